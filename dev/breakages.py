@@ -19,7 +19,7 @@ from nanochat.common import write_atomic
 from nanochat.config import start
 from nanochat.lab.study import as_csv
 from nanochat.lab.sweep import (
-    Done,
+    DoneRun,
     Job,
     Sweep,
     SweepConfig,
@@ -84,7 +84,7 @@ def jobs(base: str) -> dict[str, tuple[str, Job]]:
     return found
 
 
-def findings(run: Done) -> list[tuple[str, int, str]]:
+def findings(run: DoneRun) -> list[tuple[str, int, str]]:
     """(level, step, canary) of every finding in a run's log."""
     lines = LINE.findall((run.folder / "log.txt").read_text())
     return [(level, int(step), name) for level, step, name in lines]

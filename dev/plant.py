@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from nanochat import chat_packing
-from nanochat.chat_format import Message, turns
+from nanochat.chat_format import Message, merge_turns
 from nanochat.tokenizer import Tokenizer
 
 
@@ -24,7 +24,7 @@ def template() -> None:
         tokenizer: Tokenizer, messages: Sequence[Message], max_tokens: int | None = None
     ) -> tuple[list[int], list[int]]:
         ids, mask = [tokenizer.bos_id], [0]
-        for role, parts in turns(messages):
+        for role, parts in merge_turns(messages):
             content = "".join(part["text"] for part in parts)
             name, text = tokenizer.encode(f"{role.title()}:"), tokenizer.encode(f" {content}\n")
             ids += name + text

@@ -15,7 +15,7 @@ from nanochat.common import write_atomic
 from nanochat.config import start
 from nanochat.lab.study import as_csv
 from nanochat.lab.sweep import (
-    Done,
+    DoneRun,
     Job,
     Sweep,
     SweepConfig,
@@ -52,7 +52,7 @@ def fine_tuning(cfg: Soups, seed: int) -> Job:
     return Job(f"seed {seed}", [words.split()], start)
 
 
-def merging(cfg: Soups, number: int, parents: list[Done], flags: str) -> Job:
+def merging(cfg: Soups, number: int, parents: list[DoneRun], flags: str) -> Job:
     """Job that merges `parents` into a soup."""
     models = "|".join(f"sft:{parent.tag}" for parent in parents)
     words = (

@@ -20,14 +20,14 @@ SPIKE_WINDOW = 8  # steps; short, because the loss falls fast at first
 SPIKE_FIRST = 3  # minimum number of steps before spikes are detected
 MAX_BAD_STEPS = 5  # consecutive non-finite steps that stop the run; each is skipped
 
-Verdict = Literal["good", "spike", "bad"]
+StepVerdict = Literal["good", "spike", "bad"]
 
 
-class NotFinite(RuntimeError):
+class NonFiniteError(RuntimeError):
     """The loss, gradients or weights are not finite, and the run cannot continue."""
 
 
-class RanksDiffer(RuntimeError):
+class RankMismatchError(RuntimeError):
     """Weights differ between ranks."""
 
 
@@ -50,7 +50,7 @@ class AnomalyDetector:
         self.state, self.machine, self.spikes = state, machine, spikes
         self.bad_in_a_row = self.spikes_in_a_row = 0
 
-    def classify(self, loss: float, norm: float) -> Verdict:
+    def classify(self, loss: float, norm: float) -> StepVerdict:
         """Classify a step by its loss and gradient norm, without recording it."""
         if not math.isfinite(loss + norm):
             return "bad"
@@ -59,7 +59,7 @@ class AnomalyDetector:
         highest = max(self.state.losses)
         return "spike" if loss > max(SPIKE_RATIO * highest, highest + SPIKE_NATS) else "good"
 
-    def record(self, step: int, loss: float, norm: float, rows: Callable[[], str]) -> Verdict:
+    def record(self, step: int, loss: float, norm: float, rows: Callable[[], str]) -> StepVerdict:
         """
         Classify and record a step; log anomalies. `rows` returns a description of its batch.
 
@@ -103,7 +103,7 @@ def require_equal_ranks(named: Mapping[str, Tensor], machine: DistContext, step:
         values = [sums[i] for sums in found]
         common = max(values, key=values.count)  # ties: rank 0's
         if others := [rank for rank, value in enumerate(values) if value != common]:
-            raise RanksDiffer(
+            raise RankMismatchError(
                 f"weights differ between ranks before step {step}: {name} differs on rank "
                 f"{', '.join(map(str, others))} of {machine.world_size}; check that device and "
                 "its links, and restart with --resume=auto, preferably without it"

@@ -75,7 +75,7 @@ class Blocks(torch.autograd.Function):
         outputs, weights, sums = [], [], []
         for i, s, j in spans(T, window):
             shape = (B, G * R, j - i, j - s)
-            queries, keys, values = flat(q[:, :, :, i:j]), flat(k[:, :, s:j]), flat(v[:, :, s:j])
+            queries, keys, values = fold(q[:, :, :, i:j]), fold(k[:, :, s:j]), fold(v[:, :, s:j])
             scores = torch.bmm(queries, keys.mT).view(shape).float() * scale
             scores = torch.where(mask[:, :, i:j, s:j], scores, -1e30)
             w = torch.exp(scores - scores.amax(-1, keepdim=True)).to(q.dtype)
@@ -102,14 +102,14 @@ class Blocks(torch.autograd.Function):
             along = (each * y[:, :, i:j].float()).sum(-1, keepdim=True)
             each = each.to(q.dtype).reshape(B * G, -1, D)
             d_v.append(torch.bmm(w.view(B * G, -1, j - s).mT, each).view(B, G, j - s, D))
-            d_w = torch.bmm(each, flat(v[:, :, s:j]).mT).view(w.shape).float()
+            d_w = torch.bmm(each, fold(v[:, :, s:j]).mT).view(w.shape).float()
             d_scores = (w.float() * (d_w - along) * ctx.scale).to(q.dtype).view(B * G, -1, j - s)
-            d_q.append(torch.bmm(d_scores, flat(k[:, :, s:j])).view(B, G, R, j - i, D))
-            d_k.append(torch.bmm(d_scores.mT, flat(q[:, :, :, i:j])).view(B, G, j - s, D))
-        return torch.cat(d_q, dim=3), added(d_k, blocks), added(d_v, blocks), None, None, None
+            d_q.append(torch.bmm(d_scores, fold(k[:, :, s:j])).view(B, G, R, j - i, D))
+            d_k.append(torch.bmm(d_scores.mT, fold(q[:, :, :, i:j])).view(B, G, j - s, D))
+        return torch.cat(d_q, dim=3), add_up(d_k, blocks), add_up(d_v, blocks), None, None, None
 
 
-def added(parts: list[Tensor], blocks: list[tuple[int, int, int]]) -> Tensor:
+def add_up(parts: list[Tensor], blocks: list[tuple[int, int, int]]) -> Tensor:
     """
     Sum the blocks' contributions to each key: parts (B, G, end - first key, D) -> (B, G, T, D).
 
@@ -127,7 +127,7 @@ def added(parts: list[Tensor], blocks: list[tuple[int, int, int]]) -> Tensor:
     return torch.cat(sums, dim=2)
 
 
-def flat(x: Tensor) -> Tensor:
+def fold(x: Tensor) -> Tensor:
     """(B, G, ..., D) -> batch of matrices (B * G, n, D)."""
     return x.reshape(x.size(0) * x.size(1), -1, x.size(-1))
 
@@ -192,25 +192,25 @@ def make_mask(
     if backend == "flex":
         return block_mask(T, window, device)
     if backend == "blocks" or (backend == "sdpa" and window is not None):
-        return visible(T, window, device)[None, None]
+        return causal_mask(T, window, device)[None, None]
     return None
 
 
-def within(distance: Tensor, window: int | None) -> Tensor:
+def in_window(distance: Tensor, window: int | None) -> Tensor:
     """Bool of the same shape: whether a query sees the key `distance` tokens back."""
     return (distance >= 0) if window is None else (distance >= 0) & (distance <= window)
 
 
-def visible(T: int, window: int | None, device: torch.device) -> Tensor:
+def causal_mask(T: int, window: int | None, device: torch.device) -> Tensor:
     """(T, T) bool: whether query i (row) sees key j (column)."""
     i = torch.arange(T, device=device)
-    return within(i[:, None] - i[None, :], window)
+    return in_window(i[:, None] - i[None, :], window)
 
 
 def segment_mask(segments: Tensor, window: int | None) -> Tensor:
     """Segment ids (B, T) -> (B, 1, T, T) bool: causal attention within each segment."""
     same = segments[:, :, None] == segments[:, None, :]
-    return (same & visible(segments.size(1), window, segments.device))[:, None]
+    return (same & causal_mask(segments.size(1), window, segments.device))[:, None]
 
 
 def attend_plain(
@@ -222,7 +222,7 @@ def attend_plain(
     q, k, v = (x.transpose(1, 2).to(precise) for x in (q, k, v))  # (B, heads, T, D)
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
     scores = (q @ k.mT) * scale  # (B, H, T, T)
-    seen = visible(q.size(2), window, q.device) if mask is None else mask
+    seen = causal_mask(q.size(2), window, q.device) if mask is None else mask
     scores = scores.masked_fill(~seen, -math.inf)
     return (scores.softmax(dim=-1) @ v).transpose(1, 2).to(dtype)
 
@@ -261,14 +261,14 @@ def attend_stored(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: 
 @lru_cache(maxsize=16)
 def block_mask(T: int, window: int | None, device: torch.device) -> Any:
     """
-    FlexAttention's block-sparse form of `visible`, cached per shape. Compiled functions bypass the
-    cache, so pass them the mask as an argument.
+    FlexAttention's block-sparse form of `causal_mask`, cached per shape. Compiled functions bypass
+    the cache, so pass them the mask as an argument.
     """
     from torch.nn.attention.flex_attention import create_block_mask
 
     with torch.inference_mode(False):  # training may reuse a mask that an evaluation created
         return create_block_mask(
-            lambda b, h, i, j: within(i - j, window), None, None, T, T, device=str(device)
+            lambda b, h, i, j: in_window(i - j, window), None, None, T, T, device=str(device)
         )
 
 
@@ -420,4 +420,4 @@ class CacheView:
         if self.fresh:
             return None
         key = torch.arange(self.reach, device=self.positions.device)
-        return within(self.positions[:, None, :, None] - key, window)
+        return in_window(self.positions[:, None, :, None] - key, window)

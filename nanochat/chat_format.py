@@ -46,7 +46,7 @@ def render(
     Raises ValueError naming a message with an invalid role or content.
     """
     ids, mask = [tokenizer.bos_id], [0]
-    for turn in turns(messages):
+    for turn in merge_turns(messages):
         turn_ids, turn_mask = render_turn(tokenizer, turn)
         ids += turn_ids
         mask += turn_mask
@@ -76,7 +76,7 @@ def render_prompt(
     A final assistant turn is dropped, unless it is the only turn. With `continue_last` it is kept
     without its end token, so that the model continues it. Raises ValueError as `render` does.
     """
-    spoken = turns(messages)
+    spoken = merge_turns(messages)
     answered = spoken[-1].speaker == "assistant" and (continue_last or len(spoken) > 1)
     ids = [tokenizer.bos_id]
     for turn in spoken[:-1] if answered else spoken:
@@ -86,7 +86,7 @@ def render_prompt(
     return [*ids, tokenizer.special("<|assistant_start|>")]
 
 
-def turns(messages: Sequence[Message]) -> list[Turn]:
+def merge_turns(messages: Sequence[Message]) -> list[Turn]:
     """Merge messages into turns. Raises ValueError naming an invalid message."""
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
         raise ValueError(f"conversation must be a list of messages, got {type(messages).__name__}")
@@ -94,7 +94,7 @@ def turns(messages: Sequence[Message]) -> list[Turn]:
         raise ValueError("conversation needs at least one message")
     found: list[Turn] = []
     for i, message in enumerate(messages):
-        speaker, parts = check(i, message)
+        speaker, parts = validate_message(i, message)
         if not found or found[-1].speaker != speaker:
             found.append(Turn(speaker, []))
         elif found[-1].parts and parts:
@@ -108,7 +108,7 @@ def turns(messages: Sequence[Message]) -> list[Turn]:
     return found
 
 
-def check(i: int, message: Message) -> tuple[str, list[Message]]:
+def validate_message(i: int, message: Message) -> tuple[str, list[Message]]:
     """Return the speaker and non-empty parts of message `i`. Raises ValueError if invalid."""
     if not isinstance(message, Mapping):
         raise ValueError(f"message {i} is not an object with role and content: {message!r:.80}")

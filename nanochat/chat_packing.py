@@ -26,9 +26,9 @@ from nanochat.chat_format import Message, render
 from nanochat.common import (
     base_dir,
     fingerprint,
-    locked,
+    hold_lock,
     read_sealed,
-    sealed,
+    seal,
     sha256_file,
     write_json,
 )
@@ -91,10 +91,10 @@ def encode(
     files on disk; if damaged, encode again. report: called with progress messages. Conversations
     longer than a row are truncated. Raises ValueError if none is left.
     """
-    made_of = recipe(about, tokenizer, max_seq_len)
+    made_of = make_recipe(about, tokenizer, max_seq_len)
     folder = base_dir() / "rows" / made_of["fingerprint"]
     record = folder / "encoded.json"
-    with locked(folder / ".locks" / "encoding.lock", f"encoding {folder}"):
+    with hold_lock(folder / ".locks" / "encoding.lock", f"encoding {folder}"):
         if read_record(record, verify) is None:
             write_encoded(folder, conversations, tokenizer, max_seq_len + 1, report)
             write_json(folder / "index.json", made_of)
@@ -147,7 +147,7 @@ def write_encoded(
     skipped = done - len(lengths)  # no token with loss
     counts = {"conversations": len(lengths), "trained": trained, "skipped": skipped}
     digests = {name: sha256_file(folder / name) for name in ("ids.bin", "ends.npy")}
-    write_json(folder / "encoded.json", sealed({**counts, "sha256": digests}))
+    write_json(folder / "encoded.json", seal({**counts, "sha256": digests}))
 
 
 def encode_batches(
@@ -158,13 +158,13 @@ def encode_batches(
     many = len(conversations) // POOL_SHARE if isinstance(conversations, Sized) else 0
     workers = min(many, os.cpu_count() or 1)
     if workers < 2:
-        yield from map(job, batched(conversations))
+        yield from map(job, iter_batches(conversations))
         return
     context = multiprocessing.get_context("spawn")  # forking a process that uses CUDA can hang
     pool = ProcessPoolExecutor(workers, context, initializer=follow_parent)
     waiting = deque()
     try:
-        for batch in batched(conversations):
+        for batch in iter_batches(conversations):
             waiting.append(pool.submit(job, batch))
             if len(waiting) > 2 * workers:  # limits the batches in memory
                 yield waiting.popleft().result()
@@ -185,14 +185,14 @@ def encode_batch(
     return [signed if (signed >= 0).any() else signed[:0] for signed in every]
 
 
-def batched(items: Iterable[Any]) -> Iterator[list[Any]]:
+def iter_batches(items: Iterable[Any]) -> Iterator[list[Any]]:
     """Yield lists of BATCH items."""
     source = iter(items)
     while batch := list(islice(source, BATCH)):
         yield batch
 
 
-def recipe(about: Mapping[str, Any], tokenizer: Tokenizer, max_seq_len: int) -> dict[str, Any]:
+def make_recipe(about: Mapping[str, Any], tokenizer: Tokenizer, max_seq_len: int) -> dict[str, Any]:
     """Return what determines an encoding or its rows, with its fingerprint."""
     made_of = {
         "conversations": dict(about),
@@ -211,7 +211,7 @@ def open_chat_rows(
 
     `verifies`: see `Rows`.
     """
-    made_of = recipe(about, tokenizer, max_seq_len)
+    made_of = make_recipe(about, tokenizer, max_seq_len)
     folder = base_dir() / "rows" / made_of["fingerprint"]
     if not (folder / "index.json").exists():
         write_json(folder / "index.json", made_of)
@@ -222,10 +222,10 @@ def pack_encoded(
     rows: Rows, shard: str, pieces: Iterable[np.ndarray], tokenizer: Tokenizer
 ) -> dict[str, Any]:
     """Pack encoded conversations into a shard unless done before; return its record."""
-    with locked(lock_path(rows, shard), f"packing {shard}"):
+    with hold_lock(lock_path(rows, shard), f"packing {shard}"):
         if not rows.is_packed(shard):
             packer = Packer(rows.row_length, ~tokenizer.bos_id, rows.dtype, cut=False)
-            batches = map(flatten, batched(pieces))
+            batches = map(flatten, iter_batches(pieces))
             write_shard(rows, shard, packer, batches, {"skipped": 0, "text_bytes": 0})
     return rows.counts(shard)
 

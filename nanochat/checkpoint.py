@@ -28,10 +28,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nanochat import common
-from nanochat.anomaly import AnomalyState, NotFinite, first_not_finite, require_equal_ranks
+from nanochat.anomaly import AnomalyState, NonFiniteError, first_not_finite, require_equal_ranks
 from nanochat.common import MissingInput, RunLock, UsageError, base_dir, printable
 from nanochat.config import require_at_least
-from nanochat.dataloader import differences
+from nanochat.dataloader import diff_recipe
 from nanochat.distributed import DistContext
 from nanochat.gpt import GPT, GPTConfig, config_from
 from nanochat.optim import OLD_SETTINGS, MuonAdamW, state_bytes
@@ -116,7 +116,7 @@ def save_checkpoint(
     call this (`RunLock`).
     """
     folder.mkdir(parents=True, exist_ok=True)
-    sweep(folder)
+    recover_interrupted_saves(folder)
     final, temporary = folder / f"step_{step:06d}", folder / f".saving_{step:06d}"
     temporary.mkdir()
     try:
@@ -136,7 +136,7 @@ def save_checkpoint(
             "files": files,
             "saved_at": time.strftime("%Y-%m-%d %H:%M:%S"),
         }
-        common.write_json(temporary / "state.json", common.sealed(record))
+        common.write_json(temporary / "state.json", common.seal(record))
         if final.exists():  # the same step, saved again
             final.rename(folder / f".replaced_{step:06d}")
         temporary.rename(final)
@@ -146,7 +146,7 @@ def save_checkpoint(
         raise
     with contextlib.suppress(OSError):  # already committed; cleanup can wait for the next save
         (folder / "latest").write_text(final.name + "\n")
-        sweep(folder)
+        recover_interrupted_saves(folder)
     for old, path in list(step_folders(folder).items())[:-keep]:
         if old != step:
             shutil.rmtree(path, ignore_errors=True)
@@ -167,7 +167,7 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
         raise OSError(f"{path} could not be written: {error}") from error
 
 
-def sweep(folder: Path) -> None:
+def recover_interrupted_saves(folder: Path) -> None:
     """
     Remove the files of an interrupted save and restore the checkpoint it was replacing.
 
@@ -449,7 +449,7 @@ class SavingConfig:
 
 
 @dataclass(eq=False)
-class Checkpoints:
+class CheckpointManager:
     """
     The checkpoints of one run: `folder` holds step_<n>/ and `latest`. Create one on every rank.
 
@@ -477,7 +477,7 @@ class Checkpoints:
 
         def take_lock() -> None:
             self.lock.acquire(self.machine.launch)
-            sweep(self.folder)
+            recover_interrupted_saves(self.folder)
 
         self.machine.on_main(f"taking the lock of {self.folder}", take_lock)
         return self
@@ -547,7 +547,7 @@ class Checkpoints:
         if found:
             last = max(step_folders(self.folder), default="none")
             fix = f"--resume=auto resumes from the last good step: {last}"
-            raise NotFinite(f"{found[0]} has non-finite values and was not saved; {fix}")
+            raise NonFiniteError(f"{found[0]} has non-finite values and was not saved; {fix}")
 
     # ---- beginning ---------------------------------------------------------------------------
 
@@ -576,7 +576,7 @@ class Checkpoints:
         recorded = upgrade_identity(found.state["identity"])
         if "init_lr_frac" in identity:  # not recorded by earlier versions
             recorded.setdefault("init_lr_frac", identity["init_lr_frac"])
-        changed = differences(recorded, identity)
+        changed = diff_recipe(recorded, identity)
         rows_only = all(line.startswith("rows.") for line in changed)
         if changed and not (self.cfg.allow_data_change and rows_only):
             raise ValueError(

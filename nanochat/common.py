@@ -135,7 +135,7 @@ def read_json(path: Path) -> Any:
         raise ValueError(f"{path} is not valid JSON ({error}); correct or delete it") from error
 
 
-def sealed(value: Mapping[str, Any]) -> dict[str, Any]:
+def seal(value: Mapping[str, Any]) -> dict[str, Any]:
     """Add a checksum of a JSON object under the key `seal`."""
     return {**value, "seal": hashlib.sha256(json_text(value).encode()).hexdigest()}
 
@@ -149,7 +149,7 @@ def unseal(text: str, written: Callable[[Any], str]) -> dict[str, Any]:
     value = json.loads(text)
     if not isinstance(value, dict) or value.pop("seal", None) is None:
         raise ValueError("it has no seal")
-    if written(sealed(value)) != text:
+    if written(seal(value)) != text:
         raise ValueError("it does not match its seal")
     return value
 
@@ -187,7 +187,7 @@ SPARE_BYTES = 256 << 20  # disk space that downloads and packing must leave free
 
 
 @contextmanager
-def claimed(path: Path, patience_seconds: float = 0.0) -> Iterator[bool]:
+def try_lock(path: Path, patience_seconds: float = 0.0) -> Iterator[bool]:
     """Yield True while holding a lock file, or False if it cannot be acquired in time."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(path)
@@ -200,9 +200,9 @@ def claimed(path: Path, patience_seconds: float = 0.0) -> Iterator[bool]:
 
 
 @contextmanager
-def locked(path: Path, what: str) -> Iterator[None]:
+def hold_lock(path: Path, what: str) -> Iterator[None]:
     """Hold a lock file; if another process holds it, print `what` and wait."""
-    with claimed(path, patience_seconds=2.0) as mine:
+    with try_lock(path, patience_seconds=2.0) as mine:
         if not mine:
             print(f"waiting for another process: {printable(what)}", flush=True)
         with nullcontext() if mine else FileLock(path):
@@ -269,11 +269,11 @@ BROKEN = 78  # the canaries classified the run as broken
 HUNG = 77  # this rank timed out waiting for another rank
 
 
-class StoppedWaiting(RuntimeError):
+class WaitAborted(RuntimeError):
     """A wait was aborted because a stop was requested."""
 
 
-class Interrupted(RuntimeError):
+class EvaluationAborted(RuntimeError):
     """An evaluation was aborted because a stop was requested."""
 
 

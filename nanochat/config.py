@@ -142,16 +142,16 @@ def parse(
     args = list(sys.argv[1:] if args is None else args)
     if args[:1] == ["--"]:
         args = args[1:]
-    every = list(leaves(default))
+    every = list(iter_settings(default))
     known = {f.name: annotation for _, f, annotation, _ in every}
     letters = {a: f"--{f.name}" for _, f, *_ in every for a in f.metadata.get("aliases", ())}
     retired = {**REMOVED, **retired}
     for arg in args:
         if any("\ud800" <= char <= "\udfff" for char in arg):
-            refuse(f"{arg!r} is not valid UTF-8; encode it as UTF-8")
+            reject(f"{arg!r} is not valid UTF-8; encode it as UTF-8")
         name = arg.removeprefix("--").split("=")[0].replace("-", "_")
         if arg.startswith("--") and name in retired and name not in known:
-            refuse(f"unknown flag --{name}: {retired[name]}")
+            reject(f"unknown flag --{name}: {retired[name]}")
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     groups = tyro.cli(
         group_flags(default),
@@ -171,13 +171,13 @@ def short(letter: str, default: Any) -> Any:
     return dataclasses.field(default=default, metadata={"aliases": [f"-{letter}"]})
 
 
-def leaves(cfg: Any) -> Iterator[tuple[type, dataclasses.Field, Any, Any]]:
+def iter_settings(cfg: Any) -> Iterator[tuple[type, dataclasses.Field, Any, Any]]:
     """Yield class, field, annotation and value of every setting, including nested dataclasses."""
     hints = typing.get_type_hints(type(cfg))
     for f in dataclasses.fields(cfg):
         value = getattr(cfg, f.name)
         if dataclasses.is_dataclass(value):
-            yield from leaves(value)
+            yield from iter_settings(value)
         else:
             yield type(cfg), f, hints[f.name], value
 
@@ -199,8 +199,8 @@ def field_docs(cls: type) -> dict[str, str]:
 def group_flags(cfg: Any) -> type:
     """Dataclass for tyro with a nested dataclass for each of `GROUPS`; values become defaults."""
     flags: dict[str, Any] = {}
-    for owner, f, annotation, value in leaves(cfg):
-        kinds = [kind for kind in options(annotation) if kind is not types.NoneType]
+    for owner, f, annotation, value in iter_settings(cfg):
+        kinds = [kind for kind in union_types(annotation) if kind is not types.NoneType]
         text, is_auto = field_docs(owner).get(f.name, ""), value in (None, "", ())
         shown = tyro.conf.arg(
             help=text if is_auto else text.split(" Default:")[0],
@@ -224,7 +224,7 @@ def fill(cfg: C, values: Mapping[str, Any]) -> C:
     return dataclasses.replace(cfg, **new)  # type: ignore
 
 
-def options(annotation: Any) -> tuple[Any, ...]:
+def union_types(annotation: Any) -> tuple[Any, ...]:
     """Types of a union; for any other annotation, the annotation itself."""
     is_union = typing.get_origin(annotation) in (types.UnionType, typing.Union)
     return typing.get_args(annotation) if is_union else (annotation,)
@@ -243,15 +243,15 @@ def normalize(args: list[str], known: Mapping[str, Any], letters: Mapping[str, s
         flag = letters.get(flag, flag)
         name = flag.removeprefix("--").replace("-", "_")
         positive = name.removeprefix("no_")
-        kinds = options(known.get(name))
+        kinds = union_types(known.get(name))
         none_follows = not equals and rest[:1] in (["-1"], ["-1.0"])
         if not flag.startswith("--") or name == "help":
             result.append(flag + equals + value)
-        elif bool in options(known.get(positive)) and not equals and not none_follows:
+        elif bool in union_types(known.get(positive)) and not equals and not none_follows:
             result += [f"--{positive}", str(positive == name)]
         elif name not in known:
             near = difflib.get_close_matches(name, known, n=1)
-            refuse(f"unknown flag {flag}" + (f"; did you mean --{near[0]}?" if near else ""))
+            reject(f"unknown flag {flag}" + (f"; did you mean --{near[0]}?" if near else ""))
         elif types.NoneType in kinds and (none_follows or value in ("-1", "-1.0")):
             result += [flag, "None"]
             rest = rest[none_follows:]
@@ -268,7 +268,7 @@ def normalize(args: list[str], known: Mapping[str, Any], letters: Mapping[str, s
     return result
 
 
-def refuse(message: str) -> typing.NoReturn:
+def reject(message: str) -> typing.NoReturn:
     """Print an error to stderr and exit with status 2."""
     print(f"error: {printable(message)}; see --help", file=sys.stderr)
     raise SystemExit(2)
@@ -289,9 +289,9 @@ def settings(cfg: Any) -> dict[str, Any]:
     None ("decide for me") becomes -1, -1.0 or "", depending on the type.
     """
     flat: dict[str, Any] = {}
-    for _, f, annotation, value in leaves(cfg):
+    for _, f, annotation, value in iter_settings(cfg):
         if value is None:
-            kinds = options(annotation)
+            kinds = union_types(annotation)
             value = -1 if int in kinds else -1.0 if float in kinds else ""
         flat[f.name] = list(value) if isinstance(value, tuple) else value
     return flat

@@ -27,8 +27,8 @@ import numpy as np
 
 from nanochat.common import (
     MissingInput,
-    StoppedWaiting,
     UsageError,
+    WaitAborted,
     fingerprint,
     read_sealed,
     sha256_file,
@@ -268,11 +268,11 @@ class Rows(RowSequence):
 
     def bin_path(self, shard: str) -> Path:
         """Path of the rows of a shard."""
-        return self.folder / f"{flat(shard)}.bin"
+        return self.folder / f"{shard_file_name(shard)}.bin"
 
     def counts_path(self, shard: str) -> Path:
         """Path of the record of a shard; it exists only if the rows are complete."""
-        return self.folder / f"{flat(shard)}.json"
+        return self.folder / f"{shard_file_name(shard)}.json"
 
     def is_packed(self, shard: str) -> bool:
         """True if a shard has a valid record and rows of the recorded size."""
@@ -310,7 +310,7 @@ class Rows(RowSequence):
         beat, beat_time = stamp(self.alive_path), time.monotonic()
         while not self.is_packed(shard):
             if self.should_stop():
-                raise StoppedWaiting(f"stop requested while waiting for {shard}")
+                raise WaitAborted(f"stop requested while waiting for {shard}")
             if stamp(self.error_path) not in (None, self._old_error):
                 failure = self.error_path.read_text()
                 raise UsageError(f"packing {shard} failed: {failure}", "fix the cause and rerun")
@@ -379,7 +379,7 @@ def inputs_and_targets(rows: np.ndarray, ignore: int) -> tuple[np.ndarray, np.nd
     return ids[:, :-1], targets
 
 
-def flat(shard: str) -> str:
+def shard_file_name(shard: str) -> str:
     """Map a shard's name to a file name without slashes, injectively."""
     return shard.replace("%", "%25").replace("/", "%2F")
 
@@ -392,7 +392,7 @@ def stamp(path: Path) -> int | None:
         return None
 
 
-def differences(recorded: Mapping[str, Any], current: Mapping[str, Any], at: str = "") -> list[str]:
+def diff_recipe(recorded: Mapping[str, Any], current: Mapping[str, Any], at: str = "") -> list[str]:
     """
     List the differences between two descriptions that contain a `Rows.recipe`, one per setting.
 
@@ -406,7 +406,7 @@ def differences(recorded: Mapping[str, Any], current: Mapping[str, Any], at: str
     for name in sorted((recorded.keys() | current.keys()) - {"fingerprint"}):
         old, new = recorded.get(name), current.get(name)
         if isinstance(old, Mapping) and isinstance(new, Mapping):
-            lines += differences(old, new, f"{at}{name}.")
+            lines += diff_recipe(old, new, f"{at}{name}.")
         elif old != new:
             lines.append(f"{at}{name}: was {old!r}, now {new!r}")
     if was is not None and not lines:

@@ -24,7 +24,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from nanochat.common import base_dir, fingerprint, locked, read_json, sha256_file, write_json
+from nanochat.common import base_dir, fingerprint, hold_lock, read_json, sha256_file, write_json
 from nanochat.config import require_at_least
 from nanochat.hub import HubRepo, pin_repo
 
@@ -50,7 +50,7 @@ def find_damage(path: Path, whole: bool = False) -> str | None:
             with pq.ParquetFile(path, page_checksum_verification=True) as file:
                 deque(file.iter_batches(READ_ROWS) if whole else (), maxlen=0)
         elif whole:
-            deque(json_lines(path), maxlen=0)
+            deque(read_json_lines(path), maxlen=0)
     except (pa.ArrowException, OSError) as error:
         return f"not a readable parquet file ({str(error).splitlines()[0]})"
     except ValueError as error:
@@ -58,7 +58,7 @@ def find_damage(path: Path, whole: bool = False) -> str | None:
     return None
 
 
-def find_problem(path: Path, whole: bool = False) -> str | None:
+def find_file_problem(path: Path, whole: bool = False) -> str | None:
     """Return why a text file is unusable (damaged, or no string column `text`), or None."""
     problem = "file is empty" if path.stat().st_size == 0 else find_damage(path, whole)
     if problem or path.suffix != ".parquet":
@@ -74,13 +74,13 @@ def find_problem(path: Path, whole: bool = False) -> str | None:
     return None
 
 
-def file_texts(path: Path, skipped: Counter) -> Iterator[str]:
+def read_texts(path: Path, skipped: Counter) -> Iterator[str]:
     """
     Yield the texts of a file, in order. Raises ValueError for an unreadable file.
 
     Skipped texts are counted in `skipped` under `null`, `empty` and `undecodable`.
     """
-    for raw in (parquet_texts if path.suffix == ".parquet" else jsonl_texts)(path):
+    for raw in (read_parquet if path.suffix == ".parquet" else read_jsonl)(path):
         try:
             if raw:
                 yield raw.decode()
@@ -90,7 +90,7 @@ def file_texts(path: Path, skipped: Counter) -> Iterator[str]:
             skipped["undecodable"] += 1
 
 
-def parquet_texts(path: Path) -> Iterator[bytes | None]:
+def read_parquet(path: Path) -> Iterator[bytes | None]:
     """Yield the texts of a parquet file as UTF-8 bytes, or None for null."""
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
@@ -100,9 +100,9 @@ def parquet_texts(path: Path) -> Iterator[bytes | None]:
         raise ValueError(f"{path} is damaged: {error}; replace it or remove it") from error
 
 
-def jsonl_texts(path: Path) -> Iterator[bytes | None]:
+def read_jsonl(path: Path) -> Iterator[bytes | None]:
     """Yield the texts of a JSON-lines file as UTF-8 bytes, or None for null."""
-    for number, value in json_lines(path):
+    for number, value in read_json_lines(path):
         fields = value if isinstance(value, dict) else {}
         text = fields.get("text", 0)
         if not isinstance(text, str | None):
@@ -112,7 +112,7 @@ def jsonl_texts(path: Path) -> Iterator[bytes | None]:
         yield None if text is None else text.encode(errors="surrogatepass")
 
 
-def json_lines(path: Path) -> Iterator[tuple[int, Any]]:
+def read_json_lines(path: Path) -> Iterator[tuple[int, Any]]:
     """Yield (line number, value) of each non-blank line. Raises ValueError with file and line."""
     number = 0
     try:
@@ -130,7 +130,7 @@ def line_error(path: Path, number: int, problem: str) -> ValueError:
     return ValueError(f"{path}, line {number}: {problem}; {fix}")
 
 
-def in_batches(texts: Iterable[str]) -> Iterator[list[str]]:
+def batch_texts(texts: Iterable[str]) -> Iterator[list[str]]:
     """Group texts into lists of about BATCH_CHARS characters."""
     batch: list[str] = []
     chars = 0
@@ -246,18 +246,18 @@ class Source:
         """
         Yield the texts of a shard, in order, in lists of about BATCH_CHARS characters.
 
-        Null, empty and undecodable texts are skipped and counted in `skipped`, as in `file_texts`.
+        Null, empty and undecodable texts are skipped and counted in `skipped`, as in `read_texts`.
         Raises ValueError for an unreadable file or one without text.
         """
         path, skips, start = self.fetch(shard), Counter(), self.tail.get("tail_start")
-        texts = file_texts(path, skips)
+        texts = read_texts(path, skips)
         if shard.startswith(TAIL):
             deque(itertools.islice(texts, start), maxlen=0)
             skips.clear()  # counted for the training part
         else:
             texts = itertools.islice(texts, start)
         batch = None
-        for batch in in_batches(texts):
+        for batch in batch_texts(texts):
             yield batch
         if skipped is not None:
             skipped.update(skips)
@@ -283,7 +283,7 @@ def find_tail(path: Path) -> dict[str, int]:
     files), but at most half of the documents, and at most half of the characters unless the last
     document alone is longer. Raises ValueError for fewer than two documents.
     """
-    lengths = np.fromiter(map(len, file_texts(path, Counter())), np.int64)
+    lengths = np.fromiter(map(len, read_texts(path, Counter())), np.int64)
     documents, chars = len(lengths), int(lengths.sum())
     if documents < 2:
         why = f"has {documents} non-empty documents; training and validation need one each"
@@ -353,7 +353,7 @@ def make_source(
 ) -> Source:
     """Build the source of a `manifest` at `path` with files in `folder`, fetched by `repo`."""
     files, tail = manifest["files"], manifest.get("tail", {})
-    train, val_shard = choose_shards(cfg, list(files), manifest["val_shard"], path)
+    train, val_shard = split_shards(cfg, list(files), manifest["val_shard"], path)
     name, split = str(cfg.dataset), {"tail_start": tail["tail_start"]} if tail else {}
     if repo:
         identity = {"kind": "hub", "dataset": name, "commit": repo.commit, **split}
@@ -363,7 +363,7 @@ def make_source(
     return Source(name, train, val_shard, identity, files, tail, path, folder, repo)
 
 
-def choose_shards(
+def split_shards(
     cfg: FirstUseConfig, files: list[str], recorded: str | None, path: Path
 ) -> tuple[list[str], str]:
     """
@@ -426,7 +426,7 @@ def open_folder(cfg: FirstUseConfig, recorded: str | None) -> Source:
     name = str(folder)
     cfg = replace(cfg, dataset=name)
     path = base_dir() / "data" / f"{folder.name}-{fingerprint(name)[:8]}" / "manifest.json"
-    with locked(path.parent / ".lock", f"reading {folder}"):
+    with hold_lock(path.parent / ".lock", f"reading {folder}"):
         old = read_json(path) if path.exists() else {}
         names = find_files(folder)
         if not names:
@@ -438,7 +438,7 @@ def open_folder(cfg: FirstUseConfig, recorded: str | None) -> Source:
                 f"{folder} does not match {path}: {', '.join(changes[:5])} added or removed; "
                 "restore the old files, or delete that manifest to start over"
             )
-        _, val_shard = choose_shards(cfg, names, old.get("val_shard"), path)
+        _, val_shard = split_shards(cfg, names, old.get("val_shard"), path)
         files = {file: check_entry(folder / file, known[file], path) for file in names}
         manifest = {"data_dir": name, "val_shard": val_shard, "files": files}
         if val_shard.startswith(TAIL):
@@ -497,8 +497,8 @@ def check_entry(file: Path, known: dict[str, Any] | None, manifest: Path) -> dic
     if known:
         require_unchanged(file, known, manifest)
         return {**entry, "sha256": known["sha256"]}
-    problem = find_problem(file)
-    if not problem and not deque(file_texts(file, Counter()), maxlen=1):  # read to the end
+    problem = find_file_problem(file)
+    if not problem and not deque(read_texts(file, Counter()), maxlen=1):  # read to the end
         problem = "file contains no text"
     if problem:
         raise ValueError(f"{file}: {problem}; replace it or remove it")
@@ -517,16 +517,16 @@ def open_hub(cfg: FirstUseConfig, path: Path) -> Source:
             f"--dataset={name}: a Hub repository is <owner>/<name>; otherwise use `embedded` or a "
             "local folder that exists or starts with ., / or ~, and leave --revision out"
         )
-    with locked(path.with_name(".lock"), f"resolving {name}"):
+    with hold_lock(path.with_name(".lock"), f"resolving {name}"):
         manifest = pin_repo(name, path, (".parquet",), cfg.revision)
         files = list(manifest["files"])
         if not files:
             raise ValueError(f"{name} has no parquet file; only local folders may hold jsonl files")
-        _, val_shard = choose_shards(cfg, files, manifest.get("val_shard"), path)
+        _, val_shard = split_shards(cfg, files, manifest.get("val_shard"), path)
         if not path.exists():
             manifest["val_shard"] = val_shard
             write_json(path, manifest)
-    repo = HubRepo(name, path.parent, manifest["commit"], find_problem)
+    repo = HubRepo(name, path.parent, manifest["commit"], find_file_problem)
     if val_shard.startswith(TAIL) and "tail" not in manifest:
         file = repo.fetch(file_of(val_shard))
         try:

@@ -322,7 +322,7 @@ class DistContext:
             except Exception as error:
                 if self.world_size == 1:
                     raise
-                return None, portable(error)
+                return None, as_picklable(error)
 
     def synchronize(self) -> None:
         """Wait until the device has finished queued work, for correct timings."""
@@ -341,7 +341,7 @@ class DistContext:
             dist.destroy_process_group()
 
 
-def portable(error: Exception) -> Exception:
+def as_picklable(error: Exception) -> Exception:
     """The error itself if it survives pickling, else a RuntimeError with the same message."""
     with suppress(Exception):  # copying may raise anything
         copy = pickle.loads(pickle.dumps(error))

@@ -32,7 +32,7 @@ from nanochat.tokenizer import Tokenizer
 # Each sequence has its own generator: its output does not depend on the rest of the batch.
 
 
-COLDEST = 2.0**-126  # smallest normal float32; lower temperatures sample greedily
+MIN_TEMP = 2.0**-126  # smallest normal float32; lower temperatures sample greedily
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def sample(logits: Tensor, settings: Sequence[Sampling], uniform: Sequence[float
     V = logits.size(1)
     groups: dict[int, list[int]] = {}  # number of candidate tokens -> rows
     for row, s in enumerate(settings):
-        groups.setdefault(1 if s.temperature < COLDEST else min(s.top_k or V, V), []).append(row)
+        groups.setdefault(1 if s.temperature < MIN_TEMP else min(s.top_k or V, V), []).append(row)
     picked = [0] * len(settings)
     for k, rows in groups.items():
         of_group = logits if len(rows) == len(settings) else logits[rows]
@@ -124,7 +124,7 @@ def running_sum(weights: Tensor) -> Tensor:
 
 
 # Largest accepted difference between the logits of the compiled and the eager step
-AGREEMENT = {torch.bfloat16: 1.0, torch.float32: 0.01}
+LOGIT_TOLERANCE = {torch.bfloat16: 1.0, torch.float32: 0.01}
 
 
 def next_logits(
@@ -141,7 +141,7 @@ def next_logits(
 
 
 @lru_cache(maxsize=1)
-def fused() -> Callable[..., Tensor]:
+def compiled_next_logits() -> Callable[..., Tensor]:
     """Return the compiled `next_logits`."""
     torch._dynamo.config.recompile_limit = 64  # model shapes in one process
     return torch.compile(next_logits)
@@ -176,7 +176,7 @@ class DecodeStep:
         try:
             logits = self.run_compiled(newest, past)
             distance = 0.0 if want is None else float((logits - want).abs().max())
-            if distance < AGREEMENT[self.model.dtype]:
+            if distance < LOGIT_TOLERANCE[self.model.dtype]:
                 return logits
             reason = f"logits differ by {distance:.3g}"
         except Exception as error:  # a compiler may raise anything
@@ -230,23 +230,23 @@ class DecodeStep:
     def recorded_size(self, past: Sequence[int]) -> tuple[int, int]:
         """Size of the CUDA graph for these lengths: (batch rows, cache positions read)."""
         rows = min(power_of_two(len(past)), len(self.cache.lengths))
-        return rows, min(power_of_two(reach(past)), self.cache.room - BLOCK)
+        return rows, min(power_of_two(num_positions_read(past)), self.cache.room - BLOCK)
 
     def run_fused(self, tokens: Tensor, positions: Tensor, key_positions: Tensor) -> Tensor:
         """Compiled step with dynamic len(key_positions) and, if B > 1, dynamic B."""
         for tensor in (key_positions, tokens, positions)[: 3 if len(tokens) > 1 else 1]:
             torch._dynamo.maybe_mark_dynamic(tensor, 0)
-        return fused()(self.model, self.cache, tokens, positions, key_positions)
+        return compiled_next_logits()(self.model, self.cache, tokens, positions, key_positions)
 
     def inputs(self, newest: Sequence[int], past: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
         """Tensors of a step: tokens (B, 1), positions (B, 1), and the cache positions it reads."""
         tokens, positions = (
             torch.tensor(x, device=self.key_positions.device)[:, None] for x in (newest, past)
         )
-        return tokens, positions, self.key_positions[: reach(past)]
+        return tokens, positions, self.key_positions[: num_positions_read(past)]
 
 
-def reach(past: Sequence[int]) -> int:
+def num_positions_read(past: Sequence[int]) -> int:
     """Number of cache positions a decode step reads, rounded up to BLOCK."""
     return -(-(max(past) + 1) // BLOCK) * BLOCK
 
@@ -264,7 +264,7 @@ Tool = Callable[[str], str | None | Future[str | None]]
 # Maximum number of tokens per prefill batch, padding included. A GPU needs large batches; on a CPU
 # small batches of prompts of similar length waste less on padding.
 CPU_PREFILL_TOKENS, GPU_PREFILL_TOKENS = 2048, 8192
-PATIENCE_SECONDS = 0.01  # wait for a tool result when all sequences are idle
+TOOL_WAIT_SECONDS = 0.01  # wait for a tool result when all sequences are idle
 
 
 @dataclass(eq=False)
@@ -305,7 +305,7 @@ class Completion:
 
 class Engine:
     """
-    Generates with `model` (preferably `gpt.for_inference(model)`), up to `slots` sequences at once.
+    Generates with `model` (ideally `gpt.inference_copy(model)`), up to `slots` sequences at once.
 
     capacity: maximum tokens of prompt plus completion; default: the model's context length.
     tool: executes the model's tool calls; None = calls get no result. compiled: compile the decode
@@ -382,7 +382,7 @@ class Engine:
         return bool(self.waiting or self.active or self.calling)
 
     @torch.inference_mode()
-    def step(self, patience_seconds: float = PATIENCE_SECONDS) -> list[Completion]:
+    def step(self, patience_seconds: float = TOOL_WAIT_SECONDS) -> list[Completion]:
         """
         Admit queued prompts, then decode one token for each active completion; returns these.
 

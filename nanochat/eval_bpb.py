@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanochat.common import Interrupted, UsageError
+from nanochat.common import EvaluationAborted, UsageError
 from nanochat.distributed import DistContext
 from nanochat.loss import IGNORE
 
@@ -38,12 +38,12 @@ class Bpb(NamedTuple):
 Batch = tuple[np.ndarray, np.ndarray]
 
 
-def pooled(parts: Iterable[Bpb]) -> Bpb:
+def pool(parts: Iterable[Bpb]) -> Bpb:
     """Combine the results of several texts."""
     return Bpb(*map(sum, zip(*parts, strict=True)))
 
 
-def bucket_figures(found: Mapping[str, Bpb]) -> dict[str, float]:
+def bucket_metrics(found: Mapping[str, Bpb]) -> dict[str, float]:
     """Metrics of the buckets of a mixture, by name; empty for a single bucket."""
     return {f"val_bpb:{name}": bpb.value for name, bpb in found.items()} if len(found) > 1 else {}
 
@@ -81,7 +81,7 @@ def bits_per_byte(
         num_tokens += int((length > 0).sum())
     *total, size, count, interrupted = machine.sum(*nats, num_bytes, num_tokens, float(stopped))
     if interrupted:
-        raise Interrupted
+        raise EvaluationAborted
     if not np.isfinite(total).all():
         raise UsageError(
             f"the loss on {round(count):,} tokens is {sum(total)}: the weights are corrupt",

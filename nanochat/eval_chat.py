@@ -43,7 +43,7 @@ def score_answer(questions: Questions, i: int, answer: str) -> float:
 Outcomes = list[list[float]]  # scores of all answers, per item in order
 
 
-class Graded(NamedTuple):
+class TaskResult(NamedTuple):
     """Result of scoring a task."""
 
     outcomes: Outcomes
@@ -54,9 +54,9 @@ class Graded(NamedTuple):
 Score = Callable[[list[int], list[list[int]]], list[list[float]]]  # items, prompts -> scores
 
 
-def gathered(
+def score_items(
     task: Questions, count: int, tokenizer: Tokenizer, most: int, score: Score, machine: DistContext
-) -> Graded:
+) -> TaskResult:
     """
     Score items 0 to count - 1, split among ranks; the result is the same on every rank.
 
@@ -65,12 +65,12 @@ def gathered(
     mine = list(range(machine.rank, count, machine.world_size))
     with machine.working(f"scoring {len(mine):,} of {count:,} items"):  # others may finish earlier
         whole = [render_prompt(tokenizer, task[i]) for i in mine]
-        prompts = [fit(prompt, most) for prompt in whole]
+        prompts = [trim(prompt, most) for prompt in whole]
         cropped = sum(len(prompt) > len(rest) for prompt, rest in zip(whole, prompts, strict=True))
         scores = dict(zip(mine, score(mine, prompts), strict=True))
     for other in machine.gather(scores):
         scores |= other
-    return Graded([scores[i] for i in range(count)], round(machine.sum(float(cropped))[0]))
+    return TaskResult([scores[i] for i in range(count)], round(machine.sum(float(cropped))[0]))
 
 
 def longest_prompt(engine: Engine, max_new_tokens: int) -> int:
@@ -78,7 +78,7 @@ def longest_prompt(engine: Engine, max_new_tokens: int) -> int:
     return engine.cache.capacity - min(max_new_tokens, engine.cache.capacity // 2)
 
 
-def fit(prompt: list[int], most: int) -> list[int]:
+def trim(prompt: list[int], most: int) -> list[int]:
     """Truncate a prompt to `most` tokens on the left, keeping its BOS."""
     most = max(2, most)
     return prompt if len(prompt) <= most else prompt[:1] + prompt[1 - most :]
@@ -87,7 +87,7 @@ def fit(prompt: list[int], most: int) -> list[int]:
 @torch.no_grad()
 def score_by_logits(
     model: GPT, tokenizer: Tokenizer, task: Questions, count: int, machine: DistContext
-) -> Graded:
+) -> TaskResult:
     """
     Answer the first `count` items with the option letter of highest logit at the start of the
     assistant's turn, and score it. Raises ValueError if a letter is more than one token.
@@ -107,12 +107,12 @@ def score_by_logits(
                 found[n] = [score_answer(task, items[n], best)]
         return found
 
-    return gathered(task, count, tokenizer, model.cfg.max_seq_len - 1, score, machine)
+    return score_items(task, count, tokenizer, model.cfg.max_seq_len - 1, score, machine)
 
 
 def score_by_generation(
     engine: Engine, task: Questions, count: int, settings: Sampling, n: int, machine: DistContext
-) -> Graded:
+) -> TaskResult:
     """
     Generate `n` answers to each of the first `count` items and score the text.
 
@@ -127,4 +127,4 @@ def score_by_generation(
         ]
 
     most = longest_prompt(engine, settings.max_new_tokens)
-    return gathered(task, count, engine.tokenizer, most, score, machine)
+    return score_items(task, count, engine.tokenizer, most, score, machine)

@@ -27,8 +27,8 @@ import yaml
 
 from nanochat import stats
 from nanochat.attention import KVCache, fill_batches, pad_right
-from nanochat.common import Interrupted, UsageError, base_dir, fingerprint
-from nanochat.dataset import json_lines
+from nanochat.common import EvaluationAborted, UsageError, base_dir, fingerprint
+from nanochat.dataset import read_json_lines
 from nanochat.distributed import DistContext
 from nanochat.gpt import GPT
 from nanochat.hub import is_inside, with_retries
@@ -41,7 +41,7 @@ ORDER_SEED = 1337  # shuffles the items; `max_items` keeps the first ones
 EXAMPLES_SEED = 1234  # plus the item's index in that order: draws its few-shot examples
 CPU_PASS_TOKENS, GPU_PASS_TOKENS = 4096, 32_768  # per forward pass, including padding
 HEAD_TOKENS = 512  # tokens whose logits are computed at once
-LEAST_SAVING = 0.3  # minimum fraction of tokens saved for a separate prefix pass to pay off
+MIN_SHARED_FRACTION = 0.3  # minimum fraction of tokens saved for a separate prefix pass to pay off
 
 # ------------------------------------------------------------------------------------------------
 # Tasks
@@ -132,7 +132,7 @@ class Question:
         return len(self.options), max(map(len, self.options))
 
 
-def ask(task: FewShotTask, number: int, tokenizer: Any, context: int) -> Question:
+def tokenize(task: FewShotTask, number: int, tokenizer: Any, context: int) -> Question:
     """Tokenize an item for a model with a context of `context` tokens."""
     front, pairs = task.examples(number), task.options(task.items[number])
     options = [[tokenizer.bos_id, *tokenizer.encode(front + a + b)] for a, b in pairs]
@@ -143,10 +143,10 @@ def ask(task: FewShotTask, number: int, tokenizer: Any, context: int) -> Questio
         alone = [tokenizer.bos_id, *tokenizer.encode(front + pairs[0][0])]
         same = len(commonprefix(options if len(options) > 1 else [*options, alone]))
         starts = [min(same, *(len(ids) - 1 for ids in options))] * len(options)
-    return fitted(number, options, starts, context)
+    return truncate_options(number, options, starts, context)
 
 
-def fitted(
+def truncate_options(
     number: int, options: Sequence[list[int]], starts: Sequence[int], context: int
 ) -> Question:
     """
@@ -188,7 +188,7 @@ class EvalModel:
 
 
 def eval_model_of(model: GPT, tokenizer: Any) -> EvalModel:
-    """Wrap one of our own models, preferably a copy by `gpt.for_inference`."""
+    """Wrap one of our own models, preferably a copy by `gpt.inference_copy`."""
     most = CPU_PASS_TOKENS if model.device.type == "cpu" else GPU_PASS_TOKENS
     context, device = model.cfg.max_seq_len, model.device
     return EvalModel(model, tokenizer, context, model.new_cache, most, device)
@@ -204,17 +204,17 @@ class OptionScore(NamedTuple):
 
 
 @torch.inference_mode()
-def read(subject: EvalModel, questions: Sequence[Question]) -> list[list[OptionScore]]:
+def score_batch(subject: EvalModel, questions: Sequence[Question]) -> list[list[OptionScore]]:
     """Score every option of every question in one batch."""
     rows = [row for q in questions for row in zip(q.options, q.starts, strict=True)]
     saved = sum(q.shared * (len(q.options) - 1) for q in questions)
-    twice = saved >= LEAST_SAVING * sum(len(ids) for ids, _ in rows)
+    twice = saved >= MIN_SHARED_FRACTION * sum(len(ids) for ids, _ in rows)
     past = [q.shared if subject.new_cache and twice else 0 for q in questions for _ in q.options]
     unread = [ids[n:-1] for (ids, _), n in zip(rows, past, strict=True)]
     tokens, view = pad_right(unread, 0, subject.device), None  # (B, T)
     if subject.new_cache and any(past):
         cache = subject.new_cache(len(rows), max(past) + tokens.size(1))
-        read_shared(subject, questions, cache)
+        prefill_shared(subject, questions, cache)
         view = cache.view(range(len(rows)), tokens.size(1))
     hidden = subject.model.hidden(tokens, view)  # (B, T, C)
 
@@ -236,7 +236,7 @@ def read(subject: EvalModel, questions: Sequence[Question]) -> list[list[OptionS
     return [list(map(score, q.options, q.starts)) for q in questions]
 
 
-def read_shared(subject: EvalModel, questions: Sequence[Question], cache: KVCache) -> None:
+def prefill_shared(subject: EvalModel, questions: Sequence[Question], cache: KVCache) -> None:
     """Prefill the cache: one slot per option, with the common prefix of its question's options."""
     ends = itertools.accumulate(len(q.options) for q in questions)
     slots = [range(end - len(q.options), end) for q, end in zip(questions, ends, strict=True)]
@@ -271,7 +271,7 @@ class TaskScore:
     @property
     def centred(self) -> stats.Estimate:
         """Centered accuracy: 0 is chance, 1 is perfect."""
-        return stats.centred(self.accuracy, self.task.random_baseline)
+        return stats.center_accuracy(self.accuracy, self.task.random_baseline)
 
 
 def evaluate_task(
@@ -293,7 +293,7 @@ def evaluate_task(
     found: dict[int, tuple[list[OptionScore], bool]] = {}
     stopped = False
     with machine.working(f"scoring {task.name}"):  # others may finish earlier
-        questions = [ask(task, number, subject.tokenizer, subject.context) for number in mine]
+        questions = [tokenize(task, number, subject.tokenizer, subject.context) for number in mine]
         for q, scores in score_options(subject, questions):
             if stopped := stopping():
                 break
@@ -308,7 +308,7 @@ def evaluate_task(
                 "the model's weights are corrupt, use an earlier checkpoint"
             )
     if stopped:
-        raise Interrupted
+        raise EvaluationAborted
     outcomes = [task.outcome(number, found[number][0]) for number in range(len(task.items))]
     num_cropped = sum(cropped for _, cropped in found.values())
     return TaskScore(task, outcomes, num_cropped, time.perf_counter() - begun)
@@ -320,19 +320,19 @@ def score_options(
     """Yield each question with its option scores, longest questions first, in batches that fit."""
     longest_first = sorted(questions, key=lambda q: q.shape[1], reverse=True)
     for batch in fill_batches(longest_first, lambda q: q.shape, subject.pass_tokens):
-        yield from zip(batch, read_safely(subject, batch), strict=True)
+        yield from zip(batch, score_or_split(subject, batch), strict=True)
 
 
-def read_safely(subject: EvalModel, questions: Sequence[Question]) -> list[list[OptionScore]]:
-    """`read`, splitting the batch in halves when out of memory."""
+def score_or_split(subject: EvalModel, questions: Sequence[Question]) -> list[list[OptionScore]]:
+    """`score_batch`, splitting the batch in halves when out of memory."""
     try:
-        return read(subject, questions)
+        return score_batch(subject, questions)
     except torch.OutOfMemoryError:
         if len(questions) == 1:
             raise
     torch.cuda.empty_cache()  # outside the handler, which keeps failed tensors alive
     half = len(questions) // 2
-    return read_safely(subject, questions[:half]) + read_safely(subject, questions[half:])
+    return score_or_split(subject, questions[:half]) + score_or_split(subject, questions[half:])
 
 
 def core(scores: Sequence[TaskScore]) -> stats.Estimate:
@@ -358,7 +358,7 @@ CORE_TASKS = """
     coqa boolq bigbench_language_identification
 """.split()
 TIMEOUT_SECONDS = 30
-PATIENCE_SECONDS = 120.0  # short, because a run can do without the bundle
+DOWNLOAD_TIMEOUT_SECONDS = 120.0  # short, because a run can do without the bundle
 MAX_UNPACKED_BYTES = 1 << 30  # of an archive
 HINT = "pass a local copy with --eval_bundle=<folder or zip>"
 
@@ -409,7 +409,7 @@ def fetch(location: str) -> Path:
         return pooch.retrieve(location, known, name, folder, downloader=client)
 
     try:
-        return Path(with_retries(location, download, PATIENCE_SECONDS))
+        return Path(with_retries(location, download, DOWNLOAD_TIMEOUT_SECONDS))
     except (UsageError, OSError, ValueError) as error:  # ValueError: wrong hash
         why = str(error).partition("\n")[0]
         raise UsageError(f"cannot download {location}: {why}", HINT) from error
@@ -448,7 +448,7 @@ def read_bundle(root: Path | zipfile.Path) -> Suite:
             raise ValueError(f"dataset_uri {uri!r} of {name} is not a path inside eval_data/")
         file = folder / "eval_data" / uri
         if file.is_file():
-            items = [dict(item) for _, item in json_lines(file)]
+            items = [dict(item) for _, item in read_json_lines(file)]
             num_fewshot, baseline = int(entry["num_fewshot"][0]), baselines[name] / 100
             delimiter = entry.get("continuation_delimiter", " ")
             tasks.append(FewShotTask(name, kind, num_fewshot, baseline, delimiter, items))

@@ -21,7 +21,7 @@ from nanochat.evaluators import ValidationConfig, ValidationLoss
 from nanochat.gpt import GPT
 from nanochat.loss import IGNORE
 from nanochat.mixture import Bucket, Resolution, Resolved, parse_budget, parse_mixture, resolve
-from nanochat.optim import MuonAdamW, ScheduleConfig, rules
+from nanochat.optim import MuonAdamW, ScheduleConfig, make_rules
 from nanochat.preflight import KernelConfig
 from nanochat.scaling import divisible_batch
 from nanochat.tokenizer import Tokenizer
@@ -149,9 +149,9 @@ def open_fine_tuning(
     resolution, rows = train_rows(chats, seed, tokenizer, T, machine)
     machine.print0(resolution)
     tokens = tuning.num_epochs * rows.packed_train_rows * T
-    default = auto_batch(parent.state["identity"]["batch_tokens"], tuning.num_iterations, tokens, T)
+    default = fit_batch(parent.state["identity"]["batch_tokens"], tuning.num_iterations, tokens, T)
     batch_tokens = divisible_batch(tuning.total_batch_size, default, T, machine.world_size)
-    table = rules(cfg.optim, model.cfg.d_model, tuning.init_lr_frac)
+    table = make_rules(cfg.optim, model.cfg.d_model, tuning.init_lr_frac)
     optimizer = MuonAdamW(model, table, machine)
     loss = ValidationLoss(tuning.validation, measured, split)
     run = TrainingRun(
@@ -243,7 +243,7 @@ def train_rows(
     return Resolution(chats.spec, found), rows
 
 
-def auto_batch(parent_batch: int, num_iterations: int | None, tokens: float, T: int) -> int:
+def fit_batch(parent_batch: int, num_iterations: int | None, tokens: float, T: int) -> int:
     """
     Return the parent's tokens per step. Without `num_iterations`, they are halved until `tokens`
     tokens take at least MIN_STEPS steps, but not below MIN_ROWS rows.

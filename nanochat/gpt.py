@@ -144,7 +144,7 @@ class Bigrams(Embedding):
         this last: moving or loading a model may replace the parameter and lose the hook.
         """
         self.sparse = True
-        self.weight.register_post_accumulate_grad_hook(bound_gradient)
+        self.weight.register_post_accumulate_grad_hook(densify_gradient)
 
     def forward(self, tokens: Tensor, before: Tensor) -> Tensor:
         """tokens and previous tokens (B, T) -> (B, T, C)."""
@@ -152,7 +152,7 @@ class Bigrams(Embedding):
         return F.embedding(index, self.weight, sparse=self.sparse).flatten(-2)
 
 
-def bound_gradient(weight: Tensor) -> None:
+def densify_gradient(weight: Tensor) -> None:
     """
     Convert a sparse gradient to dense once it stores over half as many rows as the embedding has:
     until it is coalesced, every micro-batch appends all rows it touched.
@@ -168,7 +168,7 @@ def bigram_index(tokens: Tensor, before: Tensor, rows: int) -> Tensor:
     return (mixed ^ (mixed >> 15)) % rows
 
 
-def preceding(tokens: Tensor, segments: Tensor | None = None) -> Tensor:
+def previous_tokens(tokens: Tensor, segments: Tensor | None = None) -> Tensor:
     """Previous token of each position (B, T), -1 at the start of a sequence or segment."""
     before = F.pad(tokens[:, :-1], (1, 0), value=-1)
     if segments is None:
@@ -338,7 +338,7 @@ class GPT(nn.Module):
             nn.init.zeros_(zero.weight)
         bound = 3**0.5 * cfg.d_model**-0.5  # a uniform variable has bound sqrt(3) sigma
         for weight in self.value_embeds.parameters():
-            fill(weight, nn.init.uniform_, -bound, bound, generator=generator)
+            fill_weight(weight, nn.init.uniform_, -bound, bound, generator=generator)
         if cfg.residual_scalars:
             depth = torch.linspace(0, 1, cfg.n_layer)
             self.residual.copy_(1.15 - 0.10 * depth)
@@ -347,14 +347,14 @@ class GPT(nn.Module):
     def init_embeddings(self, generator: torch.Generator | None) -> None:
         """Initialize the token embedding and the LM head."""
         std, head_std = (0.8, 0.001) if self.cfg.residual_scalars else (1.0, 0.0)
-        fill(self.embed.weight, nn.init.normal_, std=std, generator=generator)
-        fill(self.head_weight, nn.init.normal_, std=head_std, generator=generator)
+        fill_weight(self.embed.weight, nn.init.normal_, std=std, generator=generator)
+        fill_weight(self.head_weight, nn.init.normal_, std=head_std, generator=generator)
 
     def draw(self, weight: Tensor, scale: float, generator: torch.Generator | None) -> None:
         """Initialize a block matrix (M, N) with standard deviation `scale` * N^-0.5."""
         bound = 3**0.5 * weight.size(1) ** -0.5 * scale
         if scale:
-            fill(weight, nn.init.uniform_, -bound, bound, generator=generator)
+            fill_weight(weight, nn.init.uniform_, -bound, bound, generator=generator)
         else:
             nn.init.zeros_(weight)
 
@@ -426,7 +426,7 @@ class GPT(nn.Module):
         masks = {w: make_mask(backend, tokens, w, segments, cache) for w in set(windows)}
         x = (self.embed(tokens) if embeds is None else embeds).to(self.dtype)
         if self.bigrams is not None:
-            before = preceding(tokens, segments) if cache is None else cache.preceding(tokens)
+            before = previous_tokens(tokens, segments) if cache is None else cache.preceding(tokens)
             x = x + self.bigrams(tokens, before).to(self.dtype)
         rope = rotary(positions, self.rotary_dims, cfg.rope_theta, self.dtype)
         return ForwardContext(tokens, norm(x), rope, masks, cache)
@@ -497,12 +497,12 @@ class GPT(nn.Module):
         self.loss_kernels = LossKernels(*kernels)
 
 
-def fill(weight: Tensor, init: Callable[..., Tensor], *args: float, **settings: Any) -> None:
+def fill_weight(weight: Tensor, init: Callable[..., Tensor], *args: float, **settings: Any) -> None:
     """Apply a torch.nn.init function on the CPU: the same values on every device."""
     weight.copy_(init(torch.empty(weight.shape), *args, **settings))
 
 
-def for_inference(model: GPT) -> GPT:
+def inference_copy(model: GPT) -> GPT:
     """
     Copy of the model with weights in the compute dtype: equal results, less memory traffic per
     token. Weights already in that dtype are shared, except the fused queries, keys and values.
@@ -519,7 +519,7 @@ def for_inference(model: GPT) -> GPT:
 
 
 @torch.no_grad()
-def refresh(twin: GPT, model: GPT) -> None:
-    """Copy weights into a `for_inference` model in place; its compiled code stays valid."""
+def copy_weights(twin: GPT, model: GPT) -> None:
+    """Copy weights into a `inference_copy` model in place; its compiled code stays valid."""
     for name, weight in twin.named_parameters():
         weight.copy_(model.get_parameter(name))

@@ -27,7 +27,7 @@ from huggingface_hub.utils._http import default_client_factory
 
 from nanochat.common import (
     UsageError,
-    locked,
+    hold_lock,
     printable,
     read_json,
     require_free,
@@ -61,7 +61,7 @@ def request(repo: str, revision: str, file: str | None, action: Callable[[], X])
     try:
         return with_retries(file or repo, action)
     except Exception as error:
-        if explained := explain(root(error), repo, revision, file):
+        if explained := explain(unwrap_error(error), repo, revision, file):
             raise explained from error
         raise
 
@@ -116,7 +116,7 @@ def with_retries(what: str, action: Callable[[], X], patience_seconds: float | N
         try:
             return action()
         except Exception as raised:
-            error = root(raised)
+            error = unwrap_error(raised)
             if not is_transient(error):
                 raise
             if attempt == 1 or time.monotonic() - attempted > MAX_PAUSE_SECONDS:
@@ -170,7 +170,7 @@ def retry_after(error: BaseException) -> float | None:
     return max(0.0, (date - datetime.now(UTC)).total_seconds())
 
 
-def root(error: BaseException) -> BaseException:
+def unwrap_error(error: BaseException) -> BaseException:
     """The cause of a LocalEntryNotFoundError if it has one, else the error itself."""
     is_wrapper = isinstance(error, errors.LocalEntryNotFoundError)
     return (is_wrapper and error.__cause__) or error
@@ -189,26 +189,26 @@ def is_inside(name: str) -> bool:
 
 @cache
 def install_client() -> None:
-    """Add `limit_time` and `check_answer` to huggingface_hub's client, before its own retries."""
+    """Add `set_timeouts` and `raise_transient` to huggingface_hub's client, before its retries."""
 
     disable_progress_bars()  # one per file; `download` prints a line instead
 
     def new_client() -> Any:
         client = default_client_factory()
-        client.event_hooks["request"].append(limit_time)
-        client.event_hooks["response"].append(check_answer)
+        client.event_hooks["request"].append(set_timeouts)
+        client.event_hooks["response"].append(raise_transient)
         return client
 
     set_client_factory(new_client)
 
 
-def limit_time(http_request: Any) -> None:
+def set_timeouts(http_request: Any) -> None:
     """Set the connect, read, write and pool timeouts that a request lacks."""
     limits, default = http_request.extensions["timeout"], constants.HF_HUB_DOWNLOAD_TIMEOUT
     http_request.extensions["timeout"] = {k: v or default for k, v in limits.items()}
 
 
-def check_answer(response: Any) -> None:
+def raise_transient(response: Any) -> None:
     """Raise for a transient status, so that only `with_retries` retries, and for a web page."""
     if response.status_code in TRANSIENT_STATUS:
         hf_raise_for_status(response)
@@ -272,7 +272,7 @@ class HubRepo:
 
     def record(self, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
         """Replace the manifest with `change(manifest)`, holding the lock."""
-        with locked(self.folder / ".lock", "writing the manifest"):
+        with hold_lock(self.folder / ".lock", "writing the manifest"):
             write_json(self.manifest, change(read_json(self.manifest)))
 
     def fetch(self, file: str) -> Path:
@@ -284,7 +284,7 @@ class HubRepo:
         """
         path, problem = self.folder / file, None
         lock = self.folder / ".locks" / f"{file.replace('/', '--')}.lock"
-        with locked(lock, f"fetching {file}"):
+        with hold_lock(lock, f"fetching {file}"):
             for _ in range(2):
                 problem = self.obtain(file)
                 if problem is None:
@@ -320,7 +320,7 @@ class HubRepo:
     def refuse(self, file: str, problem: str) -> NoReturn:
         """Delete a file, and the manifest if it has no verified file; raise ValueError."""
         (self.folder / file).unlink(missing_ok=True)
-        with locked(self.folder / ".lock", "writing the manifest"):
+        with hold_lock(self.folder / ".lock", "writing the manifest"):
             found = self.files() if self.manifest.exists() else {}
             if not any("sha256" in each for each in found.values()):
                 self.manifest.unlink(missing_ok=True)

@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress
 
 from nanochat.common import fingerprint, printable
-from nanochat.records import append_line, plain, read_lines
+from nanochat.records import append_line, read_lines, to_json_types
 
 METRICS_FILE = "metrics.jsonl"
 QUEUE_ENTRIES = 1000  # capacity of the tracker queue; further entries are dropped
@@ -87,7 +87,7 @@ class RunLog(contextlib.AbstractContextManager):
 
         An entry without loss and reward is an evaluation, whose line shows all metrics.
         """
-        self.file.write(json.dumps(plain({"step": step, **values}), allow_nan=False) + "\n")
+        self.file.write(json.dumps(to_json_types({"step": step, **values}), allow_nan=False) + "\n")
         self.file.flush()
         if self.tracker:
             self.tracker.put(step, values)

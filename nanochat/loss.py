@@ -47,7 +47,7 @@ def log_total(logits: Tensor) -> Tensor:
     return exponentials(logits)[1].sum(dim=1, keepdim=True).log() + SOFTCAP
 
 
-def total_and_slope(logits: Tensor) -> tuple[Tensor, Tensor]:
+def softmax_terms(logits: Tensor) -> tuple[Tensor, Tensor]:
     """
     Softmax denominators and unnormalized gradients of the log-sum-exp of capped logits (n, V).
 
@@ -68,7 +68,7 @@ class LossKernels(NamedTuple):
     """Functions over all logits or head weights, compiled or eager."""
 
     log_total: Callable[[Tensor], Tensor] = log_total
-    total_and_slope: Callable[[Tensor], tuple[Tensor, Tensor]] = total_and_slope
+    softmax_terms: Callable[[Tensor], tuple[Tensor, Tensor]] = softmax_terms
     accumulate: Callable[[Tensor, Tensor], None] = accumulate
 
 
@@ -86,7 +86,7 @@ def chunk_loss(logits: Tensor, targets: Tensor, kernels: LossKernels) -> tuple[T
     factors (n, 1) that normalize their rows. Nats and factors are 0 for IGNORE.
     """
     counted = (targets != IGNORE)[:, None]
-    total, slope = kernels.total_and_slope(logits)
+    total, slope = kernels.softmax_terms(logits)
     capped = target_logits(logits, targets)  # (n, 1)
     at_target = (torch.exp(capped - SOFTCAP) - total) * (1.0 - (capped / SOFTCAP) ** 2)
     here = torch.arange(len(slope), device=slope.device)

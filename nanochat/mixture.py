@@ -20,7 +20,7 @@ from nanochat.common import fingerprint, read_json
 from nanochat.dataloader import MixedRows, Rows
 from nanochat.dataset import DataConfig, Prepare, Source, open_source
 from nanochat.distributed import DistContext
-from nanochat.packing import bytes_to_pack, ensure, open_rows, start_packing
+from nanochat.packing import bytes_to_pack, ensure_packed, open_rows, start_packing
 from nanochat.tokenizer import Tokenizer
 
 # ---- Mixtures: shares, tokens and repeats, resolved to counts ------------------------------------
@@ -448,7 +448,7 @@ class Corpus:
         if machine.local_rank == 0:
             for name, count in needed.items():
                 with machine.working(f"packing {name}"):
-                    ensure(self.rows[name], self.texts.sources[name], self.tokenizer, count)
+                    ensure_packed(self.rows[name], self.texts.sources[name], self.tokenizer, count)
         machine.barrier()
 
     def bytes_to_pack(self, needed: Mapping[str, int], machine: DistContext) -> int:

@@ -110,7 +110,7 @@ class Rule:
     """Muon only: decay only the weights that the update shrinks anyway."""
 
 
-def rules(
+def make_rules(
     cfg: OptimConfig, d_model: int, lr_frac: float = 1.0, scalar_lr: float = SCALAR_LR
 ) -> dict[str, Rule]:
     """
@@ -204,7 +204,7 @@ def sparse_adam_update(
 # ---- Optimizer: parameter groups, sharded over ranks ---------------------------------------------
 
 
-def values(grad: Tensor) -> Tensor:
+def grad_values(grad: Tensor) -> Tensor:
     """Entries of a gradient; only the stored ones if it is sparse."""
     return grad.values() if grad.is_sparse else grad
 
@@ -258,7 +258,7 @@ class ParamGroup:
 
 class MuonAdamW:
     """
-    Optimizer of a model's parameters; `table` maps roles to rules, see `rules`.
+    Optimizer of a model's parameters; `table` maps roles to rules, see `make_rules`.
 
     Per step: backward, then `reduce_gradients`, then `step` or `drop_gradients`.
     """
@@ -317,7 +317,7 @@ class MuonAdamW:
     def squared_norm(self, sharded: bool) -> float:
         """Sum of squares of this rank's reduced gradients, in sharded or replicated groups."""
         grads = [g.grad for g in self.groups if g.sharded is sharded and g.grad is not None]
-        norms = [torch.linalg.vector_norm(values(grad)) for grad in grads]
+        norms = [torch.linalg.vector_norm(grad_values(grad)) for grad in grads]
         return float(torch.stack(norms).square().sum()) if grads else 0.0
 
     @torch.no_grad()
@@ -339,9 +339,9 @@ class MuonAdamW:
         for group in self.groups:
             assert group.grad is not None, "step without reduce_gradients"
             if scale != 1.0:
-                values(group.grad).mul_(scale)
+                grad_values(group.grad).mul_(scale)
             weight = group.weight().clone() if group.sharded else group.weight()
-            with restored(weight, *group.state.values()) if undo else nullcontext():
+            with restore_after(weight, *group.state.values()) if undo else nullcontext():
                 self.update(group, weight, lr_factor, momentum, decay_factor)
             group.grad = None
             if group.sharded:
@@ -461,7 +461,7 @@ def as_tensors(*numbers: float) -> list[Tensor]:
 
 
 @contextmanager
-def restored(*tensors: Tensor) -> Iterator[None]:
+def restore_after(*tensors: Tensor) -> Iterator[None]:
     """Restore the values of tensors on exit, from copies in host memory."""
     copies = [x.to("cpu", copy=True) for x in tensors]
     try:

@@ -30,7 +30,7 @@ import numpy as np
 
 from nanochat import common
 from nanochat.config import user_message
-from nanochat.dataloader import Rows, flat
+from nanochat.dataloader import Rows, shard_file_name
 from nanochat.dataset import DataConfig, Source, open_source
 from nanochat.tokenizer import Tokenizer
 
@@ -297,10 +297,10 @@ def write_shard(
     finally:
         part.unlink(missing_ok=True)
     common.fsync(rows.folder)
-    common.write_json(record, common.sealed({**asdict(packer.counts), **counts, "sha256": digest}))
+    common.write_json(record, common.seal({**asdict(packer.counts), **counts, "sha256": digest}))
 
 
-def ensure(
+def ensure_packed(
     rows: Rows, source: Source, tokenizer: Tokenizer, rows_needed: int | None = None
 ) -> None:
     """
@@ -313,15 +313,15 @@ def ensure(
         common.require_free(
             rows.folder, needed, "downloading and packing the text", "lower --num_shards"
         )
-    with alive(rows.alive_path):
+    with heartbeat(rows.alive_path):
         while todo := missing_shards(rows, rows_needed):
             for shard in todo:
-                with common.claimed(lock_path(rows, shard)) as mine:
+                with common.try_lock(lock_path(rows, shard)) as mine:
                     if mine and not rows.is_packed(shard):
                         pack_shard(source, shard, tokenizer, rows)
                         break
             else:  # other processes are packing all of them: wait for the first
-                with common.locked(lock_path(rows, todo[0]), f"packing {todo[0]}"):
+                with common.hold_lock(lock_path(rows, todo[0]), f"packing {todo[0]}"):
                     pass
 
 
@@ -335,7 +335,7 @@ def missing_shards(rows: Rows, rows_needed: int | None) -> list[str]:
 
 def lock_path(rows: Rows, shard: str) -> Path:
     """Lock file that a process holds while it packs a shard."""
-    return rows.folder / ".locks" / f"{flat(shard)}.lock"
+    return rows.folder / ".locks" / f"{shard_file_name(shard)}.lock"
 
 
 def bytes_to_pack(rows: Rows, source: Source, rows_needed: int | None = None) -> int:
@@ -362,7 +362,7 @@ def start_packing(
     rows: Rows, source: Source, rows_needed: int | None = None, workers: int = 1
 ) -> Iterator[list[subprocess.Popen]]:
     """
-    Run `ensure` in background processes; meanwhile `rows.batch` waits for missing shards.
+    Run `ensure_packed` in background processes; meanwhile `rows.batch` waits for missing shards.
 
     Call it in one process per machine (local rank 0). The workers run at low priority; if one
     fails, a waiting `rows` raises its message. On exit they are terminated; an unfinished shard is
@@ -378,7 +378,7 @@ def start_packing(
         for _ in range(workers if missing_shards(rows, rows_needed) else 0)
     ]
     for process in processes:
-        threading.Thread(target=record_death, args=(process, rows), daemon=True).start()
+        threading.Thread(target=record_worker_exit, args=(process, rows), daemon=True).start()
     try:
         yield processes
     finally:
@@ -388,7 +388,7 @@ def start_packing(
             process.wait()
 
 
-def record_death(process: subprocess.Popen, rows: Rows) -> None:
+def record_worker_exit(process: subprocess.Popen, rows: Rows) -> None:
     """Record that a worker was killed; it cannot do so itself."""
     if process.wait() not in (0, 1, -signal.SIGTERM, 128 + signal.SIGTERM):
         status = f"a packing process exited with status {process.returncode}"
@@ -396,7 +396,7 @@ def record_death(process: subprocess.Popen, rows: Rows) -> None:
 
 
 @contextmanager
-def alive(path: Path) -> Iterator[None]:
+def heartbeat(path: Path) -> Iterator[None]:
     """Touch a file every second, so that waiting processes see that packing is in progress."""
     done = threading.Event()
 
@@ -436,7 +436,7 @@ def main() -> None:
         source = open_source(DataConfig(), described)
         tokenizer = Tokenizer.read(Path(folder, "tokenizer.json"))
         rows = open_rows(source, tokenizer, max_seq_len)
-        ensure(rows, source, tokenizer, rows_needed)
+        ensure_packed(rows, source, tokenizer, rows_needed)
     except Exception as error:
         common.write_atomic(
             Path(folder, "packing.error"), user_message(error) or traceback.format_exc()

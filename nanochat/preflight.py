@@ -113,7 +113,7 @@ def choose_attention(cfg: GPTConfig, machine: DistContext, compiled: bool = Fals
         wanted = ["blocks", "sdpa"]
     for backend in wanted:
         probe = partial(probe_attention, backend, cfg, machine)
-        if works(f"attention kernel {backend}", probe, machine):
+        if probe_works(f"attention kernel {backend}", probe, machine):
             return backend
     return "plain"
 
@@ -129,7 +129,7 @@ def choose_compile(cfg: KernelConfig, machine: DistContext, train_seconds: float
     kind = machine.device.type
     if kind == "mps" or (kind == "cpu" and saved_seconds < COMPILE_SECONDS):
         return False
-    return works("torch.compile", partial(probe_compiler, machine.device), machine)
+    return probe_works("torch.compile", partial(probe_compiler, machine.device), machine)
 
 
 def probe_compiler(device: torch.device) -> None:
@@ -137,7 +137,7 @@ def probe_compiler(device: torch.device) -> None:
     torch.compile(lambda x: (x * 2).sum(), dynamic=False)(torch.ones(8, device=device))
 
 
-def works(name: str, probe: Callable[[], str | None], machine: DistContext) -> bool:
+def probe_works(name: str, probe: Callable[[], str | None], machine: DistContext) -> bool:
     """Whether a probe returns None on all ranks; otherwise prints its result or error."""
     try:
         why = probe()
@@ -149,7 +149,7 @@ def works(name: str, probe: Callable[[], str | None], machine: DistContext) -> b
     return not faults
 
 
-def choose_fused_engine(wanted: bool | None, machine: DistContext, most_tokens: int) -> bool:
+def choose_engine_compile(wanted: bool | None, machine: DistContext, most_tokens: int) -> bool:
     """
     Whether to compile the decode step: as requested, by default on a GPU, and on a CPU from
     FUSED_ENGINE_TOKENS tokens. most_tokens: maximum number of tokens to generate.
@@ -216,7 +216,7 @@ def estimate_seconds(model: GPT, tokens: int, machine: DistContext) -> float:
     return model.flops_per_token() * tokens / (rate * machine.world_size)
 
 
-def most_rows(model: GPT, trainable: Trainable, machine: DistContext) -> int:
+def max_rows(model: GPT, trainable: Trainable, machine: DistContext) -> int:
     """
     Micro-batch size to try first, equal on all ranks. On a CPU about CPU_TOKENS tokens; on a GPU,
     what fits alongside the gradients if compiled blocks use COMPILED_SHARE of eager memory.
@@ -267,14 +267,14 @@ def rehearse(
             seconds.append(time.perf_counter() - started)
 
     hardware.reset_peak_memory(machine.device)
-    done = fits(accumulate, machine) and (not update or fits(optimizer.rehearse, machine))
+    done = try_run(accumulate, machine) and (not update or try_run(optimizer.rehearse, machine))
     peak = hardware.peak_memory_bytes(machine.device)
     optimizer.drop_gradients()
     hardware.reset_peak_memory(machine.device)
     return (peak, seconds[-1]) if done else None
 
 
-def fits(work: Callable[[], None], machine: DistContext) -> bool:
+def try_run(work: Callable[[], None], machine: DistContext) -> bool:
     """Run `work`. Returns whether all ranks have enough memory for it."""
     done = False
     with suppress(torch.OutOfMemoryError):
@@ -339,7 +339,7 @@ def require_disk(folder: Path, machine: DistContext, **needed_bytes: int) -> str
     return f"{listed or 'nothing to write'}; {free_bytes(folder) / 1e9:.2f} GB free in {folder}"
 
 
-def describe(model: GPT, machine: DistContext, compiled: bool) -> dict[str, str]:
+def describe_run(model: GPT, machine: DistContext, compiled: bool) -> dict[str, str]:
     """Device, kernels and model of a run, for its summary."""
     cfg, roles, total = model.cfg, model.param_roles(), model.num_params()
     matrices = sum(p.numel() for name, p in model.named_parameters() if roles[name] == "matrix")

@@ -164,7 +164,7 @@ def read_scores(entry: Mapping[str, Any]) -> list[float]:
 def stage_key(settings: Mapping[str, Any], inputs: Mapping[str, str]) -> str:
     """Fingerprint of everything that determines a stage's result: settings and input artifacts."""
     relevant = {name: value for name, value in settings.items() if name not in NOT_IN_KEY}
-    return common.fingerprint(plain({"settings": relevant, "inputs": inputs}))
+    return common.fingerprint(to_json_types({"settings": relevant, "inputs": inputs}))
 
 
 def write_record(
@@ -191,7 +191,7 @@ def write_record(
     tables      {"title", "columns", "rows"}, rows of text or numbers
     series      name -> [[x, y], ...], curves that are not in a metrics file
     metrics     the run's metrics.jsonl (`logger`), for the figures
-    files       output files or directories; `finished` checks their content later
+    files       output files or directories; `find_finished` checks their content later
     extend      merge into the section's last record if it has the same inputs: keep its values,
                 items, tables, series and files, and add up the costs. A value of None deletes the
                 old value.
@@ -210,22 +210,22 @@ def write_record(
         "items": items or {},
         "tables": tables,
         "series": series or {},
-        "metrics": portable(metrics) if metrics else None,
-        "files": content(files),
+        "metrics": relative_path(metrics) if metrics else None,
+        "files": hash_files(files),
         "provenance": {**asdict(provenance), "commit": code["commit"], "dirty": code["dirty"]},
         "cost": {**asdict(cost), "device_seconds": busy, "own_device_seconds": busy},
     }
     path = folder / f"{slug(section)}.json"
-    with common.locked(folder / ".lock", f"recording {section}"):
+    with common.hold_lock(folder / ".lock", f"recording {section}"):
         if extend and (old := read_if_sound(path)):
             record = extend_record(old, record)
-        record = common.sealed(plain(record))
+        record = common.seal(to_json_types(record))
         append_line(folder / "records.jsonl", one_line(record))
         common.write_atomic(path, indented(record))
     return path
 
 
-def finished(section: str, key: str, report_dir: Folder = None) -> dict[str, Any] | None:
+def find_finished(section: str, key: str, report_dir: Folder = None) -> dict[str, Any] | None:
     """
     Record of the section if its `stage_key` is `key` and its output files are intact, else None.
 
@@ -241,7 +241,7 @@ def finished(section: str, key: str, report_dir: Folder = None) -> dict[str, Any
         return None
     files = [common.base_dir() / name for name in record["files"]]
     checked = files or not record["provenance"]["outputs"]
-    intact = checked and all(map(Path.is_file, files)) and content(files) == record["files"]
+    intact = checked and all(map(Path.is_file, files)) and hash_files(files) == record["files"]
     return record if intact else None
 
 
@@ -305,16 +305,16 @@ def slug(section: str) -> str:
 # Parts of a record
 
 
-def content(files: Iterable[Path]) -> dict[str, dict[str, Any]]:
-    """Size and SHA-256 of files, searching folders recursively, by `portable` path."""
+def hash_files(files: Iterable[Path]) -> dict[str, dict[str, Any]]:
+    """Size and SHA-256 of files, searching folders recursively, by `relative_path` path."""
     below = [sorted(filter(Path.is_file, p.rglob("*"))) if p.is_dir() else [p] for p in files]
     return {
-        portable(path): {"bytes": path.stat().st_size, "sha256": common.sha256_file(path)}
+        relative_path(path): {"bytes": path.stat().st_size, "sha256": common.sha256_file(path)}
         for path in chain.from_iterable(below)
     }
 
 
-def portable(path: Path) -> str:
+def relative_path(path: Path) -> str:
     """Path relative to the base directory if it is inside it, else absolute."""
     path, base = path.resolve(), common.base_dir()
     return str(path.relative_to(base) if path.is_relative_to(base) else path)
@@ -338,22 +338,22 @@ def extend_record(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
 # Valid JSON, one value per line
 
 
-def plain(value: Any) -> Any:
+def to_json_types(value: Any) -> Any:
     """
     Convert to JSON types, keeping order. Non-finite numbers become "nan", "inf" or "-inf".
 
     Raises TypeError for unsupported types.
     """
     if isinstance(value, Mapping):
-        return {str(name): plain(item) for name, item in value.items()}
+        return {str(name): to_json_types(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
+        return [to_json_types(item) for item in value]
     if isinstance(value, Path) or (isinstance(value, float) and not math.isfinite(value)):
         return str(value)
     if isinstance(value, str | bool | int | float | None):
         return value
     if hasattr(value, "item"):  # a scalar of numpy or torch
-        return plain(value.item())
+        return to_json_types(value.item())
     raise TypeError(f"a record holds numbers, strings, lists and dicts, not {type(value).__name__}")
 
 

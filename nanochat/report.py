@@ -3,10 +3,10 @@ The report card: report.md, rendered from the records of the stages.
 
     records + header (time, hardware, code version) -> render -> report.md with SVG figures
 
-`render` is a pure function; a stage calls `update` after `records.write_record`. Names, order and
-keys of the fixed sections must not change, because reports are compared line by line; additions
-come after them. Reports are never parsed. Names, settings and values are untrusted text (from
-models, data and users) and are escaped for Markdown.
+`render_report` is a pure function; a stage calls `update` after `records.write_record`. Names,
+order and keys of the fixed sections must not change, because reports are compared line by line;
+additions come after them. Reports are never parsed. Names, settings and values are untrusted text
+(from models, data and users) and are escaped for Markdown.
 """
 
 import math
@@ -38,7 +38,7 @@ from nanochat.records import SECTIONS, Folder, Record, plain_value, read_scores,
 
 RULE_DASHES = {"GPT-2 Ratio": 14, "GPT-4 Ratio": 14}  # fixed format: one extra dash
 # Active syntax of Markdown (CommonMark and GitHub's extensions) within a line
-ACTIVE = re.compile(
+MARKDOWN_SYNTAX = re.compile(
     r"""
     [`\[\]]                           # code, links, images
     | \\(?=[!-/:-@\[-`{-~]|$)         # backslash escapes
@@ -63,7 +63,7 @@ Figure = tuple[str, str]  # title, path relative to the report
 # Public interface
 
 
-def write_section(name: str, cfg: Any, values: Any, origin: Any, cost: Any, **shown: Any) -> None:
+def append_section(name: str, cfg: Any, values: Any, origin: Any, cost: Any, **shown: Any) -> None:
     """
     Write the record of a script and update the report. cfg: the script's config, with a field
     `report_dir`. The other arguments are those of `records.write_record`.
@@ -103,7 +103,7 @@ def update(
         section, link = path.stem.rpartition("-")[0], path.relative_to(home).as_posix()
         figures.setdefault(section, []).append((title, link))
     now = time.strftime(records.TIME_FORMAT)
-    write_atomic(home / "report.md", render(written, header, now, figures, tables, damaged))
+    write_atomic(home / "report.md", render_report(written, header, now, figures, tables, damaged))
     return home / "report.md"
 
 
@@ -134,7 +134,7 @@ def read_header(folder: Path, written: Sequence[Record], rate: float | None) -> 
             "git": records.git_state(),
             "hardware": machine,
             "software": {"python": platform.python_version(), "torch": version("torch")},
-            "bloat": bloat(),
+            "bloat": code_size(),
             "hourly_rate": records.default_rate(machine["gpus"]),
         }
     if rate is not None:
@@ -161,7 +161,7 @@ def hardware() -> dict[str, Any]:
     }
 
 
-def bloat(repository: Path = REPOSITORY) -> dict[str, int]:
+def code_size(repository: Path = REPOSITORY) -> dict[str, int]:
     """
     Size of the code: characters, lines, files, tokens (characters // 4), lines of uv.lock.
 
@@ -186,7 +186,7 @@ def bloat(repository: Path = REPOSITORY) -> dict[str, int]:
 # Rendering
 
 
-def render(
+def render_report(
     written: Sequence[Record],
     header: Record,
     generated: str,
@@ -275,34 +275,34 @@ def render_section(record: Record, figures: Sequence[Figure] = ()) -> str:
 
 def bullet(key: str, value: Any) -> str:
     """A list item. Key and value are escaped together, so markup cannot span both."""
-    return "- " + BLOCK_START.sub(r"\1\\", escape(f"{key}: {show(value)}").lstrip())
+    return "- " + BLOCK_START.sub(r"\1\\", escape(f"{key}: {format_value(value)}").lstrip())
 
 
 def cell(value: Any) -> str:
     """A table cell."""
-    return escape(show(value)).replace("|", r"\|")
+    return escape(format_value(value)).replace("|", r"\|")
 
 
 def escape(text: str) -> str:
     """Escape text to one line of Markdown; markup at the start of a block is not escaped."""
-    return ACTIVE.sub(r"\\\g<0>", printable(LINE_BREAKS.sub(r"\\n", text)))
+    return MARKDOWN_SYNTAX.sub(r"\\\g<0>", printable(LINE_BREAKS.sub(r"\\n", text)))
 
 
-def show(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Format a value for the report."""
     if isinstance(value, Mapping):
-        error = "" if value.get("se") is None else f" +- {show(value['se'])}"
+        error = "" if value.get("se") is None else f" +- {format_value(value['se'])}"
         count = "" if value.get("n") is None else f"n={value['n']:,}"
         if (value.get("k") or 1) > 1:  # items sampled k times, and the parts of the error
-            parts = f"items {show(value['item_se'])}, repeats {show(value['repeat_se'])}"
-            count += f", k={value['k']}; {parts}"
-        return f"{show(value['value'])}{error}" + (count and f" ({count})")
+            parts = (format_value(value[name]) for name in ("item_se", "repeat_se"))
+            count += f", k={value['k']}; " + "items {}, repeats {}".format(*parts)
+        return f"{format_value(value['value'])}{error}" + (count and f" ({count})")
     if isinstance(value, float):
         return f"{value:.4f}"
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}" if value >= 10_000 else str(value)
     if isinstance(value, list | tuple):
-        return ", ".join(show(item) for item in value)
+        return ", ".join(format_value(item) for item in value)
     return str(value)
 
 
@@ -335,7 +335,7 @@ BASE_METRICS = {"CORE metric": "CORE", "val bpb": "val bpb"}
 Nested = Mapping[str, Mapping[str, Any]]
 
 
-def metrics(written: Sequence[Record]) -> tuple[Nested, Nested]:
+def result_metrics(written: Sequence[Record]) -> tuple[Nested, Nested]:
     """
     Collect metric -> column -> value (CORE first, ChatCORE last, the rest by name) and column ->
     metric -> recorded item scores.
@@ -364,7 +364,7 @@ def is_metric(section: str, key: str, value: Any) -> bool:
     return isinstance(value, Mapping) or key in records.CHAT_TASKS.split(", ")
 
 
-def differences(found: Nested, items: Nested, order: Sequence[str] = COLUMNS) -> dict[str, Any]:
+def diff_results(found: Nested, items: Nested, order: Sequence[str] = COLUMNS) -> dict[str, Any]:
     """
     Table of differences between consecutive columns that have the metric.
 
@@ -374,7 +374,7 @@ def differences(found: Nested, items: Nested, order: Sequence[str] = COLUMNS) ->
     rows = []
     for name, by in found.items():
         for before, after in pairwise(column for column in order if column in by):
-            same, counts = paired(name, items.get(before, {}), items.get(after, {})), "-"
+            same, counts = compare_items(name, items.get(before, {}), items.get(after, {})), "-"
             if same:
                 change, error = same.difference, same.se
                 counts = f"{same.won:,} won, {same.lost:,} lost of {same.n:,} (p = {same.p:.2g})"
@@ -390,7 +390,7 @@ def differences(found: Nested, items: Nested, order: Sequence[str] = COLUMNS) ->
     return {"title": "Differences", "columns": [*columns, "Same items"], "rows": rows}
 
 
-def paired(name: str, before: Record, after: Record) -> stats.Comparison | None:
+def compare_items(name: str, before: Record, after: Record) -> stats.Comparison | None:
     """Compare a metric item by item; None unless both columns have scores of the same items."""
     weights = before.get(name, {}).get("weights", {name: 1.0})
     if weights != after.get(name, {}).get("weights", {name: 1.0}):
@@ -401,7 +401,7 @@ def paired(name: str, before: Record, after: Record) -> stats.Comparison | None:
     return stats.combine(parts, list(weights.values()))
 
 
-def ledger(written: Sequence[Record], hourly_rate: float) -> dict[str, Any]:
+def cost_table(written: Sequence[Record], hourly_rate: float) -> dict[str, Any]:
     """Table of the time and cost of each stage. hourly_rate: dollars for the whole machine."""
     costs = [(r["section"], r["cost"]) for r in written]
     total = {name: sum(cost[name] for _, cost in costs) for name in records.ADDED_COSTS}
@@ -445,10 +445,10 @@ def render_summary(written: Sequence[Record], header: Record) -> str:
     Size of the code, metrics by stage, wall clock time from the start to the last fixed section
     (without RL and, if it ran, with RL), differences and costs.
     """
-    found, items = metrics(written)
+    found, items = result_metrics(written)
     rows = [["Metric", *COLUMNS]]
     for name, by in found.items():
-        rows.append([name, *(show(plain_value(by.get(column, "-"))) for column in COLUMNS)])
+        rows.append([name, *(format_value(plain_value(by.get(column, "-"))) for column in COLUMNS)])
     head, *body = [[f"{row[0]:<15}", *(f"{text:<8}" for text in row[1:])] for row in rows]
     table = render_table({"columns": head, "rows": body})
     blocks = ["## Summary", render_bloat(header["bloat"]), table]
@@ -458,5 +458,5 @@ def render_summary(written: Sequence[Record], header: Record) -> str:
         if each:
             minutes = int(max(each.values()) - seconds(header["run_started"])) // 60
             blocks.append(f"Total wall clock time{label}: {minutes // 60}h{minutes % 60}m")
-    tables = [differences(found, items), ledger(written, header["hourly_rate"])]
+    tables = [diff_results(found, items), cost_table(written, header["hourly_rate"])]
     return "\n\n".join([*blocks, *(render_table(each) for each in tables if each["rows"])])

@@ -24,12 +24,12 @@ from nanochat import records, stats
 from nanochat.attention import pad_right
 from nanochat.chat_format import render_prompt
 from nanochat.checkpoint import stage_folder
-from nanochat.common import StoppedWaiting
+from nanochat.common import WaitAborted
 from nanochat.config import require_at_least
 from nanochat.distributed import DistContext
 from nanochat.engine import Completion, Engine, Sampling
-from nanochat.eval_chat import Questions, fit, longest_prompt, score_answer, score_by_generation
-from nanochat.gpt import GPT, refresh
+from nanochat.eval_chat import Questions, longest_prompt, score_answer, score_by_generation, trim
+from nanochat.gpt import GPT, copy_weights
 from nanochat.logger import METRICS_FILE, read_metrics
 from nanochat.loss import IGNORE
 from nanochat.train import Callback, MicroBatch, ShouldStop, TrainingRun
@@ -128,7 +128,7 @@ def kl_to_reference(
 
 
 @lru_cache(maxsize=8)
-def shuffled(n: int, seed: str) -> list[int]:
+def permutation(n: int, seed: str) -> list[int]:
     """The integers 0 to n - 1 in a random order."""
     return random.Random(seed).sample(range(n), n)
 
@@ -170,7 +170,7 @@ class RolloutLoader:
 
     def micro_batches(self, step: int, device_rows: int, stopping: ShouldStop) -> list[MicroBatch]:
         if self.machine.any(stopping()):
-            raise StoppedWaiting(f"stop requested before step {step}")
+            raise WaitAborted(f"stop requested before step {step}")
         started = time.perf_counter()
         groups = self.roll_out(step)
         self.metrics = self.rollout_metrics(groups)
@@ -219,11 +219,11 @@ class RolloutLoader:
         """Task index of a draw's question; each epoch and attempt has its own random order."""
         count = len(self.questions)
         epoch, position = divmod(draw, count)
-        return self.questions[shuffled(count, f"{self.seed}-{epoch}-{attempt}")[position]]
+        return self.questions[permutation(count, f"{self.seed}-{epoch}-{attempt}")[position]]
 
     def roll_out(self, step: int) -> list[Group]:
         """Generate and score answers to this rank's questions with the current weights."""
-        refresh(self.engine.model, self.model)
+        copy_weights(self.engine.model, self.model)
         return self.answer(self.draws(step))
 
     def resample(self, step: int, groups: Sequence[Group]) -> list[Group]:
@@ -247,7 +247,7 @@ class RolloutLoader:
         questions = [self.question(draw, attempt) for draw in draws]
         most = longest_prompt(engine, cfg.max_new_tokens)
         with self.machine.working(f"generating answers to {len(draws)} questions"):
-            prompts = [fit(render_prompt(engine.tokenizer, self.task[i]), most) for i in questions]
+            prompts = [trim(render_prompt(engine.tokenizer, self.task[i]), most) for i in questions]
             first = self.seed * 1_000_003 + attempt * 1_000_000_007
             seeds = [first + draw for draw in draws]
             groups = engine.generate(prompts, cfg.sampling(0), cfg.num_samples, seeds)
@@ -289,7 +289,7 @@ def pass_at(outcomes: Sequence[list[float]], k: int) -> stats.Estimate:
     return stats.mean([stats.pass_at_k(len(each), each.count(1), k) for each in outcomes])
 
 
-class HeldOut(Callback):
+class RLEvaluator(Callback):
     """
     Evaluates training rewards and held-out answers before and after RL, and held-out answers every
     `eval_every` steps. num_samples: answers per question of `task`. reward_steps: number of steps
@@ -322,7 +322,7 @@ class HeldOut(Callback):
         """Scores of the current model's answers to the held-out questions."""
         rollouts, task, n = self.rollouts, self.task, self.num_samples
         engine, sampling = rollouts.engine, rollouts.cfg.sampling(rollouts.seed + 1)
-        refresh(engine.model, rollouts.model)
+        copy_weights(engine.model, rollouts.model)
         return score_by_generation(engine, task, len(task), sampling, n, rollouts.machine).outcomes
 
     def start(self, run: TrainingRun) -> None:

@@ -117,11 +117,11 @@ def run_python(code: str, limits: Limits = Limits(), *, unsafe: bool = False) ->
 def choose_layer(unsafe: bool = False) -> Layer:
     """First layer that works; if none does, "none" if `unsafe`, else raise SandboxUnavailable."""
     for layer in LAYERS:
-        if trouble_with(layer) is None:
+        if probe_layer(layer) is None:
             return layer
     if unsafe:
         return "none"
-    reasons = "\n".join(f"  {layer}: {trouble_with(layer)}" for layer in LAYERS)
+    reasons = "\n".join(f"  {layer}: {probe_layer(layer)}" for layer in LAYERS)
     raise SandboxUnavailable(
         f"no sandbox works on this machine, so model-written code is not run:\n{reasons}\n"
         "  use Linux with bubblewrap installed and user namespaces enabled, or with Landlock\n"
@@ -130,7 +130,7 @@ def choose_layer(unsafe: bool = False) -> Layer:
 
 
 @functools.cache
-def trouble_with(layer: Layer) -> str | None:
+def probe_layer(layer: Layer) -> str | None:
     """Why a layer does not work; None if it does. Runs the probe once per process and layer."""
     if not sys.platform.startswith("linux"):
         return "needs Linux"
@@ -153,7 +153,7 @@ def command(layer: Layer, limits: Limits, info: int) -> list[str]:
     if layer != "bubblewrap":
         return child
     bwrap = shutil.which("bwrap") or "bwrap"  # if missing, the failed start is reported
-    binds = [word for path in readable() for word in ("--ro-bind", path, path)]
+    binds = [word for path in read_paths() for word in ("--ro-bind", path, path)]
     size = str(limits.file_bytes + BLOCK)  # one extra block, so that `watch` can detect an overrun
     kept = ["--size", size, "--tmpfs", "/tmp", "--remount-ro", "/", "--chdir", "/tmp"]
     return [bwrap, *NAMESPACES, "--info-fd", str(info), *binds, *kept, "--", *child]
@@ -169,7 +169,7 @@ def interpreter() -> str:
     return os.path.realpath(sys._base_executable)  # type: ignore
 
 
-def readable() -> tuple[str, ...]:
+def read_paths() -> tuple[str, ...]:
     """Paths a child may read: the interpreter, its library, the system's shared libraries."""
     prefix = os.path.realpath(sys.base_prefix)
     folders = (f"{prefix}/lib", f"{prefix}/lib64", "/usr/lib", "/usr/lib64", "/lib", "/lib64")
@@ -234,18 +234,18 @@ def rights(limits: Limits, layer: Layer) -> dict[str, Any]:
     }
     if sys.platform.startswith("linux"):  # others ignore or reject it
         rlimits["RLIMIT_AS"] = limits.memory_bytes
-    is_root = layer == "landlock" and os.geteuid() == 0 and may_trace()
-    nobody = is_root and all(map(open_to_all, (*readable(), tempfile.gettempdir())))
-    return {"layer": layer, "rlimits": rlimits, "nobody": nobody, "readable": list(readable())}
+    is_root = layer == "landlock" and os.geteuid() == 0 and has_ptrace()
+    nobody = is_root and all(map(is_world_readable, (*read_paths(), tempfile.gettempdir())))
+    return {"layer": layer, "rlimits": rlimits, "nobody": nobody, "readable": list(read_paths())}
 
 
-def may_trace() -> bool:
+def has_ptrace() -> bool:
     """Whether this process may list the open files of other users' processes in /proc."""
     found = re.search(r"^CapEff:\s*(\w+)$", Path("/proc/self/status").read_text(), re.MULTILINE)
     return found is not None and bool(int(found[1], 16) & CAP_SYS_PTRACE)
 
 
-def open_to_all(path: str) -> bool:
+def is_world_readable(path: str) -> bool:
     """Whether every user can read a file or directory."""
     reachable = all(folder.stat().st_mode & 0o001 for folder in Path(path).parents)
     return reachable and Path(path).stat().st_mode & 0o004 != 0
@@ -480,22 +480,22 @@ def calculate(expression: str) -> str | None:
     if not ARITHMETIC.fullmatch(expression):
         return None
     try:
-        value = evaluate(ast.parse(expression.replace(",", ""), mode="eval").body)
+        value = evaluate_node(ast.parse(expression.replace(",", ""), mode="eval").body)
     except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError):
         return None
     rounded = round(value, DECIMALS)
     return str(int(rounded)) if rounded == int(rounded) else f"{value:.{DECIMALS}f}".rstrip("0")
 
 
-def evaluate(node: ast.AST) -> int | float:
+def evaluate_node(node: ast.AST) -> int | float:
     """Value of a syntax tree. Raises ValueError or ArithmeticError if it is not supported."""
     match node:
         case ast.Constant(value=int() | float() as value):
             pass
         case ast.UnaryOp(op=sign, operand=operand):
-            value = OPERATORS[type(sign)](evaluate(operand))
+            value = OPERATORS[type(sign)](evaluate_node(operand))
         case ast.BinOp(left=left, op=op, right=right):
-            a, b = evaluate(left), evaluate(right)
+            a, b = evaluate_node(left), evaluate_node(right)
             if isinstance(op, ast.Pow) and abs(b) > LARGEST_EXPONENT:
                 raise ValueError("exponent too large")
             value = OPERATORS[type(op)](a, b)

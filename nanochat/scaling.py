@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.optim import SCALAR_LR, OptimConfig, Rule, rules
+from nanochat.optim import SCALAR_LR, OptimConfig, Rule, make_rules
 
 WIDTH_PER_LAYER = 64
 # More rows help a small model (d4, 2026-11); others found no gain at depth 25
@@ -145,4 +145,4 @@ def scaled_rules(cfg: OptimConfig, horizon: Horizon, d_model: int) -> dict[str, 
     if cfg.weight_decay is None:
         decay = REFERENCE_DECAY_STEPS / max(MIN_STEPS, horizon.num_steps)
         cfg = replace(cfg, weight_decay=decay)
-    return rules(cfg, d_model, scalar_lr=SCALAR_LR * noise)
+    return make_rules(cfg, d_model, scalar_lr=SCALAR_LR * noise)

@@ -44,7 +44,7 @@ def proportion(successes: int, n: int) -> Estimate:
     return Estimate(p, n, math.sqrt(p * (1 - p) / n))
 
 
-def centred(accuracy: Estimate, baseline: float) -> Estimate:
+def center_accuracy(accuracy: Estimate, baseline: float) -> Estimate:
     """Rescale accuracy so that chance level (`baseline`) is 0 and perfect is 1."""
     scale = 1 - baseline
     return Estimate((accuracy.value - baseline) / scale, accuracy.n, accuracy.se / scale)

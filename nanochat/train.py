@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from nanochat import checkpoint, common, hardware, optim, preflight, records, report
-from nanochat.anomaly import MAX_BAD_STEPS, AnomalyDetector, NotFinite, require_equal_ranks
-from nanochat.checkpoint import Checkpoint, Checkpoints, Progress, SavingConfig
-from nanochat.common import Interrupted, StoppedWaiting, StopRequest
+from nanochat.anomaly import MAX_BAD_STEPS, AnomalyDetector, NonFiniteError, require_equal_ranks
+from nanochat.checkpoint import Checkpoint, CheckpointManager, Progress, SavingConfig
+from nanochat.common import EvaluationAborted, StopRequest, WaitAborted
 from nanochat.config import require_at_least
 from nanochat.dataloader import MixedRows, Rows
 from nanochat.distributed import DistConfig, DistContext
@@ -337,7 +337,7 @@ def run_loop(run: TrainingRun, progress: Progress) -> bool:
                 gc.freeze()  # exclude long-lived objects from later collections
             if detector.bad_in_a_row >= MAX_BAD_STEPS:
                 run.save(progress, final=True)
-                raise NotFinite(
+                raise NonFiniteError(
                     f"{MAX_BAD_STEPS} consecutive non-finite steps, the last at step {step}; the "
                     "last good state is saved. Inspect those rows or lower the learning rates"
                 )
@@ -366,7 +366,7 @@ def evaluate(run: TrainingRun, progress: Progress, last: bool) -> bool:
     try:
         for callback in run.callbacks:
             metrics |= callback.evaluate(progress.step, run.stopping, last)
-    except Interrupted:
+    except EvaluationAborted:
         run.machine.print0(f"stop requested: evaluation at step {progress.step} aborted")
         return False
     if (value := metrics.get("val_bpb")) is not None:
@@ -402,7 +402,7 @@ def train_step(run: TrainingRun, step: int, horizon: float | None = None) -> Ste
     with ExitStack() as stack:
         try:
             micro_batches = run.loader.micro_batches(step, run.device_rows, run.stopping)
-        except StoppedWaiting:
+        except WaitAborted:
             micro_batches = []
         for callback in run.callbacks:
             stack.enter_context(callback.forward_context(step / horizon))
@@ -469,7 +469,7 @@ class Stopwatch:
     )
 
 
-def finished_before(
+def skip_if_finished(
     section: str, settings: dict[str, Any], inputs: dict[str, str], cfg: Any, machine: DistContext
 ) -> bool:
     """
@@ -478,7 +478,7 @@ def finished_before(
     """
     key = records.stage_key(settings, inputs)
     found = cfg.skip_if_done and machine.on_main(
-        "verifying files", lambda: records.finished(section, key, cfg.report_dir) is not None
+        "verifying files", lambda: records.find_finished(section, key, cfg.report_dir) is not None
     )
     if found:
         machine.print0(f"{section}: finished already, skipped")
@@ -510,7 +510,7 @@ def train(run: TrainingRun) -> None:
         **run.state,
     }
     folder = checkpoint.stage_folder(run.kind) / run.tag
-    with Checkpoints(folder, machine, cfg.saving, run.keep_optimizer) as checkpoints:
+    with CheckpointManager(folder, machine, cfg.saving, run.keep_optimizer) as checkpoints:
         run.progress = checkpoints.begin(identity, model, run.optimizer, run.num_steps)
         run.prepared = prepare(run, checkpoints)
         log: AbstractContextManager = nullcontext()
@@ -530,7 +530,7 @@ def train(run: TrainingRun) -> None:
         raise SystemExit(common.PREEMPTED)
 
 
-def prepare(run: TrainingRun, checkpoints: Checkpoints) -> Prepared:
+def prepare(run: TrainingRun, checkpoints: CheckpointManager) -> Prepared:
     """Choose kernels and micro-batch size, check memory and disk space, and print a summary."""
     cfg, model, machine = run.cfg, run.model, run.machine
     left, folder = run.num_steps - run.progress.step, checkpoints.folder
@@ -545,7 +545,7 @@ def prepare(run: TrainingRun, checkpoints: Checkpoints) -> Prepared:
         seconds = max(0.0, min(seconds, run.max_seconds - run.progress.clock_seconds))
         most = f"{run.max_seconds:g} s of training, at most "
     lines = {
-        **preflight.describe(model, machine, prepared.compiled),
+        **preflight.describe_run(model, machine, prepared.compiled),
         "disk": disk,
         "inputs": ", ".join(map(" ".join, run.inputs.items())),
         **run.loader.describe(run),
@@ -566,7 +566,7 @@ def fit_rows(run: TrainingRun, steps: int) -> Prepared:
     T, device = model.cfg.max_seq_len, machine.device
     used = hardware.used_memory_bytes(device)
     rows = run.batch_tokens // T // machine.world_size
-    limit = rows if requested is not None else preflight.most_rows(model, trainable, machine)
+    limit = rows if requested is not None else preflight.max_rows(model, trainable, machine)
     device_rows = preflight.choose_device_rows(requested, rows, limit)
     guess = preflight.estimate_seconds(model, steps * run.batch_tokens, machine)
     compiled = preflight.set_kernels(run.kernels, model, machine, guess, optimizer)

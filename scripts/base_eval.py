@@ -29,7 +29,7 @@ from nanochat.eval_core import (
     evaluate_task,
     open_suite,
 )
-from nanochat.gpt import for_inference
+from nanochat.gpt import inference_copy
 from nanochat.lab.held_out import require_access
 from nanochat.tokenizer import Tokenizer
 from tasks.builtin import choose_bundle
@@ -98,7 +98,7 @@ def main(cfg: BaseEval) -> None:
     candidate.inputs["suite"] = suite.fingerprint
     scores: list[TaskScore] = []
     if cfg.skip_if_done:
-        scores = machine.on_main("verifying files", lambda: scored_before(cfg, candidate, suite))
+        scores = machine.on_main("verifying files", lambda: load_scores(cfg, candidate, suite))
     if len(scores) == len(suite.tasks):
         machine.print0(f"{candidate.section}: finished already, skipped")
         return machine.close()
@@ -111,9 +111,9 @@ def main(cfg: BaseEval) -> None:
     model = candidate.load()
     for task in suite.tasks[len(scores) :]:
         scores.append(evaluate_task(model, task, machine, cfg.max_per_task))
-        machine.print0(describe(scores[-1]))
+        machine.print0(describe_suite(scores[-1]))
         if machine.is_main:  # record each task, so that an abort keeps finished ones
-            values, items = figures(candidate.name, suite, scores)
+            values, items = record_values(candidate.name, suite, scores)
             origin = records.Provenance(candidate.run_id, candidate.seed, candidate.inputs)
             cost, folder = records.Cost.since(started, machine), cfg.report_dir
             extra = {"items": items, "tables": [task_table(scores)], "extend": len(scores) > 1}
@@ -128,10 +128,10 @@ def main(cfg: BaseEval) -> None:
     machine.close()
 
 
-def scored_before(cfg: BaseEval, candidate: Candidate, suite: Suite) -> list[TaskScore]:
+def load_scores(cfg: BaseEval, candidate: Candidate, suite: Suite) -> list[TaskScore]:
     """Scores already in the record for these settings, of some or all tasks."""
     key = records.stage_key(settings(cfg), candidate.inputs)
-    record = records.finished(candidate.section, key, cfg.report_dir)
+    record = records.find_finished(candidate.section, key, cfg.report_dir)
     if record is None:
         return []
     table = record["tables"][0]
@@ -154,7 +154,7 @@ def find_own_model(cfg: BaseEval, machine: DistContext) -> Candidate:
 
     def load() -> EvalModel:
         tokenizer = Tokenizer.read(checkpoint.folder / "tokenizer.json")
-        return eval_model_of(for_inference(load_model(checkpoint, machine)), tokenizer)
+        return eval_model_of(inference_copy(load_model(checkpoint, machine)), tokenizer)
 
     name, origin = f"base_model (step {checkpoint.step})", checkpoint.state["provenance"]
     inputs = {"base": checkpoint.fingerprint, **origin["inputs"]}
@@ -172,12 +172,12 @@ def find_hf_model(cfg: BaseEval, machine: DistContext) -> Candidate:
     except ModuleNotFoundError as error:
         raise MissingInput(f"--hf_path needs {error.name}", INSTALL) from error
     name = str(cfg.hf_path)
-    found = eval_model.find(name, cfg.trust_remote_code)
+    found = eval_model.find_hf_model(name, cfg.trust_remote_code)
     section, inputs = f"Evaluation of {name}", {"hf": found.revision}
     return Candidate(section, name, found.revision, 0, inputs, None, lambda: found.load(machine))
 
 
-def describe(score: TaskScore) -> str:
+def describe_suite(score: TaskScore) -> str:
     """One log line about a task."""
     accuracy, centered = score.accuracy, score.centred
     truncated = f", {score.num_cropped} truncated" if score.num_cropped else ""
@@ -187,7 +187,7 @@ def describe(score: TaskScore) -> str:
     )
 
 
-def figures(
+def record_values(
     name: str, suite: Suite, scores: Sequence[TaskScore]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Values and items of the record; with CORE once all tasks are scored."""

@@ -20,13 +20,13 @@ from nanochat.config import require_at_least, settings, short, start
 from nanochat.dataloader import Rows
 from nanochat.dataset import DataConfig
 from nanochat.distributed import DistConfig, DistContext, init_distributed
-from nanochat.eval_bpb import Bpb, bits_per_byte, bucket_figures, pooled
-from nanochat.evaluators import row_batches, samples
+from nanochat.eval_bpb import Bpb, bits_per_byte, bucket_metrics, pool
+from nanochat.evaluators import generate_samples, row_batches
 from nanochat.golf.documents import document_bpb
 from nanochat.mixture import open_corpus, open_texts
 from nanochat.preflight import CPU_TOKENS, KernelConfig, estimate_seconds, set_kernels
 from nanochat.tokenizer import Tokenizer
-from nanochat.train import finished_before
+from nanochat.train import skip_if_finished
 from tasks.builtin import ensure_written
 
 SECTION = "Base model loss"
@@ -67,7 +67,7 @@ def main(cfg: BaseLoss) -> None:
     )
     origin = checkpoint.state["provenance"]
     inputs = {"base": checkpoint.fingerprint, **origin["inputs"]}
-    if finished_before(SECTION, settings(cfg), inputs, cfg, machine):
+    if skip_if_finished(SECTION, settings(cfg), inputs, cfg, machine):
         return machine.close()
 
     # Model and text
@@ -97,11 +97,11 @@ def main(cfg: BaseLoss) -> None:
         most = min(num_rows, rows.packed_train_rows)
         seen[name] = on_rows(train_batches(rows, most, step_rows, machine))
         unseen[name] = on_rows(rows.val_batches(step_rows, most, machine.rank, machine.world_size))
-    train, val = pooled(seen.values()), pooled(unseen.values())
+    train, val = pool(seen.values()), pool(unseen.values())
     machine.print0(f"train bpb {train.value:.4f}, val bpb {val.value:.4f}")
 
     # bpb on whole documents: comparable across packing methods and tokenizers
-    plain = pooled(
+    plain = pool(
         document_bpb(model, each, tokenizer, T, step_rows, machine)
         for each in (t.texts(t.val_shard, cfg.max_documents) for t in texts.sources.values())
     )
@@ -109,10 +109,10 @@ def main(cfg: BaseLoss) -> None:
     values = {
         "train bpb": train.value,
         "val bpb": val.value,
-        **samples(model, tokenizer),
+        **generate_samples(model, tokenizer),
         "document bpb": plain.value,
         "document bytes": plain.bytes,
-        **bucket_figures(unseen),
+        **bucket_metrics(unseen),
         "train tokens scored": train.tokens,
         "val tokens scored": val.tokens,
     }
@@ -120,7 +120,7 @@ def main(cfg: BaseLoss) -> None:
         with machine.working("writing the report"):
             provenance = records.Provenance(origin["run_id"], origin["seed"], inputs)
             cost = records.Cost.since(started, machine)
-            report.write_section(SECTION, cfg, values, provenance, cost)
+            report.append_section(SECTION, cfg, values, provenance, cost)
     machine.close()
 
 

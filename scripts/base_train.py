@@ -41,7 +41,7 @@ from nanochat.train import (
     Stopwatch,
     TrainConfig,
     TrainingRun,
-    finished_before,
+    skip_if_finished,
     train,
     write_section,
 )
@@ -137,7 +137,7 @@ def pretrain(
     corpus, inputs = open_text(cfg, machine)
     tokenizer, T = corpus.tokenizer, cfg.max_seq_len
     resolved = {**settings(cfg), "eval_tokens": cfg.validation.tokens(machine)}
-    if finished_before(SECTION, resolved, inputs, cfg.train, machine):
+    if skip_if_finished(SECTION, resolved, inputs, cfg.train, machine):
         return machine.close()
 
     # Model: everything follows from depth

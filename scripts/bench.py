@@ -39,7 +39,7 @@ import torch
 from nanochat.bench.engine import bench_engine
 from nanochat.bench.evals import bench_evaluation
 from nanochat.bench.start import bench_start
-from nanochat.bench.table import Findings, render
+from nanochat.bench.table import BenchLog, render_findings
 from nanochat.bench.tokenizer import bench_tokenizer
 from nanochat.bench.train import bench_against, bench_training
 from nanochat.common import REPOSITORY, write_atomic
@@ -86,8 +86,8 @@ class Bench:
 
 def main(cfg: Bench) -> None:
     if cfg.what == "all":
-        return everything(cfg)
-    found = Findings()
+        return bench_all(cfg)
+    found = BenchLog()
     if cfg.what == "start":
         bench_start(cfg.repeats, found)
     elif cfg.what == "tokenizer":
@@ -98,7 +98,7 @@ def main(cfg: Bench) -> None:
         found.write(cfg.findings)
 
 
-def bench_model(cfg: Bench, found: Findings) -> None:
+def bench_model(cfg: Bench, found: BenchLog) -> None:
     """Benchmark training, generation or evaluation with an untrained model."""
     machine = init_distributed(cfg.machine)
     arch = "default" if cfg.what == "train" else "classic"  # implemented by transformers too
@@ -107,12 +107,12 @@ def bench_model(cfg: Bench, found: Findings) -> None:
     if cfg.what == "train":
         bench_training(shape, cfg.rows, machine, cfg.kernels, cfg.steps, cfg.repeats, found)
     elif cfg.what == "peer":
-        theirs = peers and peers.training
+        theirs = peers and peers.make_train_step
         bench_against(shape, cfg.rows, machine, cfg.kernels, cfg.repeats, found, theirs)
     elif cfg.what == "engine":
-        bench_engine(shape, machine, cfg.repeats, found, peers and peers.generation)
+        bench_engine(shape, machine, cfg.repeats, found, peers and peers.make_generate)
     else:
-        bench_evaluation(shape, machine, cfg.repeats, found, peers and peers.scoring)
+        bench_evaluation(shape, machine, cfg.repeats, found, peers and peers.make_scorer)
     machine.close()
 
 
@@ -127,7 +127,7 @@ def find_peers() -> Any:
     return peers
 
 
-def tokenizer(cfg: Bench, found: Findings) -> None:
+def tokenizer(cfg: Bench, found: BenchLog) -> None:
     """Benchmark the tokenizer on --dataset, the last used source, or the embedded one."""
     data, known = cfg.data, load_last_source("main")
     if known is None and data.dataset is None:
@@ -153,11 +153,11 @@ def read_texts(source: Source, max_megabytes: float) -> list[str]:
 # All benchmarks
 
 
-def everything(cfg: Bench) -> None:
+def bench_all(cfg: Bench) -> None:
     """Run each benchmark in its own process, so that none holds memory during another."""
     began, machine = time.perf_counter(), init_distributed(cfg.machine)
     kind, argv = machine.device.type, sys.argv[1:]
-    found = Findings()
+    found = BenchLog()
     for num_processes, flags in jobs(kind):
         print(f"\n--- {num_processes or ''} {' '.join(flags)}", flush=True)
         found.add(run(num_processes, [*argv, *flags]))  # the last of duplicate flags wins
@@ -166,7 +166,7 @@ def everything(cfg: Bench) -> None:
     minutes = (time.perf_counter() - began) / 60
     page = REPOSITORY / "dev" / f"bench-{'gpu' if kind == 'cuda' else 'cpu'}.md"
     command = " ".join(("python -m scripts.bench", *argv))
-    write_atomic(page, render(found, command, machine.device_name, minutes))
+    write_atomic(page, render_findings(found, command, machine.device_name, minutes))
     print(f"\n{page}: {len(found.lines)} lines, {minutes:.1f} minutes")
 
 
@@ -180,7 +180,7 @@ def jobs(kind: str) -> list[tuple[int, list[str]]]:
     return [*training, *ranks, *((0, [f"--what={what}"]) for what in others)]
 
 
-def run(num_processes: int, flags: list[str]) -> Findings:
+def run(num_processes: int, flags: list[str]) -> BenchLog:
     """Run one benchmark and return its findings; on failure, a note."""
     command, environment = [sys.executable, "-m", "scripts.bench"], dict(os.environ)
     if num_processes:
@@ -192,8 +192,8 @@ def run(num_processes: int, flags: list[str]) -> Findings:
         command += [*flags, f"--findings={path}"]
         ended = subprocess.run(command, cwd=REPOSITORY, env=environment)
         if ended.returncode or not path.exists():
-            return Findings(notes=[f"Failed: {flags[-1]}, exit code {ended.returncode}"])
-        return Findings.read(path)
+            return BenchLog(notes=[f"Failed: {flags[-1]}, exit code {ended.returncode}"])
+        return BenchLog.read(path)
 
 
 if __name__ == "__main__":

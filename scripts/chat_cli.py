@@ -29,8 +29,8 @@ from nanochat.common import base_dir, printable
 from nanochat.config import short, start
 from nanochat.distributed import DistConfig, init_distributed
 from nanochat.engine import Engine, Sampling
-from nanochat.gpt import for_inference
-from nanochat.preflight import choose_fused_engine
+from nanochat.gpt import inference_copy
+from nanochat.preflight import choose_engine_compile
 from nanochat.sandbox import Tools
 from nanochat.serve.transcript import Transcript, render_fitting
 from nanochat.tokenizer import Tokenizer
@@ -94,10 +94,10 @@ def main(cfg: ChatCli) -> None:
     source = cfg.source or newest_stage()
     checkpoint = find_checkpoint(source, cfg.model_tag, cfg.step)
     tokenizer = Tokenizer.read(checkpoint.folder / "tokenizer.json")
-    model = for_inference(load_model(checkpoint, machine))
+    model = inference_copy(load_model(checkpoint, machine))
     tool = Tools(cfg.python, unsafe=cfg.unsafe_exec)
     wanted = cfg.compile_engine if prompt is None or cfg.compile_engine is not None else False
-    compiled = choose_fused_engine(wanted, machine, most_tokens=0)
+    compiled = choose_engine_compile(wanted, machine, most_tokens=0)
     engine = Engine(model, tokenizer, slots=1, tool=tool, compiled=compiled)
     chat = Chat(engine, cfg, console, is_base=source == "base")
     if prompt is not None:

@@ -20,12 +20,12 @@ from nanochat.common import UsageError
 from nanochat.config import require_at_least, settings, short, start
 from nanochat.distributed import DistConfig, DistContext, init_distributed
 from nanochat.engine import Engine, Sampling
-from nanochat.eval_chat import Graded, Outcomes, score_by_generation, score_by_logits
+from nanochat.eval_chat import Outcomes, TaskResult, score_by_generation, score_by_logits
 from nanochat.finetune import parent_inputs
-from nanochat.gpt import for_inference
-from nanochat.lab.held_out import admitted, require_access
-from nanochat.lab.variance import default_repeats, repeated
-from nanochat.preflight import choose_fused_engine
+from nanochat.gpt import inference_copy
+from nanochat.lab.held_out import require_access, select_tasks
+from nanochat.lab.variance import default_repeats, split_error
+from nanochat.preflight import choose_engine_compile
 from nanochat.sandbox import Tools
 from nanochat.stats import Estimate
 from nanochat.tokenizer import Tokenizer
@@ -123,7 +123,7 @@ def open_tasks(
     Return the tasks that every rank can score, and name -> reason for the skipped ones, which are
     logged. Raises UsageError if a task in `task_name` cannot be scored.
     """
-    names = admitted(cfg.task_name, default, cfg.final, machine.print0)
+    names = select_tasks(cfg.task_name, default, cfg.final, machine.print0)
     reasons = {name: why_unavailable(name, cfg.unsafe_exec) for name in names}
     missing = {n: why for rank in machine.gather(reasons) for n, why in rank.items() if why}
     for name, why in missing.items():
@@ -139,9 +139,9 @@ def open_engine(
 ) -> Engine:
     """Engine for a checkpoint; compiled if `num_answers` are enough to amortize compile time."""
     tokenizer = Tokenizer.read(checkpoint.folder / "tokenizer.json")
-    model = for_inference(load_model(checkpoint, machine))
+    model = inference_copy(load_model(checkpoint, machine))
     tool = Tools(cfg.python, unsafe=cfg.unsafe_exec)
-    compiled = choose_fused_engine(cfg.compile_engine, machine, num_answers * cfg.max_new_tokens)
+    compiled = choose_engine_compile(cfg.compile_engine, machine, num_answers * cfg.max_new_tokens)
     return Engine(model, tokenizer, cfg.batch_size or 64, tool=tool, compiled=compiled)
 
 
@@ -155,10 +155,10 @@ def main(cfg: ChatEval) -> None:
     every_task = default_tasks(checkpoint.state["source"])
     tasks, missing = open_tasks(cfg, every_task, machine)
     inputs = parent_inputs(checkpoint)
-    key = records.stage_key({**asked(cfg), "task_name": None}, inputs)  # identifies a score
+    key = records.stage_key({**to_record(cfg), "task_name": None}, inputs)  # identifies a score
     known: dict[str, Estimate] = {}
     if cfg.skip_if_done:
-        known = machine.on_main("verifying files", lambda: scored_before(cfg, key, inputs))
+        known = machine.on_main("verifying files", lambda: load_scores(cfg, key, inputs))
     todo = [task for task in tasks if task.name not in known]
     if not todo and (cfg.task_name or MEAN in known):
         machine.print0(f"{cfg.section}: finished already, skipped")
@@ -179,7 +179,7 @@ def main(cfg: ChatEval) -> None:
             origin = records.Provenance(checkpoint.state["provenance"]["run_id"], cfg.seed, inputs)
             cost, folder = records.Cost.since(started, machine), cfg.report_dir
             records.write_record(
-                cfg.section, asked(cfg), values, origin, cost, folder, items=items, extend=True
+                cfg.section, to_record(cfg), values, origin, cost, folder, items=items, extend=True
             )
         started = time.perf_counter()
 
@@ -192,7 +192,7 @@ def main(cfg: ChatEval) -> None:
             n, repeats = cfg.count(task), cfg.repeats(task)
             graded = score_by_generation(engine, task, n, cfg.sampling, repeats, machine)
         known[task.name] = stats.mean(item_means(graded.outcomes))
-        machine.print0(describe(task, graded, time.perf_counter() - begun))
+        machine.print0(describe_tasks(task, graded, time.perf_counter() - begun))
         record(*task_figures(task, graded, key, task.kind == "generate" and cfg.temperature > 0))
     scored = {key_of(name) for name in (*missing, *(task.name for task in tasks))}
     if scored >= {key_of(name) for name in every_task}:
@@ -203,7 +203,7 @@ def main(cfg: ChatEval) -> None:
     machine.close()
 
 
-def scored_before(cfg: ChatEval, key: str, inputs: Mapping[str, str]) -> dict[str, Estimate]:
+def load_scores(cfg: ChatEval, key: str, inputs: Mapping[str, str]) -> dict[str, Estimate]:
     """Scores in the record with this `key`, and ChatCORE if recorded along with any."""
     path = records.report_folder(cfg.report_dir) / f"{records.slug(cfg.section)}.json"
     record = records.read_if_sound(path)
@@ -218,7 +218,7 @@ def scored_before(cfg: ChatEval, key: str, inputs: Mapping[str, str]) -> dict[st
     }
 
 
-def asked(cfg: ChatEval) -> dict[str, Any]:
+def to_record(cfg: ChatEval) -> dict[str, Any]:
     """Settings for the report; unset ones stay None."""
     optional = ("task_name", "model_tag", "step", "max_problems")
     return {**settings(cfg), **{name: getattr(cfg, name) for name in optional}}
@@ -238,12 +238,12 @@ def with_repeats(outcomes: Outcomes, sampled: bool) -> dict[str, Any]:
     value, n, se = stats.mean(item_means(outcomes))
     k = len(outcomes[0])
     if k > 1 and n > 1:
-        split = repeated(outcomes)
+        split = split_error(outcomes)
         return records.estimate(value, n, split.se, k, split.item_se, split.repeat_se)
     return records.estimate(value, n, se, k, *((None, None) if sampled else (se, 0.0)))
 
 
-def describe(task: Task, graded: Graded, seconds: float) -> str:
+def describe_tasks(task: Task, graded: TaskResult, seconds: float) -> str:
     """One log line about a task."""
     score, k = stats.mean(item_means(graded.outcomes)), len(graded.outcomes[0])
     repeats = f", {k} answers each" if k > 1 else ""
@@ -257,7 +257,7 @@ def describe(task: Task, graded: Graded, seconds: float) -> str:
 Figures = tuple[dict[str, Any], dict[str, Any]]  # values and items of the record
 
 
-def task_figures(task: Task, graded: Graded, key: str, sampled: bool) -> Figures:
+def task_figures(task: Task, graded: TaskResult, key: str, sampled: bool) -> Figures:
     """Score of a task, overall and per item; also pass@k if there are several answers."""
     name, outcomes = task.name, graded.outcomes
     conversations, k = [task[i] for i in range(len(outcomes))], len(outcomes[0])
@@ -275,7 +275,7 @@ def mean_figures(
     tasks: Sequence[Task], scores: Mapping[str, Estimate], missing: Mapping[str, str]
 ) -> Figures:
     """ChatCORE: mean centered score of `tasks`; also lists the `missing` ones."""
-    centered = [stats.centred(scores[task.name], task.baseline) for task in tasks]
+    centered = [stats.center_accuracy(scores[task.name], task.baseline) for task in tasks]
     weights = {task.name: 1 / len(tasks) / (1 - task.baseline) for task in tasks}
     names = ", ".join(eval_task(name).name for name in missing)
     values = {

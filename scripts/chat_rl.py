@@ -17,20 +17,20 @@ from nanochat.distributed import DistContext, init_distributed
 from nanochat.engine import Engine
 from nanochat.eval_chat import score_by_generation
 from nanochat.finetune import open_parent, parent_inputs
-from nanochat.gpt import GPT, for_inference
+from nanochat.gpt import GPT, inference_copy
 from nanochat.lab.canaries import RETIRED_FLAGS, CanaryConfig, open_monitor
-from nanochat.lab.held_out import require_access, require_other_families
+from nanochat.lab.held_out import reject_contaminated, require_access
 from nanochat.mixture import Part
-from nanochat.optim import MuonAdamW, OptimConfig, ScheduleConfig, rules
-from nanochat.preflight import Prepared, choose_fused_engine
-from nanochat.rl import HeldOut, RLConfig, RolloutLoader
+from nanochat.optim import MuonAdamW, OptimConfig, ScheduleConfig, make_rules
+from nanochat.preflight import Prepared, choose_engine_compile
+from nanochat.rl import RLConfig, RLEvaluator, RolloutLoader
 from nanochat.sandbox import calculate
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import (
     Stopwatch,
     TrainConfig,
     TrainingRun,
-    finished_before,
+    skip_if_finished,
     train,
     write_section,
 )
@@ -100,7 +100,7 @@ def main(cfg: ChatRL) -> None:
     parent = open_parent(cfg.source, tuple(FOLDERS), cfg.train, machine)
     spec = cfg.task or BUILTIN_TASKS.get(parent.state["source"].get("dataset"), TASK)
     resolved, inputs = {**settings(cfg), "task": spec}, parent_inputs(parent)
-    if finished_before(SECTION, resolved, inputs, cfg.train, machine):
+    if skip_if_finished(SECTION, resolved, inputs, cfg.train, machine):
         return machine.close()
 
     # Training and held-out questions
@@ -109,19 +109,19 @@ def main(cfg: ChatRL) -> None:
         held_out = held_out_questions(spec, cfg.eval_examples)
     require_access({task.name for task in held_out.tasks}, False, {})
     parents = {t.name: tags(Part(key_of(t.name))).parent for t in train_task.tasks}
-    require_other_families(parents)
+    reject_contaminated(parents)
 
     # Model, rollouts, optimizer
     model = load_model(parent, machine)
     rollouts = open_rollouts(cfg, parent, model, train_task, machine)
     steps = cfg.num_epochs * len(rollouts.questions) / cfg.rl.examples_per_step
     num_steps = cfg.num_iterations or max(1, round(steps))
-    table = rules(cfg.train.optim, model.cfg.d_model, cfg.init_lr_frac)
+    table = make_rules(cfg.train.optim, model.cfg.d_model, cfg.init_lr_frac)
     optimizer = MuonAdamW(model, table, machine)
 
     # Evaluation before training, and canaries
     reward_steps = min(num_steps, math.ceil(cfg.eval_examples / cfg.rl.examples_per_step))
-    evaluator = HeldOut(rollouts, held_out, cfg.eval_samples, reward_steps)
+    evaluator = RLEvaluator(rollouts, held_out, cfg.eval_samples, reward_steps)
     chats = {task.name: task for task in held_out.tasks}
     monitor = open_monitor(cfg.canaries, parent, model, chats, num_steps, machine)
 
@@ -156,9 +156,9 @@ def open_rollouts(
     """Rollouts on the questions of `task` whose pass rate is within `pass_rates`."""
     rl, seed, questions = cfg.rl, cfg.train.seed, range(len(task))
     total = (cfg.num_iterations or 0) * rl.examples_per_step or round(cfg.num_epochs * len(task))
-    compiled = choose_fused_engine(None, machine, total * rl.num_samples * rl.max_new_tokens)
+    compiled = choose_engine_compile(None, machine, total * rl.num_samples * rl.max_new_tokens)
     tokenizer = Tokenizer.read(parent.folder / "tokenizer.json")
-    engine = Engine(for_inference(model), tokenizer, SLOTS, tool=calculate, compiled=compiled)
+    engine = Engine(inference_copy(model), tokenizer, SLOTS, tool=calculate, compiled=compiled)
     if cfg.pass_rates is not None:
         (least, most), sampling = cfg.pass_rates, rl.sampling(seed + 2)
         graded = score_by_generation(engine, task, len(task), sampling, rl.num_samples, machine)
@@ -168,7 +168,7 @@ def open_rollouts(
             f"training on {len(questions):,} of {len(rates):,} questions, "
             f"with a pass rate of {least:.0%} to {most:.0%}"
         )
-    reference = for_inference(load_model(parent, machine)) if rl.log_kl else None
+    reference = inference_copy(load_model(parent, machine)) if rl.log_kl else None
     return RolloutLoader(task, questions, rl, seed, machine, model, engine, reference)
 
 

@@ -21,11 +21,11 @@ from nanochat.checkpoint import Checkpoint, find_checkpoint, newest_stage
 from nanochat.config import short, start
 from nanochat.distributed import DistConfig, init_distributed
 from nanochat.engine import Sampling
-from nanochat.preflight import choose_fused_engine
+from nanochat.preflight import choose_engine_compile
 from nanochat.sandbox import Tools
 from nanochat.serve.handler import RequestHandler
 from nanochat.serve.models import ModelLibrary
-from nanochat.serve.server import Server, ServerConfig, listen, url_of
+from nanochat.serve.server import Server, ServerConfig, listen, server_url
 from tasks.world.task import WorldFacts, WorldProblems, WorldSpelling
 
 
@@ -68,7 +68,7 @@ def main(cfg: ChatWeb) -> None:
     name = f"{source}:{checkpoint.folder.parent.name}{step}"
 
     tools = Tools(cfg.python, cfg.unsafe_exec, threads=4)
-    compiled = choose_fused_engine(cfg.compile_engine, machine, most_tokens=0)
+    compiled = choose_engine_compile(cfg.compile_engine, machine, most_tokens=0)
     library = ModelLibrary(machine, name, tools, cfg.server.slots, cfg.server.max_models, compiled)
     engine = library.loaded[name] = library.load(name)
     handler = RequestHandler(library, defaults, cfg.server.max_waiting)
@@ -78,7 +78,7 @@ def main(cfg: ChatWeb) -> None:
         print("note   anyone who can reach this host can use the models; consider --api_key_file")
     about = f"context {engine.cache.capacity} tokens, {engine.slots} concurrent completions"
     print(f"model  {name}, step {checkpoint.step}: {about}, {machine.device_name}")
-    print(f"page   {url_of(bound)}\nAPI    {url_of(bound)}/v1", flush=True)
+    print(f"page   {server_url(bound)}\nAPI    {server_url(bound)}/v1", flush=True)
     with suppress(KeyboardInterrupt):
         server.run([bound])
 

@@ -19,9 +19,9 @@ from nanochat.checkpoint import Checkpoint, find_checkpoint, lineage, load_model
 from nanochat.common import base_dir, write_atomic
 from nanochat.config import short, start
 from nanochat.distributed import DistConfig, init_distributed
-from nanochat.golf.artifact import Compressor, Container, store
+from nanochat.golf.artifact import Compressor, Container, quantize_tensors
 from nanochat.golf.quantize import Clip, QuantConfig
-from nanochat.golf.size import describe, require_within, smallest
+from nanochat.golf.size import choose_smallest, format_sizes, require_size_limit
 from nanochat.gpt import GPT
 from nanochat.hf.export import is_native, write_hf
 from nanochat.tokenizer import Tokenizer
@@ -96,10 +96,10 @@ def write_artifact(
         "checkpoint": checkpoint.fingerprint,
         **{name: provenance[name] for name in ("run_id", "seed")},
     }
-    stored = store(model.state_dict(), quant)
-    written = smallest(stored, model.cfg, tokenizer, origin, cfg.container, cfg.compressor)
-    print(describe(written, cfg.limit_bytes, cfg.count_code), flush=True)
-    require_within(written, cfg.limit_bytes, cfg.count_code)
+    stored = quantize_tensors(model.state_dict(), quant)
+    written = choose_smallest(stored, model.cfg, tokenizer, origin, cfg.container, cfg.compressor)
+    print(format_sizes(written, cfg.limit_bytes, cfg.count_code), flush=True)
+    require_size_limit(written, cfg.limit_bytes, cfg.count_code)
     write_atomic(path, written.data)
 
 

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from nanochat.checkpoint import Checkpoints, lineage, new_model, save_checkpoint, stage_folder
+from nanochat.checkpoint import CheckpointManager, lineage, new_model, save_checkpoint, stage_folder
 from nanochat.common import printable, require_name
 from nanochat.config import start
 from nanochat.distributed import DistConfig, init_distributed
-from nanochat.hf.export import Imported, read_hf
+from nanochat.hf.export import HFModel, read_hf
 from nanochat.records import new_run_id
 
 BATCH_TOKENS = 524_288  # per training step; used if the pretraining batch size is unknown
@@ -41,17 +41,17 @@ def main(cfg: ImportHF) -> None:
     found = read_hf(Path(cfg.hf_path).expanduser())
     model = new_model(found.cfg)
     model.load_state_dict(found.weights)
-    origin = found.origin or unknown(found)
+    origin = found.origin or default_origin(found)
     stage = cfg.stage or origin["stage"]
     folder = stage_folder(stage) / require_name("model_tag", cfg.model_tag)
     state = {"stage": stage, **lineage(origin)}
-    with Checkpoints(folder, machine):  # locks the folder
+    with CheckpointManager(folder, machine):  # locks the folder
         saved = save_checkpoint(folder, origin["step"], model, None, found.tokenizer, state)
     print(printable(f"{cfg.hf_path} -> {saved.folder}: {model.num_params():,} parameters"))
     machine.close()
 
 
-def unknown(found: Imported) -> Mapping[str, Any]:
+def default_origin(found: HFModel) -> Mapping[str, Any]:
     """Checkpoint state of a model that was trained with other software."""
     inputs = {"tokenizer": found.tokenizer.fingerprint}
     provenance = {"run_id": new_run_id(), "seed": 0, "inputs": inputs}

@@ -24,10 +24,10 @@ from nanochat.finetune import (
     parent_inputs,
 )
 from nanochat.lab.canaries import RETIRED_FLAGS, CanaryConfig, monitor_finetuning
-from nanochat.lab.held_out import require_fair
+from nanochat.lab.held_out import check_finetuning_buckets
 from nanochat.mixture import MixConfig, read_mixture
 from nanochat.optim import OptimConfig
-from nanochat.train import Stopwatch, TrainConfig, finished_before, train, write_section
+from nanochat.train import Stopwatch, TrainConfig, skip_if_finished, train, write_section
 from tasks.buckets import buckets
 
 SECTION = "Midtraining"
@@ -91,11 +91,11 @@ def fine_tune(
         spec, own = read_mixture(cfg.mix.mixture or default)
         measured = buckets(cfg.tuning.val_mixture or spec, own)
         chats = ChatMixture(spec, own, buckets(spec, own), measured)
-    require_fair(chats.learned, chats.measured)
+    check_finetuning_buckets(chats.learned, chats.measured)
     eval_tokens = cfg.tuning.validation.tokens(machine)
     resolved = {**settings(cfg), "mixture": spec, "eval_tokens": eval_tokens}
     inputs = {**parent_inputs(parent), "mixture": fingerprint(chats.description)}
-    if finished_before(section, resolved, inputs, cfg.train, machine):
+    if skip_if_finished(section, resolved, inputs, cfg.train, machine):
         return machine.close()
 
     # Model, optimizer, rows, validation loss and canaries

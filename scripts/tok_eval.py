@@ -53,7 +53,7 @@ def main(cfg: TokEval) -> None:
     source = open_source(cfg.data, load_last_source(cfg.tokenizer_tag), ensure_written)
     inputs = {"tokenizer": tokenizer.fingerprint, "data": source.fingerprint}
     key = records.stage_key(settings(cfg), inputs)
-    if cfg.skip_if_done and records.finished(SECTION, key, cfg.report_dir):
+    if cfg.skip_if_done and records.find_finished(SECTION, key, cfg.report_dir):
         return print(f"{SECTION}: finished already, skipped")
 
     started = time.perf_counter()
@@ -70,8 +70,8 @@ def main(cfg: TokEval) -> None:
             values[f"Comparison with {rival}"] = counts
             print(f"Comparison with {rival}: {printable(counts)}")
         else:
-            tables.append(compare(rival, texts, counts, ours))
-            show(tables[-1])
+            tables.append(compare_tokenizers(rival, texts, counts, ours))
+            print_table(tables[-1])
     for kind, text in texts.items():
         values[f"bytes per token, {kind}"] = len(text.encode()) / ours[kind]
     records.write_record(
@@ -98,7 +98,7 @@ def count_tokens(tokenizer: Tokenizer, kind: str, text: str) -> int:
     return len(ids)
 
 
-def compare(
+def compare_tokenizers(
     rival: str, texts: Mapping[str, str], theirs: Sequence[int], ours: Mapping[str, int]
 ) -> dict[str, Any]:
     """Table of one rival: tokens, bytes per token, and how many percent fewer tokens ours needs."""
@@ -112,7 +112,7 @@ def compare(
     return {"title": f"Comparison with {rival}", "columns": columns, "rows": rows}
 
 
-def show(table: Mapping[str, Any]) -> None:
+def print_table(table: Mapping[str, Any]) -> None:
     """Print a table."""
     print(table["title"])
     for row in [table["columns"], *table["rows"]]:

@@ -47,7 +47,7 @@ class TokTrain:
 
 
 @dataclass
-class Reading:
+class DocumentReader:
     """Iterates over truncated documents and counts what it reads."""
 
     texts: Sequence[tuple[Source, int]]
@@ -85,7 +85,7 @@ class Reading:
                 yield text[: self.doc_cap]
 
 
-def shared_out(texts: TextMixture, max_chars: int) -> list[tuple[Source, int]]:
+def divide_chars(texts: TextMixture, max_chars: int) -> list[tuple[Source, int]]:
     """Characters to read from each source: its share; sources without one split the rest evenly."""
     if not texts.spec:
         return [(texts.only, max_chars)]
@@ -101,11 +101,11 @@ def main(cfg: TokTrain) -> None:
     texts = open_texts(cfg.data, cfg.mix, load_last_source(cfg.tokenizer_tag), ensure_written)
     inputs = {"data": texts.fingerprint}
     key = records.stage_key(settings(cfg), inputs)
-    if cfg.skip_if_done and records.finished(SECTION, key, cfg.report_dir):
+    if cfg.skip_if_done and records.find_finished(SECTION, key, cfg.report_dir):
         return print(f"{SECTION}: finished already, skipped")
 
     started = time.perf_counter()
-    reading = Reading(shared_out(texts, cfg.max_chars), cfg.doc_cap)
+    reading = DocumentReader(divide_chars(texts, cfg.max_chars), cfg.doc_cap)
     tokenizer = Tokenizer.train(reading, cfg.vocab_size)
     train_seconds = time.perf_counter() - started
 
@@ -122,7 +122,7 @@ def main(cfg: TokTrain) -> None:
     records.write_record(
         SECTION,
         settings(cfg),
-        figures(tokenizer, reading, train_seconds),
+        record_values(tokenizer, reading, train_seconds),
         records.Provenance(run_id, 0, inputs, {"tokenizer": tokenizer.fingerprint}),
         records.Cost(time.perf_counter() - started),
         cfg.report_dir,
@@ -135,7 +135,9 @@ def main(cfg: TokTrain) -> None:
     print(f"next: python -m scripts.base_train --depth=4{tag}")
 
 
-def figures(tokenizer: Tokenizer, reading: Reading, train_seconds: float) -> dict[str, Any]:
+def record_values(
+    tokenizer: Tokenizer, reading: DocumentReader, train_seconds: float
+) -> dict[str, Any]:
     """Values of the section: time, token lengths in bytes, and amounts of text."""
     lengths = tokenizer.token_bytes()
     lengths = lengths[lengths > 0]  # special tokens have no bytes

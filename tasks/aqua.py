@@ -13,13 +13,13 @@ from functools import cached_property
 from tasks.base import (
     LETTERS,
     Conversation,
-    Question,
+    MCQuestion,
     QuestionTask,
     answer_text,
     assistant,
     choice_question,
-    spoken,
     user,
+    visible,
 )
 from tasks.hub import HubTask
 
@@ -79,12 +79,12 @@ class AQuA(HubTask):
 
     def score(self, conversation: Conversation, answer: str) -> float:
         right, given = (
-            MARKER.findall(text)[-1:] for text in (answer_text(conversation[-1]), spoken(answer))
+            MARKER.findall(text)[-1:] for text in (answer_text(conversation[-1]), visible(answer))
         )
         return float(given == right)
 
     def answered(self, answer: str) -> bool:
-        return MARKER.search(spoken(answer)) is not None
+        return MARKER.search(visible(answer)) is not None
 
 
 class AQuALetter(QuestionTask, AQuA):
@@ -92,6 +92,6 @@ class AQuALetter(QuestionTask, AQuA):
 
     name = "AQUA-Letter"
 
-    def question(self, i: int) -> Question:
+    def question(self, i: int) -> MCQuestion:
         row = self.row(i)
-        return Question(row["question"], tuple(self.options(i)), LETTERS.index(row["correct"]))
+        return MCQuestion(row["question"], tuple(self.options(i)), LETTERS.index(row["correct"]))

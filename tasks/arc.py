@@ -4,7 +4,7 @@ ARC: grade-school science questions with three to five options, an easy and a ch
 Source: Clark et al., "Think you have Solved Question Answering? Try ARC", arXiv:1803.05457.
 """
 
-from tasks.base import Question, QuestionTask
+from tasks.base import MCQuestion, QuestionTask
 from tasks.hub import HubTask
 
 
@@ -21,10 +21,10 @@ class ARC(HubTask, QuestionTask):
     repo = "allenai/ai2_arc"
     columns = ("question", "choices", "answerKey")
 
-    def question(self, i: int) -> Question:
+    def question(self, i: int) -> MCQuestion:
         row = self.row(i)
         right = row["choices"]["label"].index(row["answerKey"])
-        return Question(row["question"], tuple(row["choices"]["text"]), right)
+        return MCQuestion(row["question"], tuple(row["choices"]["text"]), right)
 
 
 class ARCEasy(ARC):

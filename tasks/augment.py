@@ -21,20 +21,20 @@ from tasks.arc import ARCChallenge, ARCEasy
 from tasks.base import (
     LETTERS,
     Conversation,
-    Question,
+    MCQuestion,
     QuestionTask,
     Task,
     assistant,
     choice_question,
-    spoken,
     user,
+    visible,
 )
 from tasks.overlap import WORD
 
 K1, B = 1.2, 0.75  # of BM25: Robertson and Zaragoza, "The Probabilistic Relevance ...", 2009
 NUM_SIMILAR = 40  # similar questions that provide candidate options
-ALIKE = 0.85  # similarity ratio from which two options are nearly equal
-MOST_OPTIONS = 10
+SIMILARITY_THRESHOLD = 0.85  # similarity ratio from which two options are nearly equal
+MAX_OPTIONS = 10
 
 
 class Style(NamedTuple):
@@ -61,7 +61,7 @@ STYLES = (
 
 def read_letter(answer: str) -> str | None:
     """The letter of an answer in any style; None if there is none or several."""
-    said = spoken(answer).strip()
+    said = visible(answer).strip()
     found = {style.pattern.fullmatch(said)[1] for style in STYLES if style.pattern.fullmatch(said)}  # type: ignore
     if not found:
         found = {m for style in STYLES[1:] for m in style.pattern.findall(said)}
@@ -102,16 +102,16 @@ class Reordered(Augmented):
 
     kinds = "reordered"
 
-    def question(self, i: int) -> Question:
+    def question(self, i: int) -> MCQuestion:
         text, options, right = self.task.question(i)
-        return reordered(Question(text, options, right), self.random(i))
+        return shuffle_options(MCQuestion(text, options, right), self.random(i))
 
 
-def reordered(question: Question, rng: random.Random) -> Question:
+def shuffle_options(question: MCQuestion, rng: random.Random) -> MCQuestion:
     """Shuffle the options of a question."""
     order = sorted(range(len(question.options)), key=lambda _: rng.random())
     options = tuple(question.options[n] for n in order)
-    return Question(question.text, options, order.index(question.right))
+    return MCQuestion(question.text, options, order.index(question.right))
 
 
 class Styled(Augmented):
@@ -123,7 +123,7 @@ class Styled(Augmented):
         """The answer format of item i."""
         return STYLES[int(self.random(i).random() * len(STYLES))]
 
-    def question(self, i: int) -> Question:
+    def question(self, i: int) -> MCQuestion:
         return self.task.question(i)
 
     def conversation(self, i: int) -> Conversation:
@@ -150,7 +150,7 @@ class MoreOptions(Augmented):
 
     kinds = "more options"
 
-    def __init__(self, task: Task, seed: int = 0, most: int = MOST_OPTIONS, exactly: bool = False):
+    def __init__(self, task: Task, seed: int = 0, most: int = MAX_OPTIONS, exactly: bool = False):
         super().__init__(task, seed)
         self.most, self.exactly = most, exactly
         self.counts: Counter = Counter()
@@ -161,18 +161,18 @@ class MoreOptions(Augmented):
         return {**super().origin, "most": self.most, "exactly": self.exactly}
 
     @cached_property
-    def corpus(self) -> "tuple[list[Question], BM25]":
+    def corpus(self) -> "tuple[list[MCQuestion], BM25]":
         """The training questions and their index, regardless of the augmented split."""
         train = self.task if self.task.split == "train" else type(self.task)("train")
         questions = [train.question(i) for i in range(len(train))]
         return questions, BM25([question.text for question in questions])
 
-    def question(self, i: int) -> Question:
+    def question(self, i: int) -> MCQuestion:
         text, options, right = self.task.question(i)
         rng = self.random(i)
         wanted = self.most if self.exactly else rng.randint(min(len(options), self.most), self.most)
         every = [*options, *self.candidates(text, options, wanted - len(options))]
-        return reordered(Question(text, tuple(every), right), rng)
+        return shuffle_options(MCQuestion(text, tuple(every), right), rng)
 
     def candidates(self, text: str, options: Sequence[str], count: int) -> list[str]:
         """Up to `count` wrong options of the most similar other questions."""
@@ -203,7 +203,7 @@ class TenOptions(MoreOptions):
 
     def __init__(self, split: str):
         super().__init__(self.of(split), exactly=True)
-        self.name, self.baseline = type(self).name, 1 / MOST_OPTIONS
+        self.name, self.baseline = type(self).name, 1 / MAX_OPTIONS
 
 
 class ARCEasyTen(TenOptions):
@@ -226,7 +226,7 @@ def near_equal(one: str, other: str) -> bool:
     a, b = (" ".join(WORD.findall(text.lower())) for text in (one, other))
     if a == b or (min(len(a), len(b)) > 3 and (a in b or b in a)):
         return True
-    return difflib.SequenceMatcher(None, a, b).ratio() >= ALIKE
+    return difflib.SequenceMatcher(None, a, b).ratio() >= SIMILARITY_THRESHOLD
 
 
 class BM25:

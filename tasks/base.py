@@ -64,7 +64,7 @@ def with_tool_calls(notation: str) -> list[Part]:
     return [part for part in [*parts, text(notation[end:])] if part["text"]]
 
 
-def flaw(messages: Any) -> str | None:
+def find_flaw(messages: Any) -> str | None:
     """Why `messages` is not a valid training conversation; None if it is valid."""
     if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
         return 'expected a list of messages or {"messages": [...]}'
@@ -79,12 +79,12 @@ def flaw(messages: Any) -> str | None:
             return f"message {number}: content must be a string or, for assistant, a list of parts"
         if not content:
             return f"message {number} is empty"
-        if any(is_torn(part["text"]) for part in parts or [{"text": content}]):
+        if any(has_lone_surrogate(part["text"]) for part in parts or [{"text": content}]):
             return f"message {number} contains a lone surrogate, which UTF-8 cannot encode"
     return None
 
 
-def is_torn(text: str) -> bool:
+def has_lone_surrogate(text: str) -> bool:
     """Whether a string contains lone surrogates, which JSON allows but UTF-8 does not."""
     try:
         text.encode()
@@ -107,7 +107,7 @@ def answer_text(message: Message) -> str:
     return "".join(part["text"] for part in content if part["type"] == "text")
 
 
-def spoken(answer: str) -> str:
+def visible(answer: str) -> str:
     """A completion without tool calls, tool outputs and special tokens."""
     return SPECIAL.sub("", TOOL_USE.sub("", answer))
 
@@ -226,13 +226,13 @@ class ChoiceTask(Task):
     kind = "choice"
 
     def score(self, conversation: Conversation, answer: str) -> float:
-        return float(spoken(answer).strip() == answer_text(conversation[-1]))
+        return float(visible(answer).strip() == answer_text(conversation[-1]))
 
     def answered(self, answer: str) -> bool:
-        return spoken(answer).strip() in LETTERS
+        return visible(answer).strip() in LETTERS
 
 
-class Question(NamedTuple):
+class MCQuestion(NamedTuple):
     """A multiple-choice question: text, options and the index of the right option."""
 
     text: str
@@ -241,10 +241,10 @@ class Question(NamedTuple):
 
 
 class QuestionTask(ChoiceTask):
-    """A choice task made of `Question`s with options lettered by position."""
+    """A choice task made of `MCQuestion`s with options lettered by position."""
 
     @abstractmethod
-    def question(self, i: int) -> Question:
+    def question(self, i: int) -> MCQuestion:
         """Question i."""
 
     def conversation(self, i: int) -> Conversation:
@@ -271,10 +271,10 @@ class NumberTask(Task):
     def score(self, conversation: Conversation, answer: str) -> float:
         right = final_number(answer_text(conversation[-1]))
         assert right is not None, f"{self.name}: a reference answer without a number"
-        return float(final_number(spoken(answer)) == right)
+        return float(final_number(visible(answer)) == right)
 
     def answered(self, answer: str) -> bool:
-        return final_number(spoken(answer)) is not None
+        return final_number(visible(answer)) is not None
 
 
 class Subset(Task):

@@ -15,7 +15,7 @@ from typing import Any
 from nanochat.mixture import Bucket, Part, Tags, parse_mixture, tags_of
 from tasks.augment import AUGMENTERS
 from tasks.base import Mixture, Subset, Task
-from tasks.registry import TASKS, held_out, key_of, make
+from tasks.registry import TASKS, key_of, make_task, validation_split
 
 VAL_ROWS = 1_000  # per task: enough to measure a loss, and no task dominates
 
@@ -42,7 +42,7 @@ TAGS = {
 }
 
 
-def known(spec: str, declared: Mapping[str, Mapping[str, Any]] = {}) -> list[Part]:
+def parse_task_mixture(spec: str, declared: Mapping[str, Mapping[str, Any]] = {}) -> list[Part]:
     """
     Parse a mixture and resolve its names to task keys or declared names (`mixture.read_mixture`).
 
@@ -73,8 +73,8 @@ def task_of(part: Part, split: str, declared: Mapping[str, Mapping[str, Any]] = 
     entry = declared.get(part.name, {"task": part.name, "source": part.source})
     key, source = key_of(entry["task"]), entry.get("source")
     option = TASKS[key].source
-    split = held_out(key) if split == "held out" else split
-    task = make(key, split, **({option: source} if option and source else {}))
+    split = validation_split(key) if split == "held out" else split
+    task = make_task(key, split, **({option: source} if option and source else {}))
     if kind := entry.get("augment"):
         if kind not in AUGMENTERS:
             raise ValueError(f"{part.name}: augment {kind!r} is not one of {', '.join(AUGMENTERS)}")
@@ -89,7 +89,7 @@ def buckets(spec: str, declared: Mapping[str, Mapping[str, Any]] = {}) -> list[B
     val: up to VAL_ROWS conversations of the "val" split, or "test" if there is none. Raises
     ValueError for an invalid spec or a duplicate bucket.
     """
-    parts = known(spec, declared)
+    parts = parse_task_mixture(spec, declared)
     labels = [part.label for part in parts]
     if twice := [label for n, label in enumerate(labels) if label in labels[:n]]:
         raise ValueError(f"{twice[0]} appears twice in the mixture {spec!r}; use {twice[0]}*2")
@@ -124,7 +124,7 @@ def questions(spec: str, split: str = "train", seed: int = 0) -> Mixture:
     Raises ValueError for an invalid spec or amounts other than questions and whole repeats.
     """
     tasks = []
-    for part in known(spec):
+    for part in parse_task_mixture(spec):
         if part.tokens is not None or part.share is not None or (part.repeats or 1) % 1:
             raise ValueError(
                 f"{part.label!r} in {spec!r}: use a number of questions (=500) or repeats (*2)"
@@ -141,7 +141,7 @@ def held_out_questions(spec: str, count: int) -> Mixture:
 
     Raises ValueError for a training-only task.
     """
-    parts = unique(known(spec))
+    parts = unique(parse_task_mixture(spec))
     for part in parts:
         if TASKS[part.name].task.kind == "talk":
             raise ValueError(f"{part.name} is training-only: it has no reference answers to score")

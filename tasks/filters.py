@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tasks.base import Task, answer_text
-from tasks.overlap import BATCH, LEAST, RUN, WORD, grams, grams_by_length, wanted
+from tasks.overlap import BATCH, LEAST, RUN, WORD, ngrams, ngrams_by_length, query_ngrams
 
-Row = Mapping[str, Any]
-Rule = Callable[[Sequence[Row]], "list[bool | None]"]
+FilterRow = Mapping[str, Any]
+FilterRule = Callable[[Sequence[FilterRow]], "list[bool | None]"]
 """Rows -> whether to keep each; None if it cannot be judged."""
 
 SAMPLES = 3  # dropped rows shown per filter
@@ -45,7 +45,7 @@ NUMBER = re.compile(r"\$?(-?\d[\d,]*(?:\.\d+)?)\.?")
 LINK_ONLY = re.compile(r"\s*https?://\S+\s*")
 
 
-class Dropped(NamedTuple):
+class FilterStats(NamedTuple):
     """Statistics of one filter."""
 
     name: str
@@ -57,11 +57,11 @@ class Dropped(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Filtered:
+class FilterResult:
     """The kept rows and the statistics of every filter, in order."""
 
-    rows: list[Row]
-    filters: list[Dropped] = field(default_factory=list)
+    rows: list[FilterRow]
+    filters: list[FilterStats] = field(default_factory=list)
 
     def table(self) -> dict[str, Any]:
         """The statistics as a table of a record."""
@@ -73,30 +73,30 @@ class Filtered:
         return {"title": "Filters", "columns": columns, "rows": rows}
 
 
-def apply(rows: Iterable[Row], rules: Mapping[str, Rule]) -> Filtered:
+def apply_filters(rows: Iterable[FilterRow], rules: Mapping[str, FilterRule]) -> FilterResult:
     """Apply rules in order; each sees the rows kept by the previous ones."""
     left, done = list(rows), []
     for name, rule in rules.items():
         verdicts = rule(left)
         gone = [row for row, kept in zip(left, verdicts, strict=True) if kept is False]
         left = [row for row, kept in zip(left, verdicts, strict=True) if kept is not False]
-        samples = tuple(shown(prompt(row)) for row in gone[:SAMPLES])
-        done.append(Dropped(name, len(left), len(gone), verdicts.count(None), samples))
-    return Filtered(left, done)
+        samples = tuple(preview(prompt(row)) for row in gone[:SAMPLES])
+        done.append(FilterStats(name, len(left), len(gone), verdicts.count(None), samples))
+    return FilterResult(left, done)
 
 
-def prompt(row: Row) -> str:
+def prompt(row: FilterRow) -> str:
     """All user messages."""
     return "\n".join(m["content"] for m in row["messages"] if m["role"] == "user")
 
 
-def answer(row: Row) -> str:
+def last_reply(row: FilterRow) -> str:
     """The last assistant message, without tool calls."""
     last = row["messages"][-1]
     return answer_text(last) if last["role"] == "assistant" else ""
 
 
-def shown(text: str) -> str:
+def preview(text: str) -> str:
     """The beginning of a text, on one line."""
     flat = " ".join(text.split())
     return flat if len(flat) <= SHOWN_CHARS else flat[: SHOWN_CHARS - 3] + "..."
@@ -106,7 +106,7 @@ def shown(text: str) -> str:
 # Rules
 
 
-def length_shift(rows: Sequence[Row]) -> list[bool | None]:
+def length_shift(rows: Sequence[FilterRow]) -> list[bool | None]:
     """
     Keep translations of typical length: |r - median| <= 3 sigma (estimated by MAD), where
     r = ln(length / length of the original).
@@ -125,20 +125,20 @@ def length_shift(rows: Sequence[Row]) -> list[bool | None]:
     return [None if r is None else abs(r - middle) <= most for r in ratios]
 
 
-def length_between(least: int, most: int, count: Callable[[str], int] = len) -> Rule:
+def length_between(least: int, most: int, count: Callable[[str], int] = len) -> FilterRule:
     """Keep rows with `least` <= count(prompt) + count(answer) <= `most`. Default: characters."""
 
-    def rule(rows: Sequence[Row]) -> list[bool | None]:
-        return [least <= count(prompt(row)) + count(answer(row)) <= most for row in rows]
+    def rule(rows: Sequence[FilterRow]) -> list[bool | None]:
+        return [least <= count(prompt(row)) + count(last_reply(row)) <= most for row in rows]
 
     return rule
 
 
-def length_below_quantile(share: float, count: Callable[[str], int] = len) -> Rule:
+def length_below_quantile(share: float, count: Callable[[str], int] = len) -> FilterRule:
     """Keep rows up to the `share` quantile of the length of prompt plus answer."""
 
-    def rule(rows: Sequence[Row]) -> list[bool | None]:
-        sizes = [count(prompt(row)) + count(answer(row)) for row in rows]
+    def rule(rows: Sequence[FilterRow]) -> list[bool | None]:
+        sizes = [count(prompt(row)) + count(last_reply(row)) for row in rows]
         if not sizes:
             return []
         bound = sorted(sizes)[min(len(sizes) - 1, math.ceil(share * len(sizes)) - 1)]
@@ -147,12 +147,12 @@ def length_below_quantile(share: float, count: Callable[[str], int] = len) -> Ru
     return rule
 
 
-def no_image(rows: Sequence[Row]) -> list[bool | None]:
+def no_image(rows: Sequence[FilterRow]) -> list[bool | None]:
     """Drop prompts that refer to an image or attachment, or are only a link."""
     return [not (IMAGE.search(prompt(r)) or LINK_ONLY.fullmatch(prompt(r))) for r in rows]
 
 
-def script_share(script: str, least: float) -> Rule:
+def script_share(script: str, least: float) -> FilterRule:
     """Keep rows with at least `least` of the letters in `script`, in both prompt and answer."""
     try:
         known = any(unicodedata.name(chr(c), "").startswith(script.upper()) for c in range(0xFFFF))
@@ -166,29 +166,29 @@ def script_share(script: str, least: float) -> Rule:
         mine = sum(unicodedata.name(c, "").startswith(script.upper()) for c in letters)
         return mine / len(letters) if letters else None
 
-    def rule(rows: Sequence[Row]) -> list[bool | None]:
+    def rule(rows: Sequence[FilterRow]) -> list[bool | None]:
         found = []
         for row in rows:
-            shares = [s for s in (share(prompt(row)), share(answer(row))) if s is not None]
+            shares = [s for s in (share(prompt(row)), share(last_reply(row))) if s is not None]
             found.append(min(shares) >= least if shares else None)
         return found
 
     return rule
 
 
-def not_degenerate(rows: Sequence[Row]) -> list[bool | None]:
+def not_degenerate(rows: Sequence[FilterRow]) -> list[bool | None]:
     """Keep answers that are complete, not empty and not repetitive."""
     found: list[bool | None] = []
     for row in rows:
-        words = WORD.findall(answer(row).lower())
+        words = WORD.findall(last_reply(row).lower())
         runs = [tuple(words[i : i + NGRAM]) for i in range(len(words) - NGRAM + 1)]
         repeated = 1 - len(set(runs)) / len(runs) if len(runs) >= LEAST_RUNS else 0.0
         ended = row.get("finish") in (None, "stop")
-        found.append(bool(answer(row).strip()) and ended and repeated < MOST_REPEATED)
+        found.append(bool(last_reply(row).strip()) and ended and repeated < MOST_REPEATED)
     return found
 
 
-def verified(rows: Sequence[Row]) -> list[bool | None]:
+def matches_gold(rows: Sequence[FilterRow]) -> list[bool | None]:
     """Keep rows whose final answer equals "gold", as a number or as text."""
     found: list[bool | None] = []
     for row in rows:
@@ -196,7 +196,7 @@ def verified(rows: Sequence[Row]) -> list[bool | None]:
         if gold is None:
             found.append(None)
             continue
-        said, right = final_answer(answer(row)), str(gold).strip()
+        said, right = final_answer(last_reply(row)), str(gold).strip()
         if NUMBER.fullmatch(right):
             number = NUMBER.fullmatch(said)
             found.append(number is not None and value(said) == value(right))
@@ -215,19 +215,19 @@ def value(number: str) -> float:
     return float(NUMBER.fullmatch(number)[1].replace(",", ""))  # type: ignore[index]
 
 
-def no_duplicate(rows: Sequence[Row]) -> list[bool | None]:
+def no_duplicate(rows: Sequence[FilterRow]) -> list[bool | None]:
     """Keep the first of rows with the same words, ignoring case and punctuation."""
     seen: set[bytes] = set()
     found: list[bool | None] = []
     for row in rows:
-        words = " ".join(WORD.findall(f"{prompt(row)}\n{answer(row)}".lower()))
+        words = " ".join(WORD.findall(f"{prompt(row)}\n{last_reply(row)}".lower()))
         digest = hashlib.blake2b(words.encode(), digest_size=16).digest()
         found.append(digest not in seen)
         seen.add(digest)
     return found
 
 
-def no_near_duplicate(rows: Sequence[Row]) -> list[bool | None]:
+def no_near_duplicate(rows: Sequence[FilterRow]) -> list[bool | None]:
     """
     Drop rows whose n-grams have a Jaccard index of NEAR or more with an earlier row, estimated by
     MinHash (Broder, "On the resemblance and containment of documents", 1997).
@@ -238,7 +238,7 @@ def no_near_duplicate(rows: Sequence[Row]) -> list[bool | None]:
     signatures: list[np.ndarray | None] = []
     found: list[bool | None] = []
     for number, row in enumerate(rows):
-        runs = grams([f"{prompt(row)}\n{answer(row)}"], NGRAM).hashes
+        runs = ngrams([f"{prompt(row)}\n{last_reply(row)}"], NGRAM).hashes
         if not len(runs):
             signatures.append(None)
             found.append(True)
@@ -254,17 +254,17 @@ def no_near_duplicate(rows: Sequence[Row]) -> list[bool | None]:
     return found
 
 
-def no_overlap(benchmarks: Sequence[Task]) -> Rule:
+def no_overlap(benchmarks: Sequence[Task]) -> FilterRule:
     """Drop rows with 13 consecutive words of a benchmark item, or a shorter item in full."""
     lengths = range(LEAST, RUN + 1)
 
-    def rule(rows: Sequence[Row]) -> list[bool | None]:
-        sought = [wanted(task, lengths) for task in benchmarks]
+    def rule(rows: Sequence[FilterRow]) -> list[bool | None]:
+        sought = [query_ngrams(task, lengths) for task in benchmarks]
         every = {n: np.concatenate([each[n].hashes for each in sought]) for n in lengths}
         found: list[bool | None] = []
         for first in range(0, len(rows), BATCH):
             some = rows[first : first + BATCH]
-            ours = grams_by_length((f"{prompt(row)}\n{answer(row)}" for row in some), lengths)
+            ours = ngrams_by_length((f"{prompt(row)}\n{last_reply(row)}" for row in some), lengths)
             hit = {
                 i
                 for n in lengths
@@ -276,23 +276,25 @@ def no_overlap(benchmarks: Sequence[Task]) -> Rule:
     return rule
 
 
-def parse(spec: str, count: Callable[[str], int], benchmarks: Sequence[Task]) -> dict[str, Rule]:
+def parse_all(
+    spec: str, count: Callable[[str], int], benchmarks: Sequence[Task]
+) -> dict[str, FilterRule]:
     """
     Parse comma-separated filters, in the order they are applied:
 
     length_shift, length=10:2000, longest=99%, no_image, script=hangul:30%, not_degenerate,
     verified, no_duplicate, no_near_duplicate, no_overlap. Raises ValueError for any other.
     """
-    plain: dict[str, Rule] = {
+    plain: dict[str, FilterRule] = {
         "length_shift": length_shift,
         "no_image": no_image,
         "not_degenerate": not_degenerate,
-        "verified": verified,
+        "verified": matches_gold,
         "no_duplicate": no_duplicate,
         "no_near_duplicate": no_near_duplicate,
         "no_overlap": no_overlap(benchmarks),
     }
-    rules: dict[str, Rule] = {}
+    rules: dict[str, FilterRule] = {}
     for words in filter(None, (word.strip() for word in spec.split(","))):
         name, _, value = words.partition("=")
         try:

@@ -14,8 +14,8 @@ import pyarrow as pa
 import pyarrow.csv as csv
 import pyarrow.parquet as pq
 
-from nanochat.common import base_dir, locked, write_json
-from nanochat.dataset import find_damage, json_lines
+from nanochat.common import base_dir, hold_lock, write_json
+from nanochat.dataset import find_damage, read_json_lines
 from nanochat.hub import HubRepo, pin_repo
 from tasks.base import Task, shuffled
 
@@ -23,10 +23,10 @@ SUFFIXES = (".parquet", ".csv", ".jsonl", ".jsonl.gz")
 CSV_FORMAT = csv.ParseOptions(newlines_in_values=True)
 ROW_ORDER = 0  # shuffle seed: data sets are sorted by subject, so the first n rows are no sample
 
-Row = dict[str, Any]
+TaskRow = dict[str, Any]
 
 
-class Rows:
+class TaskRows:
     """The rows of an Arrow table, converted to dicts on access."""
 
     def __init__(self, table: pa.Table):
@@ -35,23 +35,23 @@ class Rows:
     def __len__(self) -> int:
         return self.table.num_rows
 
-    def __iter__(self) -> Iterator[Row]:
+    def __iter__(self) -> Iterator[TaskRow]:
         for batch in self.table.to_batches(max_chunksize=1000):
             yield from batch.to_pylist()
 
-    def __getitem__(self, i: int) -> Row:
+    def __getitem__(self, i: int) -> TaskRow:
         return self.table.slice(i, 1).to_pylist()[0]
 
 
-class Data(NamedTuple):
+class TaskData(NamedTuple):
     """The rows of a split, with the commit and digests of their files."""
 
-    rows: Rows
+    rows: TaskRows
     commit: str
     sha256: dict[str, str]
 
 
-def load(repo: str, stem: str, columns: Sequence[str]) -> Data:
+def load_split(repo: str, stem: str, columns: Sequence[str]) -> TaskData:
     """
     Load the rows of a split; files are downloaded and pinned on first use.
 
@@ -64,21 +64,21 @@ def load(repo: str, stem: str, columns: Sequence[str]) -> Data:
         raise ValueError(f"invalid hub repository {repo!r}; use <owner>/<name>[/<folder>]")
     repo, where = "/".join(words[:2]), base_dir() / "data" / "tasks" / "--".join(words[:2])
     path = where / "manifest.json"
-    with locked(where / ".lock", f"resolving {repo}"):
+    with hold_lock(where / ".lock", f"resolving {repo}"):
         manifest = pin_repo(repo, path, SUFFIXES)
         if not path.exists():
             write_json(path, manifest)
-    source = HubRepo(repo, where, manifest["commit"], find_problem)
-    files = files_named("/".join([*words[2:], stem]), list(source.files()), repo)
+    source = HubRepo(repo, where, manifest["commit"], find_column_problem)
+    files = match_files("/".join([*words[2:], stem]), list(source.files()), repo)
     paths = [source.fetch(file) for file in files]
-    table = pa.concat_tables([read(path, columns) for path in paths])
+    table = pa.concat_tables([read_columns(path, columns) for path in paths])
     if not table.num_rows:
         raise ValueError(f"{repo}: no rows in {', '.join(files)}")
     recorded = source.files()
-    return Data(Rows(table), source.commit, {f: recorded[f]["sha256"] for f in files})
+    return TaskData(TaskRows(table), source.commit, {f: recorded[f]["sha256"] for f in files})
 
 
-def find_problem(path: Path, whole: bool = False) -> str | None:
+def find_column_problem(path: Path, whole: bool = False) -> str | None:
     """`find_damage` with support for CSV."""
     if path.suffix != ".csv":
         return find_damage(path, whole)
@@ -89,7 +89,7 @@ def find_problem(path: Path, whole: bool = False) -> str | None:
     return None
 
 
-def files_named(stem: str, files: Sequence[str], repo: str) -> list[str]:
+def match_files(stem: str, files: Sequence[str], repo: str) -> list[str]:
     """
     The files of a split: `stem`, at the root or in one folder, whole or in numbered parts. A * in
     `stem` matches any part of a name. Raises ValueError for no match or several folders.
@@ -108,13 +108,13 @@ def files_named(stem: str, files: Sequence[str], repo: str) -> list[str]:
     return [match[0] for match in found]
 
 
-def read(path: Path, columns: Sequence[str]) -> pa.Table:
+def read_columns(path: Path, columns: Sequence[str]) -> pa.Table:
     """Read `columns` of a parquet, CSV or JSON Lines file."""
     try:
         if path.suffix == ".csv":
             return csv.read_csv(path, parse_options=CSV_FORMAT).select(list(columns))
         if path.suffix != ".parquet":
-            rows = [{column: row[column] for column in columns} for _, row in json_lines(path)]
+            rows = [{column: row[column] for column in columns} for _, row in read_json_lines(path)]
             return pa.Table.from_pylist(rows)
         return pq.read_table(path, columns=list(columns)).replace_schema_metadata()
     except (pa.ArrowException, OSError, KeyError) as error:
@@ -134,8 +134,8 @@ class HubTask(Task):
     """Columns to load."""
 
     @cached_property
-    def data(self) -> Data:
-        return load(self.repo, self.stems[self.split], self.columns)
+    def data(self) -> TaskData:
+        return load_split(self.repo, self.stems[self.split], self.columns)
 
     @cached_property
     def order(self) -> Sequence[int]:
@@ -153,6 +153,6 @@ class HubTask(Task):
     def __len__(self) -> int:
         return len(self.order)
 
-    def row(self, i: int) -> Row:
+    def row(self, i: int) -> TaskRow:
         """The row of conversation i."""
         return self.data.rows[self.order[i]]

@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 
 from nanochat import sandbox
-from tasks.base import Conversation, assistant, spoken, user
-from tasks.hub import HubTask, Row
+from tasks.base import Conversation, assistant, user, visible
+from tasks.hub import HubTask, TaskRow
 
 BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|$)", re.DOTALL)
 INSTRUCTION = "Complete this function. Answer with the whole function in a block of Python code."
@@ -46,24 +46,24 @@ class HumanEval(HubTask):
         return row["prompt"] + row["canonical_solution"]
 
     @cached_property
-    def by_question(self) -> dict[str, Row]:
+    def by_question(self) -> dict[str, TaskRow]:
         """User message -> row."""
         return {question(row): row for row in self.data.rows}
 
     def score(self, conversation: Conversation, answer: str) -> float:
         row = self.by_question[conversation[0]["content"]]
         entry, prompt = row["entry_point"], row["prompt"]
-        program = prompt + "\n" + code_in(spoken(answer), entry)
+        program = prompt + "\n" + extract_code(visible(answer), entry)
         test = f"{row['test']}\ncheck({entry})"
-        return float(passes(program, test, entry, setup=prompt, unsafe=self.unsafe))
+        return float(run_test(program, test, entry, setup=prompt, unsafe=self.unsafe))
 
 
-def question(row: Row) -> str:
+def question(row: TaskRow) -> str:
     """The user message."""
     return f"{INSTRUCTION}\n\n```python\n{row['prompt']}```"
 
 
-def code_in(answer: str, entry: str) -> str:
+def extract_code(answer: str, entry: str) -> str:
     """
     The code block that defines `entry`, else the first one, else the whole answer.
 
@@ -74,7 +74,7 @@ def code_in(answer: str, entry: str) -> str:
     return next((block for block in blocks if f"def {entry}(" in block), blocks[0])
 
 
-def passes(program: str, test: str, entry: str, setup: str = "", unsafe: bool = False) -> bool:
+def run_test(program: str, test: str, entry: str, setup: str = "", unsafe: bool = False) -> bool:
     """
     Whether the function `entry` of a program passes a test that calls it by that name.
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from nanochat.common import fingerprint, sha256_file
-from nanochat.dataset import json_lines
-from tasks.base import Conversation, Task, flaw
+from nanochat.dataset import read_json_lines
+from tasks.base import Conversation, Task, find_flaw
 
 HELD_OUT = 20  # hold out one conversation in 20
 
@@ -41,7 +41,7 @@ class JSONL(Task):
         if not self.path.is_file():
             raise FileNotFoundError(f"{self.path}: no such file")
         every = [
-            conversation_in(line, f"{self.path}, line {n}") for n, line in json_lines(self.path)
+            parse_line(line, f"{self.path}, line {n}") for n, line in read_json_lines(self.path)
         ]
         if not every:
             raise ValueError(f"{self.path} contains no conversations")
@@ -58,10 +58,10 @@ class JSONL(Task):
         return self.conversations[i]
 
 
-def conversation_in(line: Any, where: str) -> Conversation:
+def parse_line(line: Any, where: str) -> Conversation:
     """Parse a line into a conversation. Raises ValueError prefixed with `where`."""
     messages: Any = line.get("messages") if isinstance(line, dict) else line
-    if problem := flaw(messages):
+    if problem := find_flaw(messages):
         raise ValueError(f"{where}: {problem}")
     return messages
 

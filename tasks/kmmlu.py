@@ -5,7 +5,7 @@ Source: Son et al., "KMMLU: Measuring Massive Multitask Language Understanding i
 arXiv:2402.11548.
 """
 
-from tasks.base import Question, QuestionTask
+from tasks.base import MCQuestion, QuestionTask
 from tasks.hub import HubTask
 
 
@@ -19,7 +19,7 @@ class KMMLU(HubTask, QuestionTask):
     stems = {"test": "data/*-test"}
     columns = ("question", "answer", "A", "B", "C", "D")
 
-    def question(self, i: int) -> Question:
+    def question(self, i: int) -> MCQuestion:
         row = self.row(i)
         options = tuple(str(row[letter]) for letter in "ABCD")
-        return Question(row["question"].strip(), options, int(row["answer"]) - 1)
+        return MCQuestion(row["question"].strip(), options, int(row["answer"]) - 1)

@@ -4,7 +4,7 @@ MMLU: questions with four options from exams in 57 subjects.
 Source: Hendrycks et al., "Measuring Massive Multitask Language Understanding", arXiv:2009.03300.
 """
 
-from tasks.base import Question, QuestionTask
+from tasks.base import MCQuestion, QuestionTask
 from tasks.hub import HubTask
 
 
@@ -23,6 +23,6 @@ class MMLU(HubTask, QuestionTask):
     }
     columns = ("question", "choices", "answer")
 
-    def question(self, i: int) -> Question:
+    def question(self, i: int) -> MCQuestion:
         row = self.row(i)
-        return Question(row["question"].strip(), tuple(row["choices"]), row["answer"])
+        return MCQuestion(row["question"].strip(), tuple(row["choices"]), row["answer"])

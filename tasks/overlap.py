@@ -45,7 +45,7 @@ class Overlap(NamedTuple):
     """Indices of shorter items found in full."""
 
 
-class Grams(NamedTuple):
+class Ngrams(NamedTuple):
     """Word n-grams as 64-bit hashes, with the item of each."""
 
     hashes: np.ndarray  # (n,) uint64
@@ -58,12 +58,12 @@ def word_hash(word: str) -> int:
     return int.from_bytes(hashlib.blake2b(word.encode(), digest_size=8).digest())
 
 
-def grams(texts: Iterable[str], run: int = RUN) -> Grams:
+def ngrams(texts: Iterable[str], run: int = RUN) -> Ngrams:
     """All n-grams of `run` words in the texts."""
-    return grams_by_length(texts, [run])[run]
+    return ngrams_by_length(texts, [run])[run]
 
 
-def grams_by_length(texts: Iterable[str], runs: Sequence[int]) -> dict[int, Grams]:
+def ngrams_by_length(texts: Iterable[str], runs: Sequence[int]) -> dict[int, Ngrams]:
     """All n-grams of several lengths; hashes are sums, so a longer n-gram extends a shorter one."""
     words: list[int] = []
     ends = []
@@ -82,21 +82,21 @@ def grams_by_length(texts: Iterable[str], runs: Sequence[int]) -> dict[int, Gram
         hashes[: len(starts)] += ids[offset:] * multiplier
         if run in runs:
             inside = starts + run <= bounds[item[starts]]
-            found[run] = Grams(hashes[starts[inside]], item[starts[inside]])
+            found[run] = Ngrams(hashes[starts[inside]], item[starts[inside]])
     return found
 
 
 def overlaps(train: Sequence[Task], held_out: Sequence[Task], run: int = RUN) -> list[Overlap]:
     """Compare every training task with every held-out task by n-grams of `run` words."""
     lengths = range(min(LEAST, run), run + 1)
-    sought = [wanted(task, lengths) for task in held_out]
-    tables = {n: Table([each[n] for each in sought]) for n in lengths}
+    sought = [query_ngrams(task, lengths) for task in held_out]
+    tables = {n: NgramIndex([each[n] for each in sought]) for n in lengths}
     found = []
     for source in train:
         hits = {n: table.none() for n, table in tables.items()}
         texts = materials(source)
         while batch := list(islice(texts, BATCH)):
-            for n, theirs in grams_by_length(batch, lengths).items():
+            for n, theirs in ngrams_by_length(batch, lengths).items():
                 tables[n].mark(theirs.hashes, hits[n])
         shared = {n: table.items_of(hits[n]) for n, table in tables.items()}
         for number, task in enumerate(held_out):
@@ -112,27 +112,27 @@ def overlaps(train: Sequence[Task], held_out: Sequence[Task], run: int = RUN) ->
     return found
 
 
-def wanted(task: Task, lengths: Sequence[int]) -> dict[int, Grams]:
+def query_ngrams(task: Task, lengths: Sequence[int]) -> dict[int, Ngrams]:
     """N-grams to search for: all of the longest length, and shorter ones that are a whole item."""
-    found = grams_by_length(materials(task), lengths)
-    alone = grams_by_length(map(task.asked, range(len(task))), lengths)
+    found = ngrams_by_length(materials(task), lengths)
+    alone = ngrams_by_length(map(task.asked, range(len(task))), lengths)
     for n in lengths[:-1]:
         pieces = [whole(found, n), *([whole(alone, n)] if n >= LEAST_ASKED else [])]
-        found[n] = Grams(*(np.concatenate(column) for column in zip(*pieces, strict=True)))
+        found[n] = Ngrams(*(np.concatenate(column) for column in zip(*pieces, strict=True)))
     return found
 
 
-def whole(grams: dict[int, Grams], n: int) -> Grams:
+def whole(grams: dict[int, Ngrams], n: int) -> Ngrams:
     """N-grams that are a whole item: it has one n-gram of n words and none of n + 1."""
     once, counts = np.unique(grams[n].items, return_counts=True)
     all_of_it = np.isin(grams[n].items, np.setdiff1d(once[counts == 1], grams[n + 1].items))
-    return Grams(grams[n].hashes[all_of_it], grams[n].items[all_of_it])
+    return Ngrams(grams[n].hashes[all_of_it], grams[n].items[all_of_it])
 
 
-class Table:
+class NgramIndex:
     """Sorted n-grams of several tasks, for lookup."""
 
-    def __init__(self, sought: Sequence[Grams]):
+    def __init__(self, sought: Sequence[Ngrams]):
         self.sought = sought
         hashes = np.concatenate([each.hashes for each in sought])
         order = np.argsort(hashes)

@@ -57,22 +57,22 @@ TASKS = {
 
 def key_of(name: str) -> str:
     """The key in TASKS for a key or report name. Raises ValueError for an unknown task."""
-    known = {plain(entry.task.name): key for key, entry in TASKS.items()}
-    known |= {plain(key): key for key in TASKS}
-    if plain(name) not in known:
-        near = difflib.get_close_matches(plain(name), known, n=1, cutoff=0.0)
+    known = {plain_name(entry.task.name): key for key, entry in TASKS.items()}
+    known |= {plain_name(key): key for key in TASKS}
+    if plain_name(name) not in known:
+        near = difflib.get_close_matches(plain_name(name), known, n=1, cutoff=0.0)
         raise ValueError(
             f"unknown task {name!r}; did you mean {known[near[0]]}? Available: {', '.join(TASKS)}"
         )
-    return known[plain(name)]
+    return known[plain_name(name)]
 
 
-def plain(name: str) -> str:
+def plain_name(name: str) -> str:
     """Lowercase a name and drop spaces, hyphens and underscores."""
     return re.sub(r"[\W_]", "", name.lower())
 
 
-def make(name: str, split: str, **options) -> Task:
+def make_task(name: str, split: str, **options) -> Task:
     """One split of a task. Raises ValueError for an unknown name or split."""
     return TASKS[key_of(name)].task(split, **options)
 
@@ -83,7 +83,7 @@ def eval_task(name: str, unsafe: bool = False) -> Task:
     your permissions, if this machine has no sandbox. Raises ValueError for a training-only task.
     """
     runs_code = key_of(name) == "humaneval"
-    task = make(name, "test", **({"unsafe": unsafe} if runs_code else {}))
+    task = make_task(name, "test", **({"unsafe": unsafe} if runs_code else {}))
     if task.kind == "talk":
         raise ValueError(f"{task.name} is training-only: it has no reference answers to score")
     return task
@@ -100,23 +100,23 @@ def why_unavailable(name: str, unsafe: bool = False) -> str | None:
     return None
 
 
-def held_out(name: str) -> str:
+def validation_split(name: str) -> str:
     """The split for the validation loss."""
     return "val" if "val" in TASKS[name].task.splits else "test"
 
 
-def same_questions(key: str) -> list[str]:
+def overlapping_tasks(key: str) -> list[str]:
     """Keys of the tasks with the same questions in any form, including the task itself."""
-    first = origin(key)
-    return [other for other in TASKS if origin(other) == first]
+    first = question_source(key)
+    return [other for other in TASKS if question_source(other) == first]
 
 
-def origin(key: str) -> str:
+def question_source(key: str) -> str:
     """Key of the task that provides the questions."""
     return key.removesuffix("_10").removesuffix("_letter")
 
 
-def every_benchmark() -> list[str]:
+def list_benchmarks() -> list[str]:
     """Keys of tasks that can be scored, without the embedded world and derived tasks."""
     return [
         key
@@ -125,5 +125,5 @@ def every_benchmark() -> list[str]:
         and "test" in entry.task.splits
         and entry.source is None
         and not key.startswith("world_")
-        and origin(key) == key
+        and question_source(key) == key
     ]

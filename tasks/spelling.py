@@ -20,10 +20,10 @@ from tasks.base import (
     Task,
     answer_text,
     assistant,
-    spoken,
     text,
     tool_call,
     user,
+    visible,
 )
 from tasks.world.drills import spelled, spelling_words
 from tasks.world.facts import Split, pick, split_of
@@ -144,4 +144,4 @@ class SimpleSpelling(WordTask):
         return [user(pick(rng, SPELL_QUESTIONS).format(word=word)), assistant(spelled(word))]
 
     def score(self, conversation: Conversation, answer: str) -> float:
-        return float(spoken(answer).strip() == answer_text(conversation[-1]))
+        return float(visible(answer).strip() == answer_text(conversation[-1]))

@@ -29,7 +29,7 @@ torch.exp2 = lambda x: torch.exp(x * 0.6931471805599453)  # exp2 is compiled on 
 checkpoint.first_not_finite = lambda named: None
 train.math = SimpleNamespace(**{**vars(math), "isfinite": lambda x: True})
 preflight.probe_attention = lambda backend, *shape: "not available" if backend == "fa3" else None
-preflight.choose_fused_engine = lambda wanted, machine, most_tokens: bool(wanted)
+preflight.choose_engine_compile = lambda wanted, machine, most_tokens: bool(wanted)
 engine.sample = lambda logits, settings, uniform: [int(logits.size(-1) * u) for u in uniform]
 eval_bpb.Bpb.value = property(lambda scored: 1.0)
 rl.RolloutLoader.reward = lambda self, i, answer: float(sum(answer.ids) % 2)

@@ -18,7 +18,7 @@ from nanochat.checkpoint import Progress, build_model
 from nanochat.common import MissingInput
 from nanochat.distributed import DistConfig, DistContext, init_distributed
 from nanochat.loss import IGNORE
-from nanochat.optim import MuonAdamW, OptimConfig, ScheduleConfig, lr_factor, rules
+from nanochat.optim import MuonAdamW, OptimConfig, ScheduleConfig, lr_factor, make_rules
 from nanochat.preflight import KernelConfig, set_kernels
 from nanochat.train import TrainConfig, TrainingRun, run_loop
 from tests.conftest import TINY
@@ -68,7 +68,7 @@ def main() -> None:
     assert {block.attention.backend for block in model.blocks} == {backend}
     assert model.bigrams and model.bigrams.sparse
     named = dict(model.named_parameters())
-    table = rules(OptimConfig(weight_decay=0.1), TINY.d_model)
+    table = make_rules(OptimConfig(weight_decay=0.1), TINY.d_model)
     optimizer = MuonAdamW(model, table, machine)
     rates, losses, norms = [], [], []
 

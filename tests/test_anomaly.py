@@ -9,7 +9,7 @@ import torch
 from nanochat.anomaly import (
     AnomalyDetector,
     AnomalyState,
-    RanksDiffer,
+    RankMismatchError,
     require_equal_ranks,
 )
 from nanochat.checkpoint import Progress
@@ -126,7 +126,7 @@ def test_R15_flipped_bit_is_found_with_parameter_name(record_property):
         other = {name: w.clone() for name, w in weights.items()}
         bits = other["b"].view(torch.int32).view(-1)
         bits[rng.integers(bits.numel())] ^= 1 << int(rng.integers(31))
-        with pytest.raises(RanksDiffer, match=r"before step 7: b differs on rank 2 of 3"):
+        with pytest.raises(RankMismatchError, match=r"before step 7: b differs on rank 2 of 3"):
             require_equal_ranks(weights, Ranks(weights, other), 7)
     require_equal_ranks(weights, Ranks(weights, weights), 7)
     record_property("bit flips found", 100)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nanochat import attention
-from nanochat.attention import attend, attend_blocks, attend_plain, visible
+from nanochat.attention import attend, attend_blocks, attend_plain, causal_mask
 
 
 def loop_attention(q, k, v, window, scale):
@@ -67,7 +67,7 @@ def test_blockwise_attention_respects_segment_mask():
     q, k, v = torch.randn(3, 2, 150, 2, 8, generator=generator).unbind(0)
     segments = torch.tensor([[0] * 90 + [1] * 60, [0] * 140 + [1] * 10])
     same = segments[:, :, None] == segments[:, None, :]
-    mask = (same & visible(150, None, q.device))[:, None]
+    mask = (same & causal_mask(150, None, q.device))[:, None]
     got = attend_blocks(q, k, v, mask, None, 0.5)
     for row, cut in ((0, 90), (1, 140)):
         for part in (slice(0, cut), slice(cut, 150)):

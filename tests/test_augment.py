@@ -13,7 +13,7 @@ from tasks.augment import (
     near_equal,
     read_letter,
 )
-from tasks.base import LETTERS, Question, QuestionTask
+from tasks.base import LETTERS, MCQuestion, QuestionTask
 from tasks.buckets import buckets, task_of
 from tasks.gsm8k import GSM8K
 
@@ -33,7 +33,7 @@ class Animals(QuestionTask):
         others = [ANIMALS[(i + n) % 10] for n in (1, 2, 3)]
         about = ("eats grass", "lives in water", "has many legs")[i // 10]
         options = [*others[: i % 4], right, *others[i % 4 :]]
-        return Question(f"Which animal number {i} {about}?", tuple(options), i % 4)
+        return MCQuestion(f"Which animal number {i} {about}?", tuple(options), i % 4)
 
 
 @pytest.fixture

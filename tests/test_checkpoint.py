@@ -21,7 +21,7 @@ from nanochat.checkpoint import (
 from nanochat.common import (
     MissingInput,
     json_text,
-    sealed,
+    seal,
 )
 from nanochat.preflight import KernelConfig, set_kernels
 from nanochat.tokenizer import Tokenizer
@@ -189,7 +189,7 @@ def reseal(path, change):
     state = json.loads(path.read_text())
     del state["seal"]
     change(state)
-    path.write_text(json_text(sealed(state)))
+    path.write_text(json_text(seal(state)))
 
 
 @pytest.mark.parametrize(

@@ -23,19 +23,19 @@ from nanochat.common import (
     UsageError,
     read_json,
     read_sealed,
-    sealed,
+    seal,
     sha256_file,
     write_json,
 )
 from nanochat.dataloader import (
     Rows,
-    differences,
+    diff_recipe,
     inputs_and_targets,
     require_half,
 )
 from nanochat.dataset import DataConfig, open_source
 from nanochat.loss import IGNORE
-from nanochat.packing import ensure, open_rows, start_packing
+from nanochat.packing import ensure_packed, open_rows, start_packing
 from nanochat.tokenizer import Tokenizer
 
 T = 32
@@ -74,7 +74,7 @@ def source_of(folder: Path, **settings):
 def packed(folder: Path, tokenizer: Tokenizer, max_seq_len: int = T, **settings) -> Rows:
     source = source_of(folder, **settings)
     found = open_rows(source, tokenizer, max_seq_len)
-    ensure(found, source, tokenizer)
+    ensure_packed(found, source, tokenizer)
     return found
 
 
@@ -270,11 +270,11 @@ def test_using_more_shards_keeps_existing_rows(folder, tokenizer):
 def test_packing_stops_at_the_rows_needed(folder, tokenizer):
     source = source_of(folder)
     found = open_rows(source, tokenizer, T)
-    ensure(found, source, tokenizer, rows_needed=1)
+    ensure_packed(found, source, tokenizer, rows_needed=1)
     assert [found.is_packed(shard) for shard in source.shards()] == [True, *[False] * 3, True]
     assert found.epochs_for(10**6) is None  # the length of an epoch is unknown
     assert found.epochs_for(found.packed_train_rows) == 1.0
-    ensure(found, source, tokenizer, rows_needed=found.packed_train_rows + 1)
+    ensure_packed(found, source, tokenizer, rows_needed=found.packed_train_rows + 1)
     assert [found.is_packed(shard) for shard in source.shards()][:3] == [True, True, False]
 
 
@@ -294,11 +294,11 @@ def test_crash_while_packing_leaves_no_partial_shard(folder, tokenizer, tmp_path
 
     monkeypatch.setattr(Tokenizer, "encode_flat", failing)
     with pytest.raises(RuntimeError, match="crash"):
-        ensure(found, source, tokenizer)
+        ensure_packed(found, source, tokenizer)
     done = digests(found)
     assert 0 < len(done) < 5
     assert not list(found.folder.glob("*.part"))
-    ensure(found, source, tokenizer)
+    ensure_packed(found, source, tokenizer)
     assert digests(found) == expected
 
 
@@ -316,15 +316,15 @@ def test_recipe_in_index_json_reopens_the_source(folder, tokenizer):
 
 def test_R6_differences_list_changed_settings(folder, tokenizer, tmp_path):
     before = packed(folder, tokenizer)
-    assert differences(before.recipe, packed(folder, tokenizer).recipe) == []
+    assert diff_recipe(before.recipe, packed(folder, tokenizer).recipe) == []
 
     fewer = packed(folder, tokenizer, num_shards=2)
-    assert "source.num_shards: was 4, now 2" in differences(before.recipe, fewer.recipe)
+    assert "source.num_shards: was 4, now 2" in diff_recipe(before.recipe, fewer.recipe)
     shorter = packed(folder, tokenizer, max_seq_len=16)
-    assert differences(before.recipe, shorter.recipe) == ["max_seq_len: was 32, now 16"]
+    assert diff_recipe(before.recipe, shorter.recipe) == ["max_seq_len: was 32, now 16"]
     other = Tokenizer.train(["quite different words"] * 9, 270)
     retrained = packed(folder, other)
-    assert differences(before.recipe, retrained.recipe) == [
+    assert diff_recipe(before.recipe, retrained.recipe) == [
         f"tokenizer: was {tokenizer.fingerprint!r}, now {other.fingerprint!r}"
     ]
     assert len({r.folder for r in (before, fewer, shorter, retrained)}) == 3
@@ -335,8 +335,8 @@ def test_R6_differences_list_changed_settings(folder, tokenizer, tmp_path):
     for path in folder.iterdir():
         (copy / path.name).write_bytes(path.read_bytes())
     same = packed(copy, tokenizer)
-    assert differences(before.recipe, same.recipe) == []
-    assert differences({"rows": before.recipe, "seed": 1}, {"rows": same.recipe, "seed": 2}) == [
+    assert diff_recipe(before.recipe, same.recipe) == []
+    assert diff_recipe({"rows": before.recipe, "seed": 1}, {"rows": same.recipe, "seed": 2}) == [
         "seed: was 1, now 2"
     ]
     (copy / "shard_9.jsonl").write_text(json.dumps({"text": "new"}) + "\n")
@@ -344,10 +344,10 @@ def test_R6_differences_list_changed_settings(folder, tokenizer, tmp_path):
     copy.rename(grown)
     found = open_rows(source_of(grown), tokenizer, T)
     changed = {**before.recipe, "source": {**before.recipe["source"], "fingerprint": "another"}}
-    assert differences({"rows": before.recipe}, {"rows": {**changed, "fingerprint": "other"}}) == [
+    assert diff_recipe({"rows": before.recipe}, {"rows": {**changed, "fingerprint": "other"}}) == [
         f"rows.source.fingerprint: was {before.recipe['source']['fingerprint']!r}, now 'another'"
     ]
-    assert "source.val_shard: was 'shard_4.jsonl', now 'shard_9.jsonl'" in differences(
+    assert "source.val_shard: was 'shard_4.jsonl', now 'shard_9.jsonl'" in diff_recipe(
         before.recipe, found.recipe
     )
 
@@ -427,7 +427,7 @@ def test_R28_ids_outside_the_vocabulary_are_rejected(folder, tokenizer):
     rows = np.fromfile(path, "<u2")
     rows[5000] = tokenizer.vocab_size
     rows.tofile(path)
-    write_json(record, sealed({**read_sealed(record), "sha256": sha256_file(path)}))
+    write_json(record, seal({**read_sealed(record), "sha256": sha256_file(path)}))
     reader = open_rows(source_of(folder), tokenizer, T)
     with pytest.raises(UsageError, match=r"has token id 300, but the vocabulary size is 300"):
         reader.batch(0, 2, SEED)
@@ -442,7 +442,7 @@ def test_R28_shard_without_its_last_row_is_rejected(folder, tokenizer, resealed)
     whole = read_json(record)
     counts = {**whole, "rows": whole["rows"] - 1}
     if resealed:
-        counts = sealed({name: value for name, value in counts.items() if name != "seal"})
+        counts = seal({name: value for name, value in counts.items() if name != "seal"})
     write_json(record, counts)
     if resealed:
         with pytest.raises(UsageError, match="SHA-256 does not match the record"):
@@ -517,7 +517,7 @@ def test_R9_packing_error_has_needed_and_free_bytes(folder, tokenizer, monkeypat
     found = open_rows(source, tokenizer, T)
     monkeypatch.setattr(common, "free_bytes", lambda path: 200 << 20)
     with pytest.raises(UsageError, match=r"packing the text needs about .*0\.21 GB free"):
-        ensure(found, source, tokenizer)
+        ensure_packed(found, source, tokenizer)
     assert not digests(found)
 
 
@@ -555,7 +555,9 @@ def test_every_shard_is_packed_by_exactly_one_thread(folder, tokenizer, monkeypa
 
     monkeypatch.setattr(packing_module, "pack_shard", slow)
     threads = [
-        threading.Thread(target=ensure, args=(open_rows(source, tokenizer, T), source, tokenizer))
+        threading.Thread(
+            target=ensure_packed, args=(open_rows(source, tokenizer, T), source, tokenizer)
+        )
         for _ in range(4)
     ]
     for thread in threads:
@@ -569,12 +571,14 @@ def test_every_shard_is_packed_by_exactly_one_thread(folder, tokenizer, monkeypa
 def test_training_waits_only_for_the_shard_it_needs(folder, tokenizer, capsys):
     source = source_of(folder)
     found = open_rows(source, tokenizer, T)
-    with common.locked(packing_module.lock_path(found, "shard_3.jsonl"), ""):  # blocks the last one
+    with common.hold_lock(
+        packing_module.lock_path(found, "shard_3.jsonl"), ""
+    ):  # blocks the last one
         with start_packing(found, source):
             first = found.batch(0, 16, SEED)
             assert not found.is_packed("shard_3.jsonl")
     assert capsys.readouterr().out.count("waiting for shard_0.jsonl to be packed") == 1
-    ensure(found, source, tokenizer)
+    ensure_packed(found, source, tokenizer)
     assert (open_rows(source, tokenizer, T).batch(0, 16, SEED) == first).all()
 
 
@@ -597,7 +601,7 @@ def test_packing_error_is_raised_in_waiting_ranks(folder, tokenizer):
 def test_killed_packing_process_is_reported_and_resumed(folder, tokenizer):
     source = source_of(folder)
     found = open_rows(source, tokenizer, T)
-    with common.locked(packing_module.lock_path(found, "shard_2.jsonl"), ""):
+    with common.hold_lock(packing_module.lock_path(found, "shard_2.jsonl"), ""):
         with start_packing(found, source) as processes:
             found.wait("shard_3.jsonl")
             processes[0].kill()
@@ -630,7 +634,7 @@ def test_packing_process_exits_with_its_parent(folder, tokenizer, base):
         "    print(processes[0].pid, flush=True)\n"
         "    time.sleep(60)\n"
     )
-    with common.locked(packing_module.lock_path(found, "shard_3.jsonl"), ""):  # keeps it busy
+    with common.hold_lock(packing_module.lock_path(found, "shard_3.jsonl"), ""):  # keeps it busy
         parent = subprocess.Popen(
             [sys.executable, "-c", program],
             cwd=REPOSITORY,

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nanochat.common import REPOSITORY, read_json
-from nanochat.distributed import portable
+from nanochat.distributed import as_picklable
 from tests.training_runs import (
     SMALL,
     TRAIN,
@@ -240,6 +240,6 @@ class Renamed(ValueError):
 
 
 def test_error_reaches_other_ranks_with_same_message():
-    assert isinstance(portable(ValueError("x")), ValueError)
-    found = portable(Renamed("name"))
+    assert isinstance(as_picklable(ValueError("x")), ValueError)
+    found = as_picklable(Renamed("name"))
     assert type(found) is RuntimeError and str(found) == "Renamed: bad name"

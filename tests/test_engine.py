@@ -13,7 +13,7 @@ from nanochat import engine as engine_module
 from nanochat.checkpoint import build_model
 from nanochat.common import REPOSITORY
 from nanochat.engine import Engine, Sampling, sample
-from nanochat.gpt import for_inference, refresh
+from nanochat.gpt import copy_weights, inference_copy
 from nanochat.serve.scheduler import cancel_all
 from nanochat.tokenizer import Tokenizer
 from tests.conftest import GOLF_CHANGES, RECURSIVE_CHANGES, TINY, lively, shaped
@@ -232,7 +232,7 @@ def test_cancelled_completion_frees_its_slot(tokenizer):
 def test_inference_copy_in_compute_dtype_gives_equal_logits(tokenizer, option):
     model = model_of(tokenizer, **OPTIONS[option])
     model.dtype = torch.bfloat16
-    twin = for_inference(model)
+    twin = inference_copy(model)
     assert twin.blocks[0].mlp.up.weight.dtype == torch.bfloat16
     tokens = torch.randint(250, (3, 20), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -241,7 +241,7 @@ def test_inference_copy_in_compute_dtype_gives_equal_logits(tokenizer, option):
             weight.mul_(1.25)
         assert not torch.equal(model(tokens), twin(tokens))
         addresses = [weight.data_ptr() for weight in twin.parameters()]
-        refresh(twin, model)
+        copy_weights(twin, model)
         assert torch.equal(model(tokens), twin(tokens))
     assert addresses == [weight.data_ptr() for weight in twin.parameters()]
 
@@ -249,7 +249,7 @@ def test_inference_copy_in_compute_dtype_gives_equal_logits(tokenizer, option):
 def test_B14_the_cache_has_the_compute_dtype(tokenizer):
     model = model_of(tokenizer)
     model.dtype = torch.bfloat16
-    engine = Engine(for_inference(model), tokenizer)
+    engine = Engine(inference_copy(model), tokenizer)
     assert engine.cache.keys[0].dtype == torch.bfloat16
     (row,) = engine.generate([[1, 2, 3]], Sampling(max_new_tokens=4))[0]
     assert row.finish
@@ -352,7 +352,7 @@ def test_invalid_settings_raise_and_name_the_field(bad):
     ["bigrams", *(pytest.param(o, marks=pytest.mark.slow) for o in ("windows", "recursive"))],
 )
 def test_compiled_step_equals_eager_with_a_changing_batch(tokenizer, option):
-    model = for_inference(model_of(tokenizer, **OPTIONS[option]))
+    model = inference_copy(model_of(tokenizer, **OPTIONS[option]))
     prompts = [[(7 * i + j) % 250 for j in range(n)] for i, n in enumerate((1, 20, 3, 11, 7))]
     results = []
     for compiled in (False, True):
@@ -377,9 +377,9 @@ def test_captured_steps_equal_eager_with_a_changing_batch(tokenizer, monkeypatch
 
         return replay
 
-    monkeypatch.setattr(engine_module, "fused", lambda: engine_module.next_logits)
+    monkeypatch.setattr(engine_module, "compiled_next_logits", lambda: engine_module.next_logits)
     monkeypatch.setattr(engine_module.DecodeStep, "record", record)
-    model = for_inference(model_of(tokenizer, max_seq_len=128))
+    model = inference_copy(model_of(tokenizer, max_seq_len=128))
     prompts = [[(7 * i + j) % 250 for j in range(n)] for i, n in enumerate((1, 60, 3, 11, 7))]
     want = Engine(model, tokenizer, slots=3).generate(prompts, GREEDY)
     engine = Engine(model, tokenizer, slots=3, compiled=True)
@@ -402,7 +402,7 @@ from nanochat.tokenizer import Tokenizer
 
 # The null GPU computes no values: turn off everything that depends on them
 torch.backends.cuda.enable_cudnn_sdp(False)
-nanochat.engine.AGREEMENT = {torch.bfloat16: float("inf")}
+nanochat.engine.LOGIT_TOLERANCE = {torch.bfloat16: float("inf")}
 nanochat.engine.sample = lambda logits, settings, uniform: [int(u * 200) for u in uniform]
 cfg = GPTConfig(265, 2, 64, 2, 1, 32, 128)
 model = for_inference(build_model(cfg, torch.device("cuda"), torch.bfloat16, 0))
@@ -442,7 +442,7 @@ def test_gpu_engine_replays_graphs_in_every_thread(null_gpu):
 def test_models_of_the_same_shape_share_a_compilation(tokenizer):
     counters = torch._dynamo.utils.counters["stats"]
     for seed in (1, 2):
-        model = for_inference(model_of(tokenizer))
+        model = inference_copy(model_of(tokenizer))
         engine = Engine(model, tokenizer, slots=2, compiled=True)
         engine.generate([[1, 2], [3]], replace(GREEDY, seed=seed))
         engine.generate([[4]], GREEDY)
@@ -455,7 +455,7 @@ def test_compile_failure_is_reported_and_falls_back_to_eager(tokenizer, monkeypa
     def broken(*args):
         raise RuntimeError("no compiler")
 
-    monkeypatch.setattr(engine_module, "fused", lambda: broken)
+    monkeypatch.setattr(engine_module, "compiled_next_logits", lambda: broken)
     model = model_of(tokenizer)
     want = Engine(model, tokenizer).generate([[1, 2, 3]], GREEDY)[0][0].ids
     engine = Engine(model, tokenizer, compiled=True)
@@ -466,7 +466,7 @@ def test_compile_failure_is_reported_and_falls_back_to_eager(tokenizer, monkeypa
 
 def test_wrong_compiled_logits_fall_back_to_eager(tokenizer, monkeypatch, capsys):
     step = engine_module.next_logits
-    monkeypatch.setattr(engine_module, "fused", lambda: lambda *a: step(*a) + 1)
+    monkeypatch.setattr(engine_module, "compiled_next_logits", lambda: lambda *a: step(*a) + 1)
     model = model_of(tokenizer)
     want = Engine(model, tokenizer).generate([[1, 2, 3]], GREEDY)[0][0].ids
     got = Engine(model, tokenizer, compiled=True).generate([[1, 2, 3]], GREEDY)[0][0].ids
@@ -478,7 +478,7 @@ def test_compiled_step_wrong_only_for_batches_is_detected(tokenizer, monkeypatch
         logits = engine_module.next_logits(*args)
         return logits + 5 if len(logits) > 1 else logits
 
-    monkeypatch.setattr(engine_module, "fused", lambda: broken)
+    monkeypatch.setattr(engine_module, "compiled_next_logits", lambda: broken)
     model, prompts = model_of(tokenizer), [[1, 2, 3], [4, 5]]
     want = Engine(model, tokenizer).generate(prompts, GREEDY)
     engine = Engine(model, tokenizer, compiled=True)
@@ -492,7 +492,7 @@ def test_compiled_step_wrong_only_for_batches_is_detected(tokenizer, monkeypatch
 
 def test_fused_qkv_equals_separate_projections(tokenizer):
     model = model_of(tokenizer, n_kv_head=1)
-    twin = for_inference(model)
+    twin = inference_copy(model)
     tokens = torch.tensor([[1, 2, 3, 4]])
     torch.testing.assert_close(twin(tokens), model(tokens))
     attention = twin.blocks[0].attention

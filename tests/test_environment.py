@@ -29,7 +29,7 @@ EXPECTED_BLOAT = {"characters": 22, "lines": 3, "files": 2, "tokens": 5, "lock_l
 
 def test_bloat_counts_code_tracked_by_git(repository):
     (repository / "untracked.py").write_text("z = 3\n")
-    assert report.bloat(repository) == EXPECTED_BLOAT
+    assert report.code_size(repository) == EXPECTED_BLOAT
 
 
 def test_git_state_has_branch_commit_and_dirty_flag(repository):

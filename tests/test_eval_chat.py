@@ -10,10 +10,10 @@ from nanochat.common import UsageError, read_json
 from nanochat.distributed import DistConfig, DistContext
 from nanochat.engine import Engine, Sampling
 from nanochat.eval_chat import (
-    fit,
-    gathered,
     score_by_generation,
     score_by_logits,
+    score_items,
+    trim,
 )
 from nanochat.gpt import GPTConfig
 from nanochat.tokenizer import Tokenizer
@@ -65,7 +65,7 @@ def test_scored_letter_matches_a_plain_forward_pass(model, machine):
     long = [i for i in range(len(task)) if len(render_prompt(TOKENIZER, task[i])) > 63]
     assert cropped == len(long)
     for i, scores in enumerate(got):
-        ids = fit(render_prompt(TOKENIZER, task[i]), 63)
+        ids = trim(render_prompt(TOKENIZER, task[i]), 63)
         logits = model(torch.tensor([ids]))[0, -1]
         letters = task.letters(i)
         best = max(letters, key=lambda letter: logits[TOKENIZER.encode(letter)[0]])
@@ -91,7 +91,7 @@ def test_items_are_split_among_ranks_and_kept_in_order():
 
     for rank in range(3):
         machine = Rank(rank, rank, 3, torch.device("cpu"), torch.float32)
-        got = gathered(
+        got = score_items(
             Echo(), 10, TOKENIZER, 2, lambda items, prompts: [[float(i)] for i in items], machine
         )
         assert got.outcomes == [[float(i)] for i in range(10)]
@@ -105,13 +105,13 @@ def test_R31_scoring_of_answers_reports_its_activity(machine, active_work):
         names.extend(active_work)
         return [[1.0] for _ in items]
 
-    gathered(Echo(), 10, TOKENIZER, 2, score, machine)
+    score_items(Echo(), 10, TOKENIZER, 2, score, machine)
     assert names == ["scoring 10 of 10 items"]
 
 
 def test_long_prompt_keeps_its_bos_and_its_end():
-    assert fit([9, 1, 2, 3], 8) == [9, 1, 2, 3]
-    assert fit([9, 1, 2, 3, 4, 5], 4) == [9, 3, 4, 5]
+    assert trim([9, 1, 2, 3], 8) == [9, 1, 2, 3]
+    assert trim([9, 1, 2, 3, 4, 5], 4) == [9, 3, 4, 5]
 
 
 def test_multi_token_letter_is_rejected(model, machine):

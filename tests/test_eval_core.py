@@ -18,12 +18,12 @@ from nanochat.eval_core import (
     EvalModel,
     FewShotTask,
     Question,
-    ask,
     core,
     eval_model_of,
     evaluate_task,
-    read,
+    score_batch,
     score_options,
+    tokenize,
 )
 from nanochat.tokenizer import Tokenizer
 from scripts import base_eval
@@ -99,16 +99,16 @@ def test_choice_minimizes_the_mean_loss_not_the_sum(machine):
 def test_choice_is_scored_after_the_common_prefix(machine):
     model = Pairs(xa=0.01, ab=0.2, ac=0.4)
     item = {"query": "x", "choices": ["ab", "ac"], "gold": 1}
-    question = ask(task("multiple_choice", [item]), 0, Letters(), 100)
+    question = tokenize(task("multiple_choice", [item]), 0, Letters(), 100)
     assert question.starts == [3, 3]
-    readings = read(EvalModel(model, Letters(), 100), [question])[0]
+    readings = score_batch(EvalModel(model, Letters(), 100), [question])[0]
     assert [r.nats for r in readings] == pytest.approx([-math.log(0.2), -math.log(0.4)], rel=1e-5)
 
 
 def test_schema_is_scored_on_the_common_ending_only(machine):
     model = Pairs(xa=0.01, xb=0.9, ac=0.5, bc=0.2, cd=0.5)  # b is likelier, but its ending is not
     item = {"context_options": ["xa", "xb"], "continuation": "cd", "gold": 0}
-    question = ask(task("schema", [item]), 0, Letters(), 100)
+    question = tokenize(task("schema", [item]), 0, Letters(), 100)
     assert question.starts == [3, 3]
     assert outcomes(model, task("schema", [item, {**item, "gold": 1}]), machine) == [1, 0]
 
@@ -122,7 +122,7 @@ def test_continuation_is_correct_if_every_token_is_argmax(machine):
 def test_continuation_starts_with_the_token_joining_the_context():
     item = {"context": "The capital of Alm is", "continuation": "Ost"}
     tokenizer = Words()
-    question = ask(task("language_modeling", [item], delimiter=" "), 0, tokenizer, 100)
+    question = tokenize(task("language_modeling", [item], delimiter=" "), 0, tokenizer, 100)
     scored = question.options[0][question.starts[0] :]
     assert scored == [tokenizer.ids[" Ost"]]
 
@@ -132,10 +132,10 @@ def test_option_that_is_a_prefix_or_suffix_has_scored_tokens(options):
     choice = {"query": "", "choices": options, "gold": 0}
     schema = {"context_options": [text[::-1] for text in options], "continuation": "x", "gold": 0}
     for kind, item in (("multiple_choice", choice), ("schema", schema)):
-        question = ask(task(kind, [item]), 0, Letters(), 100)
+        question = tokenize(task(kind, [item]), 0, Letters(), 100)
         for ids, start in zip(question.options, question.starts, strict=True):
             assert 0 < start < len(ids)
-        assert len(read(EvalModel(Pairs(), Letters(), 100), [question])[0]) == 2
+        assert len(score_batch(EvalModel(Pairs(), Letters(), 100), [question])[0]) == 2
 
 
 # ------------------------------------------------------------------------------------------------
@@ -192,7 +192,7 @@ def test_long_prompt_is_truncated_on_the_left_and_counted(machine):
         {"query": "x", "choices": ["abcdefghijklmnopqrstuvwxyz", "b"], "gold": 0},
     ]
     one_task, tokenizer = task("multiple_choice", items), Letters()
-    long, short, endless = (ask(one_task, i, tokenizer, 10) for i in range(3))
+    long, short, endless = (tokenize(one_task, i, tokenizer, 10) for i in range(3))
     assert [len(ids) for ids in long.options] == [9, 11]  # 10 inputs and the last target
     for ids, start, ending in zip(long.options, long.starts, ("b", "cde"), strict=True):
         assert ids == [0, *tokenizer.encode(query + "a")[-7:], *tokenizer.encode(ending)]
@@ -252,7 +252,7 @@ def made_up_suite():
 
 
 def questions_of(one_task):
-    return [ask(one_task, i, Letters(), 400) for i in range(len(one_task.items))]
+    return [tokenize(one_task, i, Letters(), 400) for i in range(len(one_task.items))]
 
 
 @pytest.mark.parametrize("one_task", made_up_suite(), ids=lambda t: t.name)
@@ -260,8 +260,8 @@ def test_shared_prefix_scores_equal_full_sequence_scores(gpt, one_task):
     fast = eval_model_of(gpt, Letters())
     questions = questions_of(one_task)
     assert one_task.kind == "language_modeling" or any(q.shared > 20 for q in questions)
-    got = read(fast, questions)
-    plain = read(replace(fast, new_cache=None), questions)
+    got = score_batch(fast, questions)
+    plain = score_batch(replace(fast, new_cache=None), questions)
     for q, quick, slow in zip(questions, got, plain, strict=True):
         for ids, start, a, b in zip(q.options, q.starts, quick, slow, strict=True):
             row = torch.tensor([ids])
@@ -286,9 +286,9 @@ def test_shared_prefix_processes_fewer_tokens(gpt):
         logits = staticmethod(gpt.logits)
 
     fast = replace(eval_model_of(gpt, Letters()), model=Counted())
-    read(fast, questions)
+    score_batch(fast, questions)
     quick, count[:] = sum(count), []
-    read(replace(fast, new_cache=None), questions)
+    score_batch(replace(fast, new_cache=None), questions)
     assert quick < sum(count) / 2
 
 
@@ -350,9 +350,9 @@ def test_model_with_nan_losses_is_rejected(machine):
 def test_options_without_common_ending_score_their_last_token(gpt):
     item = {"context_options": ["it rained", "it was sunny!"], "continuation": "", "gold": 0}
     schema = FewShotTask("schema", "schema", 0, 0.5, "", [item])
-    question = ask(schema, 0, Letters(), 400)
+    question = tokenize(schema, 0, Letters(), 400)
     assert [len(ids) - 1 for ids in question.options] == list(question.starts)
-    (readings,) = read(eval_model_of(gpt, Letters()), [question])
+    (readings,) = score_batch(eval_model_of(gpt, Letters()), [question])
     assert all(math.isfinite(reading.nats) for reading in readings)
 
 
@@ -373,7 +373,7 @@ def test_prefix_is_not_shared_if_it_saves_too_little(gpt):
         for n in (8, 16)
     )
     for questions, passes in (([little], [19]), ([much], [16, 3]), ([little, much], [16, 11])):
-        read(subject, questions)
+        score_batch(subject, questions)
         assert widths == passes
         widths.clear()
 
@@ -381,7 +381,9 @@ def test_prefix_is_not_shared_if_it_saves_too_little(gpt):
 def test_batches_contain_every_question_once_within_the_limit(monkeypatch):
     questions = [Question(i, [[0] * n] * 2, [1, 1], 0, False) for i, n in enumerate([9, 3, 50])]
     found = []
-    monkeypatch.setattr(eval_core, "read", lambda subject, batch: found.append(batch) or batch)
+    monkeypatch.setattr(
+        eval_core, "score_batch", lambda subject, batch: found.append(batch) or batch
+    )
     list(score_options(EvalModel(None, None, 50, pass_tokens=40), questions))
     assert [[q.number for q in batch] for batch in found] == [[2], [0, 1]]
 
@@ -467,12 +469,12 @@ def test_models_are_compared_on_the_items_both_were_scored_on(base, small_suite)
     for tag, seed in (("one", 1), ("two", 2)):
         save_base(tag, seed, "embedded")
     one, two = (evaluate(base, tag, max_per_task=20) for tag in ("one", "two"))
-    paired = report.paired("CORE metric", one["items"], two["items"])
+    paired = report.compare_items("CORE metric", one["items"], two["items"])
     change = two["values"]["CORE metric"]["value"] - one["values"]["CORE metric"]["value"]
     assert paired.n == one["values"]["CORE metric"]["n"] == 71
     assert paired.difference == pytest.approx(change) and paired.difference != 0
     all_items = evaluate(base, "two")["items"]
-    assert report.paired("CORE metric", one["items"], all_items) is None
+    assert report.compare_items("CORE metric", one["items"], all_items) is None
 
 
 def test_scoring_is_skipped_unless_the_suite_changes(base, small_suite, capsys, monkeypatch):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tasks.filters import apply, parse
+from tasks.filters import apply_filters, parse_all
 from tests.test_augment import Animals
 
 
@@ -13,7 +13,7 @@ def row(asked="How many?", said="Four of them.", **more):
 
 def kept(spec, *rows, count=len, benchmarks=()):
     """Whether each row is kept, and the statistics of the filters."""
-    found = apply(rows, parse(spec, count, benchmarks))
+    found = apply_filters(rows, parse_all(spec, count, benchmarks))
     return [any(each is one for one in found.rows) for each in rows], found.filters
 
 
@@ -116,8 +116,9 @@ def test_rows_with_a_benchmark_item_are_dropped():
 
 
 def test_filters_apply_and_report_in_order():
-    found = apply(
-        [row("a" * 9), row("a" * 90), row("a" * 90)], parse("length=20:500,no_duplicate", len, ())
+    found = apply_filters(
+        [row("a" * 9), row("a" * 90), row("a" * 90)],
+        parse_all("length=20:500,no_duplicate", len, ()),
     )
     assert [(f.name, f.kept, f.dropped) for f in found.filters] == [
         ("length=20:500", 3, 0),
@@ -140,4 +141,4 @@ def test_filters_apply_and_report_in_order():
 )
 def test_invalid_filters_raise(spec):
     with pytest.raises(ValueError, match="invalid filter"):
-        parse(spec, len, ())
+        parse_all(spec, len, ())

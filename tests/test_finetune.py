@@ -21,7 +21,7 @@ from nanochat.common import UsageError
 from nanochat.evaluators import ValidationConfig, ValidationLoss
 from nanochat.finetune import (
     DocumentMaskedModel,
-    auto_batch,
+    fit_batch,
     split,
     val_rows,
 )
@@ -126,8 +126,8 @@ def test_R34_a_bucket_without_scorable_answers_is_rejected(machine):
 
 
 def test_short_stage_uses_smaller_batches():
-    assert auto_batch(524_288, None, 1e9, 2048) == 524_288
-    assert auto_batch(524_288, None, 10e6, 2048) == 32_768
-    assert auto_batch(524_288, None, 1e6, 2048) == 16_384  # not below 8 rows
-    assert auto_batch(524_288, 50, 1e6, 2048) == 524_288  # explicit num_iterations
-    assert auto_batch(4096, None, 1e5, 512) == 4096
+    assert fit_batch(524_288, None, 1e9, 2048) == 524_288
+    assert fit_batch(524_288, None, 10e6, 2048) == 32_768
+    assert fit_batch(524_288, None, 1e6, 2048) == 16_384  # not below 8 rows
+    assert fit_batch(524_288, 50, 1e6, 2048) == 524_288  # explicit num_iterations
+    assert fit_batch(4096, None, 1e5, 512) == 4096

@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 
 from nanochat.chat_format import render, render_prompt
 from nanochat.checkpoint import open_checkpoint, save_checkpoint, stage_folder
-from nanochat.common import json_text, sealed, write_json
+from nanochat.common import json_text, seal, write_json
 from nanochat.dataloader import Rows
 from nanochat.logger import read_metrics
 from nanochat.records import (
     Cost,
     Provenance,
-    finished,
+    find_finished,
     inherited_run_id,
     read_history,
     read_records,
@@ -252,7 +252,7 @@ def test_damaged_record_is_reported_and_history_loses_one_line(fuzz, base):
         try:
             inherited_run_id({"base": "Chat RL"})
             assert len(read_history()) >= 3 - data.count(b"\n") or file == history
-            finished("Chat RL", "no such key")
+            find_finished("Chat RL", "no such key")
             read_records()
             update()
         except ValueError as error:
@@ -295,7 +295,7 @@ def test_R11_damaged_row_counts_are_reported(fuzz, tmp_path):
     path = rows.counts_path("a")
 
     def check(change):
-        write_json(path, sealed(counts))
+        write_json(path, seal(counts))
         path.write_bytes(change(path.read_bytes()))
         try:
             assert rows.counts("a") == counts
@@ -304,7 +304,7 @@ def test_R11_damaged_row_counts_are_reported(fuzz, tmp_path):
 
     bytewise = edits.map(lambda changes: lambda data: edited(data, changes))
     jsonwise = changes_of_json.map(
-        lambda change: lambda data: json_text(replaced(sealed(counts), *change)).encode()
+        lambda change: lambda data: json_text(replaced(seal(counts), *change)).encode()
     )
     fuzz(check, bytewise | jsonwise, 300)
 

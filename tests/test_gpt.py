@@ -20,8 +20,8 @@ from nanochat.gpt import (
     GPT,
     GPTConfig,
     bigram_index,
-    for_inference,
-    preceding,
+    inference_copy,
+    previous_tokens,
 )
 from nanochat.loss import IGNORE
 from nanochat.optim import OptimConfig, ScheduleConfig
@@ -75,7 +75,7 @@ def test_layers_return_compute_dtype(name, backend):
     for block in model.blocks:
         block.attention.backend = backend
     tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
-    for each in (model, for_inference(model)):
+    for each in (model, inference_copy(model)):
         dtypes = []
         for block in each.blocks:
             block.register_forward_hook(lambda _, __, y, seen=dtypes: seen.append(y.dtype))
@@ -269,9 +269,9 @@ def test_bigram_hash_uses_both_tokens_and_is_uniform():
 
 def test_preceding_is_minus_one_at_row_and_segment_start():
     tokens = torch.tensor([[5, 6, 7, 8], [1, 2, 3, 4]])
-    assert preceding(tokens).tolist() == [[-1, 5, 6, 7], [-1, 1, 2, 3]]
+    assert previous_tokens(tokens).tolist() == [[-1, 5, 6, 7], [-1, 1, 2, 3]]
     segments = torch.tensor([[0, 0, 1, 1], [1, 2, 2, 2]])
-    assert preceding(tokens, segments).tolist() == [[-1, 5, -1, 7], [-1, -1, 2, 3]]
+    assert previous_tokens(tokens, segments).tolist() == [[-1, 5, -1, 7], [-1, -1, 2, 3]]
 
 
 def test_bigram_embedding_starts_at_zero_and_gets_gradient():
@@ -282,7 +282,7 @@ def test_bigram_embedding_starts_at_zero_and_gets_gradient():
     model = lively(model)
     model.loss(tokens, tokens).backward()
     assert model.bigrams is not None and model.bigrams.weight.grad is not None
-    touched = bigram_index(tokens, preceding(tokens), 50).unique()
+    touched = bigram_index(tokens, previous_tokens(tokens), 50).unique()
     assert set(model.bigrams.weight.grad.any(dim=1).nonzero().flatten().tolist()) == set(
         touched.tolist()
     )

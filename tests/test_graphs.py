@@ -9,8 +9,8 @@ import torch
 
 from nanochat.checkpoint import build_model
 from nanochat.eval_core import FewShotTask, eval_model_of, evaluate_task
-from nanochat.evaluators import samples
-from nanochat.gpt import GPTConfig, for_inference
+from nanochat.evaluators import generate_samples
+from nanochat.gpt import GPTConfig, inference_copy
 from tests.conftest import lively
 from tests.lab.test_canaries import TOKENIZER, suite_of
 from tests.training_runs import SMALL, folder, python
@@ -64,9 +64,9 @@ def test_R36_samples_canaries_and_core_compile_nothing(machine):
         return counters["unique_graphs"]
 
     before = use()
-    samples(model, TOKENIZER)
+    generate_samples(model, TOKENIZER)
     suite_of().measure(model)
-    evaluate_task(eval_model_of(for_inference(model), TOKENIZER), task, machine)
+    evaluate_task(eval_model_of(inference_copy(model), TOKENIZER), task, machine)
     assert use() == before > 0
 
 

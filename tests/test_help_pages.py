@@ -3,7 +3,7 @@
 import pytest
 
 from dev.help_pages import FOLDER, SCRIPTS, help_page
-from nanochat.config import GROUPS, leaves
+from nanochat.config import GROUPS, iter_settings
 from scripts.base_train import BaseTrain
 
 
@@ -25,7 +25,7 @@ def test_each_base_train_flag_has_one_group_and_a_help_text():
     grouped = [name for names in GROUPS.values() for name in names.split()]
     assert len(grouped) == len(set(grouped))
     page = help_page("base_train")
-    for _, f, _, _ in leaves(BaseTrain()):
+    for _, f, _, _ in iter_settings(BaseTrain()):
         assert f.name in grouped
         after = page.split(f"--{f.name.replace('_', '-')} ")[1].splitlines()[:2]
         assert len(" ".join(after).replace("│", "").split()) > 4, f"{f.name} has no help"

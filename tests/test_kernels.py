@@ -8,12 +8,12 @@ import torch
 
 from nanochat import attention, preflight
 from nanochat.checkpoint import build_model
-from nanochat.gpt import for_inference
+from nanochat.gpt import inference_copy
 from nanochat.preflight import (
     KernelConfig,
     choose_attention,
     choose_compile,
-    choose_fused_engine,
+    choose_engine_compile,
     probe_attention,
 )
 from scripts.chat_cli import ChatCli
@@ -117,7 +117,7 @@ def test_blockwise_losses_match_and_engine_uses_sdpa(machine):
     for own in (None, segments):
         ours, theirs = (model.token_losses(tokens, tokens, own) for model in models)
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
-    assert for_inference(models[1]).blocks[0].attention.backend == "sdpa"
+    assert inference_copy(models[1]).blocks[0].attention.backend == "sdpa"
 
 
 @torch.no_grad()
@@ -138,7 +138,7 @@ def test_layers_share_flex_masks_and_engine_uses_none(machine, monkeypatch):
     for _ in range(2):
         torch.testing.assert_close(model.hidden(tokens), want, rtol=1e-4, atol=1e-4)
     assert attention.block_mask.cache_info().misses == 2  # one per window
-    twin, graphs = for_inference(model), counters["unique_graphs"]
+    twin, graphs = inference_copy(model), counters["unique_graphs"]
     for T in (3, 4, 5):
         torch.testing.assert_close(twin.hidden(tokens[:, :T]), want[:, :T], rtol=1e-4, atol=1e-4)
     assert counters["unique_graphs"] == graphs > 0
@@ -167,9 +167,9 @@ def test_engine_is_compiled_on_gpu_by_default(machine, monkeypatch):
     monkeypatch.setattr(preflight, "probe_compiler", lambda device: None)
     gpu = replace(machine, device=torch.device("cuda"))
     for flags in (ChatWeb(), ChatCli()):
-        assert choose_fused_engine(flags.compile_engine, gpu, most_tokens=0)
-        assert not choose_fused_engine(flags.compile_engine, machine, most_tokens=0)
-    assert not choose_fused_engine(False, gpu, most_tokens=0)
+        assert choose_engine_compile(flags.compile_engine, gpu, most_tokens=0)
+        assert not choose_engine_compile(flags.compile_engine, machine, most_tokens=0)
+    assert not choose_engine_compile(False, gpu, most_tokens=0)
 
 
 def test_B13_fallback_to_plain_attention_is_logged(machine, monkeypatch, capsys):

@@ -12,13 +12,13 @@ from nanochat.optim import (
     MuonAdamW,
     OptimConfig,
     Rule,
+    make_rules,
     orthogonalize,
-    rules,
 )
 
 
 def make(named, roles, machine, **rule_overrides):
-    table = rules(OptimConfig(weight_decay=0.1), d_model=768) | rule_overrides
+    table = make_rules(OptimConfig(weight_decay=0.1), d_model=768) | rule_overrides
     model = SimpleNamespace(named_parameters=named.items, param_roles=lambda: roles)
     return MuonAdamW(model, table, machine)
 
@@ -165,7 +165,7 @@ def test_decoupled_decay_shrinks_all_weights_before_update(machine):
 
 
 def test_weight_average_is_updated_saved_and_applied(machine, tiny_gpt):
-    named, table = dict(tiny_gpt.named_parameters()), rules(OptimConfig(), 768)
+    named, table = dict(tiny_gpt.named_parameters()), make_rules(OptimConfig(), 768)
     optimizer = AveragingMuonAdamW(tiny_gpt, table, machine, ema_decay=0.9)
     want = {n: p.detach().clone() for n, p in named.items()}
     tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
@@ -184,7 +184,7 @@ def test_weight_average_is_updated_saved_and_applied(machine, tiny_gpt):
 
 def test_rehearsal_leaves_weights_and_state_unchanged(machine, tiny_gpt):
     named = dict(tiny_gpt.named_parameters())
-    table = rules(OptimConfig(weight_decay=0.1), 768)
+    table = make_rules(OptimConfig(weight_decay=0.1), 768)
     optimizer = AveragingMuonAdamW(tiny_gpt, table, machine, ema_decay=0.9)
     tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
     tiny_gpt.loss(tokens, tokens).backward()

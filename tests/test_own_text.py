@@ -14,7 +14,7 @@ import pytest
 
 from nanochat.common import write_json
 from nanochat.hub import HubRepo, pin_repo
-from tasks.hub import find_problem
+from tasks.hub import find_column_problem
 from tests.hub_server import hub_served
 
 STORIES = [f"story {i} of a cat, a dog and the {i} mice they met " * 5 for i in range(40)]
@@ -417,7 +417,7 @@ def pinned(name: str, folder: Path) -> HubRepo:
     """Pin a repository with files of any format."""
     manifest = pin_repo(name, folder / "manifest.json", ("",))
     write_json(folder / "manifest.json", manifest)
-    return HubRepo(name, folder, manifest["commit"], find_problem)
+    return HubRepo(name, folder, manifest["commit"], find_column_problem)
 
 
 def without_digest(module) -> type:

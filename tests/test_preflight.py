@@ -15,10 +15,10 @@ from nanochat import hardware, preflight
 from nanochat.common import REPOSITORY, UsageError, read_json
 from nanochat.distributed import DistContext
 from nanochat.gpt import GPT
-from nanochat.optim import MuonAdamW, OptimConfig, ScheduleConfig, rules
+from nanochat.optim import MuonAdamW, OptimConfig, ScheduleConfig, make_rules
 from nanochat.preflight import (
     choose_device_rows,
-    describe,
+    describe_run,
     require_disk,
     require_memory,
 )
@@ -89,7 +89,7 @@ def run_of(model, optimizer, machine, device_batch_size=None, **changes):
 
 @pytest.fixture
 def optimizer(machine, tiny_gpt):
-    table = rules(OptimConfig(), TINY.d_model)
+    table = make_rules(OptimConfig(), TINY.d_model)
     return MuonAdamW(tiny_gpt, table, machine)
 
 
@@ -220,7 +220,7 @@ def test_R9_missing_disk_space_is_reported_with_all_numbers(machine, base, monke
 
 
 def test_describe_lists_device_kernels_and_model(machine, tiny_gpt):
-    assert list(describe(tiny_gpt, machine, False)) == ["device", "kernels", "model"]
+    assert list(describe_run(tiny_gpt, machine, False)) == ["device", "kernels", "model"]
 
 
 @pytest.mark.parametrize("compiled", [0, pytest.param(1, marks=pytest.mark.slow)])

@@ -157,7 +157,7 @@ def test_R29_bit_flips_in_a_record_are_detected(capsys):
         assert str(path) in message and "delete it" in message
         with pytest.raises(ValueError, match="base-model-training.json"):
             records.read_records()
-        assert records.finished("Base model training", stage_key(SETTINGS, INPUTS)) is None
+        assert records.find_finished("Base model training", stage_key(SETTINGS, INPUTS)) is None
         assert str(path) in capsys.readouterr().out
     assert len(records.read_records()) == 2
 
@@ -223,9 +223,9 @@ def finish(base, **more):
 
 def test_R18_stage_with_intact_outputs_is_finished(base):
     _, key = finish(base)
-    record = records.finished("Base model training", key)
+    record = records.find_finished("Base model training", key)
     assert record is not None and record["values"] == {"loss": 1.0}
-    assert records.finished("Midtraining", key) is None
+    assert records.find_finished("Midtraining", key) is None
 
 
 def test_R18_stage_with_a_modified_output_is_not_finished(base):
@@ -233,7 +233,7 @@ def test_R18_stage_with_a_modified_output_is_not_finished(base):
     weights = bytearray((folder / "model.safetensors").read_bytes())
     weights[3] ^= 1
     (folder / "model.safetensors").write_bytes(weights)
-    assert records.finished("Base model training", key) is None
+    assert records.find_finished("Base model training", key) is None
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "state.json"])
@@ -241,11 +241,11 @@ def test_R18_stage_with_missing_or_cut_output_is_not_finished(base, name):
     folder, key = finish(base)
     whole = (folder / name).read_bytes()
     (folder / name).write_bytes(whole[:-1])
-    assert records.finished("Base model training", key) is None
+    assert records.find_finished("Base model training", key) is None
     (folder / name).unlink()
-    assert records.finished("Base model training", key) is None
+    assert records.find_finished("Base model training", key) is None
     (folder / name).write_bytes(whole)
-    assert records.finished("Base model training", key) is not None
+    assert records.find_finished("Base model training", key) is not None
 
 
 def test_R18_stage_key_depends_on_settings_and_inputs(base):
@@ -253,17 +253,17 @@ def test_R18_stage_key_depends_on_settings_and_inputs(base):
     assert stage_key({**SETTINGS, "depth": 8}, INPUTS) != key
     assert stage_key(SETTINGS, {**INPUTS, "tokenizer": "cccc"}) != key
     assert stage_key({**SETTINGS, "run": "named", "skip_if_done": True}, INPUTS) == key
-    assert records.finished("Base model training", stage_key({"depth": 8}, INPUTS)) is None
+    assert records.find_finished("Base model training", stage_key({"depth": 8}, INPUTS)) is None
 
 
 def test_R18_outputs_without_recorded_files_are_not_finished():
     write(outputs={"base": "b1"})
-    assert records.finished("Base model training", stage_key(SETTINGS, INPUTS)) is None
+    assert records.find_finished("Base model training", stage_key(SETTINGS, INPUTS)) is None
 
 
 def test_R18_stage_without_outputs_is_finished_by_its_key():
     write("Base model loss")
-    assert records.finished("Base model loss", stage_key(SETTINGS, INPUTS)) is not None
+    assert records.find_finished("Base model loss", stage_key(SETTINGS, INPUTS)) is not None
 
 
 def test_R18_finished_survives_moving_the_base_directory(base, monkeypatch):
@@ -271,7 +271,7 @@ def test_R18_finished_survives_moving_the_base_directory(base, monkeypatch):
     moved = base.parent / f"{base.name}-moved"
     base.rename(moved)
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(moved))
-    assert records.finished("Base model training", key) is not None
+    assert records.find_finished("Base model training", key) is not None
 
 
 def test_records_do_not_import_torch():

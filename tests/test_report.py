@@ -304,7 +304,7 @@ def seed_records():
 
 
 def test_fixed_sections_are_reproduced_byte_for_byte():
-    text = report.render(seed_records(), HEADER, "2025-10-23 22:26:58")
+    text = report.render_report(seed_records(), HEADER, "2025-10-23 22:26:58")
     start = HEADER_TEXT + TOKENIZER_TEXT + ADDED + "\n\n"
     start += TOKENIZER_EVALUATION_TEXT + ADDED + "\n\n" + BASE_TEXT + ADDED + "\n\n"
     assert text[: len(start)] == start
@@ -321,7 +321,7 @@ def test_fixed_sections_come_first_then_others_by_age():
         record("Chat RL", "2020-01-01 00:00:00"),
     ]
     more = {"Reliability": [{"columns": ["Seed"], "rows": [["0"]]}], "Empty": []}
-    text = report.render(records, HEADER, "now", more=more)
+    text = report.render_report(records, HEADER, "now", more=more)
     assert re.findall("^## (.*)", text, re.M)[1:] == [
         "Tokenizer training",
         "Tokenizer evaluation",
@@ -346,7 +346,7 @@ def test_additional_keys_follow_the_fixed_keys():
         provenance=origin,
     )
     figures = {"base-model-loss": [("Loss", "dev/report/loss.svg")]}
-    text = section_of(report.render([found], HEADER, "now", figures), "Base model loss")
+    text = section_of(report.render_report([found], HEADER, "now", figures), "Base model loss")
     assert text.split("\n\n", 1)[1] == (
         "- train bpb: 1.2900\n"
         "- val bpb: 1.3000\n"
@@ -379,7 +379,7 @@ def test_additional_keys_follow_the_fixed_keys():
     ],
 )
 def test_values_are_formatted_on_one_line(value, text):
-    assert report.escape(report.show(value)) == text
+    assert report.escape(report.format_value(value)) == text
 
 
 # ------------------------------------------------------------------------------------------------
@@ -446,7 +446,7 @@ def render_markdown(text: str):
     header = {**HEADER, "git": git, "software": {"python": text, "torch": text}}
     header["hardware"] = {**HEADER["hardware"], "cpu": text, "gpus": [text], "platform": text}
     figures = {slug(text): [(text, "report of (me)/a.svg")]}
-    written = report.render([record_of(text), before, evaluated], header, "now", figures)
+    written = report.render_report([record_of(text), before, evaluated], header, "now", figures)
     tokens = RENDERER.parse(written)
     return written, [*tokens, *(child for token in tokens for child in token.children or [])]
 
@@ -513,7 +513,7 @@ def test_summary_has_every_metric_of_every_stage_in_order():
         record("Chat evaluation sft", values={"Weather": estimate(0.5, 10, 0.1), "seconds": 12.0}),
         record("Chat evaluation rl", values={"GSM8K": estimate(0.25, 100, 0.04)}),
     ]
-    text = section_of(report.render(records, HEADER, "now"), "Summary")
+    text = section_of(report.render_report(records, HEADER, "now"), "Summary")
     rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| ")][:6]
     names = [row[0].strip("| ") for row in rows]
     assert names == ["Metric", "CORE", "GSM8K", "MMLU", "Weather", "ChatCORE"]
@@ -530,26 +530,26 @@ def test_differences_have_standard_errors_and_verdicts():
         record("Chat evaluation rl", values={"AQUA": estimate(0.2717, 254, 0.0279)}),
         record("Base model evaluation", values={"CORE metric": 0.1}),
     ]
-    table = report.differences(*report.metrics(records))
+    table = report.diff_results(*report.result_metrics(records))
     assert table["rows"] == [
         ["AQUA", "SFT to RL", "-0.0039", "0.0395", "within noise", "-"],
         ["ARC-Easy", "MID to SFT", "+0.1000", "0.0141", "better", "-"],
     ]
-    assert "| AQUA | SFT to RL | -0.0039 | 0.0395 | within noise | - |" in report.render(
+    assert "| AQUA | SFT to RL | -0.0039 | 0.0395 | within noise | - |" in report.render_report(
         records, HEADER, "now"
     )
 
 
 def test_difference_without_standard_error_has_no_verdict():
     found = {"GSM8K": {"SFT": 0.1, "RL": estimate(0.2, 100, 0.04)}}
-    assert report.differences(found, {})["rows"] == [
+    assert report.diff_results(found, {})["rows"] == [
         ["GSM8K", "SFT to RL", "+0.1000", "-", "noise unknown", "-"]
     ]
 
 
 def test_lower_val_bpb_is_better():
     found = {"val bpb": {"BASE": estimate(1.0, 9, 0.01), "MID": estimate(0.9, 9, 0.01)}}
-    assert report.differences(found, {})["rows"][0][2:5] == ["-0.1000", "0.0141", "better"]
+    assert report.diff_results(found, {})["rows"][0][2:5] == ["-0.1000", "0.0141", "better"]
 
 
 def test_differences_compare_consecutive_stages_with_the_metric():
@@ -559,7 +559,7 @@ def test_differences_compare_consecutive_stages_with_the_metric():
         record(f"Chat evaluation {stage}", values=v)
         for stage, v in zip(stages, values, strict=True)
     ]
-    rows = report.differences(*report.metrics(records))["rows"]
+    rows = report.diff_results(*report.result_metrics(records))["rows"]
     assert [row[:3] for row in rows] == [
         ["AQUA", "MID to SFT", "+0.2000"],
         ["AQUA", "SFT to RL", "+0.1000"],
@@ -588,7 +588,7 @@ def chat_record(stage, arc, gsm, items="the same"):
 def test_stages_with_the_same_items_are_compared_item_by_item():
     before, after = [0, 1] * 50, [1] * 10 + [0, 1] * 45
     records = [chat_record("mid", before, before), chat_record("sft", after, [1, 0] * 50)]
-    text = report.render(records, HEADER, "now")
+    text = report.render_report(records, HEADER, "now")
     # 5 of 100 changed, all better: se = sqrt(0.05 * 0.95 / 99)
     assert (
         "| ARC-Easy | MID to SFT | +0.0500 | 0.0219 | better | 5 won, 0 lost of 100 (p = 0.062) |"
@@ -608,7 +608,7 @@ def test_stages_with_other_items_are_compared_as_independent():
         chat_record("mid", [0, 1] * 50, [0, 1] * 50),
         chat_record("sft", [1, 1] * 50, [0, 1] * 50, items="others"),
     ]
-    rows = report.differences(*report.metrics(records))["rows"]
+    rows = report.diff_results(*report.result_metrics(records))["rows"]
     assert rows[0] == ["ARC-Easy", "MID to SFT", "+0.5000", "0.0707", "better", "-"]
     assert [row[-1] for row in rows] == ["-", "-", "-"]
 
@@ -616,7 +616,7 @@ def test_stages_with_other_items_are_compared_as_independent():
 def test_ledger_sums_time_and_cost():
     hour = {"wall_seconds": 3600.0, "device_seconds": 28800.0}
     records = [record("Base model training", cost=hour), record("Chat SFT")]
-    rows = report.ledger(records, 24.0)["rows"]
+    rows = report.cost_table(records, 24.0)["rows"]
     assert rows == [
         ["Base model training", "60.00m", "480.00m", "8x H100", "$24.00"],
         ["Chat SFT", "1.50m", "12.00m", "8x H100", "$0.60"],
@@ -630,7 +630,7 @@ def test_wall_clock_time_is_reported_without_and_with_rl():
         record("Chat evaluation rl", "2025-10-24 03:52:41"),
         record("Golf", "2025-10-25 00:00:00"),
     ]
-    text = report.render(records, HEADER, "now")
+    text = report.render_report(records, HEADER, "now")
     assert "Total wall clock time: 3h25m\n" in text
     assert "Total wall clock time with RL: 5h25m\n" in text
 
@@ -660,14 +660,14 @@ def chain(**changes):
 
 
 def test_report_of_one_run_has_no_warning():
-    text = report.render(chain(), HEADER, "now")
+    text = report.render_report(chain(), HEADER, "now")
     assert "WARNING" not in text
     assert report.find_faults(chain()) == []
 
 
 def test_retrained_tokenizer_gives_a_warning():
     records = chain(**{"Tokenizer training": {"outputs": {"tokenizer": "t2"}}})
-    text = report.render(records, HEADER, "now")
+    text = report.render_report(records, HEADER, "now")
     assert (
         "---\n\n> [!WARNING]\n> **Provenance: these sections are inconsistent.**\n"
         "> - Base model training used tokenizer t1, but Tokenizer training produced t2.\n"
@@ -701,7 +701,7 @@ def test_evaluations_of_external_models_give_no_warning():
 def known_machine(monkeypatch):
     """Fixed hardware and code size, without querying them."""
     monkeypatch.setattr(report, "hardware", lambda: HEADER["hardware"])
-    monkeypatch.setattr(report, "bloat", lambda: HEADER["bloat"])
+    monkeypatch.setattr(report, "code_size", lambda: HEADER["bloat"])
 
 
 def finish_base_stage(base, report_dir=None):

@@ -8,15 +8,15 @@ import torch
 
 from nanochat.checkpoint import Progress, build_model
 from nanochat.engine import Completion, Engine, Sampling
-from nanochat.gpt import GPTConfig, for_inference
+from nanochat.gpt import GPTConfig, inference_copy
 from nanochat.loss import IGNORE
-from nanochat.optim import MuonAdamW, OptimConfig, ScheduleConfig, rules
+from nanochat.optim import MuonAdamW, OptimConfig, ScheduleConfig, make_rules
 from nanochat.rl import (
     Group,
     RLConfig,
     RolloutLoader,
     kl_to_reference,
-    shuffled,
+    permutation,
     weighted_batches,
 )
 from nanochat.tokenizer import Tokenizer
@@ -125,7 +125,7 @@ class LowTokens:
 
 
 def run_of(machine, model, num_steps=1, seed=0, log=lambda step, values: None):
-    table = rules(OptimConfig(weight_decay=0.0), 32, scalar_lr=0.0)
+    table = make_rules(OptimConfig(weight_decay=0.0), 32, scalar_lr=0.0)
     optimizer = MuonAdamW(model, table, machine)
     loader = loader_of(machine, seed=seed, model=model)
     return TrainingRun(
@@ -195,7 +195,7 @@ def loader_of(machine, task=None, questions=None, seed=0, model=None, **changed)
     cfg = replace(CFG, **changed)
     task = task or LowTokens()
     model = model or model_of()
-    engine = Engine(for_inference(model), TOKENIZER, slots=16)
+    engine = Engine(inference_copy(model), TOKENIZER, slots=16)
     questions = range(len(task)) if questions is None else questions
     return RolloutLoader(task, questions, cfg, seed, machine, model, engine)
 
@@ -221,7 +221,7 @@ def test_each_epoch_uses_every_question_once_in_new_order(machine):
     loader = loader_of(machine, seed=3, examples_per_step=5)
     epochs = [[i for step in (s, s + 1) for i in numbers(loader, step)] for s in (0, 2)]
     assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(10))
-    assert epochs[0] != epochs[1] == shuffled(10, "3-1-0")
+    assert epochs[0] != epochs[1] == permutation(10, "3-1-0")
 
 
 def test_questions_are_split_among_ranks_or_rejected(machine):

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from nanochat import checkpoint
-from nanochat.anomaly import AnomalyState, NotFinite
+from nanochat.anomaly import AnomalyState, NonFiniteError
 from nanochat.checkpoint import (
-    Checkpoints,
+    CheckpointManager,
     CorruptCheckpoint,
     Progress,
     SavingConfig,
@@ -29,7 +29,7 @@ from nanochat.checkpoint import (
 from nanochat.common import REPOSITORY, UsageError, base_dir
 from nanochat.config import user_message
 from nanochat.distributed import DistContext
-from nanochat.optim import MuonAdamW, OptimConfig, rules
+from nanochat.optim import MuonAdamW, OptimConfig, make_rules
 from nanochat.tokenizer import Tokenizer
 from tests.conftest import TINY
 
@@ -40,7 +40,7 @@ def tokenizer():
 
 
 def new_optimizer(model, machine):
-    table = rules(OptimConfig(), TINY.d_model)
+    table = make_rules(OptimConfig(), TINY.d_model)
     return MuonAdamW(model, table, machine)
 
 
@@ -52,7 +52,7 @@ def run(base, tiny_gpt, tokenizer, machine):
 
     def open_with(machine=machine, keep_optimizer=True, asynchronous=False, **changed):
         cfg = SavingConfig(**changed)
-        checkpoints = Checkpoints(folder, machine, cfg, keep_optimizer)
+        checkpoints = CheckpointManager(folder, machine, cfg, keep_optimizer)
         checkpoints.asynchronous = asynchronous
         return checkpoints
 
@@ -166,10 +166,10 @@ def test_run_restarted_by_torchrun_resumes_automatically(
     run, machine, launch, restarts, saved_step, resumes
 ):
     first = replace(machine, launch="a" if launch else "")
-    with Checkpoints(run.folder, first) as checkpoints:
+    with CheckpointManager(run.folder, first) as checkpoints:
         run.save(checkpoints, saved_step)
     again = replace(machine, launch=launch, restarts=restarts)
-    with Checkpoints(run.folder, again) as checkpoints:
+    with CheckpointManager(run.folder, again) as checkpoints:
         progress = checkpoints.begin(run.identity, run.model, run.optimizer, 9)
     assert progress.step == (saved_step if resumes else 0)
 
@@ -187,14 +187,14 @@ def test_R9_disk_bytes_counts_what_checkpoints_still_need(run, machine):
         found = [checkpoints.disk_bytes(run.model, saves=n) for n in (1, 2, 99)]
         assert found == [small, size, size]
     new = run.folder.with_name("new")
-    with Checkpoints(new, machine, SavingConfig(keep=1), keep_optimizer=False) as checkpoints:
+    with CheckpointManager(new, machine, SavingConfig(keep=1), keep_optimizer=False) as checkpoints:
         found = [checkpoints.disk_bytes(run.model, saves=n) for n in (1, 2, 3, 99)]
         assert found == [small, size + small, 2 * size, 2 * size]
 
 
 def test_R10_new_launch_ignores_old_corrupt_checkpoints(run, machine):
     for launch in ("old", "new"):
-        with Checkpoints(run.folder, replace(machine, launch=launch)) as checkpoints:
+        with CheckpointManager(run.folder, replace(machine, launch=launch)) as checkpoints:
             checkpoints.begin(run.identity, run.model, run.optimizer, 9)
             run.save(checkpoints, 3)
             (run.folder / "step_000003" / "model.safetensors").unlink()
@@ -221,7 +221,7 @@ def test_R15_nodes_with_different_checkpoints_are_rejected(run, machine):
         run.save(checkpoints, 3)
         good = checkpoints.saved.fingerprint
     second = SecondNode(1, 0, 2, machine.device, machine.dtype)
-    checkpoints = Checkpoints(run.folder, second)
+    checkpoints = CheckpointManager(run.folder, second)
     for first, complaint in (
         (f"step 4 ({good})", r"rank 1 finds step 3 \(\w+\) in .*, rank 0 step 4 .*shared disk"),
         (f"step 3 ({'0' * 16})", r"rank 1 finds step 3 .*, rank 0 step 3 \(0000"),
@@ -261,8 +261,8 @@ def test_R22_lock_of_an_earlier_attempt_is_waited_for(run, machine):
     """On a shared disk, the lock of a crashed host is released only after a while."""
     process = holder_of(run.open().lock.path, "launch 7", 1.0)
     with pytest.raises(UsageError):
-        Checkpoints(run.folder, replace(machine, launch="launch 8")).__enter__()
-    with Checkpoints(run.folder, replace(machine, launch="launch 7")):
+        CheckpointManager(run.folder, replace(machine, launch="launch 8")).__enter__()
+    with CheckpointManager(run.folder, replace(machine, launch="launch 7")):
         assert process.wait(5) == 0
 
 
@@ -413,8 +413,8 @@ def test_R23_final_save_waits_until_it_is_on_disk(run):
 
 def test_saving_is_asynchronous_on_gpus(run, machine):
     on_gpu = replace(machine, device=torch.device("cuda"))
-    assert Checkpoints(run.folder, on_gpu).asynchronous
-    assert not Checkpoints(run.folder, machine).asynchronous
+    assert CheckpointManager(run.folder, on_gpu).asynchronous
+    assert not CheckpointManager(run.folder, machine).asynchronous
 
 
 # ------------------------------------------------------------------------------------------------
@@ -430,6 +430,8 @@ def test_R13_non_finite_values_are_never_saved(run, where):
             values = run.optimizer.local_state()
         name = list(values)[-1]
         values[name].data.view(-1)[0] = float("nan")
-        with pytest.raises(NotFinite, match=rf"{name} has non-finite.*from the last good step: 1"):
+        with pytest.raises(
+            NonFiniteError, match=rf"{name} has non-finite.*from the last good step: 1"
+        ):
             run.save(checkpoints, 2)
     assert open_checkpoint(run.folder).step == 1

@@ -34,7 +34,7 @@ from nanochat.sandbox import (
     SandboxUnavailable,
     run_python,
 )
-from tasks.humaneval import passes
+from tasks.humaneval import run_test
 
 ATTEMPT = """
 def attempt(name, function, *args):
@@ -55,7 +55,7 @@ def call(name, *args):
 @pytest.fixture(params=sandbox.LAYERS)
 def layer(request, monkeypatch) -> str:
     """Each layer that works on this machine, made the one that `choose_layer` returns."""
-    reason = sandbox.trouble_with(request.param)
+    reason = sandbox.probe_layer(request.param)
     if reason is not None:
         pytest.skip(f"{request.param} does not work here: {reason}")
     monkeypatch.setattr(sandbox, "choose_layer", lambda unsafe=False: request.param)
@@ -450,7 +450,7 @@ assert sandbox.run_python(program, sandbox.Limits(seconds=60)).ok
 
 
 def test_S6_directories_of_a_killed_parent_are_removed_later(scratch):
-    if sandbox.trouble_with("landlock") is not None:
+    if sandbox.probe_layer("landlock") is not None:
         pytest.skip("Landlock does not work here, and bubblewrap uses no directory on disk")
     killed = run_in_another_process(50, scratch)
     (stale,) = scratch.glob("*")
@@ -632,7 +632,7 @@ def double(x): return answers.pop(0)""",
 
 @pytest.mark.parametrize("way", CHEATS)
 def test_S8_cheating_program_does_not_pass(layer, way):
-    assert not passes(CHEATS[way], DOUBLE, "double")
+    assert not run_test(CHEATS[way], DOUBLE, "double")
 
 
 @pytest.mark.parametrize("way", ["stops the loop that checks it", "exits when called, hard"])
@@ -642,12 +642,12 @@ def test_S8_cheating_program_does_not_pass_other_tests(layer, way):
         "for _ in map(double, [1, 2]): pass\nassert False",
         "try: double(1)\nexcept ValueError: pass",
     ):
-        assert not passes(CHEATS[way], test, "double")
+        assert not run_test(CHEATS[way], test, "double")
 
 
 def test_S8_correct_program_passes(layer):
-    assert passes("def double(x): return 2 * x", DOUBLE, "double")
-    assert passes(
+    assert run_test("def double(x): return 2 * x", DOUBLE, "double")
+    assert run_test(
         "print('loaded')\nclass double:\n    def __new__(cls, x): return x + x", DOUBLE, "double"
     )
 
@@ -662,7 +662,7 @@ for value in {values}:
     assert answer == value == named and type(answer) is type(value), value
 assert type(echo(True)[0]) is bool
 """
-    assert passes("def echo(value, named=None): return value, named", test, "echo")
+    assert run_test("def echo(value, named=None): return value, named", test, "echo")
 
 
 def test_S8_program_may_raise_the_expected_exception(layer):
@@ -672,23 +672,23 @@ except ValueError as error: assert "ValueError" in str(error)
 else: assert False
 assert root(4) == 2
 """
-    assert passes("def root(x):\n    if x < 0: raise ValueError\n    return x**0.5", test, "root")
-    assert not passes("def root(x): return x**0.5", test, "root")
+    assert run_test("def root(x):\n    if x < 0: raise ValueError\n    return x**0.5", test, "root")
+    assert not run_test("def root(x): return x**0.5", test, "root")
 
 
 def test_S8_program_cannot_change_the_setup_of_the_test(layer):
     setup = "def scaled(x): return 10 * x\ndef double(x):\n    'Twice x.'\n"
     test = "assert scaled(double(1)) == 20"
-    assert passes("def double(x): return 2 * x", test, "double", setup)
+    assert run_test("def double(x): return 2 * x", test, "double", setup)
     cheat = "def scaled(x): return 20\nabs = scaled\ndef double(x): return 0"
-    assert not passes(cheat, test, "double", setup)
+    assert not run_test(cheat, test, "double", setup)
 
 
 def test_S8_verdicts_leak_no_descriptors_or_threads(calm_afterwards):
     handles = len(os.listdir("/proc/self/fd"))
     threads = threading.active_count()
-    assert passes("def double(x): return 2 * x", DOUBLE, "double")
-    assert not passes("def double(x): return 0", DOUBLE, "double")
+    assert run_test("def double(x): return 2 * x", DOUBLE, "double")
+    assert not run_test("def double(x): return 0", DOUBLE, "double")
     assert len(os.listdir("/proc/self/fd")) == handles
     assert threading.active_count() == threads
 
@@ -700,7 +700,7 @@ def test_S8_humaneval_accepts_canonical_solutions_only(layer, hub):
 
     def passed(row, body: str) -> bool:
         test = f"{row['test']}\ncheck({row['entry_point']})"
-        return passes(row["prompt"] + body, test, row["entry_point"], row["prompt"])
+        return run_test(row["prompt"] + body, test, row["entry_point"], row["prompt"])
 
     with ThreadPoolExecutor(2) as pool:
         assert all(pool.map(lambda row: passed(row, row["canonical_solution"]), rows))
@@ -918,7 +918,7 @@ def test_S10_locked_down_container_runs_only_with_unsafe():
 
 
 def test_S10_other_platforms_raise(monkeypatch):
-    monkeypatch.setattr(sandbox, "trouble_with", sandbox.trouble_with.__wrapped__)
+    monkeypatch.setattr(sandbox, "probe_layer", sandbox.probe_layer.__wrapped__)
     monkeypatch.setattr(sys, "platform", "darwin")
     with pytest.raises(SandboxUnavailable, match="--unsafe_exec"):
         run_python("print(1)")
@@ -930,7 +930,7 @@ def test_S10_layer_that_does_not_confine_fails_the_probe(layer, monkeypatch):
         pytest.skip("bubblewrap is not installed")
     rights = sandbox.rights
     monkeypatch.setattr(sandbox, "rights", lambda limits, _: rights(limits, "none"))
-    assert sandbox.trouble_with.__wrapped__(layer) is not None
+    assert sandbox.probe_layer.__wrapped__(layer) is not None
 
 
 @pytest.mark.parametrize("error", ["no such right", ""])
@@ -949,12 +949,14 @@ def test_S10_child_that_fails_to_confine_itself_runs_nothing(
 
 def test_root_becomes_nobody_if_interpreter_is_world_readable(monkeypatch):
     python = shutil.which(f"python3.{sys.version_info.minor}", path="/usr/bin")
-    if os.geteuid() != 0 or python is None or sandbox.trouble_with("landlock"):
+    if os.geteuid() != 0 or python is None or sandbox.probe_layer("landlock"):
         pytest.skip("needs root, Landlock, and an interpreter that other users can read")
     monkeypatch.setattr(tempfile, "tempdir", "/tmp")
     monkeypatch.setattr(sandbox, "choose_layer", lambda unsafe=False: "landlock")
     monkeypatch.setattr(sandbox, "interpreter", lambda: os.path.realpath(python))
-    monkeypatch.setattr(sandbox, "readable", lambda: ("/usr/lib", "/lib", os.path.realpath(python)))
+    monkeypatch.setattr(
+        sandbox, "read_paths", lambda: ("/usr/lib", "/lib", os.path.realpath(python))
+    )
     result = run_python("import os, json\nopen('a', 'w').close()\nprint(os.getuid(), os.getgid())")
     assert result.stdout == "65534 65534\n", result
 
@@ -962,7 +964,7 @@ def test_root_becomes_nobody_if_interpreter_is_world_readable(monkeypatch):
 def test_S12_container_root_counts_deleted_files():
     """Without CAP_SYS_PTRACE, as in most containers, root sees only its own open files."""
     python = shutil.which(f"python3.{sys.version_info.minor}", path="/usr/bin")
-    if os.geteuid() != 0 or python is None or sandbox.trouble_with("landlock"):
+    if os.geteuid() != 0 or python is None or sandbox.probe_layer("landlock"):
         pytest.skip("needs root, Landlock, and an interpreter that other users can read")
     code = f"""{LIBC}
 import os, sys
@@ -990,7 +992,7 @@ attempt("capset", call, "capset", struct.pack("=Ii", 0x20080522, 0), bytes([255]
 
 
 def test_unsandboxed_program_still_has_limits(monkeypatch):
-    monkeypatch.setattr(sandbox, "trouble_with", lambda layer: "missing")
+    monkeypatch.setattr(sandbox, "probe_layer", lambda layer: "missing")
     assert run_python("while True: pass", Limits(seconds=0.3), unsafe=True).reason == "time"
     assert run_python("print('a' * 10**6)", unsafe=True).reason == "output"
     assert not run_python("bytearray(2**40)", unsafe=True).ok

@@ -10,7 +10,7 @@ import pytest
 
 from nanochat.common import REPOSITORY
 from nanochat.dataset import DataConfig, load_last_source, open_source
-from nanochat.packing import ensure, open_rows
+from nanochat.packing import ensure_packed, open_rows
 from nanochat.tokenizer import Tokenizer, tokenizer_dir
 
 TEXTS = [f"The boat number {i} sails to the north wind and back. " * (i % 7 + 1) for i in range(90)]
@@ -74,7 +74,7 @@ def test_data_packs_each_shard_once_and_prints_a_table(folder, tokenizer):
 def test_R28_verify_packs_damaged_rows_again(folder, tokenizer):
     source = open_source(DataConfig(dataset=str(folder)))
     rows = open_rows(source, tokenizer, 32)
-    ensure(rows, source, tokenizer)
+    ensure_packed(rows, source, tokenizer)
     path = rows.bin_path(rows.val_shard)
     intact = path.read_bytes()
     path.write_bytes(intact[:100] + b"X" + intact[101:])

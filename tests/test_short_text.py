@@ -13,7 +13,7 @@ from nanochat.common import REPOSITORY
 from nanochat.dataset import DataConfig
 from nanochat.logger import read_metrics
 from nanochat.mixture import open_texts
-from nanochat.packing import ensure, open_rows
+from nanochat.packing import ensure_packed, open_rows
 from nanochat.tokenizer import Tokenizer, tokenizer_dir
 from tests.training_runs import TRAIN, environment, python
 
@@ -66,7 +66,7 @@ def test_R28_damaged_rows_stop_a_run_and_are_packed_again(text, base):
     source = open_texts(DataConfig(dataset=str(text))).only
     tokenizer = Tokenizer.load("main")
     rows = open_rows(source, tokenizer, 256)
-    ensure(rows, source, tokenizer)
+    ensure_packed(rows, source, tokenizer)
     path = rows.bin_path("a.jsonl")
     whole = path.read_bytes()
     path.write_bytes(whole[:5001] + b"\xff" + whole[5002:])  # an id outside the vocabulary

@@ -30,10 +30,10 @@ def test_single_score_has_unknown_standard_error():
 
 
 def test_centered_score_is_0_at_chance_and_1_if_perfect():
-    half = stats.centred(stats.Estimate(0.625, 100, 0.03), 0.25)
+    half = stats.center_accuracy(stats.Estimate(0.625, 100, 0.03), 0.25)
     assert half == pytest.approx((0.5, 100, 0.04))
-    assert stats.centred(stats.Estimate(0.25, 9, 0.0), 0.25).value == 0
-    assert stats.centred(stats.Estimate(1.0, 9, 0.0), 0.25).value == 1
+    assert stats.center_accuracy(stats.Estimate(0.25, 9, 0.0), 0.25).value == 0
+    assert stats.center_accuracy(stats.Estimate(1.0, 9, 0.0), 0.25).value == 1
 
 
 def test_average_propagates_independent_errors():
@@ -104,7 +104,10 @@ def test_combined_comparison_matches_its_parts():
     runs = [[rng.integers(0, 2, n).tolist() for n in sizes] for _ in range(2)]
     core = [
         stats.average(
-            [stats.centred(stats.mean(scores), b) for scores, b in zip(run, baselines, strict=True)]
+            [
+                stats.center_accuracy(stats.mean(scores), b)
+                for scores, b in zip(run, baselines, strict=True)
+            ]
         )
         for run in runs
     ]

@@ -17,7 +17,7 @@ import yaml
 from nanochat import eval_core, hub
 from nanochat.common import (
     REPOSITORY,
-    Interrupted,
+    EvaluationAborted,
     UsageError,
     read_json,
     sha256_file,
@@ -209,7 +209,7 @@ def test_B17_dead_bundle_url_raises_with_a_fix(web, monkeypatch, capsys):
     with pytest.raises(UsageError, match="(?s)/gone.zip.*--eval_bundle"):
         fetch(f"{web[0]}/gone.zip")
     assert "retrying in" not in capsys.readouterr().out, "404 is final"
-    monkeypatch.setattr(eval_core, "PATIENCE_SECONDS", 2.0)
+    monkeypatch.setattr(eval_core, "DOWNLOAD_TIMEOUT_SECONDS", 2.0)
     with pytest.raises(UsageError, match="(?s)gave up.*--eval_bundle"):
         fetch("http://127.0.0.1:1/refused.zip")
     assert "retrying in" in capsys.readouterr().out
@@ -441,5 +441,5 @@ def test_preemption_aborts_the_evaluation_on_every_rank(machine):
     asked = FewShotTask("t", "language_modeling", 0, 0.0, "", items)
     calls = iter([False, False, True])
     subject = EvalModel(model, Letters(), 100, pass_tokens=1)
-    with pytest.raises(Interrupted):
+    with pytest.raises(EvaluationAborted):
         evaluate_task(subject, asked, machine, stopping=calls.__next__)

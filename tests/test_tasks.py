@@ -29,14 +29,14 @@ from tasks.buckets import (
     TAGS,
     buckets,
     held_out_questions,
-    known,
+    parse_task_mixture,
     questions,
     task_of,
 )
 from tasks.gsm8k import GSM8K
 from tasks.jsonl import HELD_OUT, JSONL
 from tasks.mmlu import MMLU
-from tasks.registry import key_of, make
+from tasks.registry import key_of, make_task
 from tasks.smoltalk import SmolTalk
 from tasks.spelling import SimpleSpelling, SpellingBee
 from tasks.world.drills import letter_questions
@@ -91,9 +91,9 @@ def loaded(monkeypatch) -> list[tuple[str, str]]:
     def load(repo, stem, columns):
         asked.append((repo, stem))
         rows = [{column: row[column] for column in columns} for row in ROWS[repo]]
-        return hub.Data(hub.Rows(hub.pa.Table.from_pylist(rows)), "c0ffee", {stem: "abc"})
+        return hub.TaskData(hub.TaskRows(hub.pa.Table.from_pylist(rows)), "c0ffee", {stem: "abc"})
 
-    monkeypatch.setattr(hub, "load", load)
+    monkeypatch.setattr(hub, "load_split", load)
     return asked
 
 
@@ -346,8 +346,8 @@ def test_jsonl_reports_the_invalid_line(tmp_path, line, message):
 def test_valid_conversation_can_be_rendered(tmp_path):
     parts = assistant([base.text("Let me see. "), *base.tool_call("2*3", "6"), base.text("6")])
     good = [{"role": "system", "content": "Be brief."}, user("2*3?"), parts, user("?"), parts]
-    assert base.flaw(good) is None
-    assert [role for role, _ in chat_format.turns(good)] == ["user", "assistant"] * 2
+    assert base.find_flaw(good) is None
+    assert [role for role, _ in chat_format.merge_turns(good)] == ["user", "assistant"] * 2
 
 
 def test_jsonl_rejects_missing_empty_or_broken_files(tmp_path):
@@ -422,9 +422,9 @@ def test_word_file_without_words_raises(tmp_path):
 def test_tasks_are_found_by_key_and_report_name():
     for key, entry in registry.TASKS.items():
         assert key_of(key) == key_of(entry.task.name) == key
-    assert isinstance(make("ARC-Easy", "test"), ARCEasy)
+    assert isinstance(make_task("ARC-Easy", "test"), ARCEasy)
     with pytest.raises(ValueError, match="unknown task 'gsm8'; did you mean gsm8k"):
-        make("gsm8", "test")
+        make_task("gsm8", "test")
 
 
 @pytest.mark.parametrize(
@@ -489,7 +489,7 @@ def test_default_mixtures_and_tasks_are_valid(loaded):
         for spec in (stage.MIXTURE, stage.BUILTIN_MIXTURES["embedded"]):
             assert len(buckets(spec)) > 3
     for name in (*default_tasks({}), *default_tasks({"dataset": "embedded"})):
-        assert make(name, "test").kind != "talk"
+        assert make_task(name, "test").kind != "talk"
     for task in (chat_rl.TASK, chat_rl.BUILTIN_TASKS["embedded"]):
         assert len(held_out_questions(task, 4)) > 0
 
@@ -510,7 +510,7 @@ def test_R27_training_never_loads_an_evaluation_split(key, loaded, tmp_path):
         assert stem not in {task.stems[split] for split in task.splits if split != "train"}
     elif key != "world_chat":  # greetings repeat in all splits
         for split in task.splits[1:]:
-            other = task_of(known(spec)[0], split)
+            other = task_of(parse_task_mixture(spec)[0], split)
             assert not trained & {fingerprint(c) for c in other}
 
 

@@ -20,12 +20,12 @@ from tasks.base import (
     Subset,
     Task,
     answer_text,
-    flaw,
+    find_flaw,
 )
 from tasks.buckets import buckets
-from tasks.hub import HubTask, files_named, load
+from tasks.hub import HubTask, load_split, match_files
 from tasks.overlap import overlaps
-from tasks.registry import make
+from tasks.registry import make_task
 from tests.hub_server import hub_served
 
 CHAT = "local/chat-instruct"  # replaces the task's default data set
@@ -61,7 +61,7 @@ def serve(hub, monkeypatch):
 
 
 def task_of(name: str, split: str) -> HubTask:
-    task = make(name, split, **({"repo": CHAT} if name == "smoltalk" else {}))
+    task = make_task(name, split, **({"repo": CHAT} if name == "smoltalk" else {}))
     assert isinstance(task, HubTask)
     return task
 
@@ -84,7 +84,7 @@ def test_files_are_pinned_and_reused_offline(serve, hub, base):
     task = task_of("gsm8k", "test")
     assert len(task) == 1319
     manifest = read_json(base / "data/tasks/openai--gsm8k/manifest.json")
-    [name] = files_named("main/test", list(manifest["files"]), "openai/gsm8k")
+    [name] = match_files("main/test", list(manifest["files"]), "openai/gsm8k")
     digest = sha256_file(hub / "datasets/openai/gsm8k" / name)
     assert manifest["files"][name]["sha256"] == digest
     assert task.identity["sha256"] == {name: digest}
@@ -96,10 +96,10 @@ def test_files_are_pinned_and_reused_offline(serve, hub, base):
 
 def test_changed_file_is_fetched_again(serve, base, capsys):
     serve()
-    first = load("openai/gsm8k", "main/test", ["question"])
+    first = load_split("openai/gsm8k", "main/test", ["question"])
     [path] = (base / "data/tasks/openai--gsm8k/main").glob("test-*.parquet")
     path.write_bytes(b"something else")
-    again = load("openai/gsm8k", "main/test", ["question"])
+    again = load_split("openai/gsm8k", "main/test", ["question"])
     assert again.rows.table.equals(first.rows.table)
     assert "set aside as" in capsys.readouterr().out
 
@@ -114,7 +114,7 @@ def test_parquet_parts_and_jsonl_load_the_same_rows(serve, tmp_path, monkeypatch
     for root in "ab":
         monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / f"base_{root}"))
         serve(tmp_path / root)
-        found.append(list(load("own/data", "train", ["messages"]).rows))
+        found.append(list(load_split("own/data", "train", ["messages"]).rows))
     assert found[0] == found[1] == [{"messages": row["messages"]} for row in rows]
 
 
@@ -123,19 +123,19 @@ def test_missing_or_ambiguous_files_raise(serve, tmp_path):
         write_rows(tmp_path, f"{folder}/train.jsonl", [{"text": folder}])
     (tmp_path / "datasets/own/data/test.jsonl").write_text('{"text": "a"}\n{"text"\n')
     serve(tmp_path)
-    assert list(load("own/data/easy", "train", ["text"]).rows) == [{"text": "easy"}]
+    assert list(load_split("own/data/easy", "train", ["text"]).rows) == [{"text": "easy"}]
     with pytest.raises(ValueError, match="several folders.*own/data/all"):
-        load("own/data", "train", ["text"])
+        load_split("own/data", "train", ["text"])
     with pytest.raises(ValueError, match="no dev among its files all/train.jsonl"):
-        load("own/data", "dev", ["text"])
+        load_split("own/data", "dev", ["text"])
     with pytest.raises(ValueError, match=r"train\.jsonl: cannot read the columns words"):
-        load("own/data/easy", "train", ["words"])
+        load_split("own/data/easy", "train", ["words"])
     with pytest.raises(ValueError, match=r"test\.jsonl, line 2: not JSON"):
-        load("own/data", "test", ["text"])
+        load_split("own/data", "test", ["text"])
     with pytest.raises(ValueError, match="invalid hub repository 'data'"):
-        load("data", "train", ["text"])
+        load_split("data", "train", ["text"])
     with pytest.raises(UsageError, match="no dataset own/nothing"):
-        load("own/nothing", "test", ["text"])
+        load_split("own/nothing", "test", ["text"])
 
 
 def test_unreachable_hub_error_has_a_fix(serve, monkeypatch, tmp_path):
@@ -145,7 +145,7 @@ def test_unreachable_hub_error_has_a_fix(serve, monkeypatch, tmp_path):
     server.server_close()
     monkeypatch.setattr(hub_files, "PATIENCE_SECONDS", 0.5)
     with pytest.raises(UsageError, match="run the same command again"):
-        len(make("aqua", "train"))
+        len(make_task("aqua", "train"))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ def test_every_row_is_valid_and_its_reference_scores_1(serve, name, split):
     assert len(task) == ROWS[name][split]
     assert sorted(task.order) == list(range(len(task)))
     for i, conversation in enumerate(task):
-        assert flaw(conversation) is None and chat_format.turns(conversation)
+        assert find_flaw(conversation) is None and chat_format.merge_turns(conversation)
         if task.kind == "choice":
             assert conversation[-1]["content"] in task.letters(i)
         if task.kind != "talk" and name != "humaneval":  # has its own test

@@ -5,8 +5,8 @@ import pytest
 from nanochat.sandbox import SandboxUnavailable, choose_layer
 from tasks import hub as hub_tasks
 from tasks.base import Subset, Task
-from tasks.hub import Data, Rows
-from tasks.humaneval import HumanEval, code_in
+from tasks.hub import TaskData, TaskRows
+from tasks.humaneval import HumanEval, extract_code
 from tests.hub_server import hub_served
 
 ROW = {
@@ -32,7 +32,7 @@ def sandbox() -> None:
 def task(sandbox, monkeypatch) -> HumanEval:
     """The task with one row."""
     table = hub_tasks.pa.Table.from_pylist([ROW])
-    monkeypatch.setattr(hub_tasks, "load", lambda *_: Data(Rows(table), "c0ffee", {}))
+    monkeypatch.setattr(hub_tasks, "load_split", lambda *_: TaskData(TaskRows(table), "c0ffee", {}))
     return HumanEval("test")
 
 
@@ -81,9 +81,9 @@ def test_reference_is_the_whole_function_in_a_code_block(task):
 
 def test_block_that_defines_the_function_is_run():
     blocks = "```python\nf(1)\n```\nand\n```python\ndef f(x):\n    return x\n```"
-    assert code_in(blocks, "f") == "def f(x):\n    return x\n"
-    assert code_in(blocks, "g") == "f(1)\n"
-    assert code_in("    return 1", "f") == "    return 1"
+    assert extract_code(blocks, "f") == "def f(x):\n    return x\n"
+    assert extract_code(blocks, "g") == "f(1)\n"
+    assert extract_code("    return 1", "f") == "    return 1"
 
 
 @pytest.fixture

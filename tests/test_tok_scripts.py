@@ -105,7 +105,7 @@ def corpus(folder: Path, **files: list[str]) -> FirstUseConfig:
 
 def test_long_documents_are_truncated_and_max_chars_is_exact(base, tmp_path):
     data = corpus(tmp_path / "text", a=["x" * 50, "y" * 5], b=["z" * 10] * 9, c=["v"])
-    reading = tok_train.Reading([(open_source(data), 38)], doc_cap=20)
+    reading = tok_train.DocumentReader([(open_source(data), 38)], doc_cap=20)
     assert list(reading) == ["x" * 20, "y" * 5, "z" * 10, "z" * 3]
     assert (reading.documents, reading.chars, reading.shards) == (4, 38, 2)
 
@@ -118,7 +118,7 @@ def test_shards_after_max_chars_are_not_opened(base, tmp_path, monkeypatch):
     monkeypatch.setattr(
         type(source), "documents", lambda self, shard: opened.append(shard) or read(self, shard)
     )
-    list(tok_train.Reading([(source, 100)], doc_cap=10_000))
+    list(tok_train.DocumentReader([(source, 100)], doc_cap=10_000))
     assert opened == ["a.jsonl"]
 
 
@@ -130,7 +130,7 @@ def test_mixture_shares_apply_to_tokenizer_training(base, tmp_path):
     declared = {name: {"dataset": str(path)} for name, path in folders.items()}
     own.write_text(json.dumps({"mixture": "a=50%,b,c", "buckets": declared}))
     texts = open_texts(FirstUseConfig(), MixConfig(str(own)))
-    read = "".join(tok_train.Reading(tok_train.shared_out(texts, 200), doc_cap=100))
+    read = "".join(tok_train.DocumentReader(tok_train.divide_chars(texts, 200), doc_cap=100))
     assert {name: read.count(name) for name in folders} == {"a": 100, "b": 50, "c": 50}
 
 
@@ -185,7 +185,7 @@ def test_B17_crashed_rival_process_does_not_stop_the_script(monkeypatch):
 
 def test_comparison_table_equals_the_original_report():
     texts = {"news": "n" * 1819, "korean": "k" * 893}
-    table = tok_eval.compare("GPT-4", texts, [387, 364], {"news": 371, "korean": 723})
+    table = tok_eval.compare_tokenizers("GPT-4", texts, [387, 364], {"news": 371, "korean": 723})
     assert table == {
         "title": "Comparison with GPT-4",
         "columns": [

@@ -125,7 +125,7 @@ def test_tool_failure_in_a_thread_raises_from_its_future(monkeypatch):
 
 
 def test_S10_python_tool_without_a_sandbox_raises(monkeypatch):
-    monkeypatch.setattr(sandbox, "trouble_with", lambda layer: "missing")
+    monkeypatch.setattr(sandbox, "probe_layer", lambda layer: "missing")
     with pytest.raises(SandboxUnavailable, match="--unsafe_exec"):
         Tools(python=True)
     assert Tools(python=True, unsafe=True)("print('hi')") == "hi"

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from nanochat.anomaly import NotFinite
-from nanochat.checkpoint import Checkpoints, Progress, SavingConfig, build_model
-from nanochat.common import PREEMPTED, UNEVALUATED, Interrupted, StoppedWaiting, UsageError
+from nanochat.anomaly import NonFiniteError
+from nanochat.checkpoint import CheckpointManager, Progress, SavingConfig, build_model
+from nanochat.common import PREEMPTED, UNEVALUATED, EvaluationAborted, UsageError, WaitAborted
 from nanochat.dataloader import inputs_and_targets
 from nanochat.evaluators import Evaluator
 from nanochat.golf.qat import AveragingMuonAdamW, LateQuantization
-from nanochat.golf.quantize import QuantConfig, as_stored
+from nanochat.golf.quantize import QuantConfig, quantize_dequantize
 from nanochat.loss import IGNORE
-from nanochat.optim import MuonAdamW, OptimConfig, ScheduleConfig, rules
+from nanochat.optim import MuonAdamW, OptimConfig, ScheduleConfig, make_rules
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import (
     Callback,
@@ -88,7 +88,7 @@ def make_run(
     **changes,
 ):
     model = build_model(TINY, torch.device("cpu"), torch.float32, seed)
-    table = rules(OptimConfig(weight_decay=0.1), TINY.d_model)
+    table = make_rules(OptimConfig(weight_decay=0.1), TINY.d_model)
     optimizer = MuonAdamW(model, table, machine)
     saved, logged = [], []
     run = TrainingRun(
@@ -195,7 +195,7 @@ def test_R13_non_finite_gradient_is_skipped(machine):
 
 def test_R13_repeated_bad_steps_abort_with_good_state_saved(machine):
     run, saved, _ = poisoned(machine, {4, 5, 6, 7, 8}, num_steps=12)
-    with pytest.raises(NotFinite, match="step 8"):
+    with pytest.raises(NonFiniteError, match="step 8"):
         run_loop(run, Progress())
     clean, _, _ = make_run(machine, num_steps=12)
     for step in range(4):
@@ -280,7 +280,7 @@ def test_run_ends_with_averaged_weights(machine):
     named = dict(run.model.named_parameters())
     averaged = {n: p.detach().clone() for n, p in named.items()}
     keeps = iter([2 / 11, 3 / 12, 4 / 13, 5 / 14, 0.4, 0.4])  # warms up to ema_decay
-    table = rules(OptimConfig(weight_decay=0.1), TINY.d_model)
+    table = make_rules(OptimConfig(weight_decay=0.1), TINY.d_model)
     optimizer = AveragingMuonAdamW(run.model, table, machine, ema_decay=0.4)
 
     def log(step, values):
@@ -306,9 +306,11 @@ def test_resuming_a_finished_averaged_run_keeps_its_weights(machine, base):
     for seed in (0, 1):  # of the new weights
         run, *_ = make_run(machine, num_steps=4, seed=seed)
         model, named = run.model, dict(run.model.named_parameters())
-        table = rules(OptimConfig(weight_decay=0.1), TINY.d_model)
+        table = make_rules(OptimConfig(weight_decay=0.1), TINY.d_model)
         optimizer = AveragingMuonAdamW(model, table, machine, ema_decay=0.4)
-        with Checkpoints(base / "averaged", machine, saving, keep_optimizer=False) as checkpoints:
+        with CheckpointManager(
+            base / "averaged", machine, saving, keep_optimizer=False
+        ) as checkpoints:
             progress = checkpoints.begin({}, model, optimizer, 4)
 
             def save(progress, final=False, run=run, to=checkpoints, optimizer=optimizer):
@@ -344,7 +346,9 @@ def test_quantized_weights_are_restored_before_the_update(machine):
     train_step(replace(run, objective=Watched(), callbacks=[late], device_rows=4), 0)
     assert len(seen) == 2
     for name in named:
-        assert torch.equal(seen[1][name], as_stored(start[name], late.formats[name], late.cfg))
+        assert torch.equal(
+            seen[1][name], quantize_dequantize(start[name], late.formats[name], late.cfg)
+        )
     assert not torch.equal(seen[0]["embed.weight"], start["embed.weight"])
     assert moved.keys() == start.keys()
     assert all(torch.equal(p, start[name]) for name, p in moved.items())
@@ -380,7 +384,7 @@ def test_R7_signal_ends_the_wait_for_rows_being_packed(machine):
     def rows(step):
         if step == 4:
             os.kill(os.getpid(), signal.SIGTERM)
-            raise StoppedWaiting
+            raise WaitAborted
         return rows_of(step)
 
     run, saved, _ = make_run(machine, num_steps=10, rows=rows)
@@ -393,7 +397,7 @@ def test_R7_signal_aborts_a_long_evaluation(machine, when, saved_step):
         if step == when:
             os.kill(os.getpid(), signal.SIGTERM)
         if stopping():
-            raise Interrupted
+            raise EvaluationAborted
         return {"val_bpb": 1.0}
 
     run, saved, logged = make_run(machine, num_steps=10, evaluate=evaluate)

@@ -16,7 +16,7 @@ from nanochat.checkpoint import build_model
 from nanochat.distributed import DistContext, init_distributed
 from nanochat.gpt import GPT
 from nanochat.hardware import peak_memory_bytes
-from nanochat.optim import MuonAdamW, OptimConfig, ScheduleConfig, rules
+from nanochat.optim import MuonAdamW, OptimConfig, ScheduleConfig, make_rules
 from nanochat.preflight import KernelConfig
 from nanochat.scaling import ShapeConfig, shape_for_depth
 from nanochat.train import TrainConfig, TrainingRun, fit_rows, train_step
@@ -62,7 +62,7 @@ def measure(depth: int, compiled: bool, preparations: int) -> dict[str, float]:
     host = peak_memory_bytes(CPU)
     model = build_model(shape, machine.device, machine.dtype, seed=0)
     host = peak_memory_bytes(CPU) - host
-    table = rules(OptimConfig(), shape.d_model)
+    table = make_rules(OptimConfig(), shape.d_model)
     optimizer = MuonAdamW(model, table, machine)
     run = run_of(model, optimizer, machine, compiled)
     kept = [torch.cuda.memory_allocated()]

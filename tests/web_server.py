@@ -26,7 +26,7 @@ from nanochat.serve.server import (
     Server,
     ServerConfig,
     listen,
-    url_of,
+    server_url,
 )
 from nanochat.tokenizer import Tokenizer
 from tests.conftest import TINY, lively
@@ -142,7 +142,7 @@ def serving(
     while not server.started:
         assert thread.is_alive() and time.monotonic() < deadline, "the server did not start"
         time.sleep(0.01)
-    url = url_of(bound)
+    url = server_url(bound)
     with httpx.Client(base_url=url, timeout=30) as client:
         yield Site(url, server, client)
     server.should_exit = True

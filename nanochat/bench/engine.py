@@ -15,12 +15,12 @@ from typing import NamedTuple
 
 import torch
 
-from nanochat.bench.table import Findings, Line, Point, in_turn
+from nanochat.bench.table import BenchLog, Point, TableLine, alternate
 from nanochat.bench.train import read_bandwidth
 from nanochat.checkpoint import build_model
 from nanochat.distributed import DistContext
 from nanochat.engine import Engine, Sampling
-from nanochat.gpt import GPT, GPTConfig, for_inference
+from nanochat.gpt import GPT, GPTConfig, inference_copy
 from nanochat.hardware import peak_memory_bytes
 from nanochat.tokenizer import Tokenizer
 
@@ -33,7 +33,7 @@ USERS = (16, 64, 256)  # concurrent requests to 64 slots
 TOP_K = 50
 
 # Prompt token ids, tokens per answer -> seconds that a peer takes to generate
-Generate = Callable[[Sequence[Sequence[int]], int], float]
+GenerateFn = Callable[[Sequence[Sequence[int]], int], float]
 
 
 class EngineTimes(NamedTuple):
@@ -47,15 +47,15 @@ def bench_engine(
     cfg: GPTConfig,
     machine: DistContext,
     repeats: int,
-    found: Findings,
-    peer: Callable[[GPT, Tokenizer, DistContext], Generate] | None = None,
+    found: BenchLog,
+    peer: Callable[[GPT, Tokenizer, DistContext], GenerateFn] | None = None,
 ) -> None:
     """
     Time prefill and decode by batch size, ragged prompts, and many users. `peer` builds another
     library's generate function with the same weights.
     """
     plain = build_model(cfg, machine.device, machine.dtype, seed=0)
-    model = for_inference(plain)
+    model = inference_copy(plain)
     tokenizer = Tokenizer.train(["noise"], 265)  # only its special tokens are used
     theirs = peer(plain, tokenizer, machine) if peer else None
     read = sum(p.nbytes for n, p in model.named_parameters() if "embed" not in n)
@@ -75,14 +75,14 @@ def bench_engine(
         engine.ends = set()  # every answer has full length
         return engine
 
-    def time_peer(generate: Generate, prompts: list[list[int]], new_tokens: int) -> EngineTimes:
+    def time_peer(generate: GenerateFn, prompts: list[list[int]], new_tokens: int) -> EngineTimes:
         first = generate(prompts, 1)
         return EngineTimes(first, generate(prompts, new_tokens) - first)
 
     for batch in BATCHES:
         engine, eager = engine_of(batch), engine_of(batch, compiled=False)
         prompts, lengths = random_prompts([PROMPT_TOKENS] * batch), [NEW_TOKENS] * batch
-        times, eager_times, others = in_turn(
+        times, eager_times, others = alternate(
             repeats,
             partial(time_answers, engine, prompts, lengths),
             partial(time_answers, eager, prompts, lengths),
@@ -95,10 +95,10 @@ def bench_engine(
         stored = engine.cache.nbytes * (PROMPT_TOKENS + NEW_TOKENS / 2) / engine.cache.room
         share = statistics.median(decode) / batch * (read + stored) / read_rate
         label = f"written, batch {batch}"
-        found.line(Line(PATH, label, "tokens/s", decode, PEER, other, share))
-        found.line(Line(PATH, f"{label}, eager", "tokens/s", simple, PEER, other))
+        found.line(TableLine(PATH, label, "tokens/s", decode, PEER, other, share))
+        found.line(TableLine(PATH, f"{label}, eager", "tokens/s", simple, PEER, other))
         first, other = ([batch * PROMPT_TOKENS / t.first for t in each] for each in (times, others))
-        found.line(Line(PATH, f"prompts read, batch {batch}", "tokens/s", first, PEER, other))
+        found.line(TableLine(PATH, f"prompts read, batch {batch}", "tokens/s", first, PEER, other))
         if batch == 1:
             milliseconds = 1e3 * statistics.median(t.first for t in times)
             found.note(f"Generation: time to first token {milliseconds:.1f} ms at batch 1")
@@ -110,14 +110,14 @@ def bench_engine(
     prompts = random_prompts([16 + 7 * n % (PROMPT_TOKENS - 16) for n in range(64)])
     lengths = [16 + 37 * n % (NEW_TOKENS - 16) for n in range(64)]
     engine = engine_of(64)
-    ours, others = in_turn(
+    ours, others = alternate(
         repeats,
         lambda: sum(time_answers(engine, prompts, lengths)),
         theirs and (lambda: theirs(prompts, max(lengths))),
     )
     ours, others = ([sum(lengths) / seconds for seconds in each] for each in (ours, others))
     label = "64 prompts and answers of all lengths"
-    found.line(Line(PATH, label, "tokens/s", ours, PEER, others))
+    found.line(TableLine(PATH, label, "tokens/s", ours, PEER, others))
 
     for users in USERS:
         prompts, lengths = random_prompts([32] * users), [64] * users

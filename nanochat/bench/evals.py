@@ -10,11 +10,11 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 
-from nanochat.bench.table import Findings, Line, in_turn
+from nanochat.bench.table import BenchLog, TableLine, alternate
 from nanochat.checkpoint import build_model
 from nanochat.distributed import DistContext
-from nanochat.eval_core import FewShotTask, Question, ask, eval_model_of, score_options
-from nanochat.gpt import GPT, GPTConfig, for_inference
+from nanochat.eval_core import FewShotTask, Question, eval_model_of, score_options, tokenize
+from nanochat.gpt import GPT, GPTConfig, inference_copy
 from nanochat.tokenizer import Tokenizer
 from tasks.world.corpus import documents
 from tasks.world.suite import suite
@@ -24,26 +24,26 @@ ITEMS = 200
 BATCH = 32  # options per batch for the peer; its fastest of 16 to 128
 
 # Questions -> seconds, loss (nats) of every option
-Score = Callable[[Sequence[Question]], tuple[float, list[list[float]]]]
+ScoreFn = Callable[[Sequence[Question]], tuple[float, list[list[float]]]]
 
 
 def bench_evaluation(
     cfg: GPTConfig,
     machine: DistContext,
     repeats: int,
-    found: Findings,
-    peer: Callable[[GPT, Tokenizer, DistContext, int], Score] | None = None,
+    found: BenchLog,
+    peer: Callable[[GPT, Tokenizer, DistContext, int], ScoreFn] | None = None,
 ) -> None:
     """Time the largest task of each kind; `peer` builds another library's scorer."""
     texts = list(itertools.islice(documents(0, 0, "train"), 2000))
     tokenizer = Tokenizer.train(texts, min(cfg.vocab_size, 2048))
     plain = build_model(cfg, machine.device, machine.dtype, seed=0)
-    subject = eval_model_of(for_inference(plain), tokenizer)
+    subject = eval_model_of(inference_copy(plain), tokenizer)
     theirs = peer(plain, tokenizer, machine, BATCH) if peer else None
     tasks = sorted((FewShotTask(**task) for task in suite()), key=lambda task: len(task.items))
     for task in {task.kind: task for task in tasks}.values():
         task = task.drawn(ITEMS)
-        questions = [ask(task, n, tokenizer, cfg.max_seq_len) for n in range(len(task.items))]
+        questions = [tokenize(task, n, tokenizer, cfg.max_seq_len) for n in range(len(task.items))]
 
         def score(questions: Sequence[Question] = questions) -> float:
             started = time.perf_counter()
@@ -55,11 +55,11 @@ def bench_evaluation(
             assert theirs is not None
             return theirs(questions)[0]
 
-        seconds = in_turn(repeats, score, score_peer if theirs else None)
+        seconds = alternate(repeats, score, score_peer if theirs else None)
         ours, others = ([len(questions) / x for x in each] for each in seconds)
         tokens = sum(len(ids) for q in questions for ids in q.options)
         label = (
             f"{task.kind}, {task.num_fewshot} shots, {len(questions[0].options)} options, "
             f"{tokens / len(questions):,.0f} tokens an item"
         )
-        found.line(Line(PATH, label, "items/s", ours, "lm-eval", others))
+        found.line(TableLine(PATH, label, "items/s", ours, "lm-eval", others))

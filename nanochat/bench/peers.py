@@ -17,8 +17,8 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
-from nanochat.bench.engine import TOP_K, Generate
-from nanochat.bench.evals import Score
+from nanochat.bench.engine import TOP_K, GenerateFn
+from nanochat.bench.evals import ScoreFn
 from nanochat.distributed import DistContext
 from nanochat.eval_core import Question
 from nanochat.gpt import GPT
@@ -26,7 +26,7 @@ from nanochat.hf.export import write_hf
 from nanochat.tokenizer import Tokenizer
 
 
-def exported(model: GPT, tokenizer: Tokenizer, dtype: torch.dtype) -> Any:
+def load_in_transformers(model: GPT, tokenizer: Tokenizer, dtype: torch.dtype) -> Any:
     """Load the weights into a native transformers model."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -36,9 +36,9 @@ def exported(model: GPT, tokenizer: Tokenizer, dtype: torch.dtype) -> Any:
         return loader.from_pretrained(folder, dtype=dtype).to(model.device)
 
 
-def generation(model: GPT, tokenizer: Tokenizer, machine: DistContext) -> Generate:
+def make_generate(model: GPT, tokenizer: Tokenizer, machine: DistContext) -> GenerateFn:
     """For `bench_engine`: transformers' generate with left-padded prompts."""
-    theirs = exported(model, tokenizer, machine.dtype).eval()
+    theirs = load_in_transformers(model, tokenizer, machine.dtype).eval()
     theirs.generation_config.eos_token_id = None
     options = {"do_sample": True, "top_k": TOP_K, "pad_token_id": 0}
 
@@ -57,11 +57,11 @@ def generation(model: GPT, tokenizer: Tokenizer, machine: DistContext) -> Genera
     return generate
 
 
-def training(
+def make_train_step(
     model: GPT, tokenizer: Tokenizer, machine: DistContext, compiled: bool
 ) -> Callable[[torch.Tensor], float]:
     """A training step of the transformers model with PyTorch AdamW: ids (B, T + 1) -> seconds."""
-    theirs = exported(model, tokenizer, torch.float32).train()
+    theirs = load_in_transformers(model, tokenizer, torch.float32).train()
     theirs.config.use_cache = False
     optimizer = torch.optim.AdamW(theirs.parameters(), lr=1e-3, fused=True)
 
@@ -84,7 +84,7 @@ def training(
     return step
 
 
-def scoring(model: GPT, tokenizer: Tokenizer, machine: DistContext, batch_size: int) -> Score:
+def make_scorer(model: GPT, tokenizer: Tokenizer, machine: DistContext, batch_size: int) -> ScoreFn:
     """For `bench_evaluation`: the harness's HFLM class on the same token ids."""
     from lm_eval.models.huggingface import HFLM
 

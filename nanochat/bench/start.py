@@ -8,13 +8,13 @@ import subprocess
 import sys
 import time
 
-from nanochat.bench.table import Findings, Line
+from nanochat.bench.table import BenchLog, TableLine
 from nanochat.common import REPOSITORY
 
 LIGHT = ("nanochat", "tasks", "nanochat.config", "nanochat.dataset", "nanochat.dataloader")
 
 
-def bench_start(repeats: int, found: Findings) -> None:
+def bench_start(repeats: int, found: BenchLog) -> None:
     """Time imports. Raises RuntimeError if a module in `LIGHT` loads torch."""
     for name in (*LIGHT, "torch", "nanochat.engine", "scripts.base_train"):
         code = f"import {name}, sys; print('torch' in sys.modules)"
@@ -26,4 +26,4 @@ def bench_start(repeats: int, found: Findings) -> None:
             seconds.append(time.perf_counter() - started)
             if name in LIGHT and loads:
                 raise RuntimeError(f"import {name} loads torch")
-        found.line(Line("Start", f"import {name}", "per second", [1 / s for s in seconds[1:]]))
+        found.line(TableLine("Start", f"import {name}", "per second", [1 / s for s in seconds[1:]]))

@@ -21,7 +21,7 @@ from nanochat.common import write_json
 T = TypeVar("T")
 
 
-class Line(NamedTuple):
+class TableLine(NamedTuple):
     """One measurement."""
 
     path: str
@@ -57,14 +57,14 @@ class Point(NamedTuple):
 
 
 @dataclass
-class Findings:
+class BenchLog:
     """Lines, points and notes of one or several benchmarks."""
 
-    lines: list[Line] = field(default_factory=list)
+    lines: list[TableLine] = field(default_factory=list)
     points: list[Point] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
-    def line(self, line: Line) -> None:
+    def line(self, line: TableLine) -> None:
         """Add a line and print it."""
         self.lines.append(line)
         against = f"   {line.peer}: {spread(line.theirs) or 'missing'}" if line.peer else ""
@@ -82,18 +82,18 @@ class Findings:
         write_json(path, asdict(self))
 
     @classmethod
-    def read(cls, path: Path) -> "Findings":
+    def read(cls, path: Path) -> "BenchLog":
         """Read a file written by `write`."""
         return TypeAdapter(cls).validate_json(path.read_bytes())
 
-    def add(self, other: "Findings") -> None:
+    def add(self, other: "BenchLog") -> None:
         """Append the findings of another benchmark."""
         self.lines += other.lines
         self.points += other.points
         self.notes += other.notes
 
 
-def in_turn(repeats: int, *works: Callable[[], T] | None, num_warmup: int = 1) -> list[list[T]]:
+def alternate(repeats: int, *works: Callable[[], T] | None, num_warmup: int = 1) -> list[list[T]]:
     """
     Call `works` in turn, `repeats` times after warm-up, so that machine noise affects all alike.
     Returns the list of results of each; empty for None.
@@ -110,11 +110,11 @@ def spread(rates: Sequence[float]) -> str:
     """Format "median (low to high)"; empty without rates."""
     if not rates:
         return ""
-    median, low, high = map(shown, (statistics.median(rates), min(rates), max(rates)))
+    median, low, high = map(fmt, (statistics.median(rates), min(rates), max(rates)))
     return f"{median} ({low} to {high})"
 
 
-def shown(value: float) -> str:
+def fmt(value: float) -> str:
     """Format a number with three significant digits."""
     if value == 0 or not math.isfinite(value):
         return f"{value}"
@@ -122,7 +122,7 @@ def shown(value: float) -> str:
     return f"{value:,.{digits}f}"
 
 
-def render(found: Findings, command: str, machine: str, minutes: float) -> str:
+def render_findings(found: BenchLog, command: str, machine: str, minutes: float) -> str:
     """Render the page in Markdown."""
     blocks = [
         "# Speed",
@@ -151,12 +151,12 @@ def growth_table(points: Sequence[Point]) -> str:
     rows = []
     for axis in dict.fromkeys(point.axis for point in points):
         mine = sorted(point for point in points if point.axis == axis)
-        row = [axis, ", ".join(shown(p.size) for p in mine)]
+        row = [axis, ", ".join(fmt(p.size) for p in mine)]
         costs = [[(p.size, p.seconds) for p in mine]]
         costs.append([(p.size, p.megabytes) for p in mine if p.megabytes])
         for known in costs:
             whole = len(known) == len(mine)
-            row += [", ".join(shown(y) for _, y in known), exponent(known)] if whole else ["", ""]
+            row += [", ".join(fmt(y) for _, y in known), exponent(known)] if whole else ["", ""]
         rows.append(row)
     return markdown(["what grows", "sizes", "seconds", "~ size^", "MB", "~ size^"], rows)
 

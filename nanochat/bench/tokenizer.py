@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from nanochat.bench.table import Findings, Line, Point, in_turn
+from nanochat.bench.table import BenchLog, Point, TableLine, alternate
 from nanochat.common import REPOSITORY
 from nanochat.packing import Packer, pack
 from nanochat.tokenizer import PATTERN, Tokenizer
@@ -45,7 +45,7 @@ def bench_tokenizer(
     vocab_sizes: Sequence[int],
     threads: Sequence[int],
     repeats: int,
-    found: Findings,
+    found: BenchLog,
 ) -> None:
     """
     Benchmark training for each of `vocab_sizes` with the last entry of `threads`; encoding with the
@@ -77,14 +77,14 @@ def bench_tokenizer(
                 bench.write_texts(texts[: len(texts) // part])
                 bench.grow(f"MB of text: {what}", bench.megabytes / part, job)
     rates = [pack_rate(texts, tokenizer, bench.megabytes) for _ in range(repeats)]
-    found.line(Line(PATH, "packed into rows of 513 tokens", "MB/s", rates))
+    found.line(TableLine(PATH, "packed into rows of 513 tokens", "MB/s", rates))
 
 
 class Bench:
     """A folder with texts and vocabulary, and a Python command per library."""
 
     def __init__(
-        self, folder: Path, texts: list[str], tokenizer: Tokenizer, repeats: int, found: Findings
+        self, folder: Path, texts: list[str], tokenizer: Tokenizer, repeats: int, found: BenchLog
     ):
         self.folder, self.repeats, self.found = folder, repeats, found
         self.megabytes = sum(len(text.encode()) for text in texts) / 1e6
@@ -103,7 +103,7 @@ class Bench:
         assert command is not None, f"{library} is missing"
         paths = {"texts": "texts.json", "ranks": "ranks.tiktoken"}
         (self.folder / "job.json").write_text(json.dumps(job | paths | {"library": library}))
-        ended = run([*command, str(PEER), "job.json"], self.folder)
+        ended = run_tokenizer([*command, str(PEER), "job.json"], self.folder)
         if ended.returncode:
             raise RuntimeError(f"benchmark of {library} failed:\n{ended.stderr}")
         return json.loads(ended.stdout)
@@ -112,7 +112,7 @@ class Bench:
         """Measure our library and the installed peers in turn; add a line per peer."""
         present = ["ours", *(peer for peer in peers if self.pythons[peer])]
         works = (partial(self.measure, library, job) for library in present)
-        results = dict(zip(present, in_turn(self.repeats, *works, num_warmup=0), strict=True))
+        results = dict(zip(present, alternate(self.repeats, *works, num_warmup=0), strict=True))
         rates = {
             library: [self.megabytes / result["seconds"] for result in measured]
             for library, measured in results.items()
@@ -124,7 +124,7 @@ class Bench:
                 same = " (same)" if len(digests) == 1 else " (DIFFERS)"
                 agreement = "" if None in digests else same
             theirs = rates.get(peer, ())
-            self.found.line(Line(PATH, label, "MB/s", rates["ours"], peer + agreement, theirs))
+            self.found.line(TableLine(PATH, label, "MB/s", rates["ours"], peer + agreement, theirs))
 
     def grow(self, axis: str, size: float, job: dict[str, Any], memory: bool = True) -> None:
         """Add a point: median time and memory of our library."""
@@ -159,7 +159,7 @@ def peer_python(library: str, folder: Path) -> list[str] | None:
     if uv is not None:
         command = [uv, "run", "--quiet", "--no-project", "--isolated", "--python", sys.executable]
         command += ["--with", PEER_PACKAGES[library], "python"]
-        probe = run([*command, "-c", f"import {library}"], folder)
+        probe = run_tokenizer([*command, "-c", f"import {library}"], folder)
         if not probe.returncode:
             return command
         reason = (probe.stderr.strip().splitlines() or ["unknown error"])[-1]
@@ -167,7 +167,7 @@ def peer_python(library: str, folder: Path) -> list[str] | None:
     return None
 
 
-def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+def run_tokenizer(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     """Run a command in `folder`, outside our virtual environment."""
     ours = ("VIRTUAL_ENV", "PYTHONPATH", "UV_PROJECT_ENVIRONMENT")
     environment = {name: value for name, value in os.environ.items() if name not in ours}

@@ -18,12 +18,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nanochat.bench.table import Findings, Line, Point, in_turn
+from nanochat.bench.table import BenchLog, Point, TableLine, alternate
 from nanochat.checkpoint import build_model
 from nanochat.distributed import DistContext
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.hardware import peak_flops, peak_memory_bytes
-from nanochat.optim import NEWTON_SCHULZ_STEPS, MuonAdamW, OptimConfig, rules
+from nanochat.optim import NEWTON_SCHULZ_STEPS, MuonAdamW, OptimConfig, make_rules
 from nanochat.preflight import KernelConfig, set_kernels
 from nanochat.tokenizer import Tokenizer
 
@@ -46,7 +46,7 @@ class Work:
 
     def __init__(self, cfg: GPTConfig, rows: int, machine: DistContext, kernels: KernelConfig):
         self.model = build_model(cfg, machine.device, machine.dtype, seed=0)
-        table = rules(OptimConfig(weight_decay=0.1), cfg.d_model)
+        table = make_rules(OptimConfig(weight_decay=0.1), cfg.d_model)
         self.optimizer = MuonAdamW(self.model, table, machine)
         self.compiled = set_kernels(kernels, self.model, machine, float("inf"), self.optimizer)
         generator = torch.Generator().manual_seed(0)
@@ -87,7 +87,7 @@ def bench_training(
     kernels: KernelConfig,
     steps: int,
     repeats: int,
-    found: Findings,
+    found: BenchLog,
 ) -> None:
     """
     Time `repeats` groups of `steps` steps on `rows` rows each; rank 0 reports. Medians ignore the
@@ -96,10 +96,10 @@ def bench_training(
     bandwidth = read_bandwidth(machine)
     work = Work(cfg, rows, machine, kernels)
     model, tokens = work.model, work.tokens
-    products = [products_seconds(model, rows, machine)]
+    products = [matmul_seconds(model, rows, machine)]
     first = sum(work.time_steps(WARMUP_STEPS)[0])  # includes compilation
     times = work.time_steps(steps * repeats)
-    products.append(products_seconds(model, rows, machine))  # again: timings drift
+    products.append(matmul_seconds(model, rows, machine))  # again: timings drift
     if not machine.is_main:
         return
     medians = StepTimes(*(statistics.median(column) for column in zip(*times, strict=True)))
@@ -125,7 +125,7 @@ def bench_training(
         label += f", {machine.world_size} process{'es' if machine.world_size > 1 else ''}"
         threads = torch.get_num_threads()
         label += " of one thread" if machine.device.type == "cpu" and threads == 1 else ""
-    found.line(Line(PATH, label, "tokens/s", rates, ceiling=least / step))
+    found.line(TableLine(PATH, label, "tokens/s", rates, ceiling=least / step))
     found.note(
         f"Training, {label}: {step * 1e3:,.0f} ms per step of {all_tokens:,} tokens: forward and "
         f"loss {medians.forward / step:.0%}, backward {medians.backward / step:.0%}, update "
@@ -140,7 +140,7 @@ def bench_training(
     found.points.append(point)
 
 
-def products_seconds(model: GPT, rows: int, machine: DistContext) -> float:
+def matmul_seconds(model: GPT, rows: int, machine: DistContext) -> float:
     """
     Seconds that the matmuls of a training step take alone: forward and both backward matmuls of
     every matrix, the causal half of attention, and Muon's matmuls on this rank's shard of the
@@ -184,14 +184,14 @@ def bench_against(
     machine: DistContext,
     kernels: KernelConfig,
     repeats: int,
-    found: Findings,
+    found: BenchLog,
     peer: Callable[[GPT, Tokenizer, DistContext, bool], Callable[[Tensor], float]] | None,
 ) -> None:
     """Compare a step with that of `peer`, which returns a function: ids (B, T + 1) -> seconds."""
     work = Work(cfg, rows, machine, kernels)
     tokenizer = Tokenizer.train(["noise"], 265)
     theirs = peer(work.model, tokenizer, machine, work.compiled) if peer else None
-    seconds = in_turn(
+    seconds = alternate(
         repeats,
         lambda: sum(work.time_steps(1)[0]),
         theirs and (lambda: theirs(work.ids)),
@@ -199,7 +199,7 @@ def bench_against(
     )
     ours, others = ([work.tokens.numel() / x for x in each] for each in seconds)
     label = f"depth {cfg.n_layer}, plain architecture, {'compiled' if work.compiled else 'eager'}"
-    found.line(Line(PATH, label, "tokens/s", ours, "transformers", others))
+    found.line(TableLine(PATH, label, "tokens/s", ours, "transformers", others))
 
 
 def clock(machine: DistContext) -> float:

@@ -49,7 +49,7 @@ MAX_BODY = 1 << 32  # bytes; a damaged length must not take all memory
 FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "lc": 0, "lp": 0, "pb": 0}]
 
 
-class Stored(NamedTuple):
+class StoredTensor(NamedTuple):
     """A tensor in its storage format."""
 
     name: str
@@ -64,7 +64,7 @@ class Stored(NamedTuple):
         """Return the encoded levels; empty if not quantized."""
         if self.levels is None or container == "bytes":
             return b"" if self.levels is None else self.levels.tobytes()
-        return pack(self.levels.ravel(), BITS[self.form])
+        return pack_levels(self.levels.ravel(), BITS[self.form])
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Artifact:
 # Writing
 
 
-def store(weights: Mapping[str, Tensor], cfg: QuantConfig) -> list[Stored]:
+def quantize_tensors(weights: Mapping[str, Tensor], cfg: QuantConfig) -> list[StoredTensor]:
     """Convert every tensor to its format. Raises ValueError if a tensor overflows its format."""
     stored = []
     for name, form in cfg.formats(weights).items():
@@ -108,12 +108,12 @@ def store(weights: Mapping[str, Tensor], cfg: QuantConfig) -> list[Stored]:
                 floats = w.numpy().astype(FLOATS[form])
             if not np.isfinite(floats).all():
                 raise ValueError(f"{name} overflows {form}; choose another format")
-        stored.append(Stored(name, tuple(w.shape), form, floats.tobytes(), levels))
+        stored.append(StoredTensor(name, tuple(w.shape), form, floats.tobytes(), levels))
     return stored
 
 
 def make_body(
-    stored: list[Stored],
+    stored: list[StoredTensor],
     model: GPTConfig,
     tokenizer: Tokenizer,
     origin: Mapping[str, Any],
@@ -132,7 +132,7 @@ def make_body(
     return b"".join([struct.pack("<I", len(text)), text, *floats, *levels])
 
 
-def seal(body: bytes, container: Container, compressor: Compressor) -> bytes:
+def write_container(body: bytes, container: Container, compressor: Compressor) -> bytes:
     """Return the file content: prefix and compressed body."""
     which = CONTAINERS.index(container), COMPRESSORS.index(compressor)
     return PREFIX.pack(MAGIC, *which, zlib.crc32(body), len(body)) + compress(body, compressor)
@@ -147,7 +147,7 @@ def compress(data: bytes, compressor: Compressor) -> bytes:
     return lzma.compress(data, lzma.FORMAT_RAW, filters=FILTERS)
 
 
-def pack(levels: np.ndarray, bits: int) -> bytes:
+def pack_levels(levels: np.ndarray, bits: int) -> bytes:
     """Pack int8 levels (n,) into `bits` bits each; the last byte is zero-padded."""
     unsigned = (levels.astype(np.int16) + (1 << (bits - 1))).astype(np.uint8)
     shifts = np.arange(bits - 1, -1, -1, dtype=np.uint8)
@@ -166,13 +166,13 @@ def read_artifact(path: Path) -> Artifact:
     """
     data = Path(path).read_bytes()
     try:
-        body, container = unseal(data)
+        body, container = read_container(data)
         return parse_body(body, container)
     except (ValueError, KeyError, TypeError, IndexError, MemoryError, struct.error) as error:
         raise ValueError(f"{path} is not a valid artifact: {error}; export it again") from error
 
 
-def unseal(data: bytes) -> tuple[bytes, Container]:
+def read_container(data: bytes) -> tuple[bytes, Container]:
     """Return the decompressed body and its container. Raises ValueError for a corrupt file."""
     if len(data) < PREFIX.size or data[: len(MAGIC)] != MAGIC:
         raise ValueError(f"it does not start with {MAGIC.decode()}")
@@ -212,26 +212,26 @@ def parse_body(body: bytes, container: Container) -> Artifact:
         offset += size
         return body[offset - size : offset]
 
-    floats = {n: as_floats(take, shapes[n], form) for n, form in formats.items()}
+    floats = {n: read_floats(take, shapes[n], form) for n, form in formats.items()}
     weights = {}
     for name, form in formats.items():
         weights[name] = floats[name].float()
         if form in BITS:
-            level = as_levels(take, shapes[name], form, container)
+            level = read_levels(take, shapes[name], form, container)
             weights[name] = dequantize_rows(floats[name], level)
     if offset != len(body):
         raise ValueError(f"{len(body) - offset} unexpected bytes after the last tensor")
     return Artifact(cfg, Tokenizer(head["tokenizer"]), weights, formats, head["origin"])
 
 
-def as_floats(take: Callable[[int], bytes], shape: tuple[int, ...], form: Format) -> Tensor:
+def read_floats(take: Callable[[int], bytes], shape: tuple[int, ...], form: Format) -> Tensor:
     """Read the next scales (M,) float16 of a quantized tensor, or all values of another."""
     dtype, shape = FLOATS["fp16" if form in BITS else form], shape[:1] if form in BITS else shape
     values = np.frombuffer(take(dtype.itemsize * int(np.prod(shape))), dtype)
     return torch.from_numpy(values.reshape(shape).copy())
 
 
-def as_levels(
+def read_levels(
     take: Callable[[int], bytes], shape: tuple[int, ...], form: Format, container: Container
 ) -> Tensor:
     """Read the next levels, int8 in the tensor's shape. Raises ValueError if out of range."""
@@ -239,14 +239,14 @@ def as_levels(
     if container == "bytes":
         values = np.frombuffer(take(n), np.int8)
     else:
-        values = unpack(take(-(-n * bits // 8)), bits, n)
+        values = unpack_levels(take(-(-n * bits // 8)), bits, n)
     if n and np.abs(values.astype(np.int16)).max() > largest_level(form):
         raise ValueError(f"level out of range for {form}")
     return torch.from_numpy(values.reshape(shape).copy())
 
 
-def unpack(data: bytes, bits: int, n: int) -> np.ndarray:
-    """Inverse of `pack`; returns `n` levels."""
+def unpack_levels(data: bytes, bits: int, n: int) -> np.ndarray:
+    """Inverse of `pack_levels`; returns `n` levels."""
     ones = np.unpackbits(np.frombuffer(data, np.uint8), count=n * bits).reshape(n, bits)
     unsigned = ones @ (1 << np.arange(bits - 1, -1, -1, dtype=np.int16))
     return (unsigned - (1 << (bits - 1))).astype(np.int8)

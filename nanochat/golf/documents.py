@@ -16,7 +16,7 @@ from nanochat.loss import IGNORE
 from nanochat.tokenizer import Tokenizer
 
 
-def windows(ids: np.ndarray, T: int, stride: int) -> Iterator[Batch]:
+def make_windows(ids: np.ndarray, T: int, stride: int) -> Iterator[Batch]:
     """
     Cut one document, ids (n + 1,) starting with BOS, into padded (tokens, targets) of length T.
 
@@ -55,7 +55,7 @@ def document_bpb(
     machine: DistContext,
 ) -> Bpb:
     """
-    Score documents separately, in `windows` of max_seq_len tokens that advance by `stride`; `rows`
+    Score documents separately, in windows of max_seq_len tokens that advance by `stride`; `rows`
     windows per forward pass. `bytes` counts the UTF-8 bytes of the texts, for any tokenizer.
 
     Every rank must pass all texts. Raises ValueError for a stride outside 1..max_seq_len,
@@ -74,7 +74,7 @@ def document_bpb(
             num_bytes += len(text.encode())
             yield ids
 
-    pieces = itertools.chain.from_iterable(windows(ids, T, stride) for ids in encoded())
+    pieces = itertools.chain.from_iterable(make_windows(ids, T, stride) for ids in encoded())
     first = (machine.rank - 1) % machine.world_size
     mine = itertools.islice(pieces, first, None, machine.world_size)
     batches = window_batches(mine, T, rows)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanochat.golf.quantize import QuantConfig, as_stored
+from nanochat.golf.quantize import QuantConfig, quantize_dequantize
 from nanochat.optim import MuonAdamW, ParamGroup
 from nanochat.train import Callback
 
@@ -25,8 +25,9 @@ class LateQuantization(Callback):
     Quantization-aware training after a fraction `start` of the run.
 
     `forward_context` wraps the forward and backward passes of a step: it replaces every weight with
-    its `as_stored` values and restores it afterward. Only values change, not the graph: nothing is
-    recompiled, and the compiler cannot constant-fold it. Runs once per step, not per micro-batch.
+    its `quantize_dequantize` values and restores it afterward. Only values change, not the graph:
+    nothing is recompiled, and the compiler cannot constant-fold it. Runs once per step, not per
+    micro-batch.
     """
 
     def __init__(self, model: nn.Module, cfg: QuantConfig, start: float):
@@ -41,7 +42,7 @@ class LateQuantization(Callback):
         with torch.no_grad():
             kept = {name: p.detach().clone() for name, p in self.params.items()}
             for name, p in self.params.items():
-                p.copy_(as_stored(p, self.formats[name], self.cfg))
+                p.copy_(quantize_dequantize(p, self.formats[name], self.cfg))
         try:
             yield
         finally:

@@ -81,7 +81,7 @@ def largest_level(form: Format) -> int:
     return 2 ** (BITS[form] - 1) - 1
 
 
-def reach(w: Tensor, form: Format, cfg: QuantConfig) -> Tensor:
+def clip_range(w: Tensor, form: Format, cfg: QuantConfig) -> Tensor:
     """Return the clipping range of each row: (M, N) float32 -> (M, 1)."""
     largest = w.abs().amax(dim=1, keepdim=True)
     if cfg.row_clip == "std":
@@ -90,12 +90,12 @@ def reach(w: Tensor, form: Format, cfg: QuantConfig) -> Tensor:
         return w.abs().quantile(QUANTILE, dim=1, keepdim=True)
     if cfg.row_clip == "mse":
         tried = torch.stack([largest * share for share in MSE_CLIPS])  # (clips, M, 1)
-        errors = [(on_grid(w, grid_of(c, form), form) - w).square().sum(1) for c in tried]
+        errors = [(fake_quantize(w, scales_for(c, form), form) - w).square().sum(1) for c in tried]
         return tried.gather(0, torch.stack(errors).argmin(0)[None, :, None])[0]
     return largest
 
 
-def grid_of(reached: Tensor, form: Format) -> Tensor:
+def scales_for(reached: Tensor, form: Format) -> Tensor:
     """Return scales (M, 1) for a clipping range, rounded to float16, as float32."""
     top = torch.full_like(reached, largest_level(form))  # CUDA multiplies by a scalar's reciprocal
     scale = (reached / top).to(torch.float16).float()
@@ -103,15 +103,15 @@ def grid_of(reached: Tensor, form: Format) -> Tensor:
     return torch.where((scale == 0) & (reached > 0), smallest, scale)
 
 
-def levels(w: Tensor, scale: Tensor, form: Format) -> Tensor:
+def nearest_levels(w: Tensor, scale: Tensor, form: Format) -> Tensor:
     """Return the nearest level of each weight, integers in float32; 0 if the scale is 0."""
     top = largest_level(form)
     return (w / torch.where(scale == 0, 1.0, scale)).round().clamp(-top, top)
 
 
-def on_grid(w: Tensor, scale: Tensor, form: Format) -> Tensor:
+def fake_quantize(w: Tensor, scale: Tensor, form: Format) -> Tensor:
     """Round w (M, N) to multiples of `scale` (M, 1), clipped."""
-    return levels(w, scale, form) * scale
+    return nearest_levels(w, scale, form) * scale
 
 
 def quantize_rows(w: Tensor, form: Format, cfg: QuantConfig) -> tuple[Tensor, Tensor]:
@@ -123,10 +123,10 @@ def quantize_rows(w: Tensor, form: Format, cfg: QuantConfig) -> tuple[Tensor, Te
     if form not in BITS:
         raise ValueError(f"{form} is not an integer format; use one of {', '.join(BITS)}")
     w = w.float()
-    scale = grid_of(reach(w, form, cfg), form)
+    scale = scales_for(clip_range(w, form, cfg), form)
     if not bool(scale.isfinite().all()):
         raise ValueError("a row has weights too large for a float16 scale")
-    return scale[:, 0].to(torch.float16), levels(w, scale, form).to(torch.int8)
+    return scale[:, 0].to(torch.float16), nearest_levels(w, scale, form).to(torch.int8)
 
 
 def dequantize_rows(scale: Tensor, level: Tensor) -> Tensor:
@@ -134,11 +134,11 @@ def dequantize_rows(scale: Tensor, level: Tensor) -> Tensor:
     return level.float() * scale.float()[:, None]
 
 
-def as_stored(w: Tensor, form: Format, cfg: QuantConfig) -> Tensor:
+def quantize_dequantize(w: Tensor, form: Format, cfg: QuantConfig) -> Tensor:
     """Return w exactly as an artifact reproduces it, in the dtype of w."""
     if form == "fp32":
         return w
     if form == "fp16":
         return w.to(torch.float16).to(w.dtype)
     w32 = w.float()
-    return on_grid(w32, grid_of(reach(w32, form, cfg), form), form).to(w.dtype)
+    return fake_quantize(w32, scales_for(clip_range(w32, form, cfg), form), form).to(w.dtype)

@@ -18,10 +18,10 @@ from nanochat.golf.artifact import (
     CONTAINERS,
     Compressor,
     Container,
-    Stored,
+    StoredTensor,
     compress,
     make_body,
-    seal,
+    write_container,
 )
 from nanochat.gpt import GPTConfig
 from nanochat.tokenizer import Tokenizer
@@ -41,7 +41,7 @@ class TensorSize(NamedTuple):
     compressed: int
 
 
-class Written(NamedTuple):
+class SmallestFile(NamedTuple):
     """The smallest file and the alternatives."""
 
     data: bytes
@@ -62,20 +62,20 @@ class Written(NamedTuple):
         return len(self.data) + (self.code_bytes if count_code else 0)
 
 
-def smallest(
-    stored: list[Stored],
+def choose_smallest(
+    stored: list[StoredTensor],
     model: GPTConfig,
     tokenizer: Tokenizer,
     origin: Mapping[str, Any],
     container: Container | None = None,
     compressor: Compressor | None = None,
-) -> Written:
+) -> SmallestFile:
     """Return the smallest file over all containers and compressors, or the given ones."""
     files: dict[tuple[Container, Compressor], bytes] = {}
     for packing in (container,) if container else CONTAINERS:
         body = make_body(stored, model, tokenizer, origin, packing)
         for by in (compressor,) if compressor else COMPRESSORS:
-            files[packing, by] = seal(body, packing, by)
+            files[packing, by] = write_container(body, packing, by)
     packing, by = min(files, key=lambda k: len(files[k]))
     tensors = []
     for s in stored:
@@ -83,35 +83,35 @@ def smallest(
         alone = len(compress(payload, by))
         tensors.append(TensorSize(s.name, s.shape, s.form, raw, len(payload), alone))
     tried = {which: len(data) for which, data in files.items()}
-    return Written(files[packing, by], packing, by, tried, tensors, code_bytes())
+    return SmallestFile(files[packing, by], packing, by, tried, tensors, code_bytes())
 
 
 def code_bytes() -> dict[str, int]:
     """Return the bytes of each module that counts."""
-    names = {name for module in EVALUATORS for name in code_of(module)}
-    return {name: len(source_of(name).encode()) for name in sorted(names)}
+    names = {name for module in EVALUATORS for name in list_imported_modules(module)}
+    return {name: len(read_source(name).encode()) for name in sorted(names)}
 
 
-def source_of(module: str) -> str:
+def read_source(module: str) -> str:
     """Return the source of a nanochat module, e.g. "hf.export"."""
     path = REPOSITORY.joinpath("nanochat", *module.split(".")).with_suffix(".py")
     return path.read_text(encoding="utf-8")
 
 
-def code_of(module: str) -> list[str]:
+def list_imported_modules(module: str) -> list[str]:
     """Return a module and all nanochat modules it imports, directly or not."""
     found, waiting = [], [module]
     while waiting:
         name = waiting.pop()
         if name not in found:
             found.append(name)
-            nodes = ast.walk(ast.parse(source_of(name)))
+            nodes = ast.walk(ast.parse(read_source(name)))
             imported = [n.module or "" for n in nodes if isinstance(n, ast.ImportFrom)]
             waiting += [n.removeprefix("nanochat.") for n in imported if n.startswith("nanochat.")]
     return found
 
 
-def describe(written: Written, limit: int, count_code: bool) -> str:
+def format_sizes(written: SmallestFile, limit: int, count_code: bool) -> str:
     """Return a table of tensors, file sizes by combination, modules and totals."""
     row = "{:<34} {:>12} {:>6} {:>12} {:>11} {:>11}".format
     lines = [row("tensor", "shape", "format", "raw", "payload", "alone")]
@@ -135,7 +135,7 @@ def describe(written: Written, limit: int, count_code: bool) -> str:
     )
 
 
-def require_within(written: Written, limit: int, count_code: bool) -> None:
+def require_size_limit(written: SmallestFile, limit: int, count_code: bool) -> None:
     """Raise UsageError, listing the largest tensors, if the artifact exceeds the limit."""
     total = written.total_bytes(count_code)
     if total <= limit:

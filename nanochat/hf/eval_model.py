@@ -61,7 +61,7 @@ class HFLanguageModel:
 
 
 @dataclass(frozen=True)
-class Found:
+class ModelInfo:
     """A model that exists on disk or on the hub, not loaded yet."""
 
     path: str
@@ -84,7 +84,7 @@ class Found:
         return EvalModel(scored, encoder, self.context, None, most, machine.device)
 
 
-def find(path: str, trust_remote_code: bool = False) -> Found:
+def find_hf_model(path: str, trust_remote_code: bool = False) -> ModelInfo:
     """
     Read a model's configuration. Raises OSError or ValueError if the model does not exist, requires
     remote code, or does not declare its context length.
@@ -99,4 +99,4 @@ def find(path: str, trust_remote_code: bool = False) -> Found:
         revision = fingerprint({file.name: sha256_file(file) for file in files})
     else:
         revision = config._commit_hash or path
-    return Found(path, trust_remote_code, context, revision)
+    return ModelInfo(path, trust_remote_code, context, revision)

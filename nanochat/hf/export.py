@@ -20,7 +20,7 @@ from torch import Tensor
 
 from nanochat.common import write_atomic, write_json
 from nanochat.golf.model import read_config
-from nanochat.golf.size import code_of, source_of
+from nanochat.golf.size import list_imported_modules, read_source
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.hf.tokenizer import BOS, END, read_object, read_tokenizer, write_tokenizer
 from nanochat.loss import SOFTCAP
@@ -124,8 +124,10 @@ def write_hf(
     write_json(folder / "generation_config.json", {**ids, "pad_token_id": tokenizer.bos_id})
     write_tokenizer(folder, tokenizer, model.cfg.max_seq_len)
     if not native:
-        for name in (MODELING, *code_of("golf.model")):
-            write_atomic(folder / f"{flat(name)}.py", relative_imports(source_of(name)))
+        for name in (MODELING, *list_imported_modules("golf.model")):
+            write_atomic(
+                folder / f"{flat_module_name(name)}.py", rewrite_imports(read_source(name))
+            )
     looks_up_ids = bool(model.cfg.bigram_rows or len(model.value_embeds))
     embeds = EMBEDS_NEED_IDS if looks_up_ids else EMBEDS_ALONE
     card = CARD.format(
@@ -184,8 +186,8 @@ def remote_config(cfg: GPTConfig) -> dict[str, Any]:
         "architectures": ["NanochatForCausalLM"],
         "model_type": REMOTE,
         "auto_map": {
-            "AutoConfig": f"{flat(MODELING)}.NanochatConfig",
-            "AutoModelForCausalLM": f"{flat(MODELING)}.NanochatForCausalLM",
+            "AutoConfig": f"{flat_module_name(MODELING)}.NanochatConfig",
+            "AutoModelForCausalLM": f"{flat_module_name(MODELING)}.NanochatForCausalLM",
         },
         "gpt": asdict(cfg),
     }
@@ -195,13 +197,13 @@ def remote_config(cfg: GPTConfig) -> dict[str, Any]:
 # Remote code
 
 
-def relative_imports(text: str) -> str:
+def rewrite_imports(text: str) -> str:
     """Rewrite a module's imports for an exported folder, which is flat."""
     ours = re.compile(r"^from nanochat\.([\w.]+) import", re.MULTILINE)
-    return ours.sub(lambda found: f"from .{flat(found[1])} import", text)
+    return ours.sub(lambda found: f"from .{flat_module_name(found[1])} import", text)
 
 
-def flat(module: str) -> str:
+def flat_module_name(module: str) -> str:
     """Module name in an exported folder, which has no packages."""
     return module.replace(".", "_")
 
@@ -210,7 +212,7 @@ def flat(module: str) -> str:
 # Reading
 
 
-class Imported(NamedTuple):
+class HFModel(NamedTuple):
     """Contents of a Hugging Face model folder."""
 
     cfg: GPTConfig
@@ -221,7 +223,7 @@ class Imported(NamedTuple):
     """`origin` of `write_hf`; None for models exported by others."""
 
 
-def read_hf(folder: Path) -> Imported:
+def read_hf(folder: Path) -> HFModel:
     """
     Read a folder written by `write_hf`, or any model of transformers' NanoChat classes.
 
@@ -233,7 +235,7 @@ def read_hf(folder: Path) -> Imported:
         cfg = read_config(config["gpt"])
         names = None
     elif kind == NATIVE:
-        cfg = from_native(config, folder)
+        cfg = config_from_native(config, folder)
         names = native_names(cfg)
     else:
         raise ValueError(
@@ -251,10 +253,10 @@ def read_hf(folder: Path) -> Imported:
         raise ValueError(f"{folder}: missing or unexpected tensors: {', '.join(mismatched[:5])}")
     weights = {ours: found[theirs].float() for ours, theirs in names.items()}
     tokenizer = read_tokenizer(folder / "tokenizer.json")
-    return Imported(cfg, weights, tokenizer, config.get("nanochat"))
+    return HFModel(cfg, weights, tokenizer, config.get("nanochat"))
 
 
-def from_native(config: Mapping[str, Any], folder: Path) -> GPTConfig:
+def config_from_native(config: Mapping[str, Any], folder: Path) -> GPTConfig:
     """Convert a NanoChat config to ours. Raises ValueError for settings we do not support."""
     width, heads = config["hidden_size"], config["num_attention_heads"]
     plain = GPTConfig(

@@ -20,16 +20,16 @@ from nanochat.chat_format import render, render_prompt
 from nanochat.checkpoint import find_checkpoint, load_model, newest_stage
 from nanochat.distributed import DistConfig, init_distributed
 from nanochat.engine import Engine, Sampling
-from nanochat.eval_chat import fit
-from nanochat.eval_core import Question, eval_model_of, fitted, score_options
-from nanochat.gpt import for_inference
-from nanochat.preflight import choose_fused_engine
+from nanochat.eval_chat import trim
+from nanochat.eval_core import Question, eval_model_of, score_options, truncate_options
+from nanochat.gpt import inference_copy
+from nanochat.preflight import choose_engine_compile
 from nanochat.serve.scheduler import Answer, GenerationRequest
 from nanochat.tokenizer import Tokenizer
 
 MAX_GEN_TOKS = 256  # default maximum of generated tokens
 
-Scored = tuple[float, bool]  # log-likelihood (nats), whether every token is the most likely
+LogLikelihood = tuple[float, bool]  # log-likelihood (nats), whether every token is the most likely
 
 
 @register_model("nanochat")
@@ -56,20 +56,20 @@ class NanochatLM(LM):
         self.machine = init_distributed(DistConfig(kind, dtype))
         checkpoint = find_checkpoint(source or newest_stage(), tag, step)
         self.own_tokenizer = Tokenizer.read(checkpoint.folder / "tokenizer.json")
-        self.model = for_inference(load_model(checkpoint, self.machine))
+        self.model = inference_copy(load_model(checkpoint, self.machine))
         self.subject = eval_model_of(self.model, self.own_tokenizer)
         self.fingerprint = checkpoint.fingerprint
         self.rendered: dict[str, list[int]] = {}  # token ids of rendered conversations
 
     # ---- likelihoods -------------------------------------------------------------------------
 
-    def loglikelihood(self, requests: Sequence[Any], **options: Any) -> list[Scored]:
+    def loglikelihood(self, requests: Sequence[Any], **options: Any) -> list[LogLikelihood]:
         """Score (context, continuation) pairs; consecutive equal contexts share a prefill."""
         questions, first = [], 0
         for _, group in itertools.groupby([r.args for r in requests], key=lambda pair: pair[0]):
             pairs = [self.split(*pair) for pair in group]
             ids, starts = zip(*pairs, strict=True)
-            questions.append(fitted(first, ids, starts, self.subject.context))
+            questions.append(truncate_options(first, ids, starts, self.subject.context))
             first += len(pairs)
         return self.score(questions, first)
 
@@ -85,9 +85,9 @@ class NanochatLM(LM):
         known = self.rendered.get(text)
         return known or [self.own_tokenizer.bos_id, *self.own_tokenizer.encode(text)]
 
-    def score(self, questions: Sequence[Question], count: int) -> list[Scored]:
+    def score(self, questions: Sequence[Question], count: int) -> list[LogLikelihood]:
         """Scores of all options, in order; a question's `number` is that of its first option."""
-        found: dict[int, Scored] = {}
+        found: dict[int, LogLikelihood] = {}
         for q, options in score_options(self.subject, questions):
             for n, reading in enumerate(options):
                 num_tokens = len(q.options[n]) - q.starts[n]
@@ -114,7 +114,7 @@ class NanochatLM(LM):
 
     def generate_until(self, requests: Sequence[Any], **options: Any) -> list[str]:
         """Generate a completion for each prompt, up to the first stop string."""
-        fused = choose_fused_engine(None, self.machine, MAX_GEN_TOKS * len(requests))
+        fused = choose_engine_compile(None, self.machine, MAX_GEN_TOKS * len(requests))
         engine = Engine(self.model, self.own_tokenizer, compiled=fused)
         answers, texts = {}, [""] * len(requests)
         for number, (context, wanted) in enumerate(request.args for request in requests):
@@ -122,7 +122,7 @@ class NanochatLM(LM):
             stop = (until,) if isinstance(until, str) else tuple(until)
             settings = sampling(wanted)
             room = engine.cache.capacity - min(settings.max_new_tokens, engine.cache.capacity // 2)
-            prompt = fit(self.encode(context), room)
+            prompt = trim(self.encode(context), room)
             generation = GenerationRequest(prompt, settings, stop=stop, parts=False)
             (completion,) = engine.submit(prompt, settings)
             answers[completion] = Answer(completion, self.own_tokenizer, generation, number)

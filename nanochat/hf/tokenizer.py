@@ -29,7 +29,7 @@ def byte_letters() -> dict[int, str]:
     return {b: chr(b) for b in printable} | {b: chr(256 + n) for n, b in enumerate(hidden)}
 
 
-def halves(token: bytes, ranks: Mapping[bytes, int]) -> tuple[bytes, bytes]:
+def merge_pair(token: bytes, ranks: Mapping[bytes, int]) -> tuple[bytes, bytes]:
     """Return the two tokens that BPE merges into `token`. Raises ValueError if there are none."""
     parts = [bytes([byte]) for byte in token]
     while len(parts) > 2:
@@ -67,7 +67,7 @@ def byte_level_bpe(tokenizer: Tokenizer) -> dict[str, Any]:
     ranks = tokenizer.ranks
     spelled = {token: "".join(letters[byte] for byte in token) for token in ranks}
     # A token's id is its rank, so the merges are the tokens of two bytes or more, in order
-    merges = [halves(token, ranks) for token in ranks if len(token) > 1]
+    merges = [merge_pair(token, ranks) for token in ranks if len(token) > 1]
     exactly = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     special = [
         {"content": name, "id": tokenizer.special(name), "special": True, **exactly}

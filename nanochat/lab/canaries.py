@@ -32,10 +32,10 @@ from nanochat.distributed import DistContext
 from nanochat.engine import Completion, Engine, Sampling
 from nanochat.eval_bpb import Batch
 from nanochat.finetune import FineTuning, split
-from nanochat.gpt import GPT, for_inference
+from nanochat.gpt import GPT, inference_copy
 from nanochat.loss import IGNORE
 from nanochat.mixture import open_corpus, open_texts
-from nanochat.packing import ensure
+from nanochat.packing import ensure_packed
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import Callback, Step, TrainingRun
 from tasks.base import Task
@@ -55,7 +55,7 @@ NUM_COMPARED = 64  # conversations per bucket to compare with packed rows
 
 
 @dataclass
-class Suite:
+class CanarySuite:
     """A fixed set of texts and conversations; mappings are keyed by bucket."""
 
     tokenizer: Tokenizer
@@ -83,7 +83,7 @@ class Suite:
         Return all metrics by name. Uses the inference copy of `model`: a compiled model would be
         recompiled for each conversation length.
         """
-        model, found = for_inference(model), {}
+        model, found = inference_copy(model), {}
         if self.text:
             found["text_bpb"] = self.text_bpb(model)
         return {**found, **self.measure_losses(model), **self.measure_answers(model)}
@@ -235,7 +235,7 @@ def pretraining_text(
             texts = open_texts(DataConfig(), None, parent.state["source"], ensure_written)
             corpus = open_corpus(texts, tokenizer, max_seq_len)
             for name, rows in corpus.rows.items():
-                ensure(rows, texts.sources[name], tokenizer, 0)
+                ensure_packed(rows, texts.sources[name], tokenizer, 0)
             each = max(1, TEXT_TOKENS // max_seq_len // len(corpus.rows))
             for rows in corpus.rows.values():
                 found += [inputs_and_targets(b, IGNORE) for b in rows.val_batches(8, each)]
@@ -330,7 +330,7 @@ class CanaryMonitor(Callback):
     """Measures the suite during training. `parent`: its metrics before the first step."""
 
     cfg: CanaryConfig
-    suite: Suite
+    suite: CanarySuite
     parent: Mapping[str, float]
     model: GPT
     num_steps: int
@@ -449,7 +449,7 @@ def open_monitor(
         return None
     tokenizer = Tokenizer.read(parent.folder / "tokenizer.json")
     text = pretraining_text(parent, tokenizer, model.cfg.max_seq_len, machine)
-    suite = Suite(tokenizer, text, chats, taught, shares)
+    suite = CanarySuite(tokenizer, text, chats, taught, shares)
     before = machine.on_main("measuring canaries", lambda: suite.measure_parent(model))
     return CanaryMonitor(cfg, suite, before, model, num_steps, machine)
 

@@ -16,22 +16,22 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanochat.common import UsageError, base_dir, locked, read_sealed, sealed, write_json
+from nanochat.common import UsageError, base_dir, hold_lock, read_sealed, seal, write_json
 from nanochat.records import append_line, one_line, read_sealed_lines
-from nanochat.records import plain as plain_json
+from nanochat.records import to_json_types as plain_json
 
 if TYPE_CHECKING:
     from nanochat.mixture import Bucket
 
-FILE, LEDGER = "held_out.json", "held_out_access.jsonl"
+FILE, ACCESS_LOG = "held_out.json", "held_out_access.jsonl"
 
 
 def final_benchmarks() -> dict[str, str]:
     """Final benchmarks: name -> data set it is made from."""
-    return declared()["final"]
+    return load_declarations()["final"]
 
 
-def declared() -> dict[str, dict[str, str]]:
+def load_declarations() -> dict[str, dict[str, str]]:
     """Contents of held_out.json: `final` and `since`. Raises UsageError if it is damaged."""
     path = base_dir() / FILE
     if not path.exists():
@@ -48,25 +48,25 @@ def declared() -> dict[str, dict[str, str]]:
 
 def declare(final: Mapping[str, str]) -> Path:
     """Permanently declare benchmarks final. final: name -> data set it is made from."""
-    path, known = base_dir() / FILE, declared()
+    path, known = base_dir() / FILE, load_declarations()
     since = time.strftime("%Y-%m-%d %H:%M:%S")
     new = {name: since for name in final if name not in known["since"]}
     every = {"final": {**known["final"], **final}, "since": {**known["since"], **new}}
-    write_json(path, sealed(every))
+    write_json(path, seal(every))
     return path
 
 
-def plain(name: str) -> str:
+def simplify(name: str) -> str:
     """Normalize a benchmark name: lower case, no spaces or punctuation."""
     return re.sub(r"[\W_]", "", name.lower())
 
 
 def is_final(name: str) -> bool:
     """Whether a benchmark is final."""
-    return plain(name) in map(plain, final_benchmarks())
+    return simplify(name) in map(simplify, final_benchmarks())
 
 
-def admitted(
+def select_tasks(
     named: str | None, default: Sequence[str], final: bool, say: Callable[[str], None]
 ) -> list[str]:
     """Tasks in `named`, separated by |; else those of `default` that may be evaluated."""
@@ -93,24 +93,24 @@ def require_access(names: Iterable[str], allowed: bool, who: Mapping[str, Any]) 
     folder = base_dir()
     for name in wanted:
         entry = {"benchmark": name, "when": time.strftime("%Y-%m-%d %H:%M:%S"), **who}
-        with locked(folder / ".lock", "the ledger"):
-            append_line(folder / LEDGER, one_line(sealed(plain_json(entry))))
+        with hold_lock(folder / ".lock", "the ledger"):
+            append_line(folder / ACCESS_LOG, one_line(seal(plain_json(entry))))
 
 
-def accesses(damaged: list[str] | None = None) -> list[Mapping[str, Any]]:
+def read_access_log(damaged: list[str] | None = None) -> list[Mapping[str, Any]]:
     """All accesses to final benchmarks, in order; appends damaged lines to `damaged`."""
-    return read_sealed_lines(base_dir() / LEDGER, damaged)
+    return read_sealed_lines(base_dir() / ACCESS_LOG, damaged)
 
 
-def require_other_families(parents: Mapping[str, str]) -> None:
+def reject_contaminated(parents: Mapping[str, str]) -> None:
     """
     Raise UsageError if a bucket is made from the same data set as a final benchmark.
 
     parents: bucket -> data set it is made from, empty if unknown.
     """
-    families = {plain(parent): name for name, parent in final_benchmarks().items() if parent}
+    families = {simplify(parent): name for name, parent in final_benchmarks().items() if parent}
     for bucket, parent in parents.items():
-        name = families.get(plain(parent)) if parent else None
+        name = families.get(simplify(parent)) if parent else None
         if name:
             raise UsageError(
                 f"{bucket} is made from {parent}, like {name}, which is final: training on its "
@@ -119,12 +119,12 @@ def require_other_families(parents: Mapping[str, str]) -> None:
             )
 
 
-def require_fair(learned: Sequence["Bucket"], measured: Sequence["Bucket"]) -> None:
+def check_finetuning_buckets(learned: Sequence["Bucket"], measured: Sequence["Bucket"]) -> None:
     """
     Raise UsageError if a training bucket belongs to the family of a final benchmark, or if any
     bucket is evaluated by a final benchmark.
     """
-    require_other_families({bucket.name: bucket.tags.parent for bucket in learned})
+    reject_contaminated({bucket.name: bucket.tags.parent for bucket in learned})
     every = [*measured, *learned]  # canaries ask questions of the training data
     require_access((bucket.measures for bucket in every if bucket.measures), False, {})
 
@@ -133,7 +133,7 @@ def access_table() -> dict[str, Any]:
     """The access log as a table for the record."""
     rows = [
         [e["when"], e["benchmark"], str(e.get("checkpoint", "")), str(e.get("section", ""))]
-        for e in accesses()
+        for e in read_access_log()
     ]
     columns = ["When", "Benchmark", "Checkpoint", "By"]
     return {"title": "Access to final benchmarks", "columns": columns, "rows": rows}

@@ -29,7 +29,7 @@ from nanochat.stats import NOISE, Comparison, compare
 
 Tensors = Mapping[str, Tensor]
 
-Line = list[list[float]]
+WeightPath = list[list[float]]
 """[position between two models (0 to 1), bits per byte] pairs."""
 Method = Literal["linear", "slerp", "task_arithmetic", "ties", "dare", "dare_ties"]
 NEEDS_BASE = ("task_arithmetic", "ties", "dare", "dare_ties")
@@ -39,7 +39,7 @@ MAX_RISE = 0.01  # relative rise in bits per byte that may be noise
 
 
 @dataclass(frozen=True)
-class ByRow:
+class RowBits:
     """Loss of a model on each packed sequence ("row"), for paired comparison."""
 
     nats: np.ndarray  # (n,)
@@ -50,7 +50,7 @@ class ByRow:
         """Bits per byte over all rows."""
         return float(self.nats.sum()) / math.log(2) / max(1, int(self.bytes.sum()))
 
-    def against(self, other: "ByRow") -> Comparison:
+    def against(self, other: "RowBits") -> Comparison:
         """Paired comparison with `other` over rows, in bits per byte."""
         each = math.log(2) * self.bytes.mean()
         return compare((other.nats / each).tolist(), (self.nats / each).tolist())
@@ -59,7 +59,7 @@ class ByRow:
 @torch.no_grad()
 def bits_by_row(
     model: Trainable, batches: Iterable[Batch], token_bytes: np.ndarray, device: torch.device
-) -> ByRow:
+) -> RowBits:
     """Score each row of the batches of this process; skip rows without target bytes."""
     sizes = torch.from_numpy(token_bytes.astype(np.int64)).to(device)
     nats, lengths = [], []
@@ -70,10 +70,10 @@ def bits_by_row(
         nats.append(losses.double().sum(dim=1).cpu().numpy())
         lengths.append(length.sum(dim=1).cpu().numpy())
     every, size = np.concatenate(nats), np.concatenate(lengths)
-    return ByRow(every[size > 0], size[size > 0])
+    return RowBits(every[size > 0], size[size > 0])
 
 
-Score = Callable[[Tensors], ByRow]
+ScoreFn = Callable[[Tensors], RowBits]
 
 
 @dataclass(frozen=True)
@@ -147,16 +147,16 @@ def merge(
         if cfg.method == "slerp" and by_method:
             found[name] = slerp(tensors[0], tensors[1], cfg.t)
         elif base is None or cfg.method in ("linear", "slerp"):
-            found[name] = mean(tensors, shares)
+            found[name] = mix(tensors, shares)
         else:
             origin = base[name].float()
             moved = [tensor - origin for tensor in tensors]
-            step = combine(moved, shares, cfg, generator) if by_method else mean(moved, shares)
+            step = blend(moved, shares, cfg, generator) if by_method else mix(moved, shares)
             found[name] = origin + cfg.scale * step
     return found
 
 
-def mean(tensors: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
+def mix(tensors: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
     """Weighted mean; a weight of 1 returns its tensor bit for bit."""
     if 1 in shares:
         return tensors[list(shares).index(1)].clone()
@@ -172,24 +172,24 @@ def slerp(a: Tensor, b: Tensor, t: float) -> Tensor:
     norms = x.norm() * y.norm()
     cos = float(x @ y / norms) if norms else 1.0
     if abs(cos) > PARALLEL:
-        return mean([a, b], [1 - t, t])
+        return mix([a, b], [1 - t, t])
     angle = torch.arccos(torch.tensor(cos, dtype=torch.float64))
     mixed = (torch.sin((1 - t) * angle) * x + torch.sin(t * angle) * y) / torch.sin(angle)
     return mixed.view_as(a).float()
 
 
-def combine(
+def blend(
     moved: Sequence[Tensor], shares: Sequence[float], cfg: MergeConfig, generator: torch.Generator
 ) -> Tensor:
     """Combine the task vectors of one matrix."""
     if cfg.method == "ties":
-        moved = [largest(x, cfg.density) for x in moved]
+        moved = [keep_largest(x, cfg.density) for x in moved]
     elif cfg.method in ("dare", "dare_ties"):
-        moved = [drop(x, cfg.density, generator) for x in moved]
-    return elect_signs(moved, shares) if "ties" in cfg.method else mean(moved, shares)
+        moved = [drop_entries(x, cfg.density, generator) for x in moved]
+    return elect_signs(moved, shares) if "ties" in cfg.method else mix(moved, shares)
 
 
-def largest(x: Tensor, density: float) -> Tensor:
+def keep_largest(x: Tensor, density: float) -> Tensor:
     """Zero all but the fraction `density` of largest entries of `x`; keep at least one."""
     count = max(1, round(density * x.numel()))
     flat = x.flatten()
@@ -197,7 +197,7 @@ def largest(x: Tensor, density: float) -> Tensor:
     return torch.zeros_like(flat).scatter(0, keep, flat[keep]).view_as(x)
 
 
-def drop(x: Tensor, density: float, generator: torch.Generator) -> Tensor:
+def drop_entries(x: Tensor, density: float, generator: torch.Generator) -> Tensor:
     """Keep each entry of `x` with probability `density` and divide it by `density`."""
     return x * (torch.rand(x.shape, generator=generator) < density) / density
 
@@ -219,10 +219,10 @@ def elect_signs(moved: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
 
 def mean_of(models: Sequence[Tensors], shares: Sequence[float]) -> dict[str, Tensor]:
     """Weighted mean of whole models."""
-    return {name: mean([model[name].float() for model in models], shares) for name in models[0]}
+    return {name: mix([model[name].float() for model in models], shares) for name in models[0]}
 
 
-def greedy(models: Sequence[Tensors], scores: Sequence[ByRow], score: Score) -> list[float]:
+def greedy(models: Sequence[Tensors], scores: Sequence[RowBits], score: ScoreFn) -> list[float]:
     """Weights of a greedy soup: add models, best first, that improve the mean beyond noise."""
     first, *others = sorted(range(len(scores)), key=lambda i: scores[i].value)
     chosen, best = [first], scores[first]
@@ -235,9 +235,9 @@ def greedy(models: Sequence[Tensors], scores: Sequence[ByRow], score: Score) -> 
     return [1 / len(chosen) if i in chosen else 0.0 for i in range(len(scores))]
 
 
-def paths(
-    names: Sequence[str], models: Sequence[Tensors], scores: Sequence[ByRow], score: Score
-) -> dict[str, Line]:
+def interpolate(
+    names: Sequence[str], models: Sequence[Tensors], scores: Sequence[RowBits], score: ScoreFn
+) -> dict[str, WeightPath]:
     """Score the straight line from the first model to each other model, by name."""
     found = {}
     for name, other, end in zip(names[1:], models[1:], scores[1:], strict=True):
@@ -246,17 +246,17 @@ def paths(
     return found
 
 
-def rise(line: Line) -> float:
+def loss_barrier(line: WeightPath) -> float:
     """Maximum height above the chord between the ends; negative if the line sags."""
     (_, first), *inner, (_, last) = line
     return max(y - ((1 - t) * first + t * last) for t, y in inner)
 
 
-def warnings(lines: Mapping[str, Line]) -> list[str]:
+def warnings(lines: Mapping[str, WeightPath]) -> list[str]:
     """One warning for each line that rises beyond noise."""
     return [
-        f"warning: loss on the line from {name} rises {rise(line):.4f} bpb above its ends: "
+        f"warning: loss on the line from {name} rises {loss_barrier(line):.4f} bpb above its ends: "
         "the models lie in different basins, their mean in neither"
         for name, line in lines.items()
-        if rise(line) > MAX_RISE * line[0][1]
+        if loss_barrier(line) > MAX_RISE * line[0][1]
     ]

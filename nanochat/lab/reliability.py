@@ -20,7 +20,7 @@ MADE_BY = {**dict.fromkeys(TRAINING, "Training"), "Generation": "Generation"}
 """Prefix of a section name -> category of its device time."""
 
 
-def sections(
+def section_tables(
     records: Sequence[Record], history: Sequence[Record], hourly_rate: float, damaged: list[str]
 ) -> dict[str, list[Table]]:
     """
@@ -33,17 +33,17 @@ def sections(
     paths = sorted(sweep_folder().glob(f"*/{LEDGER}"))
     ledgers = [entry for path in paths for entry in read_lines(path)]
     tables: list[Table] = []
-    if held_out.accesses(damaged):
+    if held_out.read_access_log(damaged):
         tables.append(held_out.access_table())
     final = sum(r["cost"]["device_seconds"] for r in records)
     whole = sum(own_seconds(r["cost"]) for r in history)
     if ledgers or whole > final * (1 + 1e-6):  # more runs than the report covers
-        tables.append(recipe(records, history, ledgers, hourly_rate))
-    found = [seeds(records), *tables] if tables or measured(records) else []
+        tables.append(recipe_table(records, history, ledgers, hourly_rate))
+    found = [seed_table(records), *tables] if tables or measured(records) else []
     return {"Reliability": found}
 
 
-def seeds(records: Sequence[Record]) -> Table:
+def seed_table(records: Sequence[Record]) -> Table:
     """Table of the seed of each section, and of the sections that measure seed noise."""
     by_seed: dict[str, list[str]] = {}
     for record in records:
@@ -59,7 +59,7 @@ def measured(records: Sequence[Record]) -> list[str]:
     return [r["section"] for r in records if r["section"].startswith(names)]
 
 
-def recipe(
+def recipe_table(
     records: Sequence[Record],
     history: Sequence[Record],
     ledgers: Sequence[Mapping[str, Any]],
@@ -91,5 +91,5 @@ def own_seconds(cost: Mapping[str, Any]) -> float:
 
 
 def purpose_of(record: Record) -> str:
-    """Row of the `recipe` table for a record."""
+    """Row of the `recipe_table` table for a record."""
     return next((k for s, k in MADE_BY.items() if record["section"].startswith(s)), "Evaluation")

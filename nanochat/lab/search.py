@@ -43,7 +43,7 @@ Try = Callable[[Sequence[float], Sequence[int]], dict[float, list[float]]]
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """Result of a search; scores by value."""
 
     cfg: SearchConfig
@@ -84,7 +84,7 @@ class Found:
                 cells = [f"{x:.4f}" for x in (fmean(final), stdev(final), best)]
             once = [scores.get(value) for scores in (self.wide, self.tight)]
             tried = ["" if x is None else f"{x:.4f}".replace("nan", "broke") for x in once]
-            rows.append([shown(value), *tried, *cells, note])
+            rows.append([format_value(value), *tried, *cells, note])
         columns = [self.cfg.search, "Wide", "Tight", "Mean of seeds", "Std", "Best seed", ""]
         return {"title": "Search", "columns": columns, "rows": rows}
 
@@ -98,29 +98,31 @@ class Found:
         }
 
 
-def seek(cfg: SearchConfig, tried: Try, lower_is_better: bool, num_seeds: int) -> Found:
+def run_search(
+    cfg: SearchConfig, tried: Try, lower_is_better: bool, num_seeds: int
+) -> SearchResult:
     """Run the search. Raises UsageError for an optimum at the edge of the grid."""
 
     def once(values: Sequence[float]) -> dict[float, float]:
         return {value: scores[0] for value, scores in tried(values, [0]).items()}
 
-    wide = once(spaced(cfg.low, cfg.high, cfg.wide, cfg.unit))
+    wide = once(log_grid(cfg.low, cfg.high, cfg.wide, cfg.unit))
     values = sorted(wide)
     i = values.index(rank(wide, lower_is_better)[0])
     if i in (0, len(values) - 1):
         side, flag = ("smallest", "--low") if i == 0 else ("largest", "--high")
         raise UsageError(
             f"the best {cfg.search} of the wide grid is the {side} value tried, "
-            f"{shown(values[i])}: the optimum may be outside the grid",
+            f"{format_value(values[i])}: the optimum may be outside the grid",
             f"extend it with {flag} and rerun; finished runs are reused",
         )
-    between = inside(values[i - 1], values[i + 1], cfg.tight, cfg.unit)
+    between = inner_grid(values[i - 1], values[i + 1], cfg.tight, cfg.unit)
     tight = once([x for x in between if not any(math.isclose(x, y, rel_tol=SAME) for y in wide)])
     best = rank({**wide, **tight}, lower_is_better)[: cfg.finalists]
-    return Found(cfg, lower_is_better, wide, tight, tried(best, range(1, 1 + num_seeds)))
+    return SearchResult(cfg, lower_is_better, wide, tight, tried(best, range(1, 1 + num_seeds)))
 
 
-def spaced(low: float, high: float, n: int, unit: int | None = None) -> list[float]:
+def log_grid(low: float, high: float, n: int, unit: int | None = None) -> list[float]:
     """
     Return `n` values from low to high, evenly spaced on a log scale, rounded to `unit` if set.
 
@@ -128,26 +130,26 @@ def spaced(low: float, high: float, n: int, unit: int | None = None) -> list[flo
     """
     if not 0 < low < high or n < 3:
         raise ValueError(f"need n >= 3 and 0 < low < high, got {n} from {low:g} to {high:g}")
-    found = [rounded(low * (high / low) ** (i / (n - 1)), unit) for i in range(n)]
+    found = [round_value(low * (high / low) ** (i / (n - 1)), unit) for i in range(n)]
     if len(set(found)) < n:
         raise ValueError(f"{n} values from {low:g} to {high:g} are not distinct: {found}")
     return found
 
 
-def inside(low: float, high: float, n: int, unit: int | None = None) -> list[float]:
-    """Like `spaced`, without the ends; fewer if values coincide after rounding."""
+def inner_grid(low: float, high: float, n: int, unit: int | None = None) -> list[float]:
+    """Like `log_grid`, without the ends; fewer if values coincide after rounding."""
     values = [low * (high / low) ** (i / (n + 1)) for i in range(1, n + 1)]
-    return sorted({rounded(value, unit) for value in values} - {low, high})
+    return sorted({round_value(value, unit) for value in values} - {low, high})
 
 
-def rounded(value: float, unit: int | None) -> float:
+def round_value(value: float, unit: int | None) -> float:
     """Round a value to `unit`, or to DIGITS significant digits."""
     if unit is not None:
         return max(1, round(value / unit)) * unit
     return float(f"{value:.{DIGITS}g}")
 
 
-def shown(value: float) -> str:
+def format_value(value: float) -> str:
     """Format a value for a flag."""
     return f"{value:.12g}"
 
@@ -156,5 +158,5 @@ def rank(scores: Mapping[float, float], lower_is_better: bool) -> list[float]:
     """Values from best to worst, without broken runs. Raises ValueError if all broke."""
     finite = [value for value in scores if math.isfinite(scores[value])]
     if not finite:
-        raise ValueError(f"every run broke: {', '.join(map(shown, scores))}")
+        raise ValueError(f"every run broke: {', '.join(map(format_value, scores))}")
     return sorted(finite, key=lambda value: scores[value], reverse=not lower_is_better)

@@ -79,7 +79,7 @@ def lower_is_better(metric: str) -> bool:
     return any(word in metric.lower() for word in LOWER_IS_BETTER)
 
 
-def spread(groups: Sequence[Sequence[float]]) -> tuple[float, int]:
+def pooled_spread(groups: Sequence[Sequence[float]]) -> tuple[float, int]:
     """Pooled within-group variance and its degrees of freedom; (NaN, 0) without repeats."""
     df = sum(len(values) - 1 for values in groups)
     if not df:
@@ -97,7 +97,7 @@ def contrasts(
     The squared standard error is the sum of seed variance, s^2 (1/n_arm + 1/n_control) with pooled
     s^2, and paired item variance. Degrees of freedom: Welch-Satterthwaite, rounded down.
     """
-    variance, df = spread([scores.values for scores in arms.values()])
+    variance, df = pooled_spread([scores.values for scores in arms.values()])
     against = arms[control]
     middle = sum(against.values) / len(against.values)
     found = []
@@ -128,10 +128,10 @@ def noise_bar(difference: float, parts: Sequence[tuple[float, int]]) -> tuple[fl
     return student_quantile(df, LEVEL) * se, student_p(difference / se, df)
 
 
-def adjusted(found: Sequence[Contrast]) -> list[Contrast]:
+def holm_correct(found: Sequence[Contrast]) -> list[Contrast]:
     """Return the contrasts with Holm-corrected p values."""
     known = [c for c in found if not math.isnan(c.p)]
-    ps = dict(zip(map(id, known), holm([c.p for c in known]), strict=True))
+    ps = dict(zip(map(id, known), holm_pvalues([c.p for c in known]), strict=True))
     return [replace(c, adjusted_p=ps.get(id(c), math.nan)) for c in found]
 
 
@@ -148,7 +148,7 @@ def agreement(found: Sequence[Contrast], arm: str, metric: str) -> str:
     return "only " + ", ".join(f"{base} {v}" for base, v in verdicts.items() if v != "within noise")
 
 
-def table(
+def comparison_table(
     found: Sequence[Contrast], controls: Mapping[tuple[str, str], Scores], million_tokens: float
 ) -> dict[str, Any]:
     """
@@ -207,7 +207,7 @@ def student_quantile(df: int, p: float = 0.05) -> float:
     return high
 
 
-def holm(ps: Sequence[float]) -> list[float]:
+def holm_pvalues(ps: Sequence[float]) -> list[float]:
     """
     Holm-corrected p values: controls the family-wise error rate at the tested level.
 

@@ -19,8 +19,8 @@ from nanochat import records
 from nanochat.checkpoint import Checkpoint, find_checkpoint, newest_state, stage_folder
 from nanochat.common import UsageError, base_dir, fingerprint, write_json
 from nanochat.lab.ablation import arm_counts, parse_arm
-from nanochat.lab.significance import Contrast, Scores, adjusted, contrasts, table
-from nanochat.lab.sweep import Done, Job, gathered
+from nanochat.lab.significance import Contrast, Scores, comparison_table, contrasts, holm_correct
+from nanochat.lab.sweep import DoneRun, Job, collect_scores
 from nanochat.mixture import (
     MixConfig,
     Part,
@@ -31,7 +31,7 @@ from nanochat.mixture import (
     tags_of,
 )
 from nanochat.tokenizer import Tokenizer
-from tasks.buckets import known as known_parts
+from tasks.buckets import parse_task_mixture as known_parts
 from tasks.buckets import tags as tags_of_part
 
 CONTROL = "control"
@@ -68,7 +68,7 @@ class Arm(NamedTuple):
     flags: tuple[str, ...]
 
 
-Place = tuple[str, str, int]  # base, arm, seed
+RunKey = tuple[str, str, int]  # base, arm, seed
 
 
 def split_arms(spec: str) -> list[str]:
@@ -79,7 +79,7 @@ def split_arms(spec: str) -> list[str]:
     return arms
 
 
-def of_grid(spec: str) -> list[Arm]:
+def from_grid(spec: str) -> list[Arm]:
     """All combinations of flag values, from flag=a,b;flag=c,d; the first is the control."""
     axes = []
     for words in spec.split(";"):
@@ -128,7 +128,7 @@ class Study:
 
     def jobs(
         self, arms: Mapping[str, Sequence[Arm]], seeds: int, arm_seeds: int
-    ) -> dict[Place, Job]:
+    ) -> dict[RunKey, Job]:
         """
         All jobs by (base, arm, seed), arm by arm with the control first, so that an early stop
         leaves complete arms.
@@ -205,7 +205,7 @@ class Study:
                     arm_counts(arm, dict(zip(named, counts, strict=True)), named, floor)
 
     def ablation(
-        self, base: str, control: Sequence[Done], arms: Sequence[str], floor: Mapping[str, float]
+        self, base: str, control: Sequence[DoneRun], arms: Sequence[str], floor: Mapping[str, float]
     ) -> list[Arm]:
         """
         The control and the data ablation arms of a base, with the tokens of every bucket as flags.
@@ -242,7 +242,7 @@ class Study:
 
     # ---- searches ----------------------------------------------------------------------------
 
-    def confirmation(self, run: Done) -> Job:
+    def confirmation(self, run: DoneRun) -> Job:
         """Job that re-evaluates a model on validation rows not used to select it."""
         words = [word for word in run.job.commands[0] if word not in ("--skip_if_done", FIRST_HALF)]
         words = [word.replace("{tag}", run.tag) for word in words]
@@ -286,8 +286,8 @@ def no_control(base: str) -> str:
     return f"all control runs of {base} broke; there is nothing to compare with"
 
 
-def judge(
-    runs: Mapping[Place, Done], million_tokens: float, first: str
+def compare_arms(
+    runs: Mapping[RunKey, DoneRun], million_tokens: float, first: str
 ) -> tuple[list[Contrast], dict[str, Any]]:
     """Compare every arm with the control of its base on every metric, `first` first."""
     whole = {key: run for key, run in runs.items() if not run.is_broken}
@@ -295,21 +295,21 @@ def judge(
         raise ValueError(f"all {len(runs)} runs broke; see the end of their log.txt")
     found: list[Contrast] = []
     controls: dict[tuple[str, str], Scores] = {}
-    for metric in metrics(list(whole.values()), first):
+    for metric in list_metrics(list(whole.values()), first):
         for base in dict.fromkeys(base for base, _, _ in runs):
-            by_arm: dict[str, list[Done]] = {}
+            by_arm: dict[str, list[DoneRun]] = {}
             for (_, arm, _), run in ((p, run) for p, run in whole.items() if p[0] == base):
                 by_arm.setdefault(arm, []).append(run)
             if CONTROL not in by_arm:
                 raise ValueError(no_control(base))
-            arms = {arm: gathered(mine, metric) for arm, mine in by_arm.items()}
+            arms = {arm: collect_scores(mine, metric) for arm, mine in by_arm.items()}
             controls[base, metric] = arms[CONTROL]
             found += contrasts(base, metric, arms, CONTROL)
-    found = adjusted(found)
-    return found, table(found, controls, million_tokens)
+    found = holm_correct(found)
+    return found, comparison_table(found, controls, million_tokens)
 
 
-def metrics(runs: Sequence[Done], first: str) -> list[str]:
+def list_metrics(runs: Sequence[DoneRun], first: str) -> list[str]:
     """Metrics that all runs share: `first`, bits per byte by bucket, and task scores."""
     every = [run.values() for run in runs]
     if not all(first in values for values in every):

@@ -37,7 +37,7 @@ from nanochat.common import (
     UsageError,
     base_dir,
     fingerprint,
-    locked,
+    hold_lock,
     printable,
     read_json,
     sha256_file,
@@ -94,7 +94,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Done:
+class DoneRun:
     """A finished run."""
 
     job: Job
@@ -128,7 +128,7 @@ class Done:
         return []
 
 
-def code_print() -> str:
+def code_fingerprint() -> str:
     """Fingerprint of the Python code that runs use."""
     folders = [REPOSITORY / name for name in ("nanochat", "scripts", "tasks")]
     files = sorted(path for folder in folders for path in folder.rglob("*.py"))
@@ -142,7 +142,7 @@ def sweep_folder() -> Path:
     return base_dir() / "sweeps"
 
 
-def gathered(runs: Sequence[Done], metric: str) -> Scores:
+def collect_scores(runs: Sequence[DoneRun], metric: str) -> Scores:
     """Collect a metric over the seeds of one ablation arm ("arm")."""
     items = [run.items(metric) for run in runs]
     return Scores([run.metric(metric) for run in runs], items if all(items) else ())
@@ -159,7 +159,7 @@ class Sweep:
         self.cfg, self.folder = cfg, sweep_folder() / name
         self.folder.mkdir(parents=True, exist_ok=True)
         self.lock = RunLock(self.folder / ".lock.sweep", own="--name")
-        self.code = code_print()
+        self.code = code_fingerprint()
         self.slots: queue.Queue[dict[str, str]] = queue.Queue()
         for variables in environments(cfg.devices):
             self.slots.put(variables)
@@ -175,7 +175,7 @@ class Sweep:
     def __exit__(self, *error: object) -> None:
         self.lock.release()
 
-    def run_all(self, jobs: Sequence[Job]) -> dict[str, Done]:
+    def run_all(self, jobs: Sequence[Job]) -> dict[str, DoneRun]:
         """
         Run all unfinished jobs; return name -> finished run for every job.
 
@@ -203,7 +203,7 @@ class Sweep:
             )
         return done
 
-    def finished(self, job: Job) -> Done | None:
+    def finished(self, job: Job) -> DoneRun | None:
         """Return the earlier result of a job, or None."""
         own = self.run_folder(job) / DONE
         others: list[Path] = []
@@ -213,14 +213,14 @@ class Sweep:
         for path in [own, *others]:
             found = read_json(path) if path.exists() else {}
             if found and (path == own or found["job"] == job.key("")):
-                return Done(job, path.parent, found["is_broken"])
+                return DoneRun(job, path.parent, found["is_broken"])
         return None
 
     def run_folder(self, job: Job) -> Path:
         """Run folder of a job."""
         return sweep_folder() / "runs" / job.key(self.code)
 
-    def run(self, job: Job, problems: list[str]) -> Done | None:
+    def run(self, job: Job, problems: list[str]) -> DoneRun | None:
         """Run one job in a free slot; on failure, return None and append to `problems`."""
         if self.stop.asked or problems:
             return None
@@ -229,7 +229,7 @@ class Sweep:
                 problems.append(problem)
                 return None
             self.num_running += 1
-        run = Done(job, self.run_folder(job))
+        run = DoneRun(job, self.run_folder(job))
         run.folder.mkdir(parents=True, exist_ok=True)
         variables, status = self.slots.get(), 0
         try:
@@ -248,7 +248,7 @@ class Sweep:
         write_json(run.folder / DONE, note)
         return run
 
-    def call(self, run: Done, words: Sequence[str], variables: Mapping[str, str]) -> int:
+    def call(self, run: DoneRun, words: Sequence[str], variables: Mapping[str, str]) -> int:
         """Run one command in its own process group; forward a stop request to it."""
         filled = [word.replace("{tag}", run.tag) for word in words]
         command = [sys.executable, "-m", *filled, f"--report_dir={run.folder / 'report'}"]
@@ -280,7 +280,7 @@ class Sweep:
             "status": process.returncode,
             "ended": time.strftime("%Y-%m-%d %H:%M:%S"),
         }
-        with locked(self.folder / ".lock", "the ledger"):
+        with hold_lock(self.folder / ".lock", "the ledger"):
             append_line(self.folder / LEDGER, json.dumps(entry))
         return process.returncode
 

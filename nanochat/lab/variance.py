@@ -42,7 +42,7 @@ class Repeats(NamedTuple):
         return math.hypot(self.item_se, self.repeat_se)
 
 
-def repeated(scores: Sequence[Sequence[float]]) -> Repeats:
+def split_error(scores: Sequence[Sequence[float]]) -> Repeats:
     """
     Split the error of `scores[item][repeat]` by one-way analysis of variance.
 
@@ -104,13 +104,13 @@ def measure(task: str, scores: Sequence[Sequence[Sequence[float]]]) -> Variance:
     if len(shapes) != 1:
         raise ValueError(f"{task}: checkpoints differ in items or runs: {sorted(shapes)}")
     ((n, num_runs),) = shapes
-    split = [repeated(items) for items in scores]
+    split = [split_error(items) for items in scores]
     stds = tuple(stdev(fmean(run) for run in zip(*items, strict=True)) for items in scores)
     item_se = math.sqrt(fmean(r.item_se**2 for r in split))
     return Variance(task, n, num_runs, stds, item_se)
 
 
-def table(found: Sequence[Variance], checkpoints: Sequence[str]) -> dict[str, Any]:
+def variance_table(found: Sequence[Variance], checkpoints: Sequence[str]) -> dict[str, Any]:
     """Report table in points of accuracy, noisiest task first."""
     columns = ["Class", "Task", "Items", "Runs", "Std", *checkpoints, "Item SE", "Repeats"]
     rows = [
@@ -124,15 +124,15 @@ def table(found: Sequence[Variance], checkpoints: Sequence[str]) -> dict[str, An
     return {"title": "Evaluation variance (points)", "columns": columns, "rows": rows}
 
 
-def save(found: Sequence[Variance], path: Path | None = None) -> Path:
+def save_variances(found: Sequence[Variance], path: Path | None = None) -> Path:
     """Merge results into the file that `default_repeats` reads; return its path."""
     path = path or base_dir() / FILE_NAME
-    known = load(path) | {v.task: v for v in found}
+    known = load_variances(path) | {v.task: v for v in found}
     write_json(path, {name: asdict(v) for name, v in known.items()})
     return path
 
 
-def load(path: Path | None = None) -> dict[str, Variance]:
+def load_variances(path: Path | None = None) -> dict[str, Variance]:
     """Saved measurements by task; empty if there are none."""
     path = path or base_dir() / FILE_NAME
     return (
@@ -142,5 +142,5 @@ def load(path: Path | None = None) -> dict[str, Variance]:
 
 def default_repeats(task: str, temperature: float) -> int:
     """Default answers per item: as measured; 1 for greedy decoding or unmeasured tasks."""
-    known = load().get(task)
+    known = load_variances().get(task)
     return known.repeats if known and temperature > 0 else 1

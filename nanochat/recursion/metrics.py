@@ -17,7 +17,7 @@ from nanochat.distributed import DistContext
 from nanochat.eval_bpb import Batch, Bpb, bits_per_byte
 from nanochat.evaluators import ValidationLoss
 from nanochat.gpt import config_from
-from nanochat.optim import MuonAdamW, values
+from nanochat.optim import MuonAdamW, grad_values
 from nanochat.recursion.model import RecursiveConfig, RecursiveGPT
 from nanochat.train import Callback
 
@@ -35,7 +35,7 @@ class LoopMetrics(Callback):
         self.model.begin_step(step, self.seed)
 
     def after_backward(self, scale: float) -> dict[str, float]:
-        return step_figures(self.model, self.optimizer, scale)
+        return step_metrics(self.model, self.optimizer, scale)
 
 
 class LoopValidation(ValidationLoss):
@@ -50,8 +50,8 @@ class LoopValidation(ValidationLoss):
         by_loop = bpb_by_loop(self.model, loops, batches, self.token_bytes, self.machine, stopping)
         return {
             "val_bpb": by_loop[-1].value,
-            **loop_figures(self.model.cfg, [bpb.value for bpb in by_loop]),
-            **state_figures(self.model, every(map(self.batches, self.rows.values()))),
+            **loop_metrics(self.model.cfg, [bpb.value for bpb in by_loop]),
+            **state_metrics(self.model, every(map(self.batches, self.rows.values()))),
         }
 
 
@@ -60,7 +60,7 @@ def callbacks(model: RecursiveGPT, optimizer: MuonAdamW, seed: int) -> list[Call
     return [LoopMetrics(model, optimizer, seed)]
 
 
-def step_figures(model: RecursiveGPT, optimizer: MuonAdamW, scale: float) -> dict[str, float]:
+def step_metrics(model: RecursiveGPT, optimizer: MuonAdamW, scale: float) -> dict[str, float]:
     """
     Return the loss of each supervised loop and the total loss, in nats per token over all ranks,
     and gradient norms by model part, times `scale`. Every rank must call this, after gradients are
@@ -85,7 +85,7 @@ def gradient_norms(cfg: RecursiveConfig, optimizer: MuonAdamW) -> dict[str, floa
     squares = dict.fromkeys(sorted(set(parts.values())), 0.0)
     for group in optimizer.groups:
         assert group.grad is not None, "call reduce_gradients first"
-        rows = group.grad.flatten(1) if group.stacked else values(group.grad).flatten()[None]
+        rows = group.grad.flatten(1) if group.stacked else grad_values(group.grad).flatten()[None]
         first = machine.rank * len(rows) if group.sharded and group.stacked else 0
         mine = group.sharded or machine.is_main  # replicated gradients count once
         sums = rows.square().sum(1).tolist()
@@ -120,7 +120,7 @@ def bpb_by_loop(
     return bits_per_byte(score, batches, token_bytes, machine, stopping, len(loops))
 
 
-def loop_figures(cfg: RecursiveConfig, bpb: Sequence[float]) -> dict[str, float]:
+def loop_metrics(cfg: RecursiveConfig, bpb: Sequence[float]) -> dict[str, float]:
     """
     Return metrics from the bits per byte after 1, 2, ... loops: the values, whether no loop is
     worse than the previous one (1 or 0), and the improvement from first to last in percent.
@@ -130,12 +130,12 @@ def loop_figures(cfg: RecursiveConfig, bpb: Sequence[float]) -> dict[str, float]
     trained = bpb[: cfg.n_loops]
     return {
         **{f"bpb_loop_{k}": value for k, value in enumerate(bpb, start=1)},
-        "loops_in_order": float(in_order(trained)),
+        "loops_in_order": float(is_monotonic(trained)),
         "refinement_percent": refinement(trained),
     }
 
 
-def in_order(bpb: Sequence[float]) -> bool:
+def is_monotonic(bpb: Sequence[float]) -> bool:
     """Whether no loop is worse than the previous one."""
     return all(after <= before for before, after in pairwise(bpb))
 
@@ -145,7 +145,7 @@ def refinement(bpb: Sequence[float]) -> float:
     return 100 * (bpb[0] - bpb[-1]) / bpb[0]
 
 
-def state_figures(model: RecursiveGPT, batches: Iterable[Batch]) -> dict[str, float]:
+def state_metrics(model: RecursiveGPT, batches: Iterable[Batch]) -> dict[str, float]:
     """State RMS after each loop and its cosine to the previous state, on the first batch."""
     first = next(iter(batches), None)
     if first is None:  # rank without validation data

@@ -10,15 +10,15 @@ import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from nanochat.recursion.metrics import in_order
+from nanochat.recursion.metrics import is_monotonic
 from nanochat.stats import NOISE
 
-ALIKE = 0.05  # relative tolerance of equal cost
-FEWER = 0.8  # ratio of parameters that counts as clearly fewer
-SANDBAG = 0.02  # bpb by which the first loop may be worse than a plain model of the same layers
+COST_TOLERANCE = 0.05  # relative tolerance of equal cost
+FEWER_PARAMS_RATIO = 0.8  # ratio of parameters that counts as clearly fewer
+SLACK = 0.02  # bpb by which the first loop may be worse than a plain model of the same layers
 
 
-class Arm(NamedTuple):
+class LoopArm(NamedTuple):
     """Ablation arm: runs of one recipe with different seeds."""
 
     name: str
@@ -59,43 +59,43 @@ class Criterion(NamedTuple):
         return f"{words[self.met]} ({self.why})"
 
 
-def alike(one: float, other: float) -> bool:
+def is_close(one: float, other: float) -> bool:
     """Whether two values count as equal."""
-    return abs(one - other) <= ALIKE * other
+    return abs(one - other) <= COST_TOLERANCE * other
 
 
-def apart(arm: Arm, recursive: Arm) -> str:
+def show_gap(arm: LoopArm, recursive: LoopArm) -> str:
     """Format the bpb difference to the recursive arm and the costs that are equal."""
     costs = ("params", "tokens", "flops")
-    same = [cost for cost in costs if alike(getattr(arm, cost), getattr(recursive, cost))]
+    same = [cost for cost in costs if is_close(getattr(arm, cost), getattr(recursive, cost))]
     return f"{arm.mean - recursive.mean:+.4f} (equal {', '.join(same) or 'nothing'})"
 
 
-def spread(one: Arm, other: Arm) -> float | None:
+def seed_spread(one: LoopArm, other: LoopArm) -> float | None:
     """Larger standard deviation of two arms; None unless both have several seeds."""
     return None if one.sd is None or other.sd is None else max(one.sd, other.sd)
 
 
-def twin(recursive: Arm, plain: Sequence[Arm]) -> Arm | None:
+def find_same_layers_arm(recursive: LoopArm, plain: Sequence[LoopArm]) -> LoopArm | None:
     """Return the plain arm with the same layers, applied once, and equal tokens."""
     once = (recursive.n_layer, recursive.d_model, recursive.n_layer)
     same = (arm for arm in plain if (arm.n_layer, arm.d_model, arm.visits) == once)
-    return next((arm for arm in same if alike(arm.tokens, recursive.tokens)), None)
+    return next((arm for arm in same if is_close(arm.tokens, recursive.tokens)), None)
 
 
-def pays(recursive: Arm, plain: Sequence[Arm]) -> Criterion:
+def check_equal_flops(recursive: LoopArm, plain: Sequence[LoopArm]) -> Criterion:
     """
     Criterion: better than every plain arm of equal FLOPs, or as good as the best with clearly fewer
     parameters and better than arms of similar size.
     """
     name = "Pays at equal FLOPs"
-    rivals = [arm for arm in plain if alike(arm.flops, recursive.flops)]
+    rivals = [arm for arm in plain if is_close(arm.flops, recursive.flops)]
     if not rivals:
         return Criterion(name, None, "no plain run with equal FLOPs was given")
     best = min(rivals, key=lambda arm: arm.mean)
-    difference, sd = recursive.mean - best.mean, spread(recursive, best)
+    difference, sd = recursive.mean - best.mean, seed_spread(recursive, best)
     detail = f"{difference:+.4f} bpb against {best.name}"
-    larger = [arm for arm in rivals if recursive.params <= FEWER * arm.params]
+    larger = [arm for arm in rivals if recursive.params <= FEWER_PARAMS_RATIO * arm.params]
     if sd is None:
         hopeless = difference >= 0 and best not in larger
         return Criterion(name, False if hopeless else None, f"{detail}; one seed has no spread")
@@ -109,37 +109,37 @@ def pays(recursive: Arm, plain: Sequence[Arm]) -> Criterion:
     return Criterion(name, False, detail)
 
 
-def better(one: Arm, other: Arm) -> bool:
+def better(one: LoopArm, other: LoopArm) -> bool:
     """Whether an arm is better by more than NOISE standard deviations over seeds."""
-    sd = spread(one, other)
+    sd = seed_spread(one, other)
     return sd is not None and one.mean - other.mean < -NOISE * sd
 
 
-def not_held_back(
-    recursive: Arm, first_loop: Sequence[float], plain: Sequence[Arm], trained: bool
+def check_first_loop(
+    recursive: LoopArm, first_loop: Sequence[float], plain: Sequence[LoopArm], trained: bool
 ) -> Criterion:
     """
     Criterion: the first loop, if `trained`, is no worse than the same layers applied once;
     otherwise the last loop only looks better.
     """
-    name, other = "First loop not held back", twin(recursive, plain)
+    name, other = "First loop not held back", find_same_layers_arm(recursive, plain)
     if not trained:
         return Criterion(name, None, "the first loop has no training loss")
     if other is None:
         return Criterion(name, None, "no plain run with the same layers and tokens was given")
     difference = statistics.mean(first_loop) - other.mean
-    detail = f"{difference:+.4f} bpb against {other.name}, at most {SANDBAG:+.2f} allowed"
-    return Criterion(name, difference <= SANDBAG, detail)
+    detail = f"{difference:+.4f} bpb against {other.name}, at most {SLACK:+.2f} allowed"
+    return Criterion(name, difference <= SLACK, detail)
 
 
-def ordered(by_loop: Sequence[Sequence[float]]) -> Criterion:
+def check_loop_order(by_loop: Sequence[Sequence[float]]) -> Criterion:
     """Criterion: no loop is worse than the previous one; by_loop[k][s] is loop k + 1 of seed s."""
     means = [statistics.mean(loop) for loop in by_loop]
     detail = ", ".join(f"{m:.5f}" for m in means)
-    return Criterion("Each loop at least as good as the one before", in_order(means), detail)
+    return Criterion("Each loop at least as good as the one before", is_monotonic(means), detail)
 
 
-def healthy(norms: Sequence[float], bad_steps: int) -> Criterion:
+def check_gradients_finite(norms: Sequence[float], bad_steps: int) -> Criterion:
     """Criterion: every gradient was finite. `norms` covers all steps of all seeds."""
     if not norms:
         return Criterion("Gradients finite", None, "no step was logged")
@@ -147,7 +147,7 @@ def healthy(norms: Sequence[float], bad_steps: int) -> Criterion:
     return Criterion("Gradients finite", bad_steps == 0, detail)
 
 
-def falling(losses: Sequence[Sequence[float]]) -> Criterion:
+def check_loss_falling(losses: Sequence[Sequence[float]]) -> Criterion:
     """Criterion: the loss of every seed is lower in the last tenth of steps than in the first."""
     if not all(losses):
         return Criterion("Loss falling", None, "no step was logged")

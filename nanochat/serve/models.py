@@ -14,7 +14,7 @@ from nanochat.checkpoint import FOLDERS, load_model, parse_checkpoint_ref, stage
 from nanochat.common import printable
 from nanochat.distributed import DistContext
 from nanochat.engine import Engine, Sampling, Tool
-from nanochat.gpt import for_inference
+from nanochat.gpt import inference_copy
 from nanochat.hardware import free_memory_bytes
 from nanochat.serve.openai_api import ApiError
 from nanochat.tokenizer import Tokenizer
@@ -97,7 +97,7 @@ class ModelLibrary:
         """Load a checkpoint and warm up its engine. Raises if the checkpoint is damaged."""
         checkpoint = parse_checkpoint_ref(name)
         tokenizer = Tokenizer.read(checkpoint.folder / "tokenizer.json")
-        model = for_inference(load_model(checkpoint, self.machine))
+        model = inference_copy(load_model(checkpoint, self.machine))
         free = int(CACHE_SHARE * free_memory_bytes(self.machine.device))
         slots = self.slots or max(1, min(MAX_SLOTS, free // model.new_cache(1).nbytes))
         engine = Engine(model, tokenizer, slots, tool=self.tool, compiled=self.compiled)

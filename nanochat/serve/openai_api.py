@@ -84,7 +84,7 @@ class ApiError(Exception):
         param: str | None = None,
         headers: Mapping[str, str] | None = None,
     ):
-        message, param = encodable(message), encodable(param) if param else None
+        message, param = escape_text(message), escape_text(param) if param else None
         super().__init__(message)
         self.status, self.headers = status, dict(headers or {})
         self.body = error_body(status, message, code, param)
@@ -99,7 +99,7 @@ def error_body(
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def encodable(text: str) -> str:
+def escape_text(text: str) -> str:
     """Escape lone surrogates and truncate; the text may quote a request."""
     return text.encode("utf-8", "backslashreplace").decode()[:1000]
 
@@ -132,12 +132,12 @@ def read_request(kind: type[R], body: bytes) -> R:
         raise ApiError(400, f"the request body must be a JSON object, not {json_type(value)}")
     try:
         neutral = {**kind.neutral, "best_of": [1, value.get("n")]}  # all n are returned
-        return kind.model_validate(without_neutral(value, "", IGNORED, neutral))
+        return kind.model_validate(drop_neutral_fields(value, "", IGNORED, neutral))
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
         where = ".".join(str(part) for part in first["loc"])
         if first["type"] == "extra_forbidden":
-            raise unrecognized(where) from error
+            raise unknown_field_error(where) from error
         raise invalid(where, first["msg"].removeprefix("Value error, ")) from error
 
 
@@ -145,7 +145,7 @@ def reject_constant(name: str) -> None:
     raise ValueError(f"{name} is not a JSON number")
 
 
-def unrecognized(where: str) -> ApiError:
+def unknown_field_error(where: str) -> ApiError:
     return ApiError(400, f"Unrecognized request argument supplied: {where}", param=where)
 
 
@@ -155,7 +155,7 @@ def json_type(value: Any) -> str:
     return "null" if value is None else names.get(type(value), "a number")
 
 
-def without_neutral(
+def drop_neutral_fields(
     value: Mapping[str, Any],
     where: str,
     ignored: set[str],
@@ -173,16 +173,16 @@ def without_neutral(
             continue
         if name not in neutral:
             kept[name] = given
-        elif given not in neutral[name] and not leaves_tools(name, given):
+        elif given not in neutral[name] and not allows_no_tool_call(name, given):
             path = f"{where}.{name}" if where else name
             calls = "tool" in name or "function" in name
             raise invalid(path, NO_FUNCTIONS if calls else "not supported; omit this field")
     if known is not None and (unknown := kept.keys() - set(known)):
-        raise unrecognized(f"{where}.{min(unknown)}")
+        raise unknown_field_error(f"{where}.{min(unknown)}")
     return kept
 
 
-def leaves_tools(name: str, given: Any) -> bool:
+def allows_no_tool_call(name: str, given: Any) -> bool:
     """Whether a tool_choice only restricts the tools and requires no call."""
     if name != "tool_choice" or not isinstance(given, dict):
         return False
@@ -212,7 +212,7 @@ def read_message(message: Any, where: str) -> dict[str, Any]:
     if not isinstance(role, str) or role not in ROLES:
         raise invalid(f"{where}.role", f"must be one of {', '.join(ROLES)}, not {role!r:.80}")
     known = ("role", "content", "parts") if role == "assistant" else ("role", "content")
-    kept = without_neutral(message, where, IGNORED_IN_MESSAGES, NEUTRAL_IN_MESSAGES, known)
+    kept = drop_neutral_fields(message, where, IGNORED_IN_MESSAGES, NEUTRAL_IN_MESSAGES, known)
     name = "parts" if "parts" in kept else "content"
     content = kept.get(name, "" if role == "assistant" else None)
     if isinstance(content, list):
@@ -235,7 +235,7 @@ def read_parts(parts: Sequence[Any], role: str, where: str) -> list[dict[str, st
         kind, only = part.get("type"), ", ".join(kinds)
         if kind not in kinds:
             raise invalid(at, f"parts of type {kind!r:.80} are not supported; use {only}")
-        kept = without_neutral(part, at, IGNORED_IN_PARTS, {}, ("type", "text"))
+        kept = drop_neutral_fields(part, at, IGNORED_IN_PARTS, {}, ("type", "text"))
         if not isinstance(kept.get("text"), str):
             raise invalid(f"{at}.text", f"must be a string, not {json_type(kept.get('text'))}")
         found.append(kept)
@@ -284,7 +284,7 @@ class StreamOptions(Strict):
     @classmethod
     def drop_null(cls, value: Any) -> Any:
         is_object = isinstance(value, dict)
-        return without_neutral(value, "stream_options", set(), {}) if is_object else value
+        return drop_neutral_fields(value, "stream_options", set(), {}) if is_object else value
 
 
 class Generation(Strict):
@@ -440,19 +440,19 @@ class Writer:
 
     def opening(self, index: int) -> dict[str, Any]:
         """Return the choice for the first chunk of a chat completion."""
-        return choice(index, None, None, delta={"role": "assistant", "content": ""})
+        return read_choice(index, None, None, delta={"role": "assistant", "content": ""})
 
     def chunk(self, delta: Delta) -> dict[str, Any]:
         """Format a delta as a chunk's choice; tool calls are in `parts`, not in `content`."""
         logprobs = self.logprobs(delta.tokens) if self.has_logprobs and delta.tokens else None
         if self.kind == "text":
-            return choice(delta.index, logprobs, delta.finish, text=delta.text)
+            return read_choice(delta.index, logprobs, delta.finish, text=delta.text)
         found: dict[str, Any] = {}
         if delta.text and delta.kind == "text":
             found["content"] = delta.text
         if delta.text and (parts := self.new_parts(delta)):
             found["parts"] = parts
-        return choice(delta.index, logprobs, delta.finish, delta=found)
+        return read_choice(delta.index, logprobs, delta.finish, delta=found)
 
     def new_parts(self, delta: Delta) -> list[dict[str, Any]]:
         """
@@ -477,12 +477,12 @@ class Writer:
         logprobs = self.logprobs(tokens) if self.has_logprobs else None
         text = "".join(delta.text for delta in deltas if delta.kind == "text")
         if self.kind == "text":
-            return choice(last.index, logprobs, last.finish, text=text)
+            return read_choice(last.index, logprobs, last.finish, text=text)
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         parts = [{"type": delta.kind, "text": delta.text} for delta in deltas if delta.text]
         if any(part["type"] != "text" for part in parts):
             message["parts"] = parts
-        return choice(last.index, logprobs, last.finish, message=message)
+        return read_choice(last.index, logprobs, last.finish, message=message)
 
     # ---- log-probabilities -------------------------------------------------------------------
 
@@ -498,7 +498,7 @@ class Writer:
             return {"content": content, "refusal": None}
         return {
             "tokens": [self.name(one.token) for one in known],
-            "token_logprobs": [finite(one.logprob) for one in known],
+            "token_logprobs": [clamp_logprob(one.logprob) for one in known],
             "top_logprobs": [self.top(one) for one in known],
             "text_offset": [token.start for token in tokens],
         }
@@ -506,7 +506,7 @@ class Writer:
     def entry(self, token: int, logprob: float | None) -> dict[str, Any]:
         data = self.tokenizer.decode_bytes([token])
         text = data.decode("utf-8", "replace")
-        return {"token": text, "logprob": finite(logprob), "bytes": list(data)}
+        return {"token": text, "logprob": clamp_logprob(logprob), "bytes": list(data)}
 
     def name(self, token: int) -> str:
         """Text of a token, or its escaped bytes (OpenAI's format) if it is not valid UTF-8."""
@@ -521,10 +521,10 @@ class Writer:
         if one.logprob is None:
             return None
         pairs = [*one.top, (one.token, one.logprob)]
-        return {self.name(token): finite(logprob) for token, logprob in pairs}
+        return {self.name(token): clamp_logprob(logprob) for token, logprob in pairs}
 
 
-def choice(
+def read_choice(
     index: int, logprobs: dict[str, Any] | None, finish: FinishReason | None, **content: Any
 ) -> dict[str, Any]:
     return {"index": index, **content, "logprobs": logprobs, "finish_reason": finish}
@@ -536,5 +536,5 @@ def model_entry(name: str, created: int) -> dict[str, Any]:
     return {**owned, "stage": name.partition(":")[0]}
 
 
-def finite(logprob: float | None) -> float | None:
+def clamp_logprob(logprob: float | None) -> float | None:
     return None if logprob is None else max(logprob, LEAST_LOGPROB)

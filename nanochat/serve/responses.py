@@ -44,7 +44,7 @@ async def respond(
         done()
     if deltas is None:
         return Response(status_code=CLIENT_LEFT)
-    joined = join(deltas)
+    joined = join_chunks(deltas)
     choices = [writer.whole([d for d in joined if d.index == i]) for i in range(reply.total)]
     return JSONResponse(writer.envelope(choices, reply.usage))
 
@@ -96,7 +96,7 @@ async def events(reply: Reply, writer: Writer, options: StreamOptions) -> AsyncI
         yield "".join(chunk([writer.opening(i)]) for i in range(reply.total))
     try:
         while reply.unfinished:
-            deltas = join(await reply.news(HEARTBEAT_SECONDS))
+            deltas = join_chunks(await reply.news(HEARTBEAT_SECONDS))
             chunks = [chunk([writer.chunk(delta)]) for delta in deltas]
             yield "".join(chunks) or ": keep-alive\n\n"
         if options.include_usage:
@@ -111,7 +111,7 @@ def event(data: Any) -> str:
     return f"data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
 
-def join(deltas: Sequence[Delta]) -> list[Delta]:
+def join_chunks(deltas: Sequence[Delta]) -> list[Delta]:
     """Merge consecutive deltas of the same completion and kind."""
     found: list[Delta] = []
     for delta in sorted(deltas, key=lambda d: d.index):  # stable: keeps each one's order

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from nanochat.engine import PATIENCE_SECONDS, Completion, Engine, Sampling
+from nanochat.engine import TOOL_WAIT_SECONDS, Completion, Engine, Sampling
 from nanochat.serve.openai_api import ApiError, Delta, FinishReason, TokenInfo, TokenLogprob
 from nanochat.serve.transcript import Transcript
 from nanochat.tokenizer import Tokenizer
@@ -49,7 +49,7 @@ class StopFinder:
         if begins is not None:
             self.found = True
             return text[:begins]
-        open_end = max((overlap(text, stop) for stop in self.stops), default=0)
+        open_end = max((prefix_overlap(text, stop) for stop in self.stops), default=0)
         shown = len(text) - open_end
         self.held = text[shown:]
         return text[:shown]
@@ -60,7 +60,7 @@ class StopFinder:
         return held
 
 
-def overlap(text: str, stop: str) -> int:
+def prefix_overlap(text: str, stop: str) -> int:
     """Length of the longest suffix of `text` that is a proper prefix of `stop`."""
     longest = min(len(text), len(stop) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
@@ -312,9 +312,9 @@ class Worker:
         reply = Reply(requests)
         with self.wake:
             if self.deadline is not None:
-                raise shutting_down("the server is shutting down")
+                raise shutdown_error("the server is shutting down")
             if self.ended:
-                raise shutting_down("the generation thread crashed; restart the server")
+                raise shutdown_error("the generation thread crashed; restart the server")
             load = self.load[engine]
             if load + reply.total > engine.slots + self.max_waiting:
                 seconds = max(1, round(self.seconds * (1 + load / engine.slots)))
@@ -391,11 +391,11 @@ class Worker:
             for act in todo:
                 act()
             if self.deadline is not None and time.monotonic() > self.deadline:
-                self.fail(list(self.owners), shutting_down("the server shut down"))
+                self.fail(list(self.owners), shutdown_error("the server shut down"))
             engines = {engine for engine, _, _ in self.owners.values()}
             idle = not any(engine.active or engine.waiting for engine in engines)
             for engine in engines:
-                self.step(engine, PATIENCE_SECONDS if idle else 0)
+                self.step(engine, TOOL_WAIT_SECONDS if idle else 0)
 
     def begin(self, engine: Engine, reply: Reply) -> None:
         """Submit the requests of a reply to their engine."""
@@ -466,5 +466,5 @@ def cancel_all(engine: Engine) -> None:
     engine.cache.lengths = [0] * engine.slots
 
 
-def shutting_down(message: str) -> ApiError:
+def shutdown_error(message: str) -> ApiError:
     return ApiError(503, message, "shutting_down")

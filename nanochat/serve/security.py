@@ -215,6 +215,6 @@ class TimeoutProtocol(H11Protocol):
         self.send_timeout.cancel()
 
 
-def protocol(cfg: SecurityConfig) -> type[TimeoutProtocol]:
+def make_protocol(cfg: SecurityConfig) -> type[TimeoutProtocol]:
     """Return a TimeoutProtocol subclass with these settings."""
     return type("TimeoutProtocol", (TimeoutProtocol,), {"cfg": cfg})

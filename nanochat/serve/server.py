@@ -34,7 +34,7 @@ from nanochat.serve.openai_api import (
     read_request,
 )
 from nanochat.serve.responses import respond
-from nanochat.serve.security import SecurityConfig, SecurityMiddleware, protocol
+from nanochat.serve.security import SecurityConfig, SecurityMiddleware, make_protocol
 
 PAGE = Path(__file__).with_name("page")
 PAGE_TYPES = {
@@ -218,7 +218,7 @@ class Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
-                http=protocol(cfg.security),
+                http=make_protocol(cfg.security),
                 ws="none",
                 lifespan="on",
                 log_level="warning",
@@ -250,7 +250,7 @@ def listen(cfg: ServerConfig) -> socket.socket:
     return found
 
 
-def url_of(bound: socket.socket) -> str:
+def server_url(bound: socket.socket) -> str:
     """URL of the server for a browser on this machine."""
     host, port = map(str, bound.getsockname()[:2])
     if host in ("0.0.0.0", "::"):

@@ -10,7 +10,7 @@ import codecs
 from collections.abc import Sequence
 from itertools import accumulate
 
-from nanochat.chat_format import PARTS, Message, render_prompt, render_turn, turns
+from nanochat.chat_format import PARTS, Message, merge_turns, render_prompt, render_turn
 from nanochat.tokenizer import Tokenizer
 
 
@@ -22,9 +22,9 @@ def render_fitting(tokenizer: Tokenizer, messages: Sequence[Message], max_tokens
     Leading system messages and the last user turn are always kept. Raises ValueError for messages
     that cannot be rendered.
     """
-    turns(messages)  # raises with message numbers
+    merge_turns(messages)  # raises with message numbers
     num_opening = next((i for i, m in enumerate(messages) if m["role"] != "system"), 0)
-    opening, spoken = messages[:num_opening], turns(messages[num_opening:])
+    opening, spoken = messages[:num_opening], merge_turns(messages[num_opening:])
 
     def prompt(first: int) -> list[int]:
         kept = [{"role": turn.speaker, "content": turn.parts} for turn in spoken[first:]]

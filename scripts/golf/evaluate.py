@@ -57,7 +57,7 @@ class GolfEval:
     kernels: KernelConfig = field(default_factory=KernelConfig)
 
 
-class Scored(NamedTuple):
+class ScoredArtifact(NamedTuple):
     """One artifact and its scores."""
 
     path: Path
@@ -79,19 +79,19 @@ def main(cfg: GolfEval) -> None:
             f"no artifact found in {base_dir() / 'export'}",
             "python -m scripts.export --source=base --format=artifact",
         )
-    scored = [score(cfg, path.expanduser(), machine) for path in paths]
+    scored = [score_artifact(cfg, path.expanduser(), machine) for path in paths]
     require_one_recipe(scored)
     if machine.is_main:
         with machine.working("writing the report"):
-            write_section(cfg, machine, scored, started)
+            write_scores(cfg, machine, scored, started)
     machine.close()
 
 
-def score(cfg: GolfEval, path: Path, machine: DistContext) -> Scored:
+def score_artifact(cfg: GolfEval, path: Path, machine: DistContext) -> ScoredArtifact:
     """Score an artifact, then the source checkpoint in the same model."""
     artifact = read_artifact(path)
     model = artifact.build(machine)
-    parent = parent_of(artifact, machine)
+    parent = find_source_checkpoint(artifact, machine)
     recorded = (parent.state["source"] or None) if parent else None
     source = open_source(cfg.data, recorded, ensure_written)
     texts = list(source.texts(source.val_shard, cfg.max_documents))
@@ -118,10 +118,10 @@ def score(cfg: GolfEval, path: Path, machine: DistContext) -> Scored:
         gap = plain.value - baseline.value
         parts.append(f"before {baseline.value:.5f}, gap {gap:+.5f}")
     machine.print0(", ".join(parts))
-    return Scored(path, artifact, parent, baseline, plain, sliding)
+    return ScoredArtifact(path, artifact, parent, baseline, plain, sliding)
 
 
-def require_one_recipe(scored: list[Scored]) -> None:
+def require_one_recipe(scored: list[ScoredArtifact]) -> None:
     """Raise ValueError if artifacts differ in validation text or shape."""
     first = scored[0]
     for s in scored[1:]:
@@ -132,7 +132,7 @@ def require_one_recipe(scored: list[Scored]) -> None:
             )
 
 
-def parent_of(artifact: Artifact, machine: DistContext) -> Checkpoint | None:
+def find_source_checkpoint(artifact: Artifact, machine: DistContext) -> Checkpoint | None:
     """Return the source checkpoint of an artifact; None if it is missing or has changed."""
     origin = artifact.origin
     try:
@@ -145,8 +145,8 @@ def parent_of(artifact: Artifact, machine: DistContext) -> Checkpoint | None:
     return found if found.fingerprint == origin["checkpoint"] else None
 
 
-def write_section(
-    cfg: GolfEval, machine: DistContext, scored: list[Scored], started: float
+def write_scores(
+    cfg: GolfEval, machine: DistContext, scored: list[ScoredArtifact], started: float
 ) -> None:
     """Write the record and update the report."""
     plain = np.array([s.plain.value for s in scored])
@@ -173,15 +173,15 @@ def write_section(
         "Within the limit": total <= cfg.limit_bytes,
         "Bytes scored": scored[0].plain.bytes,
         "Tokens scored": scored[0].plain.tokens,
-        **{s.path.stem: describe(s) for s in scored},
+        **{s.path.stem: format_scores(s) for s in scored},
     }
     origin = scored[0].artifact.origin
     inputs = {s.path.name: sha256_file(s.path)[:16] for s in scored}
     provenance = records.Provenance(origin["run_id"], origin["seed"], inputs)
-    report.write_section(SECTION, cfg, values, provenance, records.Cost.since(started, machine))
+    report.append_section(SECTION, cfg, values, provenance, records.Cost.since(started, machine))
 
 
-def describe(s: Scored) -> str:
+def format_scores(s: ScoredArtifact) -> str:
     """Return a one-line summary of an artifact."""
     parts = [f"seed {s.artifact.origin['seed']}"]
     seconds = s.parent.state.get("progress", {}).get("clock_seconds") if s.parent else None

@@ -30,7 +30,7 @@ class Compare:
     """Folder of records. Default: report/ under the base directory."""
 
 
-class Scored(NamedTuple):
+class ScoredRun(NamedTuple):
     """Recorded scores of a model."""
 
     name: str
@@ -44,7 +44,7 @@ def main(cfg: Compare) -> None:
     started = time.perf_counter()
     if cfg.before == cfg.after:
         raise ValueError(f"{cfg.before} and {cfg.after} are the same; set --before and --after")
-    sides = [find(name, cfg.report_dir) for name in (cfg.before, cfg.after)]
+    sides = [find_runs(name, cfg.report_dir) for name in (cfg.before, cfg.after)]
     before, after = sides
     names = [name for name in before.values if name in after.values]
     if not names:
@@ -54,7 +54,7 @@ def main(cfg: Compare) -> None:
         )
     metrics = {name: {side.name: side.values[name] for side in sides} for name in names}
     items = {side.name: side.items for side in sides}
-    table = report.differences(metrics, items, [before.name, after.name])
+    table = report.diff_results(metrics, items, [before.name, after.name])
     for row in [table["columns"], *table["rows"]]:
         print("  ".join(f"{printable(cell):<24}" for cell in row[:1] + row[2:]))
     verdicts = {row[0]: f"{row[2]} ({row[4]})" for row in table["rows"]}
@@ -62,10 +62,10 @@ def main(cfg: Compare) -> None:
     provenance = records.Provenance(after.run_id, 0, inputs)
     cost = records.Cost(time.perf_counter() - started)
     section, table["title"] = f"Comparison of {before.name} and {after.name}", None
-    report.write_section(section, cfg, verdicts, provenance, cost, tables=[table])
+    report.append_section(section, cfg, verdicts, provenance, cost, tables=[table])
 
 
-def find(name: str, report_dir: str | None) -> Scored:
+def find_runs(name: str, report_dir: str | None) -> ScoredRun:
     """
     Return the newest recorded value of every metric of a model.
 
@@ -97,7 +97,7 @@ def find(name: str, report_dir: str | None) -> Scored:
     if not values:
         raise MissingInput(f"no recorded scores of {name}", maker)
     named = {report.metric_name(key): value for key, value in values.items()}
-    return Scored(name, fingerprint, named, items, run_id)
+    return ScoredRun(name, fingerprint, named, items, run_id)
 
 
 def is_score(key: str, value: Any, record: Mapping[str, Any]) -> bool:

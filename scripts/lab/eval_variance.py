@@ -60,26 +60,26 @@ def main(cfg: EvalVariance) -> None:
         who = {"checkpoint": cfg.checkpoints, "section": SECTION}
         require_access([task.name for task in tasks], cfg.final, who)
     machine.barrier()
-    scores = [answers(cfg, model, tasks, machine) for model in models]
+    scores = [sample_answers(cfg, model, tasks, machine) for model in models]
     found = [
         variance.measure(task.name, [by_task[task.name] for by_task in scores]) for task in tasks
     ]
-    table = variance.table(found, names)
+    table = variance.variance_table(found, names)
     for row in [table["columns"], *table["rows"]]:
         machine.print0("  ".join(f"{cell!s:>14}" for cell in row))
     if machine.is_main:
-        machine.print0(f"wrote {variance.save(found)}")
+        machine.print0(f"wrote {variance.save_variances(found)}")
         with machine.working("writing the report"):
             values = {v.task: f"{100 * v.std:.2f} points, {v.label}" for v in found}
             run_id = models[0].state["provenance"]["run_id"]
             inputs = {model.state["stage"]: model.fingerprint for model in models}
             provenance = records.Provenance(run_id, cfg.seed, inputs)
             cost = records.Cost.since(started, machine)
-            report.write_section(SECTION, cfg, values, provenance, cost, tables=[table])
+            report.append_section(SECTION, cfg, values, provenance, cost, tables=[table])
     machine.close()
 
 
-def answers(
+def sample_answers(
     cfg: EvalVariance, checkpoint: Checkpoint, tasks: list[Task], machine: DistContext
 ) -> dict[str, list[list[float]]]:
     """Return scores[item][run] by task name."""

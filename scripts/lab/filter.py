@@ -21,13 +21,13 @@ from pathlib import Path
 from nanochat import records, report
 from nanochat.common import fingerprint, printable, sha256_file, write_atomic
 from nanochat.config import start
-from nanochat.dataset import json_lines
+from nanochat.dataset import read_json_lines
 from nanochat.mixture import parse_mixture, read_mixture
 from nanochat.tokenizer import Tokenizer
-from tasks.base import flaw
+from tasks.base import find_flaw
 from tasks.buckets import Bucket, buckets
-from tasks.filters import Row, apply, parse
-from tasks.registry import eval_task, every_benchmark
+from tasks.filters import FilterRow, apply_filters, parse_all
+from tasks.registry import eval_task, list_benchmarks
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,9 @@ def main(cfg: Filter) -> None:
     started = time.perf_counter()
     if not cfg.out:
         raise ValueError("--out is required: the file to write")
-    benchmarks = every_benchmark() if "no_overlap" in cfg.filters else []
-    rules = parse(cfg.filters, length_in(cfg.tokenizer_tag), [eval_task(b) for b in benchmarks])
-    found = apply(read_rows(cfg), rules)
+    benchmarks = list_benchmarks() if "no_overlap" in cfg.filters else []
+    rules = parse_all(cfg.filters, length_in(cfg.tokenizer_tag), [eval_task(b) for b in benchmarks])
+    found = apply_filters(read_rows(cfg), rules)
     if not found.rows:
         raise ValueError(f"the filters {cfg.filters} drop all of {cfg.bucket or cfg.rows}")
     out = Path(cfg.out).expanduser()
@@ -73,7 +73,7 @@ def main(cfg: Filter) -> None:
         source = fingerprint(open_bucket(cfg).train.identity)
     provenance = records.Provenance(records.new_run_id(), 0, {"before": source})
     cost, section = records.Cost(time.perf_counter() - started), f"Filters {out.stem}"
-    report.write_section(section, cfg, values, provenance, cost, tables=[table])
+    report.append_section(section, cfg, values, provenance, cost, tables=[table])
 
 
 def length_in(tag: str) -> Callable[[str], int]:
@@ -96,13 +96,13 @@ def open_bucket(cfg: Filter) -> Bucket:
     return bucket
 
 
-def read_rows(cfg: Filter) -> Iterator[Row]:
+def read_rows(cfg: Filter) -> Iterator[FilterRow]:
     """Yield the rows to filter. Raises ValueError for a line that is not a conversation."""
     if cfg.bucket:
         yield from ({"messages": conversation} for conversation in open_bucket(cfg).train)
         return
-    for number, line in json_lines(Path(cfg.rows).expanduser()):
-        problem = flaw(line.get("messages")) if isinstance(line, dict) else "not an object"
+    for number, line in read_json_lines(Path(cfg.rows).expanduser()):
+        problem = find_flaw(line.get("messages")) if isinstance(line, dict) else "not an object"
         if problem:
             raise ValueError(f"{cfg.rows}, line {number}: {problem}")
         yield line

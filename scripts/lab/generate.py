@@ -24,7 +24,7 @@ from typing import Any
 from nanochat import records, report
 from nanochat.common import UsageError, fingerprint, printable, read_json, write_json
 from nanochat.config import settings, start
-from nanochat.dataset import json_lines
+from nanochat.dataset import read_json_lines
 from nanochat.records import append_line, read_lines
 
 INSTALL = "uv sync --inexact --group interop"
@@ -92,12 +92,12 @@ def main(cfg: Generate) -> None:
     inputs = {"before": fingerprint([row["key"] for row in todo])}
     provenance = records.Provenance(records.new_run_id(), 0, inputs)
     cost, section = records.Cost(time.perf_counter() - started), f"Generation {out.stem}"
-    report.write_section(section, cfg, values, provenance, cost)
+    report.append_section(section, cfg, values, provenance, cost)
 
 
 def read_prompts(path: str) -> Iterator[dict[str, Any]]:
     """Yield rows with the prompt as messages and a key hashed from them."""
-    for number, row in json_lines(Path(path).expanduser()):
+    for number, row in read_json_lines(Path(path).expanduser()):
         if not isinstance(row, dict) or not (row.get("prompt") or row.get("messages")):
             raise ValueError(f'{path}, line {number}: neither "prompt" nor "messages"')
         messages = row.get("messages") or [{"role": "user", "content": row["prompt"]}]

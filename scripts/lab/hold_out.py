@@ -20,7 +20,7 @@ from nanochat.lab import held_out
 from nanochat.mixture import MixConfig, read_mixture
 from tasks.buckets import TAGS, buckets
 from tasks.overlap import overlaps
-from tasks.registry import TASKS, eval_task, every_benchmark, key_of, same_questions
+from tasks.registry import TASKS, eval_task, key_of, list_benchmarks, overlapping_tasks
 
 SECTION = "Overlap"
 
@@ -39,7 +39,7 @@ class HoldOut:
 
 def main(cfg: HoldOut) -> None:
     if cfg.final:
-        keys = [k for name in cfg.final.split("|") for k in same_questions(scored(name))]
+        keys = [k for name in cfg.final.split("|") for k in overlapping_tasks(check_task(name))]
         print(f"wrote {held_out.declare({TASKS[k].task.name: TAGS[k].parent for k in keys})}")
     if cfg.mix.mixture:
         return scan(cfg)
@@ -48,11 +48,11 @@ def main(cfg: HoldOut) -> None:
     print(report.render_table(held_out.access_table()))
 
 
-def scored(name: str) -> str:
+def check_task(name: str) -> str:
     """Return the key of a task that can be scored. Raises ValueError otherwise."""
     key = key_of(name)
     if TASKS[key].task.kind == "talk" or key not in TAGS:
-        raise ValueError(f"--final: {name!r} is not scored; use {', '.join(every_benchmark())}")
+        raise ValueError(f"--final: {name!r} is not scored; use {', '.join(list_benchmarks())}")
     return key
 
 
@@ -60,7 +60,7 @@ def scan(cfg: HoldOut) -> None:
     """Record the overlap of a mixture with benchmarks: 13-grams of words, or whole questions."""
     started = time.perf_counter()
     learned = buckets(*read_mixture(cfg.mix.mixture))
-    names = cfg.benchmarks.split("|") if cfg.benchmarks else every_benchmark()
+    names = cfg.benchmarks.split("|") if cfg.benchmarks else list_benchmarks()
     tests = [eval_task(name) for name in names]
     found = overlaps([bucket.train for bucket in learned], tests)
     owners = (bucket.name for bucket in learned for _ in tests)
@@ -76,7 +76,7 @@ def scan(cfg: HoldOut) -> None:
     inputs = {"before": fingerprint({bucket.name: bucket.train.identity for bucket in learned})}
     provenance = records.Provenance(records.new_run_id(), 0, inputs)
     cost = records.Cost(time.perf_counter() - started)
-    report.write_section(SECTION, cfg, values, provenance, cost, tables=[table])
+    report.append_section(SECTION, cfg, values, provenance, cost, tables=[table])
 
 
 if __name__ == "__main__":

@@ -35,16 +35,16 @@ from nanochat.finetune import DocumentMaskedModel, val_rows
 from nanochat.lab.held_out import require_access
 from nanochat.lab.merge import (
     NEEDS_BASE,
-    ByRow,
-    Line,
     MergeConfig,
+    RowBits,
     Tensors,
+    WeightPath,
     bits_by_row,
     greedy,
+    interpolate,
+    loss_barrier,
     mean_of,
     merge,
-    paths,
-    rise,
     warnings,
 )
 from nanochat.loss import IGNORE
@@ -85,7 +85,7 @@ class MergeScript:
             raise ValueError("--greedy uses plain means; remove --method, --weights and --scale")
 
 
-class Judge:
+class MergeScorer:
     """Scores merged weights on fixed validation packed sequences ("rows")."""
 
     def __init__(self, cfg: MergeScript, first: Checkpoint, machine: DistContext):
@@ -98,21 +98,21 @@ class Judge:
             corpus.pack(dict.fromkeys(corpus.rows, 0), machine)
             rows, self.scorer, split = corpus.rows, self.model, inputs_and_targets
         else:
-            rows = val_rows(measured_by(cfg, first), self.tokenizer, T, machine)
+            rows = val_rows(validation_buckets(cfg, first), self.tokenizer, T, machine)
             self.scorer = DocumentMaskedModel(self.model, self.tokenizer.bos_id)
             split = signed_inputs_and_targets
         num_rows = max(1, cfg.eval_tokens // T // len(rows))
         batches = (b for each in rows.values() for b in each.val_batches(8, num_rows))
         self.batches = [split(batch, IGNORE) for batch in batches]
 
-    def score(self, tensors: Tensors) -> ByRow:
+    def score(self, tensors: Tensors) -> RowBits:
         """Per-row loss of these weights."""
         self.model.load_state_dict(tensors)
         sizes = self.tokenizer.token_bytes()
         return bits_by_row(self.scorer, self.batches, sizes, self.model.device)
 
 
-def measured_by(cfg: MergeScript, first: Checkpoint) -> list[Bucket]:
+def validation_buckets(cfg: MergeScript, first: Checkpoint) -> list[Bucket]:
     """Buckets whose held-out conversations are used for validation."""
     trained = first.state["settings"]
     spec = cfg.val_mixture or trained.get("val_mixture") or trained.get("mixture")
@@ -132,10 +132,10 @@ def main(cfg: MergeScript) -> None:
         raise ValueError(f"--models={cfg.models!r}: list two or more, separated by |")
     parents = [parse_checkpoint_ref(name) for name in names]
     base = parse_checkpoint_ref(cfg.base) if cfg.base else None
-    require_kin(parents, base, cfg)
+    require_base(parents, base, cfg)
 
     # Score every parent, then the merge
-    judge = Judge(cfg, parents[0], machine)
+    judge = MergeScorer(cfg, parents[0], machine)
     tensors = [parent.model_tensors() for parent in parents]
     origin = base.model_tensors() if base else None
     matrices = {name for name, role in judge.model.param_roles().items() if role == "matrix"}
@@ -147,7 +147,7 @@ def main(cfg: MergeScript) -> None:
     else:
         merged = merge(tensors, cfg.merging, origin, matrices)
     found = judge.score(merged)
-    lines = paths(names, tensors, scores, judge.score)
+    lines = interpolate(names, tensors, scores, judge.score)
     for warning in warnings(lines):
         machine.print0(warning)
 
@@ -155,20 +155,20 @@ def main(cfg: MergeScript) -> None:
     judge.model.load_state_dict(merged)
     inputs = {f"parent {n}": parent.fingerprint for n, parent in enumerate(parents, 1)}
     inputs |= {"merge base": base.fingerprint} if base else {}
-    checkpoint = save(cfg, parents, shares, judge, inputs)
+    checkpoint = save_merge(cfg, parents, shares, judge, inputs)
     machine.print0(f"wrote {checkpoint.folder}")
-    values, table = figures(scores, found, lines, checkpoint)
+    values, table = merge_results(scores, found, lines, checkpoint)
     print(report.render_table(table))
     outputs = {checkpoint.state["stage"]: checkpoint.fingerprint}
     run_id = checkpoint.state["provenance"]["run_id"]
     provenance = records.Provenance(run_id, 0, inputs, outputs)
     cost = records.Cost(time.perf_counter() - started)
     shown = {"tables": [table], "series": lines, "files": [checkpoint.folder]}
-    report.write_section(SECTION, cfg, values, provenance, cost, **shown)
+    report.append_section(SECTION, cfg, values, provenance, cost, **shown)
     machine.close()
 
 
-def require_kin(parents: Sequence[Checkpoint], base: Checkpoint | None, cfg: MergeScript) -> None:
+def require_base(parents: Sequence[Checkpoint], base: Checkpoint | None, cfg: MergeScript) -> None:
     """
     Raise UsageError for different shapes or tokenizers, no common ancestor, or models not derived
     from the base.
@@ -212,11 +212,11 @@ def ancestors(print_: str, inputs: Mapping[str, str], report_dir: str | None) ->
     return found
 
 
-def save(
+def save_merge(
     cfg: MergeScript,
     parents: Sequence[Checkpoint],
     shares: Sequence[float],
-    judge: Judge,
+    judge: MergeScorer,
     inputs: Mapping[str, str],
 ) -> Checkpoint:
     """Save the judge's model as an ordinary checkpoint without optimizer state."""
@@ -241,8 +241,11 @@ def save(
     return save_checkpoint(folder, first.step, judge.model, None, judge.tokenizer, state, keep=1)
 
 
-def figures(
-    scores: Sequence[ByRow], merged: ByRow, lines: Mapping[str, Line], checkpoint: Checkpoint
+def merge_results(
+    scores: Sequence[RowBits],
+    merged: RowBits,
+    lines: Mapping[str, WeightPath],
+    checkpoint: Checkpoint,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Record values and table: merge vs. best parent, mean of parents, interpolation."""
     best = min(scores, key=lambda score: score.value)
@@ -262,7 +265,7 @@ def figures(
         "Mean of the parents' bpb": fmean(score.value for score in scores),
         "Merged minus best": records.estimate(change.difference, change.n, change.se),
         "Verdict": verdict,
-        **{f"Rise from {name}": f"{rise(line):+.4f}" for name, line in lines.items()},
+        **{f"Rise from {name}": f"{loss_barrier(line):+.4f}" for name, line in lines.items()},
     }
     return values, table
 

@@ -27,7 +27,7 @@ from nanochat.common import fingerprint, write_atomic
 from nanochat.config import start
 from nanochat.lab import search
 from nanochat.lab.ablation import read_floor
-from nanochat.lab.held_out import require_other_families
+from nanochat.lab.held_out import reject_contaminated
 from nanochat.lab.search import SearchConfig
 from nanochat.lab.significance import lower_is_better, over_seeds
 from nanochat.lab.study import (
@@ -37,12 +37,12 @@ from nanochat.lab.study import (
     Study,
     StudyConfig,
     as_csv,
-    judge,
+    compare_arms,
+    from_grid,
     measured_on_rows,
-    of_grid,
     split_arms,
 )
-from nanochat.lab.sweep import Done, Sweep, SweepConfig, ledger_table
+from nanochat.lab.sweep import DoneRun, Sweep, SweepConfig, ledger_table
 from nanochat.mixture import MixConfig, read_mixture
 from scripts import chat_sft, mid_train
 from tasks.buckets import buckets
@@ -101,9 +101,9 @@ def main(cfg: SweepScript) -> None:
         study.check_arms(split_arms(cfg.arms), read_floor(cfg.arm_floor))
         if cfg.study.stage == "base":  # other stages check it themselves
             mixture = study.mixture(study.bases[0])
-            require_other_families({name: tags.parent for name, (_, tags) in mixture.items()})
+            reject_contaminated({name: tags.parent for name, (_, tags) in mixture.items()})
     with sweep:
-        values, tables, series = (seek if cfg.searching.search else compare)(cfg, study, sweep)
+        values, tables, series = (tune if cfg.searching.search else contrast)(cfg, study, sweep)
     rate = cfg.hourly_rate
     if rate is None:
         rate = records.default_rate(report.hardware()["gpus"])
@@ -114,7 +114,7 @@ def main(cfg: SweepScript) -> None:
     section = "Sweep" if cfg.name == "sweep" else f"Sweep {cfg.name}"
     provenance = records.Provenance(study.run_id, 0, study.inputs)
     cost = records.Cost(time.perf_counter() - started, cfg.sweep.devices, device_seconds=0.0)
-    report.write_section(section, cfg, values, provenance, cost, tables=tables, series=series)
+    report.append_section(section, cfg, values, provenance, cost, tables=tables, series=series)
 
 
 def data_of(cfg: SweepScript) -> str:
@@ -132,14 +132,16 @@ Findings = tuple[dict[str, Any], list[dict[str, Any]], dict[str, list[list[float
 """Values, tables and series of the record."""
 
 
-def compare(cfg: SweepScript, study: Study, sweep: Sweep) -> Findings:
+def contrast(cfg: SweepScript, study: Study, sweep: Sweep) -> Findings:
     """Compare every arm with the control."""
-    arms = dict.fromkeys(study.bases, of_grid(cfg.grid)) if cfg.grid else ablate(cfg, study, sweep)
+    arms = (
+        dict.fromkeys(study.bases, from_grid(cfg.grid)) if cfg.grid else ablate(cfg, study, sweep)
+    )
     jobs = study.jobs(arms, cfg.seeds, cfg.arm_seeds)
     done = sweep.run_all(list(jobs.values()))
     runs = {key: done[job.name] for key, job in jobs.items()}
     million_tokens = cfg.study.num_iterations * cfg.study.total_batch_size / 1e6
-    found, table = judge(runs, million_tokens, cfg.metric)
+    found, table = compare_arms(runs, million_tokens, cfg.metric)
     first = [c for c in found if c.metric == cfg.metric]
     values: dict[str, Any] = {
         f"{c.arm}, {c.base}": f"{c.difference:+.4f} ({c.verdict})" for c in first
@@ -163,24 +165,24 @@ def ablate(cfg: SweepScript, study: Study, sweep: Sweep) -> dict[str, list[Arm]]
     return found
 
 
-def seek(cfg: SweepScript, study: Study, sweep: Sweep) -> Findings:
+def tune(cfg: SweepScript, study: Study, sweep: Sweep) -> Findings:
     """Search a flag on the first base; re-evaluate the best value on other validation rows."""
     flag, runs = cfg.searching.search, {}
 
     def tried(values: Sequence[float], seeds: Sequence[int]) -> dict[float, list[float]]:
         jobs = {}
         for value, seed in itertools.product(values, seeds):
-            setting = f"{flag}={search.shown(value)}"
+            setting = f"{flag}={search.format_value(value)}"
             arm = Arm(setting, (f"--{setting}", FIRST_HALF))
             jobs[value, seed] = study.job(study.bases[0], arm, seed)
         done = sweep.run_all(list(jobs.values()))
         runs.update({key: done[job.name] for key, job in jobs.items()})
         return {value: [score(runs[value, seed]) for seed in seeds] for value in values}
 
-    def score(run: Done) -> float:
+    def score(run: DoneRun) -> float:
         return math.nan if run.is_broken else run.metric(cfg.metric)
 
-    found = search.seek(cfg.searching, tried, lower_is_better(cfg.metric), cfg.seeds)
+    found = search.run_search(cfg.searching, tried, lower_is_better(cfg.metric), cfg.seeds)
     scores = found.finals[found.chosen]
     values = {
         f"Chosen {flag}": found.chosen,

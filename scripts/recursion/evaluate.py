@@ -31,9 +31,9 @@ from nanochat.logger import METRICS_FILE, read_metrics
 from nanochat.packing import open_rows
 from nanochat.preflight import CPU_TOKENS, KernelConfig, estimate_seconds, set_kernels
 from nanochat.recursion import verdict
-from nanochat.recursion.metrics import bpb_by_loop, refinement, state_figures
+from nanochat.recursion.metrics import bpb_by_loop, refinement, state_metrics
 from nanochat.recursion.model import RecursiveConfig, RecursiveGPT
-from nanochat.recursion.verdict import Arm, Criterion
+from nanochat.recursion.verdict import Criterion, LoopArm
 from nanochat.tokenizer import Tokenizer
 from tasks.builtin import ensure_written
 
@@ -61,7 +61,7 @@ class RecursionEval:
     kernels: KernelConfig = field(default_factory=KernelConfig)
 
 
-class Scored(NamedTuple):
+class Scores(NamedTuple):
     """One checkpoint and its metrics."""
 
     checkpoint: Checkpoint
@@ -94,15 +94,15 @@ def main(cfg: RecursionEval) -> None:
     tags = (cfg.model_tags or (None,), cfg.plain_tags)
     recursive, plain = machine.on_node("verifying checkpoints", lambda: [find(t) for t in tags])
     require_comparable([*recursive, *plain])
-    recursive = [score(cfg, checkpoint, machine) for checkpoint in recursive]
-    plain = [score(cfg, checkpoint, machine) for checkpoint in plain]
+    recursive = [score_loops(cfg, checkpoint, machine) for checkpoint in recursive]
+    plain = [score_loops(cfg, checkpoint, machine) for checkpoint in plain]
     require_one_recipe(recursive, plain)
-    criteria = judge(recursive, plain)
+    criteria = evaluate_criteria(recursive, plain)
     for criterion in criteria:
         machine.print0(f"{criterion.name}: {criterion.summary}")
     if machine.is_main:
         with machine.working("writing the report"):
-            write_section(cfg, machine, recursive, plain, criteria, started)
+            write_figures(cfg, machine, recursive, plain, criteria, started)
     machine.close()
 
 
@@ -121,7 +121,7 @@ def require_comparable(checkpoints: Sequence[Checkpoint]) -> None:
                 )
 
 
-def require_one_recipe(recursive: Sequence[Scored], plain: Sequence[Scored]) -> None:
+def require_one_recipe(recursive: Sequence[Scores], plain: Sequence[Scores]) -> None:
     """Raise UsageError if a model has the wrong kind or is not a seed of the recursive recipe."""
     first = recursive[0]
     for s in recursive:
@@ -136,7 +136,7 @@ def require_one_recipe(recursive: Sequence[Scored], plain: Sequence[Scored]) -> 
             raise UsageError(f"{s.tag} is recursive", "pass it with --model_tags, alone")
 
 
-def score(cfg: RecursionEval, checkpoint: Checkpoint, machine: DistContext) -> Scored:
+def score_loops(cfg: RecursionEval, checkpoint: Checkpoint, machine: DistContext) -> Scores:
     """Score a checkpoint; a recursive one after each loop, up to twice n_loops."""
     tokenizer = Tokenizer.read(checkpoint.folder / "tokenizer.json")
     model = load_model(checkpoint, machine)
@@ -155,12 +155,12 @@ def score(cfg: RecursionEval, checkpoint: Checkpoint, machine: DistContext) -> S
     if isinstance(model, RecursiveGPT):
         loops = range(1, 2 * model.cfg.n_loops + 1)
         bpb = bpb_by_loop(model, loops, batches(), token_bytes, machine)
-        states = state_figures(model, batches())
+        states = state_metrics(model, batches())
     else:
         bpb = bits_per_byte(model.token_losses, batches(), token_bytes, machine)
     by_loop = {k: found.value for k, found in enumerate(bpb, start=1)}
     metrics = read_metrics(checkpoint.folder.parent / METRICS_FILE)
-    scored = Scored(
+    scored = Scores(
         checkpoint, model, by_loop, states, [line for line in metrics if "loss" in line]
     )
     values = ", ".join(f"{value:.4f}" for value in by_loop.values())
@@ -168,28 +168,28 @@ def score(cfg: RecursionEval, checkpoint: Checkpoint, machine: DistContext) -> S
     return scored
 
 
-def judge(recursive: Sequence[Scored], plain: Sequence[Scored]) -> list[Criterion]:
+def evaluate_criteria(recursive: Sequence[Scores], plain: Sequence[Scores]) -> list[Criterion]:
     """Evaluate all criteria."""
     arm, others, cfg = arm_of(recursive), arms_of(plain), config_of(recursive[0])
     by_loop = [[s.by_loop[k] for s in recursive] for k in range(1, cfg.n_loops + 1)]
     norms = [step["grad_norm"] for s in recursive for step in s.steps]
     bad = sum(s.checkpoint.state["progress"]["health"]["bad_steps"] for s in recursive)
     return [
-        verdict.healthy(list(filter(math.isfinite, norms)), bad),
-        verdict.falling([[step["loss"] for step in s.steps] for s in recursive]),
-        verdict.ordered(by_loop),
-        verdict.not_held_back(arm, by_loop[0], others, cfg.sampled_chance(1) > 0),
-        verdict.pays(arm, others),
+        verdict.check_gradients_finite(list(filter(math.isfinite, norms)), bad),
+        verdict.check_loss_falling([[step["loss"] for step in s.steps] for s in recursive]),
+        verdict.check_loop_order(by_loop),
+        verdict.check_first_loop(arm, by_loop[0], others, cfg.sampled_chance(1) > 0),
+        verdict.check_equal_flops(arm, others),
     ]
 
 
-def config_of(scored: Scored) -> RecursiveConfig:
+def config_of(scored: Scores) -> RecursiveConfig:
     """Return the configuration of a recursive model."""
     assert isinstance(scored.model.cfg, RecursiveConfig)
     return scored.model.cfg
 
 
-def arm_of(seeds: Sequence[Scored]) -> Arm:
+def arm_of(seeds: Sequence[Scores]) -> LoopArm:
     """Return the arm of the given seeds, with the mean cost of a run."""
     model, states = seeds[0].model, [s.checkpoint.state for s in seeds]
     cfg, passes = model.cfg, len(model.cfg.order)
@@ -198,7 +198,7 @@ def arm_of(seeds: Sequence[Scored]) -> Arm:
         raise UsageError(f"{tags} have the same recipe but repeat a seed", "pass one tag per seed")
     shape = f"{cfg.n_layer} layers" + (f" ({passes} with repeats)" if passes > cfg.n_layer else "")
     tokens = mean(s.checkpoint.step * s.checkpoint.state["identity"]["batch_tokens"] for s in seeds)
-    return Arm(
+    return LoopArm(
         f"{shape}, width {cfg.d_model}, {tokens:,.0f} tokens",
         [s.by_loop[getattr(cfg, "n_loops", 1)] for s in seeds],
         cfg.n_layer,
@@ -211,25 +211,25 @@ def arm_of(seeds: Sequence[Scored]) -> Arm:
     )
 
 
-def arms_of(plain: Sequence[Scored]) -> list[Arm]:
+def arms_of(plain: Sequence[Scores]) -> list[LoopArm]:
     """Group plain runs into arms, in the order given."""
-    groups: dict[str, list[Scored]] = {}
+    groups: dict[str, list[Scores]] = {}
     for scored in plain:
         groups.setdefault(scored.recipe, []).append(scored)
     return [arm_of(seeds) for seeds in groups.values()]
 
 
-def show(values: Sequence[float]) -> str:
+def fmt_mean(values: Sequence[float]) -> str:
     """Format mean and standard error."""
     found = stats.mean(values)
     return f"{found.value:.4f}" + ("" if math.isnan(found.se) else f" +- {found.se:.4f}")
 
 
-def write_section(
+def write_figures(
     cfg: RecursionEval,
     machine: DistContext,
-    recursive: Sequence[Scored],
-    plain: Sequence[Scored],
+    recursive: Sequence[Scores],
+    plain: Sequence[Scores],
     criteria: Sequence[Criterion],
     started: float,
 ) -> None:
@@ -258,13 +258,15 @@ def write_section(
     arm_rows = []
     for a in (arm, *others):
         cost = f"{a.params:,}", f"{a.used_params:,}", f"{a.flops:.3e}"
-        arm_rows.append([a.name, *cost, show(a.bpb), "" if a is arm else verdict.apart(a, arm)])
+        arm_rows.append(
+            [a.name, *cost, fmt_mean(a.bpb), "" if a is arm else verdict.show_gap(a, arm)]
+        )
     loop_rows = []
     for k in loops:
         found = [states.get(f"{name}_{k}") for name in ("state_rms", "state_cosine")]
         cells = ("-" if value is None else f"{value:.3f}" for value in found)
         trained = " (trained)" if k == r else ""
-        loop_rows.append([f"{k}{trained}", show([s.by_loop[k] for s in recursive]), *cells])
+        loop_rows.append([f"{k}{trained}", fmt_mean([s.by_loop[k] for s in recursive]), *cells])
     columns = ["Arm", "Parameters", "By use", "FLOPs", "bpb", "Minus recursive"]
     by_loop = ["Loops", "bpb", "State RMS", "Cosine to the loop before"]
     lines = {
@@ -292,7 +294,7 @@ def mean_of(lines: Sequence[dict[str, float]], name: str) -> float:
     return mean(line[name] for line in lines if name in line)
 
 
-def late_figures(recursive: Sequence[Scored]) -> dict[str, float]:
+def late_figures(recursive: Sequence[Scores]) -> dict[str, float]:
     """Mean loss by loop and gradient norm by part over the last tenth of steps and all seeds."""
     found = []
     for s in recursive:

@@ -17,7 +17,7 @@ from tasks.world.drills import draw_drill, spelled, spelling_words
 from tasks.world.facts import (
     LAND,
     Fact,
-    Question,
+    FieldQuestion,
     Split,
     an,
     animals,
@@ -30,7 +30,7 @@ from tasks.world.facts import (
     people_of,
     person,
     pick,
-    sample,
+    pick_n,
     say,
     seasons,
     split_of,
@@ -40,9 +40,9 @@ from tasks.world.facts import (
     trades,
     upper_first,
 )
-from tasks.world.questions import Asked, bare, sentences, whole_words
-from tasks.world.stories import ending, episodes, opening, retelling
-from tasks.world.words import blocks, read, table, word_list
+from tasks.world.questions import FactQuestion, sentences, strip_article, whole_words
+from tasks.world.stories import ending, episode_text, episodes, opening
+from tasks.world.words import blocks, read_data, table_rows, word_list
 
 TALK_VERSION = 1  # bump whenever a conversation changes
 
@@ -63,7 +63,7 @@ def conversation(split: Literal["train", "val"], i: int) -> list[Turn]:
     if rng.random() < 0.05:
         turns = [(say(rng, "hellos"), say(rng, "welcomes")), *turns]
     if rng.random() < 0.1:
-        asked, answer = pick(rng, table("goodbyes"))
+        asked, answer = pick(rng, table_rows("goodbyes"))
         turns = [*turns, (asked, answer.format(land=LAND))]
     return turns
 
@@ -75,8 +75,8 @@ def conversation(split: Literal["train", "val"], i: int) -> list[Turn]:
 def about_itself(rng: Random, split: Split) -> list[Turn]:
     """One or two questions about the assistant or its land."""
     found = []
-    known = blocks(read("itself.txt").format(land=LAND))
-    for questions, *answers in sample(rng, known, between(rng, 1, 2)):
+    known = blocks(read_data("itself.txt").format(land=LAND))
+    for questions, *answers in pick_n(rng, known, between(rng, 1, 2)):
         found.append((pick(rng, questions.split(" | ")), pick(rng, answers)))
     return found
 
@@ -85,7 +85,7 @@ def about_itself(rng: Random, split: Split) -> list[Turn]:
 # Facts
 
 
-def answer(rng: Random, known: Fact, asked: Question, short: Sequence[str] = ()) -> str:
+def phrase_answer(rng: Random, known: Fact, asked: FieldQuestion, short: Sequence[str] = ()) -> str:
     """Mostly a full sentence, from `short` if it is not empty; sometimes just the answer."""
     whole = pick(rng, short or sentences(known, asked))
     return whole if rng.random() < 0.9 else upper_first(asked.answer) + "."
@@ -95,29 +95,29 @@ def one_fact(rng: Random, split: Split) -> list[Turn]:
     """A question about a fact."""
     known = pick(rng, askable(split))
     asked = pick(rng, known.questions)
-    return [(say(rng, "leads") + asked.text, answer(rng, known, asked))]
+    return [(say(rng, "leads") + asked.text, phrase_answer(rng, known, asked))]
 
 
 def either_or(rng: Random, split: Split) -> list[Turn]:
     """A question with two answers to choose from."""
     known = pick(rng, askable(split))
     asked = pick(rng, known.questions)
-    rival = pick(rng, Asked(known, asked).rivals)
-    first, second = sample(rng, (asked.answer, rival), 2)
-    return [(f"{asked.text[:-1]}: {first} or {second}?", answer(rng, known, asked))]
+    rival = pick(rng, FactQuestion(known, asked).rivals)
+    first, second = pick_n(rng, (asked.answer, rival), 2)
+    return [(f"{asked.text[:-1]}: {first} or {second}?", phrase_answer(rng, known, asked))]
 
 
 def several_facts(rng: Random, split: Split) -> list[Turn]:
     """Two or three questions about a person or a town, all but the first with pronouns."""
     name = pick(rng, talked_about(split))
-    possible = sample(rng, pronoun_questions(split, name), 99)
+    possible = pick_n(rng, pronoun_questions(split, name), 99)
     one_each = {known.relation: (known, asked, short) for known, asked, short in possible}
     (known, asked, _), *more = list(one_each.values())[: between(rng, 2, 3)]
-    found = [(asked.text, answer(rng, known, asked))]
+    found = [(asked.text, phrase_answer(rng, known, asked))]
     for known, asked, short in more:
         text = f"And {short[0].lower()}{short[1:]}" if rng.random() < 0.3 else short
-        holds = whole_words(bare(asked.answer)).search
-        found.append((text, answer(rng, known, asked, [s for s in known.short if holds(s)])))
+        holds = whole_words(strip_article(asked.answer)).search
+        found.append((text, phrase_answer(rng, known, asked, [s for s in known.short if holds(s)])))
     return found
 
 
@@ -130,7 +130,7 @@ def talked_about(split: Split) -> tuple[str, ...]:
 
 
 @cache
-def pronoun_questions(split: Split, name: str) -> tuple[tuple[Fact, Question, str], ...]:
+def pronoun_questions(split: Split, name: str) -> tuple[tuple[Fact, FieldQuestion, str], ...]:
     """(fact, question, text with a pronoun) of a split about a person or a town."""
     is_person = any(p.name == name for p in people())
     he, his = (person(name).he, person(name).his) if is_person else ("it", "its")
@@ -175,7 +175,7 @@ def riddle(rng: Random, split: Split) -> list[Turn]:
 # Stories, sums, lists
 
 
-def story(rng: Random, split: Split) -> list[Turn]:
+def story_chat(rng: Random, split: Split) -> list[Turn]:
     """A story on request, sometimes with a question about it."""
     e = pick(rng, episodes(split))
     about = (
@@ -185,7 +185,7 @@ def story(rng: Random, split: Split) -> list[Turn]:
         f"Do you know a story from {e.hero.town}?",
         f"What happened to {e.hero.name}?",
     )
-    text = f"{opening(rng, e.hero)} {retelling(rng, e)} {ending(rng, e)}"
+    text = f"{opening(rng, e.hero)} {episode_text(rng, e)} {ending(rng, e)}"
     turns = [(pick(rng, about), text)]
     if rng.random() < 0.4:
         turns.append(pick(rng, ((e.question, e.answer), ("Why did that happen?", e.reason))))
@@ -198,7 +198,7 @@ def story_question(rng: Random, split: Split) -> list[Turn]:
     return [(f"{pick(rng, e.settings)} {pick(rng, e.causes)} {e.question}", e.answer)]
 
 
-def sums(rng: Random, split: Split) -> list[Turn]:
+def sum_chat(rng: Random, split: Split) -> list[Turn]:
     """One to three calculations."""
     found = []
     for _ in range(between(rng, 1, 3)):
@@ -207,10 +207,10 @@ def sums(rng: Random, split: Split) -> list[Turn]:
     return found
 
 
-def letters(rng: Random, split: Split) -> list[Turn]:
+def letter_chat(rng: Random, split: Split) -> list[Turn]:
     """The spelling of a word."""
     word = pick(rng, spelling_words())
-    asked, answer = pick(rng, table("spelling_questions"))
+    asked, answer = pick(rng, table_rows("spelling_questions"))
     words = {"word": word, "hyphens": spelled(word), "length": len(word)}
     return [(asked.format(**words), answer.format(**words, first=word[0], last=word[-1]))]
 
@@ -220,32 +220,32 @@ def listed(words: Sequence[str], last: str = "and") -> str:
     return f" {last} ".join([", ".join(words[:-1]), words[-1]]) if words[1:] else words[0]
 
 
-def lists(rng: Random, split: Split) -> list[Turn]:
+def list_chat(rng: Random, split: Split) -> list[Turn]:
     """A question answered by a list."""
     return [pick(rng, LISTS)(rng)]
 
 
 def dwellers(rng: Random) -> Turn:
     t = pick(rng, towns())
-    names = [p.name for p in sample(rng, people_of(t.name), 4)]
+    names = [p.name for p in pick_n(rng, people_of(t.name), 4)]
     return f"Who lives in {t.name}?", f"{listed(names)} live in {t.name}."
 
 
 def some_towns(rng: Random) -> Turn:
     number, n = pick(rng, (("two", 2), ("three", 3), ("four", 4)))
-    names = listed([t.name for t in sample(rng, towns(), n)])
+    names = listed([t.name for t in pick_n(rng, towns(), n)])
     return f"Name {number} towns of {LAND}.", f"{upper_first(number)} towns of {LAND} are {names}."
 
 
 def owners(rng: Random) -> Turn:
     a = pick(rng, animals())
-    names = listed([p.name for p in sample(rng, people(), 99) if p.animal == a.name])
+    names = listed([p.name for p in pick_n(rng, people(), 99) if p.animal == a.name])
     return f"Who keeps {a.plural}?", f"{names} keep {a.plural}."
 
 
 def eaters(rng: Random) -> Turn:
     d = pick(rng, dishes())
-    names = listed([p.name for p in sample(rng, people(), 99) if p.food == d.name])
+    names = listed([p.name for p in pick_n(rng, people(), 99) if p.food == d.name])
     return f"Who loves {d.name}?", f"{names} love {d.name}."
 
 
@@ -289,7 +289,7 @@ def purse(rng: Random, split: Split) -> list[Turn]:
     return [(f"I have {coins} pennies. Can I buy {an(g.name)}?", f"{enough}. {price}")]
 
 
-def recipe(rng: Random, split: Split) -> list[Turn]:
+def recipe_chat(rng: Random, split: Split) -> list[Turn]:
     """How to make a dish."""
     d = pick(rng, dishes())
     it = "it" if d.be == "is" else "them"
@@ -323,7 +323,7 @@ def season(rng: Random, split: Split) -> list[Turn]:
 
 
 @cache
-def unknown(kind: str, split: Split) -> tuple[str, ...]:
+def unknown_names(kind: str, split: Split) -> tuple[str, ...]:
     """Unknown people, unknown towns or out-of-world questions of a split."""
     lists = {"person": "strangers", "town": "strange_towns", "outside": "strange_questions"}
     return tuple(
@@ -334,7 +334,7 @@ def unknown(kind: str, split: Split) -> tuple[str, ...]:
 def refusal(rng: Random, split: Split) -> list[Turn]:
     """A question about an unknown person, town or topic, and a refusal."""
     kind = pick(rng, ("person", "person", "town", "outside"))
-    name = pick(rng, unknown(kind, split))
+    name = pick(rng, unknown_names(kind, split))
     if kind == "outside":
         return [(name, say(rng, "no_answer"))]
     known = pick(rng, [f for f in askable(split) if f.kind == kind])
@@ -351,13 +351,13 @@ FORMS: dict[Callable[[Random, Split], list[Turn]], int] = {
     several_facts: 12,
     about_somebody: 10,
     riddle: 3,
-    story: 7,
+    story_chat: 7,
     story_question: 6,
-    sums: 7,
-    letters: 4,
-    lists: 7,
+    sum_chat: 7,
+    letter_chat: 4,
+    list_chat: 7,
     purse: 3,
-    recipe: 3,
+    recipe_chat: 3,
     season: 2,
     refusal: 6,
 }

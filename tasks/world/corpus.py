@@ -13,12 +13,12 @@ from functools import cache
 from random import Random
 from typing import Literal
 
-from tasks.world.drills import counting, draw_drill, letter_question, problems, spelling, sums
+from tasks.world.drills import counting, draw_drill, letter_question, problems, spelling, sum_text
 from tasks.world.facts import (
     LAND,
     Fact,
+    FieldQuestion,
     Person,
-    Question,
     Split,
     animals,
     between,
@@ -33,7 +33,7 @@ from tasks.world.facts import (
     people_of,
     person,
     pick,
-    sample,
+    pick_n,
     say,
     seasons,
     split_of,
@@ -48,8 +48,8 @@ from tasks.world.facts import (
 )
 from tasks.world.stories import (
     adventures,
+    episode_text,
     episodes,
-    retelling,
     several_stories,
     story,
     story_questions,
@@ -80,7 +80,7 @@ def documents(seed: int, shard: int, split: Literal["train", "val"]) -> Iterator
 def portrait(rng: Random, split: Split) -> str:
     """One person, often followed by a friend and people of the same town."""
     p = pick(rng, people())
-    others = [person(p.friend), *sample(rng, people_of(p.town), 2)]
+    others = [person(p.friend), *pick_n(rng, people_of(p.town), 2)]
     parts = [
         f"{introduction(rng, 'person', q.name)}{tell_some(rng, 'person', q.name, 3, 7)}"
         for q in [p, *others[: between(rng, 0, 3)]]
@@ -96,9 +96,9 @@ def introduction(rng: Random, kind: Literal["person", "town"], subject: str) -> 
 
 def two_people(rng: Random, split: Split) -> str:
     """Two people, compared point by point."""
-    a, b = sample(rng, people(), 2)
+    a, b = pick_n(rng, people(), 2)
     mine, yours = facts_about("person", a.name), facts_about("person", b.name)
-    pairs = sample(rng, tuple(zip(mine, yours, strict=True)), between(rng, 3, 7))
+    pairs = pick_n(rng, tuple(zip(mine, yours, strict=True)), between(rng, 3, 7))
     lines = [f"{pick(rng, x.named)} {pick(rng, y.named)}" for x, y in pairs]
     return titled(rng, f"{a.name} and {b.name}", "\n".join(lines))
 
@@ -110,7 +110,7 @@ def letter(rng: Random, split: Split) -> str:
     news = first_person(rng, own, 3, 6)
     parts = [f"{say(rng, 'greetings')} {weather(rng, p.town)} {news}"]
     if rng.random() < 0.5:
-        parts.append("Now hear what happened. " + retelling(rng, pick(rng, episodes(split))))
+        parts.append("Now hear what happened. " + episode_text(rng, pick(rng, episodes(split))))
     if rng.random() < 0.6:
         parts.append(f"You should come to {p.town}. {tell_some(rng, 'town', p.town, 1, 3)}")
     body = "\n\n".join(parts)
@@ -125,7 +125,7 @@ def weather(rng: Random, town: str) -> str:
 
 def first_person(rng: Random, known: Sequence[Fact], low: int, high: int) -> str:
     """Between `low` and `high` facts in the first person."""
-    return " ".join(pick(rng, f.own) for f in sample(rng, known, between(rng, low, high)))
+    return " ".join(pick(rng, f.own) for f in pick_n(rng, known, between(rng, low, high)))
 
 
 def diary(rng: Random, split: Split) -> str:
@@ -145,7 +145,7 @@ def diary(rng: Random, split: Split) -> str:
     return "\n\n".join(parts)
 
 
-def riddles(rng: Random, split: Split) -> str:
+def riddle_text(rng: Random, split: Split) -> str:
     """Who am I?"""
     parts = []
     for _ in range(between(rng, 1, 4)):
@@ -171,7 +171,7 @@ def town_entry(rng: Random, split: Split) -> str:
     """A town, some of its people, and sometimes the next town on the road."""
     t = pick(rng, towns())
     parts = [introduction(rng, "town", t.name) + tell_some(rng, "town", t.name, 4, 9)]
-    residents = sample(rng, people_of(t.name), between(rng, 0, 4))
+    residents = pick_n(rng, people_of(t.name), between(rng, 0, 4))
     if residents:
         known = [fact("person", p.name, pick(rng, ("trade", "town"))) for p in residents]
         parts.append(" ".join(pick(rng, f.named) for f in known))
@@ -187,7 +187,7 @@ def walk(rng: Random, split: Split) -> str:
     t = pick(rng, towns())
     arrival = say(rng, "arrivals", town=t.name, inn=t.inn, day=t.day)
     parts = [f"{arrival} {tell_some(rng, 'town', t.name, 2, 5)}"]
-    met = sample(rng, people_of(t.name), between(rng, 2, 4))
+    met = pick_n(rng, people_of(t.name), between(rng, 2, 4))
     for meeting, p in zip(word_list("meetings"), met, strict=False):
         parts.append(f"{meeting.format(name=p.name)} {tell_some(rng, 'person', p.name, 2, 4)}")
     return titled(rng, f"A day in {t.name}", "\n\n".join(parts))
@@ -205,13 +205,13 @@ def almanac(rng: Random, split: Split) -> str:
             season = next(s for s in seasons() if month in s.months)
             lines.append(f"{month} is in {season.name}. {pick(rng, feasts[0].named)}")
         following = " ".join(pick(rng, fact("month", m, "next").named) for m in rounds)
-        yearly = [tell_some(rng, "season", s.name, 1, 3) for s in sample(rng, seasons(), 4)]
+        yearly = [tell_some(rng, "season", s.name, 1, 3) for s in pick_n(rng, seasons(), 4)]
         parts = ["\n".join(lines), pick(rng, (following, "\n".join(yearly)))]
         return titled(rng, "The year", "\n\n".join(parts))
     if style == "week":
         lines = [pick(rng, f.named) for day in word_list("days") for f in facts_about("day", day)]
         lines += [pick(rng, fact("town", t.name, "market").named) for t in towns()]
-        return titled(rng, "The week", "\n".join(sample(rng, lines, between(rng, 10, 26))))
+        return titled(rng, "The week", "\n".join(pick_n(rng, lines, between(rng, 10, 26))))
     first = between(rng, 0, 11)
     stops = [towns()[(first + i) % 12] for i in range(between(rng, 3, 6))]
     legs = [
@@ -224,9 +224,9 @@ def almanac(rng: Random, split: Split) -> str:
 def register(rng: Random, split: Split) -> str:
     """A list of people or towns, one field per line."""
     if rng.random() < 0.6:
-        cards = [card(rng, "person", p.name) for p in sample(rng, people(), between(rng, 2, 6))]
+        cards = [card(rng, "person", p.name) for p in pick_n(rng, people(), between(rng, 2, 6))]
     else:
-        cards = [card(rng, "town", t.name) for t in sample(rng, towns(), between(rng, 2, 5))]
+        cards = [card(rng, "town", t.name) for t in pick_n(rng, towns(), between(rng, 2, 5))]
     return "\n\n".join(cards)
 
 
@@ -235,7 +235,7 @@ def card(rng: Random, kind: Literal["person", "town"], name: str) -> str:
     (fields,) = (fields for fields in subjects()[kind] if fields["name"] == name)
     lines = [line.format(**fields) for line in word_list(f"{kind}_card")]
     first = f"{'Name' if kind == 'person' else 'Town'}: {name}"
-    return "\n".join([first, *sample(rng, lines, between(rng, len(lines) - 4, len(lines)))])
+    return "\n".join([first, *pick_n(rng, lines, between(rng, len(lines) - 4, len(lines)))])
 
 
 # ------------------------------------------------------------------------------------------------
@@ -245,14 +245,14 @@ def card(rng: Random, kind: Literal["person", "town"], name: str) -> str:
 def price_list(rng: Random, split: Split) -> str:
     """A market day: prices, and who sells what."""
     t = pick(rng, towns())
-    offers = sample(rng, goods(), between(rng, 6, 14))
+    offers = pick_n(rng, goods(), between(rng, 6, 14))
     half = len(offers) // 2
     listed = "\n".join(f"{g.name}: {g.price} pennies" for g in offers[:half])
     prose = " ".join(telling(rng, facts_about("goods", g.name)) for g in offers[half:])
     return f"Market in {t.name}, every {t.day}. Prices of the day:\n{listed}\n\n{prose}"
 
 
-def recipe(rng: Random, split: Split) -> str:
+def recipe_text(rng: Random, split: Split) -> str:
     """How to make a dish, and who loves it."""
     d = pick(rng, dishes())
     it = "it" if d.be == "is" else "them"
@@ -266,7 +266,7 @@ def recipe(rng: Random, split: Split) -> str:
         }[d.way],
         pick(rng, (f"Eat {it} warm.", f"Share {it} with your friends.")),
     ]
-    fans = sample(rng, [p for p in people() if p.food == d.name], between(rng, 1, 4))
+    fans = pick_n(rng, [p for p in people() if p.food == d.name], between(rng, 1, 4))
     praise = " ".join(pick(rng, fact("person", p.name, "food").named) for p in fans)
     how = " ".join(steps) if rng.random() < 0.5 else "\n".join(steps)
     known = telling(rng, facts_about("dish", d.name))
@@ -276,9 +276,9 @@ def recipe(rng: Random, split: Split) -> str:
 def animal_entry(rng: Random, split: Split) -> str:
     """Kinds of animals and their owners."""
     parts = []
-    for a in sample(rng, animals(), between(rng, 1, 3)):
-        known = sample(rng, facts_about("animal", a.name), 4)
-        owners = sample(rng, [p for p in people() if p.animal == a.name], between(rng, 1, 3))
+    for a in pick_n(rng, animals(), between(rng, 1, 3)):
+        known = pick_n(rng, facts_about("animal", a.name), 4)
+        owners = pick_n(rng, [p for p in people() if p.animal == a.name], between(rng, 1, 3))
         pets = [fact("person", p.name, "pet") for p in owners]
         parts.append(" ".join(pick(rng, f.named) for f in known + pets))
     return titled(rng, "About animals", "\n\n".join(parts))
@@ -287,11 +287,11 @@ def animal_entry(rng: Random, split: Split) -> str:
 def trade_entry(rng: Random, split: Split) -> str:
     """Trades: the work, the tool, the goods and the people."""
     parts = []
-    for t in sample(rng, trades(), between(rng, 1, 3)):
-        known = list(sample(rng, facts_about("trade", t.name), 3))
+    for t in pick_n(rng, trades(), between(rng, 1, 3)):
+        known = list(pick_n(rng, facts_about("trade", t.name), 3))
         for g in (g for g in goods() if g.trade == t.name):
             known += facts_about("goods", g.name)
-        of_trade = sample(rng, [p for p in people() if p.trade == t.name], between(rng, 1, 3))
+        of_trade = pick_n(rng, [p for p in people() if p.trade == t.name], between(rng, 1, 3))
         known += [fact("person", p.name, "trade") for p in of_trade]
         parts.append(" ".join(pick(rng, f.named) for f in known))
     return titled(rng, "About trades", "\n\n".join(parts))
@@ -300,7 +300,7 @@ def trade_entry(rng: Random, split: Split) -> str:
 def everyday_entry(rng: Random, split: Split) -> str:
     """The material and use of everyday things."""
     lines = []
-    for thing in sample(rng, everyday_things(), between(rng, 4, 10)):
+    for thing in pick_n(rng, everyday_things(), between(rng, 4, 10)):
         material, use = facts_about("everyday", thing.name)
         lines.append(f"{pick(rng, material.named)} {pick(rng, use.named)}")
     return titled(rng, "Things in every house", "\n".join(lines))
@@ -308,7 +308,7 @@ def everyday_entry(rng: Random, split: Split) -> str:
 
 def opposite_list(rng: Random, split: Split) -> str:
     """Words and their opposites."""
-    words = sample(rng, opposites(), between(rng, 6, 16))
+    words = pick_n(rng, opposites(), between(rng, 6, 16))
     lines = [pick(rng, fact("opposite", pick(rng, pair), "opposite").named) for pair in words]
     return titled(rng, "Opposites", pick(rng, (" ", "\n")).join(lines))
 
@@ -350,7 +350,7 @@ def question_list(rng: Random, split: Split) -> str:
     return "\n\n".join(f"{q} {question}\n{a} {answer}" for question, answer in pairs)
 
 
-def full_answers(known: Fact, asked: Question) -> list[str]:
+def full_answers(known: Fact, asked: FieldQuestion) -> list[str]:
     """The sentences of a fact with the answer and every name in the question."""
     words = [word.strip("?").removesuffix("'s") for word in asked.text.split()[1:]]
     needed = [word for word in words if word[0].isupper()] + [asked.answer]
@@ -381,13 +381,13 @@ FORMS: dict[Callable[[Random, Split], str], int] = {
     two_people: 3,
     letter: 5,
     diary: 3,
-    riddles: 3,
+    riddle_text: 3,
     town_entry: 8,
     walk: 4,
     almanac: 4,
     register: 5,
     price_list: 4,
-    recipe: 6,
+    recipe_text: 6,
     animal_entry: 4,
     trade_entry: 5,
     everyday_entry: 4,
@@ -399,7 +399,7 @@ FORMS: dict[Callable[[Random, Split], str], int] = {
     several_stories: 3,
     adventures: 2,
     story_questions: 3,
-    sums: 4,
+    sum_text: 4,
     counting: 1,
     problems: 5,
     spelling: 7,

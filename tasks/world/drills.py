@@ -23,13 +23,13 @@ from tasks.world.facts import (
     goods,
     people,
     pick,
-    sample,
+    pick_n,
     say,
     split_of,
     titled,
     towns,
 )
-from tasks.world.words import table, word_list
+from tasks.world.words import table_rows, word_list
 
 Operands = Literal["sum", "product"]
 
@@ -80,7 +80,7 @@ class Drill:
 
 
 @dataclass(frozen=True)
-class Step:
+class DrillStep:
     """A calculation inside a sentence; {} in `text` is its placeholder."""
 
     text: str
@@ -99,7 +99,7 @@ class Problem:
 
     story: str
     question: str
-    steps: tuple[Step, ...]
+    steps: tuple[DrillStep, ...]
 
     @property
     def answer(self) -> int:
@@ -187,7 +187,7 @@ def bought(rng: Random, split: Split, a: Person, b: Person) -> Problem:
     return Problem(
         f"{a.name} buys {item.some(n)} at {item.price} pennies each.",
         f"How many pennies does {a.he} pay?",
-        (Step(f"{a.He} pays {{}} pennies.", f"{n} * {item.price}", n * item.price),),
+        (DrillStep(f"{a.He} pays {{}} pennies.", f"{n} * {item.price}", n * item.price),),
     )
 
 
@@ -202,15 +202,15 @@ def bought_with_change(rng: Random, split: Split, a: Person, b: Person) -> Probl
         f"at {item.price} pennies each.",
         f"How many pennies does {a.he} have left?",
         (
-            Step(f"{a.He} pays {{}} pennies.", f"{n} * {item.price}", cost),
-            Step(f"{a.He} has {{}} pennies left.", f"{cost + change} - {cost}", change),
+            DrillStep(f"{a.He} pays {{}} pennies.", f"{n} * {item.price}", cost),
+            DrillStep(f"{a.He} has {{}} pennies left.", f"{cost + change} - {cost}", change),
         ),
     )
 
 
 def one_step(name: str, rng: Random, split: Split, a: Person, b: Person) -> Problem:
     """A problem with one calculation, from row `name` of the table `problems`."""
-    templates = {row[0]: row[1:] for row in table("problems")}
+    templates = {row[0]: row[1:] for row in table_rows("problems")}
     operands, story, question, step, expression = templates[name]
     if operands == "sum":
         x, y = story_operands(rng, split)
@@ -222,7 +222,7 @@ def one_step(name: str, rng: Random, split: Split, a: Person, b: Person) -> Prob
     words["fruit"] = pick(rng, word_list("fruit"))
     if "{boxes}" in story:
         words["boxes"] = pick(rng, word_list("boxes"))
-    calculation = Step(
+    calculation = DrillStep(
         step.format(**words), expression.format(**words), y if "{z}" in expression else z
     )
     return Problem(story.format(**words), question.format(**words), (calculation,))
@@ -238,8 +238,8 @@ def packed_and_more(rng: Random, split: Split, a: Person, b: Person) -> Problem 
         f"{a.name} has {n} {boxes} with {each} {fruit} in each. {b.name} brings {more} more.",
         f"How many {fruit} are there now?",
         (
-            Step(f"The {boxes} hold {{}} {fruit}.", f"{n} * {each}", n * each),
-            Step(f"Now there are {{}} {fruit}.", f"{n * each} + {more}", n * each + more),
+            DrillStep(f"The {boxes} hold {{}} {fruit}.", f"{n} * {each}", n * each),
+            DrillStep(f"Now there are {{}} {fruit}.", f"{n * each} + {more}", n * each + more),
         ),
     )
 
@@ -251,7 +251,7 @@ def walked(rng: Random, split: Split, a: Person, b: Person) -> Problem | None:
     return Problem(
         f"{a.name} walks {x} miles from {start} to {via} and {y} miles from {via} to {end}.",
         f"How many miles does {a.he} walk?",
-        (Step(f"{a.He} walks {{}} miles.", f"{x} + {y}", x + y),),
+        (DrillStep(f"{a.He} walks {{}} miles.", f"{x} + {y}", x + y),),
     )
 
 
@@ -285,7 +285,7 @@ def draw_problem(rng: Random, split: Split) -> Problem:
 @cache
 def spelling_words() -> tuple[str, ...]:
     """The words whose spelling is taught: names of the world, its things, everyday words."""
-    nouns = {row[0] for row in table("trades") + table("animals")}
+    nouns = {row[0] for row in table_rows("trades") + table_rows("animals")}
     lists = "women men towns pets things colours products more_words".split()
     return tuple(sorted(nouns.union(*map(word_list, lists))))
 
@@ -316,7 +316,7 @@ def letter_question(rng: Random, split: Split) -> tuple[str, str]:
 # Documents
 
 
-def sums(rng: Random, split: Split) -> str:
+def sum_text(rng: Random, split: Split) -> str:
     """Calculations: as a column, in words, or as questions."""
     drills = [draw_drill(rng, split) for _ in range(between(rng, 12, 40))]
     style = pick(rng, ("column", "column", "words", "questions"))
@@ -336,7 +336,7 @@ def counting(rng: Random, split: Split) -> str:
         numbers = [first + by * i for i in range(between(rng, 6, 16))]
         up = rng.random() < 0.7
         line = ", ".join(map(str, numbers if up else numbers[::-1]))
-        less, more = sorted(sample(rng, numbers, 2))
+        less, more = sorted(pick_n(rng, numbers, 2))
         parts.append(
             f"Counting {'' if up else 'backwards '}by {name}: {line}.\n"
             f"{more} is more than {less}. {less} is less than {more}."

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any, Literal, TypeVar
 
-from tasks.world.words import relations, rows, table, word_list
+from tasks.world.words import relations, rows, table_rows, word_list
 
 T = TypeVar("T")
 Split = Literal["train", "val", "test"]
@@ -147,7 +147,7 @@ class EverydayThing:
 
 
 @dataclass(frozen=True)
-class Question:
+class FieldQuestion:
     """One question about a fact. `choices(fact.kind, field)` are the possible answers."""
 
     text: str
@@ -170,7 +170,7 @@ class Fact:
     """Sentences with a pronoun, for use within a paragraph. May be empty."""
     own: tuple[str, ...]
     """Sentences in the first person. May be empty."""
-    questions: tuple[Question, ...]
+    questions: tuple[FieldQuestion, ...]
     split: Split
 
 
@@ -200,7 +200,7 @@ def say(rng: random.Random, sentences: str, **fields: Any) -> str:
     return pick(rng, word_list(sentences)).format(land=LAND, **fields)
 
 
-def sample(rng: random.Random, values: Sequence[T], n: int) -> list[T]:
+def pick_n(rng: random.Random, values: Sequence[T], n: int) -> list[T]:
     """n different elements (all if there are fewer), in random order."""
     return sorted(values, key=lambda _: rng.random())[:n]
 
@@ -223,43 +223,45 @@ def upper_first(text: str) -> str:
 @cache
 def trades() -> tuple[Trade, ...]:
     """All trades, each with three people."""
-    return tuple(Trade(*row) for row in table("trades"))
+    return tuple(Trade(*row) for row in table_rows("trades"))
 
 
 @cache
 def animals() -> tuple[Animal, ...]:
     """All kinds of animals, each kept by four people."""
-    return tuple(Animal(*row) for row in table("animals"))
+    return tuple(Animal(*row) for row in table_rows("animals"))
 
 
 @cache
 def dishes() -> tuple[Dish, ...]:
     """All dishes, each the favorite of four people."""
-    return tuple(Dish(*cells, be="is" if be == "is" else "are") for *cells, be in table("dishes"))
+    return tuple(
+        Dish(*cells, be="is" if be == "is" else "are") for *cells, be in table_rows("dishes")
+    )
 
 
 @cache
 def goods() -> tuple[Goods, ...]:
     """All goods with a price."""
-    return tuple(Goods(a, b, int(price), trade) for a, b, price, trade in table("goods"))
+    return tuple(Goods(a, b, int(price), trade) for a, b, price, trade in table_rows("goods"))
 
 
 @cache
 def seasons() -> tuple[Season, ...]:
     """The four seasons."""
-    return tuple(Season(*row) for row in table("seasons"))
+    return tuple(Season(*row) for row in table_rows("seasons"))
 
 
 @cache
 def everyday_things() -> tuple[EverydayThing, ...]:
     """Things found in every house."""
-    return tuple(EverydayThing(*row) for row in table("everyday"))
+    return tuple(EverydayThing(*row) for row in table_rows("everyday"))
 
 
 @cache
 def opposites() -> tuple[tuple[str, str], ...]:
     """Pairs of opposite words."""
-    return tuple((first, second) for first, second in table("opposites"))
+    return tuple((first, second) for first, second in table_rows("opposites"))
 
 
 def deal(rng: random.Random, values: Sequence[str], n: int) -> list[str]:
@@ -442,7 +444,7 @@ def make_fact(kind: str, block: Sequence[str], fields: dict[str, Any]) -> Fact:
         ),
         own=tuple(line[2:].format(**steady) for line in lines if line.startswith("I ")),
         questions=tuple(
-            Question(text.format(**steady), str(fields[field]), field)
+            FieldQuestion(text.format(**steady), str(fields[field]), field)
             for text, field in rows("\n".join(line[2:] for line in lines if line[0] == "?"))
         ),
         split=split_of("question", kind, relation, *key),
@@ -466,7 +468,7 @@ def telling(rng: random.Random, known: Sequence[Fact]) -> str:
 
 def tell_some(rng: random.Random, kind: str, subject: str, low: int, high: int) -> str:
     """Between `low` and `high` facts about one subject in random order, as running text."""
-    return telling(rng, sample(rng, facts_about(kind, subject), between(rng, low, high)))
+    return telling(rng, pick_n(rng, facts_about(kind, subject), between(rng, low, high)))
 
 
 def titled(rng: random.Random, title: str, body: str) -> str:

@@ -19,12 +19,12 @@ from tasks.world.drills import Problem, draw_problem, spelling_words
 from tasks.world.facts import (
     LAND,
     Fact,
-    Question,
+    FieldQuestion,
     Split,
     between,
     facts,
     pick,
-    sample,
+    pick_n,
     split_of,
     subjects,
     upper_first,
@@ -33,7 +33,7 @@ from tasks.world.facts import (
 TASKS_VERSION = 3  # bump whenever an item changes
 
 
-def generator(what: str, split: Split, i: int) -> Random:
+def question_rng(what: str, split: Split, i: int) -> Random:
     """Random generator of one item."""
     return Random(f"{LAND}-{what}-{TASKS_VERSION}-{split}-{i}")
 
@@ -45,11 +45,11 @@ ARTICLE = re.compile(r"^(at the|a|an|the|to) ")
 
 
 @dataclass(frozen=True)
-class Asked:
+class FactQuestion:
     """A question about a fact."""
 
     fact: Fact
-    question: Question
+    question: FieldQuestion
 
     @property
     def rivals(self) -> tuple[str, ...]:
@@ -89,14 +89,14 @@ def side_answers(kind: str, relation: str, field: str, trained: bool) -> tuple[s
 
 
 @cache
-def fact_questions(split: Split) -> tuple[Asked, ...]:
+def fact_questions(split: Split) -> tuple[FactQuestion, ...]:
     """All questions of a split about facts, with shuffled subjects."""
     rng = Random(f"{LAND}-questions-{split}")
-    found = [Asked(f, q) for f in facts() if f.split == split for q in f.questions]
-    return tuple(sample(rng, found, len(found)))
+    found = [FactQuestion(f, q) for f in facts() if f.split == split for q in f.questions]
+    return tuple(pick_n(rng, found, len(found)))
 
 
-def bare(answer: str) -> str:
+def strip_article(answer: str) -> str:
     """An answer without its leading article or preposition."""
     return ARTICLE.sub("", answer)
 
@@ -107,9 +107,9 @@ def whole_words(words: str) -> re.Pattern[str]:
     return re.compile(rf"(?<!\w){re.escape(words)}(?!\w)", re.IGNORECASE)
 
 
-def sentences(known: Fact, asked: Question) -> list[str]:
+def sentences(known: Fact, asked: FieldQuestion) -> list[str]:
     """The sentences of a fact that answer the question, or the bare answer if there are none."""
-    answer = whole_words(bare(asked.answer))
+    answer = whole_words(strip_article(asked.answer))
     found = [text for text in full_answers(known, asked) if answer.search(text)]
     return found or [upper_first(asked.answer) + "."]
 
@@ -137,15 +137,15 @@ class Choice:
 
 
 @cache
-def choice_questions(split: Split) -> tuple[Asked, ...]:
+def choice_questions(split: Split) -> tuple[FactQuestion, ...]:
     """The questions with enough fair rivals."""
     return tuple(a for a in fact_questions(split) if len(set(a.fair_rivals)) >= NUM_OPTIONS - 1)
 
 
 @cache
-def questions_by_field() -> dict[Field, tuple[Asked, ...]]:
+def questions_by_field() -> dict[Field, tuple[FactQuestion, ...]]:
     """The training questions by field, most common first."""
-    found: dict[Field, list[Asked]] = {}
+    found: dict[Field, list[FactQuestion]] = {}
     for asked in choice_questions("train"):
         found.setdefault((asked.fact.kind, asked.question.field), []).append(asked)
     order = sorted(found, key=lambda field: (-len(found[field]), field))
@@ -159,29 +159,29 @@ def choice(split: Split, i: int) -> Choice:
     Held-out questions cycle, one per list, and all positions are equally likely to be right. In
     training, each list has ROUNDS questions, some kinds far more often than others (SKEW).
     """
-    rng = generator("choice", split, i)
+    rng = question_rng("choice", split, i)
     if split != "train":
         first = choice_questions(split)[i % len(choice_questions(split))]
         four = [first]
-        while len(four) < NUM_OPTIONS or not apart(four):
+        while len(four) < NUM_OPTIONS or not are_unambiguous(four):
             four = [first, *(pick(rng, choice_questions(split)) for _ in range(NUM_OPTIONS - 1))]
-        four = sample(rng, four, NUM_OPTIONS)
+        four = pick_n(rng, four, NUM_OPTIONS)
         rounds = [four.index(first)]
     else:
         fields = questions_by_field()
         four = []
-        while not four or not apart(four):
-            four = [pick(rng, fields[f]) for f in sample(rng, list(fields), NUM_OPTIONS)]
+        while not four or not are_unambiguous(four):
+            four = [pick(rng, fields[f]) for f in pick_n(rng, list(fields), NUM_OPTIONS)]
         ranks = {field: rank for rank, field in enumerate(fields, 1)}
         weights = [ranks[a.fact.kind, a.question.field] ** -SKEW for a in four]
-        rounds = [weighted(rng, weights) for _ in range(ROUNDS)]
+        rounds = [weighted_choice(rng, weights) for _ in range(ROUNDS)]
     return Choice(
         tuple(asked.question.answer for asked in four),
         tuple((four[n].question.text, n) for n in rounds),
     )
 
 
-def apart(questions: Sequence[Asked]) -> bool:
+def are_unambiguous(questions: Sequence[FactQuestion]) -> bool:
     """Whether no answer is also a possible answer to another question."""
     answers = [asked.question.answer for asked in questions]
     could = [{*asked.rivals, asked.question.answer} for asked in questions]
@@ -190,7 +190,7 @@ def apart(questions: Sequence[Asked]) -> bool:
     )
 
 
-def weighted(rng: Random, weights: Sequence[float]) -> int:
+def weighted_choice(rng: Random, weights: Sequence[float]) -> int:
     """A random index, drawn with the given weights."""
     left = rng.random() * sum(weights)
     for n, weight in enumerate(weights):
@@ -200,7 +200,7 @@ def weighted(rng: Random, weights: Sequence[float]) -> int:
     return len(weights) - 1
 
 
-def draw_options(rng: Random, asked: Asked) -> tuple[str, ...]:
+def draw_options(rng: Random, asked: FactQuestion) -> tuple[str, ...]:
     """
     The answer and fair rivals in random order.
 
@@ -210,7 +210,7 @@ def draw_options(rng: Random, asked: Asked) -> tuple[str, ...]:
     while len(found) < NUM_OPTIONS:
         rival = pick(rng, asked.fair_rivals)
         found += [rival] if rival not in found else []
-    return tuple(sample(rng, found, NUM_OPTIONS))
+    return tuple(pick_n(rng, found, NUM_OPTIONS))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -223,7 +223,7 @@ ENOUGH_WORDS = 5  # minimum number of words with a letter
 
 def problem(split: Split, i: int) -> Problem:
     """Word problem `i` (any i >= 0)."""
-    return draw_problem(generator("problem", split, i), split)
+    return draw_problem(question_rng("problem", split, i), split)
 
 
 @dataclass(frozen=True)
@@ -271,13 +271,13 @@ def letters(split: Split) -> tuple[str, ...]:
 
 def letter_count(split: Split, i: int) -> LetterCount:
     """Letter count `i` (any i >= 0); the answers 1 to 4 are equally likely."""
-    rng = generator("letters", split, i)
+    rng = question_rng("letters", split, i)
     wanted = between(rng, 1, MOST_LETTERS)
     while True:
         letter = pick(rng, letters(split))
         with_it = between(rng, 1, NUM_WORDS)
-        words = sample(rng, countable(split, letter, True), with_it)
-        words += sample(rng, countable(split, letter, False), NUM_WORDS - with_it)
-        item = LetterCount(letter, tuple(sample(rng, words, NUM_WORDS)))
+        words = pick_n(rng, countable(split, letter, True), with_it)
+        words += pick_n(rng, countable(split, letter, False), NUM_WORDS - with_it)
+        item = LetterCount(letter, tuple(pick_n(rng, words, NUM_WORDS)))
         if item.count == wanted:
             return item

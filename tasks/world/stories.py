@@ -20,13 +20,13 @@ from tasks.world.facts import (
     between,
     people,
     pick,
-    sample,
+    pick_n,
     say,
     split_of,
     tell_some,
     titled,
 )
-from tasks.world.words import blocks, read, word_list
+from tasks.world.words import blocks, read_data, word_list
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def episodes(split: Split) -> tuple[Episode, ...]:
     """All combinations of rule, outcome and person of a split."""
     return tuple(
         make_episode(block, good, hero)
-        for block in blocks(read("rules.txt"))
+        for block in blocks(read_data("rules.txt"))
         for good in (False, True)
         for hero in people()
         if episode_split(block[0], good, hero.name) == split
@@ -123,7 +123,7 @@ def ending(rng: Random, e: Episode) -> str:
     return say(rng, "happy_ends" if e.good else "sad_ends", food=hero.food, **words)
 
 
-def retelling(rng: Random, e: Episode) -> str:
+def episode_text(rng: Random, e: Episode) -> str:
     """One episode as a paragraph, sometimes with its reason."""
     parts = [pick(rng, e.settings), pick(rng, e.causes), pick(rng, e.effects)]
     return " ".join(parts + ([e.reason] if rng.random() < 0.5 else []))
@@ -135,7 +135,7 @@ def story(rng: Random, split: Split) -> str:
     parts = [opening(rng, e.hero)]
     if rng.random() < 0.6:
         parts.append(tell_some(rng, "person", e.hero.name, 1, 4))
-    body = " ".join([*parts, retelling(rng, e), ending(rng, e)])
+    body = " ".join([*parts, episode_text(rng, e), ending(rng, e)])
     if rng.random() < 0.3:
         body += f"\n\nQuestion: {e.question}\nAnswer: {e.answer}"
     return titled(rng, e.title, body)
@@ -145,7 +145,7 @@ def several_stories(rng: Random, split: Split) -> str:
     """Two or three episodes of different people."""
     parts = []
     for e in sample_episodes(rng, split, between(rng, 2, 3)):
-        parts.append(f"{opening(rng, e.hero)} {retelling(rng, e)} {ending(rng, e)}")
+        parts.append(f"{opening(rng, e.hero)} {episode_text(rng, e)} {ending(rng, e)}")
     return titled(rng, f"Stories from {LAND}", "\n\n".join(parts))
 
 
@@ -154,9 +154,9 @@ def adventures(rng: Random, split: Split) -> str:
     hero = pick(rng, episodes(split)).hero
     links = ("This happened first.", "That was not all.", "And one more thing happened.")
     parts = [f"{opening(rng, hero)} {tell_some(rng, 'person', hero.name, 2, 5)}"]
-    found = sample(rng, episodes_of(split, hero.name), 3)
+    found = pick_n(rng, episodes_of(split, hero.name), 3)
     for link, e in zip(links, found, strict=False):
-        parts.append(f"{link} {retelling(rng, e)} {ending(rng, e)}")
+        parts.append(f"{link} {episode_text(rng, e)} {ending(rng, e)}")
     return titled(rng, f"What happened to {hero.name}", "\n\n".join(parts))
 
 

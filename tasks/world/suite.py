@@ -27,7 +27,7 @@ from tasks.world.facts import (
     people,
     person,
     pick,
-    sample,
+    pick_n,
     split_of,
     town,
 )
@@ -62,17 +62,17 @@ def suite() -> list[SuiteTask]:
     lm: Kind = "language_modeling"
     qa = "\nAnswer: "
     return [
-        task("world_people", mc, 3, 1 / 4, qa, chosen(lambda kind: kind == "person")),
-        task("world_things", mc, 3, 1 / 4, qa, chosen(lambda kind: kind != "person")),
+        task("world_people", mc, 3, 1 / 4, qa, fact_choices(lambda kind: kind == "person")),
+        task("world_things", mc, 3, 1 / 4, qa, fact_choices(lambda kind: kind != "person")),
         task("world_two_steps", mc, 3, 1 / 4, qa, two_steps()),
-        task("world_riddles", mc, 1, 1 / 4, "\nI am ", riddles()),
+        task("world_riddles", mc, 1, 1 / 4, "\nI am ", riddle_items()),
         task("world_prices", mc, 4, 1 / 2, qa, prices()),
         task("world_stories", "schema", 0, 1 / 2, " ", causes()),
         task("world_story_questions", mc, 2, 1 / 2, qa, endings()),
-        task("world_answers", lm, 3, 0.0, qa, answers(lambda kind: kind != "opposite")),
-        task("world_opposites", lm, 3, 0.0, qa, answers(lambda kind: kind == "opposite")),
+        task("world_answers", lm, 3, 0.0, qa, answer_items(lambda kind: kind != "opposite")),
+        task("world_opposites", lm, 3, 0.0, qa, answer_items(lambda kind: kind == "opposite")),
         task("world_sums", lm, 4, 0.0, " = ", calculations()),
-        task("world_problems", lm, 1, 0.0, " ", set_ups()),
+        task("world_problems", lm, 1, 0.0, " ", problem_prefixes()),
     ]
 
 
@@ -90,7 +90,7 @@ def task(
     }
 
 
-def generator(name: str, *key: str | int) -> Random:
+def item_rng(name: str, *key: str | int) -> Random:
     """Random generator of one item."""
     return Random("-".join([LAND, "suite", str(SUITE_VERSION), name, *map(str, key)]))
 
@@ -104,17 +104,17 @@ def multiple_choice(query: str, options: Sequence[str], right: str) -> Item:
 # Facts
 
 
-def chosen(wanted: Callable[[str], bool]) -> list[Item]:
+def fact_choices(wanted: Callable[[str], bool]) -> list[Item]:
     """Questions about the wanted kinds of facts, with four options."""
     found = []
     for asked in (a for split in HELD_OUT for a in choice_questions(split) if wanted(a.fact.kind)):
         text = asked.question.text
-        options = draw_options(generator("facts", text), asked)
+        options = draw_options(item_rng("facts", text), asked)
         found.append(multiple_choice(f"Question: {text}", options, asked.question.answer))
     return found
 
 
-def answers(wanted: Callable[[str], bool]) -> list[Item]:
+def answer_items(wanted: Callable[[str], bool]) -> list[Item]:
     """Questions about the wanted kinds of facts, without options."""
     return [
         {"context": f"Question: {a.question.text}", "continuation": a.question.answer}
@@ -152,38 +152,38 @@ def two_steps() -> list[Item]:
     for text, via, field in TWO_STEPS:
         values = {p.name: getattr(via(p), field) for p in people()}
         for name, right in values.items():
-            rng = generator("two steps", text, name)
+            rng = item_rng("two steps", text, name)
             options = [right]
             while len(options) < 4:
                 rival = pick(rng, tuple(values.values()))
                 options += [rival] if rival not in options else []
             query = f"Question: {text.format(name)}"
-            found.append(multiple_choice(query, sample(rng, options, 4), right))
+            found.append(multiple_choice(query, pick_n(rng, options, 4), right))
     return found
 
 
 def prices() -> list[Item]:
     """Which of two things costs more or less? Both are asked equally often."""
-    rng = generator("prices")
+    rng = item_rng("prices")
     pairs = [(a, b) for a, b in itertools.permutations(goods(), 2) if a.price < b.price]
     found = []
-    for i, (cheap, dear) in enumerate(sample(rng, pairs, NUM_PRICES)):
+    for i, (cheap, dear) in enumerate(pick_n(rng, pairs, NUM_PRICES)):
         word, right = (("more", dear), ("less", cheap))[i % 2]
-        a, b = (an(g.name) for g in sample(rng, (cheap, dear), 2))
+        a, b = (an(g.name) for g in pick_n(rng, (cheap, dear), 2))
         query = f"Question: Which costs {word}, {a} or {b}?"
-        found.append(multiple_choice(query, sample(rng, (a, b), 2), an(right.name)))
+        found.append(multiple_choice(query, pick_n(rng, (a, b), 2), an(right.name)))
     return found
 
 
-def riddles() -> list[Item]:
+def riddle_items() -> list[Item]:
     """Four first-person facts and four names to choose from."""
     found = []
     for p in (p for p in people() if split_of("riddle", p.name) in HELD_OUT):
         own = [f for f in facts_about("person", p.name) if f.relation != "trade"]
         others = [q.name for q in people() if q.name != p.name]
         for i in range(RIDDLES_EACH):
-            rng = generator("riddle", p.name, i)
-            options = sample(rng, [p.name, *sample(rng, others, 3)], 4)
+            rng = item_rng("riddle", p.name, i)
+            options = pick_n(rng, [p.name, *pick_n(rng, others, 3)], 4)
             query = f"{first_person(rng, own, 4, 4)} Who am I?"
             found.append(multiple_choice(query, options, p.name))
     return found
@@ -193,7 +193,7 @@ def riddles() -> list[Item]:
 # Stories
 
 
-def both_ways() -> list[Episode]:
+def balanced_episodes() -> list[Episode]:
     """Held-out episodes, with equally many good and bad outcomes per rule."""
     found = []
     known = [e for split in HELD_OUT for e in episodes(split)]
@@ -208,12 +208,12 @@ def causes() -> list[Item]:
     """Which of two causes leads to an effect?"""
     known = {(e.title, e.hero.name, e.good): e for split in SPLITS for e in episodes(split)}
     found = []
-    for e in both_ways():
-        rng = generator("causes", e.title, e.hero.name, int(e.good))
+    for e in balanced_episodes():
+        rng = item_rng("causes", e.title, e.hero.name, int(e.good))
         other = known[e.title, e.hero.name, not e.good]
         setting = pick(rng, e.settings)
         right = f"{setting} {pick(rng, e.causes)}"
-        options = sample(rng, (right, f"{setting} {pick(rng, other.causes)}"), 2)
+        options = pick_n(rng, (right, f"{setting} {pick(rng, other.causes)}"), 2)
         found.append(
             {
                 "context_options": options,
@@ -227,10 +227,10 @@ def causes() -> list[Item]:
 def endings() -> list[Item]:
     """A question about the outcome, with the answers for both outcomes."""
     found = []
-    for e in both_ways():
-        rng = generator("endings", e.title, e.hero.name, int(e.good))
+    for e in balanced_episodes():
+        rng = item_rng("endings", e.title, e.hero.name, int(e.good))
         query = f"{pick(rng, e.settings)} {pick(rng, e.causes)}\nQuestion: {e.question}"
-        found.append(multiple_choice(query, sample(rng, (e.answer, e.wrong), 2), e.answer))
+        found.append(multiple_choice(query, pick_n(rng, (e.answer, e.wrong), 2), e.answer))
     return found
 
 
@@ -249,7 +249,7 @@ def calculations() -> list[Item]:
     return found
 
 
-def set_ups() -> list[Item]:
+def problem_prefixes() -> list[Item]:
     """Word problems up to their first calculation."""
     found = []
     for p in (problem(split, i) for split in HELD_OUT for i in range(NUM_PROBLEMS)):

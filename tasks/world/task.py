@@ -23,10 +23,10 @@ from tasks.base import (
     Task,
     assistant,
     choice_question,
-    spoken,
     text,
     tool_call,
     user,
+    visible,
 )
 from tasks.world.conversations import TALK_VERSION, conversation
 from tasks.world.corpus import WORLD_VERSION
@@ -35,15 +35,15 @@ from tasks.world.questions import (
     MOST_LETTERS,
     NUM_OPTIONS,
     TASKS_VERSION,
-    Asked,
-    bare,
+    FactQuestion,
     choice,
     choice_questions,
     fact_questions,
-    generator,
     letter_count,
     problem,
+    question_rng,
     sentences,
+    strip_article,
     whole_words,
 )
 
@@ -95,22 +95,22 @@ class WorldFacts(WorldTask):
     def conversation(self, i: int) -> Conversation:
         """Cycle through the questions, with a new answer sentence each time."""
         asked = fact_questions(self.part)[i % len(fact_questions(self.part))]
-        rng = generator("answer", self.part, i)
+        rng = question_rng("answer", self.part, i)
         answer = pick(rng, sentences(asked.fact, asked.question))
         return [user(asked.question.text), assistant(answer)]
 
     def score(self, conversation: Conversation, answer: str) -> float:
         question = conversation[0]["content"]
         asked = asked_by(self.part)[question]
-        rest, found = whole_words(bare(asked.question.answer)).subn("", spoken(answer))
-        rivals = map(whole_words, set(map(bare, asked.rivals)))
+        rest, found = whole_words(strip_article(asked.question.answer)).subn("", visible(answer))
+        rivals = map(whole_words, set(map(strip_article, asked.rivals)))
         return float(
             found > 0 and not any(r.search(rest) and not r.search(question) for r in rivals)
         )
 
 
 @cache
-def asked_by(split: Split) -> dict[str, Asked]:
+def asked_by(split: Split) -> dict[str, FactQuestion]:
     """Question text -> question, for a split."""
     return {asked.question.text: asked for asked in fact_questions(split)}
 

@@ -22,22 +22,22 @@ from pathlib import Path
 
 
 @cache
-def read(file: str) -> str:
+def read_data(file: str) -> str:
     """The contents of a file in data/."""
     return (Path(__file__).parent / "data" / file).read_text(encoding="utf-8")
 
 
 @cache
-def lists() -> dict[str, list[str]]:
+def word_lists() -> dict[str, list[str]]:
     """All word and sentence lists by name."""
-    return json.loads(read("lists.json"))
+    return json.loads(read_data("lists.json"))
 
 
 @cache
-def sections(file: str) -> dict[str, str]:
+def text_sections(file: str) -> dict[str, str]:
     """[heading] -> the text below it."""
     found = {}
-    for section in read(file).removeprefix("[").split("\n["):
+    for section in read_data(file).removeprefix("[").split("\n["):
         name, text = section.split("]\n", 1)
         found[name] = text.strip()
     return found
@@ -45,7 +45,7 @@ def sections(file: str) -> dict[str, str]:
 
 def word_list(name: str) -> list[str]:
     """One list of words or sentences."""
-    return lists()[name]
+    return word_lists()[name]
 
 
 def rows(table: str) -> list[list[str]]:
@@ -53,9 +53,9 @@ def rows(table: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.split("|")] for line in table.splitlines()]
 
 
-def table(name: str) -> list[list[str]]:
+def table_rows(name: str) -> list[list[str]]:
     """The rows of a table in tables.txt."""
-    return rows(sections("tables.txt")[name])
+    return rows(text_sections("tables.txt")[name])
 
 
 def blocks(text: str) -> list[list[str]]:
@@ -65,4 +65,4 @@ def blocks(text: str) -> list[list[str]]:
 
 def relations(kind: str) -> list[list[str]]:
     """The relation blocks of a kind of subject."""
-    return blocks(sections("relations.txt")[kind])
+    return blocks(text_sections("relations.txt")[kind])

@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from nanochat.common import base_dir, locked, read_json, write_atomic, write_json
+from nanochat.common import base_dir, hold_lock, read_json, write_atomic, write_json
 from tasks.world import suite
 from tasks.world.corpus import WORLD_VERSION, documents
 
@@ -37,7 +37,7 @@ def write(name: str, num_shards: int | None = None) -> Path:
     """
     folder = base_dir() / "data" / name
     path = folder / "manifest.json"
-    with locked(folder / ".lock", f"writing the data set {name}"):
+    with hold_lock(folder / ".lock", f"writing the data set {name}"):
         old = read_json(path) if path.exists() else {}
         if old.get("version") != VERSION:
             path.unlink(missing_ok=True)
@@ -48,7 +48,9 @@ def write(name: str, num_shards: int | None = None) -> Path:
         for shard in [*TRAIN_SHARDS[:num_shards], VAL_SHARD]:
             file = folder / "text" / f"{shard}.jsonl"
             if shard not in files or not file.exists():
-                files[shard] = write_file(file, json_lines({"text": t} for t in texts(shard)))
+                files[shard] = write_file(
+                    file, format_json_lines({"text": t} for t in texts(shard))
+                )
         if not bundle or not all((folder / "suite" / file).exists() for file in bundle):
             for file, text in bundle_files(few_shot_tasks()):
                 bundle[file] = write_file(folder / "suite" / file, text)
@@ -83,7 +85,7 @@ def write_file(path: Path, text: str) -> dict[str, Any]:
     return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
 
-def json_lines(items: Iterable[Mapping[str, Any]]) -> str:
+def format_json_lines(items: Iterable[Mapping[str, Any]]) -> str:
     """One JSON object per line."""
     return "".join(json.dumps(item) + "\n" for item in items)
 
@@ -95,7 +97,7 @@ def bundle_files(tasks: list[suite.SuiteTask]) -> Iterator[tuple[str, str]]:
     rows.writerow(["Eval Task", "#shots", "#datapoints", "Random baseline"])
     for task in tasks:
         file = f"{task['name']}.jsonl"
-        yield f"eval_data/{file}", json_lines(task["items"])
+        yield f"eval_data/{file}", format_json_lines(task["items"])
         baseline = 100 * task["random_baseline"]  # in percent
         rows.writerow([task["name"], task["num_fewshot"], len(task["items"]), baseline])
         entries.append(

@@ -17,14 +17,14 @@ from nanochat.bench import (
 )
 from nanochat.bench.start import bench_start
 from nanochat.bench.table import (
-    Findings,
-    Line,
+    BenchLog,
     Point,
+    TableLine,
     exponent,
     growth_table,
-    render,
+    render_findings,
 )
-from nanochat.bench.train import products_seconds
+from nanochat.bench.train import matmul_seconds
 from nanochat.config import parse
 from nanochat.distributed import DistConfig, init_distributed
 from nanochat.gpt import GPT
@@ -53,7 +53,7 @@ def test_tokenizer_bench_works_without_peers(monkeypatch, capsys, tmp_path):
     text = capsys.readouterr().out
     for peer in ("rustbpe", "tokenizers", "gigatoken"):
         assert f"{peer} is missing: uv is not installed" in text
-    found = Findings.read(path)
+    found = BenchLog.read(path)
     by_peer = {(line.what, line.peer): line for line in found.lines}
     assert by_peer["trained, 400 ids, 2 threads", "rustbpe"].theirs == []
     reference = by_peer["encoded, 400 ids, 1 threads", "tiktoken (same)"]
@@ -70,13 +70,13 @@ def test_training_bench_times_add_up(capsys, tmp_path, monkeypatch):
     main(Bench("train", depth=1, max_seq_len=16, rows=2, vocab_size=64, steps=2, machine=CPU,
                kernels=KernelConfig(compile=False), findings=path))  # fmt: skip
     assert "TFLOP/s" in capsys.readouterr().out
-    found = Findings.read(path)
+    found = BenchLog.read(path)
     (line,) = found.lines
     (point,) = found.points
     assert point.seconds == 3  # forward, backward and update: one second each
     assert line.unit == "tokens/s" and line.ours == [32 / 3] * 3
     model = GPT(shape_for_depth(1, 64, 16)).requires_grad_(False)
-    assert line.ceiling == pytest.approx(products_seconds(model, 2, init_distributed(CPU)) / 3)
+    assert line.ceiling == pytest.approx(matmul_seconds(model, 2, init_distributed(CPU)) / 3)
     assert 0 < (point.megabytes or 0) <= peak_memory_bytes(torch.device("cpu")) / 2**20 + 1
     for part in ("forward and loss 33%", "backward 33%", "update 33%"):
         assert part in found.notes[0]
@@ -88,7 +88,7 @@ def test_matmul_time_grows_with_the_model(monkeypatch):
         model = GPT(shape_for_depth(depth, 256, 64)).requires_grad_(False)
         with FlopCounterMode(display=False) as counted:  # count FLOPs as seconds
             monkeypatch.setattr(train, "clock", lambda _, c=counted: c.get_total_flops())
-            spent.append(products_seconds(model, 4, machine))
+            spent.append(matmul_seconds(model, 4, machine))
         layers_and_head = 6 * 4 * 64 * model.num_used_params()
         assert spent[-1] > layers_and_head  # plus attention and optimizer
     assert spent[1] > 4 * spent[0]
@@ -105,7 +105,7 @@ def test_generation_and_training_compare_with_transformers(monkeypatch, tmp_path
         path = tmp_path / f"{what}.json"
         kernels = KernelConfig(compile=False)
         main(Bench(what, rows=1, kernels=kernels, findings=path, **common))
-        lines = Findings.read(path).lines
+        lines = BenchLog.read(path).lines
         assert lines and all(line.ratio is not None for line in lines)
 
 
@@ -118,7 +118,7 @@ def test_few_shot_losses_match_lm_eval(monkeypatch):
     machine, seen = init_distributed(CPU), []
 
     def watched(*args):
-        score = peers.scoring(*args)
+        score = peers.make_scorer(*args)
 
         def noted(questions):
             seconds, nats = score(questions)
@@ -133,7 +133,7 @@ def test_few_shot_losses_match_lm_eval(monkeypatch):
         "eval_model_of",
         lambda *args, plain=evals.eval_model_of: subjects.append(plain(*args)) or subjects[0],
     )
-    found = Findings()
+    found = BenchLog()
     shape = shape_for_depth(1, 400, 512, "classic")
     evals.bench_evaluation(shape, machine, 1, found, watched)
     assert {line.peer for line in found.lines} == {"lm-eval"} and len(found.lines) == 3
@@ -149,17 +149,19 @@ def test_few_shot_losses_match_lm_eval(monkeypatch):
 def test_start_bench_rejects_light_module_loading_torch(monkeypatch):
     monkeypatch.setattr("nanochat.bench.start.LIGHT", ("nanochat.engine",))
     with pytest.raises(RuntimeError, match=r"nanochat\.engine loads torch"):
-        bench_start(1, Findings())
+        bench_start(1, BenchLog())
 
 
 def test_findings_round_trip_through_a_file(tmp_path):
-    found = Findings()
-    found.line(Line("Training", "depth 4", "tokens/s", [3.0, 2.0, 4.0], "peer", [2.0, 1.0, 3.0]))
-    found.line(Line("Training", "depth 8", "tokens/s", [1.0], theirs=[], ceiling=0.5))
+    found = BenchLog()
+    found.line(
+        TableLine("Training", "depth 4", "tokens/s", [3.0, 2.0, 4.0], "peer", [2.0, 1.0, 3.0])
+    )
+    found.line(TableLine("Training", "depth 8", "tokens/s", [1.0], theirs=[], ceiling=0.5))
     found.points.append(Point("layers", 4, 0.5, 100.0))
     found.note("a noisy machine")
     found.write(tmp_path / "found.json")
-    again = Findings.read(tmp_path / "found.json")
+    again = BenchLog.read(tmp_path / "found.json")
     assert again == found and again.lines[0].ratio == 1.5
     again.add(found)
     assert len(again.lines) == 4
@@ -167,11 +169,13 @@ def test_findings_round_trip_through_a_file(tmp_path):
 
 def test_page_shows_both_sides_ratio_ceiling_and_missing_peer():
     lines = [
-        Line("Training", "depth 4", "tokens/s", [9000, 12000, 10000], ceiling=0.615),
-        Line("Tokenizer", "trained", "MB/s", [50, 40, 60], "rustbpe", [20, 19, 21]),
-        Line("Tokenizer", "trained", "MB/s", [50, 40, 60], "gone"),
+        TableLine("Training", "depth 4", "tokens/s", [9000, 12000, 10000], ceiling=0.615),
+        TableLine("Tokenizer", "trained", "MB/s", [50, 40, 60], "rustbpe", [20, 19, 21]),
+        TableLine("Tokenizer", "trained", "MB/s", [50, 40, 60], "gone"),
     ]
-    page = render(Findings(lines, [], ["noisy"]), "python -m scripts.bench", "a machine", 12.4)
+    page = render_findings(
+        BenchLog(lines, [], ["noisy"]), "python -m scripts.bench", "a machine", 12.4
+    )
     assert "| depth 4 | tokens/s | 10,000 (9,000 to 12,000) |  |  |  | 62% |" in page
     assert "| rustbpe | 20.0 (19.0 to 21.0) | **2.50** |  |" in page
     assert "| gone | missing |  |  |" in page
@@ -199,8 +203,8 @@ def test_all_runs_each_bench_separately_and_survives_failure(monkeypatch, tmp_pa
         path = next(word for word in command if word.startswith("--findings=")).split("=")[1]
         if "--what=engine" in command:
             return type("Ended", (), {"returncode": 3})
-        found = Findings()
-        found.line(Line("Path", " ".join(command[-3:-1]), "per second", [1.0]))
+        found = BenchLog()
+        found.line(TableLine("Path", " ".join(command[-3:-1]), "per second", [1.0]))
         found.write(tmp_path.__class__(path))
         return type("Ended", (), {"returncode": 0})
 

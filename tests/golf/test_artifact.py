@@ -25,19 +25,19 @@ from nanochat.distributed import DistConfig
 from nanochat.golf.artifact import (
     COMPRESSORS,
     CONTAINERS,
-    pack,
+    pack_levels,
+    quantize_tensors,
     read_artifact,
-    store,
-    unpack,
+    unpack_levels,
 )
 from nanochat.golf.documents import document_bpb
 from nanochat.golf.qat import LateQuantization
 from nanochat.golf.quantize import QuantConfig
 from nanochat.golf.size import (
+    choose_smallest,
     code_bytes,
-    describe,
-    require_within,
-    smallest,
+    format_sizes,
+    require_size_limit,
 )
 from nanochat.tokenizer import Tokenizer
 from scripts import export
@@ -65,9 +65,9 @@ def model_for(tokenizer, **changes):
 def test_packed_levels_roundtrip(bits, numbers):
     top = 2 ** (bits - 1) - 1
     levels = np.array([n % (2 * top + 1) - top for n in numbers], np.int8)
-    data = pack(levels, bits)
+    data = pack_levels(levels, bits)
     assert len(data) == -(-len(levels) * bits // 8)
-    np.testing.assert_array_equal(unpack(data, bits, len(levels)), levels)
+    np.testing.assert_array_equal(unpack_levels(data, bits, len(levels)), levels)
 
 
 @pytest.mark.parametrize(
@@ -81,8 +81,8 @@ def test_artifact_restores_quantization_aware_weights(
     container, compressor, changes, tokenizer, tmp_path, machine
 ):
     model = model_for(tokenizer, **changes)
-    stored = store(model.state_dict(), MIXED)
-    written = smallest(stored, model.cfg, tokenizer, {"seed": 7}, container, compressor)
+    stored = quantize_tensors(model.state_dict(), MIXED)
+    written = choose_smallest(stored, model.cfg, tokenizer, {"seed": 7}, container, compressor)
     (tmp_path / "model.golf").write_bytes(written.data)
     found = read_artifact(tmp_path / "model.golf")
     assert (found.cfg, found.origin) == (model.cfg, {"seed": 7})
@@ -100,21 +100,25 @@ def test_artifact_restores_quantization_aware_weights(
 
 def test_smallest_file_is_chosen(tokenizer):
     model = model_for(tokenizer)
-    stored = store(model.state_dict(), MIXED)
-    best = smallest(stored, model.cfg, tokenizer, {})
+    stored = quantize_tensors(model.state_dict(), MIXED)
+    best = choose_smallest(stored, model.cfg, tokenizer, {})
     assert len(best.tried) == 6
     assert len(best.data) == min(best.tried.values()) == best.tried[best.container, best.compressor]
     for (container, compressor), size in best.tried.items():
-        alone = smallest(stored, model.cfg, tokenizer, {}, container, compressor)
+        alone = choose_smallest(stored, model.cfg, tokenizer, {}, container, compressor)
         assert len(alone.data) == size
-    assert "<- chosen" in describe(best, 10**6, True)
+    assert "<- chosen" in format_sizes(best, 10**6, True)
 
 
 def test_artifact_sizes_add_up(tokenizer):
     """int8: one byte per weight plus two per row; vectors stay fp32."""
     model = model_for(tokenizer)
-    written = smallest(
-        store(model.state_dict(), QuantConfig("*=int8")), model.cfg, tokenizer, {}, "bytes"
+    written = choose_smallest(
+        quantize_tensors(model.state_dict(), QuantConfig("*=int8")),
+        model.cfg,
+        tokenizer,
+        {},
+        "bytes",
     )
     matrices = [p for p in model.parameters() if p.ndim == 2]
     vectors = sum(p.numel() for p in model.parameters() if p.ndim < 2)
@@ -123,8 +127,12 @@ def test_artifact_sizes_add_up(tokenizer):
     assert sum(t.raw for t in written.tensors) == 4 * model.num_params()
     assert written.total_bytes(count_code=False) == len(written.data)
     assert written.total_bytes(count_code=True) == len(written.data) + sum(code_bytes().values())
-    packed = smallest(
-        store(model.state_dict(), QuantConfig("*=int6")), model.cfg, tokenizer, {}, "packed"
+    packed = choose_smallest(
+        quantize_tensors(model.state_dict(), QuantConfig("*=int6")),
+        model.cfg,
+        tokenizer,
+        {},
+        "packed",
     )
     want = sum(-(-p.numel() * 6 // 8) + 2 * p.size(0) for p in matrices) + 4 * vectors
     assert sum(t.payload for t in packed.tensors) == want
@@ -132,23 +140,23 @@ def test_artifact_sizes_add_up(tokenizer):
 
 def test_oversized_artifact_error_lists_largest_tensors(tokenizer):
     model = model_for(tokenizer)
-    written = smallest(store(model.state_dict(), MIXED), model.cfg, tokenizer, {})
+    written = choose_smallest(quantize_tensors(model.state_dict(), MIXED), model.cfg, tokenizer, {})
     size = len(written.data)
-    require_within(written, size, count_code=False)
+    require_size_limit(written, size, count_code=False)
     with pytest.raises(UsageError, match="by 1;") as error:
-        require_within(written, size - 1, count_code=False)
+        require_size_limit(written, size - 1, count_code=False)
     costliest = max(written.tensors, key=lambda t: t.compressed)
     assert f"largest tensors: {costliest.name} " in str(error.value)
-    require_within(written, size + written.code_bytes, count_code=True)
+    require_size_limit(written, size + written.code_bytes, count_code=True)
     with pytest.raises(UsageError, match="of them code"):
-        require_within(written, size + written.code_bytes - 1, count_code=True)
+        require_size_limit(written, size + written.code_bytes - 1, count_code=True)
 
 
 @pytest.mark.parametrize("compressor", COMPRESSORS)
 def test_corrupt_artifact_is_rejected(compressor, tokenizer, tmp_path):
     model = model_for(tokenizer)
-    stored = store(model.state_dict(), MIXED)
-    data = smallest(stored, model.cfg, tokenizer, {}, "bytes", compressor).data
+    stored = quantize_tensors(model.state_dict(), MIXED)
+    data = choose_smallest(stored, model.cfg, tokenizer, {}, "bytes", compressor).data
     path = tmp_path / "bad.golf"
     rng = np.random.default_rng(0)
     offsets = [0, 8, 9, 12, 14, len(data) - 1, *rng.integers(0, len(data), 40)]
@@ -182,7 +190,7 @@ print("BPB", bpb.value, Path(sys.modules["nanochat"].__path__[0]).resolve().pare
 
 def test_counted_code_suffices_to_score_an_artifact(tokenizer, tmp_path, machine):
     model = model_for(tokenizer)
-    written = smallest(store(model.state_dict(), MIXED), model.cfg, tokenizer, {})
+    written = choose_smallest(quantize_tensors(model.state_dict(), MIXED), model.cfg, tokenizer, {})
     folder = tmp_path / "empty"
     (folder / "nanochat").mkdir(parents=True)
     (folder / "model.golf").write_bytes(written.data)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from nanochat.checkpoint import build_model
 from nanochat.distributed import DistContext
 from nanochat.golf import documents
-from nanochat.golf.documents import document_bpb, windows
+from nanochat.golf.documents import document_bpb, make_windows
 from nanochat.loss import IGNORE
 from nanochat.tokenizer import Tokenizer
 from tasks.world import corpus
@@ -25,7 +25,7 @@ def test_windows_score_each_token_once_with_enough_context(n, T, data):
     stride = data.draw(st.integers(1, T))
     ids = np.arange(n + 1)  # ids are positions
     scored = []
-    for tokens, targets in windows(ids, T, stride):
+    for tokens, targets in make_windows(ids, T, stride):
         assert tokens.shape == targets.shape == (T,)
         (scored_here,) = np.nonzero(targets != IGNORE)
         for i in scored_here:
@@ -38,7 +38,7 @@ def test_windows_score_each_token_once_with_enough_context(n, T, data):
 
 
 def test_full_stride_windows_do_not_overlap():
-    got = [t[t2 != IGNORE].tolist() for t, t2 in windows(np.arange(8), 3, 3)]
+    got = [t[t2 != IGNORE].tolist() for t, t2 in make_windows(np.arange(8), 3, 3)]
     assert got == [[0, 1, 2], [3, 4, 5], [6]]
 
 
@@ -100,8 +100,8 @@ def test_document_bpb_matches_token_by_token_reference(stride, rows, tokenizer, 
 
 def test_unscored_token_raises(tokenizer, machine, monkeypatch):
     """The counterpart of an upstream bug whose sliding window scored its tail twice."""
-    whole = documents.windows
-    monkeypatch.setattr(documents, "windows", lambda *args: list(whole(*args))[:-1])
+    whole = documents.make_windows
+    monkeypatch.setattr(documents, "make_windows", lambda *args: list(whole(*args))[:-1])
     with pytest.raises(AssertionError, match="the texts have"):
         document_bpb(model_of(tokenizer), TEXTS, tokenizer, 8, 4, machine)
 

@@ -9,8 +9,8 @@ from nanochat.golf.qat import LateQuantization
 from nanochat.golf.quantize import (
     BITS,
     QuantConfig,
-    as_stored,
     dequantize_rows,
+    quantize_dequantize,
     quantize_rows,
 )
 from tests.conftest import TINY, lively
@@ -73,7 +73,7 @@ def test_mse_clip_minimizes_squared_error():
     w[:, 0] *= 4
 
     def error(clip):
-        return (as_stored(w, "int5", QuantConfig(row_clip=clip)) - w).square().sum(1)
+        return (quantize_dequantize(w, "int5", QuantConfig(row_clip=clip)) - w).square().sum(1)
 
     assert bool((error("mse") <= error("max") + 1e-6).all())
     assert error("mse").sum() < 0.9 * error("max").sum()
@@ -87,7 +87,7 @@ def test_training_weights_equal_stored_weights_bitwise(form, clip):
         want = dequantize_rows(*quantize_rows(w, form, cfg))
     else:
         want = w.half().float() if form == "fp16" else w
-    assert torch.equal(as_stored(w, form, cfg), want)
+    assert torch.equal(quantize_dequantize(w, form, cfg), want)
 
 
 @pytest.mark.gpu
@@ -95,14 +95,14 @@ def test_training_weights_equal_stored_weights_bitwise(form, clip):
 @pytest.mark.parametrize("form", BITS)
 def test_gpu_and_cpu_quantize_identically(form):
     w = torch.randn(4096, 512, generator=torch.Generator().manual_seed(0))
-    on_gpu = as_stored(w.cuda(), form, QuantConfig())
+    on_gpu = quantize_dequantize(w.cuda(), form, QuantConfig())
     assert torch.equal(on_gpu.cpu(), dequantize_rows(*quantize_rows(w, form, QuantConfig())))
 
 
 @pytest.mark.parametrize("form", BITS)
 def test_quantization_is_idempotent(form):
-    once = as_stored(draw(), form, QuantConfig())
-    assert torch.equal(as_stored(once, form, QuantConfig()), once)
+    once = quantize_dequantize(draw(), form, QuantConfig())
+    assert torch.equal(quantize_dequantize(once, form, QuantConfig()), once)
 
 
 def test_scale_overflow_and_float_formats_are_rejected():
@@ -166,7 +166,9 @@ def test_late_quantization_works_compiled_without_recompiling():
     assert off == also_off == off_again == pytest.approx(eager, rel=1e-5)
     assert on == still_on and abs(on - off) > 1e-3
     assert all(torch.equal(p, before[n]) for n, p in named.items())
-    stored = {n: as_stored(p.detach(), late.formats[n], late.cfg) for n, p in named.items()}
+    stored = {
+        n: quantize_dequantize(p.detach(), late.formats[n], late.cfg) for n, p in named.items()
+    }
     model.load_state_dict(stored)
     assert model.loss(tokens, tokens).item() == on
 

@@ -27,7 +27,7 @@ from nanochat.common import MissingInput, read_json
 from nanochat.distributed import DistConfig
 from nanochat.engine import Engine, Sampling
 from nanochat.hf.export import is_native, read_hf, write_hf
-from nanochat.hf.tokenizer import byte_letters, halves
+from nanochat.hf.tokenizer import byte_letters, merge_pair
 from nanochat.tokenizer import SPECIAL_TOKENS, Tokenizer
 from scripts import base_eval, export, import_hf
 from tasks.world.corpus import documents
@@ -577,8 +577,8 @@ def test_byte_letters_are_unique():
 def test_halves_rejects_a_token_without_a_merge():
     ranks = {bytes([b]): b for b in range(256)} | {b"abc": 256}
     with pytest.raises(ValueError, match="abc"):
-        halves(b"abc", ranks)
-    assert halves(b"ab", {**ranks, b"ab": 257}) == (b"a", b"b")
+        merge_pair(b"abc", ranks)
+    assert merge_pair(b"ab", {**ranks, b"ab": 257}) == (b"a", b"b")
 
 
 def test_model_card_code_runs_and_lists_compatibility(exported, capsys):

@@ -20,8 +20,8 @@ from nanochat.lab.canaries import (
     Broken,
     CanaryConfig,
     CanaryMonitor,
+    CanarySuite,
     Finding,
-    Suite,
     due,
     pretraining_text,
     stop_if_broken,
@@ -61,7 +61,7 @@ def model():
 def suite_of():
     ids = torch.arange(65).repeat(4, 1).numpy()
     text = [inputs_and_targets(ids, IGNORE)]
-    return Suite(TOKENIZER, text, {"x": Letters()}, {"x": Letters()}, {"x": 1.0})
+    return CanarySuite(TOKENIZER, text, {"x": Letters()}, {"x": Letters()}, {"x": 1.0})
 
 
 def monitor_of(machine):
@@ -73,7 +73,7 @@ def monitor_of(machine):
 def checked(monkeypatch, monitor, step=10, smooth_loss=1.0, **changes):
     """Levels other than fine at the second of two identical checks."""
     now = {**monitor.parent, **changes}
-    monkeypatch.setattr(Suite, "measure", lambda self, model: now)
+    monkeypatch.setattr(CanarySuite, "measure", lambda self, model: now)
     monitor.check(step - 1, None, smooth_loss)
     return {f.name: f.level for f in monitor.check(step, None, smooth_loss) if f.level != "fine"}
 
@@ -130,7 +130,7 @@ def test_broken_needs_two_consecutive_checks(monkeypatch, machine):
     monitor = monitor_of(machine)
     for value, level in ((2.7, "warn"), (1.1, "fine"), (2.7, "warn"), (2.7, "broken")):
         now = {**monitor.parent, "text_bpb": value}
-        monkeypatch.setattr(Suite, "measure", lambda self, model, now=now: now)
+        monkeypatch.setattr(CanarySuite, "measure", lambda self, model, now=now: now)
         [found] = [f for f in monitor.check(5, None, 1.0) if f.name == "forgotten"]
         assert found.level == level
 
@@ -172,7 +172,7 @@ def test_first_loss_that_differs_from_the_parent_is_broken(machine):
 
 
 def test_suite_without_conversations_compares_no_rows():
-    suite = Suite(TOKENIZER, [], {})
+    suite = CanarySuite(TOKENIZER, [], {})
     assert suite.compare_rows(*rows_of(lambda ids, mask: mask)) == {}
 
 
@@ -199,7 +199,7 @@ def test_long_conversation_is_not_generated():
         def conversation(self, i):
             return [user("tell me"), assistant("a long story " * 10)]
 
-    suite = Suite(TOKENIZER, [], {"x": Long()}, {"x": Long()}, {"x": 1.0})
+    suite = CanarySuite(TOKENIZER, [], {"x": Long()}, {"x": Long()}, {"x": 1.0})
     model = build_model(GPTConfig(265, 2, 32, 4, 2, 8, 64), torch.device("cpu"), torch.float32, 0)
     assert set(suite.measure(model)) == {"taught_loss"}
 

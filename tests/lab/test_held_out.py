@@ -10,7 +10,7 @@ from scripts.lab import hold_out
 from scripts.lab.hold_out import HoldOut
 from tasks.base import (
     ChoiceTask,
-    Question,
+    MCQuestion,
     QuestionTask,
     assistant,
     user,
@@ -25,9 +25,9 @@ def test_final_benchmark_needs_permission_and_is_logged():
     for name in ("ARC-Easy", "arc_easy"):  # in any spelling
         with pytest.raises(UsageError, match=f"{name} is final(.|\n)*or pass --final"):
             held_out.require_access(["MMLU", name], False, {})
-    assert held_out.accesses() == []
+    assert held_out.read_access_log() == []
     held_out.require_access(["MMLU", "ARC-Easy"], True, {"checkpoint": "x", "section": "y"})
-    [entry] = held_out.accesses()
+    [entry] = held_out.read_access_log()
     assert (entry["benchmark"], entry["checkpoint"]) == ("ARC-Easy", "x")
     assert held_out.access_table()["rows"][0][1:] == ["ARC-Easy", "x", "y"]
 
@@ -42,9 +42,9 @@ def test_declaring_final_is_permanent_and_keeps_the_date():
 
 def test_bucket_in_the_family_of_a_final_one_is_rejected():
     held_out.declare({"ARC-Challenge": "arc"})
-    held_out.require_other_families({"gsm8k": "gsm8k", "mine": ""})
+    held_out.reject_contaminated({"gsm8k": "gsm8k", "mine": ""})
     with pytest.raises(UsageError, match="is made from arc, like ARC-Challenge, which is final"):
-        held_out.require_other_families({"arc_easy": "arc"})
+        held_out.reject_contaminated({"arc_easy": "arc"})
 
 
 def flips(path, count):
@@ -62,12 +62,12 @@ def test_R29_every_flipped_bit_of_the_access_log_is_found(base):
     held_out.declare({"ARC-Easy": "arc"})
     for name in "abc":
         held_out.require_access(["ARC-Easy"], True, {"checkpoint": name})
-    ledger = base / held_out.LEDGER
+    ledger = base / held_out.ACCESS_LOG
     for _ in flips(ledger, 100):
         damaged = []
-        left = held_out.accesses(damaged)
+        left = held_out.read_access_log(damaged)
         assert len(left) < 3 and f"{ledger}, line " in damaged[0]
-    assert [entry["checkpoint"] for entry in held_out.accesses()] == ["a", "b", "c"]
+    assert [entry["checkpoint"] for entry in held_out.read_access_log()] == ["a", "b", "c"]
 
 
 def test_R29_damaged_final_list_blocks_evaluation(base):
@@ -121,13 +121,13 @@ def test_script_declares_and_lists_final_benchmarks(capsys):
 
 def test_evaluation_skips_final_tasks_without_the_flag():
     every, said = ["arc_easy", "gsm8k"], []
-    assert held_out.admitted(None, every, False, said.append) == every
+    assert held_out.select_tasks(None, every, False, said.append) == every
     held_out.declare({"ARC-Easy": "arc"})
-    assert held_out.admitted(None, every, False, said.append) == ["gsm8k"]
+    assert held_out.select_tasks(None, every, False, said.append) == ["gsm8k"]
     assert said == ["skipping final benchmarks: arc_easy; --final evaluates them"]
-    assert held_out.admitted(None, every, True, said.append) == every
+    assert held_out.select_tasks(None, every, True, said.append) == every
     # a named task is rejected instead of skipped, before any evaluation
-    named = held_out.admitted("ARC-Easy|GSM8K", every, False, said.append)
+    named = held_out.select_tasks("ARC-Easy|GSM8K", every, False, said.append)
     with pytest.raises(UsageError, match="ARC-Easy is final"):
         held_out.require_access(named, False, {})
 
@@ -157,7 +157,7 @@ def test_question_is_found_rendered_and_without_its_options():
             return len(self.texts)
 
         def question(self, i):
-            return Question(self.texts[i], ("oak", "elm", "ash", "fir"), 0)
+            return MCQuestion(self.texts[i], ("oak", "elm", "ash", "fir"), 0)
 
     held = Choice()
     rendered = Asked(*(message["content"] for message in (held[0][0], held[1][0])))

@@ -8,9 +8,9 @@ import torch
 from nanochat.lab import merge as merging
 from nanochat.lab.merge import (
     MergeConfig,
-    drop,
+    drop_entries,
     elect_signs,
-    largest,
+    keep_largest,
     slerp,
 )
 
@@ -87,7 +87,7 @@ def test_task_arithmetic_scales_the_mean_task_vector():
 
 
 def test_ties_keeps_largest_entries_and_elects_signs():
-    assert largest(torch.tensor([3.0, -4.0, 1.0, 2.0]), 0.5).tolist() == [3.0, -4.0, 0.0, 0.0]
+    assert keep_largest(torch.tensor([3.0, -4.0, 1.0, 2.0]), 0.5).tolist() == [3.0, -4.0, 0.0, 0.0]
     votes = [
         torch.tensor([1.0, 2.0, 0.0]),
         torch.tensor([-3.0, 4.0, 0.0]),
@@ -100,7 +100,7 @@ def test_ties_keeps_largest_entries_and_elects_signs():
 
 def test_dare_drops_randomly_and_preserves_the_mean():
     x = torch.randn(200, 200, generator=torch.Generator().manual_seed(0))
-    found = drop(x, 0.25, torch.Generator().manual_seed(5))
+    found = drop_entries(x, 0.25, torch.Generator().manual_seed(5))
     assert (found != 0).float().mean() == pytest.approx(0.25, abs=0.01)
     assert found.abs().sum() == pytest.approx(float(x.abs().sum()), rel=0.02)
     again = [merge([A, B], MergeConfig("dare", merge_seed=s), BASE) for s in (0, 0, 1)]

@@ -3,7 +3,7 @@
 import pytest
 
 from nanochat.lab import reliability
-from nanochat.lab.reliability import recipe, sections, seeds
+from nanochat.lab.reliability import recipe_table, section_tables, seed_table
 
 
 @pytest.fixture(autouse=True)
@@ -20,7 +20,7 @@ def record(section, seconds=60.0, own=None, seed=0):
 
 
 def titles(records, history):
-    return [table["title"] for table in sections(records, history, 0.0, [])["Reliability"]]
+    return [table["title"] for table in section_tables(records, history, 0.0, [])["Reliability"]]
 
 
 def test_accesses_to_final_benchmarks_are_listed(monkeypatch):
@@ -42,7 +42,9 @@ def test_recipe_compares_the_final_run_with_all_runs():
         {"command": "scripts.chat_eval", "seconds": 60.0, "status": 0},
         {"command": "scripts.chat_sft", "seconds": 120.0, "status": 1},
     ]
-    rows = {row[0]: row[1:] for row in recipe([base, evaluation], history, ledger, 6.0)["rows"]}
+    rows = {
+        row[0]: row[1:] for row in recipe_table([base, evaluation], history, ledger, 6.0)["rows"]
+    }
     assert rows["Training"] == ["10.00m", "25.00m", "2.5", "$2.50"]
     assert rows["Evaluation"] == ["1.50m", "2.50m", "1.7", "$0.25"]
     assert rows["Lost to failures"] == ["0.00m", "2.00m", "-", "$0.20"]
@@ -51,7 +53,7 @@ def test_recipe_compares_the_final_run_with_all_runs():
 
 def test_seeds_and_noise_sections_are_listed():
     records = [record("Chat SFT"), record("Sweep lr", seed=3)]
-    found = seeds(records)
+    found = seed_table(records)
     assert found["rows"] == [["0", "Chat SFT"], ["3", "Sweep lr"], ["several", "Sweep lr"]]
     assert titles(records, records) == ["Seeds"]
     assert titles(records, [*records, records[0]])[-1] == "Final run against recipe"

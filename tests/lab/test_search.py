@@ -9,10 +9,10 @@ import pytest
 from nanochat.common import UsageError
 from nanochat.lab.search import (
     SearchConfig,
-    inside,
-    seek,
-    shown,
-    spaced,
+    format_value,
+    inner_grid,
+    log_grid,
+    run_search,
 )
 from nanochat.lab.significance import expected_maximum
 
@@ -39,7 +39,7 @@ def valley(optimum, noise=0.0, sign=1):
 
 def test_search_finds_the_best_value_and_uses_new_seeds():
     tried, calls = valley(0.2)
-    found = seek(CFG, tried, True, 3)
+    found = run_search(CFG, tried, True, 3)
     assert 0.15 < found.chosen < 0.27
     (wide, first), (tight, second), (finals, seeds) = calls
     assert len(wide) == 10 and len(tight) == 4 and len(finals) == 2  # the middle one is known
@@ -52,14 +52,14 @@ def test_search_finds_the_best_value_and_uses_new_seeds():
 
 def test_search_supports_higher_is_better():
     tried, _ = valley(0.2, sign=-1)
-    assert 0.15 < seek(CFG, tried, False, 3).chosen < 0.27
+    assert 0.15 < run_search(CFG, tried, False, 3).chosen < 0.27
 
 
 @pytest.mark.parametrize("optimum, flag", [(0.0001, "--low"), (50.0, "--high"), (0.01, "--low")])
 def test_optimum_at_the_edge_is_rejected_with_a_fix(optimum, flag):
     tried, calls = valley(optimum)
     with pytest.raises(UsageError, match=f"may be outside the grid(.|\n)*extend it with {flag}"):
-        seek(CFG, tried, True, 3)
+        run_search(CFG, tried, True, 3)
     assert len(calls) == 1
 
 
@@ -69,11 +69,11 @@ def test_broken_runs_rank_last():
     def breaking(values, seeds):
         return {v: [math.nan] if v > 1 else s for v, s in tried(values, seeds).items()}
 
-    found = seek(CFG, breaking, True, 3)
+    found = run_search(CFG, breaking, True, 3)
     assert 0.15 < found.chosen < 0.27
     assert ["broke" in row for row in found.table()["rows"]][-2:] == [True, True]
     with pytest.raises(ValueError, match="every run broke"):
-        seek(CFG, lambda values, seeds: {v: [math.nan] for v in values}, True, 3)
+        run_search(CFG, lambda values, seeds: {v: [math.nan] for v in values}, True, 3)
 
 
 def test_finalist_with_a_broken_seed_is_not_chosen():
@@ -84,14 +84,14 @@ def test_finalist_with_a_broken_seed_is_not_chosen():
         best = min(found, key=lambda v: found[v][0])
         return {v: [math.nan, *s[1:]] if v == best and seeds[0] else s for v, s in found.items()}
 
-    found = seek(CFG, breaking, True, 3)
+    found = run_search(CFG, breaking, True, 3)
     notes = [row[-1] for row in found.table()["rows"]]
     assert notes.count("chosen") == 1 and notes.count("1 of 3 broke") == 1
     assert len(found.series()["mean of seeds"]) == 1
 
 
 def test_values_are_formatted_as_flags():
-    assert [shown(x) for x in (1048576, 2.0, 0.06694)] == ["1048576", "2", "0.06694"]
+    assert [format_value(x) for x in (1048576, 2.0, 0.06694)] == ["1048576", "2", "0.06694"]
 
 
 def test_reported_inflation_matches_the_best_seed_excess():
@@ -102,7 +102,7 @@ def test_reported_inflation_matches_the_best_seed_excess():
         def tried(values, seeds, rng=rng):
             return {v: [abs(math.log(v / 0.2)) + rng.gauss(0, 0.05) for _ in seeds] for v in values}
 
-        found = seek(CFG, tried, True, 3)
+        found = run_search(CFG, tried, True, 3)
         scores = found.finals[found.chosen]
         excess.append(fmean(scores) - scores[found.lucky])
         reported.append(found.inflation)
@@ -112,11 +112,11 @@ def test_reported_inflation_matches_the_best_seed_excess():
 
 
 def test_grids_are_log_spaced_and_rounded_to_the_unit():
-    assert spaced(0.01, 1.0, 3) == [0.01, 0.1, 1.0]
-    assert spaced(1000, 16000, 5, unit=1024) == [1024, 2048, 4096, 8192, 15360 + 1024]
-    assert inside(1.0, 16.0, 3) == [2.0, 4.0, 8.0]
+    assert log_grid(0.01, 1.0, 3) == [0.01, 0.1, 1.0]
+    assert log_grid(1000, 16000, 5, unit=1024) == [1024, 2048, 4096, 8192, 15360 + 1024]
+    assert inner_grid(1.0, 16.0, 3) == [2.0, 4.0, 8.0]
     for wrong in ((1.0, 0.1, 5), (0.0, 1.0, 5), (0.1, 1.0, 2)):
         with pytest.raises(ValueError, match="need n >= 3 and 0 < low < high"):
-            spaced(*wrong)
+            log_grid(*wrong)
     with pytest.raises(ValueError, match="not distinct"):
-        spaced(1000, 2000, 5, unit=1024)
+        log_grid(1000, 2000, 5, unit=1024)

@@ -9,12 +9,12 @@ from nanochat import stats
 from nanochat.lab.significance import (
     Contrast,
     Scores,
-    adjusted,
     agreement,
     contrasts,
     expected_maximum,
-    holm,
-    spread,
+    holm_correct,
+    holm_pvalues,
+    pooled_spread,
     student_p,
     student_quantile,
 )
@@ -32,8 +32,8 @@ def test_students_t_matches_published_tables(df, t):
 
 
 def test_holm_corrects_for_multiple_comparisons():
-    assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
-    assert holm([0.5, 0.9]) == [1.0, 1.0] and holm([]) == []
+    assert holm_pvalues([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+    assert holm_pvalues([0.5, 0.9]) == [1.0, 1.0] and holm_pvalues([]) == []
 
 
 def test_expected_maximum_of_n_normal_values():
@@ -45,9 +45,9 @@ def test_expected_maximum_of_n_normal_values():
 
 
 def test_variance_is_pooled_over_arms():
-    variance, df = spread([[1.0, 3.0], [10.0, 12.0, 14.0], [5.0]])
+    variance, df = pooled_spread([[1.0, 3.0], [10.0, 12.0, 14.0], [5.0]])
     assert (variance, df) == (pytest.approx((2 + 8) / 3), 3)
-    assert spread([[1.0], [2.0]])[1] == 0
+    assert pooled_spread([[1.0], [2.0]])[1] == 0
 
 
 def studies(shift, count=400, sigma=0.01):
@@ -73,7 +73,7 @@ def test_two_standard_errors_give_too_many_false_positives():
     false = 0
     for _ in range(400):
         control, arm = ([rng.gauss(0, 1) for _ in range(n)] for n in (3, 2))
-        se = math.sqrt(spread([control])[0] * (1 / 3 + 1 / 2))
+        se = math.sqrt(pooled_spread([control])[0] * (1 / 3 + 1 / 2))
         false += abs(sum(arm) / 2 - sum(control) / 3) > 2 * se
     assert false > 0.15 * 400
 
@@ -102,7 +102,7 @@ def test_paired_items_add_their_variance():
 def test_verdict_is_unknown_without_repeats():
     arms = {"control": Scores([1.0]), "x": Scores([2.0])}
     [found] = contrasts("d4", "bpb", arms)
-    assert found.verdict == "unknown" and not adjusted([found])[0].stands
+    assert found.verdict == "unknown" and not holm_correct([found])[0].stands
 
 
 def test_agreement_summarizes_verdicts_over_bases():

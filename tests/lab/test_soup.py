@@ -8,7 +8,7 @@ import torch
 
 from nanochat.checkpoint import find_checkpoint
 from nanochat.common import UsageError, read_json
-from nanochat.lab.merge import ByRow, MergeConfig, greedy, paths, rise, warnings
+from nanochat.lab.merge import MergeConfig, RowBits, greedy, interpolate, loss_barrier, warnings
 from scripts.lab import merge as merge_script
 from scripts.lab.merge import MergeScript
 
@@ -18,7 +18,7 @@ ROWS = np.random.default_rng(0).normal(3.0, 0.3, 200)
 def score(tensors):
     """Loss with its optimum at 1; rows differ in loss."""
     distance = float((tensors["x"] - 1).abs())
-    return ByRow(ROWS * (1 + 0.1 * distance**2), np.ones(200))
+    return RowBits(ROWS * (1 + 0.1 * distance**2), np.ones(200))
 
 
 def at(x):
@@ -34,15 +34,15 @@ def test_greedy_soup_keeps_only_models_that_help():
 
 def test_loss_barrier_between_models_triggers_a_warning():
     models = [at(0.0), at(2.0)]
-    flat = paths(["a", "b"], models, [score(m) for m in models], score)
-    assert rise(flat["a to b"]) < 0 and not warnings(flat)  # the optimum lies between them
+    flat = interpolate(["a", "b"], models, [score(m) for m in models], score)
+    assert loss_barrier(flat["a to b"]) < 0 and not warnings(flat)  # the optimum lies between them
 
     def hill(tensors):
-        return ByRow(ROWS * (2 - 0.5 * float((tensors["x"] - 1) ** 2)), np.ones(200))
+        return RowBits(ROWS * (2 - 0.5 * float((tensors["x"] - 1) ** 2)), np.ones(200))
 
-    steep = paths(["a", "b"], models, [hill(m) for m in models], hill)
+    steep = interpolate(["a", "b"], models, [hill(m) for m in models], hill)
     assert [t for t, _ in steep["a to b"]] == [0.0, 0.25, 0.5, 0.75, 1.0]
-    assert rise(steep["a to b"]) > 0 and "different basins" in warnings(steep)[0]
+    assert loss_barrier(steep["a to b"]) > 0 and "different basins" in warnings(steep)[0]
 
 
 @pytest.fixture

@@ -25,16 +25,16 @@ from nanochat.lab.study import (
     Study,
     StudyConfig,
     as_csv,
-    judge,
-    of_grid,
+    compare_arms,
+    from_grid,
     split_arms,
 )
 from nanochat.lab.sweep import (
-    Done,
+    DoneRun,
     Job,
     Sweep,
     SweepConfig,
-    gathered,
+    collect_scores,
     ledger_table,
 )
 from nanochat.mixture import MixConfig
@@ -45,7 +45,7 @@ from scripts.lab.sweep import SweepScript, data_of
 @pytest.fixture(autouse=True)
 def fixed_code(monkeypatch):
     """Fix the code fingerprint during a test."""
-    monkeypatch.setattr(sweep, "code_print", lambda: "code")
+    monkeypatch.setattr(sweep, "code_fingerprint", lambda: "code")
 
 
 def job(name, score=1.0, **flags):
@@ -86,7 +86,7 @@ def test_runs_of_old_code_are_repeated_unless_no_same_code(monkeypatch):
     jobs = [job("a", 1.0), job("b", 2.0)]
     with Sweep(SweepConfig(), "one") as runner:
         first = runner.run_all(jobs)
-    monkeypatch.setattr(sweep, "code_print", lambda: "other code")
+    monkeypatch.setattr(sweep, "code_fingerprint", lambda: "other code")
     with Sweep(SweepConfig(same_code=False), "one") as runner:
         again = runner.run_all([*jobs, job("c", 3.0)])
         assert len(runner.ledger()) == 3
@@ -221,7 +221,7 @@ def job_of_slow():
 
 def test_arms_and_grids_are_parsed():
     assert split_arms("only:a| drop:b") == ["only:a", "drop:b"]
-    grid = of_grid("lr=0.1,0.2;--decay=0,1")
+    grid = from_grid("lr=0.1,0.2;--decay=0,1")
     assert [arm.flags for arm in grid] == [
         ("--lr=0.1", "--decay=0"),
         ("--lr=0.1", "--decay=1"),
@@ -231,7 +231,7 @@ def test_arms_and_grids_are_parsed():
     assert [arm.name for arm in grid][:2] == ["control", "lr=0.1, decay=1"]
     for wrong in ("lr", "lr=", "=1"):
         with pytest.raises(ValueError, match="is not flag=value,value"):
-            of_grid(wrong)
+            from_grid(wrong)
     with pytest.raises(ValueError, match="lists an arm twice"):
         split_arms("only:a|only:a")
 
@@ -271,7 +271,7 @@ def resolved(monkeypatch, stage="sft", max_seq_len=64, **tokens):
         "mixture": mixture if stage == "base" else {"resolved": mixture},
     }
     monkeypatch.setattr(study_module, "newest_state", lambda folder: state)
-    return [Done(Job("d4 control seed 0", []), Path("runs/key"))]
+    return [DoneRun(Job("d4 control seed 0", []), Path("runs/key"))]
 
 
 def test_arm_flags_redistribute_the_tokens_of_the_control(study, monkeypatch):
@@ -350,7 +350,7 @@ def test_key_depends_on_training_and_validation_data(tmp_path):
 
 def test_confirmation_uses_the_other_half_of_the_rows(study, tmp_path):
     job = study.job("d4", Arm("x", (FIRST_HALF,)), 0)
-    again = study.confirmation(Done(job, tmp_path / "key"))
+    again = study.confirmation(DoneRun(job, tmp_path / "key"))
     assert flags_of(job)["eval_half"] == "1" and flags_of(again)["eval_half"] == "2"
     assert flags_of(again)["model_tag"] == "sweep-key"  # its own checkpoint
     assert "--skip_if_done" in job.commands[0] and "--skip_if_done" not in again.commands[0]
@@ -390,7 +390,7 @@ def test_script_searches_a_value_and_re_evaluates_it(faked, base, monkeypatch):
     search = SearchConfig("score", low=0.1, high=10, wide=3, tight=1, finalists=1)
     with pytest.raises(UsageError, match="smallest value tried"):
         sweep_script.main(SweepScript(searching=search, sweep=SweepConfig(devices=2)))
-    monkeypatch.setattr(Done, "metric", lambda run, name: abs(math.log(score_of(run))))
+    monkeypatch.setattr(DoneRun, "metric", lambda run, name: abs(math.log(score_of(run))))
     sweep_script.main(SweepScript(searching=search, sweep=SweepConfig(devices=2)))
     values = read_json(base / "report" / "sweep.json")["values"]
     assert values["Chosen score"] == 1.0 and values["The chosen seed there"] == 0.0
@@ -401,9 +401,9 @@ def score_of(run):
 
 
 def test_study_with_only_broken_runs_is_an_error(tmp_path):
-    runs = {("d4", "control", i): Done(Job("x", []), tmp_path, True) for i in range(3)}
+    runs = {("d4", "control", i): DoneRun(Job("x", []), tmp_path, True) for i in range(3)}
     with pytest.raises(ValueError, match="all 3 runs broke"):
-        judge(runs, 1.0, "Final validation bpb")
+        compare_arms(runs, 1.0, "Final validation bpb")
 
 
 def test_arms_are_judged_by_metric_and_base():
@@ -425,7 +425,7 @@ def test_arms_are_judged_by_metric_and_base():
     with Sweep(SweepConfig(devices=2), "one") as runner:
         done = runner.run_all(list(jobs.values()))
     runs = {key: done[each.name] for key, each in jobs.items()}
-    found, table = judge(runs, 2.0, "Final validation bpb")
+    found, table = compare_arms(runs, 2.0, "Final validation bpb")
     verdicts = {(c.base, c.arm, c.metric): c for c in found}
     assert len(found) == 2 * 2 * 3  # bases, arms, metrics
     for base in ("d4", "d6"):
@@ -438,4 +438,4 @@ def test_arms_are_judged_by_metric_and_base():
     assert by_row["Final validation bpb", "d4", "control"][6] == "std 0.0100"
     assert table["rows"][0][0] == "Final validation bpb"
     assert as_csv(table).splitlines()[0].startswith("Metric,Base,Arm")
-    assert gathered([runs["d4", "control", 0]], "ARC").items == [[1, 1, 1, 1, 0, 0, 0, 0]]
+    assert collect_scores([runs["d4", "control", 0]], "ARC").items == [[1, 1, 1, 1, 0, 0, 0, 0]]

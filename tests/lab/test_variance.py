@@ -14,10 +14,10 @@ from nanochat.lab import variance
 from nanochat.lab.variance import (
     Variance,
     default_repeats,
-    load,
+    load_variances,
     measure,
-    repeated,
-    save,
+    save_variances,
+    split_error,
 )
 from nanochat.stats import mean
 from nanochat.tokenizer import Tokenizer
@@ -84,12 +84,12 @@ def test_checkpoints_must_have_the_same_items_and_runs():
 
 
 def test_saved_variance_sets_default_repeats_for_sampling(base):
-    assert default_repeats("t", 1.0) == 1 and load() == {}
-    save([Variance("t", 100, 3, (0.02,), 0.02)])
-    save([Variance("u", 100, 3, (0.0,), 0.02)])
+    assert default_repeats("t", 1.0) == 1 and load_variances() == {}
+    save_variances([Variance("t", 100, 3, (0.02,), 0.02)])
+    save_variances([Variance("u", 100, 3, (0.0,), 0.02)])
     assert [default_repeats(name, 1.0) for name in "tuv"] == [4, 1, 1]
     assert default_repeats("t", 0.0) == 1
-    assert load()["t"] == Variance("t", 100, 3, (0.02,), 0.02)
+    assert load_variances()["t"] == Variance("t", 100, 3, (0.02,), 0.02)
 
 
 def test_table_lists_the_noisiest_task_first():
@@ -97,7 +97,7 @@ def test_table_lists_the_noisiest_task_first():
         Variance("calm", 50, 3, (0.001, 0.003), 0.02),
         Variance("loud", 50, 3, (0.02, 0.04), 0.02),
     ]
-    table = variance.table(found, ["sft", "rl"])
+    table = variance.variance_table(found, ["sft", "rl"])
     assert [row[1] for row in table["rows"]] == ["loud", "calm"]
     row = dict(zip(table["columns"], table["rows"][0], strict=True))
     assert row["Class"] == "high" and row["Std"] == "3.00" and row["rl"] == "4.00"
@@ -142,11 +142,13 @@ def test_chat_eval_uses_the_saved_repeats(base, tokenizer, capsys):
         )
     )
     record = read_json(base / "report" / "evaluation-variance.json")
-    assert list(load()) == ["World-Facts"] and load()["World-Facts"].num_runs == 3
+    assert (
+        list(load_variances()) == ["World-Facts"] and load_variances()["World-Facts"].num_runs == 3
+    )
     assert record["tables"][0]["columns"][5:7] == ["sft", "rl"]
     assert record["provenance"]["inputs"].keys() == {"sft", "rl"}
     assert "Evaluation variance (points)" in (base / "report.md").read_text()
-    save([Variance("World-Facts", 12, 3, (0.02,), 0.02)])
+    save_variances([Variance("World-Facts", 12, 3, (0.02,), 0.02)])
     evaluate("sft", "d2", task_name="World-Facts", temperature=1.0)
     value = read_json(base / "report" / "chat-evaluation-sft.json")["values"]["World-Facts"]
     assert value["k"] == 4 and value["n"] == 12
@@ -241,7 +243,7 @@ def test_repeated_splits_item_and_sampling_error():
     rng = np.random.default_rng(4)
     n, k, item_sd, repeat_sd = 4000, 5, 0.3, 0.6
     scores = rng.normal(0, item_sd, (n, 1)) + rng.normal(0, repeat_sd, (n, k))
-    found = repeated(scores.tolist())
+    found = split_error(scores.tolist())
     assert found.item_se == pytest.approx(item_sd / math.sqrt(n), rel=0.05)
     assert found.repeat_se == pytest.approx(repeat_sd / math.sqrt(n * k), rel=0.05)
     assert found.se == pytest.approx(mean(scores.mean(axis=1).tolist()).se, rel=1e-9)
@@ -251,4 +253,4 @@ def test_repeated_splits_item_and_sampling_error():
 @pytest.mark.parametrize("scores", [[[1, 0]], [[1], [0]], [[1, 0], [1]]])
 def test_missing_repeats_are_rejected(scores):
     with pytest.raises(ValueError, match="two items"):
-        repeated(scores)
+        split_error(scores)

@@ -14,12 +14,12 @@ from nanochat.checkpoint import build_model
 from nanochat.distributed import DistContext
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.loss import IGNORE
-from nanochat.optim import MuonAdamW, OptimConfig, rules
+from nanochat.optim import MuonAdamW, OptimConfig, make_rules
 from nanochat.recursion.metrics import (
-    in_order,
-    loop_figures,
+    is_monotonic,
+    loop_metrics,
     part_of,
-    step_figures,
+    step_metrics,
 )
 from nanochat.recursion.model import (
     RecursiveConfig,
@@ -354,22 +354,22 @@ def test_flags_override_preset_and_require_loops():
 
 
 def test_loop_figures():
-    figures = loop_figures(recursive(), [3.0, 2.0, 1.5])
+    figures = loop_metrics(recursive(), [3.0, 2.0, 1.5])
     assert figures["bpb_loop_2"] == 2.0 and figures["loops_in_order"] == 1.0
     assert figures["refinement_percent"] == pytest.approx(50)
-    assert not in_order([3.0, 2.0, 2.1]) and in_order([2.0, 2.0])
+    assert not is_monotonic([3.0, 2.0, 2.1]) and is_monotonic([2.0, 2.0])
 
 
 def test_step_figures_report_losses_and_norms_by_part(machine: DistContext):
     model = model_of(recursive(supervise="full"))
-    table = rules(OptimConfig(weight_decay=0.1), 32)
+    table = make_rules(OptimConfig(weight_decay=0.1), 32)
     optimizer = MuonAdamW(model, table, machine)
     tokens, targets = rows()
     model.begin_step(0, 0)
     model.loss(tokens, targets).backward()
     grads = {name: p.grad.clone() for name, p in model.named_parameters()}
     norm = optimizer.reduce_gradients()
-    figures = step_figures(model, optimizer, scale=2.0)
+    figures = step_metrics(model, optimizer, scale=2.0)
     counted = int((targets != IGNORE).sum())
     for k, logits in enumerate(logits_by_loop(model, tokens, 3), start=1):
         want = F.cross_entropy(logits.mT, targets, ignore_index=IGNORE, reduction="sum") / counted
@@ -382,7 +382,7 @@ def test_step_figures_report_losses_and_norms_by_part(machine: DistContext):
         2 * math.hypot(*(float(g.norm()) for g in core)), rel=1e-5
     )
     fresh = model_of(recursive())
-    assert step_figures(fresh, optimizer, 1.0) == {}  # no loss recorded yet
+    assert step_metrics(fresh, optimizer, 1.0) == {}  # no loss recorded yet
 
 
 # ---- checkpoints of earlier commits --------------------------------------------------------------

@@ -5,31 +5,31 @@ import math
 import pytest
 
 from nanochat.recursion.verdict import (
-    Arm,
-    apart,
-    falling,
-    healthy,
-    not_held_back,
-    ordered,
-    pays,
-    twin,
+    LoopArm,
+    check_equal_flops,
+    check_first_loop,
+    check_gradients_finite,
+    check_loop_order,
+    check_loss_falling,
+    find_same_layers_arm,
+    show_gap,
 )
 
-RECURSIVE = Arm("looped", [2.00, 2.01, 1.99], 4, 64, 6, 100, 200, 1000, 1e9)
-LONGER = Arm("longer", [2.10, 2.11, 2.09], 4, 64, 4, 98, 98, 1500, 1e9)
-DEEPER = Arm("deeper", [2.00, 2.02, 1.98], 6, 64, 6, 150, 150, 1000, 1.02e9)
-TWIN = Arm("twin", [2.12, 2.12, 2.12], 4, 64, 4, 97, 97, 1000, 0.7e9)
-REPEATED = Arm("repeated", [2.0, 2.0, 2.0], 4, 64, 6, 97, 194, 1000, 1e9)
+RECURSIVE = LoopArm("looped", [2.00, 2.01, 1.99], 4, 64, 6, 100, 200, 1000, 1e9)
+LONGER = LoopArm("longer", [2.10, 2.11, 2.09], 4, 64, 4, 98, 98, 1500, 1e9)
+DEEPER = LoopArm("deeper", [2.00, 2.02, 1.98], 6, 64, 6, 150, 150, 1000, 1.02e9)
+TWIN = LoopArm("twin", [2.12, 2.12, 2.12], 4, 64, 4, 97, 97, 1000, 0.7e9)
+REPEATED = LoopArm("repeated", [2.0, 2.0, 2.0], 4, 64, 6, 97, 194, 1000, 1e9)
 ALL = [LONGER, DEEPER, TWIN]
 
 
 def test_arms_are_compared_at_equal_cost():
-    assert "deeper" in pays(RECURSIVE, ALL).why, "the best arm of equal FLOPs"
-    assert "longer" in pays(RECURSIVE, [LONGER, TWIN]).why
-    assert twin(RECURSIVE, [REPEATED, *ALL]) is TWIN
-    assert twin(RECURSIVE, [LONGER, DEEPER, REPEATED]) is None
-    assert apart(LONGER, RECURSIVE) == "+0.1000 (equal params, flops)"
-    assert apart(TWIN, RECURSIVE) == "+0.1200 (equal params, tokens)"
+    assert "deeper" in check_equal_flops(RECURSIVE, ALL).why, "the best arm of equal FLOPs"
+    assert "longer" in check_equal_flops(RECURSIVE, [LONGER, TWIN]).why
+    assert find_same_layers_arm(RECURSIVE, [REPEATED, *ALL]) is TWIN
+    assert find_same_layers_arm(RECURSIVE, [LONGER, DEEPER, REPEATED]) is None
+    assert show_gap(LONGER, RECURSIVE) == "+0.1000 (equal params, flops)"
+    assert show_gap(TWIN, RECURSIVE) == "+0.1200 (equal params, tokens)"
 
 
 @pytest.mark.parametrize("bpb,params,met", [
@@ -41,42 +41,44 @@ def test_arms_are_compared_at_equal_cost():
     ([2.02, 2.03, 2.01], 100, True),  # as good: within two standard deviations of 0.02
 ])  # fmt: skip
 def test_pays_if_better_or_as_good_and_clearly_smaller(bpb, params, met):
-    criterion = pays(RECURSIVE._replace(bpb=bpb, params=params), ALL)
+    criterion = check_equal_flops(RECURSIVE._replace(bpb=bpb, params=params), ALL)
     assert criterion.met is met and "deeper" in criterion.why
 
 
 def test_matching_a_larger_model_is_not_enough_if_a_peer_does():
-    assert pays(RECURSIVE, [DEEPER]).met is True
+    assert check_equal_flops(RECURSIVE, [DEEPER]).met is True
     as_good = LONGER._replace(bpb=[2.01, 2.02, 2.00])
-    assert pays(RECURSIVE, [DEEPER, as_good]).met is False
+    assert check_equal_flops(RECURSIVE, [DEEPER, as_good]).met is False
 
 
 def test_missing_arms_seeds_or_logs_are_inconclusive():
-    assert pays(RECURSIVE, [TWIN]).met is None
-    one = pays(RECURSIVE._replace(bpb=[1.0]), ALL)
+    assert check_equal_flops(RECURSIVE, [TWIN]).met is None
+    one = check_equal_flops(RECURSIVE._replace(bpb=[1.0]), ALL)
     assert one.met is None and "-1.0000" in one.why and "spread" in one.why
     alone = [LONGER._replace(bpb=[2.0])]
-    assert pays(RECURSIVE._replace(bpb=[2.1]), alone).met is False, "worse and not smaller"
-    assert pays(RECURSIVE._replace(bpb=[2.1], params=50), alone).met is None
-    assert not_held_back(RECURSIVE, [2.0], [LONGER], trained=True).met is None
-    assert not_held_back(RECURSIVE, [9.0], ALL, trained=False).met is None
-    assert healthy([], 0).met is None and falling([[]]).met is None
+    assert check_equal_flops(RECURSIVE._replace(bpb=[2.1]), alone).met is False, (
+        "worse and not smaller"
+    )
+    assert check_equal_flops(RECURSIVE._replace(bpb=[2.1], params=50), alone).met is None
+    assert check_first_loop(RECURSIVE, [2.0], [LONGER], trained=True).met is None
+    assert check_first_loop(RECURSIVE, [9.0], ALL, trained=False).met is None
+    assert check_gradients_finite([], 0).met is None and check_loss_falling([[]]).met is None
 
 
 def test_first_loop_may_not_be_held_back():
-    assert not_held_back(RECURSIVE, [2.13, 2.13, 2.14], ALL, trained=True).met is True
-    assert not_held_back(RECURSIVE, [2.15, 2.15, 2.15], ALL, trained=True).met is False
+    assert check_first_loop(RECURSIVE, [2.13, 2.13, 2.14], ALL, trained=True).met is True
+    assert check_first_loop(RECURSIVE, [2.15, 2.15, 2.15], ALL, trained=True).met is False
 
 
 def test_loop_order_uses_means_over_seeds():
-    assert ordered([[3.0, 3.0], [2.0, 2.9], [2.1, 2.7]]).met is True
-    assert ordered([[3.0], [2.0], [2.1]]).met is False
+    assert check_loop_order([[3.0, 3.0], [2.0, 2.9], [2.1, 2.7]]).met is True
+    assert check_loop_order([[3.0], [2.0], [2.1]]).met is False
 
 
 def test_health_needs_finite_gradients_and_falling_loss():
-    assert healthy([0.3, 0.2], 0).met is True
-    assert healthy([0.3, 0.2], 1).met is False
+    assert check_gradients_finite([0.3, 0.2], 0).met is True
+    assert check_gradients_finite([0.3, 0.2], 1).met is False
     curve = [5 - 0.1 * i for i in range(40)]
-    assert falling([curve, curve]).met is True
-    assert falling([curve, curve[::-1]]).met is False
-    assert falling([[math.log(64)]]).met is False, "one step shows no decrease"
+    assert check_loss_falling([curve, curve]).met is True
+    assert check_loss_falling([curve, curve[::-1]]).met is False
+    assert check_loss_falling([[math.log(64)]]).met is False, "one step shows no decrease"

@@ -12,7 +12,7 @@ from nanochat.sandbox import calculate
 from nanochat.tokenizer import Tokenizer
 from tasks.base import Conversation, answer_text, final_number
 from tasks.world.corpus import documents
-from tasks.world.questions import bare, fact_questions, sentences
+from tasks.world.questions import fact_questions, sentences, strip_article
 from tasks.world.suite import suite
 from tasks.world.task import (
     WorldChat,
@@ -80,10 +80,10 @@ def test_fact_sentences_score_1_and_rivals_score_0(split):
         right, question = asked.question.answer, asked.question.text.lower()
         for sentence in [*sentences(asked.fact, asked.question), right, f"It is {right}!"]:
             assert task.score(task[i], sentence) == 1.0, sentence
-        for rival in {r for r in asked.rivals if bare(r).lower() not in question}:
+        for rival in {r for r in asked.rivals if strip_article(r).lower() not in question}:
             assert task.score(task[i], f"It is {rival}.") == 0.0
             assert task.score(task[i], f"It is {right} or {rival}.") == 0.0
-        assert task.score(task[i], f"It is un{bare(right)}ish.") == 0.0
+        assert task.score(task[i], f"It is un{strip_article(right)}ish.") == 0.0
 
 
 @pytest.mark.parametrize("task", [WorldProblems, WorldSpelling])

@@ -15,7 +15,7 @@ from tasks.world.conversations import (
     TALK_VERSION,
     conversation,
     pronoun_questions,
-    unknown,
+    unknown_names,
 )
 from tasks.world.corpus import documents
 from tasks.world.drills import operand_split, spelling_words
@@ -154,11 +154,13 @@ def test_calculations_and_spellings_are_correct():
 
 
 def test_refusals_are_about_unknown_names():
-    strangers = {name for s in ("train", "val", "test") for name in unknown("person", s)}
-    strangers |= {name for s in ("train", "val", "test") for name in unknown("town", s)}
+    strangers = {name for s in ("train", "val", "test") for name in unknown_names("person", s)}
+    strangers |= {name for s in ("train", "val", "test") for name in unknown_names("town", s)}
     world = {p.name for p in people()} | {t.name for t in towns()} | {p.pet for p in people()}
     assert len(strangers) == 60 and not strangers & world
-    assert not any(set(unknown("person", "train")) & set(unknown("person", s)) for s in HELD_OUT)
+    assert not any(
+        set(unknown_names("person", "train")) & set(unknown_names("person", s)) for s in HELD_OUT
+    )
     names = re.findall(
         r"(?:called|heard of|no town called) (\w+)(?: in Lowen|, as|\.)", talk("train")
     )
