@@ -3,11 +3,11 @@ Test that canaries stop broken runs early and do not stop healthy ones.
 
     python -m dev.breakages --base=d4
 
-Healthy: ten SFT and two RL runs on the embedded data set with different seeds, learning rates,
+Healthy: ten SFT and two RL runs on the embedded dataset with different seeds, learning rates,
 batch sizes and mixtures. Broken: a wrong chat template, an inverted loss mask, and 30 times the
 learning rate; each must be stopped within the first tenth of its steps.
 
-Reads   base_checkpoints/<base>/, mid_ and chatsft_checkpoints/ under the base directory
+Reads   {base,mid,chatsft}_checkpoints/<base>/ under the base directory
 Writes  sweeps/breakages/ there, with verdicts.csv
 """
 
@@ -57,12 +57,12 @@ class Breakages:
     base: str = "d4"
     """Tag of the checkpoints to start from."""
     only: str = ""
-    """Run only those whose name contains this; empty = all."""
+    """Run only jobs whose name contains this; empty = all."""
     sweep: SweepConfig = field(default_factory=lambda: SweepConfig(devices=2))
 
 
 def job(base: str, name: str, source: str, flags: str, plant: str = "") -> Job:
-    """A training run from a checkpoint of stage `source`. plant: a bug of dev.plant to inject."""
+    """A training run from a checkpoint of stage `source`. plant: a bug from dev.plant."""
     rate = "" if "init_lr_frac" in flags else f"--init_lr_frac={RATE[source]}"
     words = f"{SCRIPTS[source]} --source={source}:{base} {rate} {flags}"
     common = "--keep=1 --model_tag={tag} --canaries=stop"

@@ -5,9 +5,9 @@
 #   bash dev/learning.sh without --bigram_rows=0        # ablation arm "without": flags of base_train
 #
 # If it is interrupted, rerun the same command. The first argument names the ablation arm. STEPS=600,
-# DEPTH=6 and SEEDS="0 1" override the defaults. DATASET: any text data set on the hub. The results in
+# DEPTH=6 and SEEDS="0 1" override the defaults. DATASET: a text dataset on the Hub. The results in
 # dev/LOG.md used local/mini-pretrain on a private hub (HF_ENDPOINT): 133 MB of old books and
-# encyclopedias, technical documents and public Python code. Writes below NANOCHAT_BASE_DIR.
+# encyclopedias, technical documents and public Python code. Writes under NANOCHAT_BASE_DIR.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source .venv/bin/activate

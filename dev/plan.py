@@ -1,5 +1,5 @@
 """
-Print the plan of a speedrun: time, cost, disk, sandbox. Rejects it if the disk is too small.
+Print the plan of a speedrun: time, cost, disk, sandbox. Fails if the disk is too small.
 
     python -m dev.plan --base="--depth=4 --max_seq_len=256 --dataset=embedded"
     bash speedrun.sh --plan      # the plan for this machine
@@ -42,7 +42,7 @@ from tasks.registry import TASKS, why_unavailable
 
 HUB_BYTES_PER_TOKEN = 1.8  # parquet bytes: about 4.5 bytes of text per token, compressed 2.5x
 CHARS_PER_HUB_BYTE = 2.5
-HUB_TASK_BYTES = 4e9  # allowance for conversations, tasks and few-shot items, with their rows
+HUB_TASK_BYTES = 4e9  # allowance for conversations, tasks, few-shot items and their rows
 HOPPER_ON = ("H100", "H200", "GH200", "B200", "B300")  # PyTorch selects cuDNN attention on these
 STAGES = (
     "tokenizer",
@@ -65,14 +65,14 @@ class Plan:
     gpu: str = ""
     """GPU name from nvidia-smi; empty = train on CPU."""
     utilization: float = GPU_EFFICIENCY
-    """Assumed fraction of the GPU's peak FLOP/s, for the time of the base model."""
+    """Assumed fraction of the GPU's peak FLOP/s, to estimate base training time."""
     minutes: str = "0 0 0 0 0 0 0 0"
     """Minutes of the other stages, in order: tokenizer, its evaluation, base loss, base evaluation,
     mid, SFT, RL, all chat evaluations."""
     minutes_depth: int = 4
-    """Depth that `minutes` refer to; stages that run the model scale with its FLOPs."""
+    """Depth assumed in `minutes`; stages that run the model scale with its FLOPs."""
     minutes_processes: int = 1
-    """Number of processes that `minutes` refer to; the same stages scale inversely."""
+    """Number of processes assumed in `minutes`; the same stages scale inversely."""
     tokenizer: str = ""
     """Flags of scripts.tok_train."""
     base: str = ""
@@ -96,7 +96,7 @@ class Use(NamedTuple):
     peak: float
     """Maximum while it runs."""
     left: float
-    """Afterwards."""
+    """Kept after it."""
     there: float
     """Already written by an earlier attempt."""
 
@@ -261,7 +261,7 @@ def finished(section: str, stage: str, tag: str) -> bool:
 
 
 def bytes_in(folder: Path) -> int:
-    """Total size of the files below a folder; 0 if it does not exist."""
+    """Total size of the files under a folder; 0 if it does not exist."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 

@@ -3,7 +3,7 @@ Run a training script with an injected bug.
 
     python -m dev.plant template scripts.chat_sft --source=mid
 
-Reads and writes the files of the script; rows with the broken template have their own folder.
+Reads and writes the script's files; rows with the broken template have their own folder.
 """
 
 import runpy
@@ -36,7 +36,7 @@ def template() -> None:
 
 
 def mask() -> None:
-    """Bug: the loss is on questions instead of answers."""
+    """Bug: the loss covers questions instead of answers."""
     split = chat_packing.signed_inputs_and_targets
 
     def signed_inputs_and_targets(rows: np.ndarray, ignore: int) -> tuple[np.ndarray, np.ndarray]:

@@ -1,5 +1,5 @@
 """
-Test that a sweep detects a known effect and reports no false ones, on the embedded data set.
+Test that a sweep detects a known effect and reports no false ones, on the embedded dataset.
 
     python -m dev.planted --base=d4
 
@@ -8,7 +8,7 @@ letters randomized and must be reported as worse. Ten arms are copies of the con
 most one may be reported as different.
 
 Reads   mid_checkpoints/<base>/ under the base directory
-Writes  planted/*.jsonl there, and the section "Sweep planted"
+Writes  planted/*.jsonl there, and report section "Sweep planted"
 """
 
 import json
@@ -74,7 +74,7 @@ def write(path: Path, conversations: list[Conversation]) -> None:
 
 
 def shuffled(clean: list[Conversation]) -> list[Conversation]:
-    """Replace about half of the answer letters by random ones."""
+    """Replace about half of the answer letters with random ones."""
     rng = random.Random(0)
     return [
         [

@@ -1,5 +1,5 @@
 # Sourced by the scripts that run stages. Sets `gpus` (number of GPUs), PROFILE (from `gpus` unless
-# set), `processes` (default: one per GPU) and whole <n>: n rounded to a multiple of `processes`.
+# set) and `processes` (default: one per GPU). whole <n> rounds n to a multiple of `processes`.
 
 gpus=$( (nvidia-smi -L 2>/dev/null || true) | grep -c '^GPU' || true)
 if [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then

@@ -3,14 +3,14 @@ Compare recursive models with plain models of equal cost: presets x seeds, in on
 
     python -m dev.recursion_arms --presets=share2,aggressive,extreme
 
-All runs have the same FLOPs within 4%, those of --steps steps of the plain model: that model
-itself (equal parameters), a deeper one per preset (equal tokens), and the recursive one. An extra
-plain run per preset has the recursive model's number of tokens instead. --others=1 adds arms that
+All runs use the FLOPs of --steps steps of the plain model, within 4%. They train this model (equal
+parameters), a deeper one per preset (equal tokens), and the recursive one. Another plain run per
+preset trains on as many tokens as the recursive model instead. --others=1 adds arms that
 are not presets. The runs in dev/LOG.md had one key/value head, an MLP ratio of 3 and a tied LM
 head, which now only scripts.golf.base_train supports; commit 484885b reproduces them.
 
 Reads   the tokenizer and rows under the base directory (scripts.tok_train, scripts.data)
-Writes  sweeps/recursion/ there, logs and records in sweeps/runs/. Run nothing else meanwhile
+Writes  sweeps/recursion/ there, and logs and records in sweeps/runs/. Keep the machine idle
 """
 
 from dataclasses import asdict, dataclass, field
@@ -37,7 +37,7 @@ COMMON = (
     "--eval_tokens=65536 --matrix_lr=0.03 --weight_decay=0.5 "
     + " ".join(f"--{name}={value}" for name, value in (asdict(SHAPE) | asdict(WIDTH)).items())
 )
-# Further arms with the same budget: the learning rate that the preset had earlier
+# Extra arms with the same budget, using the preset's old learning rate
 OTHERS = {
     "aggressive.slow": "--recursion_preset=aggressive --matrix_lr=0.001",
 }
@@ -85,7 +85,7 @@ def plan(cfg: Arms, presets: list[Preset], seed: int) -> dict[str, str]:
 
 
 def training(tag: str, flags: str) -> Job:
-    """Training job of one model."""
+    """Training job for a model."""
     seed = tag.rsplit("-", 1)[1]
     words = (
         f"scripts.recursion.base_train {COMMON} {flags} --seed={seed} --model_tag={tag} "

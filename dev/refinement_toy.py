@@ -5,7 +5,7 @@ Show how a training loss can inflate the refinement metric: four losses of a toy
 
 Tokens follow a random first-order Markov chain, so the best possible loss is known. In "not
 detached", the gradient of the improvement bonus also reaches the previous loop, unlike in
-nanochat/recursion/model.py. Prints a table; takes some minutes on one core.
+nanochat/recursion/model.py. Prints a table; takes minutes on one core.
 """
 
 import math
@@ -64,7 +64,7 @@ def losses_of(model, ids: Tensor) -> list[Tensor]:
 
 
 def objective(name: str, found: list[Tensor]) -> Tensor:
-    """Training loss `name` from the losses of the loops."""
+    """Training loss `name`, given each loop's loss."""
     if name == "last loop only":
         return found[-1]
     if name == "uniform mean":

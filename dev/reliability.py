@@ -91,9 +91,7 @@ def table(paths: Iterable[Path]) -> str:
         lines.append(f"{mark.capitalize()} tests: {', '.join(of) or 'not run'}.")
     lines += ["", "| | |", "|---|---|"]
     lines += [f"| {name} | {sum(sums[key] for key in keys):,} |" for name, keys in FAMILIES.items()]
-    lines += [
-        f"| tests of the sandbox that attempt an escape, all denied or contained | {escapes} |"
-    ]
+    lines += [f"| sandbox tests that attempt an escape, all denied or contained | {escapes} |"]
     lines += ["", "| ID | case | tests | how many | last result |", "|---|---|---|---|---|"]
     lines += [row(case, by_case[case]) for case in CASES]
     return "\n".join(lines) + "\n"

@@ -1,11 +1,11 @@
 """
-Take the screenshots of the chat page in dev/chat_page/.
+Write screenshots of the chat page to dev/chat_page/.
 
     uv sync --inexact --group browser
     python -m scripts.chat_web &
     python dev/screenshots.py http://127.0.0.1:8000
 
-Imports the conversations below, so any model works: they show the page, not a model's answers.
+Imports the conversations below, so any model works: none of its answers are shown.
 """
 
 import json
@@ -32,14 +32,14 @@ PLUMS = [
     {"type": "python_output", "text": "44"},
     {"type": "text", "text": " plums.\n\n#### 44"},
 ]
-STAGES = """Training goes through **four stages**; each starts from the checkpoint before it:
+STAGES = """Training goes through **four stages**; each starts from the previous checkpoint:
 
 | stage | data | learns |
 |:--|:--|--:|
 | base | plain text | language |
 | mid | conversations, tool calls | the chat format |
 | SFT | selected answers | to answer |
-| RL | questions with a checker | to be right |
+| RL | questions with a checker | to be correct |
 
 1. Train the tokenizer
    - merges are learned from a sample

@@ -1,6 +1,6 @@
 # Sourced by speedrun.sh and tests/run.sh: install uv, Rust and the Python packages.
 # uv is installed with pip, Rust with the system's package manager; if that fails, an error explains
-# the manual installation. GROUPS_WANTED="--group interop" adds an optional dependency group.
+# how to do it manually. GROUPS_WANTED="--group interop" adds an optional dependency group.
 # TORCH_BACKEND=cu126 (or cu128, auto, ...) replaces a PyTorch build that cannot use the GPUs.
 
 UV_VERSION=0.13.9

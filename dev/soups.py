@@ -42,7 +42,7 @@ class Soups:
 
 
 def fine_tuning(cfg: Soups, seed: int) -> Job:
-    """Fine-tuning job of one seed."""
+    """Fine-tuning job for a seed."""
     words = (
         f"scripts.chat_sft --source=mid:{cfg.base} --num_iterations={cfg.num_iterations} "
         f"--total_batch_size={cfg.total_batch_size} --seed={seed} --eval_every=0 "

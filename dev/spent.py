@@ -14,6 +14,6 @@ from nanochat.checkpoint import find_checkpoint
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         raise SystemExit("usage: python -m dev.spent <model_tag>")
-    with contextlib.redirect_stdout(sys.stderr):  # messages about damaged checkpoints
+    with contextlib.redirect_stdout(sys.stderr):  # keeps warnings out of stdout
         checkpoint = find_checkpoint("base", sys.argv[1])
     print(checkpoint.state["progress"]["flops"])

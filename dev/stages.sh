@@ -36,8 +36,8 @@ train() { # train <module> <flags...>, in one process or one per GPU
 }
 
 # Download the CORE tasks before training. If that fails, the run continues without few-shot
-# evaluation. EVAL_BUNDLE=<folder, zip or URL> selects another source. Sets few_shot, the flags of
-# base_eval (suite) and those of base_train (estimate).
+# evaluation. EVAL_BUNDLE=<folder, zip or URL> selects another source. Sets few_shot, suite (flags
+# of base_eval) and estimate (flags of base_train).
 fetch_suite() {
     few_shot=1 estimate=()
     local bundle=(${EVAL_BUNDLE:+--eval_bundle="$EVAL_BUNDLE"})

@@ -4,9 +4,9 @@ Benchmark one tokenizer library once, in a separate process.
     python dev/tokenizer_peer.py job.json    # prints the result as JSON
 
 Run by scripts/bench.py for our crate and, in separate environments, for other libraries. It imports
-only the library under test, because two of them have the import name rustbpe. Each measurement is a
+only the library under test, because two libraries are imported as rustbpe. Each measurement is a
 first pass with cold caches; timing starts after texts and vocabulary are loaded. `digest` is a hash
-of the result (vocabulary tokens, or the ids of all texts), `megabytes` the increase of peak memory.
+of the result (vocabulary tokens, or the ids of all texts), `megabytes` the increase in peak memory.
 """
 
 import base64
@@ -56,7 +56,7 @@ def train_tokenizers(job: Job, texts: list[str]) -> tuple[Work, Pieces]:
 
 
 def encode_rustbpe(job: Job, texts: list[str]) -> tuple[Work, Pieces]:
-    """Our crate: all texts into one flat array."""
+    """Our crate; encodes into one flat array."""
     import rustbpe
 
     tokenizer = rustbpe.Tokenizer.from_ranks(ranks(job), job["pattern"])
@@ -77,7 +77,7 @@ def encode_tiktoken(job: Job, texts: list[str]) -> tuple[Work, Pieces]:
 
 
 def encode_gigatoken(job: Job, texts: list[str]) -> tuple[Work, Pieces]:
-    """gigatoken; its vocabulary has tiktoken's file format, its pattern is selected by name."""
+    """gigatoken, with a vocabulary in tiktoken's file format and a pattern selected by name."""
     import gigatoken
     import numpy as np
 

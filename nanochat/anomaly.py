@@ -73,7 +73,7 @@ class AnomalyDetector:
         if verdict != "good":
             problem = f"skipped on all ranks ({self.bad_in_a_row} consecutive)"
             if verdict == "spike":
-                problem = f"loss spike (highest loss before: {max(state.losses):.4f})"
+                problem = f"loss spike (highest recent loss: {max(state.losses):.4f})"
             self.machine.print0(
                 f"step {step}: loss {loss:.4f}, gradient norm {norm:.4g}: {problem}; rows {rows()}"
             )
@@ -91,7 +91,7 @@ def first_not_finite(named: Mapping[str, Tensor]) -> str | None:
 
 def require_equal_ranks(named: Mapping[str, Tensor], machine: DistContext, step: int) -> None:
     """
-    Raise RanksDiffer on every rank, with the name of the first parameter that differs.
+    Raise RankMismatchError on every rank, naming the first parameter that differs.
 
     named: float32 tensors. Compares sums of their bits, so it detects a single flipped bit.
     """
@@ -101,10 +101,10 @@ def require_equal_ranks(named: Mapping[str, Tensor], machine: DistContext, step:
     found = machine.gather(torch.stack(sums).tolist())
     for i, name in enumerate(named):
         values = [sums[i] for sums in found]
-        common = max(values, key=values.count)  # ties: rank 0's
+        common = max(values, key=values.count)  # rank 0 wins ties
         if others := [rank for rank, value in enumerate(values) if value != common]:
             raise RankMismatchError(
                 f"weights differ between ranks before step {step}: {name} differs on rank "
                 f"{', '.join(map(str, others))} of {machine.world_size}; check that device and "
-                "its links, and restart with --resume=auto, preferably without it"
+                "its links, and restart with --resume=auto, preferably without that device"
             )

@@ -39,7 +39,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 # ---- Blockwise attention, for CPUs with torch.compile --------------------------------------------
 # Batched matmuls of a block of queries with its visible keys; torch.compile fuses the rest into one
 # pass over the scores. PyTorch's CPU kernel takes 2.5 times as long, 3 times with a mask (measured:
-# T 512, bfloat16, forward and backward, dev/LOG.md), but it is faster uncompiled.
+# T 512, bfloat16, forward and backward, dev/LOG.md), but wins without compilation.
 
 
 QUERIES = 128  # per block
@@ -113,7 +113,7 @@ def add_up(parts: list[Tensor], blocks: list[tuple[int, int, int]]) -> Tensor:
     """
     Sum the blocks' contributions to each key: parts (B, G, end - first key, D) -> (B, G, T, D).
 
-    One range of keys at a time: adding into slices would compile to nested conditions.
+    Works on one range of keys at a time: adding into slices compiles to nested conditions.
     """
     ends = sorted({end for _, s, j in blocks for end in (s, j)})
     sums = []
@@ -154,7 +154,7 @@ def attend(
     q (B, T, H, D); k, v (B, T, G, D), where G divides H. `scale` multiplies the scores; default:
     D^-0.5. `mask`: the result of `make_mask`, which layers can share, or (B, 1, T, T) bool within
     the causal window, True for visible keys. `cache`: a view and a layer index; k and v are stored
-    there, and a mask (B, 1, T, M) refers to all cached tokens. Returns (B, T, H, D) in the dtype
+    there, and a mask (B, 1, T, M) covers all cached tokens. Returns (B, T, H, D) in the dtype
     of q.
     """
     scale = float(q.size(-1) ** -0.5) if scale is None else scale
@@ -179,7 +179,7 @@ def make_mask(
     backend: Backend, x: Tensor, window: int | None, segments: Any = None, cache: Any = None
 ) -> Any:
     """
-    Causal mask for x (B, T, ...) in the form `backend` expects, None if `window` is enough for it.
+    Causal mask for x (B, T, ...) in the form `backend` expects; None if it only needs `window`.
     With `segments` (B, T), their `segment_mask`; with `cache`, its mask. A model calls this once
     per window and forward pass.
     """
@@ -298,9 +298,9 @@ def fill_batches(
     items: Iterable[Item], shape: Callable[[Item], tuple[int, int]], max_tokens: int
 ) -> Iterator[list[Item]]:
     """
-    Group consecutive items into batches of at most `max_tokens` padded tokens, at least one item.
+    Group consecutive items into batches of at most `max_tokens` padded tokens (but >= 1 item).
 
-    shape: returns the number of rows of an item and the tokens of the longest row.
+    shape: returns an item's number of rows and the length of its longest row.
     """
     batch: list[Item] = []
     rows = longest = 0

@@ -1,7 +1,7 @@
 """
 Chat format: render conversations as token ids, with a mask of the tokens that carry loss.
 
-    messages -> turns -> render -> (ids, mask)
+    messages -> merge_turns -> render -> (ids, mask)
                       -> render_prompt -> ids up to the next answer
 
     <|bos|> <|user_start|> text <|user_end|> <|assistant_start|> text <|assistant_end|> ...
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from nanochat.tokenizer import Tokenizer
 
-PARTS = {  # type of a part -> start token, end token, 1 = with loss
+PARTS = {  # type of a part -> start token, end token, 1 = trained on
     "python": ("<|python_start|>", "<|python_end|>", 1),
     "python_output": ("<|output_start|>", "<|output_end|>", 0),
 }
@@ -54,7 +54,7 @@ def render(
 
 
 def render_turn(tokenizer: Tokenizer, turn: Turn) -> tuple[list[int], list[int]]:
-    """Return the ids and loss mask of one turn, including its start and end token."""
+    """Return the ids and loss mask of one turn, including its start and end tokens."""
     trained = int(turn.speaker == "assistant")
     ids, mask = [tokenizer.special(f"<|{turn.speaker}_start|>")], [0]
     for part in turn.parts:

@@ -4,8 +4,8 @@ Pack conversations into packed sequences (rows) whose tokens carry the loss mask
     conversations -> render -> Encoded, on disk -> Packer -> Rows of int32
     a batch of rows -> signed_inputs_and_targets -> tokens, targets with IGNORE
 
-A token with loss is stored as its id, a token without as ~id (negative), so the sign is the mask.
-Padding is BOS without loss. Conversations with no loss token are skipped. A bucket is encoded once,
+A trained token is stored as its id, any other as ~id (negative), so the sign is the loss mask.
+Padding is untrained BOS. Conversations with no trained token are skipped. A bucket is encoded once,
 for all mixtures.
 """
 
@@ -46,7 +46,7 @@ BATCH = 256  # conversations encoded, or handed to the packer, at a time
 POOL_SHARE = 10_000  # conversations per worker process; fewer do not amortize its startup
 
 Conversations = Iterable[Sequence[Message]]
-read_tokenizer = lru_cache(maxsize=1)(Tokenizer.read)
+load_tokenizer = lru_cache(maxsize=1)(Tokenizer.read)
 
 
 @dataclass(frozen=True)
@@ -55,11 +55,11 @@ class Encoded:
 
     fingerprint: str
     ids: np.ndarray
-    """int32: id with loss, ~id without."""
+    """int32: id if trained, else ~id."""
     ends: np.ndarray
     """Conversation i is `ids[ends[i] : ends[i + 1]]`; (n + 1,) int64."""
     trained: int
-    """Number of tokens with loss."""
+    """Number of trained tokens."""
 
     @property
     def lengths(self) -> np.ndarray:
@@ -95,7 +95,7 @@ def encode(
     folder = base_dir() / "rows" / made_of["fingerprint"]
     record = folder / "encoded.json"
     with hold_lock(folder / ".locks" / "encoding.lock", f"encoding {folder}"):
-        if read_record(record, verify) is None:
+        if read_encoded(record, verify) is None:
             write_encoded(folder, conversations, tokenizer, max_seq_len + 1, report)
             write_json(folder / "index.json", made_of)
         counts = read_sealed(record)
@@ -106,8 +106,8 @@ def encode(
     return Encoded(made_of["fingerprint"], ids, ends, counts["trained"])
 
 
-def read_record(record: Path, verify: bool) -> dict[str, Any] | None:
-    """Return the record of an encoding; None if missing, or damaged (printed)."""
+def read_encoded(record: Path, verify: bool) -> dict[str, Any] | None:
+    """Return the record of an encoding; None if missing or damaged (warns)."""
     try:
         counts = read_sealed(record) if record.exists() else None
         for name, digest in counts["sha256"].items() if counts and verify else ():
@@ -144,7 +144,7 @@ def write_encoded(
             done += len(batch)
             report(f"{done:,}{total} conversations")
     np.save(folder / "ends.npy", np.cumsum([0, *lengths]))
-    skipped = done - len(lengths)  # no token with loss
+    skipped = done - len(lengths)  # no trained token
     counts = {"conversations": len(lengths), "trained": trained, "skipped": skipped}
     digests = {name: sha256_file(folder / name) for name in ("ids.bin", "ends.npy")}
     write_json(folder / "encoded.json", seal({**counts, "sha256": digests}))
@@ -153,7 +153,7 @@ def write_encoded(
 def encode_batches(
     conversations: Conversations, tokenizer_path: Path, row_length: int
 ) -> Iterator[list[np.ndarray]]:
-    """Yield the results of `encode_batch` in order, using all cores for many conversations."""
+    """Yield the results of `encode_batch` in order; uses all cores if there are many."""
     job = partial(encode_batch, tokenizer_path, row_length)
     many = len(conversations) // POOL_SHARE if isinstance(conversations, Sized) else 0
     workers = min(many, os.cpu_count() or 1)
@@ -170,7 +170,7 @@ def encode_batches(
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
-    except ValueError as error:  # raise it here, so that it is reported as a user error
+    except ValueError as error:  # re-raise it in our code: reported as a user error
         raise ValueError(str(error)) from error
     finally:
         pool.shutdown(cancel_futures=True)
@@ -180,7 +180,7 @@ def encode_batch(
     tokenizer_path: Path, row_length: int, conversations: Sequence[Sequence[Message]]
 ) -> list[np.ndarray]:
     """Return the signed ids of each conversation without BOS; empty if no token has loss."""
-    tokenizer = read_tokenizer(tokenizer_path)  # once in each process
+    tokenizer = load_tokenizer(tokenizer_path)  # once in each process
     every = [signed_ids(*render(tokenizer, each, row_length))[1:] for each in conversations]
     return [signed if (signed >= 0).any() else signed[:0] for signed in every]
 
@@ -193,7 +193,7 @@ def iter_batches(items: Iterable[Any]) -> Iterator[list[Any]]:
 
 
 def make_recipe(about: Mapping[str, Any], tokenizer: Tokenizer, max_seq_len: int) -> dict[str, Any]:
-    """Return what determines an encoding or its rows, with its fingerprint."""
+    """Return the settings that determine an encoding and its rows."""
     made_of = {
         "conversations": dict(about),
         "tokenizer": tokenizer.fingerprint,
@@ -207,7 +207,7 @@ def open_chat_rows(
     about: Mapping[str, Any], tokenizer: Tokenizer, max_seq_len: int, verifies: bool = True
 ) -> Rows:
     """
-    Open rows of conversations, which need not be packed yet: shards "train" and "val".
+    Open the "train" and "val" shards of conversations that need not be packed yet.
 
     `verifies`: see `Rows`.
     """
@@ -231,7 +231,7 @@ def pack_encoded(
 
 
 def signed_ids(ids: Sequence[int], mask: Sequence[int]) -> np.ndarray:
-    """Return ids with loss unchanged and ids without loss as ~id, int32."""
+    """Return trained ids unchanged and all others as ~id, int32."""
     plain = np.array(ids, np.int32)
     return np.where(np.array(mask, bool), plain, ~plain)
 
@@ -260,9 +260,9 @@ def mixed_chat_rows(
     machine: DistContext,
 ) -> Rows:
     """
-    Return the packed rows of `tokens` tokens of each bucket; one process per node packs them.
+    Return packed rows with `tokens` tokens from each bucket; one process per node packs them.
 
-    The seed selects the conversations of a bucket that is used in part.
+    If only part of a bucket is used, the seed selects its conversations.
     """
     about = {
         "seed": seed,
@@ -294,7 +294,7 @@ def choose_conversations(lengths: np.ndarray, tokens: int, seed: int, bucket: in
     """
     Return the indices of conversations with about `tokens` tokens in total.
 
-    Full repeats of the bucket come first, then a part of it, each in another order.
+    Full repeats of the bucket come first, then part of it, each in a different order.
     """
     times = -(-tokens // int(lengths.sum())) if tokens else 0
     order = [permutation(seed, time, bucket, len(lengths)) for time in range(times)]

@@ -293,7 +293,7 @@ def lineage(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def newest_stage() -> str:
-    """Last of base, mid, sft, rl that has a checkpoint. Raises MissingInput if none has."""
+    """Last of base, mid, sft, rl with a checkpoint. Raises MissingInput if none exists."""
     for stage in reversed(FOLDERS):
         if next(stage_folder(stage).glob("*/latest"), None):
             return stage
@@ -306,7 +306,7 @@ ARCHITECTURES = {"xsa_last_n": "nanochat.golf.model", "n_loops": "nanochat.recur
 
 
 def architecture_of(cfg: GPTConfig | Mapping[str, Any]) -> Any:
-    """Module of a model config, or of its values; None for a plain GPT."""
+    """Module for a model config or its values; None for a plain GPT."""
     values = cfg if isinstance(cfg, Mapping) else vars(cfg)
     names = (module for name, module in ARCHITECTURES.items() if name in values)
     return next(map(importlib.import_module, names), None)
@@ -479,7 +479,7 @@ class CheckpointManager:
             self.lock.acquire(self.machine.launch)
             recover_interrupted_saves(self.folder)
 
-        self.machine.on_main(f"taking the lock of {self.folder}", take_lock)
+        self.machine.on_main(f"locking {self.folder}", take_lock)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -502,12 +502,12 @@ class CheckpointManager:
         """
         Save the state of all ranks; `final` waits until it is on disk. Call on every rank.
 
-        Raises NotFinite naming the first tensor with non-finite values, RanksDiffer if the weights
+        Raises NonFiniteError naming the first non-finite tensor, RankMismatchError if the weights
         differ between ranks, and OSError if the disk fails (unless `on_save_error` allows it).
         """
         self.require_finite(model, optimizer)
         require_equal_ranks(dict(model.named_parameters()), self.machine, progress.step)
-        problem = self.wait()  # of the previous save: one at a time on disk and in memory
+        problem = self.wait()  # for the previous save; only one runs at a time
         without_optimizer = not self.keep_optimizer or progress.optimizer_missing
         dropped = progress.finished and without_optimizer
         optim_tensors = None if dropped else optimizer.state_dict()
@@ -541,7 +541,7 @@ class CheckpointManager:
         return None
 
     def require_finite(self, model: GPT, optimizer: MuonAdamW) -> None:
-        """Raise NotFinite, on every rank, naming the first tensor that is not finite on any."""
+        """Raise NonFiniteError on all ranks, naming the first tensor not finite on any rank."""
         named = {**model.state_dict(), **optimizer.local_state()}
         found = [name for name in self.machine.gather(first_not_finite(named)) if name]
         if found:
@@ -556,10 +556,10 @@ class CheckpointManager:
     ) -> Progress:
         """
         Load the newest good checkpoint if --resume=auto or if torchrun restarted this run after a
-        failure; otherwise move the checkpoints of an earlier run with this name aside.
+        failure; otherwise move aside the checkpoints of an earlier run with this name.
 
         Raises CorruptCheckpoint if all are corrupt, and ValueError listing the differences if the
-        checkpoint has another `identity` (model, batch, seed, rows), unless only rows differ and
+        checkpoint has a different `identity` (model, batch, seed, rows) unless only rows differ and
         `allow_data_change` is set.
         """
         progress = Progress()
@@ -580,7 +580,7 @@ class CheckpointManager:
         rows_only = all(line.startswith("rows.") for line in changed)
         if changed and not (self.cfg.allow_data_change and rows_only):
             raise ValueError(
-                f"{found.folder} was trained with other settings:\n  "
+                f"{found.folder} was trained with different settings:\n  "
                 + "\n  ".join(changed)
                 + "\nuse another --model_tag, or --allow_data_change if only rows differ"
             )
@@ -598,7 +598,7 @@ class CheckpointManager:
         """
         Whether an earlier attempt of this launch saved a checkpoint.
 
-        A node that joins late counts no restarts, so an unfinished run is enough.
+        A late node's restart count is 0, so an unfinished run counts as restarted.
         """
         restarted, launch = self.machine.any(self.machine.restarts > 0), self.machine.launch
 

@@ -136,7 +136,7 @@ def read_json(path: Path) -> Any:
 
 
 def seal(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Add a checksum of a JSON object under the key `seal`."""
+    """Add a checksum to a JSON object, under the key `seal`."""
     return {**value, "seal": hashlib.sha256(json_text(value).encode()).hexdigest()}
 
 
@@ -144,7 +144,7 @@ def unseal(text: str, written: Callable[[Any], str]) -> dict[str, Any]:
     """
     Parse a sealed JSON object and remove its seal. `written` is the function that serialized it.
 
-    Raises ValueError if the text differs in a single character.
+    Raises ValueError if even one character differs.
     """
     value = json.loads(text)
     if not isinstance(value, dict) or value.pop("seal", None) is None:
@@ -166,7 +166,7 @@ def read_sealed(path: Path) -> dict[str, Any]:
 
 
 def cpu_info(name: str) -> str:
-    """A field of the first CPU in /proc/cpuinfo; empty on other systems than Linux."""
+    """A field of the first CPU in /proc/cpuinfo; empty on systems other than Linux."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.exists() else []
     return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), "")

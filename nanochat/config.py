@@ -7,7 +7,7 @@ Command-line flags from config dataclasses.
 flat namespace. Booleans accept `--x`, `--no-x`, `--x=1` and `--x=0`; lists accept commas
 (`--x=a,b`), spaces and repeated flags. For optional settings, -1 means None ("decide for me"),
 usually the default. Fields made by `short` also have a one-letter flag: `-x 5`. A leading bare `--`
-is dropped. Removed flags and common flags of other programs are rejected with the replacement.
+is dropped. Removed flags and common flags of other programs are rejected with a suggestion.
 """
 
 import ast
@@ -100,7 +100,7 @@ def user_message(error: BaseException) -> str | None:
     """
     Message to print instead of a traceback; None for an internal error.
 
-    User errors are OSError, and ValueError or RuntimeError raised by a `raise` statement of this
+    User errors are OSError, and ValueError or RuntimeError raised by a `raise` statement in this
     repository. The latter two are internal errors if a library raises them.
     """
     if isinstance(error, MissingInput | UsageError):
@@ -118,7 +118,7 @@ def user_message(error: BaseException) -> str | None:
 
 
 def print_traceback(*error: Any) -> None:
-    """Print a traceback with escaped control characters, which messages may contain."""
+    """Print a traceback, escaping any control characters in the messages."""
     lines = traceback.format_exception(*error)
     print(printable("".join(lines)), end="", file=sys.stderr, flush=True)
 

@@ -7,7 +7,7 @@ Packed sequences (rows) on disk, and batches as a pure function of (rows, seed, 
 A run reads an endless sequence of epochs. Within an epoch, shards come in a fixed order and the
 rows of each are permuted by (seed, epoch, shard). Step s of a run with R rows per step reads rows
 s * R to (s + 1) * R - 1 of that sequence; every rank reads its slice. There is no state: a step
-gets the same rows after a resume or with another number of ranks.
+gets the same rows after a resume or with a new number of ranks.
 
 A shard is complete once its .json exists, which is written last. Training can start while shards
 are being packed (packing.py): a step waits for a missing shard. Each shard is verified against its
@@ -93,7 +93,7 @@ class RowSequence(ABC):
     ) -> np.ndarray:
         """
         Return the rows of a batch as (n, 3): earlier uses in the run, index of the shard, index in
-        the shard. A mixture returns (n, 4), with the index of the bucket as second column.
+        the shard. A mixture returns (n, 4), with the bucket's index as the second column.
 
         Raises ValueError if rows_per_step is not a multiple of world_size.
         """
@@ -114,8 +114,8 @@ class RowSequence(ABC):
         stored dtype. Waits for shards that are being packed.
 
         Raises ValueError if rows_per_step is not a multiple of world_size, MissingInput if nothing
-        is packing a missing shard, UsageError if packing failed or any shard of the step (also of
-        other ranks) is damaged, StoppedWaiting if a stop is requested while waiting.
+        is packing a missing shard, UsageError if packing failed or any shard of the step (on any
+        rank) is damaged, and WaitAborted if a stop is requested while waiting.
         """
         mine = self.row_ids(step, rows_per_step, seed, rank, world_size)
         return self.read(mine, self.row_ids(step, rows_per_step, seed))
@@ -135,7 +135,7 @@ class Rows(RowSequence):
     files: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Shard -> files of the source packed into it, in order."""
     verifies: bool = True
-    """Verify shards against their records. False if another rank of the node does; then only the
+    """Verify shards against their records. False if another rank on the node does; then only the
     token ids of returned rows are checked."""
     should_stop: Callable[[], bool] = lambda: False
     """Waiting ends when this returns True; set by the training stage."""
@@ -150,7 +150,7 @@ class Rows(RowSequence):
         """Heartbeat file, touched every second while a process packs."""
         self.error_path = self.folder / "packing.error"
         """Error message of a failed packing process."""
-        self._starts = [0]  # index in the epoch of the first row of each shard, if known
+        self._starts = [0]  # index within the epoch of each shard's first row, if known
         self._checks: dict[str, Future[str | None]] = {}
         self._checker = ThreadPoolExecutor(1, "rows")
         self._old_error = stamp(self.error_path)
@@ -228,8 +228,8 @@ class Rows(RowSequence):
 
     def verify(self, shards: Sequence[str], ahead: Iterable[str] = ()) -> None:
         """
-        Verify shards against their records, each once, in a thread. Waits for shards that are being
-        packed and for the results. Packed shards in `ahead` are verified in the background.
+        Verify shards against their records, each once, in a thread. Waits for shards to be packed
+        and verified. Packed shards in `ahead` are verified in the background.
 
         Raises UsageError naming the file of a damaged shard, which then counts as not packed.
         """
@@ -253,7 +253,7 @@ class Rows(RowSequence):
 
     def foreign_id(self, rows: np.ndarray, path: Path) -> str | None:
         """Describe a token id in rows that is outside the vocabulary; None if all are valid."""
-        largest = max(int(rows.max()), ~int(rows.min()))  # tokens without loss are stored as ~id
+        largest = max(int(rows.max()), ~int(rows.min()))  # untrained tokens are stored as ~id
         if largest >= self.vocab_size:
             return f"{path} has token id {largest}, but the vocabulary size is {self.vocab_size}"
         return None
@@ -297,14 +297,14 @@ class Rows(RowSequence):
         return counts
 
     def totals(self, shards: list[str] | None = None) -> dict[str, int]:
-        """Sum the records of packed shards, by default of the training shards."""
+        """Sum the records of packed shards; default: the training shards."""
         packed = [self.counts(s) for s in shards or self.train_shards if self.is_packed(s)]
         names = "rows documents documents_cut tokens extra_bos dropped text_bytes skipped".split()
         total = {name: sum(counts[name] for counts in packed) for name in names}
         return {"shards": len(packed), "positions": total["rows"] * self.row_length, **total}
 
     def wait(self, shard: str) -> dict[str, Any]:
-        """Return the record of a shard once it is packed. Raises as `batch` does."""
+        """Return the record of a shard once it is packed. Raises like `batch`."""
         if not self.is_packed(shard):
             print(f"waiting for {shard} to be packed", flush=True)
         beat, beat_time = stamp(self.alive_path), time.monotonic()
@@ -328,7 +328,7 @@ class Rows(RowSequence):
         """
         See `RowSequence`; verifies the following shard in the background.
 
-        Raises UsageError for damaged rows, and without `verifies` for invalid token ids.
+        Raises UsageError for damaged rows, or for invalid token ids if not `verifies`.
         """
         indices = np.unique(step_ids[:, 1]).tolist()
         ahead = self.train_shards[indices[-1] + 1 : indices[-1] + 2]

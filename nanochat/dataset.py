@@ -1,7 +1,7 @@
 """
 Text sources: a dataset on the Hub, a local folder, or a generated dataset.
 
-    file -> find_problem -> file_texts -> in_batches -> lists of texts
+    file -> find_file_problem -> read_texts -> batch_texts -> lists of texts
     DataConfig -> open_source -> Source: ordered shards -> documents(shard) -> lists of texts
 
 The first use of a source writes a manifest under the base directory: commit, file list, validation
@@ -186,7 +186,7 @@ class Source:
     train_shards: list[str]
     val_shard: str
     identity: dict[str, Any]
-    """Determines the text of each shard by name, whichever shards are used."""
+    """Determines each named shard's text, no matter which are used."""
     files: dict[str, dict[str, Any]] = field(compare=False)
     """File -> bytes and sha256, from the manifest."""
     tail: dict[str, int]
@@ -253,7 +253,7 @@ class Source:
         texts = read_texts(path, skips)
         if shard.startswith(TAIL):
             deque(itertools.islice(texts, start), maxlen=0)
-            skips.clear()  # counted for the training part
+            skips.clear()  # training shards count them
         else:
             texts = itertools.islice(texts, start)
         batch = None
@@ -262,7 +262,7 @@ class Source:
         if skipped is not None:
             skipped.update(skips)
         if batch is None:
-            fix = f"use fewer --num_shards, or delete {self.manifest} to start over"
+            fix = f"lower --num_shards, or delete {self.manifest} to start over"
             raise ValueError(f"{path} contains no text; {fix}")
 
     def texts(self, shard: str, most: int | None = None) -> Iterator[str]:
@@ -323,7 +323,7 @@ def open_source(
     if wanted.dataset is None:
         if recorded is None or "mixture" in recorded:
             ways = "--dataset=<owner>/<name>, --dataset=embedded or --dataset=<folder>"
-            raise ValueError(f"no single text source is given; use {ways}")
+            raise ValueError(f"one text source is required; use {ways}")
         must_be = recorded["fingerprint"] if wanted == FirstUseConfig() else None
         names = ("num_shards", "revision", "val_shard")
         own = {name: getattr(wanted, name) for name in names}
@@ -375,7 +375,7 @@ def split_shards(
     options = [recorded] if recorded else files if len(files) > 1 else [TAIL + files[0]]
     val_shard = cfg.val_shard or options[-1]
     if val_shard not in options:
-        why = f"has {len(files)} files, {files[0]} to {files[-1]}; choose one of at least two"
+        why = f"has {len(files)} files, {files[0]} to {files[-1]}; choose one (needs two)"
         if recorded:
             why = f"already validates on {recorded}; delete {path} to start over"
         raise ValueError(f"--val_shard={val_shard}: {cfg.dataset} {why}, or leave --val_shard out")
@@ -459,7 +459,7 @@ def require_unchanged(path: Path, known: dict[str, Any], manifest: Path) -> None
 
 def find_files(folder: Path) -> list[str]:
     """
-    Return the sorted names of the text files below a folder; links to folders are followed.
+    Return the sorted names of the text files under a folder; links to folders are followed.
 
     Raises ValueError for an entry that is not a regular file and for a link that would repeat text,
     OSError for an unreadable folder.
@@ -521,7 +521,7 @@ def open_hub(cfg: FirstUseConfig, path: Path) -> Source:
         manifest = pin_repo(name, path, (".parquet",), cfg.revision)
         files = list(manifest["files"])
         if not files:
-            raise ValueError(f"{name} has no parquet file; only local folders may hold jsonl files")
+            raise ValueError(f"{name} has no parquet files; jsonl only works in local folders")
         _, val_shard = split_shards(cfg, files, manifest.get("val_shard"), path)
         if not path.exists():
             manifest["val_shard"] = val_shard

@@ -41,10 +41,10 @@ POLL_SECONDS = 0.02
 
 def name_attempt(store: Store, rank: int, world_size: int, timeout_seconds: float) -> str:
     """
-    Agree on a unique name for this attempt. Returns the name when all ranks have it.
+    Agree on a unique name for this attempt. Returns it once all ranks have it.
 
-    Raises TimeoutError on rank 0, with the missing ranks; on other ranks, the timeout error of the
-    store.
+    Raises TimeoutError naming the missing ranks on rank 0, and the store's timeout error on other
+    ranks.
     """
     token, timeout = uuid.uuid4().hex, datetime.timedelta(seconds=timeout_seconds)
     if rank:
@@ -76,7 +76,7 @@ def name_attempt(store: Store, rank: int, world_size: int, timeout_seconds: floa
 
 
 BEAT_SECONDS = 1.0
-SILENT_SECONDS = 10.0  # without a heartbeat, after which a rank counts as silent
+SILENT_SECONDS = 10.0  # a rank counts as silent this long after a heartbeat
 
 
 class Activity(NamedTuple):
@@ -121,7 +121,7 @@ class RankHeartbeat:
 
     @contextmanager
     def doing(self, kind: Literal["waiting", "working"], what: str) -> Iterator[None]:
-        """Report, while inside, that this rank waits for others or does work they wait for."""
+        """While inside, report that this rank waits for others or does work they wait for."""
         before, self.activity = self.activity, Activity(kind, what, time.monotonic())
         try:
             yield
@@ -144,7 +144,7 @@ class RankHeartbeat:
                 self.activity = self.activity._replace(since=self.activity.since + suspended)
 
     def beat(self) -> None:
-        """Send the activity of this rank; during a long wait, read those of the others."""
+        """Send this rank's heartbeat; during a long wait, read the other ranks'."""
         (kind, what, since), now = self.activity, time.monotonic()
         doing = f"in {what}" if kind == "waiting" else what
         text = f"process {os.getpid()} on {socket.gethostname()}, {doing} for {now - since:.0f} s"
@@ -158,8 +158,8 @@ class RankHeartbeat:
 
     def check(self) -> None:
         """
-        Exit if waiting is pointless: for the whole timeout, one rank sent no heartbeat or reported
-        nothing, or no rank reported work.
+        Exit if waiting is pointless: for the whole timeout, some rank sent no heartbeat or reported
+        nothing, or no rank did any work.
         """
         (kind, what, since), now = self.activity, time.monotonic()
         oldest, beats = now - self.started - self.timeout_seconds, self.others.values()
@@ -186,7 +186,7 @@ class RankHeartbeat:
 
 T = TypeVar("T")
 REPORT_SECONDS = 15.0  # between progress lines of long work
-GROUP_TIMEOUT = datetime.timedelta(days=7)  # of torch's collectives; heartbeats end hangs
+GROUP_TIMEOUT = datetime.timedelta(days=7)  # for torch collectives; heartbeats end hangs
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,7 @@ class DistConfig:
 
 @dataclass(frozen=True)
 class DistContext:
-    """One of `world_size` processes. `device` is that of this rank, `dtype` the compute dtype."""
+    """One of `world_size` processes. `device` is this rank's; `dtype` is the compute dtype."""
 
     rank: int
     local_rank: int
@@ -273,13 +273,13 @@ class DistContext:
                 dist.barrier()
 
     def waiting(self, what: str) -> AbstractContextManager[None]:
-        """Context of a wait for other ranks; if it takes too long, the run exits."""
+        """Wrap a wait for other ranks; if it takes too long, the run exits."""
         return self.heartbeat.doing("waiting", what) if self.heartbeat else nullcontext()
 
     @contextmanager
     def working(self, what: str) -> Iterator[Callable[[str], None]]:
         """
-        Context of long work that other ranks may wait for, without limit while heartbeats arrive.
+        Context manager for long work: other ranks wait without limit while heartbeats arrive.
         Yields a function that reports progress to the other ranks and prints it every
         REPORT_SECONDS.
         """
@@ -361,7 +361,7 @@ def init_distributed(
     cfg: DistConfig = DistConfig(), seed: int = 0, steady: bool = True
 ) -> DistContext:
     """
-    Join the process group (under torchrun), pick device and dtype, seed torch's global generator.
+    Join the process group (under torchrun), pick device and dtype, and seed torch's generator.
 
     steady: the workload repeats, as in training and evaluation; on a CPU, the process then keeps
     freed memory for reuse.

@@ -82,7 +82,7 @@ def sample(logits: Tensor, settings: Sequence[Sampling], uniform: Sequence[float
 
 
 def draw(logits: Tensor, k: int, settings: Sequence[Sampling], uniform: Sequence[float]) -> Tensor:
-    """Sample from the `k` most likely tokens of each row: (B, V) -> (B,). Temperatures > 0."""
+    """Sample from each row's `k` most likely tokens: (B, V) -> (B,). Needs temperatures > 0."""
 
     def column(values: Iterable[float]) -> Tensor:
         return torch.tensor(list(values), dtype=torch.float32, device=logits.device)[:, None]
@@ -100,7 +100,7 @@ def draw(logits: Tensor, k: int, settings: Sequence[Sampling], uniform: Sequence
         cutoff = torch.where(kept, ordered, torch.inf).amin(dim=-1, keepdim=True)
         weights = weights * ((weights >= cutoff) | (column(s.top_p for s in settings) == 1))
     total = running_sum(weights)
-    threshold = column(uniform).clamp(max=1 - 2**-24) * total[:, -1:]  # < total in float32 too
+    threshold = column(uniform).clamp(max=1 - 2**-24) * total[:, -1:]  # below total in float32 too
     index = (total <= threshold).sum(dim=-1)
     return index if ids is None else ids.gather(1, index[:, None])[:, 0]
 
@@ -151,9 +151,9 @@ class DecodeStep:
     """
     Decode step over one KV cache, optionally compiled.
 
-    Compilation takes seconds, and one or two with a warm compiler cache on disk. The first step
+    Compilation takes seconds (1-2 with a warm on-disk compiler cache). The first step
     with B = 1, the first with B > 1 and every CUDA graph are checked against the eager step: if
-    compilation fails or the logits differ, that is printed and only the eager step is used.
+    compilation fails or the logits differ, this is logged and only the eager step is used.
     """
 
     def __init__(self, model: GPT, cache: KVCache, compiled: bool = False):
@@ -339,7 +339,7 @@ class Engine:
     # ---- public interface --------------------------------------------------------------------
 
     def submit(self, prompt: Sequence[int], settings: Sampling, n: int = 1) -> list[Completion]:
-        """Queue `n` samples of a prompt. Raises ValueError as `check` does."""
+        """Queue `n` samples of a prompt. Raises ValueError like `check`."""
         self.check(prompt)
         shared = list(prompt)  # its identity tells `admit` which samples share a prefill
         samples = [Completion(shared, settings, i) for i in range(n)]
@@ -384,7 +384,7 @@ class Engine:
     @torch.inference_mode()
     def step(self, patience_seconds: float = TOOL_WAIT_SECONDS) -> list[Completion]:
         """
-        Admit queued prompts, then decode one token for each active completion; returns these.
+        Admit queued prompts, decode one token per active one; returns the active ones.
 
         If all completions wait for tools, wait up to `patience_seconds` for the first result.
         """

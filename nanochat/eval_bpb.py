@@ -62,8 +62,8 @@ def bits_per_byte(
     score: returns the nats of each target, (B, T) for one model or (n, B, T) for `n` models, such
     as `model.token_losses`. token_bytes: (V,) length of each token in bytes, 0 for special tokens.
     Sums are accumulated in float64, so the result does not depend on batch size or number of ranks.
-    Raises Interrupted, on every rank, if `stopping()` is true on any rank, and UsageError if a sum
-    is not finite.
+    Raises EvaluationAborted on every rank if `stopping()` is true on any rank, and UsageError if a
+    sum is not finite.
     """
     sizes = torch.from_numpy(token_bytes.astype(np.int64)).to(machine.device)
     nats = np.zeros(n)

@@ -19,7 +19,7 @@ from nanochat.engine import Engine, Sampling
 from nanochat.gpt import GPT
 from nanochat.tokenizer import Tokenizer
 
-PASS_TOKENS = 16_384  # padded tokens of one forward pass
+PASS_TOKENS = 16_384  # tokens in a forward pass, with padding
 
 
 class Questions(Protocol):
@@ -40,7 +40,7 @@ def score_answer(questions: Questions, i: int, answer: str) -> float:
     return task.score(task[number], answer)
 
 
-Outcomes = list[list[float]]  # scores of all answers, per item in order
+Outcomes = list[list[float]]  # for each item, the scores of its answers
 
 
 class TaskResult(NamedTuple):

@@ -38,15 +38,15 @@ from nanochat.hub import is_inside, with_retries
 
 EXAMPLE_DELIMITER = "\n\n"  # after each few-shot example
 ORDER_SEED = 1337  # shuffles the items; `max_items` keeps the first ones
-EXAMPLES_SEED = 1234  # plus the item's index in that order: draws its few-shot examples
+EXAMPLES_SEED = 1234  # an item's few-shot seed is this plus its shuffled index
 CPU_PASS_TOKENS, GPU_PASS_TOKENS = 4096, 32_768  # per forward pass, including padding
 HEAD_TOKENS = 512  # tokens whose logits are computed at once
-MIN_SHARED_FRACTION = 0.3  # minimum fraction of tokens saved for a separate prefix pass to pay off
+MIN_SHARED_FRACTION = 0.3  # a separate prefix pass must save at least this fraction of tokens
 
 # ------------------------------------------------------------------------------------------------
 # Tasks
 
-Kind = Literal["multiple_choice", "schema", "language_modeling"]
+TaskType = Literal["multiple_choice", "schema", "language_modeling"]
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class FewShotTask:
     """
 
     name: str
-    kind: Kind
+    kind: TaskType
     num_fewshot: int
     """Few-shot examples per item; fewer if the task has too few other items."""
     random_baseline: float
@@ -69,7 +69,7 @@ class FewShotTask:
     items: Sequence[Mapping[str, Any]]
 
     def __post_init__(self) -> None:
-        is_valid = self.kind in get_args(Kind) and self.items and self.num_fewshot >= 0
+        is_valid = self.kind in get_args(TaskType) and self.items and self.num_fewshot >= 0
         if not is_valid or not 0 <= self.random_baseline < 1:
             raise ValueError(
                 f"invalid settings for task {self.name}: kind {self.kind!r}, {len(self.items)} "
@@ -106,7 +106,7 @@ class FewShotTask:
         return text
 
     def outcome(self, number: int, scores: Sequence["OptionScore"]) -> int:
-        """1 if these scores of an item's options give the right answer, else 0."""
+        """1 if these option scores select the correct answer, else 0."""
         if self.kind == "language_modeling":
             return int(scores[0].is_greedy)
         best = min(range(len(scores)), key=lambda n: scores[n].nats)
@@ -124,7 +124,7 @@ class Question:
     """Length of the common prefix that can be prefilled once for all options because it predicts
     no scored token; 0 for a single option."""
     cropped: bool
-    """Whether it was truncated to fit the context."""
+    """Whether options were truncated to fit the context."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -284,8 +284,8 @@ def evaluate_task(
     """
     Score a model on a task, split among ranks; the result is the same on every rank.
 
-    A batch that runs out of memory is halved. Raises Interrupted, on all ranks, if `stopping()` is
-    true on any of them, and ValueError if a loss is not finite.
+    A batch that runs out of memory is halved. Raises EvaluationAborted on all ranks if `stopping()`
+    is true on any of them, and ValueError if a loss is not finite.
     """
     begun = time.perf_counter()
     task = task.drawn(max_items)
@@ -305,7 +305,7 @@ def evaluate_task(
         if not all(math.isfinite(nats) for nats, _ in scores):
             raise ValueError(
                 f"{task.name}: losses of item {number} are {[nats for nats, _ in scores]}; "
-                "the model's weights are corrupt, use an earlier checkpoint"
+                "the weights are corrupt, so use an earlier checkpoint"
             )
     if stopped:
         raise EvaluationAborted
@@ -324,7 +324,7 @@ def score_options(
 
 
 def score_or_split(subject: EvalModel, questions: Sequence[Question]) -> list[list[OptionScore]]:
-    """`score_batch`, splitting the batch in halves when out of memory."""
+    """`score_batch`, but halves the batch when out of memory."""
     try:
         return score_batch(subject, questions)
     except torch.OutOfMemoryError:
@@ -349,8 +349,8 @@ def core(scores: Sequence[TaskScore]) -> stats.Estimate:
 PUBLISHED_URL = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
 # of that archive, as pinned by several independent public projects (2026-06)
 PUBLISHED_SHA256 = "90a7c19e28ee7a52b4f6e1f87658deb9fde7f63deba2379045bdb1fe9ea5d200"
-PUBLISHED_ITEMS = 91_037  # of all its tasks
-# CORE tasks in the order of the report
+PUBLISHED_ITEMS = 91_037  # over all tasks in the archive
+# CORE tasks, in report order
 CORE_TASKS = """
     hellaswag_zeroshot jeopardy bigbench_qa_wikidata arc_easy arc_challenge copa commonsense_qa piqa
     openbook_qa lambada_openai hellaswag winograd winogrande bigbench_dyck_languages
@@ -359,7 +359,7 @@ CORE_TASKS = """
 """.split()
 TIMEOUT_SECONDS = 30
 DOWNLOAD_TIMEOUT_SECONDS = 120.0  # short, because a run can do without the bundle
-MAX_UNPACKED_BYTES = 1 << 30  # of an archive
+MAX_UNPACKED_BYTES = 1 << 30  # per archive
 HINT = "pass a local copy with --eval_bundle=<folder or zip>"
 
 
@@ -416,7 +416,7 @@ def fetch(location: str) -> Path:
 
 
 def require_safe(path: Path) -> None:
-    """Raise ValueError if an archive has a path outside of it, a link or too many bytes."""
+    """Raise ValueError if an archive has an escaping path, a link or too many bytes."""
     with zipfile.ZipFile(path) as archive:
         members = archive.infolist()
     for member in members:

@@ -60,7 +60,7 @@ def generate_samples(model: GPT, tokenizer: Tokenizer) -> dict[str, str]:
 # ---- Batches to evaluate on ----------------------------------------------------------------------
 
 
-next_ids = partial(inputs_and_targets, ignore=IGNORE)  # of text: each target is the next token
+next_ids = partial(inputs_and_targets, ignore=IGNORE)  # text: each target is the next token
 
 
 def row_batches(
@@ -92,7 +92,7 @@ class Evaluator(Callback, ABC):
 
     @abstractmethod
     def measure(self, stopping: ShouldStop) -> dict[str, float]:
-        """Return the metrics. Raises Interrupted if `stopping()` becomes true."""
+        """Return the metrics. Raises EvaluationAborted if `stopping()` becomes true."""
 
     def evaluate(self, step: int, stopping: ShouldStop, last: bool) -> dict[str, float]:
         if not last and not (self.every and step % self.every == 0):
@@ -112,9 +112,9 @@ class Evaluator(Callback, ABC):
 @dataclass(frozen=True)
 class ValidationConfig:
     eval_tokens: int | None = None
-    """Validation tokens per evaluation. Default: 10,485,760; on a CPU 131,072."""
+    """Validation tokens per evaluation. Default: 10,485,760, or 131,072 on a CPU."""
     eval_half: int = 0
-    """Half of the validation rows to use, 1 or 2; 0 = both."""
+    """Which half of the validation rows to use: 1, 2, or 0 for both."""
 
     def __post_init__(self) -> None:
         require_at_least(self, eval_tokens=1)

@@ -122,8 +122,8 @@ def open_parent(
     Return the checkpoint to start from. `source` is stage[:tag[:step]]; the tag defaults to
     --model_tag or the latest one, and the step to the last good one.
 
-    Raises ValueError if the stage is not one of `stages`, and MissingInput with the script that
-    creates the checkpoint.
+    Raises ValueError if the stage is not one of `stages`, and MissingInput naming the script
+    that creates the checkpoint.
     """
     if source.split(":")[0] not in stages:
         raise ValueError(f"--source={source} is not one of {', '.join(stages)}; use e.g. base:d4")

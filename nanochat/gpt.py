@@ -140,7 +140,7 @@ class Bigrams(Embedding):
 
     def use_sparse_gradient(self) -> None:
         """
-        Make the gradient sparse: only the touched rows, which is faster for small batches. Call
+        Make the gradient sparse (touched rows only), which is faster for small batches. Call
         this last: moving or loading a model may replace the parameter and lose the hook.
         """
         self.sparse = True
@@ -154,8 +154,8 @@ class Bigrams(Embedding):
 
 def densify_gradient(weight: Tensor) -> None:
     """
-    Convert a sparse gradient to dense once it stores over half as many rows as the embedding has:
-    until it is coalesced, every micro-batch appends all rows it touched.
+    Make a sparse gradient dense once it stores over half as many rows as the embedding has: every
+    micro-batch appends all rows it touched until the gradient is coalesced.
     """
     grad = weight.grad
     if grad is not None and grad.is_sparse and 2 * grad._nnz() > weight.size(0):
@@ -372,7 +372,7 @@ class GPT(nn.Module):
         return sum(p.numel() for p in self.parameters())
 
     def num_used_params(self) -> int:
-        """Number of matmul parameters, each counted once per use on a token."""
+        """Number of matmul parameters, each counted every time a token uses it."""
         return sum(map(self.layer_params, self.cfg.order)) + self.head_weight.numel()
 
     def layer_params(self, layer: int) -> int:
@@ -381,7 +381,7 @@ class GPT(nn.Module):
 
     def layer_flops(self, layer: int) -> int:
         """
-        Training FLOPs of a layer per token: 6 per matmul parameter, and 12 H D per token of the
+        Training FLOPs of a layer per token: 6 per matmul parameter, and 12 H D per token in the
         window for attention, ignoring causality.
         """
         cfg = self.cfg
@@ -498,7 +498,7 @@ class GPT(nn.Module):
 
 
 def fill_weight(weight: Tensor, init: Callable[..., Tensor], *args: float, **settings: Any) -> None:
-    """Apply a torch.nn.init function on the CPU: the same values on every device."""
+    """Apply a torch.nn.init function on the CPU, for the same values on every device."""
     weight.copy_(init(torch.empty(weight.shape), *args, **settings))
 
 
@@ -512,7 +512,7 @@ def inference_copy(model: GPT) -> GPT:
     weights = {name: p.detach().to(model.dtype) for name, p in model.state_dict().items()}
     twin.load_state_dict(weights, assign=True)
     for ours, theirs in zip(twin.blocks, model.blocks, strict=True):
-        kernel = theirs.attention.backend  # it prefills any length uncompiled
+        kernel = theirs.attention.backend  # prefill lengths vary, so it is not compiled
         ours.attention.backend = "sdpa" if kernel in ("blocks", "flex") else kernel
         ours.attention.fuse_qkv()
     return twin.requires_grad_(False)
@@ -520,6 +520,6 @@ def inference_copy(model: GPT) -> GPT:
 
 @torch.no_grad()
 def copy_weights(twin: GPT, model: GPT) -> None:
-    """Copy weights into a `inference_copy` model in place; its compiled code stays valid."""
+    """Copy weights into an `inference_copy` model in place; its compiled code stays valid."""
     for name, weight in twin.named_parameters():
         weight.copy_(model.get_parameter(name))

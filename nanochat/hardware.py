@@ -103,7 +103,7 @@ def limit_memory(device: torch.device, max_bytes: int) -> Iterator[None]:
 
 
 def container_room() -> int:
-    """Bytes left under the memory limit of a control group (version 2), sys.maxsize if none."""
+    """Bytes left under the cgroup v2 memory limit; sys.maxsize if there is none."""
     files = (Path(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current", "stat"))
     try:
         limit, used, stat = (file.read_text() for file in files)
@@ -120,8 +120,8 @@ def keep_freed_memory() -> None:
 
     By default, glibc returns large blocks to the system, and every training step faults all its
     pages in again: 48,000 faults per step at depth 4, a tenth of the time (measured, dev/LOG.md).
-    Use it for repeated, equal steps: their peak memory grows by up to 5%, that of a server with
-    blocks of all sizes by two thirds.
+    Use it for repeated, equal steps: peak memory grows by up to 5%, but by two thirds for a server
+    that allocates blocks of all sizes.
     """
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
     if libc is not None and hasattr(libc, "gnu_get_libc_version"):

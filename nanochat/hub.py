@@ -41,18 +41,18 @@ from nanochat.common import (
 X = TypeVar("X")
 
 PATIENCE_SECONDS = 900.0  # retry a request for this long after its first failure
-PAUSE_SECONDS = 1.0  # before the first retry; doubles with each further one
+PAUSE_SECONDS = 1.0  # before the first retry; doubles with every retry
 MAX_PAUSE_SECONDS = 60.0
 JITTER = 1.25  # largest random factor of a pause, so that processes do not retry in lockstep
 TRANSIENT_STATUS = {408, 425, 429, 500, 502, 503, 504}
-# Base classes of transient errors in Python, httpx, requests and hf_xet. By name, because
+# Base classes of transient errors in Python, httpx, requests and hf_xet. Matched by name, because
 # huggingface_hub 1 uses httpx and 2 uses httpx2.
 TRANSIENT_ERRORS = {
     *("ConnectionError", "TimeoutError", "TimeoutException", "NetworkError", "ProxyError"),
     *("RemoteProtocolError", "Timeout", "ChunkedEncodingError", "XetDownloadError"),
     "LocalEntryNotFoundError",  # unless it has a cause
 }
-NO_NETWORK = "work offline: --dataset=embedded, --dataset=<folder>, jsonl:<file> conversations"
+NO_NETWORK = "work offline: --dataset=embedded, --dataset=<folder> or jsonl:<file> conversations"
 
 
 def request(repo: str, revision: str, file: str | None, action: Callable[[], X]) -> X:
@@ -70,7 +70,7 @@ def explain(error: BaseException, repo: str, revision: str, file: str | None) ->
     """Return a UsageError with the cause and fix of a permanent error, or None if unknown."""
     hub, line = constants.ENDPOINT, first_line(error)
     code = getattr(getattr(error, "response", None), "status_code", None)
-    # Raised for responses that are not from the Hub, such as the login page of a network
+    # Raised for responses not from the Hub, such as a captive portal's login page
     unexpected = (ValueError, TypeError, KeyError, AttributeError, errors.FileMetadataError)
     if isinstance(error, errors.HFValidationError):
         why = f"{repo!r} is not a valid repository name ({line})"
@@ -89,7 +89,7 @@ def explain(error: BaseException, repo: str, revision: str, file: str | None) ->
         fix = "set a new NANOCHAT_BASE_DIR to start over with the current commit"
     elif isinstance(error, errors.EntryNotFoundError):
         why = f"{repo} has no file {file} at commit {revision}, although the Hub lists it"
-        fix = "delete its folder in NANOCHAT_BASE_DIR/data and choose another --revision"
+        fix = "delete the dataset's folder in NANOCHAT_BASE_DIR/data and choose another --revision"
     elif isinstance(error, errors.RepositoryNotFoundError) or code == 401:
         why = f"{hub} has no dataset {repo}, or it is private, or your token is invalid ({code})"
         fix = "check the name; log in with `hf auth login`, or unset HF_TOKEN"
@@ -209,7 +209,7 @@ def set_timeouts(http_request: Any) -> None:
 
 
 def raise_transient(response: Any) -> None:
-    """Raise for a transient status, so that only `with_retries` retries, and for a web page."""
+    """Raise for a web page, and for a transient status so that only `with_retries` retries."""
     if response.status_code in TRANSIENT_STATUS:
         hf_raise_for_status(response)
     if response.is_success and "text/html" in response.headers.get("Content-Type", ""):
@@ -324,7 +324,7 @@ class HubRepo:
             found = self.files() if self.manifest.exists() else {}
             if not any("sha256" in each for each in found.values()):
                 self.manifest.unlink(missing_ok=True)
-        fix = f"use fewer --num_shards, or delete {self.folder} and choose another --revision"
+        fix = f"lower --num_shards, or delete {self.folder} and choose another --revision"
         raise ValueError(f"{self.name}: {file} is unusable {problem}; {fix}")
 
     def remote_digest(self, file: str) -> str | None:

@@ -29,7 +29,7 @@ from nanochat.records import append_line, read_lines, to_json_types
 
 METRICS_FILE = "metrics.jsonl"
 QUEUE_ENTRIES = 1000  # capacity of the tracker queue; further entries are dropped
-FINISH_SECONDS = 30.0  # timeout for the last uploads of the tracker
+FINISH_SECONDS = 30.0  # timeout for the tracker's last uploads
 WARMUP_STEPS = 3
 NOT_FINITE = ("nan", "inf", "-inf")
 SHOWN = {  # console format of metrics, in order
@@ -85,7 +85,7 @@ class RunLog(contextlib.AbstractContextManager):
         """
         Log metrics of a step. Entries of the same step are merged when read; later values win.
 
-        An entry without loss and reward is an evaluation, whose line shows all metrics.
+        An entry without loss or reward is an evaluation; its line shows all metrics.
         """
         self.file.write(json.dumps(to_json_types({"step": step, **values}), allow_nan=False) + "\n")
         self.file.flush()
@@ -166,7 +166,7 @@ def duration(seconds: float) -> str:
 
 class Tracker:
     """
-    Sends entries to a tracker run in a separate thread; `put` never blocks or raises.
+    Sends entries to a tracker from a separate thread; `put` never blocks or raises.
 
     open_run: returns an object with `log(values, step=...)` and `finish()`. It is called in the
     thread because it may block on the network.
@@ -193,7 +193,7 @@ class Tracker:
                 run.log(entry[1], step=entry[0])
                 self.sent += 1
             run.finish()
-        except Exception as error:  # a tracker must not stop the run
+        except Exception as error:  # a tracker failure must not stop the run
             self.error = f"{type(error).__name__}: {error}"
             message = printable(f"tracker: stopped, training continues ({self.error})")
             print(message, file=sys.stderr, flush=True)
@@ -218,12 +218,12 @@ def open_wandb(name: str, folder: Path, run_id: str, settings: Mapping[str, Any]
 
     Raises RuntimeError instead of prompting for an API key.
     """
-    import wandb  # here, because it is slow to import and optional
+    import wandb  # imported here because it is slow and optional
 
     online = wandb.setup().settings.mode == "online"
     if online and not wandb.login(prompt=False, verify=False):
         raise RuntimeError("no API key; run `wandb login`, or set WANDB_MODE=offline")
-    # without timeouts, its exit hook could block for a long time
+    # without timeouts, wandb's exit hook could block for a long time
     limits: Any = {"init_timeout": FINISH_SECONDS, "finish_timeout": FINISH_SECONDS}
     return wandb.init(
         project="nanochat",

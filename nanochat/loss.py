@@ -51,7 +51,7 @@ def softmax_terms(logits: Tensor) -> tuple[Tensor, Tensor]:
     """
     Softmax denominators and unnormalized gradients of the log-sum-exp of capped logits (n, V).
 
-    Returns the row sums of exp(capped - SOFTCAP), (n, 1) in float32, and their terms times
+    Returns the row sums of exp(capped - SOFTCAP), (n, 1) in float32, and the summands times
     d capped / d logit = 4 r (1 - r), (n, V) in the logits' dtype. The division by the sums is left
     to the matmuls, so this compiles into one pass.
     """
@@ -60,7 +60,7 @@ def softmax_terms(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def accumulate(total: Tensor, part: Tensor) -> None:
-    """total += part, of another dtype. Compiled, it does not copy `part`."""
+    """`total += part` across dtypes. When compiled, does not copy `part`."""
     total += part
 
 
@@ -76,7 +76,7 @@ EAGER = LossKernels()
 
 
 def target_logits(logits: Tensor, targets: Tensor) -> Tensor:
-    """Capped logit of each target, (n, 1) in float32; for IGNORE, that of token 0."""
+    """Capped logit of each target, (n, 1) in float32; IGNORE uses token 0."""
     return cap(logits.gather(1, targets.clamp(min=0)[:, None]))
 
 
@@ -158,7 +158,7 @@ def token_losses(hidden: Tensor, head: Tensor, targets: Tensor, kernels: LossKer
 
 
 def chunks(num_tokens: int, head: Tensor) -> Iterator[slice]:
-    """Slices of tokens whose logits fit a CPU cache, or a small part of a GPU's memory."""
+    """Slices of tokens whose logits fit in a CPU cache, or in a small part of a GPU's memory."""
     rows = max(16, CHUNK_ELEMENTS.get(head.device.type, 1 << 25) // len(head))
     for i in range(0, num_tokens, rows):
         yield slice(i, i + rows)

@@ -1,5 +1,5 @@
 """
-Data mixtures: notation, resolution to amounts, and the text of a base model.
+Data mixtures: notation, resolution into amounts, and the text for a base model.
 
     "fineweb=70%,code=30%" -> parse_mixture -> Part, ... -> resolve -> rows of each bucket
     DataConfig, MixConfig -> open_texts -> TextMixture: sources by name -> Corpus: rows
@@ -62,7 +62,7 @@ class Tags:
     augmented: str = ""
     """How its questions were modified: styles, order or options."""
     parent: str = ""
-    """Dataset it was derived from. Data with the same parent as an evaluation is in its family."""
+    """Dataset it was derived from. Evaluations with the same parent are in the same family."""
 
 
 class Bucket(NamedTuple):
@@ -87,7 +87,7 @@ class Part(NamedTuple):
     name: str
     source: str | None = None
     rows: int | None = None
-    """Number of conversations, from the first; None = all."""
+    """Use the first N conversations; None = all."""
     repeats: float | None = None
     tokens: int | None = None
     share: float | None = None
@@ -112,7 +112,7 @@ def parse_mixture(spec: str) -> list[Part]:
     """
     Parse the parts of a mixture, without its budget.
 
-    Raises ValueError naming a part that is malformed or has amount 0.
+    Raises ValueError naming any part that is malformed or zero.
     """
     parts = []
     for words in BUDGET.sub("", spec).split(","):
@@ -133,7 +133,7 @@ def parse_budget(spec: str) -> dict[str, Any]:
     found = BUDGET.search(spec)
     tokens, alpha = found.groups() if found else (None, None)
     if (tokens and int(tokens) == 0) or (alpha and float(alpha) > 1):
-        raise ValueError(f"the budget of {spec!r} must be at least 1 token, its power in [0, 1]")
+        raise ValueError(f"the budget of {spec!r} must be >= 1 token with a power in [0, 1]")
     # key names as stored in fingerprints and checkpoints
     return {"mixture_tokens": int(tokens) if tokens else None, "mixture_alpha": float(alpha or 1)}
 
@@ -173,7 +173,7 @@ def resolve(
     if left < -0.5 or (left < 0.5 if any(weights) else left > 0.5 * len(parts)):
         raise ValueError(
             f"the budget is {round(total * row_tokens):,} tokens, but the amounts of {named} "
-            f"leave {round(left * row_tokens):,} of it for buckets without an amount"
+            f"leave {round(left * row_tokens):,} for buckets without an amount"
         )
     filled = left / math.fsum(weights) if any(weights) else 0.0
     every = zip(parts, fixed, weights, strict=True)
@@ -214,7 +214,7 @@ class Resolved:
 
     @property
     def repeats(self) -> float | None:
-        """Average number of uses of a token in one pass, if known."""
+        """Average number of times a token is used in one pass, if known."""
         return self.tokens / self.available if self.available else None
 
     @property
@@ -317,8 +317,8 @@ def read_mixture(words: str) -> tuple[str, dict[str, dict[str, Any]]]:
     Return the notation of a --mixture and its custom buckets, name -> source and tags.
 
     `words` is the notation, or a file X.json: {"mixture": ..., "buckets": {name: ...}}. A bucket is
-    {"task": "smoltalk", "source": "local/chat-korean", ...} for conversations (of questions, with
-    "augment": styles, order or options) or {"dataset": ...} for text. Raises ValueError for other
+    {"task": "smoltalk", "source": "local/chat-korean", ...} for conversations (for questions,
+    "augment" is styles, order or options) or {"dataset": ...} for text. Raises ValueError for other
     content, naming the bucket.
     """
     if not re.fullmatch(r"[^:=,]+\.json", words):
@@ -341,7 +341,7 @@ def read_mixture(words: str) -> tuple[str, dict[str, dict[str, Any]]]:
 
 
 def tags_of(entry: Mapping[str, Any], default: Tags = Tags()) -> Tags:
-    """Return the tags of a declared bucket; `default` provides the others."""
+    """Return the tags of a declared bucket; `default` provides the rest."""
     return replace(default, **{t.name: entry[t.name] for t in fields(Tags) if t.name in entry})
 
 
@@ -407,8 +407,8 @@ class Corpus:
         self, rows_needed: int, machine: DistContext
     ) -> tuple[Resolution | None, dict[str, int]]:
         """
-        Return the resolved mixture of a run over `rows_needed` rows (None for a single source),
-        which is also printed, and the rows of every bucket.
+        Return the resolved mixture of a run over `rows_needed` rows (None for a single source)
+        and the rows of every bucket. Also prints the mixture.
 
         First packs the buckets whose amount depends on their size.
         """
@@ -470,7 +470,7 @@ class Corpus:
 def open_corpus(
     texts: TextMixture, tokenizer: Tokenizer, max_seq_len: int, *, verifies: bool = True
 ) -> Corpus:
-    """Open the rows of texts, which need not be packed yet; `verifies`: see `Rows`."""
+    """Open the rows of `texts`, packed or not yet packed; `verifies`: see `Rows`."""
     sources = texts.sources.items()
     rows = {name: open_rows(each, tokenizer, max_seq_len, verifies) for name, each in sources}
     return Corpus(texts, tokenizer, rows)
@@ -486,8 +486,8 @@ def open_texts(
     Open the text that `cfg` or `mix` selects, or else the one `recorded` by an earlier stage.
 
     recorded: `TextMixture.describe()` of that stage. prepare: see `open_source`. All parts of a
-    mixture are checked before a source is opened. Raises ValueError with the fix for amounts that
-    text does not support, and as `open_source` does.
+    mixture are checked before any source is opened. Raises ValueError with the fix for amounts that
+    text does not support, plus the errors of `open_source`.
     """
     mixture = mix.mixture if mix else ""
     if recorded and "mixture" in recorded and not (mixture or cfg.dataset):

@@ -2,7 +2,7 @@
 Learning-rate schedules, update rules per parameter role, and Muon + AdamW sharded over ranks.
 
     (step, num_steps) -> lr_factor, muon_momentum, decay_factor
-    OptimConfig -> rules(...) -> role: Rule -> MuonAdamW: parameter groups, sharded or replicated
+    OptimConfig -> make_rules -> role: Rule -> MuonAdamW: parameter groups, sharded or replicated
 
 Master weights and optimizer state are float32.
 """
@@ -30,7 +30,7 @@ class ScheduleConfig:
     warmup_steps: int = 40
     """Number of linear learning-rate warmup steps; short runs never reach the peak."""
     warmdown_ratio: float = 0.65
-    """Fraction of the run, at its end, with linear learning-rate decay."""
+    """Final fraction of the run with linear learning-rate decay."""
     final_lr_frac: float = 0.05
     """Final learning rate as a fraction of the peak."""
 
@@ -70,7 +70,7 @@ def decay_factor(step: int, num_steps: float) -> float:
 OLD_SETTINGS = {"scalar_lr": 0.5, "tied_lr": 0.05, "decay_rule": "cautious", "muon_momentum": 0.95}
 OLD_SETTINGS |= {"overlong": "keep", "format_reward": 0.0, "advantage": "mean"}  # RL
 Tensors = Sequence[Tensor]
-MOMENTS = {"muon": ("momentum",), "adamw": ("first", "second"), "rows": ("second",)}  # of each kind
+MOMENTS = {"muon": ("momentum",), "adamw": ("first", "second"), "rows": ("second",)}  # by rule kind
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 NEWTON_SCHULZ_STEPS = 5
 SCALAR_LR = 0.5  # peak learning rate of scalars at a batch of 524,288 tokens
@@ -114,7 +114,7 @@ def make_rules(
     cfg: OptimConfig, d_model: int, lr_frac: float = 1.0, scalar_lr: float = SCALAR_LR
 ) -> dict[str, Rule]:
     """
-    Update rule of each role, with learning rates multiplied by `lr_frac`.
+    Update rule for each role, with learning rates multiplied by `lr_frac`.
 
     Source of the values: nanochat's tuning log, 2026-03 (d12 on 8xH100).
     """
@@ -188,7 +188,7 @@ def sparse_adam_update(
     weight: Tensor, rows: Tensor, grad: Tensor, second: Tensor, rule: Rule, lr: float, step: int
 ) -> None:
     """
-    In-place AdamW step without first moment for an embedding of which a batch touches few rows:
+    In-place AdamW step without first moment, for an embedding when a batch touches few rows:
     `rows` (R,) with gradients `grad` (R, N). Decay of weights and second moments, which affects all
     rows, is applied every ROWS_FADE_EVERY steps. `step` counts from 1.
     """
@@ -213,7 +213,7 @@ def touched_rows(grad: Tensor) -> tuple[Tensor, Tensor]:
     """Indices (R,) and gradients (R, N) of the rows with a nonzero gradient."""
     if grad.is_sparse:
         return grad.indices()[0], grad.values()
-    rows = grad.any(dim=1).nonzero()[:, 0]  # to_sparse would index single entries
+    rows = grad.any(dim=1).nonzero()[:, 0]  # to_sparse would index individual entries
     return rows, grad[rows]
 
 
@@ -250,7 +250,7 @@ class ParamGroup:
         return self.local_shard([p.detach() for p in self.params])
 
     def unstack_into(self, targets: Sequence[Tensor], whole: Tensor) -> None:
-        """Copy a stack into the parameters or tensors of the same shapes."""
+        """Copy a stack into parameters, or into tensors of the same shapes."""
         pieces = whole[: len(targets)] if self.stacked else [whole[: targets[0].size(0)]]
         for target, piece in zip(targets, pieces, strict=True):
             target.copy_(piece)
@@ -288,7 +288,7 @@ class MuonAdamW:
     @torch.no_grad()
     def reduce_gradients(self) -> float:
         """
-        Sum the gradients over ranks, each rank keeping its slices. Returns their global norm.
+        Sum the gradients over ranks; each rank keeps its slices. Returns the global gradient norm.
 
         Launches all reductions before waiting for the first. Frees the parameters' `.grad`.
         """
@@ -412,8 +412,8 @@ class MuonAdamW:
     @torch.no_grad()
     def state_dict(self) -> dict[str, Tensor]:
         """
-        Full state tensors on the CPU by `<parameter>.<kind>`, on the main rank. All ranks must call
-        this; the others get an empty dict.
+        Full state tensors on the CPU, keyed by `<parameter>.<kind>`, on the main rank. All ranks
+        must call this; the others get an empty dict.
         """
         result: dict[str, Tensor] = {"steps_taken": torch.tensor(self.steps_taken)}
         for group in self.groups:
@@ -433,7 +433,7 @@ class MuonAdamW:
     @torch.no_grad()
     def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
         """
-        Load the state of a checkpoint from any world size; every rank passes the full state.
+        Load checkpoint state saved with any world size; every rank passes the full state.
 
         Raises KeyError for a missing tensor, ValueError for a wrong shape.
         """
@@ -476,7 +476,7 @@ def reduce_scatter(whole: Tensor, machine: DistContext) -> tuple[Tensor, Any]:
     if machine.device.type == "cuda":
         mine = whole.new_empty(whole.size(0) // machine.world_size, *whole.shape[1:])
         return mine, dist.reduce_scatter_tensor(mine, whole, async_op=True)
-    work = dist.all_reduce(whole, async_op=True)  # gloo: sum all of it, enough on CPUs
+    work = dist.all_reduce(whole, async_op=True)  # gloo: sums everything, which is fine on CPUs
     return whole.chunk(machine.world_size)[machine.rank], work
 
 

@@ -1,7 +1,7 @@
 """
 Best-fit packing of documents into packed sequences (rows) of T + 1 tokens, in several processes.
 
-    Source + Tokenizer -> open_rows -> Rows -> ensure (blocking) or start_packing (background)
+    Source + Tokenizer -> open_rows -> Rows -> ensure_packed (blocking), start_packing (background)
     batches of (ids, offsets) -> Packer -> write_shard -> rows on disk, record
 
 Every row starts with BOS. The remainder of a cut document goes into a later row, after a BOS.
@@ -40,9 +40,9 @@ from nanochat.tokenizer import Tokenizer
 PACKING_RULE = 2  # part of row fingerprints: increment it when the same input packs differently
 
 # A larger pool cuts fewer documents. measured: 2026-11, rows of 2,049, lognormal lengths
-# (mean 820 tokens, 7.7% longer than a row): 256 pieces cut 16% of documents, 1,024 15%, 8,192 11%.
+# (mean 820 tokens, 7.7% longer than a row): 256 pieces cut 16%, 1,024 cut 15%, 8,192 cut 11%.
 POOL_PIECES = 8192
-POOL_TOKENS = 1 << 24  # limits the memory of the pool for very long rows
+POOL_TOKENS = 1 << 24  # limits the pool's memory for very long rows
 MAX_DROPPED = 0.005  # maximum fraction of a stream's tokens dropped at its end
 
 
@@ -114,7 +114,7 @@ class Packer:
         return self._lay_out()
 
     def _cut(self, document: np.ndarray) -> tuple[np.ndarray, bool]:
-        """Place the full rows of a long document (with BOS); return its rest and True."""
+        """Place the full rows of a long document (with BOS); return the remainder and True."""
         counts, whole = self.counts, self.row_length - 1
         counts.documents_cut += 1
         n = (len(document) - 2) // whole  # leaves at least one token
@@ -135,7 +135,7 @@ class Packer:
         self.pooled_tokens += length - 1
 
     def _pop(self, length: int) -> tuple[np.ndarray, bool]:
-        """Remove the oldest piece of a length; return it and whether it is a rest."""
+        """Remove the oldest piece of a length; return it and whether it is a remainder."""
         bucket = self.buckets[length]
         if len(bucket) == 1:
             self.lengths ^= 1 << length
@@ -205,8 +205,8 @@ def open_rows(
     """
     Open the rows of a source under rows/; they need not be packed yet.
 
-    The folder name is a hash of everything that determines the rows of a shard, so runs with other
-    numbers of shards share it. It holds a copy of the tokenizer and, for reference only, the recipe
+    The folder name is a hash of everything that determines the rows of a shard, so runs with more
+    or fewer shards share it. It holds a copy of the tokenizer and, for reference only, the recipe
     (index.json). `verifies`: see `Rows`. Raises ValueError if max_seq_len is below 1.
     """
     if max_seq_len < 1:
@@ -281,7 +281,7 @@ def write_shard(
     """
     Pack batches into a shard, atomically.
 
-    counts: more entries for its record; `batches` may fill it while being consumed.
+    counts: extra entries for the shard's record; `batches` may add to it while being consumed.
     """
     path, record = rows.bin_path(shard), rows.counts_path(shard)
     if record.exists():
@@ -365,7 +365,7 @@ def start_packing(
     Run `ensure_packed` in background processes; meanwhile `rows.batch` waits for missing shards.
 
     Call it in one process per machine (local rank 0). The workers run at low priority; if one
-    fails, a waiting `rows` raises its message. On exit they are terminated; an unfinished shard is
+    fails, `rows.batch` raises its error message. On exit all are terminated; an unfinished shard is
     packed again next time.
     """
     rows.error_path.unlink(missing_ok=True)
@@ -373,7 +373,7 @@ def start_packing(
     command = [sys.executable, "-m", "nanochat.packing", order]
     env = {**os.environ, "NANOCHAT_BASE_DIR": str(common.base_dir()), "RAYON_NUM_THREADS": "1"}
     processes = [
-        # In a new session, so that signals to our process group do not reach them
+        # New session, so that signals to our process group do not reach the workers
         subprocess.Popen(command, cwd=common.REPOSITORY, env=env, start_new_session=True)
         for _ in range(workers if missing_shards(rows, rows_needed) else 0)
     ]
@@ -429,7 +429,7 @@ def main() -> None:
     """Entry point of the background process; takes the JSON argument of `start_packing`."""
     follow_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # unwinds, which removes partial files
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # unwind to remove partial files
     os.nice(10)
     described, folder, max_seq_len, rows_needed = json.loads(sys.argv[1])
     try:

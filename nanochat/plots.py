@@ -27,7 +27,7 @@ Points = Sequence[tuple[float, float]]  # (x, y), sorted by x
 Curves = Mapping[str, Points]
 Drawing = tuple[str, bytes]  # title, SVG
 
-MAX_POINTS = 400  # more than a figure of this width can show
+MAX_POINTS = 400  # a figure this wide cannot show more
 EMA_BETA = 0.9
 STYLE: Any = [  # with colorblind-friendly colors C0, C1, ...
     *("seaborn-v0_8-whitegrid", "seaborn-v0_8-colorblind"),
@@ -75,7 +75,7 @@ def draw_curves(axes: Axes, title: str, curves: Curves, x_label: str = "step") -
 
 
 def bar_figure(title: str, values: Mapping[str, float], errors: Mapping[str, float]) -> bytes:
-    """SVG of horizontal bars with error bars (+- 1), largest first; skips non-finite values."""
+    """SVG of horizontal bars with error bars (+- 1 SE), largest first; skips non-finite values."""
     finite = [name for name in values if math.isfinite(values[name])]
     names = sorted(finite, key=lambda name: (-values[name], name))
 
@@ -116,7 +116,7 @@ def ema(points: Points) -> list[tuple[float, float]]:
 # ---- Figures of a record: curves, bars and series ------------------------------------------------
 
 
-def draw(folder: Path, records: Sequence[Record]) -> dict[Path, str]:
+def draw_figures(folder: Path, records: Sequence[Record]) -> dict[Path, str]:
     """Draw the figures of all records and delete other SVG files. Returns {path: title}."""
     titles: dict[Path, str] = {}
     for record in records:
@@ -171,7 +171,7 @@ def run_figures(entries: Sequence[Mapping[str, Any]]) -> dict[str, Drawing]:
 
 
 def draw_metric(axes: Axes, name: str, curves: Curves) -> None:
-    """Draw one metric; `curves` holds all of them."""
+    """Draw one metric; `curves` holds those of every metric."""
     shown = {TITLES[name]: curves[name]}
     if name in ("loss", "reward"):
         axes.plot(*thin(curves[name]), color="C5", alpha=0.45, linewidth=0.9)

@@ -4,9 +4,9 @@ Preflight checks: working kernels, micro-batch size, memory, disk space and trai
     model shapes, device -> probe forward and backward -> fastest kernel with correct results
     model, machine -> micro-batch size, seconds, memory and disk bytes -> summary, or UsageError
 
-Memory and time are measured on real micro-batches, which also trigger compilation. None of it
-changes the results of a run except for rounding. A run that cannot finish for lack of memory or
-disk space is rejected with a fix.
+Memory and time are measured on real micro-batches, which also trigger compilation. None of this
+changes a run's results except for rounding. A run that cannot finish for lack of memory or
+disk space is rejected with a suggested fix.
 """
 
 import time
@@ -34,8 +34,8 @@ from nanochat.optim import MuonAdamW, state_bytes
 
 
 COMPILE_SECONDS = 45.0  # compile time on two CPU cores (measured: d4, 2026-11)
-COMPILE_GAIN = 0.25  # fraction of training time saved there
-# Two compilations of the decode step take 15 s there and save 0.06 ms per token (64 slots, d4)
+COMPILE_GAIN = 0.25  # fraction of training time saved by compiling on CPU
+# Compiling the decode step twice takes 15 s on them and saves 0.06 ms per token (64 slots, d4)
 FUSED_ENGINE_TOKENS = 1_000_000
 
 
@@ -49,8 +49,8 @@ class KernelConfig:
 def probe_attention(backend: Backend, cfg: GPTConfig, machine: DistContext) -> str | None:
     """
     Run a kernel forward and backward on this model's shapes, with each window, without and with a
-    segment mask (pretraining and finetuning). Returns the problem with its results or gradients, or
-    None. Raises any error of the kernel.
+    segment mask (pretraining and finetuning). Returns what is wrong with its results or gradients,
+    or None. Raises any error the kernel raises.
     """
     B, T = 2, cfg.max_seq_len
     generator = torch.Generator().manual_seed(0)
@@ -120,7 +120,7 @@ def choose_attention(cfg: GPTConfig, machine: DistContext, compiled: bool = Fals
 
 def choose_compile(cfg: KernelConfig, machine: DistContext, train_seconds: float) -> bool:
     """
-    Whether to compile: as configured, by default if it works and saves more time than it takes.
+    Whether to compile: as configured; by default, if it works and saves more time than it takes.
     All ranks agree, using `train_seconds` of the main rank.
     """
     if cfg.compile is not None:
@@ -151,8 +151,8 @@ def probe_works(name: str, probe: Callable[[], str | None], machine: DistContext
 
 def choose_engine_compile(wanted: bool | None, machine: DistContext, most_tokens: int) -> bool:
     """
-    Whether to compile the decode step: as requested, by default on a GPU, and on a CPU from
-    FUSED_ENGINE_TOKENS tokens. most_tokens: maximum number of tokens to generate.
+    Whether to compile the decode step: as requested; by default, on a GPU, or on a CPU for
+    FUSED_ENGINE_TOKENS or more tokens. most_tokens: maximum number of tokens to generate.
     """
     if wanted is None and machine.device.type == "cpu" and most_tokens < FUSED_ENGINE_TOKENS:
         return False
@@ -162,7 +162,7 @@ def choose_engine_compile(wanted: bool | None, machine: DistContext, most_tokens
 def set_kernels(
     cfg: KernelConfig, model: GPT, machine: DistContext, seconds: float, optimizer: Any = None
 ) -> bool:
-    """Set the attention kernel; compile if worthwhile for `seconds`. Returns whether compiled."""
+    """Set the attention kernel; compile if it pays off in `seconds`. Returns whether it did."""
     compiled = choose_compile(cfg, machine, seconds)
     backend = choose_attention(model.cfg, machine, compiled)
     for block in model.blocks:
@@ -206,7 +206,7 @@ def matrix_rate(machine: DistContext, width: int) -> float:
 
 def estimate_seconds(model: GPT, tokens: int, machine: DistContext) -> float:
     """
-    Rough training time of `tokens` tokens on all ranks, in seconds, before the first step is timed.
+    Rough training time for `tokens` tokens on all ranks in seconds, before the first step is timed.
     Each rank measures its own device, so estimates differ.
     """
     if peak := hardware.peak_flops(machine.device_name):
@@ -246,12 +246,12 @@ def rehearse(
     device_rows: int,
 ) -> tuple[int, float] | None:
     """
-    Peak memory of a step in bytes and seconds per micro-batch, or None if any rank runs out of
-    memory. Changes no weights.
+    Peak bytes of a step and seconds per micro-batch, or None if any rank runs out of
+    memory. Does not change the weights.
 
     Runs three micro-batches of `device_rows` rows of `ids` (4, B, T), accumulating gradients like a
     training step of B rows; with `update`, also takes an optimizer step and undoes it. The first
-    micro-batch compiles, the last one is timed. On a CPU, the peak is that of the process.
+    micro-batch compiles; the last one is timed. On a CPU, the peak is that of the process.
     """
     seconds = []
 
@@ -286,7 +286,7 @@ def try_run(work: Callable[[], None], machine: DistContext) -> bool:
 def choose_device_rows(asked: int | None, rows: int, limit: int) -> int:
     """
     Micro-batch size: the largest divisor of `rows` (rows per rank and step) that is at most
-    `limit`. Raises ValueError with a value that divides if `asked` does not.
+    `limit`. Raises ValueError suggesting a divisor if `asked` is not one.
     """
     most = max(1, limit) if asked is None else asked
     best = max(d for d in range(1, rows + 1) if rows % d == 0 and d <= most)
@@ -329,8 +329,8 @@ def require_memory(model: GPT, machine: DistContext) -> None:
 
 def require_disk(folder: Path, machine: DistContext, **needed_bytes: int) -> str:
     """
-    Check that the disk of `folder` has room for `needed_bytes` (by name). Returns a summary line.
-    Raises UsageError on every rank, with all numbers, if it has not.
+    Check that `folder`'s disk has room for `needed_bytes` (by name). Returns a summary line.
+    If not, raises UsageError with all numbers on every rank.
     """
     listed = ", ".join(f"{name} {n / 1e9:.2f} GB" for name, n in needed_bytes.items() if n)
     needed = sum(needed_bytes.values())

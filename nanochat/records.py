@@ -134,8 +134,8 @@ def inherited_run_id(inputs: Mapping[str, str], report_dir: Folder = None) -> st
 
 def estimate(value: float, n: int, se: float, *repeats: float | None) -> dict[str, Any]:
     """
-    A measured value with its number of items and standard error. `repeats`, if items were sampled
-    k times: k, and the parts of the error due to the choice of items and to the repeats.
+    A measured value with its number of items and standard error. `repeats`, for items sampled
+    k times: k and the parts of the error due to the choice of items and to the repeats.
     """
     names = ("k", "item_se", "repeat_se")
     return {"value": value, "n": n, "se": se, **dict(zip(names, repeats, strict=False))}
@@ -233,7 +233,7 @@ def find_finished(section: str, key: str, report_dir: Folder = None) -> dict[str
     files cannot be checked and is not finished. Only the section's current record is considered, so
     the report never shows the results of another stage for a skipped one. In a script:
 
-        if cfg.skip_if_done and records.finished(SECTION, stage_key(settings(cfg), inputs)):
+        if cfg.skip_if_done and records.find_finished(SECTION, stage_key(settings(cfg), inputs)):
             return machine.print0(f"{SECTION}: finished already, skipped")
     """
     record = read_if_sound(report_folder(report_dir) / f"{slug(section)}.json")
@@ -273,7 +273,7 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def read_if_sound(path: Path) -> dict[str, Any] | None:
-    """Read a record; None if it is missing or damaged, which is logged."""
+    """Read a record; None if it is missing or damaged. Prints any damage."""
     try:
         return read_record(path) if path.exists() else None
     except ValueError as error:
@@ -326,7 +326,7 @@ def extend_record(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
         return new
     both = {part: {**old[part], **new[part]} for part in ("values", "items", "series", "files")}
     if new["values"].keys() >= old["values"].keys():
-        both["values"] = new["values"]  # in the new order
+        both["values"] = new["values"]  # use the new order
     both["values"] = {name: value for name, value in both["values"].items() if value is not None}
     titles = {table["title"] for table in new["tables"]}
     tables = [table for table in old["tables"] if table["title"] not in titles]
@@ -366,7 +366,7 @@ def append_line(path: Path, line: str) -> None:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """JSON objects of a file, one per line; skips truncated and damaged lines."""
+    """JSON objects in a file, one per line; skips truncated and damaged lines."""
     with path.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
             with contextlib.suppress(ValueError, RecursionError):
@@ -376,7 +376,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 def read_sealed_lines(path: Path, damaged: list[str] | None = None) -> list[Record]:
     """
-    JSON objects of a file of sealed lines; empty if there is no file. Lines that do not match their
+    JSON objects in a file of sealed lines; empty if there is no file. Lines that do not match their
     seal are skipped and reported in `damaged`.
     """
     found: list[Record] = []
@@ -403,7 +403,7 @@ def indented(value: Any) -> str:
 # ---- Git state and hourly rates ------------------------------------------------------------------
 
 
-# Generated reports do not count as changes of the code
+# Generated reports do not count as code changes
 WITHOUT_REPORT = (":(exclude)report.md", ":(exclude)dev/report")
 DOLLARS_PER_GPU_HOUR = {"H100": 3.00, "A100": 1.79, "V100": 0.55}  # on demand, October 2025
 OTHER_PER_HOUR = 2.00
@@ -418,7 +418,7 @@ def git(repository: Path, *words: str) -> str:
 
 
 def git_state(repository: Path = common.REPOSITORY) -> dict[str, Any]:
-    """Branch, short commit hash, whether there are changes, and the subject of the commit."""
+    """Branch, short commit hash, whether there are changes, and the commit subject."""
     return {
         "branch": git(repository, "rev-parse", "--abbrev-ref", "HEAD").strip() or "unknown",
         "commit": git(repository, "rev-parse", "--short=7", "HEAD").strip() or "unknown",

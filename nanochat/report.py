@@ -1,7 +1,7 @@
 """
 The report card: report.md, rendered from the records of the stages.
 
-    records + header (time, hardware, code version) -> render -> report.md with SVG figures
+    records + header (time, hardware, code version) -> render_report -> report.md with SVG figures
 
 `render_report` is a pure function; a stage calls `update` after `records.write_record`. Names,
 order and keys of the fixed sections must not change, because reports are compared line by line;
@@ -37,7 +37,7 @@ from nanochat.config import settings
 from nanochat.records import SECTIONS, Folder, Record, plain_value, read_scores, seconds, slug
 
 RULE_DASHES = {"GPT-2 Ratio": 14, "GPT-4 Ratio": 14}  # fixed format: one extra dash
-# Active syntax of Markdown (CommonMark and GitHub's extensions) within a line
+# Inline Markdown syntax (CommonMark and GitHub's extensions)
 MARKDOWN_SYNTAX = re.compile(
     r"""
     [`\[\]]                           # code, links, images
@@ -84,8 +84,8 @@ def update(
 
     hourly_rate: dollars per hour for the whole machine, saved for later calls. more(records,
     history, hourly rate per device, list for errors) -> tables of extra sections by name.
-    draw(figure folder, records) -> {path: title} of the figures, e.g. `plots.draw`; default: keep
-    the existing figures. Raises MissingInput if there are no records.
+    draw(figure folder, records) -> {path: title} of the figures, e.g. `plots.draw_figures`;
+    default: keep the existing figures. Raises MissingInput if there are no records.
     """
     folder, damaged = records.report_folder(report_dir), []
     home = folder if report_dir else base_dir()
@@ -197,7 +197,7 @@ def render_report(
     """
     Text of report.md, a pure function of its arguments.
 
-    Order: fixed sections, other sections by age, sections of `more`, the summary. figures: by
+    Order: fixed sections, others oldest first, sections of `more`, the summary. figures: by
     section slug. generated: time to print. damaged: errors of skipped records.
     """
     order = {name: i for i, name in enumerate(SECTIONS)}
@@ -284,7 +284,7 @@ def cell(value: Any) -> str:
 
 
 def escape(text: str) -> str:
-    """Escape text to one line of Markdown; markup at the start of a block is not escaped."""
+    """Escape text as one line of Markdown; markup at the start of a block is not escaped."""
     return MARKDOWN_SYNTAX.sub(r"\\\g<0>", printable(LINE_BREAKS.sub(r"\\n", text)))
 
 
@@ -368,8 +368,8 @@ def diff_results(found: Nested, items: Nested, order: Sequence[str] = COLUMNS) -
     """
     Table of differences between consecutive columns that have the metric.
 
-    Stages evaluated on the same items are compared item by item; otherwise the standard error is
-    that of a difference of independent measurements.
+    Stages evaluated on the same items are compared item by item; otherwise the standard error
+    treats them as independent measurements.
     """
     rows = []
     for name, by in found.items():
@@ -429,7 +429,7 @@ def find_faults(written: Sequence[Record]) -> list[str]:
             groups.setdefault(record["provenance"][key], []).append(record["section"])
         if len(groups) > 1:
             parts = [f"{name} ({', '.join(sections)})" for name, sections in groups.items()]
-            faults.append(f"They come from {len(groups)} {what}: {'; '.join(parts)}.")
+            faults.append(f"Sections come from {len(groups)} {what}: {'; '.join(parts)}.")
     for record in written:
         for name, read in record["provenance"]["inputs"].items():
             makers = [r for r in written if name in r["provenance"]["outputs"] and r is not record]

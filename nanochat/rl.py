@@ -50,7 +50,7 @@ class RLConfig:
     top_k: int | None = 50
     """Sample from the k most likely tokens; -1 = all tokens."""
     length_penalty: float = 0.0
-    """Penalty on the reward of an answer of maximum length; proportional to the length."""
+    """Reward penalty for an answer of maximum length; shorter answers lose proportionally less."""
     resample_zero_signal: int = 0
     """Replace a question whose answers all have the same reward, and thus no gradient, up to N
     times."""
@@ -128,7 +128,7 @@ def kl_to_reference(
 
 
 @lru_cache(maxsize=8)
-def permutation(n: int, seed: str) -> list[int]:
+def shuffle_indices(n: int, seed: str) -> list[int]:
     """The integers 0 to n - 1 in a random order."""
     return random.Random(seed).sample(range(n), n)
 
@@ -136,7 +136,7 @@ def permutation(n: int, seed: str) -> list[int]:
 @dataclass(eq=False)
 class RolloutLoader:
     """
-    RL batches: answers of the current model to the questions of a step, weighted by advantage.
+    RL batches: the current model's answers to a step's questions, weighted by advantage.
 
     Raises ValueError if there are no questions or examples_per_step is not a multiple of the world
     size.
@@ -178,7 +178,7 @@ class RolloutLoader:
         self.metrics["rollout_seconds"] = time.perf_counter() - started
         pad, device = self.engine.tokenizer.bos_id, self.machine.device
         batches = weighted_batches(groups, device_rows, pad, device)
-        if self.reference is not None:  # of the copy that generated: excludes rounding
+        if self.reference is not None:  # KL of the sampling copy: excludes rounding
             kl = kl_to_reference(self.engine.model, self.reference, batches, self.machine)
             self.metrics["kl"] = kl
         return batches
@@ -211,7 +211,7 @@ class RolloutLoader:
         }
 
     def draws(self, step: int) -> range:
-        """This rank's draws of a step, numbered over the whole run."""
+        """This rank's draws for a step, numbered over the whole run."""
         first, per_step = step * self.cfg.examples_per_step, self.cfg.examples_per_step
         return range(first + self.machine.rank, first + per_step, self.machine.world_size)
 
@@ -219,7 +219,7 @@ class RolloutLoader:
         """Task index of a draw's question; each epoch and attempt has its own random order."""
         count = len(self.questions)
         epoch, position = divmod(draw, count)
-        return self.questions[permutation(count, f"{self.seed}-{epoch}-{attempt}")[position]]
+        return self.questions[shuffle_indices(count, f"{self.seed}-{epoch}-{attempt}")[position]]
 
     def roll_out(self, step: int) -> list[Group]:
         """Generate and score answers to this rank's questions with the current weights."""
@@ -353,7 +353,7 @@ class RLEvaluator(Callback):
             **change("Mean reward", before.rewards, after.rewards),
         }
         if "kl" in steps[-1]:
-            found["KL from the start, nats a token"] = steps[-1]["kl"]
+            found["KL from the start, nats per token"] = steps[-1]["kl"]
         rollouts, whole, silent = (
             sum(entry.get(name, 0.0) for entry in steps)
             for name in ("rollout_seconds", "step_seconds", "without_signal")

@@ -88,7 +88,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Result:
-    """Outcome of a program, which may fake any of it; `tasks.humaneval` tests programs safely."""
+    """Outcome of a program, which can fake any field; `tasks.humaneval` tests programs safely."""
 
     ok: bool
     """It exited with status 0 within its limits."""
@@ -111,11 +111,11 @@ def run_python(code: str, limits: Limits = Limits(), *, unsafe: bool = False) ->
 
 
 # ------------------------------------------------------------------------------------------------
-# Choice of the layer
+# Choosing a layer
 
 
 def choose_layer(unsafe: bool = False) -> Layer:
-    """First layer that works; if none does, "none" if `unsafe`, else raise SandboxUnavailable."""
+    """First layer that works, else "none" if `unsafe`; otherwise raises SandboxUnavailable."""
     for layer in LAYERS:
         if probe_layer(layer) is None:
             return layer
@@ -148,7 +148,7 @@ def probe_layer(layer: Layer) -> str | None:
 
 
 def command(layer: Layer, limits: Limits, info: int) -> list[str]:
-    """Command line of the child; bubblewrap reports the child's process id on handle `info`."""
+    """Command line of the child; bubblewrap reports the child's process id on fd `info`."""
     child = [interpreter(), "-I", "-S", "-X", "utf8", "-c", child_source()]
     if layer != "bubblewrap":
         return child
@@ -183,7 +183,7 @@ def read_paths() -> tuple[str, ...]:
 
 def run(job: dict[str, Any], limits: Limits, layer: Layer, handed: Sequence[int] = ()) -> Result:
     """
-    Run one job in a child. The handles in `handed` are passed to the child and closed here.
+    Run one job in a child. The fds in `handed` are passed to the child and closed here.
 
     The child reports on a separate pipe that it is confined, and closes the pipe before it runs any
     code, so that no code can fake a failure of the sandbox. Raises SandboxUnavailable if the child
@@ -436,7 +436,7 @@ OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
 
 class Tools:
     """
-    Executes tool calls of a model: `Engine(..., tool=Tools())`.
+    Executes a model's tool calls: `Engine(..., tool=Tools())`.
 
     python: run code that is not arithmetic as Python in the sandbox; its stdout is the result.
     unsafe: run it unsandboxed if no layer works. threads: number of worker threads for programs;
@@ -451,7 +451,7 @@ class Tools:
         self.pool = ThreadPoolExecutor(threads, thread_name_prefix="tools") if threads else None
 
     def __call__(self, code: str) -> str | None | Future[str | None]:
-        """Result of a call, or a future of it; None if there is no result."""
+        """Result of a call, or a future for it; None if there is no result."""
         answer = calculate(code)
         if answer is not None or not self.python:
             return answer

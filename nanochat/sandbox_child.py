@@ -5,7 +5,7 @@ The child's side of the sandbox: drop privileges, report "ready", then run the c
 
 `sandbox.py` runs the source of this file with `python -I -S -c`; nothing imports it. The kernel
 enforces every restriction on the whole process, so nothing the code finds in this interpreter
-(these functions, ctypes, parent frames) can undo one. The code can compute, read the standard
+(these functions, ctypes, parent frames) can lift it. The code can compute, read the standard
 library, write files in one flat directory, and use the pipes it was started with. It cannot use
 processes, threads, sockets or signals, nor library modules that need them (subprocess, threading,
 asyncio).
@@ -52,7 +52,7 @@ ARGUMENTS = {
     # which together can send any signal to any process.
     "fcntl": (1, 0xFFFFFFFF, (0, 1, 2, 3, 4, 1030)),
     "ioctl": (1, 0xFFFFFFFF, (0x5401, 0x5451)),  # TCGETS (isatty), FIOCLEX
-    # O_TRUNC only with write access, which Landlock requires only since version 3. No O_TMPFILE
+    # O_TRUNC only with write access: Landlock enforces it only since version 3. No O_TMPFILE
     # (unnamed files). openat2 is not in SYSCALLS because its flags are in memory.
     "openat": (2, os.O_TRUNC | os.O_ACCMODE | TMPFILE, (0, 1, 2, os.O_TRUNC | 1, os.O_TRUNC | 2)),
 }
@@ -66,7 +66,7 @@ WRITE_FILE, READ_FILE, READ_DIR, REMOVE_FILE, MAKE_FILE, TRUNCATE = (
 )
 READ = READ_FILE | READ_DIR
 KEEP_FILES = READ | WRITE_FILE | TRUNCATE | MAKE_FILE | REMOVE_FILE
-CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446  # on all architectures
+CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446  # same on all architectures
 
 
 def main() -> None:
@@ -132,7 +132,7 @@ def confine(job: dict[str, Any]) -> None:
 
 def landlock(readable: list[str]) -> None:
     """
-    Restrict file access to reading below `readable` and keeping files in the current directory.
+    Restrict file access to reading under `readable` and managing files in the current directory.
 
     Actions that older versions of Landlock do not control (truncation before Linux 6.2) are
     also denied by the seccomp filter. Source: Linux, Documentation/userspace-api/landlock.rst.
@@ -194,7 +194,7 @@ def call(function: Callable, *values: int | bytes) -> int:
 
 
 CONTAINERS = {kind.__name__: kind for kind in (list, tuple, set, frozenset, dict, bytes)}
-# Not StopIteration, which would silently end a loop of the test and skip its checks.
+# Not StopIteration, which would silently end a loop in the test and skip its checks.
 ERRORS = {
     kind.__name__: kind
     for kind in (ValueError, TypeError, KeyError, IndexError, ZeroDivisionError, OverflowError)
@@ -202,7 +202,7 @@ ERRORS = {
 
 
 def serve(function: Callable, calls: int, replies: int) -> None:
-    """Serve calls of `function`, one JSON line each, until the caller closes the pipe."""
+    """Serve calls to `function`, one JSON line each, until the caller closes the pipe."""
     import json  # slow to import; only candidate and judge need it
 
     with open(calls) as lines, open(replies, "w") as answers:
@@ -218,9 +218,9 @@ def serve(function: Callable, calls: int, replies: int) -> None:
 
 def remote(replies: int, calls: int) -> Callable:
     """
-    Return a proxy for the function that the process at the other end of the pipes serves.
+    Return a proxy for the function served by the process at the other end of the pipes.
 
-    The proxy returns plain data or raises one of ERRORS, RuntimeError for any other exception. On
+    The proxy returns plain data or raises one of ERRORS, or RuntimeError for all others. On
     an invalid or missing answer, this process exits immediately with status 1.
     """
     import json  # see `serve`

@@ -21,7 +21,7 @@ REFERENCE_TOKENS = 1.32e9  # depth 12 at 12 tokens per matmul parameter
 REFERENCE_BATCH = 2**19  # tokens per step at the reference point
 REFERENCE_DECAY_STEPS = 0.28 * REFERENCE_TOKENS / REFERENCE_BATCH  # weight decay times steps
 BATCH_EXPONENT = 0.383  # best batch ~ tokens ** exponent (nanochat, 2026-02-05)
-MIN_STEPS = 960  # shorter runs use smaller batches instead (peers' runs: d4, 2026-11)
+MIN_STEPS = 960  # shorter runs use smaller batches instead (measured: d4, 2026-11)
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class ShapeConfig:
     """Add a gated value embedding to every N-th layer, counting back from the last; 0 = none.
     Default: 1; classic: 0."""
     bigram_rows: int | None = None
-    """Rows of the hash-bigram embedding; 0 = none. Default: up to depth 12, 64 x vocabulary size,
-    at most 524,288; above, and in classic, 0."""
+    """Rows of the hash-bigram embedding; 0 = none. Default: 64 x vocabulary size, at most
+    524,288, up to depth 12; 0 for deeper models and classic."""
 
 
 def shape_for_depth(
@@ -97,10 +97,10 @@ def plan_horizon(
     """
     Number of steps and batch size. Precedence: num_iterations, target_flops, tokens per parameter.
 
-    With num_iterations, the batch size is that of the ratio's horizon. A default batch is rounded
+    With num_iterations, the batch size still follows the ratio. A default batch is rounded
     to whole rows per device, which changes nothing for 1, 2, 4 or 8 devices (unless it has fewer
-    rows). Raises ValueError for settings that are not positive and, with a value that works, for
-    a total_batch_size that does not divide evenly.
+    rows). Raises ValueError for settings that are not positive, or for a total_batch_size that
+    does not divide evenly, suggesting one that does.
     """
     given = {"num_iterations": num_iterations, "target_flops": target_flops}
     given |= {"target_param_data_ratio": target_param_data_ratio}
@@ -118,7 +118,7 @@ def divisible_batch(asked: int | None, default: int, max_seq_len: int, world_siz
     """
     Tokens per step: `asked`, or else `default` rounded to whole rows per device.
 
-    Raises ValueError with a value that works if `asked` does not divide evenly.
+    Raises ValueError suggesting a multiple if `asked` does not divide evenly.
     """
     unit = max_seq_len * world_size
     batch = default if asked is None else asked
@@ -133,12 +133,12 @@ def divisible_batch(asked: int | None, default: int, max_seq_len: int, world_siz
 
 def scaled_rules(cfg: OptimConfig, horizon: Horizon, d_model: int) -> dict[str, Rule]:
     """
-    Update rule of each role for a horizon, which sets the learning rate of the scalars and the
-    default weight decay.
+    Update rule for each role. The horizon sets the learning rate of the scalars and the default
+    weight decay.
 
     In small batches the gradients of the few scalars are mostly noise, so their learning rate
-    scales with the square root of the batch size. Decay times steps is constant, so the averaging
-    time of weights is the same fraction of every run (arXiv:2405.13698); runs shorter than
+    scales with the square root of the batch size. Decay times steps is constant, so the weights'
+    averaging time is the same fraction of every run (arXiv:2405.13698); runs shorter than
     MIN_STEPS use the decay of MIN_STEPS.
     """
     noise = min(1.0, horizon.batch_tokens / REFERENCE_BATCH) ** 0.5

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-NOISE = 2.0  # number of standard errors up to which a difference is within noise
+NOISE = 2.0  # differences within this many standard errors are noise
 
 Verdict = Literal["better", "worse", "within noise"]
 
@@ -29,7 +29,7 @@ class Estimate(NamedTuple):
 
 
 def mean(scores: Sequence[float]) -> Estimate:
-    """Mean of scores. The error of a single score is NaN. Raises ValueError if there is none."""
+    """Mean of scores. The error of a single score is NaN. Raises ValueError if scores is empty."""
     values = np.asarray(scores, dtype=np.float64)
     n = len(values)
     if n == 0:
@@ -62,7 +62,7 @@ def average(estimates: Sequence[Estimate]) -> Estimate:
 
 
 class Comparison(NamedTuple):
-    """Difference of two runs on the same items."""
+    """Difference between two runs on the same items."""
 
     difference: float
     """After minus before."""
@@ -105,7 +105,7 @@ def compare(before: Sequence[float], after: Sequence[float]) -> Comparison:
 def sign_test(won: int, lost: int) -> float:
     """Exact two-sided p-value of `won` against `lost` under a fair coin."""
     n = won + lost
-    # binomial coefficients of n, from 0 to the smaller side
+    # C(n, k) for k from 0 to min(won, lost)
     terms = accumulate(range(min(won, lost)), lambda x, i: x * (n - i) // (i + 1), initial=1)
     return min(1.0, 2 * sum(terms) / 2**n)
 

@@ -49,7 +49,7 @@ class Tokenizer:
     """
 
     def __init__(self, content: dict[str, Any]):
-        """`content` is that of a tokenizer.json. Raises ValueError if it is invalid."""
+        """`content`: a parsed tokenizer.json. Raises ValueError if it is invalid."""
         missing = {"format", "pattern", "special_tokens", "tokens"} - content.keys()
         if missing or content["format"] != FORMAT:
             raise ValueError(f"not a tokenizer of format {FORMAT}; missing keys: {sorted(missing)}")
@@ -95,7 +95,7 @@ class Tokenizer:
 
     @classmethod
     def of(cls, pattern: str, tokens: Sequence[bytes], special: Sequence[str]) -> "Tokenizer":
-        """Build it from its parts, tokens by id. Raises ValueError for other special tokens."""
+        """Build from parts; `tokens` by id. Raises ValueError if `special` != SPECIAL_TOKENS."""
         names = [token.decode("latin-1") for token in tokens]
         content = {"format": FORMAT, "pattern": pattern, "special_tokens": list(special)}
         return cls({**content, "tokens": names})
@@ -119,7 +119,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, tag: str = "main") -> "Tokenizer":
-        """Read the tokenizer of a tag. Raises MissingInput if it has not been trained."""
+        """Read the tokenizer with this tag. Raises MissingInput if it has not been trained."""
         path = tokenizer_dir(tag) / FILE_NAME
         flag = "" if tag == "main" else f" --tokenizer_tag={tag}"
         command = f"python -m scripts.tok_train{flag}"
@@ -174,13 +174,12 @@ class Tokenizer:
         """
         Return the length in bytes of every token, int32 (V,); 0 for special tokens.
 
-        The lengths of the tokens of a text add up to its UTF-8 length, the denominator of bits per
-        byte.
+        A text's token lengths add up to its UTF-8 length, the denominator of bits per byte.
         """
         lengths = [*map(len, self.ranks), *[0] * len(SPECIAL_TOKENS)]
         return np.array(lengths, np.int32)
 
 
 def tokenizer_dir(tag: str = "main") -> Path:
-    """Directory of the tokenizer of a tag."""
+    """Directory of the tokenizer with this tag."""
     return base_dir() / "tokenizer" / require_name("tokenizer_tag", tag)

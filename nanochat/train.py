@@ -36,7 +36,7 @@ from nanochat.preflight import KernelConfig, Prepared
 from nanochat.tokenizer import Tokenizer
 
 ShouldStop = Callable[[], bool]  # whether a stop was requested
-RL_MOMENTUM = 0.95  # Muon momentum; the other stages warm up to it
+RL_MOMENTUM = 0.95  # constant Muon momentum; other stages warm up to this value
 UNTIMED_STEPS = 3  # first steps of each attempt, which compile and allocate
 CHECK_RANKS_EVERY = 100  # steps between checks that the weights are equal on all ranks
 
@@ -54,9 +54,9 @@ class TrainConfig:
     save_every: int = 0
     """Save a checkpoint every N steps; 0 = only at the end or when preempted."""
     skip_if_done: bool = False
-    """Do nothing if this training has already finished."""
+    """Do nothing if this run has already finished."""
     report_dir: str | None = None
-    """Directory of records. Default: report/ under the base directory."""
+    """Directory for records. Default: report/ under the base directory."""
     saving: SavingConfig = field(default_factory=SavingConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     machine: DistConfig = field(default_factory=DistConfig)
@@ -97,7 +97,7 @@ class Callback:
     def evaluate(self, step: int, stopping: ShouldStop, last: bool) -> dict[str, float]:
         """
         Called before every step but the first and, with `last`, after training. Returns metrics
-        ("val_bpb" is to be minimized). Raises Interrupted if `stopping()` becomes true.
+        ("val_bpb" is to be minimized). Raises EvaluationAborted if `stopping()` becomes true.
         """
         return {}
 
@@ -106,7 +106,7 @@ class Callback:
         return {}
 
     def tables(self) -> list[dict[str, Any]]:
-        """Return tables for that record."""
+        """Return tables for the record of the finished run."""
         return []
 
 
@@ -137,7 +137,7 @@ class Loader(Protocol):
     """Metrics of the latest step."""
 
     def micro_batches(self, step: int, device_rows: int, stopping: ShouldStop) -> list[MicroBatch]:
-        """This rank's part of a step. Raises StoppedWaiting if `stopping()`."""
+        """This rank's part of a step. Raises WaitAborted if `stopping()`."""
         ...
 
     # Rows of a step, for messages
@@ -227,13 +227,13 @@ class TrainingRun:
     schedule: ScheduleConfig
     kernels: KernelConfig = KernelConfig()
     prepared: Prepared | None = None
-    """Kernels and micro-batch size if already chosen (RL); the time is that of all steps."""
+    """Kernels and micro-batch size if already chosen (RL); its time covers all steps."""
     objective: Trainable | None = None
     """Computes the loss. Default: the model."""
     callbacks: Sequence[Callback] = ()
     max_seconds: float | None = None
-    """End after the step that reaches this many seconds of training, evaluations and saves not
-    counted. The schedules then follow the elapsed time."""
+    """End after the step that reaches this many seconds of training, not counting
+    evaluations and saves. The schedules then follow the elapsed time."""
 
     inputs: Mapping[str, str] = field(default_factory=dict)
     """Name -> fingerprint of each input, closest parent first."""
@@ -242,11 +242,11 @@ class TrainingRun:
     state: Mapping[str, Any] = field(default_factory=dict)
     """Further checkpoint state."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Script settings, for log, checkpoint and record."""
+    """Script settings, for the log, checkpoint and record."""
     keep_optimizer: bool = True
     """Whether the final checkpoint includes the optimizer state."""
     background: Callable[[], AbstractContextManager] = nullcontext
-    """Context manager around the training."""
+    """Context manager around the training loop."""
     bytes_to_pack: int = 0
     """Bytes that `background` writes to disk."""
 
@@ -296,9 +296,10 @@ def run_loop(run: TrainingRun, progress: Progress) -> bool:
     Train from `progress.step` to the end. Returns False if the run was stopped early.
 
     The final checkpoint is saved before the final evaluation. A stop request aborts the current
-    step or evaluation, then saves. Raises NotFinite after saving the last good state, RanksDiffer,
-    and UsageError if steps remain but the weights are already averaged or the checkpoint has no
-    optimizer state. Exits with UNEVALUATED if the final evaluation runs out of memory.
+    step or evaluation, then saves. Raises NonFiniteError after saving the last good state,
+    RankMismatchError, and UsageError if steps remain but the weights are already averaged or the
+    checkpoint has no optimizer state. Exits with UNEVALUATED if the final evaluation runs out of
+    memory.
     """
     machine, first_step = run.machine, progress.step
     if not run.finished(progress):
@@ -572,13 +573,13 @@ def fit_rows(run: TrainingRun, steps: int) -> Prepared:
     compiled = preflight.set_kernels(run.kernels, model, machine, guess, optimizer)
     mode = "compiling first" if compiled else "eager"
     machine.print0(f"preflight  measuring a micro-batch of {device_rows} rows ({mode}) ...")
-    # tokens and targets of a whole step, twice because a step may reorder its rows
+    # two copies of a step's tokens and targets, because a step may reorder its rows
     ids = torch.arange(4 * rows * T, device=device).view(4, rows, T) % model.cfg.vocab_size
     # skip the update on CPU, because undoing it takes more memory than the update itself; under a
     # time budget measure it anyway, so that compiling it is not part of the budget
     update = device.type == "cuda" or run.max_seconds is not None
     rehearse = partial(preflight.rehearse, trainable, optimizer, machine, ids, update)
-    # same limit on all ranks: a rank that alone ran out of memory would miss a collective
+    # same limit on all ranks: if only one ran out of memory, it would miss a collective
     available = hardware.free_memory_bytes(device) + hardware.used_memory_bytes(device)
     reserve = preflight.GPU_RESERVE if requested is None else 0
     with hardware.limit_memory(device, min(machine.gather(available)) - reserve):

@@ -6,7 +6,7 @@ Evaluate a base model on few-shot tasks: centered accuracy per task, and their m
     python -m scripts.base_eval --hf_path=openai-community/gpt2    # a Hugging Face model
 
 Reads   base_checkpoints/<tag>/ or a Hugging Face model, and the suite: DCLM's evaluation bundle,
-        downloaded at first use, or that of the built-in data set, generated at first use
+        downloaded on first use, or the built-in dataset's, generated on first use
 Writes  the section "Base model evaluation"; for a Hugging Face model, "Evaluation of <model>"
 """
 
@@ -52,7 +52,7 @@ class BaseEval:
     trust_remote_code: bool = False
     """Allow the Hugging Face model to run its own code."""
     suite: str | None = None
-    """Few-shot tasks: `dclm` (CORE), or a built-in data set with its own suite, such as embedded.
+    """Few-shot tasks: `dclm` (CORE), or a built-in dataset with its own suite, such as embedded.
     Default: the suite of the model's training data if it has one, else dclm."""
     eval_bundle: str | None = None
     """DCLM's tasks: a folder, a zip file or its URL. Default: the published archive, downloaded
@@ -64,7 +64,7 @@ class BaseEval:
     skip_if_done: bool = False
     """Skip tasks that were already evaluated with this checkpoint and these settings."""
     report_dir: str | None = None
-    """Folder of records. Default: report/ under the base directory."""
+    """Folder for records. Default: report/ under the base directory."""
     machine: DistConfig = field(default_factory=DistConfig)
 
     def __post_init__(self) -> None:
@@ -80,7 +80,7 @@ class Candidate(NamedTuple):
     seed: int
     inputs: dict[str, str]
     dataset: str | None
-    """Data set it was trained on; None if unknown."""
+    """Dataset it was trained on; None if unknown."""
     load: Callable[[], EvalModel]
 
 
@@ -93,7 +93,7 @@ def main(cfg: BaseEval) -> None:
     if cfg.only_fetch:
         return print(open_for(None).about)
     machine = init_distributed(cfg.machine)
-    candidate = (find_hf_model if cfg.hf_path else find_own_model)(cfg, machine)
+    candidate = (make_hf_candidate if cfg.hf_path else find_own_model)(cfg, machine)
     suite = machine.on_main("opening the suite", lambda: open_for(candidate.dataset))
     candidate.inputs["suite"] = suite.fingerprint
     scores: list[TaskScore] = []
@@ -129,7 +129,7 @@ def main(cfg: BaseEval) -> None:
 
 
 def load_scores(cfg: BaseEval, candidate: Candidate, suite: Suite) -> list[TaskScore]:
-    """Scores already in the record for these settings, of some or all tasks."""
+    """Recorded scores on some or all tasks with these settings."""
     key = records.stage_key(settings(cfg), candidate.inputs)
     record = records.find_finished(candidate.section, key, cfg.report_dir)
     if record is None:
@@ -146,7 +146,7 @@ def load_scores(cfg: BaseEval, candidate: Candidate, suite: Suite) -> list[TaskS
 
 
 def find_own_model(cfg: BaseEval, machine: DistContext) -> Candidate:
-    """A checkpoint of this project."""
+    """A checkpoint trained with this project."""
     checkpoint = machine.on_node(
         "verifying the checkpoint",
         lambda: find_checkpoint("base", cfg.model_tag, cfg.model_step),
@@ -162,7 +162,7 @@ def find_own_model(cfg: BaseEval, machine: DistContext) -> Candidate:
     return Candidate(SECTION, name, origin["run_id"], origin["seed"], inputs, dataset, load)
 
 
-def find_hf_model(cfg: BaseEval, machine: DistContext) -> Candidate:
+def make_hf_candidate(cfg: BaseEval, machine: DistContext) -> Candidate:
     """
     A Hugging Face model; its training data is unknown. Raises MissingInput if the interop packages
     are not installed.

@@ -41,7 +41,7 @@ class BaseLoss:
     """Maximum number of training tokens, and of validation tokens, to score. Default: 10,485,760;
     on CPU 262,144."""
     max_documents: int | None = None
-    """Maximum number of validation documents per text for the document bpb. Default: all."""
+    """Maximum number of validation documents per source for the document bpb. Default: all."""
     model_tag: str | None = short("g", None)
     """Folder under base_checkpoints/. Default: the newest."""
     model_step: int | None = short("s", None)
@@ -49,7 +49,7 @@ class BaseLoss:
     skip_if_done: bool = False
     """Do nothing if this checkpoint was already evaluated with these settings."""
     report_dir: str | None = None
-    """Folder of records. Default: report/ under the base directory."""
+    """Folder for records. Default: report/ under the base directory."""
     data: DataConfig = field(default_factory=DataConfig)
     machine: DistConfig = field(default_factory=DistConfig)
     kernels: KernelConfig = field(default_factory=KernelConfig)

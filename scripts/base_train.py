@@ -2,7 +2,7 @@
 Pretrain a base model.
 
     python -m scripts.base_train --depth=4 --num_iterations=20     # laptop, a minute
-    torchrun --nproc_per_node=8 -m scripts.base_train -- --depth=24   # one node of 8 GPUs
+    torchrun --nproc_per_node=8 -m scripts.base_train -- --depth=24   # one node with 8 GPUs
 
 Reads   tokenizer/ (scripts.tok_train) and rows/; missing rows are packed in the background
 Writes  base_checkpoints/<tag>/ with metrics.jsonl, and the section "Base model training"
@@ -74,7 +74,7 @@ RETIRED = {
         "it is a flag of scripts.recursion.base_train",
     ),
     **dict.fromkeys(("repeat_layers", "repeat_from"), "it was removed; commit 27c376f supports it"),
-    "suite": "the few-shot tasks follow from the data set; use --eval_bundle for others",
+    "suite": "the few-shot tasks follow from the dataset; use --eval_bundle for others",
     **dict.fromkeys(("arm", "arm_floor"), "use scripts.lab.sweep --arms=... for data ablations"),
 }
 
@@ -123,17 +123,17 @@ def pretrain(
     rules: Callable[[OptimConfig, Horizon, int], dict[str, Rule]] = scaled_rules,
 ) -> None:
     """
-    Train a base model and write its record. The scripts of tracks pass further arguments.
+    Train a base model and write its record. The golf and recursion scripts pass more arguments.
 
-    adapt: modifies the model configuration that follows from depth. callbacks: additional ones.
-    max_seconds: budget of training time. make_optimizer: takes the arguments of MuonAdamW.
+    adapt: modifies the model configuration that follows from depth. callbacks: extra callbacks.
+    max_seconds: training time budget. make_optimizer: takes the arguments of MuonAdamW.
     identity: further settings that must match for a checkpoint to be resumed.
     rules: (optimizer config, horizon, width) -> update rules.
     """
     began, seed = Stopwatch(), cfg.train.seed
     machine = init_distributed(cfg.train.machine, seed)
 
-    # Data: tokenizer and rows; exit if this training has already finished
+    # Data: tokenizer and rows; exit if this run has already finished
     corpus, inputs = open_text(cfg, machine)
     tokenizer, T = corpus.tokenizer, cfg.max_seq_len
     resolved = {**settings(cfg), "eval_tokens": cfg.validation.tokens(machine)}
@@ -191,8 +191,8 @@ def plan(
     cfg: BaseTrain, model: GPT, max_seconds: float | None, machine: DistContext
 ) -> tuple[Horizon, int]:
     """
-    Return the horizon without a time budget, and the maximum number of steps. With a budget, that
-    is twice the estimated number; enough text for it is packed.
+    Return the horizon without a time budget, and the maximum number of steps. With a budget, the
+    maximum is twice the estimated number, so that enough text is packed.
     """
     horizon = plan_horizon(
         model,

@@ -74,7 +74,7 @@ class Bench:
     """tokenizer: maximum MB of text, from the first training shards."""
     vocab_sizes: tuple[int, ...] | None = None
     """tokenizer: vocabulary sizes to train; encoding uses the last. Default: 8,192 and 32,768, or
-    1,024 and 2,048 for the small embedded data set."""
+    1,024 and 2,048 for the small embedded dataset."""
     threads: tuple[int, ...] = (1, 2)
     """tokenizer: thread counts for encoding; training uses the last."""
     findings: Path | None = None
@@ -134,10 +134,10 @@ def tokenizer(cfg: Bench, found: BenchLog) -> None:
         data = replace(data, dataset="embedded")
     source = open_source(data, known, ensure_written)
     sizes = cfg.vocab_sizes or ((1024, 2048) if source.name == "embedded" else (8192, 32768))
-    bench_tokenizer(read_texts(source, cfg.max_megabytes), sizes, cfg.threads, cfg.repeats, found)
+    bench_tokenizer(load_texts(source, cfg.max_megabytes), sizes, cfg.threads, cfg.repeats, found)
 
 
-def read_texts(source: Source, max_megabytes: float) -> list[str]:
+def load_texts(source: Source, max_megabytes: float) -> list[str]:
     """Return the first `max_megabytes` of text, in whole batches of documents."""
     texts: list[str] = []
     num_bytes = 0
@@ -160,7 +160,7 @@ def bench_all(cfg: Bench) -> None:
     found = BenchLog()
     for num_processes, flags in jobs(kind):
         print(f"\n--- {num_processes or ''} {' '.join(flags)}", flush=True)
-        found.add(run(num_processes, [*argv, *flags]))  # the last of duplicate flags wins
+        found.add(run_bench(num_processes, [*argv, *flags]))  # the last of duplicate flags wins
     if not found.lines:
         raise SystemExit("error: all benchmarks failed, see above")
     minutes = (time.perf_counter() - began) / 60
@@ -180,7 +180,7 @@ def jobs(kind: str) -> list[tuple[int, list[str]]]:
     return [*training, *ranks, *((0, [f"--what={what}"]) for what in others)]
 
 
-def run(num_processes: int, flags: list[str]) -> BenchLog:
+def run_bench(num_processes: int, flags: list[str]) -> BenchLog:
     """Run one benchmark and return its findings; on failure, a note."""
     command, environment = [sys.executable, "-m", "scripts.bench"], dict(os.environ)
     if num_processes:

@@ -183,7 +183,7 @@ class Chat:
         Stream the answer to the terminal; Ctrl-C stops it and keeps the partial answer. The oldest
         turns of a long conversation are dropped from the prompt.
 
-        Raises ValueError if the question does not fit the context; it is then not kept.
+        Raises ValueError, and drops the question, if it does not fit the context.
         """
         tokenizer = self.engine.tokenizer
         message = {"role": "user", "content": question}

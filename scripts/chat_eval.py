@@ -34,7 +34,7 @@ from tasks.registry import eval_task, key_of, why_unavailable
 
 MEAN = "ChatCORE"
 EVAL_TASKS = ("arc_easy", "arc_challenge", "mmlu", "gsm8k", "humaneval", "aqua", "spelling")
-BUILTIN_EVAL_TASKS = {  # data set that the base model was trained on -> tasks
+BUILTIN_EVAL_TASKS = {  # dataset that the base model was trained on -> tasks
     "embedded": ("world_choice", "world_facts", "world_problems", "world_spelling")
 }
 
@@ -70,7 +70,7 @@ class TaskEval:
     """Also evaluate benchmarks that scripts.lab.hold_out declared final, and log the access.
     Without it, they are skipped, or rejected if listed in task_name."""
     report_dir: str | None = None
-    """Folder of records. Default: report/ under the base directory."""
+    """Folder for records. Default: report/ under the base directory."""
     machine: DistConfig = field(default_factory=DistConfig)
 
     def count(self, task: Task) -> int:
@@ -137,7 +137,7 @@ def open_tasks(
 def open_engine(
     cfg: TaskEval, checkpoint: Checkpoint, machine: DistContext, num_answers: int
 ) -> Engine:
-    """Engine for a checkpoint; compiled if `num_answers` are enough to amortize compile time."""
+    """Engine for a checkpoint; compiled if `num_answers` is enough to amortize compile time."""
     tokenizer = Tokenizer.read(checkpoint.folder / "tokenizer.json")
     model = inference_copy(load_model(checkpoint, machine))
     tool = Tools(cfg.python, unsafe=cfg.unsafe_exec)
@@ -204,7 +204,7 @@ def main(cfg: ChatEval) -> None:
 
 
 def load_scores(cfg: ChatEval, key: str, inputs: Mapping[str, str]) -> dict[str, Estimate]:
-    """Scores in the record with this `key`, and ChatCORE if recorded along with any."""
+    """Scores in the record with this `key`, and ChatCORE if there are any."""
     path = records.report_folder(cfg.report_dir) / f"{records.slug(cfg.section)}.json"
     record = records.read_if_sound(path)
     if record is None or record["provenance"]["inputs"] != inputs:
@@ -225,7 +225,7 @@ def to_record(cfg: ChatEval) -> dict[str, Any]:
 
 
 def item_means(outcomes: Outcomes) -> list[float]:
-    """Score of each item, the mean over its answers."""
+    """Score of each item: the mean over its answers."""
     return [sum(scores) / len(scores) for scores in outcomes]
 
 

@@ -40,7 +40,7 @@ from tasks.registry import key_of
 
 SECTION = "Chat RL"
 TASK = "gsm8k"
-BUILTIN_TASKS = {"embedded": "world_facts"}  # data set of the base model -> default task
+BUILTIN_TASKS = {"embedded": "world_facts"}  # dataset of the base model -> default task
 SLOTS = 64  # answers generated concurrently on each device
 RETIRED = {
     **RETIRED_FLAGS,
@@ -63,7 +63,7 @@ class ChatRL:
     """Checkpoint to start from: stage[:tag[:step]], as in sft:d4:400."""
     task: str | None = None
     """Task or mixture of tasks to train on, as in gsm8k or gsm8k,aqua=2000. Default: gsm8k, or a
-    task of the built-in data set that the model was trained on."""
+    task from the built-in dataset the model was trained on."""
     num_iterations: int | None = None
     """Optimizer steps. Default: derived from num_epochs."""
     num_epochs: float = 1.0
@@ -72,7 +72,7 @@ class ChatRL:
     """Peak learning rates as a fraction of the pretraining ones; they decay linearly to 0."""
     eval_examples: int = 400
     """Held-out questions, over all tasks, to evaluate before, after, and every eval_every steps;
-    before and after, also the rewards of about as many training questions."""
+    before and after, about as many training questions are also scored."""
     eval_samples: int = 8
     """Answers per held-out question."""
     pass_rates: tuple[float, float] | None = None

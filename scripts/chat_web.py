@@ -2,7 +2,7 @@
 Serve models with a chat page and an OpenAI-compatible API.
 
     python -m scripts.chat_web                      # then open the printed URL
-    python -m scripts.chat_web -i sft -p 8001       # other default model, other port
+    python -m scripts.chat_web -i sft -p 8001       # another default model and port
 
 Every stage that has a checkpoint can be selected on the page, or with `model` in the API. Ctrl-C or
 SIGTERM stops the server.
@@ -84,7 +84,7 @@ def main(cfg: ChatWeb) -> None:
 
 
 def suggestions(checkpoint: Checkpoint) -> list[str]:
-    """Held-out questions for models trained on the embedded data set; empty for others."""
+    """Held-out questions for models trained on the embedded dataset; empty for others."""
     if checkpoint.state.get("source", {}).get("dataset") != "embedded":
         return []
     tasks = (WorldFacts("test"), WorldProblems("test"), WorldSpelling("test"))

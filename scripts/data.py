@@ -4,11 +4,11 @@ Download, verify and pack text ahead of training.
     python -m scripts.data --dataset=karpathy/climbmix-400b-shuffle --num_shards=8 --download_only
     python -m scripts.data --dataset=my/texts --max_seq_len=512
 
-Optional: training packs missing rows in the background. This script packs all of them, with all
+Optional: training packs missing rows in the background. This script packs them all on all
 cores. Finished work is kept; machines that share the base directory can run it together.
 
 Reads   the text, and tokenizer/<tag>/ under the base directory (scripts.tok_train)
-Writes  data/<data set>/ (downloads, manifest) and rows/<fingerprint>/ there
+Writes  data/<dataset>/ (downloads, manifest) and rows/<fingerprint>/ there
 """
 
 import os
@@ -38,7 +38,7 @@ class Data:
     tokenizer_tag: str = "main"
     """Tokenizer to use, a folder under tokenizer/."""
     workers: int | None = None
-    """Number of packing processes, each below 1 GiB of memory. Default: one per core."""
+    """Number of packing processes, each using under 1 GiB of memory. Default: one per core."""
     download_only: bool = False
     """Only download and verify; needs no tokenizer."""
     verify: bool = False
@@ -59,7 +59,7 @@ def main(cfg: Data) -> None:
     for name, rows in corpus.rows.items():
         if cfg.verify:
             discard_damaged(rows)
-        pack(rows, texts.sources[name], workers)
+        pack_texts(rows, texts.sources[name], workers)
     save_last_source(texts.describe(), cfg.tokenizer_tag)
 
 
@@ -87,7 +87,7 @@ def discard_damaged(rows: Rows) -> None:
             rows.discard(shard)
 
 
-def pack(rows: Rows, source: Source, workers: int) -> None:
+def pack_texts(rows: Rows, source: Source, workers: int) -> None:
     """Pack all missing shards in `workers` processes and print a summary."""
     began, before = time.monotonic(), rows.totals()["text_bytes"]
     missing = [shard for shard in rows.shards if not rows.is_packed(shard)]

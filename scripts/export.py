@@ -5,7 +5,7 @@ Export a checkpoint to the Hugging Face format or to a compressed golf artifact.
     python -m scripts.export -i base -g d24 --out=my-model --dtype=bfloat16
     python -m scripts.export -i base --format=artifact --limit_bytes=16000000
 
-Reads   a checkpoint of a stage
+Reads   a checkpoint from any stage
 Writes  export/<stage>-<tag>/ or --out: weights, configuration, tokenizer and chat template for
         AutoModelForCausalLM and AutoTokenizer; as an artifact, the file
         export/<stage>-<tag>.golf, which scripts.golf.evaluate scores
@@ -54,9 +54,9 @@ class Export:
     limit_bytes: int = 16_000_000
     """artifact: maximum size of file and code together, in bytes."""
     count_code: bool = True
-    """artifact: count the code required to score it toward the limit."""
+    """artifact: count the code needed for scoring toward the limit."""
     machine: DistConfig = field(default_factory=lambda: DistConfig("cpu", "float32"))
-    """Its dtype is also that of the exported weights."""
+    """Its dtype is also used for the exported weights."""
 
 
 def main(cfg: Export) -> None:
@@ -84,7 +84,7 @@ def write_artifact(
 ) -> None:
     """Print the table of sizes and write the artifact. Raises UsageError if it is too large."""
     if path.is_dir():
-        raise ValueError(f"--out={path} is a folder; pass a file name, an artifact is one file")
+        raise ValueError(f"--out={path} is a folder; an artifact is one file, so pass its name")
     trained = checkpoint.state.get("settings", {})
     chosen = {f.name: getattr(cfg, f.name) or trained.get(f.name) for f in fields(QuantConfig)}
     quant = QuantConfig(**{name: value for name, value in chosen.items() if value is not None})

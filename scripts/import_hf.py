@@ -1,5 +1,5 @@
 """
-Import a Hugging Face model as a checkpoint: an export of scripts.export or another NanoChat model.
+Import a Hugging Face model as a checkpoint: a scripts.export export or another NanoChat model.
 
     python -m scripts.import_hf --hf_path=my-model --model_tag=imported
     python -m scripts.import_hf --hf_path=downloaded --stage=sft     # to chat with it
@@ -52,7 +52,7 @@ def main(cfg: ImportHF) -> None:
 
 
 def default_origin(found: HFModel) -> Mapping[str, Any]:
-    """Checkpoint state of a model that was trained with other software."""
+    """Checkpoint state for a model that was trained with other software."""
     inputs = {"tokenizer": found.tokenizer.fingerprint}
     provenance = {"run_id": new_run_id(), "seed": 0, "inputs": inputs}
     identity = {"batch_tokens": BATCH_TOKENS}

@@ -4,7 +4,7 @@ EleutherAI's evaluation harness with our checkpoints as model `nanochat`; takes 
     uv sync --inexact --group interop
     python -m scripts.lm_eval run --model=nanochat --model_args=source=base --tasks=arc_easy
 
-Reads   a checkpoint of a stage, and data sets that the harness downloads
+Reads   a checkpoint, and datasets that the harness downloads
 Writes  results to --output_path
 """
 

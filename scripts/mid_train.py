@@ -32,7 +32,7 @@ from tasks.buckets import buckets
 
 SECTION = "Midtraining"
 MIXTURE = "smoltalk,mmlu,gsm8k,spelling=20000,simple_spelling=10000"
-BUILTIN_MIXTURES = {  # data set that the base model was trained on -> default mixture
+BUILTIN_MIXTURES = {  # dataset that the base model was trained on -> default mixture
     "embedded": "world_chat=3000,world_choice=3600,world_problems=1000,world_spelling=2500"
 }
 RETIRED = {
@@ -79,7 +79,7 @@ def fine_tune(
     """
     Fine-tune a checkpoint of one of `stages` on conversations and write the record.
 
-    mixture: default mixture; builtin_mixtures: built-in pretraining data set -> default mixture.
+    mixture: default mixture; builtin_mixtures: built-in pretraining dataset -> default mixture.
     """
     began = Stopwatch()
     machine = init_distributed(cfg.train.machine, cfg.train.seed)

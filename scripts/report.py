@@ -16,7 +16,7 @@ from nanochat import report
 from nanochat.common import base_dir, write_atomic
 from nanochat.config import require_at_least, start
 from nanochat.lab.reliability import section_tables
-from nanochat.plots import draw
+from nanochat.plots import draw_figures
 from nanochat.records import Folder, new_run_id, report_folder
 
 
@@ -39,7 +39,7 @@ def main(cfg: Report) -> None:
         archive = reset(cfg.report_dir, cfg.hourly_rate)
         return print(f"new report; moved the old one to {archive}" if archive else "new report")
 
-    path = report.update(cfg.report_dir, cfg.hourly_rate, section_tables, draw)
+    path = report.update(cfg.report_dir, cfg.hourly_rate, section_tables, draw_figures)
     print(path)
     if cfg.out:
         print(copy(path, report_folder(cfg.report_dir) / "figures", Path(cfg.out)))
@@ -65,9 +65,9 @@ def copy(report: Path, figures: Path, out: Path) -> Path:
     """Copy the report to `out` and its figures to `out`/dev/report; return the copied report."""
     for old in (out / "dev" / "report").glob("*.svg"):
         old.unlink()
-    figures.mkdir(exist_ok=True)  # a report may have none
+    figures.mkdir(exist_ok=True)  # a report may have no figures
     shutil.copytree(figures, out / "dev" / "report", dirs_exist_ok=True)
-    links = f"]({figures.relative_to(report.parent).as_posix()}/"  # no other text has a bare ]
+    links = f"]({figures.relative_to(report.parent).as_posix()}/"  # only links have a bare ]
     write_atomic(out / "report.md", report.read_text().replace(links, "](dev/report/"))
     return out / "report.md"
 

@@ -4,8 +4,8 @@ Compare a tokenizer with those of GPT-2 and GPT-4: bytes per token on seven kind
     python -m scripts.tok_eval                            # on the text it was trained on
     python -m scripts.tok_eval --dataset=embedded         # on other text
 
-tiktoken downloads the vocabularies of GPT-2 and GPT-4 at first use. A vocabulary that is not
-available within ten seconds is skipped, which the section reports.
+tiktoken downloads the vocabularies of GPT-2 and GPT-4 on first use. A vocabulary that is not
+available within ten seconds is skipped; the section says so.
 
 Reads   tokenizer/<tag>/ (scripts.tok_train), a training shard and the validation shard
 Writes  the section "Tokenizer evaluation"
@@ -34,13 +34,13 @@ SAMPLES = {
     for kind in ("news", "korean", "code", "math", "science")
 }
 RIVALS = {"GPT-2": "gpt2", "GPT-4": "cl100k_base"}
-FETCH_SECONDS = 10.0  # time limit per rival for download and encoding
+FETCH_SECONDS = 10.0  # time limit per baseline for download and encoding
 
 
 @dataclass(frozen=True)
 class TokEval:
     tokenizer_tag: str = "main"
-    """Tokenizer to evaluate, a folder under tokenizer/."""
+    """Folder under tokenizer/ of the tokenizer to evaluate."""
     skip_if_done: bool = False
     """Do nothing if the same evaluation has already finished."""
     report_dir: str | None = None
@@ -92,7 +92,7 @@ def first_batch(source: Source, shard: str) -> str:
 
 
 def count_tokens(tokenizer: Tokenizer, kind: str, text: str) -> int:
-    """Number of tokens of a text. Asserts that encoding and decoding round-trip."""
+    """Number of tokens in a text. Asserts that encoding and decoding round-trip."""
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text, f"{kind}: decoded tokens differ from the text"
     return len(ids)
@@ -101,7 +101,7 @@ def count_tokens(tokenizer: Tokenizer, kind: str, text: str) -> int:
 def compare_tokenizers(
     rival: str, texts: Mapping[str, str], theirs: Sequence[int], ours: Mapping[str, int]
 ) -> dict[str, Any]:
-    """Table of one rival: tokens, bytes per token, and how many percent fewer tokens ours needs."""
+    """Table for one baseline: tokens, bytes per token, and the percentage of tokens ours saves."""
     rows = []
     for (kind, text), base in zip(texts.items(), theirs, strict=True):
         size, count = len(text.encode()), ours[kind]
@@ -121,9 +121,9 @@ def print_table(table: Mapping[str, Any]) -> None:
 
 def rival_counts(texts: Sequence[str]) -> dict[str, list[int] | str]:
     """
-    Rival -> number of tokens of each text, or why it was skipped.
+    Baseline -> number of tokens in each text, or why the baseline was skipped.
 
-    tiktoken's download has no timeout, so each rival runs in its own process, which is killed at
+    tiktoken's download has no timeout, so each baseline runs in its own process, which is killed at
     the time limit.
     """
     found: dict[str, list[int] | str] = {}
@@ -140,7 +140,7 @@ def rival_counts(texts: Sequence[str]) -> dict[str, list[int] | str]:
 
 
 def count_rival(name: str, texts: Sequence[str]) -> list[int]:
-    """Number of tokens of each text with a tiktoken encoding."""
+    """Number of tokens in each text with a tiktoken encoding."""
     encoding = tiktoken.get_encoding(name)
     return [len(encoding.encode_ordinary(text)) for text in texts]
 

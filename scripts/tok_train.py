@@ -33,7 +33,7 @@ class TokTrain:
     vocab_size: int = 65_536
     """Vocabulary size, including the nine special tokens."""
     tokenizer_tag: str = "main"
-    """Name of the tokenizer, its folder under tokenizer/."""
+    """Name of the tokenizer's folder under tokenizer/."""
     skip_if_done: bool = False
     """Do nothing if the same training has already finished and its tokenizer still exists."""
     report_dir: str | None = None

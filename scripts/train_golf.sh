@@ -4,8 +4,8 @@
 #   bash scripts/train_golf.sh                          # detect the machine
 #   PROFILE=gpu SEEDS="0 1 2" bash scripts/train_golf.sh      # h100x8, gpu (1 to 7 GPUs), cpu, smoke
 #
-# For each seed: train until the time limit and export, which fails above the size limit; then
-# evaluate the files alone. TEXT is a dataset repository or "embedded" (the built-in world). Extra
+# For each seed: train until the time limit, export (fails above the size limit), then evaluate
+# from the files alone. TEXT is a dataset repository or "embedded" (the built-in world). Extra
 # arguments are passed to base_train; use a new TAG for a new recipe. Writes to out/golf or
 # NANOCHAT_BASE_DIR; the report card has the section "Parameter golf". If interrupted, rerun the
 # same command.
@@ -16,7 +16,7 @@ source dev/profile.sh
 SEEDS=${SEEDS:-0}
 
 # All profiles: tied embeddings, MLP ratio 3, quantization-aware training for the last 15% of time.
-# GPU profiles use the shape of the known record with a vocabulary of 4,096, and decay that keeps
+# GPU profiles use the record entry's shape with a vocabulary of 4,096, and weight decay to keep
 # weights small; the CPU profile uses settings measured in dev/LOG.md.
 recipe=(--tie_embeddings=1 --mlp_ratio=3 --qat_start=0.85 --eval_every=0 --bigram_rows=0)
 limit=(--limit_bytes=16000000)

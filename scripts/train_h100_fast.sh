@@ -4,10 +4,10 @@
 #   bash scripts/train_h100_fast.sh --hourly_rate=24            # eight H100s; USD per hour
 #   PROFILE=cpu bash scripts/train_h100_fast.sh                 # h100x8, gpu, cpu, smoke
 #
-# SEEDS="0 1 2" adds the spread over seeds. Extra arguments are passed to base_train. Writes to
+# SEEDS="0 1 2" measures the spread too. Extra arguments are passed to base_train. Writes to
 # out/recursion-fast or NANOCHAT_BASE_DIR, and to logs/train.log. Exits with status 1 if a criterion
-# is not met: gradients finite, loss falling, loops in order, first loop not held back, better than
-# a plain model of equal FLOPs. Uses the default learning rates; the lower ones this phase once had
+# is not met: gradients finite, loss falling, loops improving, first loop unharmed, better than
+# an equal-FLOPs plain model. Uses the default learning rates; this phase's earlier, lower rates
 # learned less (dev/LOG.md). If interrupted, rerun the same command.
 set -euo pipefail
 

@@ -4,7 +4,7 @@ Question augmentation: other answer formats, shuffled options, extra options.
     QuestionTask -> Styled, Reordered, MoreOptions -> tasks with the same questions
 
 Items depend only on seed and index, so they are the same on every machine. Measure the effect of an
-augmentation: retrieved extra options lowered most benchmarks for others who tried them, so they
+augmentation: others found that retrieved extra options lowered most scores, so these options
 are off by default.
 """
 
@@ -31,9 +31,9 @@ from tasks.base import (
 )
 from tasks.overlap import WORD
 
-K1, B = 1.2, 0.75  # of BM25: Robertson and Zaragoza, "The Probabilistic Relevance ...", 2009
+K1, B = 1.2, 0.75  # BM25: Robertson and Zaragoza, "The Probabilistic Relevance ...", 2009
 NUM_SIMILAR = 40  # similar questions that provide candidate options
-SIMILARITY_THRESHOLD = 0.85  # similarity ratio from which two options are nearly equal
+SIMILARITY_THRESHOLD = 0.85  # minimum similarity ratio of nearly equal options
 MAX_OPTIONS = 10
 
 
@@ -115,7 +115,7 @@ def shuffle_options(question: MCQuestion, rng: random.Random) -> MCQuestion:
 
 
 class Styled(Augmented):
-    """Questions that each ask for one of several answer formats and are answered in it."""
+    """Questions that each request one of several answer formats, with the answer in that format."""
 
     kinds = "styled"
 
@@ -162,7 +162,7 @@ class MoreOptions(Augmented):
 
     @cached_property
     def corpus(self) -> "tuple[list[MCQuestion], BM25]":
-        """The training questions and their index, regardless of the augmented split."""
+        """The training questions and their index, whichever split is augmented."""
         train = self.task if self.task.split == "train" else type(self.task)("train")
         questions = [train.question(i) for i in range(len(train))]
         return questions, BM25([question.text for question in questions])
@@ -222,7 +222,7 @@ AUGMENTERS = {"styles": Styled, "order": Reordered, "options": MoreOptions}
 
 
 def near_equal(one: str, other: str) -> bool:
-    """Whether one option contains the other or their similarity ratio is at least ALIKE."""
+    """Whether one option contains the other or they reach SIMILARITY_THRESHOLD."""
     a, b = (" ".join(WORD.findall(text.lower())) for text in (one, other))
     if a == b or (min(len(a), len(b)) > 3 and (a in b or b in a)):
         return True

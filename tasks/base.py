@@ -22,12 +22,12 @@ from nanochat.common import fingerprint
 
 Message = dict[str, Any]
 Conversation = list[Message]
-Part = dict[str, str]
+ContentPart = dict[str, str]
 Kind = Literal["choice", "generate", "talk"]
 
 LETTERS = tuple("ABCDEFGHIJKLMNOPQRSTUVWXYZ")
 BY_LETTER = "Answer with the letter only."
-SAMPLE = 8  # conversations hashed into `identity` to detect changes of wording
+SAMPLE = 8  # conversations hashed into `identity` to detect wording changes
 TOOL_USE = re.compile(r"<\|(python|output)_start\|>.*?(<\|\1_end\|>|$)", re.DOTALL)
 SPECIAL = re.compile(r"<\|\w+\|>")
 CALCULATION = re.compile(r"<<([^<>=]*)=([^<>=]*)>>")
@@ -39,24 +39,24 @@ def user(words: str) -> Message:
     return {"role": "user", "content": words}
 
 
-def assistant(content: str | list[Part]) -> Message:
+def assistant(content: str | list[ContentPart]) -> Message:
     """An assistant message: a string, or parts made by `text` and `tool_call`."""
     return {"role": "assistant", "content": content}
 
 
-def text(words: str) -> Part:
+def text(words: str) -> ContentPart:
     """A text part of an assistant message."""
     return {"type": "text", "text": words}
 
 
-def tool_call(code: str, output: str) -> list[Part]:
+def tool_call(code: str, output: str) -> list[ContentPart]:
     """Two parts: the code passed to the tool and its output."""
     return [{"type": "python", "text": code}, {"type": "python_output", "text": output}]
 
 
-def with_tool_calls(notation: str) -> list[Part]:
+def with_tool_calls(notation: str) -> list[ContentPart]:
     """Split GSM8K notation into parts; `<<3*4=12>>` becomes a calculator call."""
-    parts: list[Part] = []
+    parts: list[ContentPart] = []
     end = 0
     for call in CALCULATION.finditer(notation):
         parts += [text(notation[end : call.start()]), *tool_call(call[1], call[2])]
@@ -71,7 +71,7 @@ def find_flaw(messages: Any) -> str | None:
     roles = [message.get("role") for message in messages]
     turns = roles[1:] if roles[:1] == ["system"] else roles
     if not turns or turns != ["user", "assistant"] * (len(turns) // 2):
-        return f"roles must alternate user, assistant and end with assistant; got {roles}"
+        return f"roles must alternate user/assistant and end with assistant; got {roles}"
     for number, message in enumerate(messages, 1):
         content = message.get("content")
         parts = content if isinstance(content, list) and message["role"] == "assistant" else None
@@ -108,12 +108,12 @@ def answer_text(message: Message) -> str:
 
 
 def visible(answer: str) -> str:
-    """A completion without tool calls, tool outputs and special tokens."""
+    """A completion without tool calls, tool outputs or special tokens."""
     return SPECIAL.sub("", TOOL_USE.sub("", answer))
 
 
 def final_number(answer: str) -> Decimal | None:
-    """The number after the last `####`, without commas and dollar sign; None if there is none."""
+    """The number after the last `####`, without commas or dollar sign; None if there is none."""
     found = FINAL_NUMBER.findall(answer)
     return Decimal(found[-1].replace(",", "")) if found else None
 
@@ -124,7 +124,7 @@ def choice_question(
     """
     Format a multiple-choice question. The default instruction asks for the letter only.
 
-    The letter follows `=` without a space to be the same token here and in the answer.
+    The letter follows `=` without a space so that it is the same token as in the answer.
     """
     lines = [f"- {option}={letter}" for option, letter in zip(options, letters, strict=True)]
     return "\n".join([question, *lines, "", instruction])
@@ -233,7 +233,7 @@ class ChoiceTask(Task):
 
 
 class MCQuestion(NamedTuple):
-    """A multiple-choice question: text, options and the index of the right option."""
+    """A multiple-choice question: text, options and the index of the correct option."""
 
     text: str
     options: tuple[str, ...]
@@ -270,7 +270,7 @@ class NumberTask(Task):
 
     def score(self, conversation: Conversation, answer: str) -> float:
         right = final_number(answer_text(conversation[-1]))
-        assert right is not None, f"{self.name}: a reference answer without a number"
+        assert right is not None, f"{self.name}: a reference answer has no number"
         return float(final_number(visible(answer)) == right)
 
     def answered(self, answer: str) -> bool:

@@ -17,9 +17,9 @@ from tasks.augment import AUGMENTERS
 from tasks.base import Mixture, Subset, Task
 from tasks.registry import TASKS, key_of, make_task, validation_split
 
-VAL_ROWS = 1_000  # per task: enough to measure a loss, and no task dominates
+VAL_ROWS = 1_000  # per task: enough to measure a loss, without one task dominating
 
-# As stated by the owners of the data sets
+# As stated by the dataset owners
 TAGS = {
     "arc_easy": Tags("science", "en", "native", "", "CC BY-SA 4.0", "letter", parent="arc"),
     "arc_challenge": Tags("science", "en", "native", "", "CC BY-SA 4.0", "letter", parent="arc"),
@@ -121,7 +121,7 @@ def questions(spec: str, split: str = "train", seed: int = 0) -> Mixture:
     """
     One split of the tasks of a mixture, shuffled together.
 
-    Raises ValueError for an invalid spec or amounts other than questions and whole repeats.
+    Raises ValueError for an invalid spec or amounts other than question counts and whole repeats.
     """
     tasks = []
     for part in parse_task_mixture(spec):
@@ -137,7 +137,7 @@ def questions(spec: str, split: str = "train", seed: int = 0) -> Mixture:
 
 def held_out_questions(spec: str, count: int) -> Mixture:
     """
-    About `count` questions of the "test" split, equally many from each task of a mixture.
+    About `count` questions of the "test" split, the same number from each task in a mixture.
 
     Raises ValueError for a training-only task.
     """

@@ -1,5 +1,5 @@
 """
-Built-in data sets: generated once under the base directory, then read like any other.
+Built-in datasets: generated once under the base directory, then read like any other.
 
     name -> ensure_written -> data/<name>/: text/*.jsonl, suite/ (evaluation bundle), manifest.json
 """
@@ -13,15 +13,15 @@ WRITERS = {"embedded": world}  # modules with write(name, num_shards)
 
 def ensure_written(name: str | None, num_shards: int | None = None) -> Path | None:
     """
-    Generate the missing or outdated files of a built-in data set: the first `num_shards` training
-    shards (default: all) and the rest. Returns its folder, or None for other names.
+    Generate the missing or outdated files of a built-in dataset: the first `num_shards` training
+    shards (default: all) and all other files. Returns its folder, or None for other names.
     """
     return WRITERS[name].write(name, num_shards) if name in WRITERS else None
 
 
 def choose_bundle(suite: str | None, eval_bundle: str | None, dataset: str | None) -> str | None:
     """
-    Location of the few-shot tasks: `eval_bundle` if given, else the suite of the built-in data set
+    Location of the few-shot tasks: `eval_bundle` if given, else the suite of the built-in dataset
     `suite` (default: the training `dataset`), else None for the published bundle.
 
     Raises ValueError for an unknown suite, or for `eval_bundle` with a built-in suite.

@@ -1,7 +1,7 @@
 """
 Filters that drop rows of a bucket, with counts and samples of dropped rows.
 
-    rows -> filters in order -> kept rows, one Dropped per filter
+    rows -> filters in order -> kept rows, one FilterStats per filter
 
 A row is {"messages": [...]} plus optional fields: "original" (the prompt before translation),
 "gold" (the reference answer), "finish" (why the answer ended). A row without a field that a rule
@@ -31,8 +31,8 @@ SHOWN_CHARS = 120
 MAD_SIGMA = 1.4826  # standard deviation / median absolute deviation of a normal distribution
 MOST_SHIFT = 3.0  # standard deviations; our choice, no published value
 NGRAM = 4  # words per n-gram in the repetition check
-MOST_REPEATED = 0.5  # share of repeated n-grams from which an answer is degenerate
-NEAR = 0.8  # Jaccard index from which rows are near-duplicates
+MOST_REPEATED = 0.5  # share of repeated n-grams that makes an answer degenerate
+NEAR = 0.8  # minimum Jaccard index of near-duplicates
 HASHES, BANDS = 128, 16  # MinHash: rows that agree in any of 16 bands of 8 are compared
 LEAST_RUNS = 20  # minimum number of n-grams for the repetition check
 IMAGE = re.compile(
@@ -216,7 +216,7 @@ def value(number: str) -> float:
 
 
 def no_duplicate(rows: Sequence[FilterRow]) -> list[bool | None]:
-    """Keep the first of rows with the same words, ignoring case and punctuation."""
+    """Keep the first of any rows with the same words, ignoring case and punctuation."""
     seen: set[bytes] = set()
     found: list[bool | None] = []
     for row in rows:
@@ -319,7 +319,7 @@ def parse_all(
 
 
 def percent(words: str) -> float:
-    """Parse "30%" to 0.3. Raises ValueError without the sign or outside 0 to 100%."""
+    """Parse "30%" to 0.3. Raises ValueError without the % sign or outside 0 to 100%."""
     if not words.endswith("%") or not 0 <= float(words[:-1]) <= 100:
         raise ValueError(f"{words!r} is not a percentage like 30%")
     return float(words[:-1]) / 100

@@ -1,7 +1,7 @@
 """
-Tasks whose rows come from a data set repository on the hub, pinned on first use.
+Tasks whose rows come from a dataset repository on the hub, pinned on first use.
 
-    repository, file stem -> HubRepo: manifest, verified files -> Rows -> HubTask
+    repository, file stem -> HubRepo: manifest, verified files -> TaskRows -> HubTask
 """
 
 import re
@@ -21,7 +21,7 @@ from tasks.base import Task, shuffled
 
 SUFFIXES = (".parquet", ".csv", ".jsonl", ".jsonl.gz")
 CSV_FORMAT = csv.ParseOptions(newlines_in_values=True)
-ROW_ORDER = 0  # shuffle seed: data sets are sorted by subject, so the first n rows are no sample
+ROW_ORDER = 0  # shuffle seed: datasets are sorted by subject, so the first n rows are biased
 
 TaskRow = dict[str, Any]
 
@@ -56,7 +56,7 @@ def load_split(repo: str, stem: str, columns: Sequence[str]) -> TaskData:
     Load the rows of a split; files are downloaded and pinned on first use.
 
     repo: <owner>/<name>, plus /<folder> if several folders match the stem. stem: file name without
-    part number and suffix, "main/test" for main/test-00000-of-00001.parquet. Raises ValueError if
+    part number or suffix, as "main/test" for main/test-00000-of-00001.parquet. Raises ValueError if
     files or columns are missing.
     """
     words = repo.split("/")
@@ -125,7 +125,7 @@ def read_columns(path: Path, columns: Sequence[str]) -> pa.Table:
 
 
 class HubTask(Task):
-    """A task from a data set on the hub, its rows shuffled with a fixed seed."""
+    """A task from a dataset on the hub, its rows shuffled with a fixed seed."""
 
     repo: str
     stems: Mapping[str, str]

@@ -1,7 +1,7 @@
 """
 HumanEval: complete functions from signature and docstring, scored by running tests.
 
-    answer -> extracted program -> passes: program and test in separate child processes -> 0 or 1
+    answer -> extracted program -> run_test: program and test in separate child processes -> 0 or 1
 
 Source: Chen et al., "Evaluating Large Language Models Trained on Code", arXiv:2107.03374.
 """
@@ -67,8 +67,8 @@ def extract_code(answer: str, entry: str) -> str:
     """
     The code block that defines `entry`, else the first one, else the whole answer.
 
-    It runs after the prompt, which has imports, helpers and a function without a body: a whole
-    function replaces that function, a bare body completes it.
+    The code runs after the prompt, which has imports, helpers and a function without a body: a
+    whole function replaces that function, and a bare body completes it.
     """
     blocks = BLOCK.findall(answer) or [answer]
     return next((block for block in blocks if f"def {entry}(" in block), blocks[0])
@@ -81,12 +81,12 @@ def run_test(program: str, test: str, entry: str, setup: str = "", unsafe: bool 
     Program and test run in separate sandboxes. In the test's sandbox, `entry` is a proxy that calls
     the program's function. Only plain data crosses: None, numbers, text, bytes, and lists, tuples,
     sets and dicts of these, always as exactly these types. `setup` is trusted code that runs before
-    the test; the proxy replaces its `entry`. A test passes if it runs to its end. For HumanEval,
+    the test; the proxy replaces its `entry`. A test passes if it runs to completion. For HumanEval,
     test=test + "check(<entry>)" and setup=prompt.
 
-    Guaranteed: the result is true only if the program's process answered every call of the test
-    within the limits, with values that the test accepts. Nothing that the program prints, patches,
-    overrides or writes into its pipes, and no way to exit, affects the test's code or the verdict.
+    Guaranteed: the result is true only if the program's process answered every call from the test
+    within the limits, with values that the test accepts. Neither what the program prints, patches,
+    overrides or writes to its pipes, nor how it exits, affects the test's code or the verdict.
     Not guaranteed: that a function computed the values (a program may guess), that the test is
     good, or anything without a sandbox. Limitation: a test sees no changes to its arguments and
     cannot pass functions or objects.

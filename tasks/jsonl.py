@@ -19,7 +19,7 @@ HELD_OUT = 20  # hold out one conversation in 20
 
 
 class JSONL(Task):
-    """Conversations of the file `path`. Raises ValueError with the number of an invalid line."""
+    """Conversations of the file `path`. Raises ValueError with an invalid line's number."""
 
     name = "JSONL"
     kind = "talk"

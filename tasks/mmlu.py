@@ -9,7 +9,7 @@ from tasks.hub import HubTask
 
 
 class MMLU(HubTask, QuestionTask):
-    """Train split: `auxiliary_train`, questions of other data sets."""
+    """Train split: `auxiliary_train`, questions from other datasets."""
 
     name = "MMLU"
     baseline = 0.25

@@ -1,7 +1,7 @@
 """
 Contamination check: evaluation items that share 13 consecutive words with training data.
 
-    held-out tasks -> Grams; training tasks, streamed -> overlaps: shared items per pair of tasks
+    held-out tasks -> Ngrams; training tasks, streamed -> overlaps: shared items per pair of tasks
 
 Words are runs of letters and digits, ignoring case and option letters; n-grams do not cross items.
 Items of 6 to 12 words are searched for in full, as are question texts of 8 to 12 words without
@@ -23,11 +23,11 @@ import numpy as np
 from tasks.base import Task
 
 RUN = 13  # words
-LEAST = 6  # minimum number of words of an item searched for in full
+LEAST = 6  # minimum number of words in an item searched for in full
 LEAST_ASKED = 8  # the same for a question without its options
 BATCH = 4096  # training items per batch
 WORD = re.compile(r"[^\W_]+")
-LABEL = re.compile(r"=[A-Z]$", re.MULTILINE)  # of an option, in `base.choice_question`
+LABEL = re.compile(r"=[A-Z]$", re.MULTILINE)  # option label in `base.choice_question`
 
 
 class Overlap(NamedTuple):
@@ -36,7 +36,7 @@ class Overlap(NamedTuple):
     train: str
     held_out: str
     items: int
-    """Number of items of the held-out task."""
+    """Number of items in the held-out task."""
     checked: int
     """Number of items long enough to check."""
     shared: tuple[int, ...]
@@ -73,7 +73,7 @@ def ngrams_by_length(texts: Iterable[str], runs: Sequence[int]) -> dict[int, Ngr
     most = max(runs)
     ids, bounds = np.array(words, np.uint64), np.array(ends, np.int64)
     multipliers = 2 * np.random.default_rng(0).integers(1 << 63, size=most, dtype=np.uint64) + 1
-    item = np.searchsorted(bounds, np.arange(len(words)), side="right")  # of each word
+    item = np.searchsorted(bounds, np.arange(len(words)), side="right")  # item index of each word
     hashes = np.zeros(len(words), np.uint64)
     found = {}
     for offset, multiplier in enumerate(multipliers):  # sums modulo 2^64

@@ -1,7 +1,7 @@
 """
 Tasks by name.
 
-    make("ARC-Easy", "test") -> Task; eval_task("arc_easy") -> test split to score a model on
+    make_task("ARC-Easy", "test") -> Task; eval_task("arc_easy") -> test split to score a model on
 
 Data is downloaded on first use.
 """

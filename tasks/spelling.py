@@ -47,7 +47,7 @@ SPELL_QUESTIONS = (
 
 
 @cache
-def word_list(path: str | None, split: Split) -> tuple[str, ...]:
+def english_words(path: str | None, split: Split) -> tuple[str, ...]:
     """
     The words of a split, from a file with one word per line or from the embedded world.
 
@@ -62,7 +62,7 @@ def word_list(path: str | None, split: Split) -> tuple[str, ...]:
         if split_of("word", word.lower()) == split
     )
     if not words:
-        raise ValueError(f"no words for split {split} in {path}; use one word of letters per line")
+        raise ValueError(f"no words for split {split} in {path}; use one alphabetic word per line")
     return words
 
 
@@ -82,7 +82,7 @@ class WordTask(Task):
 
     @property
     def words(self) -> Sequence[str]:
-        return word_list(self.path, cast(Split, self.split))
+        return english_words(self.path, cast(Split, self.split))
 
     def __len__(self) -> int:
         return SIZES[self.split]
@@ -101,8 +101,8 @@ class SpellingBee(WordTask, NumberTask):
         """
         A word and a letter, which is in the word with probability 0.8.
 
-        Documents of the embedded world also count letters: pairs of word and letter that are held
-        out there are held out here and vice versa.
+        Documents of the embedded world also count letters: (word, letter) pairs that are held
+        out there are held out here, and vice versa.
         """
         while True:
             word = pick(rng, self.words)

@@ -1,4 +1,4 @@
-"""Run scripts by their command lines in this process; starting Python takes seconds."""
+"""Run script command lines in this process, because starting Python takes seconds."""
 
 import runpy
 import sys

@@ -71,7 +71,7 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture) -> Command:
-    """Run scripts by their command lines."""
+    """Run scripts from command lines."""
     return Command(monkeypatch, capfd)
 
 
@@ -105,7 +105,7 @@ def machine() -> DistContext:
 
 @pytest.fixture
 def active_work(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the work that ranks currently report (`DistContext.working`)."""
+    """What the ranks currently report as work (`DistContext.working`)."""
     active: list[str] = []
 
     @contextmanager

@@ -1,7 +1,7 @@
 """
 Train with an injected hardware fault: python -m tests.faulty <fault> <rank> <step> <flags>
 
-Runs scripts.base_train; the fault occurs before one step of one rank. Faults: `nan` (a gradient),
+Runs scripts.base_train; the fault occurs before one step on one rank. Faults: `nan` (a gradient),
 `flip` (a bit of a weight).
 """
 
@@ -20,7 +20,7 @@ plain_step = train.train_step
 
 def inject(run: TrainingRun) -> None:
     """Inject the fault."""
-    # a replicated weight: sharded ones are gathered anew in every step
+    # a replicated weight: sharded ones are re-gathered at every step
     weight = next(group.params[0] for group in run.optimizer.groups if not group.sharded)
     if FAULT == "nan":
         weight.register_hook(lambda grad: grad * math.nan)

@@ -23,7 +23,7 @@ def hub_served(hub: Path, patch: pytest.MonkeyPatch) -> Iterator[Callable[..., A
     """
     Yield a function that starts a server for a folder (default: `hub`) and uses it as the Hub.
 
-    Its switches enable faults of the server. Pauses between retries are short.
+    Its switches inject server faults. Pauses between retries are short.
     """
     path = hub.parent / "tools" / "serve_hub.py"
     spec = importlib.util.spec_from_file_location("serve_hub", path)
@@ -50,7 +50,7 @@ def hub_served(hub: Path, patch: pytest.MonkeyPatch) -> Iterator[Callable[..., A
 def small_hub(hub: Path, folder: Path, rows: int = 100, whole: tuple[str, ...] = ()) -> Path:
     """
     Copy the first `rows` rows of each file of `hub` to `folder`; all rows for repositories in
-    `whole`. The text and conversations of the speedrun are stored under the names it uses.
+    `whole`. Local text and conversations get the names that the speedrun uses.
     """
     names = {
         "karpathy/climbmix-400b-shuffle": "local/mini-pretrain",

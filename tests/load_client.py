@@ -3,8 +3,8 @@ Load test client: concurrent users that send chat requests in a loop.
 
     python -m tests.load_client URL USERS SECONDS TOKENS -> one line of JSON
 
-Each user waits for its answer before the next request; after status 429, for Retry-After. Reads
-streams from raw sockets; token counts are the server's `usage`.
+Each user sends its next request after the answer, or after Retry-After on status 429.
+Reads streams from raw sockets; token counts are the server's `usage`.
 """
 
 import asyncio

@@ -24,7 +24,7 @@ from nanochat import (
 
 argmax = torch.Tensor.argmax
 
-torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN would be asked for a plan
+torch.backends.cuda.enable_cudnn_sdp(False)  # avoid asking cuDNN for a plan
 torch.exp2 = lambda x: torch.exp(x * 0.6931471805599453)  # exp2 is compiled on first use
 checkpoint.first_not_finite = lambda named: None
 train.math = SimpleNamespace(**{**vars(math), "isfinite": lambda x: True})

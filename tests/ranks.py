@@ -1,8 +1,8 @@
 """
 Run by test_distributed.py under torchrun: checks that the ranks of a run agree.
 
-Trains a tiny model with hash-bigram embedding on uneven masks and different allocator states.
-Prints a JSON list with learning rates, losses, gradient norms and parameter digest of each rank.
+Trains a tiny model with a hash-bigram embedding, uneven masks and different allocator states.
+Prints a JSON list of each rank's learning rates, losses, gradient norms and parameter digest.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ ROWS, T, STEPS = 8, TINY.max_seq_len, 6
 
 
 def all_rows(step: int) -> tuple[np.ndarray, np.ndarray]:
-    """Rows with different numbers of targets: row i has its last 2 i."""
+    """Rows with varying numbers of targets: row i keeps its last 2 * i."""
     ids = np.random.default_rng(step).integers(0, 64, (ROWS, T + 1))
     tokens, targets = ids[:, :-1].copy(), ids[:, 1:].copy()
     for i in range(ROWS):
@@ -37,7 +37,7 @@ def all_rows(step: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def check_work_for_others(machine: DistContext) -> None:
-    """One rank runs the work, all ranks get its result or error."""
+    """One rank runs the work; all ranks get its result or error."""
     for share in (machine.on_main, machine.on_node):
         done: list[int] = []
         assert share("counting", lambda done=done: done.append(1) or machine.rank) == 0
@@ -62,7 +62,7 @@ def main() -> None:
     model = build_model(shape, machine.device, machine.dtype, seed=0)
     if machine.rank == 1:  # a kernel that fails on one rank is used on none
         attention.attend_sdpa = lambda *_: 1 / 0  # type: ignore
-    # estimates differ between ranks, and some of them alone would compile
+    # estimates differ between ranks; some ranks alone would compile
     assert not set_kernels(KernelConfig(), model, machine, seconds=1e9 * machine.rank)
     backend = "sdpa" if machine.world_size == 1 else "plain"
     assert {block.attention.backend for block in model.blocks} == {backend}

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# The whole check: format, lint, types, the Rust crate, the ordinary test suite.
+# All checks: format, lint, types, the Rust crate, the ordinary test suite.
 #
 #   bash tests/run.sh              # everything but the slow tests
 #   bash tests/run.sh -m slow      # arguments go to pytest
 set -euo pipefail
 cd "$(dirname "$0")/.."
-# the tests read our models, and call our server, with other projects' packages
+# tests load our models and call our server using other projects' packages
 GROUPS_WANTED="--group interop --group browser"
 source dev/setup.sh
 

@@ -1,7 +1,7 @@
 """
 Run a script with a slow rank 0: python -m tests.slow_rank <seconds> <job> <script> <flags>
 
-Runs scripts.<script>; on rank 0, the first call of the job takes <seconds> longer. Jobs: `pack` (a
+Runs scripts.<script>; on rank 0, the job's first call takes <seconds> longer. Jobs: `pack` (a
 shard of text), `encode` (a bucket of conversations), `verify` and `write` (a checkpoint), `suite`
 (few-shot tasks), and `step` (a training step, which reports no work).
 """

@@ -1,4 +1,4 @@
-"""Anomaly detection: non-finite values, loss spikes, unequal ranks."""
+"""Anomaly detection: non-finite values, loss spikes, ranks that differ."""
 
 import math
 
@@ -41,7 +41,7 @@ def test_R14_spike_is_detected_early_and_late_and_logged(machine, capsys, step):
     assert f"step {step}: loss " in capsys.readouterr().out
 
 
-def test_R14_clean_curves_have_no_false_alarm(machine):
+def test_R14_clean_curves_raise_no_false_alarm(machine):
     """Curves like pretraining, and like short finetuning, which is noisier."""
     for seed in range(10):
         assert not alarms(machine, curve(seed))
@@ -51,7 +51,7 @@ def test_R14_clean_curves_have_no_false_alarm(machine):
 @pytest.mark.parametrize(
     "steps", [60, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])]
 )
-def test_R14_ten_clean_runs_have_no_false_alarm(machine, steps, record_property):
+def test_R14_ten_clean_runs_raise_no_false_alarm(machine, steps, record_property):
     for seed in range(10):
         run, *_ = make_run(machine, num_steps=steps, seed=seed)
         progress = Progress()

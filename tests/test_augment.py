@@ -1,4 +1,4 @@
-"""Augmented questions: right answers survive new formats, orders and extra options."""
+"""Augmented questions: correct answers survive new formats, orders and extra options."""
 
 from collections import Counter
 
@@ -41,7 +41,7 @@ def task():
     return Animals("train")
 
 
-def test_reordering_keeps_the_right_option(task):
+def test_reordering_keeps_the_correct_option(task):
     found = Reordered(task)
     for i in range(30):
         was, now = task.question(i), found.question(i)

@@ -1,4 +1,4 @@
-"""Built-in data sets: written once, then read as files."""
+"""Built-in datasets: written once, then read as files."""
 
 import multiprocessing
 import shutil
@@ -63,7 +63,7 @@ def test_only_missing_shards_are_written(base):
     assert modified(folder / "text").keys() == {p for p in after if p.parent.name == "text"}
 
 
-def test_another_version_is_rewritten(base, monkeypatch):
+def test_outdated_files_are_rewritten(base, monkeypatch):
     folder = ensure_written("embedded", 2)
     before = open_source(DataConfig(dataset="embedded")).fingerprint
     monkeypatch.setattr(write, "VERSION", "another")
@@ -76,7 +76,7 @@ def test_another_version_is_rewritten(base, monkeypatch):
     assert source.fingerprint != before
 
 
-def test_files_of_an_interrupted_call_are_not_used(base, monkeypatch):
+def test_files_from_an_interrupted_call_are_not_used(base, monkeypatch):
     def abort(*args):
         raise OSError("no space left on device")
 
@@ -120,7 +120,7 @@ def test_source_recorded_without_files_still_opens(base, num_shards):
     assert source.fingerprint == RECORDED[num_shards]
 
 
-def test_built_in_data_sets_of_a_mixture_are_written(base, tmp_path):
+def test_built_in_datasets_in_a_mixture_are_written(base, tmp_path):
     own = tmp_path / "own.json"
     own.write_text('{"mixture": "land", "buckets": {"land": {"dataset": "embedded"}}}')
     data, mix = DataConfig(num_shards=1), MixConfig(str(own))

@@ -17,7 +17,7 @@ from tests.web_server import write_model
 
 @pytest.fixture
 def prompts(monkeypatch):
-    """The prompt of every answer, decoded to text; the answers are empty."""
+    """The prompt for every answer, decoded to text; the answers are empty."""
     found = []
 
     def submit(engine, prompt, settings):

@@ -13,7 +13,7 @@ S = TOKENIZER.special
 
 
 def shown(ids, mask):
-    """Decode all ids, and those with loss only, with special tokens by name."""
+    """Decode all ids, then only those with loss; special tokens show as names."""
     trained = [i for i, m in zip(ids, mask, strict=True) if m]
     return TOKENIZER.decode(ids), TOKENIZER.decode(trained)
 

@@ -53,13 +53,13 @@ def test_repeats_cover_the_bucket_and_then_a_random_part():
     assert set(one) != set(other)  # another seed, another half
 
 
-def test_chosen_tokens_are_within_half_a_conversation():
+def test_chosen_tokens_are_off_by_at_most_half_a_conversation():
     lengths = np.random.default_rng(0).integers(5, 300, 1000)
     for tokens in (100, 5_000, 77_777, 400_000):
         assert abs(lengths[choose_conversations(lengths, tokens, 0, 0)].sum() - tokens) <= 150
 
 
-def test_any_window_of_a_mixture_has_its_shares():
+def test_any_window_of_a_mixture_keeps_its_proportions():
     sizes = [np.full(600, 3), np.full(100, 6), np.full(30, 20)]
     buckets, numbers = interleave(sizes, seed=0)
     for first in range(0, 700, 73):

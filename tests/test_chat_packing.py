@@ -1,4 +1,4 @@
-"""Packed conversations: never split, loss mask, none without loss."""
+"""Packed conversations stay whole, keep their masks, and always have loss."""
 
 import os
 from concurrent.futures import ProcessPoolExecutor
@@ -158,7 +158,7 @@ def test_signed_rows_become_inputs_and_targets():
     ]
 
 
-def test_conversations_and_tokenizers_have_separate_rows():
+def test_rows_depend_on_conversations_and_tokenizer():
     a = open_chat_rows({"name": "x"}, TOKENIZER, 63)
     b = open_chat_rows({"name": "y"}, TOKENIZER, 63)
     c = open_chat_rows({"name": "x"}, Tokenizer.train(["that was it"], 270), 63)

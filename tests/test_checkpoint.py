@@ -1,4 +1,4 @@
-"""Checkpoints on disk: atomic, verified, and found again."""
+"""Checkpoints on disk: atomic writes, verification, lookup."""
 
 import json
 import os

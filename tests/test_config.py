@@ -121,7 +121,7 @@ def test_retired_flag_names_its_replacement(capsys):
     assert "--num_iterations=1" in message
 
 
-def test_flag_removed_from_all_scripts_names_the_fix(capsys):
+def test_error_for_removed_flag_names_the_fix(capsys):
     assert "WANDB_MODE=offline" in rejected(capsys, "--wandb-mode=offline")
 
 
@@ -155,7 +155,7 @@ def test_help_joins_docstring_lines(capsys):
     assert "A script." in out and "Model depth." in out and "Learning rate of matrices." in out
 
 
-def test_settings_replace_none_by_minus_one_or_empty():
+def test_settings_replace_none_with_minus_one_or_empty():
     assert settings(Script()) == {
         "depth": 20,
         "device_batch_size": -1,
@@ -203,7 +203,7 @@ def test_optional_list_accepts_commas_and_minus_one():
     assert parse(Lists((), (1,)), args=["--sizes=-1"]).sizes is None
 
 
-def test_value_error_of_own_code_has_a_user_message():
+def test_value_error_from_our_code_has_a_user_message():
     with pytest.raises(ValueError) as caught:
         read_floor("arc=5")
     assert user_message(caught.value) == str(caught.value)

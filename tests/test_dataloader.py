@@ -40,7 +40,7 @@ from nanochat.tokenizer import Tokenizer
 
 T = 32
 SEED = 7
-ROWS = 256  # in a step
+ROWS = 256  # per step
 WORDS = "the a of and sea boat sail wind north south cold warm stone river bread".split()
 
 
@@ -150,7 +150,7 @@ def test_B2_very_long_document_is_packed_and_epochs_continue(tmp_path, tokenizer
         (folder / f"{name}.jsonl").write_text(json.dumps({"text": book}) + "\n")
     found = packed(folder, tokenizer)
     total = found.packed_train_rows
-    assert total == len(tokenizer.encode(book)) // T  # all but the end
+    assert total == len(tokenizer.encode(book)) // T  # drops the tail
     assert found.epochs_for(3 * total) == 3
     assert found.row_ids(5 * total, 1, SEED)[0, :2].tolist() == [5, 0]
 
@@ -390,7 +390,7 @@ def test_R28_one_rank_verifies_the_rows_of_all_ranks(folder, tokenizer):
     found = packed(folder, tokenizer)
     boundary = found.counts("shard_0.jsonl")["rows"]
     flip(found.bin_path("shard_1.jsonl"))
-    found.batch(0, 2 * (boundary // 2), SEED)  # the next shard is only verified ahead
+    found.batch(0, 2 * (boundary // 2), SEED)  # the next shard is only prechecked
     with pytest.raises(UsageError, match="shard_1"):  # rank 0 reads shard_0, rank 1 shard_1
         found.batch(0, 2 * boundary, SEED, 0, 2)
 
@@ -508,11 +508,11 @@ def test_large_files_keep_their_names_and_their_own_rows(folder, small_files, to
 
 
 def packed_elsewhere(folder: Path, tokenizer: Tokenizer) -> Rows:
-    """Pack a folder under another name, so that it gets a new manifest."""
+    """Pack a folder after renaming it, so that it gets a new manifest."""
     return packed(folder.rename(folder.parent / "elsewhere"), tokenizer)
 
 
-def test_R9_packing_error_has_needed_and_free_bytes(folder, tokenizer, monkeypatch):
+def test_R9_packing_error_states_needed_and_free_bytes(folder, tokenizer, monkeypatch):
     source = source_of(folder)
     found = open_rows(source, tokenizer, T)
     monkeypatch.setattr(common, "free_bytes", lambda path: 200 << 20)
@@ -611,7 +611,7 @@ def test_killed_packing_process_is_reported_and_resumed(folder, tokenizer):
     assert all(found.is_packed(shard) for shard in source.shards())
 
 
-def test_error_without_packing_process_has_the_command(folder, tokenizer, monkeypatch):
+def test_error_without_packing_process_names_the_command(folder, tokenizer, monkeypatch):
     monkeypatch.setattr(dataloader, "SILENCE_SECONDS", 0.3)
     found = open_rows(source_of(folder), tokenizer, T)
     with pytest.raises(MissingInput, match="scripts.data --max_seq_len=32"):

@@ -85,7 +85,7 @@ def test_invalid_repository_name_is_rejected(name):
         open_source(DataConfig(dataset=name))
 
 
-def test_folder_is_an_existing_or_path_like_name(folder, monkeypatch):
+def test_existing_or_path_like_name_is_a_folder(folder, monkeypatch):
     monkeypatch.chdir(folder.parent)
     name = folder.name
     for named in (name, f"./{name}", f"{name}/../{name}", str(folder)):
@@ -174,7 +174,7 @@ def test_single_file_is_split_and_identity_records_it(tmp_path):
     assert 0 < sizes[source.val_shard] < sizes["only.jsonl"] / 2
 
 
-def test_too_many_shards_error_has_the_number_available(folder):
+def test_too_many_shards_error_states_the_number_available(folder):
     with pytest.raises(ValueError, match="has 2 training shards"):
         local(folder, num_shards=3)
     with pytest.raises(ValueError, match="num_shards must be at least 1, got 0"):
@@ -192,7 +192,7 @@ def test_read_only_folder_works(folder, base):
     assert list((base / "data").rglob("manifest.json"))
 
 
-def test_changed_file_is_rejected_by_name(folder):
+def test_error_names_the_changed_file(folder):
     local(folder)
     write_jsonl(folder / "b.jsonl", ["changed"])
     with pytest.raises(ValueError, match=r"b\.jsonl is missing or does not match its SHA-256"):
@@ -241,7 +241,7 @@ DAMAGED = (
 
 
 def damaged_files(folder: Path) -> dict[str, tuple[bytes, str]]:
-    """Name -> content of a damaged file and a pattern of its error."""
+    """Name -> content of a damaged file and its error pattern."""
     whole = write_parquet(folder / "whole.parquet", ["text " * 500] * 50).read_bytes()
     (folder / "whole.parquet").unlink()
     return {
@@ -289,7 +289,7 @@ def test_R11_damage_inside_a_file_is_found_when_read(folder):
         texts_of(local(folder), "b.parquet")
 
 
-def test_R11_truncated_last_line_is_named(folder):
+def test_R11_error_names_truncated_last_line(folder):
     path = write_jsonl(folder / "b.jsonl", ["four", "five"])
     path.write_bytes(path.read_bytes()[:-4])
     with pytest.raises(ValueError, match=r"b\.jsonl, line 2"):
@@ -404,7 +404,7 @@ def test_repository_is_pinned_and_files_are_fetched_lazily(serve, hub, base):
     assert open_source(DataConfig(), source.describe()) == source
 
 
-def test_downloaded_files_need_no_network(serve):
+def test_downloaded_files_work_offline(serve):
     server = serve()
     source = mini()
     source.fetch(source.val_shard)
@@ -413,7 +413,7 @@ def test_downloaded_files_need_no_network(serve):
     assert texts_of(mini(), source.val_shard)
 
 
-def test_other_revision_error_names_the_pinned_one(serve):
+def test_revision_mismatch_error_names_pinned_revision(serve):
     serve()
     source = mini()
     assert mini(revision="main") == mini(revision=source.repo.commit) == source
@@ -423,7 +423,7 @@ def test_other_revision_error_names_the_pinned_one(serve):
         mini(revision="dev")
 
 
-def test_missing_revision_or_repository_is_named(serve):
+def test_error_names_missing_revision_or_repository(serve):
     serve()
     with pytest.raises(UsageError, match="no revision 'nowhere'"):
         mini(revision="nowhere")
@@ -444,7 +444,7 @@ def test_new_commit_does_not_change_a_pinned_source(serve, hub, tmp_path):
 
 
 @pytest.mark.parametrize("fraction", [0.01, 0.5, 0.99])
-def test_R12_interrupted_download_resumes_to_right_digest(serve, hub, fraction):
+def test_R12_interrupted_download_resumes_to_correct_digest(serve, hub, fraction):
     serve(truncate=fraction, fail_first=1)
     path = mini().fetch("shard_00005.parquet")
     assert sha256_file(path) == sha256_file(original(hub, "shard_00005.parquet"))
@@ -460,7 +460,7 @@ def test_R12_overloaded_hub_is_retried_and_logged(serve, hub, capsys):
     assert [count for (kind, _), count in server.counts.items() if kind == "fail"] == [4]
 
 
-def test_R12_retries_are_bounded_and_error_has_the_fix(serve, monkeypatch):
+def test_R12_retries_are_bounded_and_error_names_fix(serve, monkeypatch):
     server, slept = serve(fail_first=1000), []
     clock = SimpleNamespace(monotonic=lambda: sum(slept), sleep=slept.append)
     monkeypatch.setattr(hub_files, "time", clock)  # advances only during pauses
@@ -552,7 +552,7 @@ def test_R11_unrecorded_file_is_checked_against_hub_digest(serve, hub):
     serve()
     source = mini()
     path = source.repo.folder / "shard_00005.parquet"
-    shutil.copy(original(hub, "shard_00000.parquet"), path)  # readable, but another file
+    shutil.copy(original(hub, "shard_00000.parquet"), path)  # readable, but the wrong file
     assert source.fetch("shard_00005.parquet") == path
     assert sha256_file(path) == sha256_file(original(hub, "shard_00005.parquet"))
 
@@ -567,7 +567,7 @@ def test_R11_file_never_matching_its_record_is_rejected(serve):
         source.fetch("shard_00005.parquet")
 
 
-def test_R11_invalid_file_on_the_hub_is_rejected_by_name(serve, tmp_path):
+def test_R11_error_names_invalid_file_on_the_hub(serve, tmp_path):
     folder = tmp_path / "hub/datasets/local/broken"
     write_parquet(folder / "a.parquet", ["one"])
     (folder / "b.parquet").write_bytes(b"no parquet")
@@ -586,7 +586,7 @@ def test_R11_invalid_file_on_the_hub_is_rejected_by_name(serve, tmp_path):
     assert source.manifest.exists()
 
 
-def test_R9_download_error_has_needed_and_free_bytes(serve, monkeypatch):
+def test_R9_download_error_states_needed_and_free_bytes(serve, monkeypatch):
     serve()
     source = mini()
     monkeypatch.setattr(common, "free_bytes", lambda path: 257 << 20)

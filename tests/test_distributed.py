@@ -55,7 +55,7 @@ def test_R3_gpu_resume_is_bit_identical_to_uninterrupted_run(base):
         shutil.rmtree(folder(base, "gpu-resumed") / f"step_{step:06d}")
     python(base, *words, "--model_tag=gpu-resumed", "--resume=auto")
     assert losses(base, "gpu") == losses(base, "gpu-again") == losses(base, "gpu-resumed")
-    words.remove("--deterministic")  # within the difference between two runs
+    words.remove("--deterministic")  # then compare with run-to-run noise
     for tag in ("loose", "loose-again"):
         python(base, *words, f"--model_tag={tag}")
     band = np.abs(np.subtract(losses(base, "loose"), losses(base, "loose-again"))).max()
@@ -86,7 +86,7 @@ def test_R4_elastic_resume_has_same_losses(base, saved_by, resumed_with):
     np.testing.assert_allclose(losses(base, tag), losses(base, "one"), rtol=1e-5)
 
 
-def test_resume_with_other_learning_rate_is_rejected(base):
+def test_resume_with_different_learning_rate_is_rejected(base):
     """Otherwise, the run would mix two recipes and be recorded as the second one."""
     words = [sys.executable, *TRAIN, *SMALL, "--model_tag=one", "--resume=auto", "--matrix_lr=0.03"]
     done = subprocess.run(
@@ -200,7 +200,7 @@ def test_time_limit_stops_two_processes_at_same_step(base):
 
 
 def test_rl_matches_on_one_and_two_processes(base):
-    """Only the length penalty is a signal: a base model gets no answer right."""
+    """The only signal is the length penalty: a base model answers incorrectly."""
     words = (
         "-m scripts.chat_rl --source=base:one --num_iterations=3 "
         "--task=world_spelling=50,world_facts=50 "
@@ -233,7 +233,7 @@ def test_flags_accept_dashes_and_underscores_at_depth_8(base):
 
 
 class Renamed(ValueError):
-    """An error whose pickled copy has another message."""
+    """An error whose pickled copy has a different message."""
 
     def __init__(self, name: str):
         super().__init__(f"bad {name}")

@@ -106,7 +106,7 @@ def test_samples_share_a_prefill_and_differ_from_first_token(tokenizer):
 
 
 class Scripted:
-    """Replaces `sample`: returns given tokens, a script for each first token of a prompt."""
+    """Replaces `sample`: returns scripted tokens; a prompt's first token selects its script."""
 
     def __init__(self, engine, scripts):
         self.engine, self.scripts = engine, scripts
@@ -363,7 +363,7 @@ def test_compiled_step_equals_eager_with_a_changing_batch(tokenizer, option):
 
 
 def test_captured_steps_equal_eager_with_a_changing_batch(tokenizer, monkeypatch):
-    """A stand-in for a CUDA graph: each replay uses the tensors of its capture."""
+    """A stand-in for a CUDA graph: each replay uses the captured tensors."""
     sizes = []
 
     def record(self, tokens, positions, key_positions):

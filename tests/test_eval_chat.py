@@ -98,7 +98,7 @@ def test_items_are_split_among_ranks_and_kept_in_order():
         assert got.num_cropped == 3 * len(range(rank, 10, 3))  # all are longer
 
 
-def test_R31_scoring_of_answers_reports_its_activity(machine, active_work):
+def test_R31_answer_scoring_is_reported_as_work(machine, active_work):
     names = []
 
     def score(items, prompts):

@@ -44,7 +44,7 @@ class Letters:
 
 
 class Words:
-    """Tokenizer that joins a space to the next word, as ours do."""
+    """Tokenizer that attaches a space to the next word, as ours do."""
 
     bos_id = 0
 
@@ -162,7 +162,7 @@ def test_examples_show_the_correct_option():
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_B10_num_fewshot_is_capped_at_the_other_items(size, machine):
+def test_B10_num_fewshot_is_capped_at_items_minus_one(size, machine):
     items = [{"context": f"<{i}>", "continuation": "!"} for i in range(size)]
     one_task = task("language_modeling", items, num_fewshot=10)
     for i in range(size):
@@ -206,7 +206,7 @@ def test_long_prompt_is_truncated_on_the_left_and_counted(machine):
 @pytest.mark.parametrize(
     "change", [{"kind": "essay"}, {"items": []}, {"random_baseline": 1.0}, {"num_fewshot": -1}]
 )
-def test_invalid_task_is_rejected_by_name(change):
+def test_error_names_invalid_task(change):
     good = task("schema", [{"context_options": ["a", "b"], "continuation": "c", "gold": 0}])
     with pytest.raises(ValueError, match="task t"):
         replace(good, **change)
@@ -294,7 +294,7 @@ def test_shared_prefix_processes_fewer_tokens(gpt):
 
 @dataclass(frozen=True)
 class Together(DistContext):
-    """A rank that is a thread of this process."""
+    """A rank that runs as a thread in this process."""
 
     box: list = field(kw_only=True)
     barrier_: threading.Barrier = field(kw_only=True)
@@ -357,7 +357,7 @@ def test_options_without_common_ending_score_their_last_token(gpt):
 
 
 def test_prefix_is_not_shared_if_it_saves_too_little(gpt):
-    """The questions share 8 of 40 tokens, 16 of 40, and together 24 of 80."""
+    """Shared tokens per question: 8 of 40 and 16 of 40; together: 24 of 80."""
     widths = []
 
     class Seen:
@@ -512,7 +512,7 @@ def test_aborted_evaluation_resumes_with_the_next_task(base, small_suite, capsys
     assert resumed["values"] == straight["values"] and resumed["items"] == straight["items"]
 
 
-def test_embedded_suite_is_opt_in_for_models_of_other_text(base, small_suite):
+def test_embedded_suite_is_opt_in_for_models_trained_on_other_text(base, small_suite):
     save_base("web", 1, "somebody/web")
     folder = base / "nothing"
     with pytest.raises(FileNotFoundError, match=f"{folder}.*--eval_bundle"):

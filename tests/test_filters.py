@@ -12,7 +12,7 @@ def row(asked="How many?", said="Four of them.", **more):
 
 
 def kept(spec, *rows, count=len, benchmarks=()):
-    """Whether each row is kept, and the statistics of the filters."""
+    """Whether each row is kept, and the filter statistics."""
     found = apply_filters(rows, parse_all(spec, count, benchmarks))
     return [any(each is one for one in found.rows) for each in rows], found.filters
 

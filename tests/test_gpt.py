@@ -261,7 +261,7 @@ def test_bigram_hash_uses_both_tokens_and_is_uniform():
         assert counts.min() > 1 and counts.max() < 45
         assert (other != found).float().mean() > 0.9
     pairs = len(index.flatten(0, 1).unique(dim=0))
-    assert pairs > 3800  # few collisions in both rows: 4096 of 65,536 pairs
+    assert pairs > 3800  # few collide in both rows: 4096 bigrams, 65,536 pairs
     assert bigram_index(tokens, before, 1).max() == 0
     largest = bigram_index(torch.tensor([[2**18]]), torch.tensor([[2**18]]), 2**18)
     assert 0 <= int(largest.min()) and int(largest.max()) < 2**18
@@ -306,7 +306,7 @@ def test_sparse_gradient_becomes_dense_after_micro_batches():
     assert kinds == [True, True, False, False]
 
 
-def test_golf_model_has_parameter_count_of_record():
+def test_golf_model_matches_record_parameter_count():
     """The record has 19,417,152, including 18,432 per-channel scales that this model lacks."""
     plain = GPTConfig(1024, 8, 512, 8, 4, 64, 2048, mlp_ratio=3, value_every=0)
     shape = shaped(plain, tie_embeddings=True, rope_dims=32, xsa_last_n=2, qk_gain_init=1.5)
@@ -324,7 +324,7 @@ def test_B15_rope_is_correct_after_meta_device_loading(tiny_gpt):
 
 
 def test_building_model_does_not_import_compiler():
-    """Importing it takes longer than everything else before a model's first answer."""
+    """Importing the compiler takes longer than all other work before the first answer."""
     program = (
         "import sys, torch\n"
         "from nanochat.gpt import GPT\n"
@@ -362,7 +362,7 @@ def test_invalid_config_is_rejected_with_its_value(change, named):
         shaped(TINY, **change)
 
 
-# ---- Checkpoints of earlier commits --------------------------------------------------------------
+# ---- Checkpoints from earlier commits ------------------------------------------------------------
 
 BEFORE = {  # fields of every old configuration
     "softcap": 15.0, "value_embeddings": True, "tie_embeddings": False, "rope_dims": None,
@@ -399,7 +399,7 @@ def test_old_run_identity_is_upgraded():
     assert upgrade_identity(before)["optim"] == {**optim, "scalar_lr": 0.25}
 
 
-def test_deleted_option_is_rejected_with_commit():
+def test_deleted_option_error_names_the_commit():
     for change in ({"repeat_layers": "1-2"}, {"softcap": 30.0}):
         with pytest.raises(ValueError, match=f"{list(change)[0]}.*deleted; commit"):
             read_config({**BEFORE, **asdict(TINY), **change})

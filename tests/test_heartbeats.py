@@ -1,4 +1,4 @@
-"""Heartbeats of ranks and their rendezvous, with a local store."""
+"""Rank heartbeats and rendezvous, with a local store."""
 
 import os
 import threading
@@ -13,7 +13,7 @@ from nanochat.distributed import RankHeartbeat, name_attempt
 
 
 class Ended(BaseException):
-    """Raised in place of the end of the process."""
+    """Raised instead of ending the process."""
 
 
 @pytest.fixture
@@ -80,12 +80,12 @@ def test_R16_suspended_time_does_not_count_as_waiting(store, quick):
     assert not quick.is_set()
 
 
-def test_R31_reported_work_extends_wait_until_it_ends(store, quick):
+def test_R31_wait_is_extended_while_work_is_reported(store, quick):
     heartbeats = [RankHeartbeat(store, rank, 3, timeout_seconds=0.5) for rank in range(3)]
     with heartbeats[0].doing("waiting", "barrier"), heartbeats[1].doing("waiting", "barrier"):
         with heartbeats[2].doing("working", "packing rows"):
             assert not quick.wait(2)
-        assert quick.wait(5)  # it goes on without reporting work
+        assert quick.wait(5)  # rank 2 goes on, reporting no work
     for each in heartbeats:
         each.closed.set()
 
@@ -160,7 +160,7 @@ def test_attempt_name_is_new_despite_stale_store_keys(store):
     assert len(set(names)) == 3
 
 
-def test_missing_ranks_are_named(store):
+def test_error_names_missing_ranks(store):
     join_ranks(store, [0, 1, 2])
     found = join_ranks(store, [0, 2], seconds=0.3)
     assert str(found[0]) == "rank 1 of 3 did not join the process group"

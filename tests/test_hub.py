@@ -23,7 +23,7 @@ from tests.hub_server import use_endpoint
 
 NAME, COMMIT = "owner/texts", "c0ffee" + "0" * 34
 SHARD = "b.parquet"
-KINDS = ("info", "tree", "head", "get")  # requests of the first read of a file
+KINDS = ("info", "tree", "head", "get")  # requests made by a file's first read
 
 
 def shard() -> bytes:
@@ -100,7 +100,7 @@ def pauses(monkeypatch):
 
 
 def status(code, headers=None, error=None, body=b"{}"):
-    """A fault: reply with a status and an error code of the Hub's API."""
+    """A fault: reply with a status and a Hub API error code."""
     extra = {"X-Error-Code": error} if error else {}
     return lambda handler: handler.answer(code, body, {**extra, **(headers or {})})
 
@@ -137,7 +137,7 @@ def read_shard():
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("form", ["seconds", "date", "ratelimit"])
-def test_R35_rate_limit_of_minutes_is_waited_out(served, pauses, capsys, kind, form):
+def test_R35_waits_out_minutes_of_rate_limiting(served, pauses, capsys, kind, form):
     def busy(handler):
         headers = {
             "seconds": {"Retry-After": 30},
@@ -154,7 +154,7 @@ def test_R35_rate_limit_of_minutes_is_waited_out(served, pauses, capsys, kind, f
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_R35_retries_end_after_15_minutes_with_the_fix(served, pauses, kind):
+def test_R35_retries_end_after_15_minutes_and_name_the_fix(served, pauses, kind):
     served.faults[kind], served.forever = [status(503)], True
     with pytest.raises(UsageError, match=r"(?s)15 min.*503.*run the same command again"):
         read_shard()
@@ -237,7 +237,7 @@ def test_R35_deleted_file_is_named(served, base, kind):
     check_nothing_is_pinned(base)
 
 
-def test_R35_deleted_pinned_commit_is_named(served, base):
+def test_R35_error_names_deleted_pinned_commit(served, base):
     open_source(DataConfig(dataset=NAME))
     served.faults["head"] = [status(404, error="RevisionNotFound")]
     with pytest.raises(UsageError, match=f"(?s){NAME} no longer has commit {COMMIT}.*BASE_DIR"):

@@ -141,7 +141,7 @@ def test_durations_are_human_readable(seconds, text):
 
 
 def tracked(monkeypatch, tmp_path, open_run, steps, finish_seconds=0.5):
-    """Log with a tracker. Returns seconds of the loop, seconds of `finish`, and the message."""
+    """Log with a tracker. Returns loop seconds, `finish` seconds, and the message."""
     monkeypatch.setattr(logger, "open_wandb", lambda *args: open_run())
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
@@ -253,5 +253,5 @@ with RunLog(Path({str(tmp_path)!r}), "named", "r1", {{"depth": 4}}) as log:
 
 
 def clean_environment():
-    """The environment without variables of the tracker."""
+    """The environment without the tracker's variables."""
     return {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}

@@ -172,7 +172,7 @@ def test_resolution_has_shares_by_tag_and_repeat_warning():
 
 
 @pytest.mark.parametrize(("tokens", "warned"), [(50, False), (51, True)])
-def test_more_than_5_percent_added_options_warn(tokens, warned):
+def test_over_5_percent_added_options_gives_warning(tokens, warned):
     plain = Resolved("a", Tags(augmented="order"), 1000, 1000 - tokens, 9)
     options = Resolved("b", Tags(augmented="options"), 1000, tokens, 9)
     warnings = Resolution("a,b", [plain, options]).warnings
@@ -192,7 +192,7 @@ def test_pass_uses_every_bucket_as_specified_and_evenly():
     assert set(Counter(n for (b, _, _), n in taken.items() if b == 1).items()) == {(1, 20)}
     assert Counter(n for (b, _, _), n in taken.items() if b == 0) == {1: 20, 2: 20}  # 1.5 times
     for step in range(10):
-        assert 1 <= (mixed.row_ids(step, 8, seed=0)[:, 1] == 1).sum() <= 3  # of 8, 2 on average
+        assert 1 <= (mixed.row_ids(step, 8, seed=0)[:, 1] == 1).sum() <= 3  # 2 of 8 on average
     first = Counter(map(tuple, ids[ids[:, 0] == 0].tolist()))
     again = np.concatenate([mixed.row_ids(10 + step, 8, seed=0)[:, 1:] for step in range(10)])
     both = first + Counter(map(tuple, again[again[:, 0] == 0].tolist()))
@@ -221,7 +221,7 @@ def test_mixture_of_one_bucket_equals_that_bucket():
         assert np.array_equal(mixed.batch(step, 8, seed=1), rows.batch(step, 8, seed=1))
 
 
-def test_R28_mixture_respects_verifies_of_its_parts(monkeypatch):
+def test_R28_mixture_respects_verifies_flag_of_its_parts(monkeypatch):
     parts, hashed = {name: bucket_of(name, 20) for name in "ab"}, []
     monkeypatch.setattr("nanochat.dataloader.sha256_file", lambda path: hashed.append(path))
     for rows in parts.values():
@@ -248,7 +248,7 @@ def test_fingerprint_depends_on_proportions():
 
 
 def test_order_of_a_mixture_never_changes():
-    """Resuming needs it; numpy guarantees the raw PCG64 stream."""
+    """Resuming needs this; numpy guarantees the raw PCG64 stream."""
     bucket, number = order_of_pass((5, 3), seed=0, number=0)
     assert bucket.tolist() == [1, 0, 0, 0, 1, 0, 1, 0]
     assert number.tolist() == [0, 0, 1, 2, 1, 3, 2, 4]

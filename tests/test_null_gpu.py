@@ -1,7 +1,7 @@
 """
-Training and generation on a GPU that computes nothing: devices, dtypes and memory are real.
+Training and generation on a GPU that computes nothing but has real devices, dtypes and memory.
 
-`NANOCHAT_TEST_NULL_GPU` is the folder of its sources, with `build.sh` and `run.sh`.
+`NANOCHAT_TEST_NULL_GPU` is its source folder, with `build.sh` and `run.sh`.
 """
 
 import json

@@ -144,7 +144,7 @@ def test_out_of_memory_in_rehearsed_step_restores_state(machine, tiny_gpt, optim
 def test_R37_ranks_rehearse_with_same_memory_limit(
     machine, tiny_gpt, optimizer, monkeypatch, asked, reserve
 ):
-    """The limit is that of the rank with the least memory."""
+    """The limit comes from the rank with the least memory."""
 
     class SecondRank(DistContext):
         def gather(self, value):

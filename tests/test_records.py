@@ -1,4 +1,4 @@
-"""Records of stages, and when a stage counts as finished."""
+"""Stage records, and when a stage counts as finished."""
 
 import json
 import math
@@ -237,7 +237,7 @@ def test_R18_stage_with_a_modified_output_is_not_finished(base):
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "state.json"])
-def test_R18_stage_with_missing_or_cut_output_is_not_finished(base, name):
+def test_R18_stage_with_missing_or_partial_output_is_unfinished(base, name):
     folder, key = finish(base)
     whole = (folder / name).read_bytes()
     (folder / name).write_bytes(whole[:-1])
@@ -261,7 +261,7 @@ def test_R18_outputs_without_recorded_files_are_not_finished():
     assert records.find_finished("Base model training", stage_key(SETTINGS, INPUTS)) is None
 
 
-def test_R18_stage_without_outputs_is_finished_by_its_key():
+def test_R18_stage_without_outputs_is_finished_if_key_matches():
     write("Base model loss")
     assert records.find_finished("Base model loss", stage_key(SETTINGS, INPUTS)) is not None
 

@@ -1,7 +1,7 @@
 """
 The report card: fixed sections byte for byte, additional content, summary and warnings.
 
-The expected text is from a report of October 2025, whose names, order and formats are fixed.
+The expected text is from an October 2025 report, whose names, order and formats are fixed.
 """
 
 import random
@@ -16,7 +16,7 @@ from nanochat import records as records_module
 from nanochat import report
 from nanochat.common import MissingInput
 from nanochat.logger import RunLog
-from nanochat.plots import draw
+from nanochat.plots import draw_figures
 from nanochat.records import (
     Cost,
     Provenance,
@@ -61,7 +61,7 @@ HEADER = {
 
 
 def listing(entries: str) -> str:
-    """A list of the report, from entries separated by bars."""
+    """A report list, from entries separated by bars."""
     return "".join(f"- {entry}\n" for entry in entries.split(" | "))
 
 
@@ -496,7 +496,7 @@ def test_S13_figures_show_untrusted_text_literally(base, text):
     text = text.replace("\ud800", "")  # records cannot contain it
     curves = {text: [[0, 1.0], [1, 0.5]], "other": [[0, 1.0], [1, 0.5]]}
     write_record(f"Sweep {text}", {}, {}, Provenance("run-1", 0), Cost(1.0), series=curves)
-    report.update(draw=draw)
+    report.update(draw=draw_figures)
     (drawing,) = (base / "report" / "figures").iterdir()
     tags = {element.tag.rpartition("}")[2] for element in ElementTree.parse(drawing).iter()}
     assert "svg" in tags and not tags & {"script", "a", "image", "foreignObject"}
@@ -603,7 +603,7 @@ def test_stages_with_the_same_items_are_compared_item_by_item():
     ) in text
 
 
-def test_stages_with_other_items_are_compared_as_independent():
+def test_stages_with_different_items_are_compared_as_independent():
     records = [
         chat_record("mid", [0, 1] * 50, [0, 1] * 50),
         chat_record("sft", [1, 1] * 50, [0, 1] * 50, items="others"),
@@ -720,7 +720,7 @@ def finish_base_stage(base, report_dir=None):
         report_dir,
         metrics=folder / "metrics.jsonl",
     )
-    return report.update(report_dir, draw=draw)
+    return report.update(report_dir, draw=draw_figures)
 
 
 def links(path):
@@ -728,7 +728,7 @@ def links(path):
     return [path.parent / link for link in re.findall(r"!\[.*?\]\((.*?)\)", path.read_text())]
 
 
-def test_update_keeps_existing_figures_and_draws_none(base):
+def test_update_keeps_existing_figures_without_redrawing(base):
     first = {link: link.read_bytes() for link in links(finish_base_stage(base))}
     write_record("Base model", {}, {}, Provenance("run-1", 0), Cost(1.0), series={"a": [[0, 1.0]]})
     assert links(report.update()) == list(first)
@@ -749,7 +749,7 @@ def test_report_links_its_figures(base):
 def test_rendering_again_changes_only_the_time(base):
     path = finish_base_stage(base)
     first = {p: p.read_bytes() for p in [path, *links(path)]}
-    report.update(draw=draw)
+    report.update(draw=draw_figures)
     for p, content in first.items():
         again = re.sub(rb"Generated: .*", b"", p.read_bytes())
         assert again == re.sub(rb"Generated: .*", b"", content), p.name
@@ -773,7 +773,7 @@ def test_report_dir_has_its_own_report(base):
 def test_run_without_metrics_file_is_reported_without_figures(base, capsys):
     finish_base_stage(base)
     shutil.rmtree(base / "base_checkpoints")
-    assert links(report.update(draw=draw)) == []
+    assert links(report.update(draw=draw_figures)) == []
     assert "metrics.jsonl: it does not exist" in capsys.readouterr().out
     assert list((base / "report" / "figures").iterdir()) == []
 
@@ -788,7 +788,7 @@ def test_report_has_every_kind_of_figure(base):
     write_record("Chat RL", {}, {}, origin, Cost(1.0), metrics=base / "rl" / "metrics.jsonl")
     curves = {"seed 0": [[0, 1.0], [1, float("nan")], [2, 0.5]]}
     write_record("Sweep", {}, {}, origin, Cost(1.0), series=curves)
-    assert [link.name for link in links(report.update(draw=draw))] == [
+    assert [link.name for link in links(report.update(draw=draw_figures))] == [
         "base-model-evaluation-core.svg",
         "chat-rl-reward.svg",
         "sweep-series.svg",

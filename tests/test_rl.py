@@ -16,7 +16,7 @@ from nanochat.rl import (
     RLConfig,
     RolloutLoader,
     kl_to_reference,
-    permutation,
+    shuffle_indices,
     weighted_batches,
 )
 from nanochat.tokenizer import Tokenizer
@@ -107,7 +107,7 @@ def test_kl_to_reference_matches_its_definition(machine):
 
 
 class LowTokens:
-    """Rewards a first character below 128: half of what a new model generates."""
+    """Rewards a first character below 128, as in half of a new model's answers."""
 
     name = split = "low"
 
@@ -167,7 +167,7 @@ def test_same_seed_trains_identically(machine):
     assert a != entries_of(machine, 3, seed=1)
 
 
-def test_R13_non_finite_step_changes_no_weight(machine):
+def test_R13_non_finite_step_keeps_all_weights(machine):
     model = model_of()
     before = [p.detach().clone() for p in model.parameters()]
     model.head.weight.register_hook(lambda g: g * math.inf)
@@ -221,7 +221,7 @@ def test_each_epoch_uses_every_question_once_in_new_order(machine):
     loader = loader_of(machine, seed=3, examples_per_step=5)
     epochs = [[i for step in (s, s + 1) for i in numbers(loader, step)] for s in (0, 2)]
     assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(10))
-    assert epochs[0] != epochs[1] == permutation(10, "3-1-0")
+    assert epochs[0] != epochs[1] == shuffle_indices(10, "3-1-0")
 
 
 def test_questions_are_split_among_ranks_or_rejected(machine):
@@ -297,6 +297,6 @@ def test_mixture_items_are_scored_by_their_own_task(machine):
         {"resample_zero_signal": -1},
     ],
 )
-def test_invalid_settings_are_rejected_by_name(bad):
+def test_error_names_invalid_setting(bad):
     with pytest.raises(ValueError, match=next(iter(bad))):
         RLConfig(**bad)

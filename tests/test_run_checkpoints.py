@@ -86,7 +86,7 @@ def test_resumed_run_has_the_saved_state(run, machine):
         assert torch.equal(p, run.model.get_parameter(name)), name
 
 
-def test_R6_changed_text_or_seed_is_rejected_by_name(run):
+def test_R6_error_names_changed_text_or_seed(run):
     with run.open() as checkpoints:
         run.save(checkpoints, 1)
 
@@ -205,7 +205,7 @@ def test_R10_new_launch_ignores_old_corrupt_checkpoints(run, machine):
 
 
 class SecondNode(DistContext):
-    """The only rank of the second of two nodes; the first node has `first`."""
+    """The only rank on node 2 of 2; `first` is the first node's value."""
 
     first = None
 
@@ -257,7 +257,7 @@ def holder_of(lock, launch, seconds):
     return process
 
 
-def test_R22_lock_of_an_earlier_attempt_is_waited_for(run, machine):
+def test_R22_waits_for_lock_of_an_earlier_attempt(run, machine):
     """On a shared disk, the lock of a crashed host is released only after a while."""
     process = holder_of(run.open().lock.path, "launch 7", 1.0)
     with pytest.raises(UsageError):
@@ -316,7 +316,7 @@ def test_read_only_base_directory_is_rejected_with_the_fix(base):
     assert all("fix:" in line and "NANOCHAT_BASE_DIR" in line for line in lines[1::2])
 
 
-def test_base_directory_below_a_file_is_rejected_with_the_fix(tmp_path, monkeypatch):
+def test_base_directory_inside_a_file_is_rejected_with_the_fix(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "file" / "out"))
     with pytest.raises(NotADirectoryError) as caught:
@@ -378,7 +378,7 @@ def test_R8_file_size_limit_keeps_the_old_checkpoint(run):
 
 
 def test_R23_asynchronous_save_contains_the_state_of_its_step(run, monkeypatch):
-    """Weights and optimizer change while the writer is blocked; `latest` is written after it."""
+    """Weights and optimizer change while the writer is blocked; `latest` is written last."""
     go = threading.Event()
     write = checkpoint.save_checkpoint
     monkeypatch.setattr(checkpoint, "save_checkpoint", lambda *args: go.wait(30) and write(*args))

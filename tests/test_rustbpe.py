@@ -121,7 +121,7 @@ def mixed() -> rustbpe.Tokenizer:
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_P2_merges_match_naive_trainer_for_any_threading(seed):
+def test_P2_merges_match_naive_trainer_for_any_threads(seed):
     rng = random.Random(seed)
     alphabet = ["ab", "abc", "abcdefgh", "aA'1 \n.", "\u00e9\u4e2d\U0001f600x"][seed % 5]
     texts = [random_text(rng, alphabet, rng.randrange(40)) for _ in range(rng.randrange(1, 12))]

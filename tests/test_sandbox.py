@@ -54,7 +54,7 @@ def call(name, *args):
 
 @pytest.fixture(params=sandbox.LAYERS)
 def layer(request, monkeypatch) -> str:
-    """Each layer that works on this machine, made the one that `choose_layer` returns."""
+    """Each layer that works on this machine, patched in as the `choose_layer` result."""
     reason = sandbox.probe_layer(request.param)
     if reason is not None:
         pytest.skip(f"{request.param} does not work here: {reason}")
@@ -82,7 +82,7 @@ def scratch(tmp_path, monkeypatch) -> Path:
 
 
 def attack(code: str) -> dict[str, str]:
-    """Run an attack, which must reach its end; returns {name: outcome} of its attempts."""
+    """Run an attack, which must finish; returns {name: outcome} for its attempts."""
     result = run_python(ATTEMPT + code + "\nprint('end of attack')")
     assert result.stdout.endswith("end of attack\n"), result
     return dict(line.split(" ", 1) for line in result.stdout.splitlines()[:-1])
@@ -415,7 +415,7 @@ from nanochat import sandbox
 sandbox.choose_layer = lambda unsafe=False: {layer!r}
 sandbox.run_python("import time; time.sleep(600)", sandbox.Limits(seconds=600))
 """
-    environment = {**os.environ, "TMPDIR": str(scratch)}  # a killed parent leaves its files
+    environment = {**os.environ, "TMPDIR": str(scratch)}  # a killed parent leaves files behind
     parent = subprocess.Popen([sys.executable, "-c", code], cwd=REPOSITORY, env=environment)
     deadline = time.monotonic() + 120
     while not any(sandbox.child_source() in p.cmdline() for p in offspring()):
@@ -847,7 +847,7 @@ time.sleep(20)
 
 
 def test_S12_bubblewrap_files_never_exceed_the_limit(layer):
-    """The tmpfs has that size, so even writes that are too fast for polling fail."""
+    """The tmpfs size is the limit, so even writes too fast for polling fail."""
     if layer != "bubblewrap":
         pytest.skip("only bubblewrap mounts a file system of its own")
     code = """
@@ -903,7 +903,7 @@ print(sandbox.run_python("print('ran unsafe')", unsafe=True).stdout)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="locks a container down with seccomp")
-def test_S10_locked_down_container_runs_only_with_unsafe():
+def test_S10_locked_down_container_needs_unsafe_exec():
     """A process that cannot mount or use Landlock, as in a container with a strict profile."""
     done = subprocess.run(
         [sys.executable, "-c", REFUSES, platform.machine()],

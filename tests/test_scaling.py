@@ -91,7 +91,7 @@ def test_B16_batch_that_does_not_divide_gets_suggestion():
 
 
 @pytest.mark.parametrize("name", ["num_iterations", "target_flops", "total_batch_size"])
-def test_non_positive_setting_is_rejected_by_name(name):
+def test_error_names_non_positive_setting(name):
     with pytest.raises(ValueError, match=name):
         plan(**{name: 0})
 

@@ -1,4 +1,4 @@
-"""Schedules of learning rate, momentum and decay."""
+"""Learning rate, momentum and decay schedules."""
 
 import pytest
 

@@ -65,7 +65,7 @@ def test_data_packs_each_shard_once_and_prints_a_table(folder, tokenizer):
 
     times = {path: path.stat().st_mtime_ns for path in rows.folder.glob("*.bin")}
     assert load_last_source("main") == rows.recipe["source"]
-    second = data("--max_seq_len=32", "--verify")  # text: the last used source
+    second = data("--max_seq_len=32", "--verify")  # uses the last source
     assert second.returncode == 0, second.stderr
     assert "packed 0.jsonl" not in second.stdout
     assert {path: path.stat().st_mtime_ns for path in times} == times

@@ -23,7 +23,7 @@ WORDS = "the boat sails to a north wind and back again over cold water".split()
 
 @pytest.fixture
 def text(tmp_path: Path, base: Path) -> Path:
-    """A folder with a training file and five words of validation text; and a tokenizer."""
+    """A tokenizer, and a folder with a training file and five words of validation text."""
     folder, rng = tmp_path / "own", random.Random(0)
     folder.mkdir()
     texts = [" ".join(rng.choice(WORDS) for _ in range(90)) for _ in range(60)]
@@ -40,7 +40,7 @@ def train(base: Path, text: Path, *more: str) -> subprocess.CompletedProcess[str
     )  # fmt: skip
 
 
-def test_R34_validation_text_shorter_than_a_row_has_no_nan(text, base):
+def test_R34_validation_text_shorter_than_a_row_does_not_give_nan(text, base):
     done = train(base, text)
     assert done.returncode == 0, done.stderr
     output = done.stdout + python(base, "-m", "scripts.base_loss")

@@ -155,7 +155,7 @@ def test_base_train_accepts_the_few_shot_flags_of_fetch_suite():
     assert cfg.evaluation.eval_bundle == "bundle.zip" and cfg.evaluation.core_metric_every == 2000
 
 
-def test_unknown_profile_is_rejected_by_name(tmp_path):
+def test_error_names_unknown_profile(tmp_path):
     done = speedrun(tmp_path, PROFILE="tpu")
     assert done.returncode == 2 and "'tpu'" in done.stderr
     done = speedrun(tmp_path, PROFILE="gpu1")

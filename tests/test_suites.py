@@ -205,7 +205,7 @@ def test_suite_can_be_fetched_without_a_model(base, bundle, capsys):
     assert "2 of 22 tasks" in capsys.readouterr().out and not (base / "report").exists()
 
 
-def test_B17_dead_bundle_url_raises_with_a_fix(web, monkeypatch, capsys):
+def test_B17_dead_bundle_url_error_has_a_fix(web, monkeypatch, capsys):
     with pytest.raises(UsageError, match="(?s)/gone.zip.*--eval_bundle"):
         fetch(f"{web[0]}/gone.zip")
     assert "retrying in" not in capsys.readouterr().out, "404 is final"
@@ -292,7 +292,7 @@ def test_S14_unsafe_archive_is_rejected_before_reading(web, archive, base, monke
     assert len(new) == 1 and new.pop().endswith("-bundle.zip"), "nothing is extracted"
 
 
-def test_S14_damaged_archive_is_rejected_by_name(archive):
+def test_S14_error_names_the_damaged_archive(archive):
     content = bytearray(archive.read_bytes())
     name = b"eval_bundle/eval_data/sense/copa.jsonl"
     start = content.index(name) + len(name)

@@ -1,4 +1,4 @@
-"""Training runs that are killed, preempted, frozen or broken: nothing is lost, errors say why."""
+"""Training runs that are killed, preempted, frozen or broken: no data is lost; errors say why."""
 
 import os
 import re
@@ -253,7 +253,7 @@ SLOW_JOBS = {  # job -> its script and flags
 
 
 def slow_rank(base: Path, job: str, *flags: str, seconds: int = 20) -> subprocess.Popen[str]:
-    """Start two ranks, of which rank 0 works much longer than the timeout of 12 s."""
+    """Start two ranks; rank 0 works much longer than the 12 s timeout."""
     script, words = SLOW_JOBS.get(job, ("base_train", SMALL))
     return begin(
         base, *torchrun(2), "-m", "tests.slow_rank", str(seconds), job, script, *words, *flags,
@@ -262,7 +262,7 @@ def slow_rank(base: Path, job: str, *flags: str, seconds: int = 20) -> subproces
 
 
 @pytest.mark.parametrize("job", ["pack", *(pytest.param(j, marks=pytest.mark.slow) for j in LATER)])
-def test_R31_reported_long_work_is_waited_for(base, job):
+def test_R31_run_waits_for_reported_long_work(base, job):
     process = slow_rank(base, job)
     text = rest_of(process, 240)
     assert process.returncode == 0, text[-3000:]

@@ -61,7 +61,7 @@ class Sums(NumberTask):
         return [user(f"What is {a} + {b}?"), assistant(f"#### {a + b}")]
 
 
-# Rows in the format of each data set
+# Rows in the format of each dataset
 CHOICES = {"text": ["ash", "bog", "cup"], "label": ["1", "2", "3"]}
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
 ROWS: dict[str, list[dict]] = {
@@ -387,7 +387,7 @@ def test_spelling_bee_counts_letters_correctly():
     assert {0, 1, 2} <= counts
 
 
-def test_spelling_bee_tests_no_trained_letter_counts():
+def test_spelling_bee_tests_only_new_letter_counts():
     counted = {(word.lower(), letter) for word, letter, _ in letter_questions("train")}
     task = SpellingBee("test")
     asked = {task.draw(task.generator(i)) for i in range(len(task))}
@@ -438,7 +438,7 @@ def test_tasks_are_found_by_key_and_report_name():
         ("jsonl", "jsonl:<path>"),
     ],
 )
-def test_invalid_mixture_raises_with_a_fix(spec, message):
+def test_invalid_mixture_error_has_a_fix(spec, message):
     with pytest.raises(ValueError, match=message):
         buckets(spec)
 

@@ -1,4 +1,4 @@
-"""Hub tasks on real data: every row of every data set, and overlap between splits."""
+"""Hub tasks on real data: every row of every dataset, and overlap between splits."""
 
 import json
 import re
@@ -28,7 +28,7 @@ from tasks.overlap import overlaps
 from tasks.registry import make_task
 from tests.hub_server import hub_served
 
-CHAT = "local/chat-instruct"  # replaces the task's default data set
+CHAT = "local/chat-instruct"  # replaces the task's default dataset
 ROWS = {  # task -> rows per split
     "arc_easy": {"train": 2251, "val": 570, "test": 2376},
     "arc_challenge": {"train": 1119, "val": 299, "test": 1172},

@@ -1,4 +1,4 @@
-"""tok_train and tok_eval end to end, with and without downloadable rival vocabularies."""
+"""tok_train and tok_eval end to end, with and without downloaded vocabularies."""
 
 import json
 import os
@@ -81,7 +81,7 @@ def test_P6_repeated_training_gives_the_same_file(base):
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
-def test_skip_if_done_skips_only_the_same_finished_training(base, capsys):
+def test_skip_if_done_skips_only_an_identical_finished_run(base, capsys):
     def trains(**changes) -> bool:
         tok_train.main(TokTrain(**{**vars(SMALL), "skip_if_done": True, **changes}))
         return "finished already" not in capsys.readouterr().out
@@ -169,7 +169,7 @@ def test_B17_hanging_vocabulary_download_times_out(base, listener, monkeypatch, 
     began = time.monotonic()
     found = tok_eval.rival_counts(["a text"])
     assert found == dict.fromkeys(RIVALS, "skipped: no vocabulary within 1 s (TimeoutError)")
-    assert time.monotonic() - began < 30  # most of it is starting two processes
+    assert time.monotonic() - began < 30  # mostly startup of two processes
 
 
 def die(*_):

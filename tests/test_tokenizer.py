@@ -16,7 +16,7 @@ SMALLEST = 256 + len(SPECIAL_TOKENS)
 
 
 def sample_texts() -> list[str]:
-    """Words of characters of one to four bytes, so that some merges split characters."""
+    """Words of 1- to 4-byte characters, so that some merges split characters."""
     rng = random.Random(0)
     alphabets = [
         "etaoin",

@@ -1,4 +1,4 @@
-"""Tools of the model: the calculator and what it rejects, and Python if enabled."""
+"""The model's tools: the calculator and what it rejects, and Python if enabled."""
 
 import re
 import time

@@ -61,7 +61,7 @@ def falling(step, stopping, last):
 
 
 class Given:
-    """Loader of rows returned by a function of the step."""
+    """Loader whose rows are a function of the step."""
 
     identity, batch_tokens, metrics = {}, ROWS * T, {}
 

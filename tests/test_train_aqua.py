@@ -1,4 +1,4 @@
-"""scripts/train_aqua.sh: the run of the seed report, on small subsets of the real data."""
+"""scripts/train_aqua.sh: the seed report's run, on small subsets of the real data."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""User errors print the wrong value and a fix, without a traceback."""
+"""User errors print the bad value and a fix, without a traceback."""
 
 import errno
 import json
@@ -50,6 +50,13 @@ BAD_FLAGS = [
         "device_batch_size must be at least 1, got 0",
         "at least 1",
     ),
+    ("base_train --eval_every=-1", "eval_every must be at least 0, got -1", "at least 0"),
+    ("base_train --depth=0", "depth must be at least 1, got 0", "at least 1"),
+    ("base_train --depth=two", "two", "--help"),
+    ("chat_cli -k 0 -p hi", "top_k must be at least 1, got 0", "at least 1"),
+    ("chat_web -t -1", "temperature must be at least 0, got -1.0", "at least 0"),
+    ("chat_web -p 99999", "port must", "65536"),
+    ("chat_web --top_p 3", "top_p must be in (0, 1], got 3.0", "(0, 1]"),
     ("base_train --seed=-7", "seed must be at least 0, got -7", "at least 0"),
     ("golf.base_train --ema_decay=2", "ema_decay must be in [0, 1), got 2.0", "[0, 1)"),
     ("base_train --tokenizer_tag=none", "no tokenizer 'none'", "--tokenizer_tag=none"),
@@ -91,7 +98,7 @@ def test_bad_flag_is_rejected_without_a_traceback(command, tmp_path, line, value
         ("", "contains no conversations"),
     ],
 )
-def test_bad_conversation_file_is_named_with_the_problem(trained, command, tmp_path, line, problem):
+def test_error_names_bad_conversation_file_and_problem(trained, command, tmp_path, line, problem):
     own = tmp_path / "own.jsonl"
     own.write_text(line)
     text = command.rejects("mid_train", f"--mixture=jsonl:{own}", "--model_tag=one")
@@ -101,7 +108,7 @@ def test_bad_conversation_file_is_named_with_the_problem(trained, command, tmp_p
 
 
 @pytest.mark.parametrize("content", ["", "{}", "[]", "words", '{"format": 1}'])
-def test_damaged_tokenizer_is_named_without_a_traceback(base, command, content):
+def test_damaged_tokenizer_gives_error_without_traceback(base, command, content):
     path = base / "tokenizer" / "main" / "tokenizer.json"
     path.parent.mkdir(parents=True)
     path.write_text(content)
@@ -120,7 +127,7 @@ def test_full_disk_is_reported_without_a_traceback(command, monkeypatch):
 
 
 @pytest.mark.parametrize("folder", ["file", "file/below", "/proc/none"])
-def test_unusable_base_directory_is_named(command, monkeypatch, tmp_path, folder):
+def test_error_names_unusable_base_directory(command, monkeypatch, tmp_path, folder):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / folder))
     text = command.rejects("tok_train", *TEXT)
@@ -161,7 +168,7 @@ def test_pretraining_prints_its_checkpoint_and_the_next_command(base, command):
     assert text.rstrip().endswith(
         f"checkpoint: {folder}\nnext: python -m scripts.mid_train --model_tag=d1"
     )
-    # one time estimate; with mostly embedding parameters, their number is printed
+    # one time estimate, and a count of embedding parameters if they dominate
     assert text.count(" of training") == 1 and "M in embeddings and head)" in text
 
 

@@ -1,4 +1,4 @@
-"""Run trainings as subprocesses, alone or under torchrun, on a shared base directory."""
+"""Training runs as subprocesses, alone or under torchrun, on a shared base directory."""
 
 import os
 import socket
@@ -21,7 +21,7 @@ TRAIN = ["-m", "scripts.base_train"]
 
 
 def torchrun(processes: int, *flags: str) -> list[str]:
-    """Arguments in front of `-m module`; none for one process."""
+    """Arguments before `-m module`; none for one process."""
     if processes == 1:
         return []
     alone = ["--standalone", f"--nproc_per_node={processes}"]
@@ -33,7 +33,7 @@ OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 def node(port: int, number: int, nodes: str = "2", *flags: str) -> list[str]:
-    """torchrun arguments of one of several single-process nodes, with rendezvous on loopback."""
+    """torchrun arguments for one of several single-process nodes, with rendezvous on loopback."""
     rendezvous = (
         f"is_host={int(number == 0)},join_timeout=120,last_call_timeout=3,keep_alive_interval=1"
     )
@@ -68,7 +68,7 @@ def begin(base: Path, *words: str, **variables: str) -> subprocess.Popen[str]:
 
 
 def read_until_step(process: subprocess.Popen[str], step: int) -> str:
-    """The output of a training until it has logged `step`."""
+    """The output of a training run until it has logged `step`."""
     assert process.stdout is not None
     text = ""
     for line in process.stdout:
@@ -79,7 +79,7 @@ def read_until_step(process: subprocess.Popen[str], step: int) -> str:
 
 
 def free_port() -> int:
-    """An unused port of this machine."""
+    """An unused port on this machine."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

@@ -98,7 +98,7 @@ class Site:
 
 
 def post(path: str, body: Any, *more: str) -> bytes:
-    """A POST request as bytes; `more`: further header lines."""
+    """A POST request as bytes; `more`: extra header lines."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     head = [f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json"]
     head += [f"Content-Length: {len(data)}", *more]

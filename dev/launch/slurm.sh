@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Pretrain on several machines under Slurm. Cut off by the time limit, preempted or after a node
-# failed, the job is queued again and goes on from its newest checkpoint.
+# Pretrain on several machines under Slurm. After a time limit, preemption or node
+# failure, the job is requeued and resumes from its newest checkpoint.
 #
 #   sbatch --nodes=2 dev/launch/slurm.sh --depth=24        # from the repository; flags of base_train
 #
-# The repository's folder (out/ in it, or NANOCHAT_BASE_DIR) must be on a disk that all nodes share,
-# and set up once, on the node you submit from:  source dev/setup.sh
+# The repository and its outputs (out/, or NANOCHAT_BASE_DIR) must be on a disk shared by all nodes.
+# Set it up once, on the node you submit from:  source dev/setup.sh
 #SBATCH --job-name=nanochat
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8
@@ -20,9 +20,9 @@ cd "${SLURM_SUBMIT_DIR:?submit this script with sbatch}"
 source .venv/bin/activate
 
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-per_node=${SLURM_GPUS_ON_NODE:-1} # without GPUs one process, which takes all cores
+per_node=${SLURM_GPUS_ON_NODE:-1} # without GPUs: one process, using all cores
 export OMP_NUM_THREADS=$((${SLURM_CPUS_PER_TASK:-1} / per_node > 0 ? ${SLURM_CPUS_PER_TASK:-1} / per_node : 1))
-# each attempt of torchrun then has a store of its own: a node that comes later finds the others
+# gives each torchrun attempt its own store, so that a node that joins late finds the others
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 
 launch=(python -m torch.distributed.run
@@ -41,7 +41,7 @@ stop() {
 }
 trap stop USR1
 
-# srun does not take the number of CPUs over from sbatch; what is given later on the line counts
+# srun does not inherit --cpus-per-task from sbatch; user flags come last, so they take precedence
 srun --kill-on-bad-exit=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" \
     "${launch[@]}" -m scripts.base_train -- --resume=auto --save_every=500 "$@" &
 status=0

@@ -51,8 +51,8 @@ def bench_engine(
     peer: Callable[[GPT, Tokenizer, DistContext], GenerateFn] | None = None,
 ) -> None:
     """
-    Time prefill and decode by batch size, ragged prompts, and many users. `peer` builds another
-    library's generate function with the same weights.
+    Time prefill and decode by batch size, for ragged prompts, and for many users. `peer` builds
+    another library's generate function with the same weights.
     """
     plain = build_model(cfg, machine.device, machine.dtype, seed=0)
     model = inference_copy(plain)
@@ -72,7 +72,7 @@ def bench_engine(
 
     def engine_of(slots: int, compiled: bool = True) -> Engine:
         engine = Engine(model, tokenizer, slots, PROMPT_TOKENS + NEW_TOKENS, compiled=compiled)
-        engine.ends = set()  # every answer has full length
+        engine.ends = set()  # no answer stops early
         return engine
 
     def time_peer(generate: GenerateFn, prompts: list[list[int]], new_tokens: int) -> EngineTimes:

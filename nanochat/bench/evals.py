@@ -21,10 +21,10 @@ from tasks.world.suite import suite
 
 PATH = "Few-shot evaluation"
 ITEMS = 200
-BATCH = 32  # options per batch for the peer; its fastest of 16 to 128
+BATCH = 32  # options per batch for the peer; fastest of 16 to 128
 
 # Questions -> seconds, loss (nats) of every option
-ScoreFn = Callable[[Sequence[Question]], tuple[float, list[list[float]]]]
+TimeFn = Callable[[Sequence[Question]], tuple[float, list[list[float]]]]
 
 
 def bench_evaluation(
@@ -32,7 +32,7 @@ def bench_evaluation(
     machine: DistContext,
     repeats: int,
     found: BenchLog,
-    peer: Callable[[GPT, Tokenizer, DistContext, int], ScoreFn] | None = None,
+    peer: Callable[[GPT, Tokenizer, DistContext, int], TimeFn] | None = None,
 ) -> None:
     """Time the largest task of each kind; `peer` builds another library's scorer."""
     texts = list(itertools.islice(documents(0, 0, "train"), 2000))

@@ -1,7 +1,7 @@
 """
 Peer libraries for benchmarks: transformers and EleutherAI's lm-evaluation-harness.
 
-    GPT, Tokenizer -> exported -> their model -> their training step, generation, scoring
+    GPT, Tokenizer -> load_in_transformers -> their model -> training step, generation, scoring
 
 They use the same weights in a plain architecture that transformers implements natively, so only
 their own code runs. Requires the dependency group `interop`.
@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 from nanochat.bench.engine import TOP_K, GenerateFn
-from nanochat.bench.evals import ScoreFn
+from nanochat.bench.evals import TimeFn
 from nanochat.distributed import DistContext
 from nanochat.eval_core import Question
 from nanochat.gpt import GPT
@@ -84,7 +84,7 @@ def make_train_step(
     return step
 
 
-def make_scorer(model: GPT, tokenizer: Tokenizer, machine: DistContext, batch_size: int) -> ScoreFn:
+def make_scorer(model: GPT, tokenizer: Tokenizer, machine: DistContext, batch_size: int) -> TimeFn:
     """For `bench_evaluation`: the harness's HFLM class on the same token ids."""
     from lm_eval.models.huggingface import HFLM
 

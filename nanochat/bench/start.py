@@ -1,7 +1,7 @@
 """
 Benchmark startup: import times.
 
-    a fresh Python per measurement -> imports per second; an error if a light module loads torch
+    a new process per measurement -> imports per second; an error if a light module loads torch
 """
 
 import subprocess

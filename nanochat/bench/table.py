@@ -1,7 +1,7 @@
 """
-Render benchmark results as a page: compared with peers, with a ceiling, and by size.
+Render benchmark results as a page: compared with peers and a ceiling, and by size.
 
-    Line, Point -> Findings -> render -> dev/bench-cpu.md
+    TableLine, Point -> BenchLog -> render_findings -> dev/bench-cpu.md
 
 Throughput is useful work per second: higher is better, and a ratio above 1 means we are faster. A
 line without a peer has no counterpart on PyPI; a peer that cannot run here is listed as missing.

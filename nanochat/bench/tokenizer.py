@@ -48,14 +48,14 @@ def bench_tokenizer(
     found: BenchLog,
 ) -> None:
     """
-    Benchmark training for each of `vocab_sizes` with the last entry of `threads`; encoding with the
-    last vocabulary for each entry of `threads`, first pass; packing; and scaling.
+    Benchmark training for each of `vocab_sizes` with the last entry of `threads`; first-pass
+    encoding with the last vocabulary for each entry of `threads`; packing; and scaling.
     """
     tokenizer = Tokenizer.train(texts, vocab_sizes[-1])
     training = {"what": "train", "pattern": PATTERN, "threads": threads[-1]}
     encoding = {"what": "encode", "pattern": GPT4_PATTERN, "threads": threads[-1]}
     with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(Path(folder), texts, tokenizer, repeats, found)
+        bench = TokenizerBench(Path(folder), texts, tokenizer, repeats, found)
         found.note(f"Tokenizer: {bench.megabytes:.1f} MB of text, {len(texts):,} documents")
         for size in vocab_sizes:
             label = f"trained, {size:,} ids, {threads[-1]} threads"
@@ -80,7 +80,7 @@ def bench_tokenizer(
     found.line(TableLine(PATH, "packed into rows of 513 tokens", "MB/s", rates))
 
 
-class Bench:
+class TokenizerBench:
     """A folder with texts and vocabulary, and a Python command per library."""
 
     def __init__(
@@ -154,7 +154,7 @@ def write_ranks(tokenizer: Tokenizer, path: Path) -> None:
 
 
 def peer_python(library: str, folder: Path) -> list[str] | None:
-    """Command for a Python with the library but without our crate; None if unavailable."""
+    """Command to run Python with the library, without our crate; None if unavailable."""
     uv, reason = shutil.which("uv"), "uv is not installed"
     if uv is not None:
         command = [uv, "run", "--quiet", "--no-project", "--isolated", "--python", sys.executable]

@@ -3,7 +3,7 @@ Benchmark a training step and compare it with a measured ceiling.
 
     shape, random rows -> steps -> seconds of forward, backward and update; fraction of the ceiling
 
-The ceiling is the time of the matmuls of a step alone, measured in the same run. Timing does not
+The ceiling is the time of a step's matmuls alone, measured in the same run. Timing does not
 depend on token values, so this needs neither data nor tokenizer.
 """
 
@@ -29,7 +29,7 @@ from nanochat.tokenizer import Tokenizer
 
 LARGE_BYTES = 256 << 20  # larger than any cache
 WARMUP_STEPS = 2
-HEAD_TOKENS = 512  # tokens to time LM head matmuls on
+HEAD_TOKENS = 512  # for timing LM head matmuls
 PATH = "Training"
 
 
@@ -121,7 +121,7 @@ def bench_training(
         + f"; read bandwidth {bandwidth / 1e9:.1f} GB/s"
     )
     label = f"depth {cfg.n_layer}"
-    if machine.launch:  # by torchrun: part of a scaling series
+    if machine.launch:  # under torchrun: part of a scaling series
         label += f", {machine.world_size} process{'es' if machine.world_size > 1 else ''}"
         threads = torch.get_num_threads()
         label += " of one thread" if machine.device.type == "cpu" and threads == 1 else ""

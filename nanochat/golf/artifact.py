@@ -7,7 +7,7 @@ Golf artifact: a model in one compressed file (configuration, tokenizer and quan
     header length | header (JSON) | scales and unquantized tensors | levels of each tensor
 
 Tensors are stored in state_dict order; names and shapes follow from the configuration. Levels take
-one byte each or are packed to their bit width; the writer tries which compresses better.
+one byte each or are packed to their bit width; the writer picks whichever is smaller.
 """
 
 import json
@@ -44,7 +44,7 @@ COMPRESSORS: tuple[Compressor, ...] = get_args(Compressor)
 MAGIC = b"nanogolf"
 PREFIX = struct.Struct("<8sBBIQ")  # magic, container, compressor, CRC-32 and length of the body
 FLOATS = {"fp16": np.dtype("<f2"), "fp32": np.dtype("<f4")}
-MAX_BODY = 1 << 32  # bytes; a damaged length must not take all memory
+MAX_BODY = 1 << 32  # bytes; keeps a corrupt length from using all memory
 # lc, lp, pb = 0: the data is neither text nor aligned to four bytes
 FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "lc": 0, "lp": 0, "pb": 0}]
 
@@ -225,7 +225,7 @@ def parse_body(body: bytes, container: Container) -> Artifact:
 
 
 def read_floats(take: Callable[[int], bytes], shape: tuple[int, ...], form: Format) -> Tensor:
-    """Read the next scales (M,) float16 of a quantized tensor, or all values of another."""
+    """Read the float16 scales (M,) of a quantized tensor, or all values of any other."""
     dtype, shape = FLOATS["fp16" if form in BITS else form], shape[:1] if form in BITS else shape
     values = np.frombuffer(take(dtype.itemsize * int(np.prod(shape))), dtype)
     return torch.from_numpy(values.reshape(shape).copy())

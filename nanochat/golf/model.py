@@ -1,5 +1,5 @@
 """
-Architecture options of parameter golf, as subclasses of GPT.
+Architecture options for parameter golf, as subclasses of GPT.
 
     checkpoint values -> read_config -> GolfConfig -> new_model -> GolfGPT
 
@@ -25,7 +25,7 @@ TIED_STD = 0.005  # of an embedding tied to the LM head
 
 @dataclass(frozen=True)
 class GolfConfig(GPTConfig):
-    """GPTConfig with the options of parameter golf. Raises ValueError for invalid values."""
+    """GPTConfig with parameter golf options. Raises ValueError for invalid values."""
 
     tie_embeddings: bool = False
     """Share one matrix between the token embedding and the LM head."""
@@ -153,7 +153,7 @@ OPTIONS = {f.name: f.default for f in fields(GolfConfig) if f not in fields(GPTC
 
 def read_config(values: Mapping[str, Any]) -> GPTConfig:
     """
-    Rebuild a configuration from its `asdict` values, also of earlier commits; a GolfConfig only if
+    Rebuild a configuration from its `asdict` values, even from old commits; a GolfConfig only if
     a golf option differs from its default.
     """
     chosen = {k: v for k, v in values.items() if k not in OPTIONS or v != OPTIONS[k]}

@@ -1,5 +1,5 @@
 """
-Training additions of parameter golf: late quantization-aware training and an EMA of the weights.
+Training additions for parameter golf: late quantization-aware training and an EMA of the weights.
 
     fraction of the run -> LateQuantization.forward_context -> quantized weights, then restored
     weights after each step -> AveragingMuonAdamW -> their EMA at the end of the run
@@ -26,8 +26,7 @@ class LateQuantization(Callback):
 
     `forward_context` wraps the forward and backward passes of a step: it replaces every weight with
     its `quantize_dequantize` values and restores it afterward. Only values change, not the graph:
-    nothing is recompiled, and the compiler cannot constant-fold it. Runs once per step, not per
-    micro-batch.
+    nothing is recompiled or constant-folded. Runs once per step, not per micro-batch.
     """
 
     def __init__(self, model: nn.Module, cfg: QuantConfig, start: float):

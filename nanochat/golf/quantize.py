@@ -19,7 +19,7 @@ from torch import Tensor
 Format = Literal["int8", "int6", "int5", "fp16", "fp32"]
 Clip = Literal["max", "quantile", "mse", "std"]
 BITS = {"int8": 8, "int6": 6, "int5": 5}
-QUANTILE = 0.9999984  # of the magnitudes in a row; as in the parameter golf baseline
+QUANTILE = 0.9999984  # of a row's magnitudes, as in the parameter golf baseline
 MSE_CLIPS = (1.0, 0.95, 0.9, 0.85, 0.8)  # fractions of the row maximum that "mse" tries
 
 
@@ -58,8 +58,8 @@ class QuantConfig:
 
     def formats(self, tensors: Mapping[str, Tensor]) -> dict[str, Format]:
         """
-        Return the format of each tensor. Raises ValueError if a matrix matches no rule, or a rule
-        no matrix: a misspelled pattern would silently select another format.
+        Return the format of each tensor. Raises ValueError if a matrix matches no rule or a rule
+        matches no matrix: a typo would silently select another format.
         """
         rules = self.patterns()
         matrices = [name for name, tensor in tensors.items() if tensor.ndim == 2]

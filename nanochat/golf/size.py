@@ -1,9 +1,9 @@
 """
-Size of an artifact: tries all containers and compressors, checks file and code against the limit.
+Artifact size: tries all containers and compressors; checks file and code against the limit.
 
-    stored tensors -> smallest file, sizes -> table, or UsageError
+    stored tensors -> choose_smallest -> file, sizes -> table, or UsageError
 
-The code that counts is what reading and scoring a file requires: `artifact.py`, `documents.py` and
+The code that counts is what is needed to read and score a file: `artifact.py`, `documents.py` and
 the nanochat modules they import. Packages are free: torch, numpy, pyarrow, tiktoken, rustbpe.
 """
 

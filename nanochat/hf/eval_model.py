@@ -1,7 +1,7 @@
 """
 Wraps Hugging Face causal language models for few-shot evaluation.
 
-    hub name or folder -> find -> Found (context, revision) -> load -> EvalModel
+    Hub name or folder -> find_hf_model -> ModelInfo -> load -> EvalModel
 
 Every architecture that transformers loads is scored by the same code as ours. Requires the packages
 of the `interop` group.
@@ -62,14 +62,14 @@ class HFLanguageModel:
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """A model that exists on disk or on the hub, not loaded yet."""
+    """A model that exists on disk or on the Hub, not loaded yet."""
 
     path: str
     trust_remote_code: bool
     context: int
     """Context length in tokens."""
     revision: str
-    """Commit on the hub, or a fingerprint of the files in the folder."""
+    """Commit on the Hub, or a fingerprint of the files in the folder."""
 
     def load(self, machine: DistContext) -> EvalModel:
         """Load the model on the machine's device in its compute dtype."""

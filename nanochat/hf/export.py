@@ -81,7 +81,7 @@ REMOTE_LOADS = """\
   caches, gradient checkpointing, packed sequences (`position_ids`), adapters and a resized
   vocabulary are supported. `output_attentions` is not supported.
   {embeds}
-- vLLM: not tested; it has no such architecture, and this code does not use its attention.
+- vLLM: not tested; it lacks this architecture, and this code does not use vLLM's attention.
 - llama.cpp: no. The gguf package (0.19.0) has no matching architecture.
 - A model trained with `--arch=classic` needs no remote code.
 """

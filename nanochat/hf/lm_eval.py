@@ -1,5 +1,5 @@
 """
-Registers our checkpoints as model `nanochat` in EleutherAI's lm-evaluation-harness.
+Registers our checkpoints as the model `nanochat` in EleutherAI's lm-evaluation-harness.
 
     lm-eval requests -> Question -> score_options;  prompts -> Engine -> text up to a stop string
 
@@ -27,9 +27,9 @@ from nanochat.preflight import choose_engine_compile
 from nanochat.serve.scheduler import Answer, GenerationRequest
 from nanochat.tokenizer import Tokenizer
 
-MAX_GEN_TOKS = 256  # default maximum of generated tokens
+MAX_GEN_TOKS = 256  # default limit on generated tokens
 
-LogLikelihood = tuple[float, bool]  # log-likelihood (nats), whether every token is the most likely
+LogLikelihood = tuple[float, bool]  # log-likelihood (nats), whether every token is the argmax
 
 
 @register_model("nanochat")

@@ -1,5 +1,5 @@
 """
-Wraps GPT and its subclasses as a causal language model of transformers.
+Wraps GPT and its subclasses as a transformers causal language model.
 
     input ids, attention mask, cache -> GPT.prepare -> GPT.final_state -> logits, loss, states
 
@@ -72,8 +72,8 @@ class StoredTokens:
         """
         Return the token before each new one, (B, T), -1 at a document start; padding is skipped.
 
-        The cache stores token ids as keys of its last layer, so that reordering or cropping it
-        includes them. Raises ValueError for a cache that does not store them exactly.
+        The cache stores token ids as keys of its last layer, so that they are reordered and
+        cropped with it. Raises ValueError for a cache that does not store them exactly.
         """
         known = tokens
         if self.cache is not None:
@@ -115,7 +115,7 @@ class StoredTokens:
         seen = (distance >= 0) & (segments > 0) & (segments == segments[..., self.slots].mT)
         if window is not None:
             seen &= distance <= window
-        return (seen | (distance == 0))[:, None]  # padding sees itself: no NaN
+        return (seen | (distance == 0))[:, None]  # padding sees itself, to avoid NaN
 
 
 class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
@@ -158,7 +158,7 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
             raise ValueError("activation offloading is not supported; omit offload=True")
         if every_n_layers != 1:
             raise ValueError(f"every_n_layers={every_n_layers} is not supported; use 1")
-        unknown = chosen.keys() - {"use_reentrant", "preserve_rng_state"}  # do not change gradients
+        unknown = chosen.keys() - {"use_reentrant", "preserve_rng_state"}  # gradients stay equal
         if unknown:
             raise ValueError(f"unsupported gradient_checkpointing_kwargs: {sorted(unknown)}")
         self.gradient_checkpointing = enable
@@ -239,7 +239,7 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
         input_ids (B, T), attention_mask (B, past + T) with 0 for padding -> logits (B, T, V), or
         only those of the last `logits_to_keep` tokens. `labels`: (B, T), -100 is ignored.
 
-        position_ids: (B or 1, T), by default derived from the attention mask. Without a mask and a
+        position_ids: (B or 1, T), by default derived from the attention mask. Without a mask or
         past, each position that is not its predecessor plus 1 starts a new packed document;
         attention does not cross documents.
         inputs_embeds: (B, T, C), replaces the embeddings of input_ids; a model with value

@@ -114,11 +114,11 @@ def byte_level_bpe(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 # chat_format in Jinja: `render`, and `render_prompt` if a generation prompt is added or the last
-# message is continued (transformers marks that with a tag at the end of its text). Consecutive
+# message is continued (transformers then appends a tag to the message's text). Consecutive
 # trained text is one generation block: transformers locates a block's tokens by its first and last
 # character (if the last character has several tokens, by the first of them; this happens only to
 # text right before python_output). Special token names are spelled out so that transformers can
-# tell the template's from those typed by a user (sanitize_control_tokens).
+# tell the template's tokens from those a user types (sanitize_control_tokens).
 CHAT_TEMPLATE = """\
 {%- set tag = "CONTINUE_FINAL_MESSAGE_TAG " -%}
 {%- set state = namespace(speaker="", trained="", filled=false, gap=false, asked=0, tag="") -%}

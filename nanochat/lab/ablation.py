@@ -1,5 +1,5 @@
 """
-Ablation arms ("arms") of a data mixture: the same total tokens in different proportions.
+Ablation arms of a data mixture: the same total tokens in different proportions.
 
     "drop:gsm8k" -> parse_arm -> counts of each bucket in the control -> counts in the arm
 
@@ -35,14 +35,14 @@ def arm_counts(
 
     tags: tags of each bucket. floor: bucket -> minimum share of the total in an `only` arm, which
     keeps answers in the format that evaluations parse. Raises ValueError like `parse_arm`, and for
-    an arm that changes nothing or that the other buckets cannot compensate.
+    an arm that changes nothing or that the other buckets cannot offset.
     """
     change = parse_arm(arm, tags, floor)
     if change is None:
         return dict(control)
     found = dict(zip(control, round_to_total(list(change(control).values())), strict=True))
     if found == dict(control):
-        raise ValueError(f"{arm!r} equals the control, {found}: what it changes has a count of 0")
+        raise ValueError(f"{arm!r} equals the control, {found}: the changed buckets have count 0")
     return found
 
 
@@ -114,7 +114,7 @@ def swap_buckets(counts: Counts, old: str, new: str) -> dict[str, float]:
 
 
 def set_ratio(counts: Counts, groups: list[tuple[list[str], float]]) -> dict[str, float]:
-    """Split the common total of groups of buckets in proportion to the group weights."""
+    """Split the total of groups of buckets in proportion to the group weights."""
     total = sum(counts[name] for names, _ in groups for name in names)
     weights = sum(weight for _, weight in groups)
     wanted = dict(counts)
@@ -130,8 +130,8 @@ def require_bucket(name: str, tags: Mapping[str, Tags], arm: str) -> str:
     """Return `name`. Raises ValueError if the mixture has no such bucket."""
     if name not in tags:
         raise ValueError(
-            f"{arm!r}: bucket {name!r} is not in the mixture ({', '.join(tags)}); list a bucket "
-            "that only an arm uses as =0%"
+            f"{arm!r}: bucket {name!r} is not in the mixture ({', '.join(tags)}); if only an "
+            "arm uses it, list it as =0%"
         )
     return name
 

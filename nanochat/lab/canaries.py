@@ -1,7 +1,7 @@
 """
 Detect broken fine-tuning runs early with a small fixed suite, measured before and during training.
 
-    checkpoint -> pretraining_text; text, conversations -> Suite.measure -> metrics by name
+    checkpoint -> pretraining_text; text, conversations -> CanarySuite.measure -> metrics by name
     metrics of parent and model -> CanaryMonitor: note, warn or broken -> the run stops
 
 Post-training may raise bits per byte on the pretraining text slightly; the rise is measured as a
@@ -42,8 +42,8 @@ from tasks.base import Task
 from tasks.builtin import ensure_written
 
 # ---- The suite: pretraining text, training conversations, answers to held-out ones ---------------
-# It renders its conversations itself, as they look at inference: training on any other format shows
-# in the comparison.
+# The suite renders conversations as they appear at inference, so training on any other format
+# shows in the comparison.
 
 TEXT_TOKENS = 4096  # of pretraining text
 NUM_ANSWERS = 16  # to held-out conversations, over all buckets
@@ -161,7 +161,7 @@ class CanarySuite:
         for name, i in select(self.chats, NUM_ANSWERS):
             whole, _ = render(self.tokenizer, self.chats[name][i])
             prompt = render_prompt(self.tokenizer, self.chats[name][i])
-            if len(whole) - len(prompt) <= longest / 2:  # a good answer fits the limit
+            if len(whole) - len(prompt) <= longest / 2:  # so that a good answer fits
                 questions.append((self.chats[name], i))
                 prompts.append(prompt[longest - T :])  # truncate long prompts on the left
                 expected += len(whole) - len(prompt)
@@ -224,8 +224,8 @@ def pretraining_text(
     parent: Checkpoint, tokenizer: Tokenizer, max_seq_len: int, machine: DistContext
 ) -> list[Batch]:
     """
-    Return validation rows of the base model's pretraining text on rank 0, which measures the suite;
-    empty on other ranks, and, with a printed note, if the text cannot be opened.
+    Return validation rows of the base model's pretraining text on rank 0, which runs the suite;
+    empty on other ranks, or if the text cannot be opened (prints a note).
     """
     if not (parent.state["source"] and machine.is_main):
         return []
@@ -249,9 +249,9 @@ def pretraining_text(
 
 Level = Literal["fine", "note", "warn", "broken"]
 LEVELS: tuple[Level, ...] = ("fine", "note", "warn", "broken")
-MAX_LENGTH_RATIO = 2.0  # above, the parent is considered unable to answer: skip format checks
+MAX_LENGTH_RATIO = 2.0  # above this, the parent cannot answer: skip format checks
 NUM_ROWS = 256  # packed rows to compare with the conversations
-MAX_PARENT_SHARE = 0.9  # of the uniform bits per byte; above, there is nothing to forget
+MAX_PARENT_SHARE = 0.9  # of the uniform bits per byte; above this, nothing to forget
 RETIRED_FLAGS = {
     **dict.fromkeys(
         ("canary_every", "sentinel_every"), "checks run every 10%; --canaries=off disables them"
@@ -277,16 +277,16 @@ class Canary(NamedTuple):
 # Thresholds on the increase over the parent, except for ratios (counted, length) and gaps
 CANARIES = {
     "forgotten": Canary(0.25, 0.5, 0.75, "pretraining is forgotten: bits per byte rose"),
-    "gap": Canary(0.75, 1.5, 2.5, "the first training loss differs from that of its conversations"),
+    "gap": Canary(0.75, 1.5, 2.5, "the first training loss differs from the parent's"),
     # never "broken": the smoothed loss averages over several steps
-    "apart": Canary(1.0, 1.5, math.inf, "the training loss differs from that of its conversations"),
+    "apart": Canary(1.0, 1.5, math.inf, "the training loss differs from that of the suite"),
     "counted": Canary(1.25, 1.4, 1.6, "rows and conversations differ in the share of targets"),
     "lead": Canary(0.2, 0.35, 0.5, "rows and conversations differ in the tokens before answers"),
     "no_end": Canary(0.15, 0.3, 0.6, "more answers hit the token limit"),
     "unreadable": Canary(0.15, 0.3, 0.6, "more answers cannot be parsed"),
     "repeated": Canary(0.15, 0.3, 0.5, "answers are more repetitive"),
     "one_letter": Canary(0.3, 0.5, 0.7, "one letter dominates multiple choice"),
-    "length": Canary(2.0, 3.0, 6.0, "answer length is further from the reference"),
+    "length": Canary(2.0, 3.0, 6.0, "answer length moved away from the reference"),
     "no_signal": Canary(0.9, 0.97, math.inf, "too many groups have equal rewards"),
 }
 
@@ -336,9 +336,9 @@ class CanaryMonitor(Callback):
     num_steps: int
     machine: DistContext
     epoch_steps: float = 0.0
-    """Steps per epoch; after the first epoch the training loss may fall by memorization."""
+    """Steps per epoch; after the first epoch memorization may lower the training loss."""
     rows: Mapping[str, float] = field(default_factory=dict)
-    """Result of `Suite.compare_rows` on the packed rows of the run."""
+    """Result of `CanarySuite.compare_rows` on the packed rows of the run."""
     history: list[Finding] = field(default_factory=list)
     measured: dict[str, float] = field(default_factory=dict)
     """Latest metrics of the suite."""
@@ -366,7 +366,7 @@ class CanaryMonitor(Callback):
         return [self.table()]
 
     def check_first_step(self, loss: float) -> list[Finding]:
-        """Check that the first loss matches the parent's and that row targets are right."""
+        """Check that the first loss matches the parent's and that row targets are correct."""
         found = dict(self.rows)
         if "taught_loss" in self.parent:
             found["gap"] = relative_gap(loss, self.parent["taught_loss"])
@@ -396,8 +396,8 @@ class CanaryMonitor(Callback):
         self, step: int, found: Mapping[str, float], before: Collection[str] | None = None
     ) -> list[Finding]:
         """
-        Turn values by canary into findings; print those that are not fine. With `before`, the
-        canaries triggered at the previous check, others get at most "warn": a spike may recover.
+        Turn values by canary into findings; print all that are not fine. Canaries not in `before`
+        (triggered at the previous check) get at most "warn": a spike may recover.
         """
         findings = []
         for name, value in found.items():
@@ -442,7 +442,7 @@ def open_monitor(
     """
     Measure `model`, just loaded from `parent`, and return a monitor; None if canaries are off.
 
-    All by bucket: `chats` are held-out conversations to answer; in fine-tuning, `taught` are the
+    Keyed by bucket: `chats` are held-out conversations to answer; in fine-tuning, `taught` are the
     training conversations and `shares` their shares of the tokens.
     """
     if cfg.canaries == "off":
@@ -478,10 +478,10 @@ def relative_gap(one: float, other: float) -> float:
 
 
 def stop_if_broken(findings: Sequence[Finding], cfg: CanaryConfig) -> None:
-    """Raise Broken if a finding has the level broken and cfg.canaries is "stop"."""
+    """Raise Broken if a finding's level is "broken" and cfg.canaries is "stop"."""
     broken = [finding for finding in findings if finding.level == "broken"]
     if broken and cfg.canaries == "stop":
         raise Broken(
             f"the run is broken: {', '.join(CANARIES[f.name].meaning for f in broken)}",
-            "check template, loss mask, --init_lr_frac and checkpoint; --canaries=warn continues",
+            "check the template, loss mask, --init_lr_frac and checkpoint, or use --canaries=warn",
         )

@@ -1,13 +1,13 @@
 """
-Final benchmarks: declared once, rejected by default, and every access logged.
+Final benchmarks: declared once, denied by default, every access logged.
 
     held_out.json {final, since} -> require_access -> held_out_access.jsonl -> the report
 
 Both files contain digests of their contents.
 
 A benchmark is for development unless declared `final`. Selecting models on a final benchmark
-defeats its purpose. Files can share a source: a training bucket made from the data set of a final
-benchmark belongs to its family and is rejected.
+defeats its purpose. A training bucket made from the same dataset as a final benchmark
+belongs to its family and is rejected.
 """
 
 import re
@@ -27,7 +27,7 @@ FILE, ACCESS_LOG = "held_out.json", "held_out_access.jsonl"
 
 
 def final_benchmarks() -> dict[str, str]:
-    """Final benchmarks: name -> data set it is made from."""
+    """Final benchmarks: name -> dataset it is made from."""
     return load_declarations()["final"]
 
 
@@ -40,14 +40,14 @@ def load_declarations() -> dict[str, dict[str, str]]:
         return read_sealed(path)
     except ValueError as error:
         raise UsageError(
-            f"{error}; it lists the held-out benchmarks",
+            f"{error}; this file lists the held-out benchmarks",
             "restore the file, or delete it and declare the final benchmarks again: "
             'python -m scripts.lab.hold_out --final="..."',
         ) from error
 
 
 def declare(final: Mapping[str, str]) -> Path:
-    """Permanently declare benchmarks final. final: name -> data set it is made from."""
+    """Permanently declare benchmarks final. final: name -> dataset it is made from."""
     path, known = base_dir() / FILE, load_declarations()
     since = time.strftime("%Y-%m-%d %H:%M:%S")
     new = {name: since for name in final if name not in known["since"]}
@@ -88,7 +88,7 @@ def require_access(names: Iterable[str], allowed: bool, who: Mapping[str, Any]) 
     if wanted and not allowed:
         raise UsageError(
             f"{', '.join(wanted)} is final: held out until the end and not used for selection",
-            "leave it out, or pass --final to scripts that have it; every access is logged",
+            "leave it out, or pass --final if the script has it; every access is logged",
         )
     folder = base_dir()
     for name in wanted:
@@ -104,17 +104,17 @@ def read_access_log(damaged: list[str] | None = None) -> list[Mapping[str, Any]]
 
 def reject_contaminated(parents: Mapping[str, str]) -> None:
     """
-    Raise UsageError if a bucket is made from the same data set as a final benchmark.
+    Raise UsageError if a bucket is made from the same dataset as a final benchmark.
 
-    parents: bucket -> data set it is made from, empty if unknown.
+    parents: bucket -> dataset it is made from, empty if unknown.
     """
     families = {simplify(parent): name for name, parent in final_benchmarks().items() if parent}
     for bucket, parent in parents.items():
         name = families.get(simplify(parent)) if parent else None
         if name:
             raise UsageError(
-                f"{bucket} is made from {parent}, like {name}, which is final: training on its "
-                "source and style would invalidate it",
+                f"{bucket} is made from {parent}, as is final benchmark {name}: training on the "
+                "same source and style would invalidate it",
                 "leave it out",
             )
 
@@ -125,7 +125,7 @@ def check_finetuning_buckets(learned: Sequence["Bucket"], measured: Sequence["Bu
     bucket is evaluated by a final benchmark.
     """
     reject_contaminated({bucket.name: bucket.tags.parent for bucket in learned})
-    every = [*measured, *learned]  # canaries ask questions of the training data
+    every = [*measured, *learned]  # canaries ask training buckets' questions
     require_access((bucket.measures for bucket in every if bucket.measures), False, {})
 
 

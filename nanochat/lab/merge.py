@@ -3,11 +3,11 @@ Merge the weights of models of the same shape, and measure linear interpolation 
 
     tensors of each model and, if needed, of their common base -> merged tensors, float32
     tensors, scorer -> weights of a greedy soup; bits per byte along the line between two models
-    model, batches of (tokens, targets) -> ByRow: nats and bytes per row -> Comparison
+    model, batches of (tokens, targets) -> RowBits: nats and bytes per row -> Comparison
 
 A task vector is the difference between a model and the base. Matrices in blocks are merged by the
 chosen method; embeddings, LM head and scalars linearly. If the loss rises along the line between
-two models, they lie in different basins and their mean in neither.
+two models, they lie in different basins, and their mean lies in neither.
 
 Sources: model soups, Wortsman et al., arXiv:2203.05482; SLERP, Shoemake, "Animating Rotation with
 Quaternion Curves", 1985; task arithmetic, Ilharco et al., arXiv:2212.04089; TIES, Yadav et al.,
@@ -89,7 +89,7 @@ class MergeConfig:
     scale: float = 1.0
     """With a base: factor on the merged task vector."""
     density: float = 0.5
-    """ties: fraction of largest entries to keep. dare: probability of keeping an entry."""
+    """ties: fraction of entries to keep, largest first. dare: probability of keeping an entry."""
     merge_seed: int = 0
     """dare: random seed for dropping entries."""
 
@@ -190,7 +190,7 @@ def blend(
 
 
 def keep_largest(x: Tensor, density: float) -> Tensor:
-    """Zero all but the fraction `density` of largest entries of `x`; keep at least one."""
+    """Zero all but the largest fraction `density` of entries of `x`; keep at least one."""
     count = max(1, round(density * x.numel()))
     flat = x.flatten()
     keep = flat.abs().topk(count).indices
@@ -223,7 +223,7 @@ def mean_of(models: Sequence[Tensors], shares: Sequence[float]) -> dict[str, Ten
 
 
 def greedy(models: Sequence[Tensors], scores: Sequence[RowBits], score: ScoreFn) -> list[float]:
-    """Weights of a greedy soup: add models, best first, that improve the mean beyond noise."""
+    """Weights of a greedy soup: best first, add models that improve the mean beyond noise."""
     first, *others = sorted(range(len(scores)), key=lambda i: scores[i].value)
     chosen, best = [first], scores[first]
     for i in others:
@@ -256,7 +256,7 @@ def warnings(lines: Mapping[str, WeightPath]) -> list[str]:
     """One warning for each line that rises beyond noise."""
     return [
         f"warning: loss on the line from {name} rises {loss_barrier(line):.4f} bpb above its ends: "
-        "the models lie in different basins, their mean in neither"
+        "the models lie in different basins, and their mean in neither"
         for name, line in lines.items()
         if loss_barrier(line) > MAX_RISE * line[0][1]
     ]

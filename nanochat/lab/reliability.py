@@ -1,7 +1,7 @@
 """
-The section "Reliability" of the report: seeds, measured noise, and total cost.
+The report's section "Reliability": seeds, measured noise, and total cost.
 
-    records, record history, sweep ledgers -> sections -> tables
+    records, record history, sweep ledgers -> section_tables -> tables
 """
 
 from collections import defaultdict
@@ -85,11 +85,11 @@ def recipe_table(
 
 
 def own_seconds(cost: Mapping[str, Any]) -> float:
-    """Device time of one call; several calls can extend one section."""
+    """Device time of one script run; several can extend one section."""
     own = cost.get("own_device_seconds")
     return cost["device_seconds"] if own is None else own
 
 
 def purpose_of(record: Record) -> str:
-    """Row of the `recipe_table` table for a record."""
+    """Row of `recipe_table` for a record."""
     return next((k for s, k in MADE_BY.items() if record["section"].startswith(s)), "Evaluation")

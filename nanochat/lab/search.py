@@ -1,7 +1,7 @@
 """
 Search for the best value of one setting: a wide grid, a tight grid, then several seeds.
 
-    low..high -> wide grid -> bracket of the best -> tight grid -> best few x seeds -> Found
+    low..high -> wide grid -> bracket of the best -> tight grid -> best few x seeds -> SearchResult
 
 An optimum at the edge of the wide grid is rejected. The best of several noisy scores overestimates
 the mean; the expected excess is reported.
@@ -51,7 +51,7 @@ class SearchResult:
     wide: dict[float, float]
     tight: dict[float, float]
     finals: dict[float, list[float]]
-    """Scores of all seeds except 0, which chose the finalists."""
+    """Scores of all seeds but 0, whose scores chose the finalists."""
 
     @property
     def chosen(self) -> float:
@@ -84,7 +84,7 @@ class SearchResult:
                 cells = [f"{x:.4f}" for x in (fmean(final), stdev(final), best)]
             once = [scores.get(value) for scores in (self.wide, self.tight)]
             tried = ["" if x is None else f"{x:.4f}".replace("nan", "broke") for x in once]
-            rows.append([format_value(value), *tried, *cells, note])
+            rows.append([show_setting(value), *tried, *cells, note])
         columns = [self.cfg.search, "Wide", "Tight", "Mean of seeds", "Std", "Best seed", ""]
         return {"title": "Search", "columns": columns, "rows": rows}
 
@@ -112,8 +112,8 @@ def run_search(
     if i in (0, len(values) - 1):
         side, flag = ("smallest", "--low") if i == 0 else ("largest", "--high")
         raise UsageError(
-            f"the best {cfg.search} of the wide grid is the {side} value tried, "
-            f"{format_value(values[i])}: the optimum may be outside the grid",
+            f"the best {cfg.search} in the wide grid is the {side} value tried, "
+            f"{show_setting(values[i])}: the optimum may be outside the grid",
             f"extend it with {flag} and rerun; finished runs are reused",
         )
     between = inner_grid(values[i - 1], values[i + 1], cfg.tight, cfg.unit)
@@ -149,7 +149,7 @@ def round_value(value: float, unit: int | None) -> float:
     return float(f"{value:.{DIGITS}g}")
 
 
-def format_value(value: float) -> str:
+def show_setting(value: float) -> str:
     """Format a value for a flag."""
     return f"{value:.12g}"
 
@@ -158,5 +158,5 @@ def rank(scores: Mapping[float, float], lower_is_better: bool) -> list[float]:
     """Values from best to worst, without broken runs. Raises ValueError if all broke."""
     finite = [value for value in scores if math.isfinite(scores[value])]
     if not finite:
-        raise ValueError(f"every run broke: {', '.join(map(format_value, scores))}")
+        raise ValueError(f"every run broke: {', '.join(map(show_setting, scores))}")
     return sorted(finite, key=lambda value: scores[value], reverse=not lower_is_better)

@@ -1,11 +1,11 @@
 """
-Compare ablation arms ("arms") with their control and test whether differences exceed the noise.
+Compare ablation arms with their control and test whether differences exceed the noise.
 
     scores of every seed of every arm -> Contrast per base, arm and metric -> tables
 
 The variance between seeds is pooled over the arms of a base, since three seeds alone estimate it
-poorly. The noise bar uses Student's t at the available degrees of freedom, which for few seeds is
-far above two standard errors. If per-item scores exist, items are paired and their variance is
+poorly. The noise threshold uses Student's t at the available degrees of freedom; with few seeds it
+is far above two standard errors. If per-item scores exist, items are paired and their variance is
 added.
 """
 
@@ -116,7 +116,7 @@ def contrasts(
 
 
 def noise_bar(difference: float, parts: Sequence[tuple[float, int]]) -> tuple[float, float]:
-    """Noise bar and p value of a difference, given (variance, degrees of freedom) parts."""
+    """Noise threshold and p value of a difference, given (variance, degrees of freedom) parts."""
     total = math.fsum(variance for variance, _ in parts)
     if math.isnan(total):
         return math.nan, math.nan
@@ -144,7 +144,7 @@ def agreement(found: Sequence[Contrast], arm: str, metric: str) -> str:
     if len(kinds) == 1:
         return f"all {kinds.pop()}"
     if {"better", "worse"} <= kinds:
-        return "the bases contradict"
+        return "the bases disagree"
     return "only " + ", ".join(f"{base} {v}" for base, v in verdicts.items() if v != "within noise")
 
 

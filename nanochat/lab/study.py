@@ -1,7 +1,7 @@
 """
 A study: run bases x ablation arms x seeds as jobs and compare their scores.
 
-    StudyConfig, arms -> Study.jobs -> Sweep.run_all -> judge -> contrasts, a table, bars
+    StudyConfig, arms -> Study.jobs -> Sweep.run_all -> compare_arms -> contrasts, a table, bars
 
 An ablation arm ("arm") is one variant of a training run. All runs of a study train on the same
 number of tokens. Arms never share seeds: identical data order would make two arms look more alike
@@ -35,8 +35,8 @@ from tasks.buckets import parse_task_mixture as known_parts
 from tasks.buckets import tags as tags_of_part
 
 CONTROL = "control"
-SEEDS_OF_ARM = 100  # arm n uses seeds from n times this
-SHARE_UNITS = 10**9  # total used to check shares of a mixture as counts
+SEEDS_OF_ARM = 100  # the seeds of arm n start at n times this
+SHARE_UNITS = 10**9  # assumed total when checking mixture shares as counts
 FIRST_HALF, OTHER_HALF = "--eval_half=1", "--eval_half=2"  # of the validation rows
 SCRIPTS = {"base": "scripts.base_train", "mid": "scripts.mid_train", "sft": "scripts.chat_sft"}
 
@@ -106,7 +106,7 @@ class Study:
     ):
         """
         data: fingerprint of training and validation data, if the flags do not identify them.
-        default_mixture: data set of the base model -> mixture used when `mix` has none.
+        default_mixture: dataset of the base model -> mixture used when `mix` has none.
         """
         self.cfg, self.mix, self.default_mixture = cfg, mix, default_mixture
         self.bases = cfg.bases.split("|")
@@ -143,14 +143,14 @@ class Study:
 
     def job(self, base: str, arm: Arm, seed: int) -> Job:
         """
-        One run: training, then evaluation on tasks. An arm with another batch size gets the number
-        of steps for the same tokens. Raises ValueError for an arm that sets num_iterations.
+        One run: training, then evaluation on tasks. An arm with a different batch size gets as many
+        steps as equal tokens need. Raises ValueError for an arm that sets num_iterations.
         """
         cfg, mix = self.cfg, self.mix
         source = "base" if cfg.stage == "mid" else cfg.source
         own = dict(flag.removeprefix("--").split("=", 1) for flag in arm.flags)
         if "num_iterations" in own:
-            raise ValueError(f"{arm.name}: all runs have one length; set --num_iterations")
+            raise ValueError(f"{arm.name}: all runs must be equally long; set --num_iterations")
         batch = int(own.get("total_batch_size", cfg.total_batch_size))
         steps = max(1, round(cfg.num_iterations * cfg.total_batch_size / batch))
         start = f"--depth={base[1:]}" if cfg.stage == "base" else f"--source={source}:{base}"

@@ -1,13 +1,13 @@
 """
-Run many training jobs with the standard scripts, one or several at a time, each of them once.
+Run many training jobs with the standard scripts, one or several at a time, each only once.
 
     jobs -> Sweep.run_all -> sweeps/runs/<key>/: log.txt, report/, done.json -> scores
 
 A job is the commands of one run (training and evaluations), each run in its own process. Its key is
 the fingerprint of everything that determines the outcome: commands, inputs and code. A finished job
 is never repeated, even by another sweep; an interrupted one resumes from its newest checkpoint. A
-ledger records the time of every command, including failed attempts; a cap on device time ends a
-sweep between two jobs.
+ledger records the time of every command, including failed attempts; a cap on device time stops
+a sweep between jobs.
 """
 
 import ctypes
@@ -65,10 +65,10 @@ class SweepConfig:
     devices: int = 1
     """Number of parallel runs: one GPU each; on CPU they share the cores."""
     cap_hours: float | None = None
-    """Maximum device hours of this sweep, including earlier calls; runs that would exceed it are
+    """Maximum device hours for this sweep, including earlier runs; jobs that would exceed it are
     not started. Default: no limit."""
     same_code: bool = True
-    """Repeat runs whose code has changed; --no-same_code reuses the newest."""
+    """Rerun jobs if the code changed; --no-same_code reuses old results."""
 
     def __post_init__(self) -> None:
         if self.devices < 1:
@@ -79,7 +79,7 @@ class SweepConfig:
 
 @dataclass(frozen=True)
 class Job:
-    """One run. `commands` are module and flags; {tag} expands to the run's checkpoint tag."""
+    """One run. Each command is a module with flags; {tag} expands to the run's checkpoint tag."""
 
     name: str
     """Display name."""
@@ -143,7 +143,7 @@ def sweep_folder() -> Path:
 
 
 def collect_scores(runs: Sequence[DoneRun], metric: str) -> Scores:
-    """Collect a metric over the seeds of one ablation arm ("arm")."""
+    """Collect a metric over the seeds of one ablation arm."""
     items = [run.items(metric) for run in runs]
     return Scores([run.metric(metric) for run in runs], items if all(items) else ())
 
@@ -168,7 +168,7 @@ class Sweep:
         self.counting = threading.Lock()
 
     def __enter__(self) -> "Sweep":
-        """Raises UsageError if another process runs the same sweep."""
+        """Raises UsageError if the same sweep is already running."""
         self.lock.acquire()
         return self
 
@@ -241,7 +241,7 @@ class Sweep:
                 self.num_running -= 1
         if status and (self.stop.asked or status != BROKEN):
             if not self.stop.asked:
-                problems.append(f"{job.name} failed with status {status}, see {run.folder}/log.txt")
+                problems.append(f"{job.name} failed with status {status}; see {run.folder}/log.txt")
             return None
         run = replace(run, is_broken=status == BROKEN)
         note = {"name": job.name, "job": job.key(""), "is_broken": run.is_broken}
@@ -300,7 +300,7 @@ class Sweep:
         return median(by_run.values()) if by_run else 0.0
 
     def beyond_cap(self) -> str:
-        """Reason why another run would exceed the cap; empty if it fits."""
+        """Why another run would exceed the cap; empty if it fits."""
         if self.cfg.cap_hours is None:
             return ""
         spent, each = math.fsum(e["seconds"] for e in self.ledger()), self.typical_seconds()
@@ -319,8 +319,8 @@ def end_with_parent() -> None:
 
 
 def environments(devices: int) -> list[dict[str, str]]:
-    """Environment variables of each slot: one GPU, or a share of the CPU cores."""
-    from nanochat.distributed import visible_gpus  # imported here: reading a sweep needs no torch
+    """Environment variables for each slot: one GPU, or a share of the CPU cores."""
+    from nanochat.distributed import visible_gpus  # lazy: reading sweeps does not require torch
 
     gpus = visible_gpus()
     if gpus:

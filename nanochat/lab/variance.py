@@ -3,8 +3,8 @@ Score variance between sampled evaluation runs of the same weights, and the repe
 
     scores of R runs of M checkpoints -> Variance per task -> class, default repeats, a JSON file
 
-Only sampling noise: weights and items stay the same. Variance classes, in points of accuracy, are
-those of the Olmo 3 tables (post-training chapter of the RLHF book).
+This is sampling noise only: weights and items stay the same. Variance classes, in accuracy points,
+are those of the Olmo 3 tables (post-training chapter of the RLHF book).
 """
 
 import math
@@ -49,7 +49,7 @@ def split_error(scores: Sequence[Sequence[float]]) -> Repeats:
     Raises ValueError for fewer than two items or two repeats, or for missing repeats.
     """
     if len(scores) < 2 or len({len(row) for row in scores}) != 1 or len(scores[0]) < 2:
-        raise ValueError("need at least two items with the same number of repeats, two or more")
+        raise ValueError("need at least two items and two repeats, with equal repeats per item")
     table = np.asarray(scores, dtype=np.float64)  # (n, k)
     n, k = table.shape
     within = float(table.var(axis=1, ddof=1).mean())
@@ -87,7 +87,7 @@ class Variance:
     def repeats(self) -> int:
         """
         Answers per item that keep the sampling error below SHARE times the item error. Holds for
-        any number of items, since both errors shrink alike.
+        any number of items, since both errors shrink at the same rate.
         """
         if self.std == 0 or self.item_se == 0:
             return MAX_REPEATS if self.std else 1
@@ -111,7 +111,7 @@ def measure(task: str, scores: Sequence[Sequence[Sequence[float]]]) -> Variance:
 
 
 def variance_table(found: Sequence[Variance], checkpoints: Sequence[str]) -> dict[str, Any]:
-    """Report table in points of accuracy, noisiest task first."""
+    """Report table in accuracy points, noisiest task first."""
     columns = ["Class", "Task", "Items", "Runs", "Std", *checkpoints, "Item SE", "Repeats"]
     rows = [
         [
@@ -141,6 +141,6 @@ def load_variances(path: Path | None = None) -> dict[str, Variance]:
 
 
 def default_repeats(task: str, temperature: float) -> int:
-    """Default answers per item: as measured; 1 for greedy decoding or unmeasured tasks."""
+    """Answers per item, from measured variance; 1 for greedy decoding or unmeasured tasks."""
     known = load_variances().get(task)
     return known.repeats if known and temperature > 0 else 1

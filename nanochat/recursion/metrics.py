@@ -146,7 +146,7 @@ def refinement(bpb: Sequence[float]) -> float:
 
 
 def state_metrics(model: RecursiveGPT, batches: Iterable[Batch]) -> dict[str, float]:
-    """State RMS after each loop and its cosine to the previous state, on the first batch."""
+    """State RMS after each loop and cosine similarity to the previous state, on the first batch."""
     first = next(iter(batches), None)
     if first is None:  # rank without validation data
         return {}

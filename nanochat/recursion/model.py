@@ -5,7 +5,7 @@ Recursive GPT: some of the layers form a core that is applied several times.
 
 Training can supervise every loop through coda and LM head (deep supervision); generation and the
 value of `loss` use the last loop. Sources: Tiny Recursive Model arXiv:2510.04871, which refines
-answers on grids; depth recurrence in language models arXiv:2502.05171.
+answers to grid puzzles; depth recurrence in language models arXiv:2502.05171.
 """
 
 import random
@@ -21,7 +21,7 @@ from nanochat.gpt import GPT, ForwardContext, GPTConfig, Linear, norm
 from nanochat.loss import IGNORE, chunked_cross_entropy, token_losses
 
 Supervise = Literal["last", "sampled", "full"]
-MAX_BONUS = 4.0  # upper bound of a bonus relative to the weight of its loop
+MAX_BONUS = 4.0  # upper bound on a bonus, relative to its loop's weight
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,11 @@ class RecursiveConfig(GPTConfig):
     n_loops: int = 2
     """Number of times the core is applied."""
     supervise: Supervise = "last"
-    """Loops with a loss. last; sampled: last and one drawn per step; full: all."""
+    """Loops with a loss. last: the last; sampled: the last and one drawn per step; full: all."""
     supervision_base: float = 3.0
     """Loop k has a weight proportional to supervision_base^k; the weights sum to one."""
     improvement_bonus: float = 0.0
-    """Each supervised loop gains this weight, divided by the detached loss of the previous one on
+    """Extra weight of each supervised loop, divided by the detached loss of the previous one on
     the same row (nats per token); at most MAX_BONUS times its own weight."""
     bptt_loops: int | None = None
     """Detach the state before the last N loops; None = never."""
@@ -158,7 +158,7 @@ class RecursiveGPT(GPT):
     # ---- computation -------------------------------------------------------------------------
 
     def states(self, ctx: ForwardContext, loops: int) -> Iterator[Tensor]:
-        """Yield the state (B, T, C) after each of `loops` loops; may differ from n_loops."""
+        """Yield the state (B, T, C) after each loop; `loops` may differ from n_loops."""
         cfg = self.cfg
         e = state = self.run_layers(ctx, ctx.x0, cfg.prelude)
         for k in range(loops):
@@ -215,7 +215,7 @@ class RecursiveGPT(GPT):
         return nats.sum() + (objective - objective.detach())
 
     def note(self, name: str, value: Tensor) -> None:
-        """Add to a sum of this step, without a device sync."""
+        """Add to one of this step's sums, without a device sync."""
         self.noted[name] = self.noted.get(name, 0) + value
 
     @torch.no_grad()
@@ -231,8 +231,8 @@ class RecursiveGPT(GPT):
     @torch.no_grad()
     def trace(self, tokens: Tensor, loops: int) -> tuple[Tensor, Tensor]:
         """
-        Return the state RMS after each loop (loops,) and its mean cosine similarity to the previous
-        state (loops - 1,).
+        Return the state RMS after each loop (loops,) and the state's mean cosine similarity to the
+        previous state (loops - 1,).
         """
         states = [s.float() for s in self.states(self.prepare(tokens), loops)]
         rms = torch.stack([s.square().mean().sqrt() for s in states])

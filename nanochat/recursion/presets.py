@@ -3,7 +3,7 @@ Presets and flags of the recursive model.
 
     GPTConfig for a depth -> RecursionConfig.apply -> RecursiveConfig
 
-By default prelude and coda take a quarter of the layers each, the core the rest.
+By default, prelude and coda take a quarter of the layers each; the core takes the rest.
 """
 
 from dataclasses import asdict, dataclass, replace
@@ -27,7 +27,7 @@ WARNING = (
     "warning    recursion preset {}: after 3 minutes on one CPU core, aggressive and extreme were "
     "0.40 bits per byte worse than a plain model of equal FLOPs, and no better than the layers "
     "applied once. The refinements of 80% or more reported for such presets come from a bonus that "
-    "also raises the first loop's loss, to five times chance level; here it cannot"
+    "also raises the first loop's loss, to five times chance level; here the bonus cannot do that"
 )
 
 
@@ -56,7 +56,7 @@ class RecursionConfig:
     """Apply the middle layers several times. share2: twice; moderate, aggressive, extreme: four
     times with a loss at every loop, increasingly steep weights and an improvement bonus."""
     n_loops: int | None = None
-    """Number of times the core is applied; enough to make the model recursive without a preset.
+    """Number of times the core is applied; makes the model recursive even without a preset.
     Default: the preset's."""
     n_prelude: int | None = None
     """Layers before the core. Default: a quarter of depth."""
@@ -82,9 +82,9 @@ class RecursionConfig:
 
     def apply(self, plain: GPTConfig) -> GPTConfig:
         """
-        Return the recursive configuration of the same layers, or `plain` if recursion is off.
+        Return the recursive configuration with the same layers, or `plain` if recursion is off.
 
-        Raises ValueError for inconsistent values, or flags without a number of loops.
+        Raises ValueError for inconsistent values, or if flags are set but not n_loops.
         """
         values = self.given()
         if not values:

@@ -1,9 +1,9 @@
 """
 Does recursion pay off? Compares recursive runs with plain runs of equal cost.
 
-    Arm of recursive seeds, Arms of plain seeds -> Criteria with explanations
+    LoopArm per set of seeds, recursive and plain -> Criteria with explanations
 
-A plain arm counts as equal in FLOPs, tokens or parameters if they are within 5%. Pure functions.
+A plain arm counts as equal in FLOPs, tokens or parameters if within 5%. Pure functions.
 """
 
 import statistics
@@ -13,8 +13,8 @@ from typing import NamedTuple
 from nanochat.recursion.metrics import is_monotonic
 from nanochat.stats import NOISE
 
-COST_TOLERANCE = 0.05  # relative tolerance of equal cost
-FEWER_PARAMS_RATIO = 0.8  # ratio of parameters that counts as clearly fewer
+COST_TOLERANCE = 0.05  # relative tolerance for equal cost
+FEWER_PARAMS_RATIO = 0.8  # parameter ratio that counts as clearly fewer
 SLACK = 0.02  # bpb by which the first loop may be worse than a plain model of the same layers
 
 
@@ -68,16 +68,17 @@ def show_gap(arm: LoopArm, recursive: LoopArm) -> str:
     """Format the bpb difference to the recursive arm and the costs that are equal."""
     costs = ("params", "tokens", "flops")
     same = [cost for cost in costs if is_close(getattr(arm, cost), getattr(recursive, cost))]
-    return f"{arm.mean - recursive.mean:+.4f} (equal {', '.join(same) or 'nothing'})"
+    equal = f"equal {', '.join(same)}" if same else "no equal cost"
+    return f"{arm.mean - recursive.mean:+.4f} ({equal})"
 
 
 def seed_spread(one: LoopArm, other: LoopArm) -> float | None:
-    """Larger standard deviation of two arms; None unless both have several seeds."""
+    """Larger of two arms' standard deviations; None unless both have several seeds."""
     return None if one.sd is None or other.sd is None else max(one.sd, other.sd)
 
 
 def find_same_layers_arm(recursive: LoopArm, plain: Sequence[LoopArm]) -> LoopArm | None:
-    """Return the plain arm with the same layers, applied once, and equal tokens."""
+    """Return the plain arm with the same layers, applied once, and the same token count."""
     once = (recursive.n_layer, recursive.d_model, recursive.n_layer)
     same = (arm for arm in plain if (arm.n_layer, arm.d_model, arm.visits) == once)
     return next((arm for arm in same if is_close(arm.tokens, recursive.tokens)), None)
@@ -98,7 +99,7 @@ def check_equal_flops(recursive: LoopArm, plain: Sequence[LoopArm]) -> Criterion
     larger = [arm for arm in rivals if recursive.params <= FEWER_PARAMS_RATIO * arm.params]
     if sd is None:
         hopeless = difference >= 0 and best not in larger
-        return Criterion(name, False if hopeless else None, f"{detail}; one seed has no spread")
+        return Criterion(name, False if hopeless else None, f"{detail}; spread needs more seeds")
     detail += f", spread over seeds {sd:.4f}"
     if all(better(recursive, arm) for arm in rivals):
         return Criterion(name, True, detail)

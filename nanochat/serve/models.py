@@ -20,7 +20,7 @@ from nanochat.serve.openai_api import ApiError
 from nanochat.tokenizer import Tokenizer
 
 MAX_SLOTS = 64
-CACHE_SHARE = 0.25  # share of free memory for the KV cache of one model
+CACHE_SHARE = 0.25  # fraction of free memory for each model's KV cache
 
 
 class ModelLibrary:
@@ -61,7 +61,7 @@ class ModelLibrary:
 
     async def get(self, name: str, busy: Callable[[Engine], bool]) -> Engine:
         """
-        Return the engine of a model, loading the model on first use.
+        Return a model's engine, loading the model on first use.
 
         Raises ApiError for an unknown name, for a checkpoint that fails to load, and if all loaded
         models are busy.

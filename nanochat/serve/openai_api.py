@@ -4,9 +4,9 @@ OpenAI API schema: requests, responses and errors.
     body -> read_request -> ChatRequest, TextRequest -> prompts, Sampling
     deltas -> Writer -> stream chunks or one response object
 
-Fields without effect on the response are ignored. An unsupported field is accepted at its neutral
-values; at any other value the request is rejected with the field's name. Parsing stops at the first
-error. Extensions: `top_k`, `truncation`, `parts` of a message, `continuous_usage_stats`. If the
+Fields that do not affect the response are ignored. An unsupported field is accepted only with a
+neutral value; otherwise the error names the field. Parsing stops at the first error.
+Extensions: `top_k`, `truncation`, `parts` in messages, `continuous_usage_stats`. If the
 last message is from the assistant, the model continues it.
 Source: OpenAI API reference, chat completions and (legacy) completions, 2025.
 """
@@ -26,13 +26,13 @@ from nanochat.tokenizer import Tokenizer
 
 R = TypeVar("R", bound="Generation")
 FinishReason = Literal["stop", "length"]
-TEXT_TOKENS = 16  # OpenAI's default max_tokens of a text completion
+TEXT_TOKENS = 16  # OpenAI's default max_tokens for text completions
 LARGEST_COUNT = 2**31 - 1
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
 MAX_FIELDS, MAX_MESSAGES, MAX_PARTS, MAX_STOPS, MAX_PROMPTS = 128, 4096, 1024, 16, 1024
 ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant"}
 NO_FUNCTIONS = "not supported; this model has no function calling"
-# Fields without effect on the response
+# Fields that do not affect the response
 IGNORED = {
     *("user", "metadata", "store", "service_tier", "safety_identifier", "verbosity"),
     *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
@@ -163,8 +163,8 @@ def drop_neutral_fields(
     known: tuple[str, ...] | None = None,
 ) -> dict[str, Any]:
     """
-    Drop null, ignored and neutral fields. Raises ApiError for an unsupported field with another
-    value, for too many fields and, if `known` is given, for any other field.
+    Drop null, ignored and neutral fields. Raises ApiError for a field with a non-neutral
+    value, for too many fields and, if `known` is given, for unknown fields.
     """
     check_count(where or "body", value, MAX_FIELDS, "fields")
     kept = {}
@@ -231,7 +231,7 @@ def read_parts(parts: Sequence[Any], role: str, where: str) -> list[dict[str, st
     for i, part in enumerate(parts):
         at = f"{where}.{i}"
         if not isinstance(part, dict):
-            raise invalid(at, f"a part is an object with type and text, not {json_type(part)}")
+            raise invalid(at, f"must be an object with type and text, not {json_type(part)}")
         kind, only = part.get("type"), ", ".join(kinds)
         if kind not in kinds:
             raise invalid(at, f"parts of type {kind!r:.80} are not supported; use {only}")

@@ -1,7 +1,7 @@
 """
 HTTP responses: one JSON object when the reply is complete, or a stream of server-sent events.
 
-    Reply.news() -> deltas -> join -> Writer -> data: {...}
+    Reply.news() -> deltas -> join_chunks -> Writer -> data: {...}
 
 `done` is called when the response ends, at once if the client disconnects.
 """
@@ -114,7 +114,7 @@ def event(data: Any) -> str:
 def join_chunks(deltas: Sequence[Delta]) -> list[Delta]:
     """Merge consecutive deltas of the same completion and kind."""
     found: list[Delta] = []
-    for delta in sorted(deltas, key=lambda d: d.index):  # stable: keeps each one's order
+    for delta in sorted(deltas, key=lambda d: d.index):  # stable: keeps each completion's order
         last = found[-1] if found else None
         if last and last.index == delta.index and (last.kind == delta.kind or not delta.text):
             text, tokens = last.text + delta.text, [*last.tokens, *delta.tokens]

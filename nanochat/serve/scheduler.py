@@ -1,5 +1,5 @@
 """
-Continuous batching: requests arrive on the event loop, one thread generates.
+Continuous batching: requests arrive on the event loop; one thread generates.
 
     GenerationRequest -> Worker.submit -> Reply
     generation thread: engine.step() -> Answer.advance -> deltas -> Reply.news()
@@ -29,7 +29,7 @@ LONGEST_RETRY_SECONDS = 60
 LOGITS_TOKENS = 512  # prompt tokens per logits chunk when recording log-probabilities
 
 # ---- Stop strings --------------------------------------------------------------------------------
-# Text that may be the start of a stop string is held back until more text decides.
+# Text that may be the start of a stop string is held back until later text settles it.
 
 
 class StopFinder:
@@ -80,12 +80,12 @@ class GenerationRequest:
     parts: bool = True
     """Separate tool calls from text; otherwise everything is text."""
     echo_from: int | None = None
-    """Repeat the prompt from this token on before the completion. None: no echo."""
+    """Prepend the prompt from this token on to the completion. None: no echo."""
     only_prompt: bool = False
     """Discard the generated tokens."""
     logprobs: int | None = None
-    """Number of alternatives to record with the log-probability of each token, also of an echoed
-    prompt. None: record nothing."""
+    """Number of alternatives to record with each token's log-probability, including echoed prompt
+    tokens. None: record nothing."""
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     """Log-probabilities of all prompt tokens but the first; set by prefill."""
 
@@ -168,7 +168,7 @@ class Answer:
         return Delta(self.index, "text", text, tokens)
 
     def show(self, kind: str, text: str) -> list[Delta]:
-        """Emit text, except the end of it that may start a stop string."""
+        """Emit text, except for a suffix that may start a stop string."""
         if self.stops.found:
             return []
         if self.request.parts and kind != "text":
@@ -361,7 +361,7 @@ class Worker:
         return "broken" if self.ended else "ok"
 
     def counts(self) -> tuple[int, int]:
-        """Number of running and of queued completions over all engines."""
+        """Numbers of running and queued completions across all engines."""
         with self.wake:
             running = sum(min(load, engine.slots) for engine, load in self.load.items())
             return running, self.load.total() - running

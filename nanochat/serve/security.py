@@ -143,7 +143,7 @@ class SecurityMiddleware:
                 raise ApiError(415, f"Content-Type must be application/json, not {media!r}")
 
     def is_allowed(self, name: str) -> bool:
-        """Whether a host is localhost, an IP address or an allowed name (no DNS rebinding)."""
+        """Whether a host is localhost, an IP address or an allowed name (blocks DNS rebinding)."""
         if name == "localhost" or name in map(str.lower, self.cfg.allowed_hosts):
             return True
         try:
@@ -183,8 +183,8 @@ def hostname(host: str) -> str:
 
 class TimeoutProtocol(H11Protocol):
     """
-    uvicorn's connection, closed if request headers do not arrive in time or the client does not
-    read.
+    A uvicorn connection that closes if request headers do not arrive in time or the client does
+    not read.
     """
 
     cfg = SecurityConfig()

@@ -51,7 +51,7 @@ PAGE_POLICY = (
     "require-trusted-types-for 'script'; trusted-types 'none'"
 )
 DRAIN_SECONDS = 5.0  # time for running completions to finish on shutdown
-CLOSE_SECONDS = 8  # until open connections are closed on shutdown
+CLOSE_SECONDS = 8  # wait before closing open connections on shutdown
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def add_api(app: FastAPI, handler: RequestHandler, suggestions: Sequence[str]) -
 
 
 def add_pages(app: FastAPI, handler: RequestHandler) -> None:
-    """Add the routes of the chat page and of monitoring."""
+    """Add the routes for the chat page and monitoring."""
     files = {path.name: path.read_bytes() for path in PAGE.iterdir() if path.suffix in PAGE_TYPES}
 
     @app.get("/")
@@ -179,7 +179,7 @@ def add_errors(app: FastAPI) -> None:
 
     async def unknown_path(request: Request, error: Any) -> Response:
         headers = dict(error.headers or {})
-        if error.status_code == 405:  # HEAD is allowed with GET, OPTIONS on every path
+        if error.status_code == 405:  # HEAD goes with GET; OPTIONS is always allowed
             methods = {*headers.get("Allow", "").split(", "), "OPTIONS"} - {""}
             methods |= {"HEAD"} if "GET" in methods else set()
             headers["Allow"] = ", ".join(sorted(methods))

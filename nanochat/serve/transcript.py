@@ -22,7 +22,7 @@ def render_fitting(tokenizer: Tokenizer, messages: Sequence[Message], max_tokens
     Leading system messages and the last user turn are always kept. Raises ValueError for messages
     that cannot be rendered.
     """
-    merge_turns(messages)  # raises with message numbers
+    merge_turns(messages)  # its errors give message numbers
     num_opening = next((i for i, m in enumerate(messages) if m["role"] != "system"), 0)
     opening, spoken = messages[:num_opening], merge_turns(messages[num_opening:])
 
@@ -37,7 +37,7 @@ def render_fitting(tokenizer: Tokenizer, messages: Sequence[Message], max_tokens
     ids = []
     for first in [*(i for i in starts if left[i] <= room), starts[-1]]:
         ids = prompt(first)
-        if len(ids) <= max_tokens:  # a system message merged into a turn may need more
+        if len(ids) <= max_tokens:  # merging a system message into a turn may add tokens
             break
     return ids
 

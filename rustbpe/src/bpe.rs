@@ -25,15 +25,15 @@ pub type Pair = (u32, u32);
 /// Marks symbols where no token starts or ends: between words and inside tokens.
 const NONE: u32 = u32::MAX;
 
-/// Distinct words with their counts, in the layout of the trainer.
+/// Distinct words with their counts, in the trainer's layout.
 ///
 /// `symbols` has one cell per byte of each word, and NONE before and after every word. A token
-/// covers one cell per byte; its first and last cells hold its id. The adjacent tokens therefore
-/// follow from its position and the token lengths.
+/// covers one cell per byte; its first and last cells hold its id. Its neighbors
+/// therefore follow from its position and the token lengths.
 pub struct Words {
     symbols: Vec<u32>,
     counts: Vec<u64>,
-    total: u128, // bytes, repetitions included: an upper bound of pair counts
+    total: u128, // bytes, repetitions included: an upper bound on pair counts
 }
 
 impl Default for Words {
@@ -136,7 +136,7 @@ impl Trainer {
         trainer
     }
 
-    /// Enters all byte pairs, with a counting sort of their positions.
+    /// Adds all byte pairs, with a counting sort of their positions.
     fn count_bytes(&mut self) {
         let mut states = vec![PairState::default(); 1 << 16];
         let index = |pair: &[u32]| (pair[0] << 8 | pair[1]) as usize;
@@ -246,7 +246,7 @@ impl Trainer {
     }
 }
 
-/// Changes of pair counts on one side of the new token, summed per adjacent token, so the maps are
+/// Changes in pair counts on one side of the new token, summed per adjacent token, so the maps are
 /// updated once per token instead of once per position.
 #[derive(Default)]
 struct PairUpdates {
@@ -290,8 +290,8 @@ impl PairUpdates {
         self.sums[id as usize].lost += count;
     }
 
-    /// Sorts the positions into the arena, yields the adjacent id, the decrease of the old pair's
-    /// count and the state of the new pair, and resets.
+    /// Sorts the positions into the arena, yields the adjacent id, the decrease in the old
+    /// pair's count and the state of the new pair, and resets itself.
     fn drain<'n>(
         &'n mut self,
         arena: &mut Vec<Position>,

@@ -2,8 +2,8 @@
 //!
 //!     texts -> parts -> one table per thread -> disjoint tables of (word, count)
 //!
-//! Texts are not kept. Counts are sums: they do not depend on the number of threads or on the
-//! batching of texts.
+//! Texts are not kept. Counts are sums, so they do not depend on the number of threads or on how
+//! texts are batched.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 

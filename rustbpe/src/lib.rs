@@ -30,7 +30,7 @@ use error::Error;
 use regex::{Splitter, DEFAULT_PATTERN};
 use vocab::Vocab;
 
-/// Bytes of text per thread that training counts between checks for Ctrl-C.
+/// Bytes of text each thread counts between checks for Ctrl-C in training.
 const BUFFER_BYTES: usize = 1 << 22;
 
 /// Inputs below this many bytes are encoded on the calling thread.
@@ -299,7 +299,7 @@ fn train_words(py: Python<'_>, words: Vec<(Vec<u8>, u64)>, vocab_size: i64) -> P
     })
 }
 
-/// Splits a text into words. `engine` forces the regex engine for patterns of the scanner.
+/// Splits a text into words. `engine` forces the regex engine even if the scanner would do.
 #[pyfunction]
 #[pyo3(signature = (text, pattern=None, engine=false))]
 fn split(text: &Bound<'_, PyString>, pattern: Option<&str>, engine: bool) -> PyResult<Vec<String>> {
@@ -355,7 +355,7 @@ fn take<'py>(
     Ok(taken)
 }
 
-/// Takes all texts. Rejects a single str, an iterable of its characters.
+/// Takes all texts. Rejects a single str, which would iterate over its characters.
 fn take_all<'py>(texts: &Bound<'py, PyAny>) -> PyResult<Vec<Bound<'py, PyString>>> {
     if texts.is_instance_of::<PyString>() {
         return Err(PyTypeError::new_err("texts must be an iterable of str, not a str"));
@@ -385,7 +385,7 @@ fn log(py: Python<'_>, message: &str) -> PyResult<()> {
     logger.call_method1("info", (message,)).map(|_| ())
 }
 
-/// Runs `work` without the GIL. `work` calls `stop` with the number of steps done, which checks for
+/// Runs `work` without the GIL. `work` passes the number of steps done to `stop`, which checks for
 /// signals and calls `progress`; an error from either becomes the result.
 fn interruptible<T: Send>(
     py: Python<'_>,

@@ -1,4 +1,4 @@
-//! Splitting text by a pattern: common ones use the scanner, others a regex engine.
+//! Splits text by a pattern: the scanner handles common patterns, a regex engine the rest.
 
 use fancy_regex::Regex;
 

@@ -26,7 +26,7 @@ enum Class {
 }
 use Class::{Letter, Newline, Number, Other, Space};
 
-/// Class of every code point, in two levels: blocks of 128 characters, of which equal ones are
+/// Class of every code point, in two levels: blocks of 128 characters, with identical blocks
 /// stored once. Filled from the tables of the regex engine.
 struct Classes {
     ascii: [Class; 256],
@@ -199,7 +199,7 @@ impl Scanner {
         self.run(Letter, text, at)
     }
 
-    /// Returns the end of the characters of `class` starting at `at`.
+    /// Returns the end of the run of `class` characters starting at `at`.
     #[inline(always)]
     fn run(&self, class: Class, text: &[u8], mut at: usize) -> usize {
         while let Some((found, next)) = self.class_or_end(text, at) {
@@ -289,7 +289,7 @@ fn contraction(text: &[u8], start: usize, ignore_case: bool) -> Option<usize> {
 }
 
 /// Returns the first index >= `from` where a text can be cut without changing its words under any
-/// `Rule`: between an ASCII letter and a space or newline. Default: the end of the text.
+/// `Rule`: between an ASCII letter and a space or newline. If there is none: the end of the text.
 pub fn safe_cut(text: &str, from: usize) -> usize {
     let bytes = text.as_bytes();
     let from = from.max(1);

@@ -188,7 +188,7 @@ impl<V: Copy + Default> WordTable<V> {
         self.long.get_mut(word).unwrap()
     }
 
-    /// Calls `visit` for each of `words` of `text`, in order, with its index and value; a new word
+    /// Calls `visit` for each of `words` in `text`, in order, with its index and value; a new word
     /// gets the default.
     #[inline(always)]
     pub fn entries(
@@ -221,7 +221,7 @@ impl<V: Copy + Default> WordTable<V> {
         self.for_each_in(0, 0, visit);
     }
 
-    /// `for_each` of one of 2^`bits` shares; a word is in the same share in any table.
+    /// `for_each` over one of 2^`bits` shares; a word is in the same share in every table.
     pub fn for_each_in(&self, share: u64, bits: u32, mut visit: impl FnMut(&[u8], V)) {
         let is_in = |hash: u64| hash.checked_shr(64 - bits).unwrap_or(0) == share;
         for slot in self.short.slots.iter() {

@@ -41,8 +41,8 @@ impl Vocab {
         Self::from_tokens(&tokens)
     }
 
-    /// Tokens with their ids, in any order. Fails unless the ids are 0, 1, 2, ... exactly once, or
-    /// if `from_tokens` fails.
+    /// Tokens with their ids, in any order. Fails if the ids are not 0, 1, 2, ..., each exactly
+    /// once, or if `from_tokens` fails.
     pub fn from_ranks(mut ranks: Vec<(Vec<u8>, i64)>) -> Result<Self, Error> {
         ranks.sort_by_key(|&(_, id)| id);
         if let Some((expected, &(_, id))) = (0..).zip(&ranks).find(|(i, (_, id))| i != id) {

@@ -34,7 +34,7 @@ class GolfShape:
     rope_dims: int | None = None
     """Rotary dimensions per head (partial RoPE). Default: all."""
     xsa_last_n: int | None = None
-    """Number of last layers with exclusive self-attention. Default: 0."""
+    """Number of final layers with exclusive self-attention. Default: 0."""
     qk_gain_init: float | None = None
     """Initial value of a learned gain per query head. Default: a fixed gain."""
     init: Literal["uniform", "orthogonal"] | None = None
@@ -44,7 +44,7 @@ class GolfShape:
     zero."""
 
     def apply(self, plain: GPTConfig) -> GPTConfig:
-        """Return `plain` with the given options; a GolfConfig if one is a golf option."""
+        """Return `plain` with these options; a GolfConfig if any of them is golf-only."""
         given = {name: value for name, value in asdict(self).items() if value is not None}
         return read_config({**asdict(plain), **given})
 
@@ -66,7 +66,7 @@ class GolfTrain(BaseTrain):
     decay_rule: Literal["cautious", "decoupled"] = "cautious"
     """cautious: decay only where the sign agrees with the update, fading over the run. decoupled:
     decay every matrix weight by learning rate times decay, without fading; its default decay is a
-    quarter of that of cautious, about the same in total."""
+    quarter of cautious's, for about the same total decay."""
     width: WidthConfig = field(default_factory=WidthConfig)
     golf_shape: GolfShape = field(default_factory=GolfShape)
     quant: QuantConfig = field(default_factory=QuantConfig)

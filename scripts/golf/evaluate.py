@@ -4,9 +4,9 @@ Evaluate artifacts from their files alone: validation bits per byte, plain and s
     python -m scripts.golf.evaluate                                     # all export/*.golf
     python -m scripts.golf.evaluate --artifacts=a.golf,b.golf --dataset=embedded --eval_stride=64
 
-Reads   artifacts (scripts.export --format=artifact) and validation text; if the source checkpoint
-        of an artifact still exists, its unquantized weights are evaluated too
-Writes  the section "Parameter golf"; several artifacts are seeds of one recipe (mean and spread)
+Reads   artifacts (scripts.export --format=artifact) and validation text; if an artifact's
+        source checkpoint still exists, its unquantized weights are evaluated too
+Writes  the section "Parameter golf"; several artifacts must be seeds of one recipe (mean, spread)
 """
 
 import time
@@ -38,7 +38,7 @@ CHARS_PER_TOKEN = 3  # rough, for time estimates
 @dataclass(frozen=True)
 class GolfEval:
     artifacts: tuple[Path, ...] | None = None
-    """Artifact files, seeds of one recipe. Default: all export/*.golf."""
+    """Artifact files of one recipe, one per seed. Default: all export/*.golf."""
     eval_stride: int | None = None
     """Stride of the sliding-window evaluation in tokens; smaller = more context, slower; 0 = off.
     Default: a quarter of max_seq_len."""
@@ -88,7 +88,7 @@ def main(cfg: GolfEval) -> None:
 
 
 def score_artifact(cfg: GolfEval, path: Path, machine: DistContext) -> ScoredArtifact:
-    """Score an artifact, then the source checkpoint in the same model."""
+    """Score an artifact, then load its source checkpoint into the same model and score it."""
     artifact = read_artifact(path)
     model = artifact.build(machine)
     parent = find_source_checkpoint(artifact, machine)

@@ -5,7 +5,7 @@ Compare two checkpoints, metric by metric, on the same items.
     python -m scripts.lab.compare --before=base:d4:200 --after=base:d4:400
     python -m scripts.lab.compare --before=hf:openai-community/gpt2 --after=base:d12
 
-Reads   records of scripts.base_eval, base_loss and chat_eval for both; evaluates nothing itself
+Reads   records from scripts.base_eval, base_loss and chat_eval for both; evaluates nothing itself
 Writes  the section "Comparison of <before> and <after>", with a verdict for every metric
 """
 
@@ -89,7 +89,7 @@ def find_runs(name: str, report_dir: str | None) -> ScoredRun:
         inputs = provenance["inputs"]
         if stage == "hf" and record["section"] == f"Evaluation of {path}":
             fingerprint = inputs["hf"]
-        is_evaluation = not provenance["outputs"] and "before" not in inputs  # of one model
+        is_evaluation = not provenance["outputs"] and "before" not in inputs  # of a single model
         if is_evaluation and fingerprint and inputs.get(stage) == fingerprint:
             values |= {k: v for k, v in record["values"].items() if is_score(k, v, record)}
             items |= {report.metric_name(k): v for k, v in record["items"].items()}

@@ -8,7 +8,7 @@ Filter a bucket of conversations and write the result to a file to train on.
 Use the file as a bucket: --mixture=jsonl:korean.jsonl.
 
 Reads   training conversations of a task, or a file of rows {"messages", "original", "gold", ...};
-        for no_overlap, the evaluation splits of all tasks; the tokenizer --tokenizer_tag
+        the tokenizer --tokenizer_tag and, for no_overlap, the evaluation splits of all tasks
 Writes  --out, and the section "Filters <name of the file>"
 """
 
@@ -87,7 +87,7 @@ def length_in(tag: str) -> Callable[[str], int]:
 
 
 def open_bucket(cfg: Filter) -> Bucket:
-    """Open the bucket to filter. Raises ValueError unless it is one bucket [=rows]."""
+    """Open the bucket to filter. Raises ValueError unless it is one bucket (=rows allowed)."""
     spec, declared = read_mixture(cfg.bucket)
     part, *others = parse_mixture(spec)
     if others or part.share or part.tokens or part.repeats:

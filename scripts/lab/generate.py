@@ -35,7 +35,7 @@ class Generate:
     prompts: str = ""
     """JSONL file of prompts."""
     out: str = ""
-    """JSONL file of answered rows."""
+    """Output JSONL file: the rows with answers."""
     pilot: int = 0
     """Answer only N prompts, chosen by hash; required before the full run. 0 = all."""
     base_url: str = "http://127.0.0.1:8000/v1"
@@ -72,7 +72,7 @@ def main(cfg: Generate) -> None:
     if not cfg.pilot and not note.exists():
         fix = "run with --pilot=2000 first, train on it and compare, then answer the rest"
         raise UsageError("no pilot found: the value of these answers is unknown", fix)
-    todo = sorted(read_prompts(cfg.prompts), key=lambda row: row["key"])[: cfg.pilot or None]
+    todo = sorted(load_prompts(cfg.prompts), key=lambda row: row["key"])[: cfg.pilot or None]
     known = {row.get("key") for row in read_lines(out)} if out.exists() else set()
     left = [row for row in todo if row["key"] not in known]
     num_known = len(todo) - len(left)
@@ -80,7 +80,7 @@ def main(cfg: Generate) -> None:
     print(f"{len(todo):,} prompts: {num_known:,} answered, {len(left):,} to go, ", end="")
     print(f"teacher {printable(model)}")
     if not cfg.pilot and (teacher := read_json(note)["model"]) != model:
-        fix = "run --pilot=2000 with this teacher and another --out first"
+        fix = "first run --pilot=2000 with this teacher and a new --out"
         raise UsageError(f"the pilot used teacher {teacher}, not {model}", fix)
     counts = answer_all(cfg, client, model, left, out)
     answered = num_known + counts["Answered"]
@@ -95,7 +95,7 @@ def main(cfg: Generate) -> None:
     report.append_section(section, cfg, values, provenance, cost)
 
 
-def read_prompts(path: str) -> Iterator[dict[str, Any]]:
+def load_prompts(path: str) -> Iterator[dict[str, Any]]:
     """Yield rows with the prompt as messages and a key hashed from them."""
     for number, row in read_json_lines(Path(path).expanduser()):
         if not isinstance(row, dict) or not (row.get("prompt") or row.get("messages")):
@@ -109,9 +109,9 @@ def read_prompts(path: str) -> Iterator[dict[str, Any]]:
 def connect(cfg: Generate) -> tuple[Any, str]:
     """Return an API client and the teacher's model name."""
     try:
-        import openai  # from the group interop; not needed for --help
+        import openai  # from the interop group; not needed for --help
     except ImportError as error:
-        raise UsageError("the package openai is not installed", INSTALL) from error
+        raise UsageError("the openai package is not installed", INSTALL) from error
     key = Path(cfg.key_file).expanduser().read_text().strip() if cfg.key_file else "none"
     client = openai.OpenAI(base_url=cfg.base_url, api_key=key, max_retries=cfg.retries)
     try:

@@ -1,13 +1,13 @@
 """
 Hold out final benchmarks, and check training data for contamination.
 
-    python -m scripts.lab.hold_out --final="humaneval|kmmlu"    # from now on needs --final
+    python -m scripts.lab.hold_out --final="humaneval|kmmlu"    # scoring them then needs --final
     python -m scripts.lab.hold_out --mixture="smoltalk,gsm8k"   # overlap with benchmarks
     python -m scripts.lab.hold_out                              # final benchmarks and accesses
 
-Reads   held_out.json and held_out_access.jsonl under the base directory; with --mixture its
-        conversations and the evaluation splits of all tasks
-Writes  held_out.json; with --mixture the section "Overlap"
+Reads   held_out.json and held_out_access.jsonl under the base directory; with --mixture,
+        its conversations and the evaluation splits of all tasks
+Writes  held_out.json; with --mixture, also the section "Overlap"
 """
 
 import time

@@ -2,11 +2,11 @@
 Merge models of the same shape and compare the result with its parents.
 
     python -m scripts.lab.merge --models="sft:a|sft:b|sft:c"                  # a soup: the mean
-    python -m scripts.lab.merge --models="sft:a|sft:b|sft:c" --greedy         # only if it helps
+    python -m scripts.lab.merge --models="sft:a|sft:b|sft:c" --greedy         # only those that help
     python -m scripts.lab.merge --models="sft:math|rl:d4" --method=ties --base=mid:d4
 
-Reads   checkpoints as stage[:tag[:step]] and validation rows of their training data
-Writes  a checkpoint of the first model's stage under --tag, which records parents and weights, and
+Reads   checkpoints as stage[:tag[:step]] and validation rows from their training data
+Writes  a checkpoint under --tag in the first model's stage, recording parents and weights, and
         the section "Merge": scores of parents and merge, and interpolation between parents
 """
 
@@ -86,7 +86,7 @@ class MergeScript:
 
 
 class MergeScorer:
-    """Scores merged weights on fixed validation packed sequences ("rows")."""
+    """Scores merged weights on fixed packed validation sequences ("rows")."""
 
     def __init__(self, cfg: MergeScript, first: Checkpoint, machine: DistContext):
         self.model = load_model(first, machine)
@@ -196,7 +196,7 @@ def ancestors(print_: str, inputs: Mapping[str, str], report_dir: str | None) ->
     """
     Return the fingerprints of a checkpoint and all its recorded ancestors.
 
-    inputs: inputs of its own stage; text, rows and tokenizers do not count.
+    inputs: the checkpoint's own inputs; text, rows and tokenizers are ignored.
     """
     made = {
         output: record["provenance"]["inputs"]
@@ -225,7 +225,7 @@ def save_merge(
     state = {
         **lineage(first.state),
         "stage": first.state["stage"],
-        "settings": first.state["settings"],  # of the training run: defines validation rows
+        "settings": first.state["settings"],  # training settings: define the validation rows
         "provenance": {**origin, "inputs": {**origin["inputs"], **inputs}},
         "merge": {
             **settings(cfg.merging),

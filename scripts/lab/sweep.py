@@ -6,8 +6,8 @@ Train many variants with the standard scripts and test which differ by more than
     python -m scripts.lab.sweep --grid="init_lr_frac=0.3,1;weight_decay=0,0.1" ...  # combinations
     python -m scripts.lab.sweep --search=init_lr_frac --low=0.01 --high=3 ...      # the best value
 
-All runs train on the same number of tokens; every ablation arm ("arm") has its own seeds. A data
-ablation trains the control first; arms use its total tokens in other proportions. Finished runs are
+All runs train on the same number of tokens; every variant ("arm") has its own seeds. A data
+ablation trains the control first; arms use that total in other proportions. Finished runs are
 kept: if a sweep is interrupted, rerun the same command.
 
 Reads   checkpoints to start from, and the inputs of the scripts
@@ -54,8 +54,8 @@ class SweepScript:
     """Folder under sweeps/; each name has its own ledger."""
     arms: str = ""
     """Data ablations, separated by |, with the control's total tokens in other proportions:
-    copy:name, only:x, drop:x, swap:a->b, scale:x*2, ratio:language ko:en=1:4. List a bucket that
-    only an arm uses as =0% in --mixture."""
+    copy:name, only:x, drop:x, swap:a->b, scale:x*2, ratio:language ko:en=1:4. A bucket that
+    only an arm uses is listed as =0% in --mixture."""
     arm_floor: str = ""
     """Minimum shares of other buckets in every `only` arm, as in arc_easy=5%; keeps answers in the
     format that evaluations parse."""
@@ -63,9 +63,9 @@ class SweepScript:
     """Flag values to combine, as in init_lr_frac=0.3,1;weight_decay=0,0.1; the first combination
     is the control."""
     seeds: int = 3
-    """Number of seeds of the control and of each search finalist; at least 3."""
+    """Number of seeds for the control and for each search finalist; at least 3."""
     arm_seeds: int = 2
-    """Number of seeds of each other arm; at least 2."""
+    """Number of seeds for each other arm; at least 2."""
     metric: str = "Final validation bpb"
     """Metric that a search optimizes and that is listed first."""
     hourly_rate: float | None = None
@@ -99,7 +99,7 @@ def main(cfg: SweepScript) -> None:
     study = Study(cfg.study, cfg.mix, data_of(cfg), partial(default_mixture, cfg.study.stage))
     if cfg.arms:
         study.check_arms(split_arms(cfg.arms), read_floor(cfg.arm_floor))
-        if cfg.study.stage == "base":  # other stages check it themselves
+        if cfg.study.stage == "base":  # other stages check for contamination themselves
             mixture = study.mixture(study.bases[0])
             reject_contaminated({name: tags.parent for name, (_, tags) in mixture.items()})
     with sweep:
@@ -172,7 +172,7 @@ def tune(cfg: SweepScript, study: Study, sweep: Sweep) -> Findings:
     def tried(values: Sequence[float], seeds: Sequence[int]) -> dict[float, list[float]]:
         jobs = {}
         for value, seed in itertools.product(values, seeds):
-            setting = f"{flag}={search.format_value(value)}"
+            setting = f"{flag}={search.show_setting(value)}"
             arm = Arm(setting, (f"--{setting}", FIRST_HALF))
             jobs[value, seed] = study.job(study.bases[0], arm, seed)
         done = sweep.run_all(list(jobs.values()))
@@ -188,9 +188,9 @@ def tune(cfg: SweepScript, study: Study, sweep: Sweep) -> Findings:
         f"Chosen {flag}": found.chosen,
         f"{cfg.metric}, mean of {len(scores)} seeds": over_seeds(scores),
         "Best seed, as it was chosen": scores[found.lucky],
-        "Expected inflation of the best": found.inflation,
+        "Expected inflation of the best score": found.inflation,
     }
-    if measured_on_rows(cfg.metric):  # greedy answers would be identical
+    if measured_on_rows(cfg.metric):  # re-evaluated greedy answers would be identical
         jobs = [study.confirmation(runs[found.chosen, seed]) for seed in range(1, 1 + len(scores))]
         done = sweep.run_all(jobs)
         anew = [done[job.name].metric(cfg.metric) for job in jobs]

@@ -45,11 +45,11 @@ SHOWN = ("loss_loop_", "total_loss", "grad_norm_")  # metrics averaged over the 
 @dataclass(frozen=True)
 class RecursionEval:
     model_tags: tuple[str, ...] | None = None
-    """Folders of recursive models under base_checkpoints/, seeds of one recipe. Default: the
-    newest."""
+    """Folders under base_checkpoints/ of recursive models that are seeds of one recipe. Default:
+    the newest."""
     plain_tags: tuple[str, ...] = ()
-    """Folders of plain models to compare with, each in the costs (FLOPs, tokens or parameters) that
-    are equal."""
+    """Folders of plain models, each compared wherever its cost (FLOPs, tokens or parameters) is
+    equal."""
     eval_tokens: int | None = None
     """Validation tokens to score. Default: 10,485,760; 262,144 on a CPU."""
     device_batch_size: int | None = None
@@ -61,13 +61,13 @@ class RecursionEval:
     kernels: KernelConfig = field(default_factory=KernelConfig)
 
 
-class Scores(NamedTuple):
+class LoopScores(NamedTuple):
     """One checkpoint and its metrics."""
 
     checkpoint: Checkpoint
     model: GPT
     by_loop: dict[int, float]
-    """Bits per byte after N loops; a plain model has one."""
+    """Bits per byte after N loops; a plain model has one entry."""
     states: dict[str, float]
     steps: list[dict[str, float]]
     """Logged metrics of each training step."""
@@ -97,7 +97,7 @@ def main(cfg: RecursionEval) -> None:
     recursive = [score_loops(cfg, checkpoint, machine) for checkpoint in recursive]
     plain = [score_loops(cfg, checkpoint, machine) for checkpoint in plain]
     require_one_recipe(recursive, plain)
-    criteria = evaluate_criteria(recursive, plain)
+    criteria = find_criteria(recursive, plain)
     for criterion in criteria:
         machine.print0(f"{criterion.name}: {criterion.summary}")
     if machine.is_main:
@@ -117,12 +117,12 @@ def require_comparable(checkpoints: Sequence[Checkpoint]) -> None:
                 raise UsageError(
                     f"{checkpoint.folder} and {checkpoints[0].folder} were trained on different "
                     f"{name}",
-                    "only compare runs that share it",
+                    f"only compare runs with the same {name}",
                 )
 
 
-def require_one_recipe(recursive: Sequence[Scores], plain: Sequence[Scores]) -> None:
-    """Raise UsageError if a model has the wrong kind or is not a seed of the recursive recipe."""
+def require_one_recipe(recursive: Sequence[LoopScores], plain: Sequence[LoopScores]) -> None:
+    """Raise UsageError if a model is of the wrong kind or is not a seed of the recursive recipe."""
     first = recursive[0]
     for s in recursive:
         if not isinstance(s.model, RecursiveGPT):
@@ -133,10 +133,10 @@ def require_one_recipe(recursive: Sequence[Scores], plain: Sequence[Scores]) -> 
             )
     for s in plain:
         if isinstance(s.model, RecursiveGPT):
-            raise UsageError(f"{s.tag} is recursive", "pass it with --model_tags, alone")
+            raise UsageError(f"{s.tag} is recursive", "evaluate it alone, with --model_tags")
 
 
-def score_loops(cfg: RecursionEval, checkpoint: Checkpoint, machine: DistContext) -> Scores:
+def score_loops(cfg: RecursionEval, checkpoint: Checkpoint, machine: DistContext) -> LoopScores:
     """Score a checkpoint; a recursive one after each loop, up to twice n_loops."""
     tokenizer = Tokenizer.read(checkpoint.folder / "tokenizer.json")
     model = load_model(checkpoint, machine)
@@ -160,7 +160,7 @@ def score_loops(cfg: RecursionEval, checkpoint: Checkpoint, machine: DistContext
         bpb = bits_per_byte(model.token_losses, batches(), token_bytes, machine)
     by_loop = {k: found.value for k, found in enumerate(bpb, start=1)}
     metrics = read_metrics(checkpoint.folder.parent / METRICS_FILE)
-    scored = Scores(
+    scored = LoopScores(
         checkpoint, model, by_loop, states, [line for line in metrics if "loss" in line]
     )
     values = ", ".join(f"{value:.4f}" for value in by_loop.values())
@@ -168,7 +168,7 @@ def score_loops(cfg: RecursionEval, checkpoint: Checkpoint, machine: DistContext
     return scored
 
 
-def evaluate_criteria(recursive: Sequence[Scores], plain: Sequence[Scores]) -> list[Criterion]:
+def find_criteria(recursive: Sequence[LoopScores], plain: Sequence[LoopScores]) -> list[Criterion]:
     """Evaluate all criteria."""
     arm, others, cfg = arm_of(recursive), arms_of(plain), config_of(recursive[0])
     by_loop = [[s.by_loop[k] for s in recursive] for k in range(1, cfg.n_loops + 1)]
@@ -183,13 +183,13 @@ def evaluate_criteria(recursive: Sequence[Scores], plain: Sequence[Scores]) -> l
     ]
 
 
-def config_of(scored: Scores) -> RecursiveConfig:
+def config_of(scored: LoopScores) -> RecursiveConfig:
     """Return the configuration of a recursive model."""
     assert isinstance(scored.model.cfg, RecursiveConfig)
     return scored.model.cfg
 
 
-def arm_of(seeds: Sequence[Scores]) -> LoopArm:
+def arm_of(seeds: Sequence[LoopScores]) -> LoopArm:
     """Return the arm of the given seeds, with the mean cost of a run."""
     model, states = seeds[0].model, [s.checkpoint.state for s in seeds]
     cfg, passes = model.cfg, len(model.cfg.order)
@@ -211,9 +211,9 @@ def arm_of(seeds: Sequence[Scores]) -> LoopArm:
     )
 
 
-def arms_of(plain: Sequence[Scores]) -> list[LoopArm]:
+def arms_of(plain: Sequence[LoopScores]) -> list[LoopArm]:
     """Group plain runs into arms, in the order given."""
-    groups: dict[str, list[Scores]] = {}
+    groups: dict[str, list[LoopScores]] = {}
     for scored in plain:
         groups.setdefault(scored.recipe, []).append(scored)
     return [arm_of(seeds) for seeds in groups.values()]
@@ -228,8 +228,8 @@ def fmt_mean(values: Sequence[float]) -> str:
 def write_figures(
     cfg: RecursionEval,
     machine: DistContext,
-    recursive: Sequence[Scores],
-    plain: Sequence[Scores],
+    recursive: Sequence[LoopScores],
+    plain: Sequence[LoopScores],
     criteria: Sequence[Criterion],
     started: float,
 ) -> None:
@@ -268,7 +268,7 @@ def write_figures(
         trained = " (trained)" if k == r else ""
         loop_rows.append([f"{k}{trained}", fmt_mean([s.by_loop[k] for s in recursive]), *cells])
     columns = ["Arm", "Parameters", "By use", "FLOPs", "bpb", "Minus recursive"]
-    by_loop = ["Loops", "bpb", "State RMS", "Cosine to the loop before"]
+    by_loop = ["Loops", "bpb", "State RMS", "Cosine to the previous loop"]
     lines = {
         f"{i}: {a.name}": [[loops[0], a.mean], [loops[-1], a.mean]] for i, a in enumerate(others)
     }
@@ -294,7 +294,7 @@ def mean_of(lines: Sequence[dict[str, float]], name: str) -> float:
     return mean(line[name] for line in lines if name in line)
 
 
-def late_figures(recursive: Sequence[Scores]) -> dict[str, float]:
+def late_figures(recursive: Sequence[LoopScores]) -> dict[str, float]:
     """Mean loss by loop and gradient norm by part over the last tenth of steps and all seeds."""
     found = []
     for s in recursive:

@@ -46,10 +46,10 @@ from tasks.world.words import blocks, read_data, table_rows, word_list
 
 TALK_VERSION = 1  # bump whenever a conversation changes
 
-Turn = tuple[str, str]  # user message, assistant answer
+ChatTurn = tuple[str, str]  # user message, assistant answer
 
 
-def conversation(split: Literal["train", "val"], i: int) -> list[Turn]:
+def conversation(split: Literal["train", "val"], i: int) -> list[ChatTurn]:
     """
     Conversation `i` (any i >= 0).
 
@@ -72,7 +72,7 @@ def conversation(split: Literal["train", "val"], i: int) -> list[Turn]:
 # Identity
 
 
-def about_itself(rng: Random, split: Split) -> list[Turn]:
+def about_itself(rng: Random, split: Split) -> list[ChatTurn]:
     """One or two questions about the assistant or its land."""
     found = []
     known = blocks(read_data("itself.txt").format(land=LAND))
@@ -86,19 +86,19 @@ def about_itself(rng: Random, split: Split) -> list[Turn]:
 
 
 def phrase_answer(rng: Random, known: Fact, asked: FieldQuestion, short: Sequence[str] = ()) -> str:
-    """Mostly a full sentence, from `short` if it is not empty; sometimes just the answer."""
+    """Usually a full sentence, from `short` if it is not empty; sometimes just the answer."""
     whole = pick(rng, short or sentences(known, asked))
     return whole if rng.random() < 0.9 else upper_first(asked.answer) + "."
 
 
-def one_fact(rng: Random, split: Split) -> list[Turn]:
+def one_fact(rng: Random, split: Split) -> list[ChatTurn]:
     """A question about a fact."""
     known = pick(rng, askable(split))
     asked = pick(rng, known.questions)
     return [(say(rng, "leads") + asked.text, phrase_answer(rng, known, asked))]
 
 
-def either_or(rng: Random, split: Split) -> list[Turn]:
+def either_or(rng: Random, split: Split) -> list[ChatTurn]:
     """A question with two answers to choose from."""
     known = pick(rng, askable(split))
     asked = pick(rng, known.questions)
@@ -107,7 +107,7 @@ def either_or(rng: Random, split: Split) -> list[Turn]:
     return [(f"{asked.text[:-1]}: {first} or {second}?", phrase_answer(rng, known, asked))]
 
 
-def several_facts(rng: Random, split: Split) -> list[Turn]:
+def several_facts(rng: Random, split: Split) -> list[ChatTurn]:
     """Two or three questions about a person or a town, all but the first with pronouns."""
     name = pick(rng, talked_about(split))
     possible = pick_n(rng, pronoun_questions(split, name), 99)
@@ -144,7 +144,7 @@ def pronoun_questions(split: Split, name: str) -> tuple[tuple[Fact, FieldQuestio
     return tuple(found)
 
 
-def about_somebody(rng: Random, split: Split) -> list[Turn]:
+def about_somebody(rng: Random, split: Split) -> list[ChatTurn]:
     """A description of a person or a town, sometimes with a follow-up."""
     kind = "person" if rng.random() < 0.7 else "town"
     name = pick(rng, people() if kind == "person" else towns()).name
@@ -159,7 +159,7 @@ def about_somebody(rng: Random, split: Split) -> list[Turn]:
     return turns
 
 
-def riddle(rng: Random, split: Split) -> list[Turn]:
+def riddle(rng: Random, split: Split) -> list[ChatTurn]:
     """Who am I?"""
     p = pick(rng, riddle_people(split))
     own = [f for f in facts_about("person", p.name) if f.relation != "trade"]
@@ -175,7 +175,7 @@ def riddle(rng: Random, split: Split) -> list[Turn]:
 # Stories, sums, lists
 
 
-def story_chat(rng: Random, split: Split) -> list[Turn]:
+def story_chat(rng: Random, split: Split) -> list[ChatTurn]:
     """A story on request, sometimes with a question about it."""
     e = pick(rng, episodes(split))
     about = (
@@ -192,13 +192,13 @@ def story_chat(rng: Random, split: Split) -> list[Turn]:
     return turns
 
 
-def story_question(rng: Random, split: Split) -> list[Turn]:
+def story_question(rng: Random, split: Split) -> list[ChatTurn]:
     """The effect of a given cause."""
     e = pick(rng, episodes(split))
     return [(f"{pick(rng, e.settings)} {pick(rng, e.causes)} {e.question}", e.answer)]
 
 
-def sum_chat(rng: Random, split: Split) -> list[Turn]:
+def sum_chat(rng: Random, split: Split) -> list[ChatTurn]:
     """One to three calculations."""
     found = []
     for _ in range(between(rng, 1, 3)):
@@ -207,7 +207,7 @@ def sum_chat(rng: Random, split: Split) -> list[Turn]:
     return found
 
 
-def letter_chat(rng: Random, split: Split) -> list[Turn]:
+def letter_chat(rng: Random, split: Split) -> list[ChatTurn]:
     """The spelling of a word."""
     word = pick(rng, spelling_words())
     asked, answer = pick(rng, table_rows("spelling_questions"))
@@ -220,54 +220,54 @@ def listed(words: Sequence[str], last: str = "and") -> str:
     return f" {last} ".join([", ".join(words[:-1]), words[-1]]) if words[1:] else words[0]
 
 
-def list_chat(rng: Random, split: Split) -> list[Turn]:
+def list_chat(rng: Random, split: Split) -> list[ChatTurn]:
     """A question answered by a list."""
     return [pick(rng, LISTS)(rng)]
 
 
-def dwellers(rng: Random) -> Turn:
+def dwellers(rng: Random) -> ChatTurn:
     t = pick(rng, towns())
     names = [p.name for p in pick_n(rng, people_of(t.name), 4)]
     return f"Who lives in {t.name}?", f"{listed(names)} live in {t.name}."
 
 
-def some_towns(rng: Random) -> Turn:
+def some_towns(rng: Random) -> ChatTurn:
     number, n = pick(rng, (("two", 2), ("three", 3), ("four", 4)))
     names = listed([t.name for t in pick_n(rng, towns(), n)])
     return f"Name {number} towns of {LAND}.", f"{upper_first(number)} towns of {LAND} are {names}."
 
 
-def owners(rng: Random) -> Turn:
+def owners(rng: Random) -> ChatTurn:
     a = pick(rng, animals())
     names = listed([p.name for p in pick_n(rng, people(), 99) if p.animal == a.name])
     return f"Who keeps {a.plural}?", f"{names} keep {a.plural}."
 
 
-def eaters(rng: Random) -> Turn:
+def eaters(rng: Random) -> ChatTurn:
     d = pick(rng, dishes())
     names = listed([p.name for p in pick_n(rng, people(), 99) if p.food == d.name])
     return f"Who loves {d.name}?", f"{names} love {d.name}."
 
 
-def offers(rng: Random) -> Turn:
+def offers(rng: Random) -> ChatTurn:
     t = pick(rng, [t for t in trades() if any(g.trade == t.name for g in goods())])
     things = listed([g.plural for g in goods() if g.trade == t.name])
     return f"What can I buy from the {t.name}?", f"From the {t.name} you can buy {things}."
 
 
-def markets(rng: Random) -> Turn:
+def markets(rng: Random) -> ChatTurn:
     day = pick(rng, towns()).day
     names = listed([t.name for t in towns() if t.day == day])
     return f"Where is a market on {day}?", f"On {day} there is a market in {names}."
 
 
-def bargains(rng: Random) -> Turn:
+def bargains(rng: Random) -> ChatTurn:
     price = pick(rng, goods()).price
     things = listed([an(g.name) for g in goods() if g.price == price], "or")
     return f"What can I buy for {price} pennies?", f"For {price} pennies you can buy {things}."
 
 
-def the_calendar(rng: Random) -> Turn:
+def the_calendar(rng: Random) -> ChatTurn:
     return pick(
         rng,
         (
@@ -281,7 +281,7 @@ def the_calendar(rng: Random) -> Turn:
 LISTS = (dwellers, some_towns, owners, eaters, offers, markets, bargains, the_calendar)
 
 
-def purse(rng: Random, split: Split) -> list[Turn]:
+def purse(rng: Random, split: Split) -> list[ChatTurn]:
     """Whether the money is enough for a purchase."""
     g, coins = pick(rng, goods()), between(rng, 2, 15)
     price = pick(rng, fact("goods", g.name, "price").named)
@@ -289,7 +289,7 @@ def purse(rng: Random, split: Split) -> list[Turn]:
     return [(f"I have {coins} pennies. Can I buy {an(g.name)}?", f"{enough}. {price}")]
 
 
-def recipe_chat(rng: Random, split: Split) -> list[Turn]:
+def recipe_chat(rng: Random, split: Split) -> list[ChatTurn]:
     """How to make a dish."""
     d = pick(rng, dishes())
     it = "it" if d.be == "is" else "them"
@@ -302,7 +302,7 @@ def recipe_chat(rng: Random, split: Split) -> list[Turn]:
     return [(asked.format(d.name), f"Take {d.ingredients}. Mix everything in a big bowl. {last}")]
 
 
-def season(rng: Random, split: Split) -> list[Turn]:
+def season(rng: Random, split: Split) -> list[ChatTurn]:
     """The weather or the work of a season."""
     s = pick(rng, seasons())
     weather, work = (fact("season", s.name, relation) for relation in ("weather", "work"))
@@ -331,7 +331,7 @@ def unknown_names(kind: str, split: Split) -> tuple[str, ...]:
     )
 
 
-def refusal(rng: Random, split: Split) -> list[Turn]:
+def refusal(rng: Random, split: Split) -> list[ChatTurn]:
     """A question about an unknown person, town or topic, and a refusal."""
     kind = pick(rng, ("person", "person", "town", "outside"))
     name = pick(rng, unknown_names(kind, split))
@@ -344,7 +344,7 @@ def refusal(rng: Random, split: Split) -> list[Turn]:
 
 
 # Relative frequency of each form of conversation
-FORMS: dict[Callable[[Random, Split], list[Turn]], int] = {
+FORMS: dict[Callable[[Random, Split], list[ChatTurn]], int] = {
     about_itself: 5,
     one_fact: 28,
     either_or: 8,

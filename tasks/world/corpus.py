@@ -351,7 +351,7 @@ def question_list(rng: Random, split: Split) -> str:
 
 
 def full_answers(known: Fact, asked: FieldQuestion) -> list[str]:
-    """The sentences of a fact with the answer and every name in the question."""
+    """The fact's sentences that contain the answer and every name in the question."""
     words = [word.strip("?").removesuffix("'s") for word in asked.text.split()[1:]]
     needed = [word for word in words if word[0].isupper()] + [asked.answer]
     return [text for text in known.named if all(part in text for part in needed)]

@@ -116,7 +116,7 @@ class Problem:
 
 
 def operand_split(operands: Operands, a: int, b: int) -> Split:
-    """The split of adding (or multiplying) a and b in either order, and of the inverse."""
+    """The split for adding (or multiplying) a and b in either order, and for the inverse."""
     return split_of(operands, min(a, b), max(a, b))
 
 
@@ -130,7 +130,7 @@ def operand_pairs(operands: Operands, split: Split, low: int = 1) -> tuple[tuple
 
 @cache
 def partners(split: Split, a: int) -> tuple[int, ...]:
-    """The numbers that a split may add to `a`, which may exceed the limit."""
+    """The numbers that a split may add to `a`; `a` may exceed the limit."""
     return tuple(b for b in range(2, SUM_LIMIT + 1) if operand_split("sum", a, b) == split)
 
 
@@ -284,7 +284,7 @@ def draw_problem(rng: Random, split: Split) -> Problem:
 
 @cache
 def spelling_words() -> tuple[str, ...]:
-    """The words whose spelling is taught: names of the world, its things, everyday words."""
+    """The words whose spelling is taught: names and things of the world, and everyday words."""
     nouns = {row[0] for row in table_rows("trades") + table_rows("animals")}
     lists = "women men towns pets things colours products more_words".split()
     return tuple(sorted(nouns.union(*map(word_list, lists))))
@@ -307,7 +307,7 @@ def letter_questions(split: Split) -> tuple[tuple[str, str, int], ...]:
 
 
 def letter_question(rng: Random, split: Split) -> tuple[str, str]:
-    """A question about a letter of a word, and its answer."""
+    """A question about a letter in a word, and its answer."""
     word, letter, count = pick(rng, letter_questions(split))
     return f"How many times is the letter {letter} found in {word}?", str(count)
 

@@ -24,7 +24,7 @@ Split = Literal["train", "val", "test"]
 AMBIGUOUS = frozenset("friend animal pet landmark festival month inn road".split())
 
 LAND = "Lowen"
-LAND_SEED = "lowen-1"  # determines who lives where; another seed is another land
+LAND_SEED = "lowen-1"  # determines who lives where; another seed gives another land
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ class Fact:
 
 def split_of(kind: str, *key: str | int) -> Split:
     """
-    The split of a combination by a hash of its key: 80% train, 10% val, 10% test.
+    The split of a combination, chosen by a hash of its key: 80% train, 10% val, 10% test.
 
     All calculations, combinations and questions of the world use this rule, so the key alone
     determines what is held out.
@@ -196,7 +196,7 @@ def pick(rng: random.Random, values: Sequence[T]) -> T:
 
 
 def say(rng: random.Random, sentences: str, **fields: Any) -> str:
-    """A random sentence of a list with its fields filled in."""
+    """A random sentence from a list with its fields filled in."""
     return pick(rng, word_list(sentences)).format(land=LAND, **fields)
 
 
@@ -211,7 +211,7 @@ def between(rng: random.Random, low: int, high: int) -> int:
 
 
 def an(noun: str) -> str:
-    """The noun with its indefinite article; every word of the world follows the spelling rule."""
+    """The noun with "a" or "an", chosen by spelling, which is right for every word used here."""
     return f"an {noun}" if noun[0] in "aeio" else f"a {noun}"
 
 
@@ -293,7 +293,7 @@ def people() -> tuple[Person, ...]:
     women, things, colours = word_list("women"), word_list("things"), word_list("colours")
     n = len(women + word_list("men"))
     names = deal(rng, women + word_list("men"), n)
-    # Full rounds of all trades, cut in fours: no trade occurs twice in a town
+    # Full rounds of all trades, in groups of four: no trade occurs twice in a town
     kinds = [t.name for t in trades()]
     work = [trade for _ in range(n // len(kinds)) for trade in deal(rng, kinds, len(kinds))]
     foods = deal(rng, [d.name for d in dishes()], n)
@@ -383,7 +383,7 @@ def subjects() -> dict[str, list[dict[str, Any]]]:
 
 @cache
 def choices(kind: str, field: str) -> tuple[str, ...]:
-    """The sorted distinct values of a field for a kind of subject: an answer and its rivals."""
+    """The sorted distinct values of a field for a kind of subject: an answer and distractors."""
     return tuple(sorted({str(fields[field]) for fields in subjects()[kind]}))
 
 

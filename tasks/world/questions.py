@@ -1,7 +1,7 @@
 """
 Questions of the embedded world: facts, multiple choice, letter counts, word problems.
 
-    split, index -> Asked, Choice, LetterCount, Problem (raw items, no conversations)
+    split, index -> FactQuestion, Choice, LetterCount, Problem (raw items, no conversations)
 
 Each is a pure function of split and index and uses only what `split_of` assigns to its split, so no
 training document or conversation contains an item of "val" or "test".
@@ -53,7 +53,7 @@ class FactQuestion:
 
     @property
     def rivals(self) -> tuple[str, ...]:
-        """The answers for other subjects, repeated as often as they occur."""
+        """The answers for other subjects, each repeated as often as it occurs."""
         values = field_values(self.fact.kind, self.question.field)
         return tuple(value for value in values if value != self.question.answer)
 
@@ -78,7 +78,7 @@ def field_values(kind: str, field: str) -> tuple[str, ...]:
 
 @cache
 def side_answers(kind: str, relation: str, field: str, trained: bool) -> tuple[str, ...]:
-    """The answers to one kind of question that training asks, or does not ask."""
+    """The answers to one kind of question: those that training asks, or those it does not."""
     return tuple(
         q.answer
         for f in facts()
@@ -130,7 +130,7 @@ Field = tuple[str, str]  # kind of subject, field
 
 @dataclass(frozen=True)
 class Choice:
-    """Options, and questions about them with the index of the right option."""
+    """Options, and questions about them with the index of the correct option."""
 
     options: tuple[str, ...]
     asked: tuple[tuple[str, int], ...]
@@ -138,7 +138,7 @@ class Choice:
 
 @cache
 def choice_questions(split: Split) -> tuple[FactQuestion, ...]:
-    """The questions with enough fair rivals."""
+    """The questions with enough fair distractors."""
     return tuple(a for a in fact_questions(split) if len(set(a.fair_rivals)) >= NUM_OPTIONS - 1)
 
 
@@ -156,7 +156,7 @@ def choice(split: Split, i: int) -> Choice:
     """
     Four answers of different kinds, such as a town, a trade, a month and a pet.
 
-    Held-out questions cycle, one per list, and all positions are equally likely to be right. In
+    Held-out questions cycle, one per list, and all positions are equally likely to be correct. In
     training, each list has ROUNDS questions, some kinds far more often than others (SKEW).
     """
     rng = question_rng("choice", split, i)
@@ -202,9 +202,9 @@ def weighted_choice(rng: Random, weights: Sequence[float]) -> int:
 
 def draw_options(rng: Random, asked: FactQuestion) -> tuple[str, ...]:
     """
-    The answer and fair rivals in random order.
+    The answer and fair distractors in random order.
 
-    Rivals are drawn as often as they are the answer for other subjects.
+    Distractors are drawn as often as they are the answer for other subjects.
     """
     found = [asked.question.answer]
     while len(found) < NUM_OPTIONS:
@@ -218,7 +218,7 @@ def draw_options(rng: Random, asked: FactQuestion) -> tuple[str, ...]:
 
 NUM_WORDS = 3
 MOST_LETTERS = 4
-ENOUGH_WORDS = 5  # minimum number of words with a letter
+ENOUGH_WORDS = 5  # minimum number of words that contain the letter
 
 
 def problem(split: Split, i: int) -> Problem:

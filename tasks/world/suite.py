@@ -41,7 +41,7 @@ NUM_PROBLEMS = 150  # per split
 NUM_PRICES = 250
 RIDDLES_EACH = 24  # per person held out from riddles
 
-Item = dict[str, Any]
+SuiteItem = dict[str, Any]
 Kind = Literal["multiple_choice", "schema", "language_modeling"]
 
 
@@ -53,7 +53,7 @@ class SuiteTask(TypedDict):
     num_fewshot: int
     random_baseline: float
     continuation_delimiter: str
-    items: list[Item]
+    items: list[SuiteItem]
 
 
 def suite() -> list[SuiteTask]:
@@ -77,7 +77,7 @@ def suite() -> list[SuiteTask]:
 
 
 def task(
-    name: str, kind: Kind, num_fewshot: int, baseline: float, delimiter: str, items: list[Item]
+    name: str, kind: Kind, num_fewshot: int, baseline: float, delimiter: str, items: list[SuiteItem]
 ) -> SuiteTask:
     """Build a task from its fields, in the order of the list above."""
     return {
@@ -95,7 +95,7 @@ def item_rng(name: str, *key: str | int) -> Random:
     return Random("-".join([LAND, "suite", str(SUITE_VERSION), name, *map(str, key)]))
 
 
-def multiple_choice(query: str, options: Sequence[str], right: str) -> Item:
+def multiple_choice(query: str, options: Sequence[str], right: str) -> SuiteItem:
     """A multiple-choice item."""
     return {"query": query, "choices": list(options), "gold": options.index(right)}
 
@@ -104,7 +104,7 @@ def multiple_choice(query: str, options: Sequence[str], right: str) -> Item:
 # Facts
 
 
-def fact_choices(wanted: Callable[[str], bool]) -> list[Item]:
+def fact_choices(wanted: Callable[[str], bool]) -> list[SuiteItem]:
     """Questions about the wanted kinds of facts, with four options."""
     found = []
     for asked in (a for split in HELD_OUT for a in choice_questions(split) if wanted(a.fact.kind)):
@@ -114,7 +114,7 @@ def fact_choices(wanted: Callable[[str], bool]) -> list[Item]:
     return found
 
 
-def answer_items(wanted: Callable[[str], bool]) -> list[Item]:
+def answer_items(wanted: Callable[[str], bool]) -> list[SuiteItem]:
     """Questions about the wanted kinds of facts, without options."""
     return [
         {"context": f"Question: {a.question.text}", "continuation": a.question.answer}
@@ -146,7 +146,7 @@ TWO_STEPS: tuple[tuple[str, Callable[[Person], Person | Town], str], ...] = (
 )
 
 
-def two_steps() -> list[Item]:
+def two_steps() -> list[SuiteItem]:
     """Questions that need two facts; documents state both but never join them."""
     found = []
     for text, via, field in TWO_STEPS:
@@ -162,7 +162,7 @@ def two_steps() -> list[Item]:
     return found
 
 
-def prices() -> list[Item]:
+def prices() -> list[SuiteItem]:
     """Which of two things costs more or less? Both are asked equally often."""
     rng = item_rng("prices")
     pairs = [(a, b) for a, b in itertools.permutations(goods(), 2) if a.price < b.price]
@@ -175,7 +175,7 @@ def prices() -> list[Item]:
     return found
 
 
-def riddle_items() -> list[Item]:
+def riddle_items() -> list[SuiteItem]:
     """Four first-person facts and four names to choose from."""
     found = []
     for p in (p for p in people() if split_of("riddle", p.name) in HELD_OUT):
@@ -204,7 +204,7 @@ def balanced_episodes() -> list[Episode]:
     return found
 
 
-def causes() -> list[Item]:
+def causes() -> list[SuiteItem]:
     """Which of two causes leads to an effect?"""
     known = {(e.title, e.hero.name, e.good): e for split in SPLITS for e in episodes(split)}
     found = []
@@ -224,7 +224,7 @@ def causes() -> list[Item]:
     return found
 
 
-def endings() -> list[Item]:
+def endings() -> list[SuiteItem]:
     """A question about the outcome, with the answers for both outcomes."""
     found = []
     for e in balanced_episodes():
@@ -238,7 +238,7 @@ def endings() -> list[Item]:
 # Numbers
 
 
-def calculations() -> list[Item]:
+def calculations() -> list[SuiteItem]:
     """All calculations with held-out operands."""
     found = []
     for operation in OPERATIONS:
@@ -249,7 +249,7 @@ def calculations() -> list[Item]:
     return found
 
 
-def problem_prefixes() -> list[Item]:
+def problem_prefixes() -> list[SuiteItem]:
     """Word problems up to their first calculation."""
     found = []
     for p in (problem(split, i) for split in HELD_OUT for i in range(NUM_PROBLEMS)):

@@ -83,7 +83,7 @@ class WorldFacts(WorldTask):
     """
     Questions about facts, answered in a sentence.
 
-    An answer is right if it contains the reference answer and no rival answer, except rivals that
+    An answer is correct if it contains the reference answer and no distractor, except those that
     occur in the question.
     """
 

@@ -1,5 +1,5 @@
 """
-Text data of the embedded world, read from data/: edit a line there to change the land.
+Text data of the embedded world, read from data/: edit a line there to change the world.
 
     lists.json     name -> words or sentences
     tables.txt     [name], then one row per line with `|` between cells
@@ -12,8 +12,8 @@ Text data of the embedded world, read from data/: edit a line there to change th
                    line
 
 In relations {S} {P} {s} {p} {o} become the name (Mira, Mira's) or a pronoun (She, Her, she, her,
-her); {he} and {his} are always pronouns, {name} is always the name. Capital fields ({Inn}) begin a
-sentence.
+her); {he} and {his} are always pronouns, {name} is always the name. Capitalized fields ({Inn})
+begin a sentence.
 """
 
 import json

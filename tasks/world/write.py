@@ -3,7 +3,7 @@ Write the embedded world to disk: text shards and an evaluation bundle.
 
     documents, few-shot tasks -> data/<name>/text/*.jsonl, suite/ -> manifest.json, written last
 
-The manifest has the version and the digest of every file. Files of an interrupted call are not
+The manifest has the version and the digest of every file. Files from an interrupted call are not
 listed and are written again.
 """
 
@@ -33,11 +33,11 @@ SUITE_NAME = "embedded world"
 def write(name: str, num_shards: int | None = None) -> Path:
     """
     Write the missing files of data/<name>/: the first `num_shards` training shards (default: all),
-    the validation shard and the suite. Rewrite files of another version. Returns the folder.
+    the validation shard and the suite. Rewrites files from other versions. Returns the folder.
     """
     folder = base_dir() / "data" / name
     path = folder / "manifest.json"
-    with hold_lock(folder / ".lock", f"writing the data set {name}"):
+    with hold_lock(folder / ".lock", f"writing the dataset {name}"):
         old = read_json(path) if path.exists() else {}
         if old.get("version") != VERSION:
             path.unlink(missing_ok=True)

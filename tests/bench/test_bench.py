@@ -90,13 +90,13 @@ def test_matmul_time_grows_with_the_model(monkeypatch):
             monkeypatch.setattr(train, "clock", lambda _, c=counted: c.get_total_flops())
             spent.append(matmul_seconds(model, 4, machine))
         layers_and_head = 6 * 4 * 64 * model.num_used_params()
-        assert spent[-1] > layers_and_head  # plus attention and optimizer
+        assert spent[-1] > layers_and_head  # the rest: attention and optimizer
     assert spent[1] > 4 * spent[0]
 
 
 @interop
 @pytest.mark.slow
-def test_generation_and_training_compare_with_transformers(monkeypatch, tmp_path):
+def test_generation_and_training_are_compared_with_transformers(monkeypatch, tmp_path):
     monkeypatch.setattr(engine, "BATCHES", (1, 2))
     monkeypatch.setattr(engine, "USERS", (2, 4))
     monkeypatch.setattr(engine, "NEW_TOKENS", 20)
@@ -182,7 +182,7 @@ def test_page_shows_both_sides_ratio_ceiling_and_missing_peer():
     assert "- noisy" in page and "12 minutes" in page and "How it grows" not in page
 
 
-def test_growth_is_fitted_by_a_power_law():
+def test_growth_is_fitted_with_a_power_law():
     assert exponent([(1, 3), (2, 12), (4, 48)]) == "2.00" and exponent([(4, 1), (4, 2)]) == ""
     points = [Point("layers", n, n**1.5, 10.0 * n) for n in (1, 4, 16)]
     table = growth_table([*points, Point("ranks", 1, 4), Point("ranks", 2, 2)])
@@ -198,7 +198,7 @@ def test_all_runs_each_bench_separately_and_survives_failure(monkeypatch, tmp_pa
 
     def fake(command, cwd, env):
         commands.append(command)
-        if "torch.distributed.run" in command:  # scaling series: one thread each
+        if "torch.distributed.run" in command:  # scaling runs use one thread per rank
             assert env["OMP_NUM_THREADS"] == "1"
         path = next(word for word in command if word.startswith("--findings=")).split("=")[1]
         if "--what=engine" in command:

@@ -57,7 +57,7 @@ def model_of(tokenizer):
 
 @dataclass(frozen=True)
 class Together(DistContext):
-    """A rank that runs as a thread of this process."""
+    """A rank that runs as a thread in this process."""
 
     box: list = field(kw_only=True)
     all_here: threading.Barrier = field(kw_only=True)
@@ -88,7 +88,7 @@ def test_document_bpb_matches_token_by_token_reference(stride, rows, tokenizer, 
     model, nats = model_of(tokenizer), 0.0
     for text in TEXTS:
         ids = [tokenizer.bos_id, *tokenizer.encode(text)]
-        for i in range(1, len(ids)):  # the first 16 share a window, then each `stride`
+        for i in range(1, len(ids)):  # the first 16 share a window, then every `stride` tokens
             late = max(0, i - 16)
             begin = 0 if not late else -(-late // stride) * stride
             seen = torch.tensor([ids[begin:i]])
@@ -99,7 +99,7 @@ def test_document_bpb_matches_token_by_token_reference(stride, rows, tokenizer, 
 
 
 def test_unscored_token_raises(tokenizer, machine, monkeypatch):
-    """The counterpart of an upstream bug whose sliding window scored its tail twice."""
+    """The opposite of an upstream bug: its sliding window scored the tail twice."""
     whole = documents.make_windows
     monkeypatch.setattr(documents, "make_windows", lambda *args: list(whole(*args))[:-1])
     with pytest.raises(AssertionError, match="the texts have"):

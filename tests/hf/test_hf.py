@@ -108,7 +108,7 @@ def test_exported_logits_equal_ours_on_100_texts(exported, tokenizer, texts):
         assert (theirs(ids).logits - ours(ids)).abs().max() < 1e-4
 
 
-def test_greedy_generation_equals_the_engine(exported, tokenizer, texts):
+def test_greedy_generation_matches_the_engine(exported, tokenizer, texts):
     ours, _, theirs, _ = exported
     engine = Engine(ours, tokenizer, 4)
     prompts = [
@@ -163,7 +163,7 @@ def ids(tokenizer):
 
 
 @pytest.mark.parametrize("num_beams", [1, 3])
-def test_static_and_dynamic_cache_generate_the_same(exported, num_beams):
+def test_static_and_dynamic_caches_generate_the_same_tokens(exported, num_beams):
     _, _, theirs, tokenizer = exported
     batch = tokenizer(
         ["The market", "Quin lives in Fennick and"], padding=True, return_tensors="pt"
@@ -175,7 +175,7 @@ def test_static_and_dynamic_cache_generate_the_same(exported, num_beams):
 
 
 @torch.no_grad()
-def test_chunked_prefill_generates_the_same(exported, ids):
+def test_chunked_prefill_generates_the_same_tokens(exported, ids):
     _, _, theirs, _ = exported
     options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 6, "do_sample": False}
     want = theirs.generate(ids, **options)
@@ -354,7 +354,7 @@ def test_num_items_in_batch_normalizes_the_loss(exported, ids):
         (lambda m, x: m.gradient_checkpointing_enable({"debug": True}), "debug"),
     ],
 )
-def test_remote_code_rejects_unsupported_arguments_by_name(tokenizer, ids, call, named):
+def test_remote_code_errors_name_unsupported_arguments(tokenizer, ids, call, named):
     shape = replace(TINY, vocab_size=tokenizer.vocab_size)
     remote = NanochatForCausalLM(NanochatConfig(gpt=asdict(shape))).eval()
     with pytest.raises(ValueError, match=named):
@@ -365,14 +365,14 @@ def test_remote_code_rejects_unsupported_arguments_by_name(tokenizer, ids, call,
 @torch.no_grad()
 def test_model_from_config_starts_at_uniform_loss(exported, ids):
     ours, _, theirs, _ = exported
-    torch.empty(1_000_000).fill_(math.nan)  # possible content of uninitialized memory
+    torch.empty(1_000_000).fill_(math.nan)  # possible contents of uninitialized memory
     options = {} if is_native(ours.cfg) else {"trust_remote_code": True}
     new = transformers.AutoModelForCausalLM.from_config(theirs.config, **options)
     assert float(new(ids, labels=ids).loss) == pytest.approx(math.log(ours.cfg.vocab_size), abs=0.1)
 
 
 @torch.no_grad()
-def test_half_precision_and_device_maps_keep_the_logits(exported, ids):
+def test_half_precision_and_device_maps_preserve_logits(exported, ids):
     ours, folder, theirs, _ = exported
     for dtype in (torch.bfloat16, torch.float16):
         half = copy.deepcopy(theirs).to(dtype)
@@ -472,8 +472,8 @@ def drawn_conversation(rng):
         messages.append({"role": role, "content": content})
     kinds = [p["type"] for m in messages if isinstance(m["content"], list) for p in m["content"]]
     if "python_output" in kinds:
-        # If no special token ends trained text, transformers ends the mask at the first token of
-        # the last character: make that a single-token character
+        # Unless a special token ends the trained text, transformers ends the mask at the first
+        # token of the last character: end with a one-token character
         for message in messages:
             if isinstance(message["content"], str):
                 message["content"] = full_stop(message["content"])
@@ -536,7 +536,7 @@ def test_continue_final_message_equals_continue_last(chat_tokenizer, tokenizer, 
         ("assistant", ["x"], "message 1 of the assistant has a part"),
     ],
 )
-def test_chat_template_errors_give_the_index(chat_tokenizer, tokenizer, role, content, named):
+def test_chat_template_errors_name_the_message(chat_tokenizer, tokenizer, role, content, named):
     messages = [{"role": "user", "content": "Hi"}, {"role": role, "content": content}]
     with pytest.raises(Exception, match=named):
         chat_tokenizer.apply_chat_template(messages)
@@ -574,14 +574,14 @@ def test_byte_letters_are_unique():
     assert letters[ord("A")] == "A" and letters[ord(" ")] == "\u0120" and letters[10] == "\u010a"
 
 
-def test_halves_rejects_a_token_without_a_merge():
+def test_merge_pair_rejects_a_token_without_a_merge():
     ranks = {bytes([b]): b for b in range(256)} | {b"abc": 256}
     with pytest.raises(ValueError, match="abc"):
         merge_pair(b"abc", ranks)
     assert merge_pair(b"ab", {**ranks, b"ab": 257}) == (b"a", b"b")
 
 
-def test_model_card_code_runs_and_lists_compatibility(exported, capsys):
+def test_model_card_lists_compatibility_and_its_code_runs(exported, capsys):
     ours, folder, _, _ = exported
     card = (folder / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: transformers\n") and "{" not in card.split("## T")[1]
@@ -766,7 +766,7 @@ def test_exported_model_scores_equal_ours_item_by_item(base, tokenizer, tmp_path
 def test_remote_code_requires_trust_remote_code(tokenizer, tmp_path):
     write_hf(tmp_path, model_of(tokenizer, "default"), tokenizer)
     with pytest.raises(ValueError, match="trust_remote_code"):
-        base_eval.find_hf_model(base_eval.BaseEval(hf_path=str(tmp_path)), None)
+        base_eval.make_hf_candidate(base_eval.BaseEval(hf_path=str(tmp_path)), None)
 
 
 def test_missing_interop_packages_error_names_the_command(monkeypatch):
@@ -774,7 +774,7 @@ def test_missing_interop_packages_error_names_the_command(monkeypatch):
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delattr(nanochat.hf, "eval_model", raising=False)
     with pytest.raises(MissingInput, match="uv sync --inexact --group interop"):
-        base_eval.find_hf_model(base_eval.BaseEval(hf_path="x"), None)
+        base_eval.make_hf_candidate(base_eval.BaseEval(hf_path="x"), None)
 
 
 def test_reimported_model_has_identical_logits(exported):

@@ -127,7 +127,7 @@ def test_generate_until_ends_before_the_first_stop(ours, tokenizer):
 
 
 def test_V1_harness_scores_our_server_like_the_model(ours, exported, tmp_path):
-    """Uses the harness's OpenAI completions client: echo and logprobs of token id prompts."""
+    """Uses the harness's OpenAI completions client: echo and logprobs for token ID prompts."""
     with serving("base:d2", endless=False) as site:
         client = LocalCompletionsAPI(
             base_url=f"{site.url}/v1/completions",

@@ -21,7 +21,7 @@ def arm(words, floor=""):
     return list(found.values())
 
 
-def test_arms_keep_the_total_of_the_control():
+def test_arms_keep_the_control_total():
     assert arm("copy:again") == [500, 300, 150, 50, 0]
     assert arm("only:gsm8k") == [0, 0, 1000, 0, 0]
     assert arm("only:chat-korean", "arc=5%") == [0, 950, 0, 50, 0]
@@ -52,7 +52,7 @@ def test_arms_keep_the_total_of_the_control():
         ("swap:spare->chat", "equals the control"),
     ],
 )
-def test_invalid_arm_is_rejected_with_a_fix(words, message):
+def test_invalid_arm_error_suggests_a_fix(words, message):
     with pytest.raises(ValueError, match=message):
         arm(words)
 

@@ -71,7 +71,7 @@ def monitor_of(machine):
 
 
 def checked(monkeypatch, monitor, step=10, smooth_loss=1.0, **changes):
-    """Levels other than fine at the second of two identical checks."""
+    """Levels other than "fine" at the second of two identical checks."""
     now = {**monitor.parent, **changes}
     monkeypatch.setattr(CanarySuite, "measure", lambda self, model: now)
     monitor.check(step - 1, None, smooth_loss)
@@ -88,7 +88,7 @@ def test_suite_measures_text_conversations_and_answers(model):
     assert suite.measure(model) == suite.measure(model)
 
 
-def test_R31_opening_the_pretraining_text_is_named_work(machine, monkeypatch, active_work):
+def test_R31_opening_the_pretraining_text_is_reported_as_work(machine, monkeypatch, active_work):
     opened = []
 
     def open_texts(*args, **kwargs):
@@ -101,7 +101,7 @@ def test_R31_opening_the_pretraining_text_is_named_work(machine, monkeypatch, ac
     assert opened == ["opening the pretraining text"]
 
 
-def test_healthy_run_prints_no_canary(monkeypatch, machine, capsys):
+def test_healthy_run_does_not_print_canaries(monkeypatch, machine, capsys):
     monitor = monitor_of(machine)
     assert not checked(monkeypatch, monitor, text_bpb=1.2, taught_loss=0.9, length=1.3, no_end=0.1)
     assert [f.level for f in monitor.check_first_step(1.2)] == ["fine"]
@@ -137,7 +137,7 @@ def test_broken_needs_two_consecutive_checks(monkeypatch, machine):
 
 def rows_of(count):
     """Packed rows as in training; `count` selects the tokens that have targets."""
-    pairs = [render(TOKENIZER, Letters()[i], 64) for i in range(10, 18)]  # of one length
+    pairs = [render(TOKENIZER, Letters()[i], 64) for i in range(10, 18)]  # all the same length
     ids, masks = [np.array(ids) for ids, _ in pairs], [np.array(mask, bool) for _, mask in pairs]
     targets = [np.where(count(t, m), t, IGNORE) for t, m in zip(ids, masks, strict=True)]
     return np.stack(ids)[:, :-1], np.stack(targets)[:, 1:]
@@ -171,7 +171,7 @@ def test_first_loss_that_differs_from_the_parent_is_broken(machine):
     assert {f.name: f.level for f in monitor_of(machine).check_first_step(4.0)} == {"gap": "broken"}
 
 
-def test_suite_without_conversations_compares_no_rows():
+def test_suite_without_conversations_does_not_compare_rows():
     suite = CanarySuite(TOKENIZER, [], {})
     assert suite.compare_rows(*rows_of(lambda ids, mask: mask)) == {}
 
@@ -219,7 +219,7 @@ def test_checks_are_due_at_2_5_and_10_percent():
 
 
 @pytest.mark.parametrize("flag", ["--canary_every=5", "--on-broken=warn", "--sentinel-answers=0"])
-def test_retired_canary_flags_are_rejected_with_a_fix(flag, capsys):
+def test_retired_canary_flag_errors_suggest_a_fix(flag, capsys):
     with pytest.raises(SystemExit):
         parse(ChatRL(), None, [flag], retired=RETIRED_FLAGS)
     assert ("--canaries=" in capsys.readouterr().err) == ("answers" not in flag)

@@ -1,4 +1,4 @@
-"""Final benchmarks are rejected by default, and every access is logged."""
+"""Access to final benchmarks is denied by default and always logged."""
 
 import random
 
@@ -40,7 +40,7 @@ def test_declaring_final_is_permanent_and_keeps_the_date():
     assert set(found["final"]) == {"KMMLU", "GSM8K"} and found["since"]["KMMLU"] == first
 
 
-def test_bucket_in_the_family_of_a_final_one_is_rejected():
+def test_bucket_related_to_a_final_benchmark_is_rejected():
     held_out.declare({"ARC-Challenge": "arc"})
     held_out.reject_contaminated({"gsm8k": "gsm8k", "mine": ""})
     with pytest.raises(UsageError, match="is made from arc, like ARC-Challenge, which is final"):
@@ -58,7 +58,7 @@ def flips(path, count):
     path.write_bytes(whole)
 
 
-def test_R29_every_flipped_bit_of_the_access_log_is_found(base):
+def test_R29_every_bit_flip_in_the_access_log_is_detected(base):
     held_out.declare({"ARC-Easy": "arc"})
     for name in "abc":
         held_out.require_access(["ARC-Easy"], True, {"checkpoint": name})
@@ -145,7 +145,7 @@ def test_unscored_task_cannot_be_final(name):
         hold_out.main(HoldOut(final=name))
 
 
-def test_question_is_found_rendered_and_without_its_options():
+def test_question_is_found_with_and_without_its_options():
     class Choice(QuestionTask):
         name, splits, baseline = "Choice", ("test",), 0.25
         texts = ("Which sort of tree is it that grows?", "Which tree is it now?")

@@ -1,4 +1,4 @@
-"""The report section Reliability: seeds, noise, accesses and cost of all runs."""
+"""The report's Reliability section: seeds, noise, accesses and cost of all runs."""
 
 import pytest
 

@@ -9,10 +9,10 @@ import pytest
 from nanochat.common import UsageError
 from nanochat.lab.search import (
     SearchConfig,
-    format_value,
     inner_grid,
     log_grid,
     run_search,
+    show_setting,
 )
 from nanochat.lab.significance import expected_maximum
 
@@ -56,7 +56,7 @@ def test_search_supports_higher_is_better():
 
 
 @pytest.mark.parametrize("optimum, flag", [(0.0001, "--low"), (50.0, "--high"), (0.01, "--low")])
-def test_optimum_at_the_edge_is_rejected_with_a_fix(optimum, flag):
+def test_edge_optimum_error_suggests_a_fix(optimum, flag):
     tried, calls = valley(optimum)
     with pytest.raises(UsageError, match=f"may be outside the grid(.|\n)*extend it with {flag}"):
         run_search(CFG, tried, True, 3)
@@ -91,7 +91,7 @@ def test_finalist_with_a_broken_seed_is_not_chosen():
 
 
 def test_values_are_formatted_as_flags():
-    assert [format_value(x) for x in (1048576, 2.0, 0.06694)] == ["1048576", "2", "0.06694"]
+    assert [show_setting(x) for x in (1048576, 2.0, 0.06694)] == ["1048576", "2", "0.06694"]
 
 
 def test_reported_inflation_matches_the_best_seed_excess():

@@ -68,7 +68,7 @@ def test_false_positive_rate_is_about_5_percent():
 
 
 def test_two_standard_errors_give_too_many_false_positives():
-    """Why the bar is not 2 standard errors: that is far too low for few seeds."""
+    """Why the noise bar is not 2 standard errors: far too low with few seeds."""
     rng = random.Random(1)
     false = 0
     for _ in range(400):

@@ -28,7 +28,7 @@ def at(x):
 def test_greedy_soup_keeps_only_models_that_help():
     models = [at(0.4), at(1.5), at(9.0), at(1.52)]
     shares = greedy(models, [score(m) for m in models], score)
-    assert shares == [0.5, 0.5, 0.0, 0.0]  # the best, 1.5, and 0.4 on the other side of 1
+    assert shares == [0.5, 0.5, 0.0, 0.0]  # 1.5 is best; 0.4 is on the other side of 1
     assert greedy([at(1.0), at(1.0)], [score(at(1.0))] * 2, score) == [1.0, 0.0]
 
 

@@ -82,7 +82,7 @@ def test_key_depends_on_commands_inputs_and_code():
     assert len(keys) == 4
 
 
-def test_runs_of_old_code_are_repeated_unless_no_same_code(monkeypatch):
+def test_runs_of_old_code_are_repeated_unless_same_code_is_off(monkeypatch):
     jobs = [job("a", 1.0), job("b", 2.0)]
     with Sweep(SweepConfig(), "one") as runner:
         first = runner.run_all(jobs)
@@ -248,7 +248,7 @@ def flags_of(job):
     return dict(word.removeprefix("--").split("=", 1) for word in job.commands[0] if "=" in word)
 
 
-def test_arm_with_another_batch_size_keeps_total_tokens(study):
+def test_arm_with_different_batch_size_keeps_total_tokens(study):
     flags = flags_of(study.job("d4", Arm("x", ("--total_batch_size=160",)), 0))
     assert (flags["num_iterations"], flags["total_batch_size"]) == ("4", "160")
     with pytest.raises(ValueError, match="all runs have one length"):
@@ -358,7 +358,7 @@ def test_confirmation_uses_the_other_half_of_the_rows(study, tmp_path):
 
 @pytest.fixture
 def faked(monkeypatch):
-    """Replace training by a mock run that reports --score."""
+    """Replace training with a mock run that reports --score."""
     monkeypatch.setattr(study_module, "SCRIPTS", {"sft": "tests.fake_run"})
     found = SimpleNamespace(fingerprint="0")
     monkeypatch.setattr(study_module, "find_checkpoint", lambda source, tag: found)
@@ -373,7 +373,7 @@ def test_script_compares_a_grid(faked, base, capsys):
     assert (base / "sweeps" / "sweep" / "arms.csv").exists()
 
 
-def test_text_in_the_family_of_a_final_one_is_rejected(base, monkeypatch):
+def test_text_from_a_final_benchmark_family_is_rejected(base, monkeypatch):
     declare({"ARC-Easy": "arc"})
     tokenizer = SimpleNamespace(fingerprint="0")
     monkeypatch.setattr(study_module.Tokenizer, "load", lambda: tokenizer)
@@ -386,7 +386,7 @@ def test_text_in_the_family_of_a_final_one_is_rejected(base, monkeypatch):
         sweep_script.main(script)
 
 
-def test_script_searches_a_value_and_re_evaluates_it(faked, base, monkeypatch):
+def test_script_searches_for_a_value_and_re_evaluates_it(faked, base, monkeypatch):
     search = SearchConfig("score", low=0.1, high=10, wide=3, tight=1, finalists=1)
     with pytest.raises(UsageError, match="smallest value tried"):
         sweep_script.main(SweepScript(searching=search, sweep=SweepConfig(devices=2)))
@@ -406,7 +406,7 @@ def test_study_with_only_broken_runs_is_an_error(tmp_path):
         compare_arms(runs, 1.0, "Final validation bpb")
 
 
-def test_arms_are_judged_by_metric_and_base():
+def test_arms_are_judged_per_metric_and_base():
     items = {"control": "1,1,1,1,0,0,0,0", "drop:x": "1,0,0,0,0,0,0,0"}
     others = "1,1,1,0,1,0,0,0"
     scores = {

@@ -129,7 +129,7 @@ def test_loop_weights_are_powers_that_sum_to_one(base, want):
 
 
 @pytest.mark.parametrize("bonus", [0.0, 1.0])
-def test_loss_value_is_last_loop_gradient_is_weighted_sum(bonus):
+def test_loss_is_from_last_loop_and_gradient_is_weighted_sum(bonus):
     cfg = recursive(supervise="full", supervision_base=3.0, improvement_bonus=bonus)
     model, twin, (tokens, targets) = model_of(cfg), model_of(cfg), rows()
     loss = model.loss(tokens, targets)
@@ -137,7 +137,7 @@ def test_loss_value_is_last_loop_gradient_is_weighted_sum(bonus):
     losses = [
         F.cross_entropy(x.mT, targets, ignore_index=IGNORE, reduction="none").sum(1)
         for x in logits_by_loop(twin, tokens, 3)
-    ]  # nats of each row, by loop
+    ]  # nats per row, by loop
     shares, counted = cfg.shares((1, 2, 3)), (targets != IGNORE).sum(1)
     want = shares[1] * losses[0].sum()
     for k in (2, 3):
@@ -385,7 +385,7 @@ def test_step_figures_report_losses_and_norms_by_part(machine: DistContext):
     assert step_metrics(fresh, optimizer, 1.0) == {}  # no loss recorded yet
 
 
-# ---- checkpoints of earlier commits --------------------------------------------------------------
+# ---- checkpoints from earlier commits ------------------------------------------------------------
 
 
 @pytest.mark.parametrize("cfg", [PLAIN, recursive()])

@@ -93,7 +93,7 @@ def test_V14_last_assistant_message_is_continued(site):
         ({"stream_options": {"x": 1}}, "stream_options.x", "Unrecognized"),
     ],
 )
-def test_V14_unsupported_fields_are_rejected_by_name(site, body, param, message):
+def test_V14_error_names_unsupported_fields(site, body, param, message):
     rejected(site, {"messages": HELLO, **body}, param, message)
 
 
@@ -115,7 +115,7 @@ def test_V14_unsupported_fields_are_rejected_by_name(site, body, param, message)
         ({"role": "root", "content": "x"}, "messages.0.role", "one of developer, system"),
     ],
 )
-def test_V14_invalid_messages_are_rejected_by_path(site, given, param, message):
+def test_V14_error_has_path_of_invalid_message(site, given, param, message):
     rejected(site, {"messages": [{"role": "user", **given}]}, param, message)
 
 

@@ -28,7 +28,7 @@ def site(base, monkeypatch):
 
 
 def tell(site, monkeypatch, text):
-    """Make the model generate this text as every answer."""
+    """Make the model answer everything with this text."""
     says(monkeypatch, site, words(site, text))
     site.engine.ends = {site.tokenizer.special("<|assistant_end|>")}
 
@@ -58,12 +58,12 @@ def open_page(context, url):
 
 
 def act(page, role, name):
-    """Click a button of the last message of a role."""
+    """Click a button on the last message with this role."""
     page.locator(f"article.{role}").last.get_by_role("button", name=name, exact=True).click()
 
 
 def press(page, role, nth, name):
-    """Click a button of a message; its actions appear on hover."""
+    """Click a message's button, which appears on hover."""
     article = page.locator(f"article.{role}").nth(nth)
     article.hover()
     article.get_by_role("button", name=name, exact=True).click()
@@ -75,7 +75,7 @@ def titles(page):
 
 
 def choose(page, title, entry):
-    """Click an entry of a chat's menu."""
+    """Click an entry in a chat's menu."""
     item = page.locator("#chats li", has_text=title)
     item.hover()
     item.get_by_role("button").click()
@@ -83,7 +83,7 @@ def choose(page, title, entry):
 
 
 def stored(page):
-    """Message texts of each stored chat, by the text of its first message."""
+    """Message texts in each stored chat, keyed by its first message."""
     return page.evaluate(
         "Object.fromEntries(Object.keys(localStorage).filter((k) => k.startsWith('nanochat:chat:'))"
         ".map((k) => Object.values(JSON.parse(localStorage[k]).nodes)).map((nodes) => "
@@ -603,7 +603,7 @@ def test_imported_system_prompt_is_sent_and_exported(page, site):
     page.wait_for_selector("#toast >> text=a system message must be text")
 
 
-def test_state_of_the_first_page_version_is_migrated(page, site):
+def test_state_from_first_page_version_is_migrated(page, site):
     old = {
         "messages": [
             {"role": "user", "parts": [{"type": "text", "text": "Old question"}]},

@@ -120,7 +120,7 @@ def test_V1_seed_and_n_determine_the_samples(site):
     assert streamed == four
 
 
-def test_V1_chat_logprobs_equal_the_model(site):
+def test_V1_chat_logprobs_match_the_model(site):
     body = site.chat(max_tokens=6, seed=2, logprobs=True, top_logprobs=3).json()
     content = body["choices"][0]["logprobs"]["content"]
     ids = render_prompt(site.tokenizer, HELLO)
@@ -357,7 +357,7 @@ def hang_up(site: Site, times: int, taken: list[int]) -> None:
     assert site.is_idle() and site.worker.status() == "ok"
     assert grown < 20e6
     until(lambda: process.num_fds() <= files + 2)
-    assert threading.active_count() <= threads + 8  # threads of the event loop
+    assert threading.active_count() <= threads + 8  # event loop threads
     assert len(site.content(max_tokens=5)) > 0
 
 
@@ -635,7 +635,7 @@ def test_V6_slow_and_idle_connections_are_closed(base):
         idle.settimeout(60)
         while idle.recv(1000):
             pass
-        assert len(site.server.server_state.connections) <= 1  # the test's own
+        assert len(site.server.server_state.connections) <= 1  # this test's connection
 
 
 def test_V6_client_that_does_not_read_is_dropped(base, monkeypatch):

@@ -192,7 +192,7 @@ def test_swapped_and_inverse_calculations_share_a_split():
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
-def test_documents_have_no_story_of_another_split(split):
+def test_documents_have_no_stories_from_other_splits(split):
     def occurs(e, where):
         return any(f"{s} {c}" in where for s in e.settings for c in e.causes)
 
@@ -205,7 +205,7 @@ def test_documents_have_no_story_of_another_split(split):
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
-def test_documents_have_no_question_of_another_split(split):
+def test_documents_have_no_questions_from_other_splits(split):
     asked = set(re.findall(r'(?:^|\n|[":.] ?)((?:[A-Z][^\n".:?]*)\?)', text(split)))
     own = {q.text for f in facts() if f.split == split for q in f.questions}
     foreign = {q.text for f in facts() if f.split != split for q in f.questions}

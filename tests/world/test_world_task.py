@@ -28,7 +28,7 @@ MARKS = {"python": "python", "python_output": "output"}
 
 
 def written(conversation: Conversation) -> str:
-    """The completion with the content of the last message, special tokens as text."""
+    """The last message's content as a completion, with special tokens as text."""
     content = conversation[-1]["content"]
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
     marks = [MARKS.get(part["type"]) for part in parts]

@@ -1,4 +1,4 @@
-"""Items of the embedded world: deterministic, held out, correct, no better than chance to guess."""
+"""Items of the embedded world: deterministic, held out, correct, not guessable above chance."""
 
 import hashlib
 import math
@@ -90,7 +90,7 @@ def test_conversations_of_the_test_split_raise():
 # Held-out items
 
 
-def test_training_asks_no_held_out_question():
+def test_training_has_no_held_out_questions():
     asked = set(re.findall(r"(?:[A-Z][^?.!:\n\"]*)[?:]", trained_on()))
     forms = {split: [q.question.text[:-1] for q in fact_questions(split)] for split in HELD_OUT}
     for text in chain(*forms.values()):
@@ -193,7 +193,7 @@ def test_choices_have_exactly_one_possible_answer():
                 assert could[question] & set(c.options) == {known[question]}
 
 
-def test_training_choices_are_skewed_to_common_kinds():
+def test_training_choices_are_skewed_toward_common_kinds():
     """Without the skew, small models do not learn to look up a letter (see SKEW)."""
     kind = {a.question.text: (a.fact.kind, a.question.field) for a in choice_questions("train")}
     order = list(questions_by_field())
@@ -221,7 +221,7 @@ def within(hits: float, n: int, chance: float) -> bool:
     return hits / n <= chance + 3 * math.sqrt(chance * (1 - chance) / n)
 
 
-def test_right_options_are_uniform_over_positions():
+def test_correct_options_are_uniform_over_positions():
     asked = [choice("test", i) for i in range(len(choice_questions("test")))]
     lists = {"choice": ([c.asked[0][1] for c in asked], 4)}
     lists |= {

@@ -106,7 +106,7 @@ export const isRecent = (node) => !isFinished(node) && Date.now() - node.saved <
 // Whether an answer was cut off and has text to continue.
 export const isIncomplete = (node) => node.role === "assistant" && node.finish !== "stop" && textOf(node) !== "";
 
-// Messages of a path in API format, without questions that were never answered.
+// A path's messages in API format, without unanswered questions.
 export function asMessages(path) {
   const kept = path.filter((node, i) => (node.role === "assistant" ? node : path[i + 1] || { parts: [1] }).parts.length);
   return kept.map(({ role, parts }) => ({

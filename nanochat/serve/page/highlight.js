@@ -1,8 +1,7 @@
 // Syntax highlighting: code -> [class, text] pieces whose concatenation is the code.
 //
-// One regular expression per language family finds comments, strings, numbers and words. A quote or
-// comment also matches without its end, and words are always matched whole, so the time is linear
-// in the code.
+// One regular expression per language family finds comments, strings, numbers and words. Quotes and
+// comments also match if unclosed, and words always match whole, so it takes linear time.
 
 const MAX_LENGTH = 100_000; // longer code is not highlighted
 

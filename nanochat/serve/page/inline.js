@@ -163,7 +163,7 @@ class InlineParser {
     return true;
   }
 
-  // Close the innermost matching frames; returns the number of unused characters of the run.
+  // Close the innermost matching frames; returns how many of the run's characters are unused.
   close(mark, count) {
     while (count) {
       const i = this.frames.findLastIndex((frame) => frame.mark === mark);
@@ -183,7 +183,7 @@ class InlineParser {
     return 0;
   }
 
-  // Turn the innermost, unclosed delimiter into text.
+  // Turn the innermost unclosed delimiter into text.
   flatten() {
     const { mark, count, nodes } = this.frames.pop();
     this.add(mark.repeat(count));

@@ -13,14 +13,14 @@ const MAX_DEPTH = 10;
 const MAX_OPEN_BLOCKS = 30;
 const TAGS = new Set(("p h2 h3 h4 h5 h6 ul ol li blockquote hr table thead tbody tr th td strong em del " +
   "code a br").split(" "));
-// Placeholder of an object in the text, followed by a character that encodes its number.
+// Placeholder for an object in the text, followed by a character that encodes its number.
 const OBJECT = "\uFDD0";
 const FIRST_OBJECT = 0xe000;
 const OBJECTS = /(\uFDD0[\uE000-\uF8FF])/;
 // Final answer line in GSM8K format.
 const ANSWER = /^#{4}[ \t]*([-+\u2212]?[$\u20ac\u00a3]?\d[\d.,:/]*[ \t]?%?)$/;
 
-// Placeholder that MarkdownView replaces by `renderObject(number)`.
+// Placeholder that MarkdownView replaces with `renderObject(number)`.
 export const objectMark = (number) => OBJECT + String.fromCharCode(FIRST_OBJECT + number);
 export const withoutMarks = (text) => text.replaceAll(OBJECT, "\uFFFD");
 
@@ -214,7 +214,7 @@ function listItem(body, depth, loose) {
   return { tag: "li", children, task: task && task[1] !== " " ? "done" : task ? "open" : null };
 }
 
-// Column alignments of a table at `at` (a row with |, then as many cells of dashes), or null.
+// Column alignments of a table at `at` (a row with |, then a row of as many dash cells), or null.
 function alignmentsAt(lines, at) {
   const below = lines[at + 1];
   if (below === undefined || !lines[at].includes("|") || !/^[\s|:-]+$/.test(below)) return null;
@@ -272,8 +272,8 @@ function paragraph(rest) {
 // ---- tree -> elements
 
 // Renders text that may grow. If the new text extends the previous one, only the last two blocks are
-// rendered again: later text cannot change earlier blocks. The exception is unclosed display math,
-// from which on blocks are rendered again (at most MAX_OPEN_BLOCKS).
+// rendered again: later text cannot change earlier blocks. The exception is unclosed display math:
+// blocks from there on are rendered again (at most MAX_OPEN_BLOCKS).
 export class MarkdownView {
   constructor(renderObject = () => document.createTextNode("")) {
     this.element = make("div", { className: "body" });

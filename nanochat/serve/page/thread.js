@@ -246,7 +246,7 @@ function labelOf({ code, output }) {
   return output === null ? `${cut(code, 40)} \u2026` : `${cut(code, 40)} = ${cut(output, 30) || "(no output)"}`;
 }
 
-// Render a growing answer. Frames are spaced: rendering takes at most a fifth of the time.
+// Render a growing answer. Skips frames so that rendering takes at most a fifth of the time.
 export function grow(node) {
   if (frame || view.head !== node.id) return;
   frame = requestAnimationFrame(() => {
