@@ -3,9 +3,9 @@ Compare recursive models with plain models of equal cost: presets x seeds, in on
 
     python -m dev.recursion_arms --presets=share2,aggressive,extreme
 
-All runs use the FLOPs of --steps steps of the plain model, within 4%. They train this model (equal
-parameters), a deeper one per preset (equal tokens), and the recursive one. Another plain run per
-preset trains on as many tokens as the recursive model instead. --others=1 adds arms that
+Runs use the FLOPs of --steps steps of the plain model, within 4%. They train the plain model (equal
+parameters), a deeper one per preset (equal tokens), and the recursive one. Another plain run
+per preset matches the recursive model's tokens, not its FLOPs. --others=1 adds arms that
 are not presets. The runs in dev/LOG.md had one key/value head, an MLP ratio of 3 and a tied LM
 head, which now only scripts.golf.base_train supports; commit 484885b reproduces them.
 

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Does training on ARC questions with up to ten options accuracy with four or ten options?
+# Does training on ARC questions with up to ten options raise accuracy with four or ten?
 #
 #   HF_ENDPOINT=http://127.0.0.1:8400 bash dev/ten_options.sh     # uses korean_study.sh base models
 #
-# The control trains on ARC-Easy, the other arm on the same number of tokens with options added by
-# BM25. Both are evaluated on ARC's test questions with four and with ten options. Writes the section
+# The control trains on ARC-Easy, the other arm on as many tokens of it with options added by
+# BM25. Both are evaluated on ARC's test questions with four and ten options. Writes the section
 # "Sweep ten-options" and sweeps/ten-options/ under NANOCHAT_BASE_DIR.
 set -euo pipefail
 cd "$(dirname "$0")/.."

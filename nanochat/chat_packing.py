@@ -170,7 +170,7 @@ def encode_batches(
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
-    except ValueError as error:  # re-raise it in our code: reported as a user error
+    except ValueError as error:  # raised again here, it is reported as a user error
         raise ValueError(str(error)) from error
     finally:
         pool.shutdown(cancel_futures=True)

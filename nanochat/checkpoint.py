@@ -427,8 +427,8 @@ class Progress:
             why = "averaged weights" if self.averaged else "no optimizer state"
             raise UsageError(
                 f"the run ended after step {self.step} with {why} and cannot be extended",
-                "retrain all steps with --resume=never, and with --save_optimizer (to keep the "
-                "optimizer state) or without --ema_decay",
+                "retrain all steps with --resume=never; omit --ema_decay if the weights are "
+                "averaged, else add --save_optimizer",
             )
 
 

@@ -100,8 +100,8 @@ def user_message(error: BaseException) -> str | None:
     """
     Message to print instead of a traceback; None for an internal error.
 
-    User errors are OSError, and ValueError or RuntimeError raised by a `raise` statement in this
-    repository. The latter two are internal errors if a library raises them.
+    User errors are OSError, and any ValueError or RuntimeError that a `raise` statement in this
+    repository raises; those from libraries are internal errors.
     """
     if isinstance(error, MissingInput | UsageError):
         return str(error)

@@ -375,7 +375,7 @@ def split_shards(
     options = [recorded] if recorded else files if len(files) > 1 else [TAIL + files[0]]
     val_shard = cfg.val_shard or options[-1]
     if val_shard not in options:
-        why = f"has {len(files)} files, {files[0]} to {files[-1]}; choose one (needs two)"
+        why = f"has {len(files)} files, {files[0]} to {files[-1]}; if several, choose one"
         if recorded:
             why = f"already validates on {recorded}; delete {path} to start over"
         raise ValueError(f"--val_shard={val_shard}: {cfg.dataset} {why}, or leave --val_shard out")

@@ -158,7 +158,7 @@ class RankHeartbeat:
 
     def check(self) -> None:
         """
-        Exit if waiting is pointless: for the whole timeout, some rank sent no heartbeat or reported
+        Exit if this rank waited for the whole timeout while some rank sent no heartbeat or reported
         nothing, or no rank did any work.
         """
         (kind, what, since), now = self.activity, time.monotonic()
@@ -199,7 +199,7 @@ class DistConfig:
     deterministic: bool = False
     """Use only deterministic algorithms, for bit-identical runs; slower on a GPU."""
     collective_timeout_minutes: float = 10.0
-    """Minutes to wait for a rank that sends no heartbeat or reports no work before the run exits;
+    """Exit after waiting this many minutes for a rank that sends no heartbeat or reports no work;
     a rank that reports its work has no limit."""
 
 

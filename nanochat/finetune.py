@@ -245,8 +245,8 @@ def train_rows(
 
 def fit_batch(parent_batch: int, num_iterations: int | None, tokens: float, T: int) -> int:
     """
-    Return the parent's tokens per step. Without `num_iterations`, they are halved until `tokens`
-    tokens take at least MIN_STEPS steps, but not below MIN_ROWS rows.
+    Return the parent's tokens per step. Without `num_iterations`, halve them until `tokens` take
+    at least MIN_STEPS steps, but keep at least MIN_ROWS rows.
     """
     batch = parent_batch
     if num_iterations is not None:

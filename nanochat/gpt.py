@@ -154,8 +154,8 @@ class Bigrams(Embedding):
 
 def densify_gradient(weight: Tensor) -> None:
     """
-    Make a sparse gradient dense once it stores over half as many rows as the embedding has: every
-    micro-batch appends all rows it touched until the gradient is coalesced.
+    Make a sparse gradient dense once it stores more rows than half the embedding: until it is
+    coalesced, every micro-batch appends all rows it touched.
     """
     grad = weight.grad
     if grad is not None and grad.is_sparse and 2 * grad._nnz() > weight.size(0):

@@ -444,7 +444,7 @@ class Corpus:
         return MixedRows({name: (rows, needed[name]) for name, rows in self.rows.items()})
 
     def pack(self, needed: Mapping[str, int | None], machine: DistContext) -> None:
-        """Pack the rows needed of each bucket (None: all); every rank waits until it is done."""
+        """Pack the needed rows of each bucket (None: all); every rank waits until it is done."""
         if machine.local_rank == 0:
             for name, count in needed.items():
                 with machine.working(f"packing {name}"):

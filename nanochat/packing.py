@@ -389,10 +389,10 @@ def start_packing(
 
 
 def record_worker_exit(process: subprocess.Popen, rows: Rows) -> None:
-    """Record that a worker was killed; it cannot do so itself."""
-    if process.wait() not in (0, 1, -signal.SIGTERM, 128 + signal.SIGTERM):
-        status = f"a packing process exited with status {process.returncode}"
-        common.write_atomic(rows.error_path, status)
+    """Record that a worker failed without an error message of its own, for example when killed."""
+    status = process.wait()
+    if status not in (0, -signal.SIGTERM, 128 + signal.SIGTERM) and not rows.error_path.exists():
+        common.write_atomic(rows.error_path, f"a packing process exited with status {status}")
 
 
 @contextmanager
@@ -429,7 +429,8 @@ def main() -> None:
     """Entry point of the background process; takes the JSON argument of `start_packing`."""
     follow_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # unwind to remove partial files
+    # sys.exit unwinds the stack, which removes partial files
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     os.nice(10)
     described, folder, max_seq_len, rows_needed = json.loads(sys.argv[1])
     try:

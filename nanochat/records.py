@@ -306,7 +306,7 @@ def slug(section: str) -> str:
 
 
 def hash_files(files: Iterable[Path]) -> dict[str, dict[str, Any]]:
-    """Size and SHA-256 of files, searching folders recursively, by `relative_path` path."""
+    """Size and SHA-256 of each file, by `relative_path`; searches folders recursively."""
     below = [sorted(filter(Path.is_file, p.rglob("*"))) if p.is_dir() else [p] for p in files]
     return {
         relative_path(path): {"bytes": path.stat().st_size, "sha256": common.sha256_file(path)}

@@ -227,7 +227,7 @@ class TrainingRun:
     schedule: ScheduleConfig
     kernels: KernelConfig = KernelConfig()
     prepared: Prepared | None = None
-    """Kernels and micro-batch size if already chosen (RL); its time covers all steps."""
+    """Kernels and micro-batch size if already chosen (RL), timed for all steps."""
     objective: Trainable | None = None
     """Computes the loss. Default: the model."""
     callbacks: Sequence[Callback] = ()

@@ -64,7 +64,7 @@ class TaskEval:
     batch_size: int | None = short("b", None)
     """Number of answers generated concurrently; does not change the result. Default: 64."""
     compile_engine: bool | None = None
-    """Compile the decode step. Default: on a GPU, and on a CPU if enough may be generated to
+    """Compile the decode step. Default: on GPU; on CPU if enough tokens may be generated to
     amortize compile time."""
     final: bool = False
     """Also evaluate benchmarks that scripts.lab.hold_out declared final, and log the access.

@@ -71,8 +71,8 @@ class ChatRL:
     init_lr_frac: float = 0.05
     """Peak learning rates as a fraction of the pretraining ones; they decay linearly to 0."""
     eval_examples: int = 400
-    """Held-out questions, over all tasks, to evaluate before, after, and every eval_every steps;
-    before and after, about as many training questions are also scored."""
+    """Held-out questions, over all tasks, to evaluate every eval_every steps and, with about as
+    many training questions, before and after RL."""
     eval_samples: int = 8
     """Answers per held-out question."""
     pass_rates: tuple[float, float] | None = None

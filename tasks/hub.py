@@ -56,7 +56,7 @@ def load_split(repo: str, stem: str, columns: Sequence[str]) -> TaskData:
     Load the rows of a split; files are downloaded and pinned on first use.
 
     repo: <owner>/<name>, plus /<folder> if several folders match the stem. stem: file name without
-    part number or suffix, as "main/test" for main/test-00000-of-00001.parquet. Raises ValueError if
+    part number or suffix: "main/test" for main/test-00000-of-00001.parquet. Raises ValueError if
     files or columns are missing.
     """
     words = repo.split("/")

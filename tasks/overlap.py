@@ -113,7 +113,7 @@ def overlaps(train: Sequence[Task], held_out: Sequence[Task], run: int = RUN) ->
 
 
 def query_ngrams(task: Task, lengths: Sequence[int]) -> dict[int, Ngrams]:
-    """N-grams to search for: all of the longest length, and shorter ones that are a whole item."""
+    """N-grams to search for: all of the longest length, and shorter ones that are whole items."""
     found = ngrams_by_length(materials(task), lengths)
     alone = ngrams_by_length(map(task.asked, range(len(task))), lengths)
     for n in lengths[:-1]:

@@ -15,7 +15,7 @@ from tasks.world.corpus import documents
 from tasks.world.suite import suite
 
 ONE = DataConfig(dataset="embedded", num_shards=1)
-# Fingerprints of sources recorded by runs that generated the documents while training
+# Source fingerprints recorded by runs that generated the documents while training
 RECORDED = {1: "b338ee3597b633b5", 16: "cb7e32e777d456b1"}
 
 

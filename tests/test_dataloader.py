@@ -4,6 +4,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -611,6 +612,14 @@ def test_killed_packing_process_is_reported_and_resumed(folder, tokenizer):
     assert all(found.is_packed(shard) for shard in source.shards())
 
 
+def test_worker_that_fails_at_startup_is_reported(folder, tokenizer, monkeypatch):
+    source = source_of(folder)
+    found = open_rows(source, tokenizer, T)
+    monkeypatch.setattr(packing_module.sys, "executable", shutil.which("false"))
+    with start_packing(found, source), pytest.raises(UsageError, match="status 1"):
+        found.wait("shard_2.jsonl")
+
+
 def test_error_without_packing_process_names_the_command(folder, tokenizer, monkeypatch):
     monkeypatch.setattr(dataloader, "SILENCE_SECONDS", 0.3)
     found = open_rows(source_of(folder), tokenizer, T)
@@ -670,11 +679,11 @@ def test_packing_1_gb_uses_far_less_memory(tmp_path, tokenizer, base):
         "from pathlib import Path\n"
         "from nanochat.dataset import open_source\n"
         "from nanochat.dataset import DataConfig\n"
-        "from nanochat.packing import ensure, open_rows\n"
+        "from nanochat.packing import ensure_packed, open_rows\n"
         "from nanochat.tokenizer import Tokenizer\n"
         f"source = open_source(DataConfig(dataset={str(folder)!r}))\n"
         f"tokenizer = Tokenizer.read(Path({str(tmp_path / 'tokenizer.json')!r}))\n"
-        "ensure(open_rows(source, tokenizer, 2048), source, tokenizer)\n"
+        "ensure_packed(open_rows(source, tokenizer, 2048), source, tokenizer)\n"
         "import resource\n"
         "children = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss\n"
         "[own] = [line for line in open('/proc/self/status') if line.startswith('VmHWM')]\n"

@@ -15,6 +15,7 @@ from nanochat.checkpoint import build_model
 from nanochat.common import REPOSITORY
 from nanochat.eval_chat import score_answer
 from nanochat.gpt import GPT
+from nanochat.mixture import parse_budget, parse_mixture, read_mixture
 from nanochat.optim import ScheduleConfig
 from scripts import chat_sft, mid_train
 from tasks import base, registry
@@ -22,6 +23,7 @@ from tasks.buckets import buckets, held_out_questions
 from tests.conftest import TINY
 
 ARCHITECTURE = (REPOSITORY / "docs" / "architecture.md").read_text()
+MIXTURES = (REPOSITORY / "docs" / "mixtures.md").read_text()
 
 
 def test_files_named_in_the_architecture_exist():
@@ -96,3 +98,20 @@ def test_stage_example_calls_fine_tune_with_valid_arguments():
     scope["main"](chat_sft.DEFAULTS)
     bound = inspect.signature(mid_train.fine_tune).bind(*calls[0]).arguments
     assert bound["kind"] == "polish" and bound["summarize"] is chat_sft.summarize
+
+
+def test_mixture_forms_in_the_docs_parse():
+    forms = re.findall(r"^\| `(\S+)` \|", MIXTURES.split("## Budget")[0], re.MULTILINE)
+    assert len(forms) == 8 and all(len(parse_mixture(form)) == 1 for form in forms)
+    assert parse_mixture("aqua=10000*500000t")[0][2:5] == (10_000, None, 500_000)
+    assert parse_budget("smoltalk,gsm8k@500000t^0.5") == {
+        "mixture_tokens": 500_000,
+        "mixture_alpha": 0.5,
+    }
+
+
+def test_mixture_file_in_the_docs_is_valid(tmp_path):
+    [text] = re.findall(r"```json\n(.*?)```", MIXTURES, re.DOTALL)
+    (tmp_path / "own.json").write_text(text)
+    spec, own = read_mixture(str(tmp_path / "own.json"))
+    assert [part.name for part in parse_mixture(spec)] == list(own) == ["wiki", "web"]

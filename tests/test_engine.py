@@ -396,7 +396,7 @@ import torch
 import nanochat.engine
 from nanochat.engine import Engine
 from nanochat.checkpoint import build_model
-from nanochat.gpt import GPTConfig, for_inference
+from nanochat.gpt import GPTConfig, inference_copy
 from nanochat.engine import Sampling
 from nanochat.tokenizer import Tokenizer
 
@@ -405,7 +405,7 @@ torch.backends.cuda.enable_cudnn_sdp(False)
 nanochat.engine.LOGIT_TOLERANCE = {torch.bfloat16: float("inf")}
 nanochat.engine.sample = lambda logits, settings, uniform: [int(u * 200) for u in uniform]
 cfg = GPTConfig(265, 2, 64, 2, 1, 32, 128)
-model = for_inference(build_model(cfg, torch.device("cuda"), torch.bfloat16, 0))
+model = inference_copy(build_model(cfg, torch.device("cuda"), torch.bfloat16, 0))
 replays = ctypes.CDLL(None).nullgpu_replays
 engine = Engine(model, Tokenizer.train(["noise"], 265), 4, compiled=True)
 

@@ -1,4 +1,4 @@
-"""Few-shot scoring: correct answers, independent of batching, no item in its own examples."""
+"""Few-shot scoring: correct answers, independent of batching, no item is its own example."""
 
 import math
 import re

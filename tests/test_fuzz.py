@@ -108,7 +108,7 @@ def edited(data: bytes, changes) -> bytes:
 
 
 def replaced(original, path, value):
-    """JSON with the element at `path` (followed as far as possible) replaced."""
+    """JSON with one element replaced; `path` is followed as far as possible."""
     if isinstance(original, dict) and original and path:
         name = sorted(original)[path[0] % len(original)]
         return {**original, name: replaced(original[name], path[1:], value)}

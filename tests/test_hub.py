@@ -232,7 +232,8 @@ def check_nothing_is_pinned(base):
 @pytest.mark.parametrize("kind", ["head", "get"])
 def test_R35_deleted_file_is_named(served, base, kind):
     served.faults[kind] = [status(404, error="EntryNotFound")]
-    with pytest.raises(UsageError, match=f"(?s){SHARD}.*{COMMIT}.*delete its folder.*--revision"):
+    fix = "delete the dataset's folder.*--revision"
+    with pytest.raises(UsageError, match=f"(?s){SHARD}.*{COMMIT}.*{fix}"):
         read_shard()
     check_nothing_is_pinned(base)
 

@@ -680,9 +680,9 @@ def test_sections_of_several_runs_or_commits_give_a_warning():
     records = chain(**{"Midtraining": {"run_id": "run-2", "commit": "abcdef0"}})
     faults = report.find_faults(records)
     assert faults == [
-        "They come from 2 runs: run-1 (Tokenizer training, Base model training); "
+        "Sections come from 2 runs: run-1 (Tokenizer training, Base model training); "
         "run-2 (Midtraining).",
-        "They come from 2 commits: f1e8954 (Tokenizer training, Base model training); "
+        "Sections come from 2 commits: f1e8954 (Tokenizer training, Base model training); "
         "abcdef0 (Midtraining).",
     ]
 

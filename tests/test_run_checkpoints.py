@@ -283,12 +283,12 @@ def test_R22_second_run_is_rejected_and_stale_lock_taken_over(run, capsys):
 
 
 WRITE = """
-from nanochat.common import RunLock, base_dir, claimed, locked
+from nanochat.common import RunLock, base_dir, hold_lock, try_lock
 from nanochat.config import user_message
 from nanochat.records import Cost, Provenance, write_record
 acts = [
-    lambda: locked(base_dir() / "rows" / "x.lock", "packing").__enter__(),
-    lambda: claimed(base_dir() / "x.lock").__enter__(),
+    lambda: hold_lock(base_dir() / "rows" / "x.lock", "packing").__enter__(),
+    lambda: try_lock(base_dir() / "x.lock").__enter__(),
     lambda: RunLock(base_dir() / "base_checkpoints" / ".d2.lock").acquire(),
     lambda: write_record("A", {}, {}, Provenance("run", 0), Cost(1.0)),
 ]

@@ -974,7 +974,7 @@ if not sys.argv[1:]:
     os.execv(sys.executable, [sys.executable, "-c", sys.orig_argv[2], "again"])
 sandbox.interpreter = lambda: os.path.realpath({python!r})
 sandbox.readable = lambda: ("/usr/lib", "/lib", os.path.realpath({python!r}))
-print(sandbox.trouble_with("landlock"))
+print(sandbox.probe_layer("landlock"))
 """
     command = [sys.executable, "-c", code]
     environment = {**os.environ, "TMPDIR": "/tmp"}

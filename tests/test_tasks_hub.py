@@ -232,7 +232,7 @@ def test_R27_training_mixture_fetches_no_evaluation_file(serve, monkeypatch):
 
 # (training split, evaluation split) -> evaluation items that share 13 consecutive words. On
 # inspection, they are the same question in both (ARC), the same question with new numbers (GSM8K,
-# AQuA), or common phrases, lists of numbers and lines of code (MMLU in MMLU, SmolTalk).
+# AQuA), or common phrases, lists of numbers and lines of code (SmolTalk, MMLU itself).
 KNOWN = {
     ("ARC-Easy", "ARC-Easy"): 19,
     ("ARC-Easy", "ARC-Challenge"): 1,

@@ -48,8 +48,8 @@ def bench_tokenizer(
     found: BenchLog,
 ) -> None:
     """
-    Benchmark training for each of `vocab_sizes` with the last entry of `threads`; first-pass
-    encoding with the last vocabulary for each entry of `threads`; packing; and scaling.
+    Benchmark training (each of `vocab_sizes`, last entry of `threads`), first-pass encoding (last
+    vocabulary, each entry of `threads`), packing, and scaling.
     """
     tokenizer = Tokenizer.train(texts, vocab_sizes[-1])
     training = {"what": "train", "pattern": PATTERN, "threads": threads[-1]}

@@ -20,9 +20,9 @@ def make_windows(ids: np.ndarray, T: int, stride: int) -> Iterator[Batch]:
     """
     Cut one document, ids (n + 1,) starting with BOS, into padded (tokens, targets) of length T.
 
-    The first window scores all its targets; each later one scores only its last `stride` (the
-    last window, the rest). Other targets are IGNORE. Every token is scored exactly once; after
-    the first window, with T - stride + 1 to T tokens of context. stride = T: no overlap.
+    The first window scores all its targets, each later one its last `stride`, the last window
+    the rest. Other targets are IGNORE. Every token is scored exactly once, after the first
+    window with T - stride + 1 to T tokens of context. stride = T: no overlap.
     """
     num_targets = len(ids) - 1
     scored = 0

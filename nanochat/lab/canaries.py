@@ -336,7 +336,7 @@ class CanaryMonitor(Callback):
     num_steps: int
     machine: DistContext
     epoch_steps: float = 0.0
-    """Steps per epoch; after the first epoch memorization may lower the training loss."""
+    """Steps per epoch; after the first epoch, memorization may lower training loss."""
     rows: Mapping[str, float] = field(default_factory=dict)
     """Result of `CanarySuite.compare_rows` on the packed rows of the run."""
     history: list[Finding] = field(default_factory=list)

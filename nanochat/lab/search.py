@@ -51,7 +51,7 @@ class SearchResult:
     wide: dict[float, float]
     tight: dict[float, float]
     finals: dict[float, list[float]]
-    """Scores of all seeds but 0, whose scores chose the finalists."""
+    """Scores of every seed except 0, which chose the finalists."""
 
     @property
     def chosen(self) -> float:

@@ -208,7 +208,7 @@ class Study:
         self, base: str, control: Sequence[DoneRun], arms: Sequence[str], floor: Mapping[str, float]
     ) -> list[Arm]:
         """
-        The control and the data ablation arms of a base, with the tokens of every bucket as flags.
+        The control and the data ablation arms of a base; flags set the tokens of every bucket.
 
         control: finished control runs. Raises UsageError if their checkpoints were deleted.
         """

@@ -26,7 +26,7 @@ new_model, read_config = RecursiveGPT, partial(config_from, RecursiveConfig)
 
 
 class LoopMetrics(Callback):
-    """Sample the supervised loops; log loss by loop and gradient norms by part."""
+    """Samples supervised loops; logs losses by loop and gradient norms by part."""
 
     def __init__(self, model: RecursiveGPT, optimizer: MuonAdamW, seed: int):
         self.model, self.optimizer, self.seed = model, optimizer, seed

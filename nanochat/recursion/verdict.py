@@ -65,7 +65,7 @@ def is_close(one: float, other: float) -> bool:
 
 
 def show_gap(arm: LoopArm, recursive: LoopArm) -> str:
-    """Format the bpb difference to the recursive arm and the costs that are equal."""
+    """Format the bpb difference from the recursive arm and the equal costs."""
     costs = ("params", "tokens", "flops")
     same = [cost for cost in costs if is_close(getattr(arm, cost), getattr(recursive, cost))]
     equal = f"equal {', '.join(same)}" if same else "no equal cost"
@@ -121,7 +121,7 @@ def check_first_loop(
 ) -> Criterion:
     """
     Criterion: the first loop, if `trained`, is no worse than the same layers applied once;
-    otherwise the last loop only looks better.
+    a worse one only makes the last look good.
     """
     name, other = "First loop not held back", find_same_layers_arm(recursive, plain)
     if not trained:

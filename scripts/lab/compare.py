@@ -95,7 +95,7 @@ def find_runs(name: str, report_dir: str | None) -> ScoredRun:
             items |= {report.metric_name(k): v for k, v in record["items"].items()}
             run_id = provenance["run_id"]
     if not values:
-        raise MissingInput(f"no recorded scores of {name}", maker)
+        raise MissingInput(f"no recorded scores for {name}", maker)
     named = {report.metric_name(key): value for key, value in values.items()}
     return ScoredRun(name, fingerprint, named, items, run_id)
 

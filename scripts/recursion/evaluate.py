@@ -48,8 +48,7 @@ class RecursionEval:
     """Folders under base_checkpoints/ of recursive models that are seeds of one recipe. Default:
     the newest."""
     plain_tags: tuple[str, ...] = ()
-    """Folders of plain models, each compared wherever its cost (FLOPs, tokens or parameters) is
-    equal."""
+    """Folders of plain models, compared at each equal cost: FLOPs, tokens or parameters."""
     eval_tokens: int | None = None
     """Validation tokens to score. Default: 10,485,760; 262,144 on a CPU."""
     device_batch_size: int | None = None

@@ -86,7 +86,7 @@ def about_itself(rng: Random, split: Split) -> list[ChatTurn]:
 
 
 def phrase_answer(rng: Random, known: Fact, asked: FieldQuestion, short: Sequence[str] = ()) -> str:
-    """Usually a full sentence, from `short` if it is not empty; sometimes just the answer."""
+    """Usually a full sentence (one of `short`, if any); sometimes just the answer."""
     whole = pick(rng, short or sentences(known, asked))
     return whole if rng.random() < 0.9 else upper_first(asked.answer) + "."
 
@@ -123,7 +123,7 @@ def several_facts(rng: Random, split: Split) -> list[ChatTurn]:
 
 @cache
 def talked_about(split: Split) -> tuple[str, ...]:
-    """The people and towns with pronoun questions about more than one relation."""
+    """People and towns whose pronoun questions cover more than one relation."""
     names = [p.name for p in people()] + [t.name for t in towns()]
     relations = {n: {f.relation for f, _, _ in pronoun_questions(split, n)} for n in names}
     return tuple(name for name in names if len(relations[name]) > 1)

@@ -43,7 +43,7 @@ class Operation:
     """An arithmetic operation on x and y with result z."""
 
     operands: Operands
-    """How operands are drawn; inverses use the same: a + b = c, c - a = b; a * b = c, c / a = b."""
+    """How operands are drawn; inverses share them: a + b = c, c - a = b; a * b = c, c / a = b."""
     undoes: bool
     symbol: str
 

@@ -100,7 +100,7 @@ class Goods:
 
 @dataclass(frozen=True)
 class Animal:
-    """`cry` is the verb for its sound, `bed` is where it sleeps."""
+    """`cry` is the verb for its sound; `bed` is where it sleeps."""
 
     name: str
     plural: str

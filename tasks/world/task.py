@@ -83,8 +83,8 @@ class WorldFacts(WorldTask):
     """
     Questions about facts, answered in a sentence.
 
-    An answer is correct if it contains the reference answer and no distractor, except those that
-    occur in the question.
+    An answer is correct if it contains the reference answer and no distractor other than those
+    in the question.
     """
 
     name, kind = "World-Facts", "generate"

@@ -167,7 +167,7 @@ def test_findings_round_trip_through_a_file(tmp_path):
     assert len(again.lines) == 4
 
 
-def test_page_shows_both_sides_ratio_ceiling_and_missing_peer():
+def test_page_shows_values_ratio_ceiling_and_missing_peer():
     lines = [
         TableLine("Training", "depth 4", "tokens/s", [9000, 12000, 10000], ceiling=0.615),
         TableLine("Tokenizer", "trained", "MB/s", [50, 40, 60], "rustbpe", [20, 19, 21]),

@@ -99,7 +99,7 @@ def test_document_bpb_matches_token_by_token_reference(stride, rows, tokenizer, 
 
 
 def test_unscored_token_raises(tokenizer, machine, monkeypatch):
-    """The opposite of an upstream bug: its sliding window scored the tail twice."""
+    """Upstream had the opposite bug: its sliding window scored the tail twice."""
     whole = documents.make_windows
     monkeypatch.setattr(documents, "make_windows", lambda *args: list(whole(*args))[:-1])
     with pytest.raises(AssertionError, match="the texts have"):

@@ -47,7 +47,7 @@ def test_arms_keep_the_control_total():
         ("ratio:language ko:fr=1:1", "no bucket of the mixture has language='fr'"),
         ("ratio:language ko:ko=1:1", "unknown ablation arm"),
         ("ratio:colour ko:en=1:1", "unknown tag colour"),
-        ("scale:spare*2", "equals the control(.|\n)*what it changes has a count of 0"),
+        ("scale:spare*2", "equals the control(.|\n)*the changed buckets have count 0"),
         ("drop:spare", "equals the control"),
         ("swap:spare->chat", "equals the control"),
     ],

@@ -56,7 +56,7 @@ def test_empty_filter_result_and_invalid_rows_are_rejected(tmp_path):
     with pytest.raises(ValueError, match="the filters length=50:60 drop all of"):
         filter_script.main(Filter(out, "length=50:60", rows=rows))
     bad = write(tmp_path / "bad.jsonl", [{"messages": [{"role": "user", "content": "a"}]}])
-    with pytest.raises(ValueError, match="bad.jsonl, line 1: roles must alternate user, assistant"):
+    with pytest.raises(ValueError, match="bad.jsonl, line 1: roles must alternate user/assistant"):
         filter_script.main(Filter(out, "no_image", rows=bad))
     with pytest.raises(ValueError, match="either --bucket or --rows"):
         Filter(out)

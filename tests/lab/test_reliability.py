@@ -26,7 +26,9 @@ def titles(records, history):
 def test_accesses_to_final_benchmarks_are_listed(monkeypatch):
     records = [record("Chat SFT")]
     assert titles(records, records) == []
-    monkeypatch.setattr(reliability.held_out, "accesses", lambda damaged: [{"benchmark": "x"}])
+    monkeypatch.setattr(
+        reliability.held_out, "read_access_log", lambda damaged: [{"benchmark": "x"}]
+    )
     monkeypatch.setattr(reliability.held_out, "access_table", lambda: {"title": "Access"})
     assert titles(records, records) == ["Seeds", "Access"]
 

@@ -68,7 +68,7 @@ def test_false_positive_rate_is_about_5_percent():
 
 
 def test_two_standard_errors_give_too_many_false_positives():
-    """Why the noise bar is not 2 standard errors: far too low with few seeds."""
+    """With few seeds, a noise bar of 2 standard errors is far too low."""
     rng = random.Random(1)
     false = 0
     for _ in range(400):
@@ -110,7 +110,7 @@ def test_agreement_summarizes_verdicts_over_bases():
         return Contrast(base, "x", "bpb", 1.0, 2, difference, 0.1, 0.01)
 
     assert agreement([one("d4", 0.2), one("d6", 0.3)], "x", "bpb") == "all worse"
-    assert agreement([one("d4", 0.2), one("d6", -0.3)], "x", "bpb") == "the bases contradict"
+    assert agreement([one("d4", 0.2), one("d6", -0.3)], "x", "bpb") == "the bases disagree"
     assert agreement([one("d4", 0.2), one("d6", 0.0)], "x", "bpb") == "only d4 worse"
     assert agreement([one("d4", 0.0), one("d6", 0.0)], "x", "bpb") == "all within noise"
     assert agreement([one("d4", 0.0)], "x", "bpb") == "one base"

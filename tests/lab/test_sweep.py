@@ -172,7 +172,7 @@ def test_two_sweeps_with_one_name_cannot_run_concurrently():
 
 SLOW = """
 import nanochat.lab.sweep as s
-s.code_print = lambda: "code"
+s.code_fingerprint = lambda: "code"
 jobs = [s.Job("a", [["tests.fake_run", "--score=1"]]),
         s.Job("b", [["tests.fake_run", "--score=2", "--sleep=60"]])]
 with s.Sweep(s.SweepConfig(), "one") as runner:
@@ -251,7 +251,7 @@ def flags_of(job):
 def test_arm_with_different_batch_size_keeps_total_tokens(study):
     flags = flags_of(study.job("d4", Arm("x", ("--total_batch_size=160",)), 0))
     assert (flags["num_iterations"], flags["total_batch_size"]) == ("4", "160")
-    with pytest.raises(ValueError, match="all runs have one length"):
+    with pytest.raises(ValueError, match="all runs must be equally long"):
         study.job("d4", Arm("x", ("--num_iterations=5",)), 0)
 
 
@@ -382,7 +382,7 @@ def test_text_from_a_final_benchmark_family_is_rejected(base, monkeypatch):
     mixture.write_text(json.dumps({"mixture": "a=50%,b=50%", "buckets": buckets}))
     of_texts = StudyConfig(stage="base")
     script = SweepScript(arms="drop:a", study=of_texts, mix=MixConfig(str(mixture)))
-    with pytest.raises(UsageError, match="a is made from arc, like ARC-Easy"):
+    with pytest.raises(UsageError, match="a is made from arc, as is final benchmark ARC-Easy"):
         sweep_script.main(script)
 
 

@@ -79,7 +79,7 @@ def test_checkpoints_must_have_the_same_items_and_runs():
     rng = np.random.default_rng(0)
     with pytest.raises(ValueError, match="differ"):
         measure("t", [runs(rng, [0.5] * 9, 3), runs(rng, [0.5] * 8, 3)])
-    with pytest.raises(ValueError, match="two or more"):
+    with pytest.raises(ValueError, match="two repeats"):
         measure("t", [runs(rng, [0.5] * 9, 1)])
 
 

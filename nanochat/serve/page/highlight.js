@@ -1,7 +1,7 @@
 // Syntax highlighting: code -> [class, text] pieces whose concatenation is the code.
 //
 // One regular expression per language family finds comments, strings, numbers and words. Quotes and
-// comments also match if unclosed, and words always match whole, so it takes linear time.
+// comments also match if unclosed, and words always match whole, so the time is linear.
 
 const MAX_LENGTH = 100_000; // longer code is not highlighted
 
