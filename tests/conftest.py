@@ -61,6 +61,11 @@ def shaped(cfg: GPTConfig, **changes: Any) -> GPTConfig:
     return read_config({**asdict(cfg), **changes})
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run the file with the longest test first, so that no worker waits for it at the end."""
+    items.sort(key=lambda item: item.path.name != "test_speedrun.py")
+
+
 @pytest.fixture(autouse=True)
 def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Give every test its own base directory."""

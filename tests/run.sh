@@ -23,5 +23,7 @@ rust_lint fmt --check
 rust_lint clippy --quiet --all-targets --no-default-features -- -D warnings
 (cd rustbpe && cargo test --quiet --release --no-default-features)
 
-if [ $# -eq 0 ]; then set -- -m "not slow and not net" -n 2 --dist loadfile; fi # two at a time
+if [ $# -eq 0 ]; then # two files at a time, in the order of tests/conftest.py
+    set -- -m "not slow and not net" -n 2 --dist loadfile --no-loadscope-reorder
+fi
 python -m pytest "$@"

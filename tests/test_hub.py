@@ -150,7 +150,7 @@ def test_R35_waits_out_minutes_of_rate_limiting(served, pauses, capsys, kind, fo
     read_shard()
     assert 280 <= sum(pauses) <= 400 and len(pauses) == 10
     output = capsys.readouterr().out
-    assert output.count("429") == 10 and "retrying in 3" in output and "limit 15 min" in output
+    assert output.count(": 429 ") == 10 and "retrying in 3" in output and "limit 15 min" in output
 
 
 @pytest.mark.parametrize("kind", KINDS)
