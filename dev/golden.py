@@ -4,8 +4,8 @@ Record the results of every stage, to check that a refactor is bit-identical.
     python -m dev.golden float32 > before.json # in the old checkout
     python -m dev.golden float32 before.json   # in the new one; exits with 1 if anything differs
 
-20 steps of each kind of training (bfloat16: 3 steps of pretraining only), RL rewards, and greedy
-answers of each stage, single-threaded. Results depend on the CPU, so compare on one machine.
+Runs 20 steps of each kind of training (RL: 3; bfloat16: 3 steps of pretraining only) on one thread
+and records losses, rewards and greedy answers. They depend on the CPU, so compare on one machine.
 """
 
 import json
@@ -61,7 +61,7 @@ def curves(folder: Path) -> dict[str, list[float]]:
 
 
 def record(dtype: str) -> dict[str, object]:
-    """Run everything (bfloat16: pretraining only) in a temporary base directory."""
+    """Run all stages (bfloat16: pretraining only) in a temporary folder; return the results."""
     found: dict[str, object] = {}
     with tempfile.TemporaryDirectory() as folder:
         base = Path(folder)

@@ -39,7 +39,7 @@ GOLF = (
 ARMS = {
     "golf": GOLF,
     "plain": f"{COMMON} --d_model=64 --mlp_ratio=4.5 --value_every=0 --quantize=*=fp16 "
-    "--weight_decay=0.25",  # by the rule in scaling.py; this arm takes twice as many steps
+    "--weight_decay=0.25",  # scaling.py's rule: in equal time, this arm takes twice as many steps
     "no late quantization": f"{GOLF} --qat_start=1",
     "XSA in all layers": f"{GOLF} --xsa_last_n=4",
     "partial RoPE (16 of 32)": f"{GOLF} --rope_dims=16",
@@ -54,9 +54,9 @@ class Arms:
     seeds: int = 3
     """Number of seeds per arm."""
     steps: int | None = None
-    """Optimizer steps per run. Default: set by `seconds`."""
+    """Optimizer steps per run. Set either this or `seconds`."""
     seconds: float | None = None
-    """Training seconds per run. Default: set by `steps`."""
+    """Training seconds per run. Set either this or `steps`."""
     max_documents: int = 150
     """Number of validation documents to score."""
     eval_stride: int = 0
@@ -112,7 +112,7 @@ def run(cfg: Arms, arm: str, seed: int) -> Result:
         values.get("Roundtrip sliding bpb"),
         artifact.stat().st_size,
         len(seconds),
-        # 10th percentile of steps with late quantization, to exclude interference
+        # 10th percentile of step times during late quantization, to exclude interference
         statistics.quantiles(seconds[-len(seconds) // 7 :], n=10)[0],
     )
     print(arm, seed, result, flush=True)

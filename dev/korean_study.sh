@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Small data ablation on two base models: Korean chat, GSM8K, and the ratio of Korean to English.
+# A small ablation of training data, on two base models: Korean chat, GSM8K, Korean-English ratio.
 #
 #   HF_ENDPOINT=http://127.0.0.1:8400 bash dev/korean_study.sh     # about an hour on two cores
 #

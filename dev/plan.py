@@ -43,7 +43,7 @@ from tasks.registry import TASKS, why_unavailable
 HUB_BYTES_PER_TOKEN = 1.8  # parquet bytes: about 4.5 bytes of text per token, compressed 2.5x
 CHARS_PER_HUB_BYTE = 2.5
 HUB_TASK_BYTES = 4e9  # allowance for conversations, tasks, few-shot items and their rows
-HOPPER_ON = ("H100", "H200", "GH200", "B200", "B300")  # PyTorch selects cuDNN attention on these
+CUDNN_GPUS = ("H100", "H200", "GH200", "B200", "B300")  # PyTorch selects cuDNN attention on these
 STAGES = (
     "tokenizer",
     "tokenizer evaluation",
@@ -67,8 +67,8 @@ class Plan:
     utilization: float = GPU_EFFICIENCY
     """Assumed fraction of the GPU's peak FLOP/s, to estimate base training time."""
     minutes: str = "0 0 0 0 0 0 0 0"
-    """Minutes of the other stages, in order: tokenizer, its evaluation, base loss, base evaluation,
-    mid, SFT, RL, all chat evaluations."""
+    """Minutes of all stages but base training, in order: tokenizer, its evaluation, base loss, base
+    evaluation, mid, SFT, RL, all chat evaluations."""
     minutes_depth: int = 4
     """Depth assumed in `minutes`; stages that run the model scale with its FLOPs."""
     minutes_processes: int = 1
@@ -184,7 +184,7 @@ def flops_per_second(cfg: Plan, model: GPT) -> tuple[float | None, str]:
     peak = peak_flops(cfg.gpu)
     if peak is None:
         return None, f"the peak FLOP/s of {cfg.gpu} is unknown"
-    cudnn = any(name in cfg.gpu for name in HOPPER_ON)
+    cudnn = any(name in cfg.gpu for name in CUDNN_GPUS)
     kernel = "cuDNN attention (torch >= 2.11)" if cudnn else "FlashAttention 2"
     return peak * cfg.utilization, (
         f"assuming {cfg.utilization:.0%} of {peak / 1e12:.0f} TFLOP/s (bf16) per GPU, "
@@ -271,7 +271,7 @@ def in_bytes(size: float) -> str:
 
 
 def bytes_needed(uses: Sequence[Use]) -> float:
-    """Free bytes that the rest of the run needs: the peak over its parts, in order."""
+    """Free bytes that the rest of the run needs at its peak; its parts run in the given order."""
     needed = written = 0.0
     for use in uses:
         needed = max(needed, written + use.peak - use.there)

@@ -1,5 +1,5 @@
 # Sourced by scripts/train_h100_fast.sh and scripts/train_h100_extreme.sh: one phase of recursion.
-# Inputs: name, preset and, for H100s, iterations, save_every, eval_every, device_rows, eval_tokens,
+# Inputs: name, preset and, on GPUs, iterations, save_every, eval_every, device_rows, eval_tokens,
 # shards, chars, warmup. Extra arguments are passed to base_train.
 
 cd "$(dirname "$0")/.."
@@ -60,7 +60,7 @@ source dev/stages.sh
 export NANOCHAT_BASE_DIR="${NANOCHAT_BASE_DIR:-$PWD/out/recursion-$name}"
 
 # For every seed: the recursive model, then two plain ones with the same layers, one trained on the
-# same number of tokens, one with the same FLOPs. User flags come first, so they cannot override these.
+# same number of tokens, one with the same FLOPs. User flags cannot override those in `plainly`.
 plainly=(--recursion_preset=none --n_loops=-1 --n_prelude=-1 --n_core=-1 --n_coda=-1 --supervise=-1
     --supervision_base=-1 --improvement_bonus=-1 --bptt_loops=-1)
 stage "tokenizer" python -m scripts.tok_train --dataset="$text" "${tokenizer[@]}" --skip_if_done

@@ -3,9 +3,9 @@ Compare recursive models with plain models of equal cost: presets x seeds, in on
 
     python -m dev.recursion_arms --presets=share2,aggressive,extreme
 
-Runs use the FLOPs of --steps steps of the plain model, within 4%. They train the plain model (equal
-parameters), a deeper one per preset (equal tokens), and the recursive one. Another plain run
-per preset matches the recursive model's tokens, not its FLOPs. --others=1 adds arms that
+All runs but one per preset have the FLOPs of --steps steps of the plain model, within 4%: the plain
+model and, per preset, the recursive model (same parameters) and a deeper plain one (same tokens as
+the recursive one). The exception is a plain run with those tokens. --others=1 adds arms that
 are not presets. The runs in dev/LOG.md had one key/value head, an MLP ratio of 3 and a tied LM
 head, which now only scripts.golf.base_train supports; commit 484885b reproduces them.
 

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Does training on ARC questions with up to ten options raise accuracy with four or ten?
+# Does training on ARC questions with up to ten options raise accuracy on four or ten options?
 #
 #   HF_ENDPOINT=http://127.0.0.1:8400 bash dev/ten_options.sh     # uses korean_study.sh base models
 #
-# The control trains on ARC-Easy, the other arm on as many tokens of it with options added by
-# BM25. Both are evaluated on ARC's test questions with four and ten options. Writes the section
-# "Sweep ten-options" and sweeps/ten-options/ under NANOCHAT_BASE_DIR.
+# The control trains on ARC-Easy; the other arm trains on the same number of tokens of ARC-Easy with
+# options added by BM25. Both are evaluated on ARC's test questions with four and ten options.
+# Writes section "Sweep ten-options" and sweeps/ten-options/ under NANOCHAT_BASE_DIR.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source .venv/bin/activate

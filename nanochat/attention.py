@@ -179,9 +179,9 @@ def make_mask(
     backend: Backend, x: Tensor, window: int | None, segments: Any = None, cache: Any = None
 ) -> Any:
     """
-    Causal mask for x (B, T, ...) in the form `backend` expects; None if it only needs `window`.
-    With `segments` (B, T), their `segment_mask`; with `cache`, its mask. A model calls this once
-    per window and forward pass.
+    Causal mask for x (B, T, ...) in the form `backend` expects; None if the backend only needs
+    `window`. `segments` (B, T) selects `segment_mask`, and `cache` the mask of that view. A model
+    calls this once per window and forward pass.
     """
     if cache is not None:
         return cache.mask(window)

@@ -89,7 +89,7 @@ def encode(
 
     about: JSON-ready; identifies the conversations and their order. verify: check the SHA-256 of
     files on disk; if damaged, encode again. report: called with progress messages. Conversations
-    longer than a row are truncated. Raises ValueError if none is left.
+    longer than a row are truncated. Raises ValueError if no conversation has a trained token.
     """
     made_of = make_recipe(about, tokenizer, max_seq_len)
     folder = base_dir() / "rows" / made_of["fingerprint"]
@@ -153,7 +153,7 @@ def write_encoded(
 def encode_batches(
     conversations: Conversations, tokenizer_path: Path, row_length: int
 ) -> Iterator[list[np.ndarray]]:
-    """Yield the results of `encode_batch` in order; uses all cores if there are many."""
+    """Yield the results of `encode_batch` in order; uses up to all cores for many conversations."""
     job = partial(encode_batch, tokenizer_path, row_length)
     many = len(conversations) // POOL_SHARE if isinstance(conversations, Sized) else 0
     workers = min(many, os.cpu_count() or 1)
@@ -170,7 +170,7 @@ def encode_batches(
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
-    except ValueError as error:  # raised again here, it is reported as a user error
+    except ValueError as error:  # re-raised here so that it is reported as a user error
         raise ValueError(str(error)) from error
     finally:
         pool.shutdown(cancel_futures=True)
@@ -207,7 +207,7 @@ def open_chat_rows(
     about: Mapping[str, Any], tokenizer: Tokenizer, max_seq_len: int, verifies: bool = True
 ) -> Rows:
     """
-    Open the "train" and "val" shards of conversations that need not be packed yet.
+    Open the "train" and "val" shards of conversations, whether packed yet or not.
 
     `verifies`: see `Rows`.
     """
@@ -260,7 +260,7 @@ def mixed_chat_rows(
     machine: DistContext,
 ) -> Rows:
     """
-    Return packed rows with `tokens` tokens from each bucket; one process per node packs them.
+    Return packed rows with about `tokens[i]` tokens from bucket i; one process per node packs them.
 
     If only part of a bucket is used, the seed selects its conversations.
     """

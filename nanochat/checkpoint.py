@@ -274,7 +274,7 @@ def parse_checkpoint_ref(name: str) -> Checkpoint:
     """
     Return the checkpoint of stage[:tag[:step]], as in sft, base:d4 or base:d4:400.
 
-    Raises ValueError if the reference is malformed, MissingInput if there is no such checkpoint.
+    Raises ValueError if malformed, MissingInput or FileNotFoundError if the checkpoint is missing.
     """
     found = CHECKPOINT_REF.fullmatch(name)
     if not found or found["stage"] not in FOLDERS:
@@ -302,13 +302,13 @@ def newest_stage() -> str:
 
 # Models other than GPT: a field that only their config has -> a module with `read_config`,
 # `new_model` and `callbacks`
-ARCHITECTURES = {"xsa_last_n": "nanochat.golf.model", "n_loops": "nanochat.recursion.metrics"}
+MODEL_MODULES = {"xsa_last_n": "nanochat.golf.model", "n_loops": "nanochat.recursion.metrics"}
 
 
 def architecture_of(cfg: GPTConfig | Mapping[str, Any]) -> Any:
     """Module for a model config or its values; None for a plain GPT."""
     values = cfg if isinstance(cfg, Mapping) else vars(cfg)
-    names = (module for name, module in ARCHITECTURES.items() if name in values)
+    names = (module for name, module in MODEL_MODULES.items() if name in values)
     return next(map(importlib.import_module, names), None)
 
 
@@ -598,7 +598,7 @@ class CheckpointManager:
         """
         Whether an earlier attempt of this launch saved a checkpoint.
 
-        A late node's restart count is 0, so an unfinished run counts as restarted.
+        A node that joins late has restart count 0, so an unfinished run also counts as restarted.
         """
         restarted, launch = self.machine.any(self.machine.restarts > 0), self.machine.launch
 
@@ -644,5 +644,4 @@ class CheckpointManager:
 
 def checkpoint_bytes(model: GPT, optimizer: bool = True) -> int:
     """Estimated size of a checkpoint in bytes, with or without optimizer state."""
-    state = state_bytes(model)
-    return 4 * model.num_params() + (state if optimizer else 0)
+    return 4 * model.num_params() + (state_bytes(model) if optimizer else 0)

@@ -24,8 +24,8 @@ from filelock import FileLock, Timeout
 
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-# Control characters except tab and newline, line separators, surrogates, bidirectional controls
-# (Unicode UAX 9), and invisible characters except the joiners of emoji and scripts
+# Control characters (except tab and newline), line separators, surrogates, bidirectional controls
+# (Unicode UAX 9), and invisible characters (except the joiners of emoji and scripts)
 UNPRINTABLE = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f"
     r"\ud800-\udfff\ufeff\ufff9-\ufffb]"
@@ -213,7 +213,7 @@ class RunLock:
     """
     Lock of a run folder: a lock file and an owner file that describes the process that holds it.
 
-    The process holds the lock, not the file, so the files of a killed run are stale and taken over.
+    The lock ends with its process. Files left by a killed run are stale; the next run takes over.
     """
 
     def __init__(self, path: Path, own: str = "--model_tag"):

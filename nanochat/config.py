@@ -15,6 +15,7 @@ import atexit
 import dataclasses
 import difflib
 import errno
+import gc
 import inspect
 import os
 import signal
@@ -81,7 +82,7 @@ def start(main: Callable[[C], Any], default: C, doc: str | None, retired: Mappin
     User errors print a message and exit with status 2 or the error's own `status`; internal errors
     keep their traceback. An interrupt exits with status 130.
     """
-    atexit.register(silence_teardown)  # registered first, so it runs last
+    atexit.register(speed_up_exit)  # registered first, so it runs last
     sys.excepthook = print_traceback
     try:
         main(parse(default, doc, retired=retired))
@@ -123,8 +124,9 @@ def print_traceback(*error: Any) -> None:
     print(printable("".join(lines)), end="", file=sys.stderr, flush=True)
 
 
-def silence_teardown() -> None:
-    """Suppress the leak warnings that triton prints when a process exits."""
+def speed_up_exit() -> None:
+    """Skip the garbage collection at exit (0.6 s with torch), and hide triton's leak warnings."""
+    gc.freeze()
     if "triton" in sys.modules:
         sys.stderr.flush()
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)

@@ -35,8 +35,8 @@ from nanochat.common import (
 )
 
 # ---- Interleaving buckets in proportion ----------------------------------------------------------
-# Each item is placed at random within the interval that it would occupy, by size, if its bucket
-# were spread evenly.
+# The items of each bucket divide [0, 1) in proportion to their sizes. Each item gets a random
+# position within its interval; the order is that of the positions.
 
 
 def interleave(
@@ -92,8 +92,8 @@ class RowSequence(ABC):
         self, step: int, rows_per_step: int, seed: int, rank: int = 0, world_size: int = 1
     ) -> np.ndarray:
         """
-        Return the rows of a batch as (n, 3): earlier uses in the run, index of the shard, index in
-        the shard. A mixture returns (n, 4), with the bucket's index as the second column.
+        Return the ids of a batch's rows, (n, 3): epoch, index of the shard, index in the shard. A
+        mixture returns (n, 4), with the bucket's index as the second column.
 
         Raises ValueError if rows_per_step is not a multiple of world_size.
         """
@@ -342,7 +342,7 @@ class Rows(RowSequence):
     def _read_shard(self, shard: str, indices: np.ndarray) -> np.ndarray:
         shape, path = (self.wait(shard)["rows"], self.row_length), self.bin_path(shard)
         rows = np.memmap(path, self.dtype, "r", shape=shape)[indices]
-        # The verifying rank may not be done, and an invalid id would cause a device-side assert
+        # The verifying rank may still be busy, and an invalid id would cause a device-side assert
         if not self.verifies and (problem := self.foreign_id(rows, path)):
             raise UsageError(problem, PACK_AGAIN)
         return rows
@@ -421,7 +421,7 @@ COLUMNS = [0, 2, 3]  # columns of a mixture's `row_ids` that make up those of a 
 
 
 class MixedRows(RowSequence):
-    """Rows of a mixture; `buckets` maps names to rows and the number used per pass, in order."""
+    """Rows of a mixture. `buckets` maps each name, in order, to (rows, number used per pass)."""
 
     def __init__(self, buckets: Mapping[str, tuple[Rows, int]]):
         self.parts = [rows for rows, _ in buckets.values()]

@@ -148,7 +148,7 @@ def batch_texts(texts: Iterable[str]) -> Iterator[list[str]]:
 # A single file is split into two shards at document `tail_start`: training, then validation.
 
 
-TAIL = "tail-of-"  # prefix of the validation shard of a single file
+TAIL = "tail-of-"  # name prefix of a single file's validation shard
 TAIL_SHARE = 0.01  # fraction of the characters; TAIL_CHARS for short files, at most a tenth
 TAIL_CHARS = 8192  # about one row of 2,048 tokens
 
@@ -186,7 +186,7 @@ class Source:
     train_shards: list[str]
     val_shard: str
     identity: dict[str, Any]
-    """Determines each named shard's text, no matter which are used."""
+    """Determines the text of every shard, whichever of them are in use."""
     files: dict[str, dict[str, Any]] = field(compare=False)
     """File -> bytes and sha256, from the manifest."""
     tail: dict[str, int]
@@ -253,7 +253,7 @@ class Source:
         texts = read_texts(path, skips)
         if shard.startswith(TAIL):
             deque(itertools.islice(texts, start), maxlen=0)
-            skips.clear()  # training shards count them
+            skips.clear()  # counted when the training shard is read
         else:
             texts = itertools.islice(texts, start)
         batch = None
@@ -375,7 +375,7 @@ def split_shards(
     options = [recorded] if recorded else files if len(files) > 1 else [TAIL + files[0]]
     val_shard = cfg.val_shard or options[-1]
     if val_shard not in options:
-        why = f"has {len(files)} files, {files[0]} to {files[-1]}; if several, choose one"
+        why = f"has {len(files)} files, {files[0]} to {files[-1]}; choose one if there are several"
         if recorded:
             why = f"already validates on {recorded}; delete {path} to start over"
         raise ValueError(f"--val_shard={val_shard}: {cfg.dataset} {why}, or leave --val_shard out")

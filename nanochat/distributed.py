@@ -43,8 +43,8 @@ def name_attempt(store: Store, rank: int, world_size: int, timeout_seconds: floa
     """
     Agree on a unique name for this attempt. Returns it once all ranks have it.
 
-    Raises TimeoutError naming the missing ranks on rank 0, and the store's timeout error on other
-    ranks.
+    On timeout, rank 0 raises TimeoutError naming the missing ranks, and the others raise the
+    store's timeout error.
     """
     token, timeout = uuid.uuid4().hex, datetime.timedelta(seconds=timeout_seconds)
     if rank:
@@ -76,7 +76,7 @@ def name_attempt(store: Store, rank: int, world_size: int, timeout_seconds: floa
 
 
 BEAT_SECONDS = 1.0
-SILENT_SECONDS = 10.0  # a rank counts as silent this long after a heartbeat
+SILENT_SECONDS = 10.0  # a rank without a heartbeat for this long counts as silent
 
 
 class Activity(NamedTuple):
@@ -158,8 +158,8 @@ class RankHeartbeat:
 
     def check(self) -> None:
         """
-        Exit if this rank waited for the whole timeout while some rank sent no heartbeat or reported
-        nothing, or no rank did any work.
+        Exit if this rank waited for the whole timeout while some rank sent no heartbeat or report,
+        or while no rank did any work.
         """
         (kind, what, since), now = self.activity, time.monotonic()
         oldest, beats = now - self.started - self.timeout_seconds, self.others.values()
@@ -186,7 +186,7 @@ class RankHeartbeat:
 
 T = TypeVar("T")
 REPORT_SECONDS = 15.0  # between progress lines of long work
-GROUP_TIMEOUT = datetime.timedelta(days=7)  # for torch collectives; heartbeats end hangs
+GROUP_TIMEOUT = datetime.timedelta(days=7)  # for torch collectives; hangs are ended by heartbeats
 
 
 @dataclass(frozen=True)
@@ -273,7 +273,7 @@ class DistContext:
                 dist.barrier()
 
     def waiting(self, what: str) -> AbstractContextManager[None]:
-        """Wrap a wait for other ranks; if it takes too long, the run exits."""
+        """Context manager for waiting on other ranks; the run exits if it takes too long."""
         return self.heartbeat.doing("waiting", what) if self.heartbeat else nullcontext()
 
     @contextmanager
@@ -315,7 +315,7 @@ class DistContext:
         return every[self.rank - self.local_rank][0]
 
     def attempt(self, what: str, work: Callable[[], T]) -> tuple[T | None, Exception | None]:
-        """Run `work` and report it to the other ranks. Returns its result and its error."""
+        """Run `work` while heartbeats reach the other ranks; return its result and its error."""
         with self.working(what):
             try:
                 return work(), None
@@ -343,7 +343,7 @@ class DistContext:
 
 def as_picklable(error: Exception) -> Exception:
     """The error itself if it survives pickling, else a RuntimeError with the same message."""
-    with suppress(Exception):  # copying may raise anything
+    with suppress(Exception):  # pickling may raise anything
         copy = pickle.loads(pickle.dumps(error))
         if (type(copy), str(copy)) == (type(error), str(error)):
             return error
@@ -386,12 +386,12 @@ def init_distributed(
     if world_size > 1 and not dist.is_initialized():
         heartbeat = join(device, rank, world_size, 60 * cfg.collective_timeout_minutes)
     if cfg.deterministic:
-        env.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read by CUDA at startup
+        env.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
         torch.use_deterministic_algorithms(True)
     torch.manual_seed(seed)
     dtype = getattr(torch, cfg.dtype) if cfg.dtype else default_dtype(device)
     launch = env.get("TORCHELASTIC_RUN_ID", "")
-    if launch == "none":  # the run has no id: use that of the parent process
+    if launch == "none":  # no run ID: use the host and the parent process ID
         launch = f"{socket.gethostname()}-{os.getppid()}"
     restarts = int(env.get("TORCHELASTIC_RESTART_COUNT", 0))
     local_size = int(env.get("LOCAL_WORLD_SIZE", world_size))

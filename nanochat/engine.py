@@ -119,8 +119,8 @@ def running_sum(weights: Tensor) -> Tensor:
 
 # ---- One decode step, compiled and captured as a CUDA graph --------------------------------------
 # Kernel launches dominate the decode step of a small model; compilation fuses hundreds of kernels
-# into a few dozen. Shapes are dynamic: models of one shape share a compilation for B = 1 and one
-# for B > 1. On a GPU each size is captured as a CUDA graph, which any thread may replay.
+# into a few dozen. Sizes are dynamic: models of one architecture share one compilation for B = 1
+# and one for B > 1. On a GPU, each size is captured as a CUDA graph, which any thread may replay.
 
 
 # Largest accepted difference between the logits of the compiled and the eager step
@@ -133,7 +133,7 @@ def next_logits(
     """
     Decode tokens (B, 1) at positions (B, 1) of the first B slots; returns logits (B, V).
 
-    They attend to the first len(key_positions) cache positions, a length that may vary without
+    The tokens attend to the first len(key_positions) cache positions; this number may vary without
     recompilation.
     """
     view = CacheView(cache, None, positions, key_positions.size(0))
@@ -143,7 +143,7 @@ def next_logits(
 @lru_cache(maxsize=1)
 def compiled_next_logits() -> Callable[..., Tensor]:
     """Return the compiled `next_logits`."""
-    torch._dynamo.config.recompile_limit = 64  # model shapes in one process
+    torch._dynamo.config.recompile_limit = 64  # one process may use many model shapes
     return torch.compile(next_logits)
 
 
@@ -215,7 +215,7 @@ class DecodeStep:
         """
         self.run_fused(tokens, positions, key_positions)  # compile and load kernels before capture
         graph = torch.cuda.CUDAGraph()
-        # thread_local: other threads may use the device, e.g. the server to load models
+        # thread_local: other threads may use the device, e.g. when the server loads a model
         with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
             logits = self.run_fused(tokens, positions, key_positions)
 
@@ -296,7 +296,7 @@ class Completion:
         self.random = random.Random(f"{self.settings.seed}-{self.index}")
 
     def cancel(self) -> None:
-        """Mark it as cancelled and cancel its pending tool call."""
+        """Mark the completion as cancelled and cancel its pending tool call."""
         self.finish = self.finish or "cancelled"
         if self.pending_tool_call:
             self.pending_tool_call.cancel()
@@ -384,7 +384,7 @@ class Engine:
     @torch.inference_mode()
     def step(self, patience_seconds: float = TOOL_WAIT_SECONDS) -> list[Completion]:
         """
-        Admit queued prompts, decode one token per active one; returns the active ones.
+        Admit queued completions and decode one token for each active one; return the active ones.
 
         If all completions wait for tools, wait up to `patience_seconds` for the first result.
         """
@@ -456,7 +456,7 @@ class Engine:
     # ---- one completion ----------------------------------------------------------------------
 
     def advance(self, completion: Completion, token: int) -> None:
-        """Append the sampled token, or the next injected one; may finish or start a tool call."""
+        """Append the sampled or next injected token; may end the completion or call the tool."""
         c = completion
         sampled = not c.injected_ids
         token = token if sampled else c.injected_ids.popleft()

@@ -47,7 +47,7 @@ class TaskResult(NamedTuple):
     """Result of scoring a task."""
 
     outcomes: Outcomes
-    num_cropped: int
+    num_truncated: int
     """Items whose prompt was truncated to fit the context."""
 
 
@@ -66,11 +66,11 @@ def score_items(
     with machine.working(f"scoring {len(mine):,} of {count:,} items"):  # others may finish earlier
         whole = [render_prompt(tokenizer, task[i]) for i in mine]
         prompts = [trim(prompt, most) for prompt in whole]
-        cropped = sum(len(prompt) > len(rest) for prompt, rest in zip(whole, prompts, strict=True))
+        truncated = sum(len(full) > len(kept) for full, kept in zip(whole, prompts, strict=True))
         scores = dict(zip(mine, score(mine, prompts), strict=True))
     for other in machine.gather(scores):
         scores |= other
-    return TaskResult([scores[i] for i in range(count)], round(machine.sum(float(cropped))[0]))
+    return TaskResult([scores[i] for i in range(count)], round(machine.sum(float(truncated))[0]))
 
 
 def longest_prompt(engine: Engine, max_new_tokens: int) -> int:
@@ -89,8 +89,8 @@ def score_by_logits(
     model: GPT, tokenizer: Tokenizer, task: Questions, count: int, machine: DistContext
 ) -> TaskResult:
     """
-    Answer the first `count` items with the option letter of highest logit at the start of the
-    assistant's turn, and score it. Raises ValueError if a letter is more than one token.
+    Answer the first `count` items with the option letter that has the highest logit at the start of
+    the assistant's turn, and score it. Raises ValueError if a letter is more than one token.
     """
 
     def score(items: list[int], prompts: list[list[int]]) -> list[list[float]]:

@@ -86,7 +86,7 @@ class FewShotTask:
             pairs = [(item["context"].strip(), item["continuation"])]
         return [(context + self.continuation_delimiter, ending) for context, ending in pairs]
 
-    def drawn(self, max_items: int | None = None) -> "FewShotTask":
+    def shuffled(self, max_items: int | None = None) -> "FewShotTask":
         """
         Return the task with its items shuffled in a fixed order, or only the first `max_items` of
         them, which then also provide the few-shot examples.
@@ -123,7 +123,7 @@ class Question:
     shared: int
     """Length of the common prefix that can be prefilled once for all options because it predicts
     no scored token; 0 for a single option."""
-    cropped: bool
+    truncated: bool
     """Whether options were truncated to fit the context."""
 
     @property
@@ -173,7 +173,7 @@ class EvalModel:
     """A causal language model and its tokenizer, ours or another library's."""
 
     model: Any
-    """Has two parts, so that logits are computed only for scored tokens: `hidden(tokens (B, T),
+    """Has two methods, so that logits are computed only for scored tokens: `hidden(tokens (B, T),
     view)` returns states (B, T, C), continuing the cache of `view` if not None; `logits(states
     (N, C))` returns (N, V)."""
     tokenizer: Any
@@ -260,7 +260,7 @@ class TaskScore:
     """The task with the evaluated items, in order."""
     outcomes: list[int]
     """1 for each correct item, else 0."""
-    num_cropped: int
+    num_truncated: int
     """Items that were truncated to fit the context."""
     seconds: float = field(compare=False)
 
@@ -269,7 +269,7 @@ class TaskScore:
         return stats.proportion(sum(self.outcomes), len(self.outcomes))
 
     @property
-    def centred(self) -> stats.Estimate:
+    def centered_accuracy(self) -> stats.Estimate:
         """Centered accuracy: 0 is chance, 1 is perfect."""
         return stats.center_accuracy(self.accuracy, self.task.random_baseline)
 
@@ -288,7 +288,7 @@ def evaluate_task(
     is true on any of them, and ValueError if a loss is not finite.
     """
     begun = time.perf_counter()
-    task = task.drawn(max_items)
+    task = task.shuffled(max_items)
     mine = range(machine.rank, len(task.items), machine.world_size)
     found: dict[int, tuple[list[OptionScore], bool]] = {}
     stopped = False
@@ -297,7 +297,7 @@ def evaluate_task(
         for q, scores in score_options(subject, questions):
             if stopped := stopping():
                 break
-            found[q.number] = scores, q.cropped
+            found[q.number] = scores, q.truncated
     for others, stopped_too in machine.gather((found, stopped)):
         found |= others
         stopped |= stopped_too
@@ -310,8 +310,8 @@ def evaluate_task(
     if stopped:
         raise EvaluationAborted
     outcomes = [task.outcome(number, found[number][0]) for number in range(len(task.items))]
-    num_cropped = sum(cropped for _, cropped in found.values())
-    return TaskScore(task, outcomes, num_cropped, time.perf_counter() - begun)
+    num_truncated = sum(truncated for _, truncated in found.values())
+    return TaskScore(task, outcomes, num_truncated, time.perf_counter() - begun)
 
 
 def score_options(
@@ -330,14 +330,14 @@ def score_or_split(subject: EvalModel, questions: Sequence[Question]) -> list[li
     except torch.OutOfMemoryError:
         if len(questions) == 1:
             raise
-    torch.cuda.empty_cache()  # outside the handler, which keeps failed tensors alive
+    torch.cuda.empty_cache()  # outside `except`: the exception keeps tensors alive
     half = len(questions) // 2
     return score_or_split(subject, questions[:half]) + score_or_split(subject, questions[half:])
 
 
 def core(scores: Sequence[TaskScore]) -> stats.Estimate:
     """Unweighted mean of the tasks' centered accuracies."""
-    return stats.average([score.centred for score in scores])
+    return stats.average([score.centered_accuracy for score in scores])
 
 
 # ---- Suites of few-shot tasks --------------------------------------------------------------------
@@ -360,7 +360,7 @@ CORE_TASKS = """
 TIMEOUT_SECONDS = 30
 DOWNLOAD_TIMEOUT_SECONDS = 120.0  # short, because a run can do without the bundle
 MAX_UNPACKED_BYTES = 1 << 30  # per archive
-HINT = "pass a local copy with --eval_bundle=<folder or zip>"
+BUNDLE_HINT = "pass a local copy with --eval_bundle=<folder or zip>"
 
 
 @dataclass(frozen=True)
@@ -390,7 +390,7 @@ def open_suite(bundle: str | None) -> Suite:
         return read_bundle(zipfile.Path(path))
     except Exception as error:  # damaged content can raise anything
         why = f"{path} is not a valid evaluation bundle ({type(error).__name__}: {error})"
-        raise UsageError(why, f"delete it if it was downloaded, or {HINT}") from error
+        raise UsageError(why, f"delete it if it was downloaded, or {BUNDLE_HINT}") from error
 
 
 def fetch(location: str) -> Path:
@@ -398,7 +398,7 @@ def fetch(location: str) -> Path:
     if not location.startswith(("http://", "https://")):
         path = Path(location).expanduser()
         if not path.exists():
-            raise FileNotFoundError(f"evaluation bundle {path} does not exist; {HINT}")
+            raise FileNotFoundError(f"evaluation bundle {path} does not exist; {BUNDLE_HINT}")
         return path
     known = f"sha256:{PUBLISHED_SHA256}" if location == PUBLISHED_URL else None
     name = f"{hashlib.sha256(location.encode()).hexdigest()[:8]}-{Path(location).name}"
@@ -412,11 +412,11 @@ def fetch(location: str) -> Path:
         return Path(with_retries(location, download, DOWNLOAD_TIMEOUT_SECONDS))
     except (UsageError, OSError, ValueError) as error:  # ValueError: wrong hash
         why = str(error).partition("\n")[0]
-        raise UsageError(f"cannot download {location}: {why}", HINT) from error
+        raise UsageError(f"cannot download {location}: {why}", BUNDLE_HINT) from error
 
 
 def require_safe(path: Path) -> None:
-    """Raise ValueError if an archive has an escaping path, a link or too many bytes."""
+    """Raise ValueError if an archive has a path that leads outside it, a link or too many bytes."""
     with zipfile.ZipFile(path) as archive:
         members = archive.infolist()
     for member in members:

@@ -103,7 +103,7 @@ class Evaluator(Callback, ABC):
             except torch.OutOfMemoryError:
                 if self.rows_per_pass == 1:
                     raise
-            torch.cuda.empty_cache()  # outside the handler, which keeps failed tensors alive
+            torch.cuda.empty_cache()  # outside `except`: the exception keeps tensors alive
             self.rows_per_pass //= 2
             fewer = f"{self.rows_per_pass} rows per batch"
             print(f"evaluation: out of memory; retrying with {fewer}", flush=True)

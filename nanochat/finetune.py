@@ -57,16 +57,16 @@ class ChatMixture:
     spec: str
     declared: Mapping[str, Any]
     """User-defined buckets, as returned by `read_mixture`."""
-    learned: Sequence[Bucket]
+    train_buckets: Sequence[Bucket]
     """Training buckets, one per part of the mixture."""
-    measured: Sequence[Bucket]
+    val_buckets: Sequence[Bucket]
 
     @property
     def description(self) -> dict[str, Any]:
         """JSON-ready; identical for the same conversations in the same proportions."""
         return {
-            "learned": {bucket.name: bucket.train.identity for bucket in self.learned},
-            "measured": {bucket.name: bucket.val.identity for bucket in self.measured},
+            "learned": {bucket.name: bucket.train.identity for bucket in self.train_buckets},
+            "measured": {bucket.name: bucket.val.identity for bucket in self.val_buckets},
             "parts": [part._asdict() for part in parse_mixture(self.spec)],
             **parse_budget(self.spec),
         }
@@ -145,7 +145,7 @@ def open_fine_tuning(
     model = load_model(parent, machine, tuning.max_seq_len)
     tokenizer = Tokenizer.read(parent.folder / "tokenizer.json")
     T, seed = model.cfg.max_seq_len, cfg.seed
-    measured = val_rows(chats.measured, tokenizer, T, machine)
+    measured = val_rows(chats.val_buckets, tokenizer, T, machine)
     resolution, rows = train_rows(chats, seed, tokenizer, T, machine)
     machine.print0(resolution)
     tokens = tuning.num_epochs * rows.packed_train_rows * T
@@ -227,7 +227,7 @@ def train_rows(
     chats: ChatMixture, seed: int, tokenizer: Tokenizer, max_seq_len: int, machine: DistContext
 ) -> tuple[Resolution, Rows]:
     """Return the resolved mixture and the packed rows of one epoch."""
-    args = ({bucket.name: bucket.train for bucket in chats.learned}, tokenizer, max_seq_len)
+    args = ({bucket.name: bucket.train for bucket in chats.train_buckets}, tokenizer, max_seq_len)
     machine.on_node("encoding conversations", lambda: bool(encode_all(*args, machine)))
     encoded = encode_all(*args, machine, verify=False)  # from disk
     available = [int(each.lengths.sum()) for each in encoded.values()]
@@ -236,7 +236,7 @@ def train_rows(
     found = [
         Resolved(bucket.name, bucket.tags, size, count, len(each), each.trained)
         for bucket, each, size, count in zip(
-            chats.learned, encoded.values(), available, counts, strict=True
+            chats.train_buckets, encoded.values(), available, counts, strict=True
         )
     ]
     rows = chat_packing.mixed_chat_rows(encoded, counts, seed, tokenizer, max_seq_len, machine)
@@ -245,8 +245,8 @@ def train_rows(
 
 def fit_batch(parent_batch: int, num_iterations: int | None, tokens: float, T: int) -> int:
     """
-    Return the parent's tokens per step. Without `num_iterations`, halve them until `tokens` take
-    at least MIN_STEPS steps, but keep at least MIN_ROWS rows.
+    Return the tokens per step, starting from the parent's. Without `num_iterations`, halve them
+    until the run's `tokens` take at least MIN_STEPS steps, but keep at least MIN_ROWS rows.
     """
     batch = parent_batch
     if num_iterations is not None:

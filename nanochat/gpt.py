@@ -25,7 +25,7 @@ GATE_CHANNELS = 32  # input channels of the value-embedding gates
 
 # ---- Configuration -------------------------------------------------------------------------------
 
-DELETED = {"repeat_layers": None, "softcap": SOFTCAP}  # removed options and their defaults
+REMOVED = {"repeat_layers": None, "softcap": SOFTCAP}  # removed options and their defaults
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def config_from(kind: type[GPTConfig], values: Mapping[str, Any]) -> GPTConfig:
     model uses a deleted option.
     """
     values = dict(values)
-    if used := [name for name, default in DELETED.items() if values.pop(name, default) != default]:
+    if used := [name for name, default in REMOVED.items() if values.pop(name, default) != default]:
         raise ValueError(f"model uses {used[0]}, which was deleted; commit 27c376f supports it")
     if not values.pop("value_embeddings", True):
         values["value_every"] = 0
@@ -123,7 +123,7 @@ class Embedding(nn.Embedding):
     """Embedding initialized by `init_weights` or a checkpoint."""
 
     def reset_parameters(self) -> None:
-        """Skip torch's initialization, which imports torch.compile on the meta device."""
+        """Skip torch's initialization, which on the meta device imports torch.compile."""
 
 
 # Bigrams outnumber rows, so they collide. Two hashes look up half a vector each, because bigrams
@@ -154,8 +154,8 @@ class Bigrams(Embedding):
 
 def densify_gradient(weight: Tensor) -> None:
     """
-    Make a sparse gradient dense once it stores more rows than half the embedding: until it is
-    coalesced, every micro-batch appends all rows it touched.
+    Make a sparse gradient dense once it stores more than half as many rows as the embedding: until
+    the gradient is coalesced, every micro-batch appends all rows that it touched.
     """
     grad = weight.grad
     if grad is not None and grad.is_sparse and 2 * grad._nnz() > weight.size(0):
@@ -512,7 +512,7 @@ def inference_copy(model: GPT) -> GPT:
     weights = {name: p.detach().to(model.dtype) for name, p in model.state_dict().items()}
     twin.load_state_dict(weights, assign=True)
     for ours, theirs in zip(twin.blocks, model.blocks, strict=True):
-        kernel = theirs.attention.backend  # prefill lengths vary, so it is not compiled
+        kernel = theirs.attention.backend  # prefill is not compiled: its lengths vary
         ours.attention.backend = "sdpa" if kernel in ("blocks", "flex") else kernel
         ours.attention.fuse_qkv()
     return twin.requires_grad_(False)

@@ -189,7 +189,7 @@ def is_inside(name: str) -> bool:
 
 @cache
 def install_client() -> None:
-    """Add `set_timeouts` and `raise_transient` to huggingface_hub's client, before its retries."""
+    """Add `set_timeouts` and `raise_transient` to the Hub client; they run before its retries."""
 
     disable_progress_bars()  # one per file; `download` prints a line instead
 
@@ -209,7 +209,7 @@ def set_timeouts(http_request: Any) -> None:
 
 
 def raise_transient(response: Any) -> None:
-    """Raise for a web page, and for a transient status so that only `with_retries` retries."""
+    """Raise for a web page; also for a transient status, as only `with_retries` should retry it."""
     if response.status_code in TRANSIENT_STATUS:
         hf_raise_for_status(response)
     if response.is_success and "text/html" in response.headers.get("Content-Type", ""):

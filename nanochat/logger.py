@@ -32,7 +32,7 @@ QUEUE_ENTRIES = 1000  # capacity of the tracker queue; further entries are dropp
 FINISH_SECONDS = 30.0  # timeout for the tracker's last uploads
 WARMUP_STEPS = 3
 NOT_FINITE = ("nan", "inf", "-inf")
-SHOWN = {  # console format of metrics, in order
+CONSOLE_FORMATS = {  # console format of metrics, in order
     "loss": "loss {:.4f}",
     "reward": "reward {:.4f}",
     "val_bpb": "val bpb {:.4f}",
@@ -101,7 +101,7 @@ class RunLog(contextlib.AbstractContextManager):
             print(printable(line), flush=True)  # above the progress bar, if any
 
     def time_left(self, step: int) -> list[str]:
-        """Estimated time left, excluding the first steps, which compile; empty if unknown."""
+        """Time left at the pace after the first steps, which compile; empty if unknown."""
         now = time.monotonic()
         if step <= self.warm_step:
             self.warm_time = now
@@ -145,9 +145,9 @@ def format_values(values: Mapping[str, Any], evaluation: bool) -> list[str]:
     Format the values of a console line. Evaluations show all values except those of a recursive
     model's states and of canaries.
     """
-    shown = [form.format(values[name]) for name, form in SHOWN.items() if name in values]
+    shown = [form.format(values[name]) for name, form in CONSOLE_FORMATS.items() if name in values]
     for name, value in values.items() if evaluation else ():
-        if name not in SHOWN and not name.startswith(("state_", "canary_")):
+        if name not in CONSOLE_FORMATS and not name.startswith(("state_", "canary_")):
             shown.append(f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}")
     return shown
 

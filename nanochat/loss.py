@@ -76,7 +76,7 @@ EAGER = LossKernels()
 
 
 def target_logits(logits: Tensor, targets: Tensor) -> Tensor:
-    """Capped logit of each target, (n, 1) in float32; IGNORE uses token 0."""
+    """Capped logit of each target, (n, 1) in float32; for IGNORE, the logit of token 0."""
     return cap(logits.gather(1, targets.clamp(min=0)[:, None]))
 
 

@@ -76,7 +76,7 @@ class Bucket(NamedTuple):
     val: Any
 
     @property
-    def measures(self) -> str:
+    def benchmark(self) -> str:
         """Name of the benchmark if `val` is its test split, else empty."""
         return self.val.name if self.val.split == "test" and self.val.kind != "talk" else ""
 
@@ -99,7 +99,7 @@ class Part(NamedTuple):
         return self.name if self.source is None else f"{self.name}:{self.source}"
 
     def fixed_rows(self, available: int, row_tokens: int) -> float | None:
-        """Rows if the amount is fixed, 0 for a share, None for the remaining budget."""
+        """Rows if the amount is fixed, 0 for a share, None to fill the remaining budget."""
         if self.tokens is not None:
             return self.tokens / row_tokens
         if self.share is not None:
@@ -148,7 +148,7 @@ def resolve(
     """
     Return the rows of each part in one pass through the mixture, repeats included.
 
-    available: number of rows of each bucket, of `row_tokens` tokens. Shares are fractions of the
+    available: rows of each bucket, each row of `row_tokens` tokens. Shares are fractions of the
     budget; by default, of the total that fits the other amounts or, if there are only shares, of
     the largest total without repeats. Raises ValueError for contradictory or empty amounts.
     """
@@ -279,7 +279,7 @@ class Resolution:
 
     def tables(self) -> list[dict[str, Any]]:
         """Tables for a record: shares by bucket, and by every tag with several values."""
-        columns = "Bucket, Of, Documents, Tokens, With loss, Repeats, Share".split(", ")
+        columns = "Bucket, Tags, Documents, Tokens, With loss, Repeats, Share".split(", ")
         rows = [
             [
                 bucket.name,
@@ -407,8 +407,8 @@ class Corpus:
         self, rows_needed: int, machine: DistContext
     ) -> tuple[Resolution | None, dict[str, int]]:
         """
-        Return the resolved mixture of a run over `rows_needed` rows (None for a single source)
-        and the rows of every bucket. Also prints the mixture.
+        Return the resolved mixture (None for a single source) of a run over `rows_needed` rows, and
+        the number of rows of every bucket. Also prints the mixture.
 
         First packs the buckets whose amount depends on their size.
         """
@@ -491,7 +491,7 @@ def open_texts(
     """
     mixture = mix.mixture if mix else ""
     if recorded and "mixture" in recorded and not (mixture or cfg.dataset):
-        spec, described = recorded["mixture"], recorded["sources"]  # sorted in JSON
+        spec, described = recorded["mixture"], recorded["sources"]  # JSON sorts the sources
         names = [part.label for part in parse_mixture(spec)]
         sources = {name: open_source(cfg, described[name], prepare) for name in names}
         tags = {name: tags_of(was) for name, was in recorded["tags"].items()}

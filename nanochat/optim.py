@@ -204,7 +204,7 @@ def sparse_adam_update(
 # ---- Optimizer: parameter groups, sharded over ranks ---------------------------------------------
 
 
-def grad_values(grad: Tensor) -> Tensor:
+def grad_entries(grad: Tensor) -> Tensor:
     """Entries of a gradient; only the stored ones if it is sparse."""
     return grad.values() if grad.is_sparse else grad
 
@@ -290,7 +290,7 @@ class MuonAdamW:
         """
         Sum the gradients over ranks; each rank keeps its slices. Returns the global gradient norm.
 
-        Launches all reductions before waiting for the first. Frees the parameters' `.grad`.
+        Launches all dense reductions before waiting for the first. Frees the parameters' `.grad`.
         """
         launched, sparse = [], []
         for group in self.groups:
@@ -317,7 +317,7 @@ class MuonAdamW:
     def squared_norm(self, sharded: bool) -> float:
         """Sum of squares of this rank's reduced gradients, in sharded or replicated groups."""
         grads = [g.grad for g in self.groups if g.sharded is sharded and g.grad is not None]
-        norms = [torch.linalg.vector_norm(grad_values(grad)) for grad in grads]
+        norms = [torch.linalg.vector_norm(grad_entries(grad)) for grad in grads]
         return float(torch.stack(norms).square().sum()) if grads else 0.0
 
     @torch.no_grad()
@@ -339,7 +339,7 @@ class MuonAdamW:
         for group in self.groups:
             assert group.grad is not None, "step without reduce_gradients"
             if scale != 1.0:
-                grad_values(group.grad).mul_(scale)
+                grad_entries(group.grad).mul_(scale)
             weight = group.weight().clone() if group.sharded else group.weight()
             with restore_after(weight, *group.state.values()) if undo else nullcontext():
                 self.update(group, weight, lr_factor, momentum, decay_factor)

@@ -5,7 +5,7 @@ Best-fit packing of documents into packed sequences (rows) of T + 1 tokens, in s
     batches of (ids, offsets) -> Packer -> write_shard -> rows on disk, record
 
 Every row starts with BOS. The remainder of a cut document goes into a later row, after a BOS.
-`python -m nanochat.packing <order>` is the background process.
+`python -m nanochat.packing <JSON>` is the background process.
 """
 
 import json
@@ -68,9 +68,9 @@ class Packer:
     """
     Packs a stream of documents into rows of `row_length` tokens, at least 2.
 
-    With `cut`, documents are split so that only the last row may be padded with BOS; without it
-    they stay whole and must not be longer than a row. Memory: the pool (at most POOL_TOKENS tokens)
-    and twice the current batch.
+    With `cut`, documents are split so that only the last row may be padded with more than one BOS;
+    without it, they stay whole and must not be longer than a row. Memory: the pool (at most
+    POOL_TOKENS tokens) and twice the current batch.
     """
 
     def __init__(self, row_length: int, bos_id: int, dtype: Any = np.uint16, cut: bool = True):
@@ -180,7 +180,7 @@ class Packer:
 Batches = Iterable[tuple[np.ndarray, np.ndarray]]  # ids and offsets, as `Packer.add` takes them
 
 
-def pack(batches: Batches, packer: Packer) -> Iterator[np.ndarray]:
+def pack_stream(batches: Batches, packer: Packer) -> Iterator[np.ndarray]:
     """Yield the rows of a stream of (ids, offsets) batches in blocks, (n, row_length)."""
     for ids, offsets in batches:
         yield packer.add(ids, offsets)
@@ -289,7 +289,7 @@ def write_shard(
     part = path.with_name(path.name + ".part")
     try:
         with part.open("wb") as out:
-            for block in pack(batches, packer):
+            for block in pack_stream(batches, packer):
                 out.write(block.tobytes())
         common.fsync(part)
         digest = common.sha256_file(part)

@@ -1,7 +1,7 @@
 """
 Figures of the report, drawn as SVG with matplotlib.
 
-    records -> draw -> figures/<section>-<kind>.svg and their titles
+    records -> draw_figures -> figures/<section>-<kind>.svg and their titles
 """
 
 import io

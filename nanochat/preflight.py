@@ -35,7 +35,7 @@ from nanochat.optim import MuonAdamW, state_bytes
 
 COMPILE_SECONDS = 45.0  # compile time on two CPU cores (measured: d4, 2026-11)
 COMPILE_GAIN = 0.25  # fraction of training time saved by compiling on CPU
-# Compiling the decode step twice takes 15 s on them and saves 0.06 ms per token (64 slots, d4)
+# Compiling the decode step twice takes 15 s on two cores; it saves 0.06 ms per token (64 slots, d4)
 FUSED_ENGINE_TOKENS = 1_000_000
 
 
@@ -162,7 +162,7 @@ def choose_engine_compile(wanted: bool | None, machine: DistContext, most_tokens
 def set_kernels(
     cfg: KernelConfig, model: GPT, machine: DistContext, seconds: float, optimizer: Any = None
 ) -> bool:
-    """Set the attention kernel; compile if it pays off in `seconds`. Returns whether it did."""
+    """Set kernels; compile if worthwhile for `seconds` of training. Returns whether compiled."""
     compiled = choose_compile(cfg, machine, seconds)
     backend = choose_attention(model.cfg, machine, compiled)
     for block in model.blocks:
@@ -180,8 +180,8 @@ def set_kernels(
 
 
 CPU_TOKENS = 8192  # per CPU micro-batch; larger is no faster (measured: d4, 2026-11)
-GPU_EFFICIENCY = 0.4  # fraction of the peak that the first time estimate assumes
-CPU_EFFICIENCY = 0.5  # same for measured matmul FLOP/s (d4 compiled, 2026-11)
+GPU_EFFICIENCY = 0.4  # fraction of peak FLOP/s that the initial time estimate assumes
+CPU_EFFICIENCY = 0.5  # the same as a fraction of measured matmul FLOP/s (d4 compiled, 2026-11)
 GPU_RESERVE = 2 << 30  # bytes for NCCL and cuBLAS, which allocate in the first steps
 COMPILED_SHARE = 0.7  # of eager memory per row; measured: 0.73 at d8, 0.95 at d24 (torch 2.15)
 RATE_SECONDS = 0.2  # duration of the matmul benchmark
@@ -329,8 +329,8 @@ def require_memory(model: GPT, machine: DistContext) -> None:
 
 def require_disk(folder: Path, machine: DistContext, **needed_bytes: int) -> str:
     """
-    Check that `folder`'s disk has room for `needed_bytes` (by name). Returns a summary line.
-    If not, raises UsageError with all numbers on every rank.
+    Check that `folder`'s disk has room for `needed_bytes` (by name); if not, raise UsageError
+    with all numbers on every rank. Returns a summary line.
     """
     listed = ", ".join(f"{name} {n / 1e9:.2f} GB" for name, n in needed_bytes.items() if n)
     needed = sum(needed_bytes.values())

@@ -198,7 +198,7 @@ def render_report(
     Text of report.md, a pure function of its arguments.
 
     Order: fixed sections, others oldest first, sections of `more`, the summary. figures: by
-    section slug. generated: time to print. damaged: errors of skipped records.
+    section slug. generated: date and time. damaged: errors of skipped records.
     """
     order = {name: i for i, name in enumerate(SECTIONS)}
     ordered = sorted(written, key=lambda r: (order.get(r["section"], len(order)), r["timestamp"]))
@@ -326,10 +326,10 @@ def render_table(table: Record) -> str:
 # ------------------------------------------------------------------------------------------------
 # Summary: metrics by stage, differences, costs, warnings
 
-COLUMNS = ("BASE", "MID", "SFT", "RL")
+STAGES = ("BASE", "MID", "SFT", "RL")
 COLUMN_OF = {  # section -> summary column of its metrics
     **dict.fromkeys(("Base model loss", "Base model evaluation"), "BASE"),
-    **{f"Chat evaluation {column.lower()}": column for column in COLUMNS},
+    **{f"Chat evaluation {column.lower()}": column for column in STAGES},
 }
 BASE_METRICS = {"CORE metric": "CORE", "val bpb": "val bpb"}
 Nested = Mapping[str, Mapping[str, Any]]
@@ -341,7 +341,7 @@ def result_metrics(written: Sequence[Record]) -> tuple[Nested, Nested]:
     metric -> recorded item scores.
     """
     found: dict[str, dict[str, Any]] = {}
-    items: dict[str, dict[str, Any]] = {column: {} for column in COLUMNS}
+    items: dict[str, dict[str, Any]] = {column: {} for column in STAGES}
     for record in written:
         if column := COLUMN_OF.get(record["section"]):
             items[column] |= {metric_name(key): each for key, each in record["items"].items()}
@@ -364,7 +364,7 @@ def is_metric(section: str, key: str, value: Any) -> bool:
     return isinstance(value, Mapping) or key in records.CHAT_TASKS.split(", ")
 
 
-def diff_results(found: Nested, items: Nested, order: Sequence[str] = COLUMNS) -> dict[str, Any]:
+def diff_results(found: Nested, items: Nested, order: Sequence[str] = STAGES) -> dict[str, Any]:
     """
     Table of differences between consecutive columns that have the metric.
 
@@ -446,9 +446,9 @@ def render_summary(written: Sequence[Record], header: Record) -> str:
     (without RL and, if it ran, with RL), differences and costs.
     """
     found, items = result_metrics(written)
-    rows = [["Metric", *COLUMNS]]
+    rows = [["Metric", *STAGES]]
     for name, by in found.items():
-        rows.append([name, *(format_value(plain_value(by.get(column, "-"))) for column in COLUMNS)])
+        rows.append([name, *(format_value(plain_value(by.get(column, "-"))) for column in STAGES)])
     head, *body = [[f"{row[0]:<15}", *(f"{text:<8}" for text in row[1:])] for row in rows]
     table = render_table({"columns": head, "rows": body})
     blocks = ["## Summary", render_bloat(header["bloat"]), table]

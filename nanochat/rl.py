@@ -178,7 +178,7 @@ class RolloutLoader:
         self.metrics["rollout_seconds"] = time.perf_counter() - started
         pad, device = self.engine.tokenizer.bos_id, self.machine.device
         batches = weighted_batches(groups, device_rows, pad, device)
-        if self.reference is not None:  # KL of the sampling copy: excludes rounding
+        if self.reference is not None:  # both are inference copies, rounded alike
             kl = kl_to_reference(self.engine.model, self.reference, batches, self.machine)
             self.metrics["kl"] = kl
         return batches
@@ -211,7 +211,7 @@ class RolloutLoader:
         }
 
     def draws(self, step: int) -> range:
-        """This rank's draws for a step, numbered over the whole run."""
+        """Indices, within the run, of this rank's question draws in a step."""
         first, per_step = step * self.cfg.examples_per_step, self.cfg.examples_per_step
         return range(first + self.machine.rank, first + per_step, self.machine.world_size)
 

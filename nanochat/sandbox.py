@@ -1,7 +1,7 @@
 """
 Run model-written code: Python in a sandboxed child process, arithmetic in a calculator.
 
-    code -> [bubblewrap or Landlock] + seccomp + limits -> stdout, stderr, reason of failure
+    code -> [bubblewrap or Landlock] + seccomp + limits -> stdout, stderr, reason for failure
     tool call -> Tools: calculate, else (if enabled) run_python -> text to inject, or None
 
 There are two sandbox layers. bubblewrap runs the child in its own namespaces: a file system with
@@ -51,7 +51,7 @@ NAMESPACES = """
     --unshare-user --unshare-all --as-pid-1 --die-with-parent --cap-drop ALL
     --uid 65534 --gid 65534
 """.split()
-PROBE = """
+PROBE_PROGRAM = """
 import _socket, json, os, time
 def refused(attempt, *args):
     try: attempt(*args)
@@ -81,14 +81,14 @@ class Limits:
     output_bytes: int = 64 * 2**10
     """Bytes of stdout and of stderr, each."""
     file_bytes: int = 16 * 2**20
-    """Total bytes of its files, including deleted ones that are still open; at least 4 KiB each.
-    Under bubblewrap they are in a tmpfs of this size. Under Landlock they are on disk and checked
-    every 10 ms; writes in between may exceed the limit."""
+    """Total bytes of its files, including deleted ones that are still open; each counts as at
+    least 4 KiB. Under bubblewrap they are in a tmpfs of this size. Under Landlock they are on disk
+    and checked every 10 ms; writes in between may exceed the limit."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """Outcome of a program, which can fake any field; `tasks.humaneval` tests programs safely."""
+    """Outcome of a program. It can fake any field; `tasks.humaneval` guards against that."""
 
     ok: bool
     """It exited with status 0 within its limits."""
@@ -137,7 +137,7 @@ def probe_layer(layer: Layer) -> str | None:
     with tempfile.NamedTemporaryFile() as outside:
         os.chmod(outside.name, 0o644)  # file permissions alone must not stop the probe
         limits = Limits(seconds=START_SECONDS, file_bytes=2**16)
-        code = PROBE.format(outside=outside.name, limit=limits.file_bytes)
+        code = PROBE_PROGRAM.format(outside=outside.name, limit=limits.file_bytes)
         try:
             result = run({"role": "program", "code": code}, limits, layer)
         except (SandboxUnavailable, OSError) as error:
@@ -212,10 +212,10 @@ def run(job: dict[str, Any], limits: Limits, layer: Layer, handed: Sequence[int]
             )
             until_end.callback(kill, process, process.pid)
         assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError), process.stdin as pipe:  # broken: did not start
-            pipe.write(marshal.dumps({**job, **rights(limits, layer), "status": writer}))
+        with contextlib.suppress(BrokenPipeError), process.stdin as pipe:  # the child did not start
+            pipe.write(marshal.dumps({**job, **list_rights(limits, layer), "status": writer}))
         inner = await_start(process, status)
-        used = file_counter(layer, inner, folder, until_end)
+        used = byte_counter(layer, inner, folder, until_end)
         output, reason = watch(process, limits, used)
         exit_status = kill(process, inner)
         reason = reason or (f"exit status {exit_status}" if exit_status else "")
@@ -223,7 +223,7 @@ def run(job: dict[str, Any], limits: Limits, layer: Layer, handed: Sequence[int]
         return Result(not reason, stdout, stderr, reason)
 
 
-def rights(limits: Limits, layer: Layer) -> dict[str, Any]:
+def list_rights(limits: Limits, layer: Layer) -> dict[str, Any]:
     """The part of a job that defines the child's restrictions."""
     rlimits = {
         "RLIMIT_CPU": math.ceil(limits.seconds) + 1,  # in case this process is killed first
@@ -232,7 +232,7 @@ def rights(limits: Limits, layer: Layer) -> dict[str, Any]:
         "RLIMIT_NPROC": 1,
         "RLIMIT_CORE": 0,
     }
-    if sys.platform.startswith("linux"):  # others ignore or reject it
+    if sys.platform.startswith("linux"):  # other systems ignore or reject RLIMIT_AS
         rlimits["RLIMIT_AS"] = limits.memory_bytes
     is_root = layer == "landlock" and os.geteuid() == 0 and has_ptrace()
     nobody = is_root and all(map(is_world_readable, (*read_paths(), tempfile.gettempdir())))
@@ -280,7 +280,7 @@ def watch(
 ) -> tuple[list[bytearray], str]:
     """
     Read until the child exits or exceeds a limit. Returns [stdout, stderr] and the name of the
-    exceeded limit, or "". used: returns the bytes of the child's files.
+    exceeded limit, or "". used: returns the total size of the child's files in bytes.
     """
     assert process.stdout is not None and process.stderr is not None
     output = {process.stdout.fileno(): bytearray(), process.stderr.fileno(): bytearray()}
@@ -313,9 +313,9 @@ def watch(
 
 def kill(process: subprocess.Popen[bytes], inner: int) -> int:
     """
-    Kill the confined process, or its whole group if it is `process` itself.
+    Kill the confined process `inner`, or its whole process group if `inner` is `process`.
 
-    bubblewrap exits by itself after its child. Killing it would leave the child as a zombie, which
+    bubblewrap exits after its child. Killing bubblewrap would leave the child as a zombie, which
     the init of many containers does not reap. Returns the exit status, 128 + n for signal n.
     """
     if process.poll() is None:
@@ -361,7 +361,7 @@ def remove_stale_folders(parent: str) -> None:
                 shutil.rmtree(path)
 
 
-def file_counter(
+def byte_counter(
     layer: Layer, pid: int, folder: str, until_end: contextlib.ExitStack
 ) -> Callable[[], float]:
     """Return a function that counts the bytes of the child's files, deleted ones included."""
@@ -369,7 +369,7 @@ def file_counter(
         return functools.partial(disk_bytes, folder, pid)
     try:
         mounted = os.open(f"/proc/{pid}/root/tmp", os.O_RDONLY | os.O_DIRECTORY)
-    except FileNotFoundError:  # it has already exited
+    except FileNotFoundError:  # the child has already exited
         return lambda: 0
     until_end.callback(os.close, mounted)
     return functools.partial(mounted_bytes, mounted)

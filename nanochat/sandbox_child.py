@@ -52,11 +52,11 @@ ARGUMENTS = {
     # which together can send any signal to any process.
     "fcntl": (1, 0xFFFFFFFF, (0, 1, 2, 3, 4, 1030)),
     "ioctl": (1, 0xFFFFFFFF, (0x5401, 0x5451)),  # TCGETS (isatty), FIOCLEX
-    # O_TRUNC only with write access: Landlock enforces it only since version 3. No O_TMPFILE
-    # (unnamed files). openat2 is not in SYSCALLS because its flags are in memory.
+    # O_TRUNC only with write access: Landlock controls truncation only since version 3. No
+    # O_TMPFILE (unnamed files). No openat2: its flags are in memory, where seccomp cannot see them.
     "openat": (2, os.O_TRUNC | os.O_ACCMODE | TMPFILE, (0, 1, 2, os.O_TRUNC | 1, os.O_TRUNC | 2)),
 }
-ARCHITECTURES = {"x86_64": (1, 0xC000003E), "aarch64": (2, 0xC00000B7)}  # column, audit number
+ARCHITECTURES = {"x86_64": (1, 0xC000003E), "aarch64": (2, 0xC00000B7)}  # column, AUDIT_ARCH_*
 ALLOW, REFUSE, KILL = 0x7FFF0000, 0x00050001, 0x80000000  # REFUSE: fail with EPERM
 LOAD, EQUAL, AND, RETURN = 0x20, 0x15, 0x54, 0x06  # BPF operations
 
@@ -70,7 +70,7 @@ CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446  # same on all architect
 
 
 def main() -> None:
-    """Read a job from fd 0 until EOF and run it."""
+    """Read a job from fd 0 and run it."""
     with open(0, "rb", buffering=0, closefd=False) as stream:
         job = marshal.load(stream)
     try:
@@ -177,7 +177,7 @@ def seccomp_program() -> bytes:
 
 
 def step(operation: int, value: int, yes: int = 0, no: int = 0) -> bytes:
-    """One BPF instruction; a comparison skips the next `yes` or `no` instructions."""
+    """One BPF instruction; a comparison skips `yes` instructions if true and `no` if false."""
     return struct.pack("=HBBI", operation, yes, no, value)
 
 
@@ -193,7 +193,7 @@ def call(function: Callable, *values: int | bytes) -> int:
 # Calls between the candidate process (runs the program) and the judge process (runs the test)
 
 
-CONTAINERS = {kind.__name__: kind for kind in (list, tuple, set, frozenset, dict, bytes)}
+COLLECTIONS = {kind.__name__: kind for kind in (list, tuple, set, frozenset, dict, bytes)}
 # Not StopIteration, which would silently end a loop in the test and skip its checks.
 ERRORS = {
     kind.__name__: kind
@@ -212,7 +212,7 @@ def serve(function: Callable, calls: int, replies: int) -> None:
                 answer = ("value", function(*args, **kwargs))
             except Exception as error:
                 answer = ("error", type(error).__name__)
-            answers.write(json.dumps(pack(answer)) + "\n")
+            answers.write(json.dumps(encode_value(answer)) + "\n")
             answers.flush()
 
 
@@ -228,7 +228,7 @@ def remote(replies: int, calls: int) -> Callable:
     answers, questions = open(replies), open(calls, "w")
 
     def ask(*args: Any, **kwargs: Any) -> Any:
-        question = json.dumps(pack((args, kwargs)))
+        question = json.dumps(encode_value((args, kwargs)))
         try:
             questions.write(question + "\n")
             questions.flush()
@@ -242,23 +242,23 @@ def remote(replies: int, calls: int) -> Callable:
     return ask
 
 
-def pack(value: Any) -> Any:
+def encode_value(value: Any) -> Any:
     """Convert plain data to JSON types. Raises TypeError for other values."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    for name, kind in CONTAINERS.items():
+    for name, kind in COLLECTIONS.items():
         if isinstance(value, kind):
             items = value.items() if isinstance(value, dict) else value
-            return [name, [pack(item) for item in items]]
+            return [name, [encode_value(item) for item in items]]
     raise TypeError(f"only plain data can leave the sandbox, got {type(value).__name__}")
 
 
 def unpack(value: Any) -> Any:
-    """Inverse of `pack`; instances of subclasses become instances of the base type."""
+    """Inverse of `encode_value`; instances of subclasses become instances of the base type."""
     if not isinstance(value, list):
         return value
     name, items = value
-    return CONTAINERS[name](map(unpack, items))
+    return COLLECTIONS[name](map(unpack, items))
 
 
 if __name__ == "__main__":

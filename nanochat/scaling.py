@@ -15,7 +15,7 @@ from nanochat.gpt import GPT, GPTConfig
 from nanochat.optim import SCALAR_LR, OptimConfig, Rule, make_rules
 
 WIDTH_PER_LAYER = 64
-# More rows help a small model (d4, 2026-11); others found no gain at depth 25
+# More rows help a small model (d4, 2026-11); other projects found none at depth 25
 BIGRAM_ROWS_PER_TOKEN, BIGRAM_ROWS, BIGRAM_DEPTH = 64, 2**19, 12
 REFERENCE_TOKENS = 1.32e9  # depth 12 at 12 tokens per matmul parameter
 REFERENCE_BATCH = 2**19  # tokens per step at the reference point
@@ -30,8 +30,8 @@ class ShapeConfig:
     """Add a gated value embedding to every N-th layer, counting back from the last; 0 = none.
     Default: 1; classic: 0."""
     bigram_rows: int | None = None
-    """Rows of the hash-bigram embedding; 0 = none. Default: 64 x vocabulary size, at most
-    524,288, up to depth 12; 0 for deeper models and classic."""
+    """Rows of the hash-bigram embedding; 0 = none. Default up to depth 12:
+    64 x vocabulary size, at most 524,288; deeper or classic: 0."""
 
 
 def shape_for_depth(
@@ -77,8 +77,8 @@ def auto_batch(tokens: float, max_seq_len: int) -> int:
     """
     Tokens per step for a run over `tokens`: max_seq_len times a power of two.
 
-    Proportional to tokens ** BATCH_EXPONENT from the reference point, but small enough that a short
-    run has about MIN_STEPS steps, and at least one packed sequence.
+    Scaled from the reference point by tokens ** BATCH_EXPONENT, but small enough that a short run
+    has about MIN_STEPS steps; always at least one packed sequence.
     """
     ideal = REFERENCE_BATCH * (tokens / REFERENCE_TOKENS) ** BATCH_EXPONENT
     ideal = min(ideal, tokens / MIN_STEPS)

@@ -95,7 +95,7 @@ class Tokenizer:
 
     @classmethod
     def of(cls, pattern: str, tokens: Sequence[bytes], special: Sequence[str]) -> "Tokenizer":
-        """Build from parts; `tokens` by id. Raises ValueError if `special` != SPECIAL_TOKENS."""
+        """Build from `tokens`, ordered by id. Raises ValueError if `special` != SPECIAL_TOKENS."""
         names = [token.decode("latin-1") for token in tokens]
         content = {"format": FORMAT, "pattern": pattern, "special_tokens": list(special)}
         return cls({**content, "tokens": names})
@@ -176,8 +176,7 @@ class Tokenizer:
 
         A text's token lengths add up to its UTF-8 length, the denominator of bits per byte.
         """
-        lengths = [*map(len, self.ranks), *[0] * len(SPECIAL_TOKENS)]
-        return np.array(lengths, np.int32)
+        return np.array([*map(len, self.ranks), *[0] * len(SPECIAL_TOKENS)], np.int32)
 
 
 def tokenizer_dir(tag: str = "main") -> Path:

@@ -88,7 +88,7 @@ class Callback:
         return nullcontext()
 
     def after_backward(self, scale: float) -> dict[str, float]:
-        """Called after gradient reduction; gradients x `scale` is the mean over the targets."""
+        """Called after gradient reduction; gradients times `scale` are means over the targets."""
         return {}
 
     def after_step(self, done: "Step", progress: Progress) -> None:
@@ -227,7 +227,7 @@ class TrainingRun:
     schedule: ScheduleConfig
     kernels: KernelConfig = KernelConfig()
     prepared: Prepared | None = None
-    """Kernels and micro-batch size if already chosen (RL), timed for all steps."""
+    """Kernels and micro-batch size if already chosen (RL), with the time of all steps."""
     objective: Trainable | None = None
     """Computes the loss. Default: the model."""
     callbacks: Sequence[Callback] = ()
@@ -296,8 +296,8 @@ def run_loop(run: TrainingRun, progress: Progress) -> bool:
     Train from `progress.step` to the end. Returns False if the run was stopped early.
 
     The final checkpoint is saved before the final evaluation. A stop request aborts the current
-    step or evaluation, then saves. Raises NonFiniteError after saving the last good state,
-    RankMismatchError, and UsageError if steps remain but the weights are already averaged or the
+    step or evaluation, then saves. Raises RankMismatchError, NonFiniteError after saving
+    the last good state, and UsageError if steps remain but the weights are already averaged or the
     checkpoint has no optimizer state. Exits with UNEVALUATED if the final evaluation runs out of
     memory.
     """
@@ -340,7 +340,7 @@ def run_loop(run: TrainingRun, progress: Progress) -> bool:
                 run.save(progress, final=True)
                 raise NonFiniteError(
                     f"{MAX_BAD_STEPS} consecutive non-finite steps, the last at step {step}; the "
-                    "last good state is saved. Inspect those rows or lower the learning rates"
+                    "last good state is saved. Inspect the logged rows or lower the learning rates"
                 )
             every = run.cfg.save_every
             if every and progress.step % every == 0 and not run.finished(progress):
@@ -386,7 +386,7 @@ class Step(NamedTuple):
     norm: float
     """Global gradient norm before clipping."""
     tokens: int
-    """Tokens processed over all ranks, including padding and skipped steps."""
+    """Tokens processed over all ranks, including padding, even if the update is skipped."""
     metrics: dict[str, float]
     """Metrics to log."""
 
@@ -412,7 +412,7 @@ def train_step(run: TrainingRun, step: int, horizon: float | None = None) -> Ste
                 break
             weights = {} if each.weights is None else {"weights": each.weights}
             loss_sum = objective.loss(each.tokens, each.targets, **weights)
-            # a constant divisor keeps the gradient scale fixed in bf16; `scale` corrects it
+            # a constant divisor keeps the gradient scale fixed in bf16; `scale` makes it a mean
             (loss_sum / run.batch_tokens).backward()
             losses.append(loss_sum.detach())
     nats, count, tokens, stopped = machine.sum(
@@ -620,7 +620,7 @@ def write_section(
                 "Rows per device pass": prepared.device_rows,
                 "Compute dtype": str(machine.dtype).removeprefix("torch."),
                 "Compiled": prepared.compiled,
-                "Stated memory": f"{prepared.memory_bytes / 2**20:.2f}MiB",
+                "Estimated memory": f"{prepared.memory_bytes / 2**20:.2f}MiB",
                 "Memory after imports": f"{began.memory_bytes / 2**20:.2f}MiB",
                 "Skipped steps": health.bad_steps,
                 "Loss spikes": health.spikes,

@@ -6,7 +6,7 @@ Evaluate a base model on few-shot tasks: centered accuracy per task, and their m
     python -m scripts.base_eval --hf_path=openai-community/gpt2    # a Hugging Face model
 
 Reads   base_checkpoints/<tag>/ or a Hugging Face model, and the suite: DCLM's evaluation bundle,
-        downloaded on first use, or the built-in dataset's, generated on first use
+        downloaded on first use, or that of a built-in dataset, generated on first use
 Writes  the section "Base model evaluation"; for a Hugging Face model, "Evaluation of <model>"
 """
 
@@ -111,9 +111,9 @@ def main(cfg: BaseEval) -> None:
     model = candidate.load()
     for task in suite.tasks[len(scores) :]:
         scores.append(evaluate_task(model, task, machine, cfg.max_per_task))
-        machine.print0(describe_suite(scores[-1]))
+        machine.print0(describe_score(scores[-1]))
         if machine.is_main:  # record each task, so that an abort keeps finished ones
-            values, items = record_values(candidate.name, suite, scores)
+            values, items = record_parts(candidate.name, suite, scores)
             origin = records.Provenance(candidate.run_id, candidate.seed, candidate.inputs)
             cost, folder = records.Cost.since(started, machine), cfg.report_dir
             extra = {"items": items, "tables": [task_table(scores)], "extend": len(scores) > 1}
@@ -140,7 +140,7 @@ def load_scores(cfg: BaseEval, candidate: Candidate, suite: Suite) -> list[TaskS
     for task in suite.tasks:
         if row := rows.get(task.name):
             outcomes = [int(x) for x in records.read_scores(record["items"][task.name])]
-            task = task.drawn(cfg.max_per_task)
+            task = task.shuffled(cfg.max_per_task)
             found.append(TaskScore(task, outcomes, row["Cropped"], float(row["Seconds"])))
     return found
 
@@ -177,17 +177,17 @@ def make_hf_candidate(cfg: BaseEval, machine: DistContext) -> Candidate:
     return Candidate(section, name, found.revision, 0, inputs, None, lambda: found.load(machine))
 
 
-def describe_suite(score: TaskScore) -> str:
+def describe_score(score: TaskScore) -> str:
     """One log line about a task."""
-    accuracy, centered = score.accuracy, score.centred
-    truncated = f", {score.num_cropped} truncated" if score.num_cropped else ""
+    accuracy, centered = score.accuracy, score.centered_accuracy
+    truncated = f", {score.num_truncated} truncated" if score.num_truncated else ""
     return (
         f"{score.task.name}: accuracy {accuracy.value:.4f}, centered {centered.value:.4f} "
         f"+- {centered.se:.4f} ({accuracy.n} items{truncated}), {score.seconds:.1f} s"
     )
 
 
-def record_values(
+def record_parts(
     name: str, suite: Suite, scores: Sequence[TaskScore]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Values and items of the record; with CORE once all tasks are scored."""
@@ -201,10 +201,10 @@ def record_values(
     else:
         tasks += f" of {len(suite.tasks)}, evaluation not finished"
     values |= {
-        **{score.task.name: records.estimate(*score.centred) for score in scores},
+        **{score.task.name: records.estimate(*score.centered_accuracy) for score in scores},
         "Tasks": tasks + f", missing: {', '.join(suite.missing)}" * bool(suite.missing),
         "Suite": suite.about,
-        "Cropped items": sum(score.num_cropped for score in scores),
+        "Cropped items": sum(score.num_truncated for score in scores),
     }
     return values, items
 
@@ -213,7 +213,7 @@ def task_table(scores: Sequence[TaskScore]) -> dict[str, Any]:
     """Settings, accuracy and time of each task, as a table for the record."""
     rows = []
     for s in scores:
-        counts = [s.task.name, s.task.num_fewshot, len(s.outcomes), s.num_cropped]
+        counts = [s.task.name, s.task.num_fewshot, len(s.outcomes), s.num_truncated]
         accuracy = f"{s.accuracy.value:.4f} +- {s.accuracy.se:.4f}"
         rows.append([*counts, f"{s.task.random_baseline:.3f}", accuracy, f"{s.seconds:.1f}"])
     columns = ["Task", "Examples", "Items", "Cropped", "Guessing", "Accuracy", "Seconds"]

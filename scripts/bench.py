@@ -14,8 +14,8 @@ engine      generation: prefill and decode tokens/s at batch size 1, 8 and 64, c
 
 evaluation  few-shot items per second, compared with EleutherAI's harness on the same model
 
-tokenizer   training with our crate, the PyPI package rustbpe and Hugging Face tokenizers; encoding
-            with our crate, tiktoken and gigatoken on one vocabulary, first pass
+tokenizer   training with our crate, the PyPI package rustbpe and Hugging Face tokenizers;
+            first-pass encoding with our crate, tiktoken and gigatoken on one vocabulary
 
 start       import time of the package
 

@@ -42,7 +42,7 @@ HELP = """\
 /quit, Ctrl-D    quit
 Enter            send; Alt-Enter or Ctrl-J: new line; Up: earlier input; Ctrl-C: stop an answer"""
 COMMAND = re.compile(r"/[a-z]+(?=\s|$)")
-STYLES = {"text": "", "python": "cyan", "python_output": "green"}
+PART_STYLES = {"text": "", "python": "cyan", "python_output": "green"}
 MARKS = {"python": "[", "python_output": " = "}
 
 
@@ -208,7 +208,7 @@ class Chat:
             stopped = " (stopped)"
         finally:
             self.engine.cancel(completion)
-        self.write(self.lines.end(), STYLES[current])
+        self.write(self.lines.end(), PART_STYLES[current])
         self.write(stopped, "dim")
         self.write("]\n" if current != "text" else "\n")
         self.lines.column = 0
@@ -217,9 +217,9 @@ class Chat:
     def show(self, before: str, kind: str, text: str) -> str:
         """Print a piece of text; tool calls and results are in brackets. Returns its kind."""
         if kind != before:
-            self.write(self.lines.end(), STYLES[before])
+            self.write(self.lines.end(), PART_STYLES[before])
             self.write(self.lines.add("] " if kind == "text" else MARKS[kind]), "dim")
-        self.write(self.lines.add(printable(text)), STYLES[kind])
+        self.write(self.lines.add(printable(text)), PART_STYLES[kind])
         return kind
 
     def write(self, text: str, style: str = "") -> None:
@@ -249,7 +249,7 @@ class LineBreaker:
         for char in text:
             if not char.isspace():
                 self.word += char
-                if cell_len(char) > 1:  # Chinese and Japanese can break after any character
+                if cell_len(char) > 1:  # East Asian text can break after any wide character
                     out += self.end()
                 continue
             out += self.end()

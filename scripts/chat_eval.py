@@ -155,7 +155,7 @@ def main(cfg: ChatEval) -> None:
     every_task = default_tasks(checkpoint.state["source"])
     tasks, missing = open_tasks(cfg, every_task, machine)
     inputs = parent_inputs(checkpoint)
-    key = records.stage_key({**to_record(cfg), "task_name": None}, inputs)  # identifies a score
+    key = records.stage_key({**all_flags(cfg), "task_name": None}, inputs)  # identifies a score
     known: dict[str, Estimate] = {}
     if cfg.skip_if_done:
         known = machine.on_main("verifying files", lambda: load_scores(cfg, key, inputs))
@@ -179,7 +179,7 @@ def main(cfg: ChatEval) -> None:
             origin = records.Provenance(checkpoint.state["provenance"]["run_id"], cfg.seed, inputs)
             cost, folder = records.Cost.since(started, machine), cfg.report_dir
             records.write_record(
-                cfg.section, to_record(cfg), values, origin, cost, folder, items=items, extend=True
+                cfg.section, all_flags(cfg), values, origin, cost, folder, items=items, extend=True
             )
         started = time.perf_counter()
 
@@ -192,11 +192,11 @@ def main(cfg: ChatEval) -> None:
             n, repeats = cfg.count(task), cfg.repeats(task)
             graded = score_by_generation(engine, task, n, cfg.sampling, repeats, machine)
         known[task.name] = stats.mean(item_means(graded.outcomes))
-        machine.print0(describe_tasks(task, graded, time.perf_counter() - begun))
-        record(*task_figures(task, graded, key, task.kind == "generate" and cfg.temperature > 0))
+        machine.print0(describe_task(task, graded, time.perf_counter() - begun))
+        record(*task_record(task, graded, key, task.kind == "generate" and cfg.temperature > 0))
     scored = {key_of(name) for name in (*missing, *(task.name for task in tasks))}
     if scored >= {key_of(name) for name in every_task}:
-        record(*mean_figures(tasks, known, missing))
+        record(*mean_record(tasks, known, missing))
     if machine.is_main:
         with machine.working("writing the report"):
             report.update(cfg.report_dir)
@@ -218,7 +218,7 @@ def load_scores(cfg: ChatEval, key: str, inputs: Mapping[str, str]) -> dict[str,
     }
 
 
-def to_record(cfg: ChatEval) -> dict[str, Any]:
+def all_flags(cfg: ChatEval) -> dict[str, Any]:
     """Settings for the report; unset ones stay None."""
     optional = ("task_name", "model_tag", "step", "max_problems")
     return {**settings(cfg), **{name: getattr(cfg, name) for name in optional}}
@@ -229,7 +229,7 @@ def item_means(outcomes: Outcomes) -> list[float]:
     return [sum(scores) / len(scores) for scores in outcomes]
 
 
-def with_repeats(outcomes: Outcomes, sampled: bool) -> dict[str, Any]:
+def estimate_score(outcomes: Outcomes, sampled: bool) -> dict[str, Any]:
     """
     A score for the record: mean, number of items n, answers per item k, and the standard error,
     split into the parts from items and from sampling. One sampled answer per item cannot separate
@@ -243,37 +243,37 @@ def with_repeats(outcomes: Outcomes, sampled: bool) -> dict[str, Any]:
     return records.estimate(value, n, se, k, *((None, None) if sampled else (se, 0.0)))
 
 
-def describe_tasks(task: Task, graded: TaskResult, seconds: float) -> str:
+def describe_task(task: Task, graded: TaskResult, seconds: float) -> str:
     """One log line about a task."""
     score, k = stats.mean(item_means(graded.outcomes)), len(graded.outcomes[0])
     repeats = f", {k} answers each" if k > 1 else ""
-    repeats += f", {graded.num_cropped} truncated" if graded.num_cropped else ""
+    repeats += f", {graded.num_truncated} truncated" if graded.num_truncated else ""
     return (
         f"{task.name}: {score.value:.4f} +- {score.se:.4f} ({score.n} questions{repeats}), "
         f"{seconds:.1f} s"
     )
 
 
-Figures = tuple[dict[str, Any], dict[str, Any]]  # values and items of the record
+Parts = tuple[dict[str, Any], dict[str, Any]]  # values and items of the record
 
 
-def task_figures(task: Task, graded: TaskResult, key: str, sampled: bool) -> Figures:
+def task_record(task: Task, graded: TaskResult, key: str, sampled: bool) -> Parts:
     """Score of a task, overall and per item; also pass@k if there are several answers."""
     name, outcomes = task.name, graded.outcomes
     conversations, k = [task[i] for i in range(len(outcomes))], len(outcomes[0])
-    values: dict[str, Any] = {name: with_repeats(outcomes, sampled)}
+    values: dict[str, Any] = {name: estimate_score(outcomes, sampled)}
     items = {name: {**records.item_scores(conversations, item_means(outcomes)), "key": key}}
     for n in (n for n in (2, 4, 8, 16, 32, 64) if n <= k):
         each = [stats.pass_at_k(k, sum(score == 1 for score in scores), n) for scores in outcomes]
         values[f"{name} pass@{n}"] = records.estimate(*stats.mean(each))
         items[f"{name} pass@{n}"] = records.item_scores(conversations, each)
-    values[f"{name} cropped prompts"] = graded.num_cropped or None
+    values[f"{name} cropped prompts"] = graded.num_truncated or None
     return values, items
 
 
-def mean_figures(
+def mean_record(
     tasks: Sequence[Task], scores: Mapping[str, Estimate], missing: Mapping[str, str]
-) -> Figures:
+) -> Parts:
     """ChatCORE: mean centered score of `tasks`; also lists the `missing` ones."""
     centered = [stats.center_accuracy(scores[task.name], task.baseline) for task in tasks]
     weights = {task.name: 1 / len(tasks) / (1 - task.baseline) for task in tasks}

@@ -71,8 +71,8 @@ class ChatRL:
     init_lr_frac: float = 0.05
     """Peak learning rates as a fraction of the pretraining ones; they decay linearly to 0."""
     eval_examples: int = 400
-    """Held-out questions, over all tasks, to evaluate every eval_every steps and, with about as
-    many training questions, before and after RL."""
+    """Total number of held-out questions to evaluate every eval_every steps; before and after RL,
+    also about as many training questions."""
     eval_samples: int = 8
     """Answers per held-out question."""
     pass_rates: tuple[float, float] | None = None
@@ -166,7 +166,7 @@ def open_rollouts(
         questions = [i for i, rate in enumerate(rates) if least <= rate <= most]
         machine.print0(
             f"training on {len(questions):,} of {len(rates):,} questions, "
-            f"with a pass rate of {least:.0%} to {most:.0%}"
+            f"those with a pass rate of {least:.0%} to {most:.0%}"
         )
     reference = inference_copy(load_model(parent, machine)) if rl.log_kl else None
     return RolloutLoader(task, questions, rl, seed, machine, model, engine, reference)

@@ -1,5 +1,5 @@
 """
-EleutherAI's evaluation harness with our checkpoints as model `nanochat`; takes the harness's flags.
+Run EleutherAI's evaluation harness on our checkpoints (model `nanochat`), with its own flags.
 
     uv sync --inexact --group interop
     python -m scripts.lm_eval run --model=nanochat --model_args=source=base --tasks=arc_easy

@@ -89,9 +89,9 @@ def fine_tune(
     with machine.working("loading conversations"):
         default = builtin_mixtures.get(parent.state["source"].get("dataset"), mixture)
         spec, own = read_mixture(cfg.mix.mixture or default)
-        measured = buckets(cfg.tuning.val_mixture or spec, own)
-        chats = ChatMixture(spec, own, buckets(spec, own), measured)
-    check_finetuning_buckets(chats.learned, chats.measured)
+        val_buckets = buckets(cfg.tuning.val_mixture or spec, own)
+        chats = ChatMixture(spec, own, buckets(spec, own), val_buckets)
+    check_finetuning_buckets(chats.train_buckets, chats.val_buckets)
     eval_tokens = cfg.tuning.validation.tokens(machine)
     resolved = {**settings(cfg), "mixture": spec, "eval_tokens": eval_tokens}
     inputs = {**parent_inputs(parent), "mixture": fingerprint(chats.description)}

@@ -67,7 +67,7 @@ def copy(report: Path, figures: Path, out: Path) -> Path:
         old.unlink()
     figures.mkdir(exist_ok=True)  # a report may have no figures
     shutil.copytree(figures, out / "dev" / "report", dirs_exist_ok=True)
-    links = f"]({figures.relative_to(report.parent).as_posix()}/"  # only links have a bare ]
+    links = f"]({figures.relative_to(report.parent).as_posix()}/"  # other ] are escaped
     write_atomic(out / "report.md", report.read_text().replace(links, "](dev/report/"))
     return out / "report.md"
 

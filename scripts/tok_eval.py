@@ -29,7 +29,7 @@ from tasks.builtin import ensure_written
 
 SECTION = "Tokenizer evaluation"
 # Written for this project; lengths match the texts of the original nanochat report
-SAMPLES = {
+SAMPLE_TEXTS = {
     kind: Path(__file__).parent / "samples" / f"{kind}.txt"
     for kind in ("news", "korean", "code", "math", "science")
 }
@@ -58,7 +58,7 @@ def main(cfg: TokEval) -> None:
 
     started = time.perf_counter()
     texts = {
-        **{kind: path.read_text(encoding="utf-8") for kind, path in SAMPLES.items()},
+        **{kind: path.read_text(encoding="utf-8") for kind, path in SAMPLE_TEXTS.items()},
         "fwe-train": first_batch(source, source.train_shards[0]),
         "fwe-val": first_batch(source, source.val_shard),
     }

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# The run in the seed report: a classic model of depth 8 (92,274,688 parameters) with fine-tuning
-# and RL focused on AQuA, algebra word problems with five options.
+# The run in the report that this project started from: a classic model of depth 8 (92,274,688
+# parameters) with fine-tuning and RL focused on AQuA, algebra word problems with five options.
 #
 #   bash scripts/train_aqua.sh               # detect the machine
-#   PROFILE=gpu bash scripts/train_aqua.sh   # h100x8 (the original settings), gpu (1 to 7), cpu
+#   PROFILE=gpu bash scripts/train_aqua.sh   # h100x8 (original settings), gpu (1 to 7 GPUs), cpu
 #
 # Downloads real data from the Hub: TEXT is the pretraining dataset, TALK the conversations,
 # EVAL_BUNDLE the few-shot tasks (folder, zip or URL). Writes to out/aqua or NANOCHAT_BASE_DIR. If

@@ -4,7 +4,7 @@
 #   bash scripts/train_h100_extreme.sh --hourly_rate=24         # eight H100s; USD per hour
 #   PROFILE=cpu bash scripts/train_h100_extreme.sh              # h100x8, gpu, cpu, smoke
 #
-# Otherwise like scripts/train_h100_fast.sh; the shards suffice for the equal-FLOPs plain run.
+# Otherwise like scripts/train_h100_fast.sh. Uses enough shards for the equal-FLOPs plain run.
 set -euo pipefail
 
 name=extreme preset=extreme

@@ -32,8 +32,8 @@ class AQuA(HubTask):
     """
     Generative form, scored by the last `Answer: X` (case-sensitive); a bare letter is wrong.
 
-    `letters` are scored after a generated `Answer: `. For scoring right after <|assistant_start|>,
-    use AQuALetter.
+    `letters` are those that may follow `Answer: `. To score by logits right after
+    <|assistant_start|>, use AQuALetter.
     """
 
     name = "AQUA"

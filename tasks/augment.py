@@ -222,7 +222,7 @@ AUGMENTERS = {"styles": Styled, "order": Reordered, "options": MoreOptions}
 
 
 def near_equal(one: str, other: str) -> bool:
-    """Whether one option contains the other or they reach SIMILARITY_THRESHOLD."""
+    """Whether one option contains the other or their similarity reaches SIMILARITY_THRESHOLD."""
     a, b = (" ".join(WORD.findall(text.lower())) for text in (one, other))
     if a == b or (min(len(a), len(b)) > 3 and (a in b or b in a)):
         return True

@@ -23,7 +23,7 @@ from nanochat.common import fingerprint
 Message = dict[str, Any]
 Conversation = list[Message]
 ContentPart = dict[str, str]
-Kind = Literal["choice", "generate", "talk"]
+TaskKind = Literal["choice", "generate", "talk"]
 
 LETTERS = tuple("ABCDEFGHIJKLMNOPQRSTUVWXYZ")
 BY_LETTER = "Answer with the letter only."
@@ -64,7 +64,7 @@ def with_tool_calls(notation: str) -> list[ContentPart]:
     return [part for part in [*parts, text(notation[end:])] if part["text"]]
 
 
-def find_flaw(messages: Any) -> str | None:
+def find_error(messages: Any) -> str | None:
     """Why `messages` is not a valid training conversation; None if it is valid."""
     if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
         return 'expected a list of messages or {"messages": [...]}'
@@ -139,7 +139,7 @@ class Task(ABC):
 
     name: str
     """Name in reports."""
-    kind: Kind
+    kind: TaskKind
     """choice: scored by the logits of the letters right after <|assistant_start|>; generate: by
     the generated answer; talk: training only."""
     splits: ClassVar[tuple[str, ...]]
@@ -164,7 +164,7 @@ class Task(ABC):
 
     @property
     def identity(self) -> dict[str, Any]:
-        """JSON-serializable; changes with the data, the options and the wording."""
+        """A JSON value that changes with the data, the options and the wording."""
         wording = fingerprint([self.conversation(i) for i in range(min(SAMPLE, len(self)))])
         return {
             "task": self.name,

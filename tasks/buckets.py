@@ -19,7 +19,7 @@ from tasks.registry import TASKS, key_of, make_task, validation_split
 
 VAL_ROWS = 1_000  # per task: enough to measure a loss, without one task dominating
 
-# As stated by the dataset owners
+# Licenses as stated by the dataset owners
 TAGS = {
     "arc_easy": Tags("science", "en", "native", "", "CC BY-SA 4.0", "letter", parent="arc"),
     "arc_challenge": Tags("science", "en", "native", "", "CC BY-SA 4.0", "letter", parent="arc"),
@@ -103,7 +103,7 @@ def buckets(spec: str, declared: Mapping[str, Mapping[str, Any]] = {}) -> list[B
 
 
 def tags(part: Part, declared: Mapping[str, Mapping[str, Any]] = {}) -> Tags:
-    """The tags of a bucket; a task with a data source only has the declared ones."""
+    """The tags of a bucket; a task with a data source has only the declared ones."""
     entry = declared.get(part.name)
     if entry is None:
         return Tags() if part.source else TAGS.get(part.name, Tags())

@@ -26,7 +26,7 @@ FilterRow = Mapping[str, Any]
 FilterRule = Callable[[Sequence[FilterRow]], "list[bool | None]"]
 """Rows -> whether to keep each; None if it cannot be judged."""
 
-SAMPLES = 3  # dropped rows shown per filter
+NUM_SHOWN = 3  # dropped rows shown per filter
 SHOWN_CHARS = 120
 MAD_SIGMA = 1.4826  # standard deviation / median absolute deviation of a normal distribution
 MOST_SHIFT = 3.0  # standard deviations; our choice, no published value
@@ -80,7 +80,7 @@ def apply_filters(rows: Iterable[FilterRow], rules: Mapping[str, FilterRule]) ->
         verdicts = rule(left)
         gone = [row for row, kept in zip(left, verdicts, strict=True) if kept is False]
         left = [row for row, kept in zip(left, verdicts, strict=True) if kept is not False]
-        samples = tuple(preview(prompt(row)) for row in gone[:SAMPLES])
+        samples = tuple(preview(prompt(row)) for row in gone[:NUM_SHOWN])
         done.append(FilterStats(name, len(left), len(gone), verdicts.count(None), samples))
     return FilterResult(left, done)
 
@@ -153,7 +153,7 @@ def no_image(rows: Sequence[FilterRow]) -> list[bool | None]:
 
 
 def script_share(script: str, least: float) -> FilterRule:
-    """Keep rows with at least `least` of the letters in `script`, in both prompt and answer."""
+    """Keep rows whose prompt and answer each have a share >= `least` of letters in `script`."""
     try:
         known = any(unicodedata.name(chr(c), "").startswith(script.upper()) for c in range(0xFFFF))
     except TypeError:

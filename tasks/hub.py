@@ -68,7 +68,7 @@ def load_split(repo: str, stem: str, columns: Sequence[str]) -> TaskData:
         manifest = pin_repo(repo, path, SUFFIXES)
         if not path.exists():
             write_json(path, manifest)
-    source = HubRepo(repo, where, manifest["commit"], find_column_problem)
+    source = HubRepo(repo, where, manifest["commit"], find_file_damage)
     files = match_files("/".join([*words[2:], stem]), list(source.files()), repo)
     paths = [source.fetch(file) for file in files]
     table = pa.concat_tables([read_columns(path, columns) for path in paths])
@@ -78,7 +78,7 @@ def load_split(repo: str, stem: str, columns: Sequence[str]) -> TaskData:
     return TaskData(TaskRows(table), source.commit, {f: recorded[f]["sha256"] for f in files})
 
 
-def find_column_problem(path: Path, whole: bool = False) -> str | None:
+def find_file_damage(path: Path, whole: bool = False) -> str | None:
     """`find_damage` with support for CSV."""
     if path.suffix != ".csv":
         return find_damage(path, whole)

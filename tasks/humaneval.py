@@ -15,7 +15,7 @@ from nanochat import sandbox
 from tasks.base import Conversation, assistant, user, visible
 from tasks.hub import HubTask, TaskRow
 
-BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|$)", re.DOTALL)
+CODE_BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|$)", re.DOTALL)
 INSTRUCTION = "Complete this function. Answer with the whole function in a block of Python code."
 
 
@@ -23,8 +23,8 @@ class HumanEval(HubTask):
     """
     Evaluation only.
 
-    `unsafe` runs programs unsandboxed if the machine has no sandbox; otherwise, scoring raises
-    SandboxUnavailable there.
+    `unsafe`: if the machine has no sandbox, run programs unsandboxed instead of raising
+    SandboxUnavailable when scoring.
     """
 
     name = "HumanEval"
@@ -70,7 +70,7 @@ def extract_code(answer: str, entry: str) -> str:
     The code runs after the prompt, which has imports, helpers and a function without a body: a
     whole function replaces that function, and a bare body completes it.
     """
-    blocks = BLOCK.findall(answer) or [answer]
+    blocks = CODE_BLOCK.findall(answer) or [answer]
     return next((block for block in blocks if f"def {entry}(" in block), blocks[0])
 
 

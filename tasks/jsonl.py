@@ -13,9 +13,9 @@ from typing import Any
 
 from nanochat.common import fingerprint, sha256_file
 from nanochat.dataset import read_json_lines
-from tasks.base import Conversation, Task, find_flaw
+from tasks.base import Conversation, Task, find_error
 
-HELD_OUT = 20  # hold out one conversation in 20
+HOLD_OUT_EVERY = 20  # hold out one conversation in 20
 
 
 class JSONL(Task):
@@ -61,11 +61,11 @@ class JSONL(Task):
 def parse_line(line: Any, where: str) -> Conversation:
     """Parse a line into a conversation. Raises ValueError prefixed with `where`."""
     messages: Any = line.get("messages") if isinstance(line, dict) else line
-    if problem := find_flaw(messages):
+    if problem := find_error(messages):
         raise ValueError(f"{where}: {problem}")
     return messages
 
 
 def is_held_out(conversation: Conversation) -> bool:
     """Whether a conversation is held out, by a hash of its content."""
-    return int(fingerprint(conversation), 16) % HELD_OUT == 0
+    return int(fingerprint(conversation), 16) % HOLD_OUT_EVERY == 0

@@ -64,7 +64,7 @@ def ngrams(texts: Iterable[str], run: int = RUN) -> Ngrams:
 
 
 def ngrams_by_length(texts: Iterable[str], runs: Sequence[int]) -> dict[int, Ngrams]:
-    """All n-grams of several lengths; hashes are sums, so a longer n-gram extends a shorter one."""
+    """All n-grams of several lengths. Hashes are sums, each extending that of a shorter n-gram."""
     words: list[int] = []
     ends = []
     for text in texts:

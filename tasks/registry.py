@@ -117,7 +117,7 @@ def question_source(key: str) -> str:
 
 
 def list_benchmarks() -> list[str]:
-    """Keys of tasks that can be scored, without the embedded world and derived tasks."""
+    """Keys of scorable tasks, except world tasks, derived tasks and those with a source option."""
     return [
         key
         for key, entry in TASKS.items()

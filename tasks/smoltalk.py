@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
-from tasks.base import Conversation, find_flaw, shuffled
+from tasks.base import Conversation, find_error, shuffled
 from tasks.hub import ROW_ORDER, HubTask
 
 
@@ -31,7 +31,7 @@ class SmolTalk(HubTask):
 
     @cached_property
     def order(self) -> Sequence[int]:
-        kept = [n for n, row in enumerate(self.data.rows) if find_flaw(row["messages"]) is None]
+        kept = [n for n, row in enumerate(self.data.rows) if find_error(row["messages"]) is None]
         if not kept:
             raise ValueError(f"{self.repo}: no valid conversations in split {self.split}")
         return [kept[n] for n in shuffled(len(kept), ROW_ORDER)]

@@ -14,16 +14,17 @@ from typing import Any
 
 import pytest
 import torch
+from filelock import FileLock
 
 from nanochat.checkpoint import build_model
-from nanochat.config import silence_teardown
+from nanochat.config import speed_up_exit
 from nanochat.distributed import DistContext
 from nanochat.golf.model import read_config
 from nanochat.gpt import GPT, GPTConfig
 from tests.commands import Command
 from tests.training_runs import prepare
 
-atexit.register(silence_teardown)
+atexit.register(speed_up_exit)
 # transformers caches remote code by folder name; use a fresh cache
 os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp(prefix="hf_modules_")
 # pytest-xdist workers share the cores: threads that wait for a busy core cost more than they add
@@ -96,10 +97,22 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(scope="session")
 def trained_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Packed rows and small finished runs (`training_runs.prepare`), shared by all tests."""
-    folder = tmp_path_factory.mktemp("trained")
-    prepare(folder)
-    return folder
+    """
+    Packed rows and small finished runs (`training_runs.prepare`). One pytest-xdist worker makes
+    them; each works on its own copy.
+    """
+    own = tmp_path_factory.mktemp("trained")
+    if workers == 1:
+        prepare(own)
+        return own
+    shared = tmp_path_factory.getbasetemp().parent / "trained"
+    with FileLock(f"{shared}.lock"):
+        if not (shared / "done").exists():
+            shutil.rmtree(shared, ignore_errors=True)  # of a worker that failed
+            prepare(shared)
+            (shared / "done").touch()
+    shutil.copytree(shared, own, dirs_exist_ok=True)
+    return own
 
 
 @pytest.fixture
@@ -110,7 +123,7 @@ def machine() -> DistContext:
 
 @pytest.fixture
 def active_work(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What the ranks currently report as work (`DistContext.working`)."""
+    """Descriptions of the work in progress, as passed to `DistContext.working`."""
     active: list[str] = []
 
     @contextmanager

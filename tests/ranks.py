@@ -62,7 +62,7 @@ def main() -> None:
     model = build_model(shape, machine.device, machine.dtype, seed=0)
     if machine.rank == 1:  # a kernel that fails on one rank is used on none
         attention.attend_sdpa = lambda *_: 1 / 0  # type: ignore
-    # estimates differ by rank; deciding alone, some would compile
+    # estimates differ by rank: if each rank decided alone, only some would compile
     assert not set_kernels(KernelConfig(), model, machine, seconds=1e9 * machine.rank)
     backend = "sdpa" if machine.world_size == 1 else "plain"
     assert {block.attention.backend for block in model.blocks} == {backend}

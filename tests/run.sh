@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # All checks: format, lint, types, the Rust crate, the ordinary test suite.
 #
-#   bash tests/run.sh              # everything but the slow tests
+#   bash tests/run.sh              # all but the slow and net tests
 #   bash tests/run.sh -m slow      # arguments go to pytest
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -12,7 +12,7 @@ source dev/setup.sh
 ruff check .
 ruff format --check .
 pyright
-rust_lint() { # rust_lint fmt|clippy <flags...>: packages of Rust do not all bring both
+rust_lint() { # rust_lint fmt|clippy <flags...>: not every Rust package has both
     if cargo "$1" --version >/dev/null 2>&1; then
         (cd rustbpe && cargo "$@")
     else

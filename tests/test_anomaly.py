@@ -42,7 +42,7 @@ def test_R14_spike_is_detected_early_and_late_and_logged(machine, capsys, step):
 
 
 def test_R14_clean_curves_raise_no_false_alarm(machine):
-    """Curves like pretraining, and like short finetuning, which is noisier."""
+    """Curves like those of pretraining and of short finetuning, which is noisier."""
     for seed in range(10):
         assert not alarms(machine, curve(seed))
         assert not alarms(machine, curve(seed, 300, start=1.2, end=0.2, noise=0.25))
@@ -88,7 +88,7 @@ def test_R14_new_loss_level_is_accepted_after_window(machine):
     assert found == list(range(20, 28))
 
 
-def test_loss_near_zero_may_double(machine):
+def test_loss_near_zero_may_grow_manyfold(machine):
     assert not alarms(machine, [0.001, 0.001, 0.001, 0.01, 0.2, 0.4])
 
 

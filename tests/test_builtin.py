@@ -34,7 +34,7 @@ def test_written_documents_equal_generated_ones(base):
     assert texts_of(source, "world_val") == list(documents(0, 0, "val"))
 
 
-def test_text_folder_is_an_ordinary_data_set(base, monkeypatch):
+def test_text_folder_is_an_ordinary_dataset(base, monkeypatch):
     text = ensure_written("embedded", 2) / "text"
     moved = shutil.copytree(text, base / "elsewhere")
     source = open_source(DataConfig(dataset=str(moved)))
@@ -131,6 +131,6 @@ def test_built_in_datasets_in_a_mixture_are_written(base, tmp_path):
     assert again.fingerprint == texts.fingerprint and again.sources == texts.sources
 
 
-def test_other_data_set_names_write_nothing(base):
+def test_other_dataset_names_write_nothing(base):
     assert ensure_written("somebody/web") is ensure_written(None) is ensure_written("") is None
     assert not base.exists()

@@ -58,7 +58,7 @@ def test_base_model_continues_text_without_chat_tokens(base, command, prompts, t
     assert prompts == ["<|bos|> Once upon", "<|bos|>a time "]
 
 
-def test_piped_text_is_one_question_with_its_whitespace(base, command, prompts, monkeypatch):
+def test_piped_text_is_one_question_and_keeps_its_whitespace(base, command, prompts, monkeypatch):
     write_model()
     piped(monkeypatch, "  def f():\n\treturn é\n\n".encode())
     assert command.works("chat_cli") == "\n"
@@ -77,7 +77,7 @@ def test_prompt_longer_than_the_context_exits_with_2(base, command, capfd, monke
     assert "holds 64" in command.rejects("chat_cli")
 
 
-def test_commands_new_lines_and_system_prompt(base, typed, prompts):
+def test_commands_line_breaks_and_system_prompt_work(base, typed, prompts):
     write_model()
     keys = "/system Be kind.\rone\x1b\rtwo\nthree\r/clear\r/system\rfour\r/usr/bin\r/what\r/help\r"
     done = typed(keys + "\x04", "--system=ignored")

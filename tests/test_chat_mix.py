@@ -31,7 +31,7 @@ class Chats(list):
 
 class Bucket:
     def __init__(self, name, count, length, language):
-        self.name, self.tags, self.measures = name, Tags(language=language), ""
+        self.name, self.tags, self.benchmark = name, Tags(language=language), ""
         self.train, self.val = Chats(name, count, length), Chats(name, 5, length)
 
 
@@ -50,7 +50,7 @@ def test_repeats_cover_the_bucket_and_then_a_random_part():
     one, other = (
         choose_conversations(bucket.lengths, total // 2, seed, 0).tolist() for seed in (0, 1)
     )
-    assert set(one) != set(other)  # another seed, another half
+    assert set(one) != set(other)  # each seed chooses another half
 
 
 def test_chosen_tokens_are_off_by_at_most_half_a_conversation():

@@ -63,7 +63,7 @@ def test_every_conversation_is_in_one_row_with_its_mask():
     assert filled > 0.9
 
 
-@pytest.mark.parametrize("cores", [1, 2, 3])
+@pytest.mark.parametrize("cores", [1, 3])
 def test_encoding_does_not_depend_on_number_of_processes(base, monkeypatch, capsys, cores):
     monkeypatch.setattr(chat_packing, "POOL_SHARE", 10)
     monkeypatch.setattr(chat_packing, "BATCH", 7)

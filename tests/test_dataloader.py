@@ -574,7 +574,7 @@ def test_training_waits_only_for_the_shard_it_needs(folder, tokenizer, capsys):
     found = open_rows(source, tokenizer, T)
     with common.hold_lock(
         packing_module.lock_path(found, "shard_3.jsonl"), ""
-    ):  # blocks the last one
+    ):  # blocks the last training shard
         with start_packing(found, source):
             first = found.batch(0, 16, SEED)
             assert not found.is_packed("shard_3.jsonl")
@@ -643,7 +643,7 @@ def test_packing_process_exits_with_its_parent(folder, tokenizer, base):
         "    print(processes[0].pid, flush=True)\n"
         "    time.sleep(60)\n"
     )
-    with common.hold_lock(packing_module.lock_path(found, "shard_3.jsonl"), ""):  # keeps it busy
+    with common.hold_lock(packing_module.lock_path(found, "shard_3.jsonl"), ""):  # the worker waits
         parent = subprocess.Popen(
             [sys.executable, "-c", program],
             cwd=REPOSITORY,

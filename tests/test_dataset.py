@@ -126,7 +126,7 @@ def test_R6_changed_text_of_recorded_source_is_rejected(folder, base):
         open_source(DataConfig(), recorded)
 
 
-def test_fingerprint_depends_on_text_and_order_not_on_path(folder, tmp_path):
+def test_fingerprint_depends_on_text_and_shards_not_on_path(folder, tmp_path):
     source = local(folder)
     moved = local(shutil.copytree(folder, tmp_path / "elsewhere"))
     assert moved.fingerprint == source.fingerprint

@@ -223,8 +223,7 @@ def test_rl_matches_on_one_and_two_processes(base):
 
 def test_flags_accept_dashes_and_underscores_at_depth_8(base):
     words = (
-        "-- --depth=8 --max-seq-len=128 --total_batch_size=1024 --num-iterations=2 "
-        "--eval-tokens=2048"
+        "-- --depth=8 --max-seq-len=64 --total_batch_size=128 --num-iterations=2 --eval-tokens=256"
     ).split()
     out = python(base, *torchrun(2), *TRAIN, *words)
     assert "about" in out  # the estimated time

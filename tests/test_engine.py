@@ -89,7 +89,7 @@ def test_completions_do_not_depend_on_the_batch(tokenizer):
     assert len({len(ids) for ids in alone}) > 3
 
 
-def test_samples_share_a_prefill_and_differ_from_first_token(tokenizer):
+def test_samples_share_a_prefill_and_differ_from_the_first_token_on(tokenizer):
     model = model_of(tokenizer)
     engine = Engine(model, tokenizer, slots=5)
     shapes = []
@@ -473,7 +473,7 @@ def test_wrong_compiled_logits_fall_back_to_eager(tokenizer, monkeypatch, capsys
     assert got == want and "logits differ by 1" in capsys.readouterr().out
 
 
-def test_compiled_step_wrong_only_for_batches_is_detected(tokenizer, monkeypatch, capsys):
+def test_compiled_step_wrong_only_for_several_rows_is_detected(tokenizer, monkeypatch, capsys):
     def broken(*args):
         logits = engine_module.next_logits(*args)
         return logits + 5 if len(logits) > 1 else logits

@@ -27,7 +27,7 @@ def repository(tmp_path):
 EXPECTED_BLOAT = {"characters": 22, "lines": 3, "files": 2, "tokens": 5, "lock_lines": 3}
 
 
-def test_bloat_counts_code_tracked_by_git(repository):
+def test_code_size_counts_only_files_tracked_by_git(repository):
     (repository / "untracked.py").write_text("z = 3\n")
     assert report.code_size(repository) == EXPECTED_BLOAT
 

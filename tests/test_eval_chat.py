@@ -61,9 +61,9 @@ def model():
 
 def test_scored_letter_matches_a_plain_forward_pass(model, machine):
     task = Letters()
-    got, cropped = score_by_logits(model, TOKENIZER, task, len(task), machine)
+    got, truncated = score_by_logits(model, TOKENIZER, task, len(task), machine)
     long = [i for i in range(len(task)) if len(render_prompt(TOKENIZER, task[i])) > 63]
-    assert cropped == len(long)
+    assert truncated == len(long)
     for i, scores in enumerate(got):
         ids = trim(render_prompt(TOKENIZER, task[i]), 63)
         logits = model(torch.tensor([ids]))[0, -1]
@@ -95,7 +95,7 @@ def test_items_are_split_among_ranks_and_kept_in_order():
             Echo(), 10, TOKENIZER, 2, lambda items, prompts: [[float(i)] for i in items], machine
         )
         assert got.outcomes == [[float(i)] for i in range(10)]
-        assert got.num_cropped == 3 * len(range(rank, 10, 3))  # all are longer
+        assert got.num_truncated == 3 * len(range(rank, 10, 3))  # every prompt is too long
 
 
 def test_R31_answer_scoring_is_reported_as_work(machine, active_work):

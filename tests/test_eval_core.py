@@ -119,7 +119,7 @@ def test_continuation_is_correct_if_every_token_is_argmax(machine):
     assert outcomes(model, task("language_modeling", items), machine) == [1, 1, 1, 0, 0]
 
 
-def test_continuation_starts_with_the_token_joining_the_context():
+def test_token_with_the_delimiter_belongs_to_the_continuation():
     item = {"context": "The capital of Alm is", "continuation": "Ost"}
     tokenizer = Words()
     question = tokenize(task("language_modeling", [item], delimiter=" "), 0, tokenizer, 100)
@@ -174,8 +174,8 @@ def test_B10_num_fewshot_is_capped_at_items_minus_one(size, machine):
 def test_max_items_keeps_the_first_items_of_a_fixed_order():
     items = [{"context": f"<{i}>", "continuation": "!"} for i in range(20)]
     one_task = task("language_modeling", items, num_fewshot=2)
-    five, whole = one_task.drawn(5), one_task.drawn()
-    assert one_task.drawn(99) == whole and list(whole.items[:5]) == list(five.items)
+    five, whole = one_task.shuffled(5), one_task.shuffled()
+    assert one_task.shuffled(99) == whole and list(whole.items[:5]) == list(five.items)
     assert list(whole.items) != items and sorted(map(str, whole.items)) == sorted(map(str, items))
     drawn = {whole.examples(i) for i in range(20)}
     assert len(drawn) > 15  # items draw different examples
@@ -197,10 +197,10 @@ def test_long_prompt_is_truncated_on_the_left_and_counted(machine):
     for ids, start, ending in zip(long.options, long.starts, ("b", "cde"), strict=True):
         assert ids == [0, *tokenizer.encode(query + "a")[-7:], *tokenizer.encode(ending)]
         assert ids[start:] == tokenizer.encode(ending)
-    assert not short.cropped
+    assert not short.truncated
     assert endless.options[0] == [0, *tokenizer.encode("qrstuvwxyz")] and endless.starts == [1, 1]
     score = evaluate_task(EvalModel(Pairs(), tokenizer, 10), one_task, machine)
-    assert score.num_cropped == 2 and len(score.outcomes) == 3
+    assert score.num_truncated == 2 and len(score.outcomes) == 3
 
 
 @pytest.mark.parametrize(
@@ -408,7 +408,7 @@ def test_core_is_the_mean_of_centered_scores(machine):
     half = task("multiple_choice", [right, {**right, "gold": 1}], baseline=0.25)
     whole = task("language_modeling", [{"context": "x", "continuation": "a"}] * 3)
     scores = [evaluate_task(EvalModel(sure, Letters(), 9), t, machine) for t in (half, whole)]
-    assert scores[0].centred == pytest.approx((1 / 3, 2, math.sqrt(0.125) / 0.75))
+    assert scores[0].centered_accuracy == pytest.approx((1 / 3, 2, math.sqrt(0.125) / 0.75))
     assert core(scores) == pytest.approx((2 / 3, 5, math.sqrt(0.125) / 0.75 / 2))
 
 
@@ -441,7 +441,7 @@ def small_suite(monkeypatch):
     return tasks
 
 
-def test_script_records_scores_with_errors_and_items(base, small_suite, capsys):
+def test_script_records_scores_with_standard_errors_and_items(base, small_suite, capsys):
     save_base("one", 1, "embedded")
     record = evaluate(base, "one")
     values = record["values"]

@@ -26,7 +26,7 @@ def test_length_shift_drops_unusual_translations():
     assert done.samples[0].startswith("xxx")
 
 
-def test_length_filters_use_the_given_count():
+def test_length_filters_use_the_given_counting_function():
     rows = [row("a" * n, "") for n in (5, 50, 500)]
     assert kept("length=10:100", *rows)[0] == [False, True, False]
     assert kept("longest=60%", *rows)[0] == [True, True, False]
@@ -92,7 +92,7 @@ def test_answers_are_verified_against_gold():
         ("-3", "3", False),
     ],
 )
-def test_non_numeric_gold_answers_are_compared_as_text(said, gold, right):
+def test_answer_must_equal_the_gold_number_or_text(said, gold, right):
     assert kept("verified", row(said=said, gold=gold))[0] == [right]
 
 

@@ -89,7 +89,7 @@ edits = st.lists(
 
 
 def edited(data: bytes, changes) -> bytes:
-    """Apply `edits` to some bytes."""
+    """Apply `changes`, drawn from `edits`, to `data`."""
     for kind, where, stuff in changes:
         i, n = int(where * len(data)), len(stuff)
         if kind == "flip" and data:

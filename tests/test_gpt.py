@@ -267,7 +267,7 @@ def test_bigram_hash_uses_both_tokens_and_is_uniform():
     assert 0 <= int(largest.min()) and int(largest.max()) < 2**18
 
 
-def test_preceding_is_minus_one_at_row_and_segment_start():
+def test_previous_token_is_minus_one_at_row_and_segment_start():
     tokens = torch.tensor([[5, 6, 7, 8], [1, 2, 3, 4]])
     assert previous_tokens(tokens).tolist() == [[-1, 5, 6, 7], [-1, 1, 2, 3]]
     segments = torch.tensor([[0, 0, 1, 1], [1, 2, 2, 2]])
@@ -288,7 +288,7 @@ def test_bigram_embedding_starts_at_zero_and_gets_gradient():
     )
 
 
-def test_sparse_gradient_becomes_dense_after_micro_batches():
+def test_sparse_gradient_becomes_dense_after_a_few_micro_batches():
     cfg = replace(TINY, bigram_rows=100)
     sparse, dense = (lively(build_model(cfg, CPU, torch.float32, 0)) for _ in range(2))
     assert sparse.bigrams is not None and dense.bigrams is not None
@@ -307,7 +307,7 @@ def test_sparse_gradient_becomes_dense_after_micro_batches():
 
 
 def test_golf_model_matches_record_parameter_count():
-    """The record has 19,417,152, including 18,432 per-channel scales that this model lacks."""
+    """The record has 19,417,152 parameters; 18,432 are per-channel scales that this model lacks."""
     plain = GPTConfig(1024, 8, 512, 8, 4, 64, 2048, mlp_ratio=3, value_every=0)
     shape = shaped(plain, tie_embeddings=True, rope_dims=32, xsa_last_n=2, qk_gain_init=1.5)
     with torch.device("meta"):
@@ -375,7 +375,7 @@ def test_old_config_loads_as_same_model(name):
     cfg = VARIANTS[name]
     earlier = {**BEFORE, **asdict(cfg), "value_embeddings": cfg.value_every > 0}
     if not cfg.value_every:
-        earlier["value_every"] = 2  # has no effect there
+        earlier["value_every"] = 2  # has no effect without value embeddings
     assert read_config(earlier) == cfg and type(read_config(earlier)) is type(cfg)
     assert read_config(asdict(cfg)) == cfg
     assert type(new_model(cfg)).__name__ == type(cfg).__name__.replace("GPTConfig", "GPT").replace(

@@ -40,7 +40,7 @@ def quick(monkeypatch):
 def test_R16_silent_rank_is_distinguished_from_busy_rank(store, quick, capsys):
     heartbeats = [RankHeartbeat(store, rank, 3, timeout_seconds=1.0) for rank in range(3)]
     time.sleep(0.1)
-    heartbeats[1].closed.set()  # its process is stopped
+    heartbeats[1].closed.set()  # as if its process were stopped
     with heartbeats[0].doing("waiting", "gradient reduction"):
         assert quick.wait(5)
     heartbeats[2].closed.set()
@@ -108,7 +108,7 @@ def test_R31_wait_ends_if_heartbeats_stop_during_work(store, quick, capsys):
         heartbeats[2].doing("working", "b"),
     ):
         time.sleep(0.1)
-        heartbeats[2].closed.set()  # its process is stopped
+        heartbeats[2].closed.set()  # as if its process were stopped
         assert quick.wait(5)
     heartbeats[1].closed.set()
     assert "no heartbeat for" in capsys.readouterr().out

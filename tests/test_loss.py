@@ -70,7 +70,7 @@ def test_gradient_at_target_is_accurate_in_bfloat16(problem):
     assert error < 0.02
 
 
-def test_B1_all_targets_ignored_has_zero_loss_and_gradients(problem):
+def test_B1_batch_with_all_targets_ignored_has_zero_loss_and_gradients(problem):
     hidden, head, targets = problem
     loss = chunked_cross_entropy(hidden, head, torch.full_like(targets, IGNORE), None, EAGER)[0]
     loss.backward()

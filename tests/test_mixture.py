@@ -85,7 +85,7 @@ def counts(spec, available, budget=None, alpha=1.0):
 
 
 def test_amounts_resolve_to_whole_rows():
-    assert counts("a,b*2,c*1.5,d=55t", [100, 7, 3, 40]) == [100, 14, 5, 5]  # of 4.5 and 5.5
+    assert counts("a,b*2,c*1.5,d=55t", [100, 7, 3, 40]) == [100, 14, 5, 5]  # from 4.5 and 5.5
     assert counts("a,b=20%", [80, 500]) == [80, 20]  # a fifth of the total
     assert counts("a=75%,b=25%", [30, 20]) == [30, 10]  # until the first runs out
     assert counts("a=75%,b=25%", [30, 20], budget=4_000) == [300, 100]
@@ -152,7 +152,7 @@ def test_explicit_tokens_resolve_exactly(buckets, row_tokens):
         assert resolve(parts, [5000] * len(parts), row_tokens, budget) == counts
 
 
-def test_resolution_has_shares_by_tag_and_repeat_warning():
+def test_resolution_has_tag_shares_and_repeat_warning():
     ko = Tags(language="ko", domain="chat")
     mixed = Resolution(
         "a,b*5",
@@ -199,7 +199,7 @@ def test_pass_uses_every_bucket_as_specified_and_evenly():
     assert set(both.values()) == {3}  # the second pass starts with the unused half
 
 
-def test_R4_mixed_batch_is_pure_and_split_among_ranks():
+def test_R4_mixed_batch_is_reproducible_and_split_among_ranks():
     def opened():
         return MixedRows({"a": (bucket_of("a", 40), 60), "b": (bucket_of("b", 20), 20)})
 
@@ -221,7 +221,7 @@ def test_mixture_of_one_bucket_equals_that_bucket():
         assert np.array_equal(mixed.batch(step, 8, seed=1), rows.batch(step, 8, seed=1))
 
 
-def test_R28_mixture_respects_verifies_flag_of_its_parts(monkeypatch):
+def test_R28_mixture_hashes_only_if_its_parts_verify(monkeypatch):
     parts, hashed = {name: bucket_of(name, 20) for name in "ab"}, []
     monkeypatch.setattr("nanochat.dataloader.sha256_file", lambda path: hashed.append(path))
     for rows in parts.values():

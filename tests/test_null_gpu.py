@@ -1,5 +1,5 @@
 """
-Training and generation on a GPU that computes nothing but has real devices, dtypes and memory.
+Training and generation on a null GPU: real devices, dtypes and memory, but no computation.
 
 `NANOCHAT_TEST_NULL_GPU` is its source folder, with `build.sh` and `run.sh`.
 """
@@ -40,7 +40,7 @@ def on_gpu(null_gpu: Path, base: Path) -> OnGPU:
 @pytest.mark.parametrize(
     ("depth", "compiled", "preparations"), [(2, 0, 5), (12, 0, 5), (24, 0, 5), (24, 1, 1)]
 )
-def test_R32_stated_memory_matches_peak_of_run(
+def test_R32_estimated_memory_matches_peak_of_run(
     on_gpu: OnGPU, depth: int, compiled: int, preparations: int
 ):
     flags = f"--depth={depth} --compile={compiled} --preparations={preparations}".split()
@@ -59,7 +59,8 @@ def test_every_stage_runs_on_gpu(on_gpu: OnGPU, base: Path):
     assert "NVIDIA H100" in text and "compute in bfloat16" in text and ", compiled" in text
     values = read_json(base / "report" / "base-model-training.json")["values"]
     stated, peak = (
-        float(values[name].removesuffix("MiB")) for name in ("Stated memory", "Peak memory usage")
+        float(values[name].removesuffix("MiB"))
+        for name in ("Estimated memory", "Peak memory usage")
     )
     assert peak <= stated <= 1.1 * peak
 

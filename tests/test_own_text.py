@@ -14,7 +14,7 @@ import pytest
 
 from nanochat.common import write_json
 from nanochat.hub import HubRepo, pin_repo
-from tasks.hub import find_column_problem
+from tasks.hub import find_file_damage
 from tests.hub_server import hub_served
 
 STORIES = [f"story {i} of a cat, a dog and the {i} mice they met " * 5 for i in range(40)]
@@ -199,7 +199,7 @@ def test_R33_changed_files_can_be_restored_or_accepted(folder, train, change, fi
     train("works", f"--dataset={folder}")
 
 
-def test_R33_other_validation_shard_can_be_accepted(folder, train):
+def test_R33_another_validation_shard_can_be_accepted(folder, train):
     train("works", f"--dataset={folder}")
     output = train("rejects", f"--dataset={folder}", "--val_shard=a.jsonl")
     delete_path(output)
@@ -253,7 +253,7 @@ def test_R33_rejected_mixture_can_be_corrected(folder, base, train, tmp_path):
 
 
 def tail_of(base: Path) -> tuple[int, int]:
-    """First held-out document, number of documents."""
+    """Index of the first held-out document, and the number of documents."""
     [path] = base.rglob("manifest.json")
     tail = json.loads(path.read_text())["tail"]
     return tail["tail_start"], tail["documents"]
@@ -371,7 +371,7 @@ def test_links_to_folders_are_followed(folder, base, train, tmp_path):
 
 
 @pytest.mark.parametrize("target", [".", "..", "sub", "a.jsonl.missing"])
-def test_R33_removing_a_rejected_link_works(folder, base, train, target):
+def test_R33_training_works_after_removing_rejected_link(folder, base, train, target):
     write(folder / "sub/c.jsonl")
     link = folder / ("z.jsonl" if "missing" in target else "z")
     link.symlink_to(folder / target)
@@ -382,7 +382,7 @@ def test_R33_removing_a_rejected_link_works(folder, base, train, target):
     train("works", f"--dataset={folder}")
 
 
-def test_R33_removing_a_named_pipe_works(folder, train):
+def test_R33_training_works_after_removing_named_pipe(folder, train):
     os.mkfifo(folder / "c.jsonl")
     assert "not a regular file" in train("rejects", f"--dataset={folder}")
     (folder / "c.jsonl").unlink()
@@ -417,11 +417,11 @@ def pinned(name: str, folder: Path) -> HubRepo:
     """Pin a repository with files of any format."""
     manifest = pin_repo(name, folder / "manifest.json", ("",))
     write_json(folder / "manifest.json", manifest)
-    return HubRepo(name, folder, manifest["commit"], find_column_problem)
+    return HubRepo(name, folder, manifest["commit"], find_file_damage)
 
 
 def without_digest(module) -> type:
-    """A server that sends no SHA-256, as the Hub does for small files."""
+    """A server that sends no SHA-256, like the Hub for small files."""
 
     class Handler(module.Handler):
         def send_content(self, stream, size, digest, headers):
@@ -430,7 +430,7 @@ def without_digest(module) -> type:
     return Handler
 
 
-def test_deeply_nested_conversation_is_named(tmp_path, command):
+def test_error_names_line_of_deeply_nested_conversation(tmp_path, command):
     path = tmp_path / "own.jsonl"
     path.write_text('{"messages": ' + "[" * 100_000 + "]" * 100_000 + "}\n")
     output = command.rejects("lab.filter", f"--rows={path}", f"--out={tmp_path / 'out.jsonl'}")

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanochat import packing
-from nanochat.packing import Packer, pack
+from nanochat.packing import Packer, pack_stream
 
 BOS = 0
 
@@ -33,7 +33,7 @@ def batches(ids: np.ndarray, offsets: np.ndarray, size: int):
 def packed(lengths, row_length, pool=8, size=1000, dtype=np.uint32) -> tuple[np.ndarray, Packer]:
     packer = Packer(row_length, BOS, dtype)
     packer.pool_pieces = pool
-    blocks = list(pack(batches(*stream(lengths), size), packer))
+    blocks = list(pack_stream(batches(*stream(lengths), size), packer))
     return np.concatenate([np.empty((0, row_length), dtype), *blocks]), packer
 
 
@@ -107,7 +107,7 @@ def test_P7_rows_start_with_bos_and_conserve_tokens(lengths, row_length, pool):
 @settings(max_examples=200, deadline=None)
 def test_P7_pieces_are_ordered_and_from_one_document(lengths, row_length, pool):
     rows, packer = packed(lengths, row_length, pool)
-    document = np.repeat(np.arange(len(lengths)), lengths)  # of token i + 1
+    document = np.repeat(np.arange(len(lengths)), lengths)  # at i: document of token i + 1
     pieces_of: dict[int, int] = {}
     lone = 0
     for row in rows:

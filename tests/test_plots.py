@@ -73,7 +73,7 @@ def test_long_curve_is_subsampled_and_keeps_both_ends():
 
 
 @pytest.mark.parametrize("losses", [[math.nan, 2.0, math.inf], [math.nan], [1.0]])
-def test_gaps_and_single_points_are_drawn(losses):
+def test_curves_with_gaps_or_single_points_are_drawn(losses):
     figures = plots.run_figures([{"step": s, "loss": x, "lr": x} for s, x in enumerate(losses)])
     assert all(svg for _, svg in figures.values())
     plots.bar_figure("Scores", {"a": math.nan, "b": 0.1}, {})

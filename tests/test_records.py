@@ -135,7 +135,7 @@ def test_truncated_line_does_not_affect_other_lines(base):
 
 
 def flips(path, count):
-    """Flip a random bit of a file, `count` times; restores the file at the end."""
+    """Yield `count` times with one random bit of a file flipped; restore the file at the end."""
     original, rng = path.read_bytes(), random.Random(0)
     for _ in range(count):
         data = bytearray(original)
@@ -266,7 +266,7 @@ def test_R18_stage_without_outputs_is_finished_if_key_matches():
     assert records.find_finished("Base model loss", stage_key(SETTINGS, INPUTS)) is not None
 
 
-def test_R18_finished_survives_moving_the_base_directory(base, monkeypatch):
+def test_R18_stage_stays_finished_if_base_directory_moves(base, monkeypatch):
     _, key = finish(base)
     moved = base.parent / f"{base.name}-moved"
     base.rename(moved)

@@ -61,7 +61,7 @@ HEADER = {
 
 
 def listing(entries: str) -> str:
-    """A report list, from entries separated by bars."""
+    """A Markdown list as in the report, of entries that are separated by ` | `."""
     return "".join(f"- {entry}\n" for entry in entries.split(" | "))
 
 
@@ -493,7 +493,7 @@ def test_S13_tables_keep_their_number_of_columns():
 
 @pytest.mark.parametrize("text", HOSTILE.values())
 def test_S13_figures_show_untrusted_text_literally(base, text):
-    text = text.replace("\ud800", "")  # records cannot contain it
+    text = text.replace("\ud800", "")  # records cannot contain lone surrogates
     curves = {text: [[0, 1.0], [1, 0.5]], "other": [[0, 1.0], [1, 0.5]]}
     write_record(f"Sweep {text}", {}, {}, Provenance("run-1", 0), Cost(1.0), series=curves)
     report.update(draw=draw_figures)
@@ -552,7 +552,7 @@ def test_lower_val_bpb_is_better():
     assert report.diff_results(found, {})["rows"][0][2:5] == ["-0.1000", "0.0141", "better"]
 
 
-def test_differences_compare_consecutive_stages_with_the_metric():
+def test_differences_skip_stages_without_the_metric():
     stages = ("base", "mid", "sft", "rl")
     values = [{"MMLU": 0.2}, {"AQUA": 0.3}, {"MMLU": 0.4, "AQUA": 0.5}, {"MMLU": 0.6, "AQUA": 0.6}]
     records = [
@@ -699,7 +699,7 @@ def test_evaluations_of_external_models_give_no_warning():
 
 @pytest.fixture(autouse=True)
 def known_machine(monkeypatch):
-    """Fixed hardware and code size, without querying them."""
+    """Use fixed hardware and code size instead of querying them."""
     monkeypatch.setattr(report, "hardware", lambda: HEADER["hardware"])
     monkeypatch.setattr(report, "code_size", lambda: HEADER["bloat"])
 

@@ -107,7 +107,7 @@ def test_kl_to_reference_matches_its_definition(machine):
 
 
 class LowTokens:
-    """Rewards a first character below 128 (half of a new model's answers)."""
+    """Rewards answers whose first character is below 128 (half of a new model's answers)."""
 
     name = split = "low"
 

@@ -257,7 +257,7 @@ def holder_of(lock, launch, seconds):
     return process
 
 
-def test_R22_waits_for_lock_of_an_earlier_attempt(run, machine):
+def test_R22_restart_waits_for_lock_of_an_earlier_attempt(run, machine):
     """On a shared disk, the lock of a crashed host is released only after a while."""
     process = holder_of(run.open().lock.path, "launch 7", 1.0)
     with pytest.raises(UsageError):
@@ -279,7 +279,7 @@ def test_R22_second_run_is_rejected_and_stale_lock_taken_over(run, capsys):
         with pytest.raises(UsageError, match=f"process {os.getpid()}"):
             run.open().__enter__()
     with run.open():
-        assert "stale" not in capsys.readouterr().out  # it was released
+        assert "stale" not in capsys.readouterr().out  # the lock was released
 
 
 WRITE = """

@@ -121,7 +121,7 @@ def mixed() -> rustbpe.Tokenizer:
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_P2_merges_match_naive_trainer_for_any_threads(seed):
+def test_P2_merges_match_naive_trainer_for_any_thread_count(seed):
     rng = random.Random(seed)
     alphabet = ["ab", "abc", "abcdefgh", "aA'1 \n.", "\u00e9\u4e2d\U0001f600x"][seed % 5]
     texts = [random_text(rng, alphabet, rng.randrange(40)) for _ in range(rng.randrange(1, 12))]
@@ -266,14 +266,14 @@ def test_P4_encoding_repeated_characters_is_not_quadratic(unit):
     tokenizer = trained([text], 300)
     start = time.process_time()
     ids = tokenizer.encode(text)
-    assert time.process_time() - start < 60  # 0.1; quadratic: hours
+    assert time.process_time() - start < 60  # takes 0.1 s; quadratic: hours
     assert tokenizer.decode_bytes(ids) == text.encode()
 
 
 def test_P4_training_is_not_quadratic_in_word_length():
     start = time.process_time()
     tokenizer = trained(["abc" * 700_000], 1000)
-    assert time.process_time() - start < 60  # 0.5; quadratic: hours
+    assert time.process_time() - start < 60  # takes 0.5 s; quadratic: hours
     assert max(len(token) for token, _ in tokenizer.get_mergeable_ranks()) > 1_000_000
 
 
@@ -319,7 +319,7 @@ def test_tokenizer_roundtrips_through_ranks(mixed):
     assert again.encode("It's 2026, isn't it?") == mixed.encode("It's 2026, isn't it?")
 
 
-# Output of rustbpe 0.1.0 from PyPI. The texts contain ties.
+# Output of rustbpe 0.1.0 from PyPI. Some pairs in the texts have equal counts.
 PUBLIC_PATTERN = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"

@@ -2,7 +2,7 @@
 Attacks on the sandbox (cases S1 to S10 and S12), on every layer that works on this machine.
 
 Each attack targets only what its test created (files, listeners, this process) and bounds itself,
-so a broken sandbox does no more harm than a failing test. It runs in the child, calls
+so a broken sandbox does no more harm than a failing test. An attack runs in the child, calls
 `attempt(name, function, ...)` for each action, and prints the outcome.
 """
 
@@ -310,7 +310,7 @@ SMALL = Limits(seconds=2.0, memory_bytes=2**27, output_bytes=10_000, file_bytes=
 
 @pytest.fixture
 def calm_afterwards(layer, offspring, scratch):
-    """The test leaves no processes or files, and the next run works."""
+    """Check that the test leaves no processes or files, and that the next run works."""
     yield
     assert run_python("print(1)").stdout == "1\n"
     assert not offspring() and not list(scratch.iterdir())
@@ -474,14 +474,14 @@ def test_S6_directories_of_a_killed_parent_are_removed_later(scratch):
 # S7: write access
 
 
-def test_S7_files_outside_its_directory_cannot_be_changed(layer, tmp_path):
+def test_S7_files_outside_the_sandbox_cannot_be_changed(layer, tmp_path):
     outside = tmp_path / "outside"
     outside.mkdir()
     target = outside / "target"
     target.write_text("untouched")
     target.chmod(0o666)
     for folder in (tmp_path, outside):
-        folder.chmod(0o777)  # file permissions must not protect it
+        folder.chmod(0o777)  # so that only the sandbox denies access
     before = target.stat()
     outcomes = attack(f"""
 import os, stat
@@ -818,7 +818,7 @@ def test_S12_unnamed_files_count_toward_the_limit(layer, way):
     refused = {"O_TMPFILE": errno.EPERM, "the standard input": errno.ESPIPE}
     if way in refused:
         assert result.stdout == f"refused {refused[way]}\n" * 16 + "kept 0\n"
-    elif way == "written through a mapping" and layer == "bubblewrap":  # or the tmpfs is full
+    elif way == "written through a mapping" and layer == "bubblewrap":  # SIGBUS: tmpfs is full
         assert result.reason in ("files", f"exit status {128 + signal.SIGBUS}"), result
     else:
         assert result.reason == "files", result
@@ -928,8 +928,8 @@ def test_S10_other_platforms_raise(monkeypatch):
 def test_S10_layer_that_does_not_confine_fails_the_probe(layer, monkeypatch):
     if layer == "bubblewrap" and not shutil.which("bwrap"):
         pytest.skip("bubblewrap is not installed")
-    rights = sandbox.rights
-    monkeypatch.setattr(sandbox, "rights", lambda limits, _: rights(limits, "none"))
+    rights = sandbox.list_rights
+    monkeypatch.setattr(sandbox, "list_rights", lambda limits, _: rights(limits, "none"))
     assert sandbox.probe_layer.__wrapped__(layer) is not None
 
 
@@ -973,7 +973,7 @@ if not sys.argv[1:]:
     call("prctl", 24, 19, 0, 0, 0)  # PR_CAPBSET_DROP: takes effect at exec
     os.execv(sys.executable, [sys.executable, "-c", sys.orig_argv[2], "again"])
 sandbox.interpreter = lambda: os.path.realpath({python!r})
-sandbox.readable = lambda: ("/usr/lib", "/lib", os.path.realpath({python!r}))
+sandbox.read_paths = lambda: ("/usr/lib", "/lib", os.path.realpath({python!r}))
 print(sandbox.probe_layer("landlock"))
 """
     command = [sys.executable, "-c", code]

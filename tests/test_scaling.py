@@ -84,7 +84,7 @@ def test_default_batch_divides_evenly_over_devices(world_size):
     )
 
 
-def test_B16_batch_that_does_not_divide_gets_suggestion():
+def test_B16_error_suggests_batch_size_that_divides():
     with pytest.raises(ValueError, match="--total_batch_size=16384"):
         plan(total_batch_size=17_000, world_size=8)
     assert plan(total_batch_size=16_384, world_size=8).batch_tokens == 16_384

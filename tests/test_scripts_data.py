@@ -1,30 +1,15 @@
 """scripts.data from the command line: packing, repeated runs and errors."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from nanochat.common import REPOSITORY
 from nanochat.dataset import DataConfig, load_last_source, open_source
 from nanochat.packing import ensure_packed, open_rows
 from nanochat.tokenizer import Tokenizer, tokenizer_dir
 
 TEXTS = [f"The boat number {i} sails to the north wind and back. " * (i % 7 + 1) for i in range(90)]
-
-
-def data(*flags: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-m", "scripts.data", *flags],
-        cwd=REPOSITORY,
-        env=dict(os.environ),
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
 
 
 @pytest.fixture
@@ -44,43 +29,37 @@ def tokenizer(base) -> Tokenizer:
     return tokenizer
 
 
-def test_missing_tokenizer_error_names_the_training_command(folder):
-    done = data(f"--dataset={folder}")
-    assert done.returncode == 2
-    assert "python -m scripts.tok_train" in done.stderr
-    assert "Traceback" not in done.stderr
+def test_missing_tokenizer_error_names_the_training_command(folder, command):
+    assert "python -m scripts.tok_train" in command.rejects("data", f"--dataset={folder}")
 
 
-def test_data_packs_each_shard_once_and_prints_a_table(folder, tokenizer):
-    first = data("--dataset", str(folder), "--max_seq_len=32", "--workers=2")
-    assert first.returncode == 0, first.stderr
+def test_data_packs_each_shard_once_and_prints_a_table(folder, tokenizer, command):
+    first = command.works("data", "--dataset", folder, "--max_seq_len=32", "--workers=2")
     rows = open_rows(open_source(DataConfig(dataset=str(folder))), tokenizer, 32)
     assert all(map(rows.is_packed, rows.shards))
     assert rows.files[rows.train_shards[0]] == ["0.jsonl", "1.jsonl"]  # small files are combined
     rows.verify(rows.shards)
-    counted = [line.split() for line in first.stdout.splitlines() if " rows " in line]
+    counted = [line.split() for line in first.splitlines() if " rows " in line]
     assert f"{rows.packed_train_rows:,}" in counted[-1]
-    assert "documents cut" in first.stdout and str(rows.folder) in first.stdout
-    assert f"packed {rows.train_shards[0]}: " in first.stdout
+    assert "documents cut" in first and str(rows.folder) in first
+    assert f"packed {rows.train_shards[0]}: " in first
 
     times = {path: path.stat().st_mtime_ns for path in rows.folder.glob("*.bin")}
     assert load_last_source("main") == rows.recipe["source"]
-    second = data("--max_seq_len=32", "--verify")  # uses the last source
-    assert second.returncode == 0, second.stderr
-    assert "packed 0.jsonl" not in second.stdout
+    second = command.works("data", "--max_seq_len=32", "--verify")  # uses the last source
+    assert "packed 0.jsonl" not in second
     assert {path: path.stat().st_mtime_ns for path in times} == times
 
 
-def test_R28_verify_packs_damaged_rows_again(folder, tokenizer):
+def test_R28_verify_packs_damaged_rows_again(folder, tokenizer, command):
     source = open_source(DataConfig(dataset=str(folder)))
     rows = open_rows(source, tokenizer, 32)
     ensure_packed(rows, source, tokenizer)
     path = rows.bin_path(rows.val_shard)
     intact = path.read_bytes()
     path.write_bytes(intact[:100] + b"X" + intact[101:])
-    done = data(f"--dataset={folder}", "--max_seq_len=32", "--verify")
-    assert done.returncode == 0, done.stderr
-    assert f"{path} is damaged" in done.stdout
+    text = command.works("data", f"--dataset={folder}", "--max_seq_len=32", "--verify")
+    assert f"{path} is damaged" in text
     assert path.read_bytes() == intact
 
 
@@ -93,16 +72,16 @@ def write_texts(folder: Path, **files: list[str]) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["many small files", "one giant document", "few tokens"])
-def test_R34_text_of_any_form_is_packed_almost_completely(kind, tmp_path, tokenizer):
+def test_R34_text_of_any_form_is_packed_almost_completely(kind, tmp_path, tokenizer, command):
     text = "The boat number {} sails to the north wind and back. "
     files = {
         "many small files": {f"f{i:03d}": [text.format(i) * 56] for i in range(200)},
         "one giant document": {"a": [text.format(1) * 20_000], "b": [text.format(2) * 9]},
         "few tokens": {"a": ["The boat sails."], "b": ["a"]},
     }[kind]
-    done = data(f"--dataset={write_texts(tmp_path / 'own', **files)}", "--max_seq_len=2048")
-    assert done.returncode == 0, done.stderr
-    source = open_source(DataConfig(dataset=str(tmp_path / "own")))
+    own = write_texts(tmp_path / "own", **files)
+    command.works("data", f"--dataset={own}", "--max_seq_len=2048")
+    source = open_source(DataConfig(dataset=str(own)))
     rows = open_rows(source, tokenizer, 2048)
     shards = [rows.counts(shard) for shard in rows.shards]
     for part in (rows.totals(), shards[-1]):
@@ -112,22 +91,18 @@ def test_R34_text_of_any_form_is_packed_almost_completely(kind, tmp_path, tokeni
     assert tokens == sum(s["tokens"] + s["dropped"] for s in shards)
 
 
-def test_malformed_shard_exits_with_file_and_line(folder, tokenizer):
+def test_malformed_shard_exits_with_file_and_line(folder, tokenizer, command):
     (folder / "1.jsonl").write_text('{"text": "fine"}\nnot fine\n')
-    done = data(f"--dataset={folder}", "--max_seq_len=32")
-    assert done.returncode != 0
-    assert "1.jsonl, line 2" in done.stderr and "Traceback" not in done.stderr
+    assert "1.jsonl, line 2" in command.rejects("data", f"--dataset={folder}", "--max_seq_len=32")
 
 
-def test_download_needs_no_tokenizer(folder):
-    done = data(f"--dataset={folder}", "--download_only")
-    assert done.returncode == 0, done.stderr
-    assert "3 shards present and verified" in done.stdout
+def test_download_needs_no_tokenizer(folder, command):
+    text = command.works("data", f"--dataset={folder}", "--download_only")
+    assert "3 shards present and verified" in text
 
 
-def test_help_has_summary_flags_and_defaults():
-    done = data("--help")
-    assert done.returncode == 0
+def test_help_has_summary_flags_and_defaults(command):
+    text = command.works("data", "--help")
     for words in (
         "ahead of training",
         "--dataset",
@@ -135,4 +110,4 @@ def test_help_has_summary_flags_and_defaults():
         "--max-seq-len",
         "(default: 2048",
     ):
-        assert words in done.stdout
+        assert words in text

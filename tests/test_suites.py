@@ -6,8 +6,6 @@ import http.server
 import json
 import os
 import random
-import subprocess
-import sys
 import threading
 import zipfile
 
@@ -16,7 +14,6 @@ import yaml
 
 from nanochat import eval_core, hub
 from nanochat.common import (
-    REPOSITORY,
     EvaluationAborted,
     UsageError,
     read_json,
@@ -172,7 +169,7 @@ def test_non_bundle_is_rejected_with_a_fix(tmp_path):
 
 @pytest.fixture
 def web(tmp_path):
-    """Serve the folder; yields the URL and the list of requested paths."""
+    """Serve `tmp_path` over HTTP; yield the URL and the list of requested paths."""
     asked = []
 
     class Handler(http.server.SimpleHTTPRequestHandler):
@@ -302,14 +299,11 @@ def test_S14_error_names_the_damaged_archive(archive):
         open_suite(str(archive))
 
 
-def test_S14_command_fails_without_a_traceback(archive, base):
+def test_S14_command_fails_without_a_traceback(archive, command):
     with zipfile.ZipFile(archive, "a") as file:
         file.writestr(*UNSAFE["parent"][:2])
-    command = [sys.executable, "-m", "scripts.base_eval", "--suite=dclm", "--only_fetch"]
-    command.append(f"--eval_bundle={archive}")
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert "outside of the archive" in done.stderr
+    flags = ("--suite=dclm", "--only_fetch", f"--eval_bundle={archive}")
+    assert "outside of the archive" in command.rejects("base_eval", *flags)
 
 
 def test_embedded_world_suite_is_the_default_for_its_models(base, bundle):
@@ -328,26 +322,26 @@ def test_embedded_world_suite_is_the_default_for_its_models(base, bundle):
 
 @pytest.fixture(scope="module")
 def real():
-    """The tasks of the mirror."""
+    """The suite of the real bundle in NANOCHAT_TEST_HUB."""
     folder = os.environ.get("NANOCHAT_TEST_HUB")
     if not folder:
         pytest.skip("NANOCHAT_TEST_HUB is not set to a folder of real data")
     return open_suite(f"{folder}/eval_bundle")
 
 
-def test_mirror_has_the_tasks_in_report_order(real):
+def test_real_bundle_has_the_tasks_in_report_order(real):
     assert real.missing == ("coqa",)
     assert [task.name for task in real.tasks] == [name for name in CORE_TASKS if name != "coqa"]
     assert "21 of 22 tasks" in real.about and "not comparable" in real.about
 
 
 def test_few_shot_examples_follow_the_published_seeds(real):
-    """Independent implementation: shuffle, cut, then one generator per item."""
+    """Compare with an independent implementation: shuffle, cut, one generator per item."""
     for task in real.tasks:
         data = list(task.items)
         random.Random(1337).shuffle(data)
         data = data[:40]
-        drawn = task.drawn(40)
+        drawn = task.shuffled(40)
         for index in (0, 7, len(data) - 1):
             others = [i for i in range(len(data)) if i != index]
             shown = random.Random(1234 + index).sample(others, min(task.num_fewshot, len(others)))
@@ -385,7 +379,7 @@ PINNED = {
 
 @pytest.mark.parametrize("name", PINNED)
 def test_prompts_of_each_kind_match_their_digests(real, name):
-    task = next(task for task in real.tasks if task.name == name).drawn()
+    task = next(task for task in real.tasks if task.name == name).shuffled()
     prompts = []
     for number in range(3):
         item = task.items[number]
@@ -408,7 +402,7 @@ def test_base_eval_scores_a_model_on_a_bundle(base, bundle, capsys):
     assert "CORE" in capsys.readouterr().out
 
 
-def test_core_metric_runs_at_its_cadence_and_at_the_end(base, bundle, tmp_path):
+def test_core_metric_runs_at_its_cadence_and_at_the_end(base, bundle, tmp_path, command):
     texts = [
         f"The boat number {i} sails north and wins the game. " * (i % 7 + 1) for i in range(90)
     ]
@@ -422,17 +416,14 @@ def test_core_metric_runs_at_its_cadence_and_at_the_end(base, bundle, tmp_path):
         "--num_iterations=5 --eval_every=0 --eval_tokens=64 --run=dummy --device_type=cpu "
         f"--eval_bundle={bundle} --core_metric_every=2 --core_metric_max_per_task=3"
     )
-    command = [sys.executable, "-m", "scripts.base_train", *flags.split()]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stdout + done.stderr
+    command.works("base_train", *flags.split())
     metrics = read_metrics(base / "base_checkpoints" / "d1" / "metrics.jsonl")
     assert [m["step"] for m in metrics if "core_metric" in m] == [2, 4, 5]
     assert [m["step"] for m in metrics if "val_bpb" in m] == [5]
     values = read_json(base / "report" / "base-model-training.json")["values"]
     assert values["CORE metric estimate"]["n"] == 6
     assert metrics[-1]["core_metric"] == values["CORE metric estimate"]["value"]
-    command = [sys.executable, "-m", "scripts.report"]
-    subprocess.run(command, cwd=REPOSITORY, capture_output=True, check=True, timeout=200)
+    command.works("report")
     assert "Few-shot score during training" in (base / "report.md").read_text()
 
 

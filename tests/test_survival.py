@@ -34,7 +34,7 @@ from tests.training_runs import (
 TUNE = (
     "--max_seq_len=64 --num_iterations=4 --total_batch_size=512 --eval_tokens=1024 --dtype=float32"
 ).split()
-LATER = ("encode", "write", "suite", "verify")  # in the slow suite
+LATER = ("encode", "write", "suite", "verify")  # jobs run only in the slow suite
 ENDLESS = [*SMALL, "--num_iterations=100000", "--no-compile"]
 
 
@@ -88,7 +88,7 @@ def test_R1_R2_random_kills_and_resumes_give_identical_weights(base, kills, step
         newest = max(step_folders(run))
         inside += bool(list(run.glob(".saving*")))
         logged = [e["step"] for e in read_metrics(run / "metrics.jsonl") if "loss" in e]
-        assert newest >= logged[-1] - 1  # loses at most the unsaved step
+        assert newest >= logged[-1] - 1  # a kill loses at most the unsaved step
     python(base, *words, f"--model_tag={tag}", "--resume=auto")
     whole = "one" if steps == STEPS else "whole"
     if whole != "one":
@@ -114,7 +114,7 @@ def test_killed_worker_is_restarted_and_the_run_resumes(base, record_property):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("nodes", "comes_back"), [("2", True), ("1:2", False)])
-def test_run_survives_a_lost_node_that_may_not_return(base, nodes, comes_back, record_property):
+def test_run_survives_a_lost_node_that_returns_or_not(base, nodes, comes_back, record_property):
     tag, port = f"died-{comes_back}", free_port()
     words = [*TRAIN, *SMALL, f"--model_tag={tag}"]
 
@@ -135,7 +135,7 @@ def test_run_survives_a_lost_node_that_may_not_return(base, nodes, comes_back, r
     for thread in threads:
         thread.start()
     assert seen.wait(60), "".join(lines)[-3000:]
-    for process in (*workers(agents[1]), agents[1]):  # at once, as in a power cut
+    for process in (*workers(agents[1]), agents[1]):  # together, as in a power outage
         process.kill()
     if comes_back:
         agents.append(agent(1))

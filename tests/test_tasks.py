@@ -34,7 +34,7 @@ from tasks.buckets import (
     task_of,
 )
 from tasks.gsm8k import GSM8K
-from tasks.jsonl import HELD_OUT, JSONL
+from tasks.jsonl import HOLD_OUT_EVERY, JSONL
 from tasks.mmlu import MMLU
 from tasks.registry import key_of, make_task
 from tasks.smoltalk import SmolTalk
@@ -43,7 +43,7 @@ from tasks.world.drills import letter_questions
 
 
 class Sums(NumberTask):
-    """`size` sums, drawn by split and index."""
+    """`size` random sums, each determined by split and index."""
 
     name = "Sums"
     splits = ("train", "test")
@@ -316,7 +316,7 @@ def test_jsonl_reads_lists_and_objects_into_disjoint_splits(tmp_path):
     path = write_lines(tmp_path / "own.jsonl", *lines, both[0])
     train, val = JSONL("train", path=path), JSONL("val", path=path)
     assert len(train) + len(val) == 401
-    assert 0.5 < len(val) * HELD_OUT / 400 < 2
+    assert 0.5 < len(val) * HOLD_OUT_EVERY / 400 < 2
     assert not {fingerprint(c) for c in train} & {fingerprint(c) for c in val}
     assert [c for c in train if c in both] == list(train)
 
@@ -346,7 +346,7 @@ def test_jsonl_reports_the_invalid_line(tmp_path, line, message):
 def test_valid_conversation_can_be_rendered(tmp_path):
     parts = assistant([base.text("Let me see. "), *base.tool_call("2*3", "6"), base.text("6")])
     good = [{"role": "system", "content": "Be brief."}, user("2*3?"), parts, user("?"), parts]
-    assert base.find_flaw(good) is None
+    assert base.find_error(good) is None
     assert [role for role, _ in chat_format.merge_turns(good)] == ["user", "assistant"] * 2
 
 

@@ -20,7 +20,7 @@ from tasks.base import (
     Subset,
     Task,
     answer_text,
-    find_flaw,
+    find_error,
 )
 from tasks.buckets import buckets
 from tasks.hub import HubTask, load_split, match_files
@@ -28,7 +28,7 @@ from tasks.overlap import overlaps
 from tasks.registry import make_task
 from tests.hub_server import hub_served
 
-CHAT = "local/chat-instruct"  # replaces the task's default dataset
+CHAT = "local/chat-instruct"  # replaces SmolTalk's default dataset
 ROWS = {  # task -> rows per split
     "arc_easy": {"train": 2251, "val": 570, "test": 2376},
     "arc_challenge": {"train": 1119, "val": 299, "test": 1172},
@@ -159,7 +159,7 @@ def test_every_row_is_valid_and_its_reference_scores_1(serve, name, split):
     assert len(task) == ROWS[name][split]
     assert sorted(task.order) == list(range(len(task)))
     for i, conversation in enumerate(task):
-        assert find_flaw(conversation) is None and chat_format.merge_turns(conversation)
+        assert find_error(conversation) is None and chat_format.merge_turns(conversation)
         if task.kind == "choice":
             assert conversation[-1]["content"] in task.letters(i)
         if task.kind != "talk" and name != "humaneval":  # has its own test
@@ -230,9 +230,9 @@ def test_R27_training_mixture_fetches_no_evaluation_file(serve, monkeypatch):
 # ------------------------------------------------------------------------------------------------
 # Overlap
 
-# (training split, evaluation split) -> evaluation items that share 13 consecutive words. On
+# (training task, evaluation task) -> number of test items that share 13 consecutive words. On
 # inspection, they are the same question in both (ARC), the same question with new numbers (GSM8K,
-# AQuA), or common phrases, lists of numbers and lines of code (SmolTalk, MMLU itself).
+# AQuA), or common phrases, lists of numbers and lines of code (SmolTalk, MMLU with itself).
 KNOWN = {
     ("ARC-Easy", "ARC-Easy"): 19,
     ("ARC-Easy", "ARC-Challenge"): 1,

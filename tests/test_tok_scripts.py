@@ -156,7 +156,7 @@ def test_tok_eval_writes_its_section_without_rival_vocabularies(base, unreachabl
     tokenizer = Tokenizer.load()
     for kind in KINDS:
         assert found["values"][f"bytes per token, {kind}"] >= 1
-    news = tok_eval.SAMPLES["news"].read_text()
+    news = tok_eval.SAMPLE_TEXTS["news"].read_text()
     assert found["values"]["bytes per token, news"] == pytest.approx(
         len(news.encode()) / len(tokenizer.encode(news))
     )
@@ -220,10 +220,10 @@ def test_rival_counts_match_gpt2_and_gpt4():
 def test_failed_round_trip_raises(base):
     tok_train.main(SMALL)
     tokenizer = Tokenizer.load()
-    tok_eval.count_tokens(tokenizer, "news", tok_eval.SAMPLES["news"].read_text())
+    tok_eval.count_tokens(tokenizer, "news", tok_eval.SAMPLE_TEXTS["news"].read_text())
     tokenizer.decode = lambda ids: "something else"
     with pytest.raises(AssertionError, match="news"):
-        tok_eval.count_tokens(tokenizer, "news", tok_eval.SAMPLES["news"].read_text())
+        tok_eval.count_tokens(tokenizer, "news", tok_eval.SAMPLE_TEXTS["news"].read_text())
 
 
 def test_tok_eval_without_a_tokenizer_names_the_command(base):
@@ -232,7 +232,7 @@ def test_tok_eval_without_a_tokenizer_names_the_command(base):
 
 
 def test_sample_text_lengths_match_the_original_report():
-    texts = {kind: path.read_text() for kind, path in tok_eval.SAMPLES.items()}
+    texts = {kind: path.read_text() for kind, path in tok_eval.SAMPLE_TEXTS.items()}
     sizes = {"news": 1819, "korean": 893, "code": 1259, "math": 1834, "science": 1112}
     assert {kind: len(text.encode()) for kind, text in texts.items()} == {
         kind: pytest.approx(size, rel=0.03) for kind, size in sizes.items()

@@ -104,7 +104,7 @@ def test_S11_python_output_is_limited(python):
     assert len(python("print('a' * 1999)") or "") == 1999
 
 
-def test_threads_return_futures_for_python_only(python):
+def test_tools_with_threads_return_futures_for_python_only(python):
     tools = Tools(python=True, threads=4)
     assert tools("6*7") == "42"
     started = time.monotonic()

@@ -143,7 +143,7 @@ def test_loss_is_the_mean_over_non_ignored_targets(machine):
 
 
 @pytest.mark.parametrize(("seen", "logged"), [([0, 0], None), ([3, 3], 3), ([0, 1], None)])
-def test_times_seen_is_logged_if_equal_for_all_rows(machine, seen, logged):
+def test_times_seen_is_logged_if_positive_and_equal_for_all_rows(machine, seen, logged):
     ids = np.array([[each, 0] for each in seen])
     rows = SimpleNamespace(max_seq_len=T, recipe={}, row_ids=lambda *share: ids)
     rows.batch = lambda *share: rows_of(0)
@@ -303,7 +303,7 @@ def test_run_ends_with_averaged_weights(machine):
 def test_resuming_a_finished_averaged_run_keeps_its_weights(machine, base):
     saving = SavingConfig(resume="auto")
     found = []
-    for seed in (0, 1):  # of the new weights
+    for seed in (0, 1):  # of the initial weights, which the resumed run must discard
         run, *_ = make_run(machine, num_steps=4, seed=seed)
         model, named = run.model, dict(run.model.named_parameters())
         table = make_rules(OptimConfig(weight_decay=0.1), TINY.d_model)

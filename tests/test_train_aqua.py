@@ -1,4 +1,4 @@
-"""scripts/train_aqua.sh: the seed report's run, on small subsets of the real data."""
+"""scripts/train_aqua.sh: the original report's run, on small subsets of the real data."""
 
 import os
 import re
@@ -19,7 +19,7 @@ SECTIONS = (
 )  # fmt: skip
 
 
-def test_aqua_model_has_the_seed_report_parameter_count():
+def test_aqua_model_has_the_original_report_parameter_count():
     script = (REPOSITORY / "scripts" / "train_aqua.sh").read_text()
     vocab_size = int(re.findall(r"--vocab_size=(\d+)", script)[0])
     depth = int(re.findall(r"depth=(\d+)", script)[0])

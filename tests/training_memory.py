@@ -1,5 +1,5 @@
 """
-Measure the peak GPU memory of training against the stated memory, for the memory tests.
+Measure the peak GPU memory of training against the estimated memory, for the memory tests.
 
     python -m tests.on_null_gpu tests.training_memory --depth=24 --compile=1 -> one line of JSON
 

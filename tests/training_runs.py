@@ -50,7 +50,7 @@ def environment(base: Path) -> dict[str, str]:
 
 
 def python(base: Path, *words: str) -> str:
-    """Run a process that must succeed and return its output."""
+    """Run Python, which must succeed; return its standard output."""
     done = subprocess.run(
         [sys.executable, *words],
         cwd=REPOSITORY, env=environment(base), capture_output=True, text=True, timeout=280,

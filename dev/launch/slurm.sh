@@ -2,7 +2,7 @@
 # Pretrain on several machines under Slurm. After a time limit, preemption or node
 # failure, the job is requeued and resumes from its newest checkpoint.
 #
-#   sbatch --nodes=2 dev/launch/slurm.sh --depth=24        # from the repository; flags of base_train
+#   sbatch --nodes=2 dev/launch/slurm.sh --depth=24  # run in the repository; takes base_train flags
 #
 # The repository and its outputs (out/, or NANOCHAT_BASE_DIR) must be on a disk shared by all nodes.
 # Set it up once, on the node you submit from:  source dev/setup.sh

@@ -42,7 +42,7 @@ def bench_evaluation(
     theirs = peer(plain, tokenizer, machine, BATCH) if peer else None
     tasks = sorted((FewShotTask(**task) for task in suite()), key=lambda task: len(task.items))
     for task in {task.kind: task for task in tasks}.values():
-        task = task.drawn(ITEMS)
+        task = task.shuffled(ITEMS)
         questions = [tokenize(task, n, tokenizer, cfg.max_seq_len) for n in range(len(task.items))]
 
         def score(questions: Sequence[Question] = questions) -> float:

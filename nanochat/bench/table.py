@@ -35,7 +35,7 @@ class TableLine(NamedTuple):
     theirs: Sequence[float] = ()
     """Like `ours`; empty if there is no peer or it is missing."""
     ceiling: float | None = None
-    """Fraction of the limit measured in the same run."""
+    """Achieved fraction of the ceiling, which is measured in the same run."""
 
     @property
     def ratio(self) -> float | None:

@@ -26,10 +26,10 @@ import numpy as np
 
 from nanochat.bench.table import BenchLog, Point, TableLine, alternate
 from nanochat.common import REPOSITORY
-from nanochat.packing import Packer, pack
+from nanochat.packing import Packer, pack_stream
 from nanochat.tokenizer import PATTERN, Tokenizer
 
-PEER = REPOSITORY / "dev" / "tokenizer_peer.py"
+PEER_SCRIPT = REPOSITORY / "dev" / "tokenizer_peer.py"
 PEER_PACKAGES = {
     "rustbpe": "rustbpe==0.1.0",
     "tokenizers": "tokenizers==0.23.3",
@@ -103,7 +103,7 @@ class TokenizerBench:
         assert command is not None, f"{library} is missing"
         paths = {"texts": "texts.json", "ranks": "ranks.tiktoken"}
         (self.folder / "job.json").write_text(json.dumps(job | paths | {"library": library}))
-        ended = run_tokenizer([*command, str(PEER), "job.json"], self.folder)
+        ended = run_outside_venv([*command, str(PEER_SCRIPT), "job.json"], self.folder)
         if ended.returncode:
             raise RuntimeError(f"benchmark of {library} failed:\n{ended.stderr}")
         return json.loads(ended.stdout)
@@ -141,7 +141,7 @@ def pack_rate(texts: list[str], tokenizer: Tokenizer, megabytes: float) -> float
     batches = [texts[i : i + 1024] for i in range(0, len(texts), 1024)]
     encoded = [tokenizer.encode_flat(batch) for batch in batches]
     started = time.perf_counter()
-    for _ in pack(iter(encoded), Packer(513, tokenizer.bos_id, np.uint16)):
+    for _ in pack_stream(iter(encoded), Packer(513, tokenizer.bos_id, np.uint16)):
         pass
     return megabytes / (time.perf_counter() - started)
 
@@ -159,7 +159,7 @@ def peer_python(library: str, folder: Path) -> list[str] | None:
     if uv is not None:
         command = [uv, "run", "--quiet", "--no-project", "--isolated", "--python", sys.executable]
         command += ["--with", PEER_PACKAGES[library], "python"]
-        probe = run_tokenizer([*command, "-c", f"import {library}"], folder)
+        probe = run_outside_venv([*command, "-c", f"import {library}"], folder)
         if not probe.returncode:
             return command
         reason = (probe.stderr.strip().splitlines() or ["unknown error"])[-1]
@@ -167,7 +167,7 @@ def peer_python(library: str, folder: Path) -> list[str] | None:
     return None
 
 
-def run_tokenizer(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+def run_outside_venv(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     """Run a command in `folder`, outside our virtual environment."""
     ours = ("VIRTUAL_ENV", "PYTHONPATH", "UV_PROJECT_ENVIRONMENT")
     environment = {name: value for name, value in os.environ.items() if name not in ours}

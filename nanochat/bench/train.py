@@ -27,9 +27,9 @@ from nanochat.optim import NEWTON_SCHULZ_STEPS, MuonAdamW, OptimConfig, make_rul
 from nanochat.preflight import KernelConfig, set_kernels
 from nanochat.tokenizer import Tokenizer
 
-LARGE_BYTES = 256 << 20  # larger than any cache
+TIMED_COPY_BYTES = 256 << 20  # larger than any cache
 WARMUP_STEPS = 2
-HEAD_TOKENS = 512  # for timing LM head matmuls
+TIMED_HEAD_TOKENS = 512  # for timing LM head matmuls
 PATH = "Training"
 
 
@@ -165,7 +165,7 @@ def matmul_seconds(model: GPT, rows: int, machine: DistContext) -> float:
             spent += NEWTON_SCHULZ_STEPS * seconds(product)
     shapes[tuple(model.head_weight.shape)] += 1
     for (N, K), count in shapes.items():
-        m = M if N != cfg.vocab_size else min(M, HEAD_TOKENS)
+        m = M if N != cfg.vocab_size else min(M, TIMED_HEAD_TOKENS)
         x, weight, slope = draw(m, K), draw(N, K), draw(m, N)
         three = seconds(lambda x=x, weight=weight: x @ weight.mT)
         three += seconds(lambda slope=slope, weight=weight: slope @ weight)
@@ -173,7 +173,7 @@ def matmul_seconds(model: GPT, rows: int, machine: DistContext) -> float:
         spent += count * three * M / m
     heads, T, D = rows * cfg.n_head, cfg.max_seq_len, cfg.head_dim
     q, scores = draw(heads, T, D), draw(heads, T, T)
-    # two matmuls return scores or their gradients, four return states or their gradients
+    # two matmuls have an output (T, T): scores or their gradient; four have an output (T, D)
     both = 2 * seconds(lambda: q @ q.mT) + 4 * seconds(lambda: scores @ q)
     return spent + cfg.n_layer * both / 2
 
@@ -210,8 +210,8 @@ def clock(machine: DistContext) -> float:
 
 def read_bandwidth(machine: DistContext) -> float:
     """Read bandwidth in bytes per second: best of nine large sums."""
-    source = torch.ones(LARGE_BYTES // 4, device=machine.device)
-    return LARGE_BYTES / min(time_calls(source.sum, machine, 9))
+    source = torch.ones(TIMED_COPY_BYTES // 4, device=machine.device)
+    return TIMED_COPY_BYTES / min(time_calls(source.sum, machine, 9))
 
 
 def time_calls(work: Callable[[], Tensor], machine: DistContext, repeats: int) -> list[float]:

@@ -20,9 +20,9 @@ def make_windows(ids: np.ndarray, T: int, stride: int) -> Iterator[Batch]:
     """
     Cut one document, ids (n + 1,) starting with BOS, into padded (tokens, targets) of length T.
 
-    The first window scores all its targets, each later one its last `stride`, the last window
-    the rest. Other targets are IGNORE. Every token is scored exactly once, after the first
-    window with T - stride + 1 to T tokens of context. stride = T: no overlap.
+    The first window scores all its targets, each later one its last `stride`, and the last one the
+    rest. All other targets are IGNORE. Every token is scored exactly once; tokens after the first
+    window have T - stride + 1 to T tokens of context. stride = T: no overlap.
     """
     num_targets = len(ids) - 1
     scored = 0
@@ -38,7 +38,7 @@ def make_windows(ids: np.ndarray, T: int, stride: int) -> Iterator[Batch]:
 
 
 def window_batches(pieces: Iterator[Batch], T: int, rows: int) -> Iterator[Batch]:
-    """Batch windows of length T; exactly `rows` each, to avoid recompilation."""
+    """Group windows of length T into batches of exactly `rows`, to avoid recompilation."""
     while batch := list(itertools.islice(pieces, rows)):
         blank = (batch[0][0], np.full(T, IGNORE, dtype=np.int64))
         batch += [blank] * (rows - len(batch))

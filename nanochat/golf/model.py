@@ -153,8 +153,8 @@ OPTIONS = {f.name: f.default for f in fields(GolfConfig) if f not in fields(GPTC
 
 def read_config(values: Mapping[str, Any]) -> GPTConfig:
     """
-    Rebuild a configuration from its `asdict` values, even from old commits; a GolfConfig only if
-    a golf option differs from its default.
+    Rebuild a configuration from its `asdict` values, even those of old commits. The result is a
+    GolfConfig only if a golf option differs from its default.
     """
     chosen = {k: v for k, v in values.items() if k not in OPTIONS or v != OPTIONS[k]}
     if OPTIONS.keys() & chosen.keys():

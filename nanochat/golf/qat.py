@@ -1,7 +1,7 @@
 """
 Training additions for parameter golf: late quantization-aware training and an EMA of the weights.
 
-    fraction of the run -> LateQuantization.forward_context -> quantized weights, then restored
+    fraction of the run -> LateQuantization.forward_context -> quantized weights in the forward pass
     weights after each step -> AveragingMuonAdamW -> their EMA at the end of the run
 
 Late quantization runs the forward pass on the weights as the artifact stores them; gradients update

@@ -40,9 +40,9 @@ class QuantConfig:
             raise ValueError(f"row_clip {self.row_clip} is not one of {', '.join(get_args(Clip))}")
         if not 0 < self.row_clip_std < math.inf:
             raise ValueError(f"row_clip_std must be positive, got {self.row_clip_std}")
-        self.patterns()
+        self.rules()
 
-    def patterns(self) -> list[tuple[str, Format]]:
+    def rules(self) -> list[tuple[str, Format]]:
         """Parse the rules of `quantize`, in order. Raises ValueError for an invalid rule."""
         rules: list[tuple[str, Format]] = []
         for rule in self.quantize.split(","):
@@ -59,9 +59,9 @@ class QuantConfig:
     def formats(self, tensors: Mapping[str, Tensor]) -> dict[str, Format]:
         """
         Return the format of each tensor. Raises ValueError if a matrix matches no rule or a rule
-        matches no matrix: a typo would silently select another format.
+        matches no matrix; otherwise, a typo would silently select another format.
         """
-        rules = self.patterns()
+        rules = self.rules()
         matrices = [name for name, tensor in tensors.items() if tensor.ndim == 2]
         found: dict[str, Format] = dict.fromkeys(tensors, "fp32")
         for pattern, form in reversed(rules):
@@ -97,7 +97,7 @@ def clip_range(w: Tensor, form: Format, cfg: QuantConfig) -> Tensor:
 
 def scales_for(reached: Tensor, form: Format) -> Tensor:
     """Return scales (M, 1) for a clipping range, rounded to float16, as float32."""
-    top = torch.full_like(reached, largest_level(form))  # CUDA multiplies by a scalar's reciprocal
+    top = torch.full_like(reached, largest_level(form))  # for a scalar, CUDA multiplies by 1 / top
     scale = (reached / top).to(torch.float16).float()
     smallest = torch.finfo(torch.float16).smallest_normal
     return torch.where((scale == 0) & (reached > 0), smallest, scale)

@@ -87,7 +87,7 @@ def choose_smallest(
 
 
 def code_bytes() -> dict[str, int]:
-    """Return the bytes of each module that counts."""
+    """Return the size in bytes of each module that counts."""
     names = {name for module in EVALUATORS for name in list_imported_modules(module)}
     return {name: len(read_source(name).encode()) for name in sorted(names)}
 

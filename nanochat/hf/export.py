@@ -55,8 +55,8 @@ print(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_t
 
 ## Tokenizer and chat template
 
-- Every text must begin with `{bos}`. Both `tokenizer(text)` and the chat template add it. Tokenize
-  a conversation that was rendered with `tokenize=False` by
+- Every text must begin with `{bos}`. Both `tokenizer(text)` and the chat template add it. To
+  tokenize a conversation that was rendered with `tokenize=False`, call
   `tokenizer(rendered, add_special_tokens=False)`; otherwise `{bos}` is added twice.
 - Messages have the roles system, user and assistant, in any order; other roles raise an error.
   System messages are part of the user turn, and consecutive messages of one speaker are merged.
@@ -119,7 +119,7 @@ def write_hf(
     ends = [tokenizer.special(END), tokenizer.bos_id]  # end of turn, end of document
     ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": ends}
     history = {"nanochat": dict(origin)} if origin else {}
-    # pad_token_id is None: transformers would not train the embedding of the padding token (BOS)
+    # With a pad_token_id, transformers would not train the embedding of that token (BOS)
     write_json(folder / "config.json", {**config, **ids, "pad_token_id": None, **history})
     write_json(folder / "generation_config.json", {**ids, "pad_token_id": tokenizer.bos_id})
     write_tokenizer(folder, tokenizer, model.cfg.max_seq_len)

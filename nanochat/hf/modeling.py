@@ -140,7 +140,7 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
 
     @torch.no_grad()
     def _init_weights(self, module: torch.nn.Module) -> None:
-        """Initialize weights missing in a checkpoint, and rows added to the vocabulary."""
+        """Initialize weights missing from a checkpoint, and rows added for new tokens."""
         for weight in module.parameters(recurse=False):
             if not getattr(weight, "_is_hf_initialized", False):
                 weight.normal_(std=weight.size(-1) ** -0.5)
@@ -158,7 +158,7 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
             raise ValueError("activation offloading is not supported; omit offload=True")
         if every_n_layers != 1:
             raise ValueError(f"every_n_layers={every_n_layers} is not supported; use 1")
-        unknown = chosen.keys() - {"use_reentrant", "preserve_rng_state"}  # gradients stay equal
+        unknown = chosen.keys() - {"use_reentrant", "preserve_rng_state"}  # no effect on gradients
         if unknown:
             raise ValueError(f"unsupported gradient_checkpointing_kwargs: {sorted(unknown)}")
         self.gradient_checkpointing = enable

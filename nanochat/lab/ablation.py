@@ -20,7 +20,7 @@ from functools import partial
 
 from nanochat.mixture import Tags, parse_mixture, round_to_total
 
-FORMS = "copy:name, only:x, drop:x, swap:a->b, scale:x*2, ratio:language ko:en=1:4"
+ARM_SYNTAX = "copy:name, only:x, drop:x, swap:a->b, scale:x*2, ratio:language ko:en=1:4"
 RATIO = re.compile(r"(\w+) ([^:=]+):([^:=]+)=([\d.]+):([\d.]+)")
 
 Counts = Mapping[str, float]
@@ -81,7 +81,7 @@ def parse_arm(
             for value, weight in ((first, left), (second, right))
         ]
         return partial(set_ratio, groups=groups)
-    raise ValueError(f"unknown ablation arm {arm!r}; use one of: {FORMS}")
+    raise ValueError(f"unknown ablation arm {arm!r}; use one of: {ARM_SYNTAX}")
 
 
 def keep_only(
@@ -131,7 +131,7 @@ def require_bucket(name: str, tags: Mapping[str, Tags], arm: str) -> str:
     if name not in tags:
         raise ValueError(
             f"{arm!r}: bucket {name!r} is not in the mixture ({', '.join(tags)}); if only an "
-            "arm uses it, list it as =0%"
+            "arm uses it, list it as <name>=0%"
         )
     return name
 
@@ -158,7 +158,7 @@ def positive_number(words: str, arm: str) -> float:
 
 
 def read_floor(spec: str) -> dict[str, float]:
-    """Parse "a=5%,b=2%" into bucket -> share. Raises ValueError for other amounts."""
+    """Parse "a=5%,b=2%" into bucket -> share. Raises ValueError for amounts other than shares."""
     parts = parse_mixture(spec) if spec else []
     floor = {part.label: part.share for part in parts if part.share is not None}
     if len(floor) < len(parts):

@@ -45,7 +45,7 @@ from tasks.builtin import ensure_written
 # The suite renders conversations as they appear at inference, so training on any other format
 # shows in the comparison.
 
-TEXT_TOKENS = 4096  # of pretraining text
+PRETRAINING_TOKENS = 4096  # of pretraining text
 NUM_ANSWERS = 16  # to held-out conversations, over all buckets
 MAX_ANSWER_TOKENS = 128
 NGRAM = 4  # tokens per n-gram when counting repetition
@@ -62,7 +62,7 @@ class CanarySuite:
     text: Sequence[Batch]
     chats: Mapping[str, Task]
     """Held-out conversations to generate answers for."""
-    taught: Mapping[str, Task] = field(default_factory=dict)
+    train_chats: Mapping[str, Task] = field(default_factory=dict)
     """Training conversations."""
     shares: Mapping[str, float] = field(default_factory=dict)
     """Share of each bucket in the training tokens."""
@@ -75,7 +75,7 @@ class CanarySuite:
             targets = np.concatenate([targets.ravel() for _, targets in self.text])
             lengths = np.where(targets == IGNORE, 0, sizes[targets])
             num_tokens, num_bytes = int((lengths > 0).sum()), int(lengths.sum())
-            found["knowing_nothing"] = math.log2(len(sizes)) * num_tokens / num_bytes
+            found["uniform_bpb"] = math.log2(len(sizes)) * num_tokens / num_bytes
         return found
 
     def measure(self, model: GPT) -> dict[str, float]:
@@ -105,7 +105,7 @@ class CanarySuite:
         """Cross-entropy (nats per target) on training conversations, weighted as in the mixture."""
         nats, counted, tokens = Counter(), Counter(), Counter()
         T = model.cfg.max_seq_len
-        some = [(name, self.render(name, i, T)) for name, i in select(self.taught, NUM_LOSSES)]
+        some = [(name, self.render(name, i, T)) for name, i in select(self.train_chats, NUM_LOSSES)]
         for first in range(0, len(some), ROWS_PER_PASS):
             group = some[first : first + ROWS_PER_PASS]
             x = pad([ids for _, (ids, _) in group], self.tokenizer.bos_id, model.device)
@@ -118,7 +118,7 @@ class CanarySuite:
         weights = {n: self.shares[n] * counted[n] / tokens[n] for n in nats if counted[n]}
         total = math.fsum(weights.values())
         loss = math.fsum(w * nats[n] / counted[n] for n, w in weights.items())
-        return {"taught_loss": loss / total} if total else {}
+        return {"train_chat_loss": loss / total} if total else {}
 
     def compare_rows(self, tokens: np.ndarray, targets: np.ndarray) -> dict[str, float]:
         """
@@ -128,7 +128,7 @@ class CanarySuite:
         """
         size = counted = 0.0
         leads = defaultdict[int, float](float)
-        for name, bucket in self.taught.items():
+        for name, bucket in self.train_chats.items():
             some = select({name: bucket}, NUM_COMPARED)
             pairs = [self.render(name, i, tokens.shape[1]) for name, i in some]
             length = sum(len(ids) - 1 for ids, _ in pairs)  # without BOS, which also pads rows
@@ -149,12 +149,12 @@ class CanarySuite:
 
     def render(self, name: str, i: int, max_seq_len: int) -> tuple[list[int], list[int]]:
         """Tokens and targets of a training conversation; IGNORE outside the answers."""
-        ids, mask = render(self.tokenizer, self.taught[name][i], max_seq_len + 1)
+        ids, mask = render(self.tokenizer, self.train_chats[name][i], max_seq_len + 1)
         targets = [token if own else IGNORE for token, own in zip(ids, mask, strict=True)]
         return ids[:-1], targets[1:]
 
     def measure_answers(self, model: GPT) -> dict[str, float]:
-        """Format metrics of greedy answers to held-out prompts; empty without such prompts."""
+        """Metrics of the format of greedy answers to held-out prompts; empty if there are none."""
         T = model.cfg.max_seq_len
         longest = min(MAX_ANSWER_TOKENS, T // 2)
         questions, prompts, expected = [], [], 0
@@ -236,7 +236,7 @@ def pretraining_text(
             corpus = open_corpus(texts, tokenizer, max_seq_len)
             for name, rows in corpus.rows.items():
                 ensure_packed(rows, texts.sources[name], tokenizer, 0)
-            each = max(1, TEXT_TOKENS // max_seq_len // len(corpus.rows))
+            each = max(1, PRETRAINING_TOKENS // max_seq_len // len(corpus.rows))
             for rows in corpus.rows.values():
                 found += [inputs_and_targets(b, IGNORE) for b in rows.val_batches(8, each)]
     except (OSError, ValueError, UsageError) as error:
@@ -274,7 +274,7 @@ class Canary(NamedTuple):
         return LEVELS[sum(value >= bound for bound in self[:3])]
 
 
-# Thresholds on the increase over the parent, except for ratios (counted, length) and gaps
+# Thresholds on the value, or its increase over the parent (forgotten, no_end to one_letter)
 CANARIES = {
     "forgotten": Canary(0.25, 0.5, 0.75, "pretraining is forgotten: bits per byte rose"),
     "gap": Canary(0.75, 1.5, 2.5, "the first training loss differs from the parent's"),
@@ -368,8 +368,8 @@ class CanaryMonitor(Callback):
     def check_first_step(self, loss: float) -> list[Finding]:
         """Check that the first loss matches the parent's and that row targets are correct."""
         found = dict(self.rows)
-        if "taught_loss" in self.parent:
-            found["gap"] = relative_gap(loss, self.parent["taught_loss"])
+        if "train_chat_loss" in self.parent:
+            found["gap"] = relative_gap(loss, self.parent["train_chat_loss"])
         return self.classify(1, found)
 
     def check(self, step: int, model: GPT, smooth_loss: float) -> list[Finding]:
@@ -383,11 +383,11 @@ class CanaryMonitor(Callback):
             rises = ("no_end", "unreadable", "repeated", "one_letter")
             found = {name: now[name] - parent[name] for name in rises}
             found["length"] = now["length"] / parent["length"]
-        before, uniform = (parent.get(name, math.nan) for name in ("text_bpb", "knowing_nothing"))
+        before, uniform = (parent.get(name, math.nan) for name in ("text_bpb", "uniform_bpb"))
         if before < MAX_PARENT_SHARE * uniform:
             found["forgotten"] = (now["text_bpb"] - before) / (uniform - before)
-        if "taught_loss" in now and step < self.epoch_steps:
-            found["apart"] = relative_gap(now["taught_loss"], smooth_loss)
+        if "train_chat_loss" in now and step < self.epoch_steps:
+            found["apart"] = relative_gap(now["train_chat_loss"], smooth_loss)
         findings = self.classify(step, found, self.triggered)
         self.triggered = {name for name, x in found.items() if x >= CANARIES[name].broken}
         return findings
@@ -396,8 +396,8 @@ class CanaryMonitor(Callback):
         self, step: int, found: Mapping[str, float], before: Collection[str] | None = None
     ) -> list[Finding]:
         """
-        Turn values by canary into findings; print all that are not fine. Canaries not in `before`
-        (triggered at the previous check) get at most "warn": a spike may recover.
+        Turn values by canary into findings; print all that are not fine. `before`: canaries
+        triggered at the previous check; all others get at most "warn", as a spike may recover.
         """
         findings = []
         for name, value in found.items():
@@ -436,20 +436,20 @@ def open_monitor(
     chats: Mapping[str, Task],
     num_steps: int,
     machine: DistContext,
-    taught: Mapping[str, Task] = {},
+    train_chats: Mapping[str, Task] = {},
     shares: Mapping[str, float] = {},
 ) -> CanaryMonitor | None:
     """
     Measure `model`, just loaded from `parent`, and return a monitor; None if canaries are off.
 
-    Keyed by bucket: `chats` are held-out conversations to answer; in fine-tuning, `taught` are the
-    training conversations and `shares` their shares of the tokens.
+    Keyed by bucket: `chats` are held-out conversations to answer; in fine-tuning, `train_chats` are
+    the training conversations and `shares` their shares of the tokens.
     """
     if cfg.canaries == "off":
         return None
     tokenizer = Tokenizer.read(parent.folder / "tokenizer.json")
     text = pretraining_text(parent, tokenizer, model.cfg.max_seq_len, machine)
-    suite = CanarySuite(tokenizer, text, chats, taught, shares)
+    suite = CanarySuite(tokenizer, text, chats, train_chats, shares)
     before = machine.on_main("measuring canaries", lambda: suite.measure_parent(model))
     return CanaryMonitor(cfg, suite, before, model, num_steps, machine)
 
@@ -458,11 +458,11 @@ def monitor_finetuning(cfg: CanaryConfig, tuning: FineTuning) -> list[Callback]:
     """Return the callbacks that check a fine-tuning run: one monitor, or none."""
     run, mixed, rows = tuning.run, tuning.resolution, tuning.rows
     shares = {bucket.name: mixed.share(bucket) for bucket in mixed.buckets}
-    learned = [bucket for bucket in tuning.chats.learned if shares[bucket.name]]
+    learned = [bucket for bucket in tuning.chats.train_buckets if shares[bucket.name]]
     chats = {bucket.name: cast(Task, bucket.val) for bucket in learned}
-    taught = {bucket.name: cast(Task, bucket.train) for bucket in learned}
+    train_chats = {bucket.name: cast(Task, bucket.train) for bucket in learned}
     monitor = open_monitor(
-        cfg, tuning.parent, run.model, chats, run.num_steps, run.machine, taught, shares
+        cfg, tuning.parent, run.model, chats, run.num_steps, run.machine, train_chats, shares
     )
     if monitor is None:
         return []

@@ -56,14 +56,14 @@ def declare(final: Mapping[str, str]) -> Path:
     return path
 
 
-def simplify(name: str) -> str:
+def normalize(name: str) -> str:
     """Normalize a benchmark name: lower case, no spaces or punctuation."""
     return re.sub(r"[\W_]", "", name.lower())
 
 
 def is_final(name: str) -> bool:
     """Whether a benchmark is final."""
-    return simplify(name) in map(simplify, final_benchmarks())
+    return normalize(name) in map(normalize, final_benchmarks())
 
 
 def select_tasks(
@@ -108,9 +108,9 @@ def reject_contaminated(parents: Mapping[str, str]) -> None:
 
     parents: bucket -> dataset it is made from, empty if unknown.
     """
-    families = {simplify(parent): name for name, parent in final_benchmarks().items() if parent}
+    families = {normalize(parent): name for name, parent in final_benchmarks().items() if parent}
     for bucket, parent in parents.items():
-        name = families.get(simplify(parent)) if parent else None
+        name = families.get(normalize(parent)) if parent else None
         if name:
             raise UsageError(
                 f"{bucket} is made from {parent}, as is final benchmark {name}: training on the "
@@ -119,14 +119,14 @@ def reject_contaminated(parents: Mapping[str, str]) -> None:
             )
 
 
-def check_finetuning_buckets(learned: Sequence["Bucket"], measured: Sequence["Bucket"]) -> None:
+def check_finetuning_buckets(train: Sequence["Bucket"], val: Sequence["Bucket"]) -> None:
     """
     Raise UsageError if a training bucket belongs to the family of a final benchmark, or if any
     bucket is evaluated by a final benchmark.
     """
-    reject_contaminated({bucket.name: bucket.tags.parent for bucket in learned})
-    every = [*measured, *learned]  # canaries ask training buckets' questions
-    require_access((bucket.measures for bucket in every if bucket.measures), False, {})
+    reject_contaminated({bucket.name: bucket.tags.parent for bucket in train})
+    every = [*val, *train]  # canaries evaluate on training buckets
+    require_access((bucket.benchmark for bucket in every if bucket.benchmark), False, {})
 
 
 def access_table() -> dict[str, Any]:

@@ -34,7 +34,7 @@ WeightPath = list[list[float]]
 Method = Literal["linear", "slerp", "task_arithmetic", "ties", "dare", "dare_ties"]
 NEEDS_BASE = ("task_arithmetic", "ties", "dare", "dare_ties")
 PARALLEL = 0.9995  # slerp is linear above this cosine
-PATH = (0.25, 0.5, 0.75)  # interpolation points between two parents
+PATH_POINTS = (0.25, 0.5, 0.75)  # interpolation points between two parents
 MAX_RISE = 0.01  # relative rise in bits per byte that may be noise
 
 
@@ -87,7 +87,7 @@ class MergeConfig:
     t: float = 0.5
     """slerp: position between the two models; 0 = first, 1 = second."""
     scale: float = 1.0
-    """With a base: factor on the merged task vector."""
+    """Methods that need a base: factor on the merged task vector."""
     density: float = 0.5
     """ties: fraction of entries to keep, largest first. dare: probability of keeping an entry."""
     merge_seed: int = 0
@@ -217,18 +217,18 @@ def elect_signs(moved: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
 # ---- soups and interpolation ---------------------------------------------------------------------
 
 
-def mean_of(models: Sequence[Tensors], shares: Sequence[float]) -> dict[str, Tensor]:
+def average(models: Sequence[Tensors], shares: Sequence[float]) -> dict[str, Tensor]:
     """Weighted mean of whole models."""
     return {name: mix([model[name].float() for model in models], shares) for name in models[0]}
 
 
 def greedy(models: Sequence[Tensors], scores: Sequence[RowBits], score: ScoreFn) -> list[float]:
-    """Weights of a greedy soup: best first, add models that improve the mean beyond noise."""
+    """Weights of a greedy soup: try models from best to worst; keep any that help beyond noise."""
     first, *others = sorted(range(len(scores)), key=lambda i: scores[i].value)
     chosen, best = [first], scores[first]
     for i in others:
         more = [*chosen, i]
-        tried = score(mean_of([models[j] for j in more], [1 / len(more)] * len(more)))
+        tried = score(average([models[j] for j in more], [1 / len(more)] * len(more)))
         change = tried.against(best)
         if change.difference < -NOISE * change.se:  # fewer bits
             chosen, best = more, tried
@@ -238,10 +238,10 @@ def greedy(models: Sequence[Tensors], scores: Sequence[RowBits], score: ScoreFn)
 def interpolate(
     names: Sequence[str], models: Sequence[Tensors], scores: Sequence[RowBits], score: ScoreFn
 ) -> dict[str, WeightPath]:
-    """Score the straight line from the first model to each other model, by name."""
+    """Score the straight lines from the first model to the others: "A to B" -> path."""
     found = {}
     for name, other, end in zip(names[1:], models[1:], scores[1:], strict=True):
-        inner = [[t, score(mean_of([models[0], other], [1 - t, t])).value] for t in PATH]
+        inner = [[t, score(average([models[0], other], [1 - t, t])).value] for t in PATH_POINTS]
         found[f"{names[0]} to {name}"] = [[0.0, scores[0].value], *inner, [1.0, end.value]]
     return found
 
@@ -256,7 +256,7 @@ def warnings(lines: Mapping[str, WeightPath]) -> list[str]:
     """One warning for each line that rises beyond noise."""
     return [
         f"warning: loss on the line from {name} rises {loss_barrier(line):.4f} bpb above its ends: "
-        "the models lie in different basins, and their mean in neither"
+        "the models lie in different basins, and their mean lies in neither"
         for name, line in lines.items()
         if loss_barrier(line) > MAX_RISE * line[0][1]
     ]

@@ -39,21 +39,21 @@ def section_tables(
     whole = sum(own_seconds(r["cost"]) for r in history)
     if ledgers or whole > final * (1 + 1e-6):  # more runs than the report covers
         tables.append(recipe_table(records, history, ledgers, hourly_rate))
-    found = [seed_table(records), *tables] if tables or measured(records) else []
+    found = [seed_table(records), *tables] if tables or noise_sections(records) else []
     return {"Reliability": found}
 
 
 def seed_table(records: Sequence[Record]) -> Table:
-    """Table of the seed of each section, and of the sections that measure seed noise."""
+    """Table of seeds: the sections that used each, and those that measure noise over several."""
     by_seed: dict[str, list[str]] = {}
     for record in records:
         by_seed.setdefault(str(record["provenance"]["seed"]), []).append(record["section"])
-    by_seed["several"] = measured(records) or ["none: seed noise is unknown"]
+    by_seed["several"] = noise_sections(records) or ["none: seed noise is unknown"]
     rows = [[seed, ", ".join(names)] for seed, names in by_seed.items()]
     return {"title": "Seeds", "columns": ["Seed", "Sections"], "rows": rows}
 
 
-def measured(records: Sequence[Record]) -> list[str]:
+def noise_sections(records: Sequence[Record]) -> list[str]:
     """Sections that measure how much metrics vary."""
     names = ("Evaluation variance", "Sweep", "Merge", "Recursion")
     return [r["section"] for r in records if r["section"].startswith(names)]

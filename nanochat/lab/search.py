@@ -60,7 +60,7 @@ class SearchResult:
         return rank(means, self.lower_is_better)[0]
 
     @property
-    def lucky(self) -> int:
+    def best_seed(self) -> int:
         """Index of the best seed of the chosen value."""
         scores = self.finals[self.chosen]
         return scores.index(min(scores) if self.lower_is_better else max(scores))

@@ -1,7 +1,7 @@
 """
 A study: run bases x ablation arms x seeds as jobs and compare their scores.
 
-    StudyConfig, arms -> Study.jobs -> Sweep.run_all -> compare_arms -> contrasts, a table, bars
+    StudyConfig, arms -> Study.jobs -> Sweep.run_all -> compare_arms -> contrasts, a table
 
 An ablation arm ("arm") is one variant of a training run. All runs of a study train on the same
 number of tokens. Arms never share seeds: identical data order would make two arms look more alike
@@ -143,8 +143,8 @@ class Study:
 
     def job(self, base: str, arm: Arm, seed: int) -> Job:
         """
-        One run: training, then evaluation on tasks. An arm with a different batch size gets as many
-        steps as equal tokens need. Raises ValueError for an arm that sets num_iterations.
+        One run: training, then evaluation on tasks. Arms with another batch size take more or fewer
+        steps, for equal tokens. Raises ValueError for an arm that sets num_iterations.
         """
         cfg, mix = self.cfg, self.mix
         source = "base" if cfg.stage == "mid" else cfg.source

@@ -54,10 +54,10 @@ from nanochat.records import (
 
 LEDGER, DONE = "ledger.jsonl", "done.json"
 POLL_SECONDS = 0.2
-PR_SET_PDEATHSIG = 1  # Linux: signal that a process gets when its parent exits
+PR_SET_PDEATHSIG = 1  # Linux: prctl option for the signal that a process gets when its parent exits
 LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # opened before forking
 GRACE_SECONDS = 120.0  # for an interrupted run to save a checkpoint
-TRAINING = frozenset({"tok_train", "base_train", "mid_train", "chat_sft", "chat_rl"})
+TRAINING_SCRIPTS = frozenset({"tok_train", "base_train", "mid_train", "chat_sft", "chat_rl"})
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ class Sweep:
         """
         Run all unfinished jobs; return name -> finished run for every job.
 
-        Raises UsageError after running jobs end if the cap is reached or a command fails, and
+        Raises UsageError, once the running jobs end, if the cap is reached or a command fails, and
         SystemExit(PREEMPTED) if a stop was requested.
         """
         found = {job.name: self.finished(job) for job in jobs}
@@ -336,7 +336,7 @@ def purpose(entry: Mapping[str, Any]) -> str:
     """Row of `ledger_table` for an entry."""
     if entry["status"] not in (0, BROKEN):
         return "Lost to failures"
-    return "Training" if entry["command"].rpartition(".")[2] in TRAINING else "Evaluation"
+    return "Training" if entry["command"].rpartition(".")[2] in TRAINING_SCRIPTS else "Evaluation"
 
 
 def ledger_table(entries: Sequence[Mapping[str, Any]], hourly_rate: float) -> dict[str, Any]:

@@ -86,8 +86,8 @@ class Variance:
     @property
     def repeats(self) -> int:
         """
-        Answers per item that keep the sampling error below SHARE times the item error. Holds for
-        any number of items, since both errors shrink at the same rate.
+        Answers per item, at most MAX_REPEATS, to keep the sampling error within SHARE times the
+        item error. Holds for any number of items, since both errors shrink at the same rate.
         """
         if self.std == 0 or self.item_se == 0:
             return MAX_REPEATS if self.std else 1

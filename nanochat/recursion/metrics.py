@@ -1,7 +1,7 @@
 """
 Metrics of a recursive model by loop: loss, bits per byte, state and gradient norms.
 
-    gradients of a step -> {loss_loop_1, ..., total_loss, grad_norm_core, ...}
+    training step -> {loss_loop_1, ..., total_loss, grad_norm_core, ...}
     validation batches -> bpb after each loop -> {bpb_loop_1, ..., refinement_percent}
 """
 
@@ -17,11 +17,11 @@ from nanochat.distributed import DistContext
 from nanochat.eval_bpb import Batch, Bpb, bits_per_byte
 from nanochat.evaluators import ValidationLoss
 from nanochat.gpt import config_from
-from nanochat.optim import MuonAdamW, grad_values
+from nanochat.optim import MuonAdamW, grad_entries
 from nanochat.recursion.model import RecursiveConfig, RecursiveGPT
 from nanochat.train import Callback
 
-# Used by checkpoint.ARCHITECTURES, with `callbacks`
+# Used by checkpoint.MODEL_MODULES, with `callbacks`
 new_model, read_config = RecursiveGPT, partial(config_from, RecursiveConfig)
 
 
@@ -85,7 +85,7 @@ def gradient_norms(cfg: RecursiveConfig, optimizer: MuonAdamW) -> dict[str, floa
     squares = dict.fromkeys(sorted(set(parts.values())), 0.0)
     for group in optimizer.groups:
         assert group.grad is not None, "call reduce_gradients first"
-        rows = group.grad.flatten(1) if group.stacked else grad_values(group.grad).flatten()[None]
+        rows = group.grad.flatten(1) if group.stacked else grad_entries(group.grad).flatten()[None]
         first = machine.rank * len(rows) if group.sharded and group.stacked else 0
         mine = group.sharded or machine.is_main  # replicated gradients count once
         sums = rows.square().sum(1).tolist()

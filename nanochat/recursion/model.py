@@ -38,8 +38,8 @@ class RecursiveConfig(GPTConfig):
     supervision_base: float = 3.0
     """Loop k has a weight proportional to supervision_base^k; the weights sum to one."""
     improvement_bonus: float = 0.0
-    """Extra weight of each supervised loop, divided by the detached loss of the previous one on
-    the same row (nats per token); at most MAX_BONUS times its own weight."""
+    """A supervised loop's extra weight is this value divided by the detached loss of the previous
+    one on the same row (nats per token); at most MAX_BONUS times its own weight."""
     bptt_loops: int | None = None
     """Detach the state before the last N loops; None = never."""
 

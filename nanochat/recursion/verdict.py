@@ -15,7 +15,7 @@ from nanochat.stats import NOISE
 
 COST_TOLERANCE = 0.05  # relative tolerance for equal cost
 FEWER_PARAMS_RATIO = 0.8  # parameter ratio that counts as clearly fewer
-SLACK = 0.02  # bpb by which the first loop may be worse than a plain model of the same layers
+TOLERANCE = 0.02  # bpb by which the first loop may be worse than a plain model of the same layers
 
 
 class LoopArm(NamedTuple):
@@ -65,7 +65,7 @@ def is_close(one: float, other: float) -> bool:
 
 
 def show_gap(arm: LoopArm, recursive: LoopArm) -> str:
-    """Format the bpb difference from the recursive arm and the equal costs."""
+    """Format the bpb difference from the recursive arm, and say which costs are equal."""
     costs = ("params", "tokens", "flops")
     same = [cost for cost in costs if is_close(getattr(arm, cost), getattr(recursive, cost))]
     equal = f"equal {', '.join(same)}" if same else "no equal cost"
@@ -86,10 +86,10 @@ def find_same_layers_arm(recursive: LoopArm, plain: Sequence[LoopArm]) -> LoopAr
 
 def check_equal_flops(recursive: LoopArm, plain: Sequence[LoopArm]) -> Criterion:
     """
-    Criterion: better than every plain arm of equal FLOPs, or as good as the best with clearly fewer
-    parameters and better than arms of similar size.
+    Criterion: better than every plain arm of equal FLOPs; or clearly smaller than the best of them,
+    as good as it, and better than those of similar size.
     """
-    name = "Pays at equal FLOPs"
+    name = "Pays off at equal FLOPs"
     rivals = [arm for arm in plain if is_close(arm.flops, recursive.flops)]
     if not rivals:
         return Criterion(name, None, "no plain run with equal FLOPs was given")
@@ -121,16 +121,16 @@ def check_first_loop(
 ) -> Criterion:
     """
     Criterion: the first loop, if `trained`, is no worse than the same layers applied once;
-    a worse one only makes the last look good.
+    a worse one just flatters the last loop.
     """
-    name, other = "First loop not held back", find_same_layers_arm(recursive, plain)
+    name, other = "First loop unharmed", find_same_layers_arm(recursive, plain)
     if not trained:
         return Criterion(name, None, "the first loop has no training loss")
     if other is None:
         return Criterion(name, None, "no plain run with the same layers and tokens was given")
     difference = statistics.mean(first_loop) - other.mean
-    detail = f"{difference:+.4f} bpb against {other.name}, at most {SLACK:+.2f} allowed"
-    return Criterion(name, difference <= SLACK, detail)
+    detail = f"{difference:+.4f} bpb against {other.name}, at most {TOLERANCE:+.2f} allowed"
+    return Criterion(name, difference <= TOLERANCE, detail)
 
 
 def check_loop_order(by_loop: Sequence[Sequence[float]]) -> Criterion:

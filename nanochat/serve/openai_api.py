@@ -61,7 +61,7 @@ NEUTRAL: dict[str, list[Any]] = {
     "add_generation_prompt": [True, False],
     "continue_final_message": [True, False],
 }
-# The same for messages, with the metadata that clients attach
+# The same for messages; ignores the metadata that clients attach
 IGNORED_IN_MESSAGES = {
     *("name", "id", "timestamp", "created", "created_at", "date", "model", "metadata", "parsed"),
     *("refusal", "annotations", "reasoning", "reasoning_content", "thinking", "cache_control"),
@@ -104,7 +104,7 @@ def escape_text(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()[:1000]
 
 
-def invalid(where: str, message: str) -> ApiError:
+def bad_field(where: str, message: str) -> ApiError:
     """Error 400 for a field; `where` is its path, such as messages.0.content."""
     return ApiError(400, f"{where}: {message}", param=where)
 
@@ -112,7 +112,7 @@ def invalid(where: str, message: str) -> ApiError:
 def check_count(where: str, values: Sized, most: int, what: str) -> None:
     """Raise ApiError if there are more than `most` values."""
     if len(values) > most:
-        raise invalid(where, f"at most {most} {what}, got {len(values):,}")
+        raise bad_field(where, f"at most {most} {what}, got {len(values):,}")
 
 
 # ---- requests ----------------------------------------------------------------------------------
@@ -131,14 +131,14 @@ def read_request(kind: type[R], body: bytes) -> R:
     if not isinstance(value, dict):
         raise ApiError(400, f"the request body must be a JSON object, not {json_type(value)}")
     try:
-        neutral = {**kind.neutral, "best_of": [1, value.get("n")]}  # all n are returned
+        neutral = {**kind.neutral, "best_of": [1, value.get("n")]}  # best_of = n: no selection
         return kind.model_validate(drop_neutral_fields(value, "", IGNORED, neutral))
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
         where = ".".join(str(part) for part in first["loc"])
         if first["type"] == "extra_forbidden":
             raise unknown_field_error(where) from error
-        raise invalid(where, first["msg"].removeprefix("Value error, ")) from error
+        raise bad_field(where, first["msg"].removeprefix("Value error, ")) from error
 
 
 def reject_constant(name: str) -> None:
@@ -176,7 +176,7 @@ def drop_neutral_fields(
         elif given not in neutral[name] and not allows_no_tool_call(name, given):
             path = f"{where}.{name}" if where else name
             calls = "tool" in name or "function" in name
-            raise invalid(path, NO_FUNCTIONS if calls else "not supported; omit this field")
+            raise bad_field(path, NO_FUNCTIONS if calls else "not supported; omit this field")
     if known is not None and (unknown := kept.keys() - set(known)):
         raise unknown_field_error(f"{where}.{min(unknown)}")
     return kept
@@ -196,7 +196,7 @@ def read_messages(value: Any) -> list[dict[str, Any]]:
     invalid one.
     """
     if not isinstance(value, list) or not value:
-        raise invalid("messages", "must be an array of at least one message")
+        raise bad_field("messages", "must be an array of at least one message")
     check_count("messages", value, MAX_MESSAGES, "messages")
     return [read_message(message, f"messages.{i}") for i, message in enumerate(value)]
 
@@ -205,12 +205,12 @@ def read_message(message: Any, where: str) -> dict[str, Any]:
     """Parse one message; `parts` take precedence over `content`."""
     if not isinstance(message, dict):
         kind = json_type(message)
-        raise invalid(where, f"a message is an object with role and content, not {kind}")
+        raise bad_field(where, f"a message is an object with role and content, not {kind}")
     role = message.get("role")
     if role in ("tool", "function"):
-        raise invalid(f"{where}.role", f"{role!r} is {NO_FUNCTIONS}")
+        raise bad_field(f"{where}.role", f"{role!r} is {NO_FUNCTIONS}")
     if not isinstance(role, str) or role not in ROLES:
-        raise invalid(f"{where}.role", f"must be one of {', '.join(ROLES)}, not {role!r:.80}")
+        raise bad_field(f"{where}.role", f"must be one of {', '.join(ROLES)}, not {role!r:.80}")
     known = ("role", "content", "parts") if role == "assistant" else ("role", "content")
     kept = drop_neutral_fields(message, where, IGNORED_IN_MESSAGES, NEUTRAL_IN_MESSAGES, known)
     name = "parts" if "parts" in kept else "content"
@@ -219,7 +219,9 @@ def read_message(message: Any, where: str) -> dict[str, Any]:
         content = read_parts(content, role, f"{where}.{name}")
     elif not isinstance(content, str):
         kind = json_type(content)
-        raise invalid(f"{where}.{name}", f"must be a string or an array of text parts, not {kind}")
+        raise bad_field(
+            f"{where}.{name}", f"must be a string or an array of text parts, not {kind}"
+        )
     return {"role": ROLES[role], "content": content}
 
 
@@ -231,13 +233,13 @@ def read_parts(parts: Sequence[Any], role: str, where: str) -> list[dict[str, st
     for i, part in enumerate(parts):
         at = f"{where}.{i}"
         if not isinstance(part, dict):
-            raise invalid(at, f"must be an object with type and text, not {json_type(part)}")
+            raise bad_field(at, f"must be an object with type and text, not {json_type(part)}")
         kind, only = part.get("type"), ", ".join(kinds)
         if kind not in kinds:
-            raise invalid(at, f"parts of type {kind!r:.80} are not supported; use {only}")
+            raise bad_field(at, f"parts of type {kind!r:.80} are not supported; use {only}")
         kept = drop_neutral_fields(part, at, IGNORED_IN_PARTS, {}, ("type", "text"))
         if not isinstance(kept.get("text"), str):
-            raise invalid(f"{at}.text", f"must be a string, not {json_type(kept.get('text'))}")
+            raise bad_field(f"{at}.text", f"must be a string, not {json_type(kept.get('text'))}")
         found.append(kept)
     return found
 
@@ -246,7 +248,7 @@ def read_stop(value: Any) -> tuple[str, ...]:
     """Parse `stop`: one string or an array of strings."""
     stops = [value] if isinstance(value, str) else value
     if not isinstance(stops, list):
-        raise invalid("stop", f"must be a string or an array of strings, not {json_type(value)}")
+        raise bad_field("stop", f"must be a string or an array of strings, not {json_type(value)}")
     check_count("stop", stops, MAX_STOPS, "stop strings")
     return tuple(stops)
 
@@ -256,11 +258,11 @@ def read_prompts(value: Any) -> list[str | list[int]]:
     if isinstance(value, str) or (isinstance(value, list) and value and is_id(value[0])):
         value = [value]
     if not isinstance(value, list) or not value:
-        raise invalid("prompt", "must be a string, an array of strings, or arrays of token ids")
+        raise bad_field("prompt", "must be a string, an array of strings, or arrays of token ids")
     check_count("prompt", value, MAX_PROMPTS, "prompts")
     for i, prompt in enumerate(value):
         if not (isinstance(prompt, str) or isinstance(prompt, list) and all(map(is_id, prompt))):
-            raise invalid(f"prompt.{i}", "must be a string or an array of token ids")
+            raise bad_field(f"prompt.{i}", "must be a string or an array of token ids")
     return value
 
 
@@ -389,8 +391,8 @@ class TextRequest(Generation):
 
 class TokenLogprob(NamedTuple):
     """
-    A token id, its log-probability (nats), and the most likely alternatives with theirs; None and
-    an empty list for the first token of a prompt.
+    A token id, its log-probability (nats), and the most likely alternatives with theirs. The first
+    token of a prompt has None and an empty list instead.
     """
 
     token: int
@@ -440,19 +442,19 @@ class Writer:
 
     def opening(self, index: int) -> dict[str, Any]:
         """Return the choice for the first chunk of a chat completion."""
-        return read_choice(index, None, None, delta={"role": "assistant", "content": ""})
+        return choice_entry(index, None, None, delta={"role": "assistant", "content": ""})
 
     def chunk(self, delta: Delta) -> dict[str, Any]:
         """Format a delta as a chunk's choice; tool calls are in `parts`, not in `content`."""
         logprobs = self.logprobs(delta.tokens) if self.has_logprobs and delta.tokens else None
         if self.kind == "text":
-            return read_choice(delta.index, logprobs, delta.finish, text=delta.text)
+            return choice_entry(delta.index, logprobs, delta.finish, text=delta.text)
         found: dict[str, Any] = {}
         if delta.text and delta.kind == "text":
             found["content"] = delta.text
         if delta.text and (parts := self.new_parts(delta)):
             found["parts"] = parts
-        return read_choice(delta.index, logprobs, delta.finish, delta=found)
+        return choice_entry(delta.index, logprobs, delta.finish, delta=found)
 
     def new_parts(self, delta: Delta) -> list[dict[str, Any]]:
         """
@@ -477,12 +479,12 @@ class Writer:
         logprobs = self.logprobs(tokens) if self.has_logprobs else None
         text = "".join(delta.text for delta in deltas if delta.kind == "text")
         if self.kind == "text":
-            return read_choice(last.index, logprobs, last.finish, text=text)
+            return choice_entry(last.index, logprobs, last.finish, text=text)
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         parts = [{"type": delta.kind, "text": delta.text} for delta in deltas if delta.text]
         if any(part["type"] != "text" for part in parts):
             message["parts"] = parts
-        return read_choice(last.index, logprobs, last.finish, message=message)
+        return choice_entry(last.index, logprobs, last.finish, message=message)
 
     # ---- log-probabilities -------------------------------------------------------------------
 
@@ -524,7 +526,7 @@ class Writer:
         return {self.name(token): clamp_logprob(logprob) for token, logprob in pairs}
 
 
-def read_choice(
+def choice_entry(
     index: int, logprobs: dict[str, Any] | None, finish: FinishReason | None, **content: Any
 ) -> dict[str, Any]:
     return {"index": index, **content, "logprobs": logprobs, "finish_reason": finish}

@@ -3,7 +3,7 @@ HTTP responses: one JSON object when the reply is complete, or a stream of serve
 
     Reply.news() -> deltas -> join_chunks -> Writer -> data: {...}
 
-`done` is called when the response ends, at once if the client disconnects.
+`done` is called when the response ends or the client disconnects.
 """
 
 import asyncio

@@ -80,7 +80,7 @@ class GenerationRequest:
     parts: bool = True
     """Separate tool calls from text; otherwise everything is text."""
     echo_from: int | None = None
-    """Prepend the prompt from this token on to the completion. None: no echo."""
+    """Echo the prompt, from this token on, before the completion. None: no echo."""
     only_prompt: bool = False
     """Discard the generated tokens."""
     logprobs: int | None = None
@@ -338,7 +338,7 @@ class Worker:
             self.enqueue(lambda: self.drop([a.completion for a in reply.answers]))
 
     def drain(self, seconds: float) -> None:
-        """Reject new requests, and abort those still running after `seconds`."""
+        """Reject new requests, and abort completions that have not ended after `seconds`."""
         with self.wake:
             self.deadline = time.monotonic() + seconds
             self.wake.notify()
@@ -458,7 +458,7 @@ class Worker:
 
 
 def cancel_all(engine: Engine) -> None:
-    """Cancel all completions and free all slots without using the broken device."""
+    """Cancel all completions and free all slots without using the device, which may be broken."""
     for queue in (engine.waiting, engine.active, engine.calling):
         for completion in queue:
             completion.cancel()

@@ -179,7 +179,7 @@ def add_errors(app: FastAPI) -> None:
 
     async def unknown_path(request: Request, error: Any) -> Response:
         headers = dict(error.headers or {})
-        if error.status_code == 405:  # HEAD goes with GET; OPTIONS is always allowed
+        if error.status_code == 405:  # HEAD is allowed where GET is; OPTIONS always
             methods = {*headers.get("Allow", "").split(", "), "OPTIONS"} - {""}
             methods |= {"HEAD"} if "GET" in methods else set()
             headers["Allow"] = ", ".join(sorted(methods))

@@ -22,7 +22,7 @@ def render_fitting(tokenizer: Tokenizer, messages: Sequence[Message], max_tokens
     Leading system messages and the last user turn are always kept. Raises ValueError for messages
     that cannot be rendered.
     """
-    merge_turns(messages)  # its errors give message numbers
+    merge_turns(messages)  # only for its errors, which give message numbers
     num_opening = next((i for i, m in enumerate(messages) if m["role"] != "system"), 0)
     opening, spoken = messages[:num_opening], merge_turns(messages[num_opening:])
 

@@ -290,8 +290,8 @@ impl PairUpdates {
         self.sums[id as usize].lost += count;
     }
 
-    /// Sorts the positions into the arena, yields the adjacent id, the decrease in the old
-    /// pair's count and the state of the new pair, and resets itself.
+    /// Sorts the positions into the arena and resets itself. Yields, for each adjacent token, its
+    /// id, the decrease in the old pair's count and the state of the new pair.
     fn drain<'n>(
         &'n mut self,
         arena: &mut Vec<Position>,

@@ -311,7 +311,7 @@ fn split(text: &Bound<'_, PyString>, pattern: Option<&str>, engine: bool) -> PyR
     Ok(words)
 }
 
-/// Validates as `bpe::train` does, before any text is read.
+/// Validates `vocab_size` as `bpe::train` does, but before any text is read.
 fn checked_vocab_size(vocab_size: i64) -> PyResult<u32> {
     let size = u32::try_from(vocab_size)
         .map_err(|_| value_error!("vocab_size {vocab_size} is not a 32-bit size"))?;

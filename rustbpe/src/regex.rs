@@ -211,7 +211,7 @@ mod tests {
             let codes =
                 (0..0x3_3500_u32).chain(0xe_0000..0xe_0200).chain((0..0x11_0000).step_by(997));
             for block in codes.collect::<Vec<_>>().chunks(1024) {
-                // In this context each class is split differently
+                // With these neighbors, each class is split differently
                 let text: String = block
                     .iter()
                     .filter_map(|&code| char::from_u32(code))

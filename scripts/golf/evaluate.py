@@ -6,7 +6,7 @@ Evaluate artifacts from their files alone: validation bits per byte, plain and s
 
 Reads   artifacts (scripts.export --format=artifact) and validation text; if an artifact's
         source checkpoint still exists, its unquantized weights are evaluated too
-Writes  the section "Parameter golf"; several artifacts must be seeds of one recipe (mean, spread)
+Writes  the section "Parameter golf": mean and spread of the artifacts (seeds of one recipe)
 """
 
 import time

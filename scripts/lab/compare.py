@@ -44,7 +44,7 @@ def main(cfg: Compare) -> None:
     started = time.perf_counter()
     if cfg.before == cfg.after:
         raise ValueError(f"{cfg.before} and {cfg.after} are the same; set --before and --after")
-    sides = [find_runs(name, cfg.report_dir) for name in (cfg.before, cfg.after)]
+    sides = [find_run(name, cfg.report_dir) for name in (cfg.before, cfg.after)]
     before, after = sides
     names = [name for name in before.values if name in after.values]
     if not names:
@@ -65,7 +65,7 @@ def main(cfg: Compare) -> None:
     report.append_section(section, cfg, verdicts, provenance, cost, tables=[table])
 
 
-def find_runs(name: str, report_dir: str | None) -> ScoredRun:
+def find_run(name: str, report_dir: str | None) -> ScoredRun:
     """
     Return the newest recorded value of every metric of a model.
 

@@ -5,7 +5,7 @@ Measure how much scores vary when the same model answers the same questions repe
     python -m scripts.lab.eval_variance --checkpoints="sft:d4|rl:d4:50" --runs=5 --max_problems=200
 
 Reads   checkpoints as stage[:tag[:step]] and the evaluation splits of the tasks
-Writes  eval_variance.json under the base directory, which sets the default repeats of
+Writes  eval_variance.json under the base directory, which sets the default num_samples of
         scripts.chat_eval, and the section "Evaluation variance". Tasks scored by logits are
         skipped: they are deterministic
 """

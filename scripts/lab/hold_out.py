@@ -3,11 +3,11 @@ Hold out final benchmarks, and check training data for contamination.
 
     python -m scripts.lab.hold_out --final="humaneval|kmmlu"    # scoring them then needs --final
     python -m scripts.lab.hold_out --mixture="smoltalk,gsm8k"   # overlap with benchmarks
-    python -m scripts.lab.hold_out                              # final benchmarks and accesses
+    python -m scripts.lab.hold_out                              # list finals and accesses to them
 
 Reads   held_out.json and held_out_access.jsonl under the base directory; with --mixture,
-        its conversations and the evaluation splits of all tasks
-Writes  held_out.json; with --mixture, also the section "Overlap"
+        its conversations and the evaluation splits of the benchmarks
+Writes  held_out.json with --final; the section "Overlap" with --mixture
 """
 
 import time
@@ -30,8 +30,8 @@ class HoldOut:
     final: str = ""
     """Tasks to declare final, separated by |; includes other tasks with the same questions."""
     benchmarks: str = ""
-    """Tasks to compare a mixture with, separated by |. Default: all scored tasks not made from the
-    embedded world."""
+    """Tasks to compare a mixture with, separated by |. Default: all scored tasks, without derived
+    ones, spelling and the embedded world."""
     report_dir: str | None = None
     """Folder of records. Default: report/ under the base directory."""
     mix: MixConfig = field(default_factory=MixConfig)
@@ -69,10 +69,10 @@ def scan(cfg: HoldOut) -> None:
         for name, o in zip(owners, found, strict=True)
         if o.shared or o.whole
     ]
-    columns = ["Bucket", "Benchmark", "Items", "Checked", "Share 13 words", "Stand whole"]
+    columns = ["Bucket", "Benchmark", "Items", "Checked", "Share 13 words", "Found in full"]
     table = {"title": "Overlap with benchmarks", "columns": columns, "rows": rows}
     print(report.render_table(table))
-    values = {"Items that share something": sum(len(o.shared) + len(o.whole) for o in found)}
+    values = {"Items with overlap": sum(len(o.shared) + len(o.whole) for o in found)}
     inputs = {"before": fingerprint({bucket.name: bucket.train.identity for bucket in learned})}
     provenance = records.Provenance(records.new_run_id(), 0, inputs)
     cost = records.Cost(time.perf_counter() - started)

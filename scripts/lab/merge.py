@@ -39,11 +39,11 @@ from nanochat.lab.merge import (
     RowBits,
     Tensors,
     WeightPath,
+    average,
     bits_by_row,
     greedy,
     interpolate,
     loss_barrier,
-    mean_of,
     merge,
     warnings,
 )
@@ -65,8 +65,8 @@ class MergeScript:
     base: str | None = None
     """Common base checkpoint, for methods that need one. Default: none."""
     greedy: bool = False
-    """Greedy soup: start from the best parent; add another only if it improves the mean beyond
-    noise."""
+    """Greedy soup: start from the best parent; add another only if the averaged model improves by
+    more than noise."""
     unrelated: bool = False
     """Merge models without a recorded common ancestor."""
     tag: str = "merged"
@@ -120,7 +120,7 @@ def validation_buckets(cfg: MergeScript, first: Checkpoint) -> list[Bucket]:
         raise ValueError(f"{first.folder} records no validation mixture; set --val_mixture")
     spec, declared = read_mixture(spec)
     found = buckets(spec, declared or first.state.get("declared", {}))
-    require_access((bucket.measures for bucket in found if bucket.measures), False, {})
+    require_access((bucket.benchmark for bucket in found if bucket.benchmark), False, {})
     return found
 
 
@@ -143,7 +143,7 @@ def main(cfg: MergeScript) -> None:
     shares = cfg.merging.shares(len(parents))
     if cfg.greedy:
         shares = greedy(tensors, scores, judge.score)
-        merged = mean_of(tensors, shares)
+        merged = average(tensors, shares)
     else:
         merged = merge(tensors, cfg.merging, origin, matrices)
     found = judge.score(merged)

@@ -54,8 +54,8 @@ class SweepScript:
     """Folder under sweeps/; each name has its own ledger."""
     arms: str = ""
     """Data ablations, separated by |, with the control's total tokens in other proportions:
-    copy:name, only:x, drop:x, swap:a->b, scale:x*2, ratio:language ko:en=1:4. A bucket that
-    only an arm uses is listed as =0% in --mixture."""
+    copy:name, only:x, drop:x, swap:a->b, scale:x*2, ratio:language ko:en=1:4. In --mixture,
+    list buckets used only by arms with =0%."""
     arm_floor: str = ""
     """Minimum shares of other buckets in every `only` arm, as in arc_easy=5%; keeps answers in the
     format that evaluations parse."""
@@ -103,7 +103,7 @@ def main(cfg: SweepScript) -> None:
             mixture = study.mixture(study.bases[0])
             reject_contaminated({name: tags.parent for name, (_, tags) in mixture.items()})
     with sweep:
-        values, tables, series = (tune if cfg.searching.search else contrast)(cfg, study, sweep)
+        values, tables, series = (tune if cfg.searching.search else run_arms)(cfg, study, sweep)
     rate = cfg.hourly_rate
     if rate is None:
         rate = records.default_rate(report.hardware()["gpus"])
@@ -132,8 +132,8 @@ Findings = tuple[dict[str, Any], list[dict[str, Any]], dict[str, list[list[float
 """Values, tables and series of the record."""
 
 
-def contrast(cfg: SweepScript, study: Study, sweep: Sweep) -> Findings:
-    """Compare every arm with the control."""
+def run_arms(cfg: SweepScript, study: Study, sweep: Sweep) -> Findings:
+    """Train all arms and compare each with the control."""
     arms = (
         dict.fromkeys(study.bases, from_grid(cfg.grid)) if cfg.grid else ablate(cfg, study, sweep)
     )
@@ -147,7 +147,7 @@ def contrast(cfg: SweepScript, study: Study, sweep: Sweep) -> Findings:
         f"{c.arm}, {c.base}": f"{c.difference:+.4f} ({c.verdict})" for c in first
     }
     values["Comparisons"] = len(found)
-    values["Verdicts that stand after Holm"] = sum(c.stands for c in found)
+    values["Verdicts that hold after Holm correction"] = sum(c.stands for c in found)
     if broken := [name for name, run in done.items() if run.is_broken]:
         values["Broken runs"] = ", ".join(broken)
     return values, [table], {f"{c.arm}, {c.base}": [[c.difference, c.bar]] for c in first}
@@ -187,15 +187,15 @@ def tune(cfg: SweepScript, study: Study, sweep: Sweep) -> Findings:
     values = {
         f"Chosen {flag}": found.chosen,
         f"{cfg.metric}, mean of {len(scores)} seeds": over_seeds(scores),
-        "Best seed, as it was chosen": scores[found.lucky],
+        "Score of the best seed when it was chosen": scores[found.best_seed],
         "Expected inflation of the best score": found.inflation,
     }
     if measured_on_rows(cfg.metric):  # re-evaluated greedy answers would be identical
         jobs = [study.confirmation(runs[found.chosen, seed]) for seed in range(1, 1 + len(scores))]
         done = sweep.run_all(jobs)
         anew = [done[job.name].metric(cfg.metric) for job in jobs]
-        values["The same seeds on other rows, mean"] = over_seeds(anew)
-        values["The chosen seed there"] = anew[found.lucky]
+        values["The same seeds on other validation rows, mean"] = over_seeds(anew)
+        values["The best seed on other validation rows"] = anew[found.best_seed]
     return values, [found.table()], found.series()
 
 

@@ -5,7 +5,7 @@ Pretrain a recursive base model, which applies its middle layers several times.
     torchrun --nproc_per_node=8 -m scripts.recursion.base_train -- --depth=24 --n_loops=2
 
 Reads   the inputs of scripts.base_train; accepts its flags and more
-Writes  the same outputs
+Writes  the outputs of scripts.base_train
 """
 
 from dataclasses import dataclass, field

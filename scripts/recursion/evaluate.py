@@ -48,7 +48,7 @@ class RecursionEval:
     """Folders under base_checkpoints/ of recursive models that are seeds of one recipe. Default:
     the newest."""
     plain_tags: tuple[str, ...] = ()
-    """Folders of plain models, compared at each equal cost: FLOPs, tokens or parameters."""
+    """Folders of plain models to compare at equal cost: FLOPs, tokens or parameters."""
     eval_tokens: int | None = None
     """Validation tokens to score. Default: 10,485,760; 262,144 on a CPU."""
     device_batch_size: int | None = None
@@ -101,7 +101,7 @@ def main(cfg: RecursionEval) -> None:
         machine.print0(f"{criterion.name}: {criterion.summary}")
     if machine.is_main:
         with machine.working("writing the report"):
-            write_figures(cfg, machine, recursive, plain, criteria, started)
+            write_record(cfg, machine, recursive, plain, criteria, started)
     machine.close()
 
 
@@ -121,7 +121,7 @@ def require_comparable(checkpoints: Sequence[Checkpoint]) -> None:
 
 
 def require_one_recipe(recursive: Sequence[LoopScores], plain: Sequence[LoopScores]) -> None:
-    """Raise UsageError if a model is of the wrong kind or is not a seed of the recursive recipe."""
+    """Raise UsageError for a model of the wrong kind, or recursive models of several recipes."""
     first = recursive[0]
     for s in recursive:
         if not isinstance(s.model, RecursiveGPT):
@@ -224,7 +224,7 @@ def fmt_mean(values: Sequence[float]) -> str:
     return f"{found.value:.4f}" + ("" if math.isnan(found.se) else f" +- {found.se:.4f}")
 
 
-def write_figures(
+def write_record(
     cfg: RecursionEval,
     machine: DistContext,
     recursive: Sequence[LoopScores],
@@ -251,7 +251,7 @@ def write_figures(
         "Number of training tokens": arm.tokens,
         "Total training flops": f"{arm.flops:e}",
         "Refinement % (a bad first loop makes it large)": refinement([y for _, y in curve[:r]]),
-        **late_figures(recursive),
+        **late_metrics(recursive),
         "Runs": ", ".join(runs),
     }
     arm_rows = []
@@ -293,7 +293,7 @@ def mean_of(lines: Sequence[dict[str, float]], name: str) -> float:
     return mean(line[name] for line in lines if name in line)
 
 
-def late_figures(recursive: Sequence[LoopScores]) -> dict[str, float]:
+def late_metrics(recursive: Sequence[LoopScores]) -> dict[str, float]:
     """Mean loss by loop and gradient norm by part over the last tenth of steps and all seeds."""
     found = []
     for s in recursive:

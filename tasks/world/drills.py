@@ -163,7 +163,7 @@ def draw_drill(rng: Random, split: Split) -> Drill:
 
 @cache
 def purchases(split: Split) -> tuple[tuple[int, Goods], ...]:
-    """(count, goods): all purchases of 2 to 12 items with a product of the split."""
+    """(count, goods): all purchases of 2 to 12 items whose count * price is in the split."""
     counts = range(2, PRODUCT_LIMIT + 1)
     return tuple(
         (n, g) for g in goods() for n in counts if operand_split("product", n, g.price) == split

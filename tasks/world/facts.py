@@ -20,7 +20,7 @@ from tasks.world.words import relations, rows, table_rows, word_list
 T = TypeVar("T")
 Split = Literal["train", "val", "test"]
 
-# After these, "she" could refer to the friend and "it" to the animal, the inn or the festival
+# After these relations, "she" could mean the friend and "it" the animal, the inn or the festival
 AMBIGUOUS = frozenset("friend animal pet landmark festival month inn road".split())
 
 LAND = "Lowen"
@@ -343,7 +343,7 @@ def people_of(town_name: str) -> tuple[Person, ...]:
 
 
 def calendar(names: Sequence[str]) -> list[dict[str, Any]]:
-    """Months or days with the two that follow them."""
+    """Months or days, each with the two that follow it."""
     n = len(names)
     return [
         {"name": name, "after": names[(i + 1) % n], "later": names[(i + 2) % n]}

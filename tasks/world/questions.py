@@ -78,7 +78,7 @@ def field_values(kind: str, field: str) -> tuple[str, ...]:
 
 @cache
 def side_answers(kind: str, relation: str, field: str, trained: bool) -> tuple[str, ...]:
-    """The answers to one kind of question: those that training asks, or those it does not."""
+    """The answers to questions of one kind: those asked in training if `trained`, else the rest."""
     return tuple(
         q.answer
         for f in facts()
@@ -156,8 +156,8 @@ def choice(split: Split, i: int) -> Choice:
     """
     Four answers of different kinds, such as a town, a trade, a month and a pet.
 
-    Held-out questions cycle, one per list, and all positions are equally likely to be correct. In
-    training, each list has ROUNDS questions, some kinds far more often than others (SKEW).
+    A held-out list asks one question, each in turn; all positions are equally likely to be
+    correct. A training list has ROUNDS questions, far more of some kinds than of others (SKEW).
     """
     rng = question_rng("choice", split, i)
     if split != "train":
@@ -253,7 +253,7 @@ class LetterCount:
 
 @cache
 def countable(split: Split, letter: str, inside: bool) -> tuple[str, ...]:
-    """The words, with or without a letter, in which a split may count it."""
+    """The words in which a split may count a letter: those with it if `inside`, else without."""
     return tuple(
         word
         for word in spelling_words()

@@ -142,7 +142,7 @@ def story(rng: Random, split: Split) -> str:
 
 
 def several_stories(rng: Random, split: Split) -> str:
-    """Two or three episodes of different people."""
+    """Two or three random episodes."""
     parts = []
     for e in sample_episodes(rng, split, between(rng, 2, 3)):
         parts.append(f"{opening(rng, e.hero)} {episode_text(rng, e)} {ending(rng, e)}")

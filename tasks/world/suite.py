@@ -79,7 +79,7 @@ def suite() -> list[SuiteTask]:
 def task(
     name: str, kind: Kind, num_fewshot: int, baseline: float, delimiter: str, items: list[SuiteItem]
 ) -> SuiteTask:
-    """Build a task from its fields, in the order of the list above."""
+    """Build a task from its fields, in the order in which `suite` lists them."""
     return {
         "name": name,
         "kind": kind,

@@ -6,10 +6,10 @@ The embedded world as tasks: chat, facts, multiple choice, word problems, letter
 By construction, no question, calculation or letter count of the val and test splits occurs in a
 training document or conversation.
 
-RL helps on tasks that the earlier stages leave half solved. After these, a small model solves
-nearly all problems and letter counts of the train split (mean rewards 0.99 and 0.96 at depth 4,
-2026-11), so most groups have equal rewards and little signal. On facts it gets 0.8 by sampling but
-0.97 by greedy decoding; RL narrows this gap, also for questions it never trains on.
+RL helps on tasks that the earlier stages leave half solved. After those stages, a small model
+solves nearly all problems and letter counts of the train split (mean rewards 0.99 and 0.96 at
+depth 4, 2026-11), so most groups have equal rewards and little signal. On facts it gets 0.8 by
+sampling but 0.97 by greedy decoding; RL narrows this gap, also for questions it never trains on.
 """
 
 from functools import cache

@@ -146,7 +146,7 @@ def test_few_shot_losses_match_lm_eval(monkeypatch):
         torch.testing.assert_close(torch.tensor(sums), torch.tensor(nats), rtol=1e-3, atol=1e-3)
 
 
-def test_start_bench_rejects_light_module_loading_torch(monkeypatch):
+def test_start_bench_rejects_a_light_module_that_loads_torch(monkeypatch):
     monkeypatch.setattr("nanochat.bench.start.LIGHT", ("nanochat.engine",))
     with pytest.raises(RuntimeError, match=r"nanochat\.engine loads torch"):
         bench_start(1, BenchLog())
@@ -193,7 +193,7 @@ def test_growth_is_fitted_with_a_power_law():
     assert "| ranks | 2.00 | 4.00 |  | 9.00 |  |" in growth_table([Point("ranks", 2, 4, 9)])
 
 
-def test_all_runs_each_bench_separately_and_survives_failure(monkeypatch, tmp_path, capsys):
+def test_what_all_runs_each_bench_separately_and_survives_failure(monkeypatch, tmp_path, capsys):
     commands = []
 
     def fake(command, cwd, env):

@@ -88,7 +88,7 @@ def test_document_bpb_matches_token_by_token_reference(stride, rows, tokenizer, 
     model, nats = model_of(tokenizer), 0.0
     for text in TEXTS:
         ids = [tokenizer.bos_id, *tokenizer.encode(text)]
-        for i in range(1, len(ids)):  # the first 16 share a window, then every `stride` tokens
+        for i in range(1, len(ids)):  # one window for the first 16, then one per `stride` tokens
             late = max(0, i - 16)
             begin = 0 if not late else -(-late // stride) * stride
             seen = torch.tensor([ids[begin:i]])

@@ -145,7 +145,7 @@ def test_invalid_clips_are_rejected(setting, value):
 
 
 def test_late_quantization_does_not_recompile_the_model():
-    """A flag would be constant-folded by the compiler."""
+    """An on/off flag in the model would be constant-folded by the compiler."""
     model = lively(build_model(TINY, torch.device("cpu"), torch.float32, seed=0))
     tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
     eager = model.loss(tokens, tokens).item()

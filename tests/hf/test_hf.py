@@ -472,8 +472,8 @@ def drawn_conversation(rng):
         messages.append({"role": role, "content": content})
     kinds = [p["type"] for m in messages if isinstance(m["content"], list) for p in m["content"]]
     if "python_output" in kinds:
-        # If no special token ends the trained text, transformers ends the mask at the first
-        # token of its last character: make that a one-token character
+        # If no special token follows the trained text, transformers ends the mask at the first
+        # token of the last character: end every text with a period, which is a single token
         for message in messages:
             if isinstance(message["content"], str):
                 message["content"] = full_stop(message["content"])

@@ -71,7 +71,7 @@ def test_R35_sft_trains_without_the_pretraining_text(tune, base, monkeypatch, ca
 
 
 @pytest.mark.parametrize("plant", ["mask", "template"])
-def test_bug_in_packed_rows_stops_the_first_step(tune, capsys, plant):
+def test_bug_in_packed_rows_stops_the_run_at_the_first_step(tune, capsys, plant):
     PLANTS[plant]()
     with pytest.raises(Broken, match="the run is broken: (.|\n)*or use --canaries=warn"):
         tune()

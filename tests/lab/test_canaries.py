@@ -65,7 +65,7 @@ def suite_of():
 
 
 def monitor_of(machine):
-    usual = {"text_bpb": 1.0, "knowing_nothing": 3.0, "taught_loss": 1.0}
+    usual = {"text_bpb": 1.0, "uniform_bpb": 3.0, "train_chat_loss": 1.0}
     answers = {"no_end": 0.0, "unreadable": 0.1, "repeated": 0.0, "one_letter": 0.3, "length": 1.1}
     return CanaryMonitor(CanaryConfig(), suite_of(), {**usual, **answers}, None, 100, machine, 50.0)
 
@@ -81,9 +81,9 @@ def checked(monkeypatch, monitor, step=10, smooth_loss=1.0, **changes):
 def test_suite_measures_text_conversations_and_answers(model):
     suite = suite_of()
     found = suite.measure_parent(model)
-    assert found["knowing_nothing"] == pytest.approx(math.log2(265), rel=0.02)  # one byte per token
-    assert 0 < found["text_bpb"] < 2 * found["knowing_nothing"]
-    assert found["taught_loss"] == pytest.approx(math.log(265), rel=0.3)
+    assert found["uniform_bpb"] == pytest.approx(math.log2(265), rel=0.02)  # one byte per token
+    assert 0 < found["text_bpb"] < 2 * found["uniform_bpb"]
+    assert found["train_chat_loss"] == pytest.approx(math.log(265), rel=0.3)
     assert found["no_end"] > 0.5 and found["unreadable"] > 0.5 and found["length"] > 3
     assert suite.measure(model) == suite.measure(model)
 
@@ -103,7 +103,9 @@ def test_R31_opening_the_pretraining_text_is_reported_as_work(machine, monkeypat
 
 def test_healthy_run_does_not_print_canaries(monkeypatch, machine, capsys):
     monitor = monitor_of(machine)
-    assert not checked(monkeypatch, monitor, text_bpb=1.2, taught_loss=0.9, length=1.3, no_end=0.1)
+    assert not checked(
+        monkeypatch, monitor, text_bpb=1.2, train_chat_loss=0.9, length=1.3, no_end=0.1
+    )
     assert [f.level for f in monitor.check_first_step(1.2)] == ["fine"]
     assert capsys.readouterr().out == "" and monitor.values()["Canaries"] == "fine"
 
@@ -178,8 +180,8 @@ def test_suite_without_conversations_does_not_compare_rows():
 
 def test_loss_gap_is_ignored_after_the_first_epoch(monkeypatch, machine):
     monitor = monitor_of(machine)
-    assert "apart" in checked(monkeypatch, monitor, step=40, smooth_loss=0.1, taught_loss=3.0)
-    assert not checked(monkeypatch, monitor, step=60, smooth_loss=0.1, taught_loss=3.0)
+    assert "apart" in checked(monkeypatch, monitor, step=40, smooth_loss=0.1, train_chat_loss=3.0)
+    assert not checked(monkeypatch, monitor, step=60, smooth_loss=0.1, train_chat_loss=3.0)
 
 
 def test_answer_canaries_are_off_if_the_parent_cannot_answer(monkeypatch, machine):
@@ -194,14 +196,14 @@ def test_forgetting_canary_is_off_for_an_untrained_parent(monkeypatch, machine):
     assert "forgotten" not in checked(monkeypatch, monitor, text_bpb=5.0)
 
 
-def test_long_conversation_is_not_generated():
+def test_long_expected_answers_are_not_generated():
     class Long(Letters):
         def conversation(self, i):
             return [user("tell me"), assistant("a long story " * 10)]
 
     suite = CanarySuite(TOKENIZER, [], {"x": Long()}, {"x": Long()}, {"x": 1.0})
     model = build_model(GPTConfig(265, 2, 32, 4, 2, 8, 64), torch.device("cpu"), torch.float32, 0)
-    assert set(suite.measure(model)) == {"taught_loss"}
+    assert set(suite.measure(model)) == {"train_chat_loss"}
 
 
 def test_broken_run_stops_unless_canaries_warn():

@@ -53,7 +53,7 @@ def test_recipe_compares_the_final_run_with_all_runs():
     assert rows["All"][:3] == ["11.50m", "29.50m", "2.6"]
 
 
-def test_seeds_and_noise_sections_are_listed():
+def test_seeds_and_recipe_tables_are_listed():
     records = [record("Chat SFT"), record("Sweep lr", seed=3)]
     found = seed_table(records)
     assert found["rows"] == [["0", "Chat SFT"], ["3", "Sweep lr"], ["several", "Sweep lr"]]

@@ -20,7 +20,7 @@ CFG = SearchConfig("lr", low=0.01, high=3.0)
 
 
 def valley(optimum, noise=0.0, sign=1):
-    """Scores with an optimum, and the list of recorded calls."""
+    """A mock scoring function with one optimum, and the list of its calls."""
     calls = []
 
     def tried(values, seeds):
@@ -42,7 +42,7 @@ def test_search_finds_the_best_value_and_uses_new_seeds():
     found = run_search(CFG, tried, True, 3)
     assert 0.15 < found.chosen < 0.27
     (wide, first), (tight, second), (finals, seeds) = calls
-    assert len(wide) == 10 and len(tight) == 4 and len(finals) == 2  # the middle one is known
+    assert len(wide) == 10 and len(tight) == 4 and len(finals) == 2  # tight: 5 minus 1 in wide
     assert first == second == [0] and seeds == [1, 2, 3]
     assert min(wide) == 0.01 and max(wide) == 3.0
     assert all(sorted(wide)[3] < value < sorted(wide)[6] for value in tight)
@@ -94,7 +94,7 @@ def test_values_are_formatted_as_flags():
     assert [show_setting(x) for x in (1048576, 2.0, 0.06694)] == ["1048576", "2", "0.06694"]
 
 
-def test_reported_inflation_matches_the_best_seed_excess():
+def test_reported_inflation_matches_the_excess_of_the_best_seed():
     excess, reported = [], []
     for i in range(200):
         rng = random.Random(i)
@@ -104,7 +104,7 @@ def test_reported_inflation_matches_the_best_seed_excess():
 
         found = run_search(CFG, tried, True, 3)
         scores = found.finals[found.chosen]
-        excess.append(fmean(scores) - scores[found.lucky])
+        excess.append(fmean(scores) - scores[found.best_seed])
         reported.append(found.inflation)
     # the sample standard deviation of 3 values is 0.886 sigma on average
     assert fmean(excess) == pytest.approx(0.05 * expected_maximum(3), rel=0.15)

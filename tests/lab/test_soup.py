@@ -47,7 +47,7 @@ def test_loss_barrier_between_models_triggers_a_warning():
 
 @pytest.fixture
 def two(trained_base, base):
-    """A base directory with two training runs of the same settings."""
+    """A base directory with two training runs that have the same settings."""
     shutil.copytree(trained_base, base)
     return base
 

@@ -67,7 +67,7 @@ def test_finished_run_is_shared_between_sweeps():
         again = runner.run_all([*jobs, job("c", 3.0)])
         assert len(runner.ledger()) == 1  # only the new job
     assert all(len(calls(again[name])) == 1 for name in "abc")
-    assert calls(done["a"])[0].split()[1] == done["a"].tag  # its own checkpoints
+    assert calls(done["a"])[0].split()[1] == done["a"].tag  # a tag of its own
 
 
 def test_key_depends_on_commands_inputs_and_code():
@@ -201,7 +201,7 @@ def test_stopped_sweep_keeps_finished_runs(how, status):
 
 
 def still_running(words, seconds=20.0):
-    """Whether a process with these words in its command is still running."""
+    """Whether a process with these words in its command still runs after `seconds`."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         found = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True)
@@ -393,7 +393,7 @@ def test_script_searches_for_a_value_and_re_evaluates_it(faked, base, monkeypatc
     monkeypatch.setattr(DoneRun, "metric", lambda run, name: abs(math.log(score_of(run))))
     sweep_script.main(SweepScript(searching=search, sweep=SweepConfig(devices=2)))
     values = read_json(base / "report" / "sweep.json")["values"]
-    assert values["Chosen score"] == 1.0 and values["The chosen seed there"] == 0.0
+    assert values["Chosen score"] == 1.0 and values["The best seed on other validation rows"] == 0.0
 
 
 def score_of(run):

@@ -251,6 +251,6 @@ def test_repeats_separate_item_and_sampling_error():
 
 
 @pytest.mark.parametrize("scores", [[[1, 0]], [[1], [0]], [[1, 0], [1]]])
-def test_missing_repeats_are_rejected(scores):
+def test_too_few_items_or_repeats_are_rejected(scores):
     with pytest.raises(ValueError, match="two items"):
         split_error(scores)

@@ -66,7 +66,7 @@ def test_preset_none_is_the_plain_model():
     assert type(build_model(PLAIN, CPU, torch.float32, 0)) is GPT
 
 
-def test_one_loop_of_new_model_equals_plain_model():
+def test_untrained_recursive_model_with_one_loop_equals_plain_model():
     plain, looped = model_of(PLAIN), build_model(recursive(n_loops=1), CPU, torch.float32, 0)
     missing = looped.load_state_dict(plain.state_dict(), strict=False)
     assert missing.missing_keys == ["inject.weight"] and not missing.unexpected_keys
@@ -353,14 +353,14 @@ def test_flags_override_preset_and_require_loops():
 # ---- metrics -------------------------------------------------------------------------------------
 
 
-def test_loop_figures():
+def test_loop_metrics_report_bpb_and_loop_order():
     figures = loop_metrics(recursive(), [3.0, 2.0, 1.5])
     assert figures["bpb_loop_2"] == 2.0 and figures["loops_in_order"] == 1.0
     assert figures["refinement_percent"] == pytest.approx(50)
     assert not is_monotonic([3.0, 2.0, 2.1]) and is_monotonic([2.0, 2.0])
 
 
-def test_step_figures_report_losses_and_norms_by_part(machine: DistContext):
+def test_step_metrics_report_losses_and_norms_by_part(machine: DistContext):
     model = model_of(recursive(supervise="full"))
     table = make_rules(OptimConfig(weight_decay=0.1), 32)
     optimizer = MuonAdamW(model, table, machine)

@@ -34,18 +34,18 @@ def test_arms_are_compared_at_equal_cost():
 
 @pytest.mark.parametrize("bpb,params,met", [
     ([2.00, 2.01, 1.99], 100, True),  # as good as deeper, with two thirds of its parameters
-    ([2.00, 2.01, 1.99], 140, False),  # as good, but with as many parameters
+    ([2.00, 2.01, 1.99], 140, False),  # as good, but without clearly fewer parameters
     ([1.90, 1.91, 1.89], 140, True),  # better by more than two standard deviations
     ([1.97, 1.98, 1.96], 140, False),  # better by less
     ([2.10, 2.11, 2.09], 100, False),  # worse, although smaller
-    ([2.02, 2.03, 2.01], 100, True),  # as good: within two standard deviations of 0.02
+    ([2.02, 2.03, 2.01], 100, True),  # as good: worse by 0.02, which is one standard deviation
 ])  # fmt: skip
-def test_pays_off_if_better_or_as_good_and_clearly_smaller(bpb, params, met):
+def test_recursion_pays_off_if_better_or_as_good_and_clearly_smaller(bpb, params, met):
     criterion = check_equal_flops(RECURSIVE._replace(bpb=bpb, params=params), ALL)
     assert criterion.met is met and "deeper" in criterion.why
 
 
-def test_matching_a_larger_model_fails_if_a_same_size_arm_matches():
+def test_matching_a_larger_arm_is_not_enough_if_an_equal_size_arm_also_does():
     assert check_equal_flops(RECURSIVE, [DEEPER]).met is True
     as_good = LONGER._replace(bpb=[2.01, 2.02, 2.00])
     assert check_equal_flops(RECURSIVE, [DEEPER, as_good]).met is False
@@ -65,7 +65,7 @@ def test_missing_arms_seeds_or_logs_are_inconclusive():
     assert check_gradients_finite([], 0).met is None and check_loss_falling([[]]).met is None
 
 
-def test_first_loop_must_not_be_held_back():
+def test_first_loop_must_not_be_harmed():
     assert check_first_loop(RECURSIVE, [2.13, 2.13, 2.14], ALL, trained=True).met is True
     assert check_first_loop(RECURSIVE, [2.15, 2.15, 2.15], ALL, trained=True).met is False
 

@@ -1,4 +1,4 @@
-"""scripts.chat_web in a subprocess: flags, startup errors and signals."""
+"""scripts.chat_web: flags, startup errors and signals."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from tests.web_server import HELLO, write_model
 
 @pytest.fixture
 def start(base):
-    """Run the script in the base directory; returns process, URL and output."""
+    """Start the script with this base directory; returns process, URL and output."""
     running = []
 
     def begin(*flags):
@@ -79,29 +79,19 @@ def test_ctrl_c_exits_without_traceback(start):
     assert "Traceback" not in process.stdout.read()
 
 
-def run(base, *flags):
-    command = [sys.executable, "-m", "scripts.chat_web", *flags]
-    environment = {**os.environ, "NANOCHAT_BASE_DIR": str(base)}
-    done = subprocess.run(
-        command, cwd=REPOSITORY, capture_output=True, text=True, env=environment, timeout=280
-    )
-    return done.returncode, done.stdout + done.stderr
-
-
-def test_port_in_use_is_reported_with_a_fix(base):
+def test_port_in_use_is_reported_with_a_fix(base, command):
     write_model()
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        status, output = run(base, f"--port={port}")
-    assert status == 2 and f"--port={port + 1}" in output and "Traceback" not in output
+        assert f"--port={port + 1}" in command.rejects("chat_web", f"--port={port}")
 
 
-def test_invalid_key_files_are_rejected(base, tmp_path):
+def test_invalid_key_files_are_rejected(tmp_path, command):
     (tmp_path / "empty").write_text("")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00key")
     for name in ("missing", "empty", "binary"):
-        status, output = run(base, "--port=0", f"--api_key_file={tmp_path / name}")
-        assert status == 2 and name in output and "Traceback" not in output
+        flag = f"--api_key_file={tmp_path / name}"
+        assert name in command.rejects("chat_web", "--port=0", flag)
 
 
 def test_public_address_without_key_prints_a_warning(start):
@@ -110,9 +100,8 @@ def test_public_address_without_key_prints_a_warning(start):
     assert "--api_key_file" in output and url.startswith("http://localhost:")
 
 
-def test_missing_model_error_suggests_speedrun(base):
-    status, output = run(base, "--port=0")
-    assert status == 2 and "bash speedrun.sh" in output and "Traceback" not in output
+def test_missing_model_error_suggests_speedrun(command):
+    assert "bash speedrun.sh" in command.rejects("chat_web", "--port=0")
 
 
 def test_suggestions_only_for_models_of_the_embedded_dataset():

@@ -467,7 +467,7 @@ def test_deleted_chats_can_be_restored(page, site):
     page.click("#chats a")
     assert said(page) == kept
     choose(page, "Keep me", "Delete")
-    page.go_back()  # its URL still shows it
+    page.go_back()  # the URL of a deleted chat still shows it
     assert said(page) == kept and page.is_visible("#trashed")
     page.click("#restore")
     assert titles(page) == ["Keep me"]
@@ -768,7 +768,7 @@ def test_typed_text_survives_changes_from_another_tab(page, site, monkeypatch):
     act(page, "assistant", "Retry")
     page.wait_for_selector("#send", state="visible")
     send(page, "Second")
-    until(lambda: other.locator(".versions").count() == 1)  # the answer below the open editor
+    until(lambda: other.locator(".versions").count() == 1)  # the answer below the editor updates
     assert other.input_value("#log textarea") == "Half typed"
     other.keyboard.press("Escape")
     other.hover("#chats li")

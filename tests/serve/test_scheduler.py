@@ -57,7 +57,7 @@ def text_of(pieces, index=0):
     return "".join(piece.text for piece in pieces if piece.index == index)
 
 
-def test_completion_numbers_run_across_all_prompts(engine):
+def test_completion_indices_run_across_all_prompts(engine):
     async def use(worker):
         reply = worker.submit(engine, [Prompt([1, 2], SHORT, n=2), Prompt([3], LONG)])
         pieces = await read(reply)

@@ -38,7 +38,7 @@ from tasks.world.facts import (
 from tasks.world.stories import episode_split, episodes
 from tasks.world.words import word_list
 
-DIGESTS = {2: "4a23b58808d1ae8b b81cbc6151a4cafa"}  # of the first shards, train and val
+DIGESTS = {2: "4a23b58808d1ae8b b81cbc6151a4cafa"}  # by version: first shards of train and val
 
 
 @cache
@@ -248,7 +248,7 @@ def test_every_question_has_one_answer_and_several_choices():
     assert [text for text, found in answers.items() if len(found) != 1] == []
 
 
-def test_world_is_consistent_with_uniform_answers():
+def test_world_is_consistent_and_answers_are_uniform():
     for town in towns():
         assert len({p.trade for p in people() if p.town == town.name}) == 4
     for p in people():

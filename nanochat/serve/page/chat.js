@@ -68,8 +68,8 @@ export function pathTo(chat, head) {
   return path.reverse();
 }
 
-// parent id -> its child messages, oldest first. A continued answer is omitted: its continuation
-// includes all of it.
+// parent id -> its child messages, oldest first. A continued answer with no messages below it is
+// omitted: its continuation includes all of it.
 export function childrenOf(chat) {
   const children = new Map(), continued = new Set(), parents = new Set();
   for (const node of Object.values(chat.nodes)) {
@@ -106,7 +106,7 @@ export const isRecent = (node) => !isFinished(node) && Date.now() - node.saved <
 // Whether an answer was cut off and has text to continue.
 export const isIncomplete = (node) => node.role === "assistant" && node.finish !== "stop" && textOf(node) !== "";
 
-// A path's messages in API format, without unanswered questions.
+// A path's messages in API format, without empty answers and the questions above them.
 export function asMessages(path) {
   const kept = path.filter((node, i) => (node.role === "assistant" ? node : path[i + 1] || { parts: [1] }).parts.length);
   return kept.map(({ role, parts }) => ({

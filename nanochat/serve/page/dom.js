@@ -1,4 +1,4 @@
-// Helpers for elements, toasts, menus and downloads. Text becomes text nodes only.
+// Helpers for elements, toasts, menus and downloads. Text is only ever inserted as text nodes.
 
 export const $ = (id) => document.getElementById(id);
 

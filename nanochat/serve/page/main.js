@@ -197,7 +197,7 @@ function follow() {
   on("trouble", (text) => { $("trouble").querySelector("span").textContent = text; $("trouble").hidden = false; });
   $("trouble").querySelector("button").addEventListener("click", () => { $("trouble").hidden = true; });
   followOtherTabs();
-  // An answer that another tab stopped updating can be continued here.
+  // Rerender regularly: when another tab stops updating an answer, it can be continued here.
   setInterval(() => { if (view.chat && !isRunning(view.chat.nodes[view.head])) render(); }, 5000);
 }
 

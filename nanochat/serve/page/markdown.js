@@ -3,7 +3,7 @@
 // Blocks: paragraphs, headings, lists, tasks, tables, quotes, rules, fenced code, display math.
 // Line breaks are kept. Nested blocks are parsed from lines with their prefix removed, at most
 // MAX_DEPTH deep, so the time is linear in the text. Only elements in TAGS are created, and text
-// becomes text nodes only.
+// is only inserted as text nodes.
 
 import { button, copyText, make } from "./dom.js";
 import { highlight } from "./highlight.js";

@@ -113,7 +113,7 @@ export function hasUnsaved() {
   return unsaved.size > 0;
 }
 
-// Retry after space may have been freed.
+// Save the unsaved chats again, because space may have been freed.
 export function saveUnsaved() {
   for (const id of [...unsaved]) {
     if (chats.has(id) && !saveChat(chats.get(id))) return;
@@ -144,7 +144,7 @@ export function removeForever(chat) {
   emit("chats", chat.id);
 }
 
-// Import a chat from a file, merging it into an existing one. Returns the chat.
+// Import a chat from a file, merging it with the existing copy, if any. Returns the chat.
 export function receive(chat) {
   const mine = chats.get(chat.id), wasRemoved = removed.delete(chat.id);
   if (mine) merge(mine, chat);
