@@ -113,7 +113,7 @@ python -m dev.plan --profile="$PROFILE" --processes="$processes" --gpu="$gpu_nam
 # ---- Stages -------------------------------------------------------------------------------------
 source dev/stages.sh
 
-few_shot=1 # the embedded data set has its own few-shot tasks
+few_shot=1 # the embedded dataset has its own few-shot tasks
 if [ "$PROFILE" = h100x8 ] || [ "$PROFILE" = gpu ]; then
     fetch_suite
     core+=("${suite[@]}")

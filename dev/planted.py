@@ -4,8 +4,8 @@ Test that a sweep detects a known effect and reports no false ones, on the embed
     python -m dev.planted --base=d4
 
 The control trains on multiple choice and word problems. One ablation arm has half of the answer
-letters randomized and must be reported as worse. Ten arms are copies of the control, of which at
-most one may be reported as different.
+letters randomized and must be reported as worse. Ten arms are copies of the control; at
+most one of them may be reported as different.
 
 Reads   mid_checkpoints/<base>/ under the base directory
 Writes  planted/*.jsonl there, and report section "Sweep planted"

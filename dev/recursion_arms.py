@@ -3,9 +3,9 @@ Compare recursive models with plain models of equal cost: presets x seeds, in on
 
     python -m dev.recursion_arms --presets=share2,aggressive,extreme
 
-All runs but one per preset have the FLOPs of --steps steps of the plain model, within 4%: the plain
-model and, per preset, the recursive model (same parameters) and a deeper plain one (same tokens as
-the recursive one). The exception is a plain run with those tokens. --others=1 adds arms that
+The plain model trains for --steps steps. For each preset, three models train on the same number
+of tokens: the recursive one (same parameters as the plain one), a deeper plain one, and the plain
+one. All runs but this last one have equal FLOPs, within 4%. --others=1 adds arms that
 are not presets. The runs in dev/LOG.md had one key/value head, an MLP ratio of 3 and a tied LM
 head, which now only scripts.golf.base_train supports; commit 484885b reproduces them.
 

@@ -541,7 +541,7 @@ class CheckpointManager:
         return None
 
     def require_finite(self, model: GPT, optimizer: MuonAdamW) -> None:
-        """Raise NonFiniteError on all ranks, naming the first tensor not finite on any rank."""
+        """Raise NonFiniteError on all ranks, naming the first non-finite tensor of any rank."""
         named = {**model.state_dict(), **optimizer.local_state()}
         found = [name for name in self.machine.gather(first_not_finite(named)) if name]
         if found:
@@ -598,7 +598,7 @@ class CheckpointManager:
         """
         Whether an earlier attempt of this launch saved a checkpoint.
 
-        A node that joins late has restart count 0, so an unfinished run also counts as restarted.
+        A node that joins late has restart count 0, so an unfinished run of the launch counts too.
         """
         restarted, launch = self.machine.any(self.machine.restarts > 0), self.machine.launch
 

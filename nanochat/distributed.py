@@ -5,7 +5,7 @@ Distributed runs: rendezvous, heartbeats, device, dtype and collectives.
     gather
 
 A single process has world size 1. A waiting rank checks the heartbeats of the others: it keeps
-waiting for a rank that reports long work, and ends the run with an error that names a hung rank.
+waiting for a rank that reports long work; if one hangs, the run ends with an error naming it.
 """
 
 import datetime
@@ -30,8 +30,8 @@ from nanochat.config import short
 from nanochat.hardware import device_name, keep_freed_memory
 
 # ---- Rendezvous: a separate store for each attempt -----------------------------------------------
-# torchrun keeps one store for all attempts of a launch, including the addresses of dead ranks. A
-# rank that reads one waits for a dead process (pytorch#135712; seen with torch 2.15 at the second
+# torchrun keeps one store for all attempts of a launch. A rank that reads a dead rank's address
+# in it waits for that process (pytorch#135712; seen with torch 2.15 at the second
 # restart). An attempt counter does not help: a node that joins later starts at zero. Instead, each
 # rank sends a unique token and accepts only a reply to this token.
 
@@ -71,8 +71,8 @@ def name_attempt(store: Store, rank: int, world_size: int, timeout_seconds: floa
 # ---- Heartbeats of the ranks ---------------------------------------------------------------------
 # A thread on each rank sends a heartbeat every second, which reports that the rank is waiting for
 # others, doing long work (`working`), or neither. A waiting rank reads the heartbeats of the others
-# and keeps waiting while one of them reports work. It exits, listing the state of all others, if
-# for the whole timeout one of them sent no heartbeat or reported nothing, or all were waiting.
+# and exits, listing their states, if for the whole timeout any of them was silent or reported
+# neither, or none of them reported work.
 
 
 BEAT_SECONDS = 1.0
@@ -105,7 +105,7 @@ class RankHeartbeat:
     """
     Sends the heartbeats of one rank and checks the others. All ranks create it at the same time.
 
-    Wrap code that waits for other ranks, and long work that they wait for, in `doing`. If a wait
+    Use `doing` around waits for other ranks and around long work that they wait for. If a wait
     exceeds `timeout_seconds` without reported work, the process exits with status HUNG. Set
     `closed` to end the thread.
     """

@@ -261,8 +261,8 @@ def power_of_two(n: int) -> int:
 
 # Code -> result or a future of it; None = inject nothing
 Tool = Callable[[str], str | None | Future[str | None]]
-# Maximum number of tokens per prefill batch, padding included. A GPU needs large batches; a CPU
-# wastes less on padding with small batches of similarly long prompts.
+# Maximum number of tokens per prefill batch, padding included. A GPU needs large batches; on a
+# CPU, small batches of similarly long prompts waste less on padding.
 CPU_PREFILL_TOKENS, GPU_PREFILL_TOKENS = 2048, 8192
 TOOL_WAIT_SECONDS = 0.01  # wait for a tool result when all sequences are idle
 

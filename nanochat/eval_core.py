@@ -115,7 +115,7 @@ class FewShotTask:
 
 @dataclass(frozen=True)
 class Question:
-    """A tokenized item: one sequence per option, scored from its index in `starts` on."""
+    """A tokenized item: one sequence per option, scored from its `starts` index on."""
 
     number: int
     options: Sequence[Sequence[int]]
@@ -188,7 +188,7 @@ class EvalModel:
 
 
 def eval_model_of(model: GPT, tokenizer: Any) -> EvalModel:
-    """Wrap one of our own models, preferably a copy by `gpt.inference_copy`."""
+    """Wrap one of our own models, preferably a `gpt.inference_copy`."""
     most = CPU_PASS_TOKENS if model.device.type == "cpu" else GPU_PASS_TOKENS
     context, device = model.cfg.max_seq_len, model.device
     return EvalModel(model, tokenizer, context, model.new_cache, most, device)
@@ -347,7 +347,7 @@ def core(scores: Sequence[TaskScore]) -> stats.Estimate:
 
 
 PUBLISHED_URL = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
-# of that archive, as pinned by several independent public projects (2026-06)
+# its hash, as pinned by several independent public projects (2026-06)
 PUBLISHED_SHA256 = "90a7c19e28ee7a52b4f6e1f87658deb9fde7f63deba2379045bdb1fe9ea5d200"
 PUBLISHED_ITEMS = 91_037  # over all tasks in the archive
 # CORE tasks, in report order
@@ -431,8 +431,8 @@ def require_safe(path: Path) -> None:
 
 def read_bundle(root: Path | zipfile.Path) -> Suite:
     """
-    Read the tasks of a folder or archive; tasks without an item file are skipped. `about` in
-    core.yaml describes a suite other than DCLM's.
+    Read the tasks of a folder or archive; tasks without an item file are skipped. A non-DCLM suite
+    describes itself by `about` in core.yaml.
     """
     folders: list[Any] = [root, *(path for path in root.iterdir() if path.is_dir())]
     folder = next((path for path in folders if (path / "core.yaml").is_file()), None)

@@ -52,7 +52,7 @@ TRANSIENT_ERRORS = {
     *("RemoteProtocolError", "Timeout", "ChunkedEncodingError", "XetDownloadError"),
     "LocalEntryNotFoundError",  # unless it has a cause
 }
-NO_NETWORK = "work offline: --dataset=embedded, --dataset=<folder> or jsonl:<file> conversations"
+NO_NETWORK = "work offline: --dataset=embedded or <folder>, or conversations from jsonl:<file>"
 
 
 def request(repo: str, revision: str, file: str | None, action: Callable[[], X]) -> X:
@@ -209,7 +209,7 @@ def set_timeouts(http_request: Any) -> None:
 
 
 def raise_transient(response: Any) -> None:
-    """Raise for a web page; also for a transient status, as only `with_retries` should retry it."""
+    """Raise for a web page and for a transient status, which only `with_retries` should retry."""
     if response.status_code in TRANSIENT_STATUS:
         hf_raise_for_status(response)
     if response.is_success and "text/html" in response.headers.get("Content-Type", ""):

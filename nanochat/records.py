@@ -135,7 +135,7 @@ def inherited_run_id(inputs: Mapping[str, str], report_dir: Folder = None) -> st
 def estimate(value: float, n: int, se: float, *repeats: float | None) -> dict[str, Any]:
     """
     A measured value with its number of items and standard error. `repeats`, for items sampled
-    k times: k and the parts of the error due to the choice of items and to the repeats.
+    k times: k, the error due to the choice of items, and the error due to the repeats.
     """
     names = ("k", "item_se", "repeat_se")
     return {"value": value, "n": n, "se": se, **dict(zip(names, repeats, strict=False))}
@@ -321,7 +321,7 @@ def relative_path(path: Path) -> str:
 
 
 def extend_record(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """Merge the values, items, tables, series, files and costs of `old` if the inputs are equal."""
+    """Add to `new` the values, items, tables, series, files, costs of `old` for equal inputs."""
     if old["provenance"]["inputs"] != dict(new["provenance"]["inputs"]):
         return new
     both = {part: {**old[part], **new[part]} for part in ("values", "items", "series", "files")}

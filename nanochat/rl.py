@@ -211,7 +211,7 @@ class RolloutLoader:
         }
 
     def draws(self, step: int) -> range:
-        """Indices, within the run, of this rank's question draws in a step."""
+        """This rank's question draws in a step, numbered over the run."""
         first, per_step = step * self.cfg.examples_per_step, self.cfg.examples_per_step
         return range(first + self.machine.rank, first + per_step, self.machine.world_size)
 

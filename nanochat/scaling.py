@@ -98,7 +98,7 @@ def plan_horizon(
     Number of steps and batch size. Precedence: num_iterations, target_flops, tokens per parameter.
 
     With num_iterations, the batch size still follows the ratio. A default batch is rounded
-    to whole rows per device: no change for 1, 2, 4 or 8 devices, unless they outnumber its
+    to whole rows per device: no change for 1, 2, 4 or 8 devices, unless devices outnumber
     rows. Raises ValueError for settings that are not positive, or for a total_batch_size that
     does not divide evenly, suggesting one that does.
     """

@@ -227,7 +227,7 @@ class TrainingRun:
     schedule: ScheduleConfig
     kernels: KernelConfig = KernelConfig()
     prepared: Prepared | None = None
-    """Kernels and micro-batch size if already chosen (RL), with the time of all steps."""
+    """Kernels, micro-batch size and estimated training time if already known (RL)."""
     objective: Trainable | None = None
     """Computes the loss. Default: the model."""
     callbacks: Sequence[Callback] = ()
@@ -576,7 +576,7 @@ def fit_rows(run: TrainingRun, steps: int) -> Prepared:
     # two copies of a step's tokens and targets, because a step may reorder its rows
     ids = torch.arange(4 * rows * T, device=device).view(4, rows, T) % model.cfg.vocab_size
     # skip the update on CPU, because undoing it takes more memory than the update itself; under a
-    # time budget measure it anyway, so that compiling it is not part of the budget
+    # time budget, measure it anyway so that compiling it is not part of the budget
     update = device.type == "cuda" or run.max_seconds is not None
     rehearse = partial(preflight.rehearse, trainable, optimizer, machine, ids, update)
     # same limit on all ranks: if only one ran out of memory, it would miss a collective

@@ -191,8 +191,8 @@ def plan(
     cfg: BaseTrain, model: GPT, max_seconds: float | None, machine: DistContext
 ) -> tuple[Horizon, int]:
     """
-    Return the horizon, which ignores the time budget, and the maximum number of steps: with a
-    budget and no num_iterations, twice the estimated number, so that enough text is packed.
+    Return the horizon, which ignores the time budget, and the maximum number of steps. With a
+    budget and no num_iterations, it is twice the estimate, so that enough text is packed.
     """
     horizon = plan_horizon(
         model,

@@ -128,7 +128,7 @@ def find_peers() -> Any:
 
 
 def tokenizer(cfg: Bench, found: BenchLog) -> None:
-    """Benchmark the tokenizer on --dataset, the last used source, or the embedded one."""
+    """Benchmark the tokenizer on --dataset, else the last used source, else embedded."""
     data, known = cfg.data, load_last_source("main")
     if known is None and data.dataset is None:
         data = replace(data, dataset="embedded")

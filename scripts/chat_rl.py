@@ -71,8 +71,8 @@ class ChatRL:
     init_lr_frac: float = 0.05
     """Peak learning rates as a fraction of the pretraining ones; they decay linearly to 0."""
     eval_examples: int = 400
-    """Total number of held-out questions to evaluate every eval_every steps; before and after RL,
-    also about as many training questions."""
+    """Held-out questions to evaluate every eval_every steps, over all tasks. Before and after RL,
+    about as many training questions too."""
     eval_samples: int = 8
     """Answers per held-out question."""
     pass_rates: tuple[float, float] | None = None

@@ -1,5 +1,5 @@
 """
-Import a Hugging Face model as a checkpoint: a scripts.export export or another NanoChat model.
+Import a Hugging Face model as a checkpoint: one from scripts.export or another NanoChat model.
 
     python -m scripts.import_hf --hf_path=my-model --model_tag=imported
     python -m scripts.import_hf --hf_path=downloaded --stage=sft     # to chat with it

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The run in the report that this project started from: a classic model of depth 8 (92,274,688
+# The run whose report this project started from: a classic model of depth 8 (92,274,688
 # parameters) with fine-tuning and RL focused on AQuA, algebra word problems with five options.
 #
 #   bash scripts/train_aqua.sh               # detect the machine

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Recursion, phase 2: preset extreme on H100s, 5,000 steps, compared with plain models.
+# Recursion, phase 2: extreme preset on H100s, 5,000 steps, compared with plain models.
 #
 #   bash scripts/train_h100_extreme.sh --hourly_rate=24         # eight H100s; USD per hour
 #   PROFILE=cpu bash scripts/train_h100_extreme.sh              # h100x8, gpu, cpu, smoke

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Recursion, phase 1: preset aggressive on H100s, 1,000 steps, compared with plain models.
+# Recursion, phase 1: aggressive preset on H100s, 1,000 steps, compared with plain models.
 #
 #   bash scripts/train_h100_fast.sh --hourly_rate=24            # eight H100s; USD per hour
 #   PROFILE=cpu bash scripts/train_h100_fast.sh                 # h100x8, gpu, cpu, smoke

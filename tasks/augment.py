@@ -144,7 +144,7 @@ class MoreOptions(Augmented):
     Questions with extra options from similar training questions (BM25), up to `most` in total.
 
     Candidates are the wrong options of those questions, except near-duplicates of other options of
-    the item. The number of options is random; with `exactly` it is `most` if there are enough
+    the item. The number of options is random; `exactly` makes it `most` if there are enough
     candidates.
     """
 
@@ -154,7 +154,7 @@ class MoreOptions(Augmented):
         super().__init__(task, seed)
         self.most, self.exactly = most, exactly
         self.counts: Counter = Counter()
-        """Number of options that were "added" and that were rejected as "near_equal"."""
+        """Numbers of options "added" and of options rejected as "near_equal"."""
 
     @property
     def origin(self) -> dict[str, Any]:

@@ -54,7 +54,7 @@ def parse_task_mixture(spec: str, declared: Mapping[str, Mapping[str, Any]] = {}
             if part.source or "task" not in declared[part.name]:
                 raise ValueError(
                     f"{part.label!r}: {part.name} is declared as {declared[part.name]}; "
-                    f"declare a task and use {part.name} without a source"
+                    f"give its task and use {part.name} without a source"
                 )
             parts.append(part)
             continue

@@ -19,7 +19,7 @@ HOLD_OUT_EVERY = 20  # hold out one conversation in 20
 
 
 class JSONL(Task):
-    """Conversations of the file `path`. Raises ValueError with an invalid line's number."""
+    """Conversations of the file `path`. Raises ValueError naming an invalid line."""
 
     name = "JSONL"
     kind = "talk"

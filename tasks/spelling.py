@@ -101,8 +101,8 @@ class SpellingBee(WordTask, NumberTask):
         """
         A word and a letter, which is in the word with probability 0.8.
 
-        Documents of the embedded world also count letters: without a word file, (word, letter)
-        pairs that are held out there are held out here, and vice versa.
+        Documents of the embedded world also count letters: without a word file, both hold out
+        the same (word, letter) pairs.
         """
         while True:
             word = pick(rng, self.words)

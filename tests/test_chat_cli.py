@@ -17,7 +17,7 @@ from tests.web_server import write_model
 
 @pytest.fixture
 def prompts(monkeypatch):
-    """The prompt for every answer, decoded to text; the answers are empty."""
+    """List of submitted prompts, decoded to text; every answer is empty."""
     found = []
 
     def submit(engine, prompt, settings):
@@ -77,7 +77,7 @@ def test_prompt_longer_than_the_context_exits_with_2(base, command, capfd, monke
     assert "holds 64" in command.rejects("chat_cli")
 
 
-def test_commands_line_breaks_and_system_prompt_work(base, typed, prompts):
+def test_line_breaks_commands_and_system_prompt_work(base, typed, prompts):
     write_model()
     keys = "/system Be kind.\rone\x1b\rtwo\nthree\r/clear\r/system\rfour\r/usr/bin\r/what\r/help\r"
     done = typed(keys + "\x04", "--system=ignored")

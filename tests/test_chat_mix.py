@@ -40,7 +40,7 @@ def encoded(name="a", count=40, length=12):
     return encode(chats.identity, chats, TOKENIZER, 63)
 
 
-def test_repeats_cover_the_bucket_and_then_a_random_part():
+def test_repeats_are_whole_passes_then_a_random_part():
     bucket = encoded()
     total = int(bucket.lengths.sum())
     for times, counts in ((1, {1: 40}), (2, {2: 40}), (1.5, {1: 20, 2: 20}), (0.25, {1: 10})):
@@ -50,7 +50,7 @@ def test_repeats_cover_the_bucket_and_then_a_random_part():
     one, other = (
         choose_conversations(bucket.lengths, total // 2, seed, 0).tolist() for seed in (0, 1)
     )
-    assert set(one) != set(other)  # each seed chooses another half
+    assert set(one) != set(other)  # seeds choose different halves
 
 
 def test_chosen_tokens_are_off_by_at_most_half_a_conversation():

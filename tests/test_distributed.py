@@ -55,7 +55,7 @@ def test_R3_gpu_resume_is_bit_identical_to_uninterrupted_run(base):
         shutil.rmtree(folder(base, "gpu-resumed") / f"step_{step:06d}")
     python(base, *words, "--model_tag=gpu-resumed", "--resume=auto")
     assert losses(base, "gpu") == losses(base, "gpu-again") == losses(base, "gpu-resumed")
-    words.remove("--deterministic")  # then compare with run-to-run noise
+    words.remove("--deterministic")  # now run-to-run noise is allowed
     for tag in ("loose", "loose-again"):
         python(base, *words, f"--model_tag={tag}")
     band = np.abs(np.subtract(losses(base, "loose"), losses(base, "loose-again"))).max()

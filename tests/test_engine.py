@@ -89,7 +89,7 @@ def test_completions_do_not_depend_on_the_batch(tokenizer):
     assert len({len(ids) for ids in alone}) > 3
 
 
-def test_samples_share_a_prefill_and_differ_from_the_first_token_on(tokenizer):
+def test_samples_share_a_prefill_but_not_the_first_token(tokenizer):
     model = model_of(tokenizer)
     engine = Engine(model, tokenizer, slots=5)
     shapes = []

@@ -1,4 +1,4 @@
-"""Few-shot scoring: correct answers, independent of batching, no item is its own example."""
+"""Few-shot scoring is correct and independent of batching; no item is its own example."""
 
 import math
 import re
@@ -128,7 +128,7 @@ def test_token_with_the_delimiter_belongs_to_the_continuation():
 
 
 @pytest.mark.parametrize("options", [["ab", "abc"], ["abc", "ab"], ["ab", "ab"]])
-def test_option_that_is_a_prefix_or_suffix_has_scored_tokens(options):
+def test_option_contained_in_another_has_scored_tokens(options):
     choice = {"query": "", "choices": options, "gold": 0}
     schema = {"context_options": [text[::-1] for text in options], "continuation": "x", "gold": 0}
     for kind, item in (("multiple_choice", choice), ("schema", schema)):

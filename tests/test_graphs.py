@@ -49,7 +49,7 @@ def graphs(text: str) -> dict[int, int]:
     return {**counts, -1: int(re.findall(r"^graphs (\d+) \|", text, re.MULTILINE)[-1])}
 
 
-def test_R36_samples_canaries_and_core_compile_nothing(machine):
+def test_R36_canaries_samples_and_core_compile_nothing(machine):
     counters = torch._dynamo.utils.counters["stats"]
     cfg = GPTConfig(265, 2, 32, 4, 2, 8, 64)
     model = lively(build_model(cfg, machine.device, machine.dtype, 0))

@@ -202,7 +202,7 @@ REFUSALS = {
 }
 
 
-# A page without a type, downloaded as a file, has the wrong size and counts as truncated
+# As a file, a page without a type has the wrong size, so it counts as truncated
 REFUSED = [(k, c) for k in KINDS for c in REFUSALS if (k, c) != ("get", "page without a type")]
 
 

@@ -172,7 +172,7 @@ def test_resolution_has_tag_shares_and_repeat_warning():
 
 
 @pytest.mark.parametrize(("tokens", "warned"), [(50, False), (51, True)])
-def test_over_5_percent_added_options_gives_warning(tokens, warned):
+def test_added_options_over_5_percent_give_warning(tokens, warned):
     plain = Resolved("a", Tags(augmented="order"), 1000, 1000 - tokens, 9)
     options = Resolved("b", Tags(augmented="options"), 1000, tokens, 9)
     warnings = Resolution("a,b", [plain, options]).warnings
@@ -221,7 +221,7 @@ def test_mixture_of_one_bucket_equals_that_bucket():
         assert np.array_equal(mixed.batch(step, 8, seed=1), rows.batch(step, 8, seed=1))
 
 
-def test_R28_mixture_hashes_only_if_its_parts_verify(monkeypatch):
+def test_R28_mixed_rows_hash_only_if_parts_verify(monkeypatch):
     parts, hashed = {name: bucket_of(name, 20) for name in "ab"}, []
     monkeypatch.setattr("nanochat.dataloader.sha256_file", lambda path: hashed.append(path))
     for rows in parts.values():

@@ -1,4 +1,4 @@
-"""User text on the command line: the fix in each error message works."""
+"""Flags for the user's own text: the fix in each error message works."""
 
 import gzip
 import json

@@ -135,7 +135,7 @@ def test_truncated_line_does_not_affect_other_lines(base):
 
 
 def flips(path, count):
-    """Yield `count` times with one random bit of a file flipped; restore the file at the end."""
+    """Yield `count` times, each with one random bit of a file flipped; restore it at the end."""
     original, rng = path.read_bytes(), random.Random(0)
     for _ in range(count):
         data = bytearray(original)

@@ -61,7 +61,7 @@ HEADER = {
 
 
 def listing(entries: str) -> str:
-    """A Markdown list as in the report, of entries that are separated by ` | `."""
+    """A Markdown list, as in the report, of the ` | `-separated entries."""
     return "".join(f"- {entry}\n" for entry in entries.split(" | "))
 
 

@@ -54,7 +54,7 @@ def call(name, *args):
 
 @pytest.fixture(params=sandbox.LAYERS)
 def layer(request, monkeypatch) -> str:
-    """Each layer that works on this machine, patched in as the `choose_layer` result."""
+    """Each layer that works on this machine; `choose_layer` is patched to return it."""
     reason = sandbox.probe_layer(request.param)
     if reason is not None:
         pytest.skip(f"{request.param} does not work here: {reason}")

@@ -114,7 +114,7 @@ def test_killed_worker_is_restarted_and_the_run_resumes(base, record_property):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("nodes", "comes_back"), [("2", True), ("1:2", False)])
-def test_run_survives_a_lost_node_that_returns_or_not(base, nodes, comes_back, record_property):
+def test_run_survives_temporary_or_lasting_node_loss(base, nodes, comes_back, record_property):
     tag, port = f"died-{comes_back}", free_port()
     words = [*TRAIN, *SMALL, f"--model_tag={tag}"]
 
@@ -207,7 +207,7 @@ def test_R13_non_finite_gradient_on_one_rank_is_skipped_on_all(base):
     assert re.search(r"step 7: loss .*, gradient norm nan: skipped on all ranks", text)
 
 
-def test_R15_differing_ranks_are_detected_and_parameter_named(base):
+def test_R15_error_names_parameter_that_differs_on_ranks(base):
     process = begin(
         base, *torchrun(2), "-m", "tests.faulty", "flip", "1", "6", *ENDLESS,
         "--model_tag=flipped",

@@ -230,7 +230,7 @@ def test_R27_training_mixture_fetches_no_evaluation_file(serve, monkeypatch):
 # ------------------------------------------------------------------------------------------------
 # Overlap
 
-# (training task, evaluation task) -> number of test items that share 13 consecutive words. On
+# (training task, evaluation task) -> test items with 13 consecutive words from training. On
 # inspection, they are the same question in both (ARC), the same question with new numbers (GSM8K,
 # AQuA), or common phrases, lists of numbers and lines of code (SmolTalk, MMLU with itself).
 KNOWN = {

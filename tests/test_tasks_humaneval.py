@@ -21,7 +21,7 @@ ROW = {
 
 @pytest.fixture
 def sandbox() -> None:
-    """Skip without a sandbox to run programs in."""
+    """Skip if no sandbox can run programs."""
     try:
         choose_layer()
     except SandboxUnavailable as error:

@@ -55,7 +55,7 @@ def train(run: TrainingRun) -> int:
 
 
 def measure(depth: int, compiled: bool, preparations: int) -> dict[str, float]:
-    """Stated, peak and leaked bytes, among others, for a new model of this depth."""
+    """Estimated, peak, leaked and other bytes for a new model of this depth."""
     machine = init_distributed()
     shape = shape_for_depth(depth, VOCAB_SIZE, T, "default", "L", ShapeConfig())
     tiny, same = (build_model(TINY, d, machine.dtype, 0) for d in (machine.device, CPU))

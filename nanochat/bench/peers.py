@@ -3,8 +3,8 @@ Peer libraries for benchmarks: transformers and EleutherAI's lm-evaluation-harne
 
     GPT, Tokenizer -> load_in_transformers -> their model -> training step, generation, scoring
 
-They use the same weights in a plain architecture that transformers implements natively, so only
-their own code runs. Requires the dependency group `interop`.
+They use the same weights in a plain architecture that transformers implements natively, so none
+of our code runs. Requires the dependency group `interop`.
 """
 
 import tempfile

@@ -1,6 +1,6 @@
 """
-Converts our tokenizer to and from Hugging Face's tokenizer.json, with a chat template that matches
-chat_format.render, and to tiktoken.
+Converts our tokenizer to tiktoken, and to and from Hugging Face's tokenizer.json, with a chat
+template that matches chat_format.render.
 
     Tokenizer -> write_tokenizer -> tokenizer.json, chat_template.jinja -> read_tokenizer
 
@@ -21,7 +21,7 @@ BOS, END = "<|bos|>", "<|assistant_end|>"
 
 def byte_letters() -> dict[int, str]:
     """
-    Map each byte to its letter in tokenizer.json: a printable byte to itself, every other one to
+    Map each byte to its letter in tokenizer.json: a printable byte to itself, any other byte to
     the next letter from U+0100 on. Source: GPT-2's byte-level tokenizer.
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
@@ -116,8 +116,8 @@ def byte_level_bpe(tokenizer: Tokenizer) -> dict[str, Any]:
 # chat_format in Jinja: `render`, and `render_prompt` if a generation prompt is added or the last
 # message is continued (transformers then appends a tag to the message's text). Consecutive
 # trained text is one generation block: transformers locates a block's tokens by its first and last
-# character (if the last character has several tokens, by the first of them; this happens only to
-# text right before python_output). Special token names are spelled out so that transformers can
+# character (if the last spans several tokens, by its first token; this happens only to text right
+# before python_output). Special token names are spelled out so that transformers can
 # tell the template's tokens from those a user types (sanitize_control_tokens).
 CHAT_TEMPLATE = """\
 {%- set tag = "CONTINUE_FINAL_MESSAGE_TAG " -%}

@@ -274,7 +274,7 @@ class Canary(NamedTuple):
         return LEVELS[sum(value >= bound for bound in self[:3])]
 
 
-# Thresholds on the value, or its increase over the parent (forgotten, no_end to one_letter)
+# Bounds on the value, or its increase over the parent (forgotten; no_end ... one_letter)
 CANARIES = {
     "forgotten": Canary(0.25, 0.5, 0.75, "pretraining is forgotten: bits per byte rose"),
     "gap": Canary(0.75, 1.5, 2.5, "the first training loss differs from the parent's"),

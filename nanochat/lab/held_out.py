@@ -122,7 +122,7 @@ def reject_contaminated(parents: Mapping[str, str]) -> None:
 def check_finetuning_buckets(train: Sequence["Bucket"], val: Sequence["Bucket"]) -> None:
     """
     Raise UsageError if a training bucket belongs to the family of a final benchmark, or if any
-    bucket is evaluated by a final benchmark.
+    bucket's benchmark is final.
     """
     reject_contaminated({bucket.name: bucket.tags.parent for bucket in train})
     every = [*val, *train]  # canaries evaluate on training buckets

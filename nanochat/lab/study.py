@@ -36,7 +36,7 @@ from tasks.buckets import tags as tags_of_part
 
 CONTROL = "control"
 SEEDS_OF_ARM = 100  # the seeds of arm n start at n times this
-SHARE_UNITS = 10**9  # assumed total when checking mixture shares as counts
+SHARE_UNITS = 10**9  # turns mixture shares into counts for `arm_counts`
 FIRST_HALF, OTHER_HALF = "--eval_half=1", "--eval_half=2"  # of the validation rows
 SCRIPTS = {"base": "scripts.base_train", "mid": "scripts.mid_train", "sft": "scripts.chat_sft"}
 

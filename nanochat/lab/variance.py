@@ -1,5 +1,5 @@
 """
-Score variance between sampled evaluation runs of the same weights, and the repeats it calls for.
+Variance of scores between sampled evaluations of the same weights, and the repeats it requires.
 
     scores of R runs of M checkpoints -> Variance per task -> class, default repeats, a JSON file
 

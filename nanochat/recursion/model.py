@@ -39,7 +39,7 @@ class RecursiveConfig(GPTConfig):
     """Loop k has a weight proportional to supervision_base^k; the weights sum to one."""
     improvement_bonus: float = 0.0
     """A supervised loop's extra weight is this value divided by the detached loss of the previous
-    one on the same row (nats per token); at most MAX_BONUS times its own weight."""
+    supervised loop on the same row (nats per token), at most MAX_BONUS times its own weight."""
     bptt_loops: int | None = None
     """Detach the state before the last N loops; None = never."""
 

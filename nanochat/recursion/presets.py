@@ -70,8 +70,8 @@ class RecursionConfig:
     supervision_base: float | None = None
     """Loop k has a weight proportional to supervision_base^k. Default: the preset's, else 3."""
     improvement_bonus: float | None = None
-    """Each supervised loop after the first gains this weight divided by the previous one's loss, at
-    most four times its own weight. Default: the preset's, else 0."""
+    """Extra weight of each supervised loop after the first: this value divided by the previous
+    loop's loss, at most four times the loop's own weight. Default: the preset's, else 0."""
     bptt_loops: int | None = None
     """Detach the state before the last N loops. Default: never."""
 

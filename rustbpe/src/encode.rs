@@ -51,7 +51,7 @@ struct Cache {
     size: usize,   // bytes and ids of all words
 }
 
-/// The ids of a cached word: `ids[..num]`, or if `num` exceeds INLINE, `num` ids of the cache's
+/// The ids of a cached word: `ids[..num]` or, if `num` exceeds INLINE, `num` ids of the cache's
 /// own list starting at index `ids[0]`. A new entry has `num` 0.
 #[derive(Clone, Copy, Default)]
 struct Known {

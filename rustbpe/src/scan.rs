@@ -150,8 +150,8 @@ impl Scanner {
         }
     }
 
-    /// `\s*[\r\n]|\s+(?!\S)|\s+`: up to the last newline. Without one: at the end of the text,
-    /// all; else all but the last character, which starts the next word unless it is the only one.
+    /// `\s*[\r\n]|\s+(?!\S)|\s+`: up to the last newline. Without one: all, if it ends the text
+    /// or is one character; else all but the last character, which starts the next word.
     #[inline(never)]
     fn white_space(&self, text: &[u8], start: usize, whole_tail: bool) -> usize {
         let (mut end, mut last, mut after_newline) = (start, start, None);

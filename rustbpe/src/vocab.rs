@@ -186,7 +186,7 @@ impl Vocab {
 
     /// Merges with a heap of candidates and a linked list of parts.
     fn merge_long(&self, word: &[u8], out: &mut Vec<u32>) {
-        // At the first byte of a part: its id (NONE inside a part) and length. At the last byte:
+        // At the first byte of a part: its id (NONE elsewhere) and length. At the last byte:
         // the length again, to find the preceding part.
         let mut ids: Vec<u32> = word.iter().map(|&byte| self.byte_ids[usize::from(byte)]).collect();
         let mut lens = vec![1u32; word.len()];

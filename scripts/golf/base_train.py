@@ -64,7 +64,7 @@ class GolfTrain(BaseTrain):
     """Peak AdamW learning rate of tied embeddings (--tie_embeddings) at width 768; scaled by
     width^-0.5."""
     decay_rule: Literal["cautious", "decoupled"] = "cautious"
-    """cautious: decay only the weights that the update shrinks too, fading over the run. decoupled:
+    """cautious: decay only weights that the update also shrinks, fading over the run. decoupled:
     decay every matrix weight by learning rate times decay, without fading; the default decay is
     then a quarter of the cautious one, for about the same total decay."""
     width: WidthConfig = field(default_factory=WidthConfig)

@@ -87,7 +87,7 @@ def length_in(tag: str) -> Callable[[str], int]:
 
 
 def open_bucket(cfg: Filter) -> Bucket:
-    """Open the bucket to filter. Raises ValueError unless it is one bucket (=rows allowed)."""
+    """Open the bucket to filter. Raises ValueError unless it is one bucket, name[=rows]."""
     spec, declared = read_mixture(cfg.bucket)
     part, *others = parse_mixture(spec)
     if others or part.share or part.tokens or part.repeats:

@@ -30,7 +30,7 @@ class HoldOut:
     final: str = ""
     """Tasks to declare final, separated by |; includes other tasks with the same questions."""
     benchmarks: str = ""
-    """Tasks to compare a mixture with, separated by |. Default: all scored tasks, without derived
+    """Tasks to compare a mixture with, separated by |. Default: all scored tasks except derived
     ones, spelling and the embedded world."""
     report_dir: str | None = None
     """Folder of records. Default: report/ under the base directory."""

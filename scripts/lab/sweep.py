@@ -7,7 +7,7 @@ Train many variants with the standard scripts and test which differ by more than
     python -m scripts.lab.sweep --search=init_lr_frac --low=0.01 --high=3 ...      # the best value
 
 All runs train on the same number of tokens; every variant ("arm") has its own seeds. A data
-ablation trains the control first; arms use its total in other proportions. Finished runs are
+ablation trains the control first; arms divide its token total differently. Finished runs are
 kept: if a sweep is interrupted, rerun the same command.
 
 Reads   checkpoints to start from, and the inputs of the scripts

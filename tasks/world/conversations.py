@@ -131,7 +131,7 @@ def talked_about(split: Split) -> tuple[str, ...]:
 
 @cache
 def pronoun_questions(split: Split, name: str) -> tuple[tuple[Fact, FieldQuestion, str], ...]:
-    """(fact, question, text with a pronoun) of a split about a person or a town."""
+    """A split's (fact, question, text with a pronoun) about a person or a town."""
     is_person = any(p.name == name for p in people())
     he, his = (person(name).he, person(name).his) if is_person else ("it", "its")
     found = []

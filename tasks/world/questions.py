@@ -119,7 +119,7 @@ def sentences(known: Fact, asked: FieldQuestion) -> list[str]:
 
 NUM_OPTIONS = 4
 ROUNDS = 8  # questions per list of options in training
-# In training, an option is asked for with weight rank ** -SKEW; rank 1 is the most common kind of
+# In training, an option is correct with weight rank ** -SKEW; rank 1 is the most common kind of
 # question. With equal weights, the loss on the letter stays at ln 4 for 300 steps at depth 4; with
 # SKEW it falls within 150: the model first learns which options tend to be right and how to find
 # their letters, then to use the question (measured 2026-11-20, dev/LOG.md).
@@ -156,7 +156,7 @@ def choice(split: Split, i: int) -> Choice:
     """
     Four answers of different kinds, such as a town, a trade, a month and a pet.
 
-    A held-out list asks one question, each in turn; all positions are equally likely to be
+    Held-out lists ask one question each, in turn; all positions are equally likely to be
     correct. A training list has ROUNDS questions, far more of some kinds than of others (SKEW).
     """
     rng = question_rng("choice", split, i)
@@ -182,7 +182,7 @@ def choice(split: Split, i: int) -> Choice:
 
 
 def are_unambiguous(questions: Sequence[FactQuestion]) -> bool:
-    """Whether no answer is also a possible answer to another question."""
+    """Whether each answer is possible only for its own question."""
     answers = [asked.question.answer for asked in questions]
     could = [{*asked.rivals, asked.question.answer} for asked in questions]
     return all(
@@ -204,7 +204,7 @@ def draw_options(rng: Random, asked: FactQuestion) -> tuple[str, ...]:
     """
     The answer and fair distractors in random order.
 
-    Distractors are drawn as often as they are the answer for other subjects.
+    Distractors are weighted by how many other questions they answer.
     """
     found = [asked.question.answer]
     while len(found) < NUM_OPTIONS:

@@ -9,7 +9,7 @@ training document or conversation.
 RL helps on tasks that the earlier stages leave half solved. After those stages, a small model
 solves nearly all problems and letter counts of the train split (mean rewards 0.99 and 0.96 at
 depth 4, 2026-11), so most groups have equal rewards and little signal. On facts it gets 0.8 by
-sampling but 0.97 by greedy decoding; RL narrows this gap, also for questions it never trains on.
+sampling but 0.97 by greedy decoding; RL narrows this gap, even on questions it never trains on.
 """
 
 from functools import cache

@@ -11,8 +11,8 @@ Text data of the embedded world, read from data/: edit a line there to change th
     itself.txt     a block per question about the assistant: its variants, then answers, one per
                    line
 
-In relations {S} {P} {s} {p} {o} become the name (Mira, Mira's) or a pronoun (She, Her, she, her,
-her); {he} and {his} are always pronouns, {name} is always the name. Capitalized fields ({Inn})
+In relations, {S} {P} {s} {p} {o} become the name (Mira, Mira's) or a pronoun (She, Her, she, her,
+her); {he} and {his} are always pronouns, {name} always the name. Capitalized fields ({Inn})
 begin a sentence.
 """
 

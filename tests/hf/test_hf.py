@@ -473,7 +473,7 @@ def drawn_conversation(rng):
     kinds = [p["type"] for m in messages if isinstance(m["content"], list) for p in m["content"]]
     if "python_output" in kinds:
         # If no special token follows the trained text, transformers ends the mask at the first
-        # token of the last character: end every text with a period, which is a single token
+        # token of the last character, so end every text with a period, a single token
         for message in messages:
             if isinstance(message["content"], str):
                 message["content"] = full_stop(message["content"])

@@ -48,7 +48,7 @@ def test_bucket_related_to_a_final_benchmark_is_rejected():
 
 
 def flips(path, count):
-    """Yield `count` times, each with one random bit of a file flipped; then restore the file."""
+    """Flip a random bit of a file before each of `count` yields; then restore the file."""
     whole, rng = path.read_bytes(), random.Random(0)
     for _ in range(count):
         data = bytearray(whole)

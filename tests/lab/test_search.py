@@ -42,7 +42,7 @@ def test_search_finds_the_best_value_and_uses_new_seeds():
     found = run_search(CFG, tried, True, 3)
     assert 0.15 < found.chosen < 0.27
     (wide, first), (tight, second), (finals, seeds) = calls
-    assert len(wide) == 10 and len(tight) == 4 and len(finals) == 2  # tight: 5 minus 1 in wide
+    assert len(wide) == 10 and len(tight) == 4 and len(finals) == 2  # tight: 4 of 5 are new
     assert first == second == [0] and seeds == [1, 2, 3]
     assert min(wide) == 0.01 and max(wide) == 3.0
     assert all(sorted(wide)[3] < value < sorted(wide)[6] for value in tight)

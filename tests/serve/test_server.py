@@ -78,7 +78,7 @@ def test_V1_streamed_chunks_concatenate_to_the_full_answer(site):
     assert counts == sorted(counts) and counts[-1] == 6
 
 
-def test_V1_completion_ends_at_eos_limit_or_stop_string(site, monkeypatch):
+def test_V1_completion_ends_at_stop_string_eos_or_limit(site, monkeypatch):
     says(monkeypatch, site, words(site, "one two three"))
     site.engine.ends = {site.tokenizer.special("<|assistant_end|>")}
 
