@@ -4,8 +4,8 @@ Compare recursive models with plain models of equal cost: presets x seeds, in on
     python -m dev.recursion_arms --presets=share2,aggressive,extreme
 
 The plain model trains for --steps steps. For each preset, three models train on the same number
-of tokens: the recursive one (same parameters as the plain one), a deeper plain one, and the plain
-one. All runs but this last one have equal FLOPs, within 4%. --others=1 adds arms that
+of tokens: the recursive one (same parameters as the plain one), a deeper plain one, and a shorter
+plain run. All other runs have equal FLOPs, within 4%. --others=1 adds arms that
 are not presets. The runs in dev/LOG.md had one key/value head, an MLP ratio of 3 and a tied LM
 head, which now only scripts.golf.base_train supports; commit 484885b reproduces them.
 

@@ -198,8 +198,8 @@ def step_folders(folder: Path) -> dict[int, Path]:
 
 def read_checkpoint(folder: Path, step: int) -> Checkpoint:
     """
-    Read and verify a saved step. Raises CorruptCheckpoint naming the first file that does not match
-    its digest, or if state.json lists no files or has another step.
+    Read and verify a saved step. Raises CorruptCheckpoint if a file does not match its digest
+    (naming the first), or state.json lists no files or has another step.
     """
     state = read_state(folder / "state.json")
     try:
@@ -598,7 +598,7 @@ class CheckpointManager:
         """
         Whether an earlier attempt of this launch saved a checkpoint.
 
-        A node that joins late has restart count 0, so an unfinished run of the launch counts too.
+        A late node has restart count 0, so an unfinished run of this launch means a restart too.
         """
         restarted, launch = self.machine.any(self.machine.restarts > 0), self.machine.launch
 
@@ -633,7 +633,7 @@ class CheckpointManager:
 
     def disk_bytes(self, model: GPT, saves: int) -> int:
         """
-        Additional bytes on disk for `saves` more saves, the last of them final: at most the
+        Additional bytes on disk for `saves` more saves (the last is final), at most the
         checkpoints to keep and the one being written.
         """
         there = sum(p.stat().st_size for p in self.folder.glob("step_*/*") if p.is_file())

@@ -190,7 +190,7 @@ class Source:
     files: dict[str, dict[str, Any]] = field(compare=False)
     """File -> bytes and sha256, from the manifest."""
     tail: dict[str, int]
-    """Single file: `tail_start`, the first validation document, and the number of `documents`."""
+    """Single file: `tail_start` (first validation document) and `documents` (total number)."""
     manifest: Path
     folder: Path
     """Directory of the files."""

@@ -71,8 +71,8 @@ def name_attempt(store: Store, rank: int, world_size: int, timeout_seconds: floa
 # ---- Heartbeats of the ranks ---------------------------------------------------------------------
 # A thread on each rank sends a heartbeat every second, which reports that the rank is waiting for
 # others, doing long work (`working`), or neither. A waiting rank reads the heartbeats of the others
-# and exits, listing their states, if for the whole timeout any of them was silent or reported
-# neither, or none of them reported work.
+# and exits, listing their states, if for the whole timeout one of them reported neither (or
+# was silent), or all reported no work.
 
 
 BEAT_SECONDS = 1.0
@@ -158,8 +158,8 @@ class RankHeartbeat:
 
     def check(self) -> None:
         """
-        Exit if this rank waited for the whole timeout while some rank sent no heartbeat or report,
-        or while no rank did any work.
+        Exit if, for the whole timeout, this rank waited and either some rank was silent or
+        reported nothing, or no rank worked.
         """
         (kind, what, since), now = self.activity, time.monotonic()
         oldest, beats = now - self.started - self.timeout_seconds, self.others.values()

@@ -224,7 +224,7 @@ class Attention(nn.Module):
 
     def fuse_qkv(self) -> None:
         """
-        Use one matmul for queries, keys and values; for few tokens it takes as long as one of the
+        Use one matmul for queries, keys and values; with few tokens, it is as fast as any of the
         three. Their weights become views of the fused matrix.
         """
         layers = (self.q, self.k, self.v)
@@ -321,9 +321,9 @@ class GPT(nn.Module):
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator | None = None) -> None:
         """
-        Initialize all weights. Matrices (standard deviation fan_in^-0.5, up projections 0.4 of
-        that) and value embeddings are uniform, token embedding and head normal; output projections,
-        hash-bigram embedding and gates are zero. Source: nanochat's tuning log, 2026-03.
+        Initialize all weights. Uniform: matrices (standard deviation fan_in^-0.5, 0.4 of that
+        for up projections) and value embeddings; normal: token embedding and head; zero: output
+        projections, hash-bigram embedding and gates. Source: nanochat's tuning log, 2026-03.
         """
         cfg = self.cfg
         self.init_embeddings(generator)

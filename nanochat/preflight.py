@@ -103,8 +103,8 @@ def largest_error(
 
 def choose_attention(cfg: GPTConfig, machine: DistContext, compiled: bool = False) -> Backend:
     """
-    First kernel that works on all ranks: fa3 and, with windows, flex (CUDA), blocks (CPU, if
-    compiled), sdpa, plain.
+    First kernel that works on all ranks: fa3 (CUDA), flex (CUDA with windows), blocks (compiled
+    CPU), sdpa, plain.
     """
     wanted: list[Backend] = ["sdpa"]
     if machine.device.type == "cuda":

@@ -185,7 +185,7 @@ def run(job: dict[str, Any], limits: Limits, layer: Layer, handed: Sequence[int]
     """
     Run one job in a child. The fds in `handed` are passed to the child and closed here.
 
-    The child reports on a separate pipe that it is confined, and closes the pipe before it runs any
+    On a separate pipe, the child reports that it is confined. It closes the pipe before it runs any
     code, so that no code can fake a failure of the sandbox. Raises SandboxUnavailable if the child
     did not start.
     """
@@ -410,8 +410,8 @@ def disk_bytes(folder: str, pid: int) -> float:
 
 # ------------------------------------------------------------------------------------------------
 # Tools of the model: a calculator and, if enabled, Python. The calculator never evaluates model
-# output as Python: it walks a syntax tree of numbers and operators, and rejects everything else as
-# well as slow or large computations.
+# output as Python: it walks a syntax tree of numbers and operators, and rejects everything else,
+# and slow or large computations too.
 
 PYTHON_LIMITS = Limits(seconds=3.0, output_bytes=2000)
 MAX_CHARACTERS = 256  # length limit of an expression
@@ -438,7 +438,7 @@ class Tools:
     """
     Executes a model's tool calls: `Engine(..., tool=Tools())`.
 
-    python: run code that is not arithmetic as Python in the sandbox; its stdout is the result.
+    python: run non-arithmetic code as Python in the sandbox; its stdout is the result.
     unsafe: run it unsandboxed if no layer works. threads: number of worker threads for programs;
     if > 0, their results are futures. Raises SandboxUnavailable if `python` is set, `unsafe` is
     not, and no layer works.

@@ -15,7 +15,7 @@ from nanochat.gpt import GPT, GPTConfig
 from nanochat.optim import SCALAR_LR, OptimConfig, Rule, make_rules
 
 WIDTH_PER_LAYER = 64
-# More rows help a small model (d4, 2026-11); other projects found none at depth 25
+# More rows help small models (d4, 2026-11); other projects saw no gain at depth 25
 BIGRAM_ROWS_PER_TOKEN, BIGRAM_ROWS, BIGRAM_DEPTH = 64, 2**19, 12
 REFERENCE_TOKENS = 1.32e9  # depth 12 at 12 tokens per matmul parameter
 REFERENCE_BATCH = 2**19  # tokens per step at the reference point

@@ -59,8 +59,8 @@ def main(cfg: ChatWeb) -> None:
     defaults = Sampling(cfg.max_tokens, cfg.temperature, cfg.top_k, cfg.top_p)
     key, bound = cfg.server.key(), listen(cfg.server)
     machine = init_distributed(cfg.machine, steady=False)
-    # Leave one core to the event loop. Measured throughput on 2 cores, relative to using both
-    # (bf16, 2026-11): 1 user 1.6x at depth 4, 1.25x at depth 10; 64 users 0.97x and 0.84x
+    # Leave one core to the event loop. Throughput on a 2-core machine, relative to using both cores
+    # (bf16, measured 2026-11): 1 user 1.6x at depth 4, 1.25x at depth 10; 64 users 0.97x and 0.84x
     torch.set_num_threads(max(1, min(torch.get_num_threads(), (os.cpu_count() or 1) - 1)))
     source = cfg.source or newest_stage()
     checkpoint = find_checkpoint(source, cfg.model_tag, cfg.step)

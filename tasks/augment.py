@@ -4,8 +4,8 @@ Question augmentation: other answer formats, shuffled options, extra options.
     QuestionTask -> Styled, Reordered, MoreOptions -> tasks with the same questions
 
 Items depend only on seed and index, so they are the same on every machine. Measure the effect of an
-augmentation: others found that retrieved extra options lowered most scores, so these options
-are off by default.
+augmentation: others found that extra options from retrieval lowered most scores, so they are
+off by default.
 """
 
 import difflib

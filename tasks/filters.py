@@ -229,7 +229,7 @@ def no_duplicate(rows: Sequence[FilterRow]) -> list[bool | None]:
 
 def no_near_duplicate(rows: Sequence[FilterRow]) -> list[bool | None]:
     """
-    Drop rows whose n-grams have a Jaccard index of NEAR or more with an earlier row, estimated by
+    Drop rows whose n-grams have a Jaccard index >= NEAR with an earlier row's, estimated by
     MinHash (Broder, "On the resemblance and containment of documents", 1997).
     """
     rng = np.random.default_rng(0)

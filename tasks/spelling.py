@@ -101,8 +101,8 @@ class SpellingBee(WordTask, NumberTask):
         """
         A word and a letter, which is in the word with probability 0.8.
 
-        Documents of the embedded world also count letters: without a word file, both hold out
-        the same (word, letter) pairs.
+        Documents of the embedded world also count letters: without a word file, this task
+        holds out the same pairs.
         """
         while True:
             word = pick(rng, self.words)

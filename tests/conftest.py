@@ -108,7 +108,7 @@ def trained_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shared = tmp_path_factory.getbasetemp().parent / "trained"
     with FileLock(f"{shared}.lock"):
         if not (shared / "done").exists():
-            shutil.rmtree(shared, ignore_errors=True)  # of a worker that failed
+            shutil.rmtree(shared, ignore_errors=True)  # left by a failed worker
             prepare(shared)
             (shared / "done").touch()
     shutil.copytree(shared, own, dirs_exist_ok=True)

@@ -241,7 +241,7 @@ DAMAGED = (
 
 
 def damaged_files(folder: Path) -> dict[str, tuple[bytes, str]]:
-    """Name -> content of a damaged file and its error pattern."""
+    """Name -> content and error pattern of a damaged file."""
     whole = write_parquet(folder / "whole.parquet", ["text " * 500] * 50).read_bytes()
     (folder / "whole.parquet").unlink()
     return {

@@ -202,7 +202,7 @@ REFUSALS = {
 }
 
 
-# As a file, a page without a type has the wrong size, so it counts as truncated
+# A page without a type has the wrong size for a file, so it counts as truncated
 REFUSED = [(k, c) for k in KINDS for c in REFUSALS if (k, c) != ("get", "page without a type")]
 
 

@@ -184,7 +184,7 @@ def test_added_options_over_5_percent_give_warning(tokens, warned):
 # Rows
 
 
-def test_pass_uses_every_bucket_as_specified_and_evenly():
+def test_each_pass_uses_buckets_as_specified_and_evenly():
     mixed = MixedRows({"a": (bucket_of("a", 40), 60), "b": (bucket_of("b", 20), 20)})
     assert mixed.rows_per_pass == 80
     ids = np.concatenate([mixed.row_ids(step, 8, seed=0)[:, 1:] for step in range(10)])
@@ -221,7 +221,7 @@ def test_mixture_of_one_bucket_equals_that_bucket():
         assert np.array_equal(mixed.batch(step, 8, seed=1), rows.batch(step, 8, seed=1))
 
 
-def test_R28_mixed_rows_hash_only_if_parts_verify(monkeypatch):
+def test_R28_mixture_hashes_only_if_parts_verify(monkeypatch):
     parts, hashed = {name: bucket_of(name, 20) for name in "ab"}, []
     monkeypatch.setattr("nanochat.dataloader.sha256_file", lambda path: hashed.append(path))
     for rows in parts.values():

@@ -1,7 +1,7 @@
 """
 Attacks on the sandbox (cases S1 to S10 and S12), on every layer that works on this machine.
 
-Each attack targets only what its test created (files, listeners, this process) and bounds itself,
+Each attack targets only this process and its test's files and listeners, and bounds itself,
 so a broken sandbox does no more harm than a failing test. An attack runs in the child, calls
 `attempt(name, function, ...)` for each action, and prints the outcome.
 """
@@ -847,7 +847,7 @@ time.sleep(20)
 
 
 def test_S12_bubblewrap_files_never_exceed_the_limit(layer):
-    """The tmpfs size is the limit, so even writes too fast for polling fail."""
+    """The tmpfs size is the limit: it stops even writes too fast to poll."""
     if layer != "bubblewrap":
         pytest.skip("only bubblewrap mounts a file system of its own")
     code = """
@@ -904,7 +904,7 @@ print(sandbox.run_python("print('ran unsafe')", unsafe=True).stdout)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="locks a container down with seccomp")
 def test_S10_locked_down_container_needs_unsafe_exec():
-    """A process that cannot mount or use Landlock, as in a container with a strict profile."""
+    """A process denied mounts and Landlock, as in a container with a strict profile."""
     done = subprocess.run(
         [sys.executable, "-c", REFUSES, platform.machine()],
         cwd=REPOSITORY,

@@ -207,7 +207,7 @@ def test_R13_non_finite_gradient_on_one_rank_is_skipped_on_all(base):
     assert re.search(r"step 7: loss .*, gradient norm nan: skipped on all ranks", text)
 
 
-def test_R15_error_names_parameter_that_differs_on_ranks(base):
+def test_R15_error_names_parameter_that_differs_by_rank(base):
     process = begin(
         base, *torchrun(2), "-m", "tests.faulty", "flip", "1", "6", *ENDLESS,
         "--model_tag=flipped",

@@ -303,7 +303,7 @@ def test_run_ends_with_averaged_weights(machine):
 def test_resuming_a_finished_averaged_run_keeps_its_weights(machine, base):
     saving = SavingConfig(resume="auto")
     found = []
-    for seed in (0, 1):  # seeds initial weights, which the resumed run must discard
+    for seed in (0, 1):  # initial weights differ; the resumed run must discard them
         run, *_ = make_run(machine, num_steps=4, seed=seed)
         model, named = run.model, dict(run.model.named_parameters())
         table = make_rules(OptimConfig(weight_decay=0.1), TINY.d_model)

@@ -1,5 +1,5 @@
 """
-Render benchmark results as a page: compared with peers and a ceiling, and by size.
+Render benchmarks as a page: comparison with peers and a ceiling, and cost by size.
 
     TableLine, Point -> BenchLog -> render_findings -> dev/bench-cpu.md
 

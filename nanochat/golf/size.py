@@ -31,7 +31,7 @@ COSTLIEST = 5  # number of tensors listed in the error
 
 
 class TensorSize(NamedTuple):
-    """Bytes of one tensor: as float32, stored, and stored and compressed on its own."""
+    """Bytes of one tensor: as float32, as stored, and compressed on its own."""
 
     name: str
     shape: tuple[int, ...]

@@ -9,8 +9,8 @@ fraction of the gap to a uniform distribution over tokens. The loss on the train
 must match the logged loss, and packed sequences ("rows") must have targets exactly on the answers:
 the suite renders the conversations itself, so a bug in the chat template, loss mask or data loader
 shows at the first step. Generated answers are compared with the parent's: length, termination,
-parsability, repetition, and preference for one letter. After the first step a canary is broken only
-if it triggers at two consecutive checks. Thresholds were tuned on healthy runs and injected
+parsability, repetition, and preference for one letter. After the first step, a run is broken only
+if a canary triggers twice in a row. Thresholds were tuned on healthy runs and injected
 failures (dev/LOG.md).
 """
 
@@ -199,7 +199,7 @@ def pad(rows: Sequence[Sequence[int]], filling: int, device: torch.device) -> to
 
 
 def before_answers(tokens: np.ndarray, targets: np.ndarray) -> np.ndarray:
-    """Return the token that precedes each answer in `tokens`, (T) or (n, T), flattened."""
+    """Return the token before each answer in `tokens` (T) or (n, T), as one flat array."""
     counted = targets != IGNORE
     begins = counted.copy()
     begins[..., 1:] &= ~counted[..., :-1]
@@ -274,7 +274,7 @@ class Canary(NamedTuple):
         return LEVELS[sum(value >= bound for bound in self[:3])]
 
 
-# Bounds on the value, or its increase over the parent (forgotten; no_end ... one_letter)
+# Bounds on the value; for forgotten and no_end ... one_letter, its rise over the parent
 CANARIES = {
     "forgotten": Canary(0.25, 0.5, 0.75, "pretraining is forgotten: bits per byte rose"),
     "gap": Canary(0.75, 1.5, 2.5, "the first training loss differs from the parent's"),
@@ -396,7 +396,7 @@ class CanaryMonitor(Callback):
         self, step: int, found: Mapping[str, float], before: Collection[str] | None = None
     ) -> list[Finding]:
         """
-        Turn values by canary into findings; print all that are not fine. `before`: canaries
+        Turn each canary's value into a finding; print those not fine. `before`: canaries
         triggered at the previous check; all others get at most "warn", as a spike may recover.
         """
         findings = []
@@ -442,8 +442,8 @@ def open_monitor(
     """
     Measure `model`, just loaded from `parent`, and return a monitor; None if canaries are off.
 
-    Keyed by bucket: `chats` are held-out conversations to answer; in fine-tuning, `train_chats` are
-    the training conversations and `shares` their shares of the tokens.
+    By bucket: `chats`, held-out conversations to answer; in fine-tuning, also `train_chats`, the
+    training conversations, and `shares`, their shares of the tokens.
     """
     if cfg.canaries == "off":
         return None

@@ -85,7 +85,7 @@ def recipe_table(
 
 
 def own_seconds(cost: Mapping[str, Any]) -> float:
-    """Device time of one script run; several can extend one section."""
+    """Device time of one script run; a section can cover several."""
     own = cost.get("own_device_seconds")
     return cost["device_seconds"] if own is None else own
 

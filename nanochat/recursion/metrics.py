@@ -21,7 +21,7 @@ from nanochat.optim import MuonAdamW, grad_entries
 from nanochat.recursion.model import RecursiveConfig, RecursiveGPT
 from nanochat.train import Callback
 
-# Used by checkpoint.MODEL_MODULES, with `callbacks`
+# Used by checkpoint.MODEL_MODULES, together with `callbacks`
 new_model, read_config = RecursiveGPT, partial(config_from, RecursiveConfig)
 
 

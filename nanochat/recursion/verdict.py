@@ -86,8 +86,8 @@ def find_same_layers_arm(recursive: LoopArm, plain: Sequence[LoopArm]) -> LoopAr
 
 def check_equal_flops(recursive: LoopArm, plain: Sequence[LoopArm]) -> Criterion:
     """
-    Criterion: better than every plain arm of equal FLOPs; or as good as the best with
-    clearly fewer parameters, and better than those of similar size.
+    Criterion: better than every plain arm of equal FLOPs; or as good as the best, if
+    that is clearly larger, and better than those of similar size.
     """
     name = "Pays off at equal FLOPs"
     rivals = [arm for arm in plain if is_close(arm.flops, recursive.flops)]

@@ -272,7 +272,7 @@ def is_id(value: Any) -> bool:
 
 
 class Strict(BaseModel):
-    """Base model: exact JSON types, finite numbers, no unknown fields."""
+    """Base class: exact JSON types, finite numbers, no unknown fields."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 

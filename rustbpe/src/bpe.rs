@@ -2,8 +2,8 @@
 //!
 //! Byte pair encoding (Sennrich et al., arXiv:1508.07909) starts from single bytes and repeatedly
 //! merges the most frequent pair of adjacent tokens. The exact rule: the count of a pair is the
-//! sum over the distinct words of the word's count times the number of occurrences of the pair in
-//! it (`aa` occurs twice in `aaa`); of the pairs with the highest count, the one with the lowest
+//! sum, over the distinct words, of the word's count times the pair's occurrences in the word
+//! (`aa` occurs twice in `aaa`); of the pairs with the highest count, the one with the lowest
 //! ids wins, left id first; its occurrences in a word are replaced from left to right; training
 //! ends early when no pair is left.
 //!

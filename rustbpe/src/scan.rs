@@ -66,7 +66,7 @@ static CLASSES: LazyLock<Classes> = LazyLock::new(|| {
 /// A family of patterns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Rule {
-    /// Letters with at most one other leading character, numbers of at most `digits` digits,
+    /// Letters after at most one other character, numbers of at most `digits` digits,
     /// punctuation with the newlines after it, whitespace up to its last newline.
     /// With `whole_tail`, whitespace at the end of the text is one word.
     Gpt4 { digits: usize, whole_tail: bool },
@@ -150,8 +150,8 @@ impl Scanner {
         }
     }
 
-    /// `\s*[\r\n]|\s+(?!\S)|\s+`: up to the last newline. Without one: all, if it ends the text
-    /// or is one character; else all but the last character, which starts the next word.
+    /// `\s*[\r\n]|\s+(?!\S)|\s+`: up to the last newline. Without one: the whole run if it
+    /// ends the text or is one character; else all but its last, which starts the next word.
     #[inline(never)]
     fn white_space(&self, text: &[u8], start: usize, whole_tail: bool) -> usize {
         let (mut end, mut last, mut after_newline) = (start, start, None);

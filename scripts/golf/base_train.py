@@ -40,7 +40,7 @@ class GolfShape:
     init: Literal["uniform", "orthogonal"] | None = None
     """Initialization of block matrices. Default: uniform."""
     projection_init: Literal["zero", "scaled"] | None = None
-    """Initialization of output projections: zero, or as --init divided by sqrt(2 n_layer). Default:
+    """Initialization of output projections: zero, or that of --init / sqrt(2 n_layer). Default:
     zero."""
 
     def apply(self, plain: GPTConfig) -> GPTConfig:
@@ -64,7 +64,7 @@ class GolfTrain(BaseTrain):
     """Peak AdamW learning rate of tied embeddings (--tie_embeddings) at width 768; scaled by
     width^-0.5."""
     decay_rule: Literal["cautious", "decoupled"] = "cautious"
-    """cautious: decay only weights that the update also shrinks, fading over the run. decoupled:
+    """cautious: fades over the run; decays only weights that the update also shrinks. decoupled:
     decay every matrix weight by learning rate times decay, without fading; the default decay is
     then a quarter of the cautious one, for about the same total decay."""
     width: WidthConfig = field(default_factory=WidthConfig)

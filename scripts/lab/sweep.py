@@ -55,7 +55,7 @@ class SweepScript:
     arms: str = ""
     """Data ablations, separated by |, with the control's total tokens in other proportions:
     copy:name, only:x, drop:x, swap:a->b, scale:x*2, ratio:language ko:en=1:4. In --mixture,
-    list buckets used only by arms with =0%."""
+    buckets used only by arms need =0%."""
     arm_floor: str = ""
     """Minimum shares of other buckets in every `only` arm, as in arc_easy=5%; keeps answers in the
     format that evaluations parse."""

@@ -5,7 +5,7 @@ Evaluate a recursive model: bits per byte after each loop, compared with plain m
     python -m scripts.recursion.evaluate --model_tags=r-0,r-1 --plain_tags=p-0,p-1,q-0,q-1
 
 Reads   base_checkpoints/<tag>/ with metrics.jsonl, and the validation text; tags that differ
-        only in the seed form one arm
+        only by seed are one arm
 Writes  the section "Recursion"
 """
 

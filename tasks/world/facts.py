@@ -383,7 +383,7 @@ def subjects() -> dict[str, list[dict[str, Any]]]:
 
 @cache
 def choices(kind: str, field: str) -> tuple[str, ...]:
-    """The sorted distinct values of a field for a kind of subject: an answer and distractors."""
+    """The sorted distinct values of a field for a kind of subject: all possible answers."""
     return tuple(sorted({str(fields[field]) for fields in subjects()[kind]}))
 
 

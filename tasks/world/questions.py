@@ -60,7 +60,7 @@ class FactQuestion:
     @property
     def fair_rivals(self) -> tuple[str, ...]:
         """
-        The rivals that answer questions on the same side of the split (trained or held out).
+        The rivals from the same side of the split: answers to trained or held-out questions.
 
         Answers to training questions occur more often in text, so options from both sides would
         reveal the right one.
@@ -119,7 +119,7 @@ def sentences(known: Fact, asked: FieldQuestion) -> list[str]:
 
 NUM_OPTIONS = 4
 ROUNDS = 8  # questions per list of options in training
-# In training, an option is correct with weight rank ** -SKEW; rank 1 is the most common kind of
+# Training draws the right option with weight rank ** -SKEW, where 1 is the most common kind of
 # question. With equal weights, the loss on the letter stays at ln 4 for 300 steps at depth 4; with
 # SKEW it falls within 150: the model first learns which options tend to be right and how to find
 # their letters, then to use the question (measured 2026-11-20, dev/LOG.md).

@@ -31,7 +31,7 @@ from tasks.world.words import blocks, read_data, word_list
 
 @dataclass(frozen=True)
 class Episode:
-    """One outcome of a rule for one person; a story uses one of the alternatives."""
+    """One outcome of a rule for one person; a story uses one item per tuple."""
 
     title: str
     hero: Person

@@ -79,7 +79,7 @@ def suite() -> list[SuiteTask]:
 def task(
     name: str, kind: Kind, num_fewshot: int, baseline: float, delimiter: str, items: list[SuiteItem]
 ) -> SuiteTask:
-    """Build a task from its fields, in the order in which `suite` lists them."""
+    """Build a task from its fields, passed in the order used in `suite`."""
     return {
         "name": name,
         "kind": kind,

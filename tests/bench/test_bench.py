@@ -193,7 +193,7 @@ def test_growth_is_fitted_with_a_power_law():
     assert "| ranks | 2.00 | 4.00 |  | 9.00 |  |" in growth_table([Point("ranks", 2, 4, 9)])
 
 
-def test_what_all_runs_each_bench_separately_and_survives_failure(monkeypatch, tmp_path, capsys):
+def test_each_bench_runs_separately_and_may_fail(monkeypatch, tmp_path, capsys):
     commands = []
 
     def fake(command, cwd, env):

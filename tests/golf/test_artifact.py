@@ -231,7 +231,7 @@ def export_artifact(**settings):
     export.main(export.Export(format="artifact", source="base", **settings))
 
 
-def test_export_and_evaluate_write_report_section(base, tokenizer, machine, capsys):
+def test_export_and_scoring_write_report_section(base, tokenizer, machine, capsys):
     for seed in (0, 1):
         save(tokenizer, f"golf-{seed}", seed, quantize="embed.*=int8,*=int6", row_clip="max")
         export_artifact(model_tag=f"golf-{seed}")

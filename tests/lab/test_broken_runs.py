@@ -85,7 +85,7 @@ def test_30x_learning_rate_is_stopped_within_10_percent(tune, capsys):
     assert f"step {STEPS // 10}/" not in capsys.readouterr().out
 
 
-def test_broken_run_continues_with_canaries_warn(tune, base):
+def test_broken_run_continues_if_canaries_warn(tune, base):
     PLANTS["mask"]()
     tune(canaries="warn")
     values = read_json(base / "report" / "chat-sft.json")["values"]

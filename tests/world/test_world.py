@@ -139,7 +139,7 @@ SCANNERS = {
 
 
 def calculations(where: str) -> set[tuple[Operands, int, int]]:
-    """(sum or product, a, b) of every calculation in a text, inverses included."""
+    """("sum" or "product", a, b) per calculation in a text, inverses included."""
     found = set()
     for kind, scanners in SCANNERS.items():
         for scanner in scanners:

@@ -258,7 +258,7 @@ def occurrences(option: str) -> int:
     return trained_on().count(option)
 
 
-# No "least frequent": it beats chance (held-out facts are never asked), but no model prefers it
+# Omits "least frequent": it beats chance (held-out facts are never asked), but no model uses it
 GUESSES: dict[str, Callable[[str], float]] = {
     "longest": len,
     "shortest": lambda option: -len(option),

@@ -14,8 +14,8 @@ const TEXTS = ["model", "system", "finish", "error", "continues"];
 const NUMBERS = ["created", "rev", "saved", "tokens", "seconds"];
 const ID = /^[a-z0-9][a-z0-9-]{0,63}$/i;
 const TITLE_LENGTH = 60;
-// A tab that generates an answer saves it every few seconds. An unfinished answer that was not saved
-// for this long is considered interrupted.
+// A tab that generates an answer saves it every few seconds. An unfinished answer not saved for this
+// long is considered interrupted.
 const SILENT_MS = 20_000;
 
 export function newId() {

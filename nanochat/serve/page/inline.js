@@ -245,7 +245,7 @@ class InlineParser {
 }
 
 // Whether a delimiter run can open or close emphasis: CommonMark's flanking rules, except that a
-// single * between two words or numbers and ** between two digits are text (arithmetic).
+// single * between two words or numbers, or ** between two digits, is text (arithmetic).
 function flanks(mark, count, before, after) {
   const none = { opens: false, closes: false };
   if (mark === "~" ? count !== 2 : count > 3) return none;

@@ -214,7 +214,7 @@ function listItem(body, depth, loose) {
   return { tag: "li", children, task: task && task[1] !== " " ? "done" : task ? "open" : null };
 }
 
-// Column alignments of a table at `at` (a row with |, then a row of as many dash cells), or null.
+// Column alignments of a table at `at` (a row with |, then one dash cell per column), or null.
 function alignmentsAt(lines, at) {
   const below = lines[at + 1];
   if (below === undefined || !lines[at].includes("|") || !/^[\s|:-]+$/.test(below)) return null;
