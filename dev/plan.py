@@ -72,7 +72,7 @@ class Plan:
     minutes_depth: int = 4
     """Depth assumed in `minutes`; stages that run the model scale with its FLOPs."""
     minutes_processes: int = 1
-    """Processes assumed in `minutes`; the same stages scale with 1/`processes`."""
+    """Number of processes that `minutes` refers to; the time is inversely proportional to it."""
     tokenizer: str = ""
     """Flags of scripts.tok_train."""
     base: str = ""

@@ -281,7 +281,7 @@ def compiled_flex():
 
 
 def attend_fa3(q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float) -> Tensor:
-    """FlashAttention 3 (arXiv:2407.08608), if its package is installed. Hopper GPUs."""
+    """FlashAttention 3 (arXiv:2407.08608) on Hopper GPUs, if its package is installed."""
     from flash_attn_interface import flash_attn_func  # type: ignore
 
     sizes = (-1 if window is None else window, 0)
@@ -334,7 +334,7 @@ class KVCache:
 
     shape: (layers, slots, n_kv_head, head_dim); a layer that runs N times per token counts N times.
     Preallocates 2 * layers * slots * room * n_kv_head * head_dim elements of `dtype`; `room` is at
-    least one token more than any step reads, which avoids recompiling the step.
+    least one token more than any step reads; otherwise, a compiled step would be recompiled.
     """
 
     def __init__(self, shape: Sequence[int], capacity: int, device: Any, dtype: torch.dtype):

@@ -153,7 +153,7 @@ def write_encoded(
 def encode_batches(
     conversations: Conversations, tokenizer_path: Path, row_length: int
 ) -> Iterator[list[np.ndarray]]:
-    """Yield the results of `encode_batch` in order; more conversations use more cores."""
+    """Yield the results of `encode_batch` in order. Many conversations are encoded on all cores."""
     job = partial(encode_batch, tokenizer_path, row_length)
     many = len(conversations) // POOL_SHARE if isinstance(conversations, Sized) else 0
     workers = min(many, os.cpu_count() or 1)

@@ -598,7 +598,8 @@ class CheckpointManager:
         """
         Whether an earlier attempt of this launch saved a checkpoint.
 
-        A late node has restart count 0, so an unfinished run of this launch means a restart too.
+        The restart count of a node that joins late is 0, so this is also true if the newest
+        checkpoint is unfinished and of this launch.
         """
         restarted, launch = self.machine.any(self.machine.restarts > 0), self.machine.launch
 
@@ -633,8 +634,8 @@ class CheckpointManager:
 
     def disk_bytes(self, model: GPT, saves: int) -> int:
         """
-        Additional bytes on disk for `saves` more saves (the last is final), at most the
-        checkpoints to keep and the one being written.
+        Additional bytes on disk for `saves` more saves, the last of them final. At most the
+        checkpoints to keep and the one being written are on disk at once.
         """
         there = sum(p.stat().st_size for p in self.folder.glob("step_*/*") if p.is_file())
         sizes = [checkpoint_bytes(model)] * (saves - 1)

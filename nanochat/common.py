@@ -56,8 +56,8 @@ class UsageError(RuntimeError):
 
 def printable(text: Any) -> str:
     """
-    Escape characters that could control a terminal or disguise text, to print untrusted text (from
-    models, data, users or errors).
+    To print untrusted text (from models, data, users or errors), escape characters that could
+    control a terminal or disguise text.
     """
     return UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), str(text))
 

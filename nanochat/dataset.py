@@ -186,7 +186,7 @@ class Source:
     train_shards: list[str]
     val_shard: str
     identity: dict[str, Any]
-    """Determines the text of every shard, whether in use or not."""
+    """Determines the text of every shard, whether it is used or not."""
     files: dict[str, dict[str, Any]] = field(compare=False)
     """File -> bytes and sha256, from the manifest."""
     tail: dict[str, int]
@@ -280,8 +280,8 @@ def find_tail(path: Path) -> dict[str, int]:
     Split a source's only file: documents from `tail_start` on are for validation.
 
     The tail is the shortest one that holds TAIL_SHARE of the characters (TAIL_CHARS for short
-    files), but at most half of the documents and of the characters
-    (one document may exceed that). Raises ValueError for fewer than two documents.
+    files), but at most half of the documents and half of the characters; only a single document
+    may exceed the latter. Raises ValueError for fewer than two documents.
     """
     lengths = np.fromiter(map(len, read_texts(path, Counter())), np.int64)
     documents, chars = len(lengths), int(lengths.sum())

@@ -30,8 +30,8 @@ from nanochat.config import short
 from nanochat.hardware import device_name, keep_freed_memory
 
 # ---- Rendezvous: a separate store for each attempt -----------------------------------------------
-# torchrun keeps one store for all attempts of a launch. A rank that reads a dead rank's address
-# in it waits for that process (pytorch#135712; seen with torch 2.15 at the second
+# torchrun keeps one store for all attempts of a launch. A rank that reads the address of a
+# dead rank there waits for that process (pytorch#135712; seen with torch 2.15 at the second
 # restart). An attempt counter does not help: a node that joins later starts at zero. Instead, each
 # rank sends a unique token and accepts only a reply to this token.
 
@@ -69,10 +69,10 @@ def name_attempt(store: Store, rank: int, world_size: int, timeout_seconds: floa
 
 
 # ---- Heartbeats of the ranks ---------------------------------------------------------------------
-# A thread on each rank sends a heartbeat every second, which reports that the rank is waiting for
-# others, doing long work (`working`), or neither. A waiting rank reads the heartbeats of the others
-# and exits, listing their states, if for the whole timeout one of them reported neither (or
-# was silent), or all reported no work.
+# A thread on each rank sends a heartbeat every second. It reports whether the rank is waiting for
+# others, doing long work (`working`), or neither. A waiting rank reads the heartbeats of the other
+# ranks. It exits and lists their states if, for the whole timeout, some rank sent no heartbeat or
+# reported neither, or if no rank reported work.
 
 
 BEAT_SECONDS = 1.0
@@ -158,8 +158,8 @@ class RankHeartbeat:
 
     def check(self) -> None:
         """
-        Exit if, for the whole timeout, this rank waited and either some rank was silent or
-        reported nothing, or no rank worked.
+        Exit if this rank waited for the whole timeout and, in that time, some rank sent no
+        heartbeat or reported neither waiting nor work, or no rank reported work.
         """
         (kind, what, since), now = self.activity, time.monotonic()
         oldest, beats = now - self.started - self.timeout_seconds, self.others.values()

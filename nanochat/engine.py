@@ -100,7 +100,7 @@ def draw(logits: Tensor, k: int, settings: Sequence[Sampling], uniform: Sequence
         cutoff = torch.where(kept, ordered, torch.inf).amin(dim=-1, keepdim=True)
         weights = weights * ((weights >= cutoff) | (column(s.top_p for s in settings) == 1))
     total = running_sum(weights)
-    threshold = column(uniform).clamp(max=1 - 2**-24) * total[:, -1:]  # < total even in float32
+    threshold = column(uniform).clamp(max=1 - 2**-24) * total[:, -1:]  # below total in float32 too
     index = (total <= threshold).sum(dim=-1)
     return index if ids is None else ids.gather(1, index[:, None])[:, 0]
 

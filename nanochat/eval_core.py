@@ -431,8 +431,8 @@ def require_safe(path: Path) -> None:
 
 def read_bundle(root: Path | zipfile.Path) -> Suite:
     """
-    Read the tasks of a folder or archive; tasks without an item file are skipped. A non-DCLM suite
-    describes itself by `about` in core.yaml.
+    Read the tasks of a folder or archive; tasks without an item file are skipped. A suite other
+    than DCLM's is described by `about` in its core.yaml.
     """
     folders: list[Any] = [root, *(path for path in root.iterdir() if path.is_dir())]
     folder = next((path for path in folders if (path / "core.yaml").is_file()), None)

@@ -224,8 +224,8 @@ class Attention(nn.Module):
 
     def fuse_qkv(self) -> None:
         """
-        Use one matmul for queries, keys and values; with few tokens, it is as fast as any of the
-        three. Their weights become views of the fused matrix.
+        Use one matmul for queries, keys and values; with few tokens, this takes as long as one
+        of the three. Their weights become views of the fused matrix.
         """
         layers = (self.q, self.k, self.v)
         self.qkv_weight = torch.cat([layer.weight.detach() for layer in layers])

@@ -4,8 +4,8 @@ Dataset files on the Hugging Face Hub: requests with retries, pinned downloads.
     repository, revision -> pin_repo -> manifest: commit and files -> HubRepo.fetch -> verified file
 
 huggingface_hub sends the requests, reads HF_ENDPOINT, HF_TOKEN, HF_HUB_DOWNLOAD_TIMEOUT and
-HF_HUB_ETAG_TIMEOUT, and resumes interrupted downloads. This module adds a timeout to every request,
-retries, and error messages with a fix.
+HF_HUB_ETAG_TIMEOUT, and resumes interrupted downloads. This module adds retries, a timeout for each
+request, and error messages with a fix.
 """
 
 import os

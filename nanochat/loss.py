@@ -97,7 +97,7 @@ def chunk_loss(logits: Tensor, targets: Tensor, kernels: LossKernels) -> tuple[T
 
 class ChunkedCrossEntropy(torch.autograd.Function):
     """
-    Sum of weighted nats and, without gradients, the weighted nats of each target. The forward pass
+    Sum of weighted nats, and the weighted nats of each target (no gradients). The forward pass
     also computes the gradients of the sum.
     """
 

@@ -133,7 +133,7 @@ def parse_budget(spec: str) -> dict[str, Any]:
     found = BUDGET.search(spec)
     tokens, alpha = found.groups() if found else (None, None)
     if (tokens and int(tokens) == 0) or (alpha and float(alpha) > 1):
-        raise ValueError(f"the budget of {spec!r} must be >= 1 token with a power in [0, 1]")
+        raise ValueError(f"the budget of {spec!r} must be >= 1 token, its power in [0, 1]")
     # key names as stored in fingerprints and checkpoints
     return {"mixture_tokens": int(tokens) if tokens else None, "mixture_alpha": float(alpha or 1)}
 

@@ -231,7 +231,7 @@ def find_finished(section: str, key: str, report_dir: Folder = None) -> dict[str
 
     Size and SHA-256 of every recorded file must match. A stage that has outputs but recorded no
     files cannot be checked and is not finished. Only the section's current record is considered, so
-    the report always shows the results of the skipped stage itself. In a script:
+    a skipped stage has its own results in the report. In a script:
 
         if cfg.skip_if_done and records.find_finished(SECTION, stage_key(settings(cfg), inputs)):
             return machine.print0(f"{SECTION}: finished already, skipped")
@@ -321,7 +321,7 @@ def relative_path(path: Path) -> str:
 
 
 def extend_record(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """Add to `new` values, items, tables, series, files and costs of `old` if inputs match."""
+    """If the inputs are equal, add the values, items, tables, series, files and costs of `old`."""
     if old["provenance"]["inputs"] != dict(new["provenance"]["inputs"]):
         return new
     both = {part: {**old[part], **new[part]} for part in ("values", "items", "series", "files")}

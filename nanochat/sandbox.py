@@ -410,8 +410,8 @@ def disk_bytes(folder: str, pid: int) -> float:
 
 # ------------------------------------------------------------------------------------------------
 # Tools of the model: a calculator and, if enabled, Python. The calculator never evaluates model
-# output as Python: it walks a syntax tree of numbers and operators, and rejects everything else,
-# and slow or large computations too.
+# output as Python: it walks a syntax tree of numbers and operators. It rejects everything else, and
+# also slow or large computations.
 
 PYTHON_LIMITS = Limits(seconds=3.0, output_bytes=2000)
 MAX_CHARACTERS = 256  # length limit of an expression

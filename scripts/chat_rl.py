@@ -71,8 +71,8 @@ class ChatRL:
     init_lr_frac: float = 0.05
     """Peak learning rates as a fraction of the pretraining ones; they decay linearly to 0."""
     eval_examples: int = 400
-    """Held-out questions over all tasks, evaluated every eval_every steps; before and after RL,
-    about as many training questions too."""
+    """Total number of held-out questions to evaluate every eval_every steps. Before and after RL,
+    about as many training questions are evaluated too."""
     eval_samples: int = 8
     """Answers per held-out question."""
     pass_rates: tuple[float, float] | None = None

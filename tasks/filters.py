@@ -229,8 +229,8 @@ def no_duplicate(rows: Sequence[FilterRow]) -> list[bool | None]:
 
 def no_near_duplicate(rows: Sequence[FilterRow]) -> list[bool | None]:
     """
-    Drop rows whose n-grams have a Jaccard index >= NEAR with an earlier row's, estimated by
-    MinHash (Broder, "On the resemblance and containment of documents", 1997).
+    Drop rows whose n-grams have a Jaccard index of at least NEAR with those of an earlier row,
+    estimated by MinHash (Broder, "On the resemblance and containment of documents", 1997).
     """
     rng = np.random.default_rng(0)
     odd, plus = (rng.integers(1 << 63, size=HASHES, dtype=np.uint64) for _ in range(2))

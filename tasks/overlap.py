@@ -23,7 +23,7 @@ import numpy as np
 from tasks.base import Task
 
 RUN = 13  # words
-LEAST = 6  # minimum number of words in an item searched for in full
+LEAST = 6  # minimum length, in words, of items that are searched for in full
 LEAST_ASKED = 8  # the same for a question without its options
 BATCH = 4096  # training items per batch
 WORD = re.compile(r"[^\W_]+")
@@ -123,7 +123,7 @@ def query_ngrams(task: Task, lengths: Sequence[int]) -> dict[int, Ngrams]:
 
 
 def whole(grams: dict[int, Ngrams], n: int) -> Ngrams:
-    """N-grams that are a whole item, one with 1 n-gram of n words and none of n + 1."""
+    """N-grams that are whole items, i.e. of items with one n-gram of n words and none of n + 1."""
     once, counts = np.unique(grams[n].items, return_counts=True)
     all_of_it = np.isin(grams[n].items, np.setdiff1d(once[counts == 1], grams[n + 1].items))
     return Ngrams(grams[n].hashes[all_of_it], grams[n].items[all_of_it])

@@ -102,7 +102,7 @@ class SpellingBee(WordTask, NumberTask):
         A word and a letter, which is in the word with probability 0.8.
 
         Documents of the embedded world also count letters: without a word file, this task
-        holds out the same pairs.
+        holds out the same (word, letter) pairs as they do.
         """
         while True:
             word = pick(rng, self.words)

@@ -343,7 +343,7 @@ def test_generated_dataset_is_opened_by_name(generated):
         open_source(DataConfig(dataset="made-up", num_shards=3))
     with pytest.raises(ValueError, match="leave --val_shard out"):
         open_source(FirstUseConfig("made-up", val_shard="a"))
-    with pytest.raises(ValueError, match="leave --revision out"):
+    with pytest.raises(ValueError, match="without --revision"):
         open_source(FirstUseConfig("made-up", revision="main"))
 
 

@@ -287,7 +287,7 @@ def test_parse_budget_reads_tokens_and_power():
         assert parse_mixture(f"a,b=20%{end}") == [Part("a"), Part("b", share=0.2)]
     assert parse_budget("a@900t^0") == {"mixture_tokens": 900, "mixture_alpha": 0.0}
     for wrong in ("a@0t", "a@^1.5"):
-        with pytest.raises(ValueError, match=r"1 token with a power in \[0, 1\]"):
+        with pytest.raises(ValueError, match=r"1 token, its power in \[0, 1\]"):
             parse_budget(wrong)
     for wrong in ("a@", "a@900", "a@^-0.1", "a@^", "a@5%"):
         with pytest.raises(ValueError, match="in the mixture .* must be name"):

@@ -20,9 +20,9 @@ def make_windows(ids: np.ndarray, T: int, stride: int) -> Iterator[Batch]:
     """
     Cut one document, ids (n + 1,) starting with BOS, into padded (tokens, targets) of length T.
 
-    Scored targets: all in the first window, the last `stride` in later ones, the rest in the last.
-    All other targets are IGNORE. Every token is scored exactly once; tokens after the first
-    window have T - stride + 1 to T tokens of context. stride = T: no overlap.
+    The first window scores all its targets, later ones their last `stride`, and the last window
+    what remains. All other targets are IGNORE. Every token is scored exactly once; tokens after
+    the first window have T - stride + 1 to T tokens of context. stride = T: no overlap.
     """
     num_targets = len(ids) - 1
     scored = 0

@@ -96,7 +96,7 @@ def clip_range(w: Tensor, form: Format, cfg: QuantConfig) -> Tensor:
 
 
 def scales_for(reached: Tensor, form: Format) -> Tensor:
-    """Return scales (M, 1) for a clipping range: float16 values in float32."""
+    """Return float32 scales (M, 1) for a clipping range, rounded to float16."""
     top = torch.full_like(reached, largest_level(form))  # for a scalar, CUDA multiplies by 1 / top
     scale = (reached / top).to(torch.float16).float()
     smallest = torch.finfo(torch.float16).smallest_normal

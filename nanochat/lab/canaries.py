@@ -154,7 +154,7 @@ class CanarySuite:
         return ids[:-1], targets[1:]
 
     def measure_answers(self, model: GPT) -> dict[str, float]:
-        """Metrics of the format of greedy answers to held-out prompts; empty if there are none."""
+        """Format metrics of greedy answers to held-out prompts; empty if there are none."""
         T = model.cfg.max_seq_len
         longest = min(MAX_ANSWER_TOKENS, T // 2)
         questions, prompts, expected = [], [], 0
@@ -274,7 +274,8 @@ class Canary(NamedTuple):
         return LEVELS[sum(value >= bound for bound in self[:3])]
 
 
-# Bounds on the value; for forgotten and no_end ... one_letter, its rise over the parent
+# Thresholds on the value. For "forgotten", and from "no_end" to "one_letter", they apply to the
+# increase of the value over the parent's.
 CANARIES = {
     "forgotten": Canary(0.25, 0.5, 0.75, "pretraining is forgotten: bits per byte rose"),
     "gap": Canary(0.75, 1.5, 2.5, "the first training loss differs from the parent's"),
@@ -396,8 +397,9 @@ class CanaryMonitor(Callback):
         self, step: int, found: Mapping[str, float], before: Collection[str] | None = None
     ) -> list[Finding]:
         """
-        Turn each canary's value into a finding; print those not fine. `before`: canaries
-        triggered at the previous check; all others get at most "warn", as a spike may recover.
+        Turn each canary's value into a finding, and print every finding that is not fine.
+        `before`: canaries triggered at the previous check; all others get at most "warn", as a
+        spike may recover.
         """
         findings = []
         for name, value in found.items():
@@ -442,8 +444,8 @@ def open_monitor(
     """
     Measure `model`, just loaded from `parent`, and return a monitor; None if canaries are off.
 
-    By bucket: `chats`, held-out conversations to answer; in fine-tuning, also `train_chats`, the
-    training conversations, and `shares`, their shares of the tokens.
+    All arguments by bucket: `chats` are held-out conversations to answer. In fine-tuning,
+    `train_chats` are the training conversations and `shares` are their shares of the tokens.
     """
     if cfg.canaries == "off":
         return None

@@ -209,7 +209,7 @@ def student_quantile(df: int, p: float = 0.05) -> float:
 
 def holm_pvalues(ps: Sequence[float]) -> list[float]:
     """
-    Holm-corrected p values; they control family-wise error at the tested level.
+    Holm-corrected p values, which control the family-wise error rate at the tested level.
 
     Source: Holm, "A Simple Sequentially Rejective Multiple Test Procedure", 1979.
     """

@@ -86,8 +86,8 @@ def find_same_layers_arm(recursive: LoopArm, plain: Sequence[LoopArm]) -> LoopAr
 
 def check_equal_flops(recursive: LoopArm, plain: Sequence[LoopArm]) -> Criterion:
     """
-    Criterion: better than every plain arm of equal FLOPs; or as good as the best, if
-    that is clearly larger, and better than those of similar size.
+    Criterion: better than every plain arm of equal FLOPs; or as good as the best of them, if that
+    one is clearly larger, and better than the plain arms of similar size.
     """
     name = "Pays off at equal FLOPs"
     rivals = [arm for arm in plain if is_close(arm.flops, recursive.flops)]
@@ -121,7 +121,7 @@ def check_first_loop(
 ) -> Criterion:
     """
     Criterion: the first loop, if `trained`, is no worse than the same layers applied once;
-    a worse one just flatters the last loop.
+    a worse first loop only makes the last one look better.
     """
     name, other = "First loop unharmed", find_same_layers_arm(recursive, plain)
     if not trained:

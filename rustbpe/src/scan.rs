@@ -150,8 +150,9 @@ impl Scanner {
         }
     }
 
-    /// `\s*[\r\n]|\s+(?!\S)|\s+`: up to the last newline. Without one: the whole run if it
-    /// ends the text or is one character; else all but its last, which starts the next word.
+    /// `\s*[\r\n]|\s+(?!\S)|\s+`: up to the last newline. Without a newline: the whole run
+    /// if it ends the text or has one character; else all but its last character, which starts
+    /// the next word.
     #[inline(never)]
     fn white_space(&self, text: &[u8], start: usize, whole_tail: bool) -> usize {
         let (mut end, mut last, mut after_newline) = (start, start, None);

@@ -60,7 +60,7 @@ class FactQuestion:
     @property
     def fair_rivals(self) -> tuple[str, ...]:
         """
-        The rivals from the same side of the split: answers to trained or held-out questions.
+        The rivals that answer questions from the same side of the split (trained or held out).
 
         Answers to training questions occur more often in text, so options from both sides would
         reveal the right one.
@@ -119,8 +119,8 @@ def sentences(known: Fact, asked: FieldQuestion) -> list[str]:
 
 NUM_OPTIONS = 4
 ROUNDS = 8  # questions per list of options in training
-# Training draws the right option with weight rank ** -SKEW, where 1 is the most common kind of
-# question. With equal weights, the loss on the letter stays at ln 4 for 300 steps at depth 4; with
+# In training, a question whose kind has rank r (1 = most common) is drawn with weight r ** -SKEW.
+# With equal weights, the loss on the letter stays at ln 4 for 300 steps at depth 4; with
 # SKEW it falls within 150: the model first learns which options tend to be right and how to find
 # their letters, then to use the question (measured 2026-11-20, dev/LOG.md).
 SKEW = 1.5
@@ -156,7 +156,7 @@ def choice(split: Split, i: int) -> Choice:
     """
     Four answers of different kinds, such as a town, a trade, a month and a pet.
 
-    Held-out lists ask one question each, in turn; all positions are equally likely to be
+    List i of a held-out split asks held-out question i; all positions are equally likely to be
     correct. A training list has ROUNDS questions, far more of some kinds than of others (SKEW).
     """
     rng = question_rng("choice", split, i)

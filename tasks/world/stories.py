@@ -31,7 +31,7 @@ from tasks.world.words import blocks, read_data, word_list
 
 @dataclass(frozen=True)
 class Episode:
-    """One outcome of a rule for one person; a story uses one item per tuple."""
+    """One outcome of a rule for one person. A story uses one sentence from each tuple."""
 
     title: str
     hero: Person

@@ -84,7 +84,7 @@ export function childrenOf(chat) {
   return children;
 }
 
-// Last message of the newest branch through a message.
+// Last message of the newest branch below a message.
 export function newestBelow(chat, id) {
   const children = childrenOf(chat);
   while (children.has(id)) id = children.get(id).at(-1).id;
