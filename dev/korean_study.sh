@@ -3,8 +3,8 @@
 #
 #   HF_ENDPOINT=http://127.0.0.1:8400 bash dev/korean_study.sh     # about an hour on two cores
 #
-# If it is interrupted, rerun the same command. Reads local/mini-pretrain, mini-pretrain-korean,
-# chat-instruct and chat-korean, GSM8K, ARC, AQuA and KMMLU from the Hub. Writes section
+# If it is interrupted, rerun the same command. Reads from the Hub: local/mini-pretrain,
+# mini-pretrain-korean, chat-instruct and chat-korean; GSM8K, ARC, AQuA and KMMLU. Writes section
 # "Sweep korean" and files under NANOCHAT_BASE_DIR. No training on ARC or KMMLU test questions.
 set -euo pipefail
 cd "$(dirname "$0")/.."

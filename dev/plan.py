@@ -70,7 +70,7 @@ class Plan:
     """Minutes of all stages but base training, in order: tokenizer, its evaluation, base loss, base
     evaluation, mid, SFT, RL, all chat evaluations."""
     minutes_depth: int = 4
-    """Depth assumed in `minutes`; stages that run the model scale with its FLOPs."""
+    """Depth that `minutes` assumes; the times of stages that run the model scale with its FLOPs."""
     minutes_processes: int = 1
     """Number of processes that `minutes` refers to; the time is inversely proportional to it."""
     tokenizer: str = ""

@@ -60,7 +60,7 @@ source dev/stages.sh
 export NANOCHAT_BASE_DIR="${NANOCHAT_BASE_DIR:-$PWD/out/recursion-$name}"
 
 # For every seed: the recursive model, then two plain ones with the same layers, one trained on the
-# same number of tokens, one with the same FLOPs. User flags cannot override those in `plainly`.
+# same number of tokens, one with the same FLOPs. The flags in `plainly` override the user's.
 plainly=(--recursion_preset=none --n_loops=-1 --n_prelude=-1 --n_core=-1 --n_coda=-1 --supervise=-1
     --supervision_base=-1 --improvement_bonus=-1 --bptt_loops=-1)
 stage "tokenizer" python -m scripts.tok_train --dataset="$text" "${tokenizer[@]}" --skip_if_done

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Does training on ARC questions with up to ten options raise accuracy on four or ten options?
 #
-#   HF_ENDPOINT=http://127.0.0.1:8400 bash dev/ten_options.sh     # uses korean_study.sh base models
+#   HF_ENDPOINT=http://127.0.0.1:8400 bash dev/ten_options.sh  # uses korean_study.sh's base models
 #
 # The control trains on ARC-Easy; the other arm trains on the same number of tokens of ARC-Easy with
 # options added by BM25. Both are evaluated on ARC's test questions with four and ten options.

@@ -36,7 +36,7 @@ from nanochat.common import REPOSITORY, MissingInput, UsageError, printable
 
 C = TypeVar("C")
 ROOM = "free some space, or set NANOCHAT_BASE_DIR to a larger disk"
-ACCESS = "change its permissions, or use another path (generated files: NANOCHAT_BASE_DIR)"
+ACCESS = "change its permissions, or use another path (for generated files, set NANOCHAT_BASE_DIR)"
 FOLDER = "this must be a folder, but a file with that name exists; use another path"
 OS_FIXES = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), ROOM),

@@ -280,8 +280,9 @@ def find_tail(path: Path) -> dict[str, int]:
     Split a source's only file: documents from `tail_start` on are for validation.
 
     The tail is the shortest one that holds TAIL_SHARE of the characters (TAIL_CHARS for short
-    files), but at most half of the documents and half of the characters; only a single document
-    may exceed the latter. Raises ValueError for fewer than two documents.
+    files), but at most half of the documents and half of the characters. If the last document alone
+    has more than half of the characters, it is the tail. Raises ValueError for fewer than two
+    documents.
     """
     lengths = np.fromiter(map(len, read_texts(path, Counter())), np.int64)
     documents, chars = len(lengths), int(lengths.sum())
@@ -416,7 +417,7 @@ def open_folder(cfg: FirstUseConfig, recorded: str | None) -> Source:
     """
     Open a folder, which must have the `recorded` fingerprint.
 
-    Raises ValueError naming files that were added, removed, changed or cannot be read.
+    Raises ValueError naming files that were added, removed or changed, or cannot be read.
     """
     folder = Path(cfg.dataset or "").expanduser().resolve()
     if not folder.is_dir():

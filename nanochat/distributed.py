@@ -71,8 +71,8 @@ def name_attempt(store: Store, rank: int, world_size: int, timeout_seconds: floa
 # ---- Heartbeats of the ranks ---------------------------------------------------------------------
 # A thread on each rank sends a heartbeat every second. It reports whether the rank is waiting for
 # others, doing long work (`working`), or neither. A waiting rank reads the heartbeats of the other
-# ranks. It exits and lists their states if, for the whole timeout, some rank sent no heartbeat or
-# reported neither, or if no rank reported work.
+# ranks. It exits and lists their states in two cases: for the whole timeout, one of them sent no
+# heartbeat or reported neither waiting nor work, or none of them reported work.
 
 
 BEAT_SECONDS = 1.0

@@ -101,7 +101,7 @@ class RunLog(contextlib.AbstractContextManager):
             print(printable(line), flush=True)  # above the progress bar, if any
 
     def time_left(self, step: int) -> list[str]:
-        """Time left at the pace of the steps after the first, which compile; empty if unknown."""
+        """Time left; empty if unknown. The pace excludes the first steps, because they compile."""
         now = time.monotonic()
         if step <= self.warm_step:
             self.warm_time = now

@@ -132,8 +132,8 @@ def chunked_cross_entropy(
     hidden: Tensor, head: Tensor, targets: Tensor, weights: Tensor | None, kernels: LossKernels
 ) -> tuple[Tensor, Tensor]:
     """
-    Weighted sum of nats, a float32 scalar with gradients for `hidden` and `head`, and the weighted
-    nats of each target, (...) float32 without gradients.
+    Return the weighted sum of nats (a float32 scalar with gradients for `hidden` and `head`) and
+    the weighted nats of each target ((...) float32, without gradients).
 
     hidden (..., C) in the compute dtype, head (V, C) float32, targets (...), IGNORE to exclude;
     weights (...) float32 of either sign, None = ones. The backward pass may run only once: it

@@ -186,7 +186,7 @@ def resolve(
 
 
 def round_to_total(wanted: Sequence[float]) -> list[int]:
-    """Round to integers that keep the rounded sum, by the largest-remainder method."""
+    """Round to integers that add up to the rounded sum, by the largest-remainder method."""
     counts = [math.floor(x) for x in wanted]
     order = sorted(range(len(wanted)), key=lambda i: counts[i] - wanted[i])
     for i in order[: round(math.fsum(wanted)) - sum(counts)]:
@@ -486,8 +486,8 @@ def open_texts(
     Open the text that `cfg` or `mix` selects, or else the one `recorded` by an earlier stage.
 
     recorded: `TextMixture.describe()` of that stage. prepare: see `open_source`. All parts of a
-    mixture are checked before any source is opened. Raises ValueError with the fix for amounts that
-    text does not support, plus the errors of `open_source`.
+    mixture are checked before any source is opened. Raises ValueError, stating the fix, if text
+    does not support an amount; also raises the errors of `open_source`.
     """
     mixture = mix.mixture if mix else ""
     if recorded and "mixture" in recorded and not (mixture or cfg.dataset):

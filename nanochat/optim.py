@@ -44,8 +44,9 @@ def lr_factor(step: int, num_steps: float, cfg: ScheduleConfig) -> float:
     """
     Trapezoidal schedule: linear warmup, constant, linear decay to `final_lr_frac` at the last step.
 
-    A run too short for both ramps follows the lower one: at the peak learning rate, a run of 20
-    steps would diverge, and rounding differences between two runs would grow.
+    If a run is too short for both ramps, each step uses the lower of the two, and the peak is never
+    reached: at the peak learning rate, a run of 20 steps would diverge, and rounding differences
+    between two runs would grow.
     """
     up = (step + 1) / max(1, cfg.warmup_steps)
     left = (num_steps - step) / max(1.0, cfg.warmdown_ratio * num_steps)

@@ -29,8 +29,8 @@ from nanochat.loss import Trainable
 from nanochat.optim import MuonAdamW, state_bytes
 
 # ---- Kernel selection: each kernel is probed once ------------------------------------------------
-# A kernel that imports may still fail on this device or return wrong results; then it is skipped
-# with a message. The choice affects only rounding.
+# A kernel that can be imported may still fail on this device or return wrong results; then it is
+# skipped with a message. The choice affects only rounding.
 
 
 COMPILE_SECONDS = 45.0  # compile time on two CPU cores (measured: d4, 2026-11)
@@ -151,8 +151,8 @@ def probe_works(name: str, probe: Callable[[], str | None], machine: DistContext
 
 def choose_engine_compile(wanted: bool | None, machine: DistContext, most_tokens: int) -> bool:
     """
-    Whether to compile the decode step: as requested; by default, on a GPU, or on a CPU for
-    FUSED_ENGINE_TOKENS or more tokens. most_tokens: maximum number of tokens to generate.
+    Whether to compile the decode step: as `wanted`; if that is None, on a GPU, and on a CPU only
+    for FUSED_ENGINE_TOKENS or more tokens. most_tokens: maximum number of tokens to generate.
     """
     if wanted is None and machine.device.type == "cpu" and most_tokens < FUSED_ENGINE_TOKENS:
         return False
@@ -249,9 +249,9 @@ def rehearse(
     Peak bytes of a step and seconds per micro-batch, or None if any rank runs out of
     memory. Does not change the weights.
 
-    Runs three micro-batches of `device_rows` rows of `ids` (4, B, T), accumulating gradients like a
-    training step of B rows; with `update`, also takes an optimizer step and undoes it. The first
-    micro-batch compiles; the last one is timed. On a CPU, the peak is that of the process.
+    Runs three micro-batches, each on `device_rows` rows of `ids` (4, B, T). Gradients accumulate as
+    in a training step of B rows. With `update`, also takes an optimizer step and undoes it. The
+    first micro-batch compiles; the last one is timed. On a CPU, the peak is that of the process.
     """
     seconds = []
 

@@ -134,8 +134,8 @@ def inherited_run_id(inputs: Mapping[str, str], report_dir: Folder = None) -> st
 
 def estimate(value: float, n: int, se: float, *repeats: float | None) -> dict[str, Any]:
     """
-    A measured value with its number of items and standard error. `repeats`, for items sampled
-    k times: k, the error due to the choice of items, and the error due to the repeats.
+    A measured value with its number of items and standard error. For items sampled k times,
+    `repeats` is k, the error due to the choice of items, and the error due to the repeats.
     """
     names = ("k", "item_se", "repeat_se")
     return {"value": value, "n": n, "se": se, **dict(zip(names, repeats, strict=False))}
@@ -231,7 +231,7 @@ def find_finished(section: str, key: str, report_dir: Folder = None) -> dict[str
 
     Size and SHA-256 of every recorded file must match. A stage that has outputs but recorded no
     files cannot be checked and is not finished. Only the section's current record is considered, so
-    a skipped stage has its own results in the report. In a script:
+    that the report shows the results of a skipped stage, not those of another run. In a script:
 
         if cfg.skip_if_done and records.find_finished(SECTION, stage_key(settings(cfg), inputs)):
             return machine.print0(f"{SECTION}: finished already, skipped")

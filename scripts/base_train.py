@@ -192,7 +192,7 @@ def plan(
 ) -> tuple[Horizon, int]:
     """
     Return the horizon, which ignores the time budget, and the maximum number of steps. With a
-    budget and no num_iterations, it is twice the estimate, so that enough text is packed.
+    budget and no num_iterations, the maximum is twice the estimate, so that enough text is packed.
     """
     horizon = plan_horizon(
         model,

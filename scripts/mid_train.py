@@ -41,7 +41,8 @@ RETIRED = {
     **dict.fromkeys(("arm", "arm_floor"), "use scripts.lab.sweep --arms=... for data ablations"),
     **dict.fromkeys(
         ("warmup_steps", "final_lr_frac"),
-        "learning rates start at their peak and decay to 0; use --init_lr_frac, --warmdown_ratio",
+        "learning rates start at their peak and decay to 0; "
+        "use --init_lr_frac and --warmdown_ratio",
     ),
     "waive_families": "remove buckets that belong to the family of a final benchmark",
 }

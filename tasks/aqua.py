@@ -53,8 +53,8 @@ class AQuA(HubTask):
         ]
         if skipped := valid.count(False):
             print(
-                f"{self.name}: skipped {skipped} of {len(valid)} questions of {self.where} without "
-                f"{NUM_OPTIONS} options or a valid answer",
+                f"{self.name}: skipped {skipped} of {len(valid)} questions of {self.where}: "
+                f"not {NUM_OPTIONS} options, or no valid answer",
                 flush=True,
             )
         return [i for i in super().order if valid[i]]

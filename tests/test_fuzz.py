@@ -39,7 +39,7 @@ budgets = pytest.mark.parametrize(
 
 @pytest.fixture
 def fuzz(budget, record_property):
-    """Run a check on `cases` x budget generated inputs, the same in every run."""
+    """Run a check on `cases` x `budget` generated inputs, the same in every run."""
 
     def run(check, strategy, cases):
         tried = 0

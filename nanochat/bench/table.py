@@ -49,7 +49,7 @@ class Point(NamedTuple):
     """Cost at one size."""
 
     axis: str
-    """What grows, and the work measured."""
+    """The growing quantity and the measured work, as in "threads: encoding"."""
     size: float
     seconds: float
     megabytes: float | None = None

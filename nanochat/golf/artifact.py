@@ -225,7 +225,7 @@ def parse_body(body: bytes, container: Container) -> Artifact:
 
 
 def read_floats(take: Callable[[int], bytes], shape: tuple[int, ...], form: Format) -> Tensor:
-    """Read the float16 scales (M,) of a quantized tensor, or all values of any other."""
+    """Read the float16 scales (M,) of a quantized tensor, or all values of any other tensor."""
     dtype, shape = FLOATS["fp16" if form in BITS else form], shape[:1] if form in BITS else shape
     values = np.frombuffer(take(dtype.itemsize * int(np.prod(shape))), dtype)
     return torch.from_numpy(values.reshape(shape).copy())

@@ -251,7 +251,7 @@ Level = Literal["fine", "note", "warn", "broken"]
 LEVELS: tuple[Level, ...] = ("fine", "note", "warn", "broken")
 MAX_LENGTH_RATIO = 2.0  # above this, the parent cannot answer: skip format checks
 NUM_ROWS = 256  # packed rows to compare with the conversations
-MAX_PARENT_SHARE = 0.9  # of the uniform bits per byte; above this, nothing to forget
+MAX_PARENT_SHARE = 0.9  # of a uniform model's bits per byte; above this, nothing to forget
 RETIRED_FLAGS = {
     **dict.fromkeys(
         ("canary_every", "sentinel_every"), "checks run every 10%; --canaries=off disables them"

@@ -94,8 +94,9 @@ def contrasts(
     """
     Compare every arm of a base with its control.
 
-    The squared standard error is the sum of seed variance, s^2 (1/n_arm + 1/n_control) with pooled
-    s^2, and paired item variance. Degrees of freedom: Welch-Satterthwaite, rounded down.
+    The squared standard error is the seed variance, which is s^2 (1/n_arm + 1/n_control) with
+    pooled s^2, plus the paired item variance. Degrees of freedom: Welch-Satterthwaite, rounded
+    down.
     """
     variance, df = pooled_spread([scores.values for scores in arms.values()])
     against = arms[control]

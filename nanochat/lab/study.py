@@ -289,7 +289,7 @@ def no_control(base: str) -> str:
 def compare_arms(
     runs: Mapping[RunKey, DoneRun], million_tokens: float, first: str
 ) -> tuple[list[Contrast], dict[str, Any]]:
-    """Compare every arm with the control of its base on every metric, `first` first."""
+    """Compare every arm with the control of its base on every metric, `first` being the first."""
     whole = {key: run for key, run in runs.items() if not run.is_broken}
     if not whole:
         raise ValueError(f"all {len(runs)} runs broke; see the end of their log.txt")

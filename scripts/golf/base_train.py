@@ -40,8 +40,8 @@ class GolfShape:
     init: Literal["uniform", "orthogonal"] | None = None
     """Initialization of block matrices. Default: uniform."""
     projection_init: Literal["zero", "scaled"] | None = None
-    """Initialization of output projections: zero, or that of --init / sqrt(2 n_layer). Default:
-    zero."""
+    """Initialization of output projections: zero, or that of --init, divided by
+    sqrt(2 n_layer). Default: zero."""
 
     def apply(self, plain: GPTConfig) -> GPTConfig:
         """Return `plain` with these options; a GolfConfig if any of them is golf-only."""
@@ -65,7 +65,7 @@ class GolfTrain(BaseTrain):
     width^-0.5."""
     decay_rule: Literal["cautious", "decoupled"] = "cautious"
     """cautious: fades over the run; decays only weights that the update also shrinks. decoupled:
-    decay every matrix weight by learning rate times decay, without fading; the default decay is
+    decays every matrix weight by learning rate times decay, without fading; the default decay is
     then a quarter of the cautious one, for about the same total decay."""
     width: WidthConfig = field(default_factory=WidthConfig)
     golf_shape: GolfShape = field(default_factory=GolfShape)

@@ -53,8 +53,8 @@ class SweepScript:
     name: str = "sweep"
     """Folder under sweeps/; each name has its own ledger."""
     arms: str = ""
-    """Data ablations, separated by |, with the control's total tokens in other proportions:
-    copy:name, only:x, drop:x, swap:a->b, scale:x*2, ratio:language ko:en=1:4. A bucket
+    """Data ablations, separated by |; each has as many total tokens as the control, in other
+    proportions: copy:name, only:x, drop:x, swap:a->b, scale:x*2, ratio:language ko:en=1:4. A bucket
     that is used only by arms must be listed in --mixture, with =0%."""
     arm_floor: str = ""
     """Minimum shares of other buckets in every `only` arm, as in arc_easy=5%; keeps answers in the

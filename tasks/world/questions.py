@@ -78,7 +78,9 @@ def field_values(kind: str, field: str) -> tuple[str, ...]:
 
 @cache
 def side_answers(kind: str, relation: str, field: str, trained: bool) -> tuple[str, ...]:
-    """The answers to questions of one kind: those asked in training if `trained`, else the rest."""
+    """
+    The answers to questions of one kind: to those asked in training if `trained`, else to the rest.
+    """
     return tuple(
         q.answer
         for f in facts()

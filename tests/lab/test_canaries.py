@@ -215,7 +215,7 @@ def test_broken_run_stops_unless_canaries_warn():
     stop_if_broken([Finding(5, "gap", 0.8, "warn")], CanaryConfig("stop"))
 
 
-def test_checks_are_due_at_2_5_and_10_percent():
+def test_checks_are_due_at_2_then_5_then_10_percent():
     assert [step for step in range(1, 201) if due(step, 200)][:4] == [4, 10, 20, 40]
     assert due(1, 5) and due(5, 5)
 

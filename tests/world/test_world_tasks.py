@@ -258,7 +258,8 @@ def occurrences(option: str) -> int:
     return trained_on().count(option)
 
 
-# Omits "least frequent": it beats chance (held-out facts are never asked), but no model uses it
+# Omits "least frequent": it beats chance, since held-out facts are never asked in training, but
+# models do not use it
 GUESSES: dict[str, Callable[[str], float]] = {
     "longest": len,
     "shortest": lambda option: -len(option),
