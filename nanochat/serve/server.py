@@ -238,7 +238,8 @@ class Server(uvicorn.Server):
 def listen(cfg: ServerConfig) -> socket.socket:
     """Return the bound server socket. Raises ValueError if binding fails."""
     family = socket.AF_INET6 if ":" in cfg.host else socket.AF_INET
-    found = socket.socket(family, socket.SOCK_STREAM)
+    # asyncio sets TCP_NODELAY only if the protocol is explicit; otherwise answers wait for 40 ms
+    found = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         found.bind((cfg.host, cfg.port))

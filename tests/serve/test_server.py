@@ -2,6 +2,7 @@
 
 import json
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -62,6 +63,15 @@ def test_V1_chat_completion_has_all_api_fields(site):
     (choice,) = body["choices"]
     assert choice["index"] == 0 and choice["finish_reason"] == "length"
     assert choice["message"]["role"] == "assistant" and choice["logprobs"] is None
+
+
+def test_answers_are_sent_at_once(site):
+    """Without TCP_NODELAY, answers on a kept connection wait 40 ms for an acknowledgment."""
+    assert site.client.get("/health").status_code == 200
+    for connection in site.server.server_state.connections:
+        found = connection.transport.get_extra_info("socket")
+        assert found.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+    assert site.server.server_state.connections
 
 
 def test_V1_streamed_chunks_concatenate_to_the_full_answer(site):
