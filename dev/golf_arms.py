@@ -39,7 +39,7 @@ GOLF = (
 ARMS = {
     "golf": GOLF,
     "plain": f"{COMMON} --d_model=64 --mlp_ratio=4.5 --value_every=0 --quantize=*=fp16 "
-    "--weight_decay=0.25",  # half of GOLF's: it takes twice the steps
+    "--weight_decay=0.25",  # half of GOLF's, because this arm takes twice as many steps
     "no late quantization": f"{GOLF} --qat_start=1",
     "XSA in all layers": f"{GOLF} --xsa_last_n=4",
     "partial RoPE (16 of 32)": f"{GOLF} --rope_dims=16",

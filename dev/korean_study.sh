@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A small ablation of training data, on two base models: Korean chat, GSM8K, Korean-English ratio.
+# A small ablation of training data (Korean chat, GSM8K, Korean-English ratio) on two base models.
 #
 #   HF_ENDPOINT=http://127.0.0.1:8400 bash dev/korean_study.sh     # about an hour on two cores
 #

@@ -2,7 +2,7 @@
 # Data efficiency benchmark: document bpb of a depth-4 model after 3.9M tokens of real text, 3 seeds.
 #
 #   bash dev/learning.sh                                # half an hour on two cores
-#   bash dev/learning.sh without --bigram_rows=0        # arm name, then flags of base_train
+#   bash dev/learning.sh no_bigrams --bigram_rows=0     # arm name, then flags of base_train
 #
 # If it is interrupted, rerun the same command. The first argument names the ablation arm. STEPS=600,
 # DEPTH=6 and SEEDS="0 1" override the defaults. DATASET: a text dataset on the Hub. The results in

@@ -4,9 +4,10 @@ Benchmark one tokenizer library once, in a separate process.
     python dev/tokenizer_peer.py job.json    # prints the result as JSON
 
 Run by scripts/bench.py for our crate and, in separate environments, for other libraries. It imports
-only the library under test, because two libraries are imported as rustbpe. Each measurement is a
-first pass with cold caches; timing starts after texts and vocabulary are loaded. `digest` is a hash
-of the result (vocabulary tokens, or the ids of all texts), `megabytes` the increase in peak memory.
+only the library under test, because two of them have the same import name, rustbpe. Each
+measurement is a first pass with cold caches; timing starts after texts and vocabulary are loaded.
+`digest` is a hash of the result (vocabulary tokens, or the ids of all texts), `megabytes` the
+increase in peak memory.
 """
 
 import base64

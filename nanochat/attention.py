@@ -113,7 +113,8 @@ def add_up(parts: list[Tensor], blocks: list[tuple[int, int, int]]) -> Tensor:
     """
     Sum the blocks' contributions to each key: parts (B, G, end - first key, D) -> (B, G, T, D).
 
-    Works on one range of keys at a time: adding into slices compiles to nested conditions.
+    Works on one range of keys at a time, because adding into slices of one tensor would compile
+    to nested conditions.
     """
     ends = sorted({end for _, s, j in blocks for end in (s, j)})
     sums = []

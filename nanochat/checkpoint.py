@@ -598,8 +598,8 @@ class CheckpointManager:
         """
         Whether an earlier attempt of this launch saved a checkpoint.
 
-        The restart count of a node that joins late is 0, so this is also true if the newest
-        checkpoint is unfinished and of this launch.
+        The restart count of a node that joins late is 0, so this is also true if this launch saved
+        the newest checkpoint and its training is unfinished.
         """
         restarted, launch = self.machine.any(self.machine.restarts > 0), self.machine.launch
 

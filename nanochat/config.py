@@ -6,8 +6,9 @@ Command-line flags from config dataclasses.
 `--device_batch_size=8` and `--device-batch-size 8` are the same flag. Nested dataclasses share one
 flat namespace. Booleans accept `--x`, `--no-x`, `--x=1` and `--x=0`; lists accept commas
 (`--x=a,b`), spaces and repeated flags. For optional settings, -1 means None ("decide for me"),
-usually the default. Fields made by `short` also have a one-letter flag: `-x 5`. A leading bare `--`
-is dropped. Removed flags and common flags of other programs are rejected with a suggestion.
+which is usually the default. Fields made by `short` also have a one-letter flag: `-x 5`. A leading
+bare `--` is dropped. Removed flags and common flags of other programs are rejected with a
+suggestion.
 """
 
 import ast

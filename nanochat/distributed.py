@@ -30,10 +30,10 @@ from nanochat.config import short
 from nanochat.hardware import device_name, keep_freed_memory
 
 # ---- Rendezvous: a separate store for each attempt -----------------------------------------------
-# torchrun keeps one store for all attempts of a launch. A rank that reads the address of a
-# dead rank there waits for that process (pytorch#135712; seen with torch 2.15 at the second
-# restart). An attempt counter does not help: a node that joins later starts at zero. Instead, each
-# rank sends a unique token and accepts only a reply to this token.
+# torchrun keeps one store for all attempts of a launch. A rank that finds the address of a
+# dead rank in that store waits for the dead process (pytorch#135712; seen with torch 2.15 at the
+# second restart). An attempt counter does not help: a node that joins later starts at zero.
+# Instead, each rank sends a unique token and accepts only a reply to this token.
 
 
 POLL_SECONDS = 0.02
@@ -71,8 +71,8 @@ def name_attempt(store: Store, rank: int, world_size: int, timeout_seconds: floa
 # ---- Heartbeats of the ranks ---------------------------------------------------------------------
 # A thread on each rank sends a heartbeat every second. It reports whether the rank is waiting for
 # others, doing long work (`working`), or neither. A waiting rank reads the heartbeats of the other
-# ranks. It exits and lists their states in two cases: for the whole timeout, one of them sent no
-# heartbeat or reported neither waiting nor work, or none of them reported work.
+# ranks. It exits and lists their states in two cases: one of them reported neither waiting nor work
+# for the whole timeout (or sent no heartbeat at all), or none of them reported work in that time.
 
 
 BEAT_SECONDS = 1.0
@@ -158,8 +158,8 @@ class RankHeartbeat:
 
     def check(self) -> None:
         """
-        Exit if this rank waited for the whole timeout and, in that time, some rank sent no
-        heartbeat or reported neither waiting nor work, or no rank reported work.
+        Exit if this rank waited for the whole timeout and, in that time, either some rank reported
+        neither waiting nor work (perhaps because it sent no heartbeat), or no rank reported work.
         """
         (kind, what, since), now = self.activity, time.monotonic()
         oldest, beats = now - self.started - self.timeout_seconds, self.others.values()

@@ -154,7 +154,7 @@ class Bigrams(Embedding):
 
 def densify_gradient(weight: Tensor) -> None:
     """
-    Make a sparse gradient dense once it stores more rows than half of those in the embedding:
+    Make a sparse gradient dense once it stores more than half as many rows as the embedding has:
     until the gradient is coalesced, every micro-batch appends all rows that it touched.
     """
     grad = weight.grad

@@ -149,8 +149,9 @@ def resolve(
     Return the rows of each part in one pass through the mixture, repeats included.
 
     available: rows of each bucket, each row of `row_tokens` tokens. Shares are fractions of the
-    budget. Default budget: the total that fits the other amounts or, if there are only shares, the
-    largest total without repeats. Raises ValueError for contradictory or empty amounts.
+    budget. Default budget: the total at which shares and other amounts add up to 100% or, if there
+    are only shares, the largest total without repeats. Raises ValueError for contradictory or empty
+    amounts.
     """
     named = ", ".join(part.label for part in parts)
     shares = math.fsum(part.share or 0 for part in parts)

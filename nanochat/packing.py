@@ -40,7 +40,8 @@ from nanochat.tokenizer import Tokenizer
 PACKING_RULE = 2  # part of row fingerprints: increment it when the same input packs differently
 
 # A larger pool cuts fewer documents. measured: 2026-11, rows of 2,049, lognormal lengths
-# (mean 820 tokens, 7.7% longer than a row): 256 pieces cut 16%, 1,024 cut 15%, 8,192 cut 11%.
+# (mean 820 tokens; 7.7% of documents are longer than a row): 256 pieces cut 16%, 1,024 cut 15%,
+# 8,192 cut 11%.
 POOL_PIECES = 8192
 POOL_TOKENS = 1 << 24  # limits the pool's memory for very long rows
 MAX_DROPPED = 0.005  # maximum fraction of a stream's tokens dropped at its end
@@ -193,7 +194,8 @@ def pack_stream(batches: Batches, packer: Packer) -> Iterator[np.ndarray]:
 # record is written last and marks it as complete, so a crash leaves no partial shard.
 
 
-# Estimates, slightly high: a token is about 4 bytes of text, a byte of parquet or gzip about 3.3.
+# Estimates, slightly high: a token is about 4 bytes of text; a byte of parquet or gzip holds about
+# 3.3 bytes of text.
 TOKENS_PER_STORED_BYTE = {".parquet": 1.0, ".gz": 1.0}
 TOKENS_PER_BYTE = 0.3
 GROUP_ROWS = 512  # small files are combined into shards of about this many rows

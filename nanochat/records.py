@@ -135,7 +135,8 @@ def inherited_run_id(inputs: Mapping[str, str], report_dir: Folder = None) -> st
 def estimate(value: float, n: int, se: float, *repeats: float | None) -> dict[str, Any]:
     """
     A measured value with its number of items and standard error. For items sampled k times,
-    `repeats` is k, the error due to the choice of items, and the error due to the repeats.
+    `repeats` has three values: k, the error due to the choice of items, and the error due to
+    the repeats.
     """
     names = ("k", "item_se", "repeat_se")
     return {"value": value, "n": n, "se": se, **dict(zip(names, repeats, strict=False))}

@@ -366,7 +366,7 @@ def is_metric(section: str, key: str, value: Any) -> bool:
 
 def diff_results(found: Nested, items: Nested, order: Sequence[str] = STAGES) -> dict[str, Any]:
     """
-    Table of differences between consecutive columns that have the metric.
+    Table of each metric's differences between consecutive columns that have it.
 
     Stages evaluated on the same items are compared item by item; otherwise the standard error
     treats them as independent measurements.

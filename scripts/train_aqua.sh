@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# The run whose report this project started from: a classic model of depth 8 (92,274,688
-# parameters) with fine-tuning and RL focused on AQuA, algebra word problems with five options.
+# Repeats the run whose report was the starting point of this project: a classic model of depth 8
+# (92,274,688 parameters) with fine-tuning and RL focused on AQuA, algebra word problems with five
+# options.
 #
 #   bash scripts/train_aqua.sh               # detect the machine
 #   PROFILE=gpu bash scripts/train_aqua.sh   # h100x8 (original settings), gpu (1 to 7 GPUs), cpu

@@ -54,7 +54,8 @@ def parse_task_mixture(spec: str, declared: Mapping[str, Mapping[str, Any]] = {}
             if part.source or "task" not in declared[part.name]:
                 raise ValueError(
                     f"{part.label!r}: {part.name} is declared as {declared[part.name]}; "
-                    f"give its task and use {part.name} without a source"
+                    f"the declaration must name a task, and the mixture must use {part.name} "
+                    "without a source"
                 )
             parts.append(part)
             continue

@@ -123,7 +123,7 @@ def query_ngrams(task: Task, lengths: Sequence[int]) -> dict[int, Ngrams]:
 
 
 def whole(grams: dict[int, Ngrams], n: int) -> Ngrams:
-    """N-grams that are whole items, i.e. of items with one n-gram of n words and none of n + 1."""
+    """N-grams that are whole items: such an item has one n-gram of n words and none of n + 1."""
     once, counts = np.unique(grams[n].items, return_counts=True)
     all_of_it = np.isin(grams[n].items, np.setdiff1d(once[counts == 1], grams[n + 1].items))
     return Ngrams(grams[n].hashes[all_of_it], grams[n].items[all_of_it])

@@ -99,7 +99,7 @@ def browser() -> Iterator[Any]:
 def trained_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """
     Packed rows and small finished runs (`training_runs.prepare`). One pytest-xdist worker makes
-    them; each works on its own copy.
+    them; every worker then uses its own copy.
     """
     own = tmp_path_factory.mktemp("trained")
     if workers == 1:

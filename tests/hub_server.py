@@ -23,7 +23,7 @@ def hub_served(hub: Path, patch: pytest.MonkeyPatch) -> Iterator[Callable[..., A
     """
     Yield a function that starts a server for a folder (default: `hub`) and uses it as the Hub.
 
-    Its switches inject server faults. Pauses between retries are short.
+    The function's `switches` inject server faults. Pauses between retries are short.
     """
     path = hub.parent / "tools" / "serve_hub.py"
     spec = importlib.util.spec_from_file_location("serve_hub", path)

@@ -1,5 +1,5 @@
 """
-Run a script on a GPU whose kernels compute nothing; replace code that branches on results.
+Run a script on a GPU whose kernels compute nothing. Code that branches on results is replaced.
 
     python -m tests.on_null_gpu scripts.base_train --depth=2
 

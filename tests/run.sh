@@ -5,7 +5,7 @@
 #   bash tests/run.sh -m slow      # arguments go to pytest
 set -euo pipefail
 cd "$(dirname "$0")/.."
-# tests load our models and call our server using other projects' packages
+# some tests load our models and call our server through other projects' packages
 GROUPS_WANTED="--group interop --group browser"
 source dev/setup.sh
 

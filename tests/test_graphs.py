@@ -43,7 +43,7 @@ SFT = (
 
 
 def graphs(text: str) -> dict[int, int]:
-    """Step -> number of compiled graphs when its loss is logged; -1: at the end."""
+    """Step -> number of graphs compiled by the time its loss is logged; key -1: by the end."""
     steps = re.findall(r"^graphs (\d+) \| step +(\d+)/.* loss ", text, re.MULTILINE)
     counts = {int(step): int(count) for count, step in steps}
     return {**counts, -1: int(re.findall(r"^graphs (\d+) \|", text, re.MULTILINE)[-1])}

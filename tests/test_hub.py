@@ -202,7 +202,7 @@ REFUSALS = {
 }
 
 
-# A page without a type has the wrong size for a file, so it counts as truncated
+# Sent in place of a file, a page without a type has the wrong size and counts as truncated
 REFUSED = [(k, c) for k in KINDS for c in REFUSALS if (k, c) != ("get", "page without a type")]
 
 

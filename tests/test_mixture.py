@@ -184,7 +184,7 @@ def test_added_options_over_5_percent_give_warning(tokens, warned):
 # Rows
 
 
-def test_each_pass_uses_buckets_as_specified_and_evenly():
+def test_each_pass_has_the_specified_amounts_evenly_spread():
     mixed = MixedRows({"a": (bucket_of("a", 40), 60), "b": (bucket_of("b", 20), 20)})
     assert mixed.rows_per_pass == 80
     ids = np.concatenate([mixed.row_ids(step, 8, seed=0)[:, 1:] for step in range(10)])

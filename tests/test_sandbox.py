@@ -847,7 +847,7 @@ time.sleep(20)
 
 
 def test_S12_bubblewrap_files_never_exceed_the_limit(layer):
-    """The tmpfs size is the limit: it stops even writes too fast to poll."""
+    """The size of the tmpfs is the limit, so even writes too fast for polling are stopped."""
     if layer != "bubblewrap":
         pytest.skip("only bubblewrap mounts a file system of its own")
     code = """

@@ -115,10 +115,11 @@ def byte_level_bpe(tokenizer: Tokenizer) -> dict[str, Any]:
 
 # chat_format in Jinja: `render`, and `render_prompt` if a generation prompt is added or the last
 # message is continued (transformers then appends a tag to the message's text). Consecutive
-# trained text is one generation block: transformers locates a block's tokens by its first and last
-# character (if the last character spans several tokens, up to the first of them; this happens only
-# right before python_output). Special token names are spelled out so that transformers can
-# tell the template's tokens from those a user types (sanitize_control_tokens).
+# trained text is one generation block. transformers locates a block's tokens by its first and last
+# character. If the last character spans several tokens, the block ends at the first of them; this
+# happens only right before python_output. Special token names are
+# spelled out so that transformers can tell the template's tokens from those a user types
+# (sanitize_control_tokens).
 CHAT_TEMPLATE = """\
 {%- set tag = "CONTINUE_FINAL_MESSAGE_TAG " -%}
 {%- set state = namespace(speaker="", trained="", filled=false, gap=false, asked=0, tag="") -%}

@@ -274,8 +274,8 @@ class Canary(NamedTuple):
         return LEVELS[sum(value >= bound for bound in self[:3])]
 
 
-# Thresholds on the value. For "forgotten", and from "no_end" to "one_letter", they apply to the
-# increase of the value over the parent's.
+# Thresholds on the value. For "forgotten" and for the entries "no_end" to "one_letter", they apply
+# to the increase of the value over the parent's.
 CANARIES = {
     "forgotten": Canary(0.25, 0.5, 0.75, "pretraining is forgotten: bits per byte rose"),
     "gap": Canary(0.75, 1.5, 2.5, "the first training loss differs from the parent's"),

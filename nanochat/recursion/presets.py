@@ -25,9 +25,10 @@ PRESETS: dict[Preset, dict[str, Any]] = {
 # measured: dev/recursion_arms.py, dev/refinement_toy.py, 3 seeds each, 2026-11 (dev/LOG.md)
 WARNING = (
     "warning    recursion preset {}: after 3 minutes on one CPU core, aggressive and extreme were "
-    "0.40 bits per byte worse than a plain model of equal FLOPs, and no better than the layers "
-    "applied once. The refinements of 80% or more reported for such presets come from a bonus that "
-    "also raises the first loop's loss, to five times chance level; here the bonus cannot do that"
+    "0.40 bits per byte worse than a plain model of equal FLOPs, and no better than the same "
+    "layers applied once. The refinements of 80% or more reported for such presets come from a "
+    "bonus that also raises the first loop's loss, to five times the loss of random guessing; "
+    "here the bonus cannot do that"
 )
 
 
@@ -84,7 +85,7 @@ class RecursionConfig:
         """
         Return the recursive configuration with the same layers, or `plain` if recursion is off.
 
-        Raises ValueError for inconsistent values, or if flags are set but not n_loops.
+        Raises ValueError for inconsistent values, or if flags are set but n_loops is not.
         """
         values = self.given()
         if not values:

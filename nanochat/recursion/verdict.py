@@ -86,8 +86,9 @@ def find_same_layers_arm(recursive: LoopArm, plain: Sequence[LoopArm]) -> LoopAr
 
 def check_equal_flops(recursive: LoopArm, plain: Sequence[LoopArm]) -> Criterion:
     """
-    Criterion: better than every plain arm of equal FLOPs; or as good as the best of them, if that
-    one is clearly larger, and better than the plain arms of similar size.
+    Criterion: better than every plain arm of equal FLOPs. Also met if the best of them is clearly
+    larger, and the recursive arm is as good as that one and better than all that are not clearly
+    larger.
     """
     name = "Pays off at equal FLOPs"
     rivals = [arm for arm in plain if is_close(arm.flops, recursive.flops)]

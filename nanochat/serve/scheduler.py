@@ -33,7 +33,7 @@ LOGITS_TOKENS = 512  # prompt tokens per logits chunk when recording log-probabi
 
 
 class StopFinder:
-    """Passes text through up to the first of `stops`; then `found` is True."""
+    """Passes text on until the first of `stops` begins; then `found` is True."""
 
     def __init__(self, stops: Sequence[str]):
         self.stops = [stop for stop in stops if stop]
@@ -104,8 +104,8 @@ def log_probabilities(
     logits: Tensor, tokens: Sequence[int], top: Sequence[int]
 ) -> list[TokenLogprob]:
     """
-    Log-probability of one token per row of logits (B, V), float32, and of the `top[row]` most
-    likely tokens, before temperature and sampling filters.
+    For each row of float32 logits (B, V): the log-probability of its token and those of the
+    `top[row]` most likely tokens, before temperature and sampling filters.
     """
     logprobs = logits.log_softmax(dim=-1)
     chosen = logprobs.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()

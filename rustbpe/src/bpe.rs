@@ -10,7 +10,7 @@
 //! Work is proportional to the changes. A pair that contains a new token can only arise in the
 //! step that creates the token, so its list of positions is complete from the start and its count
 //! only decreases. Lists are therefore written once, into one arena, and checked against the
-//! symbols when used; counts in the queue may be too high and are corrected at the top.
+//! symbols when used; counts in the queue may be too high and are corrected when popped.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;

@@ -38,8 +38,8 @@ class EvalVariance(TaskEval):
     def __post_init__(self) -> None:
         if self.runs < 2 or self.temperature <= 0:
             raise ValueError(
-                f"runs {self.runs} must be at least 2 and temperature {self.temperature} above 0; "
-                "otherwise nothing varies"
+                f"runs must be at least 2 (got {self.runs}) and temperature above 0 (got "
+                f"{self.temperature}); otherwise nothing varies"
             )
 
 

@@ -57,8 +57,8 @@ class SweepScript:
     proportions: copy:name, only:x, drop:x, swap:a->b, scale:x*2, ratio:language ko:en=1:4. A bucket
     that is used only by arms must be listed in --mixture, with =0%."""
     arm_floor: str = ""
-    """Minimum shares of other buckets in every `only` arm, as in arc_easy=5%; keeps answers in the
-    format that evaluations parse."""
+    """Minimum shares of other buckets in every `only` arm, as in arc_easy=5%, so that
+    models still learn to answer in the format that evaluations parse."""
     grid: str = ""
     """Flag values to combine, as in init_lr_frac=0.3,1;weight_decay=0,0.1; the first combination
     is the control."""
@@ -80,8 +80,8 @@ class SweepScript:
     def __post_init__(self) -> None:
         if self.seeds < 3 or self.arm_seeds < 2:
             raise ValueError(
-                f"seeds {self.seeds} must be at least 3 and arm_seeds {self.arm_seeds} at least 2 "
-                "to estimate the noise"
+                f"seeds must be at least 3 (got {self.seeds}) and arm_seeds at least 2 (got "
+                f"{self.arm_seeds}) to estimate the noise"
             )
 
 

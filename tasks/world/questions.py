@@ -79,7 +79,8 @@ def field_values(kind: str, field: str) -> tuple[str, ...]:
 @cache
 def side_answers(kind: str, relation: str, field: str, trained: bool) -> tuple[str, ...]:
     """
-    The answers to questions of one kind: to those asked in training if `trained`, else to the rest.
+    The answers to the questions of one kind: only those asked in training if `trained`, else only
+    the others.
     """
     return tuple(
         q.answer

@@ -188,7 +188,7 @@ print("BPB", bpb.value, Path(sys.modules["nanochat"].__path__[0]).resolve().pare
 """
 
 
-def test_counted_code_suffices_to_score_an_artifact(tokenizer, tmp_path, machine):
+def test_code_counted_in_the_size_suffices_to_score_an_artifact(tokenizer, tmp_path, machine):
     model = model_for(tokenizer)
     written = choose_smallest(quantize_tensors(model.state_dict(), MIXED), model.cfg, tokenizer, {})
     folder = tmp_path / "empty"

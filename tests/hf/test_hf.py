@@ -472,8 +472,8 @@ def drawn_conversation(rng):
         messages.append({"role": role, "content": content})
     kinds = [p["type"] for m in messages if isinstance(m["content"], list) for p in m["content"]]
     if "python_output" in kinds:
-        # Without a special token after the trained text, transformers ends the mask at the first
-        # token of the last character; a final period is safe, as it is one token
+        # If no special token follows the trained text, transformers ends the mask at the first of
+        # the last character's tokens. Ending with a period is safe: a period is one token.
         for message in messages:
             if isinstance(message["content"], str):
                 message["content"] = full_stop(message["content"])

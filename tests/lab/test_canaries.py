@@ -71,7 +71,7 @@ def monitor_of(machine):
 
 
 def checked(monkeypatch, monitor, step=10, smooth_loss=1.0, **changes):
-    """Levels other than "fine" at the second of two identical checks."""
+    """Run the same check twice; return {canary: level} of the second, without "fine" levels."""
     now = {**monitor.parent, **changes}
     monkeypatch.setattr(CanarySuite, "measure", lambda self, model: now)
     monitor.check(step - 1, None, smooth_loss)

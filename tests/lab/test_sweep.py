@@ -82,7 +82,7 @@ def test_key_depends_on_commands_inputs_and_code():
     assert len(keys) == 4
 
 
-def test_runs_of_old_code_are_reused_if_same_code_is_off(monkeypatch):
+def test_same_code_off_reuses_runs_of_old_code(monkeypatch):
     jobs = [job("a", 1.0), job("b", 2.0)]
     with Sweep(SweepConfig(), "one") as runner:
         first = runner.run_all(jobs)

@@ -45,7 +45,7 @@ def test_recursion_pays_off_if_better_or_as_good_and_clearly_smaller(bpb, params
     assert criterion.met is met and "deeper" in criterion.why
 
 
-def test_matching_a_larger_arm_is_not_enough_if_a_same_size_arm_does_too():
+def test_matching_a_larger_arm_is_not_enough_if_a_same_size_arm_also_matches_it():
     assert check_equal_flops(RECURSIVE, [DEEPER]).met is True
     as_good = LONGER._replace(bpb=[2.01, 2.02, 2.00])
     assert check_equal_flops(RECURSIVE, [DEEPER, as_good]).met is False

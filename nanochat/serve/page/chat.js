@@ -4,9 +4,9 @@
 //   message  {id, parent, role, parts, created, rev, saved, ...} in `nodes`, by id
 //
 // Only the tab that created a message changes it, incrementing `rev`; a retry, an edited question and
-// a continued answer are new messages. So copies of a chat merge without conflicts: the union of all
-// messages, each in its newest revision, and the latest title, head and trash. `system` is the system
-// prompt of an imported chat and never changes.
+// the continuation of an answer are new messages. So copies of a chat merge without conflicts: the
+// union of all messages, each in its newest revision, and the latest title, head and trash.
+// `system` is the system prompt of an imported chat and never changes.
 
 const ROLES = ["user", "assistant"];
 const PART_TYPES = ["text", "python", "python_output"];
@@ -68,8 +68,8 @@ export function pathTo(chat, head) {
   return path.reverse();
 }
 
-// parent id -> its child messages, oldest first. A continued answer with no messages below it is
-// omitted: its continuation includes all of it.
+// parent id -> its child messages, oldest first. An answer that was continued is
+// omitted if it has no messages below it: its continuation includes all of it.
 export function childrenOf(chat) {
   const children = new Map(), continued = new Set(), parents = new Set();
   for (const node of Object.values(chat.nodes)) {
