@@ -4,11 +4,11 @@ Compare recursive models with plain models of equal cost: presets x seeds, in on
     python -m dev.recursion_arms --presets=share2,aggressive,extreme
 
 The plain model first trains for --steps steps, which sets the FLOP budget. Each preset then has
-three runs on equal numbers of tokens: the recursive model, a deeper plain model, and the plain
-model again. The recursive model has as many parameters as the plain one; it and the deeper model
-spend the FLOP budget, to within 4%. --others=1 adds arms that are not presets. The runs in
-dev/LOG.md had one key/value head, an MLP ratio of 3 and a tied LM head, which now only
-scripts.golf.base_train supports; commit 484885b reproduces them.
+three runs on the same number of tokens: the recursive model, a deeper plain model, and the plain
+model again. The recursive model has as many parameters as the plain one. The recursive and the
+deeper model spend the FLOP budget, to within 4%; the plain model spends less. --others=1 adds arms
+that are not presets. The runs in dev/LOG.md had one key/value head, an MLP ratio of 3 and a tied LM
+head, which now only scripts.golf.base_train supports; commit 484885b reproduces them.
 
 Reads   the tokenizer and rows under the base directory (scripts.tok_train, scripts.data)
 Writes  sweeps/recursion/ there, and logs and records in sweeps/runs/. Keep the machine idle

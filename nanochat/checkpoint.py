@@ -45,7 +45,7 @@ FORMAT = 2
 MODEL_FILE, OPTIM_FILE = "model.safetensors", "optim.safetensors"
 FOLDERS = {"base": "base", "mid": "mid", "sft": "chatsft", "rl": "chatrl"}  # + _checkpoints
 SCRIPTS = {"base": "base_train", "mid": "mid_train", "sft": "chat_sft", "rl": "chat_rl"}
-# .replaced: the process was killed while saving the same step again
+# .replaced remains if the process was killed while saving a step that was already saved
 STEP_FOLDER = re.compile(r"(?:step|\.replaced)_(\d+)")
 CHECKPOINT_REF = re.compile(r"(?P<stage>\w+)(:(?P<tag>[^:]+)(:(?P<step>\d+))?)?")
 

@@ -417,7 +417,7 @@ def diff_recipe(recorded: Mapping[str, Any], current: Mapping[str, Any], at: str
 # ---- Rows of several sources ---------------------------------------------------------------------
 
 
-COLUMNS = [0, 2, 3]  # columns of a mixture's `row_ids` that make up those of a bucket
+COLUMNS = [0, 2, 3]  # columns of a mixture's `row_ids` that a bucket's also have
 
 
 class MixedRows(RowSequence):

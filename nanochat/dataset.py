@@ -186,7 +186,7 @@ class Source:
     train_shards: list[str]
     val_shard: str
     identity: dict[str, Any]
-    """Determines the text of every shard, whether it is used or not."""
+    """Determines the text of every shard, including unused ones."""
     files: dict[str, dict[str, Any]] = field(compare=False)
     """File -> bytes and sha256, from the manifest."""
     tail: dict[str, int]
@@ -376,7 +376,7 @@ def split_shards(
     options = [recorded] if recorded else files if len(files) > 1 else [TAIL + files[0]]
     val_shard = cfg.val_shard or options[-1]
     if val_shard not in options:
-        why = f"has {len(files)} files, {files[0]} to {files[-1]}; choose one if there are several"
+        why = f"has {len(files)} files, {files[0]} to {files[-1]}; if there are several, choose one"
         if recorded:
             why = f"already validates on {recorded}; delete {path} to start over"
         raise ValueError(f"--val_shard={val_shard}: {cfg.dataset} {why}, or leave --val_shard out")
@@ -515,8 +515,9 @@ def open_hub(cfg: FirstUseConfig, path: Path) -> Source:
     name = cfg.dataset or ""
     if name.count("/") != 1 or not all(name.split("/")):
         raise ValueError(
-            f"--dataset={name}: a Hub repository is <owner>/<name>; otherwise use `embedded` or a "
-            "local folder (existing, or starting with ., / or ~) without --revision"
+            f"--dataset={name}: for a Hub repository, use <owner>/<name>; otherwise, use "
+            "`embedded` or a local folder (existing, or starting with ., / or ~), "
+            "without --revision"
         )
     with hold_lock(path.with_name(".lock"), f"resolving {name}"):
         manifest = pin_repo(name, path, (".parquet",), cfg.revision)

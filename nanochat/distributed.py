@@ -158,8 +158,9 @@ class RankHeartbeat:
 
     def check(self) -> None:
         """
-        Exit if this rank waited for the whole timeout and, in that time, either some rank reported
-        neither waiting nor work (perhaps because it sent no heartbeat), or no rank reported work.
+        Exit if this rank waited for the whole timeout and, in that time, either no rank reported
+        work, or some rank never reported that it was waiting or working (perhaps because it sent no
+        heartbeat).
         """
         (kind, what, since), now = self.activity, time.monotonic()
         oldest, beats = now - self.started - self.timeout_seconds, self.others.values()

@@ -154,8 +154,8 @@ class Bigrams(Embedding):
 
 def densify_gradient(weight: Tensor) -> None:
     """
-    Make a sparse gradient dense once it stores more than half as many rows as the embedding has:
-    until the gradient is coalesced, every micro-batch appends all rows that it touched.
+    Make a sparse gradient dense once it stores more than half as many rows as the embedding has.
+    Until the gradient is coalesced, it grows: every micro-batch appends all rows that it touched.
     """
     grad = weight.grad
     if grad is not None and grad.is_sparse and 2 * grad._nnz() > weight.size(0):

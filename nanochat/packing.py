@@ -39,7 +39,7 @@ from nanochat.tokenizer import Tokenizer
 
 PACKING_RULE = 2  # part of row fingerprints: increment it when the same input packs differently
 
-# A larger pool cuts fewer documents. measured: 2026-11, rows of 2,049, lognormal lengths
+# A larger pool cuts fewer documents. Measured: 2026-11, rows of 2,049, lognormal lengths
 # (mean 820 tokens; 7.7% of documents are longer than a row): 256 pieces cut 16%, 1,024 cut 15%,
 # 8,192 cut 11%.
 POOL_PIECES = 8192
@@ -60,7 +60,7 @@ class PackCounts:
     """Document tokens in rows, without BOS."""
     bos: int = 0
     extra_bos: int = 0
-    """BOS tokens that start no document: before the rest of a cut one, or padding."""
+    """BOS tokens that start no document: they precede the rest of a cut document or are padding."""
     dropped: int = 0
     """Document tokens in no row."""
 

@@ -292,8 +292,8 @@ def pass_at(outcomes: Sequence[list[float]], k: int) -> stats.Estimate:
 class RLEvaluator(Callback):
     """
     Evaluates training rewards and held-out answers before and after RL, and held-out answers every
-    `eval_every` steps. num_samples: answers per question of `task`. reward_steps: number of steps
-    whose questions measure the training reward.
+    `eval_every` steps. num_samples: answers per question of `task`. reward_steps: the
+    training reward is measured on the questions of this many steps.
     """
 
     def __init__(

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Parameter golf: the best model within a file size and a training time limit.
+# Parameter golf: the best model within limits on file size and training time.
 #
 #   bash scripts/train_golf.sh                          # detect the machine
 #   PROFILE=gpu SEEDS="0 1 2" bash scripts/train_golf.sh      # h100x8, gpu (1 to 7 GPUs), cpu, smoke

@@ -255,7 +255,7 @@ def no_near_duplicate(rows: Sequence[FilterRow]) -> list[bool | None]:
 
 
 def no_overlap(benchmarks: Sequence[Task]) -> FilterRule:
-    """Drop rows with 13 consecutive words of a benchmark item, or all of a shorter item."""
+    """Drop rows that contain 13 consecutive words of a benchmark item, or a whole shorter item."""
     lengths = range(LEAST, RUN + 1)
 
     def rule(rows: Sequence[FilterRow]) -> list[bool | None]:

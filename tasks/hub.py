@@ -91,8 +91,8 @@ def find_file_damage(path: Path, whole: bool = False) -> str | None:
 
 def match_files(stem: str, files: Sequence[str], repo: str) -> list[str]:
     """
-    The files of a split, which are named `stem`, whole or in numbered parts, and are at the root
-    or in one folder. A * in `stem` matches any part of a name. Raises ValueError for no match or
+    The files of a split: one file named `stem` or its numbered parts, all at the root or in the
+    same folder. A * in `stem` matches any part of a name. Raises ValueError for no match or
     several folders.
     """
     name = re.escape(stem).replace(r"\*", "[^/]*")

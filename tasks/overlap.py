@@ -4,9 +4,9 @@ Contamination check: evaluation items that share 13 consecutive words with train
     held-out tasks -> Ngrams; training tasks, streamed -> overlaps: shared items per pair of tasks
 
 Words are runs of letters and digits, ignoring case and option letters; n-grams do not cross items.
-Items of 6 to 12 words are searched for in full, as are question texts of 8 to 12 words without
-their options; shorter ones are not checked. Paraphrases are not found, so finding no overlap does
-not prove that there is none.
+Items of 6 to 12 words are searched for as a whole. So is the question text alone, without the
+options, if it has 8 to 12 words. Shorter texts are not checked. Paraphrases are not found, so
+finding no overlap does not prove that there is none.
 
 Source: the criterion of Brown et al., "Language Models are Few-Shot Learners", arXiv:2005.14165.
 """

@@ -202,7 +202,8 @@ REFUSALS = {
 }
 
 
-# Sent in place of a file, a page without a type has the wrong size and counts as truncated
+# Left out: sent in place of a file, a page without a type has the wrong size and counts as
+# truncated
 REFUSED = [(k, c) for k in KINDS for c in REFUSALS if (k, c) != ("get", "page without a type")]
 
 

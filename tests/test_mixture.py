@@ -221,7 +221,7 @@ def test_mixture_of_one_bucket_equals_that_bucket():
         assert np.array_equal(mixed.batch(step, 8, seed=1), rows.batch(step, 8, seed=1))
 
 
-def test_R28_mixture_hashes_only_if_parts_verify(monkeypatch):
+def test_R28_mixture_hashes_no_files_unless_parts_verify(monkeypatch):
     parts, hashed = {name: bucket_of(name, 20) for name in "ab"}, []
     monkeypatch.setattr("nanochat.dataloader.sha256_file", lambda path: hashed.append(path))
     for rows in parts.values():

@@ -38,7 +38,7 @@ class GolfConfig(GPTConfig):
     init: Literal["uniform", "orthogonal"] = "uniform"
     """Initialization of block matrices; entries have standard deviation fan_in^-0.5."""
     projection_init: Literal["zero", "scaled"] = "zero"
-    """Initialization of output projections: zero, or that of `init`, divided by sqrt(2 n_layer)."""
+    """Initialization of output projections: zero, or that of `init` divided by sqrt(2 n_layer)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

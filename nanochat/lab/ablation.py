@@ -33,9 +33,9 @@ def arm_counts(
     """
     Return the counts of an arm, given those of the control; the total stays the same.
 
-    tags: tags of each bucket. floor: bucket -> minimum share of the total in an `only` arm, which
-    keeps answers in the format that evaluations parse. Raises ValueError like `parse_arm`, and for
-    an arm that changes nothing or that the other buckets cannot offset.
+    tags: tags of each bucket. floor: bucket -> minimum share of the total in an `only` arm, so that
+    answers keep the format that evaluations parse. Raises ValueError like `parse_arm`, and for an
+    arm that changes nothing or whose change the other buckets cannot offset.
     """
     change = parse_arm(arm, tags, floor)
     if change is None:

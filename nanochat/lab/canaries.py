@@ -444,7 +444,7 @@ def open_monitor(
     """
     Measure `model`, just loaded from `parent`, and return a monitor; None if canaries are off.
 
-    All arguments by bucket: `chats` are held-out conversations to answer. In fine-tuning,
+    All mappings are keyed by bucket. `chats` are held-out conversations to answer. In fine-tuning,
     `train_chats` are the training conversations and `shares` are their shares of the tokens.
     """
     if cfg.canaries == "off":

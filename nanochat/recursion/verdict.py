@@ -86,9 +86,10 @@ def find_same_layers_arm(recursive: LoopArm, plain: Sequence[LoopArm]) -> LoopAr
 
 def check_equal_flops(recursive: LoopArm, plain: Sequence[LoopArm]) -> Criterion:
     """
-    Criterion: better than every plain arm of equal FLOPs. Also met if the best of them is clearly
-    larger, and the recursive arm is as good as that one and better than all that are not clearly
-    larger.
+    Criterion: better than every plain arm of equal FLOPs.
+
+    Also met if the best of these plain arms is clearly larger than the recursive arm, and the
+    recursive arm is as good as the best one and better than all those that are not clearly larger.
     """
     name = "Pays off at equal FLOPs"
     rivals = [arm for arm in plain if is_close(arm.flops, recursive.flops)]
@@ -100,7 +101,8 @@ def check_equal_flops(recursive: LoopArm, plain: Sequence[LoopArm]) -> Criterion
     larger = [arm for arm in rivals if recursive.params <= FEWER_PARAMS_RATIO * arm.params]
     if sd is None:
         hopeless = difference >= 0 and best not in larger
-        return Criterion(name, False if hopeless else None, f"{detail}; spread needs more seeds")
+        why = f"{detail}; measuring the spread needs more seeds"
+        return Criterion(name, False if hopeless else None, why)
     detail += f", spread over seeds {sd:.4f}"
     if all(better(recursive, arm) for arm in rivals):
         return Criterion(name, True, detail)
@@ -121,8 +123,8 @@ def check_first_loop(
     recursive: LoopArm, first_loop: Sequence[float], plain: Sequence[LoopArm], trained: bool
 ) -> Criterion:
     """
-    Criterion: the first loop, if `trained`, is no worse than the same layers applied once;
-    a worse first loop only makes the last one look better.
+    Criterion: the first loop, if `trained`, is no worse than the same layers applied once.
+    If it is worse, the last loop only looks better by comparison.
     """
     name, other = "First loop unharmed", find_same_layers_arm(recursive, plain)
     if not trained:

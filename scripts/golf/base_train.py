@@ -40,7 +40,7 @@ class GolfShape:
     init: Literal["uniform", "orthogonal"] | None = None
     """Initialization of block matrices. Default: uniform."""
     projection_init: Literal["zero", "scaled"] | None = None
-    """Initialization of output projections: zero, or that of --init, divided by
+    """Initialization of output projections: zero, or that of --init divided by
     sqrt(2 n_layer). Default: zero."""
 
     def apply(self, plain: GPTConfig) -> GPTConfig:

@@ -194,7 +194,7 @@ def tune(cfg: SweepScript, study: Study, sweep: Sweep) -> Findings:
         jobs = [study.confirmation(runs[found.chosen, seed]) for seed in range(1, 1 + len(scores))]
         done = sweep.run_all(jobs)
         anew = [done[job.name].metric(cfg.metric) for job in jobs]
-        values["The same seeds on other validation rows, mean"] = over_seeds(anew)
+        values["Mean of the same seeds on other validation rows"] = over_seeds(anew)
         values["The best seed on other validation rows"] = anew[found.best_seed]
     return values, [found.table()], found.series()
 

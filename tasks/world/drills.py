@@ -138,7 +138,7 @@ def story_operands(rng: Random, split: Split) -> tuple[int, int]:
     """
     Two numbers that a split may add; in half of the cases one of them is large.
 
-    Every number thus occurs in training; only pairs are held out.
+    Only pairs are held out, so every number occurs in training.
     """
     if rng.random() < 0.5:
         return pick(rng, operand_pairs("sum", split, 2))

@@ -239,7 +239,7 @@ def test_invalid_checkpoint_ref_is_rejected(base, name):
         parse_checkpoint_ref(name)
 
 
-def test_repeats_separate_item_and_sampling_error():
+def test_repeats_distinguish_item_from_sampling_error():
     rng = np.random.default_rng(4)
     n, k, item_sd, repeat_sd = 4000, 5, 0.3, 0.6
     scores = rng.normal(0, item_sd, (n, 1)) + rng.normal(0, repeat_sd, (n, k))
