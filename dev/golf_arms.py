@@ -1,7 +1,7 @@
 """
 Parameter golf ablations: train, export and evaluate each arm and seed; print a table.
 
-    python -m dev.golf_arms --arms="golf,no XSA" --steps=440       # equal tokens
+    python -m dev.golf_arms --arms="golf,no weight decay" --steps=440       # equal tokens
     python -m dev.golf_arms --arms=golf,plain --seconds=600        # equal time
 
 Reads   the tokenizer and rows under the base directory (scripts.tok_train, scripts.data)

@@ -47,7 +47,7 @@ flags=()
 while [ $# -gt 0 ]; do
     case "$1" in
     --hourly_rate=* | --hourly-rate=*) rate=${1#*=} ;;
-    --hourly_rate | --hourly-rate) rate=${2:-} && shift ;;
+    --hourly_rate | --hourly-rate) rate=${2:?"missing value of $1"} && shift ;;
     *) flags+=("$1") ;;
     esac
     shift

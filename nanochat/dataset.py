@@ -515,9 +515,8 @@ def open_hub(cfg: FirstUseConfig, path: Path) -> Source:
     name = cfg.dataset or ""
     if name.count("/") != 1 or not all(name.split("/")):
         raise ValueError(
-            f"--dataset={name}: for a Hub repository, use <owner>/<name>; otherwise, use "
-            "`embedded` or a local folder (existing, or starting with ., / or ~), "
-            "without --revision"
+            f"--dataset={name}: a Hub repository is <owner>/<name>; a local folder exists, or "
+            "starts with ., / or ~; without --revision, local folders and `embedded` work too"
         )
     with hold_lock(path.with_name(".lock"), f"resolving {name}"):
         manifest = pin_repo(name, path, (".parquet",), cfg.revision)

@@ -350,9 +350,8 @@ class Engine:
         """Raise ValueError if a prompt is empty or leaves no room for a completion."""
         if not 0 < len(prompt) < self.cache.capacity:
             raise ValueError(
-                f"the prompt has {len(prompt):,} tokens; it must have at least one and leave room "
-                f"for the answer in the context of {self.cache.capacity:,}; if it is too long, "
-                "use a shorter prompt"
+                f"the prompt has {len(prompt):,} tokens; it must have 1 to "
+                f"{self.cache.capacity - 1:,} to leave room for the answer; use a shorter prompt"
             )
 
     def generate(

@@ -172,8 +172,7 @@ def retry_after(error: BaseException) -> float | None:
 
 def unwrap_error(error: BaseException) -> BaseException:
     """The cause of a LocalEntryNotFoundError if it has one, else the error itself."""
-    is_wrapper = isinstance(error, errors.LocalEntryNotFoundError)
-    return (is_wrapper and error.__cause__) or error
+    return (isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__) or error
 
 
 def first_line(error: BaseException) -> str:

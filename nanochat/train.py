@@ -354,9 +354,10 @@ def run_loop(run: TrainingRun, progress: Progress) -> bool:
         try:
             return evaluate(run, progress, last=True)
         except torch.OutOfMemoryError as error:
-            machine.print0(
+            print(  # on any rank
                 "out of memory in the final evaluation; the trained model is saved. Rerun with "
-                "--resume=auto and a smaller --device_batch_size to repeat only the evaluation"
+                "--resume=auto and a smaller --device_batch_size to repeat only the evaluation",
+                flush=True,
             )
             raise SystemExit(common.UNEVALUATED) from error
 

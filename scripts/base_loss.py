@@ -85,7 +85,7 @@ def main(cfg: BaseLoss) -> None:
 
     # bpb on packed rows, training and validation
     num_rows = max(1, split_tokens // T // len(corpus.rows))
-    corpus.pack(dict.fromkeys(corpus.rows, num_rows), machine)
+    corpus.pack(dict.fromkeys(corpus.rows, -(-num_rows // step_rows) * step_rows), machine)
     token_bytes = tokenizer.token_bytes()
 
     def on_rows(batches: Iterator[np.ndarray]) -> Bpb:

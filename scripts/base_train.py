@@ -62,7 +62,7 @@ RETIRED = {
     "learning_rate": "use --matrix_lr, --embedding_lr and --unembedding_lr",
     "warmup_ratio": "use --warmup_steps, a number of steps",
     **dict.fromkeys(
-        ("qat_start", "quantize", "quant_clip", "n_kv_head", "mlp_ratio", "tie_embeddings")
+        ("qat_start", "quantize", "row_clip", "n_kv_head", "mlp_ratio", "tie_embeddings")
         + ("rope_dims", "xsa_last_n", "qk_gain_init", "init", "projection_init", "tied_lr")
         + ("decay_rule", "ema_decay", "max_wallclock_seconds"),
         "it is a flag of scripts.golf.base_train",
@@ -142,8 +142,7 @@ def pretrain(
 
     # Model: everything follows from depth
     vocab_size, windows = tokenizer.vocab_size, cfg.window_pattern
-    plain_cfg = shape_for_depth(cfg.depth, vocab_size, T, cfg.arch, windows, cfg.shape)
-    model_cfg = adapt(plain_cfg)
+    model_cfg = adapt(shape_for_depth(cfg.depth, vocab_size, T, cfg.arch, windows, cfg.shape))
     with torch.device("meta"):
         require_memory(new_model(model_cfg), machine)
     model = build_model(model_cfg, machine.device, machine.dtype, seed)

@@ -49,8 +49,7 @@ DEFAULTS = ChatSft(
 
 
 def main(cfg: ChatSft) -> None:
-    stages = ("base", "mid")
-    fine_tune(cfg, "sft", stages, SECTION, MIXTURE, BUILTIN_MIXTURES, summarize)
+    fine_tune(cfg, "sft", ("base", "mid"), SECTION, MIXTURE, BUILTIN_MIXTURES, summarize)
 
 
 def summarize(tuning: FineTuning) -> dict[str, Any]:

@@ -70,13 +70,14 @@ def main(cfg: ChatWeb) -> None:
     tools = Tools(cfg.python, cfg.unsafe_exec, threads=4)
     compiled = choose_engine_compile(cfg.compile_engine, machine, most_tokens=0)
     library = ModelLibrary(machine, name, tools, cfg.server.slots, cfg.server.max_models, compiled)
-    engine = library.loaded[name] = library.load(name)
+    library.loaded[name] = engine = library.load(name)
     handler = RequestHandler(library, defaults, cfg.server.max_waiting)
     server = Server(handler, cfg.server, suggestions(checkpoint))
 
     if key is None and cfg.server.host not in ("127.0.0.1", "::1", "localhost"):
         print("note   anyone who can reach this host can use the models; consider --api_key_file")
     about = f"context {engine.cache.capacity} tokens, {engine.slots} concurrent completions"
+    del engine  # only the library keeps it, and may unload it
     print(f"model  {name}, step {checkpoint.step}: {about}, {machine.device_name}")
     print(f"page   {server_url(bound)}\nAPI    {server_url(bound)}/v1", flush=True)
     with suppress(KeyboardInterrupt):

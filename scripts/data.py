@@ -22,7 +22,7 @@ from rich.progress import track
 from rich.table import Table
 
 from nanochat.common import base_dir, printable, require_free
-from nanochat.config import start
+from nanochat.config import require_at_least, start
 from nanochat.dataloader import Rows
 from nanochat.dataset import FirstUseConfig, Source, load_last_source, save_last_source
 from nanochat.mixture import MixConfig, open_corpus, open_texts
@@ -45,6 +45,9 @@ class Data:
     """Check the SHA-256 of existing rows and pack damaged shards again."""
     data: FirstUseConfig = field(default_factory=FirstUseConfig)
     mix: MixConfig = field(default_factory=MixConfig)
+
+    def __post_init__(self) -> None:
+        require_at_least(self, max_seq_len=1, workers=1)
 
 
 def main(cfg: Data) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nanochat.checkpoint import CheckpointManager, lineage, new_model, save_checkpoint, stage_folder
-from nanochat.common import printable, require_name
+from nanochat.common import UsageError, printable, require_name
 from nanochat.config import start
 from nanochat.distributed import DistConfig, init_distributed
 from nanochat.hf.export import HFModel, read_hf
@@ -46,6 +46,8 @@ def main(cfg: ImportHF) -> None:
     folder = stage_folder(stage) / require_name("model_tag", cfg.model_tag)
     state = {"stage": stage, **lineage(origin)}
     with CheckpointManager(folder, machine):  # locks the folder
+        if any(folder.glob("step_*")):
+            raise UsageError(f"{folder} already has checkpoints", "choose another --model_tag")
         saved = save_checkpoint(folder, origin["step"], model, None, found.tokenizer, state)
     print(printable(f"{cfg.hf_path} -> {saved.folder}: {model.num_params():,} parameters"))
     machine.close()

@@ -141,7 +141,7 @@ def length_below_quantile(share: float, count: Callable[[str], int] = len) -> Fi
         sizes = [count(prompt(row)) + count(last_reply(row)) for row in rows]
         if not sizes:
             return []
-        bound = sorted(sizes)[min(len(sizes) - 1, math.ceil(share * len(sizes)) - 1)]
+        bound = sorted(sizes)[min(len(sizes) - 1, max(1, math.ceil(share * len(sizes))) - 1)]
         return [size <= bound for size in sizes]
 
     return rule

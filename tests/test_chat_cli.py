@@ -72,9 +72,9 @@ def test_piped_text_is_one_question_and_keeps_its_whitespace(base, command, prom
 def test_prompt_longer_than_the_context_exits_with_2(base, command, capfd, monkeypatch, source):
     write_model(f"{source}:tiny", context=64)
     text = command.rejects("chat_cli", "-p", "x" * 64)
-    assert "error: the prompt has 6" in text and "holds 64" in text
+    assert "error: the prompt has 6" in text and "1 to 63" in text
     piped(monkeypatch, b"x" * 64)
-    assert "holds 64" in command.rejects("chat_cli")
+    assert "1 to 63" in command.rejects("chat_cli")
 
 
 def test_line_breaks_commands_and_system_prompt_work(base, typed, prompts):

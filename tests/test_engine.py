@@ -216,7 +216,7 @@ def test_completion_stops_at_max_new_tokens_or_context_end(tokenizer):
     assert (len(long.ids), long.finish) == (14, "length")
     with pytest.raises(ValueError, match="16"):
         engine.submit([1] * 16, Sampling())
-    with pytest.raises(ValueError, match="at least one"):
+    with pytest.raises(ValueError, match="must have 1 to"):
         engine.submit([], Sampling())
 
 

@@ -30,6 +30,7 @@ def test_length_filters_use_the_given_counting_function():
     rows = [row("a" * n, "") for n in (5, 50, 500)]
     assert kept("length=10:100", *rows)[0] == [False, True, False]
     assert kept("longest=60%", *rows)[0] == [True, True, False]
+    assert kept("longest=0%", *rows)[0] == [True, False, False]
     words = [row("a b c", "d"), row("a " * 40, "d")]
     assert kept("length=2:10", *words, count=lambda text: len(text.split()))[0] == [True, False]
 

@@ -276,7 +276,9 @@ def config_from_native(config: Mapping[str, Any], folder: Path) -> GPTConfig:
             raise ValueError(
                 f"{folder / 'config.json'}: {name} is {config[name]}, not {written[name]}"
             )
-    theta = (config.get("rope_parameters") or {}).get("rope_theta", plain.rope_theta)
-    if theta != plain.rope_theta:
-        raise ValueError(f"{folder / 'config.json'}: rope_theta is {theta}, not {plain.rope_theta}")
+    rope = {**written["rope_parameters"], "rope_theta": config.get("rope_theta", plain.rope_theta)}
+    rope |= (config.get("rope_scaling") or {}) | (config.get("rope_parameters") or {})
+    if rope != written["rope_parameters"]:
+        wanted = written["rope_parameters"]
+        raise ValueError(f"{folder / 'config.json'}: rope_parameters are {rope}, not {wanted}")
     return plain

@@ -78,7 +78,8 @@ class NanochatLM(LM):
         if context in self.rendered:
             before = self.rendered[context]
             return before + self.own_tokenizer.encode(continuation), len(before)
-        return self.encode(context + continuation), len(self.encode(context.rstrip()))
+        ids = self.encode(context + continuation)  # the last token is always scored
+        return ids, min(len(self.encode(context.rstrip())), len(ids) - 1)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a rendered conversation, or of a text with BOS."""
@@ -120,7 +121,7 @@ class NanochatLM(LM):
         for number, (context, wanted) in enumerate(request.args for request in requests):
             until = wanted.get("until") or []
             stop = (until,) if isinstance(until, str) else tuple(until)
-            settings = sampling(wanted)
+            settings = sampling(wanted, number)  # repeated requests get different samples
             room = engine.cache.capacity - min(settings.max_new_tokens, engine.cache.capacity // 2)
             prompt = trim(self.encode(context), room)
             generation = GenerationRequest(prompt, settings, stop=stop, parts=False)
@@ -158,8 +159,8 @@ class NanochatLM(LM):
         return text
 
 
-def sampling(wanted: dict[str, Any]) -> Sampling:
-    """Convert lm-eval's generation settings to ours; greedy by default."""
+def sampling(wanted: dict[str, Any], number: int) -> Sampling:
+    """Convert lm-eval's generation settings of request `number` to ours; greedy by default."""
     most = wanted.get("max_gen_toks") or wanted.get("max_new_tokens") or MAX_GEN_TOKS
     temperature = wanted.get("temperature") or 0.0
     if not wanted.get("do_sample", temperature > 0):
@@ -169,5 +170,5 @@ def sampling(wanted: dict[str, Any]) -> Sampling:
         temperature=float(temperature),
         top_k=wanted.get("top_k") or None,
         top_p=wanted.get("top_p") or 1.0,
-        seed=int(wanted.get("seed") or 0),
+        seed=int(wanted.get("seed") or 0) + number,
     )

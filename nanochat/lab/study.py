@@ -331,6 +331,5 @@ def measured_on_rows(metric: str) -> bool:
 def as_csv(found: Mapping[str, Any]) -> str:
     """Format a record table as CSV."""
     text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerows([found["columns"], *found["rows"]])
+    csv.writer(text, lineterminator="\n").writerows([found["columns"], *found["rows"]])
     return text.getvalue()

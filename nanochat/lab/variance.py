@@ -106,8 +106,7 @@ def measure(task: str, scores: Sequence[Sequence[Sequence[float]]]) -> Variance:
     ((n, num_runs),) = shapes
     split = [split_error(items) for items in scores]
     stds = tuple(stdev(fmean(run) for run in zip(*items, strict=True)) for items in scores)
-    item_se = math.sqrt(fmean(r.item_se**2 for r in split))
-    return Variance(task, n, num_runs, stds, item_se)
+    return Variance(task, n, num_runs, stds, math.sqrt(fmean(r.item_se**2 for r in split)))
 
 
 def variance_table(found: Sequence[Variance], checkpoints: Sequence[str]) -> dict[str, Any]:

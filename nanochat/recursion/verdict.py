@@ -101,8 +101,7 @@ def check_equal_flops(recursive: LoopArm, plain: Sequence[LoopArm]) -> Criterion
     larger = [arm for arm in rivals if recursive.params <= FEWER_PARAMS_RATIO * arm.params]
     if sd is None:
         hopeless = difference >= 0 and best not in larger
-        why = f"{detail}; measuring the spread needs more seeds"
-        return Criterion(name, False if hopeless else None, why)
+        return Criterion(name, False if hopeless else None, f"{detail}; more seeds are needed")
     detail += f", spread over seeds {sd:.4f}"
     if all(better(recursive, arm) for arm in rivals):
         return Criterion(name, True, detail)

@@ -8,6 +8,7 @@ number of loaded models, the least recently used idle one is unloaded.
 """
 
 import asyncio
+import gc
 from collections.abc import Callable
 
 from nanochat.checkpoint import FOLDERS, load_model, parse_checkpoint_ref, stage_folder
@@ -92,6 +93,7 @@ class ModelLibrary:
                 message = f"all loaded models are busy ({', '.join(self.loaded)}); try again later"
                 raise ApiError(503, message, headers={"Retry-After": "5"})
             del self.loaded[idle[0]]
+            gc.collect()  # an engine is part of reference cycles
 
     def load(self, name: str) -> Engine:
         """Load a checkpoint and warm up its engine. Raises if the checkpoint is damaged."""

@@ -49,8 +49,7 @@ class StopFinder:
         if begins is not None:
             self.found = True
             return text[:begins]
-        open_end = max((prefix_overlap(text, stop) for stop in self.stops), default=0)
-        shown = len(text) - open_end
+        shown = len(text) - max((prefix_overlap(text, stop) for stop in self.stops), default=0)
         self.held = text[shown:]
         return text[:shown]
 
@@ -394,8 +393,8 @@ class Worker:
                 self.fail(list(self.owners), shutdown_error("the server shut down"))
             engines = {engine for engine, _, _ in self.owners.values()}
             idle = not any(engine.active or engine.waiting for engine in engines)
-            for engine in engines:
-                self.step(engine, TOOL_WAIT_SECONDS if idle else 0)
+            while engines:  # keeps no reference to an engine, which may be unloaded
+                self.step(engines.pop(), TOOL_WAIT_SECONDS if idle else 0)
 
     def begin(self, engine: Engine, reply: Reply) -> None:
         """Submit the requests of a reply to their engine."""
@@ -445,8 +444,7 @@ class Worker:
 
     def fail(self, completions: Sequence[Completion], error: ApiError) -> None:
         """End the replies of these completions with an error."""
-        replies = {self.owners[c][1] for c in completions}
-        self.deliver([(reply, [], error) for reply in replies])
+        self.deliver([(reply, [], error) for reply in {self.owners[c][1] for c in completions}])
         self.drop(completions)
 
     def deliver(self, news: Sequence[tuple[Reply, Sequence[Delta], ApiError | None]]) -> None:

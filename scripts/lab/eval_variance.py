@@ -83,8 +83,7 @@ def sample_answers(
     cfg: EvalVariance, checkpoint: Checkpoint, tasks: list[Task], machine: DistContext
 ) -> dict[str, list[list[float]]]:
     """Return scores[item][run] by task name."""
-    items = sum(map(cfg.count, tasks))
-    engine = open_engine(cfg, checkpoint, machine, items * cfg.runs)
+    engine = open_engine(cfg, checkpoint, machine, sum(map(cfg.count, tasks)) * cfg.runs)
     found = {}
     for task in tasks:
         count = cfg.count(task)

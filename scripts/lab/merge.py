@@ -22,11 +22,12 @@ from nanochat.checkpoint import (
     Checkpoint,
     lineage,
     load_model,
+    newest_state,
     parse_checkpoint_ref,
     save_checkpoint,
     stage_folder,
 )
-from nanochat.common import UsageError
+from nanochat.common import UsageError, require_name
 from nanochat.config import settings, start
 from nanochat.dataloader import inputs_and_targets
 from nanochat.dataset import DataConfig
@@ -131,6 +132,9 @@ def main(cfg: MergeScript) -> None:
     if len(names) < (1 if cfg.merging.method in NEEDS_BASE else 2):
         raise ValueError(f"--models={cfg.models!r}: list two or more, separated by |")
     parents = [parse_checkpoint_ref(name) for name in names]
+    folder = stage_folder(parents[0].state["stage"]) / require_name("tag", cfg.tag)
+    if "merge" not in (newest_state(folder) or {"merge": None}):
+        raise UsageError(f"{folder} has checkpoints of a training run", "choose another --tag")
     base = parse_checkpoint_ref(cfg.base) if cfg.base else None
     require_base(parents, base, cfg)
 

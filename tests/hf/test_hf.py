@@ -23,7 +23,7 @@ from nanochat.checkpoint import (
     save_checkpoint,
     stage_folder,
 )
-from nanochat.common import MissingInput, read_json
+from nanochat.common import MissingInput, UsageError, read_json
 from nanochat.distributed import DistConfig
 from nanochat.engine import Engine, Sampling
 from nanochat.hf.export import is_native, read_hf, write_hf
@@ -629,7 +629,9 @@ def test_bfloat16_weights_are_rounded_once(tokenizer, tmp_path):
     [
         ("config.json", {"model_type": "llama"}, "'llama'.*--hf_path"),
         ("config.json", {"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.*not 15"),
-        ("config.json", {"rope_parameters": {"rope_theta": 5e5}}, "rope_theta"),
+        ("config.json", {"rope_parameters": {"rope_theta": 5e5}}, "rope_theta': 500000.0"),
+        ("config.json", {"rope_parameters": None, "rope_theta": 5e5}, "rope_theta': 500000.0"),
+        ("config.json", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "'linear'"),
         ("config.json", {"num_hidden_layers": 3}, "missing or unexpected tensors"),
         ("tokenizer.json", {"model": {"vocab": {"a": 5}}}, "tokenizer.json"),
     ],
@@ -679,6 +681,8 @@ def test_export_and_import_give_the_same_checkpoint(base, tokenizer, name, stage
     foreign = find_checkpoint("mid", "foreign")
     assert foreign.step == 0 and foreign.state["source"] == {}
     assert foreign.state["files"] == saved.state["files"]
+    with pytest.raises(UsageError, match="already has checkpoints"):
+        import_hf.main(import_hf.ImportHF(hf_path=str(folder), stage="mid", model_tag="foreign"))
 
 
 def test_export_accepts_short_flags(base, tokenizer, command):

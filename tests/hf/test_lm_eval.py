@@ -126,6 +126,17 @@ def test_generate_until_ends_before_the_first_stop(ours, tokenizer):
     assert isinstance(long, str)
 
 
+def test_repeated_sampled_requests_get_different_answers(ours):
+    settings = {"until": [], "max_gen_toks": 12, "do_sample": True, "temperature": 1.5}
+    assert len(set(ours.generate_until(requests(*[("Quin", settings)] * 4)))) > 1
+
+
+def test_continuation_merged_into_the_context_is_scored(ours, tokenizer):
+    word = next(w for w in ("the", "and", "in", "lives") if len(tokenizer.encode(f" {w}")) == 1)
+    [(nats, _)] = ours.loglikelihood(requests((f" {word[:1]}", word[1:])))
+    assert nats < 0
+
+
 def test_V1_harness_scores_our_server_like_the_model(ours, exported, tmp_path):
     """Uses the harness's OpenAI completions client: echo and logprobs for token ID prompts."""
     with serving("base:d2", endless=False) as site:

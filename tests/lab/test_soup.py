@@ -56,6 +56,8 @@ def test_merge_saves_a_checkpoint_that_records_its_parents(two):
     words = dict(models="base:one|base:two", tag="soup", eval_tokens=2048)
     with pytest.raises(UsageError, match="no record that these models come from one checkpoint"):
         merge_script.main(MergeScript(**words))
+    with pytest.raises(UsageError, match="base_checkpoints/two has checkpoints of a training run"):
+        merge_script.main(MergeScript(**{**words, "tag": "two"}, unrelated=True))
     merge_script.main(MergeScript(**words, unrelated=True, merging=MergeConfig(weights="3,1")))
     merged = find_checkpoint("base", "soup")
     parents = [find_checkpoint("base", tag) for tag in ("one", "two")]

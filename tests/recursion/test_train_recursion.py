@@ -30,7 +30,7 @@ def test_recursion_phase_trains_and_reports_verdict(tmp_path):
     unmet = [name for name, value in values.items() if str(value).startswith("NOT MET")]
     assert done.returncode == int(bool(unmet)), out[-3000:]
     assert values["Gradients finite"].startswith("met") and values["Seeds"] == 1
-    assert "spread needs more seeds" in values["Pays off at equal FLOPs"]
+    assert "more seeds are needed" in values["Pays off at equal FLOPs"]
     assert values["First loop unharmed"].split()[0] in ("met", "NOT")
     assert [re.search(r"equal ([\w, ]+)", row[-1] or "equal itself")[1] for row in arms] == [
         "itself", "params, tokens", "params, flops"

@@ -155,7 +155,7 @@ def test_engine_failure_affects_only_its_own_replies(engine, monkeypatch):
             await read(broken)
         assert (await read(whole))[-1].finish == "length"
         assert worker.status() == "ok" and not worker.load
-        with pytest.raises(ValueError, match="at least one"):
+        with pytest.raises(ValueError, match="must have 1 to"):
             worker.submit(other, [Prompt([], LONG)])
 
     run(engine, use)

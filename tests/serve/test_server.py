@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from dataclasses import replace
 
 import httpx
@@ -228,9 +229,11 @@ def test_models_load_on_request_and_idle_ones_are_unloaded(base):
         listed = site.client.get("/v1/models").json()["data"]
         assert [model["id"] for model in listed] == ["sft:tiny", "mid:two", "base:one"]
         assert site.client.get("/v1/models/mid:two").json()["stage"] == "mid"
+        unloaded = weakref.ref(site.engine)
         for name in ("base:one", "mid:two"):
             assert site.chat(model=name, max_tokens=2).json()["model"] == name
         assert list(site.server.handler.library.loaded) == ["base:one", "mid:two"]
+        assert unloaded() is None, "an unloaded model stays in memory"
         (stage_folder("base") / "one" / "step_000001" / "model.safetensors").write_bytes(b"x")
         assert site.chat(model="sft:tiny", max_tokens=2).status_code == 200
         damaged = site.chat(model="base:one", max_tokens=2)
