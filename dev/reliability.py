@@ -1,5 +1,5 @@
 """
-Write the results in tests/README.md from JUnit XML files of test runs.
+Fill in the results in tests/README.md from the JUnit XML files of test runs.
 
     bash tests/run.sh --junitxml=ordinary.xml -m "not slow and not net"
     bash tests/run.sh --junitxml=slow.xml -m slow

@@ -199,7 +199,7 @@ def step_folders(folder: Path) -> dict[int, Path]:
 def read_checkpoint(folder: Path, step: int) -> Checkpoint:
     """
     Read and verify a saved step. Raises CorruptCheckpoint if a file does not match its digest
-    (naming the first), or state.json lists no files or has another step.
+    (naming the first such file), or if state.json lists no files or is from another step.
     """
     state = read_state(folder / "state.json")
     try:
@@ -559,7 +559,7 @@ class CheckpointManager:
         failure; otherwise move aside the checkpoints of an earlier run with this name.
 
         Raises CorruptCheckpoint if all are corrupt, and ValueError listing the differences if the
-        checkpoint has a different `identity` (model, batch, seed, rows) unless only rows differ and
+        checkpoint has a different `identity` (model, batch, seed, rows). Rows alone may differ if
         `allow_data_change` is set.
         """
         progress = Progress()

@@ -102,8 +102,8 @@ def user_message(error: BaseException) -> str | None:
     """
     Message to print instead of a traceback; None for an internal error.
 
-    User errors are OSError, and any ValueError or RuntimeError that a `raise` statement in this
-    repository raises; those from libraries are internal errors.
+    User errors: any OSError, and any ValueError or RuntimeError that a `raise` statement in this
+    repository raises. A ValueError or RuntimeError from a library is an internal error.
     """
     if isinstance(error, MissingInput | UsageError):
         return str(error)

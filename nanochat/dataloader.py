@@ -353,8 +353,8 @@ def permutation(seed: int, epoch: int, shard: int, n: int) -> np.ndarray:
     """
     Return the order of the `n` rows of a shard in an epoch.
 
-    Sorts the raw PCG64 stream, which numpy guarantees never to change (unlike that of
-    Generator.permutation), so a run can be resumed with another numpy version.
+    Sorts the raw PCG64 stream, which numpy guarantees will never change (unlike the
+    output of Generator.permutation), so a run can be resumed with another numpy version.
     """
     order = np.argsort(np.random.PCG64([seed, epoch, shard]).random_raw(n), kind="stable")
     order.setflags(write=False)
@@ -417,7 +417,7 @@ def diff_recipe(recorded: Mapping[str, Any], current: Mapping[str, Any], at: str
 # ---- Rows of several sources ---------------------------------------------------------------------
 
 
-COLUMNS = [0, 2, 3]  # columns of a mixture's `row_ids` that a bucket's also have
+COLUMNS = [0, 2, 3]  # columns of a mixture's `row_ids` that a bucket's `row_ids` have too
 
 
 class MixedRows(RowSequence):

@@ -59,8 +59,9 @@ def bits_per_byte(
     """
     Score this rank's `batches` of (tokens, targets), both (B, T) int64, and sum over ranks.
 
-    score: returns the nats of each target, (B, T) for one model or (n, B, T) for `n` models, such
-    as `model.token_losses`. token_bytes: (V,) length of each token in bytes, 0 for special tokens.
+    score: for example `model.token_losses`; returns the nats of each target, (B, T) for one model
+    or (n, B, T) for `n` models.
+    token_bytes: (V,) length of each token in bytes, 0 for special tokens.
     Sums are accumulated in float64, so the result does not depend on batch size or number of ranks.
     Raises EvaluationAborted on every rank if `stopping()` is true on any rank, and UsageError if a
     sum is not finite.

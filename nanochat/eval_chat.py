@@ -90,7 +90,8 @@ def score_by_logits(
 ) -> TaskResult:
     """
     Answer the first `count` items with the option letter that has the highest logit at the start of
-    the assistant's turn, and score it. Raises ValueError if a letter is more than one token.
+    the assistant's turn, and score the answers. Raises ValueError if a letter is more than one
+    token.
     """
 
     def score(items: list[int], prompts: list[list[int]]) -> list[list[float]]:

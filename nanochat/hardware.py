@@ -125,6 +125,6 @@ def keep_freed_memory() -> None:
     """
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
     if libc is not None and hasattr(libc, "gnu_get_libc_version"):
-        libc.mallopt(M_MMAP_MAX, 0)  # no mmapped blocks, which are unmapped when freed
+        libc.mallopt(M_MMAP_MAX, 0)  # no mmapped blocks: they would be unmapped when freed
         libc.mallopt(M_TRIM_THRESHOLD, -1)  # never trim
         libc.mallopt(M_TOP_PAD, 1 << 26)

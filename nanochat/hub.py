@@ -208,7 +208,7 @@ def set_timeouts(http_request: Any) -> None:
 
 
 def raise_transient(response: Any) -> None:
-    """Raise for an HTML page, and for a transient status, so that only `with_retries` retries."""
+    """Raise on an HTML page; also on a transient status, so that only `with_retries` retries it."""
     if response.status_code in TRANSIENT_STATUS:
         hf_raise_for_status(response)
     if response.is_success and "text/html" in response.headers.get("Content-Type", ""):

@@ -103,9 +103,9 @@ def run_python(code: str, limits: Limits = Limits(), *, unsafe: bool = False) ->
     Run a program in the sandbox, or unsandboxed if no layer works and `unsafe` is True.
 
     It gets an empty environment, empty stdin, the standard library, and an empty flat directory
-    for files that is deleted afterwards. It cannot start processes or threads, open sockets, send
-    signals, or read files other than its own and the interpreter's; under Landlock it may learn
-    that other files exist. The limits also hold unsandboxed. Raises SandboxUnavailable.
+    for its files, which is deleted afterwards. It cannot start processes or threads, open sockets,
+    send signals, or read files other than its own and the interpreter's; under Landlock it may
+    learn that other files exist. The limits also hold unsandboxed. Raises SandboxUnavailable.
     """
     return run({"role": "program", "code": code}, limits, choose_layer(unsafe))
 
@@ -135,7 +135,7 @@ def probe_layer(layer: Layer) -> str | None:
     if not sys.platform.startswith("linux"):
         return "needs Linux"
     with tempfile.NamedTemporaryFile() as outside:
-        os.chmod(outside.name, 0o644)  # file permissions alone must not stop the probe
+        os.chmod(outside.name, 0o644)  # readable by all: only the sandbox may stop it
         limits = Limits(seconds=START_SECONDS, file_bytes=2**16)
         code = PROBE_PROGRAM.format(outside=outside.name, limit=limits.file_bytes)
         try:

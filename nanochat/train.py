@@ -296,8 +296,8 @@ def run_loop(run: TrainingRun, progress: Progress) -> bool:
     Train from `progress.step` to the end. Returns False if the run was stopped early.
 
     The final checkpoint is saved before the final evaluation. A stop request aborts the current
-    step or evaluation, then saves. Raises RankMismatchError, NonFiniteError after saving
-    the last good state, and UsageError if steps remain but the weights are already averaged or the
+    step or evaluation, then saves. Raises RankMismatchError; NonFiniteError, after saving the last
+    good state; and UsageError, if steps remain but the weights are already averaged or the
     checkpoint has no optimizer state. Exits with UNEVALUATED if the final evaluation runs out of
     memory.
     """

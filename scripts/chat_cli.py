@@ -132,7 +132,7 @@ def piped_text() -> str:
 
 
 def history() -> History:
-    """Input history, kept across sessions; in memory only if the file is not writable."""
+    """Input history, kept across sessions, or just in memory if the file is not writable."""
     file = base_dir() / "chat_history"
     writable = os.access(file if file.exists() else base_dir(), os.R_OK | os.W_OK)
     return FileHistory(str(file)) if writable else InMemoryHistory()

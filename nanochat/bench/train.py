@@ -142,9 +142,9 @@ def bench_training(
 
 def matmul_seconds(model: GPT, rows: int, machine: DistContext) -> float:
     """
-    Seconds that the matmuls of a training step take alone: forward and both backward matmuls of
-    every matrix, the causal half of attention, and Muon's matmuls on this rank's shard of the
-    matrices of each shape.
+    Seconds that a training step's matmuls take on their own: the forward and both backward matmuls
+    of every matrix, the causal half of attention, and Muon's matmuls. For those, the matrices of
+    each shape are sharded over ranks, and only this rank's shard counts.
     """
     cfg, M = model.cfg, rows * model.cfg.max_seq_len
 

@@ -3,8 +3,9 @@ Artifact size: tries all containers and compressors; checks file and code agains
 
     stored tensors -> choose_smallest -> file, sizes -> table, or UsageError
 
-The code that counts is what is needed to read and score a file: `artifact.py`, `documents.py` and
-the nanochat modules they import. Packages are free: torch, numpy, pyarrow, tiktoken, rustbpe.
+The code that counts toward the limit is the code needed to read and score a file: `artifact.py`,
+`documents.py` and the nanochat modules they import. Packages are free: torch, numpy, pyarrow,
+tiktoken, rustbpe.
 """
 
 import ast
@@ -87,7 +88,7 @@ def choose_smallest(
 
 
 def code_bytes() -> dict[str, int]:
-    """Return the size in bytes of each module that counts."""
+    """Return the size in bytes of each module that counts toward the limit."""
     names = {name for module in EVALUATORS for name in list_imported_modules(module)}
     return {name: len(read_source(name).encode()) for name in sorted(names)}
 

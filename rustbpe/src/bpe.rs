@@ -22,7 +22,7 @@ use crate::error::{invalid, Error};
 /// Two token ids, left and right.
 pub type Pair = (u32, u32);
 
-/// Marks symbols where no token starts or ends: between words and inside tokens.
+/// Marks cells of `symbols` where no token starts or ends: between words and inside tokens.
 const NONE: u32 = u32::MAX;
 
 /// Distinct words with their counts, in the trainer's layout.
@@ -73,8 +73,8 @@ struct PairState {
 
 /// Learns merges until there are `vocab_size` tokens, including the 256 bytes, or no pair is left.
 ///
-/// `stop` is called regularly with the number of merges so far; true aborts. Fails if `vocab_size`
-/// is below 256, the distinct words exceed 4 GB in total, or counts exceed 64 bits.
+/// `stop` is called regularly with the number of merges so far; returning true aborts. Fails if
+/// `vocab_size` is below 256, the distinct words exceed 4 GB in total, or counts exceed 64 bits.
 pub fn train(
     words: Words,
     vocab_size: u32,

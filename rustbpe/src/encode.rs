@@ -66,8 +66,8 @@ impl Encoder {
 
     /// Encodes texts, in order, each with `prefix` prepended.
     ///
-    /// Without a pool, runs on the calling thread. `stop` is called regularly; true aborts.
-    /// Fails on a text above 4 GB or if the splitter fails.
+    /// Without a pool, runs on the calling thread. `stop` is called regularly; if it returns
+    /// true, encoding aborts. Fails on a text above 4 GB or if the splitter fails.
     pub fn encode_many(
         &self,
         texts: &[&str],

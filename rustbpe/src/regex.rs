@@ -62,8 +62,8 @@ impl Splitter {
 
     /// Calls `words` with batches of words of `text`, in order, as `(start, end)`.
     ///
-    /// The branches of the scanner and the cache misses of a table stall each other if interleaved
-    /// word by word; in batches each loop runs at its own speed.
+    /// If scanning and table lookups alternated word by word, the scanner's branches and the
+    /// table's cache misses would stall each other; in batches, each loop runs at its own speed.
     #[inline(always)]
     pub fn split_batches(
         &self,

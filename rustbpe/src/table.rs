@@ -245,7 +245,7 @@ mod tests {
     use super::*;
     use crate::random::Random;
 
-    /// Counts the given words of `text` with `entries`.
+    /// Uses `entries` to count the given words of `text`.
     fn count(text: &[u8], words: &[(usize, usize)]) -> WordTable<u64> {
         let mut table = WordTable::default();
         for batch in words.chunks(BATCH) {

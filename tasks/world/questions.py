@@ -60,10 +60,11 @@ class FactQuestion:
     @property
     def fair_rivals(self) -> tuple[str, ...]:
         """
-        The rivals that answer questions from the same side of the split (trained or held out).
+        The rivals that are answers to questions from the same side of the split (trained or held
+        out).
 
-        Answers to training questions occur more often in text, so options from both sides would
-        reveal the right one.
+        Answers to training questions occur more often in text, so if the options came from both
+        sides, their frequency would reveal the right one.
         """
         fact, field = self.fact, self.question.field
         answers = side_answers(fact.kind, fact.relation, field, fact.split == "train")
@@ -125,7 +126,7 @@ ROUNDS = 8  # questions per list of options in training
 # In training, a question whose kind has rank r (1 = most common) is drawn with weight r ** -SKEW.
 # With equal weights, the loss on the letter stays at ln 4 for 300 steps at depth 4; with
 # SKEW it falls within 150: the model first learns which options tend to be right and how to find
-# their letters, then to use the question (measured 2026-11-20, dev/LOG.md).
+# their letters, and then learns to use the question (measured 2026-11-20, dev/LOG.md).
 SKEW = 1.5
 
 Field = tuple[str, str]  # kind of subject, field
