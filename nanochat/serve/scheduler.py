@@ -387,8 +387,8 @@ class Worker:
                 todo, self.inbox = self.inbox, deque()
                 if self.closed:
                     return
-            for act in todo:
-                act()
+            while todo:
+                todo.popleft()()
             if self.deadline is not None and time.monotonic() > self.deadline:
                 self.fail(list(self.owners), shutdown_error("the server shut down"))
             engines = {engine for engine, _, _ in self.owners.values()}

@@ -229,11 +229,9 @@ def test_models_load_on_request_and_idle_ones_are_unloaded(base):
         listed = site.client.get("/v1/models").json()["data"]
         assert [model["id"] for model in listed] == ["sft:tiny", "mid:two", "base:one"]
         assert site.client.get("/v1/models/mid:two").json()["stage"] == "mid"
-        unloaded = weakref.ref(site.engine)
         for name in ("base:one", "mid:two"):
             assert site.chat(model=name, max_tokens=2).json()["model"] == name
         assert list(site.server.handler.library.loaded) == ["base:one", "mid:two"]
-        assert unloaded() is None, "an unloaded model stays in memory"
         (stage_folder("base") / "one" / "step_000001" / "model.safetensors").write_bytes(b"x")
         assert site.chat(model="sft:tiny", max_tokens=2).status_code == 200
         damaged = site.chat(model="base:one", max_tokens=2)
@@ -241,6 +239,19 @@ def test_models_load_on_request_and_idle_ones_are_unloaded(base):
         missing = site.chat(model="../../etc", max_tokens=2)
         assert missing.status_code == 404
         assert missing.json()["error"]["code"] == "model_not_found"
+
+
+def test_unloaded_model_is_freed_before_the_next_is_loaded(base, monkeypatch):
+    for name in ("base:one", "sft:tiny"):
+        write_model(name)
+    alive = []
+    with serving(max_models=1) as site:
+        library, engine = site.server.handler.library, weakref.ref(site.engine)
+        load = library.load
+        monkeypatch.setattr(library, "load", lambda name: alive.append(engine()) or load(name))
+        for name in ("sft:tiny", "base:one"):
+            assert site.chat(model=name, max_tokens=2).status_code == 200
+    assert alive == [None]
 
 
 # ---- the official client -------------------------------------------------------------------------
