@@ -140,22 +140,28 @@ def test_broken_run_is_finished_but_has_no_scores():
         assert runner.run_all([broken])["x"].is_broken and len(runner.ledger()) == 1
 
 
-def test_cap_stops_a_sweep_and_a_higher_cap_continues_it():
+def test_cap_stops_a_sweep_and_a_higher_cap_continues_it(monkeypatch):
+    entries, minute = Sweep.ledger, 1 / 60
+
+    def timed(self):
+        return [{**entry, "seconds": 60.0} for entry in entries(self)]
+
+    monkeypatch.setattr(Sweep, "ledger", timed)  # every run takes a minute
     jobs = [job(f"j{i}", i) for i in range(4)]
     with Sweep(SweepConfig(), "one") as runner:
         runner.run_all(jobs[:1])
-        each = runner.typical_seconds() / 3600
     with (
-        Sweep(SweepConfig(cap_hours=2.9 * each), "one") as runner,
+        Sweep(SweepConfig(cap_hours=2.9 * minute), "one") as runner,
         pytest.raises(UsageError, match=r"would exceed the cap(.|\n)*--cap_hours raises"),
     ):
         runner.run_all(jobs)
-    assert 1 <= len(runner.ledger()) <= 3
+    assert len(runner.ledger()) == 2
     with (
-        Sweep(SweepConfig(devices=2, cap_hours=1.5 * each), "one") as runner,
+        Sweep(SweepConfig(devices=2, cap_hours=3.9 * minute), "one") as runner,
         pytest.raises(UsageError, match="would exceed the cap"),
     ):
         runner.run_all(jobs)  # runs in progress count too
+    assert len(runner.ledger()) == 3
     with Sweep(SweepConfig(), "one") as runner:
         assert len(runner.run_all(jobs)) == 4
         assert len(runner.ledger()) == 4
