@@ -30,6 +30,7 @@ Core modules in reading order; each imports only from modules above it:
     eval_bpb        bits per byte
     eval_core       few-shot tasks and the CORE metric
     eval_chat       tasks in chat format
+    summary         results of a run: scores by stage, differences, verdict, cost
     plots           figures of the report
     report          report.md from the records
     anomaly         non-finite steps, loss spikes, rank divergence

@@ -79,6 +79,9 @@ TIED_LR = 0.05  # peak learning rate of a tied embedding and LM head at width 76
 ROWS_FADE_EVERY = 16  # steps; decay touches the whole embedding, an update only a few rows
 
 
+LOGGED_ROLES = ("matrix", "embedding", "head")  # roles whose learning rates are logged
+
+
 @dataclass(frozen=True)
 class OptimConfig:
     embedding_lr: float = 0.3
@@ -266,6 +269,7 @@ class MuonAdamW:
 
     def __init__(self, model: GPT, table: Mapping[str, Rule], machine: DistContext):
         self.machine, self.steps_taken = machine, 0
+        self.peak_lrs = {f"{role}_lr": table[role].lr for role in LOGGED_ROLES if role in table}
         self.muon_kernel: Callable = muon_update
         self.adamw_kernel: Callable = adamw_update
         groups, roles = dict[Any, ParamGroup](), model.param_roles()

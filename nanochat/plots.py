@@ -2,23 +2,29 @@
 Figures of the report, drawn as SVG with matplotlib.
 
     records -> draw_figures -> figures/<section>-<kind>.svg and their titles
+
+A training run has one figure with a panel for each kind of metric. Text and axes follow the
+viewer's light or dark color scheme.
 """
 
 import io
 import math
+import statistics
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from matplotlib import style
+from matplotlib import cycler, style
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, LogLocator, NullLocator
 
 from nanochat.common import base_dir, printable, write_atomic
 from nanochat.logger import read_metrics
 from nanochat.records import Record, plain_value, slug, standard_error
+from nanochat.summary import LAST, STAGE_NAMES, result_metrics, shown_name
 
 # ---- Drawing -------------------------------------------------------------------------------------
 
@@ -26,55 +32,85 @@ from nanochat.records import Record, plain_value, slug, standard_error
 Points = Sequence[tuple[float, float]]  # (x, y), sorted by x
 Curves = Mapping[str, Points]
 Drawing = tuple[str, bytes]  # title, SVG
+Panel = Callable[[Axes], None]
 
+WIDTH, HEIGHT = 7.4, 2.3  # inches: of a figure, and of a row of panels
 MAX_POINTS = 400  # a figure this wide cannot show more
+MIN_VALIDATIONS = 8  # fewer points are no curve
 EMA_BETA = 0.9
-STYLE: Any = [  # with colorblind-friendly colors C0, C1, ...
-    *("seaborn-v0_8-whitegrid", "seaborn-v0_8-colorblind"),
+INK, PALE = "#1f2328", "#8b949e"  # text and axes; grid and raw values
+COLORS = ("#3a86c8", "#d98324", "#2a9d72", "#c8553d", "#a56cc1", "#8c6d4f", "#7f8790")
+STYLE: Any = [
+    "default",
     {
+        "axes.prop_cycle": cycler(color=COLORS),  # readable on white and on black
         "svg.hashsalt": "nanochat",  # deterministic element ids
         "font.family": "DejaVu Sans",  # bundled with matplotlib
         "font.size": 8,
+        **dict.fromkeys(("axes.titlesize", "axes.labelsize", "legend.fontsize"), 8),
+        **dict.fromkeys(("xtick.labelsize", "ytick.labelsize"), 8),
+        **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor"), INK),
+        **dict.fromkeys(("xtick.color", "ytick.color"), INK),
+        **dict.fromkeys(("axes.spines.top", "axes.spines.right"), False),
+        **dict.fromkeys(("figure.facecolor", "axes.facecolor"), "none"),
+        **{"axes.grid": True, "grid.color": PALE, "grid.alpha": 0.3, "axes.titlelocation": "left"},
+        "savefig.facecolor": "none",
         "text.parse_math": False,  # names may contain dollar signs
         "lines.markersize": 3.5,
         "figure.constrained_layout.use": True,
     },
 ]
-TITLES = {  # metric of a training run -> panel title
-    "loss": "Training loss (nats per token)",
-    "val_bpb": "Validation loss (bits per byte)",
-    "bpb_loop_1": "Validation loss by loop (bits per byte)",
-    "grad_norm": "Gradient norm",
-    "core_metric": "Few-shot score during training (mean centered accuracy)",
-    "reward": "Mean reward",
-    "pass_at_1": "Held-out pass@1",
-    "lr": "Learning rate (fraction of peak)",
-    "tokens_per_second": "Throughput (tokens/s)",
+DARK = f"""<style>@media (prefers-color-scheme: dark) {{
+ [style*="fill: {INK}"] {{fill: #e6edf3 !important}}
+ [style*="stroke: {INK}"] {{stroke: #e6edf3 !important}}
+}}</style>"""
+LEARNING_RATES = {"matrix_lr": "matrices", "embedding_lr": "embeddings", "head_lr": "head"}
+TASK_NAMES = {  # few-shot task -> name in figures, where it is not the name with spaces
+    **{"hellaswag_zeroshot": "HellaSwag (zero-shot)", "hellaswag": "HellaSwag", "copa": "COPA"},
+    **{"arc_easy": "ARC-Easy", "arc_challenge": "ARC-Challenge", "piqa": "PIQA", "coqa": "CoQA"},
+    **{"commonsense_qa": "CommonsenseQA", "openbook_qa": "OpenBookQA", "squad": "SQuAD"},
+    **{"lambada_openai": "LAMBADA", "winograd": "Winograd", "winogrande": "WinoGrande"},
+    **{"boolq": "BoolQ", "agi_eval_lsat_ar": "AGIEval LSAT-AR"},
 }
 
 
-def as_svg(*draws: Callable[[Axes], None], width: float = 3.7, height: float = 2.6) -> bytes:
-    """SVG with one panel per function, side by side; the output is deterministic."""
+def as_svg(*panels: Panel, columns: int = 1, height: float = HEIGHT) -> bytes:
+    """SVG with the panels in rows of `columns`; the output is deterministic."""
     stream = io.BytesIO()
+    rows = -(-len(panels) // columns)
     with style.context(STYLE):
-        figure = Figure(figsize=(width * len(draws), height))
-        for axes, draw in zip(figure.subplots(1, len(draws), squeeze=False)[0], draws, strict=True):
+        figure = Figure(figsize=(WIDTH, height * rows))
+        places = list(figure.subplots(rows, columns, squeeze=False).flat)
+        for axes, draw in zip(places, panels, strict=False):
             draw(axes)
+        for axes in places[len(panels) :]:
+            axes.set_axis_off()
         figure.savefig(stream, format="svg", metadata={"Date": None})
-    return stream.getvalue()
+    return stream.getvalue().replace(b"<defs>", f"{DARK}<defs>".encode(), 1)
 
 
-def draw_curves(axes: Axes, title: str, curves: Curves, x_label: str = "step") -> None:
-    """Draw curves by name, with a legend if there are several."""
-    for name, points in curves.items():
-        axes.plot(*thin(points), marker="o" if len(points) < 30 else "", label=printable(name))
+def draw_curves(axes: Axes, title: str, curves: Curves, x_label: str = "step", **how: Any) -> None:
+    """Draw curves by name; several are labeled at their ends."""
     axes.set_title(printable(title))
     axes.set_xlabel(printable(x_label))
-    if len(curves) > 1:
-        axes.legend()
+    for n, (name, points) in enumerate(curves.items()):
+        marker = "o" if len(points) < 30 else ""
+        axes.plot(*thin(points), color=f"C{n}", marker=marker, **how)
+        finite = [(x, y) for x, y in points if math.isfinite(y)]
+        if len(curves) > 1 and finite:
+            label_end(axes, f" {printable(name)}", finite[-1], f"C{n}")
 
 
-def bar_figure(title: str, values: Mapping[str, float], errors: Mapping[str, float]) -> bytes:
+def label_end(axes: Axes, text: str, point: tuple[float, float], color: str) -> None:
+    """Write `text` to the right of a curve's last point."""
+    axes.annotate(
+        *(text, point, (3, 0)), textcoords="offset points", va="center", color=color, fontsize=8
+    )
+
+
+def bar_figure(
+    title: str, values: Mapping[str, float], errors: Mapping[str, float], x_label: str = ""
+) -> bytes:
     """SVG of horizontal bars with error bars (+- 1 SE), largest first; skips non-finite values."""
     finite = [name for name in values if math.isfinite(values[name])]
     names = sorted(finite, key=lambda name: (-values[name], name))
@@ -83,16 +119,19 @@ def bar_figure(title: str, values: Mapping[str, float], errors: Mapping[str, flo
         bars = axes.barh(
             [printable(name) for name in names],
             [values[name] for name in names],
-            color=["C0" if values[name] >= 0 else "C2" for name in names],
+            color=["C0" if values[name] >= 0 else "C3" for name in names],
             xerr=[errors.get(name, math.nan) for name in names],
+            ecolor=INK,
         )
         axes.bar_label(bars, fmt="%.3f", padding=4)
+        axes.axvline(0, color=INK, linewidth=0.8)
         axes.invert_yaxis()
         axes.grid(False)
         axes.margins(x=0.1, y=0.01)
         axes.set_title(printable(title))
+        axes.set_xlabel(printable(x_label))
 
-    return as_svg(draw, width=7.4, height=0.7 + 0.24 * len(names))
+    return as_svg(draw, height=0.9 + 0.24 * len(names))
 
 
 def thin(points: Points) -> tuple[list[float], list[float]]:
@@ -113,15 +152,17 @@ def ema(points: Points) -> list[tuple[float, float]]:
     return smooth
 
 
-# ---- Figures of a record: curves, bars and series ------------------------------------------------
+# ---- Figures of a report -------------------------------------------------------------------------
 
 
 def draw_figures(folder: Path, records: Sequence[Record]) -> dict[Path, str]:
     """Draw the figures of all records and delete other SVG files. Returns {path: title}."""
     titles: dict[Path, str] = {}
-    for record in records:
-        for kind, (title, image) in drawings(record).items():
-            path = folder / f"{slug(record['section'])}-{kind}.svg"
+    figures = [("results", draw_stages(records))]
+    figures += [(slug(record["section"]), drawings(record)) for record in records]
+    for name, each in figures:
+        for kind, (title, image) in each.items():
+            path = folder / f"{name}-{kind}.svg"
             write_atomic(path, image)
             titles[path] = title
     for path in set(folder.glob("*.svg")) - titles.keys():
@@ -134,10 +175,11 @@ def drawings(record: Record) -> dict[str, Drawing]:
     figures: dict[str, Drawing] = {}
     if record["metrics"]:
         path = base_dir() / record["metrics"]
-        if path.exists():
-            figures = run_figures(read_metrics(path))
-        else:
+        if not path.exists():
             print(f"report: no figures for {printable(path)}: it does not exist", flush=True)
+        elif panels := run_panels(read_metrics(path)):
+            title = f"{record['section']}: metrics by step"
+            figures["training"] = (title, as_svg(*panels.values(), columns=2))
     if record["section"] == "Base model evaluation":
         figures |= task_bars(record)
     if record["series"]:
@@ -145,52 +187,138 @@ def drawings(record: Record) -> dict[str, Drawing]:
     return figures
 
 
-def run_figures(entries: Sequence[Mapping[str, Any]]) -> dict[str, Drawing]:
-    """Figures of a training run for the metrics that were logged."""
+def draw_stages(records: Sequence[Record]) -> dict[str, Drawing]:
+    """Score of each chat task after each stage, with standard errors."""
+    found, _ = result_metrics([r for r in records if r["section"].startswith("Chat evaluation")])
+    several = {name: by for name, by in found.items() if len(by) > 1}
+    if not several:
+        return {}
+
+    def draw(axes: Axes) -> None:
+        columns, ends = [c for c in STAGE_NAMES if any(c in by for by in several.values())], []
+        for n, (name, by) in enumerate(several.items()):
+            x = [columns.index(c) for c in columns if c in by]
+            y = [float(plain_value(by[c])) for c in columns if c in by]
+            error = [standard_error(by[c]) for c in columns if c in by]
+            color, width = (INK, 2.2) if name in LAST else (f"C{n}", 1.2)
+            axes.errorbar(x, y, error, color=color, marker="o", capsize=2, linewidth=width)
+            ends.append((y[-1], x[-1], f" {printable(name)} {y[-1]:.3f}", color))
+        lowest, step = -math.inf, 0.055 * (axes.get_ylim()[1] - axes.get_ylim()[0])
+        for y, x, text, color in sorted(ends):
+            lowest = max(y, lowest + step)  # labels do not overlap
+            label_end(axes, text, (x, lowest), color)
+        axes.set_xticks(range(len(columns)), [STAGE_NAMES[c] for c in columns])
+        axes.set_xlim(-0.2, len(columns) - 0.3)
+        axes.set_title("Chat tasks after each stage")
+        axes.set_ylabel("accuracy, ± 1 standard error")
+        axes.set_xlabel("stage")
+
+    return {"stages": ("Scores after each stage", as_svg(draw, height=3.2))}
+
+
+def run_panels(entries: Sequence[Mapping[str, Any]]) -> dict[str, Panel]:
+    """Panels of a training run for the metrics that were logged."""
     curves: dict[str, list[tuple[float, Any]]] = defaultdict(list)
     for entry in entries:
         for name, value in entry.items():
             curves[name].append((entry["step"], value))
-
-    kinds = {
-        # the policy loss of RL is not informative
-        "loss": [] if curves["reward"] else ["loss", "val_bpb"],
-        "gradient": ["grad_norm"],
-        "loops": ["bpb_loop_1"],
-        "core": ["core_metric"],
-        "reward": ["reward", "pass_at_1"],
-        "lr": ["lr"],
-        "throughput": ["tokens_per_second"],
+    loops = sorted(name for name in curves if name.startswith("bpb_loop_"))
+    rates = [name for name in LEARNING_RATES if curves[name]]
+    panels: dict[str, Panel] = {
+        "loss": partial(draw_noisy, title="Training loss (nats per token)", log=True),
+        "val_bpb": partial(draw_one, title="Validation loss (bits per byte)"),
+        "bpb_loop_1": lambda axes, points: draw_curves(
+            axes,
+            "Validation loss by loop (bits per byte)",
+            {f"loop {name.removeprefix('bpb_loop_')}": curves[name] for name in loops},
+        ),
+        "core_metric": partial(draw_one, title="Few-shot score (mean centered accuracy)"),
+        "reward": partial(draw_noisy, title="Mean reward of a step"),
+        "pass_at_1": lambda axes, points: draw_pass_at_1(axes, points, curves["pass_at_1_se"]),
+        "lr": lambda axes, points: draw_rates(axes, {name: curves[name] for name in rates}, points),
+        "tokens_per_second": draw_throughput,
+        "grad_norm": partial(draw_one, title="Gradient norm before clipping", floor=0),
     }
-    figures = {}
-    for kind, wanted in kinds.items():
-        if names := [name for name in wanted if curves[name]]:
-            draws = [partial(draw_metric, name=name, curves=curves) for name in names]
-            figures[kind] = (TITLES[names[0]], as_svg(*draws))
-    return figures
+    if curves["reward"]:
+        del panels["loss"]  # the policy loss of RL is not informative
+    if len(curves["val_bpb"]) < MIN_VALIDATIONS:
+        del panels["val_bpb"]
+    return {n: partial(draw, points=curves[n]) for n, draw in panels.items() if curves[n]}
 
 
-def draw_metric(axes: Axes, name: str, curves: Curves) -> None:
-    """Draw one metric; `curves` holds those of every metric."""
-    shown = {TITLES[name]: curves[name]}
-    if name in ("loss", "reward"):
-        axes.plot(*thin(curves[name]), color="C5", alpha=0.45, linewidth=0.9)
-        shown = {"running mean": ema(curves[name])}
-    if name == "bpb_loop_1":
-        loops = sorted(each for each in curves if each.startswith("bpb_loop_"))
-        shown = {f"loop {loop.removeprefix('bpb_loop_')}": curves[loop] for loop in loops}
-    draw_curves(axes, TITLES[name], shown)
-    if name in ("grad_norm", "lr", "tokens_per_second"):
-        axes.set_ylim(bottom=0)
+def draw_one(axes: Axes, points: Points, title: str, floor: float | None = None) -> None:
+    """Draw one metric."""
+    draw_curves(axes, title, {title: points}, linewidth=1.2)
+    if floor is not None:
+        axes.set_ylim(bottom=floor)
+
+
+def draw_noisy(axes: Axes, points: Points, title: str, log: bool = False) -> None:
+    """Draw a metric of single steps in the background and its running mean."""
+    axes.plot(*thin(points), color=PALE, alpha=0.7, linewidth=0.8)
+    draw_curves(axes, title, {title: ema(points)})
+    if log:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_locator(NullLocator())
+    if smooth := ema(points):
+        label_end(axes, f" {smooth[-1][1]:.3g}", smooth[-1], "C0")
+
+
+def draw_pass_at_1(axes: Axes, points: Points, errors: Points) -> None:
+    """Draw held-out pass@1 with standard errors, if they were logged."""
+    se = dict(errors)
+    x, y = thin(points)
+    axes.errorbar(x, y, [se.get(step, math.nan) for step in x], marker="o", capsize=2)
+    axes.set_title("Held-out pass@1, ± 1 standard error")
+    axes.set_xlabel("step")
+
+
+def draw_rates(axes: Axes, rates: Curves, factors: Points) -> None:
+    """Draw the learning rates on a log axis; of older runs, the fraction of the peak."""
+    if not rates:
+        return draw_one(axes, factors, "Learning rate (fraction of peak)", 0)
+    positive = {
+        LEARNING_RATES[name]: [(x, y) for x, y in points if y > 0] for name, points in rates.items()
+    }
+    draw_curves(
+        axes, "Learning rate", {name: points for name, points in positive.items() if points}
+    )
+    axes.set_yscale("log")
+
+
+def draw_throughput(axes: Axes, points: Points) -> None:
+    """Draw the throughput and its median."""
+    rates = [y for _, y in points if math.isfinite(y)] or [math.nan]
+    median = statistics.median(rates)
+    axes.plot(*thin(points), color=PALE, linewidth=0.8)
+    axes.axhline(median, color="C0")
+    axes.set_title(f"Throughput (tokens/s), median {EngFormatter(places=1, sep='')(median)}")
+    axes.yaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.set_xlabel("step")
+    axes.set_ylim(bottom=0)
 
 
 def task_bars(record: Record) -> dict[str, Drawing]:
     """Bar chart of the centered CORE scores per task (0 = chance, 1 = perfect)."""
     tasks = {n: v for n, v in record["values"].items() if isinstance(v, Mapping)}
-    scores = {name: float(plain_value(v)) for name, v in tasks.items() if name != "CORE metric"}
-    errors = {name: standard_error(value) for name, value in tasks.items()}
-    title = "Centered score per task (0 = chance)"
-    return {"core": ("CORE per task", bar_figure(title, scores, errors))} if scores else {}
+    mean = tasks.pop("CORE metric", None)
+    names = {key: TASK_NAMES.get(key, readable_task(key)) for key in tasks}
+    scores = {names[key]: float(plain_value(value)) for key, value in tasks.items()}
+    errors = {names[key]: standard_error(value) for key, value in tasks.items()}
+    title = "Few-shot tasks"
+    if mean is not None:
+        what = shown_name(record, "CORE metric").replace(" metric", "")
+        title += f"; {what} = mean = {float(plain_value(mean)):.3f}"
+    label = "centered accuracy (0 = chance, 1 = all correct), ± 1 standard error"
+    return {"core": (title, bar_figure(title, scores, errors, label))} if scores else {}
+
+
+def readable_task(key: str) -> str:
+    """Name of a task in a figure: world_two_steps -> Two steps."""
+    words = key.removeprefix("world_").replace("bigbench", "BIG-bench").replace("_", " ")
+    return words[:1].upper() + words[1:]
 
 
 def draw_series(record: Record) -> bytes:

@@ -14,7 +14,9 @@ import math
 import os
 import re
 import secrets
+import shlex
 import subprocess
+import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -56,6 +58,7 @@ SECTIONS: dict[str, str] = {
     "lambada_openai, hellaswag, winograd, winogrande, bigbench_dyck_languages, "
     "agi_eval_lsat_ar, bigbench_cs_algorithms, bigbench_operators, "
     "bigbench_repeat_copy_logic, squad, coqa, boolq, bigbench_language_identification",
+    "Chat evaluation base": CHAT_KEYS,
     "Midtraining": "run, device_type, dtype, num_iterations, max_seq_len, device_batch_size, "
     "unembedding_lr, embedding_lr, matrix_lr, init_lr_frac, weight_decay, eval_every, "
     "eval_tokens, total_batch_size, dry_run, Number of iterations, DDP world size, "
@@ -213,7 +216,12 @@ def write_record(
         "series": series or {},
         "metrics": relative_path(metrics) if metrics else None,
         "files": hash_files(files),
-        "provenance": {**asdict(provenance), "commit": code["commit"], "dirty": code["dirty"]},
+        "provenance": {
+            **asdict(provenance),
+            "commit": code["commit"],
+            "dirty": code["dirty"],
+            "command": command_line(cost.devices),
+        },
         "cost": {**asdict(cost), "device_seconds": busy, "own_device_seconds": busy},
     }
     path = folder / f"{slug(section)}.json"
@@ -313,6 +321,17 @@ def hash_files(files: Iterable[Path]) -> dict[str, dict[str, Any]]:
         relative_path(path): {"bytes": path.stat().st_size, "sha256": common.sha256_file(path)}
         for path in chain.from_iterable(below)
     }
+
+
+def command_line(devices: int = 1) -> str:
+    """The command that runs this process; empty if it is not a script of this project."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    if spec is None or not spec.name.startswith("scripts."):
+        return ""
+    words = ["python", "-m", spec.name]
+    if devices > 1:
+        words = ["torchrun", f"--nproc_per_node={devices}", "-m", spec.name, "--"]
+    return shlex.join([*words, *sys.argv[1:]])
 
 
 def relative_path(path: Path) -> str:

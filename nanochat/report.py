@@ -3,26 +3,25 @@ The report card: report.md, rendered from the records of the stages.
 
     records + header (time, hardware, code version) -> render_report -> report.md with SVG figures
 
-`render_report` is a pure function; a stage calls `update` after `records.write_record`. Names,
-order and keys of the fixed sections must not change, because reports are compared line by line;
-additions come after them. Reports are never parsed. Names, settings and values are untrusted text
-(from models, data and users) and are escaped for Markdown.
+`render_report` is a pure function; a stage calls `update` after `records.write_record`. The report
+opens with a verdict, a table of results, samples and costs. Each section shows results first and
+folds the rest. Names, order and keys of the fixed sections must not change, because reports are
+compared line by line; additions come after them. Reports are never parsed. Names, settings and
+values are untrusted text (from models, data and users) and are escaped for Markdown.
 """
 
-import math
 import platform
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import psutil
 
-from nanochat import records, stats
+from nanochat import records, summary
 from nanochat.common import (
     REPOSITORY,
     MissingInput,
@@ -34,7 +33,8 @@ from nanochat.common import (
     write_json,
 )
 from nanochat.config import settings
-from nanochat.records import SECTIONS, Folder, Record, plain_value, read_scores, seconds, slug
+from nanochat.records import SECTIONS, Folder, Record, plain_value, seconds, slug
+from nanochat.summary import STAGES, Difference, readable_count, readable_time, shown_name
 
 RULE_DASHES = {"GPT-2 Ratio": 14, "GPT-4 Ratio": 14}  # fixed format: one extra dash
 # Inline Markdown syntax (CommonMark and GitHub's extensions)
@@ -54,6 +54,43 @@ BLOCK_START = re.compile(  # headings, lists, rules, quotes, numbered lists
     r"^((?=#{1,6}(\s|$)|[-+*](\s|$)|[-=]+\s*$|>)|\d{1,9}(?=[.)](\s|$)))"
 )
 LINE_BREAKS = re.compile(r"\r\n|[\r\n\v\f\x85\u2028\u2029]")
+HEADLINES = {  # section -> results shown first: label -> key and unit
+    "Tokenizer training": {
+        "Vocabulary": ("vocab_size", "count"),
+        "Training time": ("train_time", "s"),
+        "Mean bytes per token": ("token_bytes_mean", ""),
+    },
+    "Base model training": {
+        "Parameters": ("Number of parameters", "count"),
+        "Training tokens": ("Number of training tokens", "count"),
+        "Validation bpb": ("Final validation bpb", ""),
+        "Training time": ("Total training time", "m"),
+        "Tokens per second": ("Tokens per second", "count"),
+        "MFU": ("MFU %", ""),
+        "Peak memory": ("Peak memory usage", "MiB"),
+    },
+    "Midtraining": {
+        "Steps": ("Number of iterations", "count"),
+        "Validation bpb": ("Final validation bpb", ""),
+        "Tokens per second": ("Tokens per second", "count"),
+    },
+    "Chat SFT": {
+        "Conversations": ("Training rows", "count"),
+        "Steps": ("Number of iterations", "count"),
+        "Validation bpb": ("Final validation bpb", ""),
+        "Tokens per second": ("Tokens per second", "count"),
+    },
+    "Chat RL": {
+        "Steps": ("Number of iterations", "count"),
+        "Mean reward before": ("Mean reward before", ""),
+        "Mean reward after": ("Mean reward after", ""),
+        "Held-out pass@1 before": ("pass@1 before", ""),
+        "Held-out pass@1 after": ("pass@1 after", ""),
+        "Change of pass@1": ("pass@1 change", ""),
+    },
+}
+FRONT = {"Base model loss": SECTIONS["Base model loss"].split(", ")}  # section -> keys not folded
+SAMPLES = "Sample conversations"  # table of a record shown at the top of the report
 
 
 Figure = tuple[str, str]  # title, path relative to the report
@@ -197,8 +234,9 @@ def render_report(
     """
     Text of report.md, a pure function of its arguments.
 
-    Order: fixed sections, others oldest first, sections of `more`, the summary. figures: by
-    section slug. generated: date and time. damaged: errors of skipped records.
+    Order: results, environment, fixed sections, others oldest first, sections of `more`, the
+    summary. figures: by section slug; "results" for the top. generated: date and time.
+    damaged: errors of skipped records.
     """
     order = {name: i for i, name in enumerate(SECTIONS)}
     ordered = sorted(written, key=lambda r: (order.get(r["section"], len(order)), r["timestamp"]))
@@ -206,20 +244,23 @@ def render_report(
     for name, tables in more.items():
         if tables:
             sections.append("\n\n".join([f"## {name}", *map(render_table, tables)]))
-    top = [render_header(header, generated)]
+    changes = summary.differences(*summary.result_metrics(ordered))
+    top = [f"# nanochat training report\n\nGenerated: {generated}"]
+    top.append(render_results(ordered, header, figures.get("results", ()), changes))
+    top.append(render_header(header))
     for warning, items in (
-        ("Provenance: these sections are inconsistent.", find_faults(ordered)),
+        ("Provenance: these sections are inconsistent.", summary.find_faults(ordered)),
         ("Damaged records, not included in this report.", damaged),
     ):
         if items:
             lines = [f"> [!WARNING]\n> **{warning}**", *(f"> - {escape(item)}" for item in items)]
             top.append("\n".join(lines))
-    sections.append(render_summary(ordered, header))
+    sections.append(render_summary(ordered, header, changes))
     return "\n\n".join([*top, "\n\n\n".join(sections)]) + "\n"
 
 
-def render_header(header: Record, generated: str) -> str:
-    """Everything above the first section."""
+def render_header(header: Record) -> str:
+    """Code version, hardware and software."""
     code, machine, software = header["git"], header["hardware"], header["software"]
     gpus = machine["gpus"]
     facts = {
@@ -240,7 +281,7 @@ def render_header(header: Record, generated: str) -> str:
         },
         "Software": {"Python": software["python"], "PyTorch": software["torch"]},
     }
-    blocks = [f"# nanochat training report\n\nGenerated: {generated}\n\n## Environment"]
+    blocks = ["## Environment"]
     for title, entries in facts.items():
         lines = [bullet(key, value) for key, value in entries.items() if value is not None]
         blocks.append("\n".join([f"### {title}", *lines]))
@@ -257,20 +298,60 @@ def render_bloat(bloat: Mapping[str, int]) -> str:
 
 
 def render_section(record: Record, figures: Sequence[Figure] = ()) -> str:
-    """A section: fixed keys, tables, other keys, provenance, cost, figures."""
-    entries = {**record["settings"], **record["values"]}
-    keys = SECTIONS.get(record["section"])
+    """
+    A section: results, tables, figures, command; then, folded, all keys (fixed ones first, in
+    their order), provenance and cost.
+    """
+    name, settings = record["section"], record["settings"]
+    entries, keys = {**settings, **record["values"]}, SECTIONS.get(name)
     fixed = list(entries) if keys is None else keys.split(", ")
-    head = [bullet(key, entries[key]) for key in fixed if key in entries]
-    rest = [bullet(key, entries[key]) for key in entries if key not in fixed]
+    if keys is not None and "evaluation" not in name:  # scores depend on the tasks
+        entries = {**dict.fromkeys(fixed, "-"), **entries}
+    front, folded = [], []
+    for key in [*fixed, *(key for key in entries if key not in fixed)]:
+        if key in entries:
+            is_front = key in record["values"] if keys is None else key in FRONT.get(name, ())
+            is_auto = key in settings and key not in fixed and entries[key] in ("", -1)
+            text = bullet(shown_name(record, key), "auto" if is_auto else entries[key])
+            (front if is_front else folded).append(text)
     cost = record["cost"]
     spent = f"{cost['wall_seconds'] / 60:.2f}m on {cost['devices']}x {cost['device']}"
-    rest += [bullet("provenance", show_provenance(record["provenance"])), bullet("cost", spent)]
-    tables = [render_table(t) for t in record["tables"]]
-    lists = ["\n".join(head), *tables, "\n".join(rest)] if tables else ["\n".join(head + rest)]
-    links = "\n".join(f"![{escape(title)}]({quote(link)})" for title, link in figures)
-    body = "\n\n".join(block for block in [*lists, links] if block)
-    return f"## {escape(record['section'])}\ntimestamp: {record['timestamp']}\n\n{body}"
+    folded += [bullet("provenance", show_provenance(record["provenance"])), bullet("cost", spent)]
+    blocks = [render_headline(record), "\n".join(front)]
+    blocks += [render_table(table) for table in record["tables"] if table["title"] != SAMPLES]
+    blocks.append("\n".join(f"![{escape(title)}]({quote(link)})" for title, link in figures))
+    if command := record["provenance"].get("command"):
+        code = printable(LINE_BREAKS.sub(" ", command)).replace("`", "'")  # cannot end the span
+        blocks.append(f"`{code}`")
+    lines = "\n".join(folded)
+    blocks.append(f"<details><summary>All settings and values</summary>\n\n{lines}\n\n</details>")
+    body = "\n\n".join(filter(None, blocks))
+    return f"## {escape(name)}\ntimestamp: {record['timestamp']}\n\n{body}"
+
+
+def render_headline(record: Record) -> str:
+    """The main results of a section as a table with one row; empty if there are none."""
+    entries = {**record["settings"], **record["values"]}
+    wanted = HEADLINES.get(record["section"], {})
+    if record["section"].startswith("Chat evaluation"):
+        scores = [key for key, value in record["values"].items() if isinstance(value, Mapping)]
+        wanted = {shown_name(record, key): (key, "") for key in scores if " pass@" not in key}
+    shown = {n: readable(entries[key], unit) for n, (key, unit) in wanted.items() if key in entries}
+    return render_table({"columns": list(shown), "rows": [list(shown.values())]}) if shown else ""
+
+
+def readable(value: Any, unit: str) -> str:
+    """A recorded value as a person would write it: "1484.12MiB" -> "1.4 GiB"."""
+    if isinstance(value, Mapping):
+        return summary.with_error(value)
+    number = str(value).removesuffix(unit).replace(",", "")
+    if unit == "count" and number.replace(".", "").isdigit():
+        return readable_count(float(number))
+    if unit in ("s", "m"):
+        return readable_time(float(number) * (60 if unit == "m" else 1))
+    if unit == "MiB":
+        return f"{float(number) / 1024:.1f} GiB" if float(number) >= 1024 else f"{number} MiB"
+    return format_value(value)
 
 
 def bullet(key: str, value: Any) -> str:
@@ -324,128 +405,37 @@ def render_table(table: Record) -> str:
 
 
 # ------------------------------------------------------------------------------------------------
-# Summary: metrics by stage, differences, costs, warnings
-
-STAGES = ("BASE", "MID", "SFT", "RL")
-COLUMN_OF = {  # section -> summary column of its metrics
-    **dict.fromkeys(("Base model loss", "Base model evaluation"), "BASE"),
-    **{f"Chat evaluation {column.lower()}": column for column in STAGES},
-}
-BASE_METRICS = {"CORE metric": "CORE", "val bpb": "val bpb"}
-Nested = Mapping[str, Mapping[str, Any]]
+# Top of the report and summary
 
 
-def result_metrics(written: Sequence[Record]) -> tuple[Nested, Nested]:
-    """
-    Collect metric -> column -> value (CORE first, ChatCORE last, the rest by name) and column ->
-    metric -> recorded item scores.
-    """
-    found: dict[str, dict[str, Any]] = {}
-    items: dict[str, dict[str, Any]] = {column: {} for column in STAGES}
-    for record in written:
-        if column := COLUMN_OF.get(record["section"]):
-            items[column] |= {metric_name(key): each for key, each in record["items"].items()}
-            for key, value in record["values"].items():
-                if is_metric(record["section"], key, value):
-                    found.setdefault(metric_name(key), {})[column] = value
-    order = sorted(found, key=lambda name: (name != "CORE", name == "ChatCORE", name))
-    return {name: found[name] for name in order}, items
+def render_results(
+    written: Sequence[Record], header: Record, figures: Sequence[Figure], changes: Sequence
+) -> str:
+    """What a reader wants first: verdict, scores by stage, figure, sample conversations, cost."""
+    found, _ = summary.result_metrics(written)
+    rows = [
+        [name, *(summary.with_error(by[c]) if c in by else "-" for c in STAGES)]
+        for name, by in found.items()
+    ]
+    blocks = ["## Results", escape(summary.verdict(written, header, changes))]
+    if rows:
+        blocks.append(render_table({"columns": ["", *summary.STAGE_NAMES.values()], "rows": rows}))
+    blocks.append("\n".join(f"![{escape(title)}]({quote(link)})" for title, link in figures))
+    samples = [(r, t) for r in written for t in r["tables"] if t["title"] == SAMPLES]
+    if samples:
+        record, table = samples[-1]  # of the last stage
+        title = f"{SAMPLES} ({record['section'].removeprefix('Chat evaluation ')})"
+        blocks.append(render_table({**table, "title": title}))
+    blocks.append(render_table(summary.cost_table(written, header["hourly_rate"])))
+    return "\n\n".join(filter(None, blocks))
 
 
-def metric_name(key: str) -> str:
-    """Name of a recorded value in the summary."""
-    return str(BASE_METRICS.get(key, key))
-
-
-def is_metric(section: str, key: str, value: Any) -> bool:
-    """Whether a value belongs in the summary: CORE, val bpb, chat tasks and ChatCORE."""
-    if not section.startswith("Chat evaluation"):
-        return key in BASE_METRICS
-    return isinstance(value, Mapping) or key in records.CHAT_TASKS.split(", ")
-
-
-def diff_results(found: Nested, items: Nested, order: Sequence[str] = STAGES) -> dict[str, Any]:
-    """
-    Table of each metric's differences between consecutive columns that have it.
-
-    Stages evaluated on the same items are compared item by item; otherwise the standard error
-    treats them as independent measurements.
-    """
-    rows = []
-    for name, by in found.items():
-        for before, after in pairwise(column for column in order if column in by):
-            same, counts = compare_items(name, items.get(before, {}), items.get(after, {})), "-"
-            if same:
-                change, error = same.difference, same.se
-                counts = f"{same.won:,} won, {same.lost:,} lost of {same.n:,} (p = {same.p:.2g})"
-            else:
-                change = float(plain_value(by[after])) - float(plain_value(by[before]))
-                error = math.hypot(*(records.standard_error(by[c]) for c in (before, after)))
-            noise = ["-", "noise unknown"]
-            if math.isfinite(error):
-                gain = -change if name == "val bpb" else change
-                noise = [f"{error:.4f}", stats.verdict(gain, error)]
-            rows.append([name, f"{before} to {after}", f"{change:+.4f}", *noise, counts])
-    columns = ["Metric", "Stages", "Difference", "Standard error", "Against 2 standard errors"]
-    return {"title": "Differences", "columns": [*columns, "Same items"], "rows": rows}
-
-
-def compare_items(name: str, before: Record, after: Record) -> stats.Comparison | None:
-    """Compare a metric item by item; None unless both columns have scores of the same items."""
-    weights = before.get(name, {}).get("weights", {name: 1.0})
-    if weights != after.get(name, {}).get("weights", {name: 1.0}):
-        return None
-    if any(p not in before or p not in after or before[p]["of"] != after[p]["of"] for p in weights):
-        return None
-    parts = [stats.compare(read_scores(before[p]), read_scores(after[p])) for p in weights]
-    return stats.combine(parts, list(weights.values()))
-
-
-def cost_table(written: Sequence[Record], hourly_rate: float) -> dict[str, Any]:
-    """Table of the time and cost of each stage. hourly_rate: dollars for the whole machine."""
-    costs = [(r["section"], r["cost"]) for r in written]
-    total = {name: sum(cost[name] for _, cost in costs) for name in records.ADDED_COSTS}
-    rows = []
-    for name, cost in [*costs, ("Total", total)] if costs else []:
-        wall, busy = cost["wall_seconds"], cost["device_seconds"]
-        devices = f"{cost['devices']}x {cost['device']}" if "device" in cost else ""
-        price = f"${wall / 3600 * hourly_rate:.2f}"
-        rows.append([name, f"{wall / 60:.2f}m", f"{busy / 60:.2f}m", devices, price])
-    columns = ["Section", "Wall clock", "Device time", "Devices", "Cost"]
-    return {"title": "Cost", "columns": columns, "rows": rows}
-
-
-def find_faults(written: Sequence[Record]) -> list[str]:
-    """
-    Inconsistencies between sections: different runs, different commits, or a stage whose input
-    is not the recorded output of the stage that produced it. Sections that evaluate or compare
-    models from outside the run are ignored.
-    """
-    faults = []
-    written = [r for r in written if not {"hf", "before"} & r["provenance"]["inputs"].keys()]
-    for what, key in {"runs": "run_id", "commits": "commit"}.items():
-        groups: dict[str, list[str]] = {}
-        for record in written:
-            groups.setdefault(record["provenance"][key], []).append(record["section"])
-        if len(groups) > 1:
-            parts = [f"{name} ({', '.join(sections)})" for name, sections in groups.items()]
-            faults.append(f"Sections come from {len(groups)} {what}: {'; '.join(parts)}.")
-    for record in written:
-        for name, read in record["provenance"]["inputs"].items():
-            makers = [r for r in written if name in r["provenance"]["outputs"] and r is not record]
-            made = {r["provenance"]["outputs"][name]: r["section"] for r in makers}
-            if made and read not in made:
-                others = " and ".join(f"{by} produced {each}" for each, by in made.items())
-                faults.append(f"{record['section']} used {name} {read}, but {others}.")
-    return faults
-
-
-def render_summary(written: Sequence[Record], header: Record) -> str:
+def render_summary(written: Sequence[Record], header: Record, changes: Sequence[Difference]) -> str:
     """
     Size of the code, metrics by stage, wall clock time from the start to the last fixed section
-    (without RL and, if it ran, with RL), differences and costs.
+    (without RL and, if it ran, with RL), and differences.
     """
-    found, items = result_metrics(written)
+    found, _ = summary.result_metrics(written)
     rows = [["Metric", *STAGES]]
     for name, by in found.items():
         rows.append([name, *(format_value(plain_value(by.get(column, "-"))) for column in STAGES)])
@@ -458,5 +448,6 @@ def render_summary(written: Sequence[Record], header: Record) -> str:
         if each:
             minutes = int(max(each.values()) - seconds(header["run_started"])) // 60
             blocks.append(f"Total wall clock time{label}: {minutes // 60}h{minutes % 60}m")
-    tables = [diff_results(found, items), cost_table(written, header["hourly_rate"])]
-    return "\n\n".join([*blocks, *(render_table(each) for each in tables if each["rows"])])
+    if changes:
+        blocks.append(render_table(summary.difference_table(changes)))
+    return "\n\n".join(blocks)

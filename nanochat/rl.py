@@ -289,6 +289,12 @@ def pass_at(outcomes: Sequence[list[float]], k: int) -> stats.Estimate:
     return stats.mean([stats.pass_at_k(len(each), each.count(1), k) for each in outcomes])
 
 
+def pass_at_1(outcomes: Sequence[list[float]]) -> dict[str, float]:
+    """Metrics of an evaluation: pass@1 and its standard error."""
+    found = pass_at(outcomes, 1)
+    return {"pass_at_1": found.value, "pass_at_1_se": found.se}
+
+
 class RLEvaluator(Callback):
     """
     Evaluates training rewards and held-out answers before and after RL, and held-out answers every
@@ -330,7 +336,7 @@ class RLEvaluator(Callback):
 
     def before_step(self, step: int, share: float) -> None:
         if step == 0:
-            self.run.log(0, {"pass_at_1": pass_at(self.before.held_out, 1).value})
+            self.run.log(0, pass_at_1(self.before.held_out))
 
     def evaluate(self, step: int, stopping: ShouldStop, last: bool) -> dict[str, float]:
         every = self.run.cfg.eval_every
@@ -339,7 +345,7 @@ class RLEvaluator(Callback):
         if last:
             self.after = self.measure("after")
         outcomes = self.after.held_out if last else self.outcomes()
-        return {"pass_at_1": pass_at(outcomes, 1).value}
+        return pass_at_1(outcomes)
 
     def values(self) -> dict[str, Any]:
         """Rewards and pass@k before and after RL; the change per task if there are several."""

@@ -430,6 +430,7 @@ def train_step(run: TrainingRun, step: int, horizon: float | None = None) -> Ste
     loss, norm = nats / count if count else 0.0, norm * scale
     lr = optim.lr_factor(step, horizon, run.schedule)
     metrics = {"loss": loss, "lr": lr, "grad_norm": norm, **run.loader.metrics}
+    metrics |= {name: lr * peak for name, peak in optimizer.peak_lrs.items()}
     for callback in run.callbacks:
         metrics |= callback.after_backward(scale)
     if count and math.isfinite(loss + norm):

@@ -135,13 +135,13 @@ def load_scores(cfg: BaseEval, candidate: Candidate, suite: Suite) -> list[TaskS
     if record is None:
         return []
     table = record["tables"][0]
-    rows = {row[0]: dict(zip(table["columns"], row, strict=True)) for row in table["rows"]}
+    rows = {row[0]: row for row in table["rows"]}
     found = []
     for task in suite.tasks:
         if row := rows.get(task.name):
             outcomes = [int(x) for x in records.read_scores(record["items"][task.name])]
             task = task.shuffled(cfg.max_per_task)
-            found.append(TaskScore(task, outcomes, row["Cropped"], float(row["Seconds"])))
+            found.append(TaskScore(task, outcomes, row[3], float(row[-1])))
     return found
 
 
@@ -216,7 +216,7 @@ def task_table(scores: Sequence[TaskScore]) -> dict[str, Any]:
         counts = [s.task.name, s.task.num_fewshot, len(s.outcomes), s.num_truncated]
         accuracy = f"{s.accuracy.value:.4f} +- {s.accuracy.se:.4f}"
         rows.append([*counts, f"{s.task.random_baseline:.3f}", accuracy, f"{s.seconds:.1f}"])
-    columns = ["Task", "Examples", "Items", "Cropped", "Guessing", "Accuracy", "Seconds"]
+    columns = ["Task", "Examples", "Items", "Truncated", "Chance", "Accuracy", "Seconds"]
     return {"title": "Tasks", "columns": columns, "rows": rows}
 
 

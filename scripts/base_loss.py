@@ -106,6 +106,13 @@ def main(cfg: BaseLoss) -> None:
         for each in (t.texts(t.val_shard, cfg.max_documents) for t in texts.sources.values())
     )
     machine.print0(f"document bpb {plain.value:.4f} on {plain.bytes:,} bytes")
+    pieces = f"rows of {T} tokens, in which a document may start in the middle"
+    variants = [
+        ["train bpb", f"{train.value:.4f}", f"training text in {pieces}"],
+        ["val bpb", f"{val.value:.4f}", f"held-out text in {pieces}"],
+        ["document bpb", f"{plain.value:.4f}", "whole held-out documents, each from its start"],
+    ]
+    table = {"title": "Bits per byte", "columns": ["Name", "bpb", "Scored text"], "rows": variants}
     values = {
         "train bpb": train.value,
         "val bpb": val.value,
@@ -120,7 +127,7 @@ def main(cfg: BaseLoss) -> None:
         with machine.working("writing the report"):
             provenance = records.Provenance(origin["run_id"], origin["seed"], inputs)
             cost = records.Cost.since(started, machine)
-            report.append_section(SECTION, cfg, values, provenance, cost)
+            report.append_section(SECTION, cfg, values, provenance, cost, tables=[table])
     machine.close()
 
 

@@ -251,6 +251,7 @@ def summarize(run: TrainingRun) -> dict[str, Any]:
         "Number of training tokens": tokens,
         "Tokens : Params ratio": tokens / run.model.num_params(),
         "DDP world size": machine.world_size,
+        "warmup_ratio": min(1.0, run.schedule.warmup_steps / progress.step),
         "Minimum validation bpb": progress.min_val,
         "Final validation bpb": progress.last_val,
         **run.values(),

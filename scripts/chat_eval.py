@@ -15,12 +15,20 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from nanochat import records, report, stats
+from nanochat.chat_format import render_prompt
 from nanochat.checkpoint import Checkpoint, find_checkpoint, load_model
 from nanochat.common import UsageError
 from nanochat.config import require_at_least, settings, short, start
 from nanochat.distributed import DistConfig, DistContext, init_distributed
 from nanochat.engine import Engine, Sampling
-from nanochat.eval_chat import Outcomes, TaskResult, score_by_generation, score_by_logits
+from nanochat.eval_chat import (
+    Outcomes,
+    TaskResult,
+    longest_prompt,
+    score_by_generation,
+    score_by_logits,
+    trim,
+)
 from nanochat.finetune import parent_inputs
 from nanochat.gpt import inference_copy
 from nanochat.lab.held_out import require_access, select_tasks
@@ -29,10 +37,11 @@ from nanochat.preflight import choose_engine_compile
 from nanochat.sandbox import Tools
 from nanochat.stats import Estimate
 from nanochat.tokenizer import Tokenizer
-from tasks.base import Task
+from tasks.base import Task, user, visible
 from tasks.registry import eval_task, key_of, why_unavailable
 
 MEAN = "ChatCORE"
+OPENERS = ("Hello! Who are you?", "What can you do?")
 EVAL_TASKS = ("arc_easy", "arc_challenge", "mmlu", "gsm8k", "humaneval", "aqua", "spelling")
 BUILTIN_EVAL_TASKS = {  # dataset that the base model was trained on -> tasks
     "embedded": ("world_choice", "world_facts", "world_problems", "world_spelling")
@@ -172,15 +181,14 @@ def main(cfg: ChatEval) -> None:
     answers = sum(cfg.count(task) * cfg.repeats(task) for task in generated)
     engine = open_engine(cfg, checkpoint, machine, answers)
 
-    def record(values: Mapping[str, Any], items: Mapping[str, Any]) -> None:
+    def record(values: Mapping[str, Any], items: Mapping[str, Any], *tables: Any) -> None:
         """Add to the section, so that an abort keeps finished tasks."""
         nonlocal started
         if machine.is_main:
             origin = records.Provenance(checkpoint.state["provenance"]["run_id"], cfg.seed, inputs)
             cost, folder = records.Cost.since(started, machine), cfg.report_dir
-            records.write_record(
-                cfg.section, all_flags(cfg), values, origin, cost, folder, items=items, extend=True
-            )
+            more = {"items": items, "tables": tables, "extend": True}
+            records.write_record(cfg.section, all_flags(cfg), values, origin, cost, folder, **more)
         started = time.perf_counter()
 
     for task in todo:
@@ -196,7 +204,8 @@ def main(cfg: ChatEval) -> None:
         record(*task_record(task, graded, key, task.kind == "generate" and cfg.temperature > 0))
     scored = {key_of(name) for name in (*missing, *(task.name for task in tasks))}
     if scored >= {key_of(name) for name in every_task}:
-        record(*mean_record(tasks, known, missing))
+        samples = [sample_conversations(engine, cfg, tasks)] if machine.is_main else []
+        record(*mean_record(tasks, known, missing), *samples)
     if machine.is_main:
         with machine.working("writing the report"):
             report.update(cfg.report_dir)
@@ -283,6 +292,21 @@ def mean_record(
         f"{MEAN} without": f"{names}: {'; '.join(missing.values())}" if names else None,
     }
     return values, {MEAN: records.weighted_scores(weights)}
+
+
+def sample_conversations(engine: Engine, cfg: ChatEval, tasks: Sequence[Task]) -> dict[str, Any]:
+    """
+    Table of greedy answers to two questions about the model and to the first question of each
+    generated task, whether right or wrong.
+    """
+    generated = [task for task in tasks if task.kind == "generate"]
+    asked = [[user(text)] for text in OPENERS] + [task[0][:1] for task in generated]
+    most = longest_prompt(engine, cfg.max_new_tokens)
+    prompts = [trim(render_prompt(engine.tokenizer, messages), most) for messages in asked]
+    groups = engine.generate(prompts, Sampling(min(cfg.max_new_tokens, 128), 0.0))
+    answers = [visible(engine.tokenizer.decode(group[0].ids)) for group in groups]
+    rows = [[m["content"], a] for [m], a in zip(asked, answers, strict=True)]
+    return {"title": report.SAMPLES, "columns": ["User", "Model"], "rows": rows}
 
 
 if __name__ == "__main__":

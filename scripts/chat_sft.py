@@ -8,6 +8,7 @@ Reads   mid_checkpoints/<tag>/ or base_checkpoints/<tag>/, and the training spli
 Writes  chatsft_checkpoints/<tag>/ with metrics.jsonl, rows/, and the section "Chat SFT"
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,14 +54,22 @@ def main(cfg: ChatSft) -> None:
 
 
 def summarize(tuning: FineTuning) -> dict[str, Any]:
-    """First values of the report section."""
-    progress = tuning.run.progress
+    """First values of the report section; some are settings of the October 2025 script."""
+    run, progress, conversations = tuning.run, tuning.run.progress, tuning.resolution.documents
+    aqua = [bucket for bucket in tuning.chats.train_buckets if bucket.name == "aqua"]
+    held_out = [bucket for bucket in tuning.chats.val_buckets if bucket.name == "aqua"]
     return {
-        "Training rows": tuning.resolution.documents,
-        "Number of iterations": tuning.run.num_steps,
+        "target_examples_per_step": round(conversations / run.num_steps),
+        "aqua_train_examples": sum(len(bucket.train) for bucket in aqua),
+        "aqua_val_examples": sum(len(bucket.val) for bucket in held_out),
+        "eval_steps": math.ceil(run.settings["eval_tokens"] / run.batch_tokens),
+        "eval_metrics_every": 0,  # tasks are evaluated by scripts.chat_eval instead
+        "eval_metrics_max_problems": 0,
+        "Training rows": conversations,
+        "Number of iterations": run.num_steps,
         "Training loss": progress.smooth_loss,
         "Validation loss": tuning.loss.loss,
-        "DDP world size": tuning.run.machine.world_size,
+        "DDP world size": run.machine.world_size,
         "Minimum validation bpb": progress.min_val,
         "Final validation bpb": progress.last_val,
         **tuning.loss.by_bucket,

@@ -110,6 +110,7 @@ def summarize(tuning: FineTuning) -> dict[str, Any]:
     """First values of the report section."""
     progress = tuning.run.progress
     return {
+        "dry_run": 0,
         "Number of iterations": tuning.run.num_steps,
         "DDP world size": tuning.run.machine.world_size,
         "Minimum validation bpb": progress.min_val,

@@ -57,10 +57,11 @@ def main(cfg: TokEval) -> None:
         return print(f"{SECTION}: finished already, skipped")
 
     started = time.perf_counter()
+    name = "World" if source.name == "embedded" else "fwe"  # fixed name of the training text
     texts = {
         **{kind: path.read_text(encoding="utf-8") for kind, path in SAMPLE_TEXTS.items()},
-        "fwe-train": first_batch(source, source.train_shards[0]),
-        "fwe-val": first_batch(source, source.val_shard),
+        f"{name}-train": first_batch(source, source.train_shards[0]),
+        f"{name}-val": first_batch(source, source.val_shard),
     }
     ours = {kind: count_tokens(tokenizer, kind, text) for kind, text in texts.items()}
     theirs = rival_counts(list(texts.values()))

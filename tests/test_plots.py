@@ -7,31 +7,106 @@ import sys
 import xml.etree.ElementTree as ET
 
 import pytest
+from matplotlib import style
+from matplotlib.figure import Figure
 
 from nanochat import plots
-from nanochat.plots import as_svg, draw_curves
+from nanochat.plots import INK, as_svg, draw_curves
+from nanochat.records import estimate
 
 LOSS = [(step, 3 + math.exp(-step / 20) + 0.1 * math.sin(step)) for step in range(200)]
 METRICS = [
     {"step": step, "loss": y, "lr": 1 - step / 200, "grad_norm": y, "tokens_per_second": 1e6 + y}
     for step, y in LOSS
 ]
-METRICS += [{"step": 200, "val_bpb": 1.2, "bpb_loop_1": 1.3, "bpb_loop_2": 1.2}]
-POLICY = [{"step": 0, "loss": 1.0, "reward": 0.1, "pass_at_1": 0.1}, {"step": 1, "reward": 0.2}]
+METRICS += [
+    {"step": 20 * (n + 1), "val_bpb": 1.2, "bpb_loop_1": 1.3, "bpb_loop_2": 1.2} for n in range(8)
+]
+POLICY = [
+    {"step": 0, "loss": 1.0, "reward": 0.1, "pass_at_1": 0.1, "pass_at_1_se": 0.02},
+    {"step": 1, "reward": 0.2, "matrix_lr": 0.02, "lr": 1.0},
+    {"step": 2, "reward": 0.2, "matrix_lr": 0.0, "lr": 0.0},
+]
 SCORES = {"winograd": 0.08, "boolq": -0.15, "copa": 0.0}
 SEARCH = {"section": "Sweep", "settings": {"search": "lr"}, "series": {"0": [[0.01, 1.0]]}}
-RUN = ["loss", "gradient", "loops", "lr", "throughput"]
+STAGES = [
+    {"section": f"Chat evaluation {stage}", "items": {}, "values": {"AQUA": score, "MMLU": score}}
+    for stage, score in (("mid", estimate(0.25, 100, 0.04)), ("sft", estimate(0.5, 100, 0.05)))
+]
 FIGURES = {
-    **{name: lambda n=name: plots.run_figures(METRICS)[n][1] for name in RUN},
-    "reward": lambda: plots.run_figures(POLICY)["reward"][1],
+    "training": lambda: dashboard(METRICS),
+    "reward": lambda: dashboard(POLICY),
+    "stages": lambda: plots.draw_stages(STAGES)["stages"][1],
     "bars": lambda: plots.bar_figure("Scores", SCORES, {"copa": 0.05}),
     "search": lambda: plots.draw_series(SEARCH),
 }
 
 
-def test_run_has_a_figure_for_each_logged_metric():
-    assert list(plots.run_figures(METRICS)) == RUN
-    assert list(plots.run_figures(POLICY)) == ["reward"]
+def dashboard(entries):
+    """The figure of a training run."""
+    return as_svg(*plots.run_panels(entries).values(), columns=2)
+
+
+def test_run_has_a_panel_for_each_logged_metric():
+    loops, rest = ["bpb_loop_1"], ["lr", "tokens_per_second", "grad_norm"]
+    assert list(plots.run_panels(METRICS)) == ["loss", "val_bpb", *loops, *rest]
+    assert list(plots.run_panels(POLICY)) == ["reward", "pass_at_1", "lr"]
+
+
+def test_validation_curve_needs_eight_points():
+    assert "val_bpb" not in plots.run_panels(METRICS[:-1])
+
+
+def drawn(draw, *args):
+    """Axes after `draw`."""
+    with style.context(plots.STYLE):
+        axes = Figure().subplots()
+        draw(axes, *args)
+    return axes
+
+
+def test_loss_axis_is_logarithmic_and_starts_at_step_0():
+    axes = drawn(plots.run_panels(METRICS)["loss"])
+    assert axes.get_yscale() == "log"
+    assert axes.lines[0].get_xdata()[0] == 0 and axes.lines[0].get_ydata()[0] == LOSS[0][1]
+
+
+def test_throughput_panel_names_the_median():
+    title = drawn(plots.run_panels(METRICS)["tokens_per_second"]).get_title(loc="left")
+    assert title == "Throughput (tokens/s), median 1.0M"
+
+
+def test_pass_at_1_has_error_bars():
+    axes = drawn(plots.run_panels(POLICY)["pass_at_1"])
+    [[low, high]] = axes.collections[0].get_segments()
+    assert (low[1], high[1]) == (pytest.approx(0.08), pytest.approx(0.12))
+
+
+def test_figure_of_stages_has_error_bars_and_end_labels():
+    svg = plots.draw_stages(STAGES)["stages"][1]
+    assert svg != plots.draw_stages([STAGES[0], {**STAGES[1], "values": STAGES[0]["values"]}])
+    assert plots.draw_stages(STAGES[:1]) == {}, "one stage is no development"
+
+
+def test_text_follows_the_color_scheme_of_the_viewer():
+    svg = FIGURES["training"]().decode()
+    assert f"fill: {INK}" in svg.split("</style>", 1)[1]
+    assert f'[style*="fill: {INK}"] {{fill: #e6edf3 !important}}' in svg
+    root = ET.fromstring(svg)
+    patches = [e.get("style") for e in root.iter() if (e.get("id") or "").startswith("patch")]
+    assert not any("fill: #ffffff" in style for style in patches if style), "no white background"
+
+
+@pytest.mark.parametrize(
+    ("key", "name"),
+    [
+        ("world_two_steps", "Two steps"),
+        ("hellaswag_zeroshot", "HellaSwag (zero-shot)"),
+        ("bigbench_qa_wikidata", "BIG-bench qa wikidata"),
+    ],
+)
+def test_task_names_are_readable(key, name):
+    assert plots.TASK_NAMES.get(key, plots.readable_task(key)) == name
 
 
 @pytest.mark.parametrize("name", FIGURES)
@@ -74,11 +149,10 @@ def test_long_curve_is_subsampled_and_keeps_both_ends():
 
 @pytest.mark.parametrize("losses", [[math.nan, 2.0, math.inf], [math.nan], [1.0]])
 def test_curves_with_gaps_or_single_points_are_drawn(losses):
-    figures = plots.run_figures([{"step": s, "loss": x, "lr": x} for s, x in enumerate(losses)])
-    assert all(svg for _, svg in figures.values())
+    assert dashboard([{"step": s, "loss": x, "lr": x} for s, x in enumerate(losses)])
     plots.bar_figure("Scores", {"a": math.nan, "b": 0.1}, {})
 
 
 def test_figure_of_a_long_run_is_small():
     long = [{"step": x, "loss": 3 + math.sin(x), "val_bpb": math.sin(x)} for x in range(50_000)]
-    assert len(plots.run_figures(long)["loss"][1]) < 120_000
+    assert len(dashboard(long)) < 120_000

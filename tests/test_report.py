@@ -13,7 +13,7 @@ import pytest
 from markdown_it import MarkdownIt
 
 from nanochat import records as records_module
-from nanochat import report
+from nanochat import report, summary
 from nanochat.common import MissingInput
 from nanochat.logger import RunLog
 from nanochat.plots import draw_figures
@@ -66,11 +66,7 @@ def listing(entries: str) -> str:
 
 
 HEADER_TEXT = (
-    "# nanochat training report\n"
-    + "\n"
-    + "Generated: 2025-10-23 22:26:58\n"
-    + "\n"
-    + "## Environment\n"
+    "## Environment\n"
     + "\n"
     + "### Git Information\n"
     + listing(
@@ -100,15 +96,10 @@ HEADER_TEXT = (
     + "---\n"
     + "\n"
 )
-TOKENIZER_TEXT = (
-    "## Tokenizer training\n"
-    + "timestamp: 2025-10-24 01:20:23\n"
-    + "\n"
-    + listing(
-        "max_chars: 10,000,000,000 | doc_cap: 10,000 | vocab_size: 65,536 | "
-        "train_time: 167.3429 | num_special_tokens: 9 | token_bytes_min: 1 | "
-        "token_bytes_max: 32 | token_bytes_mean: 6.9125 | token_bytes_std: 2.8738"
-    )
+TOKENIZER_TEXT = listing(
+    "max_chars: 10,000,000,000 | doc_cap: 10,000 | vocab_size: 65,536 | "
+    "train_time: 167.3429 | num_special_tokens: 9 | token_bytes_min: 1 | "
+    "token_bytes_max: 32 | token_bytes_mean: 6.9125 | token_bytes_std: 2.8738"
 )
 TOKENIZER_EVALUATION_TEXT = (
     "## Tokenizer evaluation\n"
@@ -132,38 +123,28 @@ TOKENIZER_EVALUATION_TEXT = (
     + "| korean | 893 | 364 | 2.45 | 723 | 1.24 | -98.6% |\n"
     + "\n"
 )
-BASE_TEXT = (
-    "## Base model training\n"
-    + "timestamp: 2025-10-23 22:28:41\n"
-    + "\n"
-    + listing(
-        "run: aquarat-20251023-222655 | device_type:  | depth: 8 | max_seq_len: 2048 | "
-        "num_iterations: 200 | target_flops: -1.0000 | target_param_data_ratio: 20 | "
-        "device_batch_size: 32 | total_batch_size: 524,288 | embedding_lr: 0.2000 | "
-        "unembedding_lr: 0.0040 | weight_decay: 0.0000 | matrix_lr: 0.0200 | "
-        "grad_clip: 1.0000 | eval_every: 250 | eval_tokens: 10,485,760 | "
-        "core_metric_every: 2000 | core_metric_max_per_task: 500 | sample_every: 2000 | "
-        "model_tag:  | Number of parameters: 92,274,688 | "
-        "Number of FLOPs per token: 4.529848e+08 | "
-        "Calculated number of iterations: 200 | Number of training tokens: 104,857,600 | "
-        "Tokens : Params ratio: 1.1364 | DDP world size: 8 | warmup_ratio: 0.0000 | "
-        "warmdown_ratio: 0.2000 | final_lr_frac: 0.0000 | "
-        "Minimum validation bpb: 1.2992 | Final validation bpb: 1.2992 | "
-        "CORE metric estimate: 0.0135 | MFU %: 21.07% | "
-        "Total training flops: 4.749890e+16 | Total training time: 0.39m | "
-        "Peak memory usage: 19176.26MiB"
-    )
+BASE_TEXT = listing(
+    "run: aquarat-20251023-222655 | device_type:  | depth: 8 | max_seq_len: 2048 | "
+    "num_iterations: 200 | target_flops: -1.0000 | target_param_data_ratio: 20 | "
+    "device_batch_size: 32 | total_batch_size: 524,288 | embedding_lr: 0.2000 | "
+    "unembedding_lr: 0.0040 | weight_decay: 0.0000 | matrix_lr: 0.0200 | "
+    "grad_clip: 1.0000 | eval_every: 250 | eval_tokens: 10,485,760 | "
+    "core_metric_every: 2000 | core_metric_max_per_task: 500 | sample_every: 2000 | "
+    "model_tag:  | Number of parameters: 92,274,688 | "
+    "Number of FLOPs per token: 4.529848e+08 | "
+    "Calculated number of iterations: 200 | Number of training tokens: 104,857,600 | "
+    "Tokens : Params ratio: 1.1364 | DDP world size: 8 | warmup_ratio: 0.0000 | "
+    "warmdown_ratio: 0.2000 | final_lr_frac: 0.0000 | "
+    "Minimum validation bpb: 1.2992 | Final validation bpb: 1.2992 | "
+    "CORE metric estimate: 0.0135 | MFU %: 21.07% | "
+    "Total training flops: 4.749890e+16 | Total training time: 0.39m | "
+    "Peak memory usage: 19176.26MiB"
 )
-CHAT_TEXT = (
-    "## Chat evaluation mid\n"
-    + "timestamp: 2025-10-24 01:52:32\n"
-    + "\n"
-    + listing(
-        "source: mid | task_name: GSM8K | dtype: bfloat16 | temperature: 0.0000 | "
-        "max_new_tokens: 512 | num_samples: 1 | top_k: 50 | batch_size: 8 | "
-        "model_tag: None | step: None | max_problems: None | device_type:  | "
-        "GSM8K: 0.0023"
-    )
+CHAT_TEXT = listing(
+    "source: mid | task_name: GSM8K | dtype: bfloat16 | temperature: 0.0000 | "
+    "max_new_tokens: 512 | num_samples: 1 | top_k: 50 | batch_size: 8 | "
+    "model_tag: None | step: None | max_problems: None | device_type:  | "
+    "GSM8K: 0.0023"
 )
 SUMMARY_TEXT = (
     "## Summary\n"
@@ -303,14 +284,23 @@ def seed_records():
     ]
 
 
-def test_fixed_sections_are_reproduced_byte_for_byte():
+def folded(text, name):
+    """The folded list of a section."""
+    opening, closing = "<details><summary>All settings and values</summary>\n\n", "\n</details>"
+    return section_of(text, name).split(opening)[1].split(closing)[0]
+
+
+def test_fixed_texts_are_reproduced_byte_for_byte():
     text = report.render_report(seed_records(), HEADER, "2025-10-23 22:26:58")
-    start = HEADER_TEXT + TOKENIZER_TEXT + ADDED + "\n\n"
-    start += TOKENIZER_EVALUATION_TEXT + ADDED + "\n\n" + BASE_TEXT + ADDED + "\n\n"
-    assert text[: len(start)] == start
-    assert CHAT_TEXT + ADDED + "\n\n## Chat evaluation sft\n" in text
-    assert SUMMARY_TEXT in text
-    assert text.isascii() and text.endswith("\n") and not text.endswith("\n\n")
+    assert text.startswith(
+        "# nanochat training report\n\nGenerated: 2025-10-23 22:26:58\n\n## Results\n\n"
+    )
+    assert f"\n\n{HEADER_TEXT}## Tokenizer training\ntimestamp: 2025-10-24 01:20:23\n\n" in text
+    assert TOKENIZER_EVALUATION_TEXT in text and SUMMARY_TEXT in text
+    assert folded(text, "Tokenizer training") == TOKENIZER_TEXT + ADDED
+    assert folded(text, "Base model training") == BASE_TEXT + ADDED
+    assert folded(text, "Chat evaluation mid") == CHAT_TEXT + ADDED
+    assert text.endswith("\n") and not text.endswith("\n\n")
 
 
 def test_fixed_sections_come_first_then_others_by_age():
@@ -322,7 +312,9 @@ def test_fixed_sections_come_first_then_others_by_age():
     ]
     more = {"Reliability": [{"columns": ["Seed"], "rows": [["0"]]}], "Empty": []}
     text = report.render_report(records, HEADER, "now", more=more)
-    assert re.findall("^## (.*)", text, re.M)[1:] == [
+    assert re.findall("^## (.*)", text, re.M) == [
+        "Results",
+        "Environment",
         "Tokenizer training",
         "Tokenizer evaluation",
         "Base model training",
@@ -350,13 +342,14 @@ def test_additional_keys_follow_the_fixed_keys():
     assert text.split("\n\n", 1)[1] == (
         "- train bpb: 1.2900\n"
         "- val bpb: 1.3000\n"
+        + "".join(f"- sample {i}: -\n" for i in range(7))
+        + "\n![Loss](dev/report/loss.svg)\n\n"
+        "<details><summary>All settings and values</summary>\n\n"
         "- split_tokens: 1,000,000\n"
         "- document bpb: 1.5000 +- 0.0100 (n=12,000)\n"
         "- provenance: run run-1, commit f1e8954 (dirty), seed 0; "
         "tokenizer t1, data d1 -> base b1\n"
-        "- cost: 1.50m on 8x H100\n"
-        "\n"
-        "![Loss](dev/report/loss.svg)"
+        "- cost: 1.50m on 8x H100\n\n</details>"
     )
 
 
@@ -433,7 +426,12 @@ def record_of(text: str):
         settings={"run": text, text: text, "texts": [text, text]},
         values={f"value {text}": text, f"score {text}": estimate(0.5, 10, 0.1)},
         tables=[{"title": text, "columns": [text, "other"], "rows": [[text, text], [1, text]]}],
-        provenance={"run_id": text, "inputs": {text: text}, "outputs": {text: text}},
+        provenance={
+            "run_id": text,
+            "command": f"python {text} x",
+            "inputs": {text: text},
+            "outputs": {text: text},
+        },
         cost={"device": text},
     )
 
@@ -457,9 +455,13 @@ def test_S13_report_shows_untrusted_text_literally(text):
     assert plain(written.replace("\n", " ")) == written.replace("\n", " "), "control characters"
     kinds = {token.type for token in tokens}
     assert not kinds & {
-        *("html_block", "html_inline", "link_open", "code_block", "code_inline", "fence"),
+        *("html_inline", "link_open", "code_block", "fence"),
         *("s_open", "em_open", "ordered_list_open", "hardbreak"),
     }
+    folds = {token.content for token in tokens if token.type == "html_block"}
+    assert folds == {"<details><summary>All settings and values</summary>\n", "</details>\n"}
+    [command] = [token.content for token in tokens if token.type == "code_inline"]
+    assert command.startswith("python ") and command.endswith(" x")
     images = [token.attrs["src"] for token in tokens if token.type == "image"]
     assert images == ["report%20of%20%28me%29/a.svg"]
     assert [token.content for token in tokens if token.type == "strong_open"] == [""]
@@ -488,7 +490,7 @@ def test_S13_tables_keep_their_number_of_columns():
     for text in HOSTILE.values():
         tokens = [token.type for token in render_markdown(text)[1]]
         rows = " ".join(tokens).split("tr_open")[1:]
-        assert {row.count("td_open") + row.count("th_open") for row in rows} == {2, 5, 6}
+        assert {row.count("td_open") + row.count("th_open") for row in rows} == {1, 2, 5, 6}
 
 
 @pytest.mark.parametrize("text", HOSTILE.values())
@@ -520,6 +522,11 @@ def test_summary_has_every_metric_of_every_stage_in_order():
     assert [cell.strip(" |") for cell in rows[2][1:]] == ["-", "-", "-", "0.2500"]
 
 
+def changes(records):
+    """Table of the differences between stages."""
+    return summary.difference_table(summary.differences(*summary.result_metrics(records)))
+
+
 def test_differences_have_standard_errors_and_verdicts():
     records = [
         record("Chat evaluation mid", values={"ARC-Easy": estimate(0.30, 1000, 0.01)}),
@@ -530,8 +537,7 @@ def test_differences_have_standard_errors_and_verdicts():
         record("Chat evaluation rl", values={"AQUA": estimate(0.2717, 254, 0.0279)}),
         record("Base model evaluation", values={"CORE metric": 0.1}),
     ]
-    table = report.diff_results(*report.result_metrics(records))
-    assert table["rows"] == [
+    assert changes(records)["rows"] == [
         ["AQUA", "SFT to RL", "-0.0039", "0.0395", "within noise", "-"],
         ["ARC-Easy", "MID to SFT", "+0.1000", "0.0141", "better", "-"],
     ]
@@ -542,14 +548,15 @@ def test_differences_have_standard_errors_and_verdicts():
 
 def test_difference_without_standard_error_has_no_verdict():
     found = {"GSM8K": {"SFT": 0.1, "RL": estimate(0.2, 100, 0.04)}}
-    assert report.diff_results(found, {})["rows"] == [
+    assert summary.difference_table(summary.differences(found, {}))["rows"] == [
         ["GSM8K", "SFT to RL", "+0.1000", "-", "noise unknown", "-"]
     ]
 
 
 def test_lower_val_bpb_is_better():
     found = {"val bpb": {"BASE": estimate(1.0, 9, 0.01), "MID": estimate(0.9, 9, 0.01)}}
-    assert report.diff_results(found, {})["rows"][0][2:5] == ["-0.1000", "0.0141", "better"]
+    rows = summary.difference_table(summary.differences(found, {}))["rows"]
+    assert rows[0][2:5] == ["-0.1000", "0.0141", "better"]
 
 
 def test_differences_skip_stages_without_the_metric():
@@ -559,7 +566,7 @@ def test_differences_skip_stages_without_the_metric():
         record(f"Chat evaluation {stage}", values=v)
         for stage, v in zip(stages, values, strict=True)
     ]
-    rows = report.diff_results(*report.result_metrics(records))["rows"]
+    rows = changes(records)["rows"]
     assert [row[:3] for row in rows] == [
         ["AQUA", "MID to SFT", "+0.2000"],
         ["AQUA", "SFT to RL", "+0.1000"],
@@ -608,7 +615,7 @@ def test_stages_with_different_items_are_compared_as_independent():
         chat_record("mid", [0, 1] * 50, [0, 1] * 50),
         chat_record("sft", [1, 1] * 50, [0, 1] * 50, items="others"),
     ]
-    rows = report.diff_results(*report.result_metrics(records))["rows"]
+    rows = changes(records)["rows"]
     assert rows[0] == ["ARC-Easy", "MID to SFT", "+0.5000", "0.0707", "better", "-"]
     assert [row[-1] for row in rows] == ["-", "-", "-"]
 
@@ -616,11 +623,11 @@ def test_stages_with_different_items_are_compared_as_independent():
 def test_ledger_sums_time_and_cost():
     hour = {"wall_seconds": 3600.0, "device_seconds": 28800.0}
     records = [record("Base model training", cost=hour), record("Chat SFT")]
-    rows = report.cost_table(records, 24.0)["rows"]
+    rows = summary.cost_table(records, 24.0)["rows"]
     assert rows == [
-        ["Base model training", "60.00m", "480.00m", "8x H100", "$24.00"],
-        ["Chat SFT", "1.50m", "12.00m", "8x H100", "$0.60"],
-        ["Total", "61.50m", "492.00m", "", "$24.60"],
+        ["Base model training", "60.0 min", "8.0 h", "8x H100", "$24.00"],
+        ["Chat SFT", "1.5 min", "12.0 min", "8x H100", "$0.60"],
+        ["Total", "61.5 min", "8.2 h", "", "$24.60"],
     ]
 
 
@@ -662,7 +669,7 @@ def chain(**changes):
 def test_report_of_one_run_has_no_warning():
     text = report.render_report(chain(), HEADER, "now")
     assert "WARNING" not in text
-    assert report.find_faults(chain()) == []
+    assert summary.find_faults(chain()) == []
 
 
 def test_retrained_tokenizer_gives_a_warning():
@@ -678,7 +685,7 @@ def test_retrained_tokenizer_gives_a_warning():
 
 def test_sections_of_several_runs_or_commits_give_a_warning():
     records = chain(**{"Midtraining": {"run_id": "run-2", "commit": "abcdef0"}})
-    faults = report.find_faults(records)
+    faults = summary.find_faults(records)
     assert faults == [
         "Sections come from 2 runs: run-1 (Tokenizer training, Base model training); "
         "run-2 (Midtraining).",
@@ -690,7 +697,7 @@ def test_sections_of_several_runs_or_commits_give_a_warning():
 def test_evaluations_of_external_models_give_no_warning():
     other = {**chain()[0], "section": "Evaluation of gpt2"}
     other["provenance"] = {**other["provenance"], "run_id": "other", "inputs": {"hf": "x"}}
-    assert report.find_faults([*chain(), other]) == []
+    assert summary.find_faults([*chain(), other]) == []
 
 
 # ------------------------------------------------------------------------------------------------
@@ -739,9 +746,7 @@ def test_report_links_its_figures(base):
     path = finish_base_stage(base)
     assert path == base / "report.md"
     assert [link.name for link in links(path)] == [
-        "base-model-training-loss.svg",
-        "base-model-training-lr.svg",
-        "base-model-training-throughput.svg",
+        "base-model-training-training.svg",
     ]
     assert all(link.read_bytes().startswith(b"<?xml") for link in links(path))
 
@@ -766,7 +771,7 @@ def test_header_keeps_the_hardware_of_the_run(base, monkeypatch):
 def test_report_dir_has_its_own_report(base):
     path = finish_base_stage(base, report_dir=base / "sweep" / "seed1")
     assert path == base / "sweep" / "seed1" / "report.md"
-    assert all(link.exists() for link in links(path)) and len(links(path)) == 3
+    assert all(link.exists() for link in links(path)) and len(links(path)) == 1
     assert not (base / "report.md").exists()
 
 
@@ -790,7 +795,7 @@ def test_report_has_every_kind_of_figure(base):
     write_record("Sweep", {}, {}, origin, Cost(1.0), series=curves)
     assert [link.name for link in links(report.update(draw=draw_figures))] == [
         "base-model-evaluation-core.svg",
-        "chat-rl-reward.svg",
+        "chat-rl-training.svg",
         "sweep-series.svg",
     ]
 
@@ -802,7 +807,7 @@ def test_copied_report_includes_its_figures(base, tmp_path_factory):
     (out / "dev" / "report" / "of-an-older-run.svg").write_text("")
     script.main(script.Report(out=str(out)))
     found = links(out / "report.md")
-    assert len(found) == 3 and all(link.parent == out / "dev" / "report" for link in found)
+    assert len(found) == 1 and all(link.parent == out / "dev" / "report" for link in found)
     assert sorted((out / "dev" / "report").iterdir()) == sorted(found)
     assert (base / "report.md").exists()
 
@@ -825,7 +830,7 @@ def test_hourly_rate_is_saved_for_later_stages(base):
     assert "- Hourly Rate: $16.00/hour" in path.read_text()
     script.main(script.Report(hourly_rate=3600.0))
     finish_base_stage(base)
-    assert "| Base model training | 0.20m | 0.20m | 1x cpu | $12.00 |" in path.read_text()
+    assert "| Base model training | 12.0 s | 12.0 s | 1x cpu | $12.00 |" in path.read_text()
 
 
 def test_report_without_records_names_the_command_to_run(base):

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from nanochat import records, report
+from nanochat import records, report, summary
 from nanochat.checkpoint import parse_checkpoint_ref
 from nanochat.common import MissingInput, printable
 from nanochat.config import start
@@ -54,7 +54,8 @@ def main(cfg: Compare) -> None:
         )
     metrics = {name: {side.name: side.values[name] for side in sides} for name in names}
     items = {side.name: side.items for side in sides}
-    table = report.diff_results(metrics, items, [before.name, after.name])
+    order = [before.name, after.name]
+    table = summary.difference_table(summary.differences(metrics, items, order))
     for row in [table["columns"], *table["rows"]]:
         print("  ".join(f"{printable(cell):<24}" for cell in row[:1] + row[2:]))
     verdicts = {row[0]: f"{row[2]} ({row[4]})" for row in table["rows"]}
@@ -91,18 +92,14 @@ def find_run(name: str, report_dir: str | None) -> ScoredRun:
             fingerprint = inputs["hf"]
         is_evaluation = not provenance["outputs"] and "before" not in inputs  # of a single model
         if is_evaluation and fingerprint and inputs.get(stage) == fingerprint:
-            values |= {k: v for k, v in record["values"].items() if is_score(k, v, record)}
-            items |= {report.metric_name(k): v for k, v in record["items"].items()}
+            for key, value in record["values"].items():
+                if isinstance(value, Mapping) or summary.is_metric(record["section"], key, value):
+                    values[summary.metric_name(record, key)] = value
+            items |= {summary.metric_name(record, k): v for k, v in record["items"].items()}
             run_id = provenance["run_id"]
     if not values:
         raise MissingInput(f"no recorded scores for {name}", maker)
-    named = {report.metric_name(key): value for key, value in values.items()}
-    return ScoredRun(name, fingerprint, named, items, run_id)
-
-
-def is_score(key: str, value: Any, record: Mapping[str, Any]) -> bool:
-    """Whether a record value is a metric: an estimate or bits per byte."""
-    return isinstance(value, Mapping) or report.is_metric(record["section"], key, value)
+    return ScoredRun(name, fingerprint, values, items, run_id)
 
 
 if __name__ == "__main__":
