@@ -43,7 +43,7 @@ FORM = "name[:source], then =rows, *repeats, =tokens (=500000t), =rows*tokens or
 class MixConfig:
     mixture: str = ""
     """Buckets with amounts, such as smoltalk=10000,gsm8k*4,aqua=10%, or a JSON file that defines
-    buckets; see docs/mixtures.md. Default: depends on the base model; for text, --dataset."""
+    buckets; see docs/data.md. Default: depends on the base model; for text, --dataset."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""File names in docs/architecture.md exist; examples there and in docs/mixtures.md work."""
+"""File names in docs/architecture.md exist; examples there and in docs/data.md work."""
 
 import inspect
 import math
@@ -23,7 +23,7 @@ from tasks.buckets import buckets, held_out_questions
 from tests.conftest import TINY
 
 ARCHITECTURE = (REPOSITORY / "docs" / "architecture.md").read_text()
-MIXTURES = (REPOSITORY / "docs" / "mixtures.md").read_text()
+DATA = (REPOSITORY / "docs" / "data.md").read_text()
 
 
 def test_files_named_in_the_architecture_exist():
@@ -101,7 +101,8 @@ def test_stage_example_calls_fine_tune_with_valid_arguments():
 
 
 def test_mixture_forms_in_the_docs_parse():
-    forms = re.findall(r"^\| `(\S+)` \|", MIXTURES.split("## Budget")[0], re.MULTILINE)
+    section = DATA.split("## Mixtures")[1].split("### Budget")[0]
+    forms = re.findall(r"^\| `(\S+)` \|", section, re.MULTILINE)
     assert len(forms) == 8 and all(len(parse_mixture(form)) == 1 for form in forms)
     assert parse_mixture("aqua=10000*500000t")[0][2:5] == (10_000, None, 500_000)
     assert parse_budget("smoltalk,gsm8k@500000t^0.5") == {
@@ -111,7 +112,7 @@ def test_mixture_forms_in_the_docs_parse():
 
 
 def test_mixture_file_in_the_docs_is_valid(tmp_path):
-    [text] = re.findall(r"```json\n(.*?)```", MIXTURES, re.DOTALL)
+    [text] = re.findall(r"```json\n(.*?)```", DATA, re.DOTALL)
     (tmp_path / "own.json").write_text(text)
     spec, own = read_mixture(str(tmp_path / "own.json"))
     assert [part.name for part in parse_mixture(spec)] == list(own) == ["wiki", "web"]
