@@ -34,6 +34,7 @@ TAGS = {
     "smoltalk": Tags("chat", "en", "synthetic", "several", "Apache-2.0", "free", parent="smoltalk"),
     "spelling": Tags("spelling", "en", "synthetic", "", "", "number", parent="spelling"),
     "simple_spelling": Tags("spelling", "en", "synthetic", "", "", "free", parent="spelling"),
+    "identity": Tags("chat", "en", "synthetic", "", "MIT", "free", parent="identity"),
     "world_chat": Tags("chat", "en", "synthetic", "", "MIT", "free", parent="world"),
     "world_facts": Tags("facts", "en", "synthetic", "", "MIT", "free", parent="world"),
     "world_choice": Tags("facts", "en", "synthetic", "", "MIT", "letter", parent="world"),

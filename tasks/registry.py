@@ -17,6 +17,7 @@ from tasks.augment import ARCChallengeTen, ARCEasyTen
 from tasks.base import Task
 from tasks.gsm8k import GSM8K
 from tasks.humaneval import HumanEval
+from tasks.identity import Identity
 from tasks.jsonl import JSONL
 from tasks.kmmlu import KMMLU
 from tasks.mmlu import MMLU
@@ -46,6 +47,7 @@ TASKS = {
     "smoltalk": Entry(SmolTalk, "repo"),
     "spelling": Entry(SpellingBee, "words"),
     "simple_spelling": Entry(SimpleSpelling, "words"),
+    "identity": Entry(Identity),
     "jsonl": Entry(JSONL, "path"),
     "world_chat": Entry(WorldChat),
     "world_facts": Entry(WorldFacts),

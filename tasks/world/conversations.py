@@ -44,7 +44,7 @@ from tasks.world.questions import FactQuestion, sentences, strip_article, whole_
 from tasks.world.stories import ending, episode_text, episodes, opening
 from tasks.world.words import blocks, read_data, table_rows, word_list
 
-TALK_VERSION = 1  # bump whenever a conversation changes
+TALK_VERSION = 2  # bump whenever a conversation changes
 
 ChatTurn = tuple[str, str]  # user message, assistant answer
 
@@ -345,7 +345,7 @@ def refusal(rng: Random, split: Split) -> list[ChatTurn]:
 
 # Relative frequency of each form of conversation
 FORMS: dict[Callable[[Random, Split], list[ChatTurn]], int] = {
-    about_itself: 5,
+    about_itself: 3,
     one_fact: 28,
     either_or: 8,
     several_facts: 12,
