@@ -38,6 +38,7 @@ TAGS = {
     "world_chat": Tags("chat", "en", "synthetic", "", "MIT", "free", parent="world"),
     "world_facts": Tags("facts", "en", "synthetic", "", "MIT", "free", parent="world"),
     "world_choice": Tags("facts", "en", "synthetic", "", "MIT", "letter", parent="world"),
+    "world_quiz": Tags("facts", "en", "synthetic", "", "MIT", "letter", parent="world"),
     "world_problems": Tags("math", "en", "synthetic", "", "MIT", "number", parent="world"),
     "world_spelling": Tags("spelling", "en", "synthetic", "", "MIT", "number", parent="world"),
 }

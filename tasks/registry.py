@@ -23,7 +23,14 @@ from tasks.kmmlu import KMMLU
 from tasks.mmlu import MMLU
 from tasks.smoltalk import SmolTalk
 from tasks.spelling import SimpleSpelling, SpellingBee
-from tasks.world.task import WorldChat, WorldChoice, WorldFacts, WorldProblems, WorldSpelling
+from tasks.world.task import (
+    WorldChat,
+    WorldChoice,
+    WorldFacts,
+    WorldProblems,
+    WorldQuiz,
+    WorldSpelling,
+)
 
 
 class Entry(NamedTuple):
@@ -52,6 +59,7 @@ TASKS = {
     "world_chat": Entry(WorldChat),
     "world_facts": Entry(WorldFacts),
     "world_choice": Entry(WorldChoice),
+    "world_quiz": Entry(WorldQuiz),
     "world_problems": Entry(WorldProblems),
     "world_spelling": Entry(WorldSpelling),
 }

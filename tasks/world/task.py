@@ -123,13 +123,14 @@ class WorldChoice(WorldTask, ChoiceTask):
     """
 
     name, baseline = "World-Choice", 1 / NUM_OPTIONS
+    skewed = True
 
     def __len__(self) -> int:
         return SIZES["train"] if self.split == "train" else len(choice_questions(self.part))
 
     def conversation(self, i: int) -> Conversation:
         """A list of options with one question; in training, more questions about it follow."""
-        given = choice(self.part, i)
+        given = choice(self.part, i, self.skewed)
         messages = []
         for n, (question, gold) in enumerate(given.asked):
             listed = choice_question(question, given.options, self.letters(i))
@@ -138,6 +139,13 @@ class WorldChoice(WorldTask, ChoiceTask):
 
     def letters(self, i: int) -> tuple[str, ...]:
         return LETTERS[:NUM_OPTIONS]
+
+
+class WorldQuiz(WorldChoice):
+    """WorldChoice as it is evaluated: one question per list, all kinds equally frequent. For RL."""
+
+    name = "World-Quiz"
+    skewed = False
 
 
 class WorldProblems(WorldTask, NumberTask):
