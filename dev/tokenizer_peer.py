@@ -6,7 +6,7 @@ Benchmark one tokenizer library once, in a separate process.
 Run by scripts/bench.py for our crate and, in separate environments, for other libraries. It imports
 only the library under test, because two of them have the same import name, rustbpe. Each
 measurement is a first pass with cold caches; timing starts after texts and vocabulary are loaded.
-`digest` is a hash of the result (vocabulary tokens, or the ids of all texts), `megabytes` the
+`digest` is a hash of the result (vocabulary tokens, or the ids of all texts), `mebibytes` the
 increase in peak memory.
 """
 
@@ -120,7 +120,7 @@ def main(job: Job) -> None:
         digest = hashlib.sha256(b"".join(pieces(result))).hexdigest()
     package = "rustbpe" if job["library"] == "ours" else job["library"]
     version = importlib.metadata.version(package)
-    measured = {"seconds": seconds, "megabytes": kilobytes / 1e3}
+    measured = {"seconds": seconds, "mebibytes": kilobytes / 1024}
     print(json.dumps({**measured, "version": version, "digest": digest}))
 
 

@@ -9,6 +9,7 @@ viewer's light or dark color scheme.
 
 import io
 import math
+import re
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from matplotlib import cycler, style
+from matplotlib import rcsetup, style
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, LogLocator, NullLocator
@@ -43,7 +44,7 @@ COLORS = ("#3a86c8", "#d98324", "#2a9d72", "#c8553d", "#a56cc1", "#8c6d4f", "#7f
 STYLE: Any = [
     "default",
     {
-        "axes.prop_cycle": cycler(color=COLORS),  # readable on white and on black
+        "axes.prop_cycle": rcsetup.cycler(color=COLORS),  # readable on white and on black
         "svg.hashsalt": "nanochat",  # deterministic element ids
         "font.family": "DejaVu Sans",  # bundled with matplotlib
         "font.size": 8,
@@ -132,6 +133,44 @@ def bar_figure(
         axes.set_xlabel(printable(x_label))
 
     return as_svg(draw, height=0.9 + 0.24 * len(names))
+
+
+def effect_figure(title: str, metric: str, effects: Mapping[str, tuple[float, float]]) -> bytes:
+    """
+    SVG of horizontal bars: difference of each ablation arm from its control, with the noise bar
+    (smallest significant difference, see lab/significance.py) as error bar on both sides.
+
+    effects: "<arm>, <base>" -> (difference, noise bar). Bases of an arm are next to each other,
+    arms with the largest mean difference first. Skips non-finite differences.
+    """
+    by_arm: dict[str, list[str]] = defaultdict(list)
+    for name, (difference, _) in effects.items():
+        if math.isfinite(difference):
+            by_arm[name.rpartition(", ")[0] or name].append(name)
+    mean = {arm: sum(effects[n][0] for n in names) / len(names) for arm, names in by_arm.items()}
+    names = [name for arm in sorted(by_arm, key=lambda arm: -mean[arm]) for name in by_arm[arm]]
+    found, noise = ([effects[name][i] for name in names] for i in (0, 1))
+
+    def draw(axes: Axes) -> None:
+        bars = axes.barh(
+            [printable(re.sub(r"^([a-z]+):", r"\1 ", name)) for name in names],
+            found,
+            color=["C0" if abs(x) > bar else PALE for x, bar in zip(found, noise, strict=True)],
+            xerr=noise,
+            error_kw={"capsize": 2.5, "elinewidth": 1, "ecolor": INK},
+        )
+        axes.bar_label(bars, fmt="%+.4f", padding=4)
+        axes.axvline(0, color=INK, linewidth=0.8)
+        axes.invert_yaxis()
+        axes.grid(False, axis="y")
+        axes.margins(x=0.15, y=0.03)
+        axes.set_title(printable(title))
+        axes.set_xlabel(
+            f"{printable(metric)}, arm minus control\n"
+            "Error bars: noise bar (95%, Student's t over seeds). Gray: within noise."
+        )
+
+    return as_svg(draw, height=1.1 + 0.27 * len(names))
 
 
 def thin(points: Points) -> tuple[list[float], list[float]]:
@@ -224,7 +263,7 @@ def run_panels(entries: Sequence[Mapping[str, Any]]) -> dict[str, Panel]:
             curves[name].append((entry["step"], value))
     loops = sorted(name for name in curves if name.startswith("bpb_loop_"))
     rates = [name for name in LEARNING_RATES if curves[name]]
-    panels: dict[str, Panel] = {
+    panels: dict[str, Callable[..., None]] = {
         "loss": partial(draw_noisy, title="Training loss (nats per token)", log=True),
         "val_bpb": partial(draw_one, title="Validation loss (bits per byte)"),
         "bpb_loop_1": lambda axes, points: draw_curves(
@@ -324,7 +363,8 @@ def readable_task(key: str) -> str:
 def draw_series(record: Record) -> bytes:
     """
     SVG of a record's own series. If the record has a setting `search`, x is the searched setting
-    on a log scale. Otherwise, series of single points (value, noise) are drawn as bars.
+    on a log scale. Otherwise, series of single points (difference, noise bar) are the ablation
+    arms of a sweep, drawn by `effect_figure`.
     """
     curves = {
         name: [(float(x), float(y)) for x, y in points] for name, points in record["series"].items()
@@ -332,8 +372,8 @@ def draw_series(record: Record) -> bytes:
     title = record["settings"].get("metric", record["section"])
     searched = record["settings"].get("search", "")
     if not searched and all(len(points) == 1 for points in curves.values()):
-        values, noise = ({name: curves[name][0][i] for name in curves} for i in (0, 1))
-        return bar_figure(title, values, noise)
+        effects = {name: points[0] for name, points in curves.items()}
+        return effect_figure(f"{record['section']}: effect of each arm", title, effects)
 
     def draw(axes: Axes) -> None:
         draw_curves(axes, title, curves, searched)

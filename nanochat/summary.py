@@ -23,6 +23,7 @@ COLUMN_OF = {  # section -> summary column of its metrics
 BASE_METRICS = ("CORE metric", "val bpb")
 WORLD_NAMES = {"CORE metric": "World few-shot", "ChatCORE": "World chat"}
 FIRST, LAST = ("CORE", "World few-shot"), ("ChatCORE", "World chat")  # rows of the summary
+MODEL_SIZE = ("parameters", "training tokens")
 TINY = 1e-100  # smaller p-values are not printed
 Nested = Mapping[str, Mapping[str, Any]]
 
@@ -187,19 +188,20 @@ def verdict(written: Sequence[Record], header: Record, changes: Sequence[Differe
     stage changed; what a stage lost.
     """
     found, seconds = result_metrics(written)[0], sum(r["cost"]["wall_seconds"] for r in written)
-    base = next((r for r in written if r["section"] == "Base model training"), None)
     model = "A model"
-    if base and "Number of parameters" in base["values"]:
-        size, tokens = (base["values"][f"Number of {x}"] for x in ("parameters", "training tokens"))
-        model = f"A {readable_count(size)} parameter model (depth {base['settings'].get('depth')}) "
-        model += f"pretrained on {readable_count(tokens)} tokens"
+    for record in written:
+        values = record["values"]
+        if record["section"] == "Base model training" and "Number of parameters" in values:
+            size, tokens = (readable_count(values[f"Number of {x}"]) for x in MODEL_SIZE)
+            depth = record["settings"].get("depth")
+            model = f"A model of depth {depth} ({size} parameters, {tokens} pretraining tokens)"
     price = f"${seconds / 3600 * header['hourly_rate']:.2f}"
     sentences = [f"{model}: {readable_time(seconds)} on {machine(header)}, {price}."]
     best = []
     for name in (*FIRST, *LAST, "val bpb"):
         if by := found.get(name):
             lowest = min if name == "val bpb" else max
-            stage = lowest(by, key=lambda column: float(plain_value(by[column])))
+            stage, _ = lowest(by.items(), key=lambda each: float(plain_value(each[1])))
             best.append(f"{name} {with_error(by[stage])} ({STAGE_NAMES[stage]})")
     if best:
         sentences.append(f"Best scores: {', '.join(best)}.")

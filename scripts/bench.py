@@ -5,7 +5,7 @@ Benchmark speed against other libraries and against measured hardware limits.
     python -m scripts.bench --what=train --depth=4 --max_seq_len=512 --vocab_size=8192
     python -m scripts.bench --what=engine --depth=4
 
-train       a training step: forward, backward, update; tokens/s; fraction of the measured ceiling
+train       a training step: forward, backward, update; tokens/s; % of roofline
 
 peer        a training step of a plain architecture, compared with the transformers model
 
@@ -17,7 +17,7 @@ evaluation  few-shot items per second, compared with EleutherAI's harness on the
 tokenizer   training with our crate, the PyPI package rustbpe and Hugging Face tokenizers;
             first-pass encoding with our crate, tiktoken and gigatoken on one vocabulary
 
-start       import time of the package
+start       import time of the package in ms
 
 Reads   training shards of the text, for the tokenizer
 Writes  dev/bench-cpu.md or dev/bench-gpu.md, with --what=all
@@ -36,10 +36,11 @@ from typing import Any, Literal
 
 import torch
 
+from nanochat import report
 from nanochat.bench.engine import bench_engine
 from nanochat.bench.evals import bench_evaluation
 from nanochat.bench.start import bench_start
-from nanochat.bench.table import BenchLog, render_findings
+from nanochat.bench.table import BenchLog, Note, render_findings
 from nanochat.bench.tokenizer import bench_tokenizer
 from nanochat.bench.train import bench_against, bench_training
 from nanochat.common import REPOSITORY, write_atomic
@@ -166,7 +167,11 @@ def bench_all(cfg: Bench) -> None:
     minutes = (time.perf_counter() - began) / 60
     page = REPOSITORY / "dev" / f"bench-{'gpu' if kind == 'cuda' else 'cpu'}.md"
     command = " ".join(("python -m scripts.bench", *argv))
-    write_atomic(page, render_findings(found, command, machine.device_name, minutes))
+    name = machine.device_name
+    if kind == "cpu":
+        hardware = report.hardware()
+        name = f"{hardware['cores']} CPU cores ({hardware['cpu']})"
+    write_atomic(page, render_findings(found, command, name, minutes))
     print(f"\n{page}: {len(found.lines)} lines, {minutes:.1f} minutes")
 
 
@@ -192,7 +197,7 @@ def run_bench(num_processes: int, flags: list[str]) -> BenchLog:
         command += [*flags, f"--findings={path}"]
         ended = subprocess.run(command, cwd=REPOSITORY, env=environment)
         if ended.returncode or not path.exists():
-            return BenchLog(notes=[f"Failed: {flags[-1]}, exit code {ended.returncode}"])
+            return BenchLog(notes=[Note("", f"Failed: {flags[-1]}, exit code {ended.returncode}")])
         return BenchLog.read(path)
 
 

@@ -15,19 +15,19 @@ class Done(NamedTuple):
 
 
 class Command:
-    """Runs `python -m scripts.<name> <flags>`; see the fixture `command`."""
+    """Runs `python -m scripts.<name> <flags>`, or `dev.<name>`; see the fixture `command`."""
 
     def __init__(self, patch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture):
         self.patch, self.capfd = patch, capfd
 
     def __call__(self, script: str, *flags: str) -> Done:
         self.capfd.readouterr()
-        status = 0
+        status, module = 0, script if script.startswith("dev.") else f"scripts.{script}"
         with self.patch.context() as patch:
             patch.setattr(sys, "argv", [script, *map(str, flags)])
-            patch.delitem(sys.modules, f"scripts.{script}", raising=False)
+            patch.delitem(sys.modules, module, raising=False)
             try:
-                runpy.run_module(f"scripts.{script}", run_name="__main__", alter_sys=True)
+                runpy.run_module(module, run_name="__main__", alter_sys=True)
             except SystemExit as ended:
                 status = int(ended.code or 0)
         captured = self.capfd.readouterr()

@@ -1,7 +1,10 @@
-"""docs/help/ is what --help prints."""
+"""Generated pages in docs/ are current: --help of four scripts, hyperparameters by depth."""
+
+import re
 
 import pytest
 
+from dev import hyperparameters
 from dev.help_pages import FOLDER, SCRIPTS, help_page
 from nanochat.config import GROUPS, iter_settings
 from scripts.base_train import BaseTrain
@@ -29,3 +32,14 @@ def test_each_base_train_flag_has_one_group_and_a_help_text():
         assert f.name in grouped
         after = page.split(f"--{f.name.replace('_', '-')} ")[1].splitlines()[:2]
         assert len(" ".join(after).replace("│", "").split()) > 4, f"{f.name} has no help"
+
+
+def test_hyperparameters_in_docs_are_current():
+    page = hyperparameters.hyperparameter_page()
+    assert hyperparameters.PAGE.read_text() == page, "python -m dev.hyperparameters"
+
+
+def test_hyperparameter_page_names_only_flags_of_base_train():
+    own = {f.name for _, f, _, _ in iter_settings(BaseTrain())}
+    others = {"init_lr_frac", "save_optimizer", "vocab_size", "d_model", "head_dim", "plan"}
+    assert set(re.findall(r"--(\w+)", hyperparameters.TEXT)) <= own | others

@@ -1,4 +1,4 @@
-"""Import direction, owners of third-party packages, and declared dependencies."""
+"""Import direction, owners of third-party packages, declared dependencies, CI workflows."""
 
 import ast
 import re
@@ -136,3 +136,13 @@ def test_only_common_and_distributed_read_the_environment():
         text = (REPOSITORY / name).read_text()
         if name not in ("nanochat/common.py", "nanochat/distributed.py"):
             assert "os.environ.get" not in text and "os.getenv" not in text, name
+
+
+def test_workflows_pin_actions_by_commit_and_use_no_secrets():
+    paths = sorted((REPOSITORY / ".github" / "workflows").glob("*.yml"))
+    assert paths
+    for path in paths:
+        text = path.read_text()
+        actions = re.findall(r"uses: (\S+)", text)
+        assert all(re.fullmatch(r"[\w/-]+@[0-9a-f]{40}", action) for action in actions), path
+        assert "secrets" not in re.sub("#.*", "", text), path

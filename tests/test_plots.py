@@ -29,6 +29,8 @@ POLICY = [
 ]
 SCORES = {"winograd": 0.08, "boolq": -0.15, "copa": 0.0}
 SEARCH = {"section": "Sweep", "settings": {"search": "lr"}, "series": {"0": [[0.01, 1.0]]}}
+ARMS = {"only:chat, d2": [[0.9, 0.1]], "drop:math, d2": [[-0.3, 0.1]], "only:chat, d4": [[1, 0.1]]}
+SWEEP = {"section": "Sweep", "settings": {"metric": "Final bpb"}, "series": ARMS}
 STAGES = [
     {"section": f"Chat evaluation {stage}", "items": {}, "values": {"AQUA": score, "MMLU": score}}
     for stage, score in (("mid", estimate(0.25, 100, 0.04)), ("sft", estimate(0.5, 100, 0.05)))
@@ -39,6 +41,7 @@ FIGURES = {
     "stages": lambda: plots.draw_stages(STAGES)["stages"][1],
     "bars": lambda: plots.bar_figure("Scores", SCORES, {"copa": 0.05}),
     "search": lambda: plots.draw_series(SEARCH),
+    "arms": lambda: plots.draw_series(SWEEP),
 }
 
 
@@ -131,6 +134,14 @@ def test_rendering_is_the_same_in_another_process():
 
 def test_figure_depends_on_the_values():
     assert rates(0.5) != rates(0.0)
+
+
+def test_arms_are_bars_around_zero_with_names_and_metric():
+    texts = re.findall("<!-- (.*?) -->", plots.draw_series(SWEEP).decode())
+    names = [text for text in texts if ", d" in text]
+    assert names == ["only chat, d2", "only chat, d4", "drop math, d2"]
+    assert {"+0.9000", "+1.0000", "-0.3000", "Sweep: effect of each arm"} <= set(texts)
+    assert any("Final bpb, arm minus control" in text for text in texts)
 
 
 def test_ema_is_bias_corrected_and_skips_non_finite_values():

@@ -24,7 +24,7 @@ from nanochat.gpt import GPT, GPTConfig, inference_copy
 from nanochat.hardware import peak_memory_bytes
 from nanochat.tokenizer import Tokenizer
 
-PATH = "Generation"
+DECODE, PREFILL, MIXED = "Decode", "Prefill", "Generation with mixed lengths"
 PEER = "transformers"
 PROMPT_TOKENS = 128
 NEW_TOKENS = 128
@@ -60,14 +60,21 @@ def bench_engine(
     theirs = peer(plain, tokenizer, machine) if peer else None
     read = sum(p.nbytes for n, p in model.named_parameters() if "embed" not in n)
     read_rate = read_bandwidth(machine)
+    dtype = str(machine.dtype).removeprefix("torch.")
     found.note(
-        f"Generation: depth {cfg.n_layer}, width {cfg.d_model}, {read / 2**20:,.0f} MiB of weights "
-        f"in {str(machine.dtype).removeprefix('torch.')}; prompts of {PROMPT_TOKENS} tokens, "
-        f"answers of {NEW_TOKENS}, top_k {TOP_K}. Our decode step is compiled unless marked "
-        "eager, as with --compile_engine=True and by default on GPUs and in long RL and "
-        "evaluation runs; chat on a CPU and transformers' generate are eager. Ceiling: reading "
-        f"weights and KV cache once per step at {read_rate / 1e9:.0f} GB/s, which CPU caches "
-        "may exceed"
+        DECODE,
+        "Generated tokens per second after the first token, compared with transformers' generate "
+        "(eager) on the same weights: plain architecture, "
+        f"depth {cfg.n_layer}, width {cfg.d_model}, {read / 2**20:,.0f} MiB in {dtype}; prompts of "
+        f"{PROMPT_TOKENS} tokens, answers of {NEW_TOKENS}, top_k {TOP_K}. Compiled: our decode "
+        "step as with --compile_engine=True, the default on GPUs and in long RL and evaluation "
+        "runs. Eager: the default of chat on a CPU. "
+        f"Roofline: {read_rate / 1e9:.0f} GB/s of memory bandwidth.",
+    )
+    found.note(
+        PREFILL,
+        "Prompt tokens per second until every sequence has its first token; same model, prompts "
+        "and peer as Decode.",
     )
 
     def engine_of(slots: int, compiled: bool = True) -> Engine:
@@ -94,17 +101,17 @@ def bench_engine(
         )
         stored = engine.cache.nbytes * (PROMPT_TOKENS + NEW_TOKENS / 2) / engine.cache.room
         share = statistics.median(decode) / batch * (read + stored) / read_rate
-        label = f"written, batch {batch}"
-        found.line(TableLine(PATH, label, "tokens/s", decode, PEER, other, share))
-        found.line(TableLine(PATH, f"{label}, eager", "tokens/s", simple, PEER, other))
+        label = f"batch {batch}"
+        found.line(TableLine(DECODE, f"{label}, compiled", "tokens/s", decode, PEER, other, share))
+        found.line(TableLine(DECODE, f"{label}, eager", "tokens/s", simple, PEER, other))
         first, other = ([batch * PROMPT_TOKENS / t.first for t in each] for each in (times, others))
-        found.line(TableLine(PATH, f"prompts read, batch {batch}", "tokens/s", first, PEER, other))
+        found.line(TableLine(PREFILL, label, "tokens/s", first, PEER, other))
         if batch == 1:
             milliseconds = 1e3 * statistics.median(t.first for t in times)
-            found.note(f"Generation: time to first token {milliseconds:.1f} ms at batch 1")
+            found.note(PREFILL, f"Time to first token at batch 1: {milliseconds:.1f} ms (ours).")
         step = statistics.median(t.rest for t in times) / (NEW_TOKENS - 1)
-        axis, megabytes = "sequences: a step of generation", engine.cache.nbytes / 2**20
-        found.points.append(Point(axis, batch, step, megabytes))
+        axis = "batch size: decode step, compiled; memory of the KV cache"
+        found.points.append(Point(axis, batch, step, engine.cache.nbytes / 2**20))
 
     # 64 prompts and answers of different lengths: a padded batch waits for the longest
     prompts = random_prompts([16 + 7 * n % (PROMPT_TOKENS - 16) for n in range(64)])
@@ -116,13 +123,20 @@ def bench_engine(
         theirs and (lambda: theirs(prompts, max(lengths))),
     )
     ours, others = ([sum(lengths) / seconds for seconds in each] for each in (ours, others))
-    label = "64 prompts and answers of all lengths"
-    found.line(TableLine(PATH, label, "tokens/s", ours, PEER, others))
+    found.note(
+        MIXED,
+        "Answer tokens per second of a batch whose prompts and answers differ in length, prefill "
+        "included; transformers pads prompts and decodes until the longest answer ends. Same "
+        "model as Decode.",
+    )
+    shortest, longest = min(lengths), max(lengths)
+    label = f"64 requests, answers of {shortest} to {longest} tokens, compiled"
+    found.line(TableLine(MIXED, label, "tokens/s", ours, PEER, others))
 
     for users in USERS:
         prompts, lengths = random_prompts([32] * users), [64] * users
         seconds = [sum(time_answers(engine, prompts, lengths)) for _ in range(repeats)]
-        axis = "users asking at once, 64 slots: all answers"
+        axis = "concurrent requests, 64 slots: all answers of 64 tokens, compiled"
         found.points.append(Point(axis, users, statistics.median(seconds)))
     print(f"memory  {peak_memory_bytes(machine.device) / 2**20:,.0f} MiB peak")
 

@@ -19,7 +19,10 @@ from nanochat.tokenizer import Tokenizer
 from tasks.world.corpus import documents
 from tasks.world.suite import suite
 
-PATH = "Few-shot evaluation"
+TABLE = "Few-shot evaluation"
+NOTE = """\
+Items per second on the built-in few-shot tasks with an untrained model. The peer, EleutherAI's
+lm-evaluation-harness, scores the same token ids with the same weights in transformers."""
 ITEMS = 200
 BATCH = 32  # options per batch for the peer; fastest of 16 to 128
 
@@ -40,6 +43,7 @@ def bench_evaluation(
     plain = build_model(cfg, machine.device, machine.dtype, seed=0)
     subject = eval_model_of(inference_copy(plain), tokenizer)
     theirs = peer(plain, tokenizer, machine, BATCH) if peer else None
+    found.note(TABLE, NOTE)
     tasks = sorted((FewShotTask(**task) for task in suite()), key=lambda task: len(task.items))
     for task in {task.kind: task for task in tasks}.values():
         task = task.shuffled(ITEMS)
@@ -58,8 +62,9 @@ def bench_evaluation(
         seconds = alternate(repeats, score, score_peer if theirs else None)
         ours, others = ([len(questions) / x for x in each] for each in seconds)
         tokens = sum(len(ids) for q in questions for ids in q.options)
+        options = len(questions[0].options)
         label = (
-            f"{task.kind}, {task.num_fewshot} shots, {len(questions[0].options)} options, "
-            f"{tokens / len(questions):,.0f} tokens an item"
+            f"{task.kind}, {task.num_fewshot} shots, {options} option{'s' * (options > 1)}, "
+            f"{tokens / len(questions):,.0f} tokens per item"
         )
-        found.line(TableLine(PATH, label, "items/s", ours, "lm-eval", others))
+        found.line(TableLine(TABLE, label, "items/s", ours, "lm-eval", others))

@@ -1,7 +1,7 @@
 """
-Render benchmarks as a page: comparison with peers and a ceiling, and cost by size.
+Render benchmarks as a page: comparison with peers and a roofline, and cost by size.
 
-    TableLine, Point -> BenchLog -> render_findings -> dev/bench-cpu.md
+    TableLine, Detail, Point, notes -> BenchLog -> render_findings -> dev/bench-cpu.md
 
 Throughput is useful work per second: higher is better, and a ratio above 1 means we are faster. A
 line without a peer has no counterpart on PyPI; a peer that cannot run here is listed as missing.
@@ -9,6 +9,7 @@ line without a peer has no counterpart on PyPI; a peer that cannot run here is l
 
 import math
 import statistics
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -24,18 +25,18 @@ T = TypeVar("T")
 class TableLine(NamedTuple):
     """One measurement."""
 
-    path: str
-    """Page section: training, generation, ..."""
-    what: str
+    table: str
+    """Title of the table: Training, Decode, ..."""
+    case: str
     unit: str
     ours: Sequence[float]
-    """Work per second of each repeat."""
+    """Throughput in `unit` of each repeat; a time in ms only for lines without a peer."""
     peer: str = ""
     """Library to compare with; empty = none."""
     theirs: Sequence[float] = ()
     """Like `ours`; empty if there is no peer or it is missing."""
-    ceiling: float | None = None
-    """Achieved fraction of the ceiling, which is measured in the same run."""
+    roofline: float | None = None
+    """Achieved fraction of the hardware limit, which is measured in the same run."""
 
     @property
     def ratio(self) -> float | None:
@@ -45,6 +46,16 @@ class TableLine(NamedTuple):
         )
 
 
+class Detail(NamedTuple):
+    """One row of an additional table, such as the parts of a training step."""
+
+    table: str
+    """Title of the table that it follows."""
+    title: str
+    cells: dict[str, str]
+    """Column head with unit -> cell."""
+
+
 class Point(NamedTuple):
     """Cost at one size."""
 
@@ -52,30 +63,45 @@ class Point(NamedTuple):
     """The growing quantity and the measured work, as in "threads: encoding"."""
     size: float
     seconds: float
-    megabytes: float | None = None
-    """Peak memory; None if not measured."""
+    mebibytes: float | None = None
+    """Memory; None if not measured."""
+
+
+class Note(NamedTuple):
+    """A sentence above a table; without a table, at the end of the method."""
+
+    table: str
+    text: str
 
 
 @dataclass
 class BenchLog:
-    """Lines, points and notes of one or several benchmarks."""
+    """Lines, points, notes and details of one or several benchmarks."""
 
     lines: list[TableLine] = field(default_factory=list)
     points: list[Point] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    notes: list[Note] = field(default_factory=list)
+    details: list[Detail] = field(default_factory=list)
 
     def line(self, line: TableLine) -> None:
         """Add a line and print it."""
         self.lines.append(line)
         against = f"   {line.peer}: {spread(line.theirs) or 'missing'}" if line.peer else ""
         against += f"   ratio {line.ratio:.2f}" if line.ratio else ""
-        share = "" if line.ceiling is None else f"   {line.ceiling:.0%} of the ceiling"
-        print(f"{line.what:<44} {spread(line.ours)} {line.unit}{against}{share}", flush=True)
+        share = "" if line.roofline is None else f"   {line.roofline:.0%} of roofline"
+        name = f"{line.table}: {line.case}"
+        print(f"{name:<44} {spread(line.ours)} {line.unit}{against}{share}", flush=True)
 
-    def note(self, text: str) -> None:
+    def note(self, table: str, text: str) -> None:
         """Add a note and print it."""
-        self.notes.append(text)
-        print(text, flush=True)
+        self.notes.append(Note(table, text))
+        print(f"{table}: {text}", flush=True)
+
+    def detail(self, detail: Detail) -> None:
+        """Add a row of an additional table and print it."""
+        self.details.append(detail)
+        listed = ", ".join(f"{name} {cell}" for name, cell in detail.cells.items())
+        print(f"{detail.table}: {listed}", flush=True)
 
     def write(self, path: Path) -> None:
         """Write as JSON."""
@@ -91,6 +117,7 @@ class BenchLog:
         self.lines += other.lines
         self.points += other.points
         self.notes += other.notes
+        self.details += other.details
 
 
 def alternate(repeats: int, *works: Callable[[], T] | None, num_warmup: int = 1) -> list[list[T]]:
@@ -122,28 +149,63 @@ def fmt(value: float) -> str:
     return f"{value:,.{digits}f}"
 
 
+METHOD = """\
+- A cell is the median (lowest to highest) of `--repeats` measurements (3) after a warm-up.
+  The tokenizer is measured without one: each first pass is in a new process.
+- Our code and the other library (peer) alternate in the same run, so that the noise of the machine
+  affects both alike. Figures of different runs are not comparable.
+- Ratio: our median over the peer's. Throughput is work per second, so above 1 we are faster.
+- % of roofline: the share of a limit that is measured in the same run. Training: the time of the
+  step's matmuls alone, divided by the time of the step. Decode: the time to read weights and KV
+  cache once per step from memory, divided by the time of the step; data in CPU caches is read
+  faster, so this can exceed 100%.
+- missing: the peer could not be installed here."""
+GROWTH = """\
+Our library only; medians. Each list has one entry per size, and the exponent x is that of the
+fitted law cost ~ size^x: 1 means proportional, 0 independent of size."""
+
+
 def render_findings(found: BenchLog, command: str, machine: str, minutes: float) -> str:
     """Render the page in Markdown."""
+    failures = "\n".join(f"- {text}" for table, text in found.notes if not table)
     blocks = [
-        "# Speed",
-        f"`{command}` on {machine}; {minutes:.0f} minutes. Each figure is the median (lowest to "
-        "highest) of repeated measurements; ours and peers alternate in the same run. Ratio: "
-        "ours over theirs, higher is faster. Ceiling: fraction of this machine's limit, measured "
-        "in the same run.",
-        "\n".join(f"- {note}" for note in found.notes),
+        f"# Benchmarks on {machine}",
+        f"Speed of this repository and of other libraries on one machine, written by\n`{command}`"
+        f" in {minutes:.0f} minutes.",
+        "## Method",
+        "\n".join(filter(None, (METHOD, failures))),
     ]
-    columns = ["", "unit", "ours", "peer", "theirs", "ratio", "ceiling"]
-    for path in dict.fromkeys(line.path for line in found.lines):
-        rows = []
-        for line in (line for line in found.lines if line.path == path):
-            theirs = (spread(line.theirs) or "missing") if line.peer else ""
-            ratio = f"**{line.ratio:.2f}**" if line.ratio else ""
-            share = "" if line.ceiling is None else f"{line.ceiling:.0%}"
-            rows.append([line.what, line.unit, spread(line.ours), line.peer, theirs, ratio, share])
-        blocks += [f"## {path}", markdown(columns, rows)]
+    for title in dict.fromkeys(line.table for line in found.lines):
+        blocks.append(f"## {title}")
+        notes = dict.fromkeys(text for table, text in found.notes if table == title)
+        blocks += [textwrap.fill(text, 110, break_on_hyphens=False) for text in notes]
+        lines = [line for line in found.lines if line.table == title]
+        for unit in dict.fromkeys(line.unit for line in lines):
+            blocks.append(comparison([line for line in lines if line.unit == unit], unit))
+        for name in dict.fromkeys(d.title for d in found.details if d.table == title):
+            rows = [d.cells for d in found.details if (d.table, d.title) == (title, name)]
+            blocks += [f"{name}:", markdown([*rows[0]], [[*row.values()] for row in rows])]
     if found.points:
-        blocks += ["## How it grows", growth_table(found.points)]
-    return "\n\n".join(block for block in blocks if block) + "\n"
+        blocks += ["## Time and memory by size", GROWTH, growth_table(found.points)]
+    return "\n\n".join(blocks) + "\n"
+
+
+def comparison(lines: Sequence[TableLine], unit: str) -> str:
+    """Table of lines with one unit; columns that would be empty are left out."""
+    columns = {
+        "case": [line.case for line in lines],
+        f"ours ({unit})": [spread(line.ours) for line in lines],
+        "peer": [line.peer for line in lines],
+        f"peer ({unit})": [
+            (spread(line.theirs) or "missing") if line.peer else "" for line in lines
+        ],
+        "ratio, ours / peer": [f"**{line.ratio:.2f}**" if line.ratio else "" for line in lines],
+        "% of roofline": [
+            "" if line.roofline is None else f"{line.roofline:.0%}" for line in lines
+        ],
+    }
+    columns = {name: cells for name, cells in columns.items() if any(cells)}
+    return markdown([*columns], [*zip(*columns.values(), strict=True)])
 
 
 def growth_table(points: Sequence[Point]) -> str:
@@ -151,14 +213,16 @@ def growth_table(points: Sequence[Point]) -> str:
     rows = []
     for axis in dict.fromkeys(point.axis for point in points):
         mine = sorted(point for point in points if point.axis == axis)
-        row = [axis, ", ".join(fmt(p.size) for p in mine)]
-        costs = [[(p.size, p.seconds) for p in mine]]
-        costs.append([(p.size, p.megabytes) for p in mine if p.megabytes])
+        sizes = [f"{p.size:,.0f}" if p.size == int(p.size) else fmt(p.size) for p in mine]
+        row = [axis, "; ".join(sizes)]
+        costs = [[(p.size, 1e3 * p.seconds) for p in mine]]
+        costs.append([(p.size, p.mebibytes) for p in mine if p.mebibytes])
         for known in costs:
             whole = len(known) == len(mine)
-            row += [", ".join(fmt(y) for _, y in known), exponent(known)] if whole else ["", ""]
+            row += ["; ".join(fmt(y) for _, y in known), exponent(known)] if whole else ["", ""]
         rows.append(row)
-    return markdown(["what grows", "sizes", "seconds", "~ size^", "MB", "~ size^"], rows)
+    heads = ["size: work", "sizes", "time (ms)", "x of time", "memory (MiB)", "x of memory"]
+    return markdown(heads, rows)
 
 
 def exponent(points: Sequence[tuple[float, float]]) -> str:

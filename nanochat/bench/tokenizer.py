@@ -35,7 +35,7 @@ PEER_PACKAGES = {
     "tokenizers": "tokenizers==0.23.3",
     "gigatoken": "gigatoken==0.10.0",
 }
-PATH = "Tokenizer"
+TRAINING, ENCODING, PACKING = "Tokenizer training", "Tokenizer encoding", "Packing"
 # Encoding uses GPT-4's own pattern (up to three digits): gigatoken accepts patterns by name only
 GPT4_PATTERN = PATTERN.replace("{1,2}", "{1,3}")
 
@@ -56,19 +56,30 @@ def bench_tokenizer(
     encoding = {"what": "encode", "pattern": GPT4_PATTERN, "threads": threads[-1]}
     with tempfile.TemporaryDirectory() as folder:
         bench = TokenizerBench(Path(folder), texts, tokenizer, repeats, found)
-        found.note(f"Tokenizer: {bench.megabytes:.1f} MB of text, {len(texts):,} documents")
+        amount = f"{bench.megabytes:.1f} MB of UTF-8 text, {len(texts):,} documents"
+        found.note(
+            TRAINING,
+            f"MB of text per second, {amount}. Each measurement is a new process. Equal output: "
+            "the peer learned the same vocabulary; where it is not stated, outputs were not "
+            "compared.",
+        )
+        found.note(
+            ENCODING,
+            f"MB of text per second, {amount}; first pass with cold caches in a new process, all "
+            "libraries with one vocabulary. Equal output: the peer gave the same token ids.",
+        )
         for size in vocab_sizes:
-            label = f"trained, {size:,} ids, {threads[-1]} threads"
-            bench.compare(label, training | {"vocab_size": size}, ["rustbpe", "tokenizers"])
+            label, job = f"vocabulary {size:,}", training | {"vocab_size": size}
+            bench.compare(TRAINING, label, job, ["rustbpe", "tokenizers"])
         for num in threads:
-            label = f"encoded, {vocab_sizes[-1]:,} ids, {num} threads"
-            bench.compare(label, encoding | {"threads": num}, ["gigatoken", "tiktoken"])
+            label, job = f"vocabulary {vocab_sizes[-1]:,}", encoding | {"threads": num}
+            bench.compare(ENCODING, label, job, ["gigatoken", "tiktoken"])
 
         # Time and memory of our library by vocabulary, threads and text size
         training["vocab_size"] = vocab_sizes[0]
         for size in (vocab_sizes[0] * n for n in (1, 2, 4)):
             job = training | {"vocab_size": size}
-            bench.grow("ids: training the tokenizer", size, job, memory=False)
+            bench.grow("vocabulary size: training the tokenizer", size, job, memory=False)
         for num in threads:
             job = training | {"threads": num}
             bench.grow("threads: training the tokenizer", num, job, memory=False)
@@ -77,7 +88,8 @@ def bench_tokenizer(
                 bench.write_texts(texts[: len(texts) // part])
                 bench.grow(f"MB of text: {what}", bench.megabytes / part, job)
     rates = [pack_rate(texts, tokenizer, bench.megabytes) for _ in range(repeats)]
-    found.line(TableLine(PATH, "packed into rows of 513 tokens", "MB/s", rates))
+    found.note(PACKING, "MB of text per second; the text is already encoded. No peer.")
+    found.line(TableLine(PACKING, "packed sequences of 513 tokens", "MB/s", rates))
 
 
 class TokenizerBench:
@@ -108,8 +120,10 @@ class TokenizerBench:
             raise RuntimeError(f"benchmark of {library} failed:\n{ended.stderr}")
         return json.loads(ended.stdout)
 
-    def compare(self, label: str, job: dict[str, Any], peers: Sequence[str]) -> None:
+    def compare(self, table: str, label: str, job: dict[str, Any], peers: Sequence[str]) -> None:
         """Measure our library and the installed peers in turn; add a line per peer."""
+        threads = job["threads"]
+        label += f", {threads} thread{'s' if threads > 1 else ''}"
         present = ["ours", *(peer for peer in peers if self.pythons[peer])]
         works = (partial(self.measure, library, job) for library in present)
         results = dict(zip(present, alternate(self.repeats, *works, num_warmup=0), strict=True))
@@ -121,19 +135,20 @@ class TokenizerBench:
             agreement = ""
             if peer in results:
                 digests = {result["digest"] for result in results["ours"] + results[peer]}
-                same = " (same)" if len(digests) == 1 else " (DIFFERS)"
+                same = " (equal output)" if len(digests) == 1 else " (OUTPUT DIFFERS)"
                 agreement = "" if None in digests else same
             theirs = rates.get(peer, ())
-            self.found.line(TableLine(PATH, label, "MB/s", rates["ours"], peer + agreement, theirs))
+            line = TableLine(table, label, "MB/s", rates["ours"], peer + agreement, theirs)
+            self.found.line(line)
 
     def grow(self, axis: str, size: float, job: dict[str, Any], memory: bool = True) -> None:
         """Add a point: median time and memory of our library."""
         measured = [self.measure("ours", job) for _ in range(self.repeats)]
-        seconds, megabytes = (
+        seconds, mebibytes = (
             statistics.median(result[name] for result in measured)
-            for name in ("seconds", "megabytes")
+            for name in ("seconds", "mebibytes")
         )
-        self.found.points.append(Point(axis, size, seconds, megabytes if memory else None))
+        self.found.points.append(Point(axis, size, seconds, mebibytes if memory else None))
 
 
 def pack_rate(texts: list[str], tokenizer: Tokenizer, megabytes: float) -> float:

@@ -1,9 +1,9 @@
 """
-Benchmark a training step and compare it with a measured ceiling.
+Benchmark a training step and compare it with a measured roofline.
 
-    shape, random rows -> steps -> seconds of forward, backward and update; fraction of the ceiling
+    shape, random rows -> steps -> seconds of forward, backward and update; share of the roofline
 
-The ceiling is the time of a step's matmuls alone, measured in the same run. Timing does not
+The roofline is the time of a step's matmuls alone, measured in the same run. Timing does not
 depend on token values, so this needs neither data nor tokenizer.
 """
 
@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nanochat.bench.table import BenchLog, Point, TableLine, alternate
+from nanochat.bench.table import BenchLog, Detail, Point, TableLine, alternate
 from nanochat.checkpoint import build_model
 from nanochat.distributed import DistContext
 from nanochat.gpt import GPT, GPTConfig
@@ -30,7 +30,11 @@ from nanochat.tokenizer import Tokenizer
 TIMED_COPY_BYTES = 256 << 20  # larger than any cache
 WARMUP_STEPS = 2
 TIMED_HEAD_TOKENS = 512  # for timing LM head matmuls
-PATH = "Training"
+TABLE = "Training"
+NOTE = """\
+Tokens per second of a training step (forward, loss, backward, update) on random tokens. Plain
+architecture: the one that transformers implements too, compared with its model, autocast and
+PyTorch's AdamW. All other rows are the default architecture with Muon, without a peer."""
 
 
 class StepTimes(NamedTuple):
@@ -125,18 +129,26 @@ def bench_training(
         label += f", {machine.world_size} process{'es' if machine.world_size > 1 else ''}"
         threads = torch.get_num_threads()
         label += " of one thread" if machine.device.type == "cpu" and threads == 1 else ""
-    found.line(TableLine(PATH, label, "tokens/s", rates, ceiling=least / step))
-    found.note(
-        f"Training, {label}: {step * 1e3:,.0f} ms per step of {all_tokens:,} tokens: forward and "
-        f"loss {medians.forward / step:.0%}, backward {medians.backward / step:.0%}, update "
-        f"{medians.update / step:.0%}. Ceiling: the matmuls alone take "
-        f"{least * 1e3:,.0f} ms. First step {first:.0f} s, peak memory {memory:,.0f} MiB"
-    )
+    found.note(TABLE, NOTE)
+    found.line(TableLine(TABLE, label, "tokens/s", rates, roofline=least / step))
+    cells = {
+        "case": label,
+        "tokens per step": f"{all_tokens:,}",
+        "step (ms)": f"{step * 1e3:,.0f}",
+        "forward and loss (% of step)": f"{medians.forward / step:.0%}",
+        "backward (% of step)": f"{medians.backward / step:.0%}",
+        "update (% of step)": f"{medians.update / step:.0%}",
+        "matmuls alone (ms)": f"{least * 1e3:,.0f}",
+        "first step (s)": f"{first:.0f}",
+        "peak memory (MiB)": f"{memory:,.0f}",
+    }
+    found.detail(Detail(TABLE, "Median time of a step, its parts, and memory per process", cells))
     if machine.launch:
-        axis = "processes: seconds per million tokens"
+        axis = "processes: training on 1,000,000 tokens"
         point = Point(axis, machine.world_size, 1e6 / statistics.median(rates))
     else:
-        point = Point("layers, each 64 wider: a training step", cfg.n_layer, step, memory)
+        axis = "depth, width 64 x depth: training step; peak memory"
+        point = Point(axis, cfg.n_layer, step, memory)
     found.points.append(point)
 
 
@@ -199,7 +211,7 @@ def bench_against(
     )
     ours, others = ([work.tokens.numel() / x for x in each] for each in seconds)
     label = f"depth {cfg.n_layer}, plain architecture, {'compiled' if work.compiled else 'eager'}"
-    found.line(TableLine(PATH, label, "tokens/s", ours, "transformers", others))
+    found.line(TableLine(TABLE, label, "tokens/s", ours, "transformers", others))
 
 
 def clock(machine: DistContext) -> float:

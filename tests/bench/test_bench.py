@@ -18,6 +18,8 @@ from nanochat.bench import (
 from nanochat.bench.start import bench_start
 from nanochat.bench.table import (
     BenchLog,
+    Detail,
+    Note,
     Point,
     TableLine,
     exponent,
@@ -54,9 +56,10 @@ def test_tokenizer_bench_works_without_peers(monkeypatch, capsys, tmp_path):
     for peer in ("rustbpe", "tokenizers", "gigatoken"):
         assert f"{peer} is missing: uv is not installed" in text
     found = BenchLog.read(path)
-    by_peer = {(line.what, line.peer): line for line in found.lines}
-    assert by_peer["trained, 400 ids, 2 threads", "rustbpe"].theirs == []
-    reference = by_peer["encoded, 400 ids, 1 threads", "tiktoken (same)"]
+    by_peer = {(line.table, line.case, line.peer): line for line in found.lines}
+    assert by_peer["Tokenizer training", "vocabulary 400, 2 threads", "rustbpe"].theirs == []
+    case = ("Tokenizer encoding", "vocabulary 400, 1 thread", "tiktoken (equal output)")
+    reference = by_peer[case]
     assert reference.ratio is not None and min(reference.ours) > 0
     text = [p for p in found.points if p.axis == "MB of text: encoding"]
     assert [round(p.size / text[0].size) for p in text] == [1, 2, 4, 8]
@@ -76,10 +79,11 @@ def test_training_bench_times_add_up(capsys, tmp_path, monkeypatch):
     assert point.seconds == 3  # forward, backward and update: one second each
     assert line.unit == "tokens/s" and line.ours == [32 / 3] * 3
     model = GPT(shape_for_depth(1, 64, 16)).requires_grad_(False)
-    assert line.ceiling == pytest.approx(matmul_seconds(model, 2, init_distributed(CPU)) / 3)
-    assert 0 < (point.megabytes or 0) <= peak_memory_bytes(torch.device("cpu")) / 2**20 + 1
-    for part in ("forward and loss 33%", "backward 33%", "update 33%"):
-        assert part in found.notes[0]
+    assert line.roofline == pytest.approx(matmul_seconds(model, 2, init_distributed(CPU)) / 3)
+    assert 0 < (point.mebibytes or 0) <= peak_memory_bytes(torch.device("cpu")) / 2**20 + 1
+    (detail,) = found.details
+    assert [v for k, v in detail.cells.items() if "% of step" in k] == ["33%", "33%", "33%"]
+    assert detail.cells["step (ms)"] == "3,000" and detail.cells["tokens per step"] == "32"
 
 
 def test_matmul_time_grows_with_the_model(monkeypatch):
@@ -157,9 +161,10 @@ def test_findings_round_trip_through_a_file(tmp_path):
     found.line(
         TableLine("Training", "depth 4", "tokens/s", [3.0, 2.0, 4.0], "peer", [2.0, 1.0, 3.0])
     )
-    found.line(TableLine("Training", "depth 8", "tokens/s", [1.0], theirs=[], ceiling=0.5))
+    found.line(TableLine("Training", "depth 8", "tokens/s", [1.0], theirs=[], roofline=0.5))
     found.points.append(Point("layers", 4, 0.5, 100.0))
-    found.note("a noisy machine")
+    found.note("Training", "a noisy machine")
+    found.detail(Detail("Training", "Parts", {"case": "depth 4", "step (ms)": "3"}))
     found.write(tmp_path / "found.json")
     again = BenchLog.read(tmp_path / "found.json")
     assert again == found and again.lines[0].ratio == 1.5
@@ -167,30 +172,42 @@ def test_findings_round_trip_through_a_file(tmp_path):
     assert len(again.lines) == 4
 
 
-def test_page_shows_values_ratio_ceiling_and_missing_peer():
+def test_page_shows_values_ratio_roofline_and_missing_peer():
     lines = [
-        TableLine("Training", "depth 4", "tokens/s", [9000, 12000, 10000], ceiling=0.615),
+        TableLine("Training", "depth 4", "tokens/s", [9000, 12000, 10000], roofline=0.615),
         TableLine("Tokenizer", "trained", "MB/s", [50, 40, 60], "rustbpe", [20, 19, 21]),
         TableLine("Tokenizer", "trained", "MB/s", [50, 40, 60], "gone"),
     ]
-    page = render_findings(
-        BenchLog(lines, [], ["noisy"]), "python -m scripts.bench", "a machine", 12.4
+    notes = [Note("Training", "noisy"), Note("Training", "noisy"), Note("", "Failed: x")]
+    page = render_findings(BenchLog(lines, [], notes), "python -m scripts.bench", "a machine", 12.4)
+    assert "| case | ours (tokens/s) | % of roofline |" in page
+    assert "| depth 4 | 10,000 (9,000 to 12,000) | 62% |" in page
+    assert "| case | ours (MB/s) | peer | peer (MB/s) | ratio, ours / peer |" in page
+    assert "| rustbpe | 20.0 (19.0 to 21.0) | **2.50** |" in page
+    assert "| gone | missing |  |" in page
+    assert page.count("## Training\n\nnoisy\n\n| case") == 1
+    assert page.index("- Failed: x") < page.index("## Training") > page.index("## Method")
+    assert "12 minutes" in page and "by size" not in page
+
+
+def test_page_lists_details_below_their_table():
+    found = BenchLog(
+        [TableLine("Training", "d4", "ms", [2.0]), TableLine("Decode", "b", "ms", [1])]
     )
-    assert "| depth 4 | tokens/s | 10,000 (9,000 to 12,000) |  |  |  | 62% |" in page
-    assert "| rustbpe | 20.0 (19.0 to 21.0) | **2.50** |  |" in page
-    assert "| gone | missing |  |  |" in page
-    assert "- noisy" in page and "12 minutes" in page and "How it grows" not in page
+    for case in ("d4", "d8"):
+        found.detail(Detail("Training", "Parts", {"case": case, "step (ms)": "3"}))
+    page = render_findings(found, "command", "a machine", 1.0)
+    expected = "Parts:\n\n| case | step (ms) |\n| --- | --- |\n| d4 | 3 |\n| d8 | 3 |\n\n## Decode"
+    assert expected in page
 
 
 def test_growth_is_fitted_with_a_power_law():
     assert exponent([(1, 3), (2, 12), (4, 48)]) == "2.00" and exponent([(4, 1), (4, 2)]) == ""
     points = [Point("layers", n, n**1.5, 10.0 * n) for n in (1, 4, 16)]
     table = growth_table([*points, Point("ranks", 1, 4), Point("ranks", 2, 2)])
-    assert (
-        "| layers | 1.00, 4.00, 16.0 | 1.00, 8.00, 64.0 | 1.50 | 10.0, 40.0, 160 | 1.00 |" in table
-    )
-    assert "| ranks | 1.00, 2.00 | 4.00, 2.00 | -1.00 |  |  |" in table
-    assert "| ranks | 2.00 | 4.00 |  | 9.00 |  |" in growth_table([Point("ranks", 2, 4, 9)])
+    assert "| layers | 1; 4; 16 | 1,000; 8,000; 64,000 | 1.50 | 10.0; 40.0; 160 | 1.00 |" in table
+    assert "| ranks | 1; 2 | 4,000; 2,000 | -1.00 |  |  |" in table
+    assert "| ranks | 2.50 | 4,000 |  | 9.00 |  |" in growth_table([Point("ranks", 2.5, 4, 9)])
 
 
 def test_each_bench_runs_separately_and_may_fail(monkeypatch, tmp_path, capsys):
