@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,30 @@ def kill_in(base: Path, label: str, seconds: float) -> None:
     process.wait()
 
 
+def check_fixed_keys(report: str, tasks: Sequence[str]) -> None:
+    """
+    Sections and keys of the October 2025 report appear in its order. Scores of tasks that were not
+    evaluated are missing; `tasks` must not be.
+    """
+    text = (REPOSITORY / "tests" / "report_keys.txt").read_text()
+    parts = [part.split("]", 1) for part in text.removeprefix("[").split("\n[")]
+    expected = {name: " ".join(keys.split()).split(", ") for name, keys in parts}
+    sections = dict(re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", report, re.M | re.S))
+    assert [name for name in sections if name in expected] == list(expected)
+    named = {"World few-shot": "CORE metric", "World chat": "ChatCORE"}
+    every = set()
+    for name, keys in expected.items():
+        found = re.findall(r"^- (.+?):(?: |$)", sections[name].replace(" : ", "@"), re.M)
+        found = [named.get(key, key.replace("@", " : ")) for key in found]
+        every |= set(found)
+        missing = [key for key in keys if key not in found]
+        assert "evaluation" in name or not missing, (name, missing)
+        assert [key for key in found if key in keys] == [k for k in keys if k in found], name
+        if name.startswith("Chat evaluation"):
+            assert set(keys) - set(found) <= {"GSM8K", "AQUA"}, (name, missing)
+    assert set(tasks) <= every
+
+
 @pytest.mark.timeout(1200)
 def test_R18_rerun_after_a_kill_skips_finished_stages_and_redoes_damaged_ones(tmp_path):
     base, finished = tmp_path / "base", STAGES[:3]
@@ -84,6 +109,7 @@ def test_R18_rerun_after_a_kill_skips_finished_stages_and_redoes_damaged_ones(tm
     assert {stage: results(base, stage) for stage in finished} == expected
     report = (base / "copy" / "report.md").read_text()
     assert all(f"## {stage}" in report for stage in STAGES)
+    check_fixed_keys(report, tasks=("CORE metric", "ChatCORE"))
     chat = subprocess.run(
         [sys.executable, "-m", "scripts.chat_cli", "-p", "Who are you?", "-m", "8"],
         cwd=REPOSITORY, env={**os.environ, "NANOCHAT_BASE_DIR": str(base)}, capture_output=True,
@@ -123,6 +149,7 @@ def test_h100x8_dry_run_finishes_on_eight_processes(hub, tmp_path, monkeypatch):
         assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
         report = (tmp_path / "base" / "copy" / "report.md").read_text()
         assert all(f"## {stage}" in report for stage in STAGES)
+        check_fixed_keys(report, tasks=("CORE metric", "hellaswag_zeroshot", "arc_easy", "GSM8K"))
         assert values(tmp_path / "base", "Base model training")["DDP world size"] == 8
         final = values(tmp_path / "base", "Chat evaluation rl")
         assert "GSM8K" in final and "HumanEval" not in final and "ChatCORE" in final
