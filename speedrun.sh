@@ -55,15 +55,15 @@ cpu)
     text=(--dataset=embedded)
     tokenizer=(--vocab_size=4096)
     # no hash-bigram embedding: it overfits 1.6M tokens and lowers few-shot scores (dev/LOG.md)
-    shape=(--max_seq_len=256 --num_iterations=400 --total_batch_size=4096 --eval_every=100
+    shape=(--max_seq_len=256 --num_iterations=400 --total_batch_size=4096 --eval_every=50
         --eval_tokens=32768 --bigram_rows=0)
     score=(--split_tokens=131072 --max_documents=300)
-    mid=(--num_iterations=260 --init_lr_frac=0.7 --eval_every=130 --eval_tokens=32768)
-    sft=(--num_iterations=80 --eval_every=40 --eval_tokens=32768)
-    rl=(--num_iterations=50 --init_lr_frac=0.06 --resample_zero_signal=1 --num_samples=8 --max_new_tokens=32
-        --eval_examples=200 --eval_every=25)
+    mid=(--num_iterations=260 --init_lr_frac=0.7 --eval_every=30 --eval_tokens=32768)
+    sft=(--num_iterations=80 --eval_every=10 --eval_tokens=32768)
+    rl=(--num_iterations=120 --init_lr_frac=0.04 --resample_zero_signal=1 --num_samples=8 --max_new_tokens=96
+        --eval_examples=200 --eval_every=40)
     chat=(--max_problems=200 --max_new_tokens=96)
-    plan=(--minutes="1 0 1 0 3 1 2 1" --minutes_depth=4)
+    plan=(--minutes="1 0 1 0 3 1 4 1" --minutes_depth=4)
     ;;
 smoke)
     depth=${DEPTH:-2}

@@ -35,12 +35,14 @@ from nanochat.train import (
     write_section,
 )
 from tasks.base import Mixture
-from tasks.buckets import held_out_questions, questions, tags
+from tasks.buckets import held_out_questions, rl_questions, tags
 from tasks.registry import key_of
 
 SECTION = "Chat RL"
 TASK = "gsm8k"
-BUILTIN_TASKS = {"embedded": "world_facts"}  # dataset of the base model -> default task
+BUILTIN_TASKS = {  # dataset of the base model -> default task
+    "embedded": "world_facts*2,world_choice*4,world_problems=300,world_spelling=800"
+}
 SLOTS = 64  # answers generated concurrently on each device
 RETIRED = {
     **RETIRED_FLAGS,
@@ -105,7 +107,7 @@ def main(cfg: ChatRL) -> None:
 
     # Training and held-out questions
     with machine.working("loading the tasks"):
-        train_task = questions(spec, "train", seed)
+        train_task = rl_questions(spec, seed)
         held_out = held_out_questions(spec, cfg.eval_examples)
     require_access({task.name for task in held_out.tasks}, False, {})
     reject_contaminated({t.name: tags(Part(key_of(t.name))).parent for t in train_task.tasks})

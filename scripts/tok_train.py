@@ -5,16 +5,19 @@ Train a tokenizer.
     python -m scripts.tok_train --dataset=karpathy/climbmix-400b-shuffle    # minutes
 
 Reads   training shards, until --max_chars is reached; never the validation shard
-Writes  tokenizer/<tag>/ under the base directory, and the section "Tokenizer training"
+Writes  tokenizer/<tag>/ under the base directory (with frequent words for tasks/spelling.py), and
+        the section "Tokenizer training"
 """
 
+import re
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from nanochat import records, report
-from nanochat.common import require_name
+from nanochat.common import require_name, write_atomic
 from nanochat.config import require_at_least, settings, start
 from nanochat.dataset import FirstUseConfig, Source, load_last_source, save_last_source
 from nanochat.mixture import MixConfig, TextMixture, open_texts
@@ -22,6 +25,9 @@ from nanochat.tokenizer import SPECIAL_TOKENS, Tokenizer, tokenizer_dir
 from tasks.builtin import ensure_written
 
 SECTION = "Tokenizer training"
+WORD = re.compile(r"\b[a-z]{3,}\b")
+WORD_CHARS = 20_000_000  # characters whose words are counted
+MAX_WORDS = 20_000  # words kept for tasks/spelling.py
 
 
 @dataclass(frozen=True)
@@ -61,6 +67,8 @@ class DocumentReader:
     """Number of documents longer than `doc_cap`."""
     chars_cut: int = 0
     """Number of characters cut from them."""
+    words: Counter[str] = field(default_factory=Counter)
+    """Frequency of the ASCII words in the first WORD_CHARS characters."""
 
     def __iter__(self) -> Iterator[str]:
         for source, left in self.texts:
@@ -70,6 +78,8 @@ class DocumentReader:
                 self.documents += 1
                 self.chars += len(text)
                 self.text_bytes += len(text.encode())
+                if self.chars <= WORD_CHARS:
+                    self.words.update(WORD.findall(text.lower()))
                 yield text
                 if not left:
                     break
@@ -118,6 +128,8 @@ def main(cfg: TokTrain) -> None:
     run_id = records.new_run_id()  # later stages inherit it
     folder = tokenizer_dir(cfg.tokenizer_tag)
     tokenizer.save(folder)
+    frequent = "".join(f"{word}\n" for word, _ in reading.words.most_common(MAX_WORDS))
+    write_atomic(folder / "words.txt", frequent)
     save_last_source(texts.describe(), cfg.tokenizer_tag)
     records.write_record(
         SECTION,

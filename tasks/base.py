@@ -144,6 +144,8 @@ class Task(ABC):
     the generated answer; talk: training only."""
     splits: ClassVar[tuple[str, ...]]
     """Available splits. Only "train" is ever trained on."""
+    rl_split: ClassVar[str] = "train"
+    """Split whose questions RL trains on."""
     baseline: float = 0.0
     """Chance accuracy."""
 

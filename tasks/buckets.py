@@ -38,7 +38,6 @@ TAGS = {
     "world_chat": Tags("chat", "en", "synthetic", "", "MIT", "free", parent="world"),
     "world_facts": Tags("facts", "en", "synthetic", "", "MIT", "free", parent="world"),
     "world_choice": Tags("facts", "en", "synthetic", "", "MIT", "letter", parent="world"),
-    "world_quiz": Tags("facts", "en", "synthetic", "", "MIT", "letter", parent="world"),
     "world_problems": Tags("math", "en", "synthetic", "", "MIT", "number", parent="world"),
     "world_spelling": Tags("spelling", "en", "synthetic", "", "MIT", "number", parent="world"),
 }
@@ -120,9 +119,9 @@ def tags(part: Part, declared: Mapping[str, Mapping[str, Any]] = {}) -> Tags:
 # Questions for RL
 
 
-def questions(spec: str, split: str = "train", seed: int = 0) -> Mixture:
+def rl_questions(spec: str, seed: int = 0) -> Mixture:
     """
-    One split of the tasks of a mixture, shuffled together.
+    Questions of a mixture of tasks that RL trains on, shuffled together.
 
     Raises ValueError for an invalid spec or amounts other than question counts and whole repeats.
     """
@@ -132,7 +131,7 @@ def questions(spec: str, split: str = "train", seed: int = 0) -> Mixture:
             raise ValueError(
                 f"{part.label!r} in {spec!r}: use a number of questions (=500) or repeats (*2)"
             )
-        task = task_of(part, split)
+        task = task_of(part, TASKS[part.name].task.rl_split)
         chosen = task if part.rows is None else Subset(task, 0, part.rows)
         tasks += [chosen] * round(part.repeats or 1)
     return Mixture(tasks, seed)

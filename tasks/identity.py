@@ -31,7 +31,7 @@ class Identity(Task):
     """One to three questions about the model; sometimes the first one follows a greeting."""
 
     name, kind = "Identity", "talk"
-    splits = ("train", "val")
+    splits = ("train", "val")  # the last variant of each question is held out for "val"
 
     @property
     def origin(self) -> dict[str, Any]:
@@ -44,6 +44,7 @@ class Identity(Task):
         rng = Random(f"identity-{self.split}-{i}")
         messages = []
         for questions, answers in rng.sample(topics(), rng.choice((1, 1, 2, 3))):
+            variants = questions[:-1] if self.split == "train" else questions[-1:]
             greeting = "" if messages or rng.random() < 0.7 else rng.choice(GREETINGS)
-            messages += [user(greeting + rng.choice(questions)), assistant(rng.choice(answers))]
+            messages += [user(greeting + rng.choice(variants)), assistant(rng.choice(answers))]
         return messages

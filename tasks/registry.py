@@ -10,6 +10,7 @@ import difflib
 import re
 from typing import NamedTuple
 
+from nanochat.common import MissingInput
 from nanochat.sandbox import SandboxUnavailable, choose_layer
 from tasks.aqua import AQuA, AQuALetter
 from tasks.arc import ARCChallenge, ARCEasy
@@ -22,13 +23,12 @@ from tasks.jsonl import JSONL
 from tasks.kmmlu import KMMLU
 from tasks.mmlu import MMLU
 from tasks.smoltalk import SmolTalk
-from tasks.spelling import SimpleSpelling, SpellingBee
+from tasks.spelling import SimpleSpelling, SpellingBee, word_file
 from tasks.world.task import (
     WorldChat,
     WorldChoice,
     WorldFacts,
     WorldProblems,
-    WorldQuiz,
     WorldSpelling,
 )
 
@@ -59,7 +59,6 @@ TASKS = {
     "world_chat": Entry(WorldChat),
     "world_facts": Entry(WorldFacts),
     "world_choice": Entry(WorldChoice),
-    "world_quiz": Entry(WorldQuiz),
     "world_problems": Entry(WorldProblems),
     "world_spelling": Entry(WorldSpelling),
 }
@@ -100,12 +99,14 @@ def eval_task(name: str, unsafe: bool = False) -> Task:
 
 
 def why_unavailable(name: str, unsafe: bool = False) -> str | None:
-    """Why a task cannot be scored on this machine (HumanEval needs a sandbox); None if it can."""
-    if key_of(name) != "humaneval":
-        return None
+    """
+    Why a task cannot be scored here; None if it can. HumanEval needs a sandbox, spelling a word
+    list.
+    """
+    needs = {"humaneval": lambda: choose_layer(unsafe), "spelling": word_file}
     try:
-        choose_layer(unsafe)
-    except SandboxUnavailable as error:
+        needs.get(key_of(name), lambda: None)()
+    except (SandboxUnavailable, MissingInput) as error:
         return " ".join(str(error).split())
     return None
 

@@ -3,7 +3,8 @@ Spelling: count the occurrences of a letter in a word, or spell the word.
 
     word list -> split by a hash of the word -> a question drawn by split and index
 
-A tokenizer hides the letters of a word from the model. These tasks teach them.
+A tokenizer hides the letters of a word from the model. These tasks teach them. The words are
+frequent ones in the text that the tokenizer was trained on; scripts.tok_train writes them.
 """
 
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from random import Random
 from string import ascii_lowercase
 from typing import Any, cast
 
-from nanochat.common import sha256_file
+from nanochat.common import MissingInput, base_dir, sha256_file
 from tasks.base import (
     Conversation,
     NumberTask,
@@ -25,7 +26,7 @@ from tasks.base import (
     user,
     visible,
 )
-from tasks.world.drills import spelled, spelling_words
+from tasks.world.drills import spelled
 from tasks.world.facts import Split, pick, split_of
 
 SIZES = {"train": 100_000, "val": 1_000, "test": 1_000}
@@ -46,18 +47,28 @@ SPELL_QUESTIONS = (
 )
 
 
+def word_file(path: str | None = None) -> Path:
+    """`path`, by default the words of the main tokenizer's training text. Raises MissingInput."""
+    if path:
+        return Path(path).expanduser()
+    default = base_dir() / "tokenizer" / "main" / "words.txt"
+    if not default.exists():
+        more = "or use spelling:<file with one word per line>"
+        raise MissingInput(f"no word list {default}", f"python -m scripts.tok_train; {more}")
+    return default
+
+
 @cache
-def english_words(path: str | None, split: Split) -> tuple[str, ...]:
+def english_words(path: Path, split: Split) -> tuple[str, ...]:
     """
-    The words of a split, from a file with one word per line or from the embedded world.
+    The words of a split, from a file with one word per line.
 
     Words with characters other than ASCII letters, or shorter than MIN_LETTERS, are skipped. Raises
     ValueError if none are left.
     """
-    lines = Path(path).expanduser().read_text("utf-8").split() if path else spelling_words()
     words = tuple(
         word
-        for word in lines
+        for word in path.read_text("utf-8").split()
         if word.isascii() and word.isalpha() and len(word) >= MIN_LETTERS
         if split_of("word", word.lower()) == split
     )
@@ -67,7 +78,7 @@ def english_words(path: str | None, split: Split) -> tuple[str, ...]:
 
 
 class WordTask(Task):
-    """Questions about words. `words`: word file. Default: words of the embedded world."""
+    """Questions about words. `words`: word file. Default: that of the main tokenizer."""
 
     splits = ("train", "val", "test")
 
@@ -77,12 +88,11 @@ class WordTask(Task):
 
     @property
     def origin(self) -> dict[str, Any]:
-        words = sha256_file(Path(self.path).expanduser()) if self.path else "embedded"
-        return {"words": words}
+        return {"words": sha256_file(word_file(self.path))}
 
     @property
     def words(self) -> Sequence[str]:
-        return english_words(self.path, cast(Split, self.split))
+        return english_words(word_file(self.path), cast(Split, self.split))
 
     def __len__(self) -> int:
         return SIZES[self.split]

@@ -21,6 +21,7 @@ from nanochat.config import speed_up_exit
 from nanochat.distributed import DistContext
 from nanochat.golf.model import read_config
 from nanochat.gpt import GPT, GPTConfig
+from tasks.world.drills import spelling_words
 from tests.commands import Command
 from tests.training_runs import prepare
 
@@ -73,6 +74,15 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "base"
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(folder))
     return folder
+
+
+@pytest.fixture
+def word_list(base: Path) -> Path:
+    """The word file of the main tokenizer, for spelling tasks."""
+    path = base / "tokenizer" / "main" / "words.txt"
+    path.parent.mkdir(parents=True)
+    path.write_text("\n".join(spelling_words()))
+    return path
 
 
 @pytest.fixture

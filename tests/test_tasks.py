@@ -8,7 +8,7 @@ from decimal import Decimal
 import pytest
 
 from nanochat import chat_format
-from nanochat.common import fingerprint
+from nanochat.common import MissingInput, fingerprint
 from nanochat.mixture import Tags
 from scripts import chat_rl, chat_sft, mid_train
 from scripts.chat_eval import default_tasks
@@ -30,7 +30,7 @@ from tasks.buckets import (
     buckets,
     held_out_questions,
     parse_task_mixture,
-    questions,
+    rl_questions,
     task_of,
 )
 from tasks.gsm8k import GSM8K
@@ -361,7 +361,7 @@ def test_jsonl_rejects_missing_empty_or_broken_files(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [SpellingBee, SimpleSpelling])
-def test_spelling_splits_share_no_words(kind, tmp_path):
+def test_spelling_splits_share_no_words(kind, tmp_path, word_list):
     path = tmp_path / "words.txt"
     path.write_text("\n".join(f"word{a}{b}" for a in LETTERS for b in LETTERS) + "\nit's\nab\n")
     for words in (None, str(path)):
@@ -370,7 +370,7 @@ def test_spelling_splits_share_no_words(kind, tmp_path):
     assert not {"it's", "ab"} & set.union(*seen)
 
 
-def test_spelling_bee_counts_letters_correctly():
+def test_spelling_bee_counts_letters_correctly(word_list):
     task = SpellingBee("train")
     counts = set()
     for conversation in Subset(task, 0, 300):
@@ -387,14 +387,20 @@ def test_spelling_bee_counts_letters_correctly():
     assert {0, 1, 2} <= counts
 
 
-def test_spelling_bee_tests_only_new_letter_counts():
+def test_spelling_bee_tests_only_new_letter_counts(word_list):
     counted = {(word.lower(), letter) for word, letter, _ in letter_questions("train")}
     task = SpellingBee("test")
     asked = {task.draw(task.generator(i)) for i in range(len(task))}
     assert len(asked) > 50 and not asked & counted
 
 
-def test_simple_spelling_requires_the_full_word():
+def test_spelling_without_a_word_list_names_the_script():
+    with pytest.raises(MissingInput, match=r"no word list(.|\n)*scripts\.tok_train"):
+        SpellingBee("train")[0]
+    assert "no word list" in registry.why_unavailable("spelling")
+
+
+def test_simple_spelling_requires_the_full_word(word_list):
     task = SimpleSpelling("test")
     right = task[0][1]["content"]
     assert set(right[1::2]) == {"-"}
@@ -465,11 +471,11 @@ def test_every_trainable_task_has_tags():
 
 
 def test_rl_amounts_must_be_questions_or_repeats(loaded):
-    twice = questions("world_facts=5*2,world_spelling=3")
+    twice = rl_questions("world_facts=5*2,world_spelling=3")
     assert len(twice) == 13
     for spec in ("world_facts=20%", "world_facts*1.5", "world_facts=500t"):
         with pytest.raises(ValueError, match="use a number of questions"):
-            questions(spec)
+            rl_questions(spec)
 
 
 def test_held_out_questions_are_balanced_over_tasks():
@@ -495,7 +501,7 @@ def test_default_mixtures_and_tasks_are_valid(loaded):
 
 
 @pytest.mark.parametrize("key", registry.TASKS)
-def test_R27_training_never_loads_an_evaluation_split(key, loaded, tmp_path):
+def test_R27_training_never_loads_an_evaluation_split(key, loaded, tmp_path, word_list):
     task = registry.TASKS[key].task
     path = write_lines(tmp_path / "own.jsonl", *map(greeting, range(400)))
     spec = f"jsonl:{path}" if key == "jsonl" else key

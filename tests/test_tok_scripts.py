@@ -22,7 +22,7 @@ SMALL = TokTrain(vocab_size=512, max_chars=200_000, data=FirstUseConfig(dataset=
 TRAINING_KEYS = (
     "train_time num_special_tokens token_bytes_min token_bytes_max token_bytes_mean token_bytes_std"
 ).split()
-KINDS = "news korean code math science fwe-train fwe-val".split()
+KINDS = "news korean code math science World-train World-val".split()
 
 
 @pytest.fixture

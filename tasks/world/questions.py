@@ -156,13 +156,12 @@ def questions_by_field() -> dict[Field, tuple[FactQuestion, ...]]:
     return {field: tuple(found[field]) for field in order}
 
 
-def choice(split: Split, i: int, skewed: bool = True) -> Choice:
+def choice(split: Split, i: int) -> Choice:
     """
     Four answers of different kinds, such as a town, a trade, a month and a pet.
 
     List i of a held-out split asks held-out question i; all positions are equally likely to be
-    correct. A training list has ROUNDS questions, far more of some kinds than of others (SKEW);
-    without `skewed`, it has one question, and all kinds are equally frequent.
+    correct. A training list has ROUNDS questions, far more of some kinds than of others (SKEW).
     """
     rng = question_rng("choice", split, i)
     if split != "train":
@@ -180,7 +179,6 @@ def choice(split: Split, i: int, skewed: bool = True) -> Choice:
         ranks = {field: rank for rank, field in enumerate(fields, 1)}
         weights = [ranks[a.fact.kind, a.question.field] ** -SKEW for a in four]
         rounds = [weighted_choice(rng, weights) for _ in range(ROUNDS)]
-        rounds = rounds if skewed else [rng.randrange(NUM_OPTIONS)]
     return Choice(
         tuple(asked.question.answer for asked in four),
         tuple((four[n].question.text, n) for n in rounds),
