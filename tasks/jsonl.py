@@ -4,7 +4,8 @@ Custom conversations: a file with one conversation per line, e.g. about the mode
     [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}, ...]
     {"messages": [...]}
 
-About one in 20 conversations, chosen by a hash of the content, is held out for validation.
+About one in 20 conversations, and at least one, is held out for validation, chosen by a hash of
+its content.
 """
 
 from functools import cached_property
@@ -45,7 +46,17 @@ class JSONL(Task):
         ]
         if not every:
             raise ValueError(f"{self.path} contains no conversations")
-        return [c for c in every if is_held_out(c) == (self.split == "val")]
+        prints = [fingerprint(conversation) for conversation in every]
+        first, different = min(prints), set(prints)
+        if len(different) < 2:
+            raise ValueError(
+                f"{self.path} has one conversation; at least two are needed, because one is held "
+                "out for validation"
+            )
+        held_out = {name for name in different if int(name, 16) % HOLD_OUT_EVERY == 0} or {first}
+        held_out -= {first} if held_out == different else set()
+        wanted = held_out if self.split == "val" else different - held_out
+        return [c for c, name in zip(every, prints, strict=True) if name in wanted]
 
     @property
     def origin(self) -> dict[str, Any]:
@@ -64,8 +75,3 @@ def parse_line(line: Any, where: str) -> Conversation:
     if problem := find_error(messages):
         raise ValueError(f"{where}: {problem}")
     return messages
-
-
-def is_held_out(conversation: Conversation) -> bool:
-    """Whether a conversation is held out, by a hash of its content."""
-    return int(fingerprint(conversation), 16) % HOLD_OUT_EVERY == 0

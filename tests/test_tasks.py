@@ -343,6 +343,19 @@ def test_jsonl_reports_the_invalid_line(tmp_path, line, message):
         len(JSONL("train", path=path))
 
 
+@pytest.mark.parametrize("count", [2, 3, 10])
+def test_jsonl_holds_out_at_least_one_conversation(tmp_path, count):
+    path = write_lines(tmp_path / "own.jsonl", *map(greeting, range(count)))
+    train, val = (list(JSONL(split, path=path)) for split in ("train", "val"))
+    assert train and val and len(train) + len(val) == count
+
+
+def test_jsonl_with_one_conversation_says_how_many_are_needed(tmp_path):
+    path = write_lines(tmp_path / "own.jsonl", greeting(1), greeting(1))
+    with pytest.raises(ValueError, match=r"own\.jsonl has one conversation; at least two"):
+        len(JSONL("train", path=path))
+
+
 def test_valid_conversation_can_be_rendered(tmp_path):
     parts = assistant([base.text("Let me see. "), *base.tool_call("2*3", "6"), base.text("6")])
     good = [{"role": "system", "content": "Be brief."}, user("2*3?"), parts, user("?"), parts]

@@ -9,6 +9,7 @@ DRAIN_SECONDS to finish, then their streams end with an error.
 """
 
 import asyncio
+import errno
 import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -245,7 +246,9 @@ def listen(cfg: ServerConfig) -> socket.socket:
         found.bind((cfg.host, cfg.port))
     except OSError as error:
         found.close()
-        fix = f"--port={cfg.port + 1}" if cfg.port else "--host=127.0.0.1"
+        ports = {errno.EADDRINUSE: cfg.port + 1, errno.EACCES: 8000}  # else the host is wrong
+        port = ports.get(error.errno or 0)
+        fix = f"--port={port}" if port else "--host=127.0.0.1"
         message = f"cannot listen on {cfg.host}:{cfg.port} ({error.strerror}); try {fix}"
         raise ValueError(message) from error
     return found
