@@ -7,6 +7,8 @@ The expected text is from an October 2025 report, whose names, order and formats
 import random
 import re
 import shutil
+import sys
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
@@ -648,6 +650,130 @@ def test_wall_clock_time_is_reported_without_and_with_rl():
 )
 def test_default_hourly_rate_is_the_sum_over_gpus(gpus, dollars):
     assert records_module.default_rate(gpus) == pytest.approx(dollars)
+
+
+# ------------------------------------------------------------------------------------------------
+# Top of the report
+
+
+def results(text):
+    """The first section of a rendered report."""
+    return section_of(text, "Results")
+
+
+def test_verdict_names_model_cost_scores_changes_and_losses():
+    base = record(
+        "Base model training",
+        settings={"depth": 4},
+        values={"Number of parameters": 9_437_704, "Number of training tokens": 1_638_400},
+        cost={"wall_seconds": 3600.0},
+    )
+    mid = chat_record("mid", [1] * 100, [0] * 100)
+    sft = chat_record("sft", [1] * 90 + [0] * 10, [1] * 100)
+    text = report.render_report([base, mid, sft], HEADER, "now")
+    assert results(text).split("\n\n")[1] == (
+        "A model of depth 4 (9.44 M parameters, 1.64 M pretraining tokens): 63.0 min on "
+        "8x NVIDIA H100 80GB HBM3, $25.20. "
+        "Best scores: ChatCORE 0.933 ± 0.040 (SFT). "
+        "ChatCORE changed by +0.433 ± 0.020 from mid to SFT (better). "
+        "Worse by more than 2 standard errors: ARC-Easy -0.100 ± 0.030 from mid to SFT. "
+        "± is one standard error over questions; other seeds are not included."
+    )
+
+
+def test_verdict_says_that_no_task_lost():
+    records = [chat_record(stage, [0, 1] * 50, [0, 1] * 50) for stage in ("mid", "sft")]
+    text = report.render_report(records, HEADER, "now")
+    assert "Worse by more than 2 standard errors: no task." in results(text)
+
+
+def test_table_of_results_has_every_stage_and_standard_errors():
+    text = results(report.render_report([chat_record("sft", [1, 0], [1, 0])], HEADER, "now"))
+    assert "|  | base | mid | SFT | RL |\n" in text
+    assert "| ARC-Easy | - | - | 0.500 ± 0.050 | - |\n" in text
+
+
+def test_scores_on_the_built_in_world_are_named_world():
+    weights = {"World-Facts": 0.5, "World-Choice": 0.5}
+    chat = record(
+        "Chat evaluation mid",
+        values={"ChatCORE": estimate(0.8, 100, 0.01)},
+        items={"ChatCORE": weighted_scores(weights)},
+    )
+    scores = {"CORE metric": estimate(0.7, 100, 0.01), "Suite": "embedded world"}
+    text = report.render_report([record("Base model evaluation", values=scores), chat], HEADER, "")
+    assert "CORE" not in text
+    assert "| World few-shot  | 0.7000   | -        | -        | -        |" in text
+    assert "| World chat      | -        | 0.8000   | -        | -        |" in text
+    assert "- World few-shot: 0.7000" in folded(text, "Base model evaluation")
+
+
+def test_samples_of_the_last_stage_are_shown_at_the_top_only():
+    def sampled(stage, answer):
+        rows = [["Who are you?", answer], ["Two\nlines", "a | b"]]
+        table = {"title": report.SAMPLES, "columns": ["User", "Model"], "rows": rows}
+        return record(f"Chat evaluation {stage}", tables=[table])
+
+    text = report.render_report([sampled("mid", "Old."), sampled("rl", "New.")], HEADER, "now")
+    assert "### Sample conversations (rl)\n" in results(text)
+    assert "| Who are you? | New. |\n| Two\\nlines | a \\| b |" in results(text)
+    assert "Old." not in text and text.count("New.") == 1
+
+
+def test_section_shows_results_and_command_and_folds_settings():
+    trained = record(
+        "Midtraining",
+        settings={"run": "dummy", "num_iterations": 260, "mixture": "", "keep": -1},
+        values={"Number of iterations": 260, "Final validation bpb": 0.12647},
+        provenance={"command": "python -m scripts.mid_train --num_iterations=260"},
+    )
+    text = section_of(report.render_report([trained], HEADER, "now"), "Midtraining")
+    front = text.split("<details>")[0]
+    assert "| 260 | 0.1265 |" in front
+    assert "\n`python -m scripts.mid_train --num_iterations=260`\n" in front
+    assert "- run: dummy" not in front and "- run: dummy\n" in text
+    assert "- mixture: auto\n- keep: auto\n" in text
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "text"),
+    [
+        ("1484.12MiB", "MiB", "1.4 GiB"),
+        ("682.37MiB", "MiB", "682.37 MiB"),
+        ("2.68m", "m", "2.7 min"),
+        (0.76, "s", "0.8 s"),
+        (9_437_704, "count", "9.44 M"),
+        (1.2e9, "count", "1.2 B"),
+        ("10,164", "count", "10,164"),
+        ("-", "count", "-"),
+        ("205.00m", "m", "3.4 h"),
+        (0.12647, "", "0.1265"),
+        (estimate(0.5, 10, 0.1), "", "0.500 ± 0.100"),
+    ],
+)
+def test_headline_values_have_the_units_of_a_reader(value, unit, text):
+    assert report.readable(value, unit) == text
+
+
+def test_p_values_are_never_zero():
+    before, after = [0.0] * 2000, [1.0] * 2000
+    same = summary.stats.compare(before, after)
+    [row] = summary.difference_table(
+        [summary.Difference("A", "MID", "SFT", 1.0, 0.0, "better", same)]
+    )["rows"]
+    assert row[-1] == "2,000 won, 0 lost of 2,000 (p < 1e-100)"
+
+
+def test_record_has_the_command_of_a_script(base, monkeypatch):
+    spec = SimpleNamespace(name="scripts.base_train")
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", spec, raising=False)
+    monkeypatch.setattr(sys, "argv", ["base_train.py", "--depth=4", "--mixture=a b"])
+    assert records_module.command_line() == "python -m scripts.base_train --depth=4 '--mixture=a b'"
+    assert records_module.command_line(8).startswith(
+        "torchrun --nproc_per_node=8 -m scripts.base_train -- --depth=4"
+    )
+    spec.name = "pytest"
+    assert records_module.command_line() == ""
 
 
 # ------------------------------------------------------------------------------------------------

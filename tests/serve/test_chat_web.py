@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from nanochat.common import REPOSITORY
+from nanochat.serve.server import ServerConfig, listen
 from scripts.chat_web import suggestions
 from tests.web_server import HELLO, write_model
 
@@ -112,3 +113,14 @@ def test_suggestions_only_for_models_of_the_embedded_dataset():
         state = {"source": {"dataset": "owner/name"}}
 
     assert len(suggestions(Embedded)) == 3 and suggestions(Other) == []
+
+
+def test_unusable_address_names_the_flag_to_change():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ValueError, match=rf"127\.0\.0\.1:{port} .*try --port={port + 1}"):
+            listen(ServerConfig(port=port))
+    with pytest.raises(ValueError, match=r"256\.1\.1\.1:8000 .*try --host=127\.0\.0\.1"):
+        listen(ServerConfig(host="256.1.1.1"))
