@@ -425,7 +425,8 @@ def render_results(
     if samples:
         record, table = samples[-1]  # of the last stage
         title = f"{SAMPLES} ({record['section'].removeprefix('Chat evaluation ')})"
-        blocks.append(render_table({**table, "title": title}))
+        rows = [[" ".join(text.split()) for text in row] for row in table["rows"]]
+        blocks.append(render_table({**table, "title": title, "rows": rows}))
     blocks.append(render_table(summary.cost_table(written, header["hourly_rate"])))
     return "\n\n".join(filter(None, blocks))
 

@@ -716,7 +716,7 @@ def test_samples_of_the_last_stage_are_shown_at_the_top_only():
 
     text = report.render_report([sampled("mid", "Old."), sampled("rl", "New.")], HEADER, "now")
     assert "### Sample conversations (rl)\n" in results(text)
-    assert "| Who are you? | New. |\n| Two\\nlines | a \\| b |" in results(text)
+    assert "| Who are you? | New. |\n| Two lines | a \\| b |" in results(text)
     assert "Old." not in text and text.count("New.") == 1
 
 
