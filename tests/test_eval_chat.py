@@ -176,7 +176,9 @@ def test_aborted_evaluation_resumes_with_the_next_task(base, tmp_path, capsys, m
     assert read_json(path)["items"] == straight["items"]
 
 
-def test_without_a_sandbox_humaneval_is_skipped_and_recorded(base, hub, capsys, monkeypatch):
+def test_without_a_sandbox_humaneval_is_skipped_and_recorded(
+    base, hub, capsys, monkeypatch, word_list
+):
     save_model("owner/text")
     monkeypatch.setattr(sandbox, "LAYERS", ())
     with hub_served(hub, monkeypatch) as serve:

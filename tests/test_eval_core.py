@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from nanochat import eval_core, report
+from nanochat import eval_core, summary
 from nanochat.checkpoint import build_model, save_checkpoint, stage_folder
 from nanochat.common import read_json
 from nanochat.distributed import DistConfig, DistContext
@@ -460,7 +460,7 @@ def test_script_records_scores_with_standard_errors_and_items(base, small_suite,
     text = (base / "report.md").read_text()
     assert (
         "## Base model evaluation" in text
-        and "- Model: base_model (step 7)\n- CORE metric: " in text
+        and "- Model: base_model (step 7)\n- World few-shot: " in text
     )
     assert "choice: accuracy 0." in capsys.readouterr().out
 
@@ -469,12 +469,12 @@ def test_models_are_compared_on_the_items_both_were_scored_on(base, small_suite)
     for tag, seed in (("one", 1), ("two", 2)):
         save_base(tag, seed, "embedded")
     one, two = (evaluate(base, tag, max_per_task=20) for tag in ("one", "two"))
-    paired = report.compare_items("CORE metric", one["items"], two["items"])
+    paired = summary.compare_items("CORE metric", one["items"], two["items"])
     change = two["values"]["CORE metric"]["value"] - one["values"]["CORE metric"]["value"]
     assert paired.n == one["values"]["CORE metric"]["n"] == 71
     assert paired.difference == pytest.approx(change) and paired.difference != 0
     all_items = evaluate(base, "two")["items"]
-    assert report.compare_items("CORE metric", one["items"], all_items) is None
+    assert summary.compare_items("CORE metric", one["items"], all_items) is None
 
 
 def test_scoring_is_skipped_unless_the_suite_changes(base, small_suite, capsys, monkeypatch):

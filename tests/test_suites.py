@@ -424,7 +424,8 @@ def test_core_metric_runs_at_its_cadence_and_at_the_end(base, bundle, tmp_path, 
     assert values["CORE metric estimate"]["n"] == 6
     assert metrics[-1]["core_metric"] == values["CORE metric estimate"]["value"]
     command.works("report")
-    assert "Few-shot score during training" in (base / "report.md").read_text()
+    figure = base / "report" / "figures" / "base-model-training-training.svg"
+    assert "Few-shot score" in figure.read_text()
 
 
 def test_preemption_aborts_the_evaluation_on_every_rank(machine):

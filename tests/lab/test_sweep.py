@@ -342,10 +342,11 @@ def test_ablation_needs_the_mixture_of_its_control(study, monkeypatch):
 
 def test_key_depends_on_training_and_validation_data(tmp_path):
     rows = tmp_path / "own.jsonl"
-    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    asked = {"role": "user", "content": "a"}
+    talks = [[asked, {"role": "assistant", "content": answer}] for answer in "bcd"]
     prints = []
     for count in (2, 3):
-        rows.write_text("".join(json.dumps({"messages": talk}) + "\n" for _ in range(count)))
+        rows.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks[:count]))
         mixture, flags = MixConfig(f"jsonl:{rows}"), f"--val_mixture=jsonl:{rows}"
         for study in (StudyConfig(), StudyConfig(flags=flags)):
             prints.append(data_of(SweepScript(study=study, mix=mixture)))

@@ -110,6 +110,11 @@ def said(page):
     return [(a.get_attribute("class"), a.query_selector(".body").inner_text()) for a in found]
 
 
+def json_lines(text: str) -> list[str]:
+    """Lines of a JSONL file; an answer may contain other line separators, which JSON keeps."""
+    return text.removesuffix("\n").split("\n")
+
+
 def test_answer_streams_and_can_be_stopped(page, site, monkeypatch):
     slow_down(monkeypatch, site, 0.02)
     assert page.evaluate("document.activeElement.id") == "question"
@@ -305,7 +310,7 @@ def test_settings_are_sent_and_saved(page, site):
     assert json.loads(posts[0].post_data)["temperature"] == 1.0
     with page.expect_download() as download:
         choose(page, "Hello", "Export as JSONL")
-    saved = [json.loads(line) for line in Path(download.value.path()).read_text().splitlines()]
+    saved = [json.loads(line) for line in json_lines(Path(download.value.path()).read_text())]
     assert saved == [
         [
             {"role": "system", "content": "Be brief."},
@@ -528,7 +533,7 @@ def test_export_and_import_keep_all_versions(page, site, monkeypatch):
             page.get_by_role("menuitem", name=f"All chats as {kind},").click()
         files[kind] = Path(download.value.path()).read_text()
     before = stored(page)
-    lines = [json.loads(line) for line in files["JSONL"].splitlines()]
+    lines = [json.loads(line) for line in json_lines(files["JSONL"])]
     assert [[m["content"] for m in line] for line in lines] == [
         ["Second chat", "Another answer"],
         ["First", "Another answer"],
@@ -566,7 +571,7 @@ def test_fine_tuning_jsonl_with_tool_calls_can_be_imported(page, site):
     with page.expect_download() as download:
         page.click("#export")
         page.get_by_role("menuitem", name="JSONL").click()
-    saved = Path(download.value.path()).read_text().splitlines()
+    saved = json_lines(Path(download.value.path()).read_text())
     assert [json.loads(line) for line in saved] == [chat, chat]
     before = stored(page)
     for bad in ("", "{}", "[]", "nonsense", '[{"role": "robot", "content": "x"}]', '[{"role": 1}]'):
