@@ -41,7 +41,7 @@ from tasks.registry import key_of
 SECTION = "Chat RL"
 TASK = "gsm8k"
 BUILTIN_TASKS = {  # dataset of the base model -> default task
-    "embedded": "world_facts*2,world_choice*4,world_problems=300,world_spelling=800"
+    "embedded": "world_facts*2,world_choice*4,world_problems=800,world_spelling=800"
 }
 SLOTS = 64  # answers generated concurrently on each device
 RETIRED = {
