@@ -81,10 +81,10 @@ def as_svg(*panels: Panel, columns: int = 1, height: float = HEIGHT) -> bytes:
     rows = -(-len(panels) // columns)
     with style.context(STYLE):
         figure = Figure(figsize=(WIDTH, height * rows))
-        places = list(figure.subplots(rows, columns, squeeze=False).flat)
-        for axes, draw in zip(places, panels, strict=False):
+        grid = list(figure.subplots(rows, columns, squeeze=False).flat)
+        for axes, draw in zip(grid, panels, strict=False):
             draw(axes)
-        for axes in places[len(panels) :]:
+        for axes in grid[len(panels) :]:
             axes.set_axis_off()
         figure.savefig(stream, format="svg", metadata={"Date": None})
     return stream.getvalue().replace(b"<defs>", f"{DARK}<defs>".encode(), 1)

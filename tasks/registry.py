@@ -24,13 +24,7 @@ from tasks.kmmlu import KMMLU
 from tasks.mmlu import MMLU
 from tasks.smoltalk import SmolTalk
 from tasks.spelling import SimpleSpelling, SpellingBee, word_file
-from tasks.world.task import (
-    WorldChat,
-    WorldChoice,
-    WorldFacts,
-    WorldProblems,
-    WorldSpelling,
-)
+from tasks.world.task import WorldChat, WorldChoice, WorldFacts, WorldProblems, WorldSpelling
 
 
 class Entry(NamedTuple):
