@@ -1,29 +1,34 @@
 """
-Compare two checkpoints, metric by metric, on the same items.
+Compare two checkpoints on the same items, or two settings trained with several seeds.
 
     python -m scripts.lab.compare --before=mid --after=sft
     python -m scripts.lab.compare --before=base:d4:200 --after=base:d4:400
     python -m scripts.lab.compare --before=hf:openai-community/gpt2 --after=base:d12
+    python -m scripts.lab.compare --before=base:a0,base:a1,base:a2 --after=base:b0,base:b1,base:b2
 
-Reads   records from scripts.base_eval, base_loss and chat_eval for both; evaluates nothing itself
+Reads   records from scripts.base_eval, base_loss and chat_eval for all; evaluates nothing itself.
+        With several seeds also the validation bpb in the training log of base models
 Writes  the section "Comparison of <before> and <after>", with a verdict for every metric
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from nanochat import records, report, summary
 from nanochat.checkpoint import parse_checkpoint_ref
-from nanochat.common import MissingInput, printable
+from nanochat.common import MissingInput, fingerprint, printable
 from nanochat.config import start
+from nanochat.lab.significance import Scores, contrasts, holm_correct
+from nanochat.logger import METRICS_FILE, read_metrics
 
 
 @dataclass(frozen=True)
 class Compare:
     before: str = "mid"
-    """Checkpoint as stage[:tag[:step]], or hf:<model> as in scripts.base_eval --hf_path."""
+    """Checkpoint as stage[:tag[:step]], or hf:<model> as in scripts.base_eval --hf_path; several
+    seeds of the same setting are separated by commas."""
     after: str = "sft"
     """Compared with `before`."""
     report_dir: str | None = None
@@ -44,54 +49,111 @@ def main(cfg: Compare) -> None:
     started = time.perf_counter()
     if cfg.before == cfg.after:
         raise ValueError(f"{cfg.before} and {cfg.after} are the same; set --before and --after")
-    sides = [find_run(name, cfg.report_dir) for name in (cfg.before, cfg.after)]
-    before, after = sides
-    names = [name for name in before.values if name in after.values]
+    refs = [[ref.strip() for ref in side.split(",")] for side in (cfg.before, cfg.after)]
+    several = max(map(len, refs)) > 1
+    sides = [[find_run(ref, cfg.report_dir, several) for ref in side] for side in refs]
+    runs = [run for side in sides for run in side]
+    names = [name for name in runs[0].values if all(name in run.values for run in runs)]
     if not names:
-        raise ValueError(
-            f"{cfg.before} has {', '.join(before.values)}, {cfg.after} has "
-            f"{', '.join(after.values)}; evaluate both on the same tasks"
-        )
-    metrics = {name: {side.name: side.values[name] for side in sides} for name in names}
-    items = {side.name: side.items for side in sides}
-    order = [before.name, after.name]
-    table = summary.difference_table(summary.differences(metrics, items, order))
+        found = "; ".join(f"{run.name} has {', '.join(run.values)}" for run in runs)
+        raise ValueError(f"{found}; evaluate all on the same tasks")
+    table, verdicts = compare_seeds(names, *sides) if several else compare_items(names, *runs)
     for row in [table["columns"], *table["rows"]]:
-        print("  ".join(f"{printable(cell):<24}" for cell in row[:1] + row[2:]))
-    verdicts = {row[0]: f"{row[2]} ({row[4]})" for row in table["rows"]}
-    inputs = {"before": before.fingerprint, "after": after.fingerprint}
-    provenance = records.Provenance(after.run_id, 0, inputs)
+        cells = row if several else row[:1] + row[2:]
+        print("  ".join(f"{printable(cell):<24}" for cell in cells))
+    prints = [[run.fingerprint for run in side] for side in sides]
+    inputs = {
+        name: fingerprint(side) if several else side[0]
+        for name, side in zip(("before", "after"), prints, strict=True)
+    }
+    provenance = records.Provenance(runs[-1].run_id, 0, inputs)
     cost = records.Cost(time.perf_counter() - started)
-    section, table["title"] = f"Comparison of {before.name} and {after.name}", None
+    before, after = (", ".join(run.name for run in side) for side in sides)
+    section = f"Comparison of {before} and {after}"
     report.append_section(section, cfg, verdicts, provenance, cost, tables=[table])
 
 
-def find_run(name: str, report_dir: str | None) -> ScoredRun:
+def compare_items(
+    names: Sequence[str], before: ScoredRun, after: ScoredRun
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Compare two checkpoints, item by item where possible. Returns a table and the verdicts."""
+    metrics = {n: {side.name: side.values[n] for side in (before, after)} for n in names}
+    items = {side.name: side.items for side in (before, after)}
+    changes = summary.differences(metrics, items, [before.name, after.name])
+    table = summary.difference_table(changes)
+    verdicts = {row[0]: f"{row[2]} ({row[4]})" for row in table["rows"]}
+    return {**table, "title": None}, verdicts
+
+
+def compare_seeds(
+    names: Sequence[str], before: Sequence[ScoredRun], after: Sequence[ScoredRun]
+) -> tuple[dict[str, Any], dict[str, str]]:
     """
-    Return the newest recorded value of every metric of a model.
+    Compare two settings by the spread over their seeds. Returns a table and the verdicts.
+
+    The noise bar is the smallest difference that is significant at 5% (lab.significance).
+    """
+    found = []
+    for name in names:
+        items = [run.items.get(name, {}) for run in (*before, *after)]
+        paired = len({each.get("of") for each in items}) == 1 and "scores" in items[0]
+        arms = {
+            arm: Scores(
+                [float(records.plain_value(run.values[name])) for run in runs],
+                [records.read_scores(run.items[name]) for run in runs] if paired else (),
+            )
+            for arm, runs in (("before", before), ("after", after))
+        }
+        found += contrasts("", name, arms, "before")
+    columns = "Metric|Before|After|Difference|Noise bar|p (Holm)|Verdict".split("|")
+    rows = [
+        [
+            c.metric,
+            f"{c.value - c.difference:.4f} ({len(before)} seeds)",
+            f"{c.value:.4f} ({len(after)} seeds)",
+            f"{c.difference:+.4f}",
+            f"{c.bar:.4f}",
+            f"{c.adjusted_p:.2g}",
+            c.verdict,
+        ]
+        for c in holm_correct(found)
+    ]
+    verdicts = {row[0]: f"{row[3]} ({row[6]}, noise bar {row[4]})" for row in rows}
+    return {"title": None, "columns": columns, "rows": rows}, verdicts
+
+
+def find_run(name: str, report_dir: str | None, with_log: bool) -> ScoredRun:
+    """
+    Return the newest recorded value of every metric of a model. `with_log`: of a base model, also
+    the validation bpb in its training log.
 
     Raises MissingInput with the evaluation command if there is none.
     """
     stage, _, path = name.partition(":")
-    fingerprint, run_id = "", ""
+    model, run_id = "", ""
+    values: dict[str, Any] = {}
+    items: dict[str, Any] = {}
     if stage == "hf":
         maker = f"python -m scripts.base_eval --hf_path={path}"
     else:
         checkpoint = parse_checkpoint_ref(name)
-        stage, fingerprint = checkpoint.state["stage"], checkpoint.fingerprint
+        stage, model = checkpoint.state["stage"], checkpoint.fingerprint
         tag, step = checkpoint.folder.parent.name, checkpoint.step
         maker = f"python -m scripts.chat_eval -i {stage} -g {tag} -s {step}"
         if stage == "base":
             maker = f"python -m scripts.base_eval --model_tag={tag} --model_step={step}"
-    values: dict[str, Any] = {}
-    items: dict[str, Any] = {}
+            log = read_metrics(checkpoint.folder.parent / METRICS_FILE) if with_log else []
+            run_id = checkpoint.state["provenance"]["run_id"]
+            for entry in log:
+                if entry["step"] == step and "val_bpb" in entry:
+                    values["val_bpb"] = entry["val_bpb"]
     for record in records.read_history(report_dir):
         provenance = record["provenance"]
         inputs = provenance["inputs"]
         if stage == "hf" and record["section"] == f"Evaluation of {path}":
-            fingerprint = inputs["hf"]
+            model = inputs["hf"]
         is_evaluation = not provenance["outputs"] and "before" not in inputs  # of a single model
-        if is_evaluation and fingerprint and inputs.get(stage) == fingerprint:
+        if is_evaluation and model and inputs.get(stage) == model:
             for key, value in record["values"].items():
                 if isinstance(value, Mapping) or summary.is_metric(record["section"], key, value):
                     values[summary.metric_name(record, key)] = value
@@ -99,7 +161,7 @@ def find_run(name: str, report_dir: str | None) -> ScoredRun:
             run_id = provenance["run_id"]
     if not values:
         raise MissingInput(f"no recorded scores for {name}", maker)
-    return ScoredRun(name, fingerprint, values, items, run_id)
+    return ScoredRun(name, model, values, items, run_id)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from nanochat.lab.variance import (
     save_variances,
     split_error,
 )
+from nanochat.logger import METRICS_FILE
 from nanochat.stats import mean
 from nanochat.tokenizer import Tokenizer
 from scripts import base_eval, chat_eval
@@ -210,6 +211,27 @@ def test_checkpoints_are_compared_on_paired_items(base, tokenizer, capsys):
     assert float(rows["World few-shot"][2]) == pytest.approx(change, abs=1e-4)
     assert "World-Choice" in capsys.readouterr().out
     assert "Comparison of base:d2:5" in (base / "report.md").read_text()
+
+
+def test_settings_are_compared_over_seeds(base, tokenizer, capsys):
+    for arm, bpbs in {"a": (1.0, 1.01, 0.99), "b": (0.8, 0.81, 0.79)}.items():
+        for seed, bpb in enumerate(bpbs):
+            save_model(tokenizer, "base", f"{arm}{seed}", 5, seed)
+            log = stage_folder("base") / f"{arm}{seed}" / METRICS_FILE
+            log.write_text(f'{{"step": 0, "val_bpb": 3.0}}\n{{"step": 5, "val_bpb": {bpb}}}\n')
+            evaluate("base", f"{arm}{seed}", task_name="world_choice")
+    a, b = (",".join(f"base:{arm}{seed}" for seed in range(3)) for arm in "ab")
+    compare.main(compare.Compare(a, b))
+    (path,) = (base / "report").glob("comparison-of-*.json")
+    rows = {row[0]: row for row in read_json(path)["tables"][0]["rows"]}
+    assert rows.keys() == {"val_bpb", "World-Choice"}
+    # bar: Student's t at 4 degrees of freedom x 0.01 x sqrt(2 / 3)
+    assert rows["val_bpb"][1:5] == ["1.0000 (3 seeds)", "0.8000 (3 seeds)", "-0.2000", "0.0227"]
+    assert rows["val_bpb"][6] == "better" and rows["World-Choice"][6] == "within noise"
+    assert "val_bpb" in capsys.readouterr().out
+    compare.main(compare.Compare(a, a.replace("base:a0,", "")))  # other numbers of seeds
+    with pytest.raises(MissingInput, match="model_tag=c0"):
+        compare.main(compare.Compare(a, "base:c0"))
 
 
 def records_of(base):
