@@ -323,7 +323,7 @@ def require_memory(model: GPT, machine: DistContext) -> None:
         raise UsageError(
             f"{model.num_params():,} parameters with gradients and optimizer state take "
             f"{needed / 1e9:.2f} GB, but {machine.device_name} has {free / 1e9:.2f} GB free",
-            SMALLER,
+            "a smaller --depth or --value_every=0, or more GPUs or a larger machine",
         )
 
 

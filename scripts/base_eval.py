@@ -48,7 +48,7 @@ class BaseEval:
     """Maximum number of items per task. Default: all."""
     hf_path: str | None = None
     """Evaluate this Hugging Face causal language model instead: a Hub name or a folder. Needs
-    `uv sync --group interop`."""
+    `uv sync --inexact --group interop`."""
     trust_remote_code: bool = False
     """Allow the Hugging Face model to run its own code."""
     suite: str | None = None
