@@ -22,7 +22,7 @@ from scripts.mid_train import MidTrain, fine_tune
 SECTION = "Chat SFT"
 MIXTURE = "arc_easy,arc_challenge,gsm8k,smoltalk=10000,aqua=20000,spelling=1000,identity=1000"
 BUILTIN_MIXTURES = {
-    "embedded": "world_chat=1000,identity=200,world_facts=4000,world_choice=300,"
+    "embedded": "world_chat=1000,identity=500,world_facts=4000,world_choice=400,"
     "world_problems=1500,world_spelling=1500"
 }
 RETIRED = {
