@@ -59,7 +59,7 @@ what follows from it, and which flag overrides what.
 `python -m dev.hyperparameters` computes it from `nanochat/scaling.py`, `nanochat/gpt.py`, `nanochat/optim.py` and
 `nanochat/checkpoint.py`; nothing on it is measured. All tables assume a vocabulary of {vocab:,},
 `--max_seq_len={seq_len}`, one device and no other flag. M is 10^6; B and GB are 10^9. For other settings, read what
-a run prints before its first step, or the plan of all stages:
+a run prints before its first step (here of 20 steps), or the plan of all stages:
 
 ```bash
 python -m scripts.base_train --depth=4 --max_seq_len=256 --num_iterations=20

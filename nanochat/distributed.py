@@ -376,7 +376,10 @@ def init_distributed(
     present = {"cuda": torch.cuda.is_available(), "mps": mps, "cpu": True}
     kind = cfg.device_type or next(kind for kind in present if present[kind])
     if not present[kind]:
-        raise ValueError(f"device_type {kind} is not available to PyTorch; use --device_type=cpu")
+        raise ValueError(
+            f"device_type {kind} is not available to PyTorch; check the driver and the PyTorch "
+            "build, or use --device_type=cpu"
+        )
     device = torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
     if kind == "cuda":
         torch.cuda.set_device(device)

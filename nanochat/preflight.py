@@ -334,7 +334,7 @@ def require_disk(folder: Path, machine: DistContext, **needed_bytes: int) -> str
     """
     listed = ", ".join(f"{name} {n / 1e9:.2f} GB" for name, n in needed_bytes.items() if n)
     needed = sum(needed_bytes.values())
-    check = partial(require_free, folder, needed, listed, "a smaller --keep")
+    check = partial(require_free, folder, needed, f"the run ({listed})", "a smaller --keep")
     machine.on_main("checking the disk", check)
     return f"{listed or 'nothing to write'}; {free_bytes(folder) / 1e9:.2f} GB free in {folder}"
 

@@ -53,7 +53,8 @@ RETIRED = {
     "n_layer": "use --depth",
     **dict.fromkeys(
         ("n_embd", "n_head", "d_model", "head_dim"),
-        "width and heads follow from --depth; scripts.golf.base_train supports other widths",
+        "width and heads follow from --depth; scripts.golf.base_train and "
+        "scripts.recursion.base_train set them",
     ),
     "sequence_length": "use --max_seq_len",
     "block_size": "use --max_seq_len",

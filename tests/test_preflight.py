@@ -212,7 +212,8 @@ def test_too_large_model_is_rejected_before_allocation(machine, monkeypatch):
 def test_R9_insufficient_disk_space_is_reported_with_all_numbers(machine, base, monkeypatch):
     monkeypatch.setattr("nanochat.common.free_bytes", lambda folder: int(5e9))
     with pytest.raises(
-        UsageError, match=r"checkpoints 4\.00 GB, rows 1\.50 GB needs about 5\.50 GB.*5\.00 GB free"
+        UsageError,
+        match=r"\(checkpoints 4\.00 GB, rows 1\.50 GB\) needs about 5\.50 GB.*5\.00 GB free",
     ):
         require_disk(base, machine, checkpoints=4 * 10**9, rows=15 * 10**8)
     text = require_disk(base, machine, checkpoints=4 * 10**9, rows=0)

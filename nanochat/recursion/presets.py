@@ -27,7 +27,7 @@ WARNING = (
     "warning    recursion preset {}: after 3 minutes on one CPU core, aggressive and extreme were "
     "0.40 bits per byte worse than a plain model of equal FLOPs, and no better than the same "
     "layers applied once. The refinements of 80% or more reported for such presets come from a "
-    "bonus that also raises the first loop's loss, to five times the loss of random guessing; "
+    "bonus that also raises the first loop's loss, to five times the loss of chance; "
     "here the bonus cannot do that"
 )
 
