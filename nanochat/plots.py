@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from matplotlib import rcsetup, style
 from matplotlib.axes import Axes
@@ -34,8 +34,10 @@ Points = Sequence[tuple[float, float]]  # (x, y), sorted by x
 Curves = Mapping[str, Points]
 Drawing = tuple[str, bytes]  # title, SVG
 Panel = Callable[[Axes], None]
+EndLabel = tuple[tuple[float, float], str, str]  # last point of a curve, text, color
 
 WIDTH, HEIGHT = 7.4, 2.3  # inches: of a figure, and of a row of panels
+LABEL_PIXELS = 13  # from one line of text to the next, at 100 per inch
 MAX_POINTS = 400  # a figure this wide cannot show more
 MIN_VALIDATIONS = 8  # fewer points are no curve
 EMA_BETA = 0.9
@@ -90,23 +92,46 @@ def as_svg(*panels: Panel, columns: int = 1, height: float = HEIGHT) -> bytes:
     return stream.getvalue().replace(b"<defs>", f"{DARK}<defs>".encode(), 1)
 
 
-def draw_curves(axes: Axes, title: str, curves: Curves, x_label: str = "step", **how: Any) -> None:
-    """Draw curves by name; several are labeled at their ends."""
+def draw_curves(
+    axes: Axes, title: str, curves: Curves, x_label: str = "step", log: bool = False, **how: Any
+) -> None:
+    """Draw curves by name; several are labeled at their ends. `log`: logarithmic y axis."""
     axes.set_title(printable(title))
     axes.set_xlabel(printable(x_label))
+    ends: list[EndLabel] = []
     for n, (name, points) in enumerate(curves.items()):
         marker = "o" if len(points) < 30 else ""
         axes.plot(*thin(points), color=f"C{n}", marker=marker, **how)
         finite = [(x, y) for x, y in points if math.isfinite(y)]
         if len(curves) > 1 and finite:
-            label_end(axes, f" {printable(name)}", finite[-1], f"C{n}")
+            ends.append((finite[-1], name, f"C{n}"))
+    if log:
+        set_log_scale(axes, "y")
+    label_ends(axes, ends)
 
 
-def label_end(axes: Axes, text: str, point: tuple[float, float], color: str) -> None:
-    """Write `text` to the right of a curve's last point."""
-    axes.annotate(
-        *(text, point, (3, 0)), textcoords="offset points", va="center", color=color, fontsize=8
-    )
+def set_log_scale(axes: Axes, which: Literal["x", "y"]) -> None:
+    """Make an axis logarithmic with plain numbers as labels."""
+    axis = axes.xaxis if which == "x" else axes.yaxis
+    axes.set(**{f"{which}scale": "log"})
+    low, high = axis.get_view_interval()
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 1000 * low else (1,)))
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_locator(NullLocator())
+
+
+def label_ends(axes: Axes, ends: Sequence[EndLabel]) -> None:
+    """Write texts to the right of the last points of curves. A text that would overlap another
+    moves up. Call after setting the scales."""
+    axes.autoscale_view()
+    to_fraction = axes.transScale + axes.transLimits  # of the height of the panel
+    step = LABEL_PIXELS / axes.bbox.height
+    lowest = -math.inf
+    places = [(to_fraction.transform(point)[1], point[0], *text) for point, *text in ends]
+    for y, x, text, color in sorted(places):
+        lowest = max(y, lowest + step)
+        place = axes.get_xaxis_transform()  # x of the data, y as a fraction
+        axes.text(x, lowest, f" {printable(text)}", color=color, va="center", transform=place)
 
 
 def bar_figure(
@@ -234,18 +259,16 @@ def draw_stages(records: Sequence[Record]) -> dict[str, Drawing]:
         return {}
 
     def draw(axes: Axes) -> None:
-        columns, ends = [c for c in STAGE_NAMES if any(c in by for by in several.values())], []
+        columns = [c for c in STAGE_NAMES if any(c in by for by in several.values())]
+        ends: list[EndLabel] = []
         for n, (name, by) in enumerate(several.items()):
             x = [columns.index(c) for c in columns if c in by]
             y = [float(plain_value(by[c])) for c in columns if c in by]
             error = [standard_error(by[c]) for c in columns if c in by]
             color, width = (INK, 2.2) if name in LAST else (f"C{n}", 1.2)
             axes.errorbar(x, y, error, color=color, marker="o", capsize=2, linewidth=width)
-            ends.append((y[-1], x[-1], f" {printable(name)} {y[-1]:.3f}", color))
-        lowest, step = -math.inf, 0.055 * (axes.get_ylim()[1] - axes.get_ylim()[0])
-        for y, x, text, color in sorted(ends):
-            lowest = max(y, lowest + step)  # labels do not overlap
-            label_end(axes, text, (x, lowest), color)
+            ends.append(((x[-1], y[-1]), f"{name} {y[-1]:.3f}", color))
+        label_ends(axes, ends)
         axes.set_xticks(range(len(columns)), [STAGE_NAMES[c] for c in columns])
         axes.set_xlim(-0.2, len(columns) - 0.3)
         axes.set_title("Chat tasks after each stage")
@@ -295,14 +318,9 @@ def draw_one(axes: Axes, points: Points, title: str, floor: float | None = None)
 def draw_noisy(axes: Axes, points: Points, title: str, log: bool = False) -> None:
     """Draw a metric of single steps in the background and its running mean."""
     axes.plot(*thin(points), color=PALE, alpha=0.7, linewidth=0.8)
-    draw_curves(axes, title, {title: ema(points)})
-    if log:
-        axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.yaxis.set_major_formatter("{x:g}")
-        axes.yaxis.set_minor_locator(NullLocator())
-    if smooth := ema(points):
-        label_end(axes, f" {smooth[-1][1]:.3g}", smooth[-1], "C0")
+    smooth = ema(points)
+    draw_curves(axes, title, {title: smooth}, log=log)
+    label_ends(axes, [(point, f"{point[1]:.3g}", "C0") for point in smooth[-1:]])
 
 
 def draw_pass_at_1(axes: Axes, points: Points, errors: Points) -> None:
@@ -321,10 +339,8 @@ def draw_rates(axes: Axes, rates: Curves, factors: Points) -> None:
     positive = {
         LEARNING_RATES[name]: [(x, y) for x, y in points if y > 0] for name, points in rates.items()
     }
-    draw_curves(
-        axes, "Learning rate", {name: points for name, points in positive.items() if points}
-    )
-    axes.set_yscale("log")
+    positive = {name: points for name, points in positive.items() if points}
+    draw_curves(axes, "Learning rate", positive, log=True)
 
 
 def draw_throughput(axes: Axes, points: Points) -> None:
@@ -378,6 +394,6 @@ def draw_series(record: Record) -> bytes:
     def draw(axes: Axes) -> None:
         draw_curves(axes, title, curves, searched)
         if searched:
-            axes.set_xscale("log")
+            set_log_scale(axes, "x")
 
     return as_svg(draw)

@@ -91,6 +91,20 @@ def test_figure_of_stages_has_error_bars_and_end_labels():
     assert plots.draw_stages(STAGES[:1]) == {}, "one stage is no development"
 
 
+@pytest.mark.parametrize("name", FIGURES)
+def test_labels_are_plain_text(name):
+    texts = re.findall("<!-- (.*?) -->", FIGURES[name]().decode())
+    assert texts and not any(re.search(r"[$\\]", text) for text in texts)
+
+
+def test_tasks_with_equal_scores_all_have_end_labels():
+    names = [f"Task {n}" for n in range(6)]
+    scores = (dict.fromkeys(names, estimate(score, 100, 0.01)) for score in (0.1, 0.9))
+    stages = [{**stage, "values": by} for stage, by in zip(STAGES, scores, strict=True)]
+    svg = plots.draw_stages(stages)["stages"][1].decode()
+    assert re.findall(r"<!-- +(Task \d) ", svg) == names
+
+
 def test_text_follows_the_color_scheme_of_the_viewer():
     svg = FIGURES["training"]().decode()
     assert f"fill: {INK}" in svg.split("</style>", 1)[1]
