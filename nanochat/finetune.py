@@ -6,6 +6,7 @@ Fine-tuning on conversations, shared by midtraining and SFT.
 Attention stays within each conversation of a row, so packing changes neither loss nor gradients.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -28,6 +29,7 @@ from nanochat.tokenizer import Tokenizer
 from nanochat.train import RowLoader, TrainConfig, TrainingRun
 
 MIN_STEPS = 200  # a short stage uses smaller batches to reach this many steps
+FEW_STEPS = 15  # with fewer, a stage warns (15 teach depth 4 the content of 40 conversations)
 MIN_ROWS = 8  # rows (packed sequences) of the smallest automatic batch
 
 
@@ -148,9 +150,13 @@ def open_fine_tuning(
     measured = val_rows(chats.val_buckets, tokenizer, T, machine)
     resolution, rows = train_rows(chats, seed, tokenizer, T, machine)
     machine.print0(resolution)
-    tokens = tuning.num_epochs * rows.packed_train_rows * T
+    epoch_tokens = rows.packed_train_rows * T
+    tokens = tuning.num_epochs * epoch_tokens
     default = fit_batch(parent.state["identity"]["batch_tokens"], tuning.num_iterations, tokens, T)
     batch_tokens = divisible_batch(tuning.total_batch_size, default, T, machine.world_size)
+    num_steps = max(1, tuning.num_iterations or round(tokens / batch_tokens))
+    if tuning.num_iterations is None and num_steps < FEW_STEPS:
+        machine.print0(few_steps_warning(num_steps, batch_tokens, epoch_tokens))
     table = make_rules(cfg.optim, model.cfg.d_model, tuning.init_lr_frac)
     optimizer = MuonAdamW(model, table, machine)
     loss = ValidationLoss(tuning.validation, measured, split)
@@ -164,7 +170,7 @@ def open_fine_tuning(
         machine=machine,
         cfg=cfg,
         tag=cfg.model_tag or parent.folder.parent.name,
-        num_steps=max(1, tuning.num_iterations or round(tokens / batch_tokens)),
+        num_steps=num_steps,
         schedule=ScheduleConfig(0, tuning.warmdown_ratio, final_lr_frac=0.0),
         kernels=tuning.kernels,
         callbacks=[loss],
@@ -254,6 +260,16 @@ def fit_batch(parent_batch: int, num_iterations: int | None, tokens: float, T: i
     while tokens / batch < MIN_STEPS and batch % (2 * T) == 0 and batch >= 2 * MIN_ROWS * T:
         batch //= 2
     return batch
+
+
+def few_steps_warning(num_steps: int, batch_tokens: int, epoch_tokens: int) -> str:
+    """Message for a stage that is too short to learn from, with the epochs for FEW_STEPS steps."""
+    epochs = math.ceil(FEW_STEPS * batch_tokens / epoch_tokens)
+    plural = "" if num_steps == 1 else "s"
+    return (
+        f"WARNING: only {num_steps} step{plural} of {batch_tokens:,} tokens, too few to learn much;"
+        f" --num_epochs={epochs} trains {FEW_STEPS} steps"
+    )
 
 
 def parent_inputs(parent: Checkpoint) -> dict[str, str]:

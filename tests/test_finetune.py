@@ -1,5 +1,6 @@
 """Fine-tuning on conversations: packing changes neither losses nor gradients."""
 
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -20,7 +21,9 @@ from nanochat.checkpoint import build_model
 from nanochat.common import UsageError
 from nanochat.evaluators import ValidationConfig, ValidationLoss
 from nanochat.finetune import (
+    FEW_STEPS,
     DocumentMaskedModel,
+    few_steps_warning,
     fit_batch,
     split,
     val_rows,
@@ -131,3 +134,10 @@ def test_short_stage_uses_smaller_batches():
     assert fit_batch(524_288, None, 1e6, 2048) == 16_384  # not below 8 rows
     assert fit_batch(524_288, 50, 1e6, 2048) == 524_288  # explicit num_iterations
     assert fit_batch(4096, None, 1e5, 512) == 4096
+
+
+def test_few_steps_warning_names_enough_epochs():
+    warning = few_steps_warning(1, batch_tokens=4096, epoch_tokens=1536)
+    assert "only 1 step of 4,096 tokens" in warning
+    [epochs] = re.findall(r"--num_epochs=(\d+)", warning)
+    assert round(int(epochs) * 1536 / 4096) == FEW_STEPS
