@@ -13,17 +13,20 @@ import torch
 
 from nanochat.checkpoint import checkpoint_bytes
 from nanochat.common import REPOSITORY
-from nanochat.gpt import GPT
+from nanochat.gpt import GATE_CHANNELS, GPT
 from nanochat.optim import SCALAR_LR, OptimConfig, Rule, state_bytes
 from nanochat.scaling import (
     BATCH_EXPONENT,
-    BIGRAM_DEPTH,
     BIGRAM_ROWS,
     BIGRAM_ROWS_PER_TOKEN,
     MIN_STEPS,
     REFERENCE_BATCH,
+    REFERENCE_TOKENS,
+    SMALL_DEPTH,
     WIDTH_PER_LAYER,
+    WINDOW_DEPTH,
     Horizon,
+    default_windows,
     plan_horizon,
     scaled_rules,
     shape_for_depth,
@@ -72,8 +75,9 @@ bash speedrun.sh --plan     # time, cost and disk; trains nothing
 - Heads: 128 dimensions if the width is at least 512 and divisible by 128, else 64. Each head has its own keys and
   values.
 - MLP: four times as wide as the model.
-- Value embeddings: one in every layer, as large as the token embedding.
-- Hash-bigram embedding, up to depth {bigram_depth}: {bigram_each} rows per token of the vocabulary, at most
+- Value embeddings, as large as the token embedding: one in every layer up to depth {small_depth}, in every other layer of
+  deeper models, the last layer included.
+- Hash-bigram embedding, up to depth {small_depth}: {bigram_each} rows per token of the vocabulary, at most
   {bigram_rows:,}. A row is half as wide as the model, and a bigram uses two rows.
 - Residual scalars: the input of each layer is a x + b x0, where x0 is the embedded token and a and b are learned.
 - Token embedding and LM head share no weights.
@@ -82,15 +86,18 @@ Parameters, in M:
 
 {shapes}
 
-The total includes gates and residual scalars, fewer than {small:,} parameters at each depth. At each depth more
-than half of all parameters are value and hash-bigram embeddings: they take memory, but few FLOPs.
+The total includes gates and residual scalars, fewer than {small:,} parameters at each depth. Value and hash-bigram
+embeddings take memory, but few FLOPs.
+
+Attention windows: on GPUs from depth {window_depth}, three of four layers (and never the last) see a quarter of the
+context: `--window_pattern=SSSL`. On CPUs, and in shallower models, every layer sees the full context.
 
 ## Horizon and batch size
 
 The horizon is {ratio:g} tokens per matmul parameter (layer matrices, gates and LM head). The batch is
-{reference_batch:,} tokens x (horizon / 1.32B tokens)^{exponent}, but at most horizon / {min_steps}, so that short
+{reference_batch:,} tokens x (horizon / {reference_tokens:.2f}B tokens)^{exponent}, but at most horizon / {min_steps}, so that short
 runs take about {min_steps} steps; then it is rounded to a power of two of rows. FLOPs count forward and backward: 6
-per matmul parameter, and attention over the full context.
+per matmul parameter, and attention in the windows of a GPU.
 
 {horizons}
 
@@ -105,9 +112,7 @@ Weights, gradients and optimizer state are float32. Muon and the hash-bigram emb
 
 Several devices share the optimizer state. Activations come on top. Their memory depends on kernels and on
 `--device_batch_size`, and no function estimates it without a device: a run measures it on a real step before it
-starts and takes the largest micro-batch that fits. With a stub CUDA driver that computes nothing, depth 24 took
-72.7 GiB in all at 16 rows per micro-batch (`dev/LOG.md`, 2026-11-22). The size of the micro-batch changes results by
-rounding only.
+starts and takes the largest micro-batch that fits. The size of the micro-batch changes results by rounding only.
 
 A checkpoint holds weights, optimizer state, and a few MB of tokenizer and records; `--keep=2` keeps the newest two.
 A finished mid, SFT or RL run keeps no optimizer state unless `--save_optimizer` is set.
@@ -124,27 +129,45 @@ The rules behind it; C is the width, and batch is in tokens:
 |---|---|---|---|---|
 {rules}
 
-- Scalars: in small batches their gradients are mostly noise, so their learning rates scale with the square root of
-  the batch.
-- Muon's weight decay x steps is constant, so that the averaging time of the weights is the same fraction of every
-  run; below {min_steps} steps it is that of {min_steps}. During a run it falls linearly to 0.
+- All peak learning rates are multiplied by (batch / {reference_batch:,})^0.5 above that batch. Those of the scalars
+  also fall with it below, because in small batches their gradients are mostly noise.
+- Muon's learning rate x weight decay x steps is constant at a given number of tokens per matmul parameter, and
+  proportional to it, so that the averaging time of the weights is the same fraction of every run; below {min_steps}
+  steps the weight decay is that of {min_steps}. During a run it falls linearly to 0.
 - Schedule: linear warmup over {warmup} steps, constant, linear decay over the last {warmdown:.0%} of the run to
   {final:.0%} of the peak. A run that is too short for both never reaches the peak.
 - Muon's momentum rises from 0.85 to 0.95 over 300 steps, or over a third of a shorter run.
 
 Mid, SFT and RL use the same rules times `--init_lr_frac` (default 1, 0.3 and 0.05), but with scalars as at a batch
-of {reference_batch:,}, without warmup, and without Muon's weight decay unless `--weight_decay` is set.
+of {reference_batch:,}, without warmup, and without Muon's weight decay unless `--weight_decay` is set. RL does not
+scale learning rates with the batch.
+
+## Beside the published recipe
+
+The recipe of karpathy/nanochat (July 2026), which was tuned at depth 12 and confirmed at depth 24, at the same number
+of tokens per parameter. A value in brackets is the published one, where it differs; windows and FLOPs are those on a
+GPU.
+
+{published}
+
+Why they differ:
+
+{reasons}
+
+Also published as gains and not adopted, because nothing here has measured them: smear and backout, Polar Express,
+NorMuon, Muon momentum of 0.97 that falls to 0.90, cosine decay of the weight decay, 12 instead of {gate_channels}
+channels for the gates of value embeddings.
 
 ## Which flag overrides what
 
 | flag of `base_train` | replaces | also changes |
 |---|---|---|
 | `--num_iterations` | the number of steps | weight decay; the batch still follows from the tokens per parameter |
-| `--target_flops` | the tokens of the horizon | batch, steps, weight decay, learning rates of scalars |
+| `--target_flops` | the tokens of the horizon | batch, steps, weight decay, learning rates |
 | `--target_param_data_ratio` | {ratio:g} tokens per matmul parameter | the same |
-| `--total_batch_size` | the batch | steps (for the same tokens), weight decay, learning rates of scalars |
+| `--total_batch_size` | the batch | steps (for the same tokens), weight decay, learning rates |
 | `--max_seq_len` | {seq_len} tokens of context | FLOPs of attention; the batch, which is in whole rows |
-| `--window_pattern` | full attention in every layer | FLOPs per token |
+| `--window_pattern` | SSSL on GPUs from depth {window_depth}, else full attention | FLOPs per token |
 | `--value_every`, `--bigram_rows` | value and hash-bigram embeddings | memory, disk |
 | `--arch=classic` | the default architecture | no value or hash-bigram embeddings, no residual scalars |
 | `--matrix_lr` | {matrix_lr} | |
@@ -167,7 +190,8 @@ comes from the tokenizer (`scripts.tok_train --vocab_size`) and changes embeddin
 | batch exponent | nanochat, 2026-02-05 |
 | Muon's weight decay falls to 0 | nanochat, 2026-01-10 |
 | weight decay x steps is constant | arXiv:2405.13698 |
-| about {min_steps} steps or more; 64 bigram rows per token | measured at depth 4 on a CPU, 2026-11 |
+| learning rates x (batch / {reference_batch:,})^0.5, weight decay per token, SSSL windows, value embeddings in every other layer | karpathy/nanochat, measured at depth 24 |
+| about {min_steps} steps or more; {bigram_each} bigram rows per token; value embeddings in every layer | measured at depth 4 and 6 on a CPU, 2026-11 |
 
 The experiments in `dev/LOG.md` train small models on CPUs. No code here has run on a real GPU: at larger depths these
 tables state the rules, not results.
@@ -183,11 +207,130 @@ class Setup(NamedTuple):
 
 
 def derive(depth: int) -> Setup:
-    """Everything that follows from a depth."""
+    """Everything that follows from a depth on a GPU."""
+    T, windows = TRAINING.max_seq_len, default_windows(depth, "cuda")
     with torch.device("meta"):
-        model = GPT(shape_for_depth(depth, VOCAB_SIZE, TRAINING.max_seq_len))
+        model = GPT(shape_for_depth(depth, VOCAB_SIZE, T, window_pattern=windows))
     horizon = plan_horizon(model)
     return Setup(model, horizon, scaled_rules(OptimConfig(), horizon, model.cfg.d_model))
+
+
+# ---- The published recipe ------------------------------------------------------------------------
+
+COMPARED_DEPTHS = (8, 12, 20, 24)
+REASONS = {  # row of the comparison that differs -> why
+    "learning rate of matrices": "below a batch of {batch:,}, ours stay constant. They were "
+    "measured at depth 4 with 4,096 tokens, where the square root would divide them by 11.",
+    "learning rate of token embedding": "the same.",
+    "weight decay": "below that batch it follows from the constant learning rate: the product of "
+    "both is the published one.",
+    "windows": "at depth 8, attention is a small part of the work, and nothing here has measured "
+    "windows.",
+}
+
+
+class Recipe(NamedTuple):
+    """What a recipe sets at a depth; the fields are the rows of the comparison."""
+
+    parameters: float
+    batch: int
+    steps: int
+    matrix_lr: float
+    embedding_lr: float
+    skip_lr: float
+    weight_decay: float
+    value_embeddings: int
+    bigram_rows: int
+    windows: str
+
+
+ROWS = {
+    "parameters": "parameters (M)",
+    "batch": "batch (tokens)",
+    "steps": "steps",
+    "matrix_lr": "learning rate of matrices",
+    "embedding_lr": "learning rate of token embedding",
+    "skip_lr": "learning rate of skip scales",
+    "weight_decay": "weight decay",
+    "value_embeddings": "value embeddings",
+    "bigram_rows": "hash-bigram rows",
+    "windows": "windows",
+}
+
+
+def published_recipe(depth: int, ratio: float = 12.0) -> Recipe:
+    """Recipe of karpathy/nanochat, July 2026, at a vocabulary of VOCAB_SIZE."""
+    width = 64 * depth
+    matmul = 12 * depth * width**2 + VOCAB_SIZE * width
+    matmul_12 = 12 * 12 * 768**2 + VOCAB_SIZE * 768
+    batch = 2 ** round(math.log2(2**19 * (matmul / matmul_12) ** 0.383))
+    factor, values = (batch / 2**19) ** 0.5, math.ceil(depth / 2)
+    return Recipe(
+        parameters=matmul + (1 + values) * VOCAB_SIZE * width,
+        batch=batch,
+        steps=round(ratio * matmul / batch),
+        matrix_lr=0.02 * factor,
+        embedding_lr=0.3 * factor * (768 / width) ** 0.5,
+        skip_lr=0.5 * factor,
+        weight_decay=0.28 * factor * matmul_12 / matmul,
+        value_embeddings=values,
+        bigram_rows=0,
+        windows="SSSL",
+    )
+
+
+def our_recipe(depth: int) -> Recipe:
+    """Our recipe at a depth, on a GPU."""
+    model, horizon, rules = derive(depth)
+    cfg = model.cfg
+    return Recipe(
+        parameters=model.num_params(),
+        batch=horizon.batch_tokens,
+        steps=horizon.num_steps,
+        matrix_lr=rules["matrix"].lr,
+        embedding_lr=rules["embedding"].lr,
+        skip_lr=rules["skip"].lr,
+        weight_decay=rules["matrix"].weight_decay,
+        value_embeddings=sum(map(cfg.has_value_embedding, range(cfg.n_layer))),
+        bigram_rows=cfg.bigram_rows,
+        windows=cfg.window_pattern,
+    )
+
+
+def differs(ours: float | str, theirs: float | str) -> bool:
+    """Whether two values differ by more than rounding (1%)."""
+    if isinstance(ours, str) or isinstance(theirs, str):
+        return ours != theirs
+    return not math.isclose(ours, theirs, rel_tol=0.01)
+
+
+def compare_recipes() -> tuple[str, set[str]]:
+    """Table of both recipes by depth, and the rows that differ at some depth."""
+    ours, theirs = ([f(depth) for depth in COMPARED_DEPTHS] for f in (our_recipe, published_recipe))
+    columns, different = [("depth", [str(depth) for depth in COMPARED_DEPTHS])], set()
+    for name, title in ROWS.items():
+        cells = []
+        for a, b in zip(ours, theirs, strict=True):
+            mine, other = getattr(a, name), getattr(b, name)
+            cell = show_value(name, mine)
+            if differs(mine, other):
+                cell += f" ({show_value(name, other)})"
+                different.add(title)
+            cells.append(cell)
+        columns.append((title, cells))
+    return table(*columns), different
+
+
+def show_value(name: str, value: float | str) -> str:
+    """Cell of the comparison."""
+    if isinstance(value, str):
+        return value
+    if name == "parameters":
+        return mega(round(value))
+    return f"{value:,}" if isinstance(value, int) else f"{value:.3g}"
+
+
+# ---- Tables --------------------------------------------------------------------------------------
 
 
 def count_by_role(model: GPT) -> Counter[str]:
@@ -272,7 +415,7 @@ def rate_table(setups: Sequence[Setup]) -> str:
 
 def rule_rows() -> str:
     """Rows of the table of update rules, whose settings are the same at each depth."""
-    cfg, rules = OptimConfig(), derive(BIGRAM_DEPTH).rules
+    cfg, rules = OptimConfig(), derive(SMALL_DEPTH).rules
     width, batch = "(C / 768)^-0.5", f"min(1, batch / {REFERENCE_BATCH:,})^0.5"
     parameters = {
         "matrix": ("layer matrices", "Muon", f"{cfg.matrix_lr}"),
@@ -316,7 +459,9 @@ def hyperparameter_page() -> str:
         vocab=VOCAB_SIZE,
         seq_len=TRAINING.max_seq_len,
         width=WIDTH_PER_LAYER,
-        bigram_depth=BIGRAM_DEPTH,
+        small_depth=SMALL_DEPTH,
+        window_depth=WINDOW_DEPTH,
+        gate_channels=GATE_CHANNELS,
         bigram_rows=BIGRAM_ROWS,
         bigram_each=BIGRAM_ROWS_PER_TOKEN,
         small=math.ceil(max(others) / 1000) * 1000,
@@ -333,8 +478,13 @@ def hyperparameter_page() -> str:
         shapes=shape_table(setups),
         horizons=horizon_table(setups),
         memory=memory_table(setups),
+        reference_tokens=REFERENCE_TOKENS / 1e9,
         rates=rate_table(setups),
         rules=rule_rows(),
+        published=compare_recipes()[0],
+        reasons="\n".join(
+            f"- **{row}**: {why.format(batch=REFERENCE_BATCH)}" for row, why in REASONS.items()
+        ),
     )
 
 

@@ -26,7 +26,7 @@ from nanochat.gpt import GPT
 from nanochat.hardware import peak_flops
 from nanochat.preflight import CPU_EFFICIENCY, GPU_EFFICIENCY, matrix_rate
 from nanochat.records import default_rate, read_if_sound, report_folder, slug
-from nanochat.scaling import Horizon, plan_horizon, shape_for_depth
+from nanochat.scaling import Horizon, default_windows, plan_horizon, shape_for_depth
 from nanochat.train import TrainConfig
 from scripts import (
     base_train,
@@ -104,7 +104,7 @@ class Use(NamedTuple):
 def main(cfg: Plan) -> None:
     base = parse(BaseTrain(), args=shlex.split(cfg.base))
     tokenizer = parse(TokTrain(), args=shlex.split(cfg.tokenizer))
-    model = meta_model(base, tokenizer.vocab_size)
+    model = meta_model(base, tokenizer.vocab_size, cfg.gpu)
     horizon = plan_horizon(
         model,
         base.num_iterations,
@@ -129,10 +129,11 @@ def main(cfg: Plan) -> None:
     require_free(base_dir(), needed, f"this run ({listed})", "use a smaller DEPTH")
 
 
-def meta_model(base: BaseTrain, vocab_size: int) -> GPT:
-    """The base model on the meta device."""
+def meta_model(base: BaseTrain, vocab_size: int, gpu: str) -> GPT:
+    """The base model on the meta device; `gpu` is the name of the GPU that will train it."""
+    windows = base.window_pattern or default_windows(base.depth, "cuda" if gpu else "cpu")
     shape = shape_for_depth(
-        base.depth, vocab_size, base.max_seq_len, base.arch, base.window_pattern, base.shape
+        base.depth, vocab_size, base.max_seq_len, base.arch, windows, base.shape
     )
     with torch.device("meta"):
         return GPT(shape)
@@ -145,7 +146,7 @@ def meta_model(base: BaseTrain, vocab_size: int) -> GPT:
 def print_time(cfg: Plan, base: BaseTrain, model: GPT, horizon: Horizon) -> None:
     """Print the minutes of every stage, their assumptions, and the total cost."""
     flops = model.flops_per_token()
-    reference = meta_model(replace(base, depth=cfg.minutes_depth), model.cfg.vocab_size)
+    reference = meta_model(replace(base, depth=cfg.minutes_depth), model.cfg.vocab_size, cfg.gpu)
     scale = flops / reference.flops_per_token() * cfg.minutes_processes / cfg.processes
     minutes = {
         name: float(n) * (1 if name.startswith("tokenizer") else scale)

@@ -24,7 +24,7 @@ from nanochat.loss import IGNORE
 from nanochat.mixture import Bucket, Resolution, Resolved, parse_budget, parse_mixture, resolve
 from nanochat.optim import MuonAdamW, ScheduleConfig, make_rules
 from nanochat.preflight import KernelConfig
-from nanochat.scaling import divisible_batch
+from nanochat.scaling import batch_lr_factor, divisible_batch
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import RowLoader, TrainConfig, TrainingRun
 
@@ -157,7 +157,8 @@ def open_fine_tuning(
     num_steps = max(1, tuning.num_iterations or round(tokens / batch_tokens))
     if tuning.num_iterations is None and num_steps < FEW_STEPS:
         machine.print0(few_steps_warning(num_steps, batch_tokens, epoch_tokens))
-    table = make_rules(cfg.optim, model.cfg.d_model, tuning.init_lr_frac)
+    lr_frac = tuning.init_lr_frac * batch_lr_factor(batch_tokens)
+    table = make_rules(cfg.optim, model.cfg.d_model, lr_frac)
     optimizer = MuonAdamW(model, table, machine)
     loss = ValidationLoss(tuning.validation, measured, split)
     run = TrainingRun(

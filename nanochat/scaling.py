@@ -4,7 +4,8 @@ Scaling rules: depth -> shape, horizon, batch size, learning rates and weight de
     depth -> shape_for_depth -> GPTConfig -> plan_horizon (steps x batch) -> scaled_rules
 
 All defaults follow from depth; explicit settings override them. The learning rates were tuned at
-the reference point: depth 12, vocabulary size 32,768.
+the reference point: depth 12, vocabulary size 32,768. Up to SMALL_DEPTH, defaults are those that we
+measured; deeper models follow the published recipe (docs/hyperparameters.md compares both).
 """
 
 import math
@@ -15,11 +16,13 @@ from nanochat.gpt import GPT, GPTConfig
 from nanochat.optim import SCALAR_LR, OptimConfig, Rule, make_rules
 
 WIDTH_PER_LAYER = 64
-# More rows help small models (d4, 2026-11); other projects saw no gain at depth 25
-BIGRAM_ROWS_PER_TOKEN, BIGRAM_ROWS, BIGRAM_DEPTH = 64, 2**19, 12
-REFERENCE_TOKENS = 1.32e9  # depth 12 at 12 tokens per matmul parameter
+SMALL_DEPTH = 6  # deepest model with more value and hash-bigram embeddings (d4, d6, 2026-11)
+BIGRAM_ROWS_PER_TOKEN, BIGRAM_ROWS = 64, 2**19
+WINDOW_DEPTH = 12  # shallowest model with attention windows by default
+REFERENCE_PARAMS = 110e6  # matmul parameters of depth 12
+REFERENCE_TOKENS = 12 * REFERENCE_PARAMS
 REFERENCE_BATCH = 2**19  # tokens per step at the reference point
-REFERENCE_DECAY_STEPS = 0.28 * REFERENCE_TOKENS / REFERENCE_BATCH  # weight decay times steps
+REFERENCE_DECAY = 0.28  # weight decay at the reference point
 BATCH_EXPONENT = 0.383  # best batch ~ tokens ** exponent (nanochat, 2026-02-05)
 MIN_STEPS = 960  # shorter runs use smaller batches instead (measured: d4, 2026-11)
 
@@ -28,10 +31,10 @@ MIN_STEPS = 960  # shorter runs use smaller batches instead (measured: d4, 2026-
 class ShapeConfig:
     value_every: int | None = None
     """Add a gated value embedding to every N-th layer, counting back from the last; 0 = none.
-    Default: 1; classic: 0."""
+    Default up to depth 6: 1; deeper: 2; classic: 0."""
     bigram_rows: int | None = None
-    """Rows of the hash-bigram embedding; 0 = none. Default up to depth 12:
-    64 x vocabulary size, at most 524,288; deeper or classic: 0."""
+    """Rows of the hash-bigram embedding. Default: 64 x vocabulary size, at most 524,288; above
+    depth 6: 0."""
 
 
 def shape_for_depth(
@@ -52,10 +55,11 @@ def shape_for_depth(
     head_dim = default_head_dim(width)
     heads = width // head_dim
     cfg = GPTConfig(vocab_size, depth, width, heads, heads, head_dim, max_seq_len)
-    cfg = replace(cfg, window_pattern=window_pattern, value_every=1)
+    small = depth <= SMALL_DEPTH
+    cfg = replace(cfg, window_pattern=window_pattern, value_every=1 if small else 2)
     if arch == "classic":
         cfg = cfg.classic()
-    elif depth <= BIGRAM_DEPTH:
+    elif small:
         cfg = replace(cfg, bigram_rows=min(BIGRAM_ROWS, BIGRAM_ROWS_PER_TOKEN * vocab_size))
     return replace(cfg, **{k: v for k, v in asdict(shape).items() if v is not None})
 
@@ -65,12 +69,22 @@ def default_head_dim(d_model: int) -> int:
     return 128 if d_model % 128 == 0 and d_model >= 512 else 64
 
 
+def default_windows(depth: int, device_type: str) -> str:
+    """
+    Window pattern of a depth: SSSL where a kernel skips the tokens outside the window (GPUs) and
+    attention is a large part of the work; else L.
+    """
+    return "SSSL" if device_type == "cuda" and depth >= WINDOW_DEPTH else "L"
+
+
 @dataclass(frozen=True)
 class Horizon:
     """Training length: `num_steps` steps of `batch_tokens` tokens."""
 
     num_steps: int
     batch_tokens: int
+    tokens_per_param: float = 12.0
+    """The setting target_param_data_ratio, even if another one sets the number of steps."""
 
 
 def auto_batch(tokens: float, max_seq_len: int) -> int:
@@ -111,7 +125,8 @@ def plan_horizon(
     if num_iterations is None and target_flops is not None:
         tokens = target_flops / model.flops_per_token()
     batch = divisible_batch(total_batch_size, auto_batch(tokens, T), T, world_size)
-    return Horizon(num_iterations or max(1, round(tokens / batch)), batch)
+    num_steps = num_iterations or max(1, round(tokens / batch))
+    return Horizon(num_steps, batch, target_param_data_ratio)
 
 
 def divisible_batch(asked: int | None, default: int, max_seq_len: int, world_size: int) -> int:
@@ -131,18 +146,26 @@ def divisible_batch(asked: int | None, default: int, max_seq_len: int, world_siz
     return nearest
 
 
+def batch_lr_factor(batch_tokens: int) -> float:
+    """Factor on all learning rates: the square root of the batch over the reference, at least 1."""
+    return max(1.0, batch_tokens / REFERENCE_BATCH) ** 0.5
+
+
 def scaled_rules(cfg: OptimConfig, horizon: Horizon, d_model: int) -> dict[str, Rule]:
     """
-    Update rule for each role. The horizon sets the learning rate of the scalars and the default
+    Update rule for each role. The horizon sets the factor on the learning rates and the default
     weight decay.
 
-    In small batches the gradients of the few scalars are mostly noise, so their learning rate
-    scales with the square root of the batch size. Decay times steps is constant, so the weights'
-    averaging time is the same fraction of every run (arXiv:2405.13698); runs shorter than
-    MIN_STEPS use the decay of MIN_STEPS.
+    Learning rates grow with the square root of the batch above the reference batch. Those of the
+    few scalars also fall below it, because in small batches their gradients are mostly noise.
+    Learning rate x decay x steps is constant at a given number of tokens per parameter, so the
+    weights' averaging time is the same fraction of every run (arXiv:2405.13698), and in proportion
+    to that number; runs shorter than MIN_STEPS use the decay of MIN_STEPS.
     """
+    lr_frac = batch_lr_factor(horizon.batch_tokens)
     noise = min(1.0, horizon.batch_tokens / REFERENCE_BATCH) ** 0.5
     if cfg.weight_decay is None:
-        decay = REFERENCE_DECAY_STEPS / max(MIN_STEPS, horizon.num_steps)
+        reference = horizon.tokens_per_param * REFERENCE_PARAMS / REFERENCE_BATCH  # steps
+        decay = REFERENCE_DECAY * reference / max(MIN_STEPS, horizon.num_steps) / lr_frac
         cfg = replace(cfg, weight_decay=decay)
-    return make_rules(cfg, d_model, scalar_lr=SCALAR_LR * noise)
+    return make_rules(cfg, d_model, lr_frac, SCALAR_LR * noise)

@@ -33,7 +33,14 @@ from nanochat.hardware import peak_memory_bytes, utilization
 from nanochat.mixture import Corpus, MixConfig, open_corpus, open_texts
 from nanochat.optim import MuonAdamW, OptimConfig, Rule, ScheduleConfig
 from nanochat.preflight import KernelConfig, estimate_seconds, require_memory
-from nanochat.scaling import Horizon, ShapeConfig, plan_horizon, scaled_rules, shape_for_depth
+from nanochat.scaling import (
+    Horizon,
+    ShapeConfig,
+    default_windows,
+    plan_horizon,
+    scaled_rules,
+    shape_for_depth,
+)
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import (
     Callback,
@@ -96,8 +103,9 @@ class BaseTrain:
     """Tokens per optimizer step over all devices. Default: derived from the training length."""
     arch: Literal["default", "classic"] = "default"
     """classic: the plain October 2025 architecture, which transformers supports natively."""
-    window_pattern: str = "L"
-    """Attention window of each layer, repeated over layers: L = full context, S = a quarter."""
+    window_pattern: str | None = None
+    """Attention window of each layer, repeated: L = full context, S = a quarter. Default: SSSL on
+    GPUs from depth 12, else L."""
     tokenizer_tag: str = "main"
     """Tokenizer to use, a folder under tokenizer/."""
     shape: ShapeConfig = field(default_factory=ShapeConfig)
@@ -142,8 +150,9 @@ def pretrain(
         return machine.close()
 
     # Model: everything follows from depth
-    vocab_size, windows = tokenizer.vocab_size, cfg.window_pattern
-    model_cfg = adapt(shape_for_depth(cfg.depth, vocab_size, T, cfg.arch, windows, cfg.shape))
+    windows = cfg.window_pattern or default_windows(cfg.depth, machine.device.type)
+    shape = shape_for_depth(cfg.depth, tokenizer.vocab_size, T, cfg.arch, windows, cfg.shape)
+    model_cfg = adapt(shape)
     with torch.device("meta"):
         require_memory(new_model(model_cfg), machine)
     model = build_model(model_cfg, machine.device, machine.dtype, seed)

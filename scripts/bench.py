@@ -48,7 +48,7 @@ from nanochat.config import start
 from nanochat.dataset import DataConfig, Source, load_last_source, open_source
 from nanochat.distributed import DistConfig, init_distributed
 from nanochat.preflight import KernelConfig
-from nanochat.scaling import shape_for_depth
+from nanochat.scaling import default_windows, shape_for_depth
 from tasks.builtin import ensure_written
 
 DEPTHS = {"cpu": (4, 8, 12), "cuda": (4, 12, 20)}
@@ -103,7 +103,8 @@ def bench_model(cfg: Bench, found: BenchLog) -> None:
     """Benchmark training, generation or evaluation with an untrained model."""
     machine = init_distributed(cfg.machine)
     arch = "default" if cfg.what == "train" else "classic"  # implemented by transformers too
-    shape = shape_for_depth(cfg.depth, cfg.vocab_size, cfg.max_seq_len, arch)
+    windows = default_windows(cfg.depth, machine.device.type)
+    shape = shape_for_depth(cfg.depth, cfg.vocab_size, cfg.max_seq_len, arch, windows)
     peers = None if cfg.what == "train" else find_peers()
     if cfg.what == "train":
         bench_training(shape, cfg.rows, machine, cfg.kernels, cfg.steps, cfg.repeats, found)

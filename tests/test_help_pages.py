@@ -43,3 +43,9 @@ def test_hyperparameter_page_names_only_flags_of_base_train():
     own = {f.name for _, f, _, _ in iter_settings(BaseTrain())}
     others = {"init_lr_frac", "save_optimizer", "vocab_size", "d_model", "head_dim", "plan"}
     assert set(re.findall(r"--(\w+)", hyperparameters.TEXT)) <= own | others
+
+
+def test_recipe_differs_from_the_published_one_only_for_listed_reasons():
+    table, different = hyperparameters.compare_recipes()
+    print(table)
+    assert different == hyperparameters.REASONS.keys()

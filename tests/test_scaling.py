@@ -11,6 +11,7 @@ from nanochat.scaling import (
     Horizon,
     ShapeConfig,
     auto_batch,
+    default_windows,
     plan_horizon,
     scaled_rules,
 )
@@ -105,19 +106,29 @@ def test_weight_decay_times_steps_is_constant():
     assert decay(OptimConfig(), 2) == decay(OptimConfig(), MIN_STEPS)
 
 
-def test_scalar_learning_rates_scale_with_sqrt_of_batch():
-    large, small = (
-        scaled_rules(OptimConfig(), Horizon(9, tokens), 768) for tokens in (2**20, 2**17)
+def test_learning_rates_scale_with_sqrt_of_batch():
+    small, reference, large = (
+        scaled_rules(OptimConfig(), Horizon(9, tokens), 768) for tokens in (2**17, 2**19, 2**21)
     )
-    for role, rule in large.items():
-        factor = 0.5 if role in ("residual", "skip", "gain") else 1.0
+    assert reference["skip"].lr == SCALAR_LR
+    for role, rule in reference.items():
+        assert large[role].lr == pytest.approx(2 * rule.lr)
+        factor = 0.5 if role in ("residual", "skip", "gain") else 1.0  # below the reference
         assert small[role].lr == pytest.approx(factor * rule.lr)
-    assert large["skip"].lr == SCALAR_LR
+
+
+def test_weight_decay_is_the_published_one():
+    """0.28 x sqrt(batch / 2^19) x (reference horizon / horizon), from karpathy/nanochat's log."""
+    for ratio, tokens, expected in ((12.0, 5.22e9, 0.100), (8.0, 5.84e9, 0.060)):
+        horizon = Horizon(round(tokens / 2**20), 2**20, ratio)
+        decay = scaled_rules(OptimConfig(), horizon, 1536)["matrix"].weight_decay
+        assert decay == pytest.approx(expected, rel=0.01)
 
 
 def test_explicit_shape_overrides_depth_defaults():
-    cfg = shape(8, 1024, 2048, shape=ShapeConfig(value_every=2))
-    assert cfg.value_every == 2 and shape(8, 1024, 2048).value_every == 1
+    cfg = shape(8, 1024, 2048, shape=ShapeConfig(value_every=4))
+    assert cfg.value_every == 4 and shape(8, 1024, 2048).value_every == 2
+    assert shape(6, 1024, 2048).value_every == 1
     assert shape(8, 1024, 2048, "classic").value_every == 0
     assert shape(8, 1024, 2048, "classic", shape=ShapeConfig(value_every=1)).value_every == 1
 
@@ -131,10 +142,15 @@ def test_width_config_overrides_width():
 
 
 def test_shallow_models_have_bigram_embedding_by_default():
-    assert shape(12, 1000, 64).bigram_rows == 64_000
+    assert shape(6, 1000, 64).bigram_rows == 64_000
     assert shape(4, 65_536, 64).bigram_rows == 524_288
-    assert shape(13, 1000, 64).bigram_rows == 0
+    assert shape(7, 1000, 64).bigram_rows == 0
     assert shape(4, 1000, 64, "classic").bigram_rows == 0
+
+
+def test_windows_need_a_gpu_and_depth():
+    assert default_windows(12, "cuda") == default_windows(24, "cuda") == "SSSL"
+    assert default_windows(8, "cuda") == default_windows(24, "cpu") == "L"
 
 
 def test_width_not_divisible_by_head_dim_is_rejected():
