@@ -23,6 +23,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import Store  # pyright: ignore
 
 from nanochat.common import HUNG, cpu_info, printable
@@ -244,6 +245,26 @@ class DistContext:
             total = torch.tensor(values, dtype=torch.float64, device=self.device)
             dist.all_reduce(total)
             return total.tolist()
+
+    def sum_on_device(self, *values: Tensor | float) -> Tensor:
+        """
+        Sum each value over ranks, in float64. Returns (len(values),) on the device, without waiting
+        for it.
+        """
+        kind: Any = {"device": self.device, "dtype": self.widest_dtype}
+        scalars = [
+            v.to(**kind) if isinstance(v, Tensor) else torch.full((), v, **kind) for v in values
+        ]
+        total = torch.stack(scalars)
+        if self.world_size > 1:
+            with self.waiting("all-reduce"):
+                dist.all_reduce(total)
+        return total
+
+    @property
+    def widest_dtype(self) -> torch.dtype:
+        """float64, or float32 on devices without it."""
+        return torch.float32 if self.device.type == "mps" else torch.float64
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any rank."""

@@ -10,7 +10,7 @@ Master weights and optimizer state are float32.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -156,8 +156,34 @@ def orthogonalize(g: Tensor) -> Tensor:
     return x.mT if tall else x
 
 
+class Guard(NamedTuple):
+    """Verdict on a step, as scalars on the device."""
+
+    good: Tensor
+    """Whether to update; otherwise the update changes nothing."""
+    scale: Tensor
+    """Factor on the reduced gradients."""
+
+
+def apply_guard(guard: Guard | None, grad: Tensor, *factors: Tensor) -> tuple[Tensor, ...]:
+    """
+    Scale a gradient. Without an update, gradient and factors become 0: with a learning rate of 0
+    and moments that take no part of the gradient, an update rule changes nothing.
+    """
+    if guard is None:
+        return grad, *factors
+    scaled = torch.where(guard.good, grad * guard.scale.to(grad.dtype), 0.0)
+    return scaled, *(factor * guard.good for factor in factors)
+
+
 def muon_update(
-    weight: Tensor, grad: Tensor, state: Tensors, scalars: Tensors, dtype: Any, cautious: bool
+    weight: Tensor,
+    grad: Tensor,
+    state: Tensors,
+    scalars: Tensors,
+    dtype: Any,
+    cautious: bool,
+    guard: Guard | None = None,
 ) -> None:
     """
     In-place Muon step on stacks (K, M, N); `dtype` is that of the Newton-Schulz matmuls.
@@ -167,22 +193,26 @@ def muon_update(
     shrinks anyway (arXiv:2411.16085); otherwise decay is decoupled (arXiv:1711.05101).
     """
     (momentum,), (lr, beta, decay) = state, scalars
-    momentum.lerp_(grad, 1 - beta)
+    grad, lr, fresh = apply_guard(guard, grad, lr, 1 - beta)
+    momentum.lerp_(grad, fresh)
     direction = orthogonalize(grad.lerp(momentum, beta).to(dtype)).to(weight.dtype)
     direction = direction * max(1.0, weight.size(-2) / weight.size(-1)) ** 0.5
     shrunk = weight * ((direction * weight) > 0) if cautious else weight
     weight.sub_(lr * direction + lr * decay * shrunk)
 
 
-def adamw_update(weight: Tensor, grad: Tensor, state: Tensors, scalars: Tensors) -> None:
+def adamw_update(
+    weight: Tensor, grad: Tensor, state: Tensors, scalars: Tensors, guard: Guard | None = None
+) -> None:
     """
     In-place AdamW step (arXiv:1711.05101), any shape.
 
     state: first and second moment. scalars: learning rate, betas, weight decay, step (from 1).
     """
     (first, second), (lr, beta1, beta2, decay, step) = state, scalars
-    first.lerp_(grad, 1 - beta1)
-    second.lerp_(grad * grad, 1 - beta2)
+    grad, lr, fresh1, fresh2 = apply_guard(guard, grad, lr, 1 - beta1, 1 - beta2)
+    first.lerp_(grad, fresh1)
+    second.lerp_(grad * grad, fresh2)
     scale = (1 - beta2**step).sqrt() / (1 - beta1**step)
     weight.mul_(1 - lr * decay)
     weight.sub_(lr * scale * first / (second.sqrt() + 1e-10))
@@ -264,7 +294,8 @@ class MuonAdamW:
     """
     Optimizer of a model's parameters; `table` maps roles to rules, see `make_rules`.
 
-    Per step: backward, then `reduce_gradients`, then `step` or `drop_gradients`.
+    Per step: backward, then `reduce_gradients`, then `step` or `drop_gradients`. On a GPU, neither
+    waits for the device.
     """
 
     def __init__(self, model: GPT, table: Mapping[str, Rule], machine: DistContext):
@@ -272,6 +303,8 @@ class MuonAdamW:
         self.peak_lrs = {f"{role}_lr": table[role].lr for role in LOGGED_ROLES if role in table}
         self.muon_kernel: Callable = muon_update
         self.adamw_kernel: Callable = adamw_update
+        self.guards_on_device = machine.device.type == "cuda"  # a CPU reads scalars for free
+        self.guard: Guard | None = None
         groups, roles = dict[Any, ParamGroup](), model.param_roles()
         for name, param in model.named_parameters():
             rule = table[roles[name]]
@@ -291,9 +324,10 @@ class MuonAdamW:
     # ---- the step ----------------------------------------------------------------------------
 
     @torch.no_grad()
-    def reduce_gradients(self) -> float:
+    def reduce_gradients(self) -> Tensor:
         """
-        Sum the gradients over ranks; each rank keeps its slices. Returns the global gradient norm.
+        Sum the gradients over ranks; each rank keeps its slices. Returns the global gradient norm,
+        a scalar on the device.
 
         Launches all dense reductions before waiting for the first. Frees the parameters' `.grad`.
         """
@@ -315,15 +349,14 @@ class MuonAdamW:
                 work.wait()
             for group in sparse:
                 group.grad = sum_rows(group.grad, self.machine)
-            # on a GPU, the CPU waits here: launches return immediately
-            mine, common = self.squared_norm(sharded=True), self.squared_norm(sharded=False)
-        return (self.machine.sum(mine)[0] + common) ** 0.5
+        mine, common = self.squared_norm(sharded=True), self.squared_norm(sharded=False)
+        return (self.machine.sum_on_device(mine)[0] + common).sqrt()
 
-    def squared_norm(self, sharded: bool) -> float:
+    def squared_norm(self, sharded: bool) -> Tensor | float:
         """Sum of squares of this rank's reduced gradients, in sharded or replicated groups."""
         grads = [g.grad for g in self.groups if g.sharded is sharded and g.grad is not None]
         norms = [torch.linalg.vector_norm(grad_entries(grad)) for grad in grads]
-        return float(torch.stack(norms).square().sum()) if grads else 0.0
+        return torch.stack(norms).square().sum() if grads else 0.0
 
     @torch.no_grad()
     def step(
@@ -331,20 +364,25 @@ class MuonAdamW:
         lr_factor: float,
         momentum: float = 0.95,
         decay_factor: float = 1.0,
-        scale: float = 1.0,
+        scale: Tensor | float = 1.0,
+        good: Tensor | bool = True,
         undo: bool = False,
     ) -> None:
         """
         Update the weights. `lr_factor` multiplies the peak learning rates, `decay_factor` Muon's
-        cautious weight decay, `scale` the reduced gradients; `momentum` is Muon's. With `undo`,
-        restores weights and state afterward.
+        cautious weight decay, `scale` the reduced gradients; `momentum` is Muon's. Unless `good`,
+        weights and state keep their values, and the caller takes 1 from `steps_taken` once it has
+        read `good`. With `undo`, restores weights and state afterward.
         """
         self.steps_taken += 1
+        self.guard = self.guard_of(good, scale)
+        if self.guard is None and not good:
+            return self.drop_gradients()
         launched = []
         for group in self.groups:
             assert group.grad is not None, "step without reduce_gradients"
-            if scale != 1.0:
-                grad_entries(group.grad).mul_(scale)
+            if self.guard is None and scale != 1.0:
+                grad_entries(group.grad).mul_(float(scale))
             weight = group.weight().clone() if group.sharded else group.weight()
             with restore_after(weight, *group.state.values()) if undo else nullcontext():
                 self.update(group, weight, lr_factor, momentum, decay_factor)
@@ -357,6 +395,20 @@ class MuonAdamW:
             with self.machine.waiting("weight all-gather"):
                 work.wait()
             group.unstack_into(group.params, whole)
+        self.guard = None
+
+    def guard_of(self, good: Tensor | bool, scale: Tensor | float) -> Guard | None:
+        """The guard of a step, if its verdict stays on the device."""
+        if not self.guards_on_device:
+            return None
+        kinds = (torch.bool, self.machine.widest_dtype)  # always the same, for one compilation
+        each = (
+            torch.full((), x, dtype=kind, device=self.machine.device)
+            if not isinstance(x, Tensor)
+            else x.to(kind)
+            for x, kind in zip((good, scale), kinds, strict=True)
+        )
+        return Guard(*each)
 
     def update(
         self, group: ParamGroup, weight: Tensor, lr_factor: float, momentum: float, decay: float
@@ -367,12 +419,17 @@ class MuonAdamW:
         if rule.kind == "muon":
             decay = rule.weight_decay * (decay if rule.cautious else 1.0)
             scalars = as_tensors(lr, momentum, decay)
-            self.muon_kernel(weight, grad, state, scalars, self.machine.dtype, rule.cautious)
+            dtype, cautious = self.machine.dtype, rule.cautious
+            self.muon_kernel(weight, grad, state, scalars, dtype, cautious, self.guard)
         elif rule.kind == "rows" and grad is not None:
+            if self.guard is not None:  # finding the touched rows waits for the device anyway
+                if not self.guard.good:
+                    return
+                grad = grad * self.guard.scale.to(grad.dtype)
             sparse_adam_update(weight, *touched_rows(grad), group.state["second"], rule, lr, step)
         else:
             scalars = as_tensors(lr, *rule.betas, rule.weight_decay, step)
-            self.adamw_kernel(weight, grad, state, scalars)
+            self.adamw_kernel(weight, grad, state, scalars, self.guard)
 
     @torch.no_grad()
     def rehearse(self) -> None:

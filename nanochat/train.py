@@ -8,7 +8,6 @@ a non-finite loss or gradient is skipped.
 """
 
 import gc
-import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -86,6 +85,11 @@ class Callback:
     def forward_context(self, share: float) -> AbstractContextManager[None]:
         """Context manager around the forward and backward passes of a step."""
         return nullcontext()
+
+    @property
+    def watches_gradients(self) -> bool:
+        """Whether `after_backward` does something; if so, each step waits for the device twice."""
+        return type(self).after_backward is not Callback.after_backward
 
     def after_backward(self, scale: float) -> dict[str, float]:
         """Called after gradient reduction; gradients times `scale` are means over the targets."""
@@ -416,32 +420,65 @@ def train_step(run: TrainingRun, step: int, horizon: float | None = None) -> Ste
             # a constant divisor keeps the gradient scale fixed in bf16; `scale` makes it a mean
             (loss_sum / run.batch_tokens).backward()
             losses.append(loss_sum.detach())
-    nats, count, tokens, stopped = machine.sum(
-        float(sum(losses)),
-        float(sum(each.num_targets for each in micro_batches)),
-        float(sum(each.tokens.numel() for each in micro_batches)),
-        float(run.stopping()),
+    sums = machine.sum_on_device(
+        sum(losses, torch.zeros((), device=machine.device)),
+        sum(each.num_targets for each in micro_batches),
+        sum(each.tokens.numel() for each in micro_batches),
+        run.stopping(),
     )
-    if stopped:
-        optimizer.drop_gradients()
-        return None
-    norm = optimizer.reduce_gradients()
-    scale = run.batch_tokens / count if count else 0.0  # mean over non-ignored targets
-    loss, norm = nats / count if count else 0.0, norm * scale
+    verdict = judge(sums, optimizer.reduce_gradients(), run.batch_tokens, run.cfg.optim.grad_clip)
     lr = optim.lr_factor(step, horizon, run.schedule)
-    metrics = {"loss": loss, "lr": lr, "grad_norm": norm, **run.loader.metrics}
-    metrics |= {name: lr * peak for name, peak in optimizer.peak_lrs.items()}
-    for callback in run.callbacks:
-        metrics |= callback.after_backward(scale)
-    if count and math.isfinite(loss + norm):
-        if run.cfg.optim.grad_clip and norm > run.cfg.optim.grad_clip:
-            scale *= run.cfg.optim.grad_clip / norm
-        momentum = RL_MOMENTUM if run.kind == "rl" else optim.muon_momentum(step, horizon)
-        optimizer.step(lr, momentum, optim.decay_factor(step, horizon), scale)
-    else:
-        optimizer.drop_gradients()
-    machine.synchronize()
-    return Step(loss, norm, int(tokens), metrics)
+    metrics = {name: lr * peak for name, peak in optimizer.peak_lrs.items()}
+    watching = [each for each in run.callbacks if each.watches_gradients]
+    if watching and not read(verdict, machine).stopped:  # if stopped, all gradients are partial
+        for callback in watching:
+            metrics |= callback.after_backward(float(verdict.scale))
+    momentum = RL_MOMENTUM if run.kind == "rl" else optim.muon_momentum(step, horizon)
+    decay = optim.decay_factor(step, horizon)
+    optimizer.step(lr, momentum, decay, verdict.clipped_scale, verdict.good)
+    found = read(verdict, machine)
+    if not found.good:
+        optimizer.steps_taken -= 1
+    if found.stopped:
+        return None
+    loss, norm = float(found.loss), float(found.norm)
+    metrics = {"loss": loss, "lr": lr, "grad_norm": norm, **run.loader.metrics, **metrics}
+    return Step(loss, norm, int(found.tokens), metrics)
+
+
+class Verdict(NamedTuple):
+    """Sums of a step over all ranks, and whether to update; scalars on the device."""
+
+    loss: Tensor
+    norm: Tensor
+    scale: Tensor
+    """Makes the reduced gradients means over the non-ignored targets."""
+    clipped_scale: Tensor
+    """The same after gradient clipping."""
+    tokens: Tensor
+    stopped: Tensor
+    """Whether a rank was asked to stop, and so has not finished the step."""
+    good: Tensor
+
+
+def judge(sums: Tensor, norm: Tensor, batch_tokens: int, grad_clip: float) -> Verdict:
+    """
+    Verdict on a step, computed on the device without waiting for it.
+
+    sums: nats, non-ignored targets, tokens, and ranks that were asked to stop.
+    """
+    nats, count, tokens, stopped = sums.unbind()
+    scale = torch.where(count > 0, batch_tokens / count, 0.0)
+    loss, norm = torch.where(count > 0, nats / count, 0.0), norm * scale
+    clipped = torch.where((grad_clip > 0) & (norm > grad_clip), scale * (grad_clip / norm), scale)
+    good = (loss + norm).isfinite() & (count > 0) & (stopped == 0)
+    return Verdict(loss, norm, scale, clipped, tokens, stopped, good)
+
+
+def read(verdict: Verdict, machine: DistContext) -> Verdict:
+    """The verdict as numbers. Waits for the device: the only time in a step."""
+    with machine.waiting("device synchronization"):
+        return Verdict(*torch.stack([x.to(verdict.loss.dtype) for x in verdict]).tolist())
 
 
 def log_step(run: TrainingRun, progress: Progress, done: Step, seconds: float) -> None:

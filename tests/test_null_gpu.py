@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from nanochat.common import REPOSITORY, read_json
+from nanochat.scaling import SMALL_DEPTH
 from tests.training_runs import environment, python
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -50,6 +51,7 @@ def test_R32_estimated_memory_matches_peak_of_run(
     assert found["weights_of_a_cpu"]
     assert found["host_growth"] < found["weights"] / 8 + 2**27  # one parameter at a time
     assert depth < 24 or found["device_rows"] == (16 if compiled else 8)
+    assert found["waits"] <= (1 if depth > SMALL_DEPTH else 2)  # hash-bigram rows are read
 
 
 def test_every_stage_runs_on_gpu(on_gpu: OnGPU, base: Path):

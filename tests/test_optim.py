@@ -1,5 +1,6 @@
 """Update rules against reference implementations, gradient reduction and optimizer state."""
 
+import copy
 import math
 from types import SimpleNamespace
 
@@ -65,7 +66,7 @@ def descend(p, optimizer, index, slope, sparse, lr_factor=1.0, scale=1.0):
         found = torch.nn.functional.embedding(part, p, sparse=sparse)
         (found * part_slope).sum().backward()
     assert p.grad.is_sparse == sparse
-    norm = optimizer.reduce_gradients()
+    norm = float(optimizer.reduce_gradients())
     optimizer.step(lr_factor, scale=scale)
     return norm
 
@@ -221,7 +222,7 @@ def test_reduce_gradients_returns_norm_and_frees_gradients(machine, tiny_gpt):
     tiny_gpt.loss(tokens, tokens).backward()
     want = math.sqrt(sum(float(p.grad.square().sum()) for p in tiny_gpt.parameters()))
     optimizer = make(dict(tiny_gpt.named_parameters()), tiny_gpt.param_roles(), machine)
-    assert optimizer.reduce_gradients() == pytest.approx(want, rel=1e-5)
+    assert float(optimizer.reduce_gradients()) == pytest.approx(want, rel=1e-5)
     assert all(p.grad is None for p in tiny_gpt.parameters())
 
 
@@ -250,3 +251,25 @@ def test_state_round_trip_and_missing_tensor_error(machine, tiny_gpt):
     del saved["head.weight.first"]
     with pytest.raises(KeyError, match="head.weight.first"):
         second.load_state_dict(saved)
+
+
+@pytest.mark.parametrize("good", [True, False])
+@pytest.mark.parametrize("kind", [MuonAdamW, AveragingMuonAdamW])
+def test_verdict_on_the_device_acts_like_one_on_the_host(machine, tiny_gpt, good, kind):
+    """A guarded update, as on a GPU, gives the same bits; a bad step changes none."""
+    settings = {"ema_decay": 0.9} if kind is AveragingMuonAdamW else {}
+    tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
+    results = []
+    for guarded in (False, True):
+        model, table = copy.deepcopy(tiny_gpt), make_rules(OptimConfig(weight_decay=0.1), 768)
+        optimizer = kind(model, table, machine, **settings)
+        optimizer.guards_on_device = guarded
+        for factor in (1.0, 1.0 if good else math.nan, 1.0):
+            (model.loss(tokens, tokens) * factor).backward()
+            norm = optimizer.reduce_gradients()
+            optimizer.step(1.0, scale=torch.tensor(0.5), good=norm.isfinite())
+            optimizer.steps_taken -= not math.isfinite(norm)
+        results.append(dict(model.named_parameters()) | optimizer.state_dict())
+    assert results[0]["steps_taken"] == 2 + good
+    for name, value in results[0].items():
+        assert torch.equal(value, results[1][name]), name

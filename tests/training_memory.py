@@ -1,5 +1,6 @@
 """
-Measure the peak GPU memory of training against the estimated memory, for the memory tests.
+Measure the peak GPU memory of training against the estimated memory, for the tests of memory and
+of waits for the device.
 
     python -m tests.on_null_gpu tests.training_memory --depth=24 --compile=1 -> one line of JSON
 
@@ -8,6 +9,7 @@ Sizes of a real run: rows of 2,048 tokens, vocabulary size 32,768, 64 rows per s
 
 import argparse
 import json
+import warnings
 
 import numpy as np
 import torch
@@ -46,16 +48,21 @@ def run_of(model: GPT, optimizer: MuonAdamW, machine: DistContext, compiled: boo
     )
 
 
-def train(run: TrainingRun) -> int:
-    """Train; returns peak allocated bytes."""
+def train(run: TrainingRun) -> tuple[int, int]:
+    """Train; returns peak allocated bytes, and how often the last step waits for the device."""
     torch.cuda.reset_peak_memory_stats()
-    for step in range(run.num_steps):
+    for step in range(run.num_steps - 1):
         train_step(run, step)
-    return torch.cuda.max_memory_allocated()
+    torch.cuda.set_sync_debug_mode("warn")
+    with warnings.catch_warnings(record=True) as waits:
+        warnings.simplefilter("always")
+        train_step(run, run.num_steps - 1)
+    torch.cuda.set_sync_debug_mode("default")
+    return torch.cuda.max_memory_allocated(), len(waits)
 
 
 def measure(depth: int, compiled: bool, preparations: int) -> dict[str, float]:
-    """Estimated, peak, leaked and other bytes for a new model of this depth."""
+    """Estimated, peak, leaked and other bytes for a new model of this depth; waits in a step."""
     machine = init_distributed()
     shape = shape_for_depth(depth, VOCAB_SIZE, T, "default", "L", ShapeConfig())
     tiny, same = (build_model(TINY, d, machine.dtype, 0) for d in (machine.device, CPU))
@@ -70,6 +77,7 @@ def measure(depth: int, compiled: bool, preparations: int) -> dict[str, float]:
         ready = fit_rows(run, run.num_steps)
         kept.append(torch.cuda.memory_allocated())
     weights, run.device_rows = tiny.state_dict(), ready.device_rows
+    peak, waits = train(run)
     return {
         "weights": 4 * model.num_params(),
         "host_growth": host,
@@ -79,7 +87,8 @@ def measure(depth: int, compiled: bool, preparations: int) -> dict[str, float]:
         "leaked": max(kept) - kept[0],
         "device_rows": ready.device_rows,
         "stated": ready.memory_bytes,
-        "peak": train(run),
+        "peak": peak,
+        "waits": waits,
     }
 
 

@@ -63,7 +63,8 @@ class AveragingMuonAdamW(MuonAdamW):
         super().update(group, weight, *settings)
         step = self.steps_taken  # lower decay at first, to forget the initial weights
         decay = min(self.ema_decay, (1 + step) / (10 + step))
-        group.state["average"].lerp_(weight, 1 - decay)
+        fresh = 1 - decay if self.guard is None else (1 - decay) * self.guard.good
+        group.state["average"].lerp_(weight, fresh)
 
     @torch.no_grad()
     def take_average(self) -> bool:

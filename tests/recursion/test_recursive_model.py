@@ -368,7 +368,7 @@ def test_step_metrics_report_losses_and_norms_by_part(machine: DistContext):
     model.begin_step(0, 0)
     model.loss(tokens, targets).backward()
     grads = {name: p.grad.clone() for name, p in model.named_parameters()}
-    norm = optimizer.reduce_gradients()
+    norm = float(optimizer.reduce_gradients())
     figures = step_metrics(model, optimizer, scale=2.0)
     counted = int((targets != IGNORE).sum())
     for k, logits in enumerate(logits_by_loop(model, tokens, 3), start=1):
