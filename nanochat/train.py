@@ -86,11 +86,6 @@ class Callback:
         """Context manager around the forward and backward passes of a step."""
         return nullcontext()
 
-    @property
-    def watches_gradients(self) -> bool:
-        """Whether `after_backward` does something; if so, each step waits for the device twice."""
-        return type(self).after_backward is not Callback.after_backward
-
     def after_backward(self, scale: float) -> dict[str, float]:
         """Called after gradient reduction; gradients times `scale` are means over the targets."""
         return {}
@@ -429,7 +424,8 @@ def train_step(run: TrainingRun, step: int, horizon: float | None = None) -> Ste
     verdict = judge(sums, optimizer.reduce_gradients(), run.batch_tokens, run.cfg.optim.grad_clip)
     lr = optim.lr_factor(step, horizon, run.schedule)
     metrics = {name: lr * peak for name, peak in optimizer.peak_lrs.items()}
-    watching = [each for each in run.callbacks if each.watches_gradients]
+    after_backward = Callback.after_backward
+    watching = [c for c in run.callbacks if type(c).after_backward is not after_backward]
     if watching and not read(verdict, machine).stopped:  # if stopped, all gradients are partial
         for callback in watching:
             metrics |= callback.after_backward(float(verdict.scale))
