@@ -107,8 +107,11 @@ async def events(reply: Reply, writer: Writer, options: StreamOptions) -> AsyncI
 
 
 def event(data: Any) -> str:
-    """Format a server-sent event."""
-    return f"data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"
+    """
+    Format a server-sent event. It is ASCII, because some clients also end a line at U+2028 or
+    U+0085, which JSON allows within a string.
+    """
+    return f"data: {json.dumps(data, separators=(',', ':'))}\n\n"
 
 
 def join_chunks(deltas: Sequence[Delta]) -> list[Delta]:

@@ -763,6 +763,13 @@ def test_V8_streaming_never_splits_characters(site, monkeypatch):
     assert site.content() == "\ufffd(x"  # invalid UTF-8
 
 
+def test_streamed_events_have_no_line_breaks_of_any_kind(site, monkeypatch):
+    says(monkeypatch, site, words(site, "a\u2028b\x85c\x1cd"))
+    site.engine.ends = {site.tokenizer.special("<|assistant_end|>")}
+    deltas = [event["choices"][0]["delta"] for event in site.stream()]  # httpx splits there
+    assert "".join(delta.get("content", "") for delta in deltas) == "a\u2028b\x85c\x1cd"
+
+
 def test_V9_page_runs_only_its_own_script(site):
     page = site.client.get("/")
     policy = page.headers["content-security-policy"]
