@@ -183,6 +183,9 @@ class RolloutLoader:
             self.metrics["kl"] = kl
         return batches
 
+    def prefetch(self, step: int, device_rows: int, stopping: ShouldStop) -> None:
+        """Nothing: answers need the updated model."""
+
     def row_names(self, step: int) -> str:
         return f"of step {step}"
 

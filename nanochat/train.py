@@ -11,7 +11,7 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol
@@ -139,6 +139,10 @@ class Loader(Protocol):
         """This rank's part of a step. Raises WaitAborted if `stopping()`."""
         ...
 
+    def prefetch(self, step: int, device_rows: int, stopping: ShouldStop) -> None:
+        """Prepare a later step as far as possible; called while the device computes."""
+        ...
+
     # Rows of a step, for messages
     def row_names(self, step: int) -> str: ...
 
@@ -160,16 +164,31 @@ class RowLoader:
     def __post_init__(self) -> None:
         self.num_rows = self.batch_tokens // self.rows.max_seq_len
         self.identity = {"rows": self.rows.recipe, "batch_tokens": self.batch_tokens}
+        self.metrics: dict[str, float] = {}
+        self.prefetched: dict[int, tuple[list[MicroBatch], dict[str, float]]] = {}  # by step
 
     def micro_batches(self, step: int, device_rows: int, stopping: ShouldStop) -> list[MicroBatch]:
+        if step not in self.prefetched:
+            self.prefetched = {step: self.load(step, device_rows, stopping)}
+        batches, self.metrics = self.prefetched.pop(step)
+        return batches
+
+    def prefetch(self, step: int, device_rows: int, stopping: ShouldStop) -> None:
+        with suppress(WaitAborted):
+            self.prefetched = {step: self.load(step, device_rows, stopping)}
+
+    def load(
+        self, step: int, device_rows: int, stopping: ShouldStop
+    ) -> tuple[list[MicroBatch], dict[str, float]]:
+        """Read this rank's rows of a step, and start copying them to the device."""
         self.rows.should_stop = stopping
         share = (step, self.num_rows, self.seed)
         with self.machine.working("waiting for rows to be packed"):
             mine = self.rows.batch(*share, self.machine.rank, self.machine.world_size)
         seen = self.rows.row_ids(*share)[:, 0]
         same = 0 < seen.min() == seen.max()  # all rows seen equally often, at least once
-        self.metrics: dict[str, float] = {"times_seen": int(seen[0])} if same else {}
-        return split_micro_batches(*self.split(mine), device_rows, self.machine.device)
+        metrics: dict[str, float] = {"times_seen": int(seen[0])} if same else {}
+        return split_micro_batches(*self.split(mine), device_rows, self.machine.device), metrics
 
     def row_names(self, step: int) -> str:
         return str(self.rows.row_ids(step, self.num_rows, self.seed).tolist())
@@ -432,13 +451,16 @@ def train_step(run: TrainingRun, step: int, horizon: float | None = None) -> Ste
     momentum = RL_MOMENTUM if run.kind == "rl" else optim.muon_momentum(step, horizon)
     decay = optim.decay_factor(step, horizon)
     optimizer.step(lr, momentum, decay, verdict.clipped_scale, verdict.good)
+    metrics |= run.loader.metrics
+    if step + 1 < horizon:
+        run.loader.prefetch(step + 1, run.device_rows, run.stopping)
     found = read(verdict, machine)
     if not found.good:
         optimizer.steps_taken -= 1
     if found.stopped:
         return None
     loss, norm = float(found.loss), float(found.norm)
-    metrics = {"loss": loss, "lr": lr, "grad_norm": norm, **run.loader.metrics, **metrics}
+    metrics = {"loss": loss, "lr": lr, "grad_norm": norm, **metrics}
     return Step(loss, norm, int(found.tokens), metrics)
 
 

@@ -72,6 +72,9 @@ class Given:
         tokens, targets = self.rows(step)
         return split_micro_batches(tokens, targets, device_rows, self.device)
 
+    def prefetch(self, step, device_rows, stopping):
+        pass
+
     def row_names(self, step):
         return f"rows of {step}"
 
@@ -150,6 +153,37 @@ def test_times_seen_is_logged_if_positive_and_equal_for_all_rows(machine, seen, 
     loader = RowLoader(rows, lambda stored: stored, ROWS * T, 0, machine)  # type: ignore
     run = replace(make_run(machine)[0], loader=loader)
     assert train_step(run, 0).metrics.get("times_seen") == logged
+
+
+def test_prefetched_batch_and_its_metrics_are_those_of_its_step(machine):
+    read = []
+
+    def batch(step, *share):
+        read.append(step)
+        return rows_of(step)
+
+    rows = SimpleNamespace(max_seq_len=T, recipe={}, batch=batch)
+    rows.row_ids = lambda step, *share: np.full((2, 2), step)  # rows of step n are seen n times
+    loader = RowLoader(rows, lambda stored: stored, ROWS * T, 0, machine)  # type: ignore
+    run, *_ = make_run(machine, num_steps=5)
+    plain, *_ = make_run(machine, num_steps=5)
+    for step in (0, 1, 2, 4):  # a resume or a new plan may skip what was prefetched
+        done, want = train_step(replace(run, loader=loader), step), train_step(plain, step)
+        assert done.loss == want.loss and done.metrics.get("times_seen", 0) == step
+    assert read == [0, 1, 2, 3, 4], "each step is read once, and none after the last"
+
+
+def test_stop_request_during_prefetch_does_not_abort_the_finished_step(machine):
+    def batch(step, *share):
+        if step:
+            raise WaitAborted("stop requested")
+        return rows_of(step)
+
+    rows = SimpleNamespace(max_seq_len=T, recipe={}, batch=batch)
+    rows.row_ids = lambda *share: np.zeros((2, 2))
+    loader = RowLoader(rows, lambda stored: stored, ROWS * T, 0, machine)  # type: ignore
+    run, want = make_run(machine)[0], make_run(machine)[0]
+    assert train_step(replace(run, loader=loader), 0).loss == train_step(want, 0).loss
 
 
 def test_B1_step_with_all_targets_ignored_changes_nothing(machine):
