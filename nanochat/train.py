@@ -27,6 +27,7 @@ from nanochat.common import EvaluationAborted, StopRequest, WaitAborted
 from nanochat.config import require_at_least
 from nanochat.dataloader import MixedRows, Rows
 from nanochat.distributed import DistConfig, DistContext
+from nanochat.fp8 import enable_fp8
 from nanochat.gpt import GPT
 from nanochat.logger import METRICS_FILE, RunLog, duration
 from nanochat.loss import Trainable
@@ -52,6 +53,9 @@ class TrainConfig:
     """Evaluate every N steps; 0 = only at the end."""
     save_every: int = 0
     """Save a checkpoint every N steps; 0 = only at the end or when preempted."""
+    fp8: bool = False
+    """Compute the matmuls inside the layers in fp8, on GPUs from Ada and Hopper. Faster by
+    others' measurements, not by ours; changes the result."""
     skip_if_done: bool = False
     """Do nothing if this run has already finished."""
     report_dir: str | None = None
@@ -558,6 +562,7 @@ def train(run: TrainingRun) -> None:
         "seed": cfg.seed,
         "optim": asdict(cfg.optim),
         "schedule": asdict(run.schedule),
+        **({"fp8": True} if cfg.fp8 else {}),
         **run.identity,
     }
     state = {
@@ -595,6 +600,8 @@ def prepare(run: TrainingRun, checkpoints: CheckpointManager) -> Prepared:
     saves = 1 + (left // cfg.save_every if cfg.save_every else 0)
     size = checkpoints.disk_bytes(model, saves)
     disk = preflight.require_disk(folder, machine, checkpoints=size, rows=run.bytes_to_pack)
+    if cfg.fp8:
+        enable_fp8(model, machine)
     prepared = run.prepared or fit_rows(run, left)
     run.device_rows, seconds, most = prepared.device_rows, prepared.train_seconds, ""
     if run.prepared:
@@ -603,7 +610,7 @@ def prepare(run: TrainingRun, checkpoints: CheckpointManager) -> Prepared:
         seconds = max(0.0, min(seconds, run.max_seconds - run.progress.clock_seconds))
         most = f"{run.max_seconds:g} s of training, at most "
     lines = {
-        **preflight.describe_run(model, machine, prepared.compiled),
+        **preflight.describe_run(model, machine, prepared.compiled, cfg.fp8),
         "disk": disk,
         "inputs": ", ".join(map(" ".join, run.inputs.items())),
         **run.loader.describe(run),
@@ -675,7 +682,7 @@ def write_section(
                 "Tokens per second": "-" if rate is None else f"{rate:,.0f}",
                 "Batch tokens": run.batch_tokens,
                 "Rows per device pass": prepared.device_rows,
-                "Compute dtype": str(machine.dtype).removeprefix("torch."),
+                "Compute dtype": preflight.describe_dtype(machine, run.cfg.fp8),
                 "Compiled": prepared.compiled,
                 "Estimated memory": f"{prepared.memory_bytes / 2**20:.2f}MiB",
                 "Memory after imports": f"{began.memory_bytes / 2**20:.2f}MiB",

@@ -1,0 +1,119 @@
+"""Training matmuls in fp8, computed by the same kernel call on a CPU."""
+
+import pytest
+import torch
+
+from nanochat.checkpoint import build_model
+from nanochat.common import UsageError
+from nanochat.fp8 import E4M3, E5M2, Fp8Linear, Fp8Matmul, enable_fp8, quantize
+from nanochat.gpt import Linear, inference_copy
+from nanochat.train import train_step
+from tests.conftest import TINY
+from tests.test_train import make_run
+
+N, K, M = 64, 96, 80
+
+
+def operands(scale=1.0):
+    generator = torch.Generator().manual_seed(0)
+    x = (scale * torch.randn(N, K, generator=generator)).bfloat16().requires_grad_()
+    return x, torch.randn(M, K, generator=generator).requires_grad_()
+
+
+def relative_error(got, want):
+    return float((got.detach().double() - want).norm() / want.norm())
+
+
+@pytest.mark.parametrize(("dtype", "mantissa_bits"), [(E4M3, 3), (E5M2, 2)])
+@pytest.mark.parametrize("scale", [1e-12, 1.0, 1e12])
+def test_quantization_error_is_half_a_unit_in_the_last_place(dtype, mantissa_bits, scale):
+    x = scale * torch.rand(1000, generator=torch.Generator().manual_seed(0)) + scale
+    values, factor = quantize(x, dtype)
+    error = (values.float() * factor / x - 1).abs().max()
+    assert 2.0 ** -(mantissa_bits + 3) < error <= 2.0 ** -(mantissa_bits + 1) * (1 + 1e-5)
+    assert values.float().abs().max() == torch.finfo(dtype).max
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e4])
+def test_results_and_gradients_differ_by_no_more_than_rounding(scale):
+    x, weight = operands(scale)
+    y = Fp8Matmul.apply(x, weight)
+    exact_x, exact_weight = (t.detach().double().requires_grad_() for t in (x, weight))
+    exact = exact_x @ exact_weight.T
+    generator = torch.Generator().manual_seed(1)
+    grad = torch.randn(N, M, generator=generator).bfloat16()
+    y.backward(grad)
+    exact.backward(grad.double())
+    assert (y.dtype, x.grad.dtype, weight.grad.dtype) == (x.dtype, x.dtype, weight.dtype)
+    # Rounding errors are independent: relative to the result, each operand adds at most that of
+    # one value, 2^-4 (e4m3) or 2^-3 (e5m2); on average, it is less than half
+    assert 0.01 < relative_error(y, exact.detach()) < 2**-4
+    assert 0.01 < relative_error(x.grad, exact_x.grad) < 2**-3
+    assert 0.01 < relative_error(weight.grad, exact_weight.grad) < 2**-3
+
+
+def test_zeros_give_zeros_and_non_finite_values_stay_visible():
+    x, weight = operands()
+    assert torch.equal(Fp8Matmul.apply(torch.zeros_like(x), weight), torch.zeros(N, M).bfloat16())
+    for bad in (float("inf"), float("nan")):
+        spoiled = x.detach().clone()
+        spoiled[0, 0] = bad
+        assert not Fp8Matmul.apply(spoiled, weight).isfinite().all()
+
+
+def test_matmul_compiles_without_a_graph_break():
+    x, weight = operands()
+    compiled = torch.compile(Fp8Matmul.apply, fullgraph=True, backend="aot_eager")
+    y = compiled(x, weight)
+    assert torch.equal(y, Fp8Matmul.apply(x, weight))
+    y.float().sum().backward()
+    assert weight.grad is not None
+
+
+def test_only_matrices_inside_layers_train_in_fp8_and_inference_is_unchanged(machine):
+    model = build_model(TINY, torch.device("cpu"), torch.float32, 0)
+    tokens = torch.arange(2 * TINY.max_seq_len).view(2, -1) % TINY.vocab_size
+    with torch.no_grad():
+        before = model(tokens)
+    enable_fp8(model, machine)
+    roles = model.param_roles()
+    for name, layer in model.named_modules():
+        if isinstance(layer, Linear):
+            assert isinstance(layer, Fp8Linear) is (roles[f"{name}.weight"] == "matrix"), name
+    with torch.no_grad():
+        assert torch.equal(model(tokens), before)
+    twin = inference_copy(model)
+    assert not any(isinstance(layer, Fp8Linear) for layer in twin.modules())
+
+
+def test_training_in_fp8_learns_like_training_without(machine):
+    def losses(fp8):
+        run, *_ = make_run(machine, num_steps=20)
+        if fp8:
+            enable_fp8(run.model, machine)
+        return [train_step(run, step).loss for step in range(20)]
+
+    exact, rounded = losses(False), losses(True)
+    assert rounded[0] == exact[0], "output projections start at zero, so layers do not matter yet"
+    assert rounded[1:] != exact[1:]
+    assert rounded[-1] < 0.5 * rounded[0] and rounded[-1] == pytest.approx(exact[-1], rel=0.1)
+
+
+def test_infinite_activation_in_fp8_skips_the_step(machine):
+    run, *_ = make_run(machine)
+    enable_fp8(run.model, machine)
+    run.model.embed.weight.data[:] = float("inf")
+    before = {k: v.clone() for k, v in run.model.state_dict().items()}
+    assert not torch.isfinite(torch.tensor(train_step(run, 0).norm))
+    assert all(torch.equal(v, before[k]) for k, v in run.model.state_dict().items())
+
+
+def test_device_without_fp8_is_rejected_with_a_fix(machine, monkeypatch):
+    def fails(*args, **settings):
+        raise RuntimeError("needs compute capability 8.9\ndetails")
+
+    monkeypatch.setattr(torch, "_scaled_mm", fails)
+    model = build_model(TINY, torch.device("cpu"), torch.float32, 0)
+    with pytest.raises(UsageError, match="does not work on cpu: needs compute capability 8.9"):
+        enable_fp8(model, machine)
+    assert not any(isinstance(layer, Fp8Linear) for layer in model.modules())
