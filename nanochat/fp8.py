@@ -24,10 +24,10 @@ def quantize(x: Tensor, dtype: torch.dtype) -> Scaled:
     """
     Round `x` to fp8, scaled so that its largest magnitude becomes the largest of `dtype`.
 
-    If `x` is not finite, neither is the result of a matmul with it.
+    The result is row-major. If `x` is not finite, neither is a matmul with it.
     """
     factor = x.abs().amax().float().clamp(min=1e-30) / torch.finfo(dtype).max
-    return (x.float() / factor).to(dtype), factor
+    return (x.float() / factor).to(dtype).contiguous(), factor
 
 
 def transpose(x: Scaled) -> Scaled:
@@ -35,18 +35,19 @@ def transpose(x: Scaled) -> Scaled:
     return x[0].t(), x[1]
 
 
-def relaid(x: Scaled) -> Scaled:
-    """The same matrix, copied to the other memory order: row-major to column-major or back."""
-    return x[0].t().contiguous().t(), x[1]
+def row_major(x: Scaled) -> Scaled:
+    """The same matrix, copied to row-major order if needed."""
+    return x[0].contiguous(), x[1]
 
 
 def multiply(a: Scaled, b: Scaled, dtype: torch.dtype, fast: bool = False) -> Tensor:
     """
-    a (N, K) row-major times b (K, M) column-major -> (N, M) in `dtype`. `fast` adds up with fewer
-    bits on Hopper GPUs.
+    a (N, K) times b (K, M) -> (N, M) in `dtype`. GPUs need a row-major and b column-major. `fast`
+    adds up with fewer bits on Hopper GPUs.
     """
     factors = {"scale_a": a[1], "scale_b": b[1]}
-    return torch._scaled_mm(a[0], b[0], **factors, out_dtype=dtype, use_fast_accum=fast)
+    scaled_mm: Any = torch._scaled_mm  # type: ignore
+    return scaled_mm(a[0], b[0], **factors, out_dtype=dtype, use_fast_accum=fast)
 
 
 class Fp8Matmul(torch.autograd.Function):
@@ -64,9 +65,11 @@ class Fp8Matmul(torch.autograd.Function):
         x, x_factor, weight, weight_factor = ctx.saved_tensors
         x_dtype, weight_dtype = ctx.dtypes
         out = quantize(grad, E5M2)
-        d_x = multiply(out, relaid((weight, weight_factor)), x_dtype)
-        d_weight = multiply(relaid(transpose(out)), relaid((x, x_factor)), weight_dtype)
-        return d_x, d_weight
+        columns, of_weight, of_x = (
+            row_major(transpose(each)) for each in (out, (weight, weight_factor), (x, x_factor))
+        )
+        d_x = multiply(out, transpose(of_weight), x_dtype)
+        return d_x, multiply(columns, transpose(of_x), weight_dtype)
 
 
 class Fp8Linear(Linear):

@@ -1,17 +1,33 @@
 """Training matmuls in fp8, computed by the same kernel call on a CPU."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from nanochat.checkpoint import build_model
 from nanochat.common import UsageError
+from nanochat.dataloader import diff_recipe
 from nanochat.fp8 import E4M3, E5M2, Fp8Linear, Fp8Matmul, enable_fp8, quantize
 from nanochat.gpt import Linear, inference_copy
-from nanochat.train import train_step
+from nanochat.train import train, train_step
 from tests.conftest import TINY
 from tests.test_train import make_run
 
 N, K, M = 64, 96, 80
+
+
+@pytest.fixture(autouse=True)
+def memory_order_of_a_gpu(monkeypatch):
+    """Reject operands that a CPU accepts and a GPU does not."""
+    multiply = torch._scaled_mm
+
+    def checked(a, b, **settings):
+        assert a.is_contiguous() and b.t().is_contiguous()
+        assert E4M3 in (a.dtype, b.dtype)
+        return multiply(a, b, **settings)
+
+    monkeypatch.setattr(torch, "_scaled_mm", checked)
 
 
 def operands(scale=1.0):
@@ -106,6 +122,20 @@ def test_infinite_activation_in_fp8_skips_the_step(machine):
     before = {k: v.clone() for k, v in run.model.state_dict().items()}
     assert not torch.isfinite(torch.tensor(train_step(run, 0).norm))
     assert all(torch.equal(v, before[k]) for k, v in run.model.state_dict().items())
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_R6_resume_with_another_fp8_setting_is_rejected(machine, base, monkeypatch, fp8):
+    run, *_ = make_run(machine, num_steps=1)
+
+    def begin(manager, identity, *rest):
+        raise RuntimeError(diff_recipe({}, {"fp8": identity.get("fp8")}))
+
+    monkeypatch.setattr("nanochat.train.CheckpointManager.begin", begin)
+    cfg = replace(run.cfg, fp8=fp8)
+    with pytest.raises(RuntimeError) as raised:
+        train(replace(run, cfg=cfg))
+    assert raised.value.args[0] == (["fp8: was None, now True"] if fp8 else [])
 
 
 def test_device_without_fp8_is_rejected_with_a_fix(machine, monkeypatch):

@@ -39,13 +39,14 @@ def on_gpu(null_gpu: Path, base: Path) -> OnGPU:
 
 
 @pytest.mark.parametrize(
-    ("depth", "compiled", "preparations"), [(2, 0, 5), (12, 0, 5), (24, 0, 5), (24, 1, 1)]
+    ("depth", "compiled", "preparations", "fp8"),
+    [(2, 0, 5, 0), (12, 0, 5, 0), (24, 0, 5, 0), (24, 1, 1, 0), (12, 1, 1, 1)],
 )
 def test_R32_estimated_memory_matches_peak_of_run(
-    on_gpu: OnGPU, depth: int, compiled: int, preparations: int
+    on_gpu: OnGPU, depth: int, compiled: int, preparations: int, fp8: int
 ):
-    flags = f"--depth={depth} --compile={compiled} --preparations={preparations}".split()
-    found = json.loads(on_gpu("tests.training_memory", *flags).splitlines()[-1])
+    flags = f"--depth={depth} --compile={compiled} --preparations={preparations} --fp8={fp8}"
+    found = json.loads(on_gpu("tests.training_memory", *flags.split()).splitlines()[-1])
     assert found["peak"] <= found["stated"] <= 1.1 * found["peak"]
     assert found["leaked"] == 0
     assert found["weights_of_a_cpu"]

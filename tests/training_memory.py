@@ -16,6 +16,7 @@ import torch
 
 from nanochat.checkpoint import build_model
 from nanochat.distributed import DistContext, init_distributed
+from nanochat.fp8 import enable_fp8
 from nanochat.gpt import GPT
 from nanochat.hardware import peak_memory_bytes
 from nanochat.optim import MuonAdamW, OptimConfig, ScheduleConfig, make_rules
@@ -61,7 +62,7 @@ def train(run: TrainingRun) -> tuple[int, int]:
     return torch.cuda.max_memory_allocated(), len(waits)
 
 
-def measure(depth: int, compiled: bool, preparations: int) -> dict[str, float]:
+def measure(depth: int, compiled: bool, preparations: int, fp8: bool) -> dict[str, float]:
     """Estimated, peak, leaked and other bytes for a new model of this depth; waits in a step."""
     machine = init_distributed()
     shape = shape_for_depth(depth, VOCAB_SIZE, T, "default", "L", ShapeConfig())
@@ -69,6 +70,8 @@ def measure(depth: int, compiled: bool, preparations: int) -> dict[str, float]:
     host = peak_memory_bytes(CPU)
     model = build_model(shape, machine.device, machine.dtype, seed=0)
     host = peak_memory_bytes(CPU) - host
+    if fp8:
+        enable_fp8(model, machine)
     table = make_rules(OptimConfig(), shape.d_model)
     optimizer = MuonAdamW(model, table, machine)
     run = run_of(model, optimizer, machine, compiled)
@@ -96,7 +99,7 @@ CPU = torch.device("cpu")
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    for name, default in (("--depth", 2), ("--compile", 0), ("--preparations", 1)):
+    for name, default in (("--depth", 2), ("--compile", 0), ("--preparations", 1), ("--fp8", 0)):
         parser.add_argument(name, type=int, default=default)
     args = parser.parse_args()
-    print(json.dumps(measure(args.depth, bool(args.compile), args.preparations)))
+    print(json.dumps(measure(args.depth, bool(args.compile), args.preparations, bool(args.fp8))))
