@@ -37,6 +37,7 @@ h100x8)
     text=(--dataset=karpathy/climbmix-400b-shuffle)
     tokenizer=(--vocab_size=32768 --max_chars=2000000000)
     shape=(--max_seq_len=2048 --target_param_data_ratio=8 --save_every=500)
+    rl=(--examples_per_step="$(whole 32)") # a rank decodes 4 questions x 16 samples at a time
     plan=(--minutes="3 2 5 10 15 5 40 20" --minutes_depth=24 --minutes_processes=8 --utilization=0.5)
     ;;
 gpu)

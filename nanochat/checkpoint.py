@@ -34,7 +34,7 @@ from nanochat.config import require_at_least
 from nanochat.dataloader import diff_recipe
 from nanochat.distributed import DistContext
 from nanochat.gpt import GPT, GPTConfig, config_from
-from nanochat.optim import OLD_SETTINGS, MuonAdamW, state_bytes
+from nanochat.optim import OLD_SETTINGS, MuonAdamW, state_bytes, to_host
 from nanochat.tokenizer import FILE_NAME as TOKENIZER_FILE
 from nanochat.tokenizer import Tokenizer
 
@@ -153,10 +153,9 @@ def save_checkpoint(
     return Checkpoint(final, step, read_state(final / "state.json"))
 
 
-def weights_on_host(model: GPT, copy: bool = False) -> dict[str, Tensor]:
-    """Contiguous weights on the CPU; `copy` also copies those that are already there."""
-    weights = model.state_dict().items()
-    return {name: p.detach().to("cpu", copy=copy).contiguous() for name, p in weights}
+def weights_on_host(model: GPT) -> dict[str, Tensor]:
+    """Contiguous weights on the CPU; those already there are not copied."""
+    return {name: p.detach().to("cpu").contiguous() for name, p in model.state_dict().items()}
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
@@ -514,7 +513,10 @@ class CheckpointManager:
         if self.machine.is_main:
             state = {**state, "launch": self.machine.launch, "progress": progress.state_dict()}
             waits = final or not self.asynchronous
-            weights = weights_on_host(model, copy=not waits)
+            weights = None
+            if not waits:
+                weights = {name: to_host(p) for name, p in model.state_dict().items()}
+                self.machine.synchronize()
             write = partial(save_checkpoint, self.folder, progress.step, model, optim_tensors)
             future = self.writer.submit(write, tokenizer, state, self.cfg.keep, weights)
             self.pending = (progress.step, future)

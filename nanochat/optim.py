@@ -7,7 +7,7 @@ Learning-rate schedules, update rules per parameter role, and Muon + AdamW shard
 Master weights and optimizer state are float32.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
@@ -283,11 +283,14 @@ class ParamGroup:
         """This rank's slice of the parameters."""
         return self.local_shard([p.detach() for p in self.params])
 
-    def unstack_into(self, targets: Sequence[Tensor], whole: Tensor) -> None:
-        """Copy a stack into parameters, or into tensors of the same shapes."""
-        pieces = whole[: len(targets)] if self.stacked else [whole[: targets[0].size(0)]]
-        for target, piece in zip(targets, pieces, strict=True):
-            target.copy_(piece)
+    def unstack(self, whole: Tensor) -> Iterable[Tensor]:
+        """Views of a `stack`: one of the shape of each parameter."""
+        return whole[: len(self.params)] if self.stacked else [whole[: self.params[0].size(0)]]
+
+    def assign(self, whole: Tensor) -> None:
+        """Copy a stack into the parameters."""
+        for param, piece in zip(self.params, self.unstack(whole), strict=True):
+            param.copy_(piece)
 
 
 class MuonAdamW:
@@ -390,11 +393,11 @@ class MuonAdamW:
             if group.sharded:
                 launched.append((group, *all_gather(weight, self.machine)))
             elif group.stacked:
-                group.unstack_into(group.params, weight)
+                group.assign(weight)
         for group, whole, work in launched:
             with self.machine.waiting("weight all-gather"):
                 work.wait()
-            group.unstack_into(group.params, whole)
+            group.assign(whole)
         self.guard = None
 
     def guard_of(self, good: Tensor | bool, scale: Tensor | float) -> Guard | None:
@@ -482,10 +485,9 @@ class MuonAdamW:
             for kind in group.state:
                 whole = self.gather_state(group, kind)
                 if self.machine.is_main:
-                    copies = [torch.empty(p.shape, dtype=torch.float32) for p in group.params]
-                    group.unstack_into(copies, whole.cpu())
                     names = (f"{name}.{kind}" for name in group.names)
-                    result |= dict(zip(names, copies, strict=True))
+                    result |= dict(zip(names, map(to_host, group.unstack(whole)), strict=True))
+        self.machine.synchronize()
         return result if self.machine.is_main else {}
 
     def local_state(self) -> dict[str, Tensor]:
@@ -515,6 +517,15 @@ def state_bytes(model: GPT) -> int:
     roles, one = model.param_roles(), ("matrix", "bigram")
     params = model.named_parameters()
     return sum(4 * p.numel() * (1 if roles[name] in one else 2) for name, p in params)
+
+
+def to_host(x: Tensor) -> Tensor:
+    """
+    Copy to new host memory. From a GPU, the copy ends with the next synchronization; it goes to
+    pinned memory, which PyTorch keeps for later copies.
+    """
+    copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda)
+    return copy.copy_(x.detach(), non_blocking=True)
 
 
 def as_tensors(*numbers: float) -> list[Tensor]:

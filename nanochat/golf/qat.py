@@ -69,5 +69,5 @@ class AveragingMuonAdamW(MuonAdamW):
     @torch.no_grad()
     def take_average(self) -> bool:
         for group in self.groups:
-            group.unstack_into(group.params, self.gather_state(group, "average"))
+            group.assign(self.gather_state(group, "average"))
         return True
