@@ -437,7 +437,7 @@ class SavingConfig:
     """auto: resume from the newest checkpoint of this tag, if any. A run that torchrun restarts
     after a failure always resumes."""
     keep: int = 2
-    """Checkpoints to keep; older ones are deleted."""
+    """Number of checkpoints to keep."""
     allow_data_change: bool = False
     """Resume even if text, tokenizer or rows have changed."""
     on_save_error: Literal["stop", "continue"] = "stop"

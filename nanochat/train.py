@@ -54,10 +54,9 @@ class TrainConfig:
     save_every: int = 0
     """Save a checkpoint every N steps; 0 = only at the end or when preempted."""
     fp8: bool = False
-    """Compute the matmuls inside the layers in fp8, on GPUs from Ada and Hopper. Faster by
-    others' measurements, not by ours; changes the result."""
+    """Compute the layers' matmuls in fp8 (Ada, Hopper and later GPUs); changes results."""
     skip_if_done: bool = False
-    """Do nothing if this run has already finished."""
+    """Do nothing if the run has finished."""
     report_dir: str | None = None
     """Directory for records. Default: report/ under the base directory."""
     saving: SavingConfig = field(default_factory=SavingConfig)

@@ -107,7 +107,7 @@ class BaseTrain:
     """Attention window of each layer, repeated: L = full context, S = a quarter. Default: SSSL on
     GPUs from depth 12, else L."""
     tokenizer_tag: str = "main"
-    """Tokenizer to use, a folder under tokenizer/."""
+    """Tokenizer folder under tokenizer/."""
     shape: ShapeConfig = field(default_factory=ShapeConfig)
     data: DataConfig = field(default_factory=DataConfig)
     mix: MixConfig = field(default_factory=MixConfig)

@@ -9,10 +9,12 @@ Sizes, dtypes, devices, memory and compiled graphs are as on a real GPU; all val
 import runpy
 import sys
 
+import numpy as np
 import torch
 
 from nanochat import (
     checkpoint,
+    distributed,
     engine,
     eval_bpb,
     preflight,
@@ -20,7 +22,7 @@ from nanochat import (
     train,
 )
 
-argmax, read = torch.Tensor.argmax, train.read
+argmax, read, total = torch.Tensor.argmax, train.read, distributed.DistContext.sum
 
 
 def read_good_verdict(verdict, machine):
@@ -38,6 +40,7 @@ train.read = read_good_verdict
 preflight.probe_attention = lambda backend, *shape: "not available" if backend == "fa3" else None
 preflight.choose_engine_compile = lambda wanted, machine, most_tokens: bool(wanted)
 engine.sample = lambda logits, settings, uniform: [int(logits.size(-1) * u) for u in uniform]
+distributed.DistContext.sum = lambda machine, *x: np.nan_to_num(total(machine, *x)).tolist()
 eval_bpb.Bpb.value = property(lambda scored: 1.0)
 rl.RolloutLoader.reward = lambda self, i, answer: float(sum(answer.ids) % 2)
 torch.Tensor.argmax = lambda x, dim=None: 0 * argmax(x).cpu() if dim is None else argmax(x, dim)

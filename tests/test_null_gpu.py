@@ -78,3 +78,23 @@ def test_every_stage_runs_on_gpu(on_gpu: OnGPU, base: Path):
     answers = ("--source=sft", "--max_problems=3", "--max_new_tokens=8", "--compile_engine=0")
     assert "World-Choice" in on_gpu("scripts.chat_eval", *answers)
     on_gpu("scripts.chat_cli", "--prompt=Hello", "--max_new_tokens=8")
+
+
+@pytest.mark.parametrize("part", [1, 2, 3])
+def test_every_check_of_the_first_minutes_on_a_gpu_runs(
+    null_gpu: Path, base: Path, tmp_path: Path, part: int
+):
+    script = Path(os.environ["NANOCHAT_TEST_NULL_GPU"]) / "run.sh"
+    settings = {"OUT": str(tmp_path), "SMALL": "1", "PART_SECONDS": "1500"}
+    settings |= {"GPU_RUNNER": "tests.on_null_gpu"}
+    settings["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    command = ["bash", str(script), str(null_gpu), "bash", "dev/gpu_check.sh", str(part)]
+    done = subprocess.run(
+        command, cwd=REPOSITORY, env=environment(base) | settings, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    checks = [json.loads(line) for line in (tmp_path / "checks.jsonl").read_text().splitlines()]
+    assert len(checks) >= 3 and {check["part"] for check in checks} == {part}
+    failed = {check["check"] for check in checks if check["status"] != "0"}
+    assert failed <= {"engine"}, "only the comparison with transformers branches on garbage"
+    assert read_json(tmp_path / "results.json")["checks"] == checks
