@@ -39,6 +39,7 @@ from nanochat.preflight import KernelConfig, probe_attention, probe_works
 from nanochat.scaling import ShapeConfig, default_windows, shape_for_depth
 
 VOCAB_SIZE = 32768
+SHAPE = ShapeConfig(value_every=2, bigram_rows=0)  # as deeper models, also where depth is small
 HEADING = "## First checks"
 
 # ---- A training step by kernel -------------------------------------------------------------------
@@ -61,7 +62,7 @@ def variants(cfg: GPTConfig, machine: DistContext) -> Iterator[tuple[str, GPTCon
 def time_steps(depth: int, max_seq_len: int, rows: int, out: Path) -> None:
     """Time a training step of each variant; writes the results after each one."""
     machine = init_distributed()
-    cfg = shape_for_depth(depth, VOCAB_SIZE, max_seq_len, "default", "L", ShapeConfig())
+    cfg = shape_for_depth(depth, VOCAB_SIZE, max_seq_len, "default", "L", SHAPE)
     found: dict[str, dict[str, float]] = {}
     for name, shape, backend in variants(cfg, machine):
         work = Work(shape, rows, machine, KernelConfig(compile=True))
@@ -91,7 +92,7 @@ def profile(depth: int, max_seq_len: int, rows: int, out: Path) -> None:
     """Profile two training steps: trace.json for a trace viewer, and a table of kernels."""
     machine = init_distributed()
     windows = default_windows(depth, machine.device.type)
-    cfg = shape_for_depth(depth, VOCAB_SIZE, max_seq_len, "default", windows, ShapeConfig())
+    cfg = shape_for_depth(depth, VOCAB_SIZE, max_seq_len, "default", windows, SHAPE)
     work = Work(cfg, rows, machine, KernelConfig())
     work.time_steps(3)
     with torch.profiler.profile() as recorded:
