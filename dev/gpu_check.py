@@ -33,9 +33,8 @@ from nanochat.attention import Backend
 from nanochat.bench.train import Work
 from nanochat.common import PREEMPTED, REPOSITORY, write_atomic
 from nanochat.distributed import DistContext, init_distributed
-from nanochat.fp8 import enable_fp8
 from nanochat.gpt import GPTConfig
-from nanochat.preflight import KernelConfig, probe_attention, probe_works
+from nanochat.preflight import KernelConfig, enable_fp8, probe_attention, probe_works
 from nanochat.scaling import ShapeConfig, default_windows, shape_for_depth
 
 VOCAB_SIZE = 32768

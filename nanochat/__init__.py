@@ -21,7 +21,6 @@ Core modules in reading order; each imports only from modules above it:
     attention       attention kernels, variable-length batches, the KV cache
     loss            cross-entropy without materialized logits
     gpt             the transformer
-    fp8             matmuls of training in fp8
     optim           schedules, update rules, Muon + AdamW
     scaling         hyperparameters derived from depth
     engine          generation: sampling, decode step, tools

@@ -24,7 +24,7 @@ from nanochat import hardware
 from nanochat.attention import Backend, attend, attend_plain, segment_mask
 from nanochat.common import UsageError, free_bytes, require_free
 from nanochat.distributed import DistContext
-from nanochat.gpt import GPT, GPTConfig
+from nanochat.gpt import GPT, Fp8Matmul, GPTConfig, Linear
 from nanochat.loss import Trainable
 from nanochat.optim import MuonAdamW, state_bytes
 
@@ -174,6 +174,32 @@ def set_kernels(
     if compiled and optimizer is not None:
         optimizer.compile()
     return compiled
+
+
+def enable_fp8(model: GPT, machine: DistContext) -> None:
+    """
+    Train the matrices inside the layers in fp8. Embeddings, LM head, gates and attention are
+    unchanged. Raises UsageError if fp8 does not work for this model on every rank's device.
+    """
+    roles = model.param_roles()
+    layers = [
+        layer
+        for name, layer in model.named_modules()
+        if isinstance(layer, Linear) and roles[f"{name}.weight"] == "matrix"
+    ]
+    fault = None
+    try:
+        for shape in {tuple(layer.weight.shape) for layer in layers}:
+            weight = torch.zeros(shape, device=machine.device, requires_grad=True)
+            x = torch.zeros(model.cfg.max_seq_len, shape[1], device=machine.device)
+            y: Any = Fp8Matmul.apply(x.to(machine.dtype).requires_grad_(), weight)
+            y.sum().backward()
+    except (RuntimeError, NotImplementedError) as error:
+        fault = str(error).splitlines()[0]
+    if faults := [each for each in machine.gather(fault) if each]:
+        raise UsageError(f"--fp8 does not work on {machine.device_name}: {faults[0]}", "omit --fp8")
+    for layer in layers:
+        layer.fp8 = True
 
 
 # ---- Memory and time -----------------------------------------------------------------------------

@@ -27,7 +27,6 @@ from nanochat.common import EvaluationAborted, StopRequest, WaitAborted
 from nanochat.config import require_at_least
 from nanochat.dataloader import MixedRows, Rows
 from nanochat.distributed import DistConfig, DistContext
-from nanochat.fp8 import enable_fp8
 from nanochat.gpt import GPT
 from nanochat.logger import METRICS_FILE, RunLog, duration
 from nanochat.loss import Trainable
@@ -600,7 +599,7 @@ def prepare(run: TrainingRun, checkpoints: CheckpointManager) -> Prepared:
     size = checkpoints.disk_bytes(model, saves)
     disk = preflight.require_disk(folder, machine, checkpoints=size, rows=run.bytes_to_pack)
     if cfg.fp8:
-        enable_fp8(model, machine)
+        preflight.enable_fp8(model, machine)
     prepared = run.prepared or fit_rows(run, left)
     run.device_rows, seconds, most = prepared.device_rows, prepared.train_seconds, ""
     if run.prepared:

@@ -8,8 +8,8 @@ import torch
 from nanochat.checkpoint import build_model
 from nanochat.common import UsageError
 from nanochat.dataloader import diff_recipe
-from nanochat.fp8 import E4M3, E5M2, Fp8Linear, Fp8Matmul, enable_fp8, quantize
-from nanochat.gpt import Linear, inference_copy
+from nanochat.gpt import E4M3, E5M2, Fp8Matmul, Linear, inference_copy, quantize
+from nanochat.preflight import enable_fp8
 from nanochat.train import train, train_step
 from tests.conftest import TINY
 from tests.test_train import make_run
@@ -95,11 +95,11 @@ def test_only_matrices_inside_layers_train_in_fp8_and_inference_is_unchanged(mac
     roles = model.param_roles()
     for name, layer in model.named_modules():
         if isinstance(layer, Linear):
-            assert isinstance(layer, Fp8Linear) is (roles[f"{name}.weight"] == "matrix"), name
+            assert layer.fp8 is (roles[f"{name}.weight"] == "matrix"), name
     with torch.no_grad():
         assert torch.equal(model(tokens), before)
     twin = inference_copy(model)
-    assert not any(isinstance(layer, Fp8Linear) for layer in twin.modules())
+    assert not any(isinstance(layer, Linear) and layer.fp8 for layer in twin.modules())
 
 
 def test_training_in_fp8_learns_like_training_without(machine):
@@ -146,4 +146,4 @@ def test_device_without_fp8_is_rejected_with_a_fix(machine, monkeypatch):
     model = build_model(TINY, torch.device("cpu"), torch.float32, 0)
     with pytest.raises(UsageError, match="does not work on cpu: needs compute capability 8.9"):
         enable_fp8(model, machine)
-    assert not any(isinstance(layer, Fp8Linear) for layer in model.modules())
+    assert not any(isinstance(layer, Linear) and layer.fp8 for layer in model.modules())

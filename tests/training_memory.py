@@ -16,11 +16,10 @@ import torch
 
 from nanochat.checkpoint import build_model
 from nanochat.distributed import DistContext, init_distributed
-from nanochat.fp8 import enable_fp8
 from nanochat.gpt import GPT
 from nanochat.hardware import peak_memory_bytes
 from nanochat.optim import MuonAdamW, OptimConfig, ScheduleConfig, make_rules
-from nanochat.preflight import KernelConfig
+from nanochat.preflight import KernelConfig, enable_fp8
 from nanochat.scaling import ShapeConfig, shape_for_depth
 from nanochat.train import TrainConfig, TrainingRun, fit_rows, train_step
 from tests.conftest import TINY
