@@ -71,8 +71,7 @@ GROUPS = {  # title in --help -> flags, most used first; all other flags come be
     "core_metric_max_per_task eval_bundle",
     "Checkpoints": "save_every keep resume skip_if_done save_optimizer allow_data_change "
     "on_save_error",
-    "Runtime": "run device_type dtype fp8 compile deterministic collective_timeout_minutes "
-    "report_dir",
+    "Runtime": "run device_type dtype compile deterministic collective_timeout_minutes report_dir",
 }
 BOOLEANS = {"1": "True", "0": "False", "true": "True", "false": "False"}
 

@@ -195,9 +195,10 @@ GROUP_TIMEOUT = datetime.timedelta(days=7)  # for torch collectives; hangs are e
 class DistConfig:
     device_type: Literal["cuda", "cpu", "mps"] | None = None
     """Device to compute on. Default: cuda if available, else mps, else cpu."""
-    dtype: Literal["bfloat16", "float32"] | None = short("d", None)
-    """Dtype of activations and matmuls; weights stay float32. Default: bfloat16 if the hardware
-    supports it natively (including CPUs with AVX512-BF16 or AMX), else float32."""
+    dtype: Literal["bfloat16", "float32", "fp8"] | None = short("d", None)
+    """Dtype of activations and matmuls; weights stay float32. fp8: bfloat16 with fp8 matmuls in
+    training (Ada, Hopper and later GPUs). Default: bfloat16 if the hardware supports it natively
+    (including CPUs with AVX512-BF16 or AMX), else float32."""
     deterministic: bool = False
     """Use only deterministic algorithms, for bit-identical runs; slower on a GPU."""
     collective_timeout_minutes: float = 10.0
@@ -414,7 +415,8 @@ def init_distributed(
         env.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
         torch.use_deterministic_algorithms(True)
     torch.manual_seed(seed)
-    dtype = getattr(torch, cfg.dtype) if cfg.dtype else default_dtype(device)
+    name = "bfloat16" if cfg.dtype == "fp8" else cfg.dtype  # preflight enables fp8
+    dtype = getattr(torch, name) if name else default_dtype(device)
     launch = env.get("TORCHELASTIC_RUN_ID", "")
     if launch == "none":  # no run ID: use the host and the parent process ID
         launch = f"{socket.gethostname()}-{os.getppid()}"

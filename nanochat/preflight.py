@@ -197,7 +197,9 @@ def enable_fp8(model: GPT, machine: DistContext) -> None:
     except (RuntimeError, NotImplementedError) as error:
         fault = str(error).splitlines()[0]
     if faults := [each for each in machine.gather(fault) if each]:
-        raise UsageError(f"--fp8 does not work on {machine.device_name}: {faults[0]}", "omit --fp8")
+        raise UsageError(
+            f"fp8 does not work on {machine.device_name}: {faults[0]}", "omit --dtype=fp8"
+        )
     for layer in layers:
         layer.fp8 = True
 

@@ -52,8 +52,6 @@ class TrainConfig:
     """Evaluate every N steps; 0 = only at the end."""
     save_every: int = 0
     """Save a checkpoint every N steps; 0 = only at the end or when preempted."""
-    fp8: bool = False
-    """Compute the layers' matmuls in fp8 (Ada, Hopper and later GPUs); changes results."""
     skip_if_done: bool = False
     """Do nothing if the run has finished."""
     report_dir: str | None = None
@@ -67,6 +65,11 @@ class TrainConfig:
     def __post_init__(self) -> None:
         common.require_name("model_tag", self.model_tag)
         require_at_least(self, device_batch_size=1, seed=0, eval_every=0, save_every=0)
+
+    @property
+    def fp8(self) -> bool:
+        """Whether the matmuls inside the layers are in fp8."""
+        return self.machine.dtype == "fp8"
 
 
 # ---- Callbacks -----------------------------------------------------------------------------------
