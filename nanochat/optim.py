@@ -283,10 +283,14 @@ class ParamGroup:
         """This rank's slice of the parameters."""
         return self.local_shard([p.detach() for p in self.params])
 
+    def unstack(self, whole: Tensor) -> Sequence[Tensor]:
+        """Views of the parameters in their `stack`."""
+        n = len(self.params)
+        return whole[:n].unbind() if self.stacked else [whole[: self.params[0].size(0)]]
+
     def unstack_into(self, targets: Sequence[Tensor], whole: Tensor) -> None:
         """Copy a stack into parameters, or into tensors of the same shapes."""
-        pieces = whole[: len(targets)] if self.stacked else [whole[: targets[0].size(0)]]
-        for target, piece in zip(targets, pieces, strict=True):
+        for target, piece in zip(targets, self.unstack(whole), strict=True):
             target.copy_(piece)
 
 
@@ -472,20 +476,25 @@ class MuonAdamW:
         return whole
 
     @torch.no_grad()
-    def state_dict(self) -> dict[str, Tensor]:
+    def state_dict(
+        self, keep: Callable[[str, Tensor], Tensor] = lambda name, x: x
+    ) -> dict[str, Tensor]:
         """
-        Full state tensors on the CPU, keyed by `<parameter>.<kind>`, on the main rank. All ranks
-        must call this; the others get an empty dict.
+        Full state tensors, keyed by `<parameter>.<kind>`, on the main rank, which gathers them one
+        group at a time. All ranks must call this; the others get an empty dict.
+
+        keep: (key, tensor) -> tensor to return, such as a copy on the CPU. Default: the tensor
+        itself, which may share memory with the state.
         """
         result: dict[str, Tensor] = {"steps_taken": torch.tensor(self.steps_taken)}
         for group in self.groups:
-            for kind in group.state:
-                whole = self.gather_state(group, kind)
+            for kind, whole in group.state.items():
+                if group.sharded:
+                    with self.machine.waiting(f"optimizer state gather ({kind})"):
+                        whole = gather_on_main(whole, self.machine)
                 if self.machine.is_main:
-                    copies = [torch.empty(p.shape, dtype=torch.float32) for p in group.params]
-                    group.unstack_into(copies, whole.cpu())
-                    names = (f"{name}.{kind}" for name in group.names)
-                    result |= dict(zip(names, copies, strict=True))
+                    keys = [f"{name}.{kind}" for name in group.names]
+                    result |= zip(keys, map(keep, keys, group.unstack(whole)), strict=True)
         return result if self.machine.is_main else {}
 
     def local_state(self) -> dict[str, Tensor]:
@@ -566,4 +575,14 @@ def gather(mine: Tensor, machine: DistContext) -> Tensor:
     """Collect the ranks' slices into one tensor."""
     whole, work = all_gather(mine, machine)
     work.wait()
+    return whole
+
+
+def gather_on_main(mine: Tensor, machine: DistContext) -> Tensor:
+    """Collect the ranks' slices into one tensor on the main rank; the others get their slice."""
+    if not machine.is_main:
+        dist.gather(mine.contiguous())
+        return mine
+    whole = mine.new_empty(mine.size(0) * machine.world_size, *mine.shape[1:])
+    dist.gather(mine.contiguous(), list(whole.chunk(machine.world_size)))
     return whole
