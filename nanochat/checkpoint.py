@@ -350,12 +350,13 @@ def upgrade_identity(recorded: Mapping[str, Any]) -> dict[str, Any]:
 
 def build_model(cfg: GPTConfig, device: torch.device, dtype: torch.dtype, seed: int) -> GPT:
     """
-    Create a model on `device`. Its weights depend only on the seed: they are drawn on the CPU, one
-    parameter at a time, which needs host memory only for the largest parameter.
+    Create a model on `device` and draw its weights there. They depend on the seed and the kind of
+    device, not on the number of ranks: a CPU and a GPU, or two GPU models, start from different
+    weights of the same distribution. To compare them, load a checkpoint.
     """
     with device:
         model = new_model(cfg, dtype)
-    model.init_weights(torch.Generator().manual_seed(seed))
+    model.init_weights(torch.Generator(device).manual_seed(seed))
     return model
 
 
