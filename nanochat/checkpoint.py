@@ -20,6 +20,7 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -527,21 +528,21 @@ class CheckpointManager:
         without_optimizer = not self.keep_optimizer or progress.optimizer_missing
         dropped = progress.finished and without_optimizer
         optim_tensors = None if dropped else optimizer.state_dict(self.to_host)
-        waits = final or not self.asynchronous
         if self.machine.is_main:
             state = {**state, "launch": self.machine.launch, "progress": progress.state_dict()}
             weights = {name: self.to_host(name, x) for name, x in model.state_dict().items()}
+            arguments = (model, optim_tensors, tokenizer, state, self.cfg.keep, weights)
+            write = partial(save_checkpoint, self.folder, progress.step, *arguments)
             on_gpu = self.machine.device.type == "cuda"
             copied = torch.cuda.current_stream().record_event() if on_gpu else None
 
-            def write() -> Checkpoint:
+            def write_copies() -> Checkpoint:
                 if copied:
                     copied.synchronize()
-                arguments = (model, optim_tensors, tokenizer, state, self.cfg.keep, weights)
-                return save_checkpoint(self.folder, progress.step, *arguments)
+                return write()
 
-            self.pending = (progress.step, self.writer.submit(write))
-        if waits:
+            self.pending = (progress.step, self.writer.submit(write_copies))
+        if final or not self.asynchronous:
             if problem:
                 self.machine.print0(problem)
             problem = self.machine.broadcast(self.wait())

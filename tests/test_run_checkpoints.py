@@ -14,7 +14,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nanochat import checkpoint
 from nanochat.anomaly import AnomalyState, NonFiniteError
 from nanochat.checkpoint import (
     CheckpointManager,
@@ -382,23 +381,22 @@ NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUD
 
 
 @pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NEEDS_CUDA])])
-def test_R23_asynchronous_save_contains_the_state_of_its_step(
-    run, machine, tokenizer, monkeypatch, kind
-):
+def test_R23_asynchronous_save_contains_the_state_of_its_step(run, machine, tokenizer, kind):
     """
-    Weights and optimizer change while the writer is blocked; `latest` is written last. The second
-    save reuses the buffers of the first.
+    Weights, optimizer and progress change while the writer is blocked; `latest` is written last.
+    The second save reuses the buffers of the first.
     """
-    go = threading.Event()
-    write = checkpoint.save_checkpoint
-    monkeypatch.setattr(checkpoint, "save_checkpoint", lambda *args: go.wait(30) and write(*args))
+    go, progress = threading.Event(), Progress()
     machine, model = replace(machine, device=torch.device(kind)), run.model.to(kind)
     optimizer, want = new_optimizer(model, machine), {}
     with run.open(machine, asynchronous=True) as checkpoints:
         for step in (1, 2):
             values = {**model.state_dict(), **optimizer.state_dict()}
             want[step] = {name: x.cpu().clone() for name, x in values.items()}
-            checkpoints.save(model, optimizer, tokenizer, {}, Progress(step=step))
+            progress.step = step
+            checkpoints.writer.submit(go.wait, 30)
+            checkpoints.save(model, optimizer, tokenizer, {}, progress)
+            progress.step = 7
             with torch.no_grad():
                 for x in (*model.parameters(), *optimizer.local_state().values()):
                     x.add_(1.0)
@@ -410,6 +408,7 @@ def test_R23_asynchronous_save_contains_the_state_of_its_step(
             go.clear()
     for step, values in want.items():
         found = open_checkpoint(run.folder, step)
+        assert found.state["progress"]["step"] == step
         for name, x in {**found.model_tensors(), **found.optim_tensors()}.items():
             assert torch.equal(x, values[name]), name
 
