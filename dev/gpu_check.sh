@@ -83,13 +83,17 @@ case $part in
     ;;
 3)
     tokenizer
-    tag=(--depth=$trained --num_iterations=$steps "${run[@]}")
-    check train 150 scripts.base_train "${tag[@]}" --model_tag=whole
-    check stop 60 dev.gpu_check --stop_after=$((steps / 3)) -- \
-        scripts.base_train "${tag[@]}" --model_tag=stopped
-    check resume 150 scripts.base_train "${tag[@]}" --model_tag=stopped --resume=auto
+    tag=(scripts.base_train --depth=$trained --num_iterations=$steps --dtype=bfloat16 "${run[@]}")
+    # all continue one checkpoint, because a CPU and a GPU draw other weights from a seed
+    check start 60 dev.gpu_check --stop_after=1 -- "${tag[@]}" --model_tag=cpu --device_type=cpu
+    for name in whole stopped; do
+        cp -r "$NANOCHAT_BASE_DIR"/base_checkpoints/{cpu,$name}
+    done
+    check train 150 "${tag[@]}" --model_tag=whole
+    check stop 60 dev.gpu_check --stop_after=$((steps / 3)) -- "${tag[@]}" --model_tag=stopped
+    check resume 150 "${tag[@]}" --model_tag=stopped
     check cpu 150 dev.gpu_check --stop_after=$((steps / 15 + 1)) -- \
-        scripts.base_train "${tag[@]}" --model_tag=cpu --device_type=cpu
+        "${tag[@]}" --model_tag=cpu --device_type=cpu
     check sft_d$trained 60 scripts.chat_sft --source=base:whole --eval_tokens=1024 \
         --mixture=world_chat=200,world_problems=200 --num_iterations=20 ${small:+--compile=0}
     check rl_d$trained 120 scripts.chat_rl --num_iterations=10 --examples_per_step=8 \

@@ -9,8 +9,11 @@ checkpoint that fails verification is skipped in favor of the previous good one.
 """
 
 import contextlib
+import hashlib
 import importlib
+import json
 import math
+import os
 import re
 import shutil
 import time
@@ -23,8 +26,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from nanochat import common
@@ -34,7 +36,7 @@ from nanochat.config import require_at_least
 from nanochat.dataloader import diff_recipe
 from nanochat.distributed import DistContext
 from nanochat.gpt import GPT, GPTConfig, config_from
-from nanochat.optim import OLD_SETTINGS, MuonAdamW, state_bytes, to_host
+from nanochat.optim import OLD_SETTINGS, MuonAdamW, state_bytes
 from nanochat.tokenizer import FILE_NAME as TOKENIZER_FILE
 from nanochat.tokenizer import Tokenizer
 
@@ -45,6 +47,7 @@ FORMAT = 2
 MODEL_FILE, OPTIM_FILE = "model.safetensors", "optim.safetensors"
 FOLDERS = {"base": "base", "mid": "mid", "sft": "chatsft", "rl": "chatrl"}  # + _checkpoints
 SCRIPTS = {"base": "base_train", "mid": "mid_train", "sft": "chat_sft", "rl": "chat_rl"}
+DTYPES = {torch.float32: "F32", torch.int64: "I64"}  # of saved tensors, in a safetensors file
 # .replaced remains if the process was killed while saving a step that was already saved
 STEP_FOLDER = re.compile(r"(?:step|\.replaced)_(\d+)")
 CHECKPOINT_REF = re.compile(r"(?P<stage>\w+)(:(?P<tag>[^:]+)(:(?P<step>\d+))?)?")
@@ -110,7 +113,7 @@ def save_checkpoint(
     """
     Write `folder`/step_<step>, point `latest` at it and delete all but the newest `keep`.
 
-    weights: tensors of the model to save. Default: the current ones.
+    weights: tensors of the model to save, on the CPU. Default: the current ones.
     Old checkpoints stay untouched until the new one is complete. If writing fails, the partial one
     is removed and the error is raised, an OSError for disk errors. Only one process at a time may
     call this (`RunLock`).
@@ -120,14 +123,12 @@ def save_checkpoint(
     final, temporary = folder / f"step_{step:06d}", folder / f".saving_{step:06d}"
     temporary.mkdir()
     try:
-        tokenizer.save(temporary)
-        save_tensors(weights or weights_on_host(model), temporary / MODEL_FILE)
+        path = tokenizer.save(temporary)
+        files = {path.name: {"bytes": path.stat().st_size, "sha256": common.sha256_file(path)}}
+        weights = weights or {name: x.cpu() for name, x in model.state_dict().items()}
+        files[MODEL_FILE] = save_tensors(weights, temporary / MODEL_FILE)
         if optim_tensors is not None:
-            save_tensors(optim_tensors, temporary / OPTIM_FILE)
-        files = {}
-        for path in sorted(temporary.iterdir()):
-            common.fsync(path)
-            files[path.name] = {"bytes": path.stat().st_size, "sha256": common.sha256_file(path)}
+            files[OPTIM_FILE] = save_tensors(optim_tensors, temporary / OPTIM_FILE)
         record = {
             **state,
             "format": FORMAT,
@@ -153,17 +154,31 @@ def save_checkpoint(
     return Checkpoint(final, step, read_state(final / "state.json"))
 
 
-def weights_on_host(model: GPT) -> dict[str, Tensor]:
-    """Contiguous weights on the CPU; those already there are not copied."""
-    return {name: p.detach().to("cpu").contiguous() for name, p in model.state_dict().items()}
+def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> dict[str, Any]:
+    """
+    Write a safetensors file and flush it to disk, while a thread computes its SHA-256. Returns both
+    its `bytes` and its `sha256`. Raises OSError if the disk is full or fails.
 
-
-def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Write a safetensors file. Raises OSError if the disk is full or fails."""
-    try:
-        save_file(dict(tensors), path)
-    except SafetensorError as error:
-        raise OSError(f"{path} could not be written: {error}") from error
+    The same bytes as safetensors' `save_file`, which would have to be read again to be hashed.
+    Source: https://huggingface.co/docs/safetensors (format)
+    """
+    header, size = dict[str, Any](), 0
+    tensors = dict(sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0])))
+    for name, x in tensors.items():
+        span, size = [size, size + x.nbytes], size + x.nbytes
+        header[name] = {"dtype": DTYPES[x.dtype], "shape": list(x.shape), "data_offsets": span}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    data = (x.reshape(-1).view(torch.uint8).numpy() for x in tensors.values())
+    parts = [len(text).to_bytes(8, "little"), text, *data]
+    digest = hashlib.sha256()
+    with ThreadPoolExecutor(1) as hasher, path.open("wb") as stream:
+        hashed = hasher.map(digest.update, parts)  # in order: there is one thread
+        stream.writelines(parts)
+        stream.flush()
+        os.fsync(stream.fileno())
+        list(hashed)  # raises an error of the thread
+    return {"bytes": 8 + len(text) + size, "sha256": digest.hexdigest()}
 
 
 def recover_interrupted_saves(folder: Path) -> None:
@@ -336,12 +351,13 @@ def upgrade_identity(recorded: Mapping[str, Any]) -> dict[str, Any]:
 
 def build_model(cfg: GPTConfig, device: torch.device, dtype: torch.dtype, seed: int) -> GPT:
     """
-    Create a model on `device`. Its weights depend only on the seed: they are drawn on the CPU, one
-    parameter at a time, which needs host memory only for the largest parameter.
+    Create a model on `device` and draw its weights there. They depend on the seed and the kind of
+    device, not on the number of ranks: a CPU and a GPU, or two GPU models, start from different
+    weights of the same distribution. To compare them, load a checkpoint.
     """
     with device:
         model = new_model(cfg, dtype)
-    model.init_weights(torch.Generator().manual_seed(seed))
+    model.init_weights(torch.Generator(device).manual_seed(seed))
     return model
 
 
@@ -464,10 +480,12 @@ class CheckpointManager:
     """Newest checkpoint saved by this process; main rank only."""
     pending: tuple[int, Future[Checkpoint]] | None = None
     """Step being saved, and its result."""
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    """Host copies of all tensors for asynchronous saves, pinned on a GPU; reused by every save."""
 
     def __post_init__(self) -> None:
         self.asynchronous = self.machine.device.type == "cuda"
-        """`save` returns once the state is on the host; the disk write continues in a thread."""
+        """`save` returns once copies to the host are queued; a thread writes them to disk."""
         self.lock = RunLock(self.folder.parent / f".{self.folder.name}.lock")
         self.writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
@@ -506,29 +524,43 @@ class CheckpointManager:
         """
         self.require_finite(model, optimizer)
         require_equal_ranks(dict(model.named_parameters()), self.machine, progress.step)
-        problem = self.wait()  # for the previous save; only one runs at a time
+        problem = self.machine.broadcast(self.wait())  # of the previous save; one runs at a time
         without_optimizer = not self.keep_optimizer or progress.optimizer_missing
         dropped = progress.finished and without_optimizer
-        optim_tensors = None if dropped else optimizer.state_dict()
+        optim_tensors = None if dropped else optimizer.state_dict(self.to_host)
         if self.machine.is_main:
             state = {**state, "launch": self.machine.launch, "progress": progress.state_dict()}
-            waits = final or not self.asynchronous
-            weights = None
-            if not waits:
-                weights = {name: to_host(p) for name, p in model.state_dict().items()}
-                self.machine.synchronize()
-            write = partial(save_checkpoint, self.folder, progress.step, model, optim_tensors)
-            future = self.writer.submit(write, tokenizer, state, self.cfg.keep, weights)
-            self.pending = (progress.step, future)
-            if waits:
-                if problem:
-                    print(printable(problem), flush=True)
-                problem = self.wait()
-        problem = self.machine.broadcast(problem)
+            weights = {name: self.to_host(name, x) for name, x in model.state_dict().items()}
+            arguments = (model, optim_tensors, tokenizer, state, self.cfg.keep, weights)
+            write = partial(save_checkpoint, self.folder, progress.step, *arguments)
+            on_gpu = self.machine.device.type == "cuda"
+            copied = torch.cuda.current_stream().record_event() if on_gpu else None
+
+            def write_copies() -> Checkpoint:
+                if copied:
+                    copied.synchronize()
+                return write()
+
+            self.pending = (progress.step, self.writer.submit(write_copies))
+        if final or not self.asynchronous:
+            if problem:
+                self.machine.print0(problem)
+            problem = self.machine.broadcast(self.wait())
         if problem and (final or self.cfg.on_save_error == "stop"):
             raise OSError(problem)
         if problem:
             self.machine.print0(f"{problem}; continuing")
+
+    def to_host(self, name: str, x: Tensor) -> Tensor:
+        """
+        A tensor's value in host memory. For an asynchronous save, a copy that on a GPU is valid
+        once the current stream has executed it: later kernels wait for it, the host does not.
+        """
+        if not self.asynchronous:
+            return x.cpu()
+        if name not in self.buffers:
+            self.buffers[name] = torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda)
+        return self.buffers[name].copy_(x, non_blocking=True)
 
     def wait(self) -> str | None:
         """Wait for the pending save. Returns an error message if the disk failed."""

@@ -8,7 +8,7 @@ Each parameter has a role (`param_roles`); optim.py maps roles to update rules. 
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
 
@@ -408,7 +408,7 @@ class GPT(nn.Module):
             nn.init.zeros_(zero.weight)
         bound = 3**0.5 * cfg.d_model**-0.5  # a uniform variable has bound sqrt(3) sigma
         for weight in self.value_embeds.parameters():
-            fill_weight(weight, nn.init.uniform_, -bound, bound, generator=generator)
+            nn.init.uniform_(weight, -bound, bound, generator=generator)
         if cfg.residual_scalars:
             depth = torch.linspace(0, 1, cfg.n_layer)
             self.residual.copy_(1.15 - 0.10 * depth)
@@ -417,14 +417,14 @@ class GPT(nn.Module):
     def init_embeddings(self, generator: torch.Generator | None) -> None:
         """Initialize the token embedding and the LM head."""
         std, head_std = (0.8, 0.001) if self.cfg.residual_scalars else (1.0, 0.0)
-        fill_weight(self.embed.weight, nn.init.normal_, std=std, generator=generator)
-        fill_weight(self.head_weight, nn.init.normal_, std=head_std, generator=generator)
+        nn.init.normal_(self.embed.weight, std=std, generator=generator)
+        nn.init.normal_(self.head_weight, std=head_std, generator=generator)
 
     def draw(self, weight: Tensor, scale: float, generator: torch.Generator | None) -> None:
         """Initialize a block matrix (M, N) with standard deviation `scale` * N^-0.5."""
         bound = 3**0.5 * weight.size(1) ** -0.5 * scale
         if scale:
-            fill_weight(weight, nn.init.uniform_, -bound, bound, generator=generator)
+            nn.init.uniform_(weight, -bound, bound, generator=generator)
         else:
             nn.init.zeros_(weight)
 
@@ -565,11 +565,6 @@ class GPT(nn.Module):
             block.compile(dynamic=False, **options)
         kernels: Any = (torch.compile(f, dynamic=False, **options) for f in EAGER)
         self.loss_kernels = LossKernels(*kernels)
-
-
-def fill_weight(weight: Tensor, init: Callable[..., Tensor], *args: float, **settings: Any) -> None:
-    """Apply a torch.nn.init function on the CPU, for the same values on every device."""
-    weight.copy_(init(torch.empty(weight.shape), *args, **settings))
 
 
 def inference_copy(model: GPT) -> GPT:

@@ -7,7 +7,7 @@ Learning-rate schedules, update rules per parameter role, and Muon + AdamW shard
 Master weights and optimizer state are float32.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
@@ -283,9 +283,10 @@ class ParamGroup:
         """This rank's slice of the parameters."""
         return self.local_shard([p.detach() for p in self.params])
 
-    def unstack(self, whole: Tensor) -> Iterable[Tensor]:
-        """Views of a `stack`: one of the shape of each parameter."""
-        return whole[: len(self.params)] if self.stacked else [whole[: self.params[0].size(0)]]
+    def unstack(self, whole: Tensor) -> Sequence[Tensor]:
+        """Views of the parameters in their `stack`."""
+        n = len(self.params)
+        return whole[:n].unbind() if self.stacked else [whole[: self.params[0].size(0)]]
 
     def assign(self, whole: Tensor) -> None:
         """Copy a stack into the parameters."""
@@ -475,19 +476,25 @@ class MuonAdamW:
         return whole
 
     @torch.no_grad()
-    def state_dict(self) -> dict[str, Tensor]:
+    def state_dict(
+        self, keep: Callable[[str, Tensor], Tensor] = lambda name, x: x
+    ) -> dict[str, Tensor]:
         """
-        Full state tensors on the CPU, keyed by `<parameter>.<kind>`, on the main rank. All ranks
-        must call this; the others get an empty dict.
+        Full state tensors, keyed by `<parameter>.<kind>`, on the main rank, which gathers them one
+        group at a time. All ranks must call this; the others get an empty dict.
+
+        keep: (key, tensor) -> tensor to return, such as a copy on the CPU. Default: the tensor
+        itself, which may share memory with the state.
         """
         result: dict[str, Tensor] = {"steps_taken": torch.tensor(self.steps_taken)}
         for group in self.groups:
-            for kind in group.state:
-                whole = self.gather_state(group, kind)
+            for kind, whole in group.state.items():
+                if group.sharded:
+                    with self.machine.waiting(f"optimizer state gather ({kind})"):
+                        whole = gather_on_main(whole, self.machine)
                 if self.machine.is_main:
-                    names = (f"{name}.{kind}" for name in group.names)
-                    result |= dict(zip(names, map(to_host, group.unstack(whole)), strict=True))
-        self.machine.synchronize()
+                    keys = [f"{name}.{kind}" for name in group.names]
+                    result |= zip(keys, map(keep, keys, group.unstack(whole)), strict=True)
         return result if self.machine.is_main else {}
 
     def local_state(self) -> dict[str, Tensor]:
@@ -517,15 +524,6 @@ def state_bytes(model: GPT) -> int:
     roles, one = model.param_roles(), ("matrix", "bigram")
     params = model.named_parameters()
     return sum(4 * p.numel() * (1 if roles[name] in one else 2) for name, p in params)
-
-
-def to_host(x: Tensor) -> Tensor:
-    """
-    Copy to new host memory. From a GPU, the copy ends with the next synchronization; it goes to
-    pinned memory, which PyTorch keeps for later copies.
-    """
-    copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda)
-    return copy.copy_(x.detach(), non_blocking=True)
 
 
 def as_tensors(*numbers: float) -> list[Tensor]:
@@ -577,4 +575,14 @@ def gather(mine: Tensor, machine: DistContext) -> Tensor:
     """Collect the ranks' slices into one tensor."""
     whole, work = all_gather(mine, machine)
     work.wait()
+    return whole
+
+
+def gather_on_main(mine: Tensor, machine: DistContext) -> Tensor:
+    """Collect the ranks' slices into one tensor on the main rank; the others get their slice."""
+    if not machine.is_main:
+        dist.gather(mine.contiguous())
+        return mine
+    whole = mine.new_empty(mine.size(0) * machine.world_size, *mine.shape[1:])
+    dist.gather(mine.contiguous(), list(whole.chunk(machine.world_size)))
     return whole

@@ -337,22 +337,29 @@ class Prepared(NamedTuple):
 
 def require_memory(model: GPT, machine: DistContext) -> None:
     """
-    Raise UsageError if weights, gradients and optimizer state alone do not fit in memory.
+    Raise UsageError if weights, gradients and optimizer state alone do not fit in memory, or on a
+    GPU, if the copies that the main rank saves do not fit in host memory.
 
     model: on the meta device, because a process that allocates too much is killed without an error.
     """
-    state = state_bytes(model)
-    weights = 4 * model.num_params()
+    weights, state, device = 4 * model.num_params(), state_bytes(model), machine.device
+
+    def require(device: torch.device, what: str, needed: int) -> None:
+        free, name = hardware.free_memory_bytes(device), hardware.device_name(device)
+        if machine.any(needed > free):
+            raise UsageError(
+                f"{model.num_params():,} parameters {what} take {needed / 1e9:.2f} GB, but {name} "
+                f"has {free / 1e9:.2f} GB free",
+                "a smaller --depth or --value_every=0, or more GPUs or a larger machine",
+            )
+
     # the ranks of a host share its memory; each one holds its shard of the optimizer state
-    sharing = machine.local_size if machine.device.type != "cuda" else 1
-    needed = sharing * (2 * weights + state // machine.world_size)
-    free = hardware.free_memory_bytes(machine.device)
-    if machine.any(needed > free):
-        raise UsageError(
-            f"{model.num_params():,} parameters with gradients and optimizer state take "
-            f"{needed / 1e9:.2f} GB, but {machine.device_name} has {free / 1e9:.2f} GB free",
-            "a smaller --depth or --value_every=0, or more GPUs or a larger machine",
-        )
+    sharing = machine.local_size if device.type != "cuda" else 1
+    each = 2 * weights + state // machine.world_size
+    require(device, "with gradients and optimizer state", sharing * each)
+    if device.type == "cuda":
+        saved = weights + state if machine.is_main else 0
+        require(torch.device("cpu"), "and optimizer state, copied for each save,", saved)
 
 
 def require_disk(folder: Path, machine: DistContext, **needed_bytes: int) -> str:

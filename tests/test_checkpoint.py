@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from nanochat.checkpoint import (
     CorruptCheckpoint,
@@ -15,6 +16,7 @@ from nanochat.checkpoint import (
     load_model,
     open_checkpoint,
     save_checkpoint,
+    save_tensors,
     stage_folder,
     step_folders,
 )
@@ -22,6 +24,7 @@ from nanochat.common import (
     MissingInput,
     json_text,
     seal,
+    sha256_file,
 )
 from nanochat.preflight import KernelConfig, set_kernels
 from nanochat.tokenizer import Tokenizer
@@ -103,6 +106,21 @@ def test_R10_bit_flips_are_detected_and_previous_step_is_used(
     path.write_bytes(original)
     assert open_checkpoint(folder).step == 2
     record_property("bit flips found", 100)
+
+
+def test_files_and_digests_equal_those_of_safetensors(tmp_path):
+    tensors = {
+        "b": torch.randn(3, 5),
+        "a.name": torch.randn(7),
+        "steps": torch.tensor(3),
+        "none": torch.ones(0, 2),
+        "view": torch.arange(12.0).view(3, 4)[1:],
+    }
+    written = save_tensors(tensors, tmp_path / "ours")
+    save_file(tensors, tmp_path / "theirs")
+    data = (tmp_path / "ours").read_bytes()
+    assert data == (tmp_path / "theirs").read_bytes()
+    assert written == {"bytes": len(data), "sha256": sha256_file(tmp_path / "ours")}
 
 
 def test_R10_content_of_latest_is_ignored(save, folder):

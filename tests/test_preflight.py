@@ -209,6 +209,18 @@ def test_too_large_model_is_rejected_before_allocation(machine, monkeypatch):
     require_memory(meta(TINY), machine)
 
 
+def test_checkpoint_copies_must_fit_in_host_memory(machine, monkeypatch):
+    free = {"cuda": 64e9, "cpu": 1e6}
+    monkeypatch.setattr(hardware, "free_memory_bytes", lambda device: free[device.type])
+    monkeypatch.setattr(hardware, "device_name", lambda device: device.type)
+    with torch.device("meta"):
+        model = GPT(TINY)
+    require_memory(model, replace(machine, device=torch.device("cuda")))
+    free["cpu"] = 1e5
+    with pytest.raises(UsageError, match="copied for each save, take .* but cpu has"):
+        require_memory(model, replace(machine, device=torch.device("cuda")))
+
+
 def test_R9_insufficient_disk_space_is_reported_with_all_numbers(machine, base, monkeypatch):
     monkeypatch.setattr("nanochat.common.free_bytes", lambda folder: int(5e9))
     with pytest.raises(

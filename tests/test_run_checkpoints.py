@@ -14,7 +14,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nanochat import checkpoint
 from nanochat.anomaly import AnomalyState, NonFiniteError
 from nanochat.checkpoint import (
     CheckpointManager,
@@ -25,6 +24,7 @@ from nanochat.checkpoint import (
     checkpoint_bytes,
     open_checkpoint,
     stage_folder,
+    step_folders,
 )
 from nanochat.common import REPOSITORY, UsageError, base_dir
 from nanochat.config import user_message
@@ -364,7 +364,7 @@ def test_R8_file_size_limit_keeps_the_old_checkpoint(run):
         handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (largest // 2, hard))
         try:
-            with pytest.raises(OSError, match="could not be written.*File too large"):
+            with pytest.raises(OSError, match="saving step 2 failed: .*File too large"):
                 run.save(checkpoints, 2)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -377,28 +377,40 @@ def test_R8_file_size_limit_keeps_the_old_checkpoint(run):
 # Asynchronous saves
 
 
-def test_R23_asynchronous_save_contains_the_state_of_its_step(run, monkeypatch):
-    """Weights and optimizer change while the writer is blocked; `latest` is written last."""
-    go = threading.Event()
-    write = checkpoint.save_checkpoint
-    monkeypatch.setattr(checkpoint, "save_checkpoint", lambda *args: go.wait(30) and write(*args))
-    at_save = {n: p.detach().clone() for n, p in run.model.named_parameters()}
-    state_at_save = {n: x.clone() for n, x in run.optimizer.state_dict().items()}
-    with run.open(asynchronous=True) as checkpoints:
-        run.save(checkpoints, 1)
-        with torch.no_grad():
-            for p in run.model.parameters():
-                p.add_(1.0)
-            for x in run.optimizer.local_state().values():
-                x.add_(1.0)
-        run.optimizer.steps_taken += 1
-        assert not (run.folder / "latest").exists() and open_checkpoint(run.folder) is None
-        go.set()
-    found = open_checkpoint(run.folder)
-    for name, p in found.model_tensors().items():
-        assert torch.equal(p, at_save[name]), name
-    for name, x in found.optim_tensors().items():
-        assert torch.equal(x, state_at_save[name]), name
+NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+
+
+@pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NEEDS_CUDA])])
+def test_R23_asynchronous_save_contains_the_state_of_its_step(run, machine, tokenizer, kind):
+    """
+    Weights, optimizer and progress change while the writer is blocked; `latest` is written last.
+    The second save reuses the buffers of the first.
+    """
+    go, progress = threading.Event(), Progress()
+    machine, model = replace(machine, device=torch.device(kind)), run.model.to(kind)
+    optimizer, want = new_optimizer(model, machine), {}
+    with run.open(machine, asynchronous=True) as checkpoints:
+        for step in (1, 2):
+            values = {**model.state_dict(), **optimizer.state_dict()}
+            want[step] = {name: x.cpu().clone() for name, x in values.items()}
+            progress.step = step
+            checkpoints.writer.submit(go.wait, 30)
+            checkpoints.save(model, optimizer, tokenizer, {}, progress)
+            progress.step = 7
+            with torch.no_grad():
+                for x in (*model.parameters(), *optimizer.local_state().values()):
+                    x.add_(1.0)
+            optimizer.steps_taken += 1
+            assert list(step_folders(run.folder)) == [1][: step - 1]
+            assert (run.folder / "latest").exists() == (step > 1)
+            go.set()
+            checkpoints.wait()
+            go.clear()
+    for step, values in want.items():
+        found = open_checkpoint(run.folder, step)
+        assert found.state["progress"]["step"] == step
+        for name, x in {**found.model_tensors(), **found.optim_tensors()}.items():
+            assert torch.equal(x, values[name]), name
 
 
 def test_R23_final_save_waits_until_it_is_on_disk(run):

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanochat.attention import Rope, rotate
-from nanochat.gpt import GPT, Attention, GPTConfig, config_from, fill_weight, norm
+from nanochat.gpt import GPT, Attention, GPTConfig, config_from, norm
 from nanochat.recursion.model import RecursiveConfig, RecursiveGPT
 
 TIED_STD = 0.005  # of an embedding tied to the LM head
@@ -120,14 +120,14 @@ class GolfGPT(GPT):
         """As in GPT, but a tied embedding starts small, for nearly uniform predictions."""
         if self.head is not None:
             return super().init_embeddings(generator)
-        fill_weight(self.embed.weight, nn.init.normal_, std=TIED_STD, generator=generator)
+        nn.init.normal_(self.embed.weight, std=TIED_STD, generator=generator)
 
     def draw(self, weight: Tensor, scale: float, generator: torch.Generator | None) -> None:
         if self.cfg.init == "uniform" or scale == 0:
             return super().draw(weight, scale, generator)
         M, N = weight.shape  # orthonormal entries have std max(M, N)^-0.5
         gain = scale * max(1.0, M / N) ** 0.5
-        fill_weight(weight, nn.init.orthogonal_, gain=gain, generator=generator)
+        nn.init.orthogonal_(weight, gain=gain, generator=generator)
 
     def param_roles(self) -> dict[str, str]:
         roles = super().param_roles()
