@@ -115,7 +115,7 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
 
 
 def stop_after(steps: int, command: list[str]) -> None:
-    """Start or resume a run and send SIGTERM once it has logged `steps` steps, at least a new one."""
+    """Start or resume a run; send SIGTERM once it has logged `steps` steps, at least a new one."""
     tag = next(flag.split("=")[1] for flag in command if flag.startswith("--model_tag="))
     steps = max(steps, len(losses_of(tag)) + 1)
     runner = os.environ.get("GPU_RUNNER", "").split()
