@@ -752,7 +752,6 @@ def test_V8_streaming_never_splits_characters(site, monkeypatch):
     site.engine.ends = {site.tokenizer.special("<|assistant_end|>")}
     pieces = [event["choices"][0]["delta"].get("content", "") for event in site.stream()]
     assert "".join(pieces) == WONDERS and "\ufffd" not in "".join(pieces)
-    assert len(pieces) > 10
     assert site.content() == WONDERS
     for length in range(1, len(WONDERS.encode())):
         cut = WONDERS.encode()[:length].decode("utf-8", "ignore")
