@@ -137,6 +137,7 @@ def fold(x: Tensor) -> Tensor:
 
 
 Backend = Literal["sdpa", "blocks", "flex", "fa3", "plain"]
+"""flex (CUDA): FlexAttention for windows and segments, else sdpa; fa3: else FlashAttention 3."""
 
 
 def attend(
@@ -181,16 +182,18 @@ def make_mask(
 ) -> Any:
     """
     Causal mask for x (B, T, ...) in the form `backend` expects; None if the backend only needs
-    `window`. `segments` (B, T) selects `segment_mask`, and `cache` the mask of that view. A model
-    calls this once per window and forward pass.
+    `window`. With `segments` (B, T), a token sees only its own segment; `cache` selects the mask of
+    that view. A model calls this once per window and forward pass.
     """
     if cache is not None:
         return cache.mask(window)
-    if segments is not None:
-        return segment_mask(segments, window)
     T, device = x.size(1), x.device
     window = None if window is None or window >= T - 1 else window
-    if backend == "flex":
+    if backend in ("fa3", "flex") and segments is not None:
+        return segment_block_mask(segments, window)
+    if segments is not None:
+        return segment_mask(segments, window)
+    if backend == "flex" and window is not None:
         return block_mask(T, window, device)
     if backend == "blocks" or (backend == "sdpa" and window is not None):
         return causal_mask(T, window, device)[None, None]
@@ -271,6 +274,24 @@ def block_mask(T: int, window: int | None, device: torch.device) -> Any:
         return create_block_mask(
             lambda b, h, i, j: in_window(i - j, window), None, None, T, T, device=str(device)
         )
+
+
+def segment_block_mask(segments: Tensor, window: int | None) -> Any:
+    """FlexAttention's form of `segment_mask`; never stores (T, T) elements if compiled."""
+    T = segments.size(1)
+
+    def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return in_window(i - j, window) & (segments[b, i] == segments[b, j])
+
+    return compiled_block_mask()(seen, len(segments), None, T, T, device=str(segments.device))
+
+
+@lru_cache(maxsize=1)
+def compiled_block_mask():
+    """Compiled `create_block_mask`, which fuses a mask with the search for its empty blocks."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    return torch.compile(create_block_mask, dynamic=False)
 
 
 @lru_cache(maxsize=1)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from nanochat import hardware
-from nanochat.attention import Backend, attend, attend_plain, segment_mask
+from nanochat.attention import Backend, attend, attend_plain, make_mask, segment_mask
 from nanochat.common import UsageError, free_bytes, require_free
 from nanochat.distributed import DistContext
 from nanochat.gpt import GPT, Fp8Matmul, GPTConfig, Linear
@@ -64,14 +64,16 @@ def probe_attention(backend: Backend, cfg: GPTConfig, machine: DistContext) -> s
     tf32 = torch.get_float32_matmul_precision() != "highest"
     tolerance = 0.05 if machine.dtype == torch.bfloat16 else 1e-2 if tf32 else 1e-3
     for window in dict.fromkeys(map(cfg.window, range(cfg.n_layer))):
-        for mask in (None, segment_mask(segments, window)):
-            where = "" if mask is None else " with a segment mask"
+        for own in (None, segments):
+            where = "" if own is None else " with a segment mask"
             q, k, v = (x.to(machine.device, machine.dtype, copy=True).requires_grad_() for x in qkv)
+            mask = make_mask(backend, q, window, own)
             y = attend(q, k, v, window=window, backend=backend, mask=mask)
             if y.dtype != q.dtype:
                 return f"returns {y.dtype} for {q.dtype} inputs{where}"
             y.float().square().sum().backward()
-            error = largest_error(y, q, k, v, window, mask)
+            seen = None if own is None else segment_mask(own, window)
+            error = largest_error(y, q, k, v, window, seen)
             if not error < tolerance:
                 return f"differs from the reference by {error:.3g}{where}"
             if any(x.grad is None or not bool(x.grad.isfinite().all()) for x in (q, k, v)):
@@ -103,12 +105,11 @@ def largest_error(
 
 def choose_attention(cfg: GPTConfig, machine: DistContext, compiled: bool = False) -> Backend:
     """
-    First kernel that works on all ranks: fa3 (CUDA), flex (CUDA with windows), blocks (compiled
-    CPU), sdpa, plain.
+    First kernel that works on all ranks: fa3 or flex (CUDA), blocks (compiled CPU), sdpa, plain.
     """
     wanted: list[Backend] = ["sdpa"]
     if machine.device.type == "cuda":
-        wanted = ["fa3", "flex", "sdpa"] if "S" in cfg.window_pattern else ["fa3", "sdpa"]
+        wanted = ["fa3", "flex", "sdpa"]
     elif machine.device.type == "cpu" and compiled:
         wanted = ["blocks", "sdpa"]
     for backend in wanted:

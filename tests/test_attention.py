@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nanochat import attention
-from nanochat.attention import attend, attend_blocks, attend_plain, causal_mask
+from nanochat.attention import attend, attend_blocks, attend_plain, causal_mask, make_mask
 
 
 def loop_attention(q, k, v, window, scale):
@@ -90,8 +90,13 @@ def test_default_scale_is_inverse_sqrt_of_head_dim():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize("backend", ["sdpa", "flex"])
 @pytest.mark.parametrize("window", [None, 100])
-def test_gpu_kernels_match_reference(backend, window):
+@pytest.mark.parametrize("cut", [None, 200])
+def test_gpu_kernels_match_reference(backend, window, cut):
     q, k, v = torch.randn(3, 2, 512, 4, 64, device="cuda", dtype=torch.bfloat16).unbind(0)
-    got = attend(q, k, v, window, backend=backend).float()
-    want = attend(q, k, v, window, backend="plain").float()
+    segments = None if cut is None else (torch.arange(512, device="cuda") >= cut).expand(2, -1)
+    masks = [make_mask(kind, q, window, segments) for kind in (backend, "plain")]
+    got, want = (
+        attend(q, k, v, window, backend=kind, mask=mask).float()
+        for kind, mask in zip((backend, "plain"), masks, strict=True)
+    )
     torch.testing.assert_close(got, want, rtol=0.02, atol=0.02)

@@ -122,14 +122,16 @@ def test_blockwise_losses_match_and_engine_uses_sdpa(machine):
 
 @torch.no_grad()
 def test_layers_share_flex_masks_and_engine_uses_none(machine, monkeypatch):
-    from torch.nn.attention.flex_attention import flex_attention
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     monkeypatch.setattr(attention, "compiled_flex", lambda: flex_attention)
+    monkeypatch.setattr(attention, "compiled_block_mask", lambda: create_block_mask)
     counters = torch._dynamo.utils.counters["stats"]
     cfg = replace(TINY, n_layer=5, max_seq_len=150, window_pattern="SL")
     model = lively(build_model(cfg, machine.device, machine.dtype, 0))
     tokens = torch.randint(64, (1, 150), generator=seeded())
-    want = model.hidden(tokens)
+    segments = (tokens % 16 == 0).cumsum(1)
+    want, apart = model.hidden(tokens), model.hidden(tokens, segments=segments)
     for block in model.blocks:
         block.attention.backend = "flex"
     model.compile(backend="eager")
@@ -137,7 +139,9 @@ def test_layers_share_flex_masks_and_engine_uses_none(machine, monkeypatch):
     torch._dynamo.reset()
     for _ in range(2):
         torch.testing.assert_close(model.hidden(tokens), want, rtol=1e-4, atol=1e-4)
-    assert attention.block_mask.cache_info().misses == 2  # one per window
+        found = model.hidden(tokens, segments=segments)
+        torch.testing.assert_close(found, apart, rtol=1e-4, atol=1e-4)
+    assert attention.block_mask.cache_info().misses == 1  # full attention has no mask
     twin, graphs = inference_copy(model), counters["unique_graphs"]
     for T in (3, 4, 5):
         torch.testing.assert_close(twin.hidden(tokens[:, :T]), want[:, :T], rtol=1e-4, atol=1e-4)
