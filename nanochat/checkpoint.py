@@ -528,9 +528,13 @@ class CheckpointManager:
         without_optimizer = not self.keep_optimizer or progress.optimizer_missing
         dropped = progress.finished and without_optimizer
         optim_tensors = None if dropped else optimizer.state_dict(self.to_host)
+        masters = optimizer.master_weights(self.to_host)
         if self.machine.is_main:
             state = {**state, "launch": self.machine.launch, "progress": progress.state_dict()}
-            weights = {name: self.to_host(name, x) for name, x in model.state_dict().items()}
+            weights = {
+                name: masters[name] if name in masters else self.to_host(name, x)
+                for name, x in model.state_dict().items()
+            }
             arguments = (model, optim_tensors, tokenizer, state, self.cfg.keep, weights)
             write = partial(save_checkpoint, self.folder, progress.step, *arguments)
             on_gpu = self.machine.device.type == "cuda"

@@ -4,10 +4,11 @@ Learning-rate schedules, update rules per parameter role, and Muon + AdamW shard
     (step, num_steps) -> lr_factor, muon_momentum, decay_factor
     OptimConfig -> make_rules -> role: Rule -> MuonAdamW: parameter groups, sharded or replicated
 
-Master weights and optimizer state are float32.
+Master weights and optimizer state are float32. On a GPU, the plain model's embeddings are stored in
+the compute dtype, which halves their gradients and the traffic between ranks.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
@@ -76,6 +77,7 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 NEWTON_SCHULZ_STEPS = 5
 SCALAR_LR = 0.5  # peak learning rate of scalars at a batch of 524,288 tokens
 TIED_LR = 0.05  # peak learning rate of a tied embedding and LM head at width 768
+ROUNDED_ROLES = ("embedding", "value_embedding")  # see `round_embeddings`
 ROWS_FADE_EVERY = 16  # steps; decay touches the whole embedding, an update only a few rows
 
 
@@ -210,7 +212,7 @@ def adamw_update(
     state: first and second moment. scalars: learning rate, betas, weight decay, step (from 1).
     """
     (first, second), (lr, beta1, beta2, decay, step) = state, scalars
-    grad, lr, fresh1, fresh2 = apply_guard(guard, grad, lr, 1 - beta1, 1 - beta2)
+    grad, lr, fresh1, fresh2 = apply_guard(guard, grad.float(), lr, 1 - beta1, 1 - beta2)
     first.lerp_(grad, fresh1)
     second.lerp_(grad * grad, fresh2)
     scale = (1 - beta2**step).sqrt() / (1 - beta1**step)
@@ -280,8 +282,9 @@ class ParamGroup:
         return whole.chunk(machine.world_size)[machine.rank] if self.sharded else whole
 
     def weight(self) -> Tensor:
-        """This rank's slice of the parameters."""
-        return self.local_shard([p.detach() for p in self.params])
+        """This rank's slice of the parameters, or of their float32 master weights."""
+        master = self.state.get("master")
+        return self.local_shard([p.detach() for p in self.params]) if master is None else master
 
     def unstack(self, whole: Tensor) -> Sequence[Tensor]:
         """Views of the parameters in their `stack`."""
@@ -325,6 +328,20 @@ class MuonAdamW:
             for kind in MOMENTS[group.rule.kind]:
                 group.state[kind] = torch.zeros_like(weight, dtype=torch.float32)
 
+    @torch.no_grad()
+    def round_embeddings(self, model: GPT, dtype: torch.dtype) -> None:
+        """
+        Store the model's embeddings in `dtype`, and this rank's slices of them in float32 as master
+        weights, which only updates and checkpoints use. The forward pass rounds to `dtype` anyway.
+        """
+        roles = model.param_roles()
+        for group in self.groups:
+            rounded = roles[group.names[0]] in ROUNDED_ROLES and dtype != torch.float32
+            if rounded and "master" not in group.state:
+                group.state["master"] = group.weight().clone()
+                for param in group.params:
+                    param.data = param.data.to(dtype)
+
     # ---- the step ----------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -359,7 +376,9 @@ class MuonAdamW:
     def squared_norm(self, sharded: bool) -> Tensor | float:
         """Sum of squares of this rank's reduced gradients, in sharded or replicated groups."""
         grads = [g.grad for g in self.groups if g.sharded is sharded and g.grad is not None]
-        norms = [torch.linalg.vector_norm(grad_entries(grad)) for grad in grads]
+        norms = [
+            torch.linalg.vector_norm(grad_entries(grad), dtype=torch.float32) for grad in grads
+        ]
         return torch.stack(norms).square().sum() if grads else 0.0
 
     @torch.no_grad()
@@ -387,13 +406,16 @@ class MuonAdamW:
             assert group.grad is not None, "step without reduce_gradients"
             if self.guard is None and scale != 1.0:
                 grad_entries(group.grad).mul_(float(scale))
-            weight = group.weight().clone() if group.sharded else group.weight()
+            weight, has_master = group.weight(), "master" in group.state
+            if group.sharded and not has_master:
+                weight = weight.clone()
             with restore_after(weight, *group.state.values()) if undo else nullcontext():
                 self.update(group, weight, lr_factor, momentum, decay_factor)
             group.grad = None
+            weight = weight.to(group.params[0].dtype)
             if group.sharded:
                 launched.append((group, *all_gather(weight, self.machine)))
-            elif group.stacked:
+            elif group.stacked or has_master:
                 group.assign(weight)
         for group, whole, work in launched:
             with self.machine.waiting("weight all-gather"):
@@ -475,27 +497,42 @@ class MuonAdamW:
             self.machine.synchronize()
         return whole
 
-    @torch.no_grad()
     def state_dict(
         self, keep: Callable[[str, Tensor], Tensor] = lambda name, x: x
     ) -> dict[str, Tensor]:
         """
-        Full state tensors, keyed by `<parameter>.<kind>`, on the main rank, which gathers them one
-        group at a time. All ranks must call this; the others get an empty dict.
+        Full state tensors, keyed by `<parameter>.<kind>`, without master weights, on the main rank,
+        which gathers them one group at a time. All ranks must call this; the others get no tensors.
 
         keep: (key, tensor) -> tensor to return, such as a copy on the CPU. Default: the tensor
         itself, which may share memory with the state.
         """
-        result: dict[str, Tensor] = {"steps_taken": torch.tensor(self.steps_taken)}
+        kinds = {kind for group in self.groups for kind in group.state} - {"master"}
+        found = self.collect(kinds, keep)
+        return {"steps_taken": torch.tensor(self.steps_taken), **found} if found else {}
+
+    def master_weights(self, keep: Callable[[str, Tensor], Tensor]) -> dict[str, Tensor]:
+        """Master weights of rounded parameters by name; otherwise like `state_dict`."""
+        suffix = ".master"
+        found = self.collect({"master"}, lambda key, x: keep(key.removesuffix(suffix), x))
+        return {key.removesuffix(suffix): x for key, x in found.items()}
+
+    @torch.no_grad()
+    def collect(
+        self, kinds: Collection[str], keep: Callable[[str, Tensor], Tensor]
+    ) -> dict[str, Tensor]:
+        """State tensors of these kinds, gathered on the main rank; see `state_dict`."""
+        result: dict[str, Tensor] = {}
         for group in self.groups:
-            for kind, whole in group.state.items():
+            for kind in [kind for kind in group.state if kind in kinds]:
+                whole = group.state[kind]
                 if group.sharded:
                     with self.machine.waiting(f"optimizer state gather ({kind})"):
                         whole = gather_on_main(whole, self.machine)
                 if self.machine.is_main:
                     keys = [f"{name}.{kind}" for name in group.names]
                     result |= zip(keys, map(keep, keys, group.unstack(whole)), strict=True)
-        return result if self.machine.is_main else {}
+        return result
 
     def local_state(self) -> dict[str, Tensor]:
         """This rank's shards of the state, keyed by the first parameter of each group."""

@@ -261,7 +261,7 @@ def max_rows(model: GPT, trainable: Trainable, machine: DistContext) -> int:
             used.append(hardware.used_memory_bytes(device))
             del loss
     torch.cuda.empty_cache()
-    room = hardware.free_memory_bytes(device) - GPU_RESERVE - 4 * model.num_params()
+    room = hardware.free_memory_bytes(device) - GPU_RESERVE - model.num_bytes()
     each = max(1, used[1] - used[0]) if len(used) == 2 else room / 2
     return int(min(machine.gather(max(1, int(room / (each * COMPILED_SHARE))))))
 

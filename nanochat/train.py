@@ -446,11 +446,12 @@ def train_step(run: TrainingRun, step: int, horizon: float | None = None) -> Ste
         run.stopping(),
     )
     verdict = judge(sums, optimizer.reduce_gradients(), run.batch_tokens, run.cfg.optim.grad_clip)
+    read_verdict = copy_to_host(verdict, machine)
     lr = optim.lr_factor(step, horizon, run.schedule)
     metrics = {name: lr * peak for name, peak in optimizer.peak_lrs.items()}
     after_backward = Callback.after_backward
     watching = [c for c in run.callbacks if type(c).after_backward is not after_backward]
-    if watching and not read(verdict, machine).stopped:  # if stopped, all gradients are partial
+    if watching and not read_verdict().stopped:  # if stopped, all gradients are partial
         for callback in watching:
             metrics |= callback.after_backward(float(verdict.scale))
     momentum = RL_MOMENTUM if run.kind == "rl" else optim.muon_momentum(step, horizon)
@@ -459,7 +460,7 @@ def train_step(run: TrainingRun, step: int, horizon: float | None = None) -> Ste
     metrics |= run.loader.metrics
     if step + 1 < horizon:
         run.loader.prefetch(step + 1, run.device_rows, run.stopping)
-    found = read(verdict, machine)
+    found = read_verdict()  # while the device updates the weights
     if not found.good:
         optimizer.steps_taken -= 1
     if found.stopped:
@@ -498,10 +499,24 @@ def judge(sums: Tensor, norm: Tensor, batch_tokens: int, grad_clip: float) -> Ve
     return Verdict(loss, norm, scale, clipped, tokens, stopped, good)
 
 
-def read(verdict: Verdict, machine: DistContext) -> Verdict:
-    """The verdict as numbers. Waits for the device: the only time in a step."""
-    with machine.waiting("device synchronization"):
-        return Verdict(*torch.stack([x.to(verdict.loss.dtype) for x in verdict]).tolist())
+def copy_to_host(verdict: Verdict, machine: DistContext) -> Callable[[], Verdict]:
+    """
+    Start copying a verdict to the host. The result waits for the copy, but not for later work of
+    the device, and returns the verdict as numbers. The host waits for nothing else in a step.
+    """
+    values = torch.stack([x.to(verdict.loss.dtype) for x in verdict])
+    host = values.to("cpu", non_blocking=True)  # pinned memory
+    copied = torch.cuda.current_stream().record_event() if values.is_cuda else None
+
+    def read() -> Verdict:
+        with machine.waiting("device synchronization"):
+            if copied:
+                copied.synchronize()
+            elif values.device.type != "cpu":
+                machine.synchronize()
+        return Verdict(*host.tolist())
+
+    return read
 
 
 def log_step(run: TrainingRun, progress: Progress, done: Step, seconds: float) -> None:
@@ -630,6 +645,8 @@ def fit_rows(run: TrainingRun, steps: int) -> Prepared:
     model, optimizer, machine = run.model, run.optimizer, run.machine
     trainable, requested = run.objective or model, run.cfg.device_batch_size
     T, device = model.cfg.max_seq_len, machine.device
+    if device.type == "cuda" and type(model) is GPT:  # the tracks' models use float32 weights
+        optimizer.round_embeddings(model, machine.dtype)
     used = hardware.used_memory_bytes(device)
     rows = run.batch_tokens // T // machine.world_size
     limit = rows if requested is not None else preflight.max_rows(model, trainable, machine)
@@ -657,8 +674,7 @@ def fit_rows(run: TrainingRun, steps: int) -> Prepared:
             device_rows = preflight.choose_device_rows(None, rows, device_rows // 2)
             machine.print0(f"preflight  out of memory; trying {device_rows} rows")
     peak_bytes, seconds = measured
-    weights = 4 * model.num_params()  # bytes; same for the gradients
-    state = sum(4 * x.numel() for x in optimizer.local_state().values())
+    weights, state = model.num_bytes(), sum(x.nbytes for x in optimizer.local_state().values())
     memory = {"weights": weights, "gradients": weights, "optimizer": state}
     memory["activations"] = max(0, peak_bytes - used - weights)  # including kernel workspaces
     total, free = sum(memory.values()), weights + state + hardware.free_memory_bytes(device)

@@ -7,6 +7,7 @@ Prints a JSON list of each rank's learning rates, losses, gradient norms and par
 
 import hashlib
 import json
+import math
 import sys
 from dataclasses import replace
 
@@ -53,9 +54,31 @@ def check_work_for_others(machine: DistContext) -> None:
             assert str(error) == "nothing on rank 0\n  run:  make it"
 
 
+def check_rounded_embeddings(machine: DistContext) -> None:
+    """All ranks have the same embeddings: the main rank's master weights, rounded."""
+    shape = replace(TINY, vocab_size=1024 + machine.world_size)  # large enough to be sharded
+    model = build_model(shape, machine.device, machine.dtype, seed=0)
+    before = model.embed.weight.detach().clone()
+    optimizer = MuonAdamW(model, make_rules(OptimConfig(), TINY.d_model), machine)
+    optimizer.round_embeddings(model, torch.bfloat16)
+    tokens = torch.arange(T)[None] + machine.rank
+    model.loss(tokens, tokens).backward()
+    assert math.isfinite(optimizer.reduce_gradients())
+    optimizer.step(1.0)
+    masters = optimizer.master_weights(lambda name, x: x.clone())
+    masters = machine.broadcast(masters)
+    for name, wanted in masters.items():
+        assert wanted.dtype == torch.float32
+        assert torch.equal(model.get_parameter(name), wanted.bfloat16()), name
+    moved = (masters["embed.weight"] - before).abs().amax(1) > 0.02  # more than by decay
+    touched = moved.nonzero().flatten().tolist()
+    assert touched == list(range(T + machine.world_size - 1))
+
+
 def main() -> None:
     machine = init_distributed(DistConfig("cpu", "float32"))
     check_work_for_others(machine)
+    check_rounded_embeddings(machine)
     share = ROWS // machine.world_size
     mine = slice(machine.rank * share, (machine.rank + 1) * share)
     shape = replace(TINY, bigram_rows=4096)

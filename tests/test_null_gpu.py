@@ -51,7 +51,8 @@ def test_R32_estimated_memory_matches_peak_of_run(
     assert found["leaked"] == 0
     assert found["host_growth"] < 2**27  # weights are drawn on the device
     assert depth < 24 or found["device_rows"] == 16
-    assert found["waits"] <= (1 if depth > SMALL_DEPTH else 2)  # hash-bigram rows are read
+    # the wait for the event of the verdict is not counted
+    assert found["waits"] <= (0 if depth > SMALL_DEPTH else 1)  # hash-bigram rows are read
     assert found["save_waits"] == 0
 
 

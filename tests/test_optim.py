@@ -273,3 +273,34 @@ def test_verdict_on_the_device_acts_like_one_on_the_host(machine, tiny_gpt, good
     assert results[0]["steps_taken"] == 2 + good
     for name, value in results[0].items():
         assert torch.equal(value, results[1][name]), name
+
+
+def test_rounded_embeddings_train_like_float32_ones(machine, tiny_gpt):
+    """The forward pass computes with the same numbers; masters accumulate updates unrounded."""
+    tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
+    results, table = [], make_rules(OptimConfig(), 768)
+    for rounded in (False, True):
+        model = copy.deepcopy(tiny_gpt)
+        model.dtype = torch.bfloat16
+        optimizer = MuonAdamW(model, table, machine)
+        if rounded:
+            optimizer.round_embeddings(model, torch.bfloat16)
+            assert model.embed.weight.dtype == torch.bfloat16
+        losses = []
+        for _ in range(8):
+            loss = model.loss(tokens, tokens) / tokens.numel()
+            loss.backward()
+            losses.append(float(loss.detach()))
+            optimizer.reduce_gradients()
+            optimizer.step(1e-3)
+        masters = optimizer.master_weights(lambda name, x: x)
+        results.append((losses, {n: masters.get(n, x) for n, x in model.state_dict().items()}))
+    (exact, weights), (losses, found) = results
+    assert losses[0] == exact[0] and losses == pytest.approx(exact, rel=1e-3)
+    assert "embed.weight" in masters
+    assert not any("master" in name for name in optimizer.state_dict())
+    for name, x in found.items():
+        assert x.dtype == torch.float32
+        torch.testing.assert_close(x, weights[name], rtol=1e-3, atol=1e-3)
+    moved = (found["embed.weight"] - tiny_gpt.embed.weight).abs()
+    assert 0 < moved.max() < 0.01  # most steps are too small for bfloat16

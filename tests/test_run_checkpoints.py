@@ -86,6 +86,23 @@ def test_resumed_run_has_the_saved_state(run, machine):
         assert torch.equal(p, run.model.get_parameter(name)), name
 
 
+def test_R2_rounded_embeddings_are_saved_and_resumed_in_float32(run, machine):
+    exact = run.model.embed.weight.detach().clone()
+    run.optimizer.round_embeddings(run.model, torch.bfloat16)
+    assert not torch.equal(run.model.embed.weight.float(), exact)
+    with run.open(resume="auto") as checkpoints:
+        run.save(checkpoints, 7)
+        fresh = build_model(TINY, machine.device, machine.dtype, seed=9)
+        other = new_optimizer(fresh, machine)
+        checkpoints.begin(run.identity, fresh, other, 10)
+    assert torch.equal(fresh.embed.weight, exact)
+    other.round_embeddings(fresh, torch.bfloat16)
+    for name, p in fresh.named_parameters():
+        assert torch.equal(p, run.model.get_parameter(name)), name
+    for name, x in other.local_state().items():
+        assert torch.equal(x, run.optimizer.local_state()[name]), name
+
+
 def test_R6_error_names_changed_text_or_seed(run):
     with run.open() as checkpoints:
         run.save(checkpoints, 1)
