@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from dev import hyperparameters
+from dev import hyperparameters, time_model
 from dev.help_pages import FOLDER, SCRIPTS, help_page
 from nanochat.config import GROUPS, iter_settings
 from scripts.base_train import BaseTrain
@@ -49,3 +49,22 @@ def test_recipe_differs_from_the_published_one_only_for_listed_reasons():
     table, different = hyperparameters.compare_recipes()
     print(table)
     assert different == hyperparameters.REASONS.keys()
+
+
+def test_predicted_times_in_docs_are_current():
+    assert time_model.PAGE.read_text() == time_model.page(), "python -m dev.time_model"
+
+
+def test_time_model_reproduces_published_throughput():
+    """Fitted to one published run, it is within 10% of the others; a longer step is slower."""
+    runs = {key: time_model.predict(*key, "fa3") for key in time_model.PUBLISHED}
+    fitted, *others = runs
+    share = time_model.reached(time_model.PUBLISHED[fitted][0], runs[fitted])
+    assert 0.5 < share < 0.8  # the best matmuls reach 79% on an H100
+    for key in others:
+        assert runs[key].rate(share) == pytest.approx(time_model.PUBLISHED[key][0], rel=0.1)
+    for kernel in time_model.ATTENTION:
+        times = [
+            time_model.predict(24, d, 2**20, kernel).seconds(share) for d in ("bfloat16", "fp8")
+        ]
+        assert times[0] > times[1] > 0.5 * times[0]

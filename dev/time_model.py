@@ -1,0 +1,271 @@
+"""
+Predict the time of a training step on H100s and write it into docs/performance.md.
+
+    python -m dev.time_model
+
+Each part of a step is bound by FLOPs, memory or links; the bound divided by the share of it that
+one published run reached is the prediction, and other published runs check it. Nothing here was
+measured by this project.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from nanochat.attention import causal_mask
+from nanochat.common import REPOSITORY
+from nanochat.gpt import GPT
+from nanochat.hardware import PEAK_FLOPS
+from nanochat.optim import NEWTON_SCHULZ_STEPS, ROUNDED_ROLES
+from nanochat.scaling import Horizon, ShapeConfig, default_windows, plan_horizon, shape_for_depth
+
+PAGE = REPOSITORY / "docs" / "performance.md"
+MARKS = "<!-- predicted: python -m dev.time_model -->\n", "<!-- end -->\n"
+
+GPUS, VOCAB_SIZE, T, RATIO = 8, 32_768, 2048, 8  # the h100x8 profile of speedrun.sh
+FLOPS = PEAK_FLOPS["H100"]  # fp8: twice as many
+MEMORY = 3.35e12  # bytes/s: NVIDIA H100 SXM data sheet
+LINK = 450e9  # bytes/s in each direction: NVLink, the same sheet
+# FLOP/s of a forward pass over 2,048 causal tokens with heads of 128: FlashAttention-3 paper,
+# arXiv:2407.08608
+TRITON, CUDNN, FLASH3 = 323e12, 484e12, 521e12
+# Kernels -> rates with and without a window. FlexAttention is Triton code; without a window,
+# PyTorch's own kernel runs, which is cuDNN on an H100.
+ATTENTION = {"flex": (TRITON, CUDNN), "fa3": (FLASH3, FLASH3)}
+BACKWARD = 2.5  # backward FLOPs of attention per forward FLOP: the same paper
+# Bytes that the other kernels of a layer read and write per token, in vectors of width C and two
+# bytes each, counted in gpt.py: forward 25 (residual mix 4, rotary and norms 8, value gate 2,
+# squared ReLU 8, residual 3), backward 40
+VECTORS = 65
+FP8_BYTES = 5  # per element of an operand: quantize (write 1, read 2), transposed copy (2)
+LOGIT_BYTES = 10  # per logit: write, softmax, slope, and its two matmuls, two bytes each
+WEIGHT_BYTES = 28  # per matrix weight and micro-batch: two casts of 6, gradient and sum of 16
+EMBEDDING_BYTES = 10  # per rounded embedding weight and micro-batch: zeros, gradient and sum
+ADAMW_BYTES = 30  # per weight: gradient, master and two moments, read and written; rounded copy
+DEVICE_ROWS = 16  # of 2,048 tokens, as at depth 24
+
+# depth, dtype, tokens per step -> tokens/s on 8 H100; the first sets the share, the others check it
+PUBLISHED = {
+    (26, "bfloat16", 2**20): (630e3, "nanochat's log, 2026-02"),
+    (26, "fp8", 2**19): (12_700 * 2**19 / 8_967, "nanochat's pull request 516, 2026-02"),
+    (24, "fp8", 2**20): (983e3, "nanochat's leaderboard, 2026-03"),
+}
+
+
+@dataclass(frozen=True)
+class Step:
+    """Bounds of a training step on one of `GPUS` GPUs, in seconds by part."""
+
+    tokens: int
+    flops_per_token: float
+    vendor: dict[str, float]
+    """Parts bound by a vendor's peak; a real run takes longer."""
+    measured: dict[str, float]
+    """Parts at a measured rate."""
+
+    def seconds(self, share: float) -> float:
+        """Duration if the vendor's peaks are reached to this share."""
+        return sum(self.vendor.values()) / share + sum(self.measured.values())
+
+    def with_parts(self, parts: Mapping[str, float]) -> "Step":
+        """The same step with other bounds of some parts."""
+        vendor = {name: parts.get(name, x) for name, x in self.vendor.items()}
+        measured = {name: parts.get(name, x) for name, x in self.measured.items()}
+        return replace(self, vendor=vendor, measured=measured)
+
+    def rate(self, share: float) -> float:
+        """Tokens per second of all GPUs."""
+        return self.tokens / self.seconds(share)
+
+    def utilization(self, share: float) -> float:
+        return self.rate(share) * self.flops_per_token / (FLOPS * GPUS)
+
+
+def meta_model(depth: int) -> GPT:
+    """The default model of this depth on GPUs, without weights."""
+    windows = default_windows(depth, "cuda")
+    with torch.device("meta"):
+        return GPT(shape_for_depth(depth, VOCAB_SIZE, T, "default", windows, ShapeConfig()))
+
+
+def attention_seconds(model: GPT, kernel: str) -> float:
+    """Seconds of attention per token, forward and backward."""
+    cfg, seconds = model.cfg, 0.0
+    for window in map(cfg.window, range(cfg.n_layer)):
+        pairs = int(causal_mask(T, window, torch.device("cpu")).sum())  # of a query and a key
+        flops = (1 + BACKWARD) * 4 * cfg.n_head * cfg.head_dim * pairs / T
+        seconds += flops / ATTENTION[kernel][window is None]
+    return seconds
+
+
+def traffic(model: GPT) -> tuple[float, float]:
+    """Bytes of gradients that a step reduces, and of weights that it gathers, over 8 GPUs."""
+    roles, stacks, reduced, gathered = model.param_roles(), dict[torch.Size, int](), 0.0, 0.0
+    for name, p in model.named_parameters():
+        if roles[name] == "matrix":
+            stacks[p.shape] = stacks.get(p.shape, 0) + 1
+        elif p.ndim == 2 and p.size(0) >= 1024:
+            size = p.numel() * (2 if roles[name] in ROUNDED_ROLES else 4)
+            reduced, gathered = reduced + size, gathered + size
+        else:  # an all-reduce sends twice as much
+            reduced += 2 * 4 * p.numel()
+    padded = sum(4 * shape.numel() * -(-n // GPUS) * GPUS for shape, n in stacks.items())
+    return reduced + padded, gathered + padded
+
+
+def muon_flops(model: GPT) -> float:
+    """FLOPs of Newton-Schulz over all matrices."""
+    roles, total = model.param_roles(), 0.0
+    for name, p in model.named_parameters():
+        if roles[name] == "matrix":
+            short, long = sorted(p.shape)
+            total += NEWTON_SCHULZ_STEPS * (4 * short**2 * long + 2 * short**3)
+    return total
+
+
+def predict(depth: int, dtype: str, tokens: int, attention: str, rows: int = DEVICE_ROWS) -> Step:
+    """Bounds of a step of `tokens` tokens with micro-batches of `rows` rows."""
+    model, mine = meta_model(depth), tokens / GPUS
+    cfg, roles, fp8 = model.cfg, model.param_roles(), dtype == "fp8"
+    sizes = dict.fromkeys(roles.values(), 0)
+    for name, p in model.named_parameters():
+        sizes[roles[name]] += p.numel()
+    rounded = sum(sizes.get(role, 0) for role in ROUNDED_ROLES)
+    micro_batches = max(1.0, mine / (rows * T))
+    quantized = 18 * FP8_BYTES * cfg.d_model if fp8 else 0  # operands of all matmuls, per layer
+    layer_bytes = cfg.n_layer * (2 * VECTORS * cfg.d_model + quantized)
+    weight_bytes = WEIGHT_BYTES * (sizes["matrix"] + sizes["head"]) + EMBEDDING_BYTES * rounded
+    adamw = ADAMW_BYTES * (rounded + sizes["head"])
+    vendor = {
+        "layer matmuls": 6 * sizes["matrix"] * mine / FLOPS / (2 if fp8 else 1),
+        "LM head": 6 * sizes["head"] * mine / FLOPS + LOGIT_BYTES * VOCAB_SIZE * mine / MEMORY,
+        "other kernels": layer_bytes * mine / MEMORY,
+        "weights and gradients": weight_bytes * micro_batches / MEMORY,
+        "update": (muon_flops(model) / FLOPS + adamw / MEMORY) / GPUS,
+        "links": sum(traffic(model)) * (GPUS - 1) / GPUS / LINK,
+    }
+    measured = {"attention": attention_seconds(model, attention) * mine}
+    return Step(tokens, model.flops_per_token(), vendor, measured)
+
+
+def reached(tokens_per_second: float, step: Step) -> float:
+    """Share of the vendor's peaks that a published run reached."""
+    left = step.tokens / tokens_per_second - sum(step.measured.values())
+    return sum(step.vendor.values()) / left
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def horizon(depth: int) -> Horizon:
+    """Steps and tokens of the speedrun's base model."""
+    return plan_horizon(meta_model(depth), None, None, RATIO, None, GPUS)
+
+
+def savings(step: Step, fp8: Step, fa3: Step) -> dict[str, dict[str, float]]:
+    """Change -> the parts that it makes shorter, with their new bounds."""
+    return {
+        "fp8 matmuls": {name: fp8.vendor[name] for name in ("layer matmuls", "other kernels")},
+        "half of the traffic of the other kernels, as by norms fused into matmuls": {
+            "other kernels": step.vendor["other kernels"] / 2
+        },
+        "FlashAttention 3 for all layers": fa3.measured,
+        "reductions that overlap the backward pass, gathers the next forward pass": {"links": 0.0},
+        "weights cast to bfloat16 once per step, not twice per micro-batch": {
+            "weights and gradients": step.vendor["weights and gradients"] * (1 - 12 / WEIGHT_BYTES)
+        },
+    }
+
+
+def section() -> str:
+    """The generated text."""
+    runs = {key: predict(*key, "fa3") for key in PUBLISHED}
+    shares = [reached(PUBLISHED[key][0], run) for key, run in runs.items()]
+    share, low, high = shares[0], min(shares), max(shares)
+    checks = [
+        [f"depth {key[0]}, {key[1]}", f"{PUBLISHED[key][0]:,.0f}", f"{run.rate(share):,.0f}",
+         f"{run.rate(share) / PUBLISHED[key][0] - 1:+.1%}", PUBLISHED[key][1]]
+        for key, run in runs.items()
+    ]  # fmt: skip
+    setups = [(8, "bfloat16"), (12, "bfloat16"), (24, "bfloat16"), (24, "fp8")]
+    steps = [predict(depth, dtype, horizon(depth).batch_tokens, "flex") for depth, dtype in setups]
+    parts = [
+        [name, *(f"{1e3 * {**s.vendor, **s.measured}[name]:.1f}" for s in steps)]
+        for name in (*steps[0].vendor, *steps[0].measured)
+    ]
+    parts += [
+        ["**step**, predicted", *(f"**{1e3 * s.seconds(share):,.0f}**" for s in steps)],
+        ["tokens per step", *(f"{s.tokens:,}" for s in steps)],
+        ["tokens/s", *(f"{s.rate(share):,.0f}" for s in steps)],
+        ["MFU", *(f"{s.utilization(share):.0%}" for s in steps)],
+    ]
+    bf16, fp8 = steps[2:]
+    fa3, plan = (
+        [predict(24, dtype, bf16.tokens, "fa3") for dtype in ("bfloat16", "fp8")],
+        horizon(24),
+    )
+
+    def hours(step: Step, at: float = share) -> float:
+        return plan.num_steps * step.seconds(at) / 3600
+
+    times = [
+        [name, f"{hours(step):.2f} h", f"{hours(best, high):.2f} to {hours(step, low):.2f} h"]
+        for name, step, best in zip(
+            ("bfloat16", "`--dtype=fp8`"), (bf16, fp8), fa3, strict=True
+        )
+    ]  # fmt: skip
+    changes, everything = savings(bf16, fp8, fa3[0]), bf16
+    ranked = []
+    for name, shorter in changes.items():
+        saved = hours(bf16) - hours(bf16.with_parts(shorter))
+        ranked.append((saved, [name, f"{60 * saved:.0f} min", f"{saved / hours(bf16):.1%}"]))
+        everything = everything.with_parts(shorter)
+    halved = {"other kernels": fp8.vendor["other kernels"] / 2}
+    together = hours(everything.with_parts(halved))
+    ranked.sort(key=lambda item: -item[0])
+    tokens = f"{plan.num_steps * plan.batch_tokens / 1e9:.2f}B tokens in {plan.num_steps:,} steps"
+    heads = [f"depth {depth}, {dtype}" for depth, dtype in setups]
+    return f"""\
+## Predicted on 8 H100
+
+Nothing here was measured by this project. `dev/time_model.py` adds up lower bounds of time: FLOPs,
+memory traffic and link traffic of each part at the vendor's peaks, and attention at the rates of
+the FlashAttention-3 paper. One published run of this architecture sets the share of the peaks that
+is reached, {share:.0%}. Two others check it:
+
+{table(["published, 8 H100", "tokens/s", "model", "error", "source"], checks)}
+Bounds of a step in milliseconds on each GPU, with rows of {T:,} tokens, micro-batches of at most
+{DEVICE_ROWS} rows and FlexAttention. The prediction divides all but attention by the share. The
+share is fitted at depth 26, and small matmuls reach less, so the real depth 8 and 12 are slower
+than predicted.
+
+{table(["part", *heads], parts)}
+Base training of the speedrun (depth 24, ratio {RATIO}) is {tokens}. The range
+covers the shares that the published runs reached, {low:.0%} to {high:.0%}, and FlashAttention 3 in
+place of FlexAttention:
+
+{table(["dtype", "predicted", "range"], times)}
+The other stages of the speedrun are not included; `bash speedrun.sh --plan` prints estimates.
+
+What would save the most of the bfloat16 run, by the same model:
+
+{table(["change", "saves", "share"], [row for _, row in ranked])}
+All of them together: {together:.2f} h. For 1.2 h, the model must also learn as much from
+{1 - 1.2 / together:.0%} fewer tokens.
+"""
+
+
+def page() -> str:
+    """docs/performance.md with a current section."""
+    begin, end = MARKS
+    pattern = re.escape(begin) + ".*?" + re.escape(end)
+    return re.sub(pattern, lambda _: begin + section() + end, PAGE.read_text(), flags=re.DOTALL)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
