@@ -8,9 +8,11 @@ Master weights and optimizer state are float32. On a GPU, the plain model's embe
 the compute dtype, which halves their gradients and the traffic between ranks.
 """
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -77,6 +79,7 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 NEWTON_SCHULZ_STEPS = 5
 SCALAR_LR = 0.5  # peak learning rate of scalars at a batch of 524,288 tokens
 TIED_LR = 0.05  # peak learning rate of a tied embedding and LM head at width 768
+BUCKET_BYTES = 64 << 20  # matrices whose gradients are reduced together; small messages are slow
 ROUNDED_ROLES = ("embedding", "value_embedding")  # see `round_embeddings`
 ROWS_FADE_EVERY = 16  # steps; decay touches the whole embedding, an update only a few rows
 
@@ -265,6 +268,8 @@ class ParamGroup:
     """Whether each rank owns a slice; if not, all ranks apply the same update."""
     state: dict[str, Tensor] = field(default_factory=dict)
     grad: Tensor | None = None
+    unfinished: int = 0
+    """Number of gradients that the last backward pass has not completed."""
 
     @property
     def stacked(self) -> bool:
@@ -301,8 +306,8 @@ class MuonAdamW:
     """
     Optimizer of a model's parameters; `table` maps roles to rules, see `make_rules`.
 
-    Per step: backward, then `reduce_gradients`, then `step` or `drop_gradients`. On a GPU, neither
-    waits for the device.
+    Per step: `expect_last_pass`, the last backward pass, then `reduce_gradients`, then `step` or
+    `drop_gradients`. On a GPU, none of them waits for the device.
     """
 
     def __init__(self, model: GPT, table: Mapping[str, Rule], machine: DistContext):
@@ -313,12 +318,18 @@ class MuonAdamW:
         self.guards_on_device = machine.device.type == "cuda"  # a CPU reads scalars for free
         self.guard: Guard | None = None
         groups, roles = dict[Any, ParamGroup](), model.param_roles()
+        seen, many = Counter[Any](), machine.world_size > 1
         for name, param in model.named_parameters():
             rule = table[roles[name]]
             small = param.ndim < 2 or param.size(0) < 1024
             whole = small or (rule.kind == "rows" and machine.device.type == "cpu")
-            sharded = machine.world_size > 1 and (rule.kind == "muon" or not whole)
-            key = (roles[name], tuple(param.shape)) if rule.kind == "muon" else name
+            sharded = many and (rule.kind == "muon" or not whole)
+            key: Any = name
+            if rule.kind == "muon":
+                key = (roles[name], tuple(param.shape))
+                slices = -(-BUCKET_BYTES // (4 * param.numel() * machine.world_size))
+                seen[key] += 1
+                key += ((seen[key] - 1) // (slices * machine.world_size) if many else 0,)
             group = groups.setdefault(key, ParamGroup([], [], rule, machine, sharded))
             group.names.append(name)
             group.params.append(param)
@@ -327,6 +338,12 @@ class MuonAdamW:
             weight = group.weight()
             for kind in MOMENTS[group.rule.kind]:
                 group.state[kind] = torch.zeros_like(weight, dtype=torch.float32)
+        self.in_backward_order = sorted(self.groups, key=backward_position)
+        self.to_reduce, self.reductions = list[ParamGroup](), list[Any]()
+        for group in self.groups if many else ():
+            for param in group.params:
+                hook = partial(self.finish_gradient, group)
+                param.register_post_accumulate_grad_hook(hook)
 
     @torch.no_grad()
     def round_embeddings(self, model: GPT, dtype: torch.dtype) -> None:
@@ -344,32 +361,53 @@ class MuonAdamW:
 
     # ---- the step ----------------------------------------------------------------------------
 
+    def expect_last_pass(self) -> None:
+        """
+        In the next backward pass, start each reduction once its gradients are complete. All ranks
+        start reductions in the same order.
+        """
+        self.to_reduce = list(self.in_backward_order)
+        for group in self.groups:
+            group.unfinished = len(group.params)
+
+    def finish_gradient(self, group: ParamGroup, param: Tensor) -> None:
+        """Hook: a backward pass has completed the gradient of a parameter of the group."""
+        group.unfinished -= 1
+        while self.to_reduce and self.to_reduce[0].unfinished <= 0:
+            self.start_reduction(self.to_reduce.pop(0))
+
+    @torch.no_grad()
+    def start_reduction(self, group: ParamGroup) -> None:
+        """Stack and free the gradients of a group, and start to sum them over ranks."""
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in group.params]
+        group.grad = group.stack([g.coalesce() if g.is_sparse else g for g in grads])
+        for p in group.params:
+            p.grad = None
+        if group.sharded:
+            group.grad, work = reduce_scatter(group.grad, self.machine)
+            self.reductions.append(work)
+        elif self.machine.world_size > 1 and group.rule.kind != "rows":
+            self.reductions.append(dist.all_reduce(group.grad, async_op=True))
+
     @torch.no_grad()
     def reduce_gradients(self) -> Tensor:
         """
         Sum the gradients over ranks; each rank keeps its slices. Returns the global gradient norm,
         a scalar on the device.
 
-        Launches all dense reductions before waiting for the first. Frees the parameters' `.grad`.
+        Starts the reductions that the last pass has not, then waits for all. Frees the parameters'
+        `.grad`.
         """
-        launched, sparse = [], []
-        for group in self.groups:
-            grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in group.params]
-            group.grad = group.stack([g.coalesce() if g.is_sparse else g for g in grads])
-            for p in group.params:
-                p.grad = None
-            if group.sharded:
-                group.grad, work = reduce_scatter(group.grad, self.machine)
-                launched.append(work)
-            elif self.machine.world_size > 1 and group.rule.kind == "rows":
-                sparse.append(group)
-            elif self.machine.world_size > 1:
-                launched.append(dist.all_reduce(group.grad, async_op=True))
+        for group in self.in_backward_order:
+            if group.grad is None:
+                self.start_reduction(group)
         with self.machine.waiting("gradient reduction"):
-            for work in launched:
+            for work in self.reductions:
                 work.wait()
-            for group in sparse:
-                group.grad = sum_rows(group.grad, self.machine)
+            for group in self.in_backward_order if self.machine.world_size > 1 else ():
+                if group.rule.kind == "rows" and not group.sharded and group.grad is not None:
+                    group.grad = sum_rows(group.grad, self.machine)
+        self.to_reduce, self.reductions = [], []
         mine, common = self.squared_norm(sharded=True), self.squared_norm(sharded=False)
         return (self.machine.sum_on_device(mine)[0] + common).sqrt()
 
@@ -480,6 +518,7 @@ class MuonAdamW:
             group.grad = None
             for p in group.params:
                 p.grad = None
+        self.to_reduce = []
 
     def compile(self, **options: Any) -> None:
         """Compile the update rules into one pass over weights and state."""
@@ -554,6 +593,13 @@ class MuonAdamW:
                     raise ValueError(f"optimizer state of {name} has shape {shape}, not {wanted}")
                 value.copy_(group.local_shard(pieces))
         self.steps_taken = int(tensors["steps_taken"])
+
+
+def backward_position(group: ParamGroup) -> tuple[int, str]:
+    """Sorts groups by the order in which a backward pass completes their gradients."""
+    name = group.names[0]
+    layers = [int(part) for part in name.split(".") if part.isdigit()]
+    return -min(layers, default=1 << 20 if name.startswith("head") else -1), name
 
 
 def state_bytes(model: GPT) -> int:

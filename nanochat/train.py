@@ -434,18 +434,21 @@ def train_step(run: TrainingRun, step: int, horizon: float | None = None) -> Ste
         for each in micro_batches:
             if run.stopping():
                 break
+            if each is micro_batches[-1]:
+                optimizer.expect_last_pass()
             weights = {} if each.weights is None else {"weights": each.weights}
             loss_sum = objective.loss(each.tokens, each.targets, **weights)
             # a constant divisor keeps the gradient scale fixed in bf16; `scale` makes it a mean
             (loss_sum / run.batch_tokens).backward()
             losses.append(loss_sum.detach())
+    norm = optimizer.reduce_gradients()  # before other collectives: a rank may have no micro-batch
     sums = machine.sum_on_device(
         sum(losses, torch.zeros((), device=machine.device)),
         sum(each.num_targets for each in micro_batches),
         sum(each.tokens.numel() for each in micro_batches),
         run.stopping(),
     )
-    verdict = judge(sums, optimizer.reduce_gradients(), run.batch_tokens, run.cfg.optim.grad_clip)
+    verdict = judge(sums, norm, run.batch_tokens, run.cfg.optim.grad_clip)
     read_verdict = copy_to_host(verdict, machine)
     lr = optim.lr_factor(step, horizon, run.schedule)
     metrics = {name: lr * peak for name, peak in optimizer.peak_lrs.items()}
