@@ -30,6 +30,7 @@ from typing import Any, get_args
 import torch
 
 from nanochat.attention import Backend
+from nanochat.bench.table import FIRST_CHECKS
 from nanochat.bench.train import Work
 from nanochat.common import PREEMPTED, REPOSITORY, write_atomic
 from nanochat.distributed import DistContext, init_distributed
@@ -39,7 +40,6 @@ from nanochat.scaling import ShapeConfig, default_windows, shape_for_depth
 
 VOCAB_SIZE = 32768
 SHAPE = ShapeConfig(value_every=2, bigram_rows=0)  # as deeper models, also where depth is small
-HEADING = "## First checks"
 
 # ---- A training step by kernel -------------------------------------------------------------------
 
@@ -186,7 +186,8 @@ def write(out: Path) -> None:
     result |= {"figures": figures, "largest_loss_difference": losses}
     (out / "results.json").write_text(json.dumps(result, indent=1))
     day = time.strftime("%Y-%m-%d")
-    lines = [HEADING, "", f"`dev/gpu_check.sh`, {day}, {name}, torch {torch.__version__}.", ""]
+    lines = [FIRST_CHECKS, ""]
+    lines += [f"`dev/gpu_check.sh`, {day}, {name}, torch {torch.__version__}.", ""]
     lines += ["| part | check | status | seconds | commit |", "|---|---|---|---|---|"]
     lines += [
         "| {part} | {check} | {status} | {seconds} | {commit} |".format(**c)
@@ -201,11 +202,21 @@ def write(out: Path) -> None:
             numbers = row["step_seconds"], row["tokens_per_second"], row["tflops"], row["peak_gib"]
             lines.append("| {} | {:.4f} | {:,.0f} | {:.0f} | {:.1f} |".format(what, *numbers))
     page = REPOSITORY / "dev" / "bench-gpu.md"
-    before = page.read_text().split(HEADING)[0] if page.exists() else "# Measurements on a GPU\n\n"
+    before = "# Measurements on a GPU\n\n"
+    if page.exists():
+        before = page.read_text().partition(FIRST_CHECKS)[0]
     text = "\n".join(lines) + "\n"
     if name != "no GPU" and "GPU_RUNNER" not in os.environ:
         write_atomic(page, before + text)
     print(text)
+    passed = sum(check["status"] == "0" for check in checks.values())
+    differ = "; ".join(f"{what}: {value}" for what, value in losses.items())
+    print(
+        f"For dev/LOG.md:\n\n## {day}: First checks on {name}: {passed} of {len(checks)} pass\n\n"
+        f"**Setup.** `dev/gpu_check.sh`, commit {next(reversed(checks.values()))['commit']}, "
+        f"torch {torch.__version__}.\n\n**Result.** Largest differences of losses: {differ}. "
+        "Figures: [bench-gpu.md](bench-gpu.md).\n"
+    )
 
 
 if __name__ == "__main__":

@@ -64,9 +64,11 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def used_memory_bytes(device: torch.device) -> int:
-    """Memory in use in bytes: of this process's tensors on a GPU, else of the process."""
+    """Memory in use in bytes: of this process's tensors on a GPU or MPS, else of the process."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
+    if device.type == "mps":
+        return torch.mps.current_allocated_memory()
     return psutil.Process().memory_info().rss
 
 
@@ -79,7 +81,11 @@ def free_memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + kept
-    return min(psutil.virtual_memory().available, container_room())
+    free = min(psutil.virtual_memory().available, container_room())
+    if device.type == "mps":  # shares the host's memory
+        room = torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
+        return max(0, min(free, room))
+    return free
 
 
 def reset_peak_memory(device: torch.device) -> None:

@@ -247,11 +247,12 @@ def estimate_seconds(model: GPT, tokens: int, machine: DistContext) -> float:
 
 def max_rows(model: GPT, trainable: Trainable, machine: DistContext) -> int:
     """
-    Micro-batch size to try first, equal on all ranks. On a CPU, about CPU_TOKENS tokens; on a GPU,
-    what fits alongside the gradients if compiled blocks use COMPILED_SHARE of eager memory.
+    Micro-batch size to try first, equal on all ranks. On a CPU, about CPU_TOKENS tokens; on a GPU
+    or MPS, what fits beside the gradients, if compiled blocks use COMPILED_SHARE of eager memory
+    (on MPS, nothing is compiled), and on MPS at most CPU_TOKENS tokens.
     """
     T, device = model.cfg.max_seq_len, machine.device
-    if device.type != "cuda":
+    if device.type == "cpu":
         return max(1, CPU_TOKENS // T)
     used = []
     with suppress(torch.OutOfMemoryError):
@@ -263,7 +264,9 @@ def max_rows(model: GPT, trainable: Trainable, machine: DistContext) -> int:
     torch.cuda.empty_cache()
     room = hardware.free_memory_bytes(device) - GPU_RESERVE - model.num_bytes()
     each = max(1, used[1] - used[0]) if len(used) == 2 else room / 2
-    return int(min(machine.gather(max(1, int(room / (each * COMPILED_SHARE))))))
+    each *= COMPILED_SHARE if device.type == "cuda" else 1
+    most = CPU_TOKENS // T if device.type == "mps" else room
+    return int(min(machine.gather(max(1, int(min(room / each, most))))))
 
 
 def rehearse(

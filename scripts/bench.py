@@ -40,7 +40,7 @@ from nanochat import report
 from nanochat.bench.engine import bench_engine
 from nanochat.bench.evals import bench_evaluation
 from nanochat.bench.start import bench_start
-from nanochat.bench.table import BenchLog, Note, render_findings
+from nanochat.bench.table import FIRST_CHECKS, BenchLog, Note, render_findings
 from nanochat.bench.tokenizer import bench_tokenizer
 from nanochat.bench.train import bench_against, bench_training
 from nanochat.common import REPOSITORY, write_atomic
@@ -172,7 +172,9 @@ def bench_all(cfg: Bench) -> None:
     if kind == "cpu":
         hardware = report.hardware()
         name = f"{hardware['cores']} CPU cores ({hardware['cpu']})"
-    write_atomic(page, render_findings(found, command, name, minutes))
+    text = render_findings(found, command, name, minutes)
+    _, heading, checks = (page.read_text() if page.exists() else "").partition(FIRST_CHECKS)
+    write_atomic(page, f"{text}\n{heading}{checks}" if heading else text)
     print(f"\n{page}: {len(found.lines)} lines, {minutes:.1f} minutes")
 
 

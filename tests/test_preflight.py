@@ -7,6 +7,7 @@ import weakref
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -250,3 +251,18 @@ def test_peak_memory_is_close_to_estimated_memory(base: Path, compiled):
     mib = {k: float(v.removesuffix("MiB")) for k, v in values.items() if "emory" in k}
     grown = mib["Peak memory usage"] - mib["Memory after imports"]
     assert 0.5 * mib["Estimated memory"] < grown <= 1.3 * mib["Estimated memory"]
+
+
+def test_rows_on_mps_follow_free_memory(machine, monkeypatch, tiny_gpt):
+    mps, growth = replace(machine, device=torch.device("mps")), iter((0, 1 << 20) * 4)
+    monkeypatch.setattr(torch, "zeros", lambda *size, **kind: None)
+    monkeypatch.setattr(torch.mps, "current_allocated_memory", lambda: next(growth))
+    monkeypatch.setattr(torch.mps, "driver_allocated_memory", lambda: 1 << 30)
+    silent = SimpleNamespace(loss=lambda tokens, targets: None)
+    for recommended, rows in ((0, 1), ((3 << 30) + (5 << 20), 4), (1 << 50, None)):
+        monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda free=recommended: free)
+        found = preflight.max_rows(tiny_gpt, silent, mps)
+        if rows:
+            assert found == rows
+        else:
+            assert 4 < found <= preflight.CPU_TOKENS // tiny_gpt.cfg.max_seq_len

@@ -165,6 +165,9 @@ Our library only; medians. Each list has one entry per size, and the exponent x 
 fitted law cost ~ size^x: 1 means proportional, 0 independent of size."""
 
 
+FIRST_CHECKS = "## First checks"  # heading of the results of dev/gpu_check.sh, on the same page
+
+
 def render_findings(found: BenchLog, command: str, machine: str, minutes: float) -> str:
     """Render the page in Markdown."""
     failures = "\n".join(f"- {text}" for table, text in found.notes if not table)
