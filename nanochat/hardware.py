@@ -54,9 +54,11 @@ def utilization(flops_per_second: float, device: torch.device, devices: int) -> 
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Peak memory in bytes: of this process's tensors on a GPU, else of the process."""
+    """Peak memory in bytes: of this process's tensors on a GPU or MPS, else of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    if device.type == "mps":
+        return torch.mps.driver_allocated_memory()  # freed memory stays allocated
     if psutil.LINUX:  # getrusage would include memory used before the exec
         found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
         return int(found[1]) * 1024 if found else used_memory_bytes(device)

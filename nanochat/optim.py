@@ -318,7 +318,7 @@ class MuonAdamW:
         self.guards_on_device = machine.device.type == "cuda"  # a CPU reads scalars for free
         self.guard: Guard | None = None
         groups, roles = dict[Any, ParamGroup](), model.param_roles()
-        seen, many = Counter[Any](), machine.world_size > 1
+        counts, many = Counter[Any](), machine.world_size > 1
         for name, param in model.named_parameters():
             rule = table[roles[name]]
             small = param.ndim < 2 or param.size(0) < 1024
@@ -326,10 +326,10 @@ class MuonAdamW:
             sharded = many and (rule.kind == "muon" or not whole)
             key: Any = name
             if rule.kind == "muon":
-                key = (roles[name], tuple(param.shape))
-                slices = -(-BUCKET_BYTES // (4 * param.numel() * machine.world_size))
-                seen[key] += 1
-                key += ((seen[key] - 1) // (slices * machine.world_size) if many else 0,)
+                kind, each = (roles[name], tuple(param.shape)), 4 * param.numel()
+                bucket = -(-BUCKET_BYTES // (each * machine.world_size)) * machine.world_size
+                key = (*kind, counts[kind] // bucket if many else 0)
+                counts[kind] += 1
             group = groups.setdefault(key, ParamGroup([], [], rule, machine, sharded))
             group.names.append(name)
             group.params.append(param)
