@@ -18,6 +18,7 @@ from nanochat.attention import causal_mask
 from nanochat.common import REPOSITORY
 from nanochat.gpt import GPT
 from nanochat.hardware import PEAK_FLOPS
+from nanochat.loss import CHUNK_ELEMENTS
 from nanochat.optim import NEWTON_SCHULZ_STEPS, ROUNDED_ROLES
 from nanochat.scaling import Horizon, ShapeConfig, default_windows, plan_horizon, shape_for_depth
 
@@ -35,15 +36,16 @@ TRITON, CUDNN, FLASH3 = 323e12, 484e12, 521e12
 # PyTorch's own kernel runs, which is cuDNN on an H100.
 ATTENTION = {"flex": (TRITON, CUDNN), "fa3": (FLASH3, FLASH3)}
 BACKWARD = 2.5  # backward FLOPs of attention per forward FLOP: the same paper
-# Bytes that the other kernels of a layer read and write per token, in vectors of width C and two
-# bytes each, counted in gpt.py: forward 25 (residual mix 4, rotary and norms 8, value gate 2,
-# squared ReLU 8, residual 3), backward 40
-VECTORS = 65
-FP8_BYTES = 5  # per element of an operand: quantize (write 1, read 2), transposed copy (2)
-LOGIT_BYTES = 10  # per logit: write, softmax, slope, and its two matmuls, two bytes each
+# What the other kernels of a layer read and write per token, in vectors of width C and two bytes
+# each. TORCH_LOGS=inductor_metrics prints it for compiled blocks; this is depth 12 with torch 2.15,
+# the mean of layers with and without value embeddings, less what is counted per weight below.
+VECTORS, FP8_VECTORS = 65, 32  # fp8: in addition, to quantize and transpose
+LOGIT_BYTES = 10  # per logit: written, read and rewritten by the loss, read by two matmuls
+HEAD_BYTES = 10  # per weight of the LM head and chunk of logits: sum of its gradient
 WEIGHT_BYTES = 28  # per matrix weight and micro-batch: two casts of 6, gradient and sum of 16
 EMBEDDING_BYTES = 10  # per rounded embedding weight and micro-batch: zeros, gradient and sum
 ADAMW_BYTES = 30  # per weight: gradient, master and two moments, read and written; rounded copy
+CHUNK_TOKENS = CHUNK_ELEMENTS["cuda"] // VOCAB_SIZE
 DEVICE_ROWS = 16  # of 2,048 tokens, as at depth 24
 
 # depth, dtype, tokens per step -> tokens/s on 8 H100; the first sets the share, the others check it
@@ -139,13 +141,13 @@ def predict(depth: int, dtype: str, tokens: int, attention: str, overlap: bool =
     micro_batches = max(1.0, mine / (DEVICE_ROWS * T))
     reduced, gathered = traffic(model)
     exposed = gathered + (0 if overlap else reduced)
-    quantized = 18 * FP8_BYTES * cfg.d_model if fp8 else 0  # operands of all matmuls, per layer
-    layer_bytes = cfg.n_layer * (2 * VECTORS * cfg.d_model + quantized)
+    layer_bytes = cfg.n_layer * 2 * cfg.d_model * (VECTORS + (FP8_VECTORS if fp8 else 0))
+    logit_bytes = LOGIT_BYTES * VOCAB_SIZE + HEAD_BYTES * sizes["head"] / CHUNK_TOKENS
     weight_bytes = WEIGHT_BYTES * (sizes["matrix"] + sizes["head"]) + EMBEDDING_BYTES * rounded
     adamw = ADAMW_BYTES * (rounded + sizes["head"])
     vendor = {
         "layer matmuls": 6 * sizes["matrix"] * mine / FLOPS / (2 if fp8 else 1),
-        "LM head": 6 * sizes["head"] * mine / FLOPS + LOGIT_BYTES * VOCAB_SIZE * mine / MEMORY,
+        "LM head and loss": mine * (6 * sizes["head"] / FLOPS + logit_bytes / MEMORY),
         "other kernels": layer_bytes * mine / MEMORY,
         "weights and gradients": weight_bytes * micro_batches / MEMORY,
         "update": (muon_flops(model) / FLOPS + adamw / MEMORY) / GPUS,
