@@ -29,7 +29,7 @@ source dev/profile.sh
 # Flags of each stage per profile. plan: minutes of all stages except the base model, which dev.plan
 # estimates (tokenizer, its evaluation, base loss, base evaluation, mid, SFT, RL, four chat
 # evaluations), and the depth and number of processes they refer to. cpu: measured on 2 cores,
-# 2026-11. GPUs: estimated from published throughput.
+# 2026-11. GPUs: estimated from published throughput; utilization by dev.time_model.
 score=() core=() mid=() sft=() rl=() chat=()
 case "$PROFILE" in
 h100x8)
@@ -38,7 +38,7 @@ h100x8)
     tokenizer=(--vocab_size=32768 --max_chars=2000000000)
     shape=(--max_seq_len=2048 --target_param_data_ratio=8 --save_every=500)
     rl=(--examples_per_step="$(whole 32)") # a rank decodes 4 questions x 16 samples at a time
-    plan=(--minutes="3 2 5 10 15 5 40 20" --minutes_depth=24 --minutes_processes=8 --utilization=0.5)
+    plan=(--minutes="3 2 5 10 15 5 40 20" --minutes_depth=24 --minutes_processes=8 --utilization=0.46)
     ;;
 gpu)
     depth=${DEPTH:-12}
@@ -49,7 +49,7 @@ gpu)
     rl=(--num_iterations=100 --num_samples=8 --examples_per_step="$(whole 16)")
     chat=(--max_problems=500)
     core=(--max_per_task=500)
-    plan=(--minutes="3 2 5 10 20 10 40 30" --minutes_depth=12 --utilization=0.4)
+    plan=(--minutes="3 2 5 10 20 10 40 30" --minutes_depth=12 --utilization=0.37)
     ;;
 cpu)
     depth=${DEPTH:-4}
