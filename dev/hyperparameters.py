@@ -142,7 +142,7 @@ Mid, SFT and RL use the same rules times `--init_lr_frac` (default 1, 0.3 and 0.
 of {reference_batch:,}, without warmup, and without Muon's weight decay unless `--weight_decay` is set. RL does not
 scale learning rates with the batch.
 
-## Beside the published recipe
+## Compared with the published recipe
 
 The recipe of karpathy/nanochat (July 2026), which was tuned at depth 12 and confirmed at depth 24, at the same number
 of tokens per parameter. A value in brackets is the published one, where it differs; windows and FLOPs are those on a

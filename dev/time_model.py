@@ -130,7 +130,7 @@ def muon_flops(model: GPT) -> float:
 def predict(depth: int, dtype: str, tokens: int, attention: str, overlap: bool = True) -> Step:
     """
     Bounds of a step of `tokens` tokens. With `overlap`, reductions take no time of their own,
-    because they run beside the backward pass.
+    because they run during the backward pass.
     """
     model, mine = meta_model(depth), tokens / GPUS
     cfg, roles, fp8 = model.cfg, model.param_roles(), dtype == "fp8"

@@ -248,7 +248,7 @@ def estimate_seconds(model: GPT, tokens: int, machine: DistContext) -> float:
 def max_rows(model: GPT, trainable: Trainable, machine: DistContext) -> int:
     """
     Micro-batch size to try first, equal on all ranks. On a CPU, about CPU_TOKENS tokens; on a GPU
-    or MPS, what fits beside the gradients, if compiled blocks use COMPILED_SHARE of eager memory
+    or MPS, what fits alongside the gradients, if compiled blocks use COMPILED_SHARE of eager memory
     (on MPS, nothing is compiled), and on MPS at most CPU_TOKENS tokens.
     """
     T, device = model.cfg.max_seq_len, machine.device
