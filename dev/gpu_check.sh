@@ -19,9 +19,9 @@ small=${SMALL:-}
 mkdir -p "$OUT"
 PART_SECONDS=${PART_SECONDS:-540}
 
-# check <name> <seconds> <module> <flags>: run it within the limit; record status and seconds
+# check <name> <seconds of 540> <module> <flags>: run it within the limit; record status and seconds
 check() {
-    local name=$1 limit=$2 began=$SECONDS status=0
+    local name=$1 limit=$(($2 * PART_SECONDS / 540)) began=$SECONDS status=0
     shift 2
     [ "$limit" -le $((PART_SECONDS - SECONDS)) ] || limit=$((PART_SECONDS - SECONDS))
     if [ "$limit" -le 0 ]; then

@@ -86,7 +86,7 @@ def test_every_check_of_the_first_minutes_on_a_gpu_runs(
     null_gpu: Path, base: Path, tmp_path: Path, part: int
 ):
     script = Path(os.environ["NANOCHAT_TEST_NULL_GPU"]) / "run.sh"
-    settings = {"OUT": str(tmp_path), "SMALL": "1", "PART_SECONDS": "1500"}
+    settings = {"OUT": str(tmp_path), "SMALL": "1", "PART_SECONDS": "5400"}
     settings |= {"GPU_RUNNER": "tests.on_null_gpu"}
     settings["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     command = ["bash", str(script), str(null_gpu), "bash", "dev/gpu_check.sh", str(part)]
