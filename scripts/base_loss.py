@@ -110,6 +110,11 @@ def main(cfg: BaseLoss) -> None:
     variants = [
         ["train bpb", f"{train.value:.4f}", f"training text in {pieces}"],
         ["val bpb", f"{val.value:.4f}", f"held-out text in {pieces}"],
+        [
+            "val minus train",
+            f"{val.value - train.value:+.4f}",
+            "what training text has in its favor",
+        ],
         ["document bpb", f"{plain.value:.4f}", "whole held-out documents, each from its start"],
     ]
     table = {"title": "Bits per byte", "columns": ["Name", "bpb", "Scored text"], "rows": variants}
