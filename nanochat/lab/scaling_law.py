@@ -45,12 +45,13 @@ class Interval(NamedTuple):
     high: float
 
     def __str__(self) -> str:
-        return f"{self.value:.4g} ({self.low:.4g} to {self.high:.4g})"
+        known = f"{self.low:.4g} to {self.high:.4g}" if math.isfinite(self.low) else "error unknown"
+        return f"{self.value:.4g} ({known})"
 
 
 def interval(value: float, samples: np.ndarray) -> Interval:
-    """The value with percentiles of its bootstrap samples; NaN samples are ignored."""
-    if not np.isfinite(samples).any():
+    """The value with percentiles of its bootstrap samples; unknown if over 5% of them are NaN."""
+    if np.isnan(samples).mean() > 0.05:
         return Interval(value, math.nan, math.nan)
     low, high = np.nanpercentile(samples, INTERVAL)
     return Interval(value, float(low), float(high))
@@ -68,7 +69,7 @@ class Law:
 
     samples: np.ndarray
     residual: float
-    """Standard deviation of the residuals, relative to the loss."""
+    """Standard deviation of relative errors, corrected for the five parameters."""
 
     def parameters(self) -> dict[str, Interval]:
         """Parameters, and the exponent of the compute-optimal N ~ FLOPs^exponent."""
@@ -147,7 +148,10 @@ def least_squares(
 
 
 class Minimum(NamedTuple):
-    """Vertex of a parabola of loss over log N at one FLOP budget."""
+    """
+    Vertex of a parabola of loss over log N at one FLOP budget. The intervals are unknown if no
+    budget has more than three sizes, or if many bootstrap samples have no minimum.
+    """
 
     budget: float
     n: Interval
@@ -169,20 +173,22 @@ def fit_minima(points: Sequence[Point], seed: int = 0) -> list[Minimum]:
         x, y = np.log([p.n for p in each]), np.array([p.loss for p in each])
         curve = np.polyfit(x, y, 2)
         fits[budget] = (x, curve)
-        errors += list((y - np.polyval(curve, x)) / y)
-    free = len(errors) - 3 * len(groups)  # degrees of freedom
-    pool = np.array(errors) * math.sqrt(len(errors) / free) if free else np.array([math.nan])
+        if len(each) > 3:  # three points are on their parabola
+            scale = math.sqrt(len(each) / (len(each) - 3))
+            errors += list(scale * (y - np.polyval(curve, x)) / y)
+    pool = np.array(errors)
     rng, minima = np.random.default_rng(seed), []
     for budget, (x, curve) in fits.items():
         center, low = vertex(curve)
-        drawn = np.polyval(curve, x)[:, None] * (1 + rng.choice(pool, (len(x), BOOTSTRAPS)))
-        inside = curve[0] > 0 and x.min() < center < x.max()
+        inside = bool(x.min() < center < x.max())
         several = np.full((BOOTSTRAPS, 2), math.nan)
-        if free:
-            several = np.array([vertex(c) for c in np.polyfit(x, drawn, 2).T])
-            several[several[:, 0] > x.max()] = several[several[:, 0] < x.min()] = math.nan
-        n = interval(math.exp(center), np.exp(several[:, 0]))
-        minima.append(Minimum(budget, n, interval(low, several[:, 1]), bool(inside), curve))
+        if errors and inside:
+            drawn = rng.choice(pool, (len(x), BOOTSTRAPS))
+            again = np.polyval(curve, x)[:, None] * (1 + drawn)
+            several = np.array([vertex(c) for c in np.polyfit(x, again, 2).T])
+            several[:, 0] = several[:, 0].clip(x.min(), x.max())
+        n = interval(math.exp(center) if inside else math.nan, np.exp(several[:, 0]))
+        minima.append(Minimum(budget, n, interval(low, several[:, 1]), inside, curve))
     return minima
 
 
@@ -233,14 +239,14 @@ def scaling_figure(
         curves = {}
         for budget in sorted({point.budget for point in arms[control]}):
             found = sorted((p.n / 1e6, p.loss) for p in arms[control] if p.budget == budget)
-            curves[f"{budget:.0e}"] = found
+            curves[f"{budget:.2g}"] = found
         title = f"{metric.capitalize()} by model size, {control}"
         draw_curves(axes, title, curves, "FLOPs per token / 6 (millions)", linestyle="")
-        budget_colors = {float(name): f"C{i}" for i, name in enumerate(curves)}
+        order = sorted({point.budget for point in arms[control]})
         for each in minima[control]:
             n = np.array([p.n for p in arms[control] if p.budget == each.budget])
             x = np.geomspace(n.min(), n.max(), 50)
-            color = budget_colors[float(f"{each.budget:.0e}")]
+            color = f"C{order.index(each.budget)}"
             axes.plot(x / 1e6, np.polyval(each.curve, np.log(x)), color=color, linewidth=1)
             if each.inside:
                 axes.plot(each.n.value / 1e6, each.loss.value, "*", color=color, markersize=9)
@@ -250,7 +256,8 @@ def scaling_figure(
         for i, arm in enumerate(arms):
             mine = [each for each in projections if each.arm == arm]
             losses = [each.loss for each in mine]
-            spread = [[x.value - x.low for x in losses], [x.high - x.value for x in losses]]
+            below = [max(0.0, x.value - x.low) for x in losses]
+            spread = [below, [max(0.0, x.high - x.value) for x in losses]]
             flops, values = [each.flops for each in mine], [x.value for x in losses]
             axes.errorbar(flops, values, yerr=spread, fmt="x", color=f"C{i}", capsize=3)
             for each in mine if i == 0 else ():

@@ -1,8 +1,8 @@
 """
 Train models of several depths at several FLOP budgets and fit a scaling law to each variant.
 
-    python -m scripts.lab.scaling_laws --hours=6                       # the default recipe
-    python -m scripts.lab.scaling_laws --arms="default|--bigram_rows=0|--value_every=2"  # compare
+    python -m scripts.lab.scaling_laws --hours=6                         # the default recipe
+    python -m scripts.lab.scaling_laws --name=bigrams --arms="default|--bigram_rows=0"  # compare
 
 No run repeats training text. Every run uses the recipe of its depth and number of tokens; an
 ablation arm ("arm") adds flags of base_train. Finished runs are kept: if a series is interrupted,
@@ -14,6 +14,7 @@ Writes  sweeps/<name>/ under the base directory (points.csv, scaling-laws.svg, l
 """
 
 import math
+import re
 import shutil
 import time
 from collections.abc import Mapping, Sequence
@@ -24,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nanochat import records, report
-from nanochat.checkpoint import build_model, new_model, stage_folder
+from nanochat.checkpoint import new_model, stage_folder
 from nanochat.common import UsageError, read_json, write_atomic, write_json
 from nanochat.config import parse, require_at_least, start
 from nanochat.distributed import DistContext, init_distributed
@@ -54,6 +55,10 @@ NUM_BUDGETS, BUDGET_STEP = 4, 10**0.5  # each FLOP budget is this many times the
 USED_SHARE = 0.6  # of the hours that planned FLOPs may take: evaluation and start take the rest
 TOKENS_PER_N = 5.0  # depths whose tokens per parameter are closest to this are trained
 ROWS_PER_RUN = 256  # fewest rows of text that a run may train on
+# Flags that the plan sets, and flags that must be equal in all arms
+PLANNED = ("depth", "seed", "num_iterations", "target_flops", "model_tag", "report_dir", "resume")
+PLANNED += ("eval_tokens", "skip_if_done", "target_param_data_ratio")
+SHARED = ("max_seq_len", "dataset", "mixture", "tokenizer_tag", "num_shards", "eval_half")
 
 
 @dataclass(frozen=True)
@@ -61,21 +66,22 @@ class ScalingLaws:
     name: str = "scaling"
     """Folder under sweeps/; each name has its own plan and ledger."""
     arms: str = "default"
-    """Ablation arms, separated by |: default, or flags of base_train. The first is the control."""
+    """Ablation arms, separated by |: default, or flags of base_train, as in --a=1 --b=2. The first
+    is the control."""
     hours: float = 6.0
-    """Hours that the whole series may take; sets the FLOP budgets."""
+    """Approximate hours of training, which set the FLOP budgets. No run starts beyond them."""
     budgets: str = ""
     """FLOP budgets, separated by commas, as in 1e13,3e13. Default: four that fit into the hours."""
     depths: str = "1|2|3|4|5|6|8"
     """Depths to choose from, separated by |."""
     depths_per_budget: int = 5
-    """Maximum number of depths at each budget."""
+    """Maximum number of depths at each budget; at least 3."""
     project: str = "12|20|24"
-    """Depths to predict the loss of, separated by |."""
+    """Depths to predict the loss of at their default number of tokens, separated by |."""
     seeds: int = 1
     """Number of seeds of each run."""
     flags: str = "--max_seq_len=512"
-    """Flags of base_train for all runs."""
+    """Flags of base_train for all runs, instead of these."""
     eval_tokens: int = 262_144
     """Validation tokens to score at the end of each run."""
     report_dir: str | None = None
@@ -83,12 +89,38 @@ class ScalingLaws:
     sweep: SweepConfig = field(default_factory=SweepConfig)
 
     def __post_init__(self) -> None:
-        require_at_least(self, depths_per_budget=1, seeds=1, eval_tokens=1)
+        require_at_least(self, depths_per_budget=3, seeds=1, eval_tokens=1)
         if not self.hours > 0:
             raise ValueError(f"hours must be positive, got {self.hours}")
-        for depth in [*self.depths.split("|"), *self.project.split("|")]:
-            if not depth.strip().isdigit():
-                raise ValueError(f"depths are integers separated by |, got {depth!r}")
+        self.flop_budgets()
+        for name in ("depths", "project"):
+            wrong = [
+                d for d in getattr(self, name).split("|") if not re.fullmatch("[1-9][0-9]*", d)
+            ]
+            if wrong:
+                raise ValueError(f"{name} are positive integers separated by |, got {wrong[0]!r}")
+        arms = self.arm_names()
+        if len(set(arms)) < len(arms) or "" in arms:
+            raise ValueError(f"--arms={self.arms!r} has an arm twice, or an empty one")
+        for flags, rejected in [(self.flags, PLANNED), *((arm, PLANNED + SHARED) for arm in arms)]:
+            for flag in re.findall(r"--([\w-]+)", flags):
+                if flag.replace("-", "_") in rejected:
+                    where = "is set by the series" if flag in PLANNED else "belongs in --flags"
+                    raise ValueError(f"--{flag} in {flags!r} {where}; remove it")
+
+    def arm_names(self) -> list[str]:
+        """Names of the arms."""
+        return [arm.strip() for arm in self.arms.split("|")]
+
+    def flop_budgets(self) -> list[float]:
+        """The budgets of --budgets in order. Raises ValueError unless they are positive numbers."""
+        try:
+            found = sorted({float(each) for each in self.budgets.split(",") if self.budgets})
+        except ValueError:
+            found = [math.nan]
+        if not all(0 < each < math.inf for each in found):
+            raise ValueError(f"--budgets={self.budgets!r} is not FLOPs such as 1e13,3e13")
+        return found
 
 
 class Planned(NamedTuple):
@@ -102,31 +134,39 @@ class Planned(NamedTuple):
 
 def main(cfg: ScalingLaws) -> None:
     started = time.perf_counter()
-    machine = init_distributed()
-    corpus, inputs = open_text(arm_config(cfg, "default", 1), machine)
-    arms = [arm.strip() for arm in cfg.arms.split("|")]
-    if len(set(arms)) < len(arms):
-        raise ValueError(f"--arms={cfg.arms!r} lists an arm twice")
+    arms, problem = cfg.arm_names(), None
+    first = [arm_config(cfg, arm, 1) for arm in arms][0]  # exits for an unknown flag
+    machine = init_distributed(first.train.machine)
+    corpus, inputs = open_text(first, machine)
     limit = replace(cfg.sweep, cap_hours=cfg.sweep.cap_hours or cfg.hours * cfg.sweep.devices)
 
-    # Train every arm, smallest budgets first
+    # Train every arm, smallest budgets first; if that ends early, use what there is
     found: dict[Planned, DoneRun] = {}
     with Sweep(limit, cfg.name) as sweep:
-        budgets = choose_budgets(cfg, sweep, len(arms), corpus, machine)
+        budgets = choose_budgets(cfg, sweep, corpus, machine)
         planned = plan_runs(cfg, arms, budgets, corpus, machine)
         for budget in budgets:
             jobs = {run: make_job(cfg, run, inputs) for run in planned if run.budget == budget}
-            done = sweep.run_all(list(jobs.values()))
-            found |= {run: done[job.name] for run, job in jobs.items()}
-            for run in done.values():
-                shutil.rmtree(stage_folder("base") / run.tag, ignore_errors=True)
+            try:
+                sweep.run_all(list(jobs.values()))
+            except UsageError as error:  # the cap, or a failed run
+                problem = error
+            done = {run: sweep.finished(job) for run, job in jobs.items()}
+            found |= {run: each for run, each in done.items() if each}
+            for each in found.values():
+                shutil.rmtree(stage_folder("base") / each.tag, ignore_errors=True)
+            if problem:
+                break
 
         # Fit, project and write
         points = {arm: measured_points(found, arm) for arm in arms}
+        if problem and not all(points.values()):
+            raise problem
         minima = {arm: fit_minima(points[arm]) for arm in arms}
         laws = {arm: fit_law(points[arm]) for arm in arms if enough(points[arm])}
+        largest = max(point.budget for mine in points.values() for point in mine)
         projections = [
-            project(cfg, arm, law, depth, budgets[-1], corpus)
+            project(cfg, arm, law, depth, largest, corpus, machine.device.type)
             for arm, law in laws.items()
             for depth in map(int, cfg.project.split("|"))
         ]
@@ -138,12 +178,15 @@ def main(cfg: ScalingLaws) -> None:
         write_atomic(sweep.folder / "scaling-laws.svg", figure)
     for table in tables:
         print(report.render_table(table), flush=True)
-    print(f"figure: {sweep.folder / 'scaling-laws.svg'}")
-    values = summarize(points, minima, laws)
+    print(f"{len(found)} of {len(planned)} runs; figure: {sweep.folder / 'scaling-laws.svg'}")
+    values = {"Planned runs": len(planned), **summarize(points, minima, laws)}
     provenance = records.Provenance(records.inherited_run_id(inputs), 0, inputs)
     cost = records.Cost(time.perf_counter() - started, cfg.sweep.devices, device_seconds=0.0)
-    report.append_section(SECTION, cfg, values, provenance, cost, tables=tables)
+    section = SECTION if cfg.name == "scaling" else f"{SECTION} {cfg.name}"
+    report.append_section(section, cfg, values, provenance, cost, tables=tables)
     machine.close()
+    if problem:
+        raise problem
 
 
 # ---- The plan ------------------------------------------------------------------------------------
@@ -168,26 +211,27 @@ def meta_model(cfg: BaseTrain, vocab_size: int, device_type: str) -> GPT:
 
 
 def choose_budgets(
-    cfg: ScalingLaws, sweep: Sweep, num_arms: int, corpus: Corpus, machine: DistContext
+    cfg: ScalingLaws, sweep: Sweep, corpus: Corpus, machine: DistContext
 ) -> list[float]:
     """
-    FLOP budgets in order: those of --budgets, those of an earlier call with the same hours, or four
-    that fit into the hours at the throughput that this machine reaches on its matmuls.
+    FLOP budgets in order: those of --budgets, those of an earlier call with the same settings, or
+    four that fit into the hours at an estimated throughput: on a CPU measured on matmuls, on a
+    known GPU a share of its peak, which small models do not reach.
     """
     if cfg.budgets:
-        return sorted(float(each) for each in cfg.budgets.split(","))
+        return cfg.flop_budgets()
     path = sweep.folder / "plan.json"
-    wanted = {"hours": cfg.hours, "arms": num_arms, "seeds": cfg.seeds}
+    names = "hours arms seeds depths depths_per_budget flags".split()
+    wanted = {name: getattr(cfg, name) for name in names} | {"devices": cfg.sweep.devices}
     saved = read_json(path) if path.exists() else {}
     if saved.get("wanted") == wanted:
         return saved["budgets"]
     depths = sorted(map(int, cfg.depths.split("|")))
-    middle = arm_config(cfg, "default", depths[len(depths) // 2])
-    shape = meta_model(middle, corpus.tokenizer.vocab_size, machine.device.type).cfg
-    model = build_model(shape, machine.device, machine.dtype, seed=0)
+    middle = arm_config(cfg, cfg.arm_names()[0], depths[len(depths) // 2])
+    model = meta_model(middle, corpus.tokenizer.vocab_size, machine.device.type)
     rate = model.flops_per_token() / estimate_seconds(model, 1, machine)
     devices = cfg.sweep.devices if machine.device.type == "cuda" else 1
-    flops = USED_SHARE * 3600 * cfg.hours * rate * devices / (num_arms * cfg.seeds)
+    flops = USED_SHARE * 3600 * cfg.hours * rate * devices / (len(cfg.arm_names()) * cfg.seeds)
     shares = [BUDGET_STEP**-i for i in range(NUM_BUDGETS)]
     largest = float(f"{flops / (cfg.depths_per_budget * sum(shares)):.1g}")
     budgets = sorted(float(f"{largest * share:.2g}") for share in shares)
@@ -208,32 +252,37 @@ def plan_runs(
 
     Raises UsageError if a budget has fewer than three such depths.
     """
-    vocab_size, planned = corpus.tokenizer.vocab_size, []
+    vocab_size, device, planned = corpus.tokenizer.vocab_size, machine.device.type, []
+    T = next(iter(corpus.rows.values())).max_seq_len
     for budget in budgets:
-        distance, too_long = {}, []
+        most_tokens = {}
         for depth in map(int, cfg.depths.split("|")):
-            longest = max(
-                budget
-                / meta_model(arm_config(cfg, arm, depth), vocab_size, "cpu").flops_per_token()
-                for arm in arms
-            )
-            rows = math.ceil(longest / next(iter(corpus.rows.values())).max_seq_len)
-            if repeats_text(corpus, rows, machine):
-                too_long.append(depth)
-            elif rows >= ROWS_PER_RUN:
-                n = budget / (6 * longest)
-                distance[depth] = abs(math.log(longest / n / TOKENS_PER_N))
-        chosen = sorted(sorted(distance, key=lambda d: distance[d])[: cfg.depths_per_budget])
+            models = [meta_model(arm_config(cfg, arm, depth), vocab_size, device) for arm in arms]
+            most_tokens[depth] = max(budget / model.flops_per_token() for model in models)
+        distance = {
+            d: abs(math.log(6 * n * n / budget / TOKENS_PER_N)) for d, n in most_tokens.items()
+        }
+        chosen, reasons = [], []
+        for depth in sorted(distance, key=lambda d: distance[d]):
+            rows = math.ceil(most_tokens[depth] / T)
+            if rows < ROWS_PER_RUN:
+                reasons.append(
+                    f"depth {depth} would train on {rows} rows, fewer than {ROWS_PER_RUN}"
+                )
+            elif len(chosen) < cfg.depths_per_budget:
+                if repeats_text(corpus, rows, machine):
+                    reasons.append(f"depth {depth} would repeat the text")
+                else:
+                    chosen.append(depth)
         if len(chosen) < 3:
-            text = f"depths {too_long} would repeat the text; " if too_long else ""
             raise UsageError(
-                f"only depths {chosen} can train at {budget:.1e} FLOPs: {text}others would train "
-                f"on fewer than {ROWS_PER_RUN} rows",
+                f"{len(chosen)} depths can train at {budget:.1e} FLOPs, but a parabola needs three"
+                + "".join(f"; {reason}" for reason in reasons),
                 "use other --budgets, more text (scripts.tok_train --num_shards) or more --depths",
             )
         planned += [
             Planned(arm, budget, depth, number * 100 + i)
-            for depth in chosen
+            for depth in sorted(chosen)
             for number, arm in enumerate(arms)
             for i in range(cfg.seeds)
         ]
@@ -242,8 +291,9 @@ def plan_runs(
 
 def repeats_text(corpus: Corpus, rows: int, machine: DistContext) -> bool:
     """Whether a run over this many rows would repeat text; packs rows until that is known."""
-    corpus.pack(dict.fromkeys(corpus.rows, rows), machine)
-    return any((each.epochs_for(rows) or 0) > 1 for each in corpus.rows.values())
+    _, needed = corpus.resolve_amounts(rows, machine)
+    corpus.pack(needed, machine)
+    return any((corpus.rows[name].epochs_for(n) or 0) > 1 for name, n in needed.items())
 
 
 def make_job(cfg: ScalingLaws, run: Planned, inputs: Mapping[str, str]) -> Job:
@@ -278,14 +328,20 @@ def measured_points(found: Mapping[Planned, DoneRun], arm: str) -> list[Point]:
 
 
 def project(
-    cfg: ScalingLaws, arm: str, law: Law, depth: int, largest: float, corpus: Corpus
+    cfg: ScalingLaws,
+    arm: str,
+    law: Law,
+    depth: int,
+    largest: float,
+    corpus: Corpus,
+    device_type: str,
 ) -> Projection:
     """
-    Predicted loss of a depth at its default horizon, on the same kind of text. largest: FLOPs of
-    the largest measured budget.
+    Predicted loss of a depth at its default number of tokens, on the same text and context length.
+    largest: FLOPs of the largest measured budget.
     """
     settings = arm_config(cfg, arm, depth)
-    model = meta_model(settings, corpus.tokenizer.vocab_size, "cpu")
+    model = meta_model(settings, corpus.tokenizer.vocab_size, device_type)
     horizon = plan_horizon(model, target_param_data_ratio=settings.target_param_data_ratio)
     tokens, each = horizon.num_steps * horizon.batch_tokens, model.flops_per_token()
     loss = law.loss(each / 6, tokens)
@@ -311,10 +367,16 @@ def make_tables(
     rows = []
     for arm, mine in minima.items():
         for each in mine:
-            gain = lowest[arm][each.budget] - lowest[control][each.budget]
+            gain = "-"
+            if arm != control and each.budget in lowest[control]:
+                gain = f"{lowest[arm][each.budget] - lowest[control][each.budget]:+.4f}"
+                if {arm, control} <= laws.keys():  # the noise of two runs
+                    noise = math.hypot(laws[arm].residual, laws[control].residual)
+                    gain += f" +- {noise * lowest[control][each.budget]:.4f}"
             n, loss = (str(each.n), str(each.loss)) if each.inside else ("outside", "-")
-            cells = [f"{lowest[arm][each.budget]:.4f}", "-" if arm == control else f"{gain:+.4f}"]
-            rows.append([arm, f"{each.budget:.1e}", n, loss, *cells])
+            rows.append(
+                [arm, f"{each.budget:.1e}", n, loss, f"{lowest[arm][each.budget]:.4f}", gain]
+            )
     columns = ["Arm", "FLOPs", "Best N", "Loss there", "Lowest measured", "Minus the control"]
     tables.append({"title": "Best size by FLOPs", "columns": columns, "rows": rows})
     if laws:

@@ -119,6 +119,9 @@ class Text:
         self.rows, self.packed = {"text": one}, []
         self.tokenizer = SimpleNamespace(vocab_size=vocab_size)
 
+    def resolve_amounts(self, rows, machine):
+        return None, {"text": rows}
+
     def pack(self, needed, machine):
         self.packed.append(needed["text"])
 
@@ -142,7 +145,7 @@ def test_no_planned_run_repeats_text(machine):
 def test_budget_without_enough_depths_names_the_fix(machine):
     with pytest.raises(UsageError, match="would repeat the text"):
         plan_runs(CFG, ["default"], [1e15], Text(1000), machine)
-    with pytest.raises(UsageError, match="fewer than 256 rows"):
+    with pytest.raises(UsageError, match="depth 4 would train on . rows"):
         plan_runs(CFG, ["default"], [1e9], Text(1000), machine)
 
 
@@ -160,17 +163,47 @@ def test_flags_of_an_arm_reach_its_model_and_its_job():
 def test_budgets_follow_from_hours_and_are_kept(tmp_path, machine, monkeypatch):
     monkeypatch.setattr(scaling_laws, "estimate_seconds", lambda model, tokens, machine: 1e-4)
     sweep, text = SimpleNamespace(folder=tmp_path), Text(10**6)
-    six = scaling_laws.choose_budgets(CFG, sweep, 1, text, machine)
+    six = scaling_laws.choose_budgets(CFG, sweep, text, machine)
     assert len(six) == 4 and six == sorted(six)
     monkeypatch.setattr(scaling_laws, "estimate_seconds", lambda model, tokens, machine: 1e-3)
-    assert scaling_laws.choose_budgets(CFG, sweep, 1, text, machine) == six
-    one = scaling_laws.choose_budgets(replace(CFG, hours=1), sweep, 1, text, machine)
+    assert scaling_laws.choose_budgets(CFG, sweep, text, machine) == six
+    one = scaling_laws.choose_budgets(replace(CFG, hours=1), sweep, text, machine)
     assert one[-1] < six[-1] / 30  # a sixth of the hours at a tenth of the speed
     given = replace(CFG, budgets="3e13,1e13")
-    assert scaling_laws.choose_budgets(given, sweep, 1, text, machine) == [1e13, 3e13]
+    assert scaling_laws.choose_budgets(given, sweep, text, machine) == [1e13, 3e13]
 
 
-@pytest.mark.parametrize("wrong", [{"hours": 0}, {"depths": "d4"}, {"seeds": 0}])
-def test_wrong_settings_of_a_series_are_rejected(wrong):
-    with pytest.raises(ValueError, match=next(iter(wrong))):
-        ScalingLaws(**wrong)
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("hours", 0), ("depths", "d4"), ("depths", "4||6"), ("seeds", 0), ("depths_per_budget", 2)]
+    + [
+        ("budgets", "1e13,many"),
+        ("budgets", "nan"),
+        ("arms", "default|"),
+        ("arms", "default|default"),
+    ],
+)
+def test_wrong_settings_of_a_series_are_rejected(name, value):
+    with pytest.raises(ValueError, match=name):
+        ScalingLaws(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("settings", "fix"),
+    [
+        ({"arms": "default|--num_iterations=20"}, "is set by the series"),
+        ({"flags": "--depth=4"}, "is set by the series"),
+        ({"arms": "default|--max-seq-len=64"}, "belongs in --flags"),
+    ],
+)
+def test_flags_that_the_plan_needs_are_rejected(settings, fix):
+    with pytest.raises(ValueError, match=fix):
+        ScalingLaws(**settings)
+
+
+def test_straight_curves_and_few_sizes_have_no_known_minimum():
+    n = np.geomspace(1e6, 4e6, 5)
+    straight = [Point(1e13, i, x, 1e13 / 6 / x, 3 - 0.1 * math.log(x)) for i, x in enumerate(n)]
+    assert not fit_minima(straight)[0].inside
+    (minimum, *_) = fit_minima(planted(num_sizes=3))
+    assert minimum.inside and "error unknown" in str(minimum.n)
