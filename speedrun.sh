@@ -29,7 +29,8 @@ source dev/profile.sh
 # Flags of each stage per profile. plan: minutes of all stages except the base model, which dev.plan
 # estimates (tokenizer, its evaluation, base loss, base evaluation, mid, SFT, RL, four chat
 # evaluations), and the depth and number of processes they refer to. cpu: measured on 2 cores,
-# 2026-11. GPUs: estimated from published throughput; utilization by dev.time_model.
+# 2026-11. GPUs: estimated from published throughput; utilization by dev.time_model, for 8 H100:
+# one small GPU may reach less.
 score=() core=() mid=() sft=() rl=() chat=()
 case "$PROFILE" in
 h100x8)

@@ -93,7 +93,8 @@ def require_equal_ranks(named: Mapping[str, Tensor], machine: DistContext, step:
     """
     Raise RankMismatchError on every rank, naming the first parameter that differs.
 
-    named: float32 tensors. Compares sums of their bits, so it detects a single flipped bit.
+    named: float32 or bfloat16 tensors, the latter with an even last dimension. Compares sums of
+    their bits, so it detects a single flipped bit.
     """
     if machine.world_size == 1:
         return

@@ -196,8 +196,8 @@ class DistConfig:
     device_type: Literal["cuda", "cpu", "mps"] | None = None
     """Device to compute on. Default: cuda if available, else mps, else cpu."""
     dtype: Literal["bfloat16", "float32", "fp8"] | None = short("d", None)
-    """Dtype of activations and matmuls; weights stay float32. fp8: bfloat16 with fp8 matmuls in
-    training (Ada, Hopper and later GPUs). Default: bfloat16 if the hardware supports it natively
+    """Dtype of activations and matmuls; master weights are float32. fp8: bfloat16 with fp8 matmuls
+    in training (Ada, Hopper and later GPUs). Default: bfloat16 if the hardware supports it natively
     (including CPUs with AVX512-BF16 or AMX), else float32."""
     deterministic: bool = False
     """Use only deterministic algorithms, for bit-identical runs; slower on a GPU."""

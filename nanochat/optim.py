@@ -518,7 +518,9 @@ class MuonAdamW:
             group.grad = None
             for p in group.params:
                 p.grad = None
-        self.to_reduce = []
+        for reduction in self.reductions:  # NCCL keeps its inputs until then
+            reduction.wait()
+        self.to_reduce, self.reductions = [], []
 
     def compile(self, **options: Any) -> None:
         """Compile the update rules into one pass over weights and state."""
@@ -585,6 +587,7 @@ class MuonAdamW:
         Raises KeyError for a missing tensor, ValueError for a wrong shape.
         """
         for group in self.groups:
+            assert "master" not in group.state, "load the state before round_embeddings"
             for kind, value in group.state.items():
                 pieces = [tensors[f"{name}.{kind}"].to(value) for name in group.names]
                 shape, wanted = tuple(pieces[0].shape), tuple(group.params[0].shape)

@@ -621,6 +621,8 @@ def prepare(run: TrainingRun, checkpoints: CheckpointManager) -> Prepared:
     disk = preflight.require_disk(folder, machine, checkpoints=size, rows=run.bytes_to_pack)
     if cfg.fp8:
         preflight.enable_fp8(model, machine)
+    if machine.device.type == "cuda" and type(model) is GPT:  # tracks use float32 weights
+        run.optimizer.round_embeddings(model, machine.dtype)
     prepared = run.prepared or fit_rows(run, left)
     run.device_rows, seconds, most = prepared.device_rows, prepared.train_seconds, ""
     if run.prepared:
@@ -648,8 +650,6 @@ def fit_rows(run: TrainingRun, steps: int) -> Prepared:
     model, optimizer, machine = run.model, run.optimizer, run.machine
     trainable, requested = run.objective or model, run.cfg.device_batch_size
     T, device = model.cfg.max_seq_len, machine.device
-    if device.type == "cuda" and type(model) is GPT:  # the tracks' models use float32 weights
-        optimizer.round_embeddings(model, machine.dtype)
     used = hardware.used_memory_bytes(device)
     rows = run.batch_tokens // T // machine.world_size
     limit = rows if requested is not None else preflight.max_rows(model, trainable, machine)

@@ -78,6 +78,7 @@ class Work:
             started = clock(self.machine)
             loss = self.forward()
             forward = clock(self.machine)
+            self.optimizer.expect_last_pass()
             loss.backward()
             backward = clock(self.machine)
             self.update()
