@@ -246,9 +246,9 @@ def section() -> str:
 ## Predicted on 8 H100
 
 Nothing here was measured by this project. `dev/time_model.py` adds up lower bounds of time: FLOPs,
-memory traffic and link traffic of each part at the vendor's peaks, and attention at the rates of
-the FlashAttention-3 paper. One published run of this architecture sets the share of the peaks that
-is reached, {share:.0%}. Two others check it:
+memory traffic and link traffic of each part at the vendor's peaks, and attention at the throughput
+of the FlashAttention-3 paper. One published run of this architecture sets the share of the peaks
+that is reached, {share:.0%}. Two others check it:
 
 {table(["published, 8 H100", "tokens/s", "model", "error", "source"], checks)}
 Bounds of a step in milliseconds on each GPU, with rows of {T:,} tokens, micro-batches of at most

@@ -104,8 +104,9 @@ class ScalingLaws:
             raise ValueError(f"--arms={self.arms!r} has an arm twice, or an empty one")
         for flags, rejected in [(self.flags, PLANNED), *((arm, PLANNED + SHARED) for arm in arms)]:
             for flag in re.findall(r"--([\w-]+)", flags):
-                if flag.replace("-", "_") in rejected:
-                    where = "is set by the series" if flag in PLANNED else "belongs in --flags"
+                name = flag.replace("-", "_")
+                if name in rejected:
+                    where = "is set by the series" if name in PLANNED else "belongs in --flags"
                     raise ValueError(f"--{flag} in {flags!r} {where}; remove it")
 
     def arm_names(self) -> list[str]:

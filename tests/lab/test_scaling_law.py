@@ -192,6 +192,7 @@ def test_wrong_settings_of_a_series_are_rejected(name, value):
     ("settings", "fix"),
     [
         ({"arms": "default|--num_iterations=20"}, "is set by the series"),
+        ({"arms": "default|--num-iterations=20"}, "is set by the series"),
         ({"flags": "--depth=4"}, "is set by the series"),
         ({"arms": "default|--max-seq-len=64"}, "belongs in --flags"),
     ],
