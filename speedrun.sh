@@ -39,7 +39,7 @@ h100x8)
     tokenizer=(--vocab_size=32768 --max_chars=2000000000)
     shape=(--max_seq_len=2048 --target_param_data_ratio=8 --save_every=500)
     rl=(--examples_per_step="$(whole 32)") # a rank decodes 4 questions x 16 samples at a time
-    plan=(--minutes="3 2 5 10 15 5 40 20" --minutes_depth=24 --minutes_processes=8 --utilization=0.46)
+    plan=(--minutes="3 2 5 10 15 5 40 20" --minutes_depth=24 --minutes_processes=8 --utilization=0.49)
     ;;
 gpu)
     depth=${DEPTH:-12}
@@ -50,7 +50,7 @@ gpu)
     rl=(--num_iterations=100 --num_samples=8 --examples_per_step="$(whole 16)")
     chat=(--max_problems=500)
     core=(--max_per_task=500)
-    plan=(--minutes="3 2 5 10 20 10 40 30" --minutes_depth=12 --utilization=0.37)
+    plan=(--minutes="3 2 5 10 20 10 40 30" --minutes_depth=12 --utilization=0.40)
     ;;
 cpu)
     depth=${DEPTH:-4}
@@ -114,6 +114,12 @@ python -m dev.plan --profile="$PROFILE" --processes="$processes" --gpu="$gpu_nam
 
 # ---- Stages -------------------------------------------------------------------------------------
 source dev/stages.sh
+case "$gpu_name" in # FlashAttention 3; training works without it
+*H100* | *H200*)
+    uv sync --quiet --inexact ${TORCH_BACKEND:+--no-install-package torch} ${GROUPS_WANTED-} --group fa3 ||
+        echo "speedrun: FlashAttention 3 was not installed"
+    ;;
+esac
 
 few_shot=1 # the embedded dataset has its own few-shot tasks
 if [ "$PROFILE" = h100x8 ] || [ "$PROFILE" = gpu ]; then

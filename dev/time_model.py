@@ -19,7 +19,7 @@ from nanochat.common import REPOSITORY
 from nanochat.gpt import GPT
 from nanochat.hardware import PEAK_FLOPS
 from nanochat.loss import CHUNK_ELEMENTS
-from nanochat.optim import NEWTON_SCHULZ_STEPS, ROUNDED_ROLES
+from nanochat.optim import NEWTON_SCHULZ_STEPS
 from nanochat.scaling import Horizon, ShapeConfig, default_windows, plan_horizon, shape_for_depth
 
 PAGE = REPOSITORY / "docs" / "performance.md"
@@ -36,18 +36,14 @@ TRITON, CUDNN, FLASH3 = 323e12, 484e12, 521e12
 # PyTorch's own kernel runs, which is cuDNN on an H100.
 ATTENTION = {"flex": (TRITON, CUDNN), "fa3": (FLASH3, FLASH3)}
 BACKWARD = 2.5  # backward FLOPs of attention per forward FLOP: the same paper
-# What the other kernels of a layer read and write per token, in vectors of width C and two bytes
-# each. TORCH_LOGS=inductor_metrics prints it for compiled blocks; this is depth 12 with torch 2.15,
-# the mean of layers with and without value embeddings, less what is counted per weight below.
-VECTORS, FP8_VECTORS = 65, 32  # fp8: in addition, to quantize and transpose
+FP8_VECTORS = 32  # in addition to `Code.vectors`, to quantize and transpose
 LOGIT_BYTES = 10  # per logit: written, read and rewritten by the loss, read by two matmuls
 HEAD_BYTES = 10  # per weight of the LM head and chunk of logits: sum of its gradient
-WEIGHT_BYTES = 28  # per matrix weight and micro-batch: two casts of 6, gradient and sum of 16
+HEAD_WEIGHT_BYTES = 28  # per weight of the LM head and micro-batch, as in `FLOAT32_MATRICES`
 EMBEDDING_BYTES = 10  # per rounded embedding weight and micro-batch: zeros, gradient and sum
-# Per matrix weight and rank: copies into a stack of gradients and from the gathered stack
-COPY_BYTES = 16
 ADAMW_BYTES = 30  # per weight: gradient, master and two moments, read and written; rounded copy
 CHUNK_TOKENS = CHUNK_ELEMENTS["cuda"] // VOCAB_SIZE
+EMBEDDINGS = ("embedding", "value_embedding")
 DEVICE_ROWS = 16  # of 2,048 tokens, as at depth 24
 
 # depth, dtype, tokens per step -> tokens/s on 8 H100; the first sets the share, the others check it
@@ -56,6 +52,30 @@ PUBLISHED = {
     (26, "fp8", 2**19): (12_700 * 2**19 / 8_967, "nanochat's pull request 516, 2026-02"),
     (24, "fp8", 2**20): (983e3, "nanochat's leaderboard, 2026-03"),
 }
+
+
+@dataclass(frozen=True)
+class Code:
+    """What depends on how a training step is written."""
+
+    vectors: float
+    """What the other kernels of a layer read and write per token, in vectors of width C and two
+    bytes each. TORCH_LOGS=inductor_metrics prints it for compiled blocks; this is torch 2.15, the
+    mean of layers with and without value embeddings, less what is counted per weight."""
+    weight_bytes: float
+    """Per matrix weight and micro-batch: casts, and the sum of gradients."""
+    copy_bytes: float
+    """Per matrix weight and rank: copies into a stack of gradients and from the gathered stack."""
+    matrix_bytes: int
+    """Of a gathered matrix weight."""
+    overlap: bool
+    """Whether gradients are reduced during the backward pass."""
+
+
+# Two casts of 6, gradient and sum of 16 bytes; normalization after rotation takes 2 vectors, and
+# gradients of the embedded token, which all layers share, take 3 if added in pairs
+FLOAT32_MATRICES = Code(65, 28, 16, 4, overlap=False)
+OURS = Code(61, 9, 12, 2, overlap=True)
 
 
 @dataclass(frozen=True)
@@ -104,19 +124,22 @@ def attention_seconds(model: GPT, kernel: str) -> float:
     return seconds
 
 
-def traffic(model: GPT) -> tuple[float, float]:
-    """Bytes of gradients that a step reduces, and of weights that it gathers, over 8 GPUs."""
+def traffic(model: GPT, matrix_bytes: int) -> tuple[float, float]:
+    """
+    Bytes of gradients that a step reduces, and of weights that it gathers, over 8 GPUs, with
+    `matrix_bytes` per gathered matrix weight.
+    """
     roles, stacks, reduced, gathered = model.param_roles(), dict[torch.Size, int](), 0.0, 0.0
     for name, p in model.named_parameters():
         if roles[name] == "matrix":
             stacks[p.shape] = stacks.get(p.shape, 0) + 1
         elif p.ndim == 2 and p.size(0) >= 1024:
-            size = p.numel() * (2 if roles[name] in ROUNDED_ROLES else 4)
+            size = p.numel() * (2 if roles[name] in EMBEDDINGS else 4)
             reduced, gathered = reduced + size, gathered + size
         else:  # an all-reduce sends twice as much
             reduced += 2 * 4 * p.numel()
-    padded = sum(4 * shape.numel() * -(-n // GPUS) * GPUS for shape, n in stacks.items())
-    return reduced + padded, gathered + padded
+    padded = sum(shape.numel() * -(-n // GPUS) * GPUS for shape, n in stacks.items())
+    return reduced + 4 * padded, gathered + matrix_bytes * padded
 
 
 def muon_flops(model: GPT) -> float:
@@ -129,25 +152,26 @@ def muon_flops(model: GPT) -> float:
     return total
 
 
-def predict(depth: int, dtype: str, tokens: int, attention: str, overlap: bool = True) -> Step:
+def predict(depth: int, dtype: str, tokens: int, attention: str, code: Code = OURS) -> Step:
     """
-    Bounds of a step of `tokens` tokens. With `overlap`, reductions take no time of their own,
-    because they run during the backward pass.
+    Bounds of a step of `tokens` tokens. Reductions during the backward pass take no time of their
+    own.
     """
     model, mine = meta_model(depth), tokens / GPUS
     cfg, roles, fp8 = model.cfg, model.param_roles(), dtype == "fp8"
     sizes = dict.fromkeys(roles.values(), 0)
     for name, p in model.named_parameters():
         sizes[roles[name]] += p.numel()
-    rounded = sum(sizes.get(role, 0) for role in ROUNDED_ROLES)
+    rounded = sum(sizes.get(role, 0) for role in EMBEDDINGS)
     micro_batches = max(1.0, mine / (DEVICE_ROWS * T))
-    reduced, gathered = traffic(model)
-    exposed = gathered + (0 if overlap else reduced)
-    layer_bytes = cfg.n_layer * 2 * cfg.d_model * (VECTORS + (FP8_VECTORS if fp8 else 0))
+    reduced, gathered = traffic(model, code.matrix_bytes)
+    exposed = gathered + (0 if code.overlap else reduced)
+    layer_bytes = cfg.n_layer * 2 * cfg.d_model * (code.vectors + (FP8_VECTORS if fp8 else 0))
     logit_bytes = LOGIT_BYTES * VOCAB_SIZE + HEAD_BYTES * sizes["head"] / CHUNK_TOKENS
-    weight_bytes = WEIGHT_BYTES * (sizes["matrix"] + sizes["head"]) + EMBEDDING_BYTES * rounded
+    weight_bytes = code.weight_bytes * sizes["matrix"] + HEAD_WEIGHT_BYTES * sizes["head"]
+    weight_bytes += EMBEDDING_BYTES * rounded
     adamw = ADAMW_BYTES * (rounded + sizes["head"])
-    copies = COPY_BYTES * sizes["matrix"] + 4 * rounded + 8 * sizes["head"]
+    copies = code.copy_bytes * sizes["matrix"] + 4 * rounded + 8 * sizes["head"]
     vendor = {
         "layer matmuls": 6 * sizes["matrix"] * mine / FLOPS / (2 if fp8 else 1),
         "LM head and loss": mine * (6 * sizes["head"] / FLOPS + logit_bytes / MEMORY),
@@ -177,26 +201,20 @@ def horizon(depth: int) -> Horizon:
     return plan_horizon(meta_model(depth), None, None, RATIO, None, GPUS)
 
 
-def savings(step: Step, fp8: Step, fa3: Step) -> dict[str, dict[str, float]]:
+def savings(step: Step, fp8: Step) -> dict[str, dict[str, float]]:
     """Change -> the parts that it makes shorter, with their new bounds (depth 24)."""
-    matrices = sum(p.numel() for n, p in meta_model(24).named_parameters() if "blocks" in n)
-    casts = (12 * step.tokens / GPUS / (DEVICE_ROWS * T) - 6) * matrices / MEMORY
     return {
         "fp8 matmuls": {name: fp8.vendor[name] for name in ("layer matmuls", "other kernels")},
         "half of the traffic of the other kernels, as by norms fused into matmuls": {
             "other kernels": step.vendor["other kernels"] / 2
         },
-        "FlashAttention 3 for all layers": fa3.measured,
         "weights gathered during the next forward pass": {"links": 0.0},
-        "weights cast to bfloat16 once per step, not twice per micro-batch": {
-            "weights and gradients": step.vendor["weights and gradients"] - casts
-        },
     }
 
 
 def section() -> str:
     """The generated text."""
-    runs = {key: predict(*key, "fa3", overlap=False) for key in PUBLISHED}
+    runs = {key: predict(*key, "fa3", FLOAT32_MATRICES) for key in PUBLISHED}
     shares = [reached(PUBLISHED[key][0], run) for key, run in runs.items()]
     share, low, high = shares[0], min(shares), max(shares)
     checks = [
@@ -205,7 +223,7 @@ def section() -> str:
         for key, run in runs.items()
     ]  # fmt: skip
     setups = [(8, "bfloat16"), (12, "bfloat16"), (24, "bfloat16"), (24, "fp8")]
-    steps = [predict(depth, dtype, horizon(depth).batch_tokens, "flex") for depth, dtype in setups]
+    steps = [predict(depth, dtype, horizon(depth).batch_tokens, "fa3") for depth, dtype in setups]
     parts = [
         [name, *(f"{1e3 * {**s.vendor, **s.measured}[name]:.1f}" for s in steps)]
         for name in (*steps[0].vendor, *steps[0].measured)
@@ -217,21 +235,22 @@ def section() -> str:
         ["MFU", *(f"{s.utilization(share):.0%}" for s in steps)],
     ]
     bf16, fp8 = steps[2:]
-    fa3, plan = (
-        [predict(24, dtype, bf16.tokens, "fa3") for dtype in ("bfloat16", "fp8")],
-        horizon(24),
-    )
+    flex = [predict(24, dtype, bf16.tokens, "flex") for dtype in ("bfloat16", "fp8")]
+    plan = horizon(24)
 
     def hours(step: Step, at: float = share) -> float:
         return plan.num_steps * step.seconds(at) / 3600
 
     times = [
-        [name, f"{hours(step):.2f} h", f"{hours(best, high):.2f} to {hours(step, low):.2f} h"]
-        for name, step, best in zip(
-            ("bfloat16", "`--dtype=fp8`"), (bf16, fp8), fa3, strict=True
+        [
+            name, f"{hours(step):.2f} h", f"{hours(step, high):.2f} to {hours(step, low):.2f} h",
+            f"{hours(slower):.2f} h",
+        ]
+        for name, step, slower in zip(
+            ("bfloat16", "`--dtype=fp8`"), (bf16, fp8), flex, strict=True
         )
     ]  # fmt: skip
-    changes, everything = savings(bf16, fp8, fa3[0]), bf16
+    changes, everything = savings(bf16, fp8), bf16
     ranked = []
     for name, shorter in changes.items():
         saved = hours(bf16) - hours(bf16.with_parts(shorter))
@@ -252,17 +271,18 @@ that is reached, {share:.0%}. Two others check it:
 
 {table(["published, 8 H100", "tokens/s", "model", "error", "source"], checks)}
 Bounds of a step in milliseconds on each GPU, with rows of {T:,} tokens, micro-batches of at most
-{DEVICE_ROWS} rows and FlexAttention. Links: weights only, because gradients are reduced during
-the backward pass; the end of the last reductions, about 1.5 ms at depth 24, is left out. The
-prediction divides all but attention by the share. The share is fitted at depth 26, and small
-matmuls reach less, so the real depth 8 and 12 are slower than predicted.
+{DEVICE_ROWS} rows and FlashAttention 3, for which `speedrun.sh` installs a loader on Hopper GPUs.
+Links: weights only, because gradients are reduced during the backward pass; the end of the last
+reductions, about 1.5 ms at depth 24, is left out. The prediction divides all but attention by the
+share. The share is fitted at depth 26, and small matmuls reach less, so the real depth 8 and 12 are
+slower than predicted.
 
 {table(["part", *heads], parts)}
 Base training of the speedrun (depth 24, ratio {RATIO}) is {tokens}. The range
-covers the shares that the published runs reached, {low:.0%} to {high:.0%}, and FlashAttention 3 in
-place of FlexAttention:
+covers the shares that the published runs reached, {low:.0%} to {high:.0%}. Where FlashAttention 3
+cannot be loaded, FlexAttention takes its place:
 
-{table(["dtype", "predicted", "range"], times)}
+{table(["dtype", "predicted", "range", "with FlexAttention"], times)}
 The other stages of the speedrun are not included; `bash speedrun.sh --plan` prints estimates.
 
 What would save the most of the bfloat16 run, by the same model:

@@ -243,7 +243,7 @@ def attend_sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float) -> Ten
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=gqa
         )
     else:
-        y = compiled_flex()(q, k, v, block_mask=mask, scale=scale, enable_gqa=gqa)
+        y = flex_kernel()(q, k, v, block_mask=mask, scale=scale, enable_gqa=gqa)
     return y.transpose(1, 2)
 
 
@@ -294,20 +294,49 @@ def compiled_block_mask():
     return torch.compile(create_block_mask, dynamic=False)
 
 
+def flex_kernel():
+    """FlexAttention, compiled as part of the caller or on its own (it is slow uncompiled)."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return flex_attention if torch.compiler.is_compiling() else compiled_flex()
+
+
 @lru_cache(maxsize=1)
 def compiled_flex():
-    """Compiled FlexAttention (slow uncompiled). Shapes are fixed during a run."""
+    """Compiled FlexAttention. Shapes are fixed during a run."""
     from torch.nn.attention.flex_attention import flex_attention
 
     return torch.compile(flex_attention, dynamic=False)
 
 
-def attend_fa3(q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float) -> Tensor:
-    """FlashAttention 3 (arXiv:2407.08608) on Hopper GPUs, if its package is installed."""
-    from flash_attn_interface import flash_attn_func  # type: ignore
+FA3_BUILD = "kernels-community/flash-attn3", 1  # repository on the Hub, version
+fa3_function: Any = None  # loaded by `load_fa3`, because compiled code cannot load it
 
+
+def load_fa3(device: torch.device) -> None:
+    """
+    Load FlashAttention 3 (arXiv:2407.08608): the package built from its source if installed, else
+    the build that the package kernels downloads from the Hub.
+
+    Raises RuntimeError if the GPU is not Hopper, ImportError if neither package is installed.
+    """
+    global fa3_function
+    if torch.cuda.get_device_capability(device)[0] != 9:
+        raise RuntimeError("needs a Hopper GPU, such as H100 or H200")
+    try:
+        from flash_attn_interface import flash_attn_func  # type: ignore
+    except ImportError:
+        from kernels import get_kernel  # type: ignore
+
+        repository, version = FA3_BUILD
+        flash_attn_func = get_kernel(repository, version=version).flash_attn_func
+    fa3_function = flash_attn_func
+
+
+def attend_fa3(q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float) -> Tensor:
+    """Attention by the function that `load_fa3` has loaded."""
     sizes = (-1 if window is None else window, 0)
-    y = flash_attn_func(q, k, v, softmax_scale=scale, causal=True, window_size=sizes)
+    y = fa3_function(q, k, v, softmax_scale=scale, causal=True, window_size=sizes)
     return y[0] if isinstance(y, tuple) else y
 
 

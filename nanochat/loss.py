@@ -17,7 +17,7 @@ from torch import Tensor
 
 IGNORE = -1  # target excluded from the loss
 SOFTCAP = 15.0  # logits lie in (-15, 15)
-CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 27, "mps": 1 << 25}  # logits in one chunk
+CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 28, "mps": 1 << 25}  # logits in one chunk
 
 
 class Trainable(Protocol):

@@ -4,8 +4,8 @@ Learning-rate schedules, update rules per parameter role, and Muon + AdamW shard
     (step, num_steps) -> lr_factor, muon_momentum, decay_factor
     OptimConfig -> make_rules -> role: Rule -> MuonAdamW: parameter groups, sharded or replicated
 
-Master weights and optimizer state are float32. On a GPU, the plain model's embeddings are stored in
-the compute dtype, which halves their gradients and the traffic between ranks.
+Master weights and optimizer state are float32. On a GPU, the plain model's matrices and embeddings
+are stored in the compute dtype, which saves casts and halves the weights sent between ranks.
 """
 
 from collections import Counter
@@ -80,7 +80,8 @@ NEWTON_SCHULZ_STEPS = 5
 SCALAR_LR = 0.5  # peak learning rate of scalars at a batch of 524,288 tokens
 TIED_LR = 0.05  # peak learning rate of a tied embedding and LM head at width 768
 BUCKET_BYTES = 64 << 20  # matrices whose gradients are reduced together; small messages are slow
-ROUNDED_ROLES = ("embedding", "value_embedding")  # see `round_embeddings`
+# Stored in the compute dtype by `round_weights`; gradients of embeddings are in that dtype too
+ROUNDED_ROLES = ("embedding", "value_embedding", "matrix")
 ROWS_FADE_EVERY = 16  # steps; decay touches the whole embedding, an update only a few rows
 
 
@@ -268,6 +269,8 @@ class ParamGroup:
     """Whether each rank owns a slice; if not, all ranks apply the same update."""
     state: dict[str, Tensor] = field(default_factory=dict)
     grad: Tensor | None = None
+    sums: list[Tensor | None] = field(default_factory=list)
+    """If the parameters are rounded matrices, their gradients, added up in float32."""
     unfinished: int = 0
     """Number of gradients that the last backward pass has not completed."""
 
@@ -295,6 +298,12 @@ class ParamGroup:
         """Views of the parameters in their `stack`."""
         n = len(self.params)
         return whole[:n].unbind() if self.stacked else [whole[: self.params[0].size(0)]]
+
+    def free_gradients(self) -> None:
+        """Discard the parameters' gradients, but not `grad`."""
+        self.sums = [None] * len(self.sums)
+        for param in self.params:
+            param.grad = None
 
     def assign(self, whole: Tensor) -> None:
         """Copy a stack into the parameters."""
@@ -341,15 +350,20 @@ class MuonAdamW:
         self.in_backward_order = sorted(self.groups, key=backward_position)
         self.to_reduce, self.reductions = list[ParamGroup](), list[Any]()
         for group in self.groups if many else ():
-            for param in group.params:
-                hook = partial(self.finish_gradient, group)
-                param.register_post_accumulate_grad_hook(hook)
+            self.watch(group)
+
+    def watch(self, group: ParamGroup) -> None:
+        """Call `finish_gradient` for each gradient of the group that a backward pass completes."""
+        for i, param in enumerate(group.params):
+            hook = partial(self.finish_gradient, group, i)
+            param.register_post_accumulate_grad_hook(hook)
 
     @torch.no_grad()
-    def round_embeddings(self, model: GPT, dtype: torch.dtype) -> None:
+    def round_weights(self, model: GPT, dtype: torch.dtype) -> None:
         """
-        Store the model's embeddings in `dtype`, and this rank's slices of them in float32 as master
-        weights, which only updates and checkpoints use. The forward pass rounds to `dtype` anyway.
+        Store the model's matrices and embeddings in `dtype`, and this rank's slices of them in
+        float32 as master weights, which only updates and checkpoints use. The forward pass rounds
+        to `dtype` anyway. Gradients of matrices are still added up in float32.
         """
         roles = model.param_roles()
         for group in self.groups:
@@ -358,6 +372,18 @@ class MuonAdamW:
                 group.state["master"] = group.weight().clone()
                 for param in group.params:
                     param.data = param.data.to(dtype)
+                if group.stacked:
+                    group.sums = [None] * len(group.params)
+                    if self.machine.world_size == 1:
+                        self.watch(group)
+
+    def grad_bytes(self) -> int:
+        """Bytes of all gradients before they are reduced."""
+        return sum(
+            p.numel() * (4 if group.sums else p.element_size())
+            for group in self.groups
+            for p in group.params
+        )
 
     # ---- the step ----------------------------------------------------------------------------
 
@@ -370,8 +396,12 @@ class MuonAdamW:
         for group in self.groups:
             group.unfinished = len(group.params)
 
-    def finish_gradient(self, group: ParamGroup, param: Tensor) -> None:
-        """Hook: a backward pass has completed the gradient of a parameter of the group."""
+    def finish_gradient(self, group: ParamGroup, i: int, param: Tensor) -> None:
+        """Hook: a backward pass has completed the gradient of parameter `i` of the group."""
+        if group.sums and param.grad is not None:
+            total = group.sums[i]
+            group.sums[i] = param.grad.float() if total is None else total.add_(param.grad)
+            param.grad = None
         group.unfinished -= 1
         while self.to_reduce and self.to_reduce[0].unfinished <= 0:
             self.start_reduction(self.to_reduce.pop(0))
@@ -379,10 +409,14 @@ class MuonAdamW:
     @torch.no_grad()
     def start_reduction(self, group: ParamGroup) -> None:
         """Stack and free the gradients of a group, and start to sum them over ranks."""
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in group.params]
-        group.grad = group.stack([g.coalesce() if g.is_sparse else g for g in grads])
-        for p in group.params:
-            p.grad = None
+        grads = group.sums or [p.grad for p in group.params]
+        dtype = torch.float32 if group.sums else None
+        filled = [
+            torch.zeros_like(p, dtype=dtype) if g is None else g.coalesce() if g.is_sparse else g
+            for p, g in zip(group.params, grads, strict=True)
+        ]
+        group.grad = group.stack(filled)
+        group.free_gradients()
         if group.sharded:
             group.grad, work = reduce_scatter(group.grad, self.machine)
             self.reductions.append(work)
@@ -516,8 +550,7 @@ class MuonAdamW:
         """Discard all gradients, reduced or not, so that they never reach the weights."""
         for group in self.groups:
             group.grad = None
-            for p in group.params:
-                p.grad = None
+            group.free_gradients()
         for reduction in self.reductions:  # NCCL keeps its inputs until then
             reduction.wait()
         self.to_reduce, self.reductions = [], []
@@ -587,7 +620,7 @@ class MuonAdamW:
         Raises KeyError for a missing tensor, ValueError for a wrong shape.
         """
         for group in self.groups:
-            assert "master" not in group.state, "load the state before round_embeddings"
+            assert "master" not in group.state, "load the state before round_weights"
             for kind, value in group.state.items():
                 pieces = [tensors[f"{name}.{kind}"].to(value) for name in group.names]
                 shape, wanted = tuple(pieces[0].shape), tuple(group.params[0].shape)

@@ -21,7 +21,14 @@ import torch
 from torch import Tensor
 
 from nanochat import hardware
-from nanochat.attention import Backend, attend, attend_plain, make_mask, segment_mask
+from nanochat.attention import (
+    Backend,
+    attend,
+    attend_plain,
+    load_fa3,
+    make_mask,
+    segment_mask,
+)
 from nanochat.common import UsageError, free_bytes, require_free
 from nanochat.distributed import DistContext
 from nanochat.gpt import GPT, Fp8Matmul, GPTConfig, Linear
@@ -53,6 +60,8 @@ def probe_attention(backend: Backend, cfg: GPTConfig, machine: DistContext) -> s
     or None. Raises any error the kernel raises.
     """
     B, T = 2, cfg.max_seq_len
+    if backend == "fa3":
+        load_fa3(machine.device)
     generator = torch.Generator().manual_seed(0)
     shapes = [(B, T, heads, cfg.head_dim) for heads in (cfg.n_head, cfg.n_kv_head, cfg.n_kv_head)]
     qkv = [torch.randn(shape, generator=generator) for shape in shapes]
@@ -245,11 +254,11 @@ def estimate_seconds(model: GPT, tokens: int, machine: DistContext) -> float:
     return model.flops_per_token() * tokens / (rate * machine.world_size)
 
 
-def max_rows(model: GPT, trainable: Trainable, machine: DistContext) -> int:
+def max_rows(model: GPT, trainable: Trainable, machine: DistContext, grad_bytes: int) -> int:
     """
     Micro-batch size to try first, equal on all ranks. On a CPU, about CPU_TOKENS tokens; on a GPU
-    or MPS, what fits alongside the gradients, if compiled blocks use COMPILED_SHARE of eager memory
-    (on MPS, nothing is compiled), and on MPS at most CPU_TOKENS tokens.
+    or MPS, what fits alongside the gradients (`grad_bytes`), if compiled blocks use COMPILED_SHARE
+    of eager memory (on MPS, nothing is compiled), and on MPS at most CPU_TOKENS tokens.
     """
     T, device = model.cfg.max_seq_len, machine.device
     if device.type == "cpu":
@@ -262,7 +271,7 @@ def max_rows(model: GPT, trainable: Trainable, machine: DistContext) -> int:
             used.append(hardware.used_memory_bytes(device))
             del loss
     torch.cuda.empty_cache()
-    room = hardware.free_memory_bytes(device) - GPU_RESERVE - model.num_bytes()
+    room = hardware.free_memory_bytes(device) - GPU_RESERVE - grad_bytes
     each = max(1, used[1] - used[0]) if len(used) == 2 else room / 2
     each *= COMPILED_SHARE if device.type == "cuda" else 1
     most = CPU_TOKENS // T if device.type == "mps" else room

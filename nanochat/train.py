@@ -622,7 +622,7 @@ def prepare(run: TrainingRun, checkpoints: CheckpointManager) -> Prepared:
     if cfg.fp8:
         preflight.enable_fp8(model, machine)
     if machine.device.type == "cuda" and type(model) is GPT:  # tracks use float32 weights
-        run.optimizer.round_embeddings(model, machine.dtype)
+        run.optimizer.round_weights(model, machine.dtype)
     prepared = run.prepared or fit_rows(run, left)
     run.device_rows, seconds, most = prepared.device_rows, prepared.train_seconds, ""
     if run.prepared:
@@ -652,7 +652,8 @@ def fit_rows(run: TrainingRun, steps: int) -> Prepared:
     T, device = model.cfg.max_seq_len, machine.device
     used = hardware.used_memory_bytes(device)
     rows = run.batch_tokens // T // machine.world_size
-    limit = rows if requested is not None else preflight.max_rows(model, trainable, machine)
+    grads = optimizer.grad_bytes()
+    limit = rows if requested is not None else preflight.max_rows(model, trainable, machine, grads)
     device_rows = preflight.choose_device_rows(requested, rows, limit)
     guess = preflight.estimate_seconds(model, steps * run.batch_tokens, machine)
     compiled = preflight.set_kernels(run.kernels, model, machine, guess, optimizer)
@@ -678,8 +679,8 @@ def fit_rows(run: TrainingRun, steps: int) -> Prepared:
             machine.print0(f"preflight  out of memory; trying {device_rows} rows")
     peak_bytes, seconds = measured
     weights, state = model.num_bytes(), sum(x.nbytes for x in optimizer.local_state().values())
-    memory = {"weights": weights, "gradients": weights, "optimizer": state}
-    memory["activations"] = max(0, peak_bytes - used - weights)  # including kernel workspaces
+    memory = {"weights": weights, "gradients": grads, "optimizer": state}
+    memory["activations"] = max(0, peak_bytes - used - grads)  # including kernel workspaces
     total, free = sum(memory.values()), weights + state + hardware.free_memory_bytes(device)
     parts = ", ".join(f"{name} {n / 2**20:,.0f}" for name, n in memory.items())
     machine.print0(

@@ -54,13 +54,13 @@ def check_work_for_others(machine: DistContext) -> None:
             assert str(error) == "nothing on rank 0\n  run:  make it"
 
 
-def check_rounded_embeddings(machine: DistContext) -> None:
-    """All ranks have the same embeddings: the main rank's master weights, rounded."""
+def check_rounded_weights(machine: DistContext) -> None:
+    """All ranks have the same weights: the main rank's master weights, rounded."""
     shape = replace(TINY, vocab_size=1024 + machine.world_size)  # large enough to be sharded
     model = build_model(shape, machine.device, machine.dtype, seed=0)
     before = model.embed.weight.detach().clone()
     optimizer = MuonAdamW(model, make_rules(OptimConfig(), TINY.d_model), machine)
-    optimizer.round_embeddings(model, torch.bfloat16)
+    optimizer.round_weights(model, torch.bfloat16)
     tokens = torch.arange(T)[None] + machine.rank
     model.loss(tokens, tokens).backward()
     assert math.isfinite(optimizer.reduce_gradients())
@@ -79,7 +79,7 @@ def main() -> None:
     machine = init_distributed(DistConfig("cpu", "float32"))
     check_work_for_others(machine)
     optim.BUCKET_BYTES = 4 * TINY.d_model**2 * machine.world_size  # a matrix of each rank
-    check_rounded_embeddings(machine)
+    check_rounded_weights(machine)
     share = ROWS // machine.world_size
     mine = slice(machine.rank * share, (machine.rank + 1) * share)
     shape = replace(TINY, bigram_rows=4096)

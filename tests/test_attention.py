@@ -1,6 +1,8 @@
 """Attention kernels against a reference implementation."""
 
 import math
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -100,3 +102,39 @@ def test_gpu_kernels_match_reference(backend, window, cut):
         for kind, mask in zip((backend, "plain"), masks, strict=True)
     )
     torch.testing.assert_close(got, want, rtol=0.02, atol=0.02)
+
+
+def test_flash_attention_3_is_the_installed_package_or_the_build_of_the_hub(monkeypatch):
+    q, calls = torch.randn(1, 4, 2, 8), []
+
+    def build(name):
+        def flash_attn_func(q, k, v, **settings):
+            calls.append((name, settings))
+            return q, None
+
+        return SimpleNamespace(flash_attn_func=flash_attn_func)
+
+    def get_kernel(repository, version):
+        return build(f"{repository} {version}")
+
+    monkeypatch.setattr(attention, "fa3_function", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", None)  # not installed
+    monkeypatch.setitem(sys.modules, "kernels", SimpleNamespace(get_kernel=get_kernel))
+    attention.load_fa3(torch.device("cuda"))
+    assert attend(q, q, q, 2, 0.7, "fa3") is q
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", build("from source"))
+    attention.load_fa3(torch.device("cuda"))
+    assert attend(q, q, q, None, 0.7, "fa3") is q
+    settings = {"softmax_scale": 0.7, "causal": True}
+    assert calls == [
+        ("kernels-community/flash-attn3 1", settings | {"window_size": (2, 0)}),
+        ("from source", settings | {"window_size": (-1, 0)}),
+    ]
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
+    monkeypatch.setitem(sys.modules, "kernels", None)
+    with pytest.raises(ImportError, match="kernels"):
+        attention.load_fa3(torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    with pytest.raises(RuntimeError, match="needs a Hopper GPU"):
+        attention.load_fa3(torch.device("cuda"))

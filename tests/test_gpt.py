@@ -18,7 +18,9 @@ from nanochat.common import REPOSITORY
 from nanochat.golf.model import exclude_self, rotate_first
 from nanochat.gpt import (
     GPT,
+    Fork,
     GPTConfig,
+    add_up,
     bigram_index,
     inference_copy,
     previous_tokens,
@@ -107,6 +109,22 @@ def test_every_parameter_has_role_and_gradient(name):
     model.loss(tokens, tokens.roll(1, 1)).backward()
     for parameter_name, p in model.named_parameters():
         assert p.grad is not None and p.grad.abs().sum() > 0, parameter_name
+
+
+def test_gradients_of_the_shared_input_are_added_at_once(tiny_gpt):
+    tokens, calls = torch.arange(32).view(2, 16), []
+    tiny_gpt.loss(tokens, tokens).backward()
+    plain = tiny_gpt.embed.weight.grad.clone()
+    tiny_gpt.zero_grad()
+    tiny_gpt.add_up = lambda *grads: calls.append(len(grads)) or torch.stack(grads).sum(0)
+    tiny_gpt.loss(tokens, tokens).backward()
+    assert calls == [tiny_gpt.cfg.n_layer]
+    torch.testing.assert_close(tiny_gpt.embed.weight.grad, plain)
+
+    x = torch.randn(3, requires_grad=True)
+    first, second = Fork.apply(x, 2, add_up)
+    (2 * first + 3 * second).sum().backward()
+    assert x.grad is not None and x.grad.tolist() == [5.0] * 3
 
 
 def test_activation_checkpointing_keeps_gradients(tiny_gpt):

@@ -275,7 +275,42 @@ def test_verdict_on_the_device_acts_like_one_on_the_host(machine, tiny_gpt, good
         assert torch.equal(value, results[1][name]), name
 
 
-def test_rounded_embeddings_train_like_float32_ones(machine, tiny_gpt):
+def test_gradients_of_rounded_matrices_are_added_up_in_float32(machine, tiny_gpt):
+    optimizer = MuonAdamW(tiny_gpt, make_rules(OptimConfig(), 768), machine)
+    optimizer.round_weights(tiny_gpt, torch.bfloat16)
+    tiny_gpt.dtype = torch.bfloat16
+    batches = torch.randint(64, (3, 2, 16), generator=torch.Generator().manual_seed(0))
+
+    def gradients(*indices: int) -> dict[str, torch.Tensor]:
+        for i in indices:
+            tiny_gpt.loss(batches[i], batches[i].roll(1)).backward()
+        assert all(p.grad is None or p.grad.dtype == p.dtype for p in tiny_gpt.parameters())
+        optimizer.reduce_gradients()
+        found = {
+            name: grad.clone()
+            for group in optimizer.groups
+            for name, grad in zip(group.names, group.unstack(group.grad), strict=True)
+            if group.sums
+        }
+        optimizer.drop_gradients()
+        return found
+
+    alone, together = [gradients(i) for i in range(3)], gradients(0, 1, 2)
+    matrices = {name for name, role in tiny_gpt.param_roles().items() if role == "matrix"}
+    assert together.keys() == matrices
+    for name, total in together.items():
+        assert tiny_gpt.get_parameter(name).dtype == torch.bfloat16
+        assert total.dtype == torch.float32
+        assert torch.equal(total, alone[0][name] + alone[1][name] + alone[2][name]), name
+    assert any(not torch.equal(total, total.bfloat16().float()) for total in together.values())
+    whole = {"head": 4, "residual": 4, "skip": 4, "gate": 4, "matrix": 4, "bigram": 4}
+    roles = tiny_gpt.param_roles()
+    assert optimizer.grad_bytes() == sum(
+        p.numel() * whole.get(roles[name], 2) for name, p in tiny_gpt.named_parameters()
+    )
+
+
+def test_rounded_weights_train_like_float32_ones(machine, tiny_gpt):
     """The forward pass computes with the same numbers; masters accumulate updates unrounded."""
     tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
     results, table = [], make_rules(OptimConfig(), 768)
@@ -284,7 +319,7 @@ def test_rounded_embeddings_train_like_float32_ones(machine, tiny_gpt):
         model.dtype = torch.bfloat16
         optimizer = MuonAdamW(model, table, machine)
         if rounded:
-            optimizer.round_embeddings(model, torch.bfloat16)
+            optimizer.round_weights(model, torch.bfloat16)
             assert model.embed.weight.dtype == torch.bfloat16
         losses = []
         for _ in range(8):

@@ -86,9 +86,9 @@ def test_resumed_run_has_the_saved_state(run, machine):
         assert torch.equal(p, run.model.get_parameter(name)), name
 
 
-def test_R2_rounded_embeddings_are_saved_and_resumed_in_float32(run, machine):
+def test_R2_rounded_weights_are_saved_and_resumed_in_float32(run, machine):
     exact = run.model.embed.weight.detach().clone()
-    run.optimizer.round_embeddings(run.model, torch.bfloat16)
+    run.optimizer.round_weights(run.model, torch.bfloat16)
     assert not torch.equal(run.model.embed.weight.float(), exact)
     with run.open(resume="auto") as checkpoints:
         run.save(checkpoints, 7)
@@ -96,7 +96,7 @@ def test_R2_rounded_embeddings_are_saved_and_resumed_in_float32(run, machine):
         other = new_optimizer(fresh, machine)
         checkpoints.begin(run.identity, fresh, other, 10)
     assert torch.equal(fresh.embed.weight, exact)
-    other.round_embeddings(fresh, torch.bfloat16)
+    other.round_weights(fresh, torch.bfloat16)
     for name, p in fresh.named_parameters():
         assert torch.equal(p, run.model.get_parameter(name)), name
     for name, x in other.local_state().items():

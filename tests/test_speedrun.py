@@ -222,7 +222,7 @@ def test_R37_plan_that_does_not_fit_on_disk_is_rejected(tmp_path):
     out = done.stdout + done.stderr
     assert done.returncode == 2 and "Traceback" not in out, out
     assert "depth 24 on 8 x NVIDIA H100 80GB HBM3" in out
-    assert "base model            about 128 min: assuming 46% of 989 TFLOP/s" in out
+    assert "base model            about 120 min: assuming 49% of 989 TFLOP/s" in out
     assert "cuDNN attention" in out
     needed = re.search(r"disk +([\d.]+) GB more at peak, 10.00 GB free", out)
     assert needed and 90 < float(needed[1]) < 175, out

@@ -90,7 +90,7 @@ def measure(depth: int, compiled: bool, preparations: int, fp8: bool) -> dict[st
         enable_fp8(model, machine)
     table = make_rules(OptimConfig(), shape.d_model)
     optimizer = MuonAdamW(model, table, machine)
-    optimizer.round_embeddings(model, machine.dtype)
+    optimizer.round_weights(model, machine.dtype)
     run = run_of(model, optimizer, machine, compiled)
     kept = [torch.cuda.memory_allocated()]
     for _ in range(preparations):

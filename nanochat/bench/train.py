@@ -53,7 +53,7 @@ class Work:
         table = make_rules(OptimConfig(weight_decay=0.1), cfg.d_model)
         self.optimizer = MuonAdamW(self.model, table, machine)
         if machine.device.type == "cuda":
-            self.optimizer.round_embeddings(self.model, machine.dtype)
+            self.optimizer.round_weights(self.model, machine.dtype)
         self.compiled = set_kernels(kernels, self.model, machine, float("inf"), self.optimizer)
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(cfg.vocab_size, (rows, cfg.max_seq_len + 1), generator=generator)

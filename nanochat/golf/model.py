@@ -85,7 +85,7 @@ class GolfAttention(Attention):
             self.scale = cfg.head_dim**-0.5
 
     def normalize(self, q: Tensor, k: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
-        q, k = norm(rotate_first(q, *rope)), norm(rotate_first(k, *rope))
+        q, k = rotate_first(norm(q), *rope), rotate_first(norm(k), *rope)
         return q if self.gain is None else q * self.gain.to(q.dtype)[:, None], k
 
     def project(self, y: Tensor, v: Tensor) -> Tensor:
