@@ -50,7 +50,7 @@ gpu)
     rl=(--num_iterations=100 --num_samples=8 --examples_per_step="$(whole 16)")
     chat=(--max_problems=500)
     core=(--max_per_task=500)
-    plan=(--minutes="3 2 5 10 20 10 40 30" --minutes_depth=12 --utilization=0.40)
+    plan=(--minutes="3 2 5 10 20 10 40 30" --minutes_depth=12 --utilization=0.39)
     ;;
 cpu)
     depth=${DEPTH:-4}
@@ -114,8 +114,8 @@ python -m dev.plan --profile="$PROFILE" --processes="$processes" --gpu="$gpu_nam
 
 # ---- Stages -------------------------------------------------------------------------------------
 source dev/stages.sh
-case "$gpu_name" in # FlashAttention 3; training works without it
-*H100* | *H200*)
+case "$gpu_name" in # Hopper: FlashAttention 3; training works without it
+*H100* | *H200* | *H800* | *H20*)
     uv sync --quiet --inexact ${TORCH_BACKEND:+--no-install-package torch} ${GROUPS_WANTED-} --group fa3 ||
         echo "speedrun: FlashAttention 3 was not installed"
     ;;

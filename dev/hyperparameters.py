@@ -106,7 +106,8 @@ batch is the same; on other numbers it is rounded to whole rows per device.
 
 ## Memory and disk
 
-Weights, gradients and optimizer state are float32. Muon and the hash-bigram embedding keep one moment, AdamW two.
+Weights, gradients and optimizer state in float32; GPUs store most weights in bfloat16
+([performance.md](performance.md#speed-of-a-run)). Muon and the hash-bigram embedding keep one moment, AdamW two.
 
 {memory}
 

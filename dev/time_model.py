@@ -11,6 +11,7 @@ measured by this project.
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -36,11 +37,9 @@ TRITON, CUDNN, FLASH3 = 323e12, 484e12, 521e12
 # PyTorch's own kernel runs, which is cuDNN on an H100.
 ATTENTION = {"flex": (TRITON, CUDNN), "fa3": (FLASH3, FLASH3)}
 BACKWARD = 2.5  # backward FLOPs of attention per forward FLOP: the same paper
-FP8_VECTORS = 32  # in addition to `Code.vectors`, to quantize and transpose
+FP8_VECTORS = 32  # to quantize and transpose, in addition to `Implementation.vectors`
 LOGIT_BYTES = 10  # per logit: written, read and rewritten by the loss, read by two matmuls
 HEAD_BYTES = 10  # per weight of the LM head and chunk of logits: sum of its gradient
-HEAD_WEIGHT_BYTES = 28  # per weight of the LM head and micro-batch, as in `FLOAT32_MATRICES`
-EMBEDDING_BYTES = 10  # per rounded embedding weight and micro-batch: zeros, gradient and sum
 ADAMW_BYTES = 30  # per weight: gradient, master and two moments, read and written; rounded copy
 CHUNK_TOKENS = CHUNK_ELEMENTS["cuda"] // VOCAB_SIZE
 EMBEDDINGS = ("embedding", "value_embedding")
@@ -54,28 +53,47 @@ PUBLISHED = {
 }
 
 
+class Sums(NamedTuple):
+    """Bytes per weight of one micro-batch: the first of a step, and each later one."""
+
+    first: int
+    later: int
+
+    def total(self, micro_batches: float) -> float:
+        return self.first + self.later * (micro_batches - 1)
+
+
+# Float32 weights are cast twice (12 bytes) and their gradients once (6); each later micro-batch
+# also accumulates them (12). Weights stored in bfloat16 need no casts, and their gradients
+# accumulate without one (10). The LM head is cast once (6), its gradient cleared (4) and scaled
+# (8). Gradients of embeddings are cleared (2), written (2) and accumulated (6).
+FLOAT32_WEIGHT, BFLOAT16_WEIGHT = Sums(18, 30), Sums(6, 10)
+HEAD_WEIGHT, EMBEDDING_WEIGHT = Sums(18, 30), Sums(4, 10)
+
+
 @dataclass(frozen=True)
-class Code:
+class Implementation:
     """What depends on how a training step is written."""
 
     vectors: float
-    """What the other kernels of a layer read and write per token, in vectors of width C and two
-    bytes each. TORCH_LOGS=inductor_metrics prints it for compiled blocks; this is torch 2.15, the
-    mean of layers with and without value embeddings, less what is counted per weight."""
-    weight_bytes: float
-    """Per matrix weight and micro-batch: casts, and the sum of gradients."""
-    copy_bytes: float
+    """What kernels other than matmuls and attention read and write per token and layer, in vectors
+    of width C and two bytes each: Inductor's count for compiled code (torch 2.15, depth 24, mean
+    over layers; TORCH_LOGS=inductor_metrics prints it), and 1.5 to look up value embeddings."""
+    matrix: Sums
+    copy_bytes: int
     """Per matrix weight and rank: copies into a stack of gradients and from the gathered stack."""
     matrix_bytes: int
     """Of a gathered matrix weight."""
     overlap: bool
     """Whether gradients are reduced during the backward pass."""
+    fp8_head: bool
+    """Whether the matmuls of the LM head are in fp8, too, with dtype fp8."""
 
 
-# Two casts of 6, gradient and sum of 16 bytes; normalization after rotation takes 2 vectors, and
-# gradients of the embedded token, which all layers share, take 3 if added in pairs
-FLOAT32_MATRICES = Code(65, 28, 16, 4, overlap=False)
-OURS = Code(61, 9, 12, 2, overlap=True)
+# The whole model compiled at once, queries and keys rotated before they are normalized
+PUBLIC = Implementation(63.4, FLOAT32_WEIGHT, 16, 4, overlap=False, fp8_head=True)
+# Layers compiled one by one, rotation last, gradients of the embedded token added up at once
+OURS = Implementation(58.6, BFLOAT16_WEIGHT, 12, 2, overlap=True, fp8_head=False)
 
 
 @dataclass(frozen=True)
@@ -152,7 +170,9 @@ def muon_flops(model: GPT) -> float:
     return total
 
 
-def predict(depth: int, dtype: str, tokens: int, attention: str, code: Code = OURS) -> Step:
+def predict(
+    depth: int, dtype: str, tokens: int, attention: str, code: Implementation = OURS
+) -> Step:
     """
     Bounds of a step of `tokens` tokens. Reductions during the backward pass take no time of their
     own.
@@ -168,15 +188,22 @@ def predict(depth: int, dtype: str, tokens: int, attention: str, code: Code = OU
     exposed = gathered + (0 if code.overlap else reduced)
     layer_bytes = cfg.n_layer * 2 * cfg.d_model * (code.vectors + (FP8_VECTORS if fp8 else 0))
     logit_bytes = LOGIT_BYTES * VOCAB_SIZE + HEAD_BYTES * sizes["head"] / CHUNK_TOKENS
-    weight_bytes = code.weight_bytes * sizes["matrix"] + HEAD_WEIGHT_BYTES * sizes["head"]
-    weight_bytes += EMBEDDING_BYTES * rounded
+    weight_bytes = sum(
+        sums.total(micro_batches) * size
+        for sums, size in (
+            (code.matrix, sizes["matrix"]),
+            (HEAD_WEIGHT, sizes["head"]),
+            (EMBEDDING_WEIGHT, rounded),
+        )
+    )
+    head_flops = 6 * sizes["head"] / (2 if fp8 and code.fp8_head else 1)
     adamw = ADAMW_BYTES * (rounded + sizes["head"])
     copies = code.copy_bytes * sizes["matrix"] + 4 * rounded + 8 * sizes["head"]
     vendor = {
         "layer matmuls": 6 * sizes["matrix"] * mine / FLOPS / (2 if fp8 else 1),
-        "LM head and loss": mine * (6 * sizes["head"] / FLOPS + logit_bytes / MEMORY),
+        "LM head and loss": mine * (head_flops / FLOPS + logit_bytes / MEMORY),
         "other kernels": layer_bytes * mine / MEMORY,
-        "weights and gradients": weight_bytes * micro_batches / MEMORY,
+        "weights and gradients": weight_bytes / MEMORY,
         "update": (muon_flops(model) / FLOPS + adamw / MEMORY) / GPUS + copies / MEMORY,
         "links": exposed * (GPUS - 1) / GPUS / LINK,
     }
@@ -214,7 +241,7 @@ def savings(step: Step, fp8: Step) -> dict[str, dict[str, float]]:
 
 def section() -> str:
     """The generated text."""
-    runs = {key: predict(*key, "fa3", FLOAT32_MATRICES) for key in PUBLISHED}
+    runs = {key: predict(*key, "fa3", PUBLIC) for key in PUBLISHED}
     shares = [reached(PUBLISHED[key][0], run) for key, run in runs.items()]
     share, low, high = shares[0], min(shares), max(shares)
     checks = [
@@ -271,7 +298,7 @@ that is reached, {share:.0%}. Two others check it:
 
 {table(["published, 8 H100", "tokens/s", "model", "error", "source"], checks)}
 Bounds of a step in milliseconds on each GPU, with rows of {T:,} tokens, micro-batches of at most
-{DEVICE_ROWS} rows and FlashAttention 3, for which `speedrun.sh` installs a loader on Hopper GPUs.
+{DEVICE_ROWS} rows and FlashAttention 3 (`uv sync --group fa3`, as `speedrun.sh` does for Hopper).
 Links: weights only, because gradients are reduced during the backward pass; the end of the last
 reductions, about 1.5 ms at depth 24, is left out. The prediction divides all but attention by the
 share. The share is fitted at depth 26, and small matmuls reach less, so the real depth 8 and 12 are

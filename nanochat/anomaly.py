@@ -93,12 +93,13 @@ def require_equal_ranks(named: Mapping[str, Tensor], machine: DistContext, step:
     """
     Raise RankMismatchError on every rank, naming the first parameter that differs.
 
-    named: float32 or bfloat16 tensors, the latter with an even last dimension. Compares sums of
-    their bits, so it detects a single flipped bit.
+    named: float32 or bfloat16 tensors. Compares sums of their bits, so it detects a single flipped
+    bit.
     """
     if machine.world_size == 1:
         return
-    sums = [x.detach().view(torch.int32).sum(dtype=torch.int64) for x in named.values()]
+    bits = {2: torch.int16, 4: torch.int32}
+    sums = [x.detach().view(bits[x.element_size()]).sum(dtype=torch.int64) for x in named.values()]
     found = machine.gather(torch.stack(sums).tolist())
     for i, name in enumerate(named):
         values = [sums[i] for sums in found]

@@ -315,8 +315,8 @@ fa3_function: Any = None  # loaded by `load_fa3`, because compiled code cannot l
 
 def load_fa3(device: torch.device) -> None:
     """
-    Load FlashAttention 3 (arXiv:2407.08608): the package built from its source if installed, else
-    the build that the package kernels downloads from the Hub.
+    Load FlashAttention 3 (arXiv:2407.08608): `flash_attn_interface` if installed, else the build
+    that the package kernels downloads from the Hugging Face Hub.
 
     Raises RuntimeError if the GPU is not Hopper, ImportError if neither package is installed.
     """

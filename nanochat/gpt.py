@@ -171,7 +171,7 @@ def norm(x: Tensor) -> Tensor:
     return F.rms_norm(x, (x.size(-1),))
 
 
-def add_up(*tensors: Tensor) -> Tensor:
+def sum_tensors(*tensors: Tensor) -> Tensor:
     """Sum of tensors of equal shape, from the last to the first. Compiles into one pass."""
     return sum(tensors[-2::-1], tensors[-1])
 
@@ -400,7 +400,7 @@ class GPT(nn.Module):
             self.residual = nn.Parameter(torch.ones(cfg.n_layer))
             self.skip = nn.Parameter(torch.zeros(cfg.n_layer))
         self.rotary_dims = cfg.head_dim
-        self.loss_kernels, self.add_up = EAGER, add_up
+        self.loss_kernels, self.sum_tensors = EAGER, sum_tensors
         self.checkpoint_activations = False
 
     @property
@@ -539,7 +539,7 @@ class GPT(nn.Module):
         cfg, (tokens, x0, rope, masks, cache, outputs) = self.cfg, ctx
         forks: Any = [x0] * len(layers)
         if cfg.residual_scalars and x0.requires_grad:
-            forks = Fork.apply(x0, len(layers), self.add_up)
+            forks = Fork.apply(x0, len(layers), self.sum_tensors)
         for index, (i, x0) in enumerate(zip(layers, forks, strict=True), cache_layer):
             block, scales, value_embed = self.blocks[i], None, None
             if cfg.residual_scalars:
@@ -597,8 +597,8 @@ class GPT(nn.Module):
         torch._dynamo.config.recompile_limit = 64  # block variants x (training, scoring)
         for block in self.blocks:
             block.compile(dynamic=False, **options)
-        kernels: Any = (torch.compile(f, dynamic=False, **options) for f in (*EAGER, add_up))
-        *losses, self.add_up = kernels
+        kernels: Any = (torch.compile(f, dynamic=False, **options) for f in (*EAGER, sum_tensors))
+        *losses, self.sum_tensors = kernels
         self.loss_kernels = LossKernels(*losses)
 
 

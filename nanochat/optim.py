@@ -270,7 +270,7 @@ class ParamGroup:
     state: dict[str, Tensor] = field(default_factory=dict)
     grad: Tensor | None = None
     sums: list[Tensor | None] = field(default_factory=list)
-    """If the parameters are rounded matrices, their gradients, added up in float32."""
+    """If the parameters are rounded matrices: their gradients, accumulated in float32."""
     unfinished: int = 0
     """Number of gradients that the last backward pass has not completed."""
 
@@ -350,9 +350,9 @@ class MuonAdamW:
         self.in_backward_order = sorted(self.groups, key=backward_position)
         self.to_reduce, self.reductions = list[ParamGroup](), list[Any]()
         for group in self.groups if many else ():
-            self.watch(group)
+            self.register_hooks(group)
 
-    def watch(self, group: ParamGroup) -> None:
+    def register_hooks(self, group: ParamGroup) -> None:
         """Call `finish_gradient` for each gradient of the group that a backward pass completes."""
         for i, param in enumerate(group.params):
             hook = partial(self.finish_gradient, group, i)
@@ -363,7 +363,7 @@ class MuonAdamW:
         """
         Store the model's matrices and embeddings in `dtype`, and this rank's slices of them in
         float32 as master weights, which only updates and checkpoints use. The forward pass rounds
-        to `dtype` anyway. Gradients of matrices are still added up in float32.
+        to `dtype` anyway, except in fp8. Gradients of matrices still accumulate in float32.
         """
         roles = model.param_roles()
         for group in self.groups:
@@ -375,7 +375,7 @@ class MuonAdamW:
                 if group.stacked:
                     group.sums = [None] * len(group.params)
                     if self.machine.world_size == 1:
-                        self.watch(group)
+                        self.register_hooks(group)
 
     def grad_bytes(self) -> int:
         """Bytes of all gradients before they are reduced."""

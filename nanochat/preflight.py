@@ -53,15 +53,22 @@ class KernelConfig:
     enough to amortize compile time."""
 
 
-def probe_attention(backend: Backend, cfg: GPTConfig, machine: DistContext) -> str | None:
+def probe_attention(
+    backend: Backend, cfg: GPTConfig, machine: DistContext, compiled: bool = False
+) -> str | None:
     """
     Run a kernel forward and backward on this model's shapes, with each window, without and with a
     segment mask (pretraining and finetuning). Returns what is wrong with its results or gradients,
     or None. Raises any error the kernel raises.
+
+    FlashAttention 3, a binary from elsewhere, is compiled as in training, and its gradients are
+    compared, too. All ranks must probe it.
     """
-    B, T = 2, cfg.max_seq_len
+    B, T, run = 2, cfg.max_seq_len, attend
     if backend == "fa3":
-        load_fa3(machine.device)
+        machine.on_node("loading FlashAttention 3", partial(load_fa3, machine.device))
+        load_fa3(machine.device)  # from the cache that the first rank of this node has filled
+        run = torch.compile(attend, dynamic=False) if compiled else attend
     generator = torch.Generator().manual_seed(0)
     shapes = [(B, T, heads, cfg.head_dim) for heads in (cfg.n_head, cfg.n_kv_head, cfg.n_kv_head)]
     qkv = [torch.randn(shape, generator=generator) for shape in shapes]
@@ -77,7 +84,7 @@ def probe_attention(backend: Backend, cfg: GPTConfig, machine: DistContext) -> s
             where = "" if own is None else " with a segment mask"
             q, k, v = (x.to(machine.device, machine.dtype, copy=True).requires_grad_() for x in qkv)
             mask = make_mask(backend, q, window, own)
-            y = attend(q, k, v, window=window, backend=backend, mask=mask)
+            y = run(q, k, v, window=window, backend=backend, mask=mask)
             if y.dtype != q.dtype:
                 return f"returns {y.dtype} for {q.dtype} inputs{where}"
             y.float().square().sum().backward()
@@ -87,6 +94,8 @@ def probe_attention(backend: Backend, cfg: GPTConfig, machine: DistContext) -> s
                 return f"differs from the reference by {error:.3g}{where}"
             if any(x.grad is None or not bool(x.grad.isfinite().all()) for x in (q, k, v)):
                 return f"has missing or non-finite gradients{where}"
+            if backend == "fa3" and not (wrong := gradient_error(q, k, v, window, seen)) < 0.05:
+                return f"has gradients that differ from the reference by {wrong:.1%}{where}"
     return None
 
 
@@ -112,6 +121,26 @@ def largest_error(
     return max(map(error, {*range(R), *range(H - R, H)}))
 
 
+def gradient_error(
+    q: Tensor, k: Tensor, v: Tensor, window: int | None, mask: Tensor | None
+) -> float:
+    """
+    Largest error of the gradients of q, k and v, divided by the largest gradient, over the first
+    group of heads; the gradients are those of the sum of squared outputs.
+    """
+    R = q.size(2) // k.size(2)
+    parts = ((q, R), (k, 1), (v, 1))
+    heads = [x.detach()[:, :, :n].double().requires_grad_() for x, n in parts]
+    query, key, value = heads
+    y = attend_plain(query, key, value, window, q.size(-1) ** -0.5, mask)
+    y.square().sum().backward()
+    errors = []
+    for (x, n), exact in zip(parts, heads, strict=True):
+        assert x.grad is not None and exact.grad is not None
+        errors.append((x.grad[:, :, :n] - exact.grad).abs().max() / exact.grad.abs().max())
+    return float(torch.stack(errors).max())
+
+
 def choose_attention(cfg: GPTConfig, machine: DistContext, compiled: bool = False) -> Backend:
     """
     First kernel that works on all ranks: fa3 or flex (CUDA), blocks (compiled CPU), sdpa, plain.
@@ -122,7 +151,7 @@ def choose_attention(cfg: GPTConfig, machine: DistContext, compiled: bool = Fals
     elif machine.device.type == "cpu" and compiled:
         wanted = ["blocks", "sdpa"]
     for backend in wanted:
-        probe = partial(probe_attention, backend, cfg, machine)
+        probe = partial(probe_attention, backend, cfg, machine, compiled)
         if probe_works(f"attention kernel {backend}", probe, machine):
             return backend
     return "plain"
@@ -200,7 +229,8 @@ def enable_fp8(model: GPT, machine: DistContext) -> None:
     fault = None
     try:
         for shape in {tuple(layer.weight.shape) for layer in layers}:
-            weight = torch.zeros(shape, device=machine.device, requires_grad=True)
+            stored = machine.dtype if machine.device.type == "cuda" else torch.float32
+            weight = torch.zeros(shape, device=machine.device, dtype=stored, requires_grad=True)
             x = torch.zeros(model.cfg.max_seq_len, shape[1], device=machine.device)
             y: Any = Fp8Matmul.apply(x.to(machine.dtype).requires_grad_(), weight)
             y.sum().backward()

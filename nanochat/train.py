@@ -258,6 +258,8 @@ class TrainingRun:
     """End after the step that reaches this many seconds of training, not counting
     evaluations and saves. The schedules then follow the elapsed time."""
 
+    float32_weights: bool = False
+    """Whether GPUs store all weights in float32, too; see `MuonAdamW.round_weights`."""
     inputs: Mapping[str, str] = field(default_factory=dict)
     """Name -> fingerprint of each input, closest parent first."""
     identity: Mapping[str, Any] = field(default_factory=dict)
@@ -621,7 +623,8 @@ def prepare(run: TrainingRun, checkpoints: CheckpointManager) -> Prepared:
     disk = preflight.require_disk(folder, machine, checkpoints=size, rows=run.bytes_to_pack)
     if cfg.fp8:
         preflight.enable_fp8(model, machine)
-    if machine.device.type == "cuda" and type(model) is GPT:  # tracks use float32 weights
+    # other architectures read their weights in other places, too
+    if machine.device.type == "cuda" and type(model) is GPT and not run.float32_weights:
         run.optimizer.round_weights(model, machine.dtype)
     prepared = run.prepared or fit_rows(run, left)
     run.device_rows, seconds, most = prepared.device_rows, prepared.train_seconds, ""

@@ -129,6 +129,7 @@ def pretrain(
     max_seconds: float | None = None,
     make_optimizer: Callable[..., MuonAdamW] = MuonAdamW,
     identity: Mapping[str, Any] = {},
+    float32_weights: bool = False,
     rules: Callable[[OptimConfig, Horizon, int], dict[str, Rule]] = scaled_rules,
 ) -> None:
     """
@@ -137,6 +138,7 @@ def pretrain(
     adapt: modifies the model configuration that follows from depth. callbacks: extra callbacks.
     max_seconds: training time budget. make_optimizer: takes the arguments of MuonAdamW.
     identity: further settings that must match for a checkpoint to be resumed.
+    float32_weights: store all weights in float32 on GPUs, too, for code that reads them.
     rules: (optimizer config, horizon, width) -> update rules.
     """
     began, seed = Stopwatch(), cfg.train.seed
@@ -179,6 +181,7 @@ def pretrain(
         kernels=cfg.kernels,
         callbacks=[loss, *open_evaluators(cfg, corpus, machine), *callbacks(model)],
         max_seconds=max_seconds,
+        float32_weights=float32_weights,
         inputs=inputs,
         identity=identity,
         state={

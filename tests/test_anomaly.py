@@ -114,9 +114,11 @@ class Ranks:
         self.others = others
 
     def gather(self, sums):
-        sums_of = [torch.stack([x.view(torch.int32).sum(dtype=torch.int64) for x in w.values()])
-                   for w in self.others]  # fmt: skip
-        return [sums, *(s.tolist() for s in sums_of)]
+        kinds = {torch.float32: torch.int32, torch.bfloat16: torch.int16}
+        return [sums, *(
+            [int(x.view(kinds[x.dtype]).sum(dtype=torch.int64)) for x in weights.values()]
+            for weights in self.others
+        )]  # fmt: skip
 
 
 def test_R15_flipped_bit_is_found_with_parameter_name(record_property):
@@ -129,4 +131,7 @@ def test_R15_flipped_bit_is_found_with_parameter_name(record_property):
         with pytest.raises(RankMismatchError, match=r"before step 7: b differs on rank 2 of 3"):
             require_equal_ranks(weights, Ranks(weights, other), 7)
     require_equal_ranks(weights, Ranks(weights, weights), 7)
+    odd = {"a": torch.ones(2, 3, dtype=torch.bfloat16)}
+    with pytest.raises(RankMismatchError, match="a differs on rank 1 of 3"):
+        require_equal_ranks(odd, Ranks({"a": -odd["a"]}, odd), 7)
     record_property("bit flips found", 100)

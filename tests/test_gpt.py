@@ -20,10 +20,10 @@ from nanochat.gpt import (
     GPT,
     Fork,
     GPTConfig,
-    add_up,
     bigram_index,
     inference_copy,
     previous_tokens,
+    sum_tensors,
 )
 from nanochat.loss import IGNORE
 from nanochat.optim import OptimConfig, ScheduleConfig
@@ -116,13 +116,13 @@ def test_gradients_of_the_shared_input_are_added_at_once(tiny_gpt):
     tiny_gpt.loss(tokens, tokens).backward()
     plain = tiny_gpt.embed.weight.grad.clone()
     tiny_gpt.zero_grad()
-    tiny_gpt.add_up = lambda *grads: calls.append(len(grads)) or torch.stack(grads).sum(0)
+    tiny_gpt.sum_tensors = lambda *grads: calls.append(len(grads)) or torch.stack(grads).sum(0)
     tiny_gpt.loss(tokens, tokens).backward()
     assert calls == [tiny_gpt.cfg.n_layer]
     torch.testing.assert_close(tiny_gpt.embed.weight.grad, plain)
 
     x = torch.randn(3, requires_grad=True)
-    first, second = Fork.apply(x, 2, add_up)
+    first, second = Fork.apply(x, 2, sum_tensors)
     (2 * first + 3 * second).sum().backward()
     assert x.grad is not None and x.grad.tolist() == [5.0] * 3
 

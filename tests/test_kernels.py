@@ -73,6 +73,23 @@ def test_float32_kernel_may_round_to_tf32_if_allowed(machine, monkeypatch):
         torch.set_float32_matmul_precision("highest")
 
 
+@pytest.mark.parametrize("shape", [TINY, replace(TINY, n_kv_head=TINY.n_head)])
+def test_gradients_of_flash_attention_3_are_compared(machine, monkeypatch, shape):
+    loaded, factor = [], 1.0
+
+    def attend_fa3(q, k, v, window, scale):
+        k = k + (factor - 1) * (k - k.detach())  # the same keys, other gradients
+        return attention.attend_plain(q, k, v, window, scale)
+
+    monkeypatch.setattr(preflight, "load_fa3", loaded.append)
+    monkeypatch.setattr(attention, "attend_fa3", attend_fa3)
+    monkeypatch.setattr(attention, "segment_block_mask", attention.segment_mask)
+    assert probe_attention("fa3", shape, machine) is None
+    assert set(loaded) == {machine.device}
+    factor = 1.2
+    assert "has gradients that differ" in (probe_attention("fa3", shape, machine) or "")
+
+
 def test_kernel_is_compared_with_float64_attention(machine, monkeypatch):
     seen = set()
 

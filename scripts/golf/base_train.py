@@ -113,6 +113,7 @@ def main(cfg: GolfTrain) -> None:
         max_seconds=cfg.max_wallclock_seconds,
         make_optimizer=make_optimizer,
         identity={name: value for name, value in identity.items() if value is not None},
+        float32_weights=True,  # averaging and quantization read them
         rules=cfg.rules,
     )
 

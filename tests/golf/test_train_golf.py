@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from nanochat.common import REPOSITORY, read_json
+from scripts.golf import base_train as golf
+from scripts.golf.base_train import GolfTrain
 
 SECTION = "report/parameter-golf.json"
 
@@ -18,6 +20,14 @@ def run(words: list[str], base: Path, **extra: str) -> subprocess.CompletedProce
     return subprocess.run(
         words, cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=280
     )
+
+
+def test_weights_stay_float32_for_averaging_and_quantization(monkeypatch):
+    """Even if the architecture is the plain one."""
+    given = {}
+    monkeypatch.setattr(golf, "pretrain", lambda cfg, **more: given.update(more))
+    golf.main(GolfTrain(ema_decay=0.9, qat_start=0.5))
+    assert given["float32_weights"]
 
 
 @pytest.mark.timeout(400)
