@@ -683,6 +683,8 @@ def fit_rows(run: TrainingRun, steps: int) -> Prepared:
     peak_bytes, seconds = measured
     weights, state = model.num_bytes(), sum(x.nbytes for x in optimizer.local_state().values())
     memory = {"weights": weights, "gradients": grads, "optimizer": state}
+    if device.type == "cuda":  # the rest is rounding by the allocator
+        used = min(used, weights + state)
     memory["activations"] = max(0, peak_bytes - used - grads)  # including kernel workspaces
     total, free = sum(memory.values()), weights + state + hardware.free_memory_bytes(device)
     parts = ", ".join(f"{name} {n / 2**20:,.0f}" for name, n in memory.items())
