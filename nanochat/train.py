@@ -623,7 +623,7 @@ def prepare(run: TrainingRun, checkpoints: CheckpointManager) -> Prepared:
     disk = preflight.require_disk(folder, machine, checkpoints=size, rows=run.bytes_to_pack)
     if cfg.fp8:
         preflight.enable_fp8(model, machine)
-    # other architectures read their weights in other places, too
+    # golf and recursion models keep float32 weights
     if machine.device.type == "cuda" and type(model) is GPT and not run.float32_weights:
         run.optimizer.round_weights(model, machine.dtype)
     prepared = run.prepared or fit_rows(run, left)
