@@ -30,10 +30,11 @@ MOST_REPEATS = 4  # more have diminishing returns: Muennighoff et al., arXiv:230
 OPTIONS_CAP = 0.05  # warn if the share of questions with added options is larger
 NUMBER = r"(?:\d+\.?\d*|\.\d+)"
 PART = re.compile(
-    r"(?P<name>[\w./-]+)(?::(?P<source>[^,=*]+))?"
+    r"(?P<name>[\w./-]+)(?::(?P<source>(?:[^,=*{}]|\{[^{}]*\})+))?"
     rf"(?:=(?P<share>{NUMBER})%|=(?:(?P<of>\d+)\*)?(?P<tokens>\d+)t|(?:=(?P<rows>\d+))?"
     rf"(?:\*(?P<repeats>{NUMBER}))?)"
 )
+COMMA = re.compile(r",(?![^{}]*\})")  # not inside braces
 BUDGET = re.compile(rf"@(?=[\d^])(?:(\d+)t)?(?:\^({NUMBER}))?$")
 READERS = {"rows": int, "repeats": float, "tokens": int, "share": lambda x: float(x) / 100}
 FORM = "name[:source], then =rows, *repeats, =tokens (=500000t), =rows*tokens or =share (=20%)"
@@ -62,7 +63,10 @@ class Tags:
     augmented: str = ""
     """How its questions were modified: styles, order or options."""
     parent: str = ""
-    """Dataset it was derived from. Evaluations with the same parent are in the same family."""
+    """Datasets it was derived from, separated by +. Evaluations that share one are in the same
+    family."""
+    waived: str = ""
+    """Final benchmarks of its family, separated by +, despite which it may be trained on."""
 
 
 class Bucket(NamedTuple):
@@ -115,7 +119,7 @@ def parse_mixture(spec: str) -> list[Part]:
     Raises ValueError naming any part that is malformed or zero.
     """
     parts = []
-    for words in BUDGET.sub("", spec).split(","):
+    for words in COMMA.split(BUDGET.sub("", spec)):
         if (found := PART.fullmatch(words.strip())) is None:
             raise ValueError(f"{words!r} in the mixture {spec!r} must be {FORM}")
         given = {name: text for name, text in found.groupdict().items() if text}

@@ -110,7 +110,7 @@ def main(cfg: ChatRL) -> None:
         train_task = rl_questions(spec, seed)
         held_out = held_out_questions(spec, cfg.eval_examples)
     require_access({task.name for task in held_out.tasks}, False, {})
-    reject_contaminated({t.name: tags(Part(key_of(t.name))).parent for t in train_task.tasks})
+    reject_contaminated({t.name: tags(Part(key_of(t.name))) for t in train_task.tasks})
 
     # Model, rollouts, optimizer
     model = load_model(parent, machine)

@@ -7,8 +7,6 @@ Source: Ling et al., "Program Induction by Rationale Generation", arXiv:1705.041
 """
 
 import re
-from collections.abc import Sequence
-from functools import cached_property
 
 from tasks.base import (
     LETTERS,
@@ -21,7 +19,7 @@ from tasks.base import (
     user,
     visible,
 )
-from tasks.hub import HubTask
+from tasks.hub import HubTask, TaskRow
 
 NUM_OPTIONS = 5
 INSTRUCTION = "Reason step by step, then end with a line that says Answer: and the letter."
@@ -44,20 +42,10 @@ class AQuA(HubTask):
     stems = {"train": "raw/train", "val": "raw/validation", "test": "raw/test"}
     columns = ("question", "options", "rationale", "correct")
 
-    @cached_property
-    def order(self) -> Sequence[int]:
-        """Conversation -> row. Rows without five options or a valid answer are skipped."""
-        valid = [
-            len(row["options"]) == NUM_OPTIONS and row["correct"] in LETTERS[:NUM_OPTIONS]
-            for row in self.data.rows
-        ]
-        if skipped := valid.count(False):
-            print(
-                f"{self.name}: skipped {skipped} of {len(valid)} questions of {self.where}: "
-                f"not {NUM_OPTIONS} options, or no valid answer",
-                flush=True,
-            )
-        return [i for i in super().order if valid[i]]
+    def find_problem(self, row: TaskRow) -> str | None:
+        letters = LETTERS[:NUM_OPTIONS]
+        valid = len(row["options"]) == NUM_OPTIONS and row["correct"] in letters
+        return None if valid else f"not {NUM_OPTIONS} options, or no valid answer"
 
     def options(self, i: int) -> list[str]:
         """The options without their `A)` prefixes."""

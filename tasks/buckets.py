@@ -27,11 +27,31 @@ TAGS = {
     "arc_challenge_10": Tags("science", "en", "native", "", "CC BY-SA 4.0", "letter", parent="arc"),
     "mmlu": Tags("exams", "en", "native", "", "MIT", "letter", parent="mmlu"),
     "kmmlu": Tags("exams", "ko", "native", "", "CC BY-ND 4.0", "letter", parent="kmmlu"),
+    "kmmlu_redux": Tags("exams", "ko", "native", "", "CC BY-NC-ND 4.0", "letter", parent="kmmlu"),
+    "kmmlu_pro": Tags("exams", "ko", "native", "", "CC BY-NC-ND 4.0", "letter", parent="kmmlu-pro"),
+    "hae_rae": Tags("culture", "ko", "native", "", "CC BY-NC-ND 4.0", "letter", parent="hae-rae"),
+    "clinical_qa": Tags("medicine", "ko", "synthetic", "", "", "letter", parent="clinical-qa"),
+    "click": Tags("culture", "ko", "native", "", "", "letter", parent="click"),
+    "kobalt": Tags("language", "ko", "native", "", "CC BY-NC 4.0", "letter", parent="kobalt"),
+    "gpqa": Tags("science", "en", "native", "", "CC BY 4.0", "letter", parent="gpqa"),
+    "mclm_ko": Tags("math", "ko", "translated", "", "MIT", "number", parent="math"),
+    "hrm8k": Tags(
+        *("math", "ko", "translated", "", "MIT", "number"),
+        parent="gsm8k+math+omni-math+mmlu+ksm",
+    ),
+    "livecodebench": Tags("code", "en", "native", "", "", "code", parent="livecodebench"),
     "gsm8k": Tags("math", "en", "native", "", "MIT", "number", parent="gsm8k"),
     "aqua": Tags("math", "en", "native", "", "Apache-2.0", "marker", parent="aqua"),
     "aqua_letter": Tags("math", "en", "native", "", "Apache-2.0", "letter", parent="aqua"),
     "humaneval": Tags("code", "en", "native", "", "MIT", "code", parent="humaneval"),
     "smoltalk": Tags("chat", "en", "synthetic", "several", "Apache-2.0", "free", parent="smoltalk"),
+    "openthoughts3": Tags(
+        *("reasoning", "en", "mixed", "QwQ-32B", "Apache-2.0", "free"), parent="openthoughts3"
+    ),
+    "rstar_coder": Tags(
+        *("code", "en", "synthetic", "QwQ-32B", "CC BY 4.0", "code"), parent="rstar-coder"
+    ),
+    "yisang": Tags("reasoning", "ko", "native", "Qwen3-32B", "Apache-2.0", "free", parent="yisang"),
     "spelling": Tags("spelling", "en", "synthetic", "", "", "number", parent="spelling"),
     "simple_spelling": Tags("spelling", "en", "synthetic", "", "", "free", parent="spelling"),
     "identity": Tags("chat", "en", "synthetic", "", "MIT", "free", parent="identity"),

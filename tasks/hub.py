@@ -5,6 +5,8 @@ Tasks whose rows come from a dataset repository on the hub, pinned on first use.
 """
 
 import re
+from abc import abstractmethod
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -17,11 +19,12 @@ import pyarrow.parquet as pq
 from nanochat.common import base_dir, hold_lock, write_json
 from nanochat.dataset import find_damage, read_json_lines
 from nanochat.hub import HubRepo, pin_repo
-from tasks.base import Task, shuffled
+from tasks.base import MCQuestion, QuestionTask, Task, shuffled
 
 SUFFIXES = (".parquet", ".csv", ".jsonl", ".jsonl.gz")
 CSV_FORMAT = csv.ParseOptions(newlines_in_values=True)
 ROW_ORDER = 0  # shuffle seed: datasets are sorted by subject, so the first n rows are biased
+AS_PARQUET = "refs/convert/parquet"  # branch on which the Hub keeps <config>/<split>/<n>.parquet
 
 TaskRow = dict[str, Any]
 
@@ -51,13 +54,15 @@ class TaskData(NamedTuple):
     sha256: dict[str, str]
 
 
-def load_split(repo: str, stem: str, columns: Sequence[str]) -> TaskData:
+def load_split(
+    repo: str, stem: str, columns: Sequence[str], revision: str | None = None
+) -> TaskData:
     """
     Load the rows of a split; files are downloaded and pinned on first use.
 
     repo: <owner>/<name>, plus /<folder> if several folders match the stem. stem: file name without
-    part number or suffix: "main/test" for main/test-00000-of-00001.parquet. Raises ValueError if
-    files or columns are missing.
+    part number or suffix: "main/test" for main/test-00000-of-00001.parquet. revision: branch, tag
+    or commit; default: main. Raises ValueError if files or columns are missing.
     """
     words = repo.split("/")
     if len(words) < 2 or not all(words):
@@ -65,7 +70,7 @@ def load_split(repo: str, stem: str, columns: Sequence[str]) -> TaskData:
     repo, where = "/".join(words[:2]), base_dir() / "data" / "tasks" / "--".join(words[:2])
     path = where / "manifest.json"
     with hold_lock(where / ".lock", f"resolving {repo}"):
-        manifest = pin_repo(repo, path, SUFFIXES)
+        manifest = pin_repo(repo, path, SUFFIXES, revision)
         if not path.exists():
             write_json(path, manifest)
     source = HubRepo(repo, where, manifest["commit"], find_file_damage)
@@ -110,25 +115,43 @@ def match_files(stem: str, files: Sequence[str], repo: str) -> list[str]:
 
 
 def read_columns(path: Path, columns: Sequence[str]) -> pa.Table:
-    """Read `columns` of a parquet, CSV or JSON Lines file."""
+    """Read `columns` of a parquet, CSV or JSON Lines file. Raises ValueError if one is missing."""
     try:
-        if path.suffix == ".csv":
-            return csv.read_csv(path, parse_options=CSV_FORMAT).select(list(columns))
+        names = list_columns(path)
+        if missing := [column for column in columns if column not in names]:
+            raise ValueError(f"{path} has no column {', '.join(missing)}, only {', '.join(names)}")
+        if path.suffix == ".csv":  # as text: columns of numbers in some files would not concatenate
+            types = dict.fromkeys(columns, pa.string())
+            options = csv.ConvertOptions(column_types=types, include_columns=list(columns))
+            return csv.read_csv(path, parse_options=CSV_FORMAT, convert_options=options)
         if path.suffix != ".parquet":
-            rows = [{column: row[column] for column in columns} for _, row in read_json_lines(path)]
+            rows = [{name: row.get(name) for name in columns} for _, row in read_json_lines(path)]
             return pa.Table.from_pylist(rows)
         return pq.read_table(path, columns=list(columns)).replace_schema_metadata()
-    except (pa.ArrowException, OSError, KeyError) as error:
-        raise ValueError(
-            f"{path}: cannot read the columns {', '.join(columns)} "
-            f"({type(error).__name__}: {str(error).splitlines()[0]})"
-        ) from error
+    except (pa.ArrowException, OSError) as error:
+        problem = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        raise ValueError(f"{path}: cannot read {', '.join(columns)} ({problem})") from error
+
+
+def list_columns(path: Path) -> list[str]:
+    """Column names of a parquet or CSV file, or the keys of the first line of a JSON Lines file."""
+    if path.suffix == ".csv":
+        return csv.open_csv(path, parse_options=CSV_FORMAT).schema.names
+    if path.suffix == ".parquet":
+        return pq.read_schema(path).names
+    return list(next(read_json_lines(path), (0, {}))[1])
 
 
 class HubTask(Task):
-    """A task from a dataset on the hub, its rows shuffled with a fixed seed."""
+    """
+    A task from a dataset on the hub, its rows shuffled with a fixed seed.
+
+    Rows for which `find_problem` returns a reason are skipped, counted and reported.
+    """
 
     repo: str
+    revision: str | None = None
+    """Branch, tag or commit. Default: main."""
     stems: Mapping[str, str]
     """Split -> file stem in the repository."""
     columns: Sequence[str]
@@ -136,12 +159,36 @@ class HubTask(Task):
 
     @cached_property
     def data(self) -> TaskData:
-        return load_split(self.repo, self.stems[self.split], self.columns)
+        return load_split(self.repo, self.stems[self.split], self.columns, self.revision)
+
+    def find_problem(self, row: TaskRow) -> str | None:
+        """Why a row cannot be used; None if it can."""
+        return None
+
+    @cached_property
+    def kept(self) -> Sequence[int]:
+        """Indices of the rows that can be used. Raises ValueError if there are none."""
+        if type(self).find_problem is HubTask.find_problem:
+            return range(len(self.data.rows))
+        problems = [self.find_problem(row) for row in self.data.rows]
+        kept = [n for n, problem in enumerate(problems) if problem is None]
+        found = Counter(problem for problem in problems if problem is not None)
+        if found:
+            of = f"{found.total():,} of {len(problems):,} rows of {self.where}"
+            print(f"{self.name}: skipped {of}: {found.most_common(1)[0][0]}", flush=True)
+        if not kept:
+            raise ValueError(f"{self.where} has no row that {self.name} can use")
+        return kept
+
+    @property
+    def left_out(self) -> int:
+        """Number of skipped rows."""
+        return len(self.data.rows) - len(self.kept)
 
     @cached_property
     def order(self) -> Sequence[int]:
         """Conversation -> row."""
-        return shuffled(len(self.data.rows), ROW_ORDER)
+        return [self.kept[n] for n in shuffled(len(self.kept), ROW_ORDER)]
 
     @property
     def where(self) -> str:
@@ -149,7 +196,8 @@ class HubTask(Task):
 
     @property
     def origin(self) -> dict[str, Any]:
-        return {"dataset": self.repo, "commit": self.data.commit, "sha256": self.data.sha256}
+        found = {"dataset": self.repo, "commit": self.data.commit, "sha256": self.data.sha256}
+        return found | ({"left_out": self.left_out} if self.left_out else {})
 
     def __len__(self) -> int:
         return len(self.order)
@@ -157,3 +205,23 @@ class HubTask(Task):
     def row(self, i: int) -> TaskRow:
         """The row of conversation i."""
         return self.data.rows[self.order[i]]
+
+
+class HubQuestions(HubTask, QuestionTask):
+    """A multiple-choice task from a dataset on the hub; `parse` reads a row."""
+
+    @abstractmethod
+    def parse(self, row: TaskRow) -> MCQuestion:
+        """The question of a row. Raises ValueError or TypeError if it is invalid."""
+
+    def find_problem(self, row: TaskRow) -> str | None:
+        try:
+            text, options, right = self.parse(row)
+        except (ValueError, TypeError, LookupError, AttributeError, SyntaxError) as error:
+            return f"{type(error).__name__}: {error}"
+        if not text or not all(options) or len(options) < 2:
+            return "no question, or fewer than two options"
+        return None if 0 <= right < len(options) else f"no option {right + 1}"
+
+    def question(self, i: int) -> MCQuestion:
+        return self.parse(self.row(i))

@@ -15,6 +15,7 @@ from nanochat import sandbox
 from tasks.base import Conversation, assistant, user, visible
 from tasks.hub import HubTask, TaskRow
 
+LIMITS = sandbox.Limits()
 CODE_BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|$)", re.DOTALL)
 INSTRUCTION = "Complete this function. Answer with the whole function in a block of Python code."
 
@@ -74,7 +75,14 @@ def extract_code(answer: str, entry: str) -> str:
     return next((block for block in blocks if f"def {entry}(" in block), blocks[0])
 
 
-def run_test(program: str, test: str, entry: str, setup: str = "", unsafe: bool = False) -> bool:
+def run_test(
+    program: str,
+    test: str,
+    entry: str,
+    setup: str = "",
+    unsafe: bool = False,
+    limits: sandbox.Limits = LIMITS,
+) -> bool:
     """
     Whether the function `entry` of a program passes a test that calls it by that name.
 
@@ -91,7 +99,7 @@ def run_test(program: str, test: str, entry: str, setup: str = "", unsafe: bool 
     good, or anything without a sandbox. Limitation: a test sees no changes to its arguments and
     cannot pass functions or objects.
     """
-    layer, limits = sandbox.choose_layer(unsafe), sandbox.Limits()
+    layer = sandbox.choose_layer(unsafe)
     calls, replies = os.pipe(), os.pipe()
     ends = (calls[0], replies[1]), (replies[0], calls[1])  # program, test
     held = {"role": "candidate", "code": program, "entry": entry, "channel": ends[0]}

@@ -8,6 +8,7 @@ About one in 20 conversations, and at least one, is held out for validation, cho
 its content.
 """
 
+from collections.abc import Collection
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -47,16 +48,9 @@ class JSONL(Task):
         if not every:
             raise ValueError(f"{self.path} contains no conversations")
         prints = [fingerprint(conversation) for conversation in every]
-        first, different = min(prints), set(prints)
-        if len(different) < 2:
-            raise ValueError(
-                f"{self.path} has one conversation; at least two are needed, because one is held "
-                "out for validation"
-            )
-        held_out = {name for name in different if int(name, 16) % HOLD_OUT_EVERY == 0} or {first}
-        held_out -= {first} if held_out == different else set()
-        wanted = held_out if self.split == "val" else different - held_out
-        return [c for c, name in zip(every, prints, strict=True) if name in wanted]
+        held_out = choose_held_out(prints, str(self.path))
+        pairs = zip(every, prints, strict=True)
+        return [c for c, name in pairs if (name in held_out) == (self.split == "val")]
 
     @property
     def origin(self) -> dict[str, Any]:
@@ -67,6 +61,22 @@ class JSONL(Task):
 
     def conversation(self, i: int) -> Conversation:
         return self.conversations[i]
+
+
+def choose_held_out(prints: Collection[str], where: str) -> set[str]:
+    """
+    Fingerprints of the conversations held out for validation: about one in 20, at least one.
+
+    Raises ValueError prefixed with `where` unless there are two different ones.
+    """
+    first, different = min(prints), set(prints)
+    if len(different) < 2:
+        raise ValueError(
+            f"{where} has one conversation; at least two are needed, because one is held out for "
+            "validation"
+        )
+    held_out = {name for name in different if int(name, 16) % HOLD_OUT_EVERY == 0} or {first}
+    return held_out - {first} if held_out == different else held_out
 
 
 def parse_line(line: Any, where: str) -> Conversation:

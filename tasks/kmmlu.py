@@ -5,21 +5,20 @@ Source: Son et al., "KMMLU: Measuring Massive Multitask Language Understanding i
 arXiv:2402.11548.
 """
 
-from tasks.base import MCQuestion, QuestionTask
-from tasks.hub import HubTask
+from tasks.base import MCQuestion
+from tasks.hub import HubQuestions, TaskRow
 
 
-class KMMLU(HubTask, QuestionTask):
-    """All subjects, each with one file per split. Evaluation only."""
+class KMMLU(HubQuestions):
+    """All subjects, each with one file per split."""
 
     name = "KMMLU"
     baseline = 0.25
-    splits = ("test",)
+    splits = ("train", "val", "test")
     repo = "HAERAE-HUB/KMMLU"
-    stems = {"test": "data/*-test"}
+    stems = {"train": "data/*-train", "val": "data/*-dev", "test": "data/*-test"}
     columns = ("question", "answer", "A", "B", "C", "D")
 
-    def question(self, i: int) -> MCQuestion:
-        row = self.row(i)
-        options = tuple(str(row[letter]) for letter in "ABCD")
+    def parse(self, row: TaskRow) -> MCQuestion:
+        options = tuple(row[letter] for letter in "ABCD")
         return MCQuestion(row["question"].strip(), options, int(row["answer"]) - 1)

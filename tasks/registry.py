@@ -17,10 +17,23 @@ from tasks.arc import ARCChallenge, ARCEasy
 from tasks.augment import ARCChallengeTen, ARCEasyTen
 from tasks.base import Task
 from tasks.gsm8k import GSM8K
+from tasks.hub_chats import HubChats, OpenThoughts3, RStarCoder, YiSang
 from tasks.humaneval import HumanEval
 from tasks.identity import Identity
 from tasks.jsonl import JSONL
 from tasks.kmmlu import KMMLU
+from tasks.korean import (
+    GPQA,
+    HAERAE,
+    HRM8K,
+    CLIcK,
+    ClinicalQA,
+    KMMLUPro,
+    KMMLURedux,
+    KoBALT,
+    MCLMKorean,
+)
+from tasks.livecodebench import LiveCodeBench
 from tasks.mmlu import MMLU
 from tasks.smoltalk import SmolTalk
 from tasks.spelling import SimpleSpelling, SpellingBee, word_file
@@ -28,10 +41,13 @@ from tasks.world.task import WorldChat, WorldChoice, WorldFacts, WorldProblems, 
 
 
 class Entry(NamedTuple):
-    """A task and the name of its data source option, if it has one."""
+    """A task; see `TASKS`."""
 
     task: type[Task]
     source: str | None = None
+    """Name of its data source option, if it has one."""
+    listed: bool = True
+    """Whether overlap with it is checked by default; others download much or are gated."""
 
 
 TASKS = {
@@ -45,11 +61,25 @@ TASKS = {
     "aqua": Entry(AQuA),
     "aqua_letter": Entry(AQuALetter),
     "humaneval": Entry(HumanEval),
-    "smoltalk": Entry(SmolTalk, "repo"),
+    "smoltalk": Entry(SmolTalk, "source"),
+    "hub": Entry(HubChats, "source"),
+    "openthoughts3": Entry(OpenThoughts3, "source"),
+    "rstar_coder": Entry(RStarCoder, "source"),
+    "yisang": Entry(YiSang, "source"),
     "spelling": Entry(SpellingBee, "words"),
     "simple_spelling": Entry(SimpleSpelling, "words"),
     "identity": Entry(Identity),
     "jsonl": Entry(JSONL, "path"),
+    "kmmlu_redux": Entry(KMMLURedux, listed=False),
+    "kmmlu_pro": Entry(KMMLUPro, listed=False),
+    "hae_rae": Entry(HAERAE, listed=False),
+    "clinical_qa": Entry(ClinicalQA, listed=False),
+    "click": Entry(CLIcK, listed=False),
+    "kobalt": Entry(KoBALT, listed=False),
+    "gpqa": Entry(GPQA, listed=False),
+    "mclm_ko": Entry(MCLMKorean, listed=False),
+    "hrm8k": Entry(HRM8K, listed=False),
+    "livecodebench": Entry(LiveCodeBench, listed=False),
     "world_chat": Entry(WorldChat),
     "world_facts": Entry(WorldFacts),
     "world_choice": Entry(WorldChoice),
@@ -58,10 +88,22 @@ TASKS = {
 }
 
 
+RUN_CODE = ("humaneval", "livecodebench")  # tasks that run generated code
+ALIASES = {
+    "gpqadiamond": "gpqa",
+    "haeraebench": "hae_rae",
+    "kobalt700": "kobalt",
+    "lcb": "livecodebench",
+    "mclm": "mclm_ko",
+    "mtmath100": "mclm_ko",
+}
+"""Other names of benchmarks, lower case without punctuation -> key."""
+
+
 def key_of(name: str) -> str:
     """The key in TASKS for a key or report name. Raises ValueError for an unknown task."""
     known = {plain_name(entry.task.name): key for key, entry in TASKS.items()}
-    known |= {plain_name(key): key for key in TASKS}
+    known |= {plain_name(key): key for key in TASKS} | ALIASES
     if plain_name(name) not in known:
         near = difflib.get_close_matches(plain_name(name), known, n=1, cutoff=0.0)
         raise ValueError(
@@ -85,7 +127,7 @@ def eval_task(name: str, unsafe: bool = False) -> Task:
     The test split of a task, to score a model on. `unsafe`: run generated code unsandboxed, with
     your permissions, if this machine has no sandbox. Raises ValueError for a training-only task.
     """
-    runs_code = key_of(name) == "humaneval"
+    runs_code = key_of(name) in RUN_CODE
     task = make_task(name, "test", **({"unsafe": unsafe} if runs_code else {}))
     if task.kind == "talk":
         raise ValueError(f"{task.name} is training-only: it has no reference answers to score")
@@ -94,10 +136,10 @@ def eval_task(name: str, unsafe: bool = False) -> Task:
 
 def why_unavailable(name: str, unsafe: bool = False) -> str | None:
     """
-    Why a task cannot be scored here; None if it can. HumanEval needs a sandbox, spelling a word
-    list.
+    Why a task cannot be scored here; None if it can. Generated code needs a sandbox, spelling a
+    word list.
     """
-    needs = {"humaneval": lambda: choose_layer(unsafe), "spelling": word_file}
+    needs = {**dict.fromkeys(RUN_CODE, lambda: choose_layer(unsafe)), "spelling": word_file}
     try:
         needs.get(key_of(name), lambda: None)()
     except (SandboxUnavailable, MissingInput) as error:
@@ -129,6 +171,7 @@ def list_benchmarks() -> list[str]:
         if entry.task.kind != "talk"
         and "test" in entry.task.splits
         and entry.source is None
+        and entry.listed
         and not key.startswith("world_")
         and question_source(key) == key
     ]

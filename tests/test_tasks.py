@@ -34,6 +34,7 @@ from tasks.buckets import (
     task_of,
 )
 from tasks.gsm8k import GSM8K
+from tasks.hub_chats import HubChats
 from tasks.jsonl import HOLD_OUT_EVERY, JSONL
 from tasks.mmlu import MMLU
 from tasks.registry import key_of, make_task
@@ -79,6 +80,15 @@ ROWS: dict[str, list[dict]] = {
     "openai/openai_humaneval": [
         {"prompt": "def f():\n", "canonical_solution": "    pass", "test": "", "entry_point": "f"}
     ],
+    "HAERAE-HUB/KMMLU": [{"question": "Which?", "answer": "3", **dict.fromkeys("ABCD", "x")}],
+    **dict.fromkeys(
+        ("a/b", "open-thoughts/OpenThoughts3-1.2M"),
+        [{"conversations": [user(f"q{i}"), assistant("a")]} for i in range(40)],
+    ),
+    "microsoft/rStar-Coder": [
+        {"question": f"q{i}", "response": "a", "is_passed": True} for i in range(40)
+    ],
+    "KOREAson/YiSang-HighQuality": [{"instruction": f"q{i}", "response": "a"} for i in range(40)],
     "HuggingFaceTB/smol-smoltalk": [{"messages": CHAT}, {"messages": CHAT[::-1]}],
 }
 
@@ -88,7 +98,7 @@ def loaded(monkeypatch) -> list[tuple[str, str]]:
     """Hub tasks load their rows from ROWS; returns the list of loaded (repo, stem)."""
     asked = []
 
-    def load(repo, stem, columns):
+    def load(repo, stem, columns, revision=None):
         asked.append((repo, stem))
         rows = [{column: row[column] for column in columns} for row in ROWS[repo]]
         return hub.TaskData(hub.TaskRows(hub.pa.Table.from_pylist(rows)), "c0ffee", {stem: "abc"})
@@ -208,7 +218,7 @@ def test_aqua_questions_without_five_options_are_skipped(loaded, monkeypatch, ca
     monkeypatch.setitem(ROWS, "deepmind/aqua_rat", [broken[0], whole, broken[1], whole])
     task = task_class("val")
     assert len(task) == 2 and task[0] == task[1] == task_class("val")[1]
-    assert "skipped 2 of 4 questions of deepmind/aqua_rat" in capsys.readouterr().out
+    assert "skipped 2 of 4 rows of deepmind/aqua_rat" in capsys.readouterr().out
 
 
 def test_aqua_forms_have_one_instruction_each(loaded):
@@ -480,7 +490,7 @@ def test_buckets_have_names_and_tags_and_load_lazily(loaded, tmp_path):
 
 def test_every_trainable_task_has_tags():
     trained = {key for key, entry in registry.TASKS.items() if "train" in entry.task.splits}
-    assert trained - {"jsonl"} <= TAGS.keys() <= registry.TASKS.keys()
+    assert trained - {"jsonl", "hub"} <= TAGS.keys() <= registry.TASKS.keys()
 
 
 def test_rl_amounts_must_be_questions_or_repeats(loaded):
@@ -517,17 +527,18 @@ def test_default_mixtures_and_tasks_are_valid(loaded):
 def test_R27_training_never_loads_an_evaluation_split(key, loaded, tmp_path, word_list):
     task = registry.TASKS[key].task
     path = write_lines(tmp_path / "own.jsonl", *map(greeting, range(400)))
-    spec = f"jsonl:{path}" if key == "jsonl" else key
+    sources = {"jsonl": f"jsonl:{path}", "hub": "hub:a/b{messages: conversations}"}
+    spec = sources.get(key, key)
     if "train" not in task.splits:
         with pytest.raises(ValueError, match="evaluation-only"):
             buckets(spec)
         return
     trained = {fingerprint(c) for c in buckets(f"{spec}=2000")[0].train}
-    if issubclass(task, hub.HubTask):
+    if issubclass(task, hub.HubTask) and not issubclass(task, HubChats):
         [(_, stem)] = loaded
         assert stem.endswith("train")
         assert stem not in {task.stems[split] for split in task.splits if split != "train"}
-    elif key != "world_chat":  # greetings repeat in all splits
+    elif key not in ("world_chat", "smoltalk"):  # greetings repeat; both files have the same rows
         for split in task.splits[1:]:
             other = task_of(parse_task_mixture(spec)[0], split)
             assert not trained & {fingerprint(c) for c in other}

@@ -7,7 +7,7 @@ Both files contain digests of their contents.
 
 A benchmark is for development unless declared `final`. Selecting models on a final benchmark
 defeats its purpose. A training bucket made from the same dataset as a final benchmark
-belongs to its family and is rejected.
+belongs to its family and is rejected, unless its declaration waives that.
 """
 
 import re
@@ -21,13 +21,13 @@ from nanochat.records import append_line, one_line, read_sealed_lines
 from nanochat.records import to_json_types as plain_json
 
 if TYPE_CHECKING:
-    from nanochat.mixture import Bucket
+    from nanochat.mixture import Bucket, Tags
 
 FILE, ACCESS_LOG = "held_out.json", "held_out_access.jsonl"
 
 
 def final_benchmarks() -> dict[str, str]:
-    """Final benchmarks: name -> dataset it is made from."""
+    """Final benchmarks: name -> datasets it is made from, separated by +."""
     return load_declarations()["final"]
 
 
@@ -102,21 +102,25 @@ def read_access_log(damaged: list[str] | None = None) -> list[Mapping[str, Any]]
     return read_sealed_lines(base_dir() / ACCESS_LOG, damaged)
 
 
-def reject_contaminated(parents: Mapping[str, str]) -> None:
-    """
-    Raise UsageError if a bucket is made from the same dataset as a final benchmark.
+def families(parents: str) -> set[str]:
+    """Normalized names of the datasets in a tag, separated by +."""
+    return {normalize(name) for name in parents.split("+") if name.strip()}
 
-    parents: bucket -> dataset it is made from, empty if unknown.
+
+def reject_contaminated(buckets: Mapping[str, "Tags"]) -> None:
     """
-    families = {normalize(parent): name for name, parent in final_benchmarks().items() if parent}
-    for bucket, parent in parents.items():
-        name = families.get(normalize(parent)) if parent else None
-        if name:
-            raise UsageError(
-                f"{bucket} is made from {parent}, as is final benchmark {name}: training on the "
-                "same source and style would invalidate it",
-                "leave it out",
-            )
+    Raise UsageError if a bucket and a final benchmark are made from the same dataset, unless the
+    bucket's tag `waived` names the benchmark.
+    """
+    for bucket, tags in buckets.items():
+        for name, parents in final_benchmarks().items():
+            shared = families(tags.parent) & families(parents)
+            if shared and normalize(name) not in families(tags.waived):
+                raise UsageError(
+                    f"{bucket} is made from {tags.parent}, as is final benchmark {name} (from "
+                    f"{parents}): training on the same source and style would invalidate it",
+                    f'leave it out, or declare the bucket with "waived": "{name}"',
+                )
 
 
 def check_finetuning_buckets(train: Sequence["Bucket"], val: Sequence["Bucket"]) -> None:
@@ -124,7 +128,7 @@ def check_finetuning_buckets(train: Sequence["Bucket"], val: Sequence["Bucket"])
     Raise UsageError if a training bucket belongs to the family of a final benchmark, or if any
     bucket's benchmark is final.
     """
-    reject_contaminated({bucket.name: bucket.tags.parent for bucket in train})
+    reject_contaminated({bucket.name: bucket.tags for bucket in train})
     every = [*val, *train]  # canaries evaluate on training buckets
     require_access((bucket.benchmark for bucket in every if bucket.benchmark), False, {})
 

@@ -101,7 +101,7 @@ def main(cfg: SweepScript) -> None:
         study.check_arms(split_arms(cfg.arms), read_floor(cfg.arm_floor))
         if cfg.study.stage == "base":  # other stages check for contamination themselves
             mixture = study.mixture(study.bases[0])
-            reject_contaminated({name: tags.parent for name, (_, tags) in mixture.items()})
+            reject_contaminated({name: tags for name, (_, tags) in mixture.items()})
     with sweep:
         values, tables, series = (tune if cfg.searching.search else run_arms)(cfg, study, sweep)
     rate = cfg.hourly_rate

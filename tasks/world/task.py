@@ -17,9 +17,10 @@ from typing import Any, Literal, cast
 
 from tasks.base import (
     LETTERS,
-    ChoiceTask,
     Conversation,
+    MCQuestion,
     NumberTask,
+    QuestionTask,
     Task,
     assistant,
     choice_question,
@@ -116,7 +117,7 @@ def asked_by(split: Split) -> dict[str, FactQuestion]:
     return {asked.question.text: asked for asked in fact_questions(split)}
 
 
-class WorldChoice(WorldTask, ChoiceTask):
+class WorldChoice(WorldTask, QuestionTask):
     """
     Questions about facts with four options of different kinds, in the form of ARC.
 
@@ -128,17 +129,19 @@ class WorldChoice(WorldTask, ChoiceTask):
     def __len__(self) -> int:
         return SIZES["train"] if self.split == "train" else len(choice_questions(self.part))
 
+    def question(self, i: int) -> MCQuestion:
+        given = choice(self.part, i)
+        (question, gold), *_ = given.asked
+        return MCQuestion(question, tuple(given.options), gold)
+
     def conversation(self, i: int) -> Conversation:
         """A list of options with one question; in training, more questions about it follow."""
         given = choice(self.part, i)
         messages = []
         for n, (question, gold) in enumerate(given.asked):
-            listed = choice_question(question, given.options, self.letters(i))
+            listed = choice_question(question, given.options, LETTERS[:NUM_OPTIONS])
             messages += [user(question if n else listed), assistant(LETTERS[gold])]
         return messages
-
-    def letters(self, i: int) -> tuple[str, ...]:
-        return LETTERS[:NUM_OPTIONS]
 
 
 class WorldProblems(WorldTask, NumberTask):

@@ -6,6 +6,7 @@ import pytest
 
 from nanochat.common import UsageError, read_json
 from nanochat.lab import held_out
+from nanochat.mixture import Tags
 from scripts.lab import hold_out
 from scripts.lab.hold_out import HoldOut
 from tasks.base import (
@@ -41,10 +42,15 @@ def test_declaring_final_is_permanent_and_keeps_the_date():
 
 
 def test_bucket_related_to_a_final_benchmark_is_rejected():
-    held_out.declare({"ARC-Challenge": "arc"})
-    held_out.reject_contaminated({"gsm8k": "gsm8k", "mine": ""})
+    held_out.declare({"ARC-Challenge": "arc", "HRM8K": "gsm8k+math"})
+    held_out.reject_contaminated({"aqua": Tags(parent="aqua"), "mine": Tags()})
     with pytest.raises(UsageError, match="is made from arc, as is final benchmark ARC-Challenge"):
-        held_out.reject_contaminated({"arc_easy": "arc"})
+        held_out.reject_contaminated({"arc_easy": Tags(parent="arc")})
+    with pytest.raises(UsageError, match="is made from chat\\+GSM8K, as is final benchmark HRM8K"):
+        held_out.reject_contaminated({"mix": Tags(parent="chat+GSM8K")})
+    held_out.reject_contaminated({"mix": Tags(parent="gsm8k", waived="hrm8k")})
+    with pytest.raises(UsageError, match='declare the bucket with "waived": "HRM8K"'):
+        held_out.reject_contaminated({"mix": Tags(parent="gsm8k", waived="ARC-Challenge")})
 
 
 def flips(path, count):

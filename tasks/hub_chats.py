@@ -1,0 +1,149 @@
+"""
+Conversations from a dataset repository on the Hub, whatever its columns are called.
+
+    hub:owner/name{prompt: question, answer: response} -> rows -> valid rows -> conversations
+
+SmolTalk, OpenThoughts3 and others are such repositories with known columns. Rows that are not valid
+conversations are skipped and counted. Without a file for validation, one row in 20 is held out.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from nanochat.common import fingerprint
+from tasks.base import Conversation, assistant, find_error, shuffled, user
+from tasks.hub import AS_PARQUET, ROW_ORDER, HubTask, TaskRow
+from tasks.jsonl import choose_held_out
+
+SOURCE = re.compile(r"([^{}]+?)\s*(?:\{([^{}]*)\})?")
+KEYS = ("messages", "prompt", "answer", "where", "train", "val", "revision")
+ROLES = {"human": "user", "gpt": "assistant"}  # names in conversations of the form from, value
+
+
+class HubChats(HubTask):
+    """
+    `source`: <owner>/<name>, then in braces what the columns and files are called.
+
+    messages: column of messages, {role, content} or {from, value}; or prompt and answer: columns of
+    text. where: column=value selects rows. train, val: file stems in the format of
+    `tasks.hub.load_split`; default: train, and no file for val. revision: branch, tag or commit.
+    """
+
+    name = "Hub"
+    kind = "talk"
+    splits = ("train", "val")
+    stems: Mapping[str, str] = {}
+    mapping: Mapping[str, str] = {}
+
+    def __init__(self, split: str, source: str | None = None):
+        super().__init__(split)
+        if source is None and not self.mapping:
+            raise ValueError("hub needs a repository; use hub:<owner>/<name>{messages: <column>}")
+        if source is not None:
+            self.repo, given = parse_source(source)
+            known = {} if given.keys() & {"messages", "prompt"} else self.mapping
+            self.mapping = {**known, **given}
+        if ("messages" in self.mapping) == ("prompt" in self.mapping and "answer" in self.mapping):
+            raise ValueError(
+                f"{self.repo}: which columns hold the conversations? use {{messages: <column>}} or "
+                "{prompt: <column>, answer: <column>}"
+            )
+        train = self.mapping.get("train", "train")
+        self.stems = {"val": self.mapping.get("val", train), **self.stems, "train": train}
+        self.revision = self.mapping.get("revision")
+        self.column, _, self.value = self.mapping.get("where", "").partition("=")
+        named = (self.mapping.get(key) for key in ("messages", "prompt", "answer"))
+        self.columns = tuple(dict.fromkeys(filter(None, [*named, self.column])))
+
+    def find_problem(self, row: TaskRow) -> str | None:
+        if self.column and str(row[self.column]) != self.value:
+            return f"{self.column} is not {self.value}"
+        return find_error(self.parse(row))
+
+    @cached_property
+    def order(self) -> Sequence[int]:
+        rows = self.kept
+        if "val" in self.splits and self.stems["val"] == self.stems["train"]:
+            prints = {n: fingerprint(self.parse(self.data.rows[n])) for n in rows}
+            held_out = choose_held_out(prints.values(), self.where)
+            rows = [n for n in rows if (prints[n] in held_out) == (self.split == "val")]
+        return [rows[n] for n in shuffled(len(rows), ROW_ORDER)]
+
+    @property
+    def origin(self) -> dict[str, Any]:
+        return {**super().origin, "mapping": dict(self.mapping)}
+
+    def conversation(self, i: int) -> Conversation:
+        return self.parse(self.row(i))
+
+    def parse(self, row: TaskRow) -> Conversation:
+        """Conversation of a row, which may be invalid."""
+        if "messages" in self.mapping:
+            return list(rename(row[self.mapping["messages"]] or ()))
+        return [user(row[self.mapping["prompt"]]), assistant(row[self.mapping["answer"]])]
+
+
+class OpenThoughts3(HubChats):
+    """
+    Reasoning traces of math, code and science: the first 10 of 120 files, 100,000 conversations.
+
+    Source: Guha et al., "OpenThoughts: Data Recipes for Reasoning Models", arXiv:2506.04178.
+    """
+
+    name = "OpenThoughts3"
+    repo = "open-thoughts/OpenThoughts3-1.2M"
+    mapping = {"messages": "conversations", "train": "data/train-0000*"}
+
+
+class RStarCoder(HubChats):
+    """
+    Programming problems, and reasoning traces whose code passed all tests.
+
+    Source: Liu et al., "rStar-Coder", arXiv:2505.21297.
+    """
+
+    name = "rStar-Coder"
+    repo = "microsoft/rStar-Coder"
+    mapping = {
+        **{"prompt": "question", "answer": "response"},
+        **{"train": "seed_sft/data*", "where": "is_passed=True"},
+    }
+
+
+class YiSang(HubChats):
+    """
+    Korean prompts from the web with reasoning traces. Its columns are an assumption: no copy was at
+    hand. Source: Son et al., "Pushing on Multilingual Reasoning Models", arXiv:2510.04230.
+    """
+
+    name = "YiSang"
+    repo = "KOREAson/YiSang-HighQuality"
+    mapping = {
+        **{"prompt": "instruction", "answer": "response"},
+        **{"train": "default/train/*", "revision": AS_PARQUET},
+    }
+
+
+def rename(messages: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Messages with the keys role and content."""
+    for message in messages:
+        role = message.get("role", message.get("from"))
+        yield {
+            "role": ROLES.get(role, role),
+            "content": message.get("content", message.get("value")),
+        }
+
+
+def parse_source(source: str) -> tuple[str, dict[str, str]]:
+    """Parse "owner/name{key: value, ...}". Raises ValueError for an unknown key."""
+    found = SOURCE.fullmatch(source)
+    pairs = [pair.partition(":") for pair in (found and found[2] or "").split(",") if pair.strip()]
+    given = {key.strip(): value.strip() for key, _, value in pairs}
+    if found is None or not all(given.values()) or given.keys() - set(KEYS):
+        raise ValueError(
+            f"invalid source {source!r}; use <owner>/<name>{{key: value, ...}} with the keys "
+            f"{', '.join(KEYS)}"
+        )
+    return found[1], given

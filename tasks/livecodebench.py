@@ -1,0 +1,136 @@
+"""
+LiveCodeBench: problems of programming contests, scored by running their tests in the sandbox.
+
+    answer -> code -> a function of stdin, or a method of the class Solution -> tests -> 0 or 1
+
+Source: Jain et al., "LiveCodeBench: Holistic and Contamination Free Evaluation of Large Language
+Models for Code", arXiv:2403.07974.
+"""
+
+import base64
+import io
+import json
+import pickle
+import zlib
+from functools import cached_property
+from typing import Any, NoReturn
+
+from nanochat.sandbox import Limits
+from tasks.base import Conversation, assistant, user, visible
+from tasks.hub import HubTask, TaskRow
+from tasks.humaneval import extract_code, run_test
+
+ENTRY = "solve"  # function that the tests call
+SECONDS = 5.0  # per test
+READ = "Write a Python program that reads stdin and prints to stdout."
+COMPLETE = "Complete this Python class:\n\n```python\n{starter}\n```"
+INSTRUCTION = "Answer with the whole program in a block of Python code."
+STDIN_PROGRAM = """
+def {entry}(text, source={source!r}):
+    import contextlib, io, sys
+    sys.stdin = io.TextIOWrapper(io.BytesIO(text.encode()))
+    printed = io.TextIOWrapper(io.BytesIO())
+    with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+        names = {{"__name__": "__main__", "exit": sys.exit, "quit": sys.exit}}
+        exec(compile(source, "program", "exec"), names)
+    printed.flush()
+    return printed.buffer.getvalue().decode()
+"""
+METHOD_PROGRAM = """
+from typing import *
+{source}
+def {entry}(*arguments):
+    return Solution().{method}(*arguments)
+"""
+COMPARE = """
+def same(found, right):
+    if isinstance(right, str):
+        return type(found) is str and (found == right or words(found) == words(right))
+    if isinstance(right, list):
+        return isinstance(found, list | tuple) and len(found) == len(right) and all(
+            map(same, found, right))
+    return found == right
+def words(text):
+    return [number(word) for word in text.split()]
+def number(word):
+    try:
+        return float(word)
+    except ValueError:
+        return word
+"""
+
+
+class LiveCodeBench(HubTask):
+    """
+    Evaluation only; the data has no reference solutions, so the reference answer is empty code.
+
+    Printed output is compared word by word, numbers by value. `unsafe`: see HumanEval.
+    """
+
+    name = "LiveCodeBench"
+    kind = "generate"
+    splits = ("test",)
+    repo = "livecodebench/code_generation_lite"
+    stems = {"test": "test*"}
+    columns = (
+        *("question_content", "starter_code", "metadata"),
+        *("public_test_cases", "private_test_cases"),
+    )
+
+    def __init__(self, split: str, unsafe: bool = False):
+        super().__init__(split)
+        self.unsafe = unsafe
+
+    def conversation(self, i: int) -> Conversation:
+        return [user(question(self.row(i))), assistant("```python\n```")]
+
+    def material(self, i: int) -> str:
+        return self.row(i)["question_content"]
+
+    @cached_property
+    def by_question(self) -> dict[str, TaskRow]:
+        """User message -> row."""
+        return {question(row): row for row in self.data.rows}
+
+    def score(self, conversation: Conversation, answer: str) -> float:
+        row = self.by_question[conversation[0]["content"]]
+        method = json.loads(row["metadata"]).get("func_name")
+        source = extract_code(visible(answer), method or ENTRY)
+        form = METHOD_PROGRAM if method else STDIN_PROGRAM
+        program = form.format(entry=ENTRY, source=source, method=method)
+        tests = [*json.loads(row["public_test_cases"]), *read_private(row["private_test_cases"])]
+        lines = [f"assert {describe_test(test, bool(method))}" for test in tests]
+        limits = Limits(seconds=SECONDS * len(tests))
+        test = "\n".join([COMPARE, *lines])
+        return float(run_test(program, test, ENTRY, unsafe=self.unsafe, limits=limits))
+
+
+def question(row: TaskRow) -> str:
+    """The user message."""
+    starter = row["starter_code"].strip()
+    task = COMPLETE.format(starter=starter) if starter else READ
+    return f"{row['question_content'].strip()}\n\n{task}\n\n{INSTRUCTION}"
+
+
+def describe_test(test: dict[str, str], method: bool) -> str:
+    """Condition of a test: arguments and result are JSON for a method, else stdin and stdout."""
+    if not method:
+        return f"same({ENTRY}({test['input']!r}), {test['output']!r})"
+    arguments = ", ".join(repr(json.loads(line)) for line in test["input"].splitlines())
+    return f"same({ENTRY}({arguments}), {json.loads(test['output'])!r})"
+
+
+class TextUnpickler(pickle.Unpickler):
+    """Reads text and plain containers; loads no class or function, so it runs no code."""
+
+    def find_class(self, module: str, name: str) -> NoReturn:
+        raise pickle.UnpicklingError(f"unexpected {module}.{name} in test cases")
+
+
+def read_private(encoded: str) -> list[dict[str, Any]]:
+    """Hidden test cases: JSON, or JSON that was pickled, compressed and encoded in base 64."""
+    try:
+        return json.loads(encoded)
+    except json.JSONDecodeError:
+        pickled = zlib.decompress(base64.b64decode(encoded))
+        return json.loads(TextUnpickler(io.BytesIO(pickled)).load())

@@ -1,0 +1,106 @@
+"""Conversations from Hub repositories: published layouts, skipped rows, and the notation."""
+
+import pytest
+
+from nanochat.mixture import parse_mixture
+from tasks.buckets import buckets
+from tasks.hub_chats import HubChats, OpenThoughts3, RStarCoder, YiSang
+from tests.published import publish
+
+
+@pytest.fixture(autouse=True)
+def own_base(monkeypatch, tmp_path):
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "base"))
+
+
+@pytest.fixture
+def published(tmp_path, monkeypatch):
+    return lambda files: publish(files, tmp_path / "hub", monkeypatch)
+
+
+def thought(question: str, answer: str, role: str = "gpt") -> dict:
+    pair = [{"from": "human", "value": question}, {"from": role, "value": answer}]
+    return {"difficulty": 7, "source": "s", "domain": "math", "conversations": pair}
+
+
+def solved(question: str, passed: bool) -> dict:
+    found = {"question_id": question, "question": question, "starter_code": "", "code": "pass"}
+    return {**found, "response": f"<think>\n</think>\n{question}", "is_passed": passed}
+
+
+def every(task) -> list[tuple[str, str]]:
+    """Question and answer of each conversation, sorted."""
+    return sorted((c[0]["content"], c[1]["content"]) for c in task)
+
+
+def test_openthoughts3_reads_from_and_value(published, capsys):
+    rows = [thought(f"q{i}", f"<think>\n\n</think>\n{i}") for i in range(40)]
+    bad = [thought("q", ""), thought("q", "a", "system"), {**rows[0], "conversations": None}]
+    files = {"data/train-00000-of-00120.parquet": [*rows, *bad]}
+    published({**files, "data/train-00010-of-00120.parquet": rows})  # the eleventh file
+    train, val = OpenThoughts3("train"), OpenThoughts3("val")
+    assert len(val) >= 1
+    assert sorted(every(train) + every(val)) == sorted(
+        (f"q{i}", f"<think>\n\n</think>\n{i}") for i in range(40)
+    )
+    assert train.left_out == train.identity["left_out"] == 3
+    assert "OpenThoughts3: skipped 3 of 43 rows of open-thoughts/OpenThoughts3-1.2M" in (
+        capsys.readouterr().out
+    )
+
+
+def test_rstar_coder_reads_only_programs_that_passed(published):
+    rows = [solved(f"q{i}", i % 2 == 0) for i in range(10)]
+    files = {"seed_sft/data-00000-of-00020.parquet": rows}
+    published({**files, "seed_testcase/data-00000-of-00001.parquet": rows})
+    found = every(RStarCoder("train")) + every(RStarCoder("val"))
+    assert sorted(found) == [(f"q{i}", f"<think>\n</think>\nq{i}") for i in range(0, 10, 2)]
+
+
+def test_yisang_is_read_from_the_branch_of_parquet_files(published):
+    rows = [{"instruction": f"질문 {i}", "response": f"답 {i}"} for i in range(4)]
+    published({"default/train/0000.parquet": rows[:2], "default/train/0001.parquet": rows[2:]})
+    found = every(YiSang("train")) + every(YiSang("val"))
+    assert sorted(found) == [(f"질문 {i}", f"답 {i}") for i in range(4)]
+
+
+def test_any_columns_are_read_by_a_mixture(published):
+    rows = [{"inquiry": f"q{i}", "reply": f"a{i}", "kind": f"k{i % 2}"} for i in range(8)]
+    published({"more/own.parquet": rows, "dev.parquet": rows[:1]})
+    spec = "hub:me/mine{prompt: inquiry, answer: reply, train: own, val: dev, where: kind=k1}=2"
+    [part] = parse_mixture(spec)
+    assert part.rows == 2
+    [bucket] = buckets(spec)
+    assert bucket.name == spec.removesuffix("=2")
+    assert len(bucket.train) == 2 and all(q[1:] in "1357" for q, _ in every(bucket.train))
+    with pytest.raises(ValueError, match="me/mine dev has no row that Hub can use"):
+        len(bucket.val)  # its only row is of another kind
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (None, "hub needs a repository"),
+        ("me/mine", "me/mine: which columns hold the conversations"),
+        ("me/mine{prompt: inquiry}", "which columns hold the conversations"),
+        ("me/mine{messages: a, prompt: b, answer: c}", "which columns hold the conversations"),
+        ("me/mine{messages: }", "invalid source"),
+        ("me/mine{message: a}", "use <owner>/<name>.*with the keys messages, prompt"),
+        ("me/mine{messages: inquiry", "invalid source"),
+    ],
+)
+def test_invalid_source_error_names_the_notation(source, message):
+    with pytest.raises(ValueError, match=message):
+        HubChats("train", source)
+
+
+def test_missing_column_and_file_errors_list_what_there_is(published):
+    published({"train.parquet": [{"inquiry": "q", "reply": "a"}], "x.csv": [{"a": 1, "b": 2}]})
+    with pytest.raises(ValueError, match="has no column question, only inquiry, reply"):
+        len(HubChats("train", "me/mine{prompt: question, answer: reply}"))
+    with pytest.raises(ValueError, match="x.csv has no column c, only a, b"):
+        len(HubChats("train", "me/mine{prompt: c, answer: a, train: x}"))
+    with pytest.raises(ValueError, match="me/mine has no own among its files train.parquet"):
+        len(HubChats("train", "me/mine{prompt: inquiry, answer: reply, train: own}"))
+    with pytest.raises(ValueError, match="has one conversation; at least two"):
+        len(HubChats("train", "me/mine{prompt: inquiry, answer: reply}"))

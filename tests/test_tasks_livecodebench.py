@@ -1,0 +1,86 @@
+"""LiveCodeBench: hidden tests of both kinds, run in the sandbox."""
+
+import base64
+import json
+import pickle
+import zlib
+
+import pytest
+
+from nanochat.sandbox import SandboxUnavailable, choose_layer
+from tasks import hub as hub_tasks
+from tasks.hub import TaskData, TaskRows
+from tasks.livecodebench import LiveCodeBench, read_private
+
+
+def case(given: str, right: str, kind: str) -> dict[str, str]:
+    return {"input": given, "output": right, "testtype": kind}
+
+
+def hide(tests: list[dict[str, str]]) -> str:
+    """Encode tests as the published files do."""
+    text = pickle.dumps(json.dumps(tests))
+    return base64.b64encode(zlib.compress(text)).decode()
+
+
+ROWS = [
+    {
+        "question_content": "Print the sum of n numbers.",
+        "starter_code": "",
+        "metadata": "{}",
+        "public_test_cases": json.dumps([case("2\n1 2\n", "3\n", "stdin")]),
+        "private_test_cases": hide([case("1\n0.5\n", "0.5\n", "stdin")]),
+    },
+    {
+        "question_content": "Return the numbers in reverse, without k of them.",
+        "starter_code": "class Solution:\n    def cut(self, x: List[int], k: int) -> List[int]:\n",
+        "metadata": json.dumps({"func_name": "cut"}),
+        "public_test_cases": json.dumps([case("[1, 2, 3]\n1", "[3, 2]", "functional")]),
+        "private_test_cases": hide([case("[4, 5]\n0", "[5, 4]", "functional")]),
+    },
+]
+SUM = "n = int(input())\nprint(sum(map({}, input().split())))"
+CUT = "class Solution:\n    def cut(self, x: List[int], k: int):\n        return {}"
+
+
+@pytest.fixture
+def task(monkeypatch) -> LiveCodeBench:
+    """The task with two rows; skips if no sandbox can run programs."""
+    try:
+        choose_layer()
+    except SandboxUnavailable as error:
+        pytest.skip(str(error))
+    table = hub_tasks.pa.Table.from_pylist(ROWS)
+    monkeypatch.setattr(hub_tasks, "load_split", lambda *_: TaskData(TaskRows(table), "c0ffee", {}))
+    return LiveCodeBench("test")
+
+
+@pytest.mark.parametrize(
+    ("kind", "code", "score"),
+    [
+        ("sum", SUM.format("float"), 1.0),  # prints 3.0 for 3
+        ("sum", SUM.format("int"), 0.0),  # fails the hidden test
+        ("sum", f"{SUM.format('float')}\nexit()", 1.0),
+        ("sum", "import sys\nprint(sum(map(float, sys.stdin.read().split()[1:])))", 1.0),
+        ("sum", "print(3)", 0.0),
+        ("sum", "", 0.0),
+        ("return", CUT.format("x[::-1][: len(x) - k]"), 1.0),
+        ("return", CUT.format("tuple(x[::-1][: len(x) - k])"), 1.0),
+        ("return", CUT.format("[3, 2]"), 0.0),
+        ("return", "def cut(x, k):\n    return x[::-1]", 0.0),
+    ],
+)
+def test_program_must_pass_public_and_hidden_tests(task, kind, code, score):
+    asked = next(c for c in task if kind in c[0]["content"].lower())
+    assert task.score(asked, f"Here it is:\n```python\n{code}\n```") == score
+
+
+def test_pickled_tests_cannot_run_code():
+    class Harmful:
+        def __reduce__(self):
+            return print, ("harm",)
+
+    harmful = base64.b64encode(zlib.compress(pickle.dumps(Harmful()))).decode()
+    with pytest.raises(pickle.UnpicklingError, match="unexpected builtins.print"):
+        read_private(harmful)
+    assert read_private(ROWS[0]["private_test_cases"])[0]["output"] == "0.5\n"
