@@ -1,33 +1,52 @@
 #!/usr/bin/env bash
-# A small ablation of training data (Korean chat, GSM8K, Korean-English ratio) on two base models.
+# Which data make a model reason in Korean? Four ablations of a fine-tuning mixture, on two bases:
+# each bucket alone and left out, a swap, more of one bucket, more English, and ten options.
 #
-#   HF_ENDPOINT=http://127.0.0.1:8400 bash dev/korean_study.sh     # about an hour on two cores
+#   bash dev/korean_study.sh               # the public buckets, or stand-ins where there is no Hub
+#   DATA=standins bash dev/korean_study.sh # the built-in world under the names of the buckets
 #
-# If it is interrupted, rerun the same command. Reads from the Hub: local/mini-pretrain,
-# mini-pretrain-korean, chat-instruct and chat-korean; GSM8K, ARC, AQuA and KMMLU. Writes section
-# "Sweep korean" and files under NANOCHAT_BASE_DIR. No training on ARC or KMMLU test questions.
+# The buckets, arms and benchmarks follow the development log of Ko-R1-3 (onelineai.com/blog); the
+# log publishes no sizes, so those of dev/korean_public.json are ours. The public data take GPUs and
+# access to KMMLU-Redux. If it is interrupted, rerun the same command. Writes section "Sweep korean"
+# or "Sweep korean-standins", and sweeps/ under NANOCHAT_BASE_DIR.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source .venv/bin/activate
-text=(--mixture=dev/korean_text.json)
-as_measured=(--bigram_rows=0 --value_every=2) # the defaults when the study was measured
+find_hub='from huggingface_hub import HfApi; HfApi().dataset_info("KOREAson/YiSang-HighQuality", timeout=10)'
+if [ -z "${DATA:-}" ]; then
+    if python -c "$find_hub" >/dev/null 2>&1; then DATA=public; else DATA=standins; fi
+fi
+case "$DATA" in
+public)
+    echo "study: public data from the Hub"
+    name=korean text=(--mixture=dev/korean_text.json) depths=${DEPTHS:-12 16} vocab=65536 T=2048
+    base=() run=(--num_iterations=40 --total_batch_size=524288) train="--eval_tokens=1048576"
+    tasks="KMMLU-Redux|HAE-RAE|MCLM-Ko|Clinical-QA" score="--max_new_tokens=1024"
+    python -m scripts.lab.hold_out --final="kmmlu_pro|gpqa|hrm8k|livecodebench|click|kobalt"
+    ;;
+standins)
+    echo "study: the Hub has no KOREAson/YiSang-HighQuality, or DATA=standins: using the built-in world"
+    name=korean-standins text=(--dataset=embedded) depths=${DEPTHS:-2 3} vocab=2048 T=256
+    base=(--num_iterations=300 --total_batch_size=4096 --eval_every=0 --eval_tokens=32768)
+    run=(--num_iterations=40 --total_batch_size=2048) train="--eval_tokens=32768 --canaries=off"
+    tasks="World-Choice" score="--max_problems=200"
+    ;;
+*)
+    echo "error: unknown DATA '$DATA'; use public or standins" >&2
+    exit 2
+    ;;
+esac
+buckets="openthoughts3 rstar-coder web-daily web-code web-science web-medical styles"
+arms="swap:web-medical->web-code|scale:web-medical*2|swap:styles->options"
+arms+="|ratio:language ko:en=1:1|ratio:language ko:en=1:4"
+for bucket in $buckets; do arms+="|only:$bucket|drop:$bucket"; done
 
-python -m scripts.tok_train "${text[@]}" --vocab_size=4096 --max_chars=40000000 --skip_if_done
-python -m scripts.data "${text[@]}" --max_seq_len=512
-
-# Two base models, one core each
-for depth in 2 4; do
-    OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE python -m scripts.base_train --depth=$depth "${text[@]}" \
-        --max_seq_len=512 --num_iterations=400 --total_batch_size=8192 --eval_every=200 \
-        --eval_tokens=131072 --save_every=100 --resume=auto --skip_if_done "${as_measured[@]}" \
-        --report_dir="${NANOCHAT_BASE_DIR:-out}/bases/d$depth" &
+python -m scripts.tok_train "${text[@]}" --vocab_size=$vocab --skip_if_done
+bases=""
+for depth in $depths; do
+    python -m scripts.base_train --depth="$depth" --max_seq_len=$T "${base[@]}" --resume=auto --skip_if_done
+    bases+="${bases:+|}d$depth"
 done
-wait -n
-wait -n
-
-python -m scripts.lab.sweep --name=korean --devices=2 --bases="d2|d4" --source=base \
-    --num_iterations=200 --total_batch_size=4096 --mixture=dev/korean_chat.json \
-    --arm_floor="arc_easy=5%" \
-    --arms="only:chat-korean|drop:gsm8k|ratio:language ko:en=1:1|ratio:language ko:en=1:4" \
-    --seeds=3 --arm_seeds=2 --flags="--eval_tokens=196608 --save_every=50" \
-    --tasks="ARC-Easy|ARC-Challenge|KMMLU"
+python -m scripts.lab.sweep --name=$name --devices="${DEVICES:-2}" --bases="$bases" --source=base \
+    --mixture=dev/korean_$DATA.json --arms="${ARMS:-$arms}" --arm_floor="styles=5%" "${run[@]}" \
+    --seeds=3 --arm_seeds=2 --flags="$train" --tasks="$tasks" --eval_flags="$score"
