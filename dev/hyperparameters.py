@@ -116,7 +116,7 @@ Several devices share the optimizer state. Activations come on top. Their memory
 starts and takes the largest micro-batch that fits. The size of the micro-batch changes results by rounding only.
 
 A checkpoint holds weights, optimizer state, and a few MB of tokenizer and records; `--keep=2` keeps the newest two.
-A finished mid, SFT or RL run keeps no optimizer state unless `--save_optimizer` is set.
+A finished mid, SFT, DPO or RL run keeps no optimizer state unless `--save_optimizer` is set.
 
 ## Learning rates and weight decay
 
@@ -139,9 +139,9 @@ The rules behind it; C is the width, and batch is in tokens:
   {final:.0%} of the peak. A run that is too short for both never reaches the peak.
 - Muon's momentum rises from 0.85 to 0.95 over 300 steps, or over a third of a shorter run.
 
-Mid, SFT and RL use the same rules times `--init_lr_frac` (default 1, 0.3 and 0.05), but with scalars as at a batch
-of {reference_batch:,}, without warmup, and without Muon's weight decay unless `--weight_decay` is set. RL does not
-scale learning rates with the batch.
+Mid, SFT, DPO and RL use the same rules times `--init_lr_frac` (default 1, 0.3, 0.03 and 0.05), but with scalars as at
+a batch of {reference_batch:,}, without warmup, and without Muon's weight decay unless `--weight_decay` is set. DPO and
+RL do not scale learning rates with the batch.
 
 ## Compared with the published recipe
 

@@ -45,8 +45,15 @@ from nanochat.tokenizer import Tokenizer
 
 FORMAT = 2
 MODEL_FILE, OPTIM_FILE = "model.safetensors", "optim.safetensors"
-FOLDERS = {"base": "base", "mid": "mid", "sft": "chatsft", "rl": "chatrl"}  # + _checkpoints
-SCRIPTS = {"base": "base_train", "mid": "mid_train", "sft": "chat_sft", "rl": "chat_rl"}
+SCRIPTS = {
+    "base": "base_train",
+    "mid": "mid_train",
+    "sft": "chat_sft",
+    "dpo": "chat_dpo",  # optional
+    "rl": "chat_rl",
+}
+# + _checkpoints
+FOLDERS = {"base": "base", "mid": "mid", "sft": "chatsft", "dpo": "chatdpo", "rl": "chatrl"}
 DTYPES = {torch.float32: "F32", torch.int64: "I64"}  # of saved tensors, in a safetensors file
 # .replaced remains if the process was killed while saving a step that was already saved
 STEP_FOLDER = re.compile(r"(?:step|\.replaced)_(\d+)")
@@ -86,15 +93,15 @@ class Checkpoint:
         many = f"torchrun --nproc_per_node={machine.local_size} -m scripts.{{}} --"
         run = many if machine.world_size > 1 else "python -m scripts.{}"
         lines = [f"checkpoint: {self.folder}"]
-        if following := dict(pairwise(SCRIPTS)).get(stage):
+        if following := dict(pairwise(s for s in SCRIPTS if s != "dpo")).get(stage):
             lines.append(f"next: {run.format(SCRIPTS[following])} --model_tag={tag}")
-        if stage in ("sft", "rl"):
+        if stage in ("sft", "dpo", "rl"):
             lines.append(f"chat: python -m scripts.chat_cli --source={stage} --model_tag={tag}")
         return "\n".join(lines)
 
 
 def stage_folder(stage: str) -> Path:
-    """Checkpoint folder of a stage (base, mid, sft, rl). Raises ValueError for other names."""
+    """Checkpoint folder of a stage (base, mid, sft, dpo, rl). Raises ValueError for other names."""
     if stage not in FOLDERS:
         raise ValueError(f"stage {stage!r} is not one of {', '.join(FOLDERS)}")
     return base_dir() / f"{FOLDERS[stage]}_checkpoints"
@@ -307,7 +314,7 @@ def lineage(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def newest_stage() -> str:
-    """Last of base, mid, sft, rl with a checkpoint. Raises MissingInput if none exists."""
+    """Last of base, mid, sft, dpo, rl with a checkpoint. Raises MissingInput if none exists."""
     for stage in reversed(FOLDERS):
         if next(stage_folder(stage).glob("*/latest"), None):
             return stage

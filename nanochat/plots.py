@@ -286,8 +286,9 @@ def run_panels(entries: Sequence[Mapping[str, Any]]) -> dict[str, Panel]:
             curves[name].append((entry["step"], value))
     loops = sorted(name for name in curves if name.startswith("bpb_loop_"))
     rates = [name for name in LEARNING_RATES if curves[name]]
+    unit = "pair" if curves["held_out_accuracy"] else "token"
     panels: dict[str, Callable[..., None]] = {
-        "loss": partial(draw_noisy, title="Training loss (nats per token)", log=True),
+        "loss": partial(draw_noisy, title=f"Training loss (nats per {unit})", log=True),
         "val_bpb": partial(draw_one, title="Validation loss (bits per byte)"),
         "bpb_loop_1": lambda axes, points: draw_curves(
             axes,
@@ -295,6 +296,7 @@ def run_panels(entries: Sequence[Mapping[str, Any]]) -> dict[str, Panel]:
             {f"loop {name.removeprefix('bpb_loop_')}": curves[name] for name in loops},
         ),
         "core_metric": partial(draw_one, title="Few-shot score (mean centered accuracy)"),
+        "held_out_accuracy": partial(draw_one, title="Accuracy on held-out pairs"),
         "reward": partial(draw_noisy, title="Mean reward of a step"),
         "pass_at_1": lambda axes, points: draw_pass_at_1(axes, points, curves["pass_at_1_se"]),
         "lr": lambda axes, points: draw_rates(axes, {name: curves[name] for name in rates}, points),

@@ -70,6 +70,10 @@ SECTIONS: dict[str, str] = {
     "eval_steps, eval_metrics_every, eval_metrics_max_problems, Training rows, "
     "Number of iterations, Training loss, Validation loss",
     "Chat evaluation sft": CHAT_KEYS,
+    "Chat DPO": "run, source, pairs, task, dtype, device_batch_size, examples_per_step, beta, "
+    "num_samples, max_new_tokens, temperature, top_k, unembedding_lr, embedding_lr, matrix_lr, "
+    "weight_decay, init_lr_frac, num_epochs, save_every, eval_every, eval_examples",
+    "Chat evaluation dpo": CHAT_KEYS,
     "Chat RL": "run, source, dtype, device_batch_size, examples_per_step, num_samples, "
     "max_new_tokens, temperature, top_k, unembedding_lr, embedding_lr, matrix_lr, "
     "weight_decay, init_lr_frac, num_epochs, save_every, eval_every, eval_examples",

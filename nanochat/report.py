@@ -34,7 +34,7 @@ from nanochat.common import (
 )
 from nanochat.config import settings
 from nanochat.records import SECTIONS, Folder, Record, plain_value, seconds, slug
-from nanochat.summary import STAGES, Difference, readable_count, readable_time, shown_name
+from nanochat.summary import Difference, readable_count, readable_time, shown_name
 
 RULE_DASHES = {"GPT-2 Ratio": 14, "GPT-4 Ratio": 14}  # fixed format: one extra dash
 # Inline Markdown syntax (CommonMark and GitHub's extensions)
@@ -79,6 +79,13 @@ HEADLINES = {  # section -> results shown first: label -> key and unit
         "Steps": ("Number of iterations", "count"),
         "Validation bpb": ("Final validation bpb", ""),
         "Tokens per second": ("Tokens per second", "count"),
+    },
+    "Chat DPO": {
+        "Pairs": ("Training pairs", "count"),
+        "Steps": ("Number of iterations", "count"),
+        "Held-out loss before": ("Held-out loss before", ""),
+        "Held-out loss after": ("Held-out loss after", ""),
+        "Held-out accuracy after": ("Held-out accuracy after", ""),
     },
     "Chat RL": {
         "Steps": ("Number of iterations", "count"),
@@ -413,13 +420,15 @@ def render_results(
 ) -> str:
     """What a reader wants first: verdict, scores by stage, figure, sample conversations, cost."""
     found, _ = summary.result_metrics(written)
+    columns = summary.shown_stages(found)
     rows = [
-        [name, *(summary.with_error(by[c]) if c in by else "-" for c in STAGES)]
+        [name, *(summary.with_error(by[c]) if c in by else "-" for c in columns)]
         for name, by in found.items()
     ]
     blocks = ["## Results", escape(summary.verdict(written, header, changes))]
     if rows:
-        blocks.append(render_table({"columns": ["", *summary.STAGE_NAMES.values()], "rows": rows}))
+        names = [summary.STAGE_NAMES[c] for c in columns]
+        blocks.append(render_table({"columns": ["", *names], "rows": rows}))
     blocks.append("\n".join(f"![{escape(title)}]({quote(link)})" for title, link in figures))
     samples = [(r, t) for r in written for t in r["tables"] if t["title"] == SAMPLES]
     if samples:
@@ -437,9 +446,10 @@ def render_summary(written: Sequence[Record], header: Record, changes: Sequence[
     (without RL and, if it ran, with RL), and differences.
     """
     found, _ = summary.result_metrics(written)
-    rows = [["Metric", *STAGES]]
+    columns = summary.shown_stages(found)
+    rows = [["Metric", *columns]]
     for name, by in found.items():
-        rows.append([name, *(format_value(plain_value(by.get(column, "-"))) for column in STAGES)])
+        rows.append([name, *(format_value(plain_value(by.get(column, "-"))) for column in columns)])
     head, *body = [[f"{row[0]:<15}", *(f"{text:<8}" for text in row[1:])] for row in rows]
     table = render_table({"columns": head, "rows": body})
     blocks = ["## Summary", render_bloat(header["bloat"]), table]

@@ -127,6 +127,15 @@ def kl_to_reference(
     return nats / count if count else 0.0
 
 
+def require_divisible(examples_per_step: int, machine: DistContext) -> None:
+    """Raise ValueError unless the ranks can share the examples of a step equally."""
+    if examples_per_step % machine.world_size:
+        raise ValueError(
+            f"examples_per_step {examples_per_step} is not a multiple of "
+            f"the world size {machine.world_size}"
+        )
+
+
 @lru_cache(maxsize=8)
 def shuffle_indices(n: int, seed: str) -> list[int]:
     """The integers 0 to n - 1 in a random order."""
@@ -157,11 +166,7 @@ class RolloutLoader:
     """Rollout metrics of the latest step."""
 
     def __post_init__(self) -> None:
-        if self.cfg.examples_per_step % self.machine.world_size:
-            raise ValueError(
-                f"examples_per_step {self.cfg.examples_per_step} is not a multiple of "
-                f"the world size {self.machine.world_size}"
-            )
+        require_divisible(self.cfg.examples_per_step, self.machine)
         if not self.questions:
             raise ValueError("no questions to train on")
         cfg = self.cfg

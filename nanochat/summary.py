@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 from nanochat import records, stats
 from nanochat.records import Record, plain_value, read_scores, standard_error
 
-STAGES = ("BASE", "MID", "SFT", "RL")
-STAGE_NAMES = {"BASE": "base", "MID": "mid", "SFT": "SFT", "RL": "RL"}
+STAGE_NAMES = {"BASE": "base", "MID": "mid", "SFT": "SFT", "DPO": "DPO", "RL": "RL"}
+STAGES = tuple(STAGE_NAMES)  # columns of the summary
 COLUMN_OF = {  # section -> summary column of its metrics
     **dict.fromkeys(("Base model loss", "Base model evaluation"), "BASE"),
     **{f"Chat evaluation {column.lower()}": column for column in STAGES},
@@ -70,6 +70,11 @@ def result_metrics(written: Sequence[Record]) -> tuple[Nested, Nested]:
                     found.setdefault(metric_name(record, key), {})[column] = value
     order = sorted(found, key=lambda name: (name not in FIRST, name in LAST, name))
     return {name: found[name] for name in order}, items
+
+
+def shown_stages(found: Nested) -> list[str]:
+    """Columns of the tables: all stages, but DPO only if it was evaluated."""
+    return [c for c in STAGES if c != "DPO" or any(c in by for by in found.values())]
 
 
 # ---- Differences between stages ------------------------------------------------------------------

@@ -125,7 +125,7 @@ class MicroBatch(NamedTuple):
     targets: Tensor
     """(B, T) int64, IGNORE for positions without loss."""
     num_targets: int
-    """Number of non-ignored targets."""
+    """Number of non-ignored targets; in DPO, of pairs. The loss of a step is the mean over it."""
     weights: Tensor | None = None
     """(B, T) loss weights. Default: 1."""
 
@@ -134,7 +134,7 @@ class Loader(Protocol):
     """Source of batches; a batch depends only on the step (and, in RL, on the current model)."""
 
     batch_tokens: int
-    """Tokens per step over all ranks; in RL, an upper bound."""
+    """Tokens per step over all ranks; in DPO and RL, an upper bound."""
     identity: dict[str, Any]
     """Settings that must match for a checkpoint to be resumed."""
     metrics: dict[str, float]
@@ -236,7 +236,7 @@ def to_device(x: np.ndarray, device: torch.device) -> Tensor:
 class TrainingRun:
     """Definition of a training run. `train` sets the last group of fields."""
 
-    kind: Literal["base", "mid", "sft", "rl"]
+    kind: Literal["base", "mid", "sft", "dpo", "rl"]
     model: GPT
     tokenizer: Tokenizer
     optimizer: MuonAdamW
@@ -250,7 +250,7 @@ class TrainingRun:
     schedule: ScheduleConfig
     kernels: KernelConfig = KernelConfig()
     prepared: Prepared | None = None
-    """Kernels, micro-batch size and estimated training time if already known (RL)."""
+    """Kernels, micro-batch size and estimated training time if already known (DPO, RL)."""
     objective: Trainable | None = None
     """Computes the loss. Default: the model."""
     callbacks: Sequence[Callback] = ()
@@ -701,7 +701,7 @@ def write_section(
     """Write the record of a finished run, update the report and print the next commands."""
     saved, machine, prepared = run.checkpoint, run.machine, run.prepared
     if saved is not None and prepared is not None:
-        if run.kind != "rl":
+        if run.kind in ("base", "mid", "sft"):  # steps of `batch_tokens` tokens, measured before
             rate, health = run.tokens_per_second, run.progress.health
             values = {
                 **values,

@@ -8,7 +8,7 @@ Chat with a model in the terminal.
 A base model is not trained to chat; it continues each text. Ctrl-C stops an answer but not the
 program; /help lists commands and keys.
 
-Reads   the checkpoint of a stage (base, mid, sft, rl)
+Reads   the checkpoint of a stage (base, mid, sft, dpo, rl)
 Writes  chat_history under the base directory: input history for the arrow keys
 """
 
@@ -48,7 +48,7 @@ MARKS = {"python": "[", "python_output": " = "}
 
 @dataclass(frozen=True)
 class ChatCli:
-    source: Literal["base", "mid", "sft", "rl"] | None = short("i", None)
+    source: Literal["base", "mid", "sft", "dpo", "rl"] | None = short("i", None)
     """Stage of the model. Default: the last stage that has a checkpoint."""
     model_tag: str | None = short("g", None)
     """Folder of the checkpoint. Default: the newest."""

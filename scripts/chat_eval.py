@@ -5,7 +5,7 @@ Evaluate a chat model on tasks, scored by answer-letter logits or by generated a
     python -m scripts.chat_eval -i rl -a GSM8K -n 8 -t 1.0   # one task, 8 answers per question
     torchrun --nproc_per_node=8 -m scripts.chat_eval -- -i mid -a "ARC-Easy|MMLU"
 
-Reads   the checkpoint of a stage (base, mid, sft, rl) and the evaluation splits of the tasks
+Reads   the checkpoint of a stage (base, mid, sft, dpo, rl) and the evaluation splits of the tasks
 Writes  the section "Chat evaluation <stage>"; each run adds its tasks
 """
 
@@ -95,7 +95,7 @@ class TaskEval:
 
 @dataclass(frozen=True)
 class ChatEval(TaskEval):
-    source: Literal["base", "mid", "sft", "rl"] = short("i", "sft")
+    source: Literal["base", "mid", "sft", "dpo", "rl"] = short("i", "sft")
     """Stage of the model."""
     num_samples: int | None = short("n", None)
     """Answers per question; the score is their mean (avg@k), and pass@k is reported too. Default:

@@ -7,7 +7,7 @@ Serve models with a chat page and an OpenAI-compatible API.
 Every stage that has a checkpoint can be selected on the page, or with `model` in the API. Ctrl-C or
 SIGTERM stops the server.
 
-Reads   the checkpoints of all stages (base, mid, sft, rl)
+Reads   the checkpoints of all stages (base, mid, sft, dpo, rl)
 """
 
 import os
@@ -31,7 +31,7 @@ from tasks.world.task import WorldFacts, WorldProblems, WorldSpelling
 
 @dataclass(frozen=True)
 class ChatWeb:
-    source: Literal["base", "mid", "sft", "rl"] | None = short("i", None)
+    source: Literal["base", "mid", "sft", "dpo", "rl"] | None = short("i", None)
     """Stage of the default model. Default: the last stage that has a checkpoint."""
     model_tag: str | None = short("g", None)
     """Folder of the checkpoint. Default: the newest."""

@@ -32,7 +32,7 @@ class Export:
     format: Literal["hf", "artifact"] = "hf"
     """hf: Hugging Face format; --arch=classic models use transformers' NanoChat classes, others
     include their code. artifact: one compressed file, rejected above limit_bytes."""
-    source: Literal["base", "mid", "sft", "rl"] | None = short("i", None)
+    source: Literal["base", "mid", "sft", "dpo", "rl"] | None = short("i", None)
     """Stage of the model. Default: the last stage that has a checkpoint."""
     model_tag: str | None = short("g", None)
     """Folder of the checkpoint. Default: the newest."""

@@ -27,7 +27,7 @@ BATCH_TOKENS = 524_288  # per training step; used if the pretraining batch size 
 class ImportHF:
     hf_path: str = ""
     """Folder of the model."""
-    stage: Literal["base", "mid", "sft", "rl"] | None = None
+    stage: Literal["base", "mid", "sft", "dpo", "rl"] | None = None
     """Stage of the imported checkpoint. Default: the stage it was exported from, else base."""
     model_tag: str = "imported"
     """Folder name of the checkpoint."""

@@ -63,16 +63,17 @@ class JSONL(Task):
         return self.conversations[i]
 
 
-def choose_held_out(prints: Collection[str], where: str) -> set[str]:
+def choose_held_out(prints: Collection[str], where: str, what: str = "conversation") -> set[str]:
     """
-    Fingerprints of the conversations held out for validation: about one in 20, at least one.
+    Fingerprints held out for validation: about one in 20, at least one.
 
-    Raises ValueError prefixed with `where` unless there are two different ones.
+    Raises ValueError prefixed with `where` unless there are two different ones; `what` says what
+    they identify.
     """
     first, different = min(prints), set(prints)
     if len(different) < 2:
         raise ValueError(
-            f"{where} has one conversation; at least two are needed, because one is held out for "
+            f"{where} has one {what}; at least two are needed, because one is held out for "
             "validation"
         )
     held_out = {name for name in different if int(name, 16) % HOLD_OUT_EVERY == 0} or {first}

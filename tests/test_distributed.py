@@ -221,6 +221,20 @@ def test_rl_matches_on_one_and_two_processes(base):
     assert values["Mean reward change"]["n"] == 8
 
 
+def test_dpo_matches_on_one_and_two_processes(base):
+    path = base / "pairs.jsonl"
+    lines = [{"prompt": f"Is {i}?", "chosen": "Yes.", "rejected": "No, no."} for i in range(60)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    words = (
+        f"-m scripts.chat_dpo --source=base:one --pairs={path} --num_iterations=3 "
+        "--examples_per_step=4 --init_lr_frac=0.3 --dtype=float32"
+    ).split()
+    one, two = by_one_and_two(base, words, "chatdpo_checkpoints")
+    for name in ("loss", "grad_norm", "held_out_loss", "held_out_margin"):
+        np.testing.assert_allclose(curve(two, name), curve(one, name), rtol=1e-4, atol=1e-7)
+    assert len(curve(one, "loss")) == 3 and curve(one, "held_out_margin")[-1] > 0
+
+
 def test_flags_accept_dashes_and_underscores_at_depth_8(base):
     words = (
         "-- --depth=8 --max-seq-len=64 --total_batch_size=128 --num-iterations=2 --eval-tokens=256"

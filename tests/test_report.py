@@ -577,6 +577,21 @@ def test_differences_skip_stages_without_the_metric():
     ]
 
 
+def test_dpo_has_a_column_only_if_it_was_evaluated():
+    records = [record(f"Chat evaluation {s}", values={"AQUA": 0.3}) for s in ("sft", "rl")]
+    assert "DPO" not in report.render_report(records, HEADER, "now")
+    records.append(record("Chat evaluation dpo", values={"AQUA": estimate(0.4, 254, 0.01)}))
+    text = report.render_report(records, HEADER, "now")
+    assert "|  | base | mid | SFT | DPO | RL |" in text
+    assert "| AQUA | - | - | 0.300 | 0.400 ± 0.010 | 0.300 |" in text
+    summary_row = next(line for line in text.splitlines() if line.startswith("| AQUA     "))
+    assert summary_row.replace(" ", "") == "|AQUA|-|-|0.3000|0.4000|0.3000|"
+    assert [row[:3] for row in changes(records)["rows"]] == [
+        ["AQUA", "SFT to DPO", "+0.1000"],
+        ["AQUA", "DPO to RL", "-0.1000"],
+    ]
+
+
 def chat_record(stage, arc, gsm, items="the same"):
     """A chat evaluation of two tasks and their centered mean."""
     values = {

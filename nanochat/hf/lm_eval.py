@@ -35,8 +35,8 @@ LogLikelihood = tuple[float, bool]  # log-likelihood (nats), whether every token
 @register_model("nanochat")
 class NanochatLM(LM):
     """
-    model_args: source (base, mid, sft or rl; default: the latest stage with a checkpoint), tag,
-    step, dtype. Raises MissingInput if there is no such checkpoint.
+    model_args: source (base, mid, sft, dpo or rl; default: the latest stage with a checkpoint),
+    tag, step, dtype. Raises MissingInput if there is no such checkpoint.
     """
 
     def __init__(

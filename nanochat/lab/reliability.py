@@ -15,7 +15,10 @@ from nanochat.records import read_lines
 Record = Mapping[str, Any]
 Table = Mapping[str, Any]
 
-TRAINING = ("Tokenizer training", "Base model training", "Midtraining", "Chat SFT", "Chat RL")
+TRAINING = (
+    *("Tokenizer training", "Base model training", "Midtraining"),
+    *("Chat SFT", "Chat DPO", "Chat RL"),
+)
 MADE_BY = {**dict.fromkeys(TRAINING, "Training"), "Generation": "Generation"}
 """Prefix of a section name -> category of its device time."""
 

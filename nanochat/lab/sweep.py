@@ -57,7 +57,7 @@ POLL_SECONDS = 0.2
 PR_SET_PDEATHSIG = 1  # Linux: prctl option for the signal that a process gets when its parent exits
 LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # opened before forking
 GRACE_SECONDS = 120.0  # for an interrupted run to save a checkpoint
-TRAINING_SCRIPTS = frozenset({"tok_train", "base_train", "mid_train", "chat_sft", "chat_rl"})
+TRAINING_SCRIPTS = frozenset("tok_train base_train mid_train chat_sft chat_dpo chat_rl".split())
 
 
 @dataclass(frozen=True)

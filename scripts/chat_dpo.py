@@ -1,0 +1,192 @@
+"""
+Preference tuning of a chat model by DPO, on pairs of a chosen and a rejected answer.
+
+    python -m scripts.chat_dpo                          # right and wrong answers of the SFT model
+    python -m scripts.chat_dpo --pairs=HuggingFaceH4/ultrafeedback_binarized
+    torchrun --nproc_per_node=8 -m scripts.chat_dpo -- --task=gsm8k
+
+Reads   chatsft_checkpoints/<tag>/ and preference pairs, or the questions of the tasks
+Writes  chatdpo_checkpoints/<tag>/ with metrics.jsonl, and the section "Chat DPO"
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from nanochat.checkpoint import FOLDERS, SavingConfig, load_model
+from nanochat.common import fingerprint
+from nanochat.config import require_at_least, settings, start
+from nanochat.distributed import DistContext, init_distributed
+from nanochat.engine import Engine
+from nanochat.finetune import open_parent, parent_inputs
+from nanochat.gpt import GPT, inference_copy
+from nanochat.lab.canaries import RETIRED_FLAGS, CanaryConfig, open_monitor
+from nanochat.lab.dpo import (
+    DPOConfig,
+    DPOObjective,
+    Pair,
+    PairEvaluator,
+    PairLoader,
+    encode_pairs,
+    sample_pairs,
+)
+from nanochat.lab.held_out import reject_contaminated, require_access
+from nanochat.mixture import Part
+from nanochat.optim import MuonAdamW, OptimConfig, ScheduleConfig, make_rules
+from nanochat.preflight import Prepared, choose_engine_compile
+from nanochat.sandbox import calculate
+from nanochat.tokenizer import Tokenizer
+from nanochat.train import (
+    Stopwatch,
+    TrainConfig,
+    TrainingRun,
+    skip_if_finished,
+    train,
+    write_section,
+)
+from scripts.chat_rl import BUILTIN_TASKS, SLOTS, TASK
+from tasks.base import Mixture, Task
+from tasks.buckets import held_out_questions, rl_questions, tags
+from tasks.preferences import Preferences
+from tasks.registry import key_of
+
+SECTION = "Chat DPO"
+
+
+@dataclass(frozen=True)
+class ChatDPO:
+    source: str = "sft"
+    """Checkpoint to start from, also the reference: stage[:tag[:step]], as in sft:d4:400."""
+    pairs: str | None = None
+    """Preference pairs: a JSON Lines file, or <owner>/<name> on the Hub. Default: the parent's own
+    answers to the questions of task."""
+    task: str | None = None
+    """Task or mixture of tasks whose right and wrong answers are paired, as in gsm8k or
+    gsm8k,aqua=2000. Default: as in scripts.chat_rl."""
+    num_iterations: int | None = None
+    """Optimizer steps. Default: derived from num_epochs."""
+    num_epochs: float = 1.0
+    """Epochs over the pairs."""
+    init_lr_frac: float = 0.03
+    """Peak learning rates as a fraction of the pretraining ones; they decay linearly to 0."""
+    eval_examples: int = 400
+    """Number of held-out pairs to evaluate, or of held-out questions to answer for them."""
+    save_optimizer: bool = False
+    """Keep the optimizer state in the final checkpoint, so that the run can be extended."""
+    dpo: DPOConfig = field(default_factory=DPOConfig)
+    canaries: CanaryConfig = field(default_factory=CanaryConfig)
+    train: TrainConfig = TrainConfig(
+        device_batch_size=8,
+        eval_every=60,
+        save_every=60,
+        saving=SavingConfig(keep=1),
+        optim=OptimConfig(weight_decay=0.0),
+    )
+
+    def __post_init__(self) -> None:
+        require_at_least(self, eval_examples=1)
+        if self.pairs and self.task:
+            raise ValueError("--pairs and --task are both set; use one of them")
+
+
+def main(cfg: ChatDPO) -> None:
+    began, rows = Stopwatch(), cfg.train.device_batch_size or 8
+    machine = init_distributed(cfg.train.machine, cfg.train.seed)
+    parent = open_parent(cfg.source, tuple(FOLDERS), cfg.train, machine)
+    default = BUILTIN_TASKS.get(parent.state["source"].get("dataset"), TASK)
+    spec = None if cfg.pairs else cfg.task or default
+
+    # Training and held-out data
+    with machine.working("loading the data"):
+        data = open_data(cfg, spec)
+        found = {"pairs": fingerprint(data[0].identity)} if spec is None else {}
+    resolved, inputs = {**settings(cfg), "task": spec}, {**parent_inputs(parent), **found}
+    if skip_if_finished(SECTION, resolved, inputs, cfg.train, machine):
+        return machine.close()
+
+    # Models, pairs, optimizer
+    model, tokenizer = load_model(parent, machine), Tokenizer.read(parent.folder / "tokenizer.json")
+    pairs, held_out = make_pairs(cfg, data, model, tokenizer, machine)
+    reference = load_model(parent, machine).to(machine.dtype).requires_grad_(False)
+    objective = DPOObjective(model, reference, cfg.dpo.beta)
+    T, filler = model.cfg.max_seq_len, tokenizer.bos_id
+    loader = PairLoader(pairs, cfg.dpo, cfg.train.seed, machine, filler, T)
+    steps = cfg.num_epochs * len(pairs) / cfg.dpo.examples_per_step
+    num_steps = cfg.num_iterations or max(1, round(steps))
+    table = make_rules(cfg.train.optim, model.cfg.d_model, cfg.init_lr_frac)
+    optimizer = MuonAdamW(model, table, machine)
+
+    # Evaluation before training, and canaries
+    some = held_out[:: math.ceil(len(held_out) / cfg.eval_examples)]
+    evaluator = PairEvaluator(objective, loader, some, rows)
+    tasks = data[1].tasks if isinstance(data[1], Mixture) else data[1:]
+    chats = {task.name: task for task in tasks}
+    monitor = open_monitor(cfg.canaries, parent, model, chats, num_steps, machine)
+
+    run = TrainingRun(
+        kind="dpo",
+        model=model,
+        tokenizer=tokenizer,
+        objective=objective,
+        optimizer=optimizer,
+        loader=loader,
+        machine=machine,
+        cfg=cfg.train,
+        tag=cfg.train.model_tag or parent.folder.parent.name,
+        num_steps=num_steps,
+        schedule=ScheduleConfig(0, warmdown_ratio=1.0, final_lr_frac=0.0),
+        prepared=Prepared(rows, False, 0, num_steps * evaluator.seconds_per_step),
+        callbacks=[evaluator, *([monitor] if monitor else [])],
+        inputs=inputs,
+        identity={"task": spec, "init_lr_frac": cfg.init_lr_frac, **inputs},
+        state={"source": parent.state["source"]},
+        settings=resolved,
+        keep_optimizer=cfg.save_optimizer,
+    )
+    train(run)
+    values = {"Training pairs": len(pairs), "Number of iterations": num_steps}
+    write_section(SECTION, run, values, began)
+
+
+def open_data(cfg: ChatDPO, spec: str | None) -> tuple[Task, Task]:
+    """Training and held-out pairs of --pairs or, with `spec`, questions of its tasks."""
+    if spec is None:
+        assert cfg.pairs is not None
+        return Preferences("train", cfg.pairs), Preferences("val", cfg.pairs)
+    questions = rl_questions(spec, cfg.train.seed)
+    held_out = held_out_questions(spec, cfg.eval_examples)
+    require_access({task.name for task in held_out.tasks}, False, {})
+    reject_contaminated({t.name: tags(Part(key_of(t.name))) for t in questions.tasks})
+    return questions, held_out
+
+
+def make_pairs(
+    cfg: ChatDPO, data: Sequence[Task], model: GPT, tokenizer: Tokenizer, machine: DistContext
+) -> list[list[Pair]]:
+    """Encoded pairs of each task. Raises ValueError if one has none."""
+    T, engine, found = model.cfg.max_seq_len, None, []
+    if not cfg.pairs:
+        tokens = sum(map(len, data)) * cfg.dpo.num_samples * cfg.dpo.max_new_tokens
+        compiled = choose_engine_compile(None, machine, tokens)
+        twin = inference_copy(model)
+        engine = Engine(twin, tokenizer, SLOTS, tool=calculate, compiled=compiled)
+    for seed, task in enumerate(data, cfg.train.seed):
+        if isinstance(task, Preferences):
+            with machine.working(f"encoding {len(task):,} pairs"):
+                pairs, num_long = encode_pairs(task.pairs, tokenizer, T)
+            about = f"without {num_long:,} of more than {T:,} tokens, {task.num_skipped:,} invalid"
+            fix = "use shorter pairs, or a model with a larger max_seq_len"
+        else:
+            assert engine is not None
+            pairs = sample_pairs(engine, task, cfg.dpo, seed, machine)
+            about = f"from {cfg.dpo.num_samples} answers to each of {len(task):,} questions"
+            fix = "raise --num_samples, or use tasks that the model solves sometimes"
+        machine.print0(f"{task.split}: {len(pairs):,} pairs, {about}")
+        if not pairs:
+            raise ValueError(f"no pairs in {task.name} ({task.split}), {about}; {fix}")
+        found.append(pairs)
+    return found
+
+
+if __name__ == "__main__":
+    start(main, ChatDPO(), __doc__, RETIRED_FLAGS)
