@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from nanochat import records, stats
 from nanochat.attention import fill_batches, pad_right
 from nanochat.chat_format import Message, render_prompt
 from nanochat.distributed import DistContext
@@ -129,3 +130,22 @@ def score_by_generation(
 
     most = longest_prompt(engine, settings.max_new_tokens)
     return score_items(task, count, engine.tokenizer, most, score, machine)
+
+
+def item_means(outcomes: Outcomes) -> list[float]:
+    """Score of each item: the mean over its answers."""
+    return [sum(scores) / len(scores) for scores in outcomes]
+
+
+def estimate_score(outcomes: Outcomes, sampled: bool) -> dict[str, Any]:
+    """
+    A score for the record: mean, number of items n, answers per item k, and the standard error,
+    split into the parts from items and from sampling. One sampled answer per item cannot separate
+    the two.
+    """
+    value, n, se = stats.mean(item_means(outcomes))
+    k = len(outcomes[0])
+    if k > 1 and n > 1:
+        split = stats.split_error(outcomes)
+        return records.estimate(value, n, split.se, k, split.item_se, split.repeat_se)
+    return records.estimate(value, n, se, k, *((None, None) if sampled else (se, 0.0)))

@@ -28,7 +28,14 @@ from nanochat.common import WaitAborted
 from nanochat.config import require_at_least
 from nanochat.distributed import DistContext
 from nanochat.engine import Completion, Engine, Sampling
-from nanochat.eval_chat import Questions, longest_prompt, score_answer, score_by_generation, trim
+from nanochat.eval_chat import (
+    Questions,
+    estimate_score,
+    longest_prompt,
+    score_answer,
+    score_by_generation,
+    trim,
+)
 from nanochat.gpt import GPT, copy_weights
 from nanochat.logger import METRICS_FILE, read_metrics
 from nanochat.loss import IGNORE
@@ -292,9 +299,14 @@ class EvalResult(NamedTuple):
     """Scores of the answers to each held-out question."""
 
 
+def pass_rates(outcomes: Sequence[list[float]], k: int) -> list[float]:
+    """Estimated pass@k of each held-out question."""
+    return [stats.pass_at_k(len(each), each.count(1), k) for each in outcomes]
+
+
 def pass_at(outcomes: Sequence[list[float]], k: int) -> stats.Estimate:
     """Estimate pass@k over the held-out questions."""
-    return stats.mean([stats.pass_at_k(len(each), each.count(1), k) for each in outcomes])
+    return stats.mean(pass_rates(outcomes, k))
 
 
 def pass_at_1(outcomes: Sequence[list[float]]) -> dict[str, float]:
@@ -315,6 +327,7 @@ class RLEvaluator(Callback):
     ):
         self.rollouts, self.task = rollouts, task
         self.num_samples, self.reward_steps = num_samples, reward_steps
+        self.ks = [k for k in (1, 2, 4, 8, 16) if k <= num_samples]
         started = time.perf_counter()
         self.before = self.after = self.measure("before")
         of_a_step = rollouts.cfg.examples_per_step * rollouts.cfg.num_samples
@@ -374,9 +387,11 @@ class RLEvaluator(Callback):
         )
         found["Time in rollouts"] = f"{rollouts / whole:.0%}"
         found["Groups without signal"] = f"{silent / len(steps):.1%}"
-        for k in (k for k in (1, 2, 4, 8, 16) if k <= self.num_samples):
-            found[f"pass@{k} before"] = records.estimate(*pass_at(before.held_out, k))
-            found[f"pass@{k} after"] = records.estimate(*pass_at(after.held_out, k))
+        for k in self.ks:
+            for when, outcomes in (("before", before.held_out), ("after", after.held_out)):
+                found[f"pass@{k} {when}"] = records.estimate(*pass_at(outcomes, k))
+                if k == 1:  # a mean over samples, whose error is in part that of sampling
+                    found[f"pass@{k} {when}"] = estimate_score(outcomes, sampled=True)
         items = [[sum(o) / len(o) for o in result.held_out] for result in (before, after)]
         found |= change("pass@1", *items)
         by_task: dict[str, list[int]] = {}
@@ -385,6 +400,15 @@ class RLEvaluator(Callback):
         for name in sorted(by_task) if len(by_task) > 1 else ():
             found |= change(f"pass@1 {name}", *([each[i] for i in by_task[name]] for each in items))
         return found
+
+    def items(self) -> dict[str, Any]:
+        """Held-out pass@k after RL by question."""
+        questions = [self.task[i] for i in range(len(self.task))]
+        outcomes = self.after.held_out
+        return {
+            f"pass@{k} after": records.item_scores(questions, pass_rates(outcomes, k))
+            for k in self.ks
+        }
 
 
 def change(name: str, before: Sequence[float], after: Sequence[float]) -> dict[str, Any]:

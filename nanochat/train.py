@@ -109,6 +109,10 @@ class Callback:
         """Return values for the record of the finished run."""
         return {}
 
+    def items(self) -> dict[str, Any]:
+        """Return the item scores of values, by name, for the record of the finished run."""
+        return {}
+
     def tables(self) -> list[dict[str, Any]]:
         """Return tables for the record of the finished run."""
         return []
@@ -724,6 +728,7 @@ def write_section(
                 records.Provenance(**origin, outputs=outputs),
                 records.Cost.since(began.seconds, machine),
                 run.cfg.report_dir,
+                items={n: item for each in run.callbacks for n, item in each.items().items()},
                 tables=[*tables, *(table for each in run.callbacks for table in each.tables())],
                 metrics=saved.folder.parent / METRICS_FILE,
                 files=[saved.folder],

@@ -22,8 +22,9 @@ from nanochat.config import require_at_least, settings, short, start
 from nanochat.distributed import DistConfig, DistContext, init_distributed
 from nanochat.engine import Engine, Sampling
 from nanochat.eval_chat import (
-    Outcomes,
     TaskResult,
+    estimate_score,
+    item_means,
     longest_prompt,
     score_by_generation,
     score_by_logits,
@@ -32,7 +33,7 @@ from nanochat.eval_chat import (
 from nanochat.finetune import parent_inputs
 from nanochat.gpt import inference_copy
 from nanochat.lab.held_out import require_access, select_tasks
-from nanochat.lab.variance import default_repeats, split_error
+from nanochat.lab.variance import default_repeats
 from nanochat.preflight import choose_engine_compile
 from nanochat.sandbox import Tools
 from nanochat.stats import Estimate
@@ -231,25 +232,6 @@ def all_flags(cfg: ChatEval) -> dict[str, Any]:
     """Settings for the report; unset ones stay None."""
     optional = ("task_name", "model_tag", "step", "max_problems")
     return {**settings(cfg), **{name: getattr(cfg, name) for name in optional}}
-
-
-def item_means(outcomes: Outcomes) -> list[float]:
-    """Score of each item: the mean over its answers."""
-    return [sum(scores) / len(scores) for scores in outcomes]
-
-
-def estimate_score(outcomes: Outcomes, sampled: bool) -> dict[str, Any]:
-    """
-    A score for the record: mean, number of items n, answers per item k, and the standard error,
-    split into the parts from items and from sampling. One sampled answer per item cannot separate
-    the two.
-    """
-    value, n, se = stats.mean(item_means(outcomes))
-    k = len(outcomes[0])
-    if k > 1 and n > 1:
-        split = split_error(outcomes)
-        return records.estimate(value, n, split.se, k, split.item_se, split.repeat_se)
-    return records.estimate(value, n, se, k, *((None, None) if sampled else (se, 0.0)))
 
 
 def describe_task(task: Task, graded: TaskResult, seconds: float) -> str:

@@ -66,6 +66,8 @@ class ChatRL:
     task: str | None = None
     """Task or mixture of tasks to train on, as in gsm8k or gsm8k,aqua=2000. Default: gsm8k, or a
     task from the built-in dataset the model was trained on."""
+    eval_task: str | None = None
+    """Task or mixture of tasks that held-out questions are from. Default: `task`."""
     num_iterations: int | None = None
     """Optimizer steps. Default: derived from num_epochs."""
     num_epochs: float = 1.0
@@ -108,7 +110,7 @@ def main(cfg: ChatRL) -> None:
     # Training and held-out questions
     with machine.working("loading the tasks"):
         train_task = rl_questions(spec, seed)
-        held_out = held_out_questions(spec, cfg.eval_examples)
+        held_out = held_out_questions(cfg.eval_task or spec, cfg.eval_examples)
     require_access({task.name for task in held_out.tasks}, False, {})
     reject_contaminated({t.name: tags(Part(key_of(t.name))) for t in train_task.tasks})
 

@@ -19,11 +19,15 @@ if "sleep" in flags:
 if "status" in flags:
     sys.exit(int(flags["status"]))
 score = float(flags["score"])
+values = {"Final validation bpb": score, "val_bpb:x": 2 * score}
+if "task" in flags:  # RL
+    names = ("pass@1 before", "pass@1 after", "pass@1 change", "Mean reward after")
+    values = {name: records.estimate(score, 4, 0.1) for name in names}
 items = [float(x) for x in flags.get("items", "").split(",") if x]
 records.write_record(
     "Chat SFT",
     flags,
-    {"Final validation bpb": score, "val_bpb:x": 2 * score},
+    values,
     records.Provenance("run", 0),
     records.Cost(0.0),
     folder,

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from nanochat import records
 from nanochat.common import REPOSITORY, read_json
 from nanochat.distributed import as_picklable
 from tests.training_runs import (
@@ -215,7 +216,10 @@ def test_rl_matches_on_one_and_two_processes(base):
     (saved,) = one.glob("step_*")  # one checkpoint, without optimizer state
     assert not (saved / "optim.safetensors").exists()
     assert read_json(saved / "state.json")["identity"]["pass_rates"] == [0.0, 1.0]
-    values = read_json(base / "report" / "chat-rl.json")["values"]
+    record = read_json(base / "report" / "chat-rl.json")
+    values, scores = record["values"], records.read_scores(record["items"]["pass@1 after"])
+    assert sum(scores) / 6 == pytest.approx(values["pass@1 after"]["value"])
+    assert values["pass@1 after"]["k"] == 2 and "pass@2 after" in record["items"]
     tasks = [f"pass@1 {of}change" for of in ("", "World-Facts ", "World-Spelling ")]
     assert [values[name]["n"] for name in tasks] == [6, 3, 3]
     assert values["Mean reward change"]["n"] == 8

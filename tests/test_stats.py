@@ -135,3 +135,20 @@ def test_pass_at_k_is_exact_for_many_samples():
     assert stats.pass_at_k(100_000, 1, 7) == 7 / 100_000
     assert stats.pass_at_k(100_000, 50_000, 99) == 1.0
     assert stats.pass_at_k(10**6, 1, 1) == 1e-6
+
+
+def test_repeats_distinguish_item_from_sampling_error():
+    rng = np.random.default_rng(4)
+    n, k, item_sd, repeat_sd = 4000, 5, 0.3, 0.6
+    scores = rng.normal(0, item_sd, (n, 1)) + rng.normal(0, repeat_sd, (n, k))
+    found = stats.split_error(scores.tolist())
+    assert found.item_se == pytest.approx(item_sd / math.sqrt(n), rel=0.05)
+    assert found.repeat_se == pytest.approx(repeat_sd / math.sqrt(n * k), rel=0.05)
+    assert found.se == pytest.approx(stats.mean(scores.mean(axis=1).tolist()).se, rel=1e-9)
+    assert (found.n, found.num_repeats) == (n, k)
+
+
+@pytest.mark.parametrize("scores", [[[1, 0]], [[1], [0]], [[1, 0], [1]]])
+def test_too_few_items_or_repeats_are_rejected(scores):
+    with pytest.raises(ValueError, match="two items"):
+        stats.split_error(scores)

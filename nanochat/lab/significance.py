@@ -6,7 +6,7 @@ Compare ablation arms with their control and test whether differences exceed the
 The variance between seeds is pooled over the arms of a base, since three seeds alone estimate it
 poorly. The noise threshold uses Student's t at the available degrees of freedom; with few seeds it
 is far above two standard errors. If per-item scores exist, items are paired and their variance is
-added.
+added, without the part that differs between seeds, which the seed variance contains.
 """
 
 import math
@@ -95,8 +95,9 @@ def contrasts(
     Compare every arm of a base with its control.
 
     The squared standard error is the seed variance, which is s^2 (1/n_arm + 1/n_control) with
-    pooled s^2, plus the paired item variance. Degrees of freedom: Welch-Satterthwaite, rounded
-    down.
+    pooled s^2, plus the paired item variance. Answers that differ between seeds, by training or by
+    sampling, are part of the seed variance and subtracted from the item variance. Degrees of
+    freedom: Welch-Satterthwaite, rounded down.
     """
     variance, df = pooled_spread([scores.values for scores in arms.values()])
     against = arms[control]
@@ -110,7 +111,9 @@ def contrasts(
         parts = [(variance * (1 / n + 1 / len(against.values)), df)]
         if scores.items and against.items:
             pairs = stats.compare(against.item_means(), scores.item_means())
-            parts.append((pairs.se**2, pairs.n - 1))
+            each = [list(zip(*s.items, strict=True)) for s in (scores, against) if len(s.items) > 1]
+            repeats = math.fsum(stats.split_error(items).repeat_se ** 2 for items in each)
+            parts.append((max(0.0, pairs.se**2 - repeats), pairs.n - 1))
         bar, p = noise_bar(value - middle, parts)
         found.append(Contrast(base, name, metric, value, n, value - middle, bar, p))
     return found
@@ -150,12 +153,15 @@ def agreement(found: Sequence[Contrast], arm: str, metric: str) -> str:
 
 
 def comparison_table(
-    found: Sequence[Contrast], controls: Mapping[tuple[str, str], Scores], million_tokens: float
+    found: Sequence[Contrast],
+    controls: Mapping[tuple[str, str], Scores],
+    million_tokens: float | None,
 ) -> dict[str, Any]:
     """
     Table with one row per base, metric and arm, largest gain first, after the control's row.
 
-    controls: (base, metric) -> scores. million_tokens: training tokens of each run, in millions.
+    controls: (base, metric) -> scores. million_tokens: training tokens of each run, in
+    millions; None in RL.
     """
     rows = []
     for (base, metric), scores in controls.items():
@@ -169,7 +175,7 @@ def comparison_table(
             bar = "-" if math.isnan(c.bar) else f"{c.bar:.4f}"
             row = [metric, base, c.arm, f"{c.value:.4f}", str(c.num_seeds), f"{c.difference:+.4f}"]
             row += [bar, c.verdict, "yes" if c.stands else "no", agreement(found, c.arm, metric)]
-            rows.append([*row, f"{c.difference / million_tokens:+.4f}"])
+            rows.append([*row, f"{c.difference / million_tokens:+.4f}" if million_tokens else "-"])
     columns = "Metric|Base|Arm|Mean|Seeds|Difference|Noise bar|Verdict|Holm|Bases|Per Mtok"
     return {"title": "Arms", "columns": columns.split("|"), "rows": rows}
 

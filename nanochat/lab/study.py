@@ -38,21 +38,27 @@ CONTROL = "control"
 SEEDS_OF_ARM = 100  # the seeds of arm n start at n times this
 SHARE_UNITS = 10**9  # turns mixture shares into counts for `arm_counts`
 FIRST_HALF, OTHER_HALF = "--eval_half=1", "--eval_half=2"  # of the validation rows
-SCRIPTS = {"base": "scripts.base_train", "mid": "scripts.mid_train", "sft": "scripts.chat_sft"}
+PARENTS = {"mid": "base", "sft": "mid", "rl": "sft"}  # stage -> stage that it starts from
+SCRIPTS = {
+    **{"base": "scripts.base_train", "mid": "scripts.mid_train"},
+    **{"sft": "scripts.chat_sft", "rl": "scripts.chat_rl"},
+}
 
 
 @dataclass(frozen=True)
 class StudyConfig:
-    stage: Literal["base", "mid", "sft"] = "sft"
+    stage: Literal["base", "mid", "sft", "rl"] = "sft"
     """Training stage to study."""
     bases: str = "d4"
     """Base models, separated by |: checkpoint tags; for --stage=base, depths such as d4|d6."""
-    source: Literal["base", "mid"] = "mid"
-    """Stage of the checkpoints that SFT starts from."""
+    source: Literal["base", "mid", "sft"] | None = None
+    """Stage of the checkpoints to start from. Default: mid for SFT, sft for RL."""
+    task: str = ""
+    """Task or mixture of tasks that RL trains on. Default: that of scripts.chat_rl."""
     num_iterations: int = 100
     """Training steps per run."""
     total_batch_size: int = 4096
-    """Tokens per step."""
+    """Tokens per step; unused in RL."""
     flags: str = ""
     """Extra flags for every training run."""
     tasks: str = ""
@@ -80,17 +86,24 @@ def split_arms(spec: str) -> list[str]:
 
 
 def from_grid(spec: str) -> list[Arm]:
-    """All combinations of flag values, from flag=a,b;flag=c,d; the first is the control."""
-    axes = []
+    """
+    All combinations of flag values, from flag=a,b;flag=c,d; the first is the control. Values with
+    commas are separated by |, as in task=a,b|c. Arms with different RL tasks have the same held-out
+    questions, those of all tasks.
+    """
+    axes, shared = [], ()
     for words in spec.split(";"):
         flag, equals, values = words.strip().partition("=")
         if not (flag and equals and values):
             raise ValueError(f"{words!r} in --grid={spec!r} is not flag=value,value")
-        axes.append([f"--{flag.removeprefix('--')}={value.strip()}" for value in values.split(",")])
+        flag, separator = flag.removeprefix("--"), "|" if "|" in values else ","
+        axes.append([f"--{flag}={value.strip()}" for value in values.split(separator)])
+        if flag == "task":
+            shared = (f"--eval_task={values.replace('|', ',')}",)
     arms = []
     for flags in itertools.product(*axes):
         name = ", ".join(flag.removeprefix("--") for flag in flags)
-        arms.append(Arm(name if arms else CONTROL, flags))
+        arms.append(Arm(name if arms else CONTROL, (*flags, *shared)))
     return arms
 
 
@@ -112,7 +125,9 @@ class Study:
         self.bases = cfg.bases.split("|")
         self.parents: dict[str, Checkpoint] = {}
         self.starts: dict[str, dict[str, str]] = {}
-        source = "base" if cfg.stage == "mid" else cfg.source
+        if cfg.stage == "rl" and mix.mixture:
+            raise ValueError(f"RL has no --mixture={mix.mixture}; set --task")
+        self.source = source = cfg.source or PARENTS.get(cfg.stage, "")
         for base in self.bases:
             if cfg.stage == "base":
                 if not (base.startswith("d") and base[1:].isdigit()):
@@ -147,21 +162,22 @@ class Study:
         steps, for equal tokens. Raises ValueError for an arm that sets num_iterations.
         """
         cfg, mix = self.cfg, self.mix
-        source = "base" if cfg.stage == "mid" else cfg.source
         own = dict(flag.removeprefix("--").split("=", 1) for flag in arm.flags)
         if "num_iterations" in own:
             raise ValueError(f"{arm.name}: all runs must be equally long; set --num_iterations")
         batch = int(own.get("total_batch_size", cfg.total_batch_size))
         steps = max(1, round(cfg.num_iterations * cfg.total_batch_size / batch))
-        start = f"--depth={base[1:]}" if cfg.stage == "base" else f"--source={source}:{base}"
+        start = f"--depth={base[1:]}" if cfg.stage == "base" else f"--source={self.source}:{base}"
+        size = [] if cfg.stage == "rl" else [f"--total_batch_size={cfg.total_batch_size}"]
         words = [
-            *(SCRIPTS[cfg.stage], f"--num_iterations={steps}"),
-            f"--total_batch_size={cfg.total_batch_size}",
+            *(SCRIPTS[cfg.stage], f"--num_iterations={steps}", *size),
             *"--eval_every=0 --keep=1 --resume=auto --skip_if_done".split(),
             *("--model_tag={tag}", f"--seed={seed}", start),
         ]
         if mix.mixture and "mixture" not in own:
             words.append(f"--mixture={mix.mixture}")
+        if cfg.task and "task" not in own:
+            words.append(f"--task={cfg.task}")
         commands = [[*words, *cfg.flags.split(), *arm.flags]]
         if cfg.tasks:
             scored = ["scripts.chat_eval", f"--source={cfg.stage}", "--model_tag={tag}"]
@@ -287,7 +303,7 @@ def no_control(base: str) -> str:
 
 
 def compare_arms(
-    runs: Mapping[RunKey, DoneRun], million_tokens: float, first: str
+    runs: Mapping[RunKey, DoneRun], million_tokens: float | None, first: str
 ) -> tuple[list[Contrast], dict[str, Any]]:
     """Compare every arm with the control of its base on every metric, `first` being the first."""
     whole = {key: run for key, run in runs.items() if not run.is_broken}
@@ -310,7 +326,12 @@ def compare_arms(
 
 
 def list_metrics(runs: Sequence[DoneRun], first: str) -> list[str]:
-    """Metrics that all runs share: `first`, bits per byte by bucket, and task scores."""
+    """
+    Metrics that all runs share: `first`, bits per byte by bucket, and scores. Not those before RL
+    and their change, nor the reward of runs on different tasks.
+    """
+    tasks = {word for run in runs for word in run.job.commands[0] if word.startswith("--task=")}
+    left_out = (" before", " change", *(["Mean reward after"] if len(tasks) > 1 else []))
     every = [run.values() for run in runs]
     if not all(first in values for values in every):
         raise ValueError(f"some runs did not record {first!r}; the first has {', '.join(every[0])}")
@@ -319,6 +340,7 @@ def list_metrics(runs: Sequence[DoneRun], first: str) -> list[str]:
         for name, value in every[0].items()
         if (name.startswith("val_bpb:") or isinstance(value, Mapping))
         and all(name in values for values in every)
+        and not name.endswith(left_out)
     ]
     return list(dict.fromkeys([first, *others]))
 

@@ -12,50 +12,17 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 from pydantic import TypeAdapter
 
 from nanochat.common import base_dir, write_json
+from nanochat.stats import split_error
 
 FILE_NAME = "eval_variance.json"
 STABLE, VERY_STABLE = 0.6, 0.3  # upper bounds of the classes, in points
 MAX_REPEATS = 16
 SHARE = 0.5  # target ratio of sampling error to item error
-
-
-class Repeats(NamedTuple):
-    """Mean over repeated runs of the same items, and its two sources of error."""
-
-    value: float
-    n: int
-    num_repeats: int
-    item_se: float
-    """Standard error from the choice of items; repeats do not reduce it."""
-    repeat_se: float
-    """Standard error from sampling answers; scales as 1 / sqrt(num_repeats)."""
-
-    @property
-    def se(self) -> float:
-        """Total standard error."""
-        return math.hypot(self.item_se, self.repeat_se)
-
-
-def split_error(scores: Sequence[Sequence[float]]) -> Repeats:
-    """
-    Split the error of `scores[item][repeat]` by one-way analysis of variance.
-
-    Raises ValueError for fewer than two items or two repeats, or for missing repeats.
-    """
-    if len(scores) < 2 or len({len(row) for row in scores}) != 1 or len(scores[0]) < 2:
-        raise ValueError("need at least two items and two repeats, with equal repeats per item")
-    table = np.asarray(scores, dtype=np.float64)  # (n, k)
-    n, k = table.shape
-    within = float(table.var(axis=1, ddof=1).mean())
-    between = max(0.0, float(table.mean(axis=1).var(ddof=1)) - within / k)
-    value = float(table.mean())
-    return Repeats(value, n, k, math.sqrt(between / n), math.sqrt(within / (n * k)))
 
 
 @dataclass(frozen=True)

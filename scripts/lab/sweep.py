@@ -5,6 +5,7 @@ Train many variants with the standard scripts and test which differ by more than
         --mixture="smoltalk=60%,gsm8k=40%" --arms="only:gsm8k|drop:gsm8k"       # a data ablation
     python -m scripts.lab.sweep --grid="init_lr_frac=0.3,1;weight_decay=0,0.1" ...  # combinations
     python -m scripts.lab.sweep --search=init_lr_frac --low=0.01 --high=3 ...      # the best value
+    python -m scripts.lab.sweep --stage=rl --grid="task=gsm8k|gsm8k,aqua" ...      # tasks of RL
 
 All runs train on the same number of tokens; every variant ("arm") has its own seeds. A data
 ablation trains the control first; arms divide its token total differently. Finished runs are
@@ -18,7 +19,7 @@ import itertools
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -61,13 +62,14 @@ class SweepScript:
     models still learn to answer in the format that evaluations parse."""
     grid: str = ""
     """Flag values to combine, as in init_lr_frac=0.3,1;weight_decay=0,0.1; the first combination
-    is the control."""
+    is the control. Values with commas are separated by |, as in task=gsm8k|gsm8k,aqua."""
     seeds: int = 3
     """Number of seeds for the control and for each search finalist; at least 3."""
     arm_seeds: int = 2
     """Number of seeds for each other arm; at least 2."""
-    metric: str = "Final validation bpb"
-    """Metric that a search optimizes and that is listed first."""
+    metric: str = ""
+    """Metric that a search optimizes and that is listed first. Default: Final validation bpb; for
+    RL, pass@1 after."""
     hourly_rate: float | None = None
     """Dollars per device hour. Default: rental price of the GPU."""
     report_dir: str | None = None
@@ -95,6 +97,10 @@ def main(cfg: SweepScript) -> None:
     started = time.perf_counter()
     if sum(map(bool, [cfg.arms, cfg.grid, cfg.searching.search])) != 1:
         raise ValueError("set exactly one of --arms, --grid and --search")
+    is_rl = cfg.study.stage == "rl"
+    if is_rl and cfg.arms:
+        raise ValueError('RL has no mixture for --arms to change; use --grid="task=a|b"')
+    cfg = replace(cfg, metric=cfg.metric or ("pass@1 after" if is_rl else "Final validation bpb"))
     sweep = Sweep(cfg.sweep, cfg.name)
     study = Study(cfg.study, cfg.mix, data_of(cfg), partial(default_mixture, cfg.study.stage))
     if cfg.arms:
@@ -140,7 +146,9 @@ def run_arms(cfg: SweepScript, study: Study, sweep: Sweep) -> Findings:
     jobs = study.jobs(arms, cfg.seeds, cfg.arm_seeds)
     done = sweep.run_all(list(jobs.values()))
     runs = {key: done[job.name] for key, job in jobs.items()}
-    million_tokens = cfg.study.num_iterations * cfg.study.total_batch_size / 1e6
+    million_tokens = None  # unknown in RL
+    if cfg.study.stage != "rl":
+        million_tokens = cfg.study.num_iterations * cfg.study.total_batch_size / 1e6
     found, table = compare_arms(runs, million_tokens, cfg.metric)
     first = [c for c in found if c.metric == cfg.metric]
     values: dict[str, Any] = {
@@ -173,7 +181,8 @@ def tune(cfg: SweepScript, study: Study, sweep: Sweep) -> Findings:
         jobs = {}
         for value, seed in itertools.product(values, seeds):
             setting = f"{flag}={search.show_setting(value)}"
-            arm = Arm(setting, (f"--{setting}", FIRST_HALF))
+            half = [] if cfg.study.stage == "rl" else [FIRST_HALF]  # RL has no validation rows
+            arm = Arm(setting, (f"--{setting}", *half))
             jobs[value, seed] = study.job(study.bases[0], arm, seed)
         done = sweep.run_all(list(jobs.values()))
         runs.update({key: done[job.name] for key, job in jobs.items()})

@@ -3,6 +3,7 @@
 import math
 import random
 
+import numpy as np
 import pytest
 
 from nanochat import stats
@@ -97,6 +98,17 @@ def test_paired_items_add_their_variance():
     assert found.bar == pytest.approx(student_quantile(199) * pairs.se)
     assert found.bar < 0.5 * 2 * math.sqrt(2 * 0.25 / 200)  # half of the unpaired bar
     assert found.verdict == "better"
+
+
+def test_sampling_error_is_not_counted_twice():
+    """Equal arms that sample 4 answers to each of 100 questions; seeds differ in sampling only."""
+    rng, false = np.random.default_rng(0), 0
+    for _ in range(400):
+        rates = rng.uniform(0.1, 0.9, 100)
+        items = {arm: rng.binomial(4, rates, (3, 100)) / 4 for arm in ("control", "x")}
+        arms = {arm: Scores(each.mean(1).tolist(), each.tolist()) for arm, each in items.items()}
+        false += contrasts("d4", "pass@1 after", arms)[0].verdict != "within noise"
+    assert 0.03 * 400 < false < 0.085 * 400  # nominal: 5%; 1.5% if counted twice
 
 
 def test_verdict_is_unknown_without_repeats():

@@ -235,6 +235,12 @@ def test_arms_and_grids_are_parsed():
         ("--lr=0.2", "--decay=1"),
     ]
     assert [arm.name for arm in grid][:2] == ["control", "lr=0.1, decay=1"]
+    tasks = from_grid("task=a=20,b|c;lr=1")  # values with commas; the same held-out questions
+    assert [arm.flags for arm in tasks] == [
+        ("--task=a=20,b", "--lr=1", "--eval_task=a=20,b,c"),
+        ("--task=c", "--lr=1", "--eval_task=a=20,b,c"),
+    ]
+    assert tasks[1].name == "task=c, lr=1"
     for wrong in ("lr", "lr=", "=1"):
         with pytest.raises(ValueError, match="is not flag=value,value"):
             from_grid(wrong)
@@ -259,6 +265,35 @@ def test_arm_with_different_batch_size_keeps_total_tokens(study):
     assert (flags["num_iterations"], flags["total_batch_size"]) == ("4", "160")
     with pytest.raises(ValueError, match="all runs must be equally long"):
         study.job("d4", Arm("x", ("--num_iterations=5",)), 0)
+
+
+def test_rl_jobs_start_from_sft_and_set_no_mixture_or_batch(monkeypatch):
+    opened = []
+    monkeypatch.setattr(
+        study_module,
+        "find_checkpoint",
+        lambda *ref: opened.append(ref) or SimpleNamespace(fingerprint="0"),
+    )
+    cfg = StudyConfig("rl", task="gsm8k", num_iterations=10, tasks="GSM8K")
+    job = Study(cfg, MixConfig()).job("d4", Arm("x", ("--num_samples=4",)), 7)
+    flags = flags_of(job)
+    assert job.commands[0][0] == "scripts.chat_rl" and opened == [("sft", "d4")]
+    assert flags.keys().isdisjoint(("mixture", "total_batch_size"))
+    assert [
+        flags[name] for name in ("source", "task", "num_iterations", "seed", "num_samples")
+    ] == [*("sft:d4", "gsm8k", "10", "7", "4")]
+    assert job.commands[1][:2] == ["scripts.chat_eval", "--source=rl"]
+    own = Study(cfg, MixConfig()).job("d4", Arm("x", ("--task=aqua",)), 0)
+    assert [word for word in own.commands[0] if "task" in word] == ["--task=aqua"]
+    with pytest.raises(ValueError, match="all runs must be equally long"):
+        Study(cfg, MixConfig()).job("d4", Arm("x", ("--num_iterations=5",)), 0)
+    Study(StudyConfig("rl", source="mid"), MixConfig())
+    Study(StudyConfig("sft"), MixConfig())
+    assert opened[-2:] == [("mid", "d4"), ("mid", "d4")]
+    with pytest.raises(ValueError, match="RL has no --mixture=a,b; set --task"):
+        Study(cfg, MixConfig("a,b"))
+    with pytest.raises(ValueError, match=r'use --grid="task=a\|b"'):
+        sweep_script.main(SweepScript(arms="drop:a", study=cfg))
 
 
 FLOOR = {"world_choice": 0.05}
@@ -366,7 +401,8 @@ def test_confirmation_uses_the_other_half_of_the_rows(study, tmp_path):
 @pytest.fixture
 def faked(monkeypatch):
     """Replace training with a mock run that reports --score."""
-    monkeypatch.setattr(study_module, "SCRIPTS", {"sft": "tests.fake_run"})
+    scripts = dict.fromkeys(("sft", "rl"), "tests.fake_run")
+    monkeypatch.setattr(study_module, "SCRIPTS", scripts)
     found = SimpleNamespace(fingerprint="0")
     monkeypatch.setattr(study_module, "find_checkpoint", lambda source, tag: found)
 
@@ -378,6 +414,29 @@ def test_script_compares_a_grid(faked, base, capsys):
     assert record["values"]["Comparisons"] == 2
     assert [table["title"] for table in record["tables"]] == ["Arms", "Device time"]
     assert (base / "sweeps" / "sweep" / "arms.csv").exists()
+
+
+def test_rl_is_compared_by_scores_after_training(faked, base):
+    rl, two = StudyConfig("rl", task="a"), SweepConfig(devices=2)
+    sweep_script.main(SweepScript(grid="score=1,2", study=rl, sweep=two))
+    record = read_json(base / "report" / "sweep.json")
+    assert record["values"]["score=2, d4"] == "+1.0000 (better)"
+    rows = record["tables"][0]["rows"]
+    assert [row[0] for row in rows] == ["pass@1 after"] * 2 + ["Mean reward after"] * 2
+    assert [row[-1] for row in rows if row[2] != "control"] == ["-", "-"]  # per million tokens
+    sweep_script.main(SweepScript(grid="score=1;task=a|b", study=rl, sweep=two))
+    assert read_json(base / "report" / "sweep.json")["values"]["Comparisons"] == 1  # not the reward
+
+
+def test_search_for_an_rl_setting_maximizes_the_score(faked, base, monkeypatch):
+    monkeypatch.setattr(DoneRun, "metric", lambda run, name: -abs(math.log(score_of(run))))
+    search = SearchConfig("score", low=0.1, high=10, wide=3, tight=1, finalists=1)
+    rl = StudyConfig("rl", task="a")
+    sweep_script.main(SweepScript(searching=search, study=rl, sweep=SweepConfig(devices=2)))
+    values = read_json(base / "report" / "sweep.json")["values"]
+    assert values["Chosen score"] == 1.0 and "pass@1 after, mean of 3 seeds" in values
+    logs = [path.read_text() for path in base.glob("sweeps/runs/*/log.txt")]
+    assert logs and not any("eval_half" in log for log in logs)
 
 
 def test_text_from_a_final_benchmark_family_is_rejected(base, monkeypatch):

@@ -17,10 +17,8 @@ from nanochat.lab.variance import (
     load_variances,
     measure,
     save_variances,
-    split_error,
 )
 from nanochat.logger import METRICS_FILE
-from nanochat.stats import mean
 from nanochat.tokenizer import Tokenizer
 from scripts import base_eval, chat_eval
 from scripts.lab import compare, eval_variance
@@ -259,20 +257,3 @@ def test_compare_reports_missing_scores_with_the_command(base, tokenizer):
 def test_invalid_checkpoint_ref_is_rejected(base, name):
     with pytest.raises(ValueError, match="stage"):
         parse_checkpoint_ref(name)
-
-
-def test_repeats_distinguish_item_from_sampling_error():
-    rng = np.random.default_rng(4)
-    n, k, item_sd, repeat_sd = 4000, 5, 0.3, 0.6
-    scores = rng.normal(0, item_sd, (n, 1)) + rng.normal(0, repeat_sd, (n, k))
-    found = split_error(scores.tolist())
-    assert found.item_se == pytest.approx(item_sd / math.sqrt(n), rel=0.05)
-    assert found.repeat_se == pytest.approx(repeat_sd / math.sqrt(n * k), rel=0.05)
-    assert found.se == pytest.approx(mean(scores.mean(axis=1).tolist()).se, rel=1e-9)
-    assert (found.n, found.num_repeats) == (n, k)
-
-
-@pytest.mark.parametrize("scores", [[[1, 0]], [[1], [0]], [[1, 0], [1]]])
-def test_too_few_items_or_repeats_are_rejected(scores):
-    with pytest.raises(ValueError, match="two items"):
-        split_error(scores)
