@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.csv as csv
 import pyarrow.parquet as pq
 
-from nanochat.common import base_dir, hold_lock, write_json
+from nanochat.common import base_dir, hold_lock, read_json, sha256_file, write_json
 from nanochat.dataset import find_damage, read_json_lines
 from nanochat.hub import HubRepo, pin_repo
 from tasks.base import MCQuestion, QuestionTask, Task, shuffled
@@ -54,6 +54,11 @@ class TaskData(NamedTuple):
     sha256: dict[str, str]
 
 
+def data_folder(repo: str) -> Path:
+    """Folder of the downloaded files of a repository."""
+    return base_dir() / "data" / "tasks" / repo.replace("/", "--")
+
+
 def load_split(
     repo: str, stem: str, columns: Sequence[str], revision: str | None = None
 ) -> TaskData:
@@ -67,7 +72,7 @@ def load_split(
     words = repo.split("/")
     if len(words) < 2 or not all(words):
         raise ValueError(f"invalid hub repository {repo!r}; use <owner>/<name>[/<folder>]")
-    repo, where = "/".join(words[:2]), base_dir() / "data" / "tasks" / "--".join(words[:2])
+    repo, where = "/".join(words[:2]), data_folder("/".join(words[:2]))
     path = where / "manifest.json"
     with hold_lock(where / ".lock", f"resolving {repo}"):
         manifest = pin_repo(repo, path, SUFFIXES, revision)
@@ -184,6 +189,17 @@ class HubTask(Task):
     def left_out(self) -> int:
         """Number of skipped rows."""
         return len(self.data.rows) - len(self.kept)
+
+    def is_local(self) -> bool:
+        """Whether all files of the split are on this machine, so that nothing is downloaded."""
+        folder = data_folder(self.repo)
+        if not (folder / "manifest.json").exists():
+            return False
+        files = read_json(folder / "manifest.json")["files"]
+        return all(
+            (folder / name).exists() and sha256_file(folder / name) == files[name].get("sha256")
+            for name in match_files(self.stems[self.split], list(files), self.repo)
+        )
 
     @cached_property
     def order(self) -> Sequence[int]:

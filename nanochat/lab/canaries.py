@@ -9,9 +9,10 @@ fraction of the gap to a uniform distribution over tokens. The loss on the train
 must match the logged loss, and packed sequences ("rows") must have targets exactly on the answers:
 the suite renders the conversations itself, so a bug in the chat template, loss mask or data loader
 shows at the first step. Generated answers are compared with the parent's: length, termination,
-parsability, repetition, and preference for one letter. After the first step, a run is broken only
-if a canary triggers twice in a row. Thresholds were tuned on healthy runs and injected
-failures (dev/LOG.md).
+parsability, repetition, and preference for one letter. So is the accuracy on the multiple-choice
+items of the static suite (suite.py). After the first step, a run is broken only if a canary
+triggers twice in a row. Thresholds were tuned on healthy runs and injected failures (dev/LOG.md),
+except for the accuracy.
 """
 
 import math
@@ -23,6 +24,7 @@ from typing import Any, Literal, NamedTuple, cast
 import numpy as np
 import torch
 
+from nanochat import stats
 from nanochat.chat_format import render, render_prompt
 from nanochat.checkpoint import Checkpoint, Progress
 from nanochat.common import BROKEN, UsageError
@@ -33,6 +35,7 @@ from nanochat.engine import Completion, Engine, Sampling
 from nanochat.eval_bpb import Batch
 from nanochat.finetune import FineTuning, split
 from nanochat.gpt import GPT, inference_copy
+from nanochat.lab.suite import open_suite, score_suite
 from nanochat.loss import IGNORE
 from nanochat.mixture import open_corpus, open_texts
 from nanochat.packing import ensure_packed
@@ -66,6 +69,10 @@ class CanarySuite:
     """Training conversations."""
     shares: Mapping[str, float] = field(default_factory=dict)
     """Share of each bucket in the training tokens."""
+    questions: Sequence[Task] = ()
+    """Multiple-choice tasks of the static suite."""
+    parent_scores: list[float] = field(default_factory=list)
+    """Scores of the first model that was measured on `questions`."""
 
     def measure_parent(self, model: GPT) -> dict[str, float]:
         """Like `measure`, plus the bits per byte of a uniform distribution over tokens."""
@@ -86,7 +93,8 @@ class CanarySuite:
         model, found = inference_copy(model), {}
         if self.text:
             found["text_bpb"] = self.text_bpb(model)
-        return {**found, **self.measure_losses(model), **self.measure_answers(model)}
+        found |= {**self.measure_losses(model), **self.measure_answers(model)}
+        return {**found, **self.measure_accuracy(model)}
 
     @torch.no_grad()
     def text_bpb(self, model: GPT) -> float:
@@ -146,6 +154,20 @@ class CanarySuite:
             "counted": max(ratio, 1 / ratio) if ratio else math.inf,
             "lead": total_variation(leads, Counter(before_answers(tokens, targets).tolist())),
         }
+
+    def measure_accuracy(self, model: GPT) -> dict[str, float]:
+        """
+        Accuracy on `questions` and its drop below the first measured model, the parent: 0 within
+        two standard errors of the paired difference. Empty without questions.
+        """
+        if not self.questions:
+            return {}
+        alone = DistContext(0, 0, 1, model.device, model.dtype)  # only rank 0 measures
+        scores = sum(score_suite(model, self.tokenizer, self.questions, alone).values(), [])
+        self.parent_scores = self.parent_scores or scores
+        change = stats.compare(self.parent_scores, scores)
+        drop = -change.difference if change.verdict == "worse" else 0.0
+        return {"accuracy": stats.mean(scores).value, "accuracy_drop": drop}
 
     def render(self, name: str, i: int, max_seq_len: int) -> tuple[list[int], list[int]]:
         """Tokens and targets of a training conversation; IGNORE outside the answers."""
@@ -275,7 +297,7 @@ class Canary(NamedTuple):
 
 
 # Thresholds on the value. For "forgotten" and for the entries "no_end" to "one_letter", they apply
-# to the increase of the value over the parent's.
+# to the increase of the value over the parent's, for "accuracy" to its significant decrease.
 CANARIES = {
     "forgotten": Canary(0.25, 0.5, 0.75, "pretraining is forgotten: bits per byte rose"),
     "gap": Canary(0.75, 1.5, 2.5, "the first training loss differs from the parent's"),
@@ -287,6 +309,7 @@ CANARIES = {
     "unreadable": Canary(0.15, 0.3, 0.6, "more answers cannot be parsed"),
     "repeated": Canary(0.15, 0.3, 0.5, "answers are more repetitive"),
     "one_letter": Canary(0.3, 0.5, 0.7, "one letter dominates multiple choice"),
+    "accuracy": Canary(0.05, 0.1, 0.2, "accuracy on multiple choice fell"),
     "length": Canary(2.0, 3.0, 6.0, "answer length moved away from the reference"),
     "no_signal": Canary(0.9, 0.97, math.inf, "too many groups have equal rewards"),
 }
@@ -387,6 +410,8 @@ class CanaryMonitor(Callback):
         before, uniform = (parent.get(name, math.nan) for name in ("text_bpb", "uniform_bpb"))
         if before < MAX_PARENT_SHARE * uniform:
             found["forgotten"] = (now["text_bpb"] - before) / (uniform - before)
+        if "accuracy_drop" in now:
+            found["accuracy"] = now["accuracy_drop"]
         if "train_chat_loss" in now and step < self.epoch_steps:
             found["apart"] = relative_gap(now["train_chat_loss"], smooth_loss)
         findings = self.classify(step, found, self.triggered)
@@ -452,6 +477,9 @@ def open_monitor(
     tokenizer = Tokenizer.read(parent.folder / "tokenizer.json")
     text = pretraining_text(parent, tokenizer, model.cfg.max_seq_len, machine)
     suite = CanarySuite(tokenizer, text, chats, train_chats, shares)
+    if machine.is_main:  # it alone measures
+        every = open_suite(parent.state["source"].get("dataset"))
+        suite.questions = [task for task in every if task.kind == "choice"]
     before = machine.on_main("measuring canaries", lambda: suite.measure_parent(model))
     return CanaryMonitor(cfg, suite, before, model, num_steps, machine)
 

@@ -1,14 +1,18 @@
 """
-Compare two checkpoints on the same items, or two settings trained with several seeds.
+Compare two checkpoints on the same items, two settings trained with several seeds, or all
+checkpoints of runs.
 
     python -m scripts.lab.compare --before=mid --after=sft
     python -m scripts.lab.compare --before=base:d4:200 --after=base:d4:400
     python -m scripts.lab.compare --before=hf:openai-community/gpt2 --after=base:d12
     python -m scripts.lab.compare --before=base:a0,base:a1,base:a2 --after=base:b0,base:b1,base:b2
+    python -m scripts.lab.compare --all=base:d4,sft:d4
 
 Reads   records from scripts.base_eval, base_loss and chat_eval for all; evaluates nothing itself.
-        With several seeds also the validation bpb in the training log of base models
-Writes  the section "Comparison of <before> and <after>", with a verdict for every metric
+        With several seeds also the validation bpb in the training log of base models. With --all,
+        the checkpoints, which answer the questions of nanochat/lab/suite.py
+Writes  the section "Comparison of <before> and <after>", with a verdict for every metric; with
+        --all, the section "Suite" and suite/<fingerprint>.json, the scores of a checkpoint
 """
 
 import time
@@ -16,11 +20,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from nanochat import records, report, summary
-from nanochat.checkpoint import parse_checkpoint_ref
+from nanochat import records, report, stats, summary
+from nanochat.checkpoint import (
+    Checkpoint,
+    find_checkpoint,
+    parse_checkpoint_ref,
+    read_checkpoint,
+    step_folders,
+)
 from nanochat.common import MissingInput, fingerprint, printable
 from nanochat.config import start
+from nanochat.distributed import init_distributed
 from nanochat.lab.significance import Scores, contrasts, holm_correct
+from nanochat.lab.suite import open_suite, score_checkpoint
 from nanochat.logger import METRICS_FILE, read_metrics
 
 
@@ -31,6 +43,9 @@ class Compare:
     seeds of the same setting are separated by commas."""
     after: str = "sft"
     """Compared with `before`."""
+    all: str = ""
+    """Runs as stage:tag, separated by commas: scores every saved checkpoint on a fixed suite of
+    questions instead. Each is compared with its parent if that is listed, else with the first."""
     report_dir: str | None = None
     """Folder of records. Default: report/ under the base directory."""
 
@@ -46,6 +61,8 @@ class ScoredRun(NamedTuple):
 
 
 def main(cfg: Compare) -> None:
+    if cfg.all:
+        return compare_all(cfg)
     started = time.perf_counter()
     if cfg.before == cfg.after:
         raise ValueError(f"{cfg.before} and {cfg.after} are the same; set --before and --after")
@@ -71,6 +88,56 @@ def main(cfg: Compare) -> None:
     before, after = (", ".join(run.name for run in side) for side in sides)
     section = f"Comparison of {before} and {after}"
     report.append_section(section, cfg, verdicts, provenance, cost, tables=[table])
+
+
+def compare_all(cfg: Compare) -> None:
+    """Score all checkpoints of runs on the suite, print a table and record it."""
+    started, machine = time.perf_counter(), init_distributed()
+    checkpoints = [each for run in cfg.all.split(",") for each in saved_steps(run.strip())]
+    suite = open_suite(checkpoints[0].state["source"].get("dataset"))
+    if not suite:
+        raise ValueError("all tasks of the suite are final benchmarks: there is nothing to score")
+    values: dict[str, Any] = {}
+    series: dict[str, list[list[float]]] = {}
+    names: dict[str, str] = {}  # by fingerprint
+    scored: dict[str, list[float]] = {}
+    rows = []
+    for each in checkpoints:
+        run, print_ = f"{each.state['stage']}:{each.folder.parent.name}", each.fingerprint
+        by_task = score_checkpoint(each, suite, machine)
+        scores = scored[print_] = [score for one in by_task.values() for score in one]
+        names[print_], mean = f"{run}:{each.step}", stats.mean(scores)
+        values[names[print_]] = records.estimate(*mean)
+        series.setdefault(run, []).append([each.step, mean.value])
+        parents = each.state["provenance"]["inputs"].values()
+        origin = next((parent for parent in parents if parent in scored), next(iter(scored)))
+        change = stats.compare(scored[origin], scores)
+        row = [run, str(each.step), *(f"{stats.mean(one).value:.3f}" for one in by_task.values())]
+        row += [f"{mean.value:.3f} +- {mean.se:.3f}"]
+        versus = [f"{change.difference:+.3f} +- {change.se:.3f}", names[origin], change.verdict]
+        rows.append([*row, *(["-", "-", "-"] if origin == print_ else versus)])
+    columns = ["Run", "Step", *(task.name for task in suite), "All", "Difference", "From"]
+    table = {"title": None, "columns": [*columns, "Verdict"], "rows": rows}
+    print(report.render_table(table))
+    inputs = {"before": fingerprint(list(scored))}
+    origin = records.Provenance(checkpoints[-1].state["provenance"]["run_id"], 0, inputs)
+    cost = records.Cost.since(started, machine)
+    curves = series if len(checkpoints) > len(series) else {}  # one point is no curve
+    report.append_section("Suite", cfg, values, origin, cost, tables=[table], series=curves)
+    machine.close()
+
+
+def saved_steps(run: str) -> list[Checkpoint]:
+    """Intact checkpoints of a run, stage[:tag], by step. Raises MissingInput if there are none."""
+    stage, _, tag = run.partition(":")
+    folder = find_checkpoint(stage, tag or None).folder.parent
+    found = []
+    for step, path in step_folders(folder).items():
+        try:
+            found.append(read_checkpoint(path, step))
+        except (OSError, ValueError) as error:
+            print(printable(f"skipping corrupt checkpoint: {error}"), flush=True)
+    return found
 
 
 def compare_items(

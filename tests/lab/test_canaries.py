@@ -12,7 +12,7 @@ from nanochat.checkpoint import build_model
 from nanochat.common import BROKEN
 from nanochat.config import parse
 from nanochat.dataloader import inputs_and_targets
-from nanochat.gpt import GPTConfig
+from nanochat.gpt import GPTConfig, inference_copy
 from nanochat.lab import canaries
 from nanochat.lab.canaries import (
     CANARIES,
@@ -26,6 +26,7 @@ from nanochat.lab.canaries import (
     pretraining_text,
     stop_if_broken,
 )
+from nanochat.lab.suite import score_suite
 from nanochat.loss import IGNORE
 from nanochat.tokenizer import Tokenizer
 from scripts.chat_rl import ChatRL
@@ -213,6 +214,58 @@ def test_broken_run_stops_unless_canaries_warn():
     assert error.value.status == BROKEN
     stop_if_broken(findings, CanaryConfig("warn"))
     stop_if_broken([Finding(5, "gap", 0.8, "warn")], CanaryConfig("stop"))
+
+
+class Answers(Letters):
+    """Questions whose right answers are those of a model, except to the first `num_wrong`."""
+
+    def __init__(self, model, machine, num_wrong=0):
+        super().__init__()
+        self.right = ["A"] * len(self)
+        for letter in "ABCD":
+            self.right = [
+                letter if s else r
+                for s, r in zip(self.scores(model, machine, letter), self.right, strict=True)
+            ]
+        self.right[:num_wrong] = ["E"] * num_wrong
+
+    def scores(self, model, machine, letter):
+        """1 for the questions that the model answers with this letter."""
+        right, self.right = self.right, [letter] * len(self)
+        [[*found]] = score_suite(inference_copy(model), TOKENIZER, [self], machine).values()
+        self.right = right
+        return found
+
+    def conversation(self, i):
+        return [user(f"question {i}"), assistant(self.right[i])]
+
+
+def monitor_answers(model, machine):
+    suite = CanarySuite(TOKENIZER, [], {}, questions=[Answers(model, machine)])
+    parent = suite.measure_parent(model)
+    assert parent == {"accuracy": 1.0, "accuracy_drop": 0.0}
+    return CanaryMonitor(CanaryConfig(), suite, parent, model, 100, machine)
+
+
+def test_model_that_confuses_the_letters_is_broken(model, machine, capsys):
+    monitor = monitor_answers(model, machine)
+    letters = [TOKENIZER.encode(letter)[0] for letter in "ABCD"]
+    with torch.no_grad():
+        model.head.weight[letters] = model.head.weight[letters[1:] + letters[:1]]
+    levels = [[f.level for f in monitor.check(step, model, 1.0)] for step in (10, 20)]
+    assert levels == [["warn"], ["broken"]]
+    assert "accuracy on multiple choice fell (accuracy +" in capsys.readouterr().out
+
+
+def test_equally_accurate_model_is_fine(model, machine):
+    monitor = monitor_answers(model, machine)
+    with torch.no_grad():
+        model.head.weight.mul_(1.01)
+    [found] = monitor.check(10, model, 1.0)
+    assert (found.name, found.value, found.level) == ("accuracy", 0.0, "fine")
+    monitor.suite.questions = [Answers(model, machine, num_wrong=2)]  # within two standard errors
+    [found] = monitor.check(20, model, 1.0)
+    assert found.value == 0.0 and monitor.measured["accuracy"] == 0.95
 
 
 def test_checks_are_due_at_2_then_5_then_10_percent():

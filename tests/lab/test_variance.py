@@ -10,7 +10,7 @@ import torch
 from nanochat.checkpoint import build_model, parse_checkpoint_ref, save_checkpoint, stage_folder
 from nanochat.common import MissingInput, read_json
 from nanochat.distributed import DistConfig
-from nanochat.lab import variance
+from nanochat.lab import suite, variance
 from nanochat.lab.variance import (
     Variance,
     default_repeats,
@@ -112,14 +112,14 @@ def tokenizer():
     return Tokenizer.train(["ABCD what is the answer 1 2 3 4"], 280)
 
 
-def save_model(tokenizer, stage, tag, step, seed):
+def save_model(tokenizer, stage, tag, step, seed, **inputs):
     """A checkpoint of an untrained model of the embedded world."""
     cfg = replace(TINY, vocab_size=tokenizer.vocab_size, max_seq_len=192)
     model = lively(build_model(cfg, torch.device("cpu"), torch.float32, seed))
     state = {
         "stage": stage,
         "source": {"dataset": "embedded"},
-        "provenance": {"run_id": "run-1", "seed": 0, "inputs": {"tokenizer": "t"}},
+        "provenance": {"run_id": "run-1", "seed": 0, "inputs": {"tokenizer": "t", **inputs}},
     }
     return save_checkpoint(stage_folder(stage) / tag, step, model, None, tokenizer, state, keep=9)
 
@@ -230,6 +230,36 @@ def test_settings_are_compared_over_seeds(base, tokenizer, capsys):
     compare.main(compare.Compare(a, a.replace("base:a0,", "")))  # other numbers of seeds
     with pytest.raises(MissingInput, match="model_tag=c0"):
         compare.main(compare.Compare(a, "base:c0"))
+
+
+def test_checkpoints_of_runs_are_scored_on_the_suite(base, tokenizer, monkeypatch, capsys):
+    monkeypatch.setattr(suite, "BUILTIN", {"world_choice": 8, "world_spelling": 3})
+    saved = [save_model(tokenizer, "base", "d2", step, step) for step in (5, 10)]
+    save_model(tokenizer, "sft", "d2", 7, 1, base=saved[1].fingerprint)
+    runs = compare.Compare(all="base:d2, sft:d2")
+    compare.main(runs)
+    record = read_json(base / "report" / "suite.json")
+    [table] = record["tables"]
+    assert table["columns"][2:5] == ["World-Choice", "World-Spelling", "All"]
+    rows = [dict(zip(table["columns"], row, strict=True)) for row in table["rows"]]
+    assert [(row["Run"], row["Step"], row["From"]) for row in rows] == [
+        *(("base:d2", "5", "-"), ("base:d2", "10", "base:d2:5"), ("sft:d2", "7", "base:d2:10"))
+    ]
+    assert record["values"]["sft:d2:7"]["n"] == 11
+    assert [len(points) for points in record["series"].values()] == [2, 1]
+    assert "| sft:d2 | 7" in capsys.readouterr().out and "Suite" in (base / "report.md").read_text()
+
+    def not_cached(*about):
+        raise AssertionError("scored again")
+
+    monkeypatch.setattr(suite, "score_suite", not_cached)
+    compare.main(runs)
+    assert read_json(base / "report" / "suite.json")["tables"] == [table]
+    monkeypatch.setattr(suite, "BUILTIN", {"world_choice": 9})  # another suite
+    with pytest.raises(AssertionError, match="scored again"):
+        compare.main(runs)
+    with pytest.raises(MissingInput, match="no checkpoint in"):
+        compare.main(compare.Compare(all="sft:d3"))
 
 
 def records_of(base):
