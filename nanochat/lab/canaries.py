@@ -10,7 +10,7 @@ must match the logged loss, and packed sequences ("rows") must have targets exac
 the suite renders the conversations itself, so a bug in the chat template, loss mask or data loader
 shows at the first step. Generated answers are compared with the parent's: length, termination,
 parsability, repetition, and preference for one letter. So is the accuracy on the multiple-choice
-items of the static suite (suite.py). After the first step, a run is broken only if a canary
+items of the static suite. After the first step, a run is broken only if a canary
 triggers twice in a row. Thresholds were tuned on healthy runs and injected failures (dev/LOG.md),
 except for the accuracy.
 """
@@ -33,16 +33,20 @@ from nanochat.dataset import DataConfig
 from nanochat.distributed import DistContext
 from nanochat.engine import Completion, Engine, Sampling
 from nanochat.eval_bpb import Batch
+from nanochat.eval_chat import score_by_generation, score_by_logits
 from nanochat.finetune import FineTuning, split
 from nanochat.gpt import GPT, inference_copy
-from nanochat.lab.suite import open_suite, score_suite
+from nanochat.lab.held_out import is_final
 from nanochat.loss import IGNORE
 from nanochat.mixture import open_corpus, open_texts
 from nanochat.packing import ensure_packed
+from nanochat.sandbox import calculate
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import Callback, Step, TrainingRun
-from tasks.base import Task
-from tasks.builtin import ensure_written
+from tasks.base import Subset, Task
+from tasks.builtin import WRITERS, ensure_written
+from tasks.hub import HubTask
+from tasks.registry import TASKS, make_task
 
 # ---- The suite: pretraining text, training conversations, answers to held-out ones ---------------
 # The suite renders conversations as they appear at inference, so training on any other format
@@ -264,6 +268,58 @@ def pretraining_text(
     except (OSError, ValueError, UsageError) as error:
         machine.print0(f"canaries skip the pretraining text, which cannot be opened: {error}")
         return []
+    return found
+
+
+# ---- The static suite: about 200 questions ------------------------------------------------------
+# scripts.lab.compare asks them of every checkpoint of a run. They are the first items, in the fixed
+# order of the tasks, of splits that no stage trains on: the validation split, or the test split of
+# GSM8K, which has no other, and of the built-in tasks, whose validation split is for RL. Nothing is
+# downloaded: if the benchmarks are not on this machine, the built-in tasks are asked. Final
+# benchmarks are left out.
+
+PUBLISHED = {"arc_easy": 60, "arc_challenge": 50, "mmlu": 70, "gsm8k": 20}  # task -> items
+BUILTIN = {"world_choice": 110, "world_facts": 40, "world_problems": 25, "world_spelling": 25}
+GREEDY = Sampling(max_new_tokens=256, temperature=0.0)
+
+ItemScores = dict[str, list[float]]
+"""Score of each item by task."""
+
+
+def open_suite(dataset: str | None) -> list[Task]:
+    """Tasks of the suite for models that were pretrained on `dataset`."""
+    published = [] if dataset in WRITERS else first_items(PUBLISHED)
+    has_choice = any(task.kind == "choice" for task in published)
+    return published if has_choice else first_items(BUILTIN)
+
+
+def first_items(counts: Mapping[str, int]) -> list[Task]:
+    """The first items of each task that is on this machine and not final."""
+    found: list[Task] = []
+    for key in (key for key in counts if not is_final(key)):
+        kind = TASKS[key].task
+        split = next(s for s in ("val", "test") if s in kind.splits and s != kind.rl_split)
+        task = make_task(key, split)
+        if not isinstance(task, HubTask) or task.is_local():
+            found.append(Subset(task, 0, counts[key]))
+    return found
+
+
+def score_suite(
+    model: GPT, tokenizer: Tokenizer, suite: Sequence[Task], machine: DistContext
+) -> ItemScores:
+    """
+    Score a model (ideally `gpt.inference_copy(model)`): by logits, or by greedy answers with a
+    calculator. Every rank of `machine` must call it.
+    """
+    found = {}
+    for task in suite:
+        if task.kind == "choice":
+            graded = score_by_logits(model, tokenizer, task, len(task), machine)
+        else:
+            engine = Engine(model, tokenizer, tool=calculate)
+            graded = score_by_generation(engine, task, len(task), GREEDY, 1, machine)
+        found[task.name] = [score for (score,) in graded.outcomes]
     return found
 
 

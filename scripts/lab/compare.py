@@ -10,7 +10,7 @@ checkpoints of runs.
 
 Reads   records from scripts.base_eval, base_loss and chat_eval for all; evaluates nothing itself.
         With several seeds also the validation bpb in the training log of base models. With --all,
-        the checkpoints, which answer the questions of nanochat/lab/suite.py
+        the checkpoints, which answer the questions of the static suite (nanochat/lab/canaries.py)
 Writes  the section "Comparison of <before> and <after>", with a verdict for every metric; with
         --all, the section "Suite" and suite/<fingerprint>.json, the scores of a checkpoint
 """
@@ -24,16 +24,27 @@ from nanochat import records, report, stats, summary
 from nanochat.checkpoint import (
     Checkpoint,
     find_checkpoint,
+    load_model,
     parse_checkpoint_ref,
     read_checkpoint,
     step_folders,
 )
-from nanochat.common import MissingInput, fingerprint, printable
+from nanochat.common import (
+    MissingInput,
+    base_dir,
+    fingerprint,
+    printable,
+    read_json,
+    write_json,
+)
 from nanochat.config import start
-from nanochat.distributed import init_distributed
+from nanochat.distributed import DistContext, init_distributed
+from nanochat.gpt import inference_copy
+from nanochat.lab.canaries import GREEDY, ItemScores, open_suite, score_suite
 from nanochat.lab.significance import Scores, contrasts, holm_correct
-from nanochat.lab.suite import open_suite, score_checkpoint
 from nanochat.logger import METRICS_FILE, read_metrics
+from nanochat.tokenizer import Tokenizer
+from tasks.base import Task
 
 
 @dataclass(frozen=True)
@@ -125,6 +136,23 @@ def compare_all(cfg: Compare) -> None:
     curves = series if len(checkpoints) > len(series) else {}  # one point is no curve
     report.append_section("Suite", cfg, values, origin, cost, tables=[table], series=curves)
     machine.close()
+
+
+def score_checkpoint(
+    checkpoint: Checkpoint, suite: Sequence[Task], machine: DistContext
+) -> ItemScores:
+    """Score a checkpoint, or read its scores from an earlier call with the same suite."""
+    path = base_dir() / "suite" / f"{checkpoint.fingerprint}.json"
+    identity = fingerprint([GREEDY.max_new_tokens, *(task.identity for task in suite)])
+    found = read_json(path) if path.exists() else {}
+    if found.get("suite") != identity:
+        tokenizer = Tokenizer.read(checkpoint.folder / "tokenizer.json")
+        model = inference_copy(load_model(checkpoint, machine))
+        scores = score_suite(model, tokenizer, suite, machine)
+        found = {"suite": identity, "scores": scores}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, found)
+    return {task.name: found["scores"][task.name] for task in suite}  # a file has no order
 
 
 def saved_steps(run: str) -> list[Checkpoint]:

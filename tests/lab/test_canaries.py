@@ -24,9 +24,9 @@ from nanochat.lab.canaries import (
     Finding,
     due,
     pretraining_text,
+    score_suite,
     stop_if_broken,
 )
-from nanochat.lab.suite import score_suite
 from nanochat.loss import IGNORE
 from nanochat.tokenizer import Tokenizer
 from scripts.chat_rl import ChatRL

@@ -6,8 +6,8 @@ import pytest
 
 from nanochat import hub
 from nanochat.common import sha256_file, write_json
+from nanochat.lab.canaries import BUILTIN, PUBLISHED, open_suite
 from nanochat.lab.held_out import declare
-from nanochat.lab.suite import BUILTIN, PUBLISHED, open_suite
 from tasks.hub import data_folder
 from tasks.registry import TASKS, make_task
 
