@@ -9,12 +9,14 @@ conversations are skipped and counted. Without a file for validation, one row in
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
+from pathlib import Path
 from typing import Any
 
-from nanochat.common import fingerprint
+from nanochat.common import base_dir, fingerprint
+from tasks import hub
 from tasks.base import Conversation, assistant, find_error, shuffled, user
-from tasks.hub import AS_PARQUET, ROW_ORDER, HubTask, TaskRow
+from tasks.hub import AS_PARQUET, ROW_ORDER, HubTask, TaskData, TaskRow
 from tasks.jsonl import choose_held_out
 
 SOURCE = re.compile(r"([^{}]+?)\s*(?:\{([^{}]*)\})?")
@@ -63,10 +65,16 @@ class HubChats(HubTask):
         return find_error(self.parse(row))
 
     @cached_property
+    def data(self) -> TaskData:
+        stem = self.stems[self.split]
+        return load_shared(base_dir(), self.repo, stem, self.columns, self.revision)
+
+    @cached_property
     def order(self) -> Sequence[int]:
         rows = self.kept
         if "val" in self.splits and self.stems["val"] == self.stems["train"]:
-            prints = {n: fingerprint(self.parse(self.data.rows[n])) for n in rows}
+            every, kept = enumerate(self.data.rows), set(rows)
+            prints = {n: fingerprint(self.parse(row)) for n, row in every if n in kept}
             held_out = choose_held_out(prints.values(), self.where)
             rows = [n for n in rows if (prints[n] in held_out) == (self.split == "val")]
         return [rows[n] for n in shuffled(len(rows), ROW_ORDER)]
@@ -83,6 +91,14 @@ class HubChats(HubTask):
         if "messages" in self.mapping:
             return list(rename(row[self.mapping["messages"]] or ()))
         return [user(row[self.mapping["prompt"]]), assistant(row[self.mapping["answer"]])]
+
+
+@lru_cache(maxsize=2)
+def load_shared(
+    folder: Path, repo: str, stem: str, columns: Sequence[str], revision: str | None
+) -> TaskData:
+    """`load_split`, once for both splits and all buckets of a file. folder: base directory."""
+    return hub.load_split(repo, stem, columns, revision)
 
 
 class OpenThoughts3(HubChats):
