@@ -351,7 +351,7 @@ def upgrade_identity(recorded: Mapping[str, Any]) -> dict[str, Any]:
     for name in {"optim", "schedule", "rl"} & recorded.keys():
         kept = (item for item in recorded[name].items() if item not in OLD_SETTINGS.items())
         upgraded[name] = dict(kept)
-    if "value_embeddings" in recorded.get("model", ()):
+    if "model" in recorded:
         upgraded["model"] = asdict(read_config(recorded["model"]))
     return upgraded
 

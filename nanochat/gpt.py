@@ -166,9 +166,9 @@ class Fp8Matmul(torch.autograd.Function):
 # ---- Layers --------------------------------------------------------------------------------------
 
 
-def norm(x: Tensor) -> Tensor:
-    """RMS normalization of the last dimension, without a learned scale."""
-    return F.rms_norm(x, (x.size(-1),))
+def norm(x: Tensor, eps: float | None = None) -> Tensor:
+    """RMS normalization of the last dimension, without a learned scale. `eps`: default of torch."""
+    return F.rms_norm(x, (x.size(-1),), eps=eps)
 
 
 def sum_tensors(*tensors: Tensor) -> Tensor:
@@ -275,6 +275,8 @@ class Attention(nn.Module):
     arXiv:2410.17897 as in modded-nanogpt (looked up by token).
     """
 
+    norm_eps: float | None = None
+
     def __init__(self, cfg: GPTConfig, layer: int):
         super().__init__()
         self.shape = (cfg.n_head, cfg.n_kv_head, cfg.head_dim)
@@ -352,8 +354,9 @@ class Block(nn.Module):
         """x, x0 (B, T, C), residual_scales (2,) or None -> (B, T, C). `args` go to Attention."""
         if residual_scales is not None:
             x = residual_scales[0] * x + residual_scales[1] * x0
-        x = x + self.attention(norm(x), *args)
-        return x + self.mlp(norm(x))
+        eps = self.attention.norm_eps
+        x = x + self.attention(norm(x, eps), *args)
+        return x + self.mlp(norm(x, eps))
 
 
 # ---- The model -----------------------------------------------------------------------------------
@@ -382,6 +385,8 @@ class GPT(nn.Module):
     attention_class = Attention
     output_scale = 0.0
     """Initial scale of matrices that write to the residual stream; 0: layers start as identity."""
+    norm_eps: float | None = None
+    """Epsilon of RMS norm; None = default of torch."""
 
     def __init__(self, cfg: GPTConfig, dtype: torch.dtype = torch.float32):
         super().__init__()
@@ -508,7 +513,7 @@ class GPT(nn.Module):
 
     def final_state(self, ctx: ForwardContext) -> Tensor:
         """Run all layers; returns normalized hidden states (B, T, C)."""
-        return norm(self.run_layers(ctx, ctx.x0, self.cfg.order))
+        return norm(self.run_layers(ctx, ctx.x0, self.cfg.order), self.norm_eps)
 
     def prepare(
         self,
@@ -530,7 +535,7 @@ class GPT(nn.Module):
             before = previous_tokens(tokens, segments) if cache is None else cache.preceding(tokens)
             x = x + self.bigrams(tokens, before).to(self.dtype)
         rope = rotary(positions, self.rotary_dims, cfg.rope_theta, self.dtype)
-        return ForwardContext(tokens, norm(x), rope, masks, cache)
+        return ForwardContext(tokens, norm(x, self.norm_eps), rope, masks, cache)
 
     def run_layers(
         self, ctx: ForwardContext, x: Tensor, layers: Sequence[int], cache_layer: int = 0

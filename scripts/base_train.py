@@ -72,7 +72,7 @@ RETIRED = {
     **dict.fromkeys(
         ("qat_start", "quantize", "row_clip", "n_kv_head", "mlp_ratio", "tie_embeddings")
         + ("rope_dims", "xsa_last_n", "qk_gain_init", "init", "projection_init", "tied_lr")
-        + ("decay_rule", "ema_decay", "max_wallclock_seconds"),
+        + ("decay_rule", "ema_decay", "max_wallclock_seconds", "adam_wd", "norm_eps"),
         "it is a flag of scripts.golf.base_train",
     ),
     "value_embeddings": "use --value_every=0 to disable value embeddings",

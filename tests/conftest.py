@@ -47,6 +47,7 @@ GOLF_CHANGES: dict[str, Any] = {
     "qk_gain_init": 1.5,
     "init": "orthogonal",
     "projection_init": "scaled",
+    "norm_eps": 0.01,
 }
 RECURSIVE_CHANGES: dict[str, Any] = {
     "n_layer": 3,

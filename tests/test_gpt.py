@@ -241,6 +241,25 @@ def test_learned_gain_scales_scores_of_its_head():
     assert not torch.allclose(model(tokens), plain(tokens), atol=1e-3)
 
 
+def test_norm_eps_is_added_in_every_norm():
+    model = lively(build_model(shaped(TINY, norm_eps=0.5), CPU, torch.float32, seed=0))
+    tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
+
+    def normalize(x):
+        return x / (x.square().mean(-1, keepdim=True) + 0.5).sqrt()
+
+    ctx, block = model.prepare(tokens), model.blocks[0]
+    torch.testing.assert_close(ctx.x0, normalize(model.embed(tokens)))
+    last = model.run_layers(ctx, ctx.x0, model.cfg.order)
+    torch.testing.assert_close(model.hidden(tokens), normalize(last))
+    x, queries = torch.randn(2, 16, 32), torch.randn(2, 16, 4, 8)
+    after = x + block.attention(normalize(x), ctx.rope, None)
+    want = after + block.mlp(normalize(after))
+    torch.testing.assert_close(block(x, ctx.x0, None, ctx.rope, None), want)
+    for found in block.attention.normalize(queries, queries, ctx.rope):
+        torch.testing.assert_close(found, rotate_first(normalize(queries), *ctx.rope))
+
+
 def test_tied_embedding_is_also_the_lm_head():
     model = lively(build_model(shaped(TINY, tie_embeddings=True), CPU, torch.float32, seed=0))
     assert "head.weight" not in model.state_dict()
@@ -373,6 +392,7 @@ def test_params_and_flops_match_reference_report():
         ({"rope_dims": 10}, "head_dim 8, got 10"),
         ({"xsa_last_n": 3}, "0 to 2, got 3"),
         ({"qk_gain_init": 0.0}, "got 0.0"),
+        ({"norm_eps": 0.0}, "norm_eps must be positive, got 0.0"),
     ],
 )
 def test_invalid_config_is_rejected_with_its_value(change, named):
@@ -415,6 +435,9 @@ def test_old_run_identity_is_upgraded():
     assert upgrade_identity(before) == now == upgrade_identity(now)
     before["optim"]["scalar_lr"] = 0.25
     assert upgrade_identity(before)["optim"] == {**optim, "scalar_lr": 0.25}
+    golf = asdict(GOLF) | {"norm_eps": None}
+    older = {name: value for name, value in golf.items() if name != "norm_eps"}
+    assert upgrade_identity({"model": older}) == {"model": golf}
 
 
 def test_deleted_option_error_names_the_commit():

@@ -39,6 +39,8 @@ class GolfConfig(GPTConfig):
     """Initialization of block matrices; entries have standard deviation fan_in^-0.5."""
     projection_init: Literal["zero", "scaled"] = "zero"
     """Initialization of output projections: zero, or that of `init` divided by sqrt(2 n_layer)."""
+    norm_eps: float | None = None
+    """Epsilon of RMS norm; None = default of torch."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -49,6 +51,8 @@ class GolfConfig(GPTConfig):
             raise ValueError(f"xsa_last_n must be 0 to {self.n_layer}, got {self.xsa_last_n}")
         if self.qk_gain_init is not None and not 0 < self.qk_gain_init < math.inf:
             raise ValueError(f"qk_gain_init must be positive, got {self.qk_gain_init}")
+        if self.norm_eps is not None and not 0 < self.norm_eps < math.inf:
+            raise ValueError(f"norm_eps must be positive, got {self.norm_eps}")
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,7 @@ class GolfAttention(Attention):
 
     def __init__(self, cfg: GolfConfig, layer: int):
         super().__init__(cfg, layer)
+        self.norm_eps = cfg.norm_eps
         self.exclusive = layer >= cfg.n_layer - cfg.xsa_last_n
         self.gain = None
         if cfg.qk_gain_init is not None:
@@ -85,7 +90,7 @@ class GolfAttention(Attention):
             self.scale = cfg.head_dim**-0.5
 
     def normalize(self, q: Tensor, k: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
-        q, k = rotate_first(norm(q), *rope), rotate_first(norm(k), *rope)
+        q, k = (rotate_first(norm(x, self.norm_eps), *rope) for x in (q, k))
         return q if self.gain is None else q * self.gain.to(q.dtype)[:, None], k
 
     def project(self, y: Tensor, v: Tensor) -> Tensor:
@@ -100,7 +105,7 @@ class GolfGPT(GPT):
 
     def __init__(self, cfg: GolfConfig, dtype: torch.dtype = torch.float32):
         super().__init__(cfg, dtype)
-        self.rotary_dims = cfg.rope_dims or cfg.head_dim
+        self.rotary_dims, self.norm_eps = cfg.rope_dims or cfg.head_dim, cfg.norm_eps
         if cfg.tie_embeddings:
             self.head = None  # type: ignore[assignment]
         if cfg.projection_init == "scaled":

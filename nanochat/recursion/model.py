@@ -164,14 +164,14 @@ class RecursiveGPT(GPT):
         for k in range(loops):
             if cfg.bptt_loops and 0 < k == cfg.n_loops - cfg.bptt_loops:
                 state = state.detach()
-            x = self.inject(torch.cat((e, norm(state)), dim=-1))
+            x = self.inject(torch.cat((e, norm(state, self.norm_eps)), dim=-1))
             state = self.run_layers(ctx, x, cfg.core, cfg.n_prelude + k * cfg.n_core)
             yield state
 
     def read_out(self, ctx: ForwardContext, state: Tensor, loops: int) -> Tensor:
         """Apply the coda to a state after `loops` loops; returns normalized (B, T, C)."""
         first = self.cfg.n_prelude + loops * self.cfg.n_core
-        return norm(self.run_layers(ctx, state, self.cfg.coda, first))
+        return norm(self.run_layers(ctx, state, self.cfg.coda, first), self.norm_eps)
 
     def final_state(self, ctx: ForwardContext) -> Tensor:
         *_, last = self.states(ctx, self.cfg.n_loops)

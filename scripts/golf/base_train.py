@@ -42,6 +42,8 @@ class GolfShape:
     projection_init: Literal["zero", "scaled"] | None = None
     """Initialization of output projections: zero, or that of --init divided by
     sqrt(2 n_layer). Default: zero."""
+    norm_eps: float | None = None
+    """Epsilon of RMS norm. Default: that of torch, 1.2e-7."""
 
     def apply(self, plain: GPTConfig) -> GPTConfig:
         """Return `plain` with these options; a GolfConfig if any of them is golf-only."""
@@ -67,6 +69,9 @@ class GolfTrain(BaseTrain):
     """cautious: fades over the run; decays only weights that the update also shrinks. decoupled:
     decays every matrix weight by learning rate times decay, without fading; the default decay is
     then a quarter of the cautious one, for about the same total decay."""
+    adam_wd: float | None = None
+    """AdamW weight decay of all other parameters: embeddings, LM head and scalars. Default: 0.001
+    to 0.01 for embeddings and LM head, 0 for scalars."""
     width: WidthConfig = field(default_factory=WidthConfig)
     golf_shape: GolfShape = field(default_factory=GolfShape)
     quant: QuantConfig = field(default_factory=QuantConfig)
@@ -78,6 +83,7 @@ class GolfTrain(BaseTrain):
             ("max_wallclock_seconds", seconds is None or seconds > 0, "positive"),
             ("ema_decay", 0 <= self.ema_decay < 1, "in [0, 1)"),
             ("tied_lr", 0 <= self.tied_lr < float("inf"), ">= 0"),
+            ("adam_wd", self.adam_wd is None or 0 <= self.adam_wd < float("inf"), ">= 0"),
         ):
             if not valid:
                 raise ValueError(f"{name} must be {range_}, got {getattr(self, name)}")
@@ -91,6 +97,9 @@ class GolfTrain(BaseTrain):
             # Cautious decay affects about half of the weights and fades to zero
             decay = matrix.weight_decay / (4 if optim.weight_decay is None else 1)
             found["matrix"] = replace(matrix, weight_decay=decay, cautious=False)
+        if self.adam_wd is not None:
+            others = {role: rule for role, rule in found.items() if rule.kind != "muon"}
+            found |= {r: replace(rule, weight_decay=self.adam_wd) for r, rule in others.items()}
         return found
 
 
@@ -99,6 +108,7 @@ def main(cfg: GolfTrain) -> None:
     identity = {
         "tied_lr": cfg.tied_lr,
         "decay_rule": cfg.decay_rule,
+        "adam_wd": cfg.adam_wd,
         "max_wallclock_seconds": cfg.max_wallclock_seconds,
         "ema_decay": cfg.ema_decay or None,
         "late_quantization": {"start": cfg.qat_start, **asdict(cfg.quant)} if late else None,
