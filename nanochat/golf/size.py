@@ -4,8 +4,8 @@ Artifact size: tries all containers and compressors; checks file and code agains
     stored tensors -> choose_smallest -> file, sizes -> table, or UsageError
 
 The code that counts toward the limit is the code needed to read and score a file: `artifact.py`,
-`documents.py` and the nanochat modules they import. Packages are free: torch, numpy, pyarrow,
-tiktoken, rustbpe.
+`documents.py`, the nanochat modules they import, and the sources of rustbpe. Packages of others are
+free: torch, numpy, pyarrow, psutil, tyro.
 """
 
 import ast
@@ -90,7 +90,10 @@ def choose_smallest(
 def code_bytes() -> dict[str, int]:
     """Return the size in bytes of each module that counts toward the limit."""
     names = {name for module in EVALUATORS for name in list_imported_modules(module)}
-    return {name: len(read_source(name).encode()) for name in sorted(names)}
+    found = {name: len(read_source(name).encode()) for name in sorted(names)}
+    crate = REPOSITORY / "rustbpe"
+    sources = (crate / "Cargo.toml", *crate.glob("src/*.rs"))
+    return found | {"rustbpe": sum(path.stat().st_size for path in sources)}
 
 
 def read_source(module: str) -> str:
