@@ -32,7 +32,7 @@ KEYWORDS = {*"do done then else elif fi if while until { } !".split(), "time", "
 PROGRAMS = set(
     "apt-get cargo cat cd chmod cp curl docker echo export git head hf jq kill ls mkdir mv nice "
     "nvidia-smi openssl pip pre-commit printf pyright rm rsync ruff sbatch scancel scp screen "
-    "squeue ssh tail tensorboard test tmux touch uv uvx wandb wget".split()
+    "split squeue ssh tail tensorboard test tmux touch uv uvx wandb wget".split()
 )
 
 

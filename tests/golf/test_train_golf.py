@@ -1,6 +1,8 @@
 """scripts/train_golf.sh with the smoke profile: timed training, export, evaluation of the file."""
 
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,11 +13,13 @@ import torch
 
 from nanochat.checkpoint import build_model
 from nanochat.common import REPOSITORY, read_json
+from nanochat.dataset import DataConfig, open_source
 from nanochat.optim import MuonAdamW, OptimConfig
 from nanochat.scaling import Horizon
 from scripts.golf import base_train as golf
 from scripts.golf.base_train import GolfTrain
 from tests.conftest import TINY, lively
+from tests.hub_server import hub_served
 
 SECTION = "report/parameter-golf.json"
 
@@ -82,6 +86,30 @@ def test_train_golf_artifact_alone_reproduces_reported_bpb(tmp_path):
 
     failed = run(["bash", "scripts/train_golf.sh", "--qat_start=2"], base)
     assert failed.returncode != 0 and "qat_start" in failed.stdout + failed.stderr
+
+
+def test_documented_commands_split_the_leaderboard_text(hub, tmp_path, monkeypatch):
+    """On a few documents in the published layout, with smaller numbers of documents per file."""
+    texts = [f"Document {i}.\nIt is short." for i in range(13)]
+    path = tmp_path / "hub/datasets/willdepueoai/parameter-golf/datasets/docs_selected.jsonl"
+    path.parent.mkdir(parents=True)
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    page = (REPOSITORY / "docs/parameter-golf.md").read_text()
+    block = re.search(r"```bash\n(hf download.*?)^TEXT=(\S+) bash", page, re.DOTALL | re.MULTILINE)
+    assert block is not None
+    commands, folder = block[1], block[2]
+    for before, after in (("-l 100000", "-l 4"), ("+50001", "+6"), ("-n 50000", "-n 5")):
+        assert before in commands
+        commands = commands.replace(before, after)
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    with hub_served(hub, monkeypatch) as serve:
+        serve(tmp_path / "hub")
+        subprocess.run(["bash", "-euo", "pipefail", "-c", commands], cwd=tmp_path, check=True)
+    source = open_source(DataConfig(dataset=str(tmp_path / folder)))
+    assert source.val_shard == "val.jsonl" and len(source.train_shards) == 2
+    assert list(source.texts(source.val_shard)) == texts[:5]
+    assert [t for shard in source.train_shards for t in source.texts(shard)] == texts[5:]
 
 
 def test_unknown_golf_profile_is_rejected(tmp_path):
