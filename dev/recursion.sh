@@ -1,6 +1,6 @@
 # Sourced by scripts/train_h100_fast.sh and scripts/train_h100_extreme.sh: one phase of recursion.
-# Inputs: name, preset and, on GPUs, iterations, save_every, eval_every, device_rows, eval_tokens,
-# shards, chars, warmup. Extra arguments are passed to base_train.
+# Inputs: name, preset and, on GPUs, iterations, rows (per step), save_every, eval_every, device_rows,
+# eval_tokens, shards, chars, warmup. Extra arguments are passed to base_train.
 
 cd "$(dirname "$0")/.."
 source dev/profile.sh
@@ -13,7 +13,7 @@ h100x8 | gpu)
     text=${TEXT:-karpathy/climbmix-400b-shuffle}
     tokenizer=(--vocab_size=65536 --max_chars="$chars" --num_shards="$shards")
     shape=(--depth="$depth" --max_seq_len=2048)
-    run=(--total_batch_size="$(($(whole 256) * 2048))" --num_iterations="${ITERATIONS:-$iterations}"
+    run=(--total_batch_size="$(($(whole "$rows") * 2048))" --num_iterations="${ITERATIONS:-$iterations}"
         --device_batch_size="$device_rows" --save_every="$save_every" --eval_every="$eval_every"
         --sample_every="$eval_every" --eval_tokens="$eval_tokens" --warmup_steps="$warmup"
         --grad_clip=1.0)

@@ -4,10 +4,11 @@
 #   bash scripts/train_h100_extreme.sh --hourly_rate=24         # eight H100s; USD per hour
 #   PROFILE=cpu bash scripts/train_h100_extreme.sh              # h100x8, gpu, cpu, smoke
 #
-# Otherwise like scripts/train_h100_fast.sh. Uses enough shards for the equal-FLOPs plain run.
+# Otherwise like scripts/train_h100_fast.sh, with half as many rows per step. Both use enough shards
+# for the equal-FLOPs plain run.
 set -euo pipefail
 
 name=extreme preset=extreme
-iterations=5000 save_every=500 eval_every=250 device_rows=16 eval_tokens=1048576
+iterations=5000 rows=256 save_every=500 eval_every=250 device_rows=16 eval_tokens=1048576
 shards=200 chars=1000000000 warmup=200
 source "$(dirname "$0")/../dev/recursion.sh"

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -43,6 +44,21 @@ def test_recursion_phase_trains_and_reports_verdict(tmp_path):
     assert "fast: preset aggressive, profile smoke, seeds 1" in logged
     assert WARNING.format("aggressive") in logged
     assert re.search(r"\$[1-9]\d*\.\d\d at \$3600\.00 an hour", logged), "a second costs $1"
+
+
+def test_second_h100_phase_has_half_the_batch_of_the_first(tmp_path):
+    """With commands that only print their arguments."""
+    for folder in ("scripts", "dev"):
+        shutil.copytree(REPOSITORY / folder, tmp_path / folder)
+    (tmp_path / "dev/setup.sh").write_text('python() { echo "$@"; }; torchrun() { python "$@"; }')
+    env = {**os.environ, "PROFILE": "h100x8", "DRY_RUN": "1", "CUDA_VISIBLE_DEVICES": ""}
+    batches = []
+    for phase in ("fast", "extreme"):
+        words = ["bash", f"scripts/train_h100_{phase}.sh"]
+        done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        batches.append(set(map(int, re.findall(r"--total_batch_size=(\d+)", done.stdout))))
+    assert batches == [{512 * 2048}, {256 * 2048}]
 
 
 def test_unknown_recursion_profile_is_rejected(tmp_path):
