@@ -4,8 +4,8 @@ Show how a training loss can inflate the refinement metric: four losses of a toy
     python -m dev.refinement_toy
 
 Tokens follow a random first-order Markov chain, so the best possible loss is known. In "not
-detached", the gradient of the improvement bonus also reaches the previous loop, unlike in
-nanochat/recursion/model.py. Prints a table; takes minutes on one core.
+detached", the gradient of the improvement bonus also reaches the previous loop, as with
+supervise="undetached" of nanochat/recursion/model.py. Prints a table; takes minutes on one core.
 """
 
 import math

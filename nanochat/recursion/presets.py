@@ -28,7 +28,7 @@ WARNING = (
     "0.40 bits per byte worse than a plain model of equal FLOPs, and no better than the same "
     "layers applied once. The refinements of 80% or more reported for such presets come from a "
     "bonus that also raises the first loop's loss, to five times the loss of chance; "
-    "here the bonus cannot do that"
+    "here the bonus does that only with --supervise=undetached"
 )
 
 
@@ -66,8 +66,9 @@ class RecursionConfig:
     n_coda: int | None = None
     """Layers after the core. Default: a quarter of depth."""
     supervise: Supervise | None = None
-    """Loops with a loss. last: the last; sampled: the last and one sampled per step; full: all.
-    Default: the preset's, else last."""
+    """Loops with a loss. last: the last; sampled: the last and one sampled per step; full: all;
+    undetached: all, with a bonus that also raises the previous loop's loss, to reproduce high
+    refinement. Default: the preset's, else last."""
     supervision_base: float | None = None
     """Loop k has a weight proportional to supervision_base^k. Default: the preset's, else 3."""
     improvement_bonus: float | None = None

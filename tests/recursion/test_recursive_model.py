@@ -128,9 +128,11 @@ def test_loop_weights_are_powers_that_sum_to_one(base, want):
     assert sum(shares.values()) == pytest.approx(1)
 
 
-@pytest.mark.parametrize("bonus", [0.0, 1.0])
-def test_loss_is_from_last_loop_and_gradient_is_weighted_sum(bonus):
-    cfg = recursive(supervise="full", supervision_base=3.0, improvement_bonus=bonus)
+@pytest.mark.parametrize(
+    ("supervise", "bonus"), [("full", 0.0), ("full", 1.0), ("undetached", 0.0), ("undetached", 1.0)]
+)
+def test_loss_is_from_last_loop_and_gradient_is_weighted_sum(supervise, bonus):
+    cfg = recursive(supervise=supervise, supervision_base=3.0, improvement_bonus=bonus)
     model, twin, (tokens, targets) = model_of(cfg), model_of(cfg), rows()
     loss = model.loss(tokens, targets)
     loss.backward()
@@ -141,8 +143,10 @@ def test_loss_is_from_last_loop_and_gradient_is_weighted_sum(bonus):
     shares, counted = cfg.shares((1, 2, 3)), (targets != IGNORE).sum(1)
     want = shares[1] * losses[0].sum()
     for k in (2, 3):
-        before = losses[k - 2].detach()
-        extra = (bonus / (before / counted)).clamp(max=4 * shares[k])
+        before = losses[k - 2]
+        extra = bonus / (before / counted)
+        if supervise == "full":
+            before, extra = before.detach(), extra.detach().clamp(max=4 * shares[k])
         want = want + shares[k] * losses[k - 1].sum() - (extra * (before - losses[k - 1])).sum()
     want.backward()
     torch.testing.assert_close(loss, losses[-1].sum())
@@ -190,8 +194,26 @@ def test_no_loop_is_trained_to_get_worse(preset, bonus, monkeypatch):
         assert weight.tolist() == pytest.approx([5 * shares[4]] * 3, rel=1e-3), "not clamped"
 
 
-def test_bonus_is_independent_of_other_rows_in_batch():
-    cfg = recursive(supervise="full", improvement_bonus=2.0)
+def test_undetached_bonus_makes_first_loop_worse_than_chance():
+    found, (tokens, targets) = {}, rows()
+    for supervise in ("full", "undetached"):
+        given = RecursionConfig(recursion_preset="extreme", supervise=supervise)
+        model = model_of(given.apply(PLAIN))
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+        for _ in range(40):
+            optimizer.zero_grad()
+            model.loss(tokens, targets).backward()
+            optimizer.step()
+        losses = model.losses_by_loop(tokens, targets, (1, 2, 3, 4))
+        found[supervise] = (losses.sum((1, 2)) / (targets != IGNORE).sum()).tolist()
+    (sound, *_, sound_last), (bad, *_, bad_last) = found.values()
+    assert sound < math.log(64) < bad
+    assert (bad - bad_last) / bad > 0.8 > 0.2 > (sound - sound_last) / sound
+
+
+@pytest.mark.parametrize("supervise", ["full", "undetached"])
+def test_bonus_is_independent_of_other_rows_in_batch(supervise):
+    cfg = recursive(supervise=supervise, improvement_bonus=2.0)
     whole, split, (tokens, targets) = model_of(cfg), model_of(cfg), rows(4)
     whole.loss(tokens, targets).backward()
     for i in range(0, 4, 2):
@@ -266,6 +288,7 @@ def test_document_mask_applies_to_every_loop():
 COUNTED: dict[str, dict[str, Any]] = {
     "last": {},
     "full": {"supervise": "full", "improvement_bonus": 1.0},
+    "undetached": {"supervise": "undetached", "improvement_bonus": 1.0},
     "two loops back": {"bptt_loops": 2},
     "full, one loop back": {"supervise": "full", "bptt_loops": 1},
     "sampled": {"supervise": "sampled"},
