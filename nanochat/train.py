@@ -65,6 +65,9 @@ class TrainConfig:
     def __post_init__(self) -> None:
         common.require_name("model_tag", self.model_tag)
         require_at_least(self, device_batch_size=1, seed=0, eval_every=0, save_every=0)
+        if self.machine.dtype == "float16":
+            why = "small gradients would underflow to 0 without loss scaling"
+            raise ValueError(f"dtype float16 cannot train: {why}; omit --dtype or use float32")
 
     @property
     def fp8(self) -> bool:

@@ -255,6 +255,21 @@ def test_B14_the_cache_has_the_compute_dtype(tokenizer):
     assert row.finish
 
 
+def test_float16_generation_agrees_with_float32(tokenizer):
+    model, prompts = model_of(tokenizer), [[1, 2, 3], [4] * 9]
+    tokens = torch.randint(250, (3, 20), generator=torch.Generator().manual_seed(0))
+    want, results = model(tokens).detach(), []
+    for dtype in (torch.float32, torch.float16):
+        model.dtype = dtype
+        twin = inference_copy(model)
+        torch.testing.assert_close(twin(tokens), want, rtol=0, atol=0.02)
+        engine = Engine(twin, tokenizer, compiled=True)
+        assert engine.cache.keys[0].dtype == dtype
+        results.append([row.ids for (row,) in engine.generate(prompts, GREEDY)])
+        assert engine.decode_step.compiled
+    assert results[0] == results[1]
+
+
 # ---- sampling ----------------------------------------------------------------------------------
 
 

@@ -30,7 +30,7 @@ def test_each_base_train_flag_has_one_group_and_a_help_text():
     page = help_page("base_train")
     for _, f, _, _ in iter_settings(BaseTrain()):
         assert f.name in grouped
-        after = page.split(f"--{f.name.replace('_', '-')} ")[1].splitlines()[:2]
+        after = page.split(f"--{f.name.replace('_', '-')} ")[1].splitlines()[:3]
         assert len(" ".join(after).replace("│", "").split()) > 4, f"{f.name} has no help"
 
 
