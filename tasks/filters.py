@@ -3,9 +3,9 @@ Filters that drop rows of a bucket, with counts and samples of dropped rows.
 
     rows -> filters in order -> kept rows, one FilterStats per filter
 
-A row is {"messages": [...]} plus optional fields: "original" (the prompt before translation),
-"gold" (the reference answer), "finish" (why the answer ended). A row without a field that a rule
-needs is kept and counted as not judged.
+A row is {"messages": [...]}, or {"prompt": "..."} if it has no answer yet, plus optional fields:
+"original" (the prompt before translation), "gold" (the reference answer), "finish" (why the answer
+ended). A row without a field that a rule needs is kept and counted as not judged.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tasks.base import Task, answer_text
+from tasks.base import Conversation, Task, answer_text, user
 from tasks.overlap import BATCH, LEAST, RUN, WORD, ngrams, ngrams_by_length, query_ngrams
 
 FilterRow = Mapping[str, Any]
@@ -85,14 +85,19 @@ def apply_filters(rows: Iterable[FilterRow], rules: Mapping[str, FilterRule]) ->
     return FilterResult(left, done)
 
 
+def messages_of(row: FilterRow) -> Conversation:
+    """The messages of a row, or its prompt as the only one."""
+    return row.get("messages") or [user(row["prompt"])]
+
+
 def prompt(row: FilterRow) -> str:
     """All user messages."""
-    return "\n".join(m["content"] for m in row["messages"] if m["role"] == "user")
+    return "\n".join(m["content"] for m in messages_of(row) if m["role"] == "user")
 
 
 def last_reply(row: FilterRow) -> str:
     """The last assistant message, without tool calls."""
-    last = row["messages"][-1]
+    last = messages_of(row)[-1]
     return answer_text(last) if last["role"] == "assistant" else ""
 
 

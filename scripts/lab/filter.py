@@ -7,7 +7,8 @@ Filter a bucket of conversations and write the result to a file to train on.
 
 Use the file as a bucket: --mixture=jsonl:korean.jsonl.
 
-Reads   training conversations of a task, or a file of rows {"messages", "original", "gold", ...};
+Reads   training conversations of a task, or a file of rows {"messages", "original", "gold", ...},
+        or of prompts to answer later, {"prompt", "original", ...};
         the tokenizer --tokenizer_tag and, for no_overlap, the evaluation splits of benchmarks
 Writes  --out, and the section "Filters <name of the file>"
 """
@@ -24,7 +25,7 @@ from nanochat.config import start
 from nanochat.dataset import read_json_lines
 from nanochat.mixture import parse_mixture, read_mixture
 from nanochat.tokenizer import Tokenizer
-from tasks.base import find_error
+from tasks.base import assistant, find_error, user
 from tasks.buckets import Bucket, buckets
 from tasks.filters import FilterRow, apply_filters, parse_all
 from tasks.registry import eval_task, list_benchmarks
@@ -102,7 +103,12 @@ def read_rows(cfg: Filter) -> Iterator[FilterRow]:
         yield from ({"messages": conversation} for conversation in open_bucket(cfg).train)
         return
     for number, line in read_json_lines(Path(cfg.rows).expanduser()):
-        problem = find_error(line.get("messages")) if isinstance(line, dict) else "not an object"
+        problem = "not an object"
+        if isinstance(line, dict):
+            messages = line.get("messages")
+            if messages is None and "prompt" in line:  # not answered yet
+                messages = [user(line["prompt"]), assistant("-")]
+            problem = find_error(messages)
         if problem:
             raise ValueError(f"{cfg.rows}, line {number}: {problem}")
         yield line

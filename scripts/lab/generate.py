@@ -9,7 +9,8 @@ A pilot is required: train on its rows and compare (scripts.lab.filter, scripts.
 paying for the rest. If interrupted, rerun the same command: finished answers are kept.
 
 Reads   a file of rows {"messages": [...]} or {"prompt": "..."}; other fields are kept
-Writes  --out, the rows with answers and finish reasons ("finish"); <out>.pilot.json next to it
+Writes  --out, the rows with answers and finish reasons ("finish"), or with --as_prompt new prompts;
+        <out>.pilot.json next to it
 """
 
 import json
@@ -46,6 +47,9 @@ class Generate:
     """File with the API key. Default: no key."""
     system: str = ""
     """System message before every prompt. Default: none."""
+    as_prompt: bool = False
+    """Write each answer as the next prompt, and the prompt itself as `original`: translates prompts
+    with a --system message that asks for it. Only the last message of a prompt is kept."""
     temperature: float = 0.7
     top_p: float = 0.9
     max_tokens: int = 1024
@@ -141,8 +145,14 @@ def answer_all(
         text, finish = reply.choices[0].message.content, reply.choices[0].finish_reason
         if not (text or "").strip():
             raise ValueError(f"empty answer, finish reason {finish!r}")
-        messages = [*row["messages"], {"role": "assistant", "content": text}]
-        made = {**row, "messages": messages, "finish": finish, "teacher": model}
+        if cfg.as_prompt and finish != "stop":
+            raise ValueError(f"incomplete prompt, finish reason {finish!r}")
+        if cfg.as_prompt:
+            made = {**row, "prompt": text, "original": row["messages"][-1]["content"]}
+            del made["messages"]
+        else:
+            made = {**row, "messages": [*row["messages"], {"role": "assistant", "content": text}]}
+        made |= {"finish": finish, "teacher": model}
         with lock:  # append immediately: answers cost money
             append_line(out, json.dumps(made, ensure_ascii=False))
             counts["Answered"] += 1

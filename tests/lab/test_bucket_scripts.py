@@ -144,6 +144,32 @@ def test_pilot_must_have_answers_from_the_same_teacher(tmp_path, teacher, monkey
         generate.main(Generate(**files))
 
 
+def test_translated_prompts_are_filtered_and_answered(tmp_path, teacher):
+    rows = [{"prompt": f"Question number {i}", "gold": i} for i in range(10, 50)]
+    paths = [tmp_path / f"{name}.jsonl" for name in ("english", "translated", "prompts", "made")]
+    english, translated, prompts, made = map(str, paths)
+    write(paths[0], [{"messages": talk("Question number 7 " * 40, "old")}, *rows])
+    generate.main(Generate(english, translated, pilot=99, as_prompt=True, system="Translate."))
+    assert teacher.requests[0][0] == {"role": "system", "content": "Translate."}
+    found = read(translated)
+    assert len(found) == 36  # answers with a 7 are cut off
+    assert not any("messages" in row for row in found)
+    assert all(row["prompt"] == f"sage: {row['original']}" for row in found)
+    write(paths[1], [*found, {"prompt": "far too long " * 9, "original": "Short?"}])
+    filter_script.main(Filter(prompts, "length_shift,no_duplicate", rows=translated))
+    assert read(prompts) == found
+    generate.main(Generate(prompts, made, pilot=99))
+    answered = read(made)
+    assert {row["original"]: row["gold"] for row in answered} == {
+        row["original"]: row["gold"] for row in found
+    }
+    for row in answered:
+        assert row["messages"] == talk(row["prompt"], f"sage: sage: {row['original']}")
+    filter_script.main(Filter(str(tmp_path / "good.jsonl"), "length_shift", rows=made))
+    with pytest.raises(ValueError, match="line 1: message 1: content must be a string"):
+        filter_script.main(Filter(prompts, "length_shift", rows=write(paths[3], [{"prompt": 5}])))
+
+
 def test_interrupt_keeps_answers_and_sends_no_more_prompts(tmp_path, teacher):
     rows = [{"prompt": f"Question {i}"} for i in range(40)]
     files = {"prompts": write(tmp_path / "asked.jsonl", rows), "out": str(tmp_path / "made.jsonl")}
