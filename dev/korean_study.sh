@@ -7,7 +7,7 @@
 #
 # The buckets, arms and benchmarks follow the development log of Ko-R1-3 (onelineai.com/blog); the
 # log publishes no sizes, so those of dev/korean_public.json are ours. The public data take GPUs and
-# access to KMMLU-Redux. If it is interrupted, rerun the same command. Writes section "Sweep korean"
+# access to KMMLU-Redux, and declare six benchmarks final in this base directory for good. If it is interrupted, rerun the same command. Writes section "Sweep korean"
 # or "Sweep korean-standins", and sweeps/ under NANOCHAT_BASE_DIR.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -4,7 +4,8 @@ Conversations from a dataset repository on the Hub, whatever its columns are cal
     hub:owner/name{prompt: question, answer: response} -> rows -> valid rows -> conversations
 
 SmolTalk, OpenThoughts3 and others are such repositories with known columns. Rows that are not valid
-conversations are skipped and counted. Without a file for validation, one row in 20 is held out.
+conversations are skipped and counted. Without a file for validation, the rows of about one prompt
+in 20 are held out.
 """
 
 import re
@@ -47,7 +48,8 @@ class HubChats(HubTask):
             self.repo, given = parse_source(source)
             known = {} if given.keys() & {"messages", "prompt"} else self.mapping
             self.mapping = {**known, **given}
-        if ("messages" in self.mapping) == ("prompt" in self.mapping and "answer" in self.mapping):
+        named = self.mapping.keys() & {"messages", "prompt", "answer"}
+        if named not in ({"messages"}, {"prompt", "answer"}):
             raise ValueError(
                 f"{self.repo}: which columns hold the conversations? use {{messages: <column>}} or "
                 "{prompt: <column>, answer: <column>}"
@@ -56,8 +58,8 @@ class HubChats(HubTask):
         self.stems = {"val": self.mapping.get("val", train), **self.stems, "train": train}
         self.revision = self.mapping.get("revision")
         self.column, _, self.value = self.mapping.get("where", "").partition("=")
-        named = (self.mapping.get(key) for key in ("messages", "prompt", "answer"))
-        self.columns = tuple(dict.fromkeys(filter(None, [*named, self.column])))
+        columns = [self.mapping.get(key) for key in ("messages", "prompt", "answer")]
+        self.columns = tuple(dict.fromkeys(filter(None, [*columns, self.column])))
 
     def find_problem(self, row: TaskRow) -> str | None:
         if self.column and str(row[self.column]) != self.value:
@@ -74,14 +76,15 @@ class HubChats(HubTask):
         rows = self.kept
         if "val" in self.splits and self.stems["val"] == self.stems["train"]:
             every, kept = enumerate(self.data.rows), set(rows)
-            prints = {n: fingerprint(self.parse(row)) for n, row in every if n in kept}
-            held_out = choose_held_out(prints.values(), self.where)
+            prints = {n: fingerprint(self.parse(row)[:-1]) for n, row in every if n in kept}
+            held_out = choose_held_out(prints.values(), self.where, "prompt")
             rows = [n for n in rows if (prints[n] in held_out) == (self.split == "val")]
         return [rows[n] for n in shuffled(len(rows), ROW_ORDER)]
 
     @property
     def origin(self) -> dict[str, Any]:
-        return {**super().origin, "mapping": dict(self.mapping)}
+        own = {} if self.mapping == type(self).mapping else {"mapping": dict(self.mapping)}
+        return {**super().origin, "left_out": self.left_out, **own}
 
     def conversation(self, i: int) -> Conversation:
         return self.parse(self.row(i))

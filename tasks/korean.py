@@ -17,6 +17,7 @@ from tasks.base import (
     MCQuestion,
     answer_text,
     assistant,
+    final_number,
     user,
     visible,
 )
@@ -109,7 +110,8 @@ class CLIcK(HubQuestions):
         text = "\n\n".join(
             filter(None, [(row["paragraph"] or "").strip(), row["question"].strip()])
         )
-        return MCQuestion(text, tuple(row["choices"]), list(row["choices"]).index(row["answer"]))
+        options = [option.strip() for option in row["choices"]]
+        return MCQuestion(text, tuple(options), options.index(row["answer"].strip()))
 
 
 class KoBALT(HubQuestions):
@@ -179,8 +181,10 @@ class MCLMKorean(HubTask):
         return self.row(i)[self.columns[0]]
 
     def score(self, conversation: Conversation, answer: str) -> float:
-        right = answer_text(conversation[-1])
-        return float(self.answered(answer) and final_value(answer) == final_value(right))
+        right = final_value(answer_text(conversation[-1]))
+        if isinstance(right, float) and (number := final_number(visible(answer))) is not None:
+            return float(float(number) == right)  # it may have a unit
+        return float(self.answered(answer) and final_value(answer) == right)
 
     def answered(self, answer: str) -> bool:
         return "####" in visible(answer)
@@ -188,7 +192,9 @@ class MCLMKorean(HubTask):
 
 def final_value(answer: str) -> float | str:
     """What follows the last ####: a number, or a formula without spaces and dollar signs."""
-    said = re.sub(r"[\s$]|\\[!,;]|\\(left|right)", "", visible(answer).rpartition("####")[2])
+    line = visible(answer).rpartition("####")[2].strip().partition("\n")[0]
+    line = re.sub(r"\\boxed\{(.*)\}", r"\1", line)
+    said = re.sub(r"[\s$]|\\[!,;]|\\(left|right)", "", line)
     said = re.sub(r"\\[dt]frac", r"\\frac", said.rstrip("."))
     try:
         return float(re.sub(r"(?<=\d),(?=\d{3})", "", said))

@@ -21,7 +21,7 @@ from tasks.hub import HubTask, TaskRow
 from tasks.humaneval import extract_code, run_test
 
 ENTRY = "solve"  # function that the tests call
-SECONDS = 5.0  # per test
+SECONDS, MOST_SECONDS = 5.0, 60.0  # per test, but at most for all of them
 READ = "Write a Python program that reads stdin and prints to stdout."
 COMPLETE = "Complete this Python class:\n\n```python\n{starter}\n```"
 INSTRUCTION = "Answer with the whole program in a block of Python code."
@@ -43,9 +43,10 @@ def {entry}(*arguments):
     return Solution().{method}(*arguments)
 """
 COMPARE = """
+import decimal
+def same_text(found, right):
+    return type(found) is str and words(found) == words(right)
 def same(found, right):
-    if isinstance(right, str):
-        return type(found) is str and (found == right or words(found) == words(right))
     if isinstance(right, list):
         return isinstance(found, list | tuple) and len(found) == len(right) and all(
             map(same, found, right))
@@ -54,8 +55,8 @@ def words(text):
     return [number(word) for word in text.split()]
 def number(word):
     try:
-        return float(word)
-    except ValueError:
+        return decimal.Decimal(word)
+    except decimal.InvalidOperation:
         return word
 """
 
@@ -100,7 +101,8 @@ class LiveCodeBench(HubTask):
         program = form.format(entry=ENTRY, source=source, method=method)
         tests = [*json.loads(row["public_test_cases"]), *read_private(row["private_test_cases"])]
         lines = [f"assert {describe_test(test, bool(method))}" for test in tests]
-        limits = Limits(seconds=SECONDS * len(tests))
+        seconds = min(SECONDS * len(tests), MOST_SECONDS)
+        limits = Limits(seconds, memory_bytes=2**29 + 64 * sum(map(len, lines)))  # tests are code
         test = "\n".join([COMPARE, *lines])
         return float(run_test(program, test, ENTRY, unsafe=self.unsafe, limits=limits))
 
@@ -115,7 +117,7 @@ def question(row: TaskRow) -> str:
 def describe_test(test: dict[str, str], method: bool) -> str:
     """Condition of a test: arguments and result are JSON for a method, else stdin and stdout."""
     if not method:
-        return f"same({ENTRY}({test['input']!r}), {test['output']!r})"
+        return f"same_text({ENTRY}({test['input']!r}), {test['output']!r})"
     arguments = ", ".join(repr(json.loads(line)) for line in test["input"].splitlines())
     return f"same({ENTRY}({arguments}), {json.loads(test['output'])!r})"
 

@@ -102,5 +102,5 @@ def test_missing_column_and_file_errors_list_what_there_is(published):
         len(HubChats("train", "me/mine{prompt: c, answer: a, train: x}"))
     with pytest.raises(ValueError, match="me/mine has no own among its files train.parquet"):
         len(HubChats("train", "me/mine{prompt: inquiry, answer: reply, train: own}"))
-    with pytest.raises(ValueError, match="has one conversation; at least two"):
+    with pytest.raises(ValueError, match="has one prompt; at least two"):
         len(HubChats("train", "me/mine{prompt: inquiry, answer: reply}"))

@@ -63,6 +63,7 @@ def task(monkeypatch) -> LiveCodeBench:
         ("sum", f"{SUM.format('float')}\nexit()", 1.0),
         ("sum", "import sys\nprint(sum(map(float, sys.stdin.read().split()[1:])))", 1.0),
         ("sum", "print(3)", 0.0),
+        ("sum", "print(3.0000000000000001)", 0.0),
         ("sum", "", 0.0),
         ("return", CUT.format("x[::-1][: len(x) - k]"), 1.0),
         ("return", CUT.format("tuple(x[::-1][: len(x) - k])"), 1.0),

@@ -533,10 +533,13 @@ def open_monitor(
     tokenizer = Tokenizer.read(parent.folder / "tokenizer.json")
     text = pretraining_text(parent, tokenizer, model.cfg.max_seq_len, machine)
     suite = CanarySuite(tokenizer, text, chats, train_chats, shares)
-    if machine.is_main:  # it alone measures
+
+    def measure() -> dict[str, float]:
         every = open_suite(parent.state["source"].get("dataset"))
         suite.questions = [task for task in every if task.kind == "choice"]
-    before = machine.on_main("measuring canaries", lambda: suite.measure_parent(model))
+        return suite.measure_parent(model)
+
+    before = machine.on_main("measuring canaries", measure)
     return CanaryMonitor(cfg, suite, before, model, num_steps, machine)
 
 
