@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-from dataclasses import replace
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import pytest
@@ -48,7 +48,7 @@ def new_optimizer(model, machine):
 def run(base, tiny_gpt, tokenizer, machine):
     """A run with its checkpoints in base_checkpoints/tiny."""
     folder, optimizer = stage_folder("base") / "tiny", new_optimizer(tiny_gpt, machine)
-    identity = {"model": {"n_layer": 2}, "rows": {"tokenizer": "abc"}, "seed": 0}
+    identity = {"model": asdict(TINY), "rows": {"tokenizer": "abc"}, "seed": 0}
 
     def open_with(machine=machine, keep_optimizer=True, asynchronous=False, **changed):
         cfg = SavingConfig(**changed)

@@ -10,7 +10,7 @@ import torch
 from nanochat.checkpoint import build_model, parse_checkpoint_ref, save_checkpoint, stage_folder
 from nanochat.common import MissingInput, read_json
 from nanochat.distributed import DistConfig
-from nanochat.lab import suite, variance
+from nanochat.lab import canaries, variance
 from nanochat.lab.variance import (
     Variance,
     default_repeats,
@@ -233,7 +233,7 @@ def test_settings_are_compared_over_seeds(base, tokenizer, capsys):
 
 
 def test_checkpoints_of_runs_are_scored_on_the_suite(base, tokenizer, monkeypatch, capsys):
-    monkeypatch.setattr(suite, "BUILTIN", {"world_choice": 8, "world_spelling": 3})
+    monkeypatch.setattr(canaries, "BUILTIN", {"world_choice": 8, "world_spelling": 3})
     saved = [save_model(tokenizer, "base", "d2", step, step) for step in (5, 10)]
     save_model(tokenizer, "sft", "d2", 7, 1, base=saved[1].fingerprint)
     runs = compare.Compare(all="base:d2, sft:d2")
@@ -252,10 +252,10 @@ def test_checkpoints_of_runs_are_scored_on_the_suite(base, tokenizer, monkeypatc
     def not_cached(*about):
         raise AssertionError("scored again")
 
-    monkeypatch.setattr(suite, "score_suite", not_cached)
+    monkeypatch.setattr(compare, "score_suite", not_cached)
     compare.main(runs)
     assert read_json(base / "report" / "suite.json")["tables"] == [table]
-    monkeypatch.setattr(suite, "BUILTIN", {"world_choice": 9})  # another suite
+    monkeypatch.setattr(canaries, "BUILTIN", {"world_choice": 9})  # another suite
     with pytest.raises(AssertionError, match="scored again"):
         compare.main(runs)
     with pytest.raises(MissingInput, match="no checkpoint in"):
