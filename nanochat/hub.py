@@ -83,7 +83,7 @@ def explain(error: BaseException, repo: str, revision: str, file: str | None) ->
         fix = f"request access at {hub}/datasets/{repo}, then log in with `hf auth login`"
     elif isinstance(error, errors.RevisionNotFoundError) and file is None:
         why = f"{repo} has no revision {revision!r}"
-        fix = "pass a branch, tag or commit as --revision"
+        fix = "set revision to a branch, tag or commit"
     elif isinstance(error, errors.RevisionNotFoundError):
         why = f"{repo} no longer has commit {revision}, which the manifest pins"
         fix = "set a new NANOCHAT_BASE_DIR to start over with the current commit"
@@ -245,7 +245,7 @@ def pin_repo(name: str, path: Path, suffixes: tuple[str, ...], revision: str | N
     manifest = read_json(path)
     if revision not in (None, manifest["revision"], manifest["commit"]):
         raise ValueError(
-            f"--revision={revision}, but {path} pins {name} to {manifest['revision']} at "
+            f"revision {revision} is set, but {path} pins {name} to {manifest['revision']} at "
             f"commit {manifest['commit']}; delete {path.parent} to change it"
         )
     return manifest

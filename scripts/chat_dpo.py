@@ -11,9 +11,10 @@ Writes  chatdpo_checkpoints/<tag>/ with metrics.jsonl, and the section "Chat DPO
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from functools import partial
 
-from nanochat.checkpoint import FOLDERS, SavingConfig, load_model
+from nanochat.checkpoint import FOLDERS, Checkpoint, SavingConfig, load_model, stage_folder
 from nanochat.common import fingerprint
 from nanochat.config import require_at_least, settings, start
 from nanochat.distributed import DistContext, init_distributed
@@ -28,6 +29,7 @@ from nanochat.lab.dpo import (
     PairEvaluator,
     PairLoader,
     encode_pairs,
+    keep_pairs,
     sample_pairs,
 )
 from nanochat.lab.held_out import reject_contaminated, require_access
@@ -106,7 +108,8 @@ def main(cfg: ChatDPO) -> None:
 
     # Models, pairs, optimizer
     model, tokenizer = load_model(parent, machine), Tokenizer.read(parent.folder / "tokenizer.json")
-    pairs, held_out = make_pairs(cfg, data, model, tokenizer, machine)
+    tag = cfg.train.model_tag or parent.folder.parent.name
+    pairs, held_out = make_pairs(cfg, data, parent, model, tokenizer, tag, machine)
     reference = load_model(parent, machine).to(machine.dtype).requires_grad_(False)
     objective = DPOObjective(model, reference, cfg.dpo.beta)
     T, filler = model.cfg.max_seq_len, tokenizer.bos_id
@@ -132,7 +135,7 @@ def main(cfg: ChatDPO) -> None:
         loader=loader,
         machine=machine,
         cfg=cfg.train,
-        tag=cfg.train.model_tag or parent.folder.parent.name,
+        tag=tag,
         num_steps=num_steps,
         schedule=ScheduleConfig(0, warmdown_ratio=1.0, final_lr_frac=0.0),
         prepared=Prepared(rows, False, 0, num_steps * evaluator.seconds_per_step),
@@ -161,9 +164,18 @@ def open_data(cfg: ChatDPO, spec: str | None) -> tuple[Task, Task]:
 
 
 def make_pairs(
-    cfg: ChatDPO, data: Sequence[Task], model: GPT, tokenizer: Tokenizer, machine: DistContext
+    cfg: ChatDPO,
+    data: Sequence[Task],
+    parent: Checkpoint,
+    model: GPT,
+    tokenizer: Tokenizer,
+    tag: str,
+    machine: DistContext,
 ) -> list[list[Pair]]:
-    """Encoded pairs of each task. Raises ValueError if one has none."""
+    """
+    Encoded pairs of each task; sampled ones are saved in the folder of the checkpoints. Raises
+    ValueError if a task has none.
+    """
     T, engine, found = model.cfg.max_seq_len, None, []
     if not cfg.pairs:
         tokens = sum(map(len, data)) * cfg.dpo.num_samples * cfg.dpo.max_new_tokens
@@ -178,7 +190,10 @@ def make_pairs(
             fix = "use shorter pairs, or a model with a larger max_seq_len"
         else:
             assert engine is not None
-            pairs = sample_pairs(engine, task, cfg.dpo, seed, machine)
+            path = stage_folder("dpo") / tag / f"pairs_{task.split}.json"
+            sampled = [parent.fingerprint, task.identity, asdict(cfg.dpo.rollouts), seed]
+            sample = partial(sample_pairs, engine, task, cfg.dpo, seed, machine)
+            pairs = keep_pairs(path, fingerprint(sampled), sample, machine)
             about = f"from {cfg.dpo.num_samples} answers to each of {len(task):,} questions"
             fix = "raise --num_samples, or use tasks that the model solves sometimes"
         machine.print0(f"{task.split}: {len(pairs):,} pairs, {about}")

@@ -12,6 +12,7 @@ import io
 import json
 import pickle
 import zlib
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, NoReturn
 
@@ -21,7 +22,8 @@ from tasks.hub import HubTask, TaskRow
 from tasks.humaneval import extract_code, run_test
 
 ENTRY = "solve"  # function that the tests call
-SECONDS, MOST_SECONDS = 5.0, 60.0  # per test, but at most for all of them
+SECONDS, MOST_SECONDS = 5.0, 60.0  # per test, but at most for a program
+PROGRAM_CHARS = 2**22  # tests of a program; larger ones would exceed the sandbox's memory
 READ = "Write a Python program that reads stdin and prints to stdout."
 COMPLETE = "Complete this Python class:\n\n```python\n{starter}\n```"
 INSTRUCTION = "Answer with the whole program in a block of Python code."
@@ -89,22 +91,25 @@ class LiveCodeBench(HubTask):
         return self.row(i)["question_content"]
 
     @cached_property
-    def by_question(self) -> dict[str, TaskRow]:
-        """User message -> row."""
-        return {question(row): row for row in self.data.rows}
+    def by_question(self) -> dict[str, int]:
+        """User message -> problem. Rows are read one at a time: tests of some have megabytes."""
+        return {question(self.row(i)): i for i in range(len(self))}
 
     def score(self, conversation: Conversation, answer: str) -> float:
-        row = self.by_question[conversation[0]["content"]]
+        row = self.row(self.by_question[conversation[0]["content"]])
         method = json.loads(row["metadata"]).get("func_name")
         source = extract_code(visible(answer), method or ENTRY)
         form = METHOD_PROGRAM if method else STDIN_PROGRAM
         program = form.format(entry=ENTRY, source=source, method=method)
         tests = [*json.loads(row["public_test_cases"]), *read_private(row["private_test_cases"])]
         lines = [f"assert {describe_test(test, bool(method))}" for test in tests]
-        seconds = min(SECONDS * len(tests), MOST_SECONDS)
-        limits = Limits(seconds, memory_bytes=2**29 + 64 * sum(map(len, lines)))  # tests are code
-        test = "\n".join([COMPARE, *lines])
-        return float(run_test(program, test, ENTRY, unsafe=self.unsafe, limits=limits))
+        for part in split_tests(lines):
+            memory = 2**29 + 64 * sum(map(len, part))  # tests are code
+            limits = Limits(min(SECONDS * len(part), MOST_SECONDS), memory_bytes=memory)
+            test = [COMPARE, *part]
+            if not run_test(program, "\n".join(test), ENTRY, unsafe=self.unsafe, limits=limits):
+                return 0.0
+        return 1.0
 
 
 def question(row: TaskRow) -> str:
@@ -120,6 +125,19 @@ def describe_test(test: dict[str, str], method: bool) -> str:
         return f"same_text({ENTRY}({test['input']!r}), {test['output']!r})"
     arguments = ", ".join(repr(json.loads(line)) for line in test["input"].splitlines())
     return f"same({ENTRY}({arguments}), {json.loads(test['output'])!r})"
+
+
+def split_tests(lines: Sequence[str]) -> list[list[str]]:
+    """Tests of one program each: at most PROGRAM_CHARS characters, or one test."""
+    parts: list[list[str]] = [[]]
+    size = 0
+    for line in lines:
+        size += len(line)
+        if parts[-1] and size > PROGRAM_CHARS:
+            parts.append([])
+            size = len(line)
+        parts[-1].append(line)
+    return parts
 
 
 class TextUnpickler(pickle.Unpickler):

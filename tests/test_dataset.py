@@ -418,7 +418,7 @@ def test_revision_mismatch_error_names_pinned_revision(serve):
     source = mini()
     assert mini(revision="main") == mini(revision=source.repo.commit) == source
     with pytest.raises(
-        ValueError, match=f"--revision=dev, but .*main at commit {source.repo.commit}"
+        ValueError, match=f"revision dev is set, but .*main at commit {source.repo.commit}"
     ):
         mini(revision="dev")
 

@@ -198,7 +198,7 @@ REFUSALS = {
     "login page": (page, "no valid Hub response.*HF_ENDPOINT"),
     "page without a type": (bare_page, "no valid Hub response.*HF_ENDPOINT"),
     "redirect to a login page": (redirect, "no valid Hub response.*HF_ENDPOINT"),
-    "no commit": (status(404, error="RevisionNotFound"), "no .*--revision|NANOCHAT_BASE_DIR"),
+    "no commit": (status(404, error="RevisionNotFound"), "no .*set revision|NANOCHAT_BASE_DIR"),
 }
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from nanochat.sandbox import SandboxUnavailable, choose_layer
 from tasks import hub as hub_tasks
+from tasks import livecodebench
 from tasks.hub import TaskData, TaskRows
 from tasks.livecodebench import LiveCodeBench, read_private
 
@@ -74,6 +75,17 @@ def task(monkeypatch) -> LiveCodeBench:
 def test_program_must_pass_public_and_hidden_tests(task, kind, code, score):
     asked = next(c for c in task if kind in c[0]["content"].lower())
     assert task.score(asked, f"Here it is:\n```python\n{code}\n```") == score
+
+
+def test_many_tests_run_in_several_programs(task, monkeypatch):
+    lines = ["a" * 3, "b" * 3, "c" * 9, "d"]
+    monkeypatch.setattr(livecodebench, "PROGRAM_CHARS", 6)
+    assert livecodebench.split_tests(lines) == [lines[:2], [lines[2]], [lines[3]]]
+    monkeypatch.setattr(livecodebench, "PROGRAM_CHARS", 1)
+    asked = next(c for c in task if "sum" in c[0]["content"])
+    answers = {SUM.format("float"): 1.0, SUM.format("int"): 0.0, "print(3)": 0.0}
+    for code, score in answers.items():  # the hidden test, which both wrong ones fail, is last
+        assert task.score(asked, f"```python\n{code}\n```") == score
 
 
 def test_pickled_tests_cannot_run_code():

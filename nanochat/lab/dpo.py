@@ -10,8 +10,10 @@ Source: Rafailov et al., arXiv:2305.18290.
 """
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +24,7 @@ from torch import Tensor
 from nanochat import records, stats
 from nanochat.chat_format import Message, render, render_prompt
 from nanochat.chat_packing import signed_ids
-from nanochat.common import WaitAborted
+from nanochat.common import WaitAborted, read_json, write_json
 from nanochat.distributed import DistContext
 from nanochat.engine import Completion, Engine
 from nanochat.eval_chat import Questions
@@ -125,6 +127,29 @@ def sample_pairs(
     for other in machine.gather(found):
         found |= other
     return [found[draw] for draw in sorted(found)]
+
+
+def keep_pairs(
+    path: Path, origin: str, sample: Callable[[], list[Pair]], machine: DistContext
+) -> list[Pair]:
+    """
+    The pairs saved at `path` if they have the same `origin`, else those that `sample` returns,
+    which are saved. A resumed run trains on the same pairs without sampling them again.
+    """
+
+    def read() -> list[Pair] | None:
+        saved = read_json(path) if path.exists() else {}
+        if saved.get("origin") != origin:
+            return None
+        return [Pair(*(np.array(ids, np.int32) for ids in pair)) for pair in saved["pairs"]]
+
+    found = machine.on_main("reading pairs", read)
+    if found is None:
+        found = sample()
+        saved = [[ids.tolist() for ids in pair] for pair in found]
+        write = partial(write_json, path, {"origin": origin, "pairs": saved})
+        machine.on_main("saving pairs", write)
+    return found
 
 
 # ---- Batches and the loss ------------------------------------------------------------------------

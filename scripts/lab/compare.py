@@ -108,33 +108,34 @@ def compare_all(cfg: Compare) -> None:
     suite = open_suite(checkpoints[0].state["source"].get("dataset"))
     if not suite:
         raise ValueError("all tasks of the suite are final benchmarks: there is nothing to score")
+    by_task = {each.fingerprint: score_checkpoint(each, suite, machine) for each in checkpoints}
+    scored = {key: [x for one in scores.values() for x in one] for key, scores in by_task.items()}
+    runs = [f"{each.state['stage']}:{each.folder.parent.name}" for each in checkpoints]
+    names = {c.fingerprint: f"{run}:{c.step}" for run, c in zip(runs, checkpoints, strict=True)}
     values: dict[str, Any] = {}
     series: dict[str, list[list[float]]] = {}
-    names: dict[str, str] = {}  # by fingerprint
-    scored: dict[str, list[float]] = {}
     rows = []
-    for each in checkpoints:
-        run, print_ = f"{each.state['stage']}:{each.folder.parent.name}", each.fingerprint
-        by_task = score_checkpoint(each, suite, machine)
-        scores = scored[print_] = [score for one in by_task.values() for score in one]
-        names[print_], mean = f"{run}:{each.step}", stats.mean(scores)
-        values[names[print_]] = records.estimate(*mean)
+    for run, each in zip(runs, checkpoints, strict=True):
+        key = each.fingerprint
+        mean = stats.mean(scored[key])
+        values[names[key]] = records.estimate(*mean)
         series.setdefault(run, []).append([each.step, mean.value])
         parents = each.state["provenance"]["inputs"].values()
         origin = next((parent for parent in parents if parent in scored), next(iter(scored)))
-        change = stats.compare(scored[origin], scores)
-        row = [run, str(each.step), *(f"{stats.mean(one).value:.3f}" for one in by_task.values())]
+        change = stats.compare(scored[origin], scored[key])
+        row = [run, str(each.step)]
+        row += [f"{stats.mean(one).value:.3f}" for one in by_task[key].values()]
         row += [f"{mean.value:.3f} +- {mean.se:.3f}"]
         versus = [f"{change.difference:+.3f} +- {change.se:.3f}", names[origin], change.verdict]
-        rows.append([*row, *(["-", "-", "-"] if origin == print_ else versus)])
+        rows.append([*row, *(["-", "-", "-"] if origin == key else versus)])
     columns = ["Run", "Step", *(task.name for task in suite), "All", "Difference", "From"]
     table = {"title": None, "columns": [*columns, "Verdict"], "rows": rows}
     print(report.render_table(table))
     inputs = {"before": fingerprint(list(scored))}
-    origin = records.Provenance(checkpoints[-1].state["provenance"]["run_id"], 0, inputs)
+    provenance = records.Provenance(checkpoints[-1].state["provenance"]["run_id"], 0, inputs)
     cost = records.Cost.since(started, machine)
     curves = series if len(checkpoints) > len(series) else {}  # one point is no curve
-    report.append_section("Suite", cfg, values, origin, cost, tables=[table], series=curves)
+    report.append_section("Suite", cfg, values, provenance, cost, tables=[table], series=curves)
     machine.close()
 
 

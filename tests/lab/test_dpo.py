@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,12 +15,14 @@ from nanochat.gpt import GPTConfig, inference_copy
 from nanochat.lab.dpo import (
     DPOConfig,
     DPOObjective,
+    Pair,
     PairEvaluator,
     PairLoader,
     collate,
     encode_completion,
     encode_conversation,
     encode_pairs,
+    keep_pairs,
     sample_pairs,
 )
 from nanochat.logger import read_metrics
@@ -123,6 +126,19 @@ def test_right_answers_are_paired_with_wrong_ones(machine, monkeypatch):
     assert not parts[0].keys() & parts[1].keys()
     for i, pair in zip(sorted(merged), pairs, strict=True):
         assert all((a == b).all() for a, b in zip(merged[i], pair, strict=True))
+
+
+def test_sampled_pairs_are_kept_for_the_same_origin(machine, tmp_path):
+    path, calls = tmp_path / "tag" / "pairs_train.json", []
+
+    def sample():
+        calls.append(1)
+        return [Pair(np.array([~1, 2, 3], np.int32), np.array([~1, len(calls)], np.int32))]
+
+    kept = [keep_pairs(path, origin, sample, machine) for origin in ("a", "a", "b", "b")]
+    assert [pairs[0].rejected.tolist() for pairs in kept] == [[~1, 1], [~1, 1], [~1, 2], [~1, 2]]
+    assert all(ids.dtype == np.int32 for pairs in kept for ids in pairs[0])
+    assert kept[1][0].chosen.tolist() == [~1, 2, 3]
 
 
 # ---- Loss and gradients --------------------------------------------------------------------------

@@ -249,6 +249,11 @@ def test_checkpoints_of_runs_are_scored_on_the_suite(base, tokenizer, monkeypatc
     assert [len(points) for points in record["series"].values()] == [2, 1]
     assert "| sft:d2 | 7" in capsys.readouterr().out and "Suite" in (base / "report.md").read_text()
 
+    compare.main(compare.Compare(all="sft:d2,base:d2"))  # the parent is listed last
+    [other] = read_json(base / "report" / "suite.json")["tables"]
+    columns = [other["columns"].index(name) for name in ("Run", "From")]
+    assert [other["rows"][0][n] for n in columns] == ["sft:d2", "base:d2:10"]
+
     def not_cached(*about):
         raise AssertionError("scored again")
 
