@@ -7,8 +7,9 @@
 #
 # The buckets, arms and benchmarks follow the development log of Ko-R1-3 (onelineai.com/blog); the
 # log publishes no sizes, so those of dev/korean_public.json are ours. The public data take GPUs and
-# access to KMMLU-Redux, and declare six benchmarks final in this base directory for good. If it is interrupted, rerun the same command. Writes section "Sweep korean"
-# or "Sweep korean-standins", and sweeps/ under NANOCHAT_BASE_DIR.
+# access to KMMLU-Redux, and declare six benchmarks final in this base directory for good. If it is
+# interrupted, rerun the same command. Writes section "Sweep korean" or "Sweep korean-standins" with
+# its figure, and sweeps/ under NANOCHAT_BASE_DIR.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source .venv/bin/activate
@@ -50,3 +51,4 @@ done
 python -m scripts.lab.sweep --name=$name --devices="${DEVICES:-2}" --bases="$bases" --source=base \
     --mixture=dev/korean_$DATA.json --arms="${ARMS:-$arms}" --arm_floor="styles=5%" "${run[@]}" \
     --seeds=3 --arm_seeds=2 --flags="$train" --tasks="$tasks" --eval_flags="$score"
+python -m scripts.report

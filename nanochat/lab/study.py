@@ -136,8 +136,11 @@ class Study:
             else:
                 self.parents[base] = find_checkpoint(source, base)
                 self.starts[base] = {source: self.parents[base].fingerprint}
-        self.inputs = dict(self.starts[self.bases[0]])
-        self.run_id = records.inherited_run_id(self.inputs)
+        first, *others = self.starts.values()
+        self.run_id = records.inherited_run_id(first)
+        # The report looks up inputs by name, so several different bases need a name of their own.
+        same = all(start == first for start in others)
+        self.inputs = dict(first) if same else {"bases": fingerprint(self.starts)}
         for start in self.starts.values() if data else ():
             start["data"] = data
 

@@ -296,6 +296,15 @@ def test_rl_jobs_start_from_sft_and_set_no_mixture_or_batch(monkeypatch):
         sweep_script.main(SweepScript(arms="drop:a", study=cfg))
 
 
+def test_several_bases_are_no_inconsistency_of_the_report(monkeypatch):
+    monkeypatch.setattr(
+        study_module, "find_checkpoint", lambda source, tag: SimpleNamespace(fingerprint=tag)
+    )
+    one, two = (Study(StudyConfig(bases=bases), MixConfig()) for bases in ("d4", "d4|d6"))
+    assert one.inputs == {"mid": "d4"} and two.inputs.keys() == {"bases"}
+    assert Study(StudyConfig(bases="d4|d8"), MixConfig()).inputs != two.inputs
+
+
 FLOOR = {"world_choice": 0.05}
 
 
