@@ -817,23 +817,33 @@ def test_V10_seeded_answer_does_not_depend_on_the_batch(site):
 
 def test_V11_running_answers_end_cleanly_on_shutdown(base, monkeypatch):
     write_model(context=2048)
-    monkeypatch.setattr("nanochat.serve.server.DRAIN_SECONDS", 5.0)
+    monkeypatch.setattr("nanochat.serve.server.DRAIN_SECONDS", 600.0)
     with serving() as site:
-        slow_down(monkeypatch, site, 0.02)
+        taken = slow_down(monkeypatch, site, 0.02)
+        slow_step, both_queued = site.engine.step, threading.Event()
+
+        def step(patience):
+            both_queued.wait(60)
+            return slow_step(patience)
+
+        monkeypatch.setattr(site.engine, "step", step)
         events: dict[str, list] = {}
 
         def ask(name: str, tokens: int) -> None:
             events[name] = Site(
-                site.url, site.server, httpx.Client(base_url=site.url, timeout=30)
+                site.url, site.server, httpx.Client(base_url=site.url, timeout=60)
             ).stream(max_tokens=tokens)
 
         lengths = {"short": 5, "long": 1500}
         threads = [threading.Thread(target=ask, args=item) for item in lengths.items()]
         for thread in threads:
             thread.start()
-        until(lambda: len(site.engine.active) == 2)
+        until(lambda: site.worker.load.total() == 2)
         site.server.should_exit = True
         until(lambda: site.worker.deadline is not None)
+        both_queued.set()
+        until(lambda: "short" in events and len(taken) > 20)
+        site.worker.deadline = time.monotonic()
         for thread in threads:
             thread.join(60)
         assert events["short"][-1]["choices"][0]["finish_reason"] == "length"
