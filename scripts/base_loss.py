@@ -83,8 +83,9 @@ def main(cfg: BaseLoss) -> None:
     seconds = estimate_seconds(model, 3 * split_tokens, machine) / 3  # no backward pass
     set_kernels(cfg.kernels, model, machine, seconds)
 
-    # bpb on packed rows, training and validation
-    num_rows = max(1, split_tokens // T // len(corpus.rows))
+    # bpb on packed rows: those trained on first, and as many of held-out text
+    trained_rows = checkpoint.step * checkpoint.state["identity"]["batch_tokens"] // T
+    num_rows = max(1, min(split_tokens // T, trained_rows) // len(corpus.rows))
     corpus.pack(dict.fromkeys(corpus.rows, -(-num_rows // step_rows) * step_rows), machine)
     token_bytes = tokenizer.token_bytes()
 
@@ -95,7 +96,7 @@ def main(cfg: BaseLoss) -> None:
     seen, unseen = {}, {}
     for name, rows in corpus.rows.items():
         most = min(num_rows, rows.packed_train_rows)
-        seen[name] = on_rows(train_batches(rows, most, step_rows, machine))
+        seen[name] = on_rows(train_batches(rows, most, step_rows, origin["seed"], machine))
         unseen[name] = on_rows(rows.val_batches(step_rows, most, machine.rank, machine.world_size))
     train, val = pool(seen.values()), pool(unseen.values())
     machine.print0(f"train bpb {train.value:.4f}, val bpb {val.value:.4f}")
@@ -108,7 +109,7 @@ def main(cfg: BaseLoss) -> None:
     machine.print0(f"document bpb {plain.value:.4f} on {plain.bytes:,} bytes")
     pieces = f"rows of {T} tokens, in which a document may start in the middle"
     variants = [
-        ["train bpb", f"{train.value:.4f}", f"training text in {pieces}"],
+        ["train bpb", f"{train.value:.4f}", f"text of the first training steps in {pieces}"],
         ["val bpb", f"{val.value:.4f}", f"held-out text in {pieces}"],
         [
             "val minus train",
@@ -137,11 +138,11 @@ def main(cfg: BaseLoss) -> None:
 
 
 def train_batches(
-    rows: Rows, num_rows: int, step_rows: int, machine: DistContext
+    rows: Rows, num_rows: int, step_rows: int, seed: int, machine: DistContext
 ) -> Iterator[np.ndarray]:
-    """Yield this rank's batches of the first `num_rows` training rows in the order of seed 0."""
+    """Yield this rank's batches of the first `num_rows` rows of a training run with this seed."""
     for number in range(machine.rank, -(-num_rows // step_rows), machine.world_size):
-        batch = rows.batch(number, step_rows, seed=0)
+        batch = rows.batch(number, step_rows, seed)
         yield batch[: num_rows - number * step_rows]
 
 

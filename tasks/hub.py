@@ -4,6 +4,7 @@ Tasks whose rows come from a dataset repository on the hub, pinned on first use.
     repository, file stem -> HubRepo: manifest, verified files -> TaskRows -> HubTask
 """
 
+import os
 import re
 from abc import abstractmethod
 from collections import Counter
@@ -178,7 +179,7 @@ class HubTask(Task):
         problems = [self.find_problem(row) for row in self.data.rows]
         kept = [n for n, problem in enumerate(problems) if problem is None]
         found = Counter(problem for problem in problems if problem is not None)
-        if found:
+        if found and os.environ.get("RANK", "0") == "0":  # once under torchrun
             of = f"{found.total():,} of {len(problems):,} rows of {self.where}"
             print(f"{self.name}: skipped {of}: {found.most_common(1)[0][0]}", flush=True)
         if not kept:

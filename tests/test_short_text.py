@@ -5,13 +5,18 @@ import random
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from nanochat.dataset import DataConfig
+from nanochat.distributed import DistContext
 from nanochat.logger import read_metrics
 from nanochat.mixture import open_texts
 from nanochat.packing import ensure_packed, open_rows
+from nanochat.records import read_records
 from nanochat.tokenizer import Tokenizer, tokenizer_dir
+from scripts.base_loss import train_batches
 
 SMALL = (
     "base_train --depth=1 --max_seq_len=256 --total_batch_size=1024 --num_iterations=2 "
@@ -43,6 +48,23 @@ def test_R34_validation_text_shorter_than_a_row_does_not_give_nan(text, base, co
     ]
     assert len(written) > 3 and "Minimum validation bpb" in "".join(written)
     assert not re.findall(r"(?i).*\bnan\b.*", "\n".join(written))
+
+
+def on_cpu() -> DistContext:
+    return DistContext(0, 0, 1, torch.device("cpu"), torch.float32)
+
+
+def test_train_bpb_is_of_rows_that_the_run_was_trained_on(text, base, command):
+    command.works(*SMALL, f"--dataset={text}", "--seed=3")
+    command.works("base_loss")
+    (values,) = (r["values"] for r in read_records() if r["section"] == "Base model loss")
+    assert 1024 < values["train tokens scored"] <= 2 * 1024  # two steps; the text has more
+    source, tokenizer = open_texts(DataConfig(dataset=str(text))).only, Tokenizer.load("main")
+    rows, machine = open_rows(source, tokenizer, 256), on_cpu()
+    assert rows.totals()["rows"] > 8
+    trained = np.concatenate([rows.batch(step, 4, seed=3) for step in range(2)])
+    scored = np.concatenate(list(train_batches(rows, 8, 3, 3, machine)))
+    assert np.array_equal(scored, trained)
 
 
 def test_R34_half_of_one_validation_row_is_rejected(text, command):
