@@ -387,6 +387,8 @@ def load_model(checkpoint: Checkpoint, machine: DistContext, max_seq_len: int | 
 
 
 LOSS_BETA = 0.9  # decay of the moving average of the training loss
+FLOAT16_LOSS_SCALE = 2.0**14  # at the start of training
+RAISE_SCALE_AFTER = 2000  # finite steps
 
 
 @dataclass
@@ -409,6 +411,11 @@ class Progress:
     """All planned steps are done."""
     optimizer_missing: bool = False
     """The loaded checkpoint has no optimizer state, so the run cannot be extended."""
+    loss_scale: float = 1.0
+    """Factor on the loss in the backward pass. Above 1 in float16, whose range is too small for
+    most gradients otherwise; see `adjust_loss_scale`."""
+    steps_at_scale: int = 0
+    """Finite steps since `loss_scale` last changed."""
     health: AnomalyState = field(default_factory=AnomalyState)
     min_val: float | None = None
     last_val: float | None = None
@@ -436,6 +443,21 @@ class Progress:
         if timed:
             self.train_seconds += seconds
             self.step_seconds = [*self.step_seconds[-999:], seconds]
+
+    def begin_loss_scale(self, dtype: torch.dtype) -> None:
+        """Choose the loss scale of a run; one that resumes in float16 keeps its own."""
+        if dtype != torch.float16:
+            self.loss_scale = 1.0
+        elif self.loss_scale == 1.0:
+            self.loss_scale = FLOAT16_LOSS_SCALE
+
+    def adjust_loss_scale(self, finite: bool) -> None:
+        """Halve the loss scale after a non-finite step; double it after enough finite ones."""
+        self.steps_at_scale = self.steps_at_scale + 1 if finite else 0
+        if not finite:
+            self.loss_scale = max(1.0, self.loss_scale / 2)
+        elif self.steps_at_scale == RAISE_SCALE_AFTER:
+            self.loss_scale, self.steps_at_scale = self.loss_scale * 2, 0
 
     @property
     def smooth_loss(self) -> float:

@@ -197,9 +197,9 @@ class DistConfig:
     """Device to compute on. Default: cuda if available, else mps, else cpu."""
     dtype: Literal["bfloat16", "float16", "float32", "fp8"] | None = short("d", None)
     """Dtype of activations and matmuls; master weights are float32. fp8: bfloat16 with fp8 matmuls
-    in training (Ada, Hopper and later GPUs). float16: not for training; for GPUs before Ampere.
-    Default: bfloat16 if the hardware supports it natively (including CPUs with AVX512-BF16 or AMX),
-    else float32."""
+    in training (Ada, Hopper and later GPUs). float16: for GPUs before Ampere; training scales the
+    loss. Default: bfloat16 if the hardware supports it natively (including CPUs with AVX512-BF16 or
+    AMX), else float32."""
     deterministic: bool = False
     """Use only deterministic algorithms, for bit-identical runs; slower on a GPU."""
     collective_timeout_minutes: float = 10.0

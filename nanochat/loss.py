@@ -53,10 +53,11 @@ def softmax_terms(logits: Tensor) -> tuple[Tensor, Tensor]:
 
     Returns the row sums of exp(capped - SOFTCAP), (n, 1) in float32, and the summands times
     d capped / d logit = 4 r (1 - r), (n, V) in the logits' dtype. The division by the sums is left
-    to the matmuls, so this compiles into one pass.
+    to the matmuls, so this compiles into one pass; float16 has too few exponents and divides here.
     """
     r, e = exponentials(logits)
-    return e.sum(dim=1, keepdim=True), (e * (4.0 * (r - r * r))).to(logits.dtype)
+    total, slope = e.sum(dim=1, keepdim=True), e * (4.0 * (r - r * r))
+    return total, (slope / total if logits.dtype == torch.float16 else slope).to(logits.dtype)
 
 
 def accumulate(total: Tensor, part: Tensor) -> None:
@@ -89,10 +90,13 @@ def chunk_loss(logits: Tensor, targets: Tensor, kernels: LossKernels) -> tuple[T
     total, slope = kernels.softmax_terms(logits)
     capped = target_logits(logits, targets)  # (n, 1)
     at_target = (torch.exp(capped - SOFTCAP) - total) * (1.0 - (capped / SOFTCAP) ** 2)
+    divisor = total
+    if slope.dtype == torch.float16:  # already divided
+        at_target, divisor = at_target / total, torch.ones_like(total)
     here = torch.arange(len(slope), device=slope.device)
     slope[here, targets.clamp(min=0)] = at_target.squeeze(1).to(slope.dtype)
     nats = (total.log() + SOFTCAP - capped) * counted
-    return nats.squeeze(1), slope, counted / total
+    return nats.squeeze(1), slope, counted / divisor
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):

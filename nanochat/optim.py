@@ -518,6 +518,8 @@ class MuonAdamW:
             decay = rule.weight_decay * (decay if rule.cautious else 1.0)
             scalars = as_tensors(lr, momentum, decay)
             dtype, cautious = self.machine.dtype, rule.cautious
+            if dtype == torch.float16:  # entries of a gradient can be below its range
+                dtype = torch.float32
             self.muon_kernel(weight, grad, state, scalars, dtype, cautious, self.guard)
         elif rule.kind == "rows" and grad is not None:
             if self.guard is not None:  # finding the touched rows waits for the device anyway

@@ -65,9 +65,6 @@ class TrainConfig:
     def __post_init__(self) -> None:
         common.require_name("model_tag", self.model_tag)
         require_at_least(self, device_batch_size=1, seed=0, eval_every=0, save_every=0)
-        if self.machine.dtype == "float16":
-            why = "small gradients would underflow to 0 without loss scaling"
-            raise ValueError(f"dtype float16 cannot train: {why}; omit --dtype or use float32")
 
     @property
     def fp8(self) -> bool:
@@ -358,7 +355,10 @@ def run_loop(run: TrainingRun, progress: Progress) -> bool:
             if run.max_seconds is not None:  # all ranks must end at the same step
                 seconds = machine.sum(seconds)[0] / machine.world_size
             rows = partial(run.loader.row_names, step)
-            is_good = detector.record(step, done.loss, done.norm, rows) == "good"
+            verdict = detector.record(step, done.loss, done.norm, rows)
+            if machine.dtype == torch.float16:
+                progress.adjust_loss_scale(verdict != "bad")
+            is_good = verdict == "good"
             flops = done.tokens * run.model.flops_per_token()
             timed = step - first_step >= UNTIMED_STEPS
             progress.add_step(done.loss if is_good else None, flops, seconds, timed)
@@ -368,7 +368,7 @@ def run_loop(run: TrainingRun, progress: Progress) -> bool:
             if step == first_step:
                 gc.collect()
                 gc.freeze()  # exclude long-lived objects from later collections
-            if detector.bad_in_a_row >= MAX_BAD_STEPS:
+            if detector.bad_in_a_row >= MAX_BAD_STEPS and progress.loss_scale == 1.0:
                 run.save(progress, final=True)
                 raise NonFiniteError(
                     f"{MAX_BAD_STEPS} consecutive non-finite steps, the last at step {step}; the "
@@ -432,6 +432,7 @@ def train_step(run: TrainingRun, step: int, horizon: float | None = None) -> Ste
     """
     machine, optimizer, horizon = run.machine, run.optimizer, horizon or run.num_steps
     objective = run.objective or run.model
+    divisor = run.batch_tokens / run.progress.loss_scale
     losses = []
     with ExitStack() as stack:
         try:
@@ -448,7 +449,7 @@ def train_step(run: TrainingRun, step: int, horizon: float | None = None) -> Ste
             weights = {} if each.weights is None else {"weights": each.weights}
             loss_sum = objective.loss(each.tokens, each.targets, **weights)
             # a constant divisor keeps the gradient scale fixed in bf16; `scale` makes it a mean
-            (loss_sum / run.batch_tokens).backward()
+            (loss_sum / divisor).backward()
             losses.append(loss_sum.detach())
     norm = optimizer.reduce_gradients()  # before other collectives: a rank may have no micro-batch
     sums = machine.sum_on_device(
@@ -457,7 +458,7 @@ def train_step(run: TrainingRun, step: int, horizon: float | None = None) -> Ste
         sum(each.tokens.numel() for each in micro_batches),
         run.stopping(),
     )
-    verdict = judge(sums, norm, run.batch_tokens, run.cfg.optim.grad_clip)
+    verdict = judge(sums, norm, divisor, run.cfg.optim.grad_clip)
     read_verdict = copy_to_host(verdict, machine)
     lr = optim.lr_factor(step, horizon, run.schedule)
     metrics = {name: lr * peak for name, peak in optimizer.peak_lrs.items()}
@@ -497,14 +498,15 @@ class Verdict(NamedTuple):
     good: Tensor
 
 
-def judge(sums: Tensor, norm: Tensor, batch_tokens: int, grad_clip: float) -> Verdict:
+def judge(sums: Tensor, norm: Tensor, divisor: float, grad_clip: float) -> Verdict:
     """
     Verdict on a step, computed on the device without waiting for it.
 
-    sums: nats, non-ignored targets, tokens, and ranks that were asked to stop.
+    sums: nats, non-ignored targets, tokens, and ranks that were asked to stop. divisor: of the loss
+    in the backward pass.
     """
     nats, count, tokens, stopped = sums.unbind()
-    scale = torch.where(count > 0, batch_tokens / count, 0.0)
+    scale = torch.where(count > 0, divisor / count, 0.0)
     loss, norm = torch.where(count > 0, nats / count, 0.0), norm * scale
     clipped = torch.where((grad_clip > 0) & (norm > grad_clip), scale * (grad_clip / norm), scale)
     good = (loss + norm).isfinite() & (count > 0) & (stopped == 0)
@@ -603,6 +605,7 @@ def train(run: TrainingRun) -> None:
     folder = checkpoint.stage_folder(run.kind) / run.tag
     with CheckpointManager(folder, machine, cfg.saving, run.keep_optimizer) as checkpoints:
         run.progress = checkpoints.begin(identity, model, run.optimizer, run.num_steps)
+        run.progress.begin_loss_scale(machine.dtype)
         run.prepared = prepare(run, checkpoints)
         log: AbstractContextManager = nullcontext()
         if machine.is_main:
@@ -630,8 +633,9 @@ def prepare(run: TrainingRun, checkpoints: CheckpointManager) -> Prepared:
     disk = preflight.require_disk(folder, machine, checkpoints=size, rows=run.bytes_to_pack)
     if cfg.fp8:
         preflight.enable_fp8(model, machine)
-    # golf and recursion models keep float32 weights
-    if machine.device.type == "cuda" and type(model) is GPT and not run.float32_weights:
+    # golf and recursion models keep float32 weights, and float16 their gradients
+    rounds = machine.dtype != torch.float16 and not run.float32_weights
+    if machine.device.type == "cuda" and type(model) is GPT and rounds:
         run.optimizer.round_weights(model, machine.dtype)
     prepared = run.prepared or fit_rows(run, left)
     run.device_rows, seconds, most = prepared.device_rows, prepared.train_seconds, ""

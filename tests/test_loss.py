@@ -61,13 +61,20 @@ def test_token_losses_match_pytorch(problem):
     assert (got[:9] == 0).all()
 
 
-def test_gradient_at_target_is_accurate_in_bfloat16(problem):
+@pytest.mark.parametrize("dtype, most", [(torch.bfloat16, 0.02), (torch.float16, 0.002)])
+@pytest.mark.parametrize("size", [0.01, 1.0, 10.0])
+def test_gradients_are_accurate_in_half_precision(problem, dtype, most, size):
     hidden, head, targets = problem
-    small = hidden.detach().bfloat16().requires_grad_()
-    chunked_cross_entropy(small, head, targets, None, EAGER)[0].backward()
-    want = torch.autograd.grad(reference(hidden, head, targets).sum(), hidden)[0]
-    error = (small.grad.float() - want).norm() / want.norm()
-    assert error < 0.02
+    hidden = (hidden.detach() * size).requires_grad_()  # 0.01: all tokens are equally likely
+    small = hidden.detach().to(dtype).requires_grad_()
+    loss = chunked_cross_entropy(small, head, targets, None, EAGER)[0]
+    gotten = torch.autograd.grad(loss, (small, head))
+    rounded = small.detach().float().requires_grad_()
+    total = reference(rounded, head.to(dtype).float(), targets).sum()
+    (wanted,) = torch.autograd.grad(total, rounded, retain_graph=True)
+    assert (gotten[0].float() - wanted).norm() / wanted.norm() < most
+    wanted = torch.autograd.grad(reference(rounded, head, targets).sum(), head)[0]
+    assert (gotten[1] - wanted).norm() / wanted.norm() < most
 
 
 def test_B1_batch_with_all_targets_ignored_has_zero_loss_and_gradients(problem):

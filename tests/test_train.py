@@ -11,7 +11,13 @@ import pytest
 import torch
 
 from nanochat.anomaly import NonFiniteError
-from nanochat.checkpoint import CheckpointManager, Progress, SavingConfig, build_model
+from nanochat.checkpoint import (
+    FLOAT16_LOSS_SCALE,
+    CheckpointManager,
+    Progress,
+    SavingConfig,
+    build_model,
+)
 from nanochat.common import PREEMPTED, UNEVALUATED, EvaluationAborted, UsageError, WaitAborted
 from nanochat.dataloader import inputs_and_targets
 from nanochat.evaluators import Evaluator
@@ -236,6 +242,37 @@ def test_R13_repeated_bad_steps_abort_with_good_state_saved(machine):
         train_step(clean, step)
     for name, p in clean.model.named_parameters():
         assert torch.equal(saved[-1][1][name], p), name
+
+
+def losses_in(dtype, machine, num_steps=40):
+    run, _, logged = make_run(replace(machine, dtype=dtype), num_steps=num_steps)
+    run.model.dtype = dtype
+    run.progress.begin_loss_scale(dtype)
+    assert run_loop(run, run.progress)
+    return [v["loss"] for _, v in logged if "loss" in v], run.progress
+
+
+def test_float16_trains_like_float32(machine):
+    (want, plain), (got, scaled) = (
+        losses_in(dtype, machine) for dtype in (torch.float32, torch.float16)
+    )
+    assert plain.loss_scale == 1.0 and scaled.loss_scale == FLOAT16_LOSS_SCALE
+    assert scaled.health.bad_steps == 0 and want[-1] < 0.7 * want[0]
+    np.testing.assert_allclose(got, want, rtol=0.01)
+
+
+def test_float16_loss_scale_follows_overflows(machine, monkeypatch):
+    monkeypatch.setattr("nanochat.checkpoint.RAISE_SCALE_AFTER", 2)
+    losses, progress = losses_in(torch.float16, machine, num_steps=60)
+    assert 0 < progress.health.bad_steps < 30  # overflowed again and again
+    assert FLOAT16_LOSS_SCALE < progress.loss_scale < 2.0**30
+    assert losses[-1] < 0.7 * losses[0]
+    saved = Progress()
+    saved.load_state_dict(progress.state_dict())
+    saved.begin_loss_scale(torch.float16)
+    assert saved.loss_scale == progress.loss_scale
+    saved.begin_loss_scale(torch.bfloat16)
+    assert saved.loss_scale == 1.0
 
 
 def test_R2_resumed_run_equals_uninterrupted_run_bitwise(machine):

@@ -59,7 +59,6 @@ BAD_FLAGS = [
     ("chat_web --top_p 3", "top_p must be in (0, 1], got 3.0", "(0, 1]"),
     ("base_train --seed=-7", "seed must be at least 0, got -7", "at least 0"),
     ("golf.base_train --ema_decay=2", "ema_decay must be in [0, 1), got 2.0", "[0, 1)"),
-    ("chat_rl --dtype=float16", "dtype float16 cannot train", "use float32"),
     ("base_train --tokenizer_tag=none", "no tokenizer 'none'", "--tokenizer_tag=none"),
     ("base_loss --model_tag=none", "no checkpoint in", "scripts.base_train --model_tag=none"),
     ("base_eval --model_tag=none", "no checkpoint in", "scripts.base_train --model_tag=none"),
