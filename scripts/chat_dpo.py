@@ -9,7 +9,6 @@ Reads   chatsft_checkpoints/<tag>/ and preference pairs, or the questions of the
 Writes  chatdpo_checkpoints/<tag>/ with metrics.jsonl, and the section "Chat DPO"
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -120,7 +119,8 @@ def main(cfg: ChatDPO) -> None:
     optimizer = MuonAdamW(model, table, machine)
 
     # Evaluation before training, and canaries
-    some = held_out[:: math.ceil(len(held_out) / cfg.eval_examples)]
+    n = min(len(held_out), cfg.eval_examples)
+    some = [held_out[i * len(held_out) // n] for i in range(n)]
     evaluator = PairEvaluator(objective, loader, some, rows)
     tasks = data[1].tasks if isinstance(data[1], Mixture) else data[1:]
     chats = {task.name: task for task in tasks}

@@ -10,6 +10,7 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,7 +41,7 @@ class TaskRows:
         return self.table.num_rows
 
     def __iter__(self) -> Iterator[TaskRow]:
-        for batch in self.table.to_batches(max_chunksize=1000):
+        for batch in self.table.to_batches(max_chunksize=100):
             yield from batch.to_pylist()
 
     def __getitem__(self, i: int) -> TaskRow:
@@ -121,9 +122,13 @@ def match_files(stem: str, files: Sequence[str], repo: str) -> list[str]:
 
 
 def read_columns(path: Path, columns: Sequence[str]) -> pa.Table:
-    """Read `columns` of a parquet, CSV or JSON Lines file. Raises ValueError if one is missing."""
+    """
+    Read `columns` of a parquet, CSV or JSON Lines file. Raises ValueError if one is missing. In
+    JSON Lines, values of another type than most of a column become null.
+    """
     try:
-        names = list_columns(path)
+        lines = [] if path.suffix in (".parquet", ".csv") else json_objects(path)
+        names = list_columns(path) if not lines else list(dict.fromkeys(chain(*lines)))
         if missing := [column for column in columns if column not in names]:
             raise ValueError(f"{path} has no column {', '.join(missing)}, only {', '.join(names)}")
         if path.suffix == ".csv":  # as text: columns of numbers in some files would not concatenate
@@ -131,8 +136,7 @@ def read_columns(path: Path, columns: Sequence[str]) -> pa.Table:
             options = csv.ConvertOptions(column_types=types, include_columns=list(columns))
             return csv.read_csv(path, parse_options=CSV_FORMAT, convert_options=options)
         if path.suffix != ".parquet":
-            rows = [{name: row.get(name) for name in columns} for _, row in read_json_lines(path)]
-            return pa.Table.from_pylist(rows)
+            return pa.table({name: to_array([row.get(name) for row in lines]) for name in columns})
         return pq.read_table(path, columns=list(columns)).replace_schema_metadata()
     except (pa.ArrowException, OSError) as error:
         problem = f"{type(error).__name__}: {str(error).splitlines()[0]}"
@@ -140,12 +144,33 @@ def read_columns(path: Path, columns: Sequence[str]) -> pa.Table:
 
 
 def list_columns(path: Path) -> list[str]:
-    """Column names of a parquet or CSV file, or the keys of the first line of a JSON Lines file."""
+    """Column names of a parquet or CSV file."""
     if path.suffix == ".csv":
         return csv.open_csv(path, parse_options=CSV_FORMAT).schema.names
-    if path.suffix == ".parquet":
-        return pq.read_schema(path).names
-    return list(next(read_json_lines(path), (0, {}))[1])
+    return pq.read_schema(path).names
+
+
+def json_objects(path: Path) -> list[dict[str, Any]]:
+    """The lines of a JSON Lines file; {} for one that is not an object."""
+    return [row if isinstance(row, dict) else {} for _, row in read_json_lines(path)]
+
+
+def to_array(values: Sequence[Any]) -> pa.Array:
+    """Values as an array; if their types differ, those of another type than most become null."""
+    try:
+        return pa.array(values)
+    except pa.ArrowException:
+        [(kind, _)] = Counter(type(x) for x in values if x is not None).most_common(1)
+        usual = next(x for x in values if type(x) is kind)
+        return pa.array([x if fits(x, usual) else None for x in values])
+
+
+def fits(value: Any, usual: Any) -> bool:
+    """Whether one column can hold both values."""
+    try:
+        return type(value) is type(usual) and pa.array([value, usual]) is not None
+    except pa.ArrowException:
+        return False
 
 
 class HubTask(Task):
@@ -167,20 +192,29 @@ class HubTask(Task):
     def data(self) -> TaskData:
         return load_split(self.repo, self.stems[self.split], self.columns, self.revision)
 
+    def selects(self, row: TaskRow) -> bool:
+        """Whether a row belongs to the task; others are not counted."""
+        return True
+
     def find_problem(self, row: TaskRow) -> str | None:
         """Why a row cannot be used; None if it can."""
         return None
+
+    @cached_property
+    def problems(self) -> dict[int, str | None]:
+        """Selected row -> why it cannot be used."""
+        rows = enumerate(self.data.rows)
+        return {n: self.find_problem(row) for n, row in rows if self.selects(row)}
 
     @cached_property
     def kept(self) -> Sequence[int]:
         """Indices of the rows that can be used. Raises ValueError if there are none."""
         if type(self).find_problem is HubTask.find_problem:
             return range(len(self.data.rows))
-        problems = [self.find_problem(row) for row in self.data.rows]
-        kept = [n for n, problem in enumerate(problems) if problem is None]
-        found = Counter(problem for problem in problems if problem is not None)
+        kept = [n for n, problem in self.problems.items() if problem is None]
+        found = Counter(problem for problem in self.problems.values() if problem is not None)
         if found and os.environ.get("RANK", "0") == "0":  # once under torchrun
-            of = f"{found.total():,} of {len(problems):,} rows of {self.where}"
+            of = f"{found.total():,} of {len(self.problems):,} rows of {self.where}"
             print(f"{self.name}: skipped {of}: {found.most_common(1)[0][0]}", flush=True)
         if not kept:
             raise ValueError(f"{self.where} has no row that {self.name} can use")
@@ -189,7 +223,7 @@ class HubTask(Task):
     @property
     def left_out(self) -> int:
         """Number of skipped rows."""
-        return len(self.data.rows) - len(self.kept)
+        return sum(problem is not None for problem in self.problems.values())
 
     def is_local(self) -> bool:
         """Whether all files of the split are on this machine, so that nothing is downloaded."""

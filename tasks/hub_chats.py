@@ -9,7 +9,8 @@ in 20 are held out.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
@@ -61,10 +62,21 @@ class HubChats(HubTask):
         columns = [self.mapping.get(key) for key in ("messages", "prompt", "answer")]
         self.columns = tuple(dict.fromkeys(filter(None, [*columns, self.column])))
 
+    def selects(self, row: TaskRow) -> bool:
+        return not self.column or str(row[self.column]) == self.value
+
     def find_problem(self, row: TaskRow) -> str | None:
-        if self.column and str(row[self.column]) != self.value:
-            return f"{self.column} is not {self.value}"
         return find_error(self.parse(row))
+
+    @cached_property
+    def problems(self) -> dict[int, str | None]:
+        found = super().problems
+        if not found:
+            values = Counter(str(row.get(self.column)) for row in self.data.rows)
+            known = ", ".join(value for value, _ in values.most_common(20))
+            where = f"{self.where}: no row has {self.column}={self.value}"
+            raise ValueError(f"{where}; the most frequent values are {known}")
+        return found
 
     @cached_property
     def data(self) -> TaskData:
@@ -92,11 +104,12 @@ class HubChats(HubTask):
     def parse(self, row: TaskRow) -> Conversation:
         """Conversation of a row, which may be invalid."""
         if "messages" in self.mapping:
-            return list(rename(row[self.mapping["messages"]] or ()))
+            found = row[self.mapping["messages"]]
+            return [rename(each) for each in found] if isinstance(found, list) else []
         return [user(row[self.mapping["prompt"]]), assistant(row[self.mapping["answer"]])]
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=16)
 def load_shared(
     folder: Path, repo: str, stem: str, columns: Sequence[str], revision: str | None
 ) -> TaskData:
@@ -118,7 +131,7 @@ class OpenThoughts3(HubChats):
 
 class RStarCoder(HubChats):
     """
-    Programming problems, and reasoning traces whose code passed all tests.
+    Programming problems, and reasoning traces whose code passed all tests: the first 10 files.
 
     Source: Liu et al., "rStar-Coder", arXiv:2505.21297.
     """
@@ -127,7 +140,7 @@ class RStarCoder(HubChats):
     repo = "microsoft/rStar-Coder"
     mapping = {
         **{"prompt": "question", "answer": "response"},
-        **{"train": "seed_sft/data*", "where": "is_passed=True"},
+        **{"train": "seed_sft/data-0000*", "where": "is_passed=True"},
     }
 
 
@@ -145,14 +158,13 @@ class YiSang(HubChats):
     }
 
 
-def rename(messages: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Messages with the keys role and content."""
-    for message in messages:
-        role = message.get("role", message.get("from"))
-        yield {
-            "role": ROLES.get(role, role),
-            "content": message.get("content", message.get("value")),
-        }
+def rename(message: Any) -> Any:
+    """A message with the keys role and content; what is not a message unchanged."""
+    if not isinstance(message, dict):
+        return message
+    role: Any = message.get("role", message.get("from"))
+    known = ROLES.get(role, role) if isinstance(role, str) else role
+    return {"role": known, "content": message.get("content", message.get("value"))}
 
 
 def parse_source(source: str) -> tuple[str, dict[str, str]]:

@@ -17,13 +17,15 @@ from tasks.base import (
     MCQuestion,
     answer_text,
     assistant,
-    final_number,
     user,
     visible,
 )
 from tasks.hub import AS_PARQUET, HubQuestions, HubTask, TaskRow
 
 INSTRUCTION = "Solve this problem step by step, then write #### and the final answer."
+UNIT = re.compile(  # a word of Latin letters has at least two; x in 12x is a variable
+    r"(\\?%|\^?\{?\\circ\}?|\\(text|mathrm)\{[^{}\d]*\}|(?!pi$)[a-zA-Z]{2,}|[^\W\da-zA-Z_]+)$"
+)
 
 
 class KMMLURedux(HubQuestions):
@@ -158,9 +160,9 @@ class MCLMKorean(HubTask):
     """
     MT-MATH100 of MCLM: problems of MATH-500, translated into Korean.
 
-    An answer is right if what follows its last `####` is the same number, or the same formula but
-    for spaces. Source: Son et al., "Linguistic Generalizability of Test-Time Scaling",
-    arXiv:2502.17407.
+    An answer is right if what follows its last `####` is the same number, with or without a unit,
+    or the same formula but for spaces. Source: Son et al., "Linguistic Generalizability of
+    Test-Time Scaling", arXiv:2502.17407.
     """
 
     name = "MCLM-Ko"
@@ -181,10 +183,10 @@ class MCLMKorean(HubTask):
         return self.row(i)[self.columns[0]]
 
     def score(self, conversation: Conversation, answer: str) -> float:
-        right = final_value(answer_text(conversation[-1]))
-        if isinstance(right, float) and (number := final_number(visible(answer))) is not None:
-            return float(float(number) == right)  # it may have a unit
-        return float(self.answered(answer) and final_value(answer) == right)
+        right, found = final_value(answer_text(conversation[-1])), final_value(answer)
+        if isinstance(right, float) and isinstance(found, str) and (unit := UNIT.search(found)):
+            found = to_number(found[: unit.start()])
+        return float(self.answered(answer) and found == right)
 
     def answered(self, answer: str) -> bool:
         return "####" in visible(answer)
@@ -194,12 +196,16 @@ def final_value(answer: str) -> float | str:
     """What follows the last ####: a number, or a formula without spaces and dollar signs."""
     line = visible(answer).rpartition("####")[2].strip().partition("\n")[0]
     line = re.sub(r"\\boxed\{(.*)\}", r"\1", line)
-    said = re.sub(r"[\s$]|\\[!,;]|\\(left|right)", "", line)
-    said = re.sub(r"\\[dt]frac", r"\\frac", said.rstrip("."))
+    said = re.sub(r"[\s₩]|\\?\$|\\[!,;]|\\(left|right)", "", line)
+    return to_number(re.sub(r"\\[dt]frac", r"\\frac", said.rstrip(".")))
+
+
+def to_number(text: str) -> float | str:
+    """The number that a text is; else the text."""
     try:
-        return float(re.sub(r"(?<=\d),(?=\d{3})", "", said))
+        return float(re.sub(r"(?<=\d),(?=\d{3})", "", text))
     except ValueError:
-        return said
+        return text
 
 
 class HRM8K(MCLMKorean):

@@ -8,6 +8,7 @@ Models for Code", arXiv:2403.07974.
 """
 
 import base64
+import binascii
 import io
 import json
 import pickle
@@ -22,44 +23,69 @@ from tasks.hub import HubTask, TaskRow
 from tasks.humaneval import extract_code, run_test
 
 ENTRY = "solve"  # function that the tests call
-SECONDS, MOST_SECONDS = 5.0, 60.0  # per test, but at most for a program
-PROGRAM_CHARS = 2**22  # tests of a program; larger ones would exceed the sandbox's memory
+SECONDS = 5.0  # per test, on average over those of a sandboxed program
+PROGRAM_TESTS = 12  # at most: a program that never ends costs a minute
+PROGRAM_CHARS = 2**22  # at most, of its tests; larger ones would exceed the sandbox's memory
 READ = "Write a Python program that reads stdin and prints to stdout."
 COMPLETE = "Complete this Python class:\n\n```python\n{starter}\n```"
 INSTRUCTION = "Answer with the whole program in a block of Python code."
+# Names that contest sites import for an answer. builtins last: math has another pow
+IMPORTS = """
+from bisect import *
+from collections import *
+from copy import *
+from functools import *
+from heapq import *
+from itertools import *
+from math import *
+from operator import *
+from string import *
+from typing import *
+from builtins import *
+import bisect, collections, copy, functools, heapq, itertools, math, operator, random, re, string
+import sys, time
+"""
 STDIN_PROGRAM = """
-def {entry}(text, source={source!r}):
-    import contextlib, io, sys
+import contextlib, io, sys
+def {entry}(text, source={source!r}, imports={imports!r}):
     sys.stdin = io.TextIOWrapper(io.BytesIO(text.encode()))
     printed = io.TextIOWrapper(io.BytesIO())
+    def open_file(file, *rest, **options):
+        return sys.stdin if file in (0, "/dev/stdin") else open(file, *rest, **options)
     with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
-        names = {{"__name__": "__main__", "exit": sys.exit, "quit": sys.exit}}
+        names = {{"__name__": "__main__"}}
+        exec(imports, names)
+        names.update(exit=sys.exit, quit=sys.exit, open=open_file)
         exec(compile(source, "program", "exec"), names)
     printed.flush()
     return printed.buffer.getvalue().decode()
 """
 METHOD_PROGRAM = """
-from typing import *
-{source}
+names = {{}}
+exec({imports!r}, names)
+exec(compile({source!r}, "program", "exec"), names)
 def {entry}(*arguments):
-    return Solution().{method}(*arguments)
+    return names["Solution"]().{method}(*arguments)
 """
 COMPARE = """
 import decimal
 def same_text(found, right):
-    return type(found) is str and words(found) == words(right)
+    return type(found) is str and same_words(found.split(), right.split())
+def same_words(found, right):
+    return len(found) == len(right) and all(map(same_word, found, right))
+def same_word(found, right):
+    return found == right or number(found) is not None and number(found) == number(right)
 def same(found, right):
     if isinstance(right, list):
         return isinstance(found, list | tuple) and len(found) == len(right) and all(
             map(same, found, right))
     return found == right
-def words(text):
-    return [number(word) for word in text.split()]
 def number(word):
     try:
-        return decimal.Decimal(word)
+        value = decimal.Decimal(word)
     except decimal.InvalidOperation:
-        return word
+        return None
+    return value if value.is_finite() else None
 """
 
 
@@ -84,6 +110,18 @@ class LiveCodeBench(HubTask):
         super().__init__(split)
         self.unsafe = unsafe
 
+    def find_problem(self, row: TaskRow) -> str | None:
+        """Why a row cannot be used. Hidden tests are large, so they are read when scored."""
+        columns = [name for name in self.columns if not isinstance(row[name], str)]
+        if columns:
+            return f"no {columns[0]}"
+        try:
+            method, tests = method_of(row), json.loads(row["public_test_cases"])
+            assert all(describe_test(test, bool(method)) for test in tests)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            return f"metadata or public tests are not as published ({type(error).__name__})"
+        return None
+
     def conversation(self, i: int) -> Conversation:
         return [user(question(self.row(i))), assistant("```python\n```")]
 
@@ -97,19 +135,24 @@ class LiveCodeBench(HubTask):
 
     def score(self, conversation: Conversation, answer: str) -> float:
         row = self.row(self.by_question[conversation[0]["content"]])
-        method = json.loads(row["metadata"]).get("func_name")
-        source = extract_code(visible(answer), method or ENTRY)
+        method = method_of(row)
+        source = extract_code(visible(answer), method or ENTRY, last=True)
         form = METHOD_PROGRAM if method else STDIN_PROGRAM
-        program = form.format(entry=ENTRY, source=source, method=method)
+        program = form.format(entry=ENTRY, source=source, method=method, imports=IMPORTS)
         tests = [*json.loads(row["public_test_cases"]), *read_private(row["private_test_cases"])]
         lines = [f"assert {describe_test(test, bool(method))}" for test in tests]
         for part in split_tests(lines):
             memory = 2**29 + 64 * sum(map(len, part))  # tests are code
-            limits = Limits(min(SECONDS * len(part), MOST_SECONDS), memory_bytes=memory)
+            limits = Limits(SECONDS * len(part), memory_bytes=memory)
             test = [COMPARE, *part]
             if not run_test(program, "\n".join(test), ENTRY, unsafe=self.unsafe, limits=limits):
                 return 0.0
         return 1.0
+
+
+def method_of(row: TaskRow) -> str | None:
+    """The method to complete; None for a program that reads stdin."""
+    return json.loads(row["metadata"]).get("func_name")
 
 
 def question(row: TaskRow) -> str:
@@ -128,12 +171,12 @@ def describe_test(test: dict[str, str], method: bool) -> str:
 
 
 def split_tests(lines: Sequence[str]) -> list[list[str]]:
-    """Tests of one program each: at most PROGRAM_CHARS characters, or one test."""
+    """Tests of one program each: at most PROGRAM_TESTS of PROGRAM_CHARS characters, or one test."""
     parts: list[list[str]] = [[]]
     size = 0
     for line in lines:
         size += len(line)
-        if parts[-1] and size > PROGRAM_CHARS:
+        if parts[-1] and (size > PROGRAM_CHARS or len(parts[-1]) == PROGRAM_TESTS):
             parts.append([])
             size = len(line)
         parts[-1].append(line)
@@ -148,9 +191,16 @@ class TextUnpickler(pickle.Unpickler):
 
 
 def read_private(encoded: str) -> list[dict[str, Any]]:
-    """Hidden test cases: JSON, or JSON that was pickled, compressed and encoded in base 64."""
+    """
+    Hidden test cases: JSON, or JSON that was pickled, compressed and encoded in base 64. Raises
+    ValueError if they are neither.
+    """
     try:
         return json.loads(encoded)
     except json.JSONDecodeError:
+        pass
+    try:
         pickled = zlib.decompress(base64.b64decode(encoded))
         return json.loads(TextUnpickler(io.BytesIO(pickled)).load())
+    except (binascii.Error, zlib.error, pickle.UnpicklingError, EOFError, TypeError) as error:
+        raise ValueError(f"cannot read hidden tests {encoded[:40]!r}...: {error}") from error

@@ -1,5 +1,7 @@
 """Conversations from Hub repositories: published layouts, skipped rows, and the notation."""
 
+import json
+
 import pytest
 
 from nanochat.mixture import parse_mixture
@@ -49,10 +51,34 @@ def test_openthoughts3_reads_from_and_value(published, capsys):
     )
 
 
+def test_rows_of_json_lines_that_are_no_conversations_are_counted(published, capsys):
+    pair = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    good = [{"messages": [{**pair[0], "content": f"q{i}"}, pair[1]]} for i in range(30)]
+    bad = [None, [1], {"messages": json.dumps(pair)}, {"messages": [None, *pair]}, {"messages": 3}]
+    bad += [{"messages": [{"role": ["user"], "content": "q"}, pair[1]]}, {"other": 1}]
+    published({"train.jsonl": [*bad, *good]})
+    train, val = (HubChats(split, "me/mine{messages: messages}") for split in ("train", "val"))
+    assert len(train) + len(val) == 30 and train.left_out == 7
+    assert "Hub: skipped 7 of 37 rows of me/mine train" in capsys.readouterr().out
+
+
+def test_only_selected_rows_are_counted(published, capsys):
+    rows = [
+        {"inquiry": f"q{i}", "reply": "a" if i > 1 else "", "kind": f"k{i % 2}"} for i in range(40)
+    ]
+    published({"train.jsonl": [{"inquiry": "no kind", "reply": "a"}, *rows]})
+    columns = "prompt: inquiry, answer: reply"
+    task = HubChats("train", f"me/mine{{{columns}, where: kind=k1}}")
+    assert task.left_out == 1 and len(task.kept) == 19
+    assert "skipped 1 of 20 rows of me/mine train: message 2 is empty" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="no row has kind=k2; the most frequent values are k0, k1"):
+        len(HubChats("train", f"me/mine{{{columns}, where: kind=k2}}"))
+
+
 def test_rstar_coder_reads_only_programs_that_passed(published):
     rows = [solved(f"q{i}", i % 2 == 0) for i in range(10)]
     files = {"seed_sft/data-00000-of-00020.parquet": rows}
-    published({**files, "seed_testcase/data-00000-of-00001.parquet": rows})
+    published({**files, "seed_sft/data-00010-of-00020.parquet": rows})
     found = every(RStarCoder("train")) + every(RStarCoder("val"))
     assert sorted(found) == [(f"q{i}", f"<think>\n</think>\nq{i}") for i in range(0, 10, 2)]
 
@@ -73,7 +99,7 @@ def test_any_columns_are_read_by_a_mixture(published):
     [bucket] = buckets(spec)
     assert bucket.name == spec.removesuffix("=2")
     assert len(bucket.train) == 2 and all(q[1:] in "1357" for q, _ in every(bucket.train))
-    with pytest.raises(ValueError, match="me/mine dev has no row that Hub can use"):
+    with pytest.raises(ValueError, match="me/mine dev: no row has kind=k1; .* values are k0"):
         len(bucket.val)  # its only row is of another kind
 
 

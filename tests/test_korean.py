@@ -116,6 +116,18 @@ def test_math_benchmark_reads_its_published_layout(key, tmp_path, monkeypatch):
         (r"\left(3, \frac{\pi}{2}\right)", r"#### (3,\frac{\pi}{2})", 1.0),
         ("18", "#### 1\n#### 81", 0.0),
         ("2", "2", 0.0),
+        ("3", "#### 3개입니다.", 1.0),
+        ("3", "#### 3 cm", 1.0),
+        ("90", r"#### $90^\circ$", 1.0),
+        ("1200", r"#### \$1,200\text{ in all}", 1.0),
+        ("5", r"#### 5\%", 1.0),
+        ("3", "#### 3/4", 0.0),
+        ("3", r"#### 3\pi", 0.0),
+        ("3", "#### 3pi", 0.0),
+        ("3", r"#### 3\sqrt{2}", 0.0),
+        ("2", "#### 2^{10}", 0.0),
+        ("12", "#### 12x+5", 0.0),
+        ("12", "#### 12x", 0.0),
     ],
 )
 def test_final_answer_is_compared_by_value_or_formula(right, answer, score, tmp_path, monkeypatch):

@@ -8,10 +8,9 @@ import zlib
 import pytest
 
 from nanochat.sandbox import SandboxUnavailable, choose_layer
-from tasks import hub as hub_tasks
 from tasks import livecodebench
-from tasks.hub import TaskData, TaskRows
 from tasks.livecodebench import LiveCodeBench, read_private
+from tests.published import publish
 
 
 def case(given: str, right: str, kind: str) -> dict[str, str]:
@@ -45,15 +44,33 @@ CUT = "class Solution:\n    def cut(self, x: List[int], k: int):\n        return
 
 
 @pytest.fixture
-def task(monkeypatch) -> LiveCodeBench:
-    """The task with two rows; skips if no sandbox can run programs."""
+def task(monkeypatch, tmp_path) -> LiveCodeBench:
+    """The task with two rows, in two of its files; skips if no sandbox can run programs."""
     try:
         choose_layer()
     except SandboxUnavailable as error:
         pytest.skip(str(error))
-    table = hub_tasks.pa.Table.from_pylist(ROWS)
-    monkeypatch.setattr(hub_tasks, "load_split", lambda *_: TaskData(TaskRows(table), "c0ffee", {}))
+    publish({"test.jsonl": ROWS[:1], "test2.jsonl": ROWS[1:]}, tmp_path, monkeypatch)
     return LiveCodeBench("test")
+
+
+def test_invalid_rows_are_skipped_and_counted(tmp_path, monkeypatch, capsys):
+    bad = [
+        {**ROWS[0], "starter_code": None},
+        {**ROWS[0], "metadata": "{"},
+        {**ROWS[1], "public_test_cases": json.dumps([{"input": "1"}])},
+        {**ROWS[1], "public_test_cases": json.dumps([case("[1", "1", "functional")])},
+        None,
+    ]
+    publish({"test.jsonl": ROWS, "test2.jsonl": bad}, tmp_path, monkeypatch)
+    task = LiveCodeBench("test")
+    assert len(task) == 2 and task.left_out == 5
+    printed = "skipped 5 of 7 rows of livecodebench/code_generation_lite test*: metadata or public"
+    assert f"LiveCodeBench: {printed}" in capsys.readouterr().out
+    rows = [{k: v for k, v in row.items() if k != "metadata"} for row in ROWS]
+    publish({"test.jsonl": rows}, tmp_path, monkeypatch)
+    with pytest.raises(ValueError, match="test.jsonl has no column metadata, only question_cont"):
+        len(LiveCodeBench("test"))
 
 
 @pytest.mark.parametrize(
@@ -66,9 +83,17 @@ def task(monkeypatch) -> LiveCodeBench:
         ("sum", "print(3)", 0.0),
         ("sum", "print(3.0000000000000001)", 0.0),
         ("sum", "", 0.0),
+        ("sum", "print(sum(map(float, open(0).read().split()[1:])))", 1.0),
+        ("sum", "n = input()\nprint(reduce(add, map(float, input().split())))", 1.0),
         ("return", CUT.format("x[::-1][: len(x) - k]"), 1.0),
         ("return", CUT.format("tuple(x[::-1][: len(x) - k])"), 1.0),
         ("return", CUT.format("[3, 2]"), 0.0),
+        ("return", CUT.format("list(deque(reversed(x)))[: len(x) - k]"), 1.0),
+        (
+            "return",
+            f"{CUT.format('[]')}\n```\nBetter:\n```python\n{CUT.format('x[::-1][:len(x)-k]')}",
+            1.0,
+        ),
         ("return", "def cut(x, k):\n    return x[::-1]", 0.0),
     ],
 )
@@ -81,11 +106,29 @@ def test_many_tests_run_in_several_programs(task, monkeypatch):
     lines = ["a" * 3, "b" * 3, "c" * 9, "d"]
     monkeypatch.setattr(livecodebench, "PROGRAM_CHARS", 6)
     assert livecodebench.split_tests(lines) == [lines[:2], [lines[2]], [lines[3]]]
+    assert list(map(len, livecodebench.split_tests([""] * 30))) == [12, 12, 6]
     monkeypatch.setattr(livecodebench, "PROGRAM_CHARS", 1)
     asked = next(c for c in task if "sum" in c[0]["content"])
     answers = {SUM.format("float"): 1.0, SUM.format("int"): 0.0, "print(3)": 0.0}
     for code, score in answers.items():  # the hidden test, which both wrong ones fail, is last
         assert task.score(asked, f"```python\n{code}\n```") == score
+
+
+@pytest.mark.parametrize(
+    ("found", "right", "same"),
+    [
+        ("nan", "nan", True),
+        ("nan", "NaN", False),
+        ("1.50 x\n", "1.5  x", True),
+        ("sNaN", "1", False),
+        ("inf", "Infinity", False),
+        ("1", "1 1", False),
+    ],
+)
+def test_output_is_compared_by_words_and_numbers(found, right, same):
+    names: dict = {}
+    exec(livecodebench.COMPARE, names)
+    assert names["same_text"](found, right) is same
 
 
 def test_pickled_tests_cannot_run_code():
@@ -94,6 +137,8 @@ def test_pickled_tests_cannot_run_code():
             return print, ("harm",)
 
     harmful = base64.b64encode(zlib.compress(pickle.dumps(Harmful()))).decode()
-    with pytest.raises(pickle.UnpicklingError, match="unexpected builtins.print"):
+    with pytest.raises(ValueError, match="unexpected builtins.print"):
         read_private(harmful)
+    with pytest.raises(ValueError, match="cannot read hidden tests 'eJ"):
+        read_private(base64.b64encode(zlib.compress(b"[")).decode())
     assert read_private(ROWS[0]["private_test_cases"])[0]["output"] == "0.5\n"
