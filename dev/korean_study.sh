@@ -6,10 +6,13 @@
 #   DATA=standins bash dev/korean_study.sh # the built-in world under the names of the buckets
 #
 # The buckets, arms and benchmarks follow the development log of Ko-R1-3 (onelineai.com/blog); the
-# log publishes no sizes, so those of dev/korean_public.json are ours. The public data take GPUs and
-# access to KMMLU-Redux, and declare six benchmarks final in this base directory for good. If it is
-# interrupted, rerun the same command. Writes section "Sweep korean" or "Sweep korean-standins" with
-# its figure, and sweeps/ under NANOCHAT_BASE_DIR.
+# log publishes no sizes, so those of dev/korean_public.json are ours, and columns and categories of
+# YiSang are an assumption. The first step opens all data: it fails before any training if one is
+# not as expected, or if you have no access to a gated benchmark. Longer traces than a row are cut;
+# the log says how many. The public study takes GPUs, declares six benchmarks final in this base
+# directory for good, and trains on KMMLU although one of them is KMMLU-Pro ("waived"). If it is
+# interrupted, rerun the same command. Writes sections "Overlap" and "Sweep korean" or "Sweep
+# korean-standins" with its figure, and sweeps/ under NANOCHAT_BASE_DIR.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source .venv/bin/activate
@@ -20,10 +23,12 @@ fi
 case "$DATA" in
 public)
     echo "study: public data from the Hub"
-    name=korean text=(--mixture=dev/korean_text.json) depths=${DEPTHS:-12 16} vocab=65536 T=2048
+    name=korean text=(--mixture=dev/korean_text.json) depths=${DEPTHS:-12 16} vocab=65536 T=4096
     base=() run=(--num_iterations=40 --total_batch_size=524288) train="--eval_tokens=1048576"
-    tasks="KMMLU-Redux|HAE-RAE|MCLM-Ko|Clinical-QA" score="--max_new_tokens=1024"
-    python -m scripts.lab.hold_out --final="kmmlu_pro|gpqa|hrm8k|livecodebench|click|kobalt"
+    tasks="KMMLU-Redux|KMMLU-Redux-10|HAE-RAE|MCLM-Ko|Clinical-QA" score="--max_new_tokens=3072"
+    final="kmmlu_pro|gpqa|hrm8k|livecodebench|click|kobalt"
+    python -m scripts.lab.hold_out --mixture=dev/korean_public.json --benchmarks="$tasks|$final"
+    python -m scripts.lab.hold_out --final="$final"
     ;;
 standins)
     echo "study: the Hub has no KOREAson/YiSang-HighQuality, or DATA=standins: using the built-in world"
@@ -31,6 +36,7 @@ standins)
     base=(--num_iterations=300 --total_batch_size=4096 --eval_every=0 --eval_tokens=32768)
     run=(--num_iterations=40 --total_batch_size=2048) train="--eval_tokens=32768 --canaries=off"
     tasks="World-Choice" score="--max_problems=200"
+    python -m scripts.lab.hold_out --mixture=dev/korean_standins.json --benchmarks="$tasks"
     ;;
 *)
     echo "error: unknown DATA '$DATA'; use public or standins" >&2
@@ -40,6 +46,7 @@ esac
 buckets="openthoughts3 rstar-coder web-daily web-code web-science web-medical styles"
 arms="swap:web-medical->web-code|scale:web-medical*2|swap:styles->options"
 arms+="|ratio:language ko:en=1:1|ratio:language ko:en=1:4"
+arms+="|drop:rstar-coder then ratio:language ko:en=1:1|drop:rstar-coder then ratio:language ko:en=1:4"
 for bucket in $buckets; do arms+="|only:$bucket|drop:$bucket"; done
 
 python -m scripts.tok_train "${text[@]}" --vocab_size=$vocab --skip_if_done

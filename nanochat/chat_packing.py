@@ -89,7 +89,8 @@ def encode(
 
     about: JSON-ready; identifies the conversations and their order. verify: check the SHA-256 of
     files on disk; if damaged, encode again. report: called with progress messages. Conversations
-    longer than a row are truncated. Raises ValueError if no conversation has a trained token.
+    longer than a row are cut, and counted in a message. Raises ValueError if no conversation has a
+    trained token.
     """
     made_of = make_recipe(about, tokenizer, max_seq_len)
     folder = base_dir() / "rows" / made_of["fingerprint"]
@@ -144,7 +145,13 @@ def write_encoded(
             done += len(batch)
             report(f"{done:,}{total} conversations")
     np.save(folder / "ends.npy", np.cumsum([0, *lengths]))
-    skipped = done - len(lengths)  # no trained token
+    cut, skipped = lengths.count(row_length - 1), done - len(lengths)
+    if cut or skipped:
+        print(
+            f"of {done:,} conversations, {cut:,} fill a row of {row_length - 1:,} tokens (what is "
+            f"longer is cut) and {skipped:,} have no token to train on there (skipped)",
+            flush=True,
+        )
     counts = {"conversations": len(lengths), "trained": trained, "skipped": skipped}
     digests = {name: sha256_file(folder / name) for name in ("ids.bin", "ends.npy")}
     write_json(folder / "encoded.json", seal({**counts, "sha256": digests}))

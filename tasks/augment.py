@@ -149,6 +149,8 @@ class MoreOptions(Augmented):
     """
 
     kinds = "more options"
+    pool: type[QuestionTask] | None = None
+    """Task whose training questions are searched. Default: the augmented one."""
 
     def __init__(self, task: Task, seed: int = 0, most: int = MAX_OPTIONS, exactly: bool = False):
         super().__init__(task, seed)
@@ -163,7 +165,9 @@ class MoreOptions(Augmented):
     @cached_property
     def corpus(self) -> "tuple[list[MCQuestion], BM25]":
         """The training questions and their index, whichever split is augmented."""
-        train = self.task if self.task.split == "train" else type(self.task)("train")
+        pool = self.pool or type(self.task)
+        own = pool is type(self.task) and self.task.split == "train"
+        train = self.task if own else pool("train")
         questions = [train.question(i) for i in range(len(train))]
         return questions, BM25([question.text for question in questions])
 

@@ -34,6 +34,23 @@ CALCULATION = re.compile(r"<<([^<>=]*)=([^<>=]*)>>")
 FINAL_NUMBER = re.compile(r"#### *\$?(-?\d[\d,]*(?:\.\d+)?|-?\.\d+)")
 
 
+ALIASES = {
+    "gpqadiamond": "gpqa",
+    "haeraebench": "haerae",
+    "kobalt700": "kobalt",
+    "lcb": "livecodebench",
+    "mclm": "mclmko",
+    "mtmath100": "mclmko",
+}
+"""Other names of benchmarks -> name, both as `plain_name` gives them."""
+
+
+def plain_name(name: str) -> str:
+    """A name in lower case without spaces and punctuation; that of the benchmark for an alias."""
+    plain = re.sub(r"[\W_]", "", name.lower())
+    return ALIASES.get(plain, plain)
+
+
 def user(words: str) -> Message:
     """A user message."""
     return {"role": "user", "content": words}

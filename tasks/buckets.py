@@ -26,8 +26,14 @@ TAGS = {
     "arc_easy_10": Tags("science", "en", "native", "", "CC BY-SA 4.0", "letter", parent="arc"),
     "arc_challenge_10": Tags("science", "en", "native", "", "CC BY-SA 4.0", "letter", parent="arc"),
     "mmlu": Tags("exams", "en", "native", "", "MIT", "letter", parent="mmlu"),
-    "kmmlu": Tags("exams", "ko", "native", "", "CC BY-ND 4.0", "letter", parent="kmmlu"),
+    # KMMLU-Pro has other questions than KMMLU, but in the style of the same exams
+    "kmmlu": Tags(
+        *("exams", "ko", "native", "", "CC BY-ND 4.0", "letter"), parent="kmmlu+kmmlu-pro"
+    ),
     "kmmlu_redux": Tags("exams", "ko", "native", "", "CC BY-NC-ND 4.0", "letter", parent="kmmlu"),
+    "kmmlu_redux_10": Tags(
+        *("exams", "ko", "native", "", "CC BY-NC-ND 4.0", "letter"), parent="kmmlu"
+    ),
     "kmmlu_pro": Tags("exams", "ko", "native", "", "CC BY-NC-ND 4.0", "letter", parent="kmmlu-pro"),
     "hae_rae": Tags("culture", "ko", "native", "", "CC BY-NC-ND 4.0", "letter", parent="hae-rae"),
     "clinical_qa": Tags("medicine", "ko", "synthetic", "", "", "letter", parent="clinical-qa"),

@@ -10,7 +10,7 @@ import ast
 import random
 import re
 
-from tasks.augment import shuffle_options
+from tasks.augment import TenOptions, shuffle_options
 from tasks.base import (
     LETTERS,
     Conversation,
@@ -21,6 +21,7 @@ from tasks.base import (
     visible,
 )
 from tasks.hub import AS_PARQUET, HubQuestions, HubTask, TaskRow
+from tasks.kmmlu import KMMLU
 
 INSTRUCTION = "Solve this problem step by step, then write #### and the final answer."
 UNIT = re.compile(  # a word of Latin letters has at least two; x in 12x is a variable
@@ -45,6 +46,13 @@ class KMMLURedux(HubQuestions):
     def parse(self, row: TaskRow) -> MCQuestion:
         options = tuple(option.strip() for option in row["options"])
         return MCQuestion(row["question"].strip(), options, int(row["solution"]) - 1)
+
+
+class KMMLUReduxTen(TenOptions):
+    """KMMLU-Redux with ten options, the further ones from training questions of KMMLU."""
+
+    name, of, pool = "KMMLU-Redux-10", KMMLURedux, KMMLU
+    splits = ("test",)
 
 
 class KMMLUPro(KMMLURedux):

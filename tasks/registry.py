@@ -7,7 +7,6 @@ Data is downloaded on first use.
 """
 
 import difflib
-import re
 from typing import NamedTuple
 
 from nanochat.common import MissingInput
@@ -15,7 +14,7 @@ from nanochat.sandbox import SandboxUnavailable, choose_layer
 from tasks.aqua import AQuA, AQuALetter
 from tasks.arc import ARCChallenge, ARCEasy
 from tasks.augment import ARCChallengeTen, ARCEasyTen
-from tasks.base import Task
+from tasks.base import Task, plain_name
 from tasks.gsm8k import GSM8K
 from tasks.hub_chats import HubChats, OpenThoughts3, RStarCoder, YiSang
 from tasks.humaneval import HumanEval
@@ -30,6 +29,7 @@ from tasks.korean import (
     ClinicalQA,
     KMMLUPro,
     KMMLURedux,
+    KMMLUReduxTen,
     KoBALT,
     MCLMKorean,
 )
@@ -71,6 +71,7 @@ TASKS = {
     "identity": Entry(Identity),
     "jsonl": Entry(JSONL, "path"),
     "kmmlu_redux": Entry(KMMLURedux, listed=False),
+    "kmmlu_redux_10": Entry(KMMLUReduxTen, listed=False),
     "kmmlu_pro": Entry(KMMLUPro, listed=False),
     "hae_rae": Entry(HAERAE, listed=False),
     "clinical_qa": Entry(ClinicalQA, listed=False),
@@ -89,32 +90,18 @@ TASKS = {
 
 
 RUN_CODE = ("humaneval", "livecodebench")  # tasks that run generated code
-ALIASES = {
-    "gpqadiamond": "gpqa",
-    "haeraebench": "hae_rae",
-    "kobalt700": "kobalt",
-    "lcb": "livecodebench",
-    "mclm": "mclm_ko",
-    "mtmath100": "mclm_ko",
-}
-"""Other names of benchmarks, lower case without punctuation -> key."""
 
 
 def key_of(name: str) -> str:
     """The key in TASKS for a key or report name. Raises ValueError for an unknown task."""
     known = {plain_name(entry.task.name): key for key, entry in TASKS.items()}
-    known |= {plain_name(key): key for key in TASKS} | ALIASES
+    known |= {plain_name(key): key for key in TASKS}
     if plain_name(name) not in known:
         near = difflib.get_close_matches(plain_name(name), known, n=1, cutoff=0.0)
         raise ValueError(
             f"unknown task {name!r}; did you mean {known[near[0]]}? Available: {', '.join(TASKS)}"
         )
     return known[plain_name(name)]
-
-
-def plain_name(name: str) -> str:
-    """Lowercase a name and drop spaces, hyphens and underscores."""
-    return re.sub(r"[\W_]", "", name.lower())
 
 
 def make_task(name: str, split: str, **options) -> Task:
@@ -160,7 +147,7 @@ def overlapping_tasks(key: str) -> list[str]:
 
 def question_source(key: str) -> str:
     """Key of the task that provides the questions."""
-    return key.removesuffix("_10").removesuffix("_letter")
+    return key.removesuffix("_10").removesuffix("_letter").removesuffix("_redux")
 
 
 def list_benchmarks() -> list[str]:

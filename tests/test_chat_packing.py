@@ -95,11 +95,13 @@ def test_worker_process_reports_invalid_conversation(monkeypatch):
         encode({"name": "x"}, chats, TOKENIZER, 31)
 
 
-def test_B2_conversation_longer_than_a_row_is_truncated():
+def test_B2_conversation_longer_than_a_row_is_truncated(capsys):
     chats = [chat("q", "a" * 500), *[chat("q", "short")] * 30, chat("q" * 500, "a")]
     rows, counts = packed(chats)
     found = list(conversations_in(rows))
     assert len(found) == 31  # the last one lost its whole answer, so it has no loss
+    printed = "of 32 conversations, 1 fill a row of 63 tokens (what is longer is cut) and 1 have no"
+    assert printed in capsys.readouterr().out
     assert counts["skipped"] == 1 and counts["documents_cut"] == 0
     assert max(len(f) for f in found) == 64
     one_epoch = counts["rows"]

@@ -3,7 +3,7 @@
 import pytest
 
 from tasks.base import answer_text
-from tasks.registry import eval_task, list_benchmarks
+from tasks.registry import eval_task, list_benchmarks, make_task
 from tests.published import publish
 
 KMMLU = {"question": " 물은? ", "options": ["가", "나", "다", "라"], "solution": "3"}
@@ -84,6 +84,30 @@ def test_choice_benchmark_reads_its_published_layout(key, tmp_path, monkeypatch,
     assert asked.options[asked.right] == right
     assert task.score(task[0], answer_text(task[0][-1])) == 1.0
     assert task.score(task[0], "Z") == 0.0 and task.baseline in (0.1, 0.2, 0.25)
+
+
+@pytest.mark.parametrize("key", CHOICES)
+def test_missing_column_error_lists_what_there_is(key, tmp_path, monkeypatch):
+    file, [row], *_ = CHOICES[key]
+    lacks = next(name for name in make_task(key, "test").columns if name in row)
+    rows = [{"other": 1, **{name: x for name, x in row.items() if name != lacks}}]
+    publish({file: rows}, tmp_path / "hub", monkeypatch)
+    with pytest.raises(ValueError, match=f"has no column {lacks}.*, only other, "):
+        len(eval_task(key))
+
+
+def test_kmmlu_redux_with_ten_options(tmp_path, monkeypatch):
+    train = [
+        dict(question=f"{n}번 물은?", answer=1, A="얼음", B=f"바다 {n}", C=f"강 {n}", D=f"비 {n}")
+        for n in range(8)
+    ]
+    files = {"kmmlu_redux/test/0000.parquet": [KMMLU], "data/Math-train.csv": train}
+    publish(files, tmp_path / "hub", monkeypatch)
+    task = eval_task("KMMLU-Redux-10")
+    [asked] = [task.question(i) for i in range(len(task))]  # type: ignore[attr-defined]
+    assert asked.options[asked.right] == "다" and task.baseline == 0.1
+    assert len(set(asked.options)) == 10 and set("가나다라") <= set(asked.options)
+    assert "얼음" not in asked.options  # right in another question
 
 
 MATH = {

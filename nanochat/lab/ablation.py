@@ -12,6 +12,7 @@ grows, the others shrink in proportion to their counts. Pure functions of names,
     swap:A->B           move the count of A to B
     scale:X*2           twice as much X; the others shrink
     ratio:TAG a:b=1:4   ratio of buckets with TAG a to those with TAG b; others stay
+    ARM then ARM        one change, then another
 """
 
 import re
@@ -20,7 +21,9 @@ from functools import partial
 
 from nanochat.mixture import Tags, parse_mixture, round_to_total
 
-ARM_SYNTAX = "copy:name, only:x, drop:x, swap:a->b, scale:x*2, ratio:language ko:en=1:4"
+ARM_SYNTAX = (
+    "copy:name, only:x, drop:x, swap:a->b, scale:x*2, ratio:language ko:en=1:4, or one then another"
+)
 RATIO = re.compile(r"(\w+) ([^:=]+):([^:=]+)=([\d.]+):([\d.]+)")
 
 Counts = Mapping[str, float]
@@ -56,6 +59,11 @@ def parse_arm(
     """
     for name in floor:
         require_bucket(name, tags, f"floor {name}")
+    if " then " in arm:
+        one, other = (parse_arm(part, tags, floor) for part in arm.split(" then ", 1))
+        if one and other:
+            return lambda counts: other(one(counts))
+        raise ValueError(f"unknown ablation arm {arm!r}: a copy cannot be changed")
     kind, _, words = arm.partition(":")
     if kind == "copy" and words:
         return None

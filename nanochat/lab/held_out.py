@@ -10,7 +10,6 @@ defeats its purpose. A training bucket made from the same dataset as a final ben
 belongs to its family and is rejected, unless its declaration waives that.
 """
 
-import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from nanochat.common import UsageError, base_dir, hold_lock, read_sealed, seal, write_json
 from nanochat.records import append_line, one_line, read_sealed_lines
 from nanochat.records import to_json_types as plain_json
+from tasks.base import plain_name
 
 if TYPE_CHECKING:
     from nanochat.mixture import Bucket, Tags
@@ -56,14 +56,9 @@ def declare(final: Mapping[str, str]) -> Path:
     return path
 
 
-def normalize(name: str) -> str:
-    """Normalize a benchmark name: lower case, no spaces or punctuation."""
-    return re.sub(r"[\W_]", "", name.lower())
-
-
 def is_final(name: str) -> bool:
     """Whether a benchmark is final."""
-    return normalize(name) in map(normalize, final_benchmarks())
+    return plain_name(name) in map(plain_name, final_benchmarks())
 
 
 def select_tasks(
@@ -104,7 +99,7 @@ def read_access_log(damaged: list[str] | None = None) -> list[Mapping[str, Any]]
 
 def families(parents: str) -> set[str]:
     """Normalized names of the datasets in a tag, separated by +."""
-    return {normalize(name) for name in parents.split("+") if name.strip()}
+    return {plain_name(name) for name in parents.split("+") if name.strip()}
 
 
 def reject_contaminated(buckets: Mapping[str, "Tags"]) -> None:
@@ -115,7 +110,7 @@ def reject_contaminated(buckets: Mapping[str, "Tags"]) -> None:
     for bucket, tags in buckets.items():
         for name, parents in final_benchmarks().items():
             shared = families(tags.parent) & families(parents)
-            if shared and normalize(name) not in families(tags.waived):
+            if shared and plain_name(name) not in families(tags.waived):
                 raise UsageError(
                     f"{bucket} is made from {tags.parent}, as is final benchmark {name} (from "
                     f"{parents}): training on the same source and style would invalidate it",

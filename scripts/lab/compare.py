@@ -130,12 +130,13 @@ def compare_all(cfg: Compare) -> None:
         rows.append([*row, *(["-", "-", "-"] if origin == key else versus)])
     columns = ["Run", "Step", *(task.name for task in suite), "All", "Difference", "From"]
     table = {"title": None, "columns": [*columns, "Verdict"], "rows": rows}
-    print(report.render_table(table))
+    machine.print0(report.render_table(table))
     inputs = {"before": fingerprint(list(scored))}
     provenance = records.Provenance(checkpoints[-1].state["provenance"]["run_id"], 0, inputs)
     cost = records.Cost.since(started, machine)
     curves = series if len(checkpoints) > len(series) else {}  # one point is no curve
-    report.append_section("Suite", cfg, values, provenance, cost, tables=[table], series=curves)
+    if machine.is_main:
+        report.append_section("Suite", cfg, values, provenance, cost, tables=[table], series=curves)
     machine.close()
 
 
@@ -145,14 +146,15 @@ def score_checkpoint(
     """Score a checkpoint, or read its scores from an earlier call with the same suite."""
     path = base_dir() / "suite" / f"{checkpoint.fingerprint}.json"
     identity = fingerprint([GREEDY.max_new_tokens, *(task.identity for task in suite)])
-    found = read_json(path) if path.exists() else {}
+    found = machine.on_main("reading", lambda: read_json(path) if path.exists() else {})
     if found.get("suite") != identity:
         tokenizer = Tokenizer.read(checkpoint.folder / "tokenizer.json")
         model = inference_copy(load_model(checkpoint, machine))
         scores = score_suite(model, tokenizer, suite, machine)
         found = {"suite": identity, "scores": scores}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, found)
+        if machine.is_main:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_json(path, found)
     return {task.name: found["scores"][task.name] for task in suite}  # a file has no order
 
 

@@ -30,8 +30,8 @@ class HoldOut:
     final: str = ""
     """Tasks to declare final, separated by |; includes other tasks with the same questions."""
     benchmarks: str = ""
-    """Tasks to compare a mixture with, separated by |. Default: all scored tasks except derived
-    ones, spelling and the embedded world."""
+    """Tasks to compare a mixture with, separated by |. Default: ARC, MMLU, KMMLU, GSM8K, AQuA,
+    HumanEval, and final ones."""
     report_dir: str | None = None
     """Folder of records. Default: report/ under the base directory."""
     mix: MixConfig = field(default_factory=MixConfig)
@@ -60,7 +60,8 @@ def scan(cfg: HoldOut) -> None:
     """Record the overlap of a mixture with benchmarks: 13-grams of words, or whole questions."""
     started = time.perf_counter()
     learned = buckets(*read_mixture(cfg.mix.mixture))
-    names = cfg.benchmarks.split("|") if cfg.benchmarks else list_benchmarks()
+    default = [*list_benchmarks(), *map(key_of, held_out.final_benchmarks())]
+    names = cfg.benchmarks.split("|") if cfg.benchmarks else dict.fromkeys(default)
     tests = [eval_task(name) for name in names]
     found = overlaps([bucket.train for bucket in learned], tests)
     owners = (bucket.name for bucket in learned for _ in tests)

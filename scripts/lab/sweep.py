@@ -55,8 +55,9 @@ class SweepScript:
     """Folder under sweeps/; each name has its own ledger."""
     arms: str = ""
     """Data ablations, separated by |; each has as many total tokens as the control, in other
-    proportions: copy:name, only:x, drop:x, swap:a->b, scale:x*2, ratio:language ko:en=1:4. A bucket
-    that is used only by arms must be listed in --mixture, with =0%."""
+    proportions: copy:name, only:x, drop:x, swap:a->b, scale:x*2, ratio:language ko:en=1:4, or two
+    of these as in drop:x then scale:y*2. A bucket that is used only by arms must be listed in
+    --mixture, with =0%."""
     arm_floor: str = ""
     """Minimum shares of other buckets in every `only` arm, as in arc_easy=5%, so that
     models still learn to answer in the format that evaluations parse."""

@@ -33,6 +33,8 @@ def test_arms_keep_the_control_total():
     assert arm("scale:chat*0.5") == [250, 450, 225, 75, 0]
     assert arm("ratio:language ko:en=1:1") == [357, 500, 107, 36, 0]
     assert arm("ratio:language ko:en=1:4") == [572, 200, 171, 57, 0]
+    assert arm("drop:chat then ratio:language ko:en=1:4") == [0, 200, 600, 200, 0]
+    assert arm("drop:chat then scale:arc*2 then drop:chat-korean") == [0, 0, 571, 429, 0]
 
 
 @pytest.mark.parametrize(
@@ -41,6 +43,8 @@ def test_arms_keep_the_control_total():
         ("none:x", "unknown ablation arm.*use one of: copy:name"),
         ("copy:", "unknown ablation arm"),
         ("swap:gsm8k", "unknown ablation arm"),
+        ("copy:x then drop:chat", "unknown ablation arm"),
+        ("drop:chat then drop:none", "bucket 'none' is not in the mixture"),
         ("only:gsm", "bucket 'gsm' is not in the mixture .chat"),
         ("scale:chat*-1", "'-1' is not a positive number"),
         ("scale:chat*3", "other buckets cannot compensate"),

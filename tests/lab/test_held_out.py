@@ -1,6 +1,7 @@
 """Access to final benchmarks is denied by default and always logged."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -16,6 +17,7 @@ from tasks.base import (
     assistant,
     user,
 )
+from tasks.buckets import TAGS
 from tasks.overlap import overlaps
 
 
@@ -51,6 +53,18 @@ def test_bucket_related_to_a_final_benchmark_is_rejected():
     held_out.reject_contaminated({"mix": Tags(parent="gsm8k", waived="hrm8k")})
     with pytest.raises(UsageError, match='declare the bucket with "waived": "HRM8K"'):
         held_out.reject_contaminated({"mix": Tags(parent="gsm8k", waived="ARC-Challenge")})
+
+
+def test_ledger_knows_aliases_and_other_forms_of_a_benchmark(command):
+    command.works("lab.hold_out", "--final=gpqa|kmmlu|KMMLU-Pro|LCB")
+    assert all(map(held_out.is_final, ["GPQA Diamond", "gpqa", "LiveCodeBench", "lcb", "KMMLU"]))
+    assert held_out.is_final("KMMLU-Redux") and held_out.is_final("kmmlu_redux_10")
+    assert not held_out.is_final("HAE-RAE Bench")
+    waived = Tags(parent="gpqa", waived="GPQA Diamond")
+    held_out.reject_contaminated({"mine": waived})
+    with pytest.raises(UsageError, match="is made from kmmlu.kmmlu-pro, as is final .* KMMLU-Pro"):
+        others = "KMMLU+KMMLU-Redux+KMMLU-Redux-10"
+        held_out.reject_contaminated({"styles": replace(TAGS["kmmlu"], waived=others)})
 
 
 def flips(path, count):

@@ -1,0 +1,39 @@
+"""The Korean study: its two mixtures, its arms, and its bases."""
+
+import subprocess
+
+import pytest
+
+from nanochat.common import REPOSITORY
+from nanochat.lab.ablation import arm_counts, read_floor
+from nanochat.mixture import read_mixture
+from tasks.buckets import parse_task_mixture, tags
+
+STUDY = REPOSITORY / "dev/korean_study.sh"
+
+
+def arms_of_study() -> list[str]:
+    lines = STUDY.read_text().splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith("buckets="))
+    last = next(i for i, line in enumerate(lines) if line.startswith("for bucket"))
+    script = "\n".join([*lines[first : last + 1], 'printf "%s" "$arms"'])
+    return subprocess.check_output(["bash", "-c", script], text=True).split("|")
+
+
+@pytest.mark.parametrize("data", ["public", "standins"])
+def test_every_arm_changes_the_mixture(data):
+    spec, declared = read_mixture(str(REPOSITORY / f"dev/korean_{data}.json"))
+    parts = parse_task_mixture(spec, declared)
+    named = {part.label: tags(part, declared) for part in parts}
+    buckets = "openthoughts3 rstar-coder web-daily web-code web-science web-medical styles options"
+    assert list(named) == buckets.split()
+    counts = {part.label: part.tokens for part in parts}
+    floor, arms = read_floor("styles=5%"), arms_of_study()
+    assert len(arms) == 21
+    found = {arm: tuple(arm_counts(arm, counts, named, floor).values()) for arm in arms}
+    assert len(set(found.values())) == 21 and tuple(counts.values()) not in found.values()
+    for arm, values in found.items():
+        assert sum(values) == sum(counts.values()), arm
+        left = dict(zip(counts, values, strict=True))["rstar-coder"]
+        without = "drop:rstar-coder" in arm or arm.startswith("only:") and "rstar" not in arm
+        assert (left == 0) == without, arm
