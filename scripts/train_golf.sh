@@ -3,12 +3,13 @@
 #
 #   bash scripts/train_golf.sh                          # detect the machine
 #   PROFILE=gpu SEEDS="0 1 2" bash scripts/train_golf.sh      # h100x8, gpu (1 to 7 GPUs), cpu, smoke
+#   TEXT=fineweb bash scripts/train_golf.sh             # the text of the leaderboard, about 50 GB
 #
 # For each seed: train until the time limit, export (fails above the size limit), then evaluate
-# from the files alone. TEXT is a dataset repository or "embedded" (the built-in world). Extra
-# arguments are passed to base_train; use a new TAG for a new recipe. Writes to out/golf or
-# NANOCHAT_BASE_DIR; the report card has the section "Parameter golf". If interrupted, rerun the
-# same command.
+# from the files alone. TEXT is a dataset repository, a folder, "embedded" (the built-in world) or
+# "fineweb". Extra arguments are passed to base_train; use a new TAG for a new recipe. Writes to
+# out/golf or NANOCHAT_BASE_DIR; the report card has the section "Parameter golf". If interrupted,
+# rerun the same command.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -74,6 +75,18 @@ esac
 source dev/setup.sh
 source dev/stages.sh
 export NANOCHAT_BASE_DIR="${NANOCHAT_BASE_DIR:-$PWD/out/golf}"
+
+# The leaderboard scores the first 50,000 documents. The last file by name is the validation shard.
+if [ "$text" = fineweb ]; then
+    text="$NANOCHAT_BASE_DIR/fineweb" all=datasets/docs_selected.jsonl
+    if [ ! -f "$text/val.jsonl" ]; then
+        hf download willdepueoai/parameter-golf $all --repo-type=dataset --local-dir="$text-download"
+        mkdir -p "$text"
+        tail -n +50001 "$text-download/$all" | split -l 100000 -d -a 3 --additional-suffix=.jsonl - "$text/train_"
+        head -n 50000 "$text-download/$all" >"$text/val.part"
+        mv "$text/val.part" "$text/val.jsonl"
+    fi
+fi
 
 # Text is packed before the timed training; each seed has its own record folder.
 stage "tokenizer" python -m scripts.tok_train --dataset="$text" "${tokenizer[@]}" --skip_if_done

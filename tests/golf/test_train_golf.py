@@ -88,25 +88,30 @@ def test_train_golf_artifact_alone_reproduces_reported_bpb(tmp_path):
     assert failed.returncode != 0 and "qat_start" in failed.stdout + failed.stderr
 
 
-def test_documented_commands_split_the_leaderboard_text(hub, tmp_path, monkeypatch):
+def test_leaderboard_text_is_downloaded_and_split(hub, tmp_path, monkeypatch):
     """On a few documents in the published layout, with smaller numbers of documents per file."""
     texts = [f"Document {i}.\nIt is short." for i in range(13)]
     path = tmp_path / "hub/datasets/willdepueoai/parameter-golf/datasets/docs_selected.jsonl"
     path.parent.mkdir(parents=True)
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    page = (REPOSITORY / "docs/parameter-golf.md").read_text()
-    block = re.search(r"```bash\n(hf download.*?)^TEXT=(\S+) bash", page, re.DOTALL | re.MULTILINE)
-    assert block is not None
-    commands, folder = block[1], block[2]
+    script = (REPOSITORY / "scripts/train_golf.sh").read_text()
+    found = re.search(r'^if \[ "\$text" = fineweb.*?^fi$', script, re.DOTALL | re.MULTILINE)
+    assert found is not None
+    commands = f'text=fineweb\n{found[0]}\necho "$text"'
     for before, after in (("-l 100000", "-l 4"), ("+50001", "+6"), ("-n 50000", "-n 5")):
         assert before in commands
         commands = commands.replace(before, after)
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "base"))
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
     with hub_served(hub, monkeypatch) as serve:
         serve(tmp_path / "hub")
-        subprocess.run(["bash", "-euo", "pipefail", "-c", commands], cwd=tmp_path, check=True)
-    source = open_source(DataConfig(dataset=str(tmp_path / folder)))
+        for _ in range(2):  # the second time, nothing is downloaded
+            printed = subprocess.check_output(
+                ["bash", "-euo", "pipefail", "-c", commands], cwd=tmp_path, text=True
+            )
+            shutil.rmtree(tmp_path / "hub", ignore_errors=True)
+    source = open_source(DataConfig(dataset=printed.splitlines()[-1]))
     assert source.val_shard == "val.jsonl" and len(source.train_shards) == 2
     assert list(source.texts(source.val_shard)) == texts[:5]
     assert [t for shard in source.train_shards for t in source.texts(shard)] == texts[5:]
