@@ -62,6 +62,11 @@ def printable(text: Any) -> str:
     return UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), str(text))
 
 
+def is_main_process() -> bool:
+    """False in processes that torchrun started for ranks other than 0."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def base_dir() -> Path:
     """Folder of all generated files: NANOCHAT_BASE_DIR, default out/ in the repository."""
     path = Path(os.environ.get("NANOCHAT_BASE_DIR") or REPOSITORY / "out").expanduser().resolve()

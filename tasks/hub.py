@@ -4,7 +4,6 @@ Tasks whose rows come from a dataset repository on the hub, pinned on first use.
     repository, file stem -> HubRepo: manifest, verified files -> TaskRows -> HubTask
 """
 
-import os
 import re
 from abc import abstractmethod
 from collections import Counter
@@ -18,7 +17,14 @@ import pyarrow as pa
 import pyarrow.csv as csv
 import pyarrow.parquet as pq
 
-from nanochat.common import base_dir, hold_lock, read_json, sha256_file, write_json
+from nanochat.common import (
+    base_dir,
+    hold_lock,
+    is_main_process,
+    read_json,
+    sha256_file,
+    write_json,
+)
 from nanochat.dataset import find_damage, read_json_lines
 from nanochat.hub import HubRepo, pin_repo
 from tasks.base import MCQuestion, QuestionTask, Task, shuffled
@@ -213,7 +219,7 @@ class HubTask(Task):
             return range(len(self.data.rows))
         kept = [n for n, problem in self.problems.items() if problem is None]
         found = Counter(problem for problem in self.problems.values() if problem is not None)
-        if found and os.environ.get("RANK", "0") == "0":  # once under torchrun
+        if found and is_main_process():
             of = f"{found.total():,} of {len(self.problems):,} rows of {self.where}"
             print(f"{self.name}: skipped {of}: {found.most_common(1)[0][0]}", flush=True)
         if not kept:
