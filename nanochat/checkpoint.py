@@ -451,8 +451,10 @@ class Progress:
         elif self.loss_scale == 1.0:
             self.loss_scale = FLOAT16_LOSS_SCALE
 
-    def adjust_loss_scale(self, finite: bool) -> None:
-        """Halve the loss scale after a non-finite step; double it after enough finite ones."""
+    def adjust_loss_scale(self, dtype: torch.dtype, finite: bool) -> None:
+        """In float16, halve the loss scale after a bad step; double it after enough finite ones."""
+        if dtype != torch.float16:
+            return
         self.steps_at_scale = self.steps_at_scale + 1 if finite else 0
         if not finite:
             self.loss_scale = max(1.0, self.loss_scale / 2)

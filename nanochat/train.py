@@ -356,12 +356,10 @@ def run_loop(run: TrainingRun, progress: Progress) -> bool:
                 seconds = machine.sum(seconds)[0] / machine.world_size
             rows = partial(run.loader.row_names, step)
             verdict = detector.record(step, done.loss, done.norm, rows)
-            if machine.dtype == torch.float16:
-                progress.adjust_loss_scale(verdict != "bad")
-            is_good = verdict == "good"
+            progress.adjust_loss_scale(machine.dtype, finite=verdict != "bad")
             flops = done.tokens * run.model.flops_per_token()
             timed = step - first_step >= UNTIMED_STEPS
-            progress.add_step(done.loss if is_good else None, flops, seconds, timed)
+            progress.add_step(done.loss if verdict == "good" else None, flops, seconds, timed)
             log_step(run, progress, done, seconds)
             for callback in run.callbacks:
                 callback.after_step(done, progress)

@@ -11,6 +11,7 @@ Writes  the section "Base model loss"
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -23,7 +24,8 @@ from nanochat.distributed import DistConfig, DistContext, init_distributed
 from nanochat.eval_bpb import Bpb, bits_per_byte, bucket_metrics, pool
 from nanochat.evaluators import generate_samples, row_batches
 from nanochat.golf.documents import document_bpb
-from nanochat.mixture import open_corpus, open_texts
+from nanochat.gpt import GPT
+from nanochat.mixture import Corpus, open_corpus, open_texts
 from nanochat.preflight import CPU_TOKENS, KernelConfig, estimate_seconds, set_kernels
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import skip_if_finished
@@ -86,18 +88,7 @@ def main(cfg: BaseLoss) -> None:
     # bpb on packed rows: those trained on first, and as many of held-out text
     trained_rows = checkpoint.step * checkpoint.state["identity"]["batch_tokens"] // T
     num_rows = max(1, min(split_tokens // T, trained_rows) // len(corpus.rows))
-    corpus.pack(dict.fromkeys(corpus.rows, -(-num_rows // step_rows) * step_rows), machine)
-    token_bytes = tokenizer.token_bytes()
-
-    def on_rows(batches: Iterator[np.ndarray]) -> Bpb:
-        scored = row_batches(batches, step_rows)
-        return bits_per_byte(model.token_losses, scored, token_bytes, machine)[0]
-
-    seen, unseen = {}, {}
-    for name, rows in corpus.rows.items():
-        most = min(num_rows, rows.packed_train_rows)
-        seen[name] = on_rows(train_batches(rows, most, step_rows, origin["seed"], machine))
-        unseen[name] = on_rows(rows.val_batches(step_rows, most, machine.rank, machine.world_size))
+    seen, unseen = packed_bpb(model, corpus, num_rows, step_rows, origin["seed"], machine)
     train, val = pool(seen.values()), pool(unseen.values())
     machine.print0(f"train bpb {train.value:.4f}, val bpb {val.value:.4f}")
 
@@ -107,18 +98,6 @@ def main(cfg: BaseLoss) -> None:
         for each in (t.texts(t.val_shard, cfg.max_documents) for t in texts.sources.values())
     )
     machine.print0(f"document bpb {plain.value:.4f} on {plain.bytes:,} bytes")
-    pieces = f"rows of {T} tokens, in which a document may start in the middle"
-    variants = [
-        ["train bpb", f"{train.value:.4f}", f"text of the first training steps in {pieces}"],
-        ["val bpb", f"{val.value:.4f}", f"held-out text in {pieces}"],
-        [
-            "val minus train",
-            f"{val.value - train.value:+.4f}",
-            "what training text has in its favor",
-        ],
-        ["document bpb", f"{plain.value:.4f}", "whole held-out documents, each from its start"],
-    ]
-    table = {"title": "Bits per byte", "columns": ["Name", "bpb", "Scored text"], "rows": variants}
     values = {
         "train bpb": train.value,
         "val bpb": val.value,
@@ -133,8 +112,41 @@ def main(cfg: BaseLoss) -> None:
         with machine.working("writing the report"):
             provenance = records.Provenance(origin["run_id"], origin["seed"], inputs)
             cost = records.Cost.since(started, machine)
+            table = bpb_table(train, val, plain, T)
             report.append_section(SECTION, cfg, values, provenance, cost, tables=[table])
     machine.close()
+
+
+def bpb_table(train: Bpb, val: Bpb, plain: Bpb, max_seq_len: int) -> dict[str, Any]:
+    """The results as a table that says what was scored. plain: of whole documents."""
+    pieces = f"rows of {max_seq_len} tokens, in which a document may start in the middle"
+    gap = f"{val.value - train.value:+.4f}"
+    rows = [
+        ["train bpb", f"{train.value:.4f}", f"text of the first training steps in {pieces}"],
+        ["val bpb", f"{val.value:.4f}", f"held-out text in {pieces}"],
+        ["val minus train", gap, "what training text has in its favor"],
+        ["document bpb", f"{plain.value:.4f}", "whole held-out documents, each from its start"],
+    ]
+    return {"title": "Bits per byte", "columns": ["Name", "bpb", "Scored text"], "rows": rows}
+
+
+def packed_bpb(
+    model: GPT, corpus: Corpus, num_rows: int, step_rows: int, seed: int, machine: DistContext
+) -> tuple[dict[str, Bpb], dict[str, Bpb]]:
+    """Bpb by bucket of up to `num_rows` rows: the first of a run with this seed, and held-out."""
+    corpus.pack(dict.fromkeys(corpus.rows, -(-num_rows // step_rows) * step_rows), machine)
+    token_bytes = corpus.tokenizer.token_bytes()
+
+    def on_rows(batches: Iterator[np.ndarray]) -> Bpb:
+        scored = row_batches(batches, step_rows)
+        return bits_per_byte(model.token_losses, scored, token_bytes, machine)[0]
+
+    seen, unseen = {}, {}
+    for name, rows in corpus.rows.items():
+        most = min(num_rows, rows.packed_train_rows)
+        seen[name] = on_rows(train_batches(rows, most, step_rows, seed, machine))
+        unseen[name] = on_rows(rows.val_batches(step_rows, most, machine.rank, machine.world_size))
+    return seen, unseen
 
 
 def train_batches(
