@@ -3,7 +3,8 @@ Load test client: concurrent users that send chat requests in a loop.
 
     python -m tests.load_client URL USERS SECONDS TOKENS -> one line of JSON
 
-Each user sends its next request after the answer, or after Retry-After on status 429.
+Each user sends its next request after the answer, or after Retry-After on status 429, for SECONDS
+and until each has two answers. Tokens that arrive after that are not counted.
 Reads streams from raw sockets; token counts are the server's `usage`.
 """
 
@@ -11,6 +12,7 @@ import asyncio
 import json
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 
@@ -23,16 +25,16 @@ class User:
         self.first: list[float] = []
         self.errors: list[str] = []
 
-    async def ask_until(self, deadline: float) -> None:
-        while time.perf_counter() < deadline:
+    async def ask_while(self, going: Callable[[], bool]) -> None:
+        while going():
             try:
-                await self.ask(deadline)
+                await self.ask(going)
             except (OSError, ValueError, asyncio.IncompleteReadError) as error:
                 self.errors.append(repr(error))
                 return
 
-    async def ask(self, deadline: float) -> None:
-        """Send one request; tokens that arrive after the deadline are not counted."""
+    async def ask(self, going: Callable[[], bool]) -> None:
+        """Send one request and count its tokens."""
         body = json.dumps(
             {
                 "messages": [{"role": "user", "content": f"User {self.number}, {self.answers}"}],
@@ -64,7 +66,7 @@ class User:
                 if num_tokens and first is None:
                     first = now - started
                     self.first.append(first)
-                if now > deadline:
+                if not going():
                     return
                 self.tokens = before + num_tokens
             self.answers += 1
@@ -83,11 +85,21 @@ class User:
 
 
 async def load(url: str, users: int, seconds: float, tokens: int) -> dict[str, Any]:
-    """Run all users for `seconds`; return throughput, latency and errors."""
+    """Run all users (see above); return throughput, latency and errors."""
     host, _, port = url.removeprefix("http://").partition(":")
     all_users = [User(i, host, int(port), tokens) for i in range(users)]
     started = time.perf_counter()
-    await asyncio.gather(*(user.ask_until(started + seconds) for user in all_users))
+
+    def going() -> bool:
+        behind = min(user.answers for user in all_users) < 2
+        return (
+            behind
+            and not any(user.errors for user in all_users)
+            or (time.perf_counter() < started + seconds)
+        )
+
+    await asyncio.gather(*(user.ask_while(going) for user in all_users))
+    seconds = time.perf_counter() - started
     first = sorted(wait for user in all_users for wait in user.first)
     got = [user.tokens for user in all_users]
     return {
