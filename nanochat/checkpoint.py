@@ -445,7 +445,7 @@ class Progress:
             self.step_seconds = [*self.step_seconds[-999:], seconds]
 
     def begin_loss_scale(self, dtype: torch.dtype) -> None:
-        """Choose the loss scale of a run; one that resumes in float16 keeps its own."""
+        """Choose the loss scale of a run; one that resumes keeps its own, if it was above 1."""
         if dtype != torch.float16:
             self.loss_scale = 1.0
         elif self.loss_scale == 1.0:

@@ -83,8 +83,8 @@ def target_logits(logits: Tensor, targets: Tensor) -> Tensor:
 
 def chunk_loss(logits: Tensor, targets: Tensor, kernels: LossKernels) -> tuple[Tensor, ...]:
     """
-    logits (n, V), targets (n,) -> nats (n,) in float32, unnormalized gradients (n, V), and the
-    factors (n, 1) that normalize their rows. Nats and factors are 0 for IGNORE.
+    logits (n, V), targets (n,) -> nats (n,) in float32, gradients (n, V), unnormalized except in
+    float16, and the factors (n, 1) that normalize their rows. Nats and factors are 0 for IGNORE.
     """
     counted = (targets != IGNORE)[:, None]
     total, slope = kernels.softmax_terms(logits)

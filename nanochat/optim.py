@@ -5,7 +5,8 @@ Learning-rate schedules, update rules per parameter role, and Muon + AdamW shard
     OptimConfig -> make_rules -> role: Rule -> MuonAdamW: parameter groups, sharded or replicated
 
 Master weights and optimizer state are float32. On a GPU, the plain model's matrices and embeddings
-are stored in the compute dtype, which saves casts and halves the weights sent between ranks.
+are stored in the compute dtype (not in float16), which saves casts and halves the weights sent
+between ranks.
 """
 
 from collections import Counter
@@ -362,12 +363,14 @@ class MuonAdamW:
     def round_weights(self, model: GPT, dtype: torch.dtype) -> None:
         """
         Store the model's matrices and embeddings in `dtype`, and this rank's slices of them in
-        float32 as master weights, which only updates and checkpoints use. The forward pass rounds
-        to `dtype` anyway, except in fp8. Gradients of matrices still accumulate in float32.
+        float32 as master weights, which only updates and checkpoints use; nothing in float16. The
+        forward pass rounds to `dtype` anyway, except in fp8. Gradients of matrices still accumulate
+        in float32.
         """
         roles = model.param_roles()
         for group in self.groups:
-            rounded = roles[group.names[0]] in ROUNDED_ROLES and dtype != torch.float32
+            wide = dtype in (torch.float32, torch.float16)  # float16 gradients would underflow
+            rounded = roles[group.names[0]] in ROUNDED_ROLES and not wide
             if rounded and "master" not in group.state:
                 group.state["master"] = group.weight().clone()
                 for param in group.params:

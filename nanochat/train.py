@@ -356,7 +356,6 @@ def run_loop(run: TrainingRun, progress: Progress) -> bool:
                 seconds = machine.sum(seconds)[0] / machine.world_size
             rows = partial(run.loader.row_names, step)
             verdict = detector.record(step, done.loss, done.norm, rows)
-            progress.adjust_loss_scale(machine.dtype, finite=verdict != "bad")
             flops = done.tokens * run.model.flops_per_token()
             timed = step - first_step >= UNTIMED_STEPS
             progress.add_step(done.loss if verdict == "good" else None, flops, seconds, timed)
@@ -372,6 +371,7 @@ def run_loop(run: TrainingRun, progress: Progress) -> bool:
                     f"{MAX_BAD_STEPS} consecutive non-finite steps, the last at step {step}; the "
                     "last good state is saved. Inspect the logged rows or lower the learning rates"
                 )
+            progress.adjust_loss_scale(machine.dtype, finite=verdict != "bad")
             every = run.cfg.save_every
             if every and progress.step % every == 0 and not run.finished(progress):
                 run.save(progress)
@@ -631,9 +631,8 @@ def prepare(run: TrainingRun, checkpoints: CheckpointManager) -> Prepared:
     disk = preflight.require_disk(folder, machine, checkpoints=size, rows=run.bytes_to_pack)
     if cfg.fp8:
         preflight.enable_fp8(model, machine)
-    # golf and recursion models keep float32 weights, and float16 their gradients
-    rounds = machine.dtype != torch.float16 and not run.float32_weights
-    if machine.device.type == "cuda" and type(model) is GPT and rounds:
+    # golf and recursion models keep float32 weights
+    if machine.device.type == "cuda" and type(model) is GPT and not run.float32_weights:
         run.optimizer.round_weights(model, machine.dtype)
     prepared = run.prepared or fit_rows(run, left)
     run.device_rows, seconds, most = prepared.device_rows, prepared.train_seconds, ""

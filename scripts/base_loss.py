@@ -9,14 +9,14 @@ Writes  the section "Base model loss"
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from nanochat import records, report
-from nanochat.checkpoint import find_checkpoint, load_model
+from nanochat.checkpoint import Checkpoint, find_checkpoint, load_model
 from nanochat.config import require_at_least, settings, short, start
 from nanochat.dataloader import Rows
 from nanochat.dataset import DataConfig
@@ -85,10 +85,11 @@ def main(cfg: BaseLoss) -> None:
     seconds = estimate_seconds(model, 3 * split_tokens, machine) / 3  # no backward pass
     set_kernels(cfg.kernels, model, machine, seconds)
 
-    # bpb on packed rows: those trained on first, and as many of held-out text
-    trained_rows = checkpoint.step * checkpoint.state["identity"]["batch_tokens"] // T
-    num_rows = max(1, min(split_tokens // T, trained_rows) // len(corpus.rows))
-    seen, unseen = packed_bpb(model, corpus, num_rows, step_rows, origin["seed"], machine)
+    # bpb on packed rows: those trained on first, and held-out text
+    num_rows = max(1, split_tokens // T // len(corpus.rows))
+    trained = {} if cfg.data.dataset else count_trained_rows(checkpoint, corpus)
+    most = {name: min(num_rows, trained.get(name) or num_rows) for name in corpus.rows}
+    seen, unseen = packed_bpb(model, corpus, most, num_rows, step_rows, origin["seed"], machine)
     train, val = pool(seen.values()), pool(unseen.values())
     machine.print0(f"train bpb {train.value:.4f}, val bpb {val.value:.4f}")
 
@@ -130,11 +131,27 @@ def bpb_table(train: Bpb, val: Bpb, plain: Bpb, max_seq_len: int) -> dict[str, A
     return {"title": "Bits per byte", "columns": ["Name", "bpb", "Scored text"], "rows": rows}
 
 
+def count_trained_rows(checkpoint: Checkpoint, corpus: Corpus) -> dict[str, int]:
+    """Rows of each bucket that a model was trained on; 0 for an imported model."""
+    state = checkpoint.state
+    rows = checkpoint.step * state["identity"]["batch_tokens"] // state["model"]["max_seq_len"]
+    if "mixture" not in state:
+        return {name: rows for name in corpus.rows}
+    tokens = {each["name"]: each["tokens"] for each in state["mixture"]["buckets"]}
+    return {name: rows * n // sum(tokens.values()) for name, n in tokens.items()}
+
+
 def packed_bpb(
-    model: GPT, corpus: Corpus, num_rows: int, step_rows: int, seed: int, machine: DistContext
+    model: GPT,
+    corpus: Corpus,
+    num_train: Mapping[str, int],
+    num_val: int,
+    step_rows: int,
+    seed: int,
+    machine: DistContext,
 ) -> tuple[dict[str, Bpb], dict[str, Bpb]]:
-    """Bpb by bucket of up to `num_rows` rows: the first of a run with this seed, and held-out."""
-    corpus.pack(dict.fromkeys(corpus.rows, -(-num_rows // step_rows) * step_rows), machine)
+    """Bpb by bucket of the first rows of a run with this seed, and of held-out rows."""
+    corpus.pack({name: -(-n // step_rows) * step_rows for name, n in num_train.items()}, machine)
     token_bytes = corpus.tokenizer.token_bytes()
 
     def on_rows(batches: Iterator[np.ndarray]) -> Bpb:
@@ -143,9 +160,10 @@ def packed_bpb(
 
     seen, unseen = {}, {}
     for name, rows in corpus.rows.items():
-        most = min(num_rows, rows.packed_train_rows)
+        most = min(num_train[name], rows.packed_train_rows)
         seen[name] = on_rows(train_batches(rows, most, step_rows, seed, machine))
-        unseen[name] = on_rows(rows.val_batches(step_rows, most, machine.rank, machine.world_size))
+        held_out = rows.val_batches(step_rows, num_val, machine.rank, machine.world_size)
+        unseen[name] = on_rows(held_out)
     return seen, unseen
 
 

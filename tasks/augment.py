@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from tasks.arc import ARCChallenge, ARCEasy
 from tasks.base import (
     LETTERS,
@@ -160,14 +162,20 @@ class MoreOptions(Augmented):
 
     @property
     def origin(self) -> dict[str, Any]:
-        return {**super().origin, "most": self.most, "exactly": self.exactly}
+        pool = {"pool": self.searched.origin} if self.pool else {}
+        return {**super().origin, "most": self.most, "exactly": self.exactly, **pool}
+
+    @cached_property
+    def searched(self) -> QuestionTask:
+        """The task whose questions are searched."""
+        pool = self.pool or type(self.task)
+        own = pool is type(self.task) and self.task.split == "train"
+        return self.task if own else pool("train")
 
     @cached_property
     def corpus(self) -> "tuple[list[MCQuestion], BM25]":
         """The training questions and their index, whichever split is augmented."""
-        pool = self.pool or type(self.task)
-        own = pool is type(self.task) and self.task.split == "train"
-        train = self.task if own else pool("train")
+        train = self.searched
         questions = [train.question(i) for i in range(len(train))]
         return questions, BM25([question.text for question in questions])
 
@@ -209,6 +217,10 @@ class TenOptions(MoreOptions):
         super().__init__(self.of(split), exactly=True)
         self.name, self.baseline = type(self).name, 1 / MAX_OPTIONS
 
+    def material(self, i: int) -> str:
+        """That of the original question: the other options are text of training questions."""
+        return self.task.material(i)
+
 
 class ARCEasyTen(TenOptions):
     """ARC-Easy with ten options."""
@@ -240,19 +252,21 @@ class BM25:
         bags = [Counter(WORD.findall(text.lower())) for text in texts]
         lengths = [sum(bag.values()) for bag in bags]
         mean = sum(lengths) / max(1, len(lengths))
-        self.weights: dict[str, list[tuple[int, float]]] = defaultdict(list)
+        found: dict[str, list[tuple[int, float]]] = defaultdict(list)
         for n, (bag, length) in enumerate(zip(bags, lengths, strict=True)):
             for word, count in bag.items():
                 norm = K1 * (1 - B + B * length / mean)
-                self.weights[word].append((n, count * (K1 + 1) / (count + norm)))
+                found[word].append((n, count * (K1 + 1) / (count + norm)))
+        pairs = {word: tuple(zip(*holding, strict=True)) for word, holding in found.items()}
+        self.weights = {word: (np.array(n), np.array(w)) for word, (n, w) in pairs.items()}
         self.size = len(texts)
 
     def search(self, query: str, n: int) -> list[int]:
         """Indices of the `n` texts most similar to the query, best first."""
-        scores: dict[int, float] = defaultdict(float)
-        for word in set(WORD.findall(query.lower())):
-            holding = self.weights.get(word, [])
+        scores = np.zeros(self.size)
+        for word in sorted(set(WORD.findall(query.lower())) & self.weights.keys()):
+            holding, weights = self.weights[word]
             rarity = math.log(1 + (self.size - len(holding) + 0.5) / (len(holding) + 0.5))
-            for number, weight in holding:
-                scores[number] += rarity * weight
-        return sorted(scores, key=lambda number: (-scores[number], number))[:n]
+            scores[holding] += rarity * weights
+        found = np.flatnonzero(scores)
+        return found[np.argsort(-scores[found], kind="stable")[:n]].tolist()

@@ -7,9 +7,8 @@ Tasks whose rows come from a dataset repository on the hub, pinned on first use.
 import re
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +31,7 @@ from tasks.base import MCQuestion, QuestionTask, Task, shuffled
 SUFFIXES = (".parquet", ".csv", ".jsonl", ".jsonl.gz")
 CSV_FORMAT = csv.ParseOptions(newlines_in_values=True)
 ROW_ORDER = 0  # shuffle seed: datasets are sorted by subject, so the first n rows are biased
+NOT_ARROW = (pa.ArrowException, OverflowError, UnicodeError)  # raised for values of no Arrow type
 AS_PARQUET = "refs/convert/parquet"  # branch on which the Hub keeps <config>/<split>/<n>.parquet
 
 TaskRow = dict[str, Any]
@@ -89,7 +89,8 @@ def load_split(
     source = HubRepo(repo, where, manifest["commit"], find_file_damage)
     files = match_files("/".join([*words[2:], stem]), list(source.files()), repo)
     paths = [source.fetch(file) for file in files]
-    table = pa.concat_tables([read_columns(path, columns) for path in paths])
+    tables = [read_columns(path, columns) for path in paths]
+    table = pa.concat_tables(tables, promote_options="default")  # a column can be empty in one
     if not table.num_rows:
         raise ValueError(f"{repo}: no rows in {', '.join(files)}")
     recorded = source.files()
@@ -128,55 +129,60 @@ def match_files(stem: str, files: Sequence[str], repo: str) -> list[str]:
 
 
 def read_columns(path: Path, columns: Sequence[str]) -> pa.Table:
-    """
-    Read `columns` of a parquet, CSV or JSON Lines file. Raises ValueError if one is missing. In
-    JSON Lines, values of another type than most of a column become null.
-    """
+    """Read `columns` of a parquet, CSV or JSON Lines file. Raises ValueError if one is missing."""
     try:
-        lines = [] if path.suffix in (".parquet", ".csv") else json_objects(path)
-        names = list_columns(path) if not lines else list(dict.fromkeys(chain(*lines)))
-        if missing := [column for column in columns if column not in names]:
-            raise ValueError(f"{path} has no column {', '.join(missing)}, only {', '.join(names)}")
         if path.suffix == ".csv":  # as text: columns of numbers in some files would not concatenate
+            require_columns(
+                path, columns, csv.open_csv(path, parse_options=CSV_FORMAT).schema.names
+            )
             types = dict.fromkeys(columns, pa.string())
             options = csv.ConvertOptions(column_types=types, include_columns=list(columns))
             return csv.read_csv(path, parse_options=CSV_FORMAT, convert_options=options)
         if path.suffix != ".parquet":
-            return pa.table({name: to_array([row.get(name) for row in lines]) for name in columns})
+            return read_json_columns(path, columns)
+        require_columns(path, columns, pq.read_schema(path).names)
         return pq.read_table(path, columns=list(columns)).replace_schema_metadata()
     except (pa.ArrowException, OSError) as error:
         problem = f"{type(error).__name__}: {str(error).splitlines()[0]}"
         raise ValueError(f"{path}: cannot read {', '.join(columns)} ({problem})") from error
 
 
-def list_columns(path: Path) -> list[str]:
-    """Column names of a parquet or CSV file."""
-    if path.suffix == ".csv":
-        return csv.open_csv(path, parse_options=CSV_FORMAT).schema.names
-    return pq.read_schema(path).names
+def require_columns(path: Path, columns: Sequence[str], names: Iterable[str]) -> None:
+    """Raise ValueError if `names` lacks a column."""
+    if missing := [column for column in columns if column not in names]:
+        raise ValueError(f"{path} has no column {', '.join(missing)}, only {', '.join(names)}")
 
 
-def json_objects(path: Path) -> list[dict[str, Any]]:
-    """The lines of a JSON Lines file; {} for one that is not an object."""
-    return [row if isinstance(row, dict) else {} for _, row in read_json_lines(path)]
+def read_json_columns(path: Path, columns: Sequence[str]) -> pa.Table:
+    """`read_columns` of JSON Lines. A line that is not an object becomes a row of nulls."""
+    names: dict[str, None] = {}
+    values: dict[str, list[Any]] = {column: [] for column in columns}
+    for _, row in read_json_lines(path):
+        row = row if isinstance(row, dict) else {}
+        names |= dict.fromkeys(row)
+        for column, cells in values.items():
+            cells.append(row.get(column))
+    require_columns(path, columns, names)
+    return pa.table({column: to_array(cells) for column, cells in values.items()})
 
 
 def to_array(values: Sequence[Any]) -> pa.Array:
-    """Values as an array; if their types differ, those of another type than most become null."""
+    """Values as an array; if their types differ, those that do not fit the usual one are null."""
     try:
         return pa.array(values)
-    except pa.ArrowException:
-        [(kind, _)] = Counter(type(x) for x in values if x is not None).most_common(1)
-        usual = next(x for x in values if type(x) is kind)
-        return pa.array([x if fits(x, usual) else None for x in values])
+    except NOT_ARROW:
+        kinds = Counter(kind for kind in map(arrow_type, values) if kind is not None)
+        [(usual, _)] = kinds.most_common(1) or [(pa.null(), 0)]
+        return pa.array([x if arrow_type(x, usual) else None for x in values], usual)
 
 
-def fits(value: Any, usual: Any) -> bool:
-    """Whether one column can hold both values."""
+def arrow_type(value: Any, wanted: pa.DataType | None = None) -> pa.DataType | None:
+    """Type of the array that holds a value; None if there is none, or its type is incomplete."""
     try:
-        return type(value) is type(usual) and pa.array([value, usual]) is not None
-    except pa.ArrowException:
-        return False
+        kind = pa.array([value], wanted).type
+        return kind if wanted or "null" not in str(kind) else None
+    except NOT_ARROW:
+        return None
 
 
 class HubTask(Task):
@@ -199,7 +205,7 @@ class HubTask(Task):
         return load_split(self.repo, self.stems[self.split], self.columns, self.revision)
 
     def selects(self, row: TaskRow) -> bool:
-        """Whether a row belongs to the task; others are not counted."""
+        """Whether a row belongs to a task that overrides `find_problem`; others are not counted."""
         return True
 
     def find_problem(self, row: TaskRow) -> str | None:
@@ -207,29 +213,38 @@ class HubTask(Task):
         return None
 
     @cached_property
-    def problems(self) -> dict[int, str | None]:
-        """Selected row -> why it cannot be used."""
-        rows = enumerate(self.data.rows)
-        return {n: self.find_problem(row) for n, row in rows if self.selects(row)}
+    def checked(self) -> tuple[Sequence[int], Counter[str]]:
+        """Rows that can be used, and the problems of those that cannot."""
+        if type(self).find_problem is HubTask.find_problem:
+            return range(len(self.data.rows)), Counter()
+        kept, problems = [], Counter[str]()
+        for number, row in enumerate(self.data.rows):
+            if self.selects(row):
+                if problem := self.find_problem(row):
+                    problems[problem] += 1
+                else:
+                    kept.append(number)
+        return kept, problems
 
     @cached_property
     def kept(self) -> Sequence[int]:
         """Indices of the rows that can be used. Raises ValueError if there are none."""
-        if type(self).find_problem is HubTask.find_problem:
-            return range(len(self.data.rows))
-        kept = [n for n, problem in self.problems.items() if problem is None]
-        found = Counter(problem for problem in self.problems.values() if problem is not None)
-        if found and is_main_process():
-            of = f"{found.total():,} of {len(self.problems):,} rows of {self.where}"
-            print(f"{self.name}: skipped {of}: {found.most_common(1)[0][0]}", flush=True)
+        kept, problems = self.checked
+        if problems and is_main_process():
+            of = f"{problems.total():,} of {problems.total() + len(kept):,} rows of {self.where}"
+            print(f"{self.name}: skipped {of}: {problems.most_common(1)[0][0]}", flush=True)
         if not kept:
-            raise ValueError(f"{self.where} has no row that {self.name} can use")
+            raise ValueError(f"{self.where} has no row that {self.name} can use{self.hint()}")
         return kept
+
+    def hint(self) -> str:
+        """How to find rows that can be used, for the error."""
+        return ""
 
     @property
     def left_out(self) -> int:
         """Number of skipped rows."""
-        return sum(problem is not None for problem in self.problems.values())
+        return self.checked[1].total()
 
     def is_local(self) -> bool:
         """Whether all files of the split are on this machine, so that nothing is downloaded."""

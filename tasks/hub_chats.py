@@ -68,15 +68,12 @@ class HubChats(HubTask):
     def find_problem(self, row: TaskRow) -> str | None:
         return find_error(self.parse(row))
 
-    @cached_property
-    def problems(self) -> dict[int, str | None]:
-        found = super().problems
-        if not found:
-            values = Counter(str(row.get(self.column)) for row in self.data.rows)
-            known = ", ".join(value for value, _ in values.most_common(20))
-            where = f"{self.where}: no row has {self.column}={self.value}"
-            raise ValueError(f"{where}; the most frequent values are {known}")
-        return found
+    def hint(self) -> str:
+        if not self.column:
+            return ""
+        values = Counter(str(row[self.column]) for row in self.data.rows)
+        usual = ", ".join(value for value, _ in values.most_common(20))
+        return f" among those with {self.column}={self.value}; the most frequent values are {usual}"
 
     @cached_property
     def data(self) -> TaskData:

@@ -64,15 +64,14 @@ def question(row: TaskRow) -> str:
     return f"{INSTRUCTION}\n\n```python\n{row['prompt']}```"
 
 
-def extract_code(answer: str, entry: str, last: bool = False) -> str:
+def extract_code(answer: str, entry: str) -> str:
     """
-    The first code block that defines `entry`, else the first one, else the whole answer. With
-    `last`, the last such block, or the last one.
+    The code block that defines `entry`, else the first one, else the whole answer.
 
     The code runs after the prompt, which has imports, helpers and a function without a body: a
     whole function replaces that function, and a bare body completes it.
     """
-    blocks = (CODE_BLOCK.findall(answer) or [answer])[:: -1 if last else 1]
+    blocks = CODE_BLOCK.findall(answer) or [answer]
     return next((block for block in blocks if f"def {entry}(" in block), blocks[0])
 
 

@@ -24,8 +24,13 @@ from tasks.hub import AS_PARQUET, HubQuestions, HubTask, TaskRow
 from tasks.kmmlu import KMMLU
 
 INSTRUCTION = "Solve this problem step by step, then write #### and the final answer."
-UNIT = re.compile(  # a word of Latin letters has at least two; x in 12x is a variable
-    r"(\\?%|\^?\{?\\circ\}?|\\(text|mathrm)\{[^{}\d]*\}|(?!pi$)[a-zA-Z]{2,}|[^\W\da-zA-Z_]+)$"
+NUMBER_AND_UNIT = re.compile(  # 12 x and 12ab are formulas
+    r"""(-?[\d,]*\.?\d+) \s*
+    (?: \\?% | (?: ° | \^?\{?\\circ\}? ) [CF]? | ℃
+      | (?: \\(?:text|mathrm)\{[^{}\d]*\} | [mck]?m | [mk]?g | m?[lL] | s | h | km/h | m/s
+          | [a-zA-Z]{3,} ) (?: \^\{?[23]\}? | [²³] )?
+    )? \s* \(? \s* (?: (?![십백천만억조]) [가-힣.\s]+ )? \)? \.?""",
+    re.VERBOSE,
 )
 
 
@@ -192,19 +197,24 @@ class MCLMKorean(HubTask):
 
     def score(self, conversation: Conversation, answer: str) -> float:
         right, found = final_value(answer_text(conversation[-1])), final_value(answer)
-        if isinstance(right, float) and isinstance(found, str) and (unit := UNIT.search(found)):
-            found = to_number(found[: unit.start()])
+        unit = NUMBER_AND_UNIT.fullmatch(final_line(answer))
+        if isinstance(right, float) and isinstance(found, str) and unit:
+            found = to_number(unit[1])
         return float(self.answered(answer) and found == right)
 
     def answered(self, answer: str) -> bool:
         return "####" in visible(answer)
 
 
+def final_line(answer: str) -> str:
+    """What follows the last ####, without dollar signs."""
+    line = visible(answer).rpartition("####")[2].strip().partition("\n")[0]
+    return re.sub(r"₩|\\?\$", "", re.sub(r"\\boxed\{(.*)\}", r"\1", line)).strip()
+
+
 def final_value(answer: str) -> float | str:
     """What follows the last ####: a number, or a formula without spaces and dollar signs."""
-    line = visible(answer).rpartition("####")[2].strip().partition("\n")[0]
-    line = re.sub(r"\\boxed\{(.*)\}", r"\1", line)
-    said = re.sub(r"[\s₩]|\\?\$|\\[!,;]|\\(left|right)", "", line)
+    said = re.sub(r"\s|\\[!,;]|\\(left|right)", "", final_line(answer))
     return to_number(re.sub(r"\\[dt]frac", r"\\frac", said.rstrip(".")))
 
 

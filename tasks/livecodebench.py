@@ -12,6 +12,7 @@ import binascii
 import io
 import json
 import pickle
+import re
 import zlib
 from collections.abc import Sequence
 from functools import cached_property
@@ -20,7 +21,7 @@ from typing import Any, NoReturn
 from nanochat.sandbox import Limits
 from tasks.base import Conversation, assistant, user, visible
 from tasks.hub import HubTask, TaskRow
-from tasks.humaneval import extract_code, run_test
+from tasks.humaneval import run_test
 
 ENTRY = "solve"  # function that the tests call
 SECONDS = 5.0  # per test, on average over those of a sandboxed program
@@ -29,29 +30,28 @@ PROGRAM_CHARS = 2**22  # at most, of its tests; larger ones would exceed the san
 READ = "Write a Python program that reads stdin and prints to stdout."
 COMPLETE = "Complete this Python class:\n\n```python\n{starter}\n```"
 INSTRUCTION = "Answer with the whole program in a block of Python code."
+BLOCK = re.compile(r"^[ \t]*```([\w+-]*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
 # Names that contest sites import for an answer. builtins last: math has another pow
-IMPORTS = """
-from bisect import *
-from collections import *
-from copy import *
-from functools import *
-from heapq import *
-from itertools import *
-from math import *
-from operator import *
-from string import *
-from typing import *
-from builtins import *
-import bisect, collections, copy, functools, heapq, itertools, math, operator, random, re, string
-import sys, time
-"""
+MODULES = (
+    "bisect collections copy datetime functools heapq io itertools json math operator random re "
+    "statistics string sys time typing builtins"
+).split()
+IMPORTS = "\n".join(
+    [
+        *(f"from {name} import *" for name in MODULES),
+        f"import {', '.join(MODULES)}",
+        "sys.setrecursionlimit(50_000)",
+    ]
+)
 STDIN_PROGRAM = """
 import contextlib, io, sys
 def {entry}(text, source={source!r}, imports={imports!r}):
     sys.stdin = io.TextIOWrapper(io.BytesIO(text.encode()))
     printed = io.TextIOWrapper(io.BytesIO())
-    def open_file(file, *rest, **options):
-        return sys.stdin if file in (0, "/dev/stdin") else open(file, *rest, **options)
+    def open_file(file, mode="r", *rest, **options):
+        if file in (0, "/dev/stdin"):
+            return sys.stdin.buffer if "b" in mode else sys.stdin
+        return open(file, mode, *rest, **options)
     with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
         names = {{"__name__": "__main__"}}
         exec(imports, names)
@@ -117,7 +117,8 @@ class LiveCodeBench(HubTask):
             return f"no {columns[0]}"
         try:
             method, tests = method_of(row), json.loads(row["public_test_cases"])
-            assert all(describe_test(test, bool(method)) for test in tests)
+            for test in tests:
+                describe_test(test, bool(method))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             return f"metadata or public tests are not as published ({type(error).__name__})"
         return None
@@ -136,7 +137,7 @@ class LiveCodeBench(HubTask):
     def score(self, conversation: Conversation, answer: str) -> float:
         row = self.row(self.by_question[conversation[0]["content"]])
         method = method_of(row)
-        source = extract_code(visible(answer), method or ENTRY, last=True)
+        source = final_code(visible(answer), method)
         form = METHOD_PROGRAM if method else STDIN_PROGRAM
         program = form.format(entry=ENTRY, source=source, method=method, imports=IMPORTS)
         tests = [*json.loads(row["public_test_cases"]), *read_private(row["private_test_cases"])]
@@ -148,6 +149,17 @@ class LiveCodeBench(HubTask):
             if not run_test(program, "\n".join(test), ENTRY, unsafe=self.unsafe, limits=limits):
                 return 0.0
         return 1.0
+
+
+def final_code(answer: str, method: str | None) -> str:
+    """
+    The last block of Python code, one that defines the method if there is such; else the last block
+    of any kind, else the whole answer.
+    """
+    blocks = BLOCK.findall(answer)
+    python = [code for language, code in blocks if language.lower() in ("python", "python3", "py")]
+    found = python or [code for _, code in blocks] or [answer]
+    return ([code for code in found if f"def {method}(" in code] or found)[-1]
 
 
 def method_of(row: TaskRow) -> str | None:

@@ -107,6 +107,9 @@ def test_bm25_ranks_by_shared_rare_words():
     assert index.search("a whale song", 1) == [2]
     assert index.search("the cat", 2)[0] == 0
     assert index.search("nothing here", 3) == []
+    twins = BM25(["same words"] * 5 + ["words"])
+    assert twins.search("same", 3) == [0, 1, 2] and twins.search("words same", 9)[-1] == 5
+    assert BM25([]).search("a", 3) == []
 
 
 def test_augmenting_a_task_without_options_raises(task):

@@ -1,6 +1,7 @@
 """Conversations from Hub repositories: published layouts, skipped rows, and the notation."""
 
 import json
+import random
 
 import pytest
 
@@ -56,10 +57,18 @@ def test_rows_of_json_lines_that_are_no_conversations_are_counted(published, cap
     good = [{"messages": [{**pair[0], "content": f"q{i}"}, pair[1]]} for i in range(30)]
     bad = [None, [1], {"messages": json.dumps(pair)}, {"messages": [None, *pair]}, {"messages": 3}]
     bad += [{"messages": [{"role": ["user"], "content": "q"}, pair[1]]}, {"other": 1}]
-    published({"train.jsonl": [*bad, *good]})
+    bad += [{"messages": [1]}, {"messages": []}, {"messages": [{**pair[0], "content": None}]}]
+    bad += [{"messages": [{**pair[0], "content": "\ud800"}, pair[1]]}, {"messages": 2**70}]
+    random.Random(0).shuffle(bad)
+    published(
+        {
+            "train-00000-of-00002.jsonl": [*bad, *good],
+            "train-00001-of-00002.jsonl": [good[0] | {"messages": None}],
+        }
+    )
     train, val = (HubChats(split, "me/mine{messages: messages}") for split in ("train", "val"))
-    assert len(train) + len(val) == 30 and train.left_out == 7
-    assert "Hub: skipped 7 of 37 rows of me/mine train" in capsys.readouterr().out
+    assert len(train) + len(val) == 30 and train.left_out == 13
+    assert "Hub: skipped 13 of 43 rows of me/mine train" in capsys.readouterr().out
 
 
 def test_only_selected_rows_are_counted(published, capsys):
@@ -71,7 +80,7 @@ def test_only_selected_rows_are_counted(published, capsys):
     task = HubChats("train", f"me/mine{{{columns}, where: kind=k1}}")
     assert task.left_out == 1 and len(task.kept) == 19
     assert "skipped 1 of 20 rows of me/mine train: message 2 is empty" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="no row has kind=k2; the most frequent values are k0, k1"):
+    with pytest.raises(ValueError, match="with kind=k2; the most frequent values are k0, k1"):
         len(HubChats("train", f"me/mine{{{columns}, where: kind=k2}}"))
 
 
@@ -99,7 +108,7 @@ def test_any_columns_are_read_by_a_mixture(published):
     [bucket] = buckets(spec)
     assert bucket.name == spec.removesuffix("=2")
     assert len(bucket.train) == 2 and all(q[1:] in "1357" for q, _ in every(bucket.train))
-    with pytest.raises(ValueError, match="me/mine dev: no row has kind=k1; .* values are k0"):
+    with pytest.raises(ValueError, match="me/mine dev has no row .* kind=k1; .* values are k0"):
         len(bucket.val)  # its only row is of another kind
 
 

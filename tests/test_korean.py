@@ -108,6 +108,7 @@ def test_kmmlu_redux_with_ten_options(tmp_path, monkeypatch):
     assert asked.options[asked.right] == "다" and task.baseline == 0.1
     assert len(set(asked.options)) == 10 and set("가나다라") <= set(asked.options)
     assert "얼음" not in asked.options  # right in another question
+    assert "강" not in task.material(0) and "pool" in task.identity
 
 
 MATH = {
@@ -145,6 +146,20 @@ def test_math_benchmark_reads_its_published_layout(key, tmp_path, monkeypatch):
         ("90", r"#### $90^\circ$", 1.0),
         ("1200", r"#### \$1,200\text{ in all}", 1.0),
         ("5", r"#### 5\%", 1.0),
+        ("3", "#### 3 (개)", 1.0),
+        ("3", r"#### 3\text{ 개}입니다.", 1.0),
+        ("3", "#### 3 m", 1.0),
+        ("12", r"#### $12\text{ cm}^2$", 1.0),
+        ("12", "#### 12 m²", 1.0),
+        ("30", "#### 30 km/h", 1.0),
+        ("25", "#### 25℃", 1.0),
+        ("3", "#### 3π", 0.0),
+        ("3", "#### 3½", 0.0),
+        ("3", "#### 3만 원", 0.0),
+        ("3", "#### 3분의 1", 0.0),
+        ("2", "#### 2²", 0.0),
+        ("2", "#### 2xy", 0.0),
+        ("3", "#### 3 x", 0.0),
         ("3", "#### 3/4", 0.0),
         ("3", r"#### 3\pi", 0.0),
         ("3", "#### 3pi", 0.0),

@@ -4,6 +4,8 @@ import json
 import random
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +18,7 @@ from nanochat.mixture import open_texts
 from nanochat.packing import ensure_packed, open_rows
 from nanochat.records import read_records
 from nanochat.tokenizer import Tokenizer, tokenizer_dir
-from scripts.base_loss import train_batches
+from scripts.base_loss import count_trained_rows, train_batches
 
 SMALL = (
     "base_train --depth=1 --max_seq_len=256 --total_batch_size=1024 --num_iterations=2 "
@@ -65,6 +67,15 @@ def test_train_bpb_is_of_rows_that_the_run_was_trained_on(text, base, command):
     trained = np.concatenate([rows.batch(step, 4, seed=3) for step in range(2)])
     scored = np.concatenate(list(train_batches(rows, 8, 3, 3, machine)))
     assert np.array_equal(scored, trained)
+
+
+def test_trained_rows_of_buckets_follow_their_tokens():
+    state = {"identity": {"batch_tokens": 2048}, "model": {"max_seq_len": 256}}
+    corpus: Any = SimpleNamespace(rows={"a": None, "b": None})
+    found: Any = SimpleNamespace(step=5, state=state)
+    assert count_trained_rows(found, corpus) == {"a": 40, "b": 40}
+    found.state["mixture"] = {"buckets": [{"name": "a", "tokens": 1}, {"name": "b", "tokens": 3}]}
+    assert count_trained_rows(found, corpus) == {"a": 10, "b": 30}
 
 
 def test_R34_half_of_one_validation_row_is_rejected(text, command):

@@ -84,6 +84,8 @@ def test_invalid_rows_are_skipped_and_counted(tmp_path, monkeypatch, capsys):
         ("sum", "print(3.0000000000000001)", 0.0),
         ("sum", "", 0.0),
         ("sum", "print(sum(map(float, open(0).read().split()[1:])))", 1.0),
+        ("sum", "print(sum(map(float, open(0, 'rb').read().decode().split()[1:])))", 1.0),
+        ("sum", f"def f(n):\n    return n and f(n - 1)\nf(9000)\n{SUM.format('float')}", 1.0),
         ("sum", "n = input()\nprint(reduce(add, map(float, input().split())))", 1.0),
         ("return", CUT.format("x[::-1][: len(x) - k]"), 1.0),
         ("return", CUT.format("tuple(x[::-1][: len(x) - k])"), 1.0),
@@ -100,6 +102,22 @@ def test_invalid_rows_are_skipped_and_counted(tmp_path, monkeypatch, capsys):
 def test_program_must_pass_public_and_hidden_tests(task, kind, code, score):
     asked = next(c for c in task if kind in c[0]["content"].lower())
     assert task.score(asked, f"Here it is:\n```python\n{code}\n```") == score
+
+
+@pytest.mark.parametrize(
+    ("answer", "method", "code"),
+    [
+        ("```python\na\n```\nBetter:\n```python\nb\n```\nIt prints:\n```\n3\n```", None, "b\n"),
+        ("First:\n```cpp\nx\n```\n```cpp\ny\n```\n```python3\na\n```", None, "a\n"),
+        ("```python\ndef solve(n):\n    0\n```\n```python\nsolve(1)\n```", None, "solve(1)\n"),
+        ("```python\ndef cut(n):\n```\n```python\ncut(1)\n```", "cut", "def cut(n):\n"),
+        ("```\na\n```", None, "a\n"),
+        ("```python\na\nb", None, "a\nb"),
+        ("a", "cut", "a"),
+    ],
+)
+def test_last_block_of_python_is_the_program(answer, method, code):
+    assert livecodebench.final_code(answer, method) == code
 
 
 def test_many_tests_run_in_several_programs(task, monkeypatch):

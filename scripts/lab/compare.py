@@ -104,7 +104,10 @@ def main(cfg: Compare) -> None:
 def compare_all(cfg: Compare) -> None:
     """Score all checkpoints of runs on the suite, print a table and record it."""
     started, machine = time.perf_counter(), init_distributed()
-    checkpoints = [each for run in cfg.all.split(",") for each in saved_steps(run.strip())]
+    checkpoints = machine.on_main(
+        "reading checkpoints",
+        lambda: [each for run in cfg.all.split(",") for each in saved_steps(run.strip())],
+    )
     suite = open_suite(checkpoints[0].state["source"].get("dataset"))
     if not suite:
         raise ValueError("all tasks of the suite are final benchmarks: there is nothing to score")

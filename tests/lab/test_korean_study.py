@@ -1,5 +1,6 @@
 """The Korean study: its two mixtures, its arms, and its bases."""
 
+import re
 import subprocess
 
 import pytest
@@ -27,6 +28,8 @@ def test_every_arm_changes_the_mixture(data):
     named = {part.label: tags(part, declared) for part in parts}
     buckets = "openthoughts3 rstar-coder web-daily web-code web-science web-medical styles options"
     assert list(named) == buckets.split()
+    korean = [name for name in named if named[name].language == "ko"]
+    assert korean == buckets.split()[2:]
     counts = {part.label: part.tokens for part in parts}
     floor, arms = read_floor("styles=5%"), arms_of_study()
     assert len(arms) == 21
@@ -34,6 +37,10 @@ def test_every_arm_changes_the_mixture(data):
     assert len(set(found.values())) == 21 and tuple(counts.values()) not in found.values()
     for arm, values in found.items():
         assert sum(values) == sum(counts.values()), arm
-        left = dict(zip(counts, values, strict=True))["rstar-coder"]
+        by_name = dict(zip(counts, values, strict=True))
+        left = by_name["rstar-coder"]
+        if match := re.search(r"ko:en=1:(\d)", arm):
+            ko = sum(by_name[name] for name in korean)
+            assert sum(values) == pytest.approx(ko * (1 + int(match[1])), rel=1e-5)
         without = "drop:rstar-coder" in arm or arm.startswith("only:") and "rstar" not in arm
         assert (left == 0) == without, arm
