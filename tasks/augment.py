@@ -268,5 +268,6 @@ class BM25:
             holding, weights = self.weights[word]
             rarity = math.log(1 + (self.size - len(holding) + 0.5) / (len(holding) + 0.5))
             scores[holding] += rarity * weights
-        found = np.flatnonzero(scores)
+        least = np.partition(scores, -n)[-n] if n < self.size else 0.0
+        found = np.flatnonzero((scores >= least) & (scores > 0))
         return found[np.argsort(-scores[found], kind="stable")[:n]].tolist()
