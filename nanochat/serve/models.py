@@ -9,6 +9,7 @@ number of loaded models, the least recently used idle one is unloaded.
 
 import asyncio
 import gc
+import weakref
 from collections.abc import Callable
 
 from nanochat.checkpoint import FOLDERS, load_model, parse_checkpoint_ref, stage_folder
@@ -22,6 +23,7 @@ from nanochat.tokenizer import Tokenizer
 
 MAX_SLOTS = 64
 CACHE_SHARE = 0.25  # fraction of free memory for each model's KV cache
+UNLOAD_TRIES = 500  # 5 seconds
 
 
 class ModelLibrary:
@@ -74,7 +76,7 @@ class ModelLibrary:
                 raise ApiError(404, message, "model_not_found", "model")
             async with self.loading:
                 if name not in self.loaded:
-                    self.make_room(busy)
+                    await self.make_room(busy)
                     try:
                         self.loaded[name] = await asyncio.to_thread(self.load, name)
                     except (ValueError, OSError, RuntimeError) as error:
@@ -85,15 +87,19 @@ class ModelLibrary:
         self.loaded[name] = engine
         return engine
 
-    def make_room(self, busy: Callable[[Engine], bool]) -> None:
+    async def make_room(self, busy: Callable[[Engine], bool]) -> None:
         """Unload idle models until one more fits. Raises ApiError if all of them are busy."""
         while len(self.loaded) >= self.most:
             idle = [name for name, engine in self.loaded.items() if not busy(engine)]
             if not idle:
                 message = f"all loaded models are busy ({', '.join(self.loaded)}); try again later"
                 raise ApiError(503, message, headers={"Retry-After": "5"})
-            del self.loaded[idle[0]]
-            gc.collect()  # an engine is part of reference cycles
+            unloaded = weakref.ref(self.loaded.pop(idle[0]))
+            for _ in range(UNLOAD_TRIES):
+                gc.collect()  # an engine is part of reference cycles
+                if unloaded() is None:
+                    break
+                await asyncio.sleep(0.01)  # what sends its last response may still hold it
 
     def load(self, name: str) -> Engine:
         """Load a checkpoint and warm up its engine. Raises if the checkpoint is damaged."""
