@@ -239,6 +239,20 @@ def test_dpo_matches_on_one_and_two_processes(base):
     assert len(curve(one, "loss")) == 3 and curve(one, "held_out_margin")[-1] > 0
 
 
+def test_suite_is_scored_alike_by_one_and_two_processes(base):
+    words = ("-m", "scripts.lab.compare", "--all=base:one")
+    python(base, *words)
+    record = read_json(base / "report" / "suite.json")
+    assert len(record["values"]) == 5 and record["tables"][0]["rows"]
+    scored = {path.name: read_json(path) for path in (base / "suite").iterdir()}
+    assert len(scored) == 5
+    shutil.rmtree(base / "suite")
+    out = python(base, *torchrun(2), *words)
+    assert out.count("Difference") == 1, "one rank prints the table"
+    assert {path.name: read_json(path) for path in (base / "suite").iterdir()} == scored
+    assert read_json(base / "report" / "suite.json")["values"] == record["values"]
+
+
 def test_flags_accept_dashes_and_underscores_at_depth_8(base):
     words = (
         "-- --depth=8 --max-seq-len=64 --total_batch_size=128 --num-iterations=2 --eval-tokens=256"
