@@ -269,6 +269,17 @@ def test_plan_without_a_sandbox_skips_humaneval(tmp_path):
     assert "chat evaluations skip HumanEval: " in done.stdout
 
 
+@pytest.mark.parametrize(("gpus", "digits"), [(1, 2), (8, 0)])
+def test_documents_show_time_and_cost_of_the_plan(tmp_path, gpus, digits):
+    done = speedrun(tmp_path, "--plan", **fake_machine(tmp_path, gpus=gpus, free_bytes=10**12))
+    total = re.search(r"total +about (\d+) min, \$([\d.]+)", done.stdout)
+    assert total, done.stdout + done.stderr
+    readme = (REPOSITORY / "README.md").read_text()
+    assert f"| {total[1]} min (estimate)" in readme
+    assert f"| ${float(total[2]):.{digits}f} (estimate)" in readme
+    assert f"| {total[1]} min on " in (REPOSITORY / "docs" / "quickstart.md").read_text()
+
+
 def in_bytes(text: str) -> float:
     """Parse a size such as 12.3 MB or 4.50 GB."""
     number, unit = text.split()
