@@ -50,13 +50,18 @@ class GPTConfig:
     """Add a gated value embedding to every N-th layer, counting back from the last; 0 = none."""
     bigram_rows: int = 0
     """Number of rows of the hash-bigram embedding; 0 = none."""
+    previous_every: int = 0
+    """Compute half of each key from the embedding of the previous token in every N-th layer,
+    counting back from the last; 0 = none. Then one layer finds what followed an earlier occurrence
+    of a token."""
     residual_scalars: bool = True
     """The input of each layer is a * x + b * x0: x0 is the embedded token, a and b are learned."""
 
     def __post_init__(self) -> None:
         # Checked here because exported models include this file, but not config.py
         sizes = ("vocab_size", "n_layer", "d_model", "n_head", "n_kv_head", "max_seq_len")
-        least = dict.fromkeys(sizes, 1) | {"value_every": 0, "bigram_rows": 0}
+        counts = ("value_every", "bigram_rows", "previous_every")
+        least = dict.fromkeys(sizes, 1) | dict.fromkeys(counts, 0)
         for name, bound in least.items():
             if getattr(self, name) < bound:
                 raise ValueError(f"{name} must be at least {bound}, got {getattr(self, name)}")
@@ -64,13 +69,21 @@ class GPTConfig:
             raise ValueError(f"n_kv_head {self.n_kv_head} must divide n_head {self.n_head}")
         if self.head_dim < 2 or self.head_dim % 2:
             raise ValueError(f"head_dim must be even and positive for RoPE, got {self.head_dim}")
+        if self.previous_every and self.head_dim % 4:
+            raise ValueError(f"previous_every needs a head_dim divisible by 4, got {self.head_dim}")
         if not self.window_pattern or set(self.window_pattern) - {"S", "L"}:
             raise ValueError(f"window_pattern must consist of S and L, got {self.window_pattern!r}")
 
     def classic(self) -> Self:
         """The same shape in the plain architecture of October 2025."""
-        plain = replace(self, value_every=0, bigram_rows=0, residual_scalars=False)
-        return replace(plain, rope_theta=10_000.0, window_pattern="L", qk_gain=1.0)
+        plain = replace(self, value_every=0, bigram_rows=0, previous_every=0)
+        plain = replace(plain, residual_scalars=False, window_pattern="L")
+        return replace(plain, rope_theta=10_000.0, qk_gain=1.0)
+
+    @property
+    def uses_previous_token(self) -> bool:
+        """Whether the input of the layers depends on the id of the previous token."""
+        return self.previous_every > 0 or self.bigram_rows > 0
 
     @property
     def order(self) -> Sequence[int]:
@@ -85,7 +98,15 @@ class GPTConfig:
 
     def has_value_embedding(self, layer: int) -> bool:
         """Whether `layer` has a value embedding."""
-        return self.value_every > 0 and (self.n_layer - 1 - layer) % self.value_every == 0
+        return self.is_every(self.value_every, layer)
+
+    def has_previous_keys(self, layer: int) -> bool:
+        """Whether half of the keys of `layer` come from the previous token."""
+        return self.is_every(self.previous_every, layer)
+
+    def is_every(self, n: int, layer: int) -> bool:
+        """Whether `layer` is an `n`-th one, counting back from the last; never for 0."""
+        return n > 0 and (self.n_layer - 1 - layer) % n == 0
 
 
 def config_from(kind: type[GPTConfig], values: Mapping[str, Any]) -> GPTConfig:
@@ -272,7 +293,9 @@ class Attention(nn.Module):
     Causal grouped-query attention with normalized queries and keys.
 
     Sources: grouped queries arXiv:2305.13245, query-key norm arXiv:2010.04245, value embeddings
-    arXiv:2410.17897 as in modded-nanogpt (looked up by token).
+    arXiv:2410.17897 as in modded-nanogpt (looked up by token). Keys that know the previous token:
+    modded-nanogpt shifts half of the channels of a key by one position; here these channels are a
+    function of the previous token's embedding alone, so decoding needs no state for them.
     """
 
     norm_eps: float | None = None
@@ -284,21 +307,35 @@ class Attention(nn.Module):
         self.scale = cfg.qk_gain**2 * cfg.head_dim**-0.5
         self.backend: Backend = "sdpa"
         C, (H, G, D) = cfg.d_model, self.shape
-        self.q, self.k, self.v = Linear(C, H * D), Linear(C, G * D), Linear(C, G * D)
+        own = G * D // 2 if cfg.has_previous_keys(layer) else G * D
+        self.q, self.k, self.v = Linear(C, H * D), Linear(C, own), Linear(C, G * D)
+        self.previous_k = Linear(C, G * D - own) if own < G * D else None
         self.out = Linear(H * D, C)
         self.qkv_weight: Tensor | None = None
         self.gate = Linear(min(GATE_CHANNELS, C), G) if cfg.has_value_embedding(layer) else None
 
     def forward(
-        self, x: Tensor, rope: Rope, value_embed: Tensor | None, mask: Any = None, cache: Any = None
+        self,
+        x: Tensor,
+        rope: Rope,
+        previous: Tensor | None,
+        value_embed: Tensor | None,
+        mask: Any = None,
+        cache: Any = None,
     ) -> Tensor:
-        """x (B, T, C), `value_embed` (B, T, G * D) -> (B, T, C). Others: see `attend`."""
+        """
+        x, embeddings of the previous tokens (B, T, C), `value_embed` (B, T, G * D) -> (B, T, C).
+        Others: see `attend`.
+        """
         B, T, _ = x.shape
         H, G, D = self.shape
         if self.qkv_weight is None:
             q, k, v = self.q(x), self.k(x), self.v(x)
         else:
-            q, k, v = F.linear(x, self.qkv_weight).split((H * D, G * D, G * D), dim=-1)
+            sizes = (H * D, self.k.out_features, G * D)
+            q, k, v = F.linear(x, self.qkv_weight).split(sizes, dim=-1)
+        if self.previous_k is not None and previous is not None:
+            k = join_keys(k, self.previous_k(previous), G)
         q, k, v = q.view(B, T, H, D), k.view(B, T, G, D), v.view(B, T, G, D)
         if self.gate is not None and value_embed is not None:
             gate = 2 * torch.sigmoid(self.gate(x[..., : self.gate.in_features]))  # (B, T, G)
@@ -321,13 +358,26 @@ class Attention(nn.Module):
     def fuse_qkv(self) -> None:
         """
         Use one matmul for queries, keys and values; with few tokens, this takes as long as one
-        of the three. Their weights become views of the fused matrix.
+        of the three. Their weights become views of the fused matrix. Keys of previous tokens have
+        another input and stay apart.
         """
         layers = (self.q, self.k, self.v)
         self.qkv_weight = torch.cat([layer.weight.detach() for layer in layers])
         sizes = [layer.out_features for layer in layers]
         for layer, rows in zip(layers, self.qkv_weight.split(sizes), strict=True):
             layer.weight = nn.Parameter(rows, requires_grad=False)
+
+
+def join_keys(own: Tensor, previous: Tensor, heads: int) -> Tensor:
+    """
+    Keys (B, T, G * D) from those of a token and of its predecessor, (B, T, G * D / 2) each.
+
+    Quarters of a head alternate, because RoPE rotates channel pairs (i, i + D / 2): both are of the
+    same token.
+    """
+    B, T, _ = own.shape
+    quarters = [keys.view(B, T, heads, 2, -1) for keys in (own, previous)]
+    return torch.stack(quarters, dim=-2).flatten(2)
 
 
 class MLP(nn.Module):
@@ -369,6 +419,8 @@ class ForwardContext(NamedTuple):
     x0: Tensor
     """Normalized token embeddings (B, T, C) in the compute dtype."""
     rope: Rope
+    previous: Tensor | None
+    """Normalized embeddings of the previous tokens, 0 without one (B, T, C)."""
     masks: dict[int | None, Any]
     """Attention mask of each window; see `attention.make_mask`."""
     cache: CacheView | None
@@ -414,6 +466,11 @@ class GPT(nn.Module):
         return self.head.weight
 
     @property
+    def looks_up_ids(self) -> bool:
+        """Whether layers need token ids in addition to token embeddings."""
+        return self.cfg.uses_previous_token or len(self.value_embeds) > 0
+
+    @property
     def device(self) -> torch.device:
         """Device of the weights."""
         return self.embed.weight.device
@@ -431,7 +488,8 @@ class GPT(nn.Module):
         self.init_embeddings(generator)
         for block in self.blocks:
             attention, mlp = block.attention, block.mlp
-            for layer in (attention.q, attention.k, attention.v):
+            keys = filter(None, (attention.k, attention.previous_k))
+            for layer in (attention.q, *keys, attention.v):
                 self.draw(layer.weight, 1.0, generator)
             self.draw(mlp.up.weight, 0.4 if cfg.residual_scalars else 1.0, generator)
             for layer in (attention.out, mlp.down):
@@ -524,24 +582,28 @@ class GPT(nn.Module):
     ) -> ForwardContext:
         """
         Embed the tokens and compute the inputs shared by all layers. `embeds` (B, T, C) replaces
-        the token embeddings, but not hash-bigram and value embeddings.
+        the token embeddings, but not those of previous tokens, hash-bigrams and values.
         """
         cfg, T = self.cfg, tokens.size(1)
         positions = torch.arange(T, device=tokens.device) if cache is None else cache.positions
         windows, backend = map(cfg.window, range(cfg.n_layer)), self.blocks[0].attention.backend
         masks = {w: make_mask(backend, tokens, w, segments, cache) for w in set(windows)}
-        x = (self.embed(tokens) if embeds is None else embeds).to(self.dtype)
-        if self.bigrams is not None:
+        x, previous = (self.embed(tokens) if embeds is None else embeds).to(self.dtype), None
+        if cfg.uses_previous_token:
             before = previous_tokens(tokens, segments) if cache is None else cache.preceding(tokens)
+        if self.bigrams is not None:
             x = x + self.bigrams(tokens, before).to(self.dtype)
+        if cfg.previous_every:
+            found = self.embed(before.clamp(min=0)).masked_fill(before[..., None] < 0, 0.0)
+            previous = norm(found.to(self.dtype), self.norm_eps)
         rope = rotary(positions, self.rotary_dims, cfg.rope_theta, self.dtype)
-        return ForwardContext(tokens, norm(x, self.norm_eps), rope, masks, cache)
+        return ForwardContext(tokens, norm(x, self.norm_eps), rope, previous, masks, cache)
 
     def run_layers(
         self, ctx: ForwardContext, x: Tensor, layers: Sequence[int], cache_layer: int = 0
     ) -> Tensor:
         """Run `layers` on x (B, T, C); the first one uses layer `cache_layer` of the cache."""
-        cfg, (tokens, x0, rope, masks, cache, outputs) = self.cfg, ctx
+        cfg, (tokens, x0, rope, previous, masks, cache, outputs) = self.cfg, ctx
         forks: Any = [x0] * len(layers)
         if cfg.residual_scalars and x0.requires_grad:
             forks = Fork.apply(x0, len(layers), self.sum_tensors)
@@ -552,7 +614,7 @@ class GPT(nn.Module):
             if cfg.has_value_embedding(i):
                 value_embed = self.value_embeds[str(i)](tokens).to(self.dtype)
             stored = None if cache is None else (cache, index)
-            args = (x, x0, scales, rope, value_embed, masks[cfg.window(i)], stored)
+            args = (x, x0, scales, rope, previous, value_embed, masks[cfg.window(i)], stored)
             if self.checkpoint_activations and torch.is_grad_enabled():
                 x = torch.utils.checkpoint.checkpoint(block, *args, use_reentrant=False)
             else:  # never compiled with a cache: shapes change between calls

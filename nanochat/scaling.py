@@ -16,7 +16,7 @@ from nanochat.gpt import GPT, GPTConfig
 from nanochat.optim import SCALAR_LR, OptimConfig, Rule, make_rules
 
 WIDTH_PER_LAYER = 64
-SMALL_DEPTH = 6  # deepest model with more value and hash-bigram embeddings (d4, d6, 2026-11)
+SMALL_DEPTH = 6  # deepest model with options that only d4 and d6 have been measured with (2026-11)
 BIGRAM_ROWS_PER_TOKEN, BIGRAM_ROWS = 64, 2**19
 WINDOW_DEPTH = 12  # shallowest model with attention windows by default
 REFERENCE_PARAMS = 110e6  # matmul parameters of depth 12
@@ -35,6 +35,9 @@ class ShapeConfig:
     bigram_rows: int | None = None
     """Rows of the hash-bigram embedding. Default: 64 x vocabulary size, at most 524,288; above
     depth 6: 0."""
+    previous_every: int | None = None
+    """Compute half of each key from the previous token's embedding in every N-th layer, counting
+    back from the last; 0 = none. Default up to depth 6: 1; deeper: 0; classic: 0."""
 
 
 def shape_for_depth(
@@ -60,7 +63,8 @@ def shape_for_depth(
     if arch == "classic":
         cfg = cfg.classic()
     elif small:
-        cfg = replace(cfg, bigram_rows=min(BIGRAM_ROWS, BIGRAM_ROWS_PER_TOKEN * vocab_size))
+        rows = min(BIGRAM_ROWS, BIGRAM_ROWS_PER_TOKEN * vocab_size)
+        cfg = replace(cfg, bigram_rows=rows, previous_every=1)
     return replace(cfg, **{k: v for k, v in asdict(shape).items() if v is not None})
 
 

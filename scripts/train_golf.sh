@@ -19,7 +19,8 @@ SEEDS=${SEEDS:-0}
 # All profiles: tied embeddings, MLP ratio 3, quantization-aware training for the last 15%.
 # GPU profiles use the shape of the Parameter Golf record entry with a vocabulary of 4,096, and
 # weight decay to keep weights small; the CPU profile uses settings measured in dev/LOG.md.
-recipe=(--tie_embeddings=1 --mlp_ratio=3 --qat_start=0.85 --eval_every=0 --bigram_rows=0)
+recipe=(--tie_embeddings=1 --mlp_ratio=3 --qat_start=0.85 --eval_every=0 --bigram_rows=0
+    --previous_every=0)
 limit=(--limit_bytes=16000000)
 case "$PROFILE" in
 h100x8)

@@ -27,6 +27,7 @@ OPTIONS = {
     "no value embeddings": {"value_every": 0},
     "no residual scalars": {"residual_scalars": False},
     "bigrams": {"bigram_rows": 97},
+    "previous keys": {"previous_every": 1},
     "golf": GOLF_CHANGES,
     "recursive": RECURSIVE_CHANGES,
 }
@@ -228,7 +229,7 @@ def test_cancelled_completion_frees_its_slot(tokenizer):
     assert engine.active == [stays] and gone.finish == "cancelled" and len(gone.ids) <= 1
 
 
-@pytest.mark.parametrize("option", ["default", "bigrams"])
+@pytest.mark.parametrize("option", ["default", "bigrams", "previous keys"])
 def test_inference_copy_in_compute_dtype_gives_equal_logits(tokenizer, option):
     model = model_of(tokenizer, **OPTIONS[option])
     model.dtype = torch.bfloat16
@@ -364,7 +365,11 @@ def test_invalid_settings_raise_and_name_the_field(bad):
 
 @pytest.mark.parametrize(
     "option",
-    ["bigrams", *(pytest.param(o, marks=pytest.mark.slow) for o in ("windows", "recursive"))],
+    [
+        "bigrams",
+        "previous keys",
+        *(pytest.param(o, marks=pytest.mark.slow) for o in ("windows", "recursive")),
+    ],
 )
 def test_compiled_step_equals_eager_with_a_changing_batch(tokenizer, option):
     model = inference_copy(model_of(tokenizer, **OPTIONS[option]))

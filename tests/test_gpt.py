@@ -22,6 +22,7 @@ from nanochat.gpt import (
     GPTConfig,
     bigram_index,
     inference_copy,
+    join_keys,
     previous_tokens,
     sum_tensors,
 )
@@ -39,6 +40,7 @@ VARIANTS = {
     "one layer": replace(TINY, n_layer=1),
     "no GQA": replace(TINY, n_kv_head=4),
     "bigrams": replace(TINY, bigram_rows=97),
+    "previous keys": replace(TINY, previous_every=1),
     "golf": GOLF,
     "tied classic": shaped(TINY.classic(), tie_embeddings=True),
     "recursive": shaped(TINY, **RECURSIVE_CHANGES),
@@ -223,7 +225,7 @@ def test_last_layers_are_exclusive_and_zero_for_first_token():
     rope = rotary(torch.arange(1), 8, 1e4)
     for block, exclusive in zip(blocks, (False, True, True), strict=True):
         torch.nn.init.eye_(block.attention.out.weight)
-        y = block.attention(x, rope, None)  # a single token attends only to itself
+        y = block.attention(x, rope, None, None)  # a single token attends only to itself
         assert (y.abs().max() < 1e-5) == exclusive
 
 
@@ -253,9 +255,9 @@ def test_norm_eps_is_added_in_every_norm():
     last = model.run_layers(ctx, ctx.x0, model.cfg.order)
     torch.testing.assert_close(model.hidden(tokens), normalize(last))
     x, queries = torch.randn(2, 16, 32), torch.randn(2, 16, 4, 8)
-    after = x + block.attention(normalize(x), ctx.rope, None)
+    after = x + block.attention(normalize(x), ctx.rope, None, None)
     want = after + block.mlp(normalize(after))
-    torch.testing.assert_close(block(x, ctx.x0, None, ctx.rope, None), want)
+    torch.testing.assert_close(block(x, ctx.x0, None, ctx.rope, None, None), want)
     for found in block.attention.normalize(queries, queries, ctx.rope):
         torch.testing.assert_close(found, rotate_first(normalize(queries), *ctx.rope))
 
@@ -309,6 +311,33 @@ def test_previous_token_is_minus_one_at_row_and_segment_start():
     assert previous_tokens(tokens).tolist() == [[-1, 5, 6, 7], [-1, 1, 2, 3]]
     segments = torch.tensor([[0, 0, 1, 1], [1, 2, 2, 2]])
     assert previous_tokens(tokens, segments).tolist() == [[-1, 5, -1, 7], [-1, -1, 2, 3]]
+
+
+def test_half_of_each_key_comes_from_the_previous_token_alone():
+    model = lively(build_model(replace(TINY, previous_every=1), CPU, torch.float32, seed=0))
+    attention, (G, D) = model.blocks[1].attention, (TINY.n_kv_head, TINY.head_dim)
+    found = []
+    attention.normalize = lambda q, k, rope: found.append(k) or (q, k)
+
+    def keys(*tokens: int) -> torch.Tensor:
+        """Own and previous part of the last token's keys, (G, D / 2) each."""
+        model(torch.tensor([tokens]))
+        return found.pop()[0, -1].view(G, 2, 2, D // 4).transpose(1, 2).flatten(2).unbind(1)
+
+    own, previous = keys(1, 2, 3)
+    for tokens in (9, 2, 3), (1, 2, 9):
+        other, same = keys(*tokens)
+        assert torch.equal(same, previous) and not torch.allclose(other, own)
+    assert not torch.allclose(keys(1, 9, 3)[1], previous)
+    assert not keys(3)[1].any(), "the first token has no previous one"
+
+
+def test_rotation_keeps_both_parts_of_a_key_apart():
+    own, previous = torch.randn(1, 3, 16), torch.zeros(1, 3, 16)
+    key = join_keys(own, previous, heads=2).view(1, 3, 2, 16)
+    turned = rotate(key, *rotary(torch.tensor([5, 6, 7]), 16, 100.0))
+    own_part, previous_part = turned.view(1, 3, 2, 2, 2, 4).unbind(-2)
+    assert not previous_part.any() and own_part.norm() == pytest.approx(own.norm().item())
 
 
 def test_bigram_embedding_starts_at_zero_and_gets_gradient():

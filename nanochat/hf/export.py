@@ -86,7 +86,7 @@ REMOTE_LOADS = """\
 - A model trained with `--arch=classic` needs no remote code.
 """
 EMBEDS_NEED_IDS = """\
-The model also needs token ids for its value embeddings or hash-bigram embedding, so pass
+The model also needs token ids for its keys, value embeddings or hash-bigram embedding, so pass
   `inputs_embeds` together with `input_ids`."""
 EMBEDS_ALONE = "`inputs_embeds` can replace `input_ids`."
 
@@ -128,8 +128,7 @@ def write_hf(
             write_atomic(
                 folder / f"{flat_module_name(name)}.py", rewrite_imports(read_source(name))
             )
-    looks_up_ids = bool(model.cfg.bigram_rows or len(model.value_embeds))
-    embeds = EMBEDS_NEED_IDS if looks_up_ids else EMBEDS_ALONE
+    embeds = EMBEDS_NEED_IDS if model.looks_up_ids else EMBEDS_ALONE
     card = CARD.format(
         params=model.num_params(),
         layers=model.cfg.n_layer,

@@ -37,8 +37,8 @@ class NanochatConfig(PretrainedConfig):
             shape = read_config(self.gpt)
             self.vocab_size = shape.vocab_size
             self.hidden_size = shape.d_model
-            # Layers of the cache: keys and values, plus one with the token ids for bigrams
-            self.num_hidden_layers = len(shape.order) + bool(shape.bigram_rows)
+            # Layers of the cache: keys and values, plus one with the ids of previous tokens
+            self.num_hidden_layers = len(shape.order) + shape.uses_previous_token
             self.num_attention_heads = shape.n_head
             self.num_key_value_heads = shape.n_kv_head
             self.head_dim = shape.head_dim
@@ -82,9 +82,9 @@ class StoredTokens:
             exact = type(self.cache.layers[self.last_layer]) in (DynamicLayer, StaticLayer)
             if not exact or keys.dtype != tokens.dtype:
                 raise ValueError(
-                    f"{type(self.cache).__name__} cannot store the token ids that the hash-bigram "
-                    "embedding needs; use a DynamicCache, or a StaticCache without early "
-                    "initialization"
+                    f"{type(self.cache).__name__} cannot store token ids, but this model needs "
+                    "those of previous tokens; use a DynamicCache, or a StaticCache without "
+                    "early initialization"
                 )
             known = keys[:, 0, :, 0]  # (B, M)
         slot = torch.arange(known.size(1), device=tokens.device)
@@ -242,8 +242,8 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
         position_ids: (B or 1, T), by default derived from the attention mask. Without a mask or
         past, each position that is not its predecessor plus 1 starts a new packed document;
         attention does not cross documents.
-        inputs_embeds: (B, T, C), replaces the embeddings of input_ids; a model with value
-        embeddings or a hash-bigram embedding needs both.
+        inputs_embeds: (B, T, C), replaces the embeddings of input_ids; a model that looks up ids
+        otherwise (see GPT.looks_up_ids) needs both.
         hidden_states: the input of the first layer, then the output of each layer, once per pass
         through a looped layer; the last one is normalized.
 
@@ -294,9 +294,9 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
         """
         if input_ids is None and inputs_embeds is None:
             raise ValueError("input_ids and inputs_embeds are both missing; pass one of them")
-        if input_ids is None and (self.gpt.bigrams is not None or len(self.gpt.value_embeds)):
+        if input_ids is None and self.gpt.looks_up_ids:
             raise ValueError(
-                "inputs_embeds without input_ids: this model needs token ids for its value "
+                "inputs_embeds without input_ids: this model needs token ids for its keys, value "
                 "embeddings or hash-bigram embedding; pass input_ids of the same shape as well"
             )
         given: Any = inputs_embeds if input_ids is None else input_ids
