@@ -79,8 +79,8 @@ bash speedrun.sh --plan     # time, cost and disk; trains nothing
   deeper models, the last layer included.
 - Hash-bigram embedding, up to depth {small_depth}: {bigram_each} rows per token of the vocabulary, at most
   {bigram_rows:,}. A row is half as wide as the model, and a bigram uses two rows.
-- Previous-token keys, up to depth {small_depth}: half of each key comes from the embedding of the previous token, so that
-  one layer finds what followed an earlier occurrence of a token.
+- Previous-token keys, up to depth {small_depth}, in every other layer: half of each key comes from the embedding of the
+  previous token, so that one layer finds what followed an earlier occurrence of a token.
 - Residual scalars: the input of each layer is a x + b x0, where x0 is the embedded token and a and b are learned.
 - Token embedding and LM head share no weights.
 
@@ -195,7 +195,7 @@ comes from the tokenizer (`scripts.tok_train --vocab_size`) and changes embeddin
 | Muon's weight decay falls to 0 | nanochat, 2026-01-10 |
 | weight decay x steps is constant | arXiv:2405.13698 |
 | learning rates x (batch / {reference_batch:,})^0.5, weight decay per token, SSSL windows, value embeddings in every other layer | karpathy/nanochat, measured at depth 24 |
-| about {min_steps} steps or more; {bigram_each} bigram rows per token; value embeddings in every layer; previous-token keys | measured at depth 4 and 6 on a CPU, 2026-11 |
+| about {min_steps} steps or more; {bigram_each} bigram rows per token; value embeddings in every layer; previous-token keys in every other | measured at depth 4 and 6 on a CPU, 2026-11 |
 
 The experiments in `dev/LOG.md` train small models on CPUs. No code here has run on a real GPU: at larger depths these
 tables state the rules, not results.

@@ -37,7 +37,7 @@ class ShapeConfig:
     depth 6: 0."""
     previous_every: int | None = None
     """Compute half of each key from the previous token's embedding in every N-th layer, counting
-    back from the last; 0 = none. Default up to depth 6: 1; deeper: 0; classic: 0."""
+    back from the last; 0 = none. Default up to depth 6: 2; deeper: 0; classic: 0."""
 
 
 def shape_for_depth(
@@ -64,7 +64,7 @@ def shape_for_depth(
         cfg = cfg.classic()
     elif small:
         rows = min(BIGRAM_ROWS, BIGRAM_ROWS_PER_TOKEN * vocab_size)
-        cfg = replace(cfg, bigram_rows=rows, previous_every=1)
+        cfg = replace(cfg, bigram_rows=rows, previous_every=2)
     return replace(cfg, **{k: v for k, v in asdict(shape).items() if v is not None})
 
 

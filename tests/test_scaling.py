@@ -147,7 +147,7 @@ def test_shallow_models_have_bigram_embedding_and_previous_keys_by_default():
     assert shape(7, 1000, 64).bigram_rows == 0
     assert shape(4, 1000, 64, "classic").bigram_rows == 0
     keys = [shape(depth, 1000, 64).previous_every for depth in (1, 6, 7)]
-    assert keys == [1, 1, 0] and not shape(4, 1000, 64, "classic").previous_every
+    assert keys == [2, 2, 0] and not shape(4, 1000, 64, "classic").previous_every
     assert shape(12, 1000, 64, shape=ShapeConfig(previous_every=1)).previous_every
 
 
