@@ -172,7 +172,7 @@ channels for the gates of value embeddings.
 | `--max_seq_len` | {seq_len} tokens of context | FLOPs of attention; the batch, which is in whole rows |
 | `--window_pattern` | SSSL on GPUs from depth {window_depth}, else full attention | FLOPs per token |
 | `--value_every`, `--bigram_rows` | value and hash-bigram embeddings | memory, disk |
-| `--previous_every=0` | previous-token keys | |
+| `--previous_every` | previous-token keys, up to depth {small_depth} in every other layer | |
 | `--arch=classic` | the default architecture | no value or hash-bigram embeddings, no previous-token keys, no residual scalars |
 | `--matrix_lr` | {matrix_lr} | |
 | `--embedding_lr` | {embedding_lr} at width 768 | value and hash-bigram embeddings: half of it |

@@ -98,13 +98,13 @@ class GPTConfig:
 
     def has_value_embedding(self, layer: int) -> bool:
         """Whether `layer` has a value embedding."""
-        return self.is_every(self.value_every, layer)
+        return self.is_nth_from_last(self.value_every, layer)
 
     def has_previous_keys(self, layer: int) -> bool:
         """Whether half of the keys of `layer` come from the previous token."""
-        return self.is_every(self.previous_every, layer)
+        return self.is_nth_from_last(self.previous_every, layer)
 
-    def is_every(self, n: int, layer: int) -> bool:
+    def is_nth_from_last(self, n: int, layer: int) -> bool:
         """Whether `layer` is an `n`-th one, counting back from the last; never for 0."""
         return n > 0 and (self.n_layer - 1 - layer) % n == 0
 
@@ -295,7 +295,7 @@ class Attention(nn.Module):
     Sources: grouped queries arXiv:2305.13245, query-key norm arXiv:2010.04245, value embeddings
     arXiv:2410.17897 as in modded-nanogpt (looked up by token). Keys that know the previous token:
     modded-nanogpt shifts half of the channels of a key by one position; here these channels are a
-    function of the previous token's embedding alone, so decoding needs no state for them.
+    function of the previous token's embedding alone, so decoding needs only its id.
     """
 
     norm_eps: float | None = None
@@ -373,7 +373,7 @@ def join_keys(own: Tensor, previous: Tensor, heads: int) -> Tensor:
     Keys (B, T, G * D) from those of a token and of its predecessor, (B, T, G * D / 2) each.
 
     Quarters of a head alternate, because RoPE rotates channel pairs (i, i + D / 2): both are of the
-    same token.
+    same token. This does not hold for partial RoPE, which only the golf track has.
     """
     B, T, _ = own.shape
     quarters = [keys.view(B, T, heads, 2, -1) for keys in (own, previous)]

@@ -48,6 +48,7 @@ GOLF_CHANGES: dict[str, Any] = {
     "init": "orthogonal",
     "projection_init": "scaled",
     "norm_eps": 0.01,
+    "previous_every": 1,
 }
 RECURSIVE_CHANGES: dict[str, Any] = {
     "n_layer": 3,
@@ -56,6 +57,8 @@ RECURSIVE_CHANGES: dict[str, Any] = {
     "n_coda": 1,
     "n_loops": 3,
     "supervise": "full",
+    "previous_every": 1,
+    "bigram_rows": 97,
 }
 
 

@@ -86,8 +86,8 @@ REMOTE_LOADS = """\
 - A model trained with `--arch=classic` needs no remote code.
 """
 EMBEDS_NEED_IDS = """\
-The model also needs token ids for its keys, value embeddings or hash-bigram embedding, so pass
-  `inputs_embeds` together with `input_ids`."""
+The model also needs token ids for value embeddings, a hash-bigram embedding or previous-token
+  keys, so pass `inputs_embeds` together with `input_ids`."""
 EMBEDS_ALONE = "`inputs_embeds` can replace `input_ids`."
 
 # ------------------------------------------------------------------------------------------------

@@ -296,8 +296,9 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
             raise ValueError("input_ids and inputs_embeds are both missing; pass one of them")
         if input_ids is None and self.gpt.looks_up_ids:
             raise ValueError(
-                "inputs_embeds without input_ids: this model needs token ids for its keys, value "
-                "embeddings or hash-bigram embedding; pass input_ids of the same shape as well"
+                "inputs_embeds without input_ids: this model needs token ids for value "
+                "embeddings, a hash-bigram embedding or previous-token keys; pass input_ids of the "
+                "same shape as well"
             )
         given: Any = inputs_embeds if input_ids is None else input_ids
         tokens = given.new_zeros(given.shape[:2], dtype=torch.long) if input_ids is None else given

@@ -23,7 +23,7 @@ from nanochat.tokenizer import Tokenizer
 
 MAX_SLOTS = 64
 CACHE_SHARE = 0.25  # fraction of free memory for each model's KV cache
-UNLOAD_TRIES = 500  # 5 seconds
+UNLOAD_TRIES = 10  # with doubling waits, 10 seconds in all
 
 
 class ModelLibrary:
@@ -95,11 +95,13 @@ class ModelLibrary:
                 message = f"all loaded models are busy ({', '.join(self.loaded)}); try again later"
                 raise ApiError(503, message, headers={"Retry-After": "5"})
             unloaded = weakref.ref(self.loaded.pop(idle[0]))
-            for _ in range(UNLOAD_TRIES):
+            for n in range(UNLOAD_TRIES):
                 gc.collect()  # an engine is part of reference cycles
                 if unloaded() is None:
                     break
-                await asyncio.sleep(0.01)  # what sends its last response may still hold it
+                await asyncio.sleep(0.01 * 2**n)  # what sends its last response may still hold it
+            else:
+                print(printable(f"{idle[0]} is still in use; loading another model beside it"))
 
     def load(self, name: str) -> Engine:
         """Load a checkpoint and warm up its engine. Raises if the checkpoint is damaged."""
