@@ -39,8 +39,7 @@ from nanochat.preflight import KernelConfig, enable_fp8, probe_attention, probe_
 from nanochat.scaling import ShapeConfig, default_windows, shape_for_depth
 
 VOCAB_SIZE = 32768
-# as deeper models, also where depth is small
-SHAPE = ShapeConfig(value_every=2, bigram_rows=0, previous_every=0)
+SHAPE = ShapeConfig(value_every=2, bigram_rows=0)  # as deeper models, also where depth is small
 
 # ---- A training step by kernel -------------------------------------------------------------------
 

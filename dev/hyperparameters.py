@@ -79,8 +79,8 @@ bash speedrun.sh --plan     # time, cost and disk; trains nothing
   deeper models, the last layer included.
 - Hash-bigram embedding, up to depth {small_depth}: {bigram_each} rows per token of the vocabulary, at most
   {bigram_rows:,}. A row is half as wide as the model, and a bigram uses two rows.
-- Previous-token keys, up to depth {small_depth}, in every other layer: half of each key comes from the embedding of the
-  previous token, so that one layer finds what followed an earlier occurrence of a token.
+- Previous-token keys, up to depth {small_depth}, in every other layer (`--window_pattern=LP`): half of each key comes from
+  the embedding of the previous token, so that one layer finds what followed an earlier occurrence of a token.
 - Residual scalars: the input of each layer is a x + b x0, where x0 is the embedded token and a and b are learned.
 - Token embedding and LM head share no weights.
 
@@ -170,9 +170,8 @@ channels for the gates of value embeddings.
 | `--target_param_data_ratio` | {ratio:g} tokens per matmul parameter | the same |
 | `--total_batch_size` | the batch | steps (for the same tokens), weight decay, learning rates |
 | `--max_seq_len` | {seq_len} tokens of context | FLOPs of attention; the batch, which is in whole rows |
-| `--window_pattern` | SSSL on GPUs from depth {window_depth}, else full attention | FLOPs per token |
+| `--window_pattern` | SSSL on GPUs from depth {window_depth}, LP up to depth {small_depth}, else L | FLOPs per token; P: previous-token keys |
 | `--value_every`, `--bigram_rows` | value and hash-bigram embeddings | memory, disk |
-| `--previous_every` | previous-token keys, up to depth {small_depth} in every other layer | |
 | `--arch=classic` | the default architecture | no value or hash-bigram embeddings, no previous-token keys, no residual scalars |
 | `--matrix_lr` | {matrix_lr} | |
 | `--embedding_lr` | {embedding_lr} at width 768 | value and hash-bigram embeddings: half of it |

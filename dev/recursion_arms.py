@@ -31,7 +31,7 @@ from nanochat.tokenizer import Tokenizer
 BATCH = 4096
 T = 512
 DEPTH = 4
-SHAPE = ShapeConfig(value_every=2, bigram_rows=0, previous_every=0)
+SHAPE = ShapeConfig(value_every=2, bigram_rows=0)
 WIDTH = WidthConfig(d_model=128, head_dim=32)
 COMMON = (
     f"--max_seq_len={T} --total_batch_size={BATCH} --compile=1 --eval_every=0 "

@@ -61,7 +61,7 @@ REMOVED = {  # flags removed from several scripts -> replacement
 }
 GROUPS = {  # title in --help -> flags, most used first; all other flags come before them
     "Model": "depth source model_tag step model_step max_seq_len arch window_pattern value_every "
-    "bigram_rows previous_every",
+    "bigram_rows",
     "Data": "dataset num_shards mixture val_mixture tokenizer_tag revision val_shard",
     "Optimization": "num_iterations num_epochs target_param_data_ratio target_flops "
     "total_batch_size device_batch_size matrix_lr embedding_lr unembedding_lr init_lr_frac "

@@ -42,26 +42,22 @@ class GPTConfig:
     mlp_ratio: float = 4.0
     rope_theta: float = 100_000.0
     window_pattern: str = "L"
-    """Attention window of each layer, repeated over layers: L = full context, S = a quarter of
-    max_seq_len, rounded up to a multiple of 128. The last layer always has full context."""
+    """Attention of each layer, repeated over layers: L = full context, S = a quarter of
+    max_seq_len, rounded up to a multiple of 128, P = full context with previous-token keys. The
+    last layer always has full context."""
     qk_gain: float = 1.2
     """Factor on normalized queries and keys; above 1 it sharpens attention."""
     value_every: int = 2
     """Add a gated value embedding to every N-th layer, counting back from the last; 0 = none."""
     bigram_rows: int = 0
     """Number of rows of the hash-bigram embedding; 0 = none."""
-    previous_every: int = 0
-    """Compute half of each key from the embedding of the previous token in every N-th layer,
-    counting back from the last; 0 = none. Then one layer finds what followed an earlier occurrence
-    of a token."""
     residual_scalars: bool = True
     """The input of each layer is a * x + b * x0: x0 is the embedded token, a and b are learned."""
 
     def __post_init__(self) -> None:
         # Checked here because exported models include this file, but not config.py
         sizes = ("vocab_size", "n_layer", "d_model", "n_head", "n_kv_head", "max_seq_len")
-        counts = ("value_every", "bigram_rows", "previous_every")
-        least = dict.fromkeys(sizes, 1) | dict.fromkeys(counts, 0)
+        least = dict.fromkeys(sizes, 1) | {"value_every": 0, "bigram_rows": 0}
         for name, bound in least.items():
             if getattr(self, name) < bound:
                 raise ValueError(f"{name} must be at least {bound}, got {getattr(self, name)}")
@@ -69,21 +65,21 @@ class GPTConfig:
             raise ValueError(f"n_kv_head {self.n_kv_head} must divide n_head {self.n_head}")
         if self.head_dim < 2 or self.head_dim % 2:
             raise ValueError(f"head_dim must be even and positive for RoPE, got {self.head_dim}")
-        if self.previous_every and self.head_dim % 4:
-            raise ValueError(f"previous_every needs a head_dim divisible by 4, got {self.head_dim}")
-        if not self.window_pattern or set(self.window_pattern) - {"S", "L"}:
-            raise ValueError(f"window_pattern must consist of S and L, got {self.window_pattern!r}")
+        pattern = self.window_pattern
+        if not pattern or set(pattern) - {"S", "L", "P"}:
+            raise ValueError(f"window_pattern must consist of S, L and P, got {pattern!r}")
+        if "P" in pattern and self.head_dim % 4:
+            raise ValueError(f"P needs a head_dim divisible by 4, got {self.head_dim}")
 
     def classic(self) -> Self:
         """The same shape in the plain architecture of October 2025."""
-        plain = replace(self, value_every=0, bigram_rows=0, previous_every=0)
-        plain = replace(plain, residual_scalars=False, window_pattern="L")
-        return replace(plain, rope_theta=10_000.0, qk_gain=1.0)
+        plain = replace(self, value_every=0, bigram_rows=0, residual_scalars=False)
+        return replace(plain, rope_theta=10_000.0, window_pattern="L", qk_gain=1.0)
 
     @property
     def uses_previous_token(self) -> bool:
         """Whether the input of the layers depends on the id of the previous token."""
-        return self.previous_every > 0 or self.bigram_rows > 0
+        return self.bigram_rows > 0 or any(map(self.has_previous_keys, range(self.n_layer)))
 
     @property
     def order(self) -> Sequence[int]:
@@ -92,21 +88,23 @@ class GPTConfig:
 
     def window(self, layer: int) -> int | None:
         """Number of earlier tokens visible to `layer`; None = all."""
-        letter = self.window_pattern[layer % len(self.window_pattern)]
-        full = letter == "L" or layer == self.n_layer - 1
+        full = self.letter(layer) != "S" or layer == self.n_layer - 1
         return None if full else math.ceil(self.max_seq_len / 4 / 128) * 128
 
     def has_value_embedding(self, layer: int) -> bool:
         """Whether `layer` has a value embedding."""
-        return self.is_nth_from_last(self.value_every, layer)
+        return self.value_every > 0 and (self.n_layer - 1 - layer) % self.value_every == 0
 
     def has_previous_keys(self, layer: int) -> bool:
-        """Whether half of the keys of `layer` come from the previous token."""
-        return self.is_nth_from_last(self.previous_every, layer)
+        """
+        Whether half of each key of `layer` comes from the previous token's embedding. Then the
+        layer can find what followed an earlier occurrence of a token.
+        """
+        return self.letter(layer) == "P"
 
-    def is_nth_from_last(self, n: int, layer: int) -> bool:
-        """Whether `layer` is an `n`-th one, counting back from the last; never for 0."""
-        return n > 0 and (self.n_layer - 1 - layer) % n == 0
+    def letter(self, layer: int) -> str:
+        """The letter of `layer` in the window pattern."""
+        return self.window_pattern[layer % len(self.window_pattern)]
 
 
 def config_from(kind: type[GPTConfig], values: Mapping[str, Any]) -> GPTConfig:
@@ -593,7 +591,7 @@ class GPT(nn.Module):
             before = previous_tokens(tokens, segments) if cache is None else cache.preceding(tokens)
         if self.bigrams is not None:
             x = x + self.bigrams(tokens, before).to(self.dtype)
-        if cfg.previous_every:
+        if any(map(cfg.has_previous_keys, cfg.order)):
             found = self.embed(before.clamp(min=0)).masked_fill(before[..., None] < 0, 0.0)
             previous = norm(found.to(self.dtype), self.norm_eps)
         rope = rotary(positions, self.rotary_dims, cfg.rope_theta, self.dtype)

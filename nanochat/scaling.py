@@ -35,9 +35,6 @@ class ShapeConfig:
     bigram_rows: int | None = None
     """Rows of the hash-bigram embedding. Default: 64 x vocabulary size, at most 524,288; above
     depth 6: 0."""
-    previous_every: int | None = None
-    """Compute half of each key from the previous token's embedding in every N-th layer, counting
-    back from the last; 0 = none. Default up to depth 6: 2; deeper: 0; classic: 0."""
 
 
 def shape_for_depth(
@@ -63,8 +60,7 @@ def shape_for_depth(
     if arch == "classic":
         cfg = cfg.classic()
     elif small:
-        rows = min(BIGRAM_ROWS, BIGRAM_ROWS_PER_TOKEN * vocab_size)
-        cfg = replace(cfg, bigram_rows=rows, previous_every=2)
+        cfg = replace(cfg, bigram_rows=min(BIGRAM_ROWS, BIGRAM_ROWS_PER_TOKEN * vocab_size))
     return replace(cfg, **{k: v for k, v in asdict(shape).items() if v is not None})
 
 
@@ -75,9 +71,11 @@ def default_head_dim(d_model: int) -> int:
 
 def default_windows(depth: int, device_type: str) -> str:
     """
-    Window pattern of a depth: SSSL where a kernel skips the tokens outside the window (GPUs) and
-    attention is a large part of the work; else L.
+    Window pattern of a depth: LP for small models, SSSL where a kernel skips the tokens outside the
+    window (GPUs) and attention is a large part of the work, else L.
     """
+    if depth <= SMALL_DEPTH:
+        return "LP"
     return "SSSL" if device_type == "cuda" and depth >= WINDOW_DEPTH else "L"
 
 

@@ -104,8 +104,9 @@ class BaseTrain:
     arch: Literal["default", "classic"] = "default"
     """classic: the plain October 2025 architecture, which transformers supports natively."""
     window_pattern: str | None = None
-    """Attention window of each layer, repeated: L = full context, S = a quarter. Default: SSSL on
-    GPUs from depth 12, else L."""
+    """Attention of each layer, repeated: L = full context, S = a quarter, P = full context with
+    half of each key from the previous token. Default up to depth 6: LP; on GPUs from depth 12:
+    SSSL; else L."""
     tokenizer_tag: str = "main"
     """Tokenizer folder under tokenizer/."""
     shape: ShapeConfig = field(default_factory=ShapeConfig)

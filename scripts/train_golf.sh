@@ -20,7 +20,7 @@ SEEDS=${SEEDS:-0}
 # GPU profiles use the shape of the Parameter Golf record entry with a vocabulary of 4,096, and
 # weight decay to keep weights small; the CPU profile uses settings measured in dev/LOG.md.
 recipe=(--tie_embeddings=1 --mlp_ratio=3 --qat_start=0.85 --eval_every=0 --bigram_rows=0
-    --previous_every=0)
+    --window_pattern=L)
 limit=(--limit_bytes=16000000)
 case "$PROFILE" in
 h100x8)

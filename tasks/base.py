@@ -13,7 +13,6 @@ import itertools
 import random
 import re
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from decimal import Decimal
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -370,13 +369,6 @@ class Mixture(Task):
         number = self.order[i]
         part = bisect.bisect_right(self.ends, number)
         return self.tasks[part], number - (self.ends[part - 1] if part else 0)
-
-    def composition(self) -> dict[str, int]:
-        """Task and data -> number of conversations, repeats included."""
-        counts = Counter()
-        for task in self.tasks:
-            counts[f"{task.name} ({task.where})"] += len(task)
-        return dict(counts)
 
     @property
     def identity(self) -> dict[str, Any]:

@@ -62,7 +62,7 @@ def gradient(model, batches):
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"window_pattern": "SL"}, {"bigram_rows": 97, "previous_every": 1}]
+    "changes", [{}, {"window_pattern": "SL"}, {"bigram_rows": 97, "window_pattern": "P"}]
 )
 def test_packed_step_equals_separate_conversations(changes):
     rows = open_chat_rows({"rows": "x"}, TOKENIZER, 63)

@@ -40,7 +40,7 @@ VARIANTS = {
     "one layer": replace(TINY, n_layer=1),
     "no GQA": replace(TINY, n_kv_head=4),
     "bigrams": replace(TINY, bigram_rows=97),
-    "previous keys": replace(TINY, n_layer=3, previous_every=2),
+    "previous keys": replace(TINY, n_layer=3, window_pattern="LP"),
     "golf": GOLF,
     "tied classic": shaped(TINY.classic(), tie_embeddings=True),
     "recursive": shaped(TINY, **RECURSIVE_CHANGES),
@@ -314,7 +314,7 @@ def test_previous_token_is_minus_one_at_row_and_segment_start():
 
 
 def test_half_of_each_key_comes_from_the_previous_token_alone():
-    model = lively(build_model(replace(TINY, previous_every=1), CPU, torch.float32, seed=0))
+    model = lively(build_model(replace(TINY, window_pattern="P"), CPU, torch.float32, seed=0))
     attention, (G, D) = model.blocks[1].attention, (TINY.n_kv_head, TINY.head_dim)
     found = []
     attention.normalize = lambda q, k, rope: found.append(k) or (q, k)
@@ -414,7 +414,7 @@ def test_params_and_flops_match_reference_report():
     [
         ({"n_kv_head": 3}, "n_kv_head 3"),
         ({"head_dim": 7}, "7"),
-        ({"head_dim": 6, "previous_every": 1}, "divisible by 4, got 6"),
+        ({"head_dim": 6, "window_pattern": "P"}, "divisible by 4, got 6"),
         ({"value_every": -1}, "value_every must be at least 0, got -1"),
         ({"window_pattern": "SX"}, "'SX'"),
         ({"n_layer": 0}, "n_layer"),
@@ -444,8 +444,6 @@ def test_old_config_loads_as_same_model(name):
     earlier = {**BEFORE, **asdict(cfg), "value_embeddings": cfg.value_every > 0}
     if not cfg.value_every:
         earlier["value_every"] = 2  # has no effect without value embeddings
-    if not cfg.previous_every:
-        del earlier["previous_every"]
     assert read_config(earlier) == cfg and type(read_config(earlier)) is type(cfg)
     assert read_config(asdict(cfg)) == cfg
     assert type(new_model(cfg)).__name__ == type(cfg).__name__.replace("GPTConfig", "GPT").replace(
@@ -459,7 +457,7 @@ def test_old_run_identity_is_upgraded():
     deleted = {"scalar_lr": 0.5, "tied_lr": 0.05, "decay_rule": "cautious"}
     before = {
         **now,
-        "model": {k: v for k, v in (BEFORE | asdict(TINY)).items() if k != "previous_every"},
+        "model": {**BEFORE, **asdict(TINY)},
         "optim": {**optim, **deleted},
         "schedule": {**schedule, "muon_momentum": 0.95},
         "rl": {**now["rl"], "overlong": "keep", "format_reward": 0.0, "advantage": "mean"},

@@ -146,14 +146,15 @@ def test_shallow_models_have_bigram_embedding_and_previous_keys_by_default():
     assert shape(4, 65_536, 64).bigram_rows == 524_288
     assert shape(7, 1000, 64).bigram_rows == 0
     assert shape(4, 1000, 64, "classic").bigram_rows == 0
-    keys = [shape(depth, 1000, 64).previous_every for depth in (1, 6, 7)]
-    assert keys == [2, 2, 0] and not shape(4, 1000, 64, "classic").previous_every
-    assert shape(12, 1000, 64, shape=ShapeConfig(previous_every=1)).previous_every
+    assert not shape(4, 1000, 64, "classic", window_pattern="LP").uses_previous_token
+    keys = shape(4, 1000, 64, window_pattern=default_windows(4, "cpu")).has_previous_keys
+    assert [keys(layer) for layer in range(4)] == [False, True, False, True]
 
 
 def test_windows_need_a_gpu_and_depth():
     assert default_windows(12, "cuda") == default_windows(24, "cuda") == "SSSL"
-    assert default_windows(8, "cuda") == default_windows(24, "cpu") == "L"
+    assert default_windows(7, "cuda") == default_windows(24, "cpu") == "L"
+    assert default_windows(6, "cuda") == default_windows(1, "cpu") == "LP"
 
 
 def test_width_not_divisible_by_head_dim_is_rejected():

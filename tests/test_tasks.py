@@ -272,7 +272,6 @@ def test_mixture_repeats_and_shuffles_its_tasks():
     assert texts != list(map(fingerprint, [*few, *many, *few]))
     assert texts == [fingerprint(c) for c in Mixture([few, many, few], seed=3)]
     assert texts != [fingerprint(c) for c in Mixture([few, many, few], seed=4)]
-    assert mixed.composition() == {"Sums (train)": 10, "Sums (test)": 20}
     for i in range(len(mixed)):
         task, number = mixed.locate(i)
         assert task[number] == mixed[i]

@@ -101,7 +101,7 @@ class ModelLibrary:
                     break
                 await asyncio.sleep(0.01 * 2**n)  # what sends its last response may still hold it
             else:
-                print(printable(f"{idle[0]} is still in use; loading another model beside it"))
+                print(printable(f"{idle[0]} is still in use; loading the next model anyway"))
 
     def load(self, name: str) -> Engine:
         """Load a checkpoint and warm up its engine. Raises if the checkpoint is damaged."""

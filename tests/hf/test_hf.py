@@ -44,7 +44,7 @@ ARCHITECTURES = {
     "default": {"window_pattern": "SL", "max_seq_len": 192, "n_layer": 3},
     "wide heads": {"head_dim": 16, "n_kv_head": 1, "mlp_ratio": 3.0},
     "bigrams": {"bigram_rows": 97},
-    "previous keys": {"previous_every": 1, "value_every": 0},
+    "previous keys": {"window_pattern": "P", "value_every": 0},
     "golf": GOLF_CHANGES,
     "recursive": RECURSIVE_CHANGES,
 }
@@ -231,7 +231,7 @@ def test_inputs_embeds_alone_need_a_model_without_id_lookups(tokenizer, ids):
     options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 4, "do_sample": False}
     want = remote.generate(ids, **options)[:, -4:]
     assert torch.equal(remote.generate(inputs_embeds=embeds, **options), want)
-    for change in ({"value_every": 2}, {"bigram_rows": 97}, {"previous_every": 1}):
+    for change in ({"value_every": 2}, {"bigram_rows": 97}, {"window_pattern": "P"}):
         other = NanochatForCausalLM(NanochatConfig(gpt=asdict(replace(shape, **change)))).eval()
         with pytest.raises(ValueError, match="needs token ids.*pass input_ids"):
             other(inputs_embeds=embeds)

@@ -828,7 +828,8 @@ def test_V15_chat_overwritten_by_another_tab_is_repaired(page, site):
     other = page.context.new_page()
     other.goto(site.url + "/page/icon.svg")  # same origin, without the page's script
     other.evaluate(f"(text) => {{ {raw} = text }}", early)
-    until(lambda: "Second" in page.evaluate(raw))
+    # seen from the other tab, whose own text is the first one without "Second"
+    until(lambda: "Second" in other.evaluate(raw))
     assert len(stored(page)["First"]) == 4
 
 
