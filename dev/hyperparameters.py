@@ -65,7 +65,7 @@ what follows from it, and which flag overrides what.
 a run prints before its first step (here of 20 steps), or the plan of all stages:
 
 ```bash
-python -m scripts.base_train --depth=4 --max_seq_len=256 --num_iterations=20
+python -m scripts.base_train --depth=4 --max_seq_len=256 --num_iterations=20 --model_tag=test
 bash speedrun.sh --plan     # time, cost and disk; trains nothing
 ```
 
@@ -90,6 +90,10 @@ Parameters, in M:
 
 The total includes gates and residual scalars, fewer than {small:,} parameters at each depth. Value and hash-bigram
 embeddings take memory, but few FLOPs.
+
+`--window_pattern` has a letter per layer, repeated over the layers: L = full context, S = a quarter of it, rounded up
+to a multiple of 128, P = full context with previous-token keys. The last layer always has
+full context. In LP, layers 1, 3, 5, ... have previous-token keys.
 
 Attention windows: on GPUs from depth {window_depth}, three of four layers (and never the last) see a quarter of the
 context: `--window_pattern=SSSL`. On CPUs, and in shallower models, every layer sees the full context.
@@ -147,9 +151,9 @@ RL do not scale learning rates with the batch.
 
 ## Compared with the published recipe
 
-The recipe of karpathy/nanochat (July 2026), which was tuned at depth 12 and confirmed at depth 24, at the same number
-of tokens per parameter. A value in brackets is the published one, where it differs; windows and FLOPs are those on a
-GPU.
+This table compares our defaults with the recipe of karpathy/nanochat (July 2026), which was tuned at depth 12 and
+confirmed at depth 24. Both use the same number of tokens per parameter. A value in brackets is the published one, where
+it differs; windows and FLOPs are those on a GPU.
 
 {published}
 
@@ -167,12 +171,12 @@ channels for the gates of value embeddings.
 |---|---|---|
 | `--num_iterations` | the number of steps | weight decay; the batch still follows from the tokens per parameter |
 | `--target_flops` | the tokens of the horizon | batch, steps, weight decay, learning rates |
-| `--target_param_data_ratio` | {ratio:g} tokens per matmul parameter | the same |
+| `--target_param_data_ratio` | {ratio:g} tokens per matmul parameter | batch, steps, weight decay, learning rates |
 | `--total_batch_size` | the batch | steps (for the same tokens), weight decay, learning rates |
 | `--max_seq_len` | {seq_len} tokens of context | FLOPs of attention; the batch, which is in whole rows |
 | `--window_pattern` | SSSL on GPUs from depth {window_depth}, LP up to depth {small_depth}, else L | FLOPs per token; P: previous-token keys |
 | `--value_every`, `--bigram_rows` | value and hash-bigram embeddings | memory, disk |
-| `--arch=classic` | the default architecture | no value or hash-bigram embeddings, no previous-token keys, no residual scalars |
+| `--arch=classic` | the default architecture | no value or hash-bigram embeddings (unless `--value_every` or `--bigram_rows` is set), no residual scalars, RoPE base 10,000 instead of 100,000, query-key gain 1 instead of 1.2, full context in every layer |
 | `--matrix_lr` | {matrix_lr} | |
 | `--embedding_lr` | {embedding_lr} at width 768 | value and hash-bigram embeddings: half of it |
 | `--unembedding_lr` | {unembedding_lr} at width 768 | gates |
@@ -194,7 +198,8 @@ comes from the tokenizer (`scripts.tok_train --vocab_size`) and changes embeddin
 | Muon's weight decay falls to 0 | nanochat, 2026-01-10 |
 | weight decay x steps is constant | arXiv:2405.13698 |
 | learning rates x (batch / {reference_batch:,})^0.5, weight decay per token, SSSL windows, value embeddings in every other layer | karpathy/nanochat, measured at depth 24 |
-| about {min_steps} steps or more; {bigram_each} bigram rows per token; value embeddings in every layer; previous-token keys in every other | measured at depth 4 and 6 on a CPU, 2026-11 |
+| about {min_steps} steps or more; {bigram_each} bigram rows per token; value embeddings in every layer | measured at depth 4 and 6 on a CPU, 2026-11 |
+| previous-token keys in every other layer | the same, one seed at depth 6, two at depth 4 |
 
 The experiments in `dev/LOG.md` train small models on CPUs. No code here has run on a real GPU: at larger depths these
 tables state the rules, not results.

@@ -4,7 +4,8 @@ The GPT model: a decoder-only transformer, its forward pass and initialization.
     tokens (B, T) -> embed -> n_layer x [attention, MLP] -> norm -> logits (B, T, V)
 
 Each parameter has a role (`param_roles`); optim.py maps roles to update rules. On top of
-`GPTConfig.classic`, the default has value embeddings, residual scalars and sharper attention.
+`GPTConfig.classic`, the default has value embeddings, residual scalars and sharper attention; models
+of up to 6 layers also have a hash-bigram embedding and previous-token keys.
 """
 
 import math

@@ -33,8 +33,8 @@ class ShapeConfig:
     """Add a gated value embedding to every N-th layer, counting back from the last; 0 = none.
     Default up to depth 6: 1; deeper: 2; classic: 0."""
     bigram_rows: int | None = None
-    """Rows of the hash-bigram embedding. Default: 64 x vocabulary size, at most 524,288; above
-    depth 6: 0."""
+    """Rows of the hash-bigram embedding; 0 = none. Default up to depth 6: 64 x vocabulary size, at
+    most 524,288; deeper, or classic: 0."""
 
 
 def shape_for_depth(

@@ -1,7 +1,7 @@
 """
 Pretrain a base model.
 
-    python -m scripts.base_train --depth=4 --num_iterations=20     # laptop, a minute
+    python -m scripts.base_train --depth=4 --max_seq_len=256 --num_iterations=20   # a laptop
     torchrun --nproc_per_node=8 -m scripts.base_train -- --depth=24   # one node with 8 GPUs
 
 Reads   tokenizer/ (scripts.tok_train) and rows/; missing rows are packed in the background
@@ -120,6 +120,9 @@ class BaseTrain:
 
     def __post_init__(self) -> None:
         require_at_least(self, depth=1, max_seq_len=1, num_iterations=1, total_batch_size=1)
+        if self.arch == "classic" and self.window_pattern not in (None, "L"):
+            pattern = f"--window_pattern={self.window_pattern}"
+            raise ValueError(f"--arch=classic has the pattern L; remove it, or {pattern}")
 
 
 def pretrain(
