@@ -40,6 +40,7 @@ from nanochat.optim import MuonAdamW, state_bytes
 # skipped with a message. The choice affects only rounding.
 
 
+CHARS_PER_TOKEN = 3  # rough, for time estimates
 COMPILE_SECONDS = 45.0  # compile time on two CPU cores (measured: d4, 2026-11)
 COMPILE_GAIN = 0.25  # fraction of training time saved by compiling on CPU
 # Compiling the decode step twice takes 15 s on two cores; it saves 0.06 ms per token (64 slots, d4)

@@ -26,7 +26,13 @@ from nanochat.evaluators import generate_samples, row_batches
 from nanochat.golf.documents import document_bpb
 from nanochat.gpt import GPT
 from nanochat.mixture import Corpus, open_corpus, open_texts
-from nanochat.preflight import CPU_TOKENS, KernelConfig, estimate_seconds, set_kernels
+from nanochat.preflight import (
+    CHARS_PER_TOKEN,
+    CPU_TOKENS,
+    KernelConfig,
+    estimate_seconds,
+    set_kernels,
+)
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import skip_if_finished
 from tasks.builtin import ensure_written
@@ -77,12 +83,15 @@ def main(cfg: BaseLoss) -> None:
     model = load_model(checkpoint, machine)
     with machine.working("opening the text"):
         texts = open_texts(cfg.data, None, checkpoint.state["source"], ensure_written)
+        documents = [list(t.texts(t.val_shard, cfg.max_documents)) for t in texts.sources.values()]
     T = model.cfg.max_seq_len
     corpus = open_corpus(texts, tokenizer, T, verifies=machine.local_rank == 0)
     on_cpu = machine.device.type == "cpu"
     step_rows = cfg.device_batch_size or (max(1, CPU_TOKENS // T) if on_cpu else GPU_ROWS)
     split_tokens = cfg.split_tokens or (CPU_TOKENS * 32 if on_cpu else 20 * 524_288)
-    seconds = estimate_seconds(model, 3 * split_tokens, machine) / 3  # no backward pass
+    chars = sum(len(text) for each in documents for text in each)
+    tokens = 2 * split_tokens + int(chars / CHARS_PER_TOKEN)
+    seconds = estimate_seconds(model, tokens, machine) / 3  # no backward pass
     set_kernels(cfg.kernels, model, machine, seconds)
 
     # bpb on packed rows: those trained on first, and held-out text
@@ -94,10 +103,7 @@ def main(cfg: BaseLoss) -> None:
     machine.print0(f"train bpb {train.value:.4f}, val bpb {val.value:.4f}")
 
     # bpb on whole documents: comparable across packing methods and tokenizers
-    plain = pool(
-        document_bpb(model, each, tokenizer, T, step_rows, machine)
-        for each in (t.texts(t.val_shard, cfg.max_documents) for t in texts.sources.values())
-    )
+    plain = pool(document_bpb(model, each, tokenizer, T, step_rows, machine) for each in documents)
     machine.print0(f"document bpb {plain.value:.4f} on {plain.bytes:,} bytes")
     values = {
         "train bpb": train.value,

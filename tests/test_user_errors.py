@@ -52,6 +52,11 @@ BAD_FLAGS = [
     ),
     ("base_train --eval_every=-1", "eval_every must be at least 0, got -1", "at least 0"),
     ("base_train --depth=0", "depth must be at least 1, got 0", "at least 1"),
+    (
+        "base_train --arch=classic --window_pattern=LP",
+        "--arch=classic has the pattern L",
+        "remove it, or --window_pattern=LP",
+    ),
     ("base_train --depth=two", "two", "--help"),
     ("chat_cli -k 0 -p hi", "top_k must be at least 1, got 0", "at least 1"),
     ("chat_web -t -1", "temperature must be at least 0, got -1.0", "at least 0"),

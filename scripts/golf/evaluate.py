@@ -27,12 +27,17 @@ from nanochat.golf.artifact import Artifact, read_artifact
 from nanochat.golf.documents import document_bpb
 from nanochat.golf.size import code_bytes
 from nanochat.lab.significance import over_seeds
-from nanochat.preflight import CPU_TOKENS, KernelConfig, estimate_seconds, set_kernels
+from nanochat.preflight import (
+    CHARS_PER_TOKEN,
+    CPU_TOKENS,
+    KernelConfig,
+    estimate_seconds,
+    set_kernels,
+)
 from tasks.builtin import ensure_written
 
 SECTION = "Parameter golf"
 GPU_SEQS = 64  # windows per forward pass on a GPU
-CHARS_PER_TOKEN = 3  # rough, for time estimates
 
 
 @dataclass(frozen=True)
