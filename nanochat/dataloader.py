@@ -94,15 +94,9 @@ class RowSequence(ABC):
         """
         Return the ids of a batch's rows, (n, 3): epoch, index of the shard, index in the shard. A
         mixture returns (n, 4), with the bucket's index as the second column.
-
-        Raises ValueError if rows_per_step is not a multiple of world_size.
         """
         share, rest = divmod(rows_per_step, world_size)
-        if rest or share < 1:
-            raise ValueError(
-                f"rows_per_step {rows_per_step} is not a multiple of world_size {world_size}; "
-                f"use {world_size * max(1, share)}"
-            )
+        assert share and not rest, f"{rows_per_step} rows on {world_size} ranks"
         first = step * rows_per_step + rank * share
         return self.locate(first + np.arange(share, dtype=np.int64), seed)
 
@@ -359,12 +353,6 @@ def permutation(seed: int, epoch: int, shard: int, n: int) -> np.ndarray:
     order = np.argsort(np.random.PCG64([seed, epoch, shard]).random_raw(n), kind="stable")
     order.setflags(write=False)
     return order
-
-
-def require_half(half: int) -> None:
-    """Raise ValueError unless `half` is 0, 1 or 2."""
-    if half not in (0, 1, 2):
-        raise ValueError(f"--eval_half={half} must be 1, 2, or 0 (all validation rows)")
 
 
 def inputs_and_targets(rows: np.ndarray, ignore: int) -> tuple[np.ndarray, np.ndarray]:

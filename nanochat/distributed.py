@@ -244,9 +244,7 @@ class DistContext:
         if self.world_size == 1:
             return [float(v) for v in values]
         with self.waiting("all-reduce"):
-            total = torch.tensor(values, dtype=torch.float64, device=self.device)
-            dist.all_reduce(total)
-            return total.tolist()
+            return self.sum_on_device(*values).tolist()
 
     def sum_on_device(self, *values: Tensor | float) -> Tensor:
         """

@@ -11,14 +11,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
 from nanochat.common import UsageError
 from nanochat.config import require_at_least
-from nanochat.dataloader import Rows, inputs_and_targets, require_half
+from nanochat.dataloader import Rows, inputs_and_targets
 from nanochat.distributed import DistContext
 from nanochat.eval_bpb import Batch, bits_per_byte, bucket_metrics, pool
 from nanochat.eval_core import core, eval_model_of, evaluate_task, open_suite
@@ -113,12 +113,11 @@ class Evaluator(Callback, ABC):
 class ValidationConfig:
     eval_tokens: int | None = None
     """Validation tokens per evaluation. Default: 10,485,760, or 131,072 on a CPU."""
-    eval_half: int = 0
+    eval_half: Literal[0, 1, 2] = 0
     """Which half of the validation rows to use: 1, 2, or 0 for both."""
 
     def __post_init__(self) -> None:
         require_at_least(self, eval_tokens=1)
-        require_half(self.eval_half)
 
     def tokens(self, machine: DistContext) -> int:
         """Validation tokens per evaluation, with the default filled in."""

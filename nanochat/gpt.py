@@ -4,8 +4,8 @@ The GPT model: a decoder-only transformer, its forward pass and initialization.
     tokens (B, T) -> embed -> n_layer x [attention, MLP] -> norm -> logits (B, T, V)
 
 Each parameter has a role (`param_roles`); optim.py maps roles to update rules. On top of
-`GPTConfig.classic`, the default has value embeddings, residual scalars and sharper attention; models
-of up to 6 layers also have a hash-bigram embedding and previous-token keys.
+`GPTConfig.classic`, the default has value embeddings, residual scalars and sharper attention; up to
+depth 6 also a hash-bigram embedding and previous-token keys.
 """
 
 import math
@@ -142,23 +142,18 @@ def quantize(x: Tensor, dtype: torch.dtype) -> Scaled:
 
 
 def transpose(x: Scaled) -> Scaled:
-    """Transposed view (K, N) of a matrix (N, K)."""
-    return x[0].t(), x[1]
-
-
-def row_major(x: Scaled) -> Scaled:
-    """The same matrix, copied to row-major order if needed."""
-    return x[0].contiguous(), x[1]
+    """Copy of a matrix (N, K) as (K, N), row-major."""
+    return x[0].t().contiguous(), x[1]
 
 
 def multiply(a: Scaled, b: Scaled, dtype: torch.dtype, fast: bool = False) -> Tensor:
     """
-    a (N, K) times b (K, M) -> (N, M) in `dtype`. GPUs need a row-major and b column-major. `fast`
-    adds up with fewer bits on Hopper GPUs.
+    a (N, K) times the transpose of b (M, K) -> (N, M) in `dtype`. Both are row-major, as GPUs need
+    it. `fast` adds up with fewer bits on Hopper GPUs.
     """
     factors = {"scale_a": a[1], "scale_b": b[1]}
     scaled_mm: Any = torch._scaled_mm  # type: ignore
-    return scaled_mm(a[0], b[0], **factors, out_dtype=dtype, use_fast_accum=fast)
+    return scaled_mm(a[0], b[0].t(), **factors, out_dtype=dtype, use_fast_accum=fast)
 
 
 class Fp8Matmul(torch.autograd.Function):
@@ -169,18 +164,15 @@ class Fp8Matmul(torch.autograd.Function):
         inputs, matrix = quantize(x, E4M3), quantize(weight, E4M3)
         ctx.save_for_backward(*inputs, *matrix)
         ctx.dtypes = x.dtype, weight.dtype
-        return multiply(inputs, transpose(matrix), x.dtype, fast=True)
+        return multiply(inputs, matrix, x.dtype, fast=True)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> Any:  # type: ignore[override]
         x, x_factor, weight, weight_factor = ctx.saved_tensors
         x_dtype, weight_dtype = ctx.dtypes
         out = quantize(grad, E5M2)
-        columns, of_weight, of_x = (
-            row_major(transpose(each)) for each in (out, (weight, weight_factor), (x, x_factor))
-        )
-        d_x = multiply(out, transpose(of_weight), x_dtype)
-        return d_x, multiply(columns, transpose(of_x), weight_dtype)
+        d_x = multiply(out, transpose((weight, weight_factor)), x_dtype)
+        return d_x, multiply(transpose(out), transpose((x, x_factor)), weight_dtype)
 
 
 # ---- Layers --------------------------------------------------------------------------------------

@@ -387,7 +387,6 @@ class TextMixture:
             return self.only.describe()
         return {
             "mixture": self.spec,
-            "chosen": parse_budget(self.spec),
             "sources": {name: source.describe() for name, source in self.sources.items()},
             "tags": {name: asdict(tags) for name, tags in self.tags.items()},
             "fingerprint": self.fingerprint,
@@ -500,8 +499,6 @@ def open_texts(
         names = [part.label for part in parse_mixture(spec)]
         sources = {name: open_source(cfg, described[name], prepare) for name in names}
         tags = {name: tags_of(was) for name, was in recorded["tags"].items()}
-        if parse_budget(spec) != recorded["chosen"]:  # recorded when the power was a separate flag
-            spec += f"@^{recorded['chosen']['mixture_alpha']:g}"
         return TextMixture(sources, spec, tags)
     if not mixture:
         source = open_source(cfg, recorded, prepare)

@@ -209,10 +209,8 @@ def open_rows(
 
     The folder name is a hash of everything that determines the rows of a shard, so runs with more
     or fewer shards share it. It holds a copy of the tokenizer and, for reference only, the recipe
-    (index.json). `verifies`: see `Rows`. Raises ValueError if max_seq_len is below 1.
+    (index.json). `verifies`: see `Rows`.
     """
-    if max_seq_len < 1:
-        raise ValueError(f"--max_seq_len must be at least 1, got {max_seq_len}")
     made_of = {"tokenizer": tokenizer.fingerprint, "max_seq_len": max_seq_len}
     made_of["packing_rule"] = PACKING_RULE
     folder = common.base_dir() / "rows" / common.fingerprint({"text": source.identity, **made_of})

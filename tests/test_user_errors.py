@@ -57,6 +57,7 @@ BAD_FLAGS = [
         "--arch=classic has the pattern L",
         "remove it, or --window_pattern=LP",
     ),
+    ("base_train --eval_half=3", "invalid choice '3'", "--eval-half"),
     ("base_train --depth=two", "two", "--help"),
     ("chat_cli -k 0 -p hi", "top_k must be at least 1, got 0", "at least 1"),
     ("chat_web -t -1", "temperature must be at least 0, got -1.0", "at least 0"),
