@@ -84,10 +84,6 @@ class Augmented(QuestionTask):
         self.baseline = task.baseline
 
     @property
-    def where(self) -> str:
-        return f"{self.task.where} ({self.kinds})"
-
-    @property
     def origin(self) -> dict[str, Any]:
         return {"augmented": self.kinds, "seed": self.seed, "of": self.task.identity}
 

@@ -171,11 +171,6 @@ class Task(ABC):
         self.split = split
 
     @property
-    def where(self) -> str:
-        """Name of the data in reports."""
-        return self.split
-
-    @property
     def origin(self) -> dict[str, Any]:
         """What determines the conversations besides the split: commit, digests, options."""
         return {}
@@ -308,10 +303,6 @@ class Subset(Task):
         self.task, self.start, self.stop = task, start, stop
         self.name, self.kind, self.split = task.name, task.kind, task.split
         self.baseline = task.baseline
-
-    @property
-    def where(self) -> str:
-        return self.task.where
 
     @property
     def identity(self) -> dict[str, Any]:

@@ -264,6 +264,7 @@ class HubTask(Task):
 
     @property
     def where(self) -> str:
+        """Name of the data in messages."""
         return f"{self.repo} {self.stems[self.split]}"
 
     @property

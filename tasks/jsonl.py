@@ -33,10 +33,6 @@ class JSONL(Task):
             raise ValueError("jsonl needs a file of conversations; use jsonl:<path>")
         self.path = Path(path).expanduser()
 
-    @property
-    def where(self) -> str:
-        return f"{self.path.name} {self.split}"
-
     @cached_property
     def conversations(self) -> list[Conversation]:
         """Conversations of the split, in file order."""
