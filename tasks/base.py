@@ -334,8 +334,8 @@ class Mixture(Task):
     """
     Several tasks as one, their conversations shuffled by `seed`.
 
-    A task given twice is repeated. To score an answer, use the task returned by `locate`. Raises
-    ValueError for an empty list of tasks.
+    A task given twice is repeated. For letters and scores of a question, use the task returned by
+    `locate`. Raises ValueError for an empty list of tasks.
     """
 
     kind = "talk"
@@ -368,18 +368,6 @@ class Mixture(Task):
     def conversation(self, i: int) -> Conversation:
         task, number = self.locate(i)
         return task.conversation(number)
-
-    def letters(self, i: int) -> tuple[str, ...]:
-        task, number = self.locate(i)
-        return task.letters(number)
-
-    def material(self, i: int) -> str:
-        task, number = self.locate(i)
-        return task.material(number)
-
-    def asked(self, i: int) -> str:
-        task, number = self.locate(i)
-        return task.asked(number)
 
 
 def shuffled(n: int, seed: int) -> list[int]:
