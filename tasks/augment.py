@@ -153,8 +153,6 @@ class MoreOptions(Augmented):
     def __init__(self, task: Task, seed: int = 0, most: int = MAX_OPTIONS, exactly: bool = False):
         super().__init__(task, seed)
         self.most, self.exactly = most, exactly
-        self.counts: Counter = Counter()
-        """Numbers of options "added" and of options rejected as "near_equal"."""
 
     @property
     def origin(self) -> dict[str, Any]:
@@ -193,13 +191,9 @@ class MoreOptions(Augmented):
             for position, option in enumerate(other.options):
                 if len(found) == count:
                     return found
-                if position == other.right:
-                    continue
-                if any(near_equal(option, known) for known in [*options, *found]):
-                    self.counts["near_equal"] += 1
-                    continue
-                self.counts["added"] += 1
-                found.append(option)
+                known = [*options, *found]
+                if position != other.right and not any(near_equal(option, o) for o in known):
+                    found.append(option)
         return found
 
 

@@ -79,7 +79,6 @@ def test_extra_options_are_distinct_and_wrong(task):
         assert len(set(now.options)) == 8
         assert now.options[now.right] == was.options[was.right]
         assert found.letters(i) == tuple("ABCDEFGH")
-    assert found.counts["added"] >= 30 * 4 and found.counts["near_equal"] > 0
     drawn = MoreOptions(task)
     sizes = Counter(len(drawn.question(i).options) for i in range(30))
     assert min(sizes) >= 4 and max(sizes) <= 10 and len(sizes) > 3
