@@ -111,6 +111,11 @@ def preview(text: str) -> str:
 # Rules
 
 
+def judge_each(keep: Callable[[FilterRow], bool | None]) -> FilterRule:
+    """The rule that judges every row by itself, with `keep`."""
+    return lambda rows: [keep(row) for row in rows]
+
+
 def length_shift(rows: Sequence[FilterRow]) -> list[bool | None]:
     """
     Keep translations of typical length: |r - median| <= 3 sigma (estimated by MAD), where
@@ -132,11 +137,7 @@ def length_shift(rows: Sequence[FilterRow]) -> list[bool | None]:
 
 def length_between(least: int, most: int, count: Callable[[str], int] = len) -> FilterRule:
     """Keep rows with `least` <= count(prompt) + count(answer) <= `most`. Default: characters."""
-
-    def rule(rows: Sequence[FilterRow]) -> list[bool | None]:
-        return [least <= count(prompt(row)) + count(last_reply(row)) <= most for row in rows]
-
-    return rule
+    return judge_each(lambda row: least <= count(prompt(row)) + count(last_reply(row)) <= most)
 
 
 def length_below_quantile(share: float, count: Callable[[str], int] = len) -> FilterRule:
@@ -152,9 +153,10 @@ def length_below_quantile(share: float, count: Callable[[str], int] = len) -> Fi
     return rule
 
 
-def no_image(rows: Sequence[FilterRow]) -> list[bool | None]:
+@judge_each
+def no_image(row: FilterRow) -> bool:
     """Drop prompts that refer to an image or attachment, or are only a link."""
-    return [not (IMAGE.search(prompt(r)) or LINK_ONLY.fullmatch(prompt(r))) for r in rows]
+    return not (IMAGE.search(prompt(row)) or LINK_ONLY.fullmatch(prompt(row)))
 
 
 def script_share(script: str, least: float) -> FilterRule:
@@ -171,43 +173,33 @@ def script_share(script: str, least: float) -> FilterRule:
         mine = sum(unicodedata.name(c, "").startswith(script.upper()) for c in letters)
         return mine / len(letters) if letters else None
 
-    def rule(rows: Sequence[FilterRow]) -> list[bool | None]:
-        found = []
-        for row in rows:
-            shares = [s for s in (share(prompt(row)), share(last_reply(row))) if s is not None]
-            found.append(min(shares) >= least if shares else None)
-        return found
+    def keep(row: FilterRow) -> bool | None:
+        shares = [s for s in (share(prompt(row)), share(last_reply(row))) if s is not None]
+        return min(shares) >= least if shares else None
 
-    return rule
+    return judge_each(keep)
 
 
-def not_degenerate(rows: Sequence[FilterRow]) -> list[bool | None]:
+@judge_each
+def not_degenerate(row: FilterRow) -> bool:
     """Keep answers that are complete, not empty and not repetitive."""
-    found: list[bool | None] = []
-    for row in rows:
-        words = WORD.findall(last_reply(row).lower())
-        runs = [tuple(words[i : i + NGRAM]) for i in range(len(words) - NGRAM + 1)]
-        repeated = 1 - len(set(runs)) / len(runs) if len(runs) >= LEAST_RUNS else 0.0
-        ended = row.get("finish") in (None, "stop")
-        found.append(bool(last_reply(row).strip()) and ended and repeated < MOST_REPEATED)
-    return found
+    words = WORD.findall(last_reply(row).lower())
+    runs = [tuple(words[i : i + NGRAM]) for i in range(len(words) - NGRAM + 1)]
+    repeated = 1 - len(set(runs)) / len(runs) if len(runs) >= LEAST_RUNS else 0.0
+    ended = row.get("finish") in (None, "stop")
+    return bool(last_reply(row).strip()) and ended and repeated < MOST_REPEATED
 
 
-def matches_gold(rows: Sequence[FilterRow]) -> list[bool | None]:
+@judge_each
+def matches_gold(row: FilterRow) -> bool | None:
     """Keep rows whose final answer equals "gold", as a number or as text."""
-    found: list[bool | None] = []
-    for row in rows:
-        gold = row.get("gold")
-        if gold is None:
-            found.append(None)
-            continue
-        said, right = final_answer(last_reply(row)), str(gold).strip()
-        if NUMBER.fullmatch(right):
-            number = NUMBER.fullmatch(said)
-            found.append(number is not None and value(said) == value(right))
-        else:
-            found.append(said.lower() == right.lower())
-    return found
+    gold = row.get("gold")
+    if gold is None:
+        return None
+    said, right = final_answer(last_reply(row)), str(gold).strip()
+    if NUMBER.fullmatch(right):
+        return NUMBER.fullmatch(said) is not None and value(said) == value(right)
+    return said.lower() == right.lower()
 
 
 def final_answer(text: str) -> str:
