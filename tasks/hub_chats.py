@@ -19,7 +19,7 @@ from nanochat.common import base_dir, fingerprint
 from tasks import hub
 from tasks.base import Conversation, assistant, find_error, shuffled, user
 from tasks.hub import AS_PARQUET, ROW_ORDER, HubTask, TaskData, TaskRow
-from tasks.jsonl import choose_held_out
+from tasks.jsonl import select_split
 
 SOURCE = re.compile(r"([^{}]+?)\s*(?:\{([^{}]*)\})?")
 KEYS = ("messages", "prompt", "answer", "where", "train", "val", "revision")
@@ -85,9 +85,8 @@ class HubChats(HubTask):
         rows = self.kept
         if "val" in self.splits and self.stems["val"] == self.stems["train"]:
             every, kept = enumerate(self.data.rows), set(rows)
-            prints = {n: fingerprint(self.parse(row)[:-1]) for n, row in every if n in kept}
-            held_out = choose_held_out(prints.values(), self.where, "prompt")
-            rows = [n for n in rows if (prints[n] in held_out) == (self.split == "val")]
+            prints = [fingerprint(self.parse(row)[:-1]) for n, row in every if n in kept]
+            rows = select_split(rows, prints, self.split, self.where, "prompt")
         return [rows[n] for n in shuffled(len(rows), ROW_ORDER)]
 
     @property

@@ -8,7 +8,7 @@ About one in 20 conversations, and at least one, is held out for validation, cho
 its content.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -36,17 +36,9 @@ class JSONL(Task):
     @cached_property
     def conversations(self) -> list[Conversation]:
         """Conversations of the split, in file order."""
-        if not self.path.is_file():
-            raise FileNotFoundError(f"{self.path}: no such file")
-        every = [
-            parse_line(line, f"{self.path}, line {n}") for n, line in read_json_lines(self.path)
-        ]
-        if not every:
-            raise ValueError(f"{self.path} contains no conversations")
+        every = read_file(self.path, parse_line, "conversations")
         prints = [fingerprint(conversation) for conversation in every]
-        held_out = choose_held_out(prints, str(self.path))
-        pairs = zip(every, prints, strict=True)
-        return [c for c, name in pairs if (name in held_out) == (self.split == "val")]
+        return select_split(every, prints, self.split, str(self.path))
 
     @property
     def origin(self) -> dict[str, Any]:
@@ -59,12 +51,37 @@ class JSONL(Task):
         return self.conversations[i]
 
 
-def choose_held_out(prints: Collection[str], where: str, what: str = "conversation") -> set[str]:
+def read_file(path: Path, parse: Callable[[Any, str], Any], what: str) -> list[Any]:
     """
-    Fingerprints held out for validation: about one in 20, at least one.
+    The lines of a file, parsed: `parse` takes a line and the prefix of its errors.
 
-    Raises ValueError prefixed with `where` unless there are two different ones; `what` says what
-    they identify.
+    Raises FileNotFoundError; ValueError for an invalid line, or for a file without lines (`what`).
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such file")
+    rows = [parse(line, f"{path}, line {n}: ") for n, line in read_json_lines(path)]
+    if not rows:
+        raise ValueError(f"{path} contains no {what}")
+    return rows
+
+
+def parse_line(line: Any, where: str) -> Conversation:
+    """Parse a line into a conversation. Raises ValueError prefixed with `where`."""
+    messages: Any = line.get("messages") if isinstance(line, dict) else line
+    if problem := find_error(messages):
+        raise ValueError(f"{where}{problem}")
+    return messages
+
+
+def select_split(
+    rows: Sequence[Any], prints: Sequence[str], split: str, where: str, what: str = "conversation"
+) -> list[Any]:
+    """
+    The rows of "train" or "val", in order. prints: fingerprint of each row.
+
+    About one in 20 different fingerprints, and at least one, is held out for "val", with all of its
+    rows. Raises ValueError prefixed with `where` unless there are two different ones; `what` says
+    what they identify.
     """
     first, different = min(prints), set(prints)
     if len(different) < 2:
@@ -73,12 +90,6 @@ def choose_held_out(prints: Collection[str], where: str, what: str = "conversati
             "validation"
         )
     held_out = {name for name in different if int(name, 16) % HOLD_OUT_EVERY == 0} or {first}
-    return held_out - {first} if held_out == different else held_out
-
-
-def parse_line(line: Any, where: str) -> Conversation:
-    """Parse a line into a conversation. Raises ValueError prefixed with `where`."""
-    messages: Any = line.get("messages") if isinstance(line, dict) else line
-    if problem := find_error(messages):
-        raise ValueError(f"{where}: {problem}")
-    return messages
+    held_out = held_out - {first} if held_out == different else held_out
+    pairs = zip(rows, prints, strict=True)
+    return [row for row, name in pairs if (name in held_out) == (split == "val")]

@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nanochat.common import fingerprint, sha256_file
-from nanochat.dataset import read_json_lines
 from tasks.base import Conversation, Task, assistant, find_error, user
 from tasks.hub import TaskData, load_split
-from tasks.jsonl import choose_held_out
+from tasks.jsonl import read_file, select_split
 
 STEMS = {"train": "data/train_prefs-*", "val": "data/test_prefs-*"}  # as UltraFeedback Binarized
 COLUMNS = ("prompt", "chosen", "rejected")
@@ -49,22 +48,15 @@ class Preferences(Task):
 
     @cached_property
     def pairs(self) -> list[Preference]:
-        """Pairs of the split, in the order of their source."""
-        return self.select_from_file() if self.is_file else list(self.read_hub())
-
-    def select_from_file(self) -> list[Preference]:
-        """The split's part of the file. Raises ValueError unless it has at least two prompts."""
-        if not self.path.is_file():
-            raise FileNotFoundError(f"{self.path}: no such file")
-        every = [
-            parse_pair(row, f"{self.path}, line {n}: ") for n, row in read_json_lines(self.path)
-        ]
-        if not every:
-            raise ValueError(f"{self.path} contains no pairs")
+        """
+        Pairs of the split, in the order of their source. Raises ValueError for a file with fewer
+        than two prompts.
+        """
+        if not self.is_file:
+            return list(self.read_hub())
+        every = read_file(self.path, parse_pair, "pairs")
         prints = [fingerprint(pair.chosen[:-1]) for pair in every]
-        held_out = choose_held_out(prints, str(self.path), "prompt")
-        is_val = self.split == "val"
-        return [p for p, name in zip(every, prints, strict=True) if (name in held_out) == is_val]
+        return select_split(every, prints, self.split, str(self.path), "prompt")
 
     def read_hub(self) -> Iterator[Preference]:
         """Yield the valid pairs of the split and count the others."""
