@@ -95,18 +95,11 @@ def find_error(messages: Any) -> str | None:
             return f"message {number}: content must be a string or, for assistant, a list of parts"
         if not content:
             return f"message {number} is empty"
-        if any(has_lone_surrogate(part["text"]) for part in parts or [{"text": content}]):
+        try:
+            "".join(part["text"] for part in parts or [{"text": content}]).encode()
+        except UnicodeEncodeError:  # JSON allows lone surrogates
             return f"message {number} contains a lone surrogate, which UTF-8 cannot encode"
     return None
-
-
-def has_lone_surrogate(text: str) -> bool:
-    """Whether a string contains lone surrogates, which JSON allows but UTF-8 does not."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return True
-    return False
 
 
 def is_part(part: Any) -> bool:
