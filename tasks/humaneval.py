@@ -20,24 +20,29 @@ CODE_BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|$)", re.DOTALL)
 INSTRUCTION = "Complete this function. Answer with the whole function in a block of Python code."
 
 
-class HumanEval(HubTask):
+class CodeTask(HubTask):
     """
-    Evaluation only.
+    A task that runs generated code to score it. Evaluation only.
 
     `unsafe`: if the machine has no sandbox, run programs unsandboxed instead of raising
     SandboxUnavailable when scoring.
     """
 
-    name = "HumanEval"
     kind = "generate"
     splits = ("test",)
-    repo = "openai/openai_humaneval"
-    stems = {"test": "openai_humaneval/test"}
-    columns = ("prompt", "canonical_solution", "test", "entry_point")
 
     def __init__(self, split: str, unsafe: bool = False):
         super().__init__(split)
         self.unsafe = unsafe
+
+
+class HumanEval(CodeTask):
+    """Functions in Python; the reference answer is the published solution."""
+
+    name = "HumanEval"
+    repo = "openai/openai_humaneval"
+    stems = {"test": "openai_humaneval/test"}
+    columns = ("prompt", "canonical_solution", "test", "entry_point")
 
     def conversation(self, i: int) -> Conversation:
         return [user(question(self.row(i))), assistant(f"```python\n{self.material(i)}```")]

@@ -20,8 +20,8 @@ from typing import Any, NoReturn
 
 from nanochat.sandbox import Limits
 from tasks.base import Conversation, assistant, user, visible
-from tasks.hub import HubTask, TaskRow
-from tasks.humaneval import run_test
+from tasks.hub import TaskRow
+from tasks.humaneval import CodeTask, run_test
 
 ENTRY = "solve"  # function that the tests call
 SECONDS = 5.0  # per test, on average over those of a sandboxed program
@@ -89,26 +89,20 @@ def number(word):
 """
 
 
-class LiveCodeBench(HubTask):
+class LiveCodeBench(CodeTask):
     """
-    Evaluation only; the data has no reference solutions, so the reference answer is empty code.
+    The data has no reference solutions, so the reference answer is empty code.
 
-    Printed output is compared word by word, numbers by value. `unsafe`: see HumanEval.
+    Printed output is compared word by word, numbers by value.
     """
 
     name = "LiveCodeBench"
-    kind = "generate"
-    splits = ("test",)
     repo = "livecodebench/code_generation_lite"
     stems = {"test": "test*"}
     columns = (
         *("question_content", "starter_code", "metadata"),
         *("public_test_cases", "private_test_cases"),
     )
-
-    def __init__(self, split: str, unsafe: bool = False):
-        super().__init__(split)
-        self.unsafe = unsafe
 
     def find_problem(self, row: TaskRow) -> str | None:
         """Why a row cannot be used. Hidden tests are large, so they are read when scored."""

@@ -17,7 +17,7 @@ from tasks.augment import ARCChallengeTen, ARCEasyTen
 from tasks.base import Task, plain_name
 from tasks.gsm8k import GSM8K
 from tasks.hub_chats import HubChats, OpenThoughts3, RStarCoder, YiSang
-from tasks.humaneval import HumanEval
+from tasks.humaneval import CodeTask, HumanEval
 from tasks.identity import Identity
 from tasks.jsonl import JSONL
 from tasks.kmmlu import KMMLU
@@ -89,9 +89,6 @@ TASKS = {
 }
 
 
-RUN_CODE = ("humaneval", "livecodebench")  # tasks that run generated code
-
-
 def key_of(name: str) -> str:
     """The key in TASKS for a key or report name. Raises ValueError for an unknown task."""
     known = {plain_name(entry.task.name): key for key, entry in TASKS.items()}
@@ -114,7 +111,7 @@ def eval_task(name: str, unsafe: bool = False) -> Task:
     The test split of a task, to score a model on. `unsafe`: run generated code unsandboxed, with
     your permissions, if this machine has no sandbox. Raises ValueError for a training-only task.
     """
-    runs_code = key_of(name) in RUN_CODE
+    runs_code = issubclass(TASKS[key_of(name)].task, CodeTask)
     task = make_task(name, "test", **({"unsafe": unsafe} if runs_code else {}))
     if task.kind == "talk":
         raise ValueError(f"{task.name} is training-only: it has no reference answers to score")
@@ -126,9 +123,12 @@ def why_unavailable(name: str, unsafe: bool = False) -> str | None:
     Why a task cannot be scored here; None if it can. Generated code needs a sandbox, spelling a
     word list.
     """
-    needs = {**dict.fromkeys(RUN_CODE, lambda: choose_layer(unsafe)), "spelling": word_file}
+    key = key_of(name)
     try:
-        needs.get(key_of(name), lambda: None)()
+        if issubclass(TASKS[key].task, CodeTask):
+            choose_layer(unsafe)
+        elif key == "spelling":
+            word_file()
     except (SandboxUnavailable, MissingInput) as error:
         return " ".join(str(error).split())
     return None
