@@ -140,15 +140,12 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
 
 
 class Repeats(NamedTuple):
-    """Mean over repeated runs of the same items, and its two sources of error."""
+    """The two sources of error of a mean over repeated runs of the same items."""
 
-    value: float
-    n: int
-    num_repeats: int
     item_se: float
     """Standard error from the choice of items; repeats do not reduce it."""
     repeat_se: float
-    """Standard error from sampling answers; scales as 1 / sqrt(num_repeats)."""
+    """Standard error from sampling answers; scales as 1 / sqrt(number of repeats)."""
 
     @property
     def se(self) -> float:
@@ -168,5 +165,4 @@ def split_error(scores: Sequence[Sequence[float]]) -> Repeats:
     n, k = table.shape
     within = float(table.var(axis=1, ddof=1).mean())
     between = max(0.0, float(table.mean(axis=1).var(ddof=1)) - within / k)
-    value = float(table.mean())
-    return Repeats(value, n, k, math.sqrt(between / n), math.sqrt(within / (n * k)))
+    return Repeats(math.sqrt(between / n), math.sqrt(within / (n * k)))
