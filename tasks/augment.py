@@ -101,8 +101,7 @@ class Reordered(Augmented):
     kinds = "reordered"
 
     def question(self, i: int) -> MCQuestion:
-        text, options, right = self.task.question(i)
-        return shuffle_options(MCQuestion(text, options, right), self.random(i))
+        return shuffle_options(self.task.question(i), self.random(i))
 
 
 def shuffle_options(question: MCQuestion, rng: random.Random) -> MCQuestion:

@@ -8,7 +8,7 @@ uses only the "train" split of a task. Data is downloaded on first use.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -165,18 +165,13 @@ def rl_questions(spec: str, seed: int = 0) -> Mixture:
 
 def held_out_questions(spec: str, count: int) -> Mixture:
     """
-    About `count` questions of the "test" split, the same number from each task in a mixture.
+    About `count` questions of the "test" split, equally many of each different task in a mixture.
 
     Raises ValueError for a training-only task.
     """
-    parts = unique(parse_task_mixture(spec))
+    parts = {part.label: part for part in parse_task_mixture(spec)}.values()
     for part in parts:
         if TASKS[part.name].task.kind == "talk":
             raise ValueError(f"{part.name} is training-only: it has no reference answers to score")
     each = math.ceil(count / len(parts))
     return Mixture([Subset(task_of(part, "test"), 0, each) for part in parts])
-
-
-def unique(parts: Sequence[Part]) -> list[Part]:
-    """Drop repeated parts with the same task and source."""
-    return list({part.label: part for part in parts}.values())

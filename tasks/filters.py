@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tasks.base import Conversation, Task, answer_text, user
-from tasks.overlap import BATCH, LEAST, RUN, WORD, ngrams, ngrams_by_length, query_ngrams
+from tasks.overlap import BATCH, LEAST, RUN, WORD, ngrams_by_length, query_ngrams
 
 FilterRow = Mapping[str, Any]
 FilterRule = Callable[[Sequence[FilterRow]], "list[bool | None]"]
@@ -235,7 +235,8 @@ def no_near_duplicate(rows: Sequence[FilterRow]) -> list[bool | None]:
     signatures: list[np.ndarray | None] = []
     found: list[bool | None] = []
     for number, row in enumerate(rows):
-        runs = ngrams([f"{prompt(row)}\n{last_reply(row)}"], NGRAM).hashes
+        text = f"{prompt(row)}\n{last_reply(row)}"
+        runs = ngrams_by_length([text], [NGRAM])[NGRAM].hashes
         if not len(runs):
             signatures.append(None)
             found.append(True)

@@ -58,11 +58,6 @@ def word_hash(word: str) -> int:
     return int.from_bytes(hashlib.blake2b(word.encode(), digest_size=8).digest())
 
 
-def ngrams(texts: Iterable[str], run: int = RUN) -> Ngrams:
-    """All n-grams of `run` words in the texts."""
-    return ngrams_by_length(texts, [run])[run]
-
-
 def ngrams_by_length(texts: Iterable[str], runs: Sequence[int]) -> dict[int, Ngrams]:
     """All n-grams of several lengths. Hashes are sums, each extending that of a shorter n-gram."""
     words: list[int] = []

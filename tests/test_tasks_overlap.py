@@ -6,7 +6,7 @@ from tasks.base import Task, assistant, user
 from tasks.overlap import (
     RUN,
     Overlap,
-    ngrams,
+    ngrams_by_length,
     overlaps,
 )
 
@@ -63,7 +63,7 @@ def test_R27_every_pair_of_tasks_is_compared():
 
 def test_ngrams_do_not_cross_items():
     split = Texts("split", words(0, 7), words(7, 7), words(0, RUN))
-    assert ngrams(split.texts).items.tolist() == [2]
+    assert ngrams_by_length(split.texts, [RUN])[RUN].items.tolist() == [2]
     [found] = overlaps([Texts("whole", words(0, 14))], [split])
     assert (found.items, found.checked, found.shared, found.whole) == (3, 3, (2,), (0, 1))
 
