@@ -161,11 +161,7 @@ def no_image(row: FilterRow) -> bool:
 
 def script_share(script: str, least: float) -> FilterRule:
     """Keep rows whose prompt and answer each have a share >= `least` of letters in `script`."""
-    try:
-        known = any(unicodedata.name(chr(c), "").startswith(script.upper()) for c in range(0xFFFF))
-    except TypeError:
-        known = False
-    if not known:
+    if not any(unicodedata.name(chr(c), "").startswith(script.upper()) for c in range(0xFFFF)):
         raise ValueError(f"unknown script {script!r}; use a Unicode name such as HANGUL or LATIN")
 
     def share(text: str) -> float | None:
@@ -192,24 +188,17 @@ def not_degenerate(row: FilterRow) -> bool:
 
 @judge_each
 def matches_gold(row: FilterRow) -> bool | None:
-    """Keep rows whose final answer equals "gold", as a number or as text."""
+    """Keep rows whose answer (after the last ####) equals "gold", as a number or as text."""
     gold = row.get("gold")
     if gold is None:
         return None
-    said, right = final_answer(last_reply(row)), str(gold).strip()
-    if NUMBER.fullmatch(right):
-        return NUMBER.fullmatch(said) is not None and value(said) == value(right)
-    return said.lower() == right.lower()
+    return value(last_reply(row).rpartition("####")[2]) == value(str(gold))
 
 
-def final_answer(text: str) -> str:
-    """The text after the last ####, or the whole text."""
-    return text.rpartition("####")[2].strip()
-
-
-def value(number: str) -> float:
-    """Parse a number with thousands separators."""
-    return float(NUMBER.fullmatch(number)[1].replace(",", ""))  # type: ignore[index]
+def value(answer: str) -> float | str:
+    """The number that an answer is, else the answer in lower case."""
+    number = NUMBER.fullmatch(answer.strip())
+    return float(number[1].replace(",", "")) if number else answer.strip().lower()
 
 
 def no_duplicate(rows: Sequence[FilterRow]) -> list[bool | None]:
