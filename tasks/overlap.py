@@ -88,7 +88,7 @@ def overlaps(train: Sequence[Task], held_out: Sequence[Task], run: int = RUN) ->
     tables = {n: NgramIndex([each[n] for each in sought]) for n in lengths}
     found = []
     for source in train:
-        hits = {n: table.none() for n, table in tables.items()}
+        hits = {n: np.zeros(len(table.hashes), bool) for n, table in tables.items()}
         texts = materials(source)
         while batch := list(islice(texts, BATCH)):
             for n, theirs in ngrams_by_length(batch, lengths).items():
@@ -134,14 +134,8 @@ class NgramIndex:
         self.hashes, self.back = hashes[order], np.argsort(order)
         self.ends = np.cumsum([len(each.hashes) for each in sought])
 
-    def none(self) -> np.ndarray:
-        """Initial `hits`: nothing found."""
-        return np.zeros(len(self.hashes), bool)
-
     def mark(self, theirs: np.ndarray, hits: np.ndarray) -> None:
-        """Set `hits` for n-grams that are in `theirs`."""
-        if not len(self.hashes):
-            return
+        """Set `hits`, one per n-gram, for those that are in `theirs`."""
         theirs = np.sort(theirs)  # sorted queries are faster
         first, end = (np.searchsorted(self.hashes, theirs, side) for side in ("left", "right"))
         hits[first[first < end]] = True
@@ -149,7 +143,7 @@ class NgramIndex:
     def items_of(self, hits: np.ndarray) -> list[np.ndarray]:
         """Indices of the items with a hit, per task."""
         # Equal hashes of several items are adjacent; `mark` sets only the first of them
-        same = hits[np.searchsorted(self.hashes, self.hashes)] if len(hits) else hits
+        same = hits[np.searchsorted(self.hashes, self.hashes)]
         by_task = np.split(same[self.back], self.ends[:-1])
         return [np.unique(each.items[hit]) for each, hit in zip(self.sought, by_task, strict=True)]
 
