@@ -217,14 +217,10 @@ class HubTask(Task):
         """Rows that can be used, and the problems of those that cannot."""
         if type(self).find_problem is HubTask.find_problem:
             return range(len(self.data.rows)), Counter()
-        kept, problems = [], Counter[str]()
-        for number, row in enumerate(self.data.rows):
-            if self.selects(row):
-                if problem := self.find_problem(row):
-                    problems[problem] += 1
-                else:
-                    kept.append(number)
-        return kept, problems
+        rows = enumerate(self.data.rows)
+        found = {n: self.find_problem(row) for n, row in rows if self.selects(row)}
+        kept = [n for n, problem in found.items() if problem is None]
+        return kept, Counter(problem for problem in found.values() if problem is not None)
 
     @cached_property
     def kept(self) -> Sequence[int]:
