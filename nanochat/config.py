@@ -7,8 +7,7 @@ Command-line flags from config dataclasses.
 flat namespace. Booleans accept `--x`, `--no-x`, `--x=1` and `--x=0`; lists accept commas
 (`--x=a,b`), spaces and repeated flags. For optional settings, -1 means None ("decide for me"),
 which is usually the default. Fields made by `short` also have a one-letter flag: `-x 5`. A leading
-bare `--` is dropped. Removed flags and common flags of other programs are rejected with a
-suggestion.
+bare `--` is dropped. Flags of earlier releases and of other programs are rejected with a hint.
 """
 
 import ast
@@ -43,21 +42,6 @@ OS_FIXES = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), ROOM),
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), ACCESS),
     **dict.fromkeys((errno.EEXIST, errno.ENOTDIR), FOLDER),
-}
-REMOVED = {  # flags removed from several scripts -> replacement
-    "attention": "the fastest attention kernel that passes a check is used",
-    "checkpoint_activations": "omit --device_batch_size to use the largest size that fits",
-    "wandb_mode": "set WANDB_MODE=offline or WANDB_MODE=disabled in the environment",
-    "once": "it is now --skip_if_done",
-    "data_dir": "use --dataset=<folder> for a local folder",
-    "hourly_rate": "it is a flag of scripts.report",
-    "mixture_tokens": "append the token budget to the mixture: --mixture=a,b@500000t",
-    "mixture_alpha": "append the exponent to the mixture: --mixture=a,b@^0.5",
-    "buckets": 'define buckets with --mixture=own.json: {"mixture": "...", "buckets": {...}}',
-    **dict.fromkeys(("revision", "val_shard"), "pass it to scripts.data when preparing the text"),
-    **dict.fromkeys(("from_tag", "from_step"), "use --source=stage:tag:step"),
-    **dict.fromkeys(("scalar_lr", "muon_momentum"), "it is a constant in nanochat/optim.py"),
-    "async_save": "checkpoints are saved asynchronously on GPUs",
 }
 GROUPS = {  # title in --help -> flags, most used first; all other flags come before them
     "Model": "depth source model_tag step model_step max_seq_len arch window_pattern value_every "
@@ -139,8 +123,8 @@ def parse(
     """
     Fill a config dataclass from `args` (default: sys.argv).
 
-    retired: name of a removed flag -> message that names its replacement. Exits with status 2 on
-    an unknown flag, suggesting the closest one.
+    retired: name of a flag of an earlier release or another program -> message that names its
+    replacement. Exits with status 2 on an unknown flag, suggesting the closest one.
     """
     args = list(sys.argv[1:] if args is None else args)
     if args[:1] == ["--"]:
@@ -148,12 +132,11 @@ def parse(
     every = list(iter_settings(default))
     known = {f.name: annotation for _, f, annotation, _ in every}
     letters = {a: f"--{f.name}" for _, f, *_ in every for a in f.metadata.get("aliases", ())}
-    retired = {**REMOVED, **retired}
     for arg in args:
         if any("\ud800" <= char <= "\udfff" for char in arg):
             reject(f"{arg!r} is not valid UTF-8; encode it as UTF-8")
         name = arg.removeprefix("--").split("=")[0].replace("-", "_")
-        if arg.startswith("--") and name in retired and name not in known:
+        if arg.startswith("--") and name in retired:
             reject(f"unknown flag --{name}: {retired[name]}")
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     groups = tyro.cli(

@@ -55,7 +55,7 @@ from nanochat.train import (
 from tasks.builtin import choose_bundle, ensure_written
 
 SECTION = "Base model training"
-# Flags of other training programs, and flags that were moved or removed
+# Flags of other training programs and of earlier releases
 RETIRED = {
     "n_layer": "use --depth",
     **dict.fromkeys(
@@ -69,21 +69,6 @@ RETIRED = {
     "--device_batch_size (rows)",
     "learning_rate": "use --matrix_lr, --embedding_lr and --unembedding_lr",
     "warmup_ratio": "use --warmup_steps, a number of steps",
-    **dict.fromkeys(
-        ("qat_start", "quantize", "row_clip", "n_kv_head", "mlp_ratio", "tie_embeddings")
-        + ("rope_dims", "xsa_last_n", "qk_gain_init", "init", "projection_init", "tied_lr")
-        + ("decay_rule", "ema_decay", "max_wallclock_seconds", "adam_wd", "norm_eps"),
-        "it is a flag of scripts.golf.base_train",
-    ),
-    "value_embeddings": "use --value_every=0 to disable value embeddings",
-    **dict.fromkeys(
-        ("recursion_preset", "n_loops", "n_prelude", "n_core", "n_coda", "supervise")
-        + ("supervision_base", "improvement_bonus", "bptt_loops"),
-        "it is a flag of scripts.recursion.base_train",
-    ),
-    **dict.fromkeys(("repeat_layers", "repeat_from"), "it was removed; commit 27c376f supports it"),
-    "suite": "the few-shot tasks follow from the dataset; use --eval_bundle for others",
-    **dict.fromkeys(("arm", "arm_floor"), "use scripts.lab.sweep --arms=... for data ablations"),
 }
 
 

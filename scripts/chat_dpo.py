@@ -20,7 +20,7 @@ from nanochat.distributed import DistContext, init_distributed
 from nanochat.engine import Engine
 from nanochat.finetune import open_parent, parent_inputs
 from nanochat.gpt import GPT, inference_copy
-from nanochat.lab.canaries import RETIRED_FLAGS, CanaryConfig, open_monitor
+from nanochat.lab.canaries import CanaryConfig, open_monitor
 from nanochat.lab.dpo import (
     DPOConfig,
     DPOObjective,
@@ -204,4 +204,4 @@ def make_pairs(
 
 
 if __name__ == "__main__":
-    start(main, ChatDPO(), __doc__, RETIRED_FLAGS)
+    start(main, ChatDPO(), __doc__)

@@ -18,7 +18,7 @@ from nanochat.engine import Engine
 from nanochat.eval_chat import score_by_generation
 from nanochat.finetune import open_parent, parent_inputs
 from nanochat.gpt import GPT, inference_copy
-from nanochat.lab.canaries import RETIRED_FLAGS, CanaryConfig, open_monitor
+from nanochat.lab.canaries import CanaryConfig, open_monitor
 from nanochat.lab.held_out import reject_contaminated, require_access
 from nanochat.mixture import Part
 from nanochat.optim import MuonAdamW, OptimConfig, ScheduleConfig, make_rules
@@ -44,19 +44,6 @@ BUILTIN_TASKS = {  # dataset of the base model -> default task
     "embedded": "world_facts*2,world_choice*4,world_problems=800,world_spelling=800"
 }
 SLOTS = 64  # answers generated concurrently on each device
-RETIRED = {
-    **RETIRED_FLAGS,
-    **dict.fromkeys(
-        ("overlong", "format_reward", "python", "unsafe_exec", "advantage", "split", "slots"),
-        "it was removed",
-    ),
-    **dict.fromkeys(
-        ("min_pass_rate", "max_pass_rate", "solved_from", "solved_to"),
-        "use --pass_rates=0.2,0.8",
-    ),
-    "compile_engine": "the decode step is compiled if enough is generated to amortize it",
-    "resample": "it is now --resample_zero_signal",
-}
 
 
 @dataclass(frozen=True)
@@ -176,4 +163,4 @@ def open_rollouts(
 
 
 if __name__ == "__main__":
-    start(main, ChatRL(), __doc__, RETIRED)
+    start(main, ChatRL(), __doc__)

@@ -23,7 +23,7 @@ from nanochat.finetune import (
     open_parent,
     parent_inputs,
 )
-from nanochat.lab.canaries import RETIRED_FLAGS, CanaryConfig, monitor_finetuning
+from nanochat.lab.canaries import CanaryConfig, monitor_finetuning
 from nanochat.lab.held_out import check_finetuning_buckets
 from nanochat.mixture import MixConfig, read_mixture
 from nanochat.optim import OptimConfig
@@ -35,17 +35,7 @@ MIXTURE = "smoltalk,mmlu,gsm8k,spelling=20000,simple_spelling=10000"
 BUILTIN_MIXTURES = {  # dataset that the base model was trained on -> default mixture
     "embedded": "world_chat=3000,world_choice=3600,world_problems=1000,world_spelling=2500"
 }
-RETIRED = {
-    **RETIRED_FLAGS,
-    "dry_run": "use --num_iterations=1 for a test run; --run=dummy disables tracking",
-    **dict.fromkeys(("arm", "arm_floor"), "use scripts.lab.sweep --arms=... for data ablations"),
-    **dict.fromkeys(
-        ("warmup_steps", "final_lr_frac"),
-        "learning rates start at their peak and decay to 0; "
-        "use --init_lr_frac and --warmdown_ratio",
-    ),
-    "waive_families": "remove buckets that belong to the family of a final benchmark",
-}
+RETIRED = {"dry_run": "use --num_iterations=1 for a test run; --run=dummy disables tracking"}
 
 
 @dataclass(frozen=True)

@@ -118,16 +118,10 @@ def test_retired_flag_names_its_replacement(capsys):
     assert "--num_iterations=1" in message
 
 
-def test_error_for_removed_flag_names_the_fix(capsys):
-    assert "WANDB_MODE=offline" in rejected(capsys, "--wandb-mode=offline")
-
-
 @pytest.mark.parametrize("flag,ours", [
     ("--n_embd=64", "follow from --depth"), ("--sequence-length=8", "--max_seq_len"),
-    ("--d_model=64", "scripts.golf.base_train"), ("--buckets=own.json", "--mixture=own.json"),
+    ("--d_model=64", "scripts.golf.base_train"), ("--warmup-ratio=0.1", "--warmup_steps"),
     ("--gradient_accumulation_steps=2", "--total_batch_size"), ("--n_layer=3", "--depth"),
-    ("--revision=dev", "scripts.data"), ("--val-shard=a.jsonl", "scripts.data"),
-    ("--mixture_tokens=9", "--mixture=a,b@500000t"), ("--mixture_alpha=.5", "--mixture=a,b@^0.5"),
 ])  # fmt: skip
 def test_base_train_names_the_equivalent_of_a_rejected_flag(capsys, flag, ours):
     with pytest.raises(SystemExit) as exit:

@@ -114,7 +114,6 @@ def test_R33_removing_a_rejected_file_works(folder, base, train, name, message):
         (["--val_shard=z.jsonl"], "2 files, a.jsonl to b.parquet", ["--val_shard=a.jsonl"]),
         (["--revision=dev"], "without --revision", []),
         (["--num_shards=0"], "must be at least 1", ["--num_shards=1"]),
-        ([f"--data_dir={Path.home()}"], "use --dataset=<folder>", []),
         (["--mixture=a"], "remove --dataset", []),
     ],
 )

@@ -330,13 +330,6 @@ LEVELS: tuple[Level, ...] = ("fine", "note", "warn", "broken")
 MAX_LENGTH_RATIO = 2.0  # above this, the parent cannot answer: skip format checks
 NUM_ROWS = 256  # packed rows to compare with the conversations
 MAX_PARENT_SHARE = 0.9  # of a uniform model's bits per byte; above this, nothing to forget
-RETIRED_FLAGS = {
-    **dict.fromkeys(
-        ("canary_every", "sentinel_every"), "checks run every 10%; --canaries=off disables them"
-    ),
-    "on_broken": "use --canaries=stop or --canaries=warn",
-    **dict.fromkeys(("sentinel_tokens", "sentinel_answers"), "the canary suite has a fixed size"),
-}
 
 
 class Canary(NamedTuple):

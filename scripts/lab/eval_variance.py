@@ -94,4 +94,4 @@ def sample_answers(
 
 
 if __name__ == "__main__":
-    start(main, EvalVariance(), __doc__, {"slots": "it is now --batch_size"})
+    start(main, EvalVariance(), __doc__)

@@ -10,13 +10,11 @@ import torch
 from nanochat.chat_format import render
 from nanochat.checkpoint import build_model
 from nanochat.common import BROKEN
-from nanochat.config import parse
 from nanochat.dataloader import inputs_and_targets
 from nanochat.gpt import GPTConfig, inference_copy
 from nanochat.lab import canaries
 from nanochat.lab.canaries import (
     CANARIES,
-    RETIRED_FLAGS,
     Broken,
     CanaryConfig,
     CanaryMonitor,
@@ -29,7 +27,6 @@ from nanochat.lab.canaries import (
 )
 from nanochat.loss import IGNORE
 from nanochat.tokenizer import Tokenizer
-from scripts.chat_rl import ChatRL
 from tasks.base import ChoiceTask, assistant, user
 from tests.conftest import lively
 
@@ -271,10 +268,3 @@ def test_equally_accurate_model_is_fine(model, machine):
 def test_checks_are_due_at_2_then_5_then_10_percent():
     assert [step for step in range(1, 201) if due(step, 200)][:4] == [4, 10, 20, 40]
     assert due(1, 5) and due(5, 5)
-
-
-@pytest.mark.parametrize("flag", ["--canary_every=5", "--on-broken=warn", "--sentinel-answers=0"])
-def test_retired_canary_flag_errors_suggest_a_fix(flag, capsys):
-    with pytest.raises(SystemExit):
-        parse(ChatRL(), None, [flag], retired=RETIRED_FLAGS)
-    assert ("--canaries=" in capsys.readouterr().err) == ("answers" not in flag)
