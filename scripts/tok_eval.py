@@ -75,16 +75,9 @@ def main(cfg: TokEval) -> None:
             print_table(tables[-1])
     for kind, text in texts.items():
         values[f"bytes per token, {kind}"] = len(text.encode()) / ours[kind]
-    records.write_record(
-        SECTION,
-        settings(cfg),
-        values,
-        records.Provenance(records.inherited_run_id(inputs, cfg.report_dir), 0, inputs),
-        records.Cost(time.perf_counter() - started),
-        cfg.report_dir,
-        tables=tables,
-    )
-    report.update(cfg.report_dir)
+    provenance = records.Provenance(records.inherited_run_id(inputs, cfg.report_dir), 0, inputs)
+    cost = records.Cost(time.perf_counter() - started)
+    report.append_section(SECTION, cfg, values, provenance, cost, tables=tables)
 
 
 def first_batch(source: Source, shard: str) -> str:

@@ -131,16 +131,10 @@ def main(cfg: TokTrain) -> None:
     frequent = "".join(f"{word}\n" for word, _ in reading.words.most_common(MAX_WORDS))
     write_atomic(folder / "words.txt", frequent)
     save_last_source(texts.describe(), cfg.tokenizer_tag)
-    records.write_record(
-        SECTION,
-        settings(cfg),
-        record_values(tokenizer, reading, train_seconds),
-        records.Provenance(run_id, 0, inputs, {"tokenizer": tokenizer.fingerprint}),
-        records.Cost(time.perf_counter() - started),
-        cfg.report_dir,
-        files=[folder],
-    )
-    report.update(cfg.report_dir)
+    values = record_values(tokenizer, reading, train_seconds)
+    provenance = records.Provenance(run_id, 0, inputs, {"tokenizer": tokenizer.fingerprint})
+    cost = records.Cost(time.perf_counter() - started)
+    report.append_section(SECTION, cfg, values, provenance, cost, files=[folder])
     size = f"vocabulary size {tokenizer.vocab_size:,}, {reading.text_bytes / 1e6:,.1f} MB of text"
     print(f"{folder}: {size}, {train_seconds:.1f} s")
     tag = "" if cfg.tokenizer_tag == "main" else f" --tokenizer_tag={cfg.tokenizer_tag}"
