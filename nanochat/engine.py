@@ -24,7 +24,7 @@ from torch import Tensor
 
 from nanochat.attention import BLOCK, CacheView, KVCache, fill_batches, pad_right
 from nanochat.common import printable
-from nanochat.config import require_at_least
+from nanochat.config import require_at_least, short
 from nanochat.gpt import GPT
 from nanochat.tokenizer import Tokenizer
 
@@ -39,16 +39,16 @@ MIN_TEMP = 2.0**-126  # smallest normal float32; lower temperatures sample greed
 class Sampling:
     """Sampling settings of a completion. Raises ValueError if a setting is out of range."""
 
-    max_new_tokens: int = 256
-    """Maximum number of new tokens, tool output included."""
-    temperature: float = 1.0
+    max_new_tokens: int = short("m", 256)
+    """Maximum number of tokens per answer, tool output included."""
+    temperature: float = short("t", 1.0)
     """Sampling temperature; 0 = greedy."""
-    top_k: int | None = None
-    """Sample from the k most likely tokens. Default: all tokens."""
+    top_k: int | None = short("k", None)
+    """Sample from the k most likely tokens; -1 (None) = all tokens."""
     top_p: float = 1.0
     """Sample from the smallest set of tokens whose probabilities sum to at least this."""
     seed: int = 0
-    """Random seed; sample i of a prompt uses (seed, i)."""
+    """Random seed for sampling; sample i of a prompt uses (seed, i)."""
 
     def __post_init__(self) -> None:
         require_at_least(self, max_new_tokens=1, temperature=0, top_k=1)

@@ -15,7 +15,7 @@ Writes  chat_history under the base directory: input history for the arrow keys
 import os
 import re
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from prompt_toolkit import PromptSession
@@ -58,16 +58,7 @@ class ChatCli:
     """Answer this question and exit. Default: the question piped to standard input, else chat."""
     system: str = ""
     """System prompt."""
-    temperature: float = short("t", 0.6)
-    """Sampling temperature; 0 = greedy."""
-    top_k: int | None = short("k", 50)
-    """Sample from the k most likely tokens; -1 = all tokens."""
-    top_p: float = 1.0
-    """Sample from the smallest set of tokens whose probabilities sum to at least this."""
-    max_new_tokens: int = short("m", 256)
-    """Maximum number of tokens per answer."""
-    seed: int = 0
-    """Random seed for sampling."""
+    sampling: Sampling = Sampling(temperature=0.6, top_k=50)
     python: bool = False
     """Let the model run Python in the sandbox; otherwise it has only a calculator."""
     unsafe_exec: bool = False
@@ -77,19 +68,10 @@ class ChatCli:
     only one question."""
     machine: DistConfig = field(default_factory=DistConfig)
 
-    def __post_init__(self) -> None:
-        assert self.sampling(0)  # raises ValueError for values out of range
-
-    def sampling(self, turn: int) -> Sampling:
-        """Sampling settings of one answer; the seed differs per turn."""
-        return Sampling(
-            self.max_new_tokens, self.temperature, self.top_k, self.top_p, self.seed + turn
-        )
-
 
 def main(cfg: ChatCli) -> None:
     prompt = cfg.prompt if cfg.prompt is not None or sys.stdin.isatty() else piped_text()
-    machine = init_distributed(cfg.machine, cfg.seed)
+    machine = init_distributed(cfg.machine, cfg.sampling.seed)
     console = Console(highlight=False, soft_wrap=True, emoji=False)
     source = cfg.source or newest_stage()
     checkpoint = find_checkpoint(source, cfg.model_tag, cfg.step)
@@ -194,7 +176,8 @@ class Chat:
             messages = [*system, *self.messages, message]
             prompt = render_fitting(tokenizer, messages, self.engine.cache.capacity * 3 // 4)
         transcript = Transcript(tokenizer)
-        [completion] = self.engine.submit(prompt, self.cfg.sampling(len(self.messages)))
+        seed = self.cfg.sampling.seed + len(self.messages)  # differs per turn
+        [completion] = self.engine.submit(prompt, replace(self.cfg.sampling, seed=seed))
         current, seen, stopped = "text", 0, ""
         try:
             while completion.finish is None:

@@ -55,18 +55,9 @@ class TaskEval:
 
     task_name: str | None = short("a", None)
     """Tasks, separated by |. Default: a standard set that depends on the pretraining data."""
-    temperature: float = short("t", 0.0)
-    """Sampling temperature; 0 = greedy."""
-    max_new_tokens: int = short("m", 512)
-    """Maximum number of tokens per answer."""
-    top_k: int | None = short("k", 50)
-    """Sample from the k most likely tokens; -1 = all tokens."""
-    top_p: float = 1.0
-    """Sample from the smallest set of tokens whose probabilities sum to at least this."""
+    sampling: Sampling = Sampling(max_new_tokens=512, temperature=0.0, top_k=50)
     max_problems: int | None = short("x", None)
     """Evaluate only the first N questions of each task. Default: all."""
-    seed: int = 0
-    """Random seed for sampling."""
     python: bool = False
     """Let the model run Python in the sandbox; otherwise it has only a calculator."""
     unsafe_exec: bool = False
@@ -87,12 +78,6 @@ class TaskEval:
         """Number of questions of a task to evaluate."""
         return min(len(task), self.max_problems or len(task))
 
-    @property
-    def sampling(self) -> Sampling:
-        return Sampling(
-            self.max_new_tokens, self.temperature, self.top_k, self.top_p, seed=self.seed
-        )
-
 
 @dataclass(frozen=True)
 class ChatEval(TaskEval):
@@ -109,8 +94,7 @@ class ChatEval(TaskEval):
     """Skip tasks that were already evaluated with this checkpoint and these settings."""
 
     def __post_init__(self) -> None:
-        require_at_least(self, max_new_tokens=1, num_samples=1, batch_size=1, max_problems=1)
-        assert self.sampling  # raises ValueError for values out of range
+        require_at_least(self, num_samples=1, batch_size=1, max_problems=1)
 
     @property
     def section(self) -> str:
@@ -118,7 +102,7 @@ class ChatEval(TaskEval):
 
     def repeats(self, task: Task) -> int:
         """Number of answers per question of a task that is scored by generation."""
-        return self.num_samples or default_repeats(task.name, self.temperature)
+        return self.num_samples or default_repeats(task.name, self.sampling.temperature)
 
 
 def default_tasks(source: Mapping[str, Any]) -> tuple[str, ...]:
@@ -151,13 +135,14 @@ def open_engine(
     tokenizer = Tokenizer.read(checkpoint.folder / "tokenizer.json")
     model = inference_copy(load_model(checkpoint, machine))
     tool = Tools(cfg.python, unsafe=cfg.unsafe_exec)
-    compiled = choose_engine_compile(cfg.compile_engine, machine, num_answers * cfg.max_new_tokens)
+    num_tokens = num_answers * cfg.sampling.max_new_tokens
+    compiled = choose_engine_compile(cfg.compile_engine, machine, num_tokens)
     return Engine(model, tokenizer, cfg.batch_size or 64, tool=tool, compiled=compiled)
 
 
 def main(cfg: ChatEval) -> None:
     started = time.perf_counter()
-    machine = init_distributed(cfg.machine, cfg.seed)
+    machine = init_distributed(cfg.machine, cfg.sampling.seed)
     checkpoint = machine.on_node(
         "verifying the checkpoint",
         lambda: find_checkpoint(cfg.source, cfg.model_tag, cfg.step),
@@ -186,7 +171,8 @@ def main(cfg: ChatEval) -> None:
         """Add to the section, so that an abort keeps finished tasks."""
         nonlocal started
         if machine.is_main:
-            origin = records.Provenance(checkpoint.state["provenance"]["run_id"], cfg.seed, inputs)
+            run_id = checkpoint.state["provenance"]["run_id"]
+            origin = records.Provenance(run_id, cfg.sampling.seed, inputs)
             cost, folder = records.Cost.since(started, machine), cfg.report_dir
             more = {"items": items, "tables": tables, "extend": True}
             records.write_record(cfg.section, all_flags(cfg), values, origin, cost, folder, **more)
@@ -202,7 +188,8 @@ def main(cfg: ChatEval) -> None:
             graded = score_by_generation(engine, task, n, cfg.sampling, repeats, machine)
         known[task.name] = stats.mean(item_means(graded.outcomes))
         machine.print0(describe_task(task, graded, time.perf_counter() - begun))
-        record(*task_record(task, graded, key, task.kind == "generate" and cfg.temperature > 0))
+        is_sampled = task.kind == "generate" and cfg.sampling.temperature > 0
+        record(*task_record(task, graded, key, is_sampled))
     scored = {key_of(name) for name in (*missing, *(task.name for task in tasks))}
     if scored >= {key_of(name) for name in every_task}:
         samples = [sample_conversations(engine, cfg, tasks)] if machine.is_main else []
@@ -283,9 +270,9 @@ def sample_conversations(engine: Engine, cfg: ChatEval, tasks: Sequence[Task]) -
     """
     generated = [task for task in tasks if task.kind == "generate"]
     asked = [[user(text)] for text in OPENERS] + [task[0][:1] for task in generated]
-    most = longest_prompt(engine, cfg.max_new_tokens)
+    most = longest_prompt(engine, cfg.sampling.max_new_tokens)
     prompts = [trim(render_prompt(engine.tokenizer, messages), most) for messages in asked]
-    groups = engine.generate(prompts, Sampling(min(cfg.max_new_tokens, 128), 0.0))
+    groups = engine.generate(prompts, Sampling(min(cfg.sampling.max_new_tokens, 128), 0.0))
     answers = [visible(engine.tokenizer.decode(group[0].ids)) for group in groups]
     rows = [[m["content"], a] for [m], a in zip(asked, answers, strict=True)]
     return {"title": report.SAMPLES, "columns": ["User", "Model"], "rows": rows}

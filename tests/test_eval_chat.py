@@ -142,7 +142,7 @@ def save_model(dataset: str) -> None:
 
 def evaluate(**settings) -> None:
     machine = DistConfig(device_type="cpu", dtype="float32")
-    cfg = {"max_problems": 4, "max_new_tokens": 4, **settings}
+    cfg = {"max_problems": 4, "sampling": Sampling(4, 0.0), **settings}
     chat_eval.main(chat_eval.ChatEval(machine=machine, **cfg))
 
 

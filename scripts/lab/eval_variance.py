@@ -11,12 +11,13 @@ Writes  eval_variance.json under the base directory, which sets the default num_
 """
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from nanochat import records, report
 from nanochat.checkpoint import Checkpoint, parse_checkpoint_ref
 from nanochat.config import start
 from nanochat.distributed import DistContext, init_distributed
+from nanochat.engine import Sampling
 from nanochat.eval_chat import score_by_generation
 from nanochat.lab import variance
 from nanochat.lab.held_out import require_access
@@ -31,21 +32,20 @@ class EvalVariance(TaskEval):
     checkpoints: str = "sft|rl"
     """Checkpoints as stage[:tag[:step]], separated by |."""
     runs: int = 3
-    """Number of sampled answers per question."""
-    temperature: float = 1.0
-    """Sampling temperature; must be above 0."""
+    """Number of sampled answers per question, at a temperature above 0."""
+    sampling: Sampling = replace(TaskEval.sampling, temperature=1.0)
 
     def __post_init__(self) -> None:
-        if self.runs < 2 or self.temperature <= 0:
+        if self.runs < 2 or self.sampling.temperature <= 0:
             raise ValueError(
                 f"runs must be at least 2 (got {self.runs}) and temperature above 0 (got "
-                f"{self.temperature}); otherwise nothing varies"
+                f"{self.sampling.temperature}); otherwise nothing varies"
             )
 
 
 def main(cfg: EvalVariance) -> None:
     started = time.perf_counter()
-    machine = init_distributed(cfg.machine, cfg.seed)
+    machine = init_distributed(cfg.machine, cfg.sampling.seed)
     names = cfg.checkpoints.split("|")
     models = machine.on_node(
         "verifying checkpoints",
@@ -73,7 +73,7 @@ def main(cfg: EvalVariance) -> None:
             values = {v.task: f"{100 * v.std:.2f} points, {v.label}" for v in found}
             run_id = models[0].state["provenance"]["run_id"]
             inputs = {model.state["stage"]: model.fingerprint for model in models}
-            provenance = records.Provenance(run_id, cfg.seed, inputs)
+            provenance = records.Provenance(run_id, cfg.sampling.seed, inputs)
             cost = records.Cost.since(started, machine)
             report.append_section(SECTION, cfg, values, provenance, cost, tables=[table])
     machine.close()

@@ -10,6 +10,7 @@ import torch
 from nanochat.checkpoint import build_model, parse_checkpoint_ref, save_checkpoint, stage_folder
 from nanochat.common import MissingInput, read_json
 from nanochat.distributed import DistConfig
+from nanochat.engine import Sampling
 from nanochat.lab import canaries, variance
 from nanochat.lab.variance import (
     Variance,
@@ -124,10 +125,11 @@ def save_model(tokenizer, stage, tag, step, seed, **inputs):
     return save_checkpoint(stage_folder(stage) / tag, step, model, None, tokenizer, state, keep=9)
 
 
-def evaluate(stage, tag, **settings):
+def evaluate(stage, tag, temperature=0.0, **settings):
+    sampling = Sampling(6, temperature, 50)
     chat_eval.main(
         chat_eval.ChatEval(
-            source=stage, model_tag=tag, machine=CPU, max_problems=12, max_new_tokens=6, **settings
+            source=stage, model_tag=tag, machine=CPU, max_problems=12, sampling=sampling, **settings
         )
     )
 
@@ -137,7 +139,10 @@ def test_chat_eval_uses_the_saved_repeats(base, tokenizer, capsys):
         save_model(tokenizer, stage, "d2", 5, seed=ord(stage[0]))
     eval_variance.main(
         eval_variance.EvalVariance(
-            task_name="world_facts|world_choice", max_problems=12, max_new_tokens=6, machine=CPU
+            task_name="world_facts|world_choice",
+            max_problems=12,
+            sampling=Sampling(6, 1.0, 50),
+            machine=CPU,
         )
     )
     record = read_json(base / "report" / "evaluation-variance.json")
@@ -155,7 +160,7 @@ def test_chat_eval_uses_the_saved_repeats(base, tokenizer, capsys):
 
 
 def test_eval_variance_rejects_settings_without_variance():
-    for settings in ({"runs": 1}, {"temperature": 0.0}):
+    for settings in ({"runs": 1}, {"sampling": Sampling(temperature=0.0)}):
         with pytest.raises(ValueError, match="otherwise nothing varies"):
             eval_variance.EvalVariance(**settings)
     with pytest.raises(MissingInput):
