@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 
-from nanochat.checkpoint import FOLDERS, Checkpoint, SavingConfig, load_model, stage_folder
+from nanochat.checkpoint import FOLDERS, Checkpoint, load_model, stage_folder
 from nanochat.common import fingerprint
 from nanochat.config import require_at_least, settings, start
 from nanochat.distributed import DistContext, init_distributed
@@ -33,19 +33,12 @@ from nanochat.lab.dpo import (
 )
 from nanochat.lab.held_out import reject_contaminated, require_access
 from nanochat.mixture import Part
-from nanochat.optim import MuonAdamW, OptimConfig, ScheduleConfig, make_rules
+from nanochat.optim import MuonAdamW, ScheduleConfig, make_rules
 from nanochat.preflight import Prepared, choose_engine_compile
 from nanochat.sandbox import calculate
 from nanochat.tokenizer import Tokenizer
-from nanochat.train import (
-    Stopwatch,
-    TrainConfig,
-    TrainingRun,
-    skip_if_finished,
-    train,
-    write_section,
-)
-from scripts.chat_rl import BUILTIN_TASKS, SLOTS, TASK
+from nanochat.train import Stopwatch, TrainingRun, skip_if_finished, train, write_section
+from scripts.chat_rl import BUILTIN_TASKS, SLOTS, TASK, AnswerTuning
 from tasks.base import Mixture, Task
 from tasks.buckets import held_out_questions, rl_questions, tags
 from tasks.preferences import Preferences
@@ -55,34 +48,18 @@ SECTION = "Chat DPO"
 
 
 @dataclass(frozen=True)
-class ChatDPO:
-    source: str = "sft"
-    """Checkpoint to start from, also the reference: stage[:tag[:step]], as in sft:d4:400."""
+class ChatDPO(AnswerTuning):
     pairs: str | None = None
     """Preference pairs: a JSON Lines file, or <owner>/<name> on the Hub. Default: the parent's own
     answers to the questions of task."""
     task: str | None = None
     """Task or mixture of tasks whose right and wrong answers are paired, as in gsm8k or
     gsm8k,aqua=2000. Default: as in scripts.chat_rl."""
-    num_iterations: int | None = None
-    """Optimizer steps. Default: derived from num_epochs."""
-    num_epochs: float = 1.0
-    """Epochs over the pairs."""
     init_lr_frac: float = 0.03
-    """Peak learning rates as a fraction of the pretraining ones; they decay linearly to 0."""
     eval_examples: int = 400
     """Number of held-out pairs to evaluate, or of held-out questions to answer for them."""
-    save_optimizer: bool = False
-    """Keep the optimizer state in the final checkpoint, so that the run can be extended."""
     dpo: DPOConfig = field(default_factory=DPOConfig)
     canaries: CanaryConfig = field(default_factory=CanaryConfig)
-    train: TrainConfig = TrainConfig(
-        device_batch_size=8,
-        eval_every=60,
-        save_every=60,
-        saving=SavingConfig(keep=1),
-        optim=OptimConfig(weight_decay=0.0),
-    )
 
     def __post_init__(self) -> None:
         require_at_least(self, eval_examples=1)

@@ -47,20 +47,35 @@ SLOTS = 64  # answers generated concurrently on each device
 
 
 @dataclass(frozen=True)
-class ChatRL:
+class AnswerTuning:
+    """Settings shared by the scripts that tune the answers of a chat model: RL and DPO."""
+
     source: str = "sft"
     """Checkpoint to start from: stage[:tag[:step]], as in sft:d4:400."""
+    num_iterations: int | None = None
+    """Optimizer steps. Default: derived from num_epochs."""
+    num_epochs: float = 1.0
+    """Epochs over the training questions or pairs."""
+    init_lr_frac: float = 0.05
+    """Peak learning rates as a fraction of the pretraining ones; they decay linearly to 0."""
+    save_optimizer: bool = False
+    """Keep the optimizer state in the final checkpoint, so that the run can be extended."""
+    train: TrainConfig = TrainConfig(
+        device_batch_size=8,
+        eval_every=60,
+        save_every=60,
+        saving=SavingConfig(keep=1),
+        optim=OptimConfig(weight_decay=0.0),
+    )
+
+
+@dataclass(frozen=True)
+class ChatRL(AnswerTuning):
     task: str | None = None
     """Task or mixture of tasks to train on, as in gsm8k or gsm8k,aqua=2000. Default: gsm8k, or a
     task from the built-in dataset the model was trained on."""
     eval_task: str | None = None
     """Task or mixture of tasks that held-out questions are from. Default: `task`."""
-    num_iterations: int | None = None
-    """Optimizer steps. Default: derived from num_epochs."""
-    num_epochs: float = 1.0
-    """Epochs over the training questions."""
-    init_lr_frac: float = 0.05
-    """Peak learning rates as a fraction of the pretraining ones; they decay linearly to 0."""
     eval_examples: int = 400
     """Total number of held-out questions to evaluate every eval_every steps. Before and after RL,
     about as many training questions are evaluated too."""
@@ -69,17 +84,8 @@ class ChatRL:
     pass_rates: tuple[float, float] | None = None
     """Train only on questions whose pass rate under the parent model is in this range, as in
     0.2,0.8; estimated from num_samples answers each. Default: all questions."""
-    save_optimizer: bool = False
-    """Keep the optimizer state in the final checkpoint, so that the run can be extended."""
     rl: RLConfig = field(default_factory=RLConfig)
     canaries: CanaryConfig = field(default_factory=CanaryConfig)
-    train: TrainConfig = TrainConfig(
-        device_batch_size=8,
-        eval_every=60,
-        save_every=60,
-        saving=SavingConfig(keep=1),
-        optim=OptimConfig(weight_decay=0.0),
-    )
 
     def __post_init__(self) -> None:
         require_at_least(self, eval_examples=1, eval_samples=1)
