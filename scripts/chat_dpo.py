@@ -31,18 +31,14 @@ from nanochat.lab.dpo import (
     keep_pairs,
     sample_pairs,
 )
-from nanochat.lab.held_out import reject_contaminated, require_access
-from nanochat.mixture import Part
 from nanochat.optim import MuonAdamW, ScheduleConfig, make_rules
 from nanochat.preflight import Prepared, choose_engine_compile
 from nanochat.sandbox import calculate
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import Stopwatch, TrainingRun, skip_if_finished, train, write_section
-from scripts.chat_rl import BUILTIN_TASKS, SLOTS, TASK, AnswerTuning
+from scripts.chat_rl import BUILTIN_TASKS, SLOTS, TASK, AnswerTuning, open_questions
 from tasks.base import Mixture, Task
-from tasks.buckets import held_out_questions, rl_questions, tags
 from tasks.preferences import Preferences
-from tasks.registry import key_of
 
 SECTION = "Chat DPO"
 
@@ -133,11 +129,7 @@ def open_data(cfg: ChatDPO, spec: str | None) -> tuple[Task, Task]:
     if spec is None:
         assert cfg.pairs is not None
         return Preferences("train", cfg.pairs), Preferences("val", cfg.pairs)
-    questions = rl_questions(spec, cfg.train.seed)
-    held_out = held_out_questions(spec, cfg.eval_examples)
-    require_access({task.name for task in held_out.tasks}, False, {})
-    reject_contaminated({t.name: tags(Part(key_of(t.name))) for t in questions.tasks})
-    return questions, held_out
+    return open_questions(spec, spec, cfg.eval_examples, cfg.train.seed)
 
 
 def make_pairs(

@@ -102,10 +102,8 @@ def main(cfg: ChatRL) -> None:
 
     # Training and held-out questions
     with machine.working("loading the tasks"):
-        train_task = rl_questions(spec, seed)
-        held_out = held_out_questions(cfg.eval_task or spec, cfg.eval_examples)
-    require_access({task.name for task in held_out.tasks}, False, {})
-    reject_contaminated({t.name: tags(Part(key_of(t.name))) for t in train_task.tasks})
+        eval_spec = cfg.eval_task or spec
+        train_task, held_out = open_questions(spec, eval_spec, cfg.eval_examples, seed)
 
     # Model, rollouts, optimizer
     model = load_model(parent, machine)
@@ -144,6 +142,17 @@ def main(cfg: ChatRL) -> None:
     )
     train(run)
     write_section(SECTION, run, {}, began)
+
+
+def open_questions(spec: str, eval_spec: str, count: int, seed: int) -> tuple[Mixture, Mixture]:
+    """
+    Questions of the tasks in `spec`, and `count` held-out ones of those in `eval_spec`. Raises
+    UsageError if a held-out task is final, or if training tasks contaminate a final benchmark.
+    """
+    questions, held_out = rl_questions(spec, seed), held_out_questions(eval_spec, count)
+    require_access({task.name for task in held_out.tasks}, False, {})
+    reject_contaminated({t.name: tags(Part(key_of(t.name))) for t in questions.tasks})
+    return questions, held_out
 
 
 def open_rollouts(
