@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 from nanochat import stats
+from nanochat.attention import pad_right
 from nanochat.chat_format import render, render_prompt
 from nanochat.checkpoint import Checkpoint, Progress
 from nanochat.common import BROKEN, UsageError
@@ -32,7 +33,7 @@ from nanochat.dataloader import inputs_and_targets
 from nanochat.dataset import DataConfig
 from nanochat.distributed import DistContext
 from nanochat.engine import Completion, Engine, Sampling
-from nanochat.eval_bpb import Batch
+from nanochat.eval_bpb import Batch, bits_per_byte
 from nanochat.eval_chat import score_by_generation, score_by_logits
 from nanochat.finetune import FineTuning, split
 from nanochat.gpt import GPT, inference_copy
@@ -78,39 +79,25 @@ class CanarySuite:
     parent_scores: list[float] = field(default_factory=list)
     """Scores of the first model that was measured on `questions`."""
 
-    def measure_parent(self, model: GPT) -> dict[str, float]:
-        """Like `measure`, plus the bits per byte of a uniform distribution over tokens."""
-        found = self.measure(model)
-        if self.text:
-            sizes = self.tokenizer.token_bytes()
-            targets = np.concatenate([targets.ravel() for _, targets in self.text])
-            lengths = np.where(targets == IGNORE, 0, sizes[targets])
-            num_tokens, num_bytes = int((lengths > 0).sum()), int(lengths.sum())
-            found["uniform_bpb"] = math.log2(len(sizes)) * num_tokens / num_bytes
-        return found
-
     def measure(self, model: GPT) -> dict[str, float]:
         """
         Return all metrics by name. Uses the inference copy of `model`: a compiled model would be
         recompiled for each conversation length.
         """
-        model, found = inference_copy(model), {}
-        if self.text:
-            found["text_bpb"] = self.text_bpb(model)
-        found |= {**self.measure_losses(model), **self.measure_answers(model)}
-        return {**found, **self.measure_accuracy(model)}
+        model = inference_copy(model)
+        found = {**self.measure_text(model), **self.measure_losses(model)}
+        return {**found, **self.measure_answers(model), **self.measure_accuracy(model)}
 
     @torch.no_grad()
-    def text_bpb(self, model: GPT) -> float:
-        """Bits per byte on the pretraining text."""
-        sizes = torch.from_numpy(self.tokenizer.token_bytes().astype(np.int64)).to(model.device)
-        nats, num_bytes = 0.0, 0
-        for tokens, targets in self.text:
-            x, y = (torch.from_numpy(each).to(model.device) for each in (tokens, targets))
-            lengths = torch.where(y == IGNORE, 0, sizes[y.clamp(min=0)])  # (B, T)
-            nats += float(torch.where(lengths > 0, model.token_losses(x, y).double(), 0.0).sum())
-            num_bytes += int(lengths.sum())
-        return nats / math.log(2) / max(1, num_bytes)
+    def measure_text(self, model: GPT) -> dict[str, float]:
+        """Bits per byte on `text`, and those of a uniform distribution over tokens."""
+        if not self.text:
+            return {}
+        alone = DistContext(0, 0, 1, model.device, model.dtype)  # only rank 0 measures
+        sizes = self.tokenizer.token_bytes()
+        [bpb] = bits_per_byte(model.token_losses, self.text, sizes, alone)
+        uniform = math.log2(len(sizes)) * bpb.tokens / bpb.bytes
+        return {"text_bpb": bpb.value, "uniform_bpb": uniform}
 
     @torch.no_grad()
     def measure_losses(self, model: GPT) -> dict[str, float]:
@@ -120,8 +107,8 @@ class CanarySuite:
         some = [(name, self.render(name, i, T)) for name, i in select(self.train_chats, NUM_LOSSES)]
         for first in range(0, len(some), ROWS_PER_PASS):
             group = some[first : first + ROWS_PER_PASS]
-            x = pad([ids for _, (ids, _) in group], self.tokenizer.bos_id, model.device)
-            y = pad([targets for _, (_, targets) in group], IGNORE, model.device)
+            x = pad_right([ids for _, (ids, _) in group], self.tokenizer.bos_id, model.device)
+            y = pad_right([targets for _, (_, targets) in group], IGNORE, model.device)
             sums = model.token_losses(x, y).double().sum(1).tolist()
             for (name, (ids, targets)), loss in zip(group, sums, strict=True):
                 nats[name] += loss
@@ -216,12 +203,6 @@ def select(buckets: Mapping[str, Task], num: int) -> list[tuple[str, int]]:
         each = min(len(bucket), max(2, num // len(buckets)))
         found += [(name, i * len(bucket) // each) for i in range(each)]
     return found
-
-
-def pad(rows: Sequence[Sequence[int]], filling: int, device: torch.device) -> torch.Tensor:
-    """Stack rows of different lengths into one right-padded tensor."""
-    longest = max(map(len, rows))
-    return torch.tensor([[*row, *[filling] * (longest - len(row))] for row in rows], device=device)
 
 
 def before_answers(tokens: np.ndarray, targets: np.ndarray) -> np.ndarray:
@@ -435,9 +416,6 @@ class CanaryMonitor(Callback):
         worst = max((finding.severity[0] for finding in self.history), default=0)
         return {"Canaries": LEVELS[worst]}
 
-    def tables(self) -> list[dict[str, Any]]:
-        return [self.table()]
-
     def check_first_step(self, loss: float) -> list[Finding]:
         """Check that the first loss matches the parent's and that row targets are correct."""
         found = dict(self.rows)
@@ -492,7 +470,7 @@ class CanaryMonitor(Callback):
         self.history += findings
         return findings
 
-    def table(self) -> dict[str, Any]:
+    def tables(self) -> list[dict[str, Any]]:
         """Table of the worst finding of every canary, for the record."""
         rows = []
         for name in dict.fromkeys(finding.name for finding in self.history):
@@ -502,7 +480,7 @@ class CanaryMonitor(Callback):
             found = (f"{worst.value:+.4f}", str(worst.step), str(len(mine)), worst.level)
             rows.append([name, CANARIES[name].meaning, was, *found])
         columns = ["Canary", "Triggers when", "Parent", "Worst", "At step", "Checks", "Level"]
-        return {"title": "Canaries", "columns": columns, "rows": rows}
+        return [{"title": "Canaries", "columns": columns, "rows": rows}]
 
 
 def open_monitor(
@@ -530,7 +508,7 @@ def open_monitor(
     def measure() -> dict[str, float]:
         every = open_suite(parent.state["source"].get("dataset"))
         suite.questions = [task for task in every if task.kind == "choice"]
-        return suite.measure_parent(model)
+        return suite.measure(model)
 
     before = machine.on_main("measuring canaries", measure)
     return CanaryMonitor(cfg, suite, before, model, num_steps, machine)

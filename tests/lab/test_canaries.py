@@ -78,7 +78,7 @@ def checked(monkeypatch, monitor, step=10, smooth_loss=1.0, **changes):
 
 def test_suite_measures_text_conversations_and_answers(model):
     suite = suite_of()
-    found = suite.measure_parent(model)
+    found = suite.measure(model)
     assert found["uniform_bpb"] == pytest.approx(math.log2(265), rel=0.02)  # one byte per token
     assert 0 < found["text_bpb"] < 2 * found["uniform_bpb"]
     assert found["train_chat_loss"] == pytest.approx(math.log(265), rel=0.3)
@@ -123,7 +123,8 @@ def test_each_canary_detects_a_broken_run(monkeypatch, machine, capsys, changes,
     monitor = monitor_of(machine)
     assert checked(monkeypatch, monitor, **changes)[name] == "broken"
     assert f"canary broken at step 10: {CANARIES[name].meaning}" in capsys.readouterr().out
-    assert monitor.table()["rows"][0][0] in CANARIES and monitor.values()["Canaries"] == "broken"
+    [table] = monitor.tables()
+    assert table["rows"][0][0] in CANARIES and monitor.values()["Canaries"] == "broken"
 
 
 def test_broken_needs_two_consecutive_checks(monkeypatch, machine):
@@ -239,7 +240,7 @@ class Answers(Letters):
 
 def monitor_answers(model, machine):
     suite = CanarySuite(TOKENIZER, [], {}, questions=[Answers(model, machine)])
-    parent = suite.measure_parent(model)
+    parent = suite.measure(model)
     assert parent == {"accuracy": 1.0, "accuracy_drop": 0.0}
     return CanaryMonitor(CanaryConfig(), suite, parent, model, 100, machine)
 
