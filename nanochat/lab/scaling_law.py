@@ -85,19 +85,15 @@ class Law:
         return interval(float(found[0]), found[1:])
 
 
-def fit_law(points: Sequence[Point], seed: int = 0) -> Law:
+def fit_law(points: Sequence[Point], seed: int = 0) -> Law | None:
     """
     Fit by least squares of relative errors: all pairs of exponents are tried, and E, A and B are
     linear for a given pair; none is negative. `seed` is that of the bootstrap.
 
-    Raises ValueError for fewer than MIN_POINTS points or a single FLOP budget, which cannot
-    separate N from D.
+    None for fewer than MIN_POINTS points or a single FLOP budget, which cannot separate N from D.
     """
     if len(points) < MIN_POINTS or len({point.budget for point in points}) < 2:
-        raise ValueError(
-            f"a law needs at least {MIN_POINTS} runs of at least two FLOP budgets, got "
-            f"{len(points)} of {len({point.budget for point in points})}"
-        )
+        return None
     n, tokens, loss = np.array([(p.n, p.tokens, p.loss) for p in points]).T
     first = least_squares(n, tokens, loss[:, None], 1 / loss)[0]
     fitted = predict(first, n, tokens)
@@ -200,6 +196,11 @@ def vertex(curve: np.ndarray) -> tuple[float, float]:
     return float(x), float(np.polyval(curve, x))
 
 
+def best_by_budget(points: Sequence[Point]) -> dict[float, float]:
+    """Lowest measured loss of each budget."""
+    return {p.budget: p.loss for p in sorted(points, key=lambda p: -p.loss)}
+
+
 def growth(minima: Sequence[Minimum]) -> float | None:
     """Exponent of N ~ FLOPs^exponent through the minima inside the range; None below two."""
     inside = [each for each in minima if each.inside]
@@ -262,10 +263,7 @@ def scaling_figure(
             axes.errorbar(flops, values, yerr=spread, fmt="x", color=f"C{i}", capsize=3)
             for each in mine if i == 0 else ():
                 axes.annotate(f" d{each.depth}", (each.flops, each.loss.value))
-        curves = {}
-        for arm, points in arms.items():
-            by_budget = {p.budget: p.loss for p in sorted(points, key=lambda p: -p.loss)}
-            curves[arm] = sorted(by_budget.items())
+        curves = {arm: sorted(best_by_budget(points).items()) for arm, points in arms.items()}
         draw_curves(axes, f"Lowest {metric}; projections with 95% intervals", curves, "FLOPs")
         set_log_scale(axes, "x")
 

@@ -78,10 +78,10 @@ RunKey = tuple[str, str, int]  # base, arm, seed
 
 
 def split_arms(spec: str) -> list[str]:
-    """Split the |-separated arms of a data ablation."""
+    """Split |-separated arms. Raises ValueError for a repeated or empty one."""
     arms = [arm.strip() for arm in spec.split("|")]
-    if len(set(arms)) < len(arms):
-        raise ValueError(f"--arms={spec!r} lists an arm twice")
+    if len(set(arms)) < len(arms) or "" in arms:
+        raise ValueError(f"--arms={spec!r} lists an arm twice, or an empty one")
     return arms
 
 

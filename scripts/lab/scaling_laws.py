@@ -31,18 +31,18 @@ from nanochat.config import parse, require_at_least, start
 from nanochat.distributed import DistContext, init_distributed
 from nanochat.gpt import GPT
 from nanochat.lab.scaling_law import (
-    MIN_POINTS,
     Interval,
     Law,
     Minimum,
     Point,
     Projection,
+    best_by_budget,
     fit_law,
     fit_minima,
     growth,
     scaling_figure,
 )
-from nanochat.lab.study import as_csv
+from nanochat.lab.study import as_csv, split_arms
 from nanochat.lab.sweep import DoneRun, Job, Sweep, SweepConfig, ledger_table
 from nanochat.mixture import Corpus
 from nanochat.preflight import estimate_seconds
@@ -99,19 +99,13 @@ class ScalingLaws:
             ]
             if wrong:
                 raise ValueError(f"{name} are positive integers separated by |, got {wrong[0]!r}")
-        arms = self.arm_names()
-        if len(set(arms)) < len(arms) or "" in arms:
-            raise ValueError(f"--arms={self.arms!r} has an arm twice, or an empty one")
+        arms = split_arms(self.arms)
         for flags, rejected in [(self.flags, PLANNED), *((arm, PLANNED + SHARED) for arm in arms)]:
             for flag in re.findall(r"--([\w-]+)", flags):
                 name = flag.replace("-", "_")
                 if name in rejected:
                     where = "is set by the series" if name in PLANNED else "belongs in --flags"
                     raise ValueError(f"--{flag} in {flags!r} {where}; remove it")
-
-    def arm_names(self) -> list[str]:
-        """Names of the arms."""
-        return [arm.strip() for arm in self.arms.split("|")]
 
     def flop_budgets(self) -> list[float]:
         """The budgets of --budgets in order. Raises ValueError unless they are positive numbers."""
@@ -135,7 +129,7 @@ class Planned(NamedTuple):
 
 def main(cfg: ScalingLaws) -> None:
     started = time.perf_counter()
-    arms, problem = cfg.arm_names(), None
+    arms, problem = split_arms(cfg.arms), None
     first = [arm_config(cfg, arm, 1) for arm in arms][0]  # exits for an unknown flag
     machine = init_distributed(first.train.machine)
     corpus, inputs = open_text(first, machine)
@@ -164,7 +158,7 @@ def main(cfg: ScalingLaws) -> None:
         if problem and not all(points.values()):
             raise problem
         minima = {arm: fit_minima(points[arm]) for arm in arms}
-        laws = {arm: fit_law(points[arm]) for arm in arms if enough(points[arm])}
+        laws = {arm: law for arm in arms if (law := fit_law(points[arm]))}
         largest = max(point.budget for mine in points.values() for point in mine)
         projections = [
             project(cfg, arm, law, depth, largest, corpus, machine.device.type)
@@ -228,11 +222,12 @@ def choose_budgets(
     if saved.get("wanted") == wanted:
         return saved["budgets"]
     depths = sorted(map(int, cfg.depths.split("|")))
-    middle = arm_config(cfg, cfg.arm_names()[0], depths[len(depths) // 2])
+    arms = split_arms(cfg.arms)
+    middle = arm_config(cfg, arms[0], depths[len(depths) // 2])
     model = meta_model(middle, corpus.tokenizer.vocab_size, machine.device.type)
     rate = model.flops_per_token() / estimate_seconds(model, 1, machine)
     devices = cfg.sweep.devices if machine.device.type == "cuda" else 1
-    flops = USED_SHARE * 3600 * cfg.hours * rate * devices / (len(cfg.arm_names()) * cfg.seeds)
+    flops = USED_SHARE * 3600 * cfg.hours * rate * devices / (len(arms) * cfg.seeds)
     shares = [BUDGET_STEP**-i for i in range(NUM_BUDGETS)]
     largest = float(f"{flops / (cfg.depths_per_budget * sum(shares)):.1g}")
     budgets = sorted(float(f"{largest * share:.2g}") for share in shares)
@@ -307,11 +302,6 @@ def make_job(cfg: ScalingLaws, run: Planned, inputs: Mapping[str, str]) -> Job:
 
 
 # ---- Results -------------------------------------------------------------------------------------
-
-
-def enough(points: Sequence[Point]) -> bool:
-    """Whether a law can be fitted to the points."""
-    return len(points) >= MIN_POINTS and len({point.budget for point in points}) > 1
 
 
 def measured_points(found: Mapping[Planned, DoneRun], arm: str) -> list[Point]:
@@ -396,12 +386,6 @@ def make_tables(
         columns = ["Arm", "Depth", "FLOPs", "Predicted loss", "Orders of magnitude beyond the runs"]
         tables.append({"title": "Projections", "columns": columns, "rows": rows})
     return tables
-
-
-def best_by_budget(points: Sequence[Point]) -> dict[float, float]:
-    """Lowest measured loss of each budget."""
-    ordered = sorted(points, key=lambda point: -point.loss)
-    return {point.budget: point.loss for point in ordered}
 
 
 def show(found: Interval) -> str:

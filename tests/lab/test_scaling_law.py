@@ -82,9 +82,8 @@ def test_minimum_outside_of_the_sizes_is_no_minimum():
 
 
 @pytest.mark.parametrize("points", [planted()[:6], [p for p in planted() if p.budget == 1e15] * 2])
-def test_law_of_too_few_runs_is_rejected(points):
-    with pytest.raises(ValueError, match="at least 7 runs of at least two FLOP budgets"):
-        fit_law(points)
+def test_too_few_runs_have_no_law(points):
+    assert fit_law(points) is None
 
 
 def test_fitted_coefficients_are_never_negative():
