@@ -109,9 +109,11 @@ Figure = tuple[str, str]  # title, path relative to the report
 
 def append_section(name: str, cfg: Any, values: Any, origin: Any, cost: Any, **shown: Any) -> None:
     """
-    Write the record of a script and update the report. cfg: the script's config, with a field
-    `report_dir`. The other arguments are those of `records.write_record`.
+    Print the tables of a script, write its record and update the report. cfg: the script's config,
+    with a field `report_dir`. The other arguments are those of `records.write_record`.
     """
+    for table in shown.get("tables", ()):
+        print(render_table(table), flush=True)
     records.write_record(name, settings(cfg), values, origin, cost, cfg.report_dir, **shown)
     update(cfg.report_dir)
 

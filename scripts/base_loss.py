@@ -100,11 +100,9 @@ def main(cfg: BaseLoss) -> None:
     most = {name: min(num_rows, trained.get(name) or num_rows) for name in corpus.rows}
     seen, unseen = packed_bpb(model, corpus, most, num_rows, step_rows, origin["seed"], machine)
     train, val = pool(seen.values()), pool(unseen.values())
-    machine.print0(f"train bpb {train.value:.4f}, val bpb {val.value:.4f}")
 
     # bpb on whole documents: comparable across packing methods and tokenizers
     plain = pool(document_bpb(model, each, tokenizer, T, step_rows, machine) for each in documents)
-    machine.print0(f"document bpb {plain.value:.4f} on {plain.bytes:,} bytes")
     values = {
         "train bpb": train.value,
         "val bpb": val.value,

@@ -72,7 +72,6 @@ def main(cfg: TokEval) -> None:
             print(f"Comparison with {rival}: {printable(counts)}")
         else:
             tables.append(compare_tokenizers(rival, texts, counts, ours))
-            print_table(tables[-1])
     for kind, text in texts.items():
         values[f"bytes per token, {kind}"] = len(text.encode()) / ours[kind]
     provenance = records.Provenance(records.inherited_run_id(inputs, cfg.report_dir), 0, inputs)
@@ -104,13 +103,6 @@ def compare_tokenizers(
     columns = ["Text Type", "Bytes", f"{rival} Tokens", f"{rival} Ratio"]
     columns += ["Ours Tokens", "Ours Ratio", "Relative Diff %"]
     return {"title": f"Comparison with {rival}", "columns": columns, "rows": rows}
-
-
-def print_table(table: Mapping[str, Any]) -> None:
-    """Print a table."""
-    print(table["title"])
-    for row in [table["columns"], *table["rows"]]:
-        print("  ".join(f"{cell:>15}" for cell in row), flush=True)
 
 
 def rival_counts(texts: Sequence[str]) -> dict[str, list[int] | str]:

@@ -86,9 +86,6 @@ def main(cfg: Compare) -> None:
         found = "; ".join(f"{run.name} has {', '.join(run.values)}" for run in runs)
         raise ValueError(f"{found}; evaluate all on the same tasks")
     table, verdicts = compare_seeds(names, *sides) if several else compare_items(names, *runs)
-    for row in [table["columns"], *table["rows"]]:
-        cells = row if several else row[:1] + row[2:]
-        print("  ".join(f"{printable(cell):<24}" for cell in cells))
     prints = [[run.fingerprint for run in side] for side in sides]
     inputs = {
         name: fingerprint(side) if several else side[0]
@@ -133,7 +130,6 @@ def compare_all(cfg: Compare) -> None:
         rows.append([*row, *(["-", "-", "-"] if origin == key else versus)])
     columns = ["Run", "Step", *(task.name for task in suite), "All", "Difference", "From"]
     table = {"title": None, "columns": [*columns, "Verdict"], "rows": rows}
-    machine.print0(report.render_table(table))
     inputs = {"before": fingerprint(list(scored))}
     provenance = records.Provenance(checkpoints[-1].state["provenance"]["run_id"], 0, inputs)
     cost = records.Cost.since(started, machine)

@@ -65,8 +65,6 @@ def main(cfg: EvalVariance) -> None:
         variance.measure(task.name, [by_task[task.name] for by_task in scores]) for task in tasks
     ]
     table = variance.variance_table(found, names)
-    for row in [table["columns"], *table["rows"]]:
-        machine.print0("  ".join(f"{cell!s:>14}" for cell in row))
     if machine.is_main:
         machine.print0(f"wrote {variance.save_variances(found)}")
         with machine.working("writing the report"):

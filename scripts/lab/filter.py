@@ -64,8 +64,6 @@ def main(cfg: Filter) -> None:
     out = Path(cfg.out).expanduser()
     text = (json.dumps(dict(row), ensure_ascii=False) for row in found.rows)
     write_atomic(out, "".join(f"{line}\n" for line in text))
-    table = found.table()
-    print(report.render_table(table))
     print(printable(f"wrote {len(found.rows):,} conversations to {out}"))
     values = {"Kept": len(found.rows), "Dropped": sum(f.dropped for f in found.filters)}
     if cfg.rows:
@@ -74,7 +72,7 @@ def main(cfg: Filter) -> None:
         source = fingerprint(open_bucket(cfg).train.identity)
     provenance = records.Provenance(records.new_run_id(), 0, {"before": source})
     cost, section = records.Cost(time.perf_counter() - started), f"Filters {out.stem}"
-    report.append_section(section, cfg, values, provenance, cost, tables=[table])
+    report.append_section(section, cfg, values, provenance, cost, tables=[found.table()])
 
 
 def length_in(tag: str) -> Callable[[str], int]:

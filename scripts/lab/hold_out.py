@@ -72,7 +72,6 @@ def scan(cfg: HoldOut) -> None:
     ]
     columns = ["Bucket", "Benchmark", "Items", "Checked", "Share 13 words", "Found in full"]
     table = {"title": "Overlap with benchmarks", "columns": columns, "rows": rows}
-    print(report.render_table(table))
     values = {"Items with overlap": sum(len(o.shared) + len(o.whole) for o in found)}
     inputs = {"before": fingerprint({bucket.name: bucket.train.identity for bucket in learned})}
     provenance = records.Provenance(records.new_run_id(), 0, inputs)

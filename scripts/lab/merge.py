@@ -162,7 +162,6 @@ def main(cfg: MergeScript) -> None:
     checkpoint = save_merge(cfg, parents, shares, judge, inputs)
     machine.print0(f"wrote {checkpoint.folder}")
     values, table = merge_results(scores, found, lines, checkpoint)
-    print(report.render_table(table))
     outputs = {checkpoint.state["stage"]: checkpoint.fingerprint}
     run_id = checkpoint.state["provenance"]["run_id"]
     provenance = records.Provenance(run_id, 0, inputs, outputs)

@@ -171,8 +171,6 @@ def main(cfg: ScalingLaws) -> None:
         write_atomic(sweep.folder / "points.csv", as_csv(tables[0]))
         figure = scaling_figure(points, minima, projections, "validation bpb")
         write_atomic(sweep.folder / "scaling-laws.svg", figure)
-    for table in tables:
-        print(report.render_table(table), flush=True)
     print(f"{len(found)} of {len(planned)} runs; figure: {sweep.folder / 'scaling-laws.svg'}")
     values = {"Planned runs": len(planned), **summarize(points, minima, laws)}
     provenance = records.Provenance(records.inherited_run_id(inputs), 0, inputs)

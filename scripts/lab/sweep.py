@@ -116,7 +116,6 @@ def main(cfg: SweepScript) -> None:
         rate = records.default_rate(report.hardware()["gpus"])
     tables.append(ledger_table(sweep.ledger(), rate))
     for table in tables:
-        print(report.render_table(table), flush=True)
         write_atomic(sweep.folder / f"{records.slug(table['title'])}.csv", as_csv(table))
     section = "Sweep" if cfg.name == "sweep" else f"Sweep {cfg.name}"
     provenance = records.Provenance(study.run_id, 0, study.inputs)
