@@ -14,7 +14,6 @@ from nanochat.lab.significance import (
     contrasts,
     expected_maximum,
     holm_correct,
-    holm_pvalues,
     pooled_spread,
     student_p,
     student_quantile,
@@ -33,8 +32,12 @@ def test_students_t_matches_published_tables(df, t):
 
 
 def test_holm_corrects_for_multiple_comparisons():
-    assert holm_pvalues([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
-    assert holm_pvalues([0.5, 0.9]) == [1.0, 1.0] and holm_pvalues([]) == []
+    def adjusted(*ps):
+        found = [Contrast("d4", "x", "bpb", 0.0, 2, 0.0, 0.0, p) for p in ps]
+        return [c.adjusted_p for c in holm_correct(found)]
+
+    assert adjusted(0.01, 0.04, 0.03) == pytest.approx([0.03, 0.06, 0.06])
+    assert adjusted(0.5, 0.9) == [1.0, 1.0] and adjusted() == []
 
 
 def test_expected_maximum_of_n_normal_values():
