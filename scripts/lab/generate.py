@@ -24,7 +24,7 @@ from typing import Any
 
 from nanochat import records, report
 from nanochat.common import UsageError, fingerprint, printable, read_json, write_json
-from nanochat.config import settings, start
+from nanochat.config import require_at_least, settings, start
 from nanochat.dataset import read_json_lines
 from nanochat.records import append_line, read_lines
 
@@ -62,9 +62,7 @@ class Generate:
     """Folder of records. Default: report/ under the base directory."""
 
     def __post_init__(self) -> None:
-        for name in ("parallel", "max_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        require_at_least(self, parallel=1, max_tokens=1)
 
 
 def main(cfg: Generate) -> None:

@@ -25,7 +25,7 @@ from typing import Any
 
 from nanochat import records, report
 from nanochat.common import fingerprint, write_atomic
-from nanochat.config import start
+from nanochat.config import require_at_least, start
 from nanochat.lab import search
 from nanochat.lab.ablation import read_floor
 from nanochat.lab.held_out import reject_contaminated
@@ -81,11 +81,7 @@ class SweepScript:
     sweep: SweepConfig = field(default_factory=SweepConfig)
 
     def __post_init__(self) -> None:
-        if self.seeds < 3 or self.arm_seeds < 2:
-            raise ValueError(
-                f"seeds must be at least 3 (got {self.seeds}) and arm_seeds at least 2 (got "
-                f"{self.arm_seeds}) to estimate the noise"
-            )
+        require_at_least(self, seeds=3, arm_seeds=2)  # fewer cannot estimate the noise
 
 
 def default_mixture(stage: str, dataset: str | None) -> str:
