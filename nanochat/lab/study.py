@@ -288,7 +288,6 @@ def mixture_flag(spec: str, declared: Mapping[str, Any]) -> str:
         return f"--mixture={spec}"
     content = {"mixture": spec, "buckets": declared}
     path = base_dir() / "sweeps" / "mixtures" / f"{fingerprint(content)}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, content)
     return f"--mixture={path}"
 

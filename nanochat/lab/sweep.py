@@ -164,7 +164,6 @@ class Sweep:
         for variables in environments(cfg.devices):
             self.slots.put(variables)
         self.stop = StopRequest()
-        self.num_running = 0
         self.counting = threading.Lock()
 
     def __enter__(self) -> "Sweep":
@@ -224,21 +223,18 @@ class Sweep:
         """Run one job in a free slot; on failure, return None and append to `problems`."""
         if self.stop.asked or problems:
             return None
+        run = DoneRun(job, self.run_folder(job))
         with self.counting:
             if problem := self.beyond_cap():
                 problems.append(problem)
                 return None
-            self.num_running += 1
-        run = DoneRun(job, self.run_folder(job))
-        run.folder.mkdir(parents=True, exist_ok=True)
-        variables, status = self.slots.get(), 0
+            variables, status = self.slots.get(), 0
         try:
+            run.folder.mkdir(parents=True, exist_ok=True)
             for words in job.commands:
                 status = status or self.call(run, words, variables)
         finally:
             self.slots.put(variables)
-            with self.counting:
-                self.num_running -= 1
         if status and (self.stop.asked or status != BROKEN):
             if not self.stop.asked:
                 problems.append(f"{job.name} failed with status {status}; see {run.folder}/log.txt")
@@ -304,10 +300,11 @@ class Sweep:
         if self.cfg.cap_hours is None:
             return ""
         spent, each = math.fsum(e["seconds"] for e in self.ledger()), self.typical_seconds()
-        if spent + (self.num_running + 1) * each <= 3600 * self.cfg.cap_hours:
+        num_running = self.cfg.devices - self.slots.qsize()
+        if spent + (num_running + 1) * each <= 3600 * self.cfg.cap_hours:
             return ""
         return (
-            f"{spent / 3600:.2f} device hours used, {self.num_running} runs in progress at about "
+            f"{spent / 3600:.2f} device hours used, {num_running} runs in progress at about "
             f"{each / 3600:.2f} each; another would exceed the cap of {self.cfg.cap_hours:g}"
         )
 

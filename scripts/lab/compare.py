@@ -152,7 +152,6 @@ def score_checkpoint(
         scores = score_suite(model, tokenizer, suite, machine)
         found = {"suite": identity, "scores": scores}
         if machine.is_main:
-            path.parent.mkdir(parents=True, exist_ok=True)
             write_json(path, found)
     return {task.name: found["scores"][task.name] for task in suite}  # a file has no order
 
