@@ -50,7 +50,7 @@ class LoopValidation(ValidationLoss):
         by_loop = bpb_by_loop(self.model, loops, batches, self.token_bytes, self.machine, stopping)
         return {
             "val_bpb": by_loop[-1].value,
-            **loop_metrics(self.model.cfg, [bpb.value for bpb in by_loop]),
+            **loop_metrics([bpb.value for bpb in by_loop]),
             **state_metrics(self.model, every(map(self.batches, self.rows.values()))),
         }
 
@@ -120,18 +120,17 @@ def bpb_by_loop(
     return bits_per_byte(score, batches, token_bytes, machine, stopping, len(loops))
 
 
-def loop_metrics(cfg: RecursiveConfig, bpb: Sequence[float]) -> dict[str, float]:
+def loop_metrics(bpb: Sequence[float]) -> dict[str, float]:
     """
     Return metrics from the bits per byte after 1, 2, ... loops: the values, whether no loop is
     worse than the previous one (1 or 0), and the improvement from first to last in percent.
 
     The percentage does not measure model quality: a bad first loop makes it large.
     """
-    trained = bpb[: cfg.n_loops]
     return {
         **{f"bpb_loop_{k}": value for k, value in enumerate(bpb, start=1)},
-        "loops_in_order": float(is_monotonic(trained)),
-        "refinement_percent": refinement(trained),
+        "loops_in_order": float(is_monotonic(bpb)),
+        "refinement_percent": refinement(bpb),
     }
 
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from nanochat import records, report, stats
 from nanochat.checkpoint import Checkpoint, find_checkpoint, load_model
 from nanochat.common import UsageError
-from nanochat.config import settings, start
+from nanochat.config import start
 from nanochat.dataset import DataConfig, open_source
 from nanochat.distributed import DistConfig, DistContext, init_distributed
 from nanochat.eval_bpb import bits_per_byte
@@ -106,11 +106,9 @@ def main(cfg: RecursionEval) -> None:
 
 
 def require_comparable(checkpoints: Sequence[Checkpoint]) -> None:
-    """Raise UsageError if checkpoints differ in data, tokenizer or rows, or lack a FLOP count."""
+    """Raise UsageError if checkpoints differ in data, tokenizer or rows."""
     inputs = [checkpoint.state["provenance"]["inputs"] for checkpoint in checkpoints]
     for checkpoint, theirs in zip(checkpoints, inputs, strict=True):
-        if "flops" not in checkpoint.state["progress"]:
-            raise UsageError(f"{checkpoint.folder} has no FLOP count", "retrain it")
         for name in ("data", "tokenizer", "rows"):
             if theirs[name] != inputs[0][name]:
                 raise UsageError(
@@ -232,7 +230,7 @@ def write_record(
     criteria: Sequence[Criterion],
     started: float,
 ) -> None:
-    """Write the record and update the report."""
+    """Print the tables, write the record and update the report."""
     arm, others, shape = arm_of(recursive), arms_of(plain), config_of(recursive[0])
     loops, r = list(recursive[0].by_loop), shape.n_loops
     curve = [[k, mean(s.by_loop[k] for s in recursive)] for k in loops]
@@ -272,20 +270,14 @@ def write_record(
         f"{i}: {a.name}": [[loops[0], a.mean], [loops[-1], a.mean]] for i, a in enumerate(others)
     }
     origin = recursive[0].checkpoint.state["provenance"]
-    records.write_record(
-        SECTION,
-        settings(cfg),
-        values,
-        records.Provenance(origin["run_id"], origin["seed"], origin["inputs"]),
-        records.Cost.since(started, machine),
-        cfg.report_dir,
-        tables=[
-            {"title": "Equal cost", "columns": columns, "rows": arm_rows},
-            {"title": "By number of loops", "columns": by_loop, "rows": loop_rows},
-        ],
-        series={"recursive, by loops": curve, **lines},
-    )
-    report.update(cfg.report_dir)
+    provenance = records.Provenance(origin["run_id"], origin["seed"], origin["inputs"])
+    tables = [
+        {"title": "Equal cost", "columns": columns, "rows": arm_rows},
+        {"title": "By number of loops", "columns": by_loop, "rows": loop_rows},
+    ]
+    series = {"recursive, by loops": curve, **lines}
+    cost = records.Cost.since(started, machine)
+    report.append_section(SECTION, cfg, values, provenance, cost, tables=tables, series=series)
 
 
 def mean_of(lines: Sequence[dict[str, float]], name: str) -> float:

@@ -377,7 +377,7 @@ def test_flags_override_preset_and_require_loops():
 
 
 def test_loop_metrics_report_bpb_and_loop_order():
-    figures = loop_metrics(recursive(), [3.0, 2.0, 1.5])
+    figures = loop_metrics([3.0, 2.0, 1.5])
     assert figures["bpb_loop_2"] == 2.0 and figures["loops_in_order"] == 1.0
     assert figures["refinement_percent"] == pytest.approx(50)
     assert not is_monotonic([3.0, 2.0, 2.1]) and is_monotonic([2.0, 2.0])
