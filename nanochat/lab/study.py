@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from nanochat import records
-from nanochat.checkpoint import Checkpoint, find_checkpoint, newest_state, stage_folder
+from nanochat.checkpoint import SCRIPTS, Checkpoint, find_checkpoint, newest_state, stage_folder
 from nanochat.common import UsageError, base_dir, fingerprint, write_json
 from nanochat.lab.ablation import arm_counts, parse_arm
 from nanochat.lab.significance import Contrast, Scores, comparison_table, contrasts, holm_correct
@@ -39,10 +39,6 @@ SEEDS_OF_ARM = 100  # the seeds of arm n start at n times this
 SHARE_UNITS = 10**9  # turns mixture shares into counts for `arm_counts`
 FIRST_HALF, OTHER_HALF = "--eval_half=1", "--eval_half=2"  # of the validation rows
 PARENTS = {"mid": "base", "sft": "mid", "rl": "sft"}  # stage -> stage that it starts from
-SCRIPTS = {
-    **{"base": "scripts.base_train", "mid": "scripts.mid_train"},
-    **{"sft": "scripts.chat_sft", "rl": "scripts.chat_rl"},
-}
 
 
 @dataclass(frozen=True)
@@ -173,7 +169,7 @@ class Study:
         start = f"--depth={base[1:]}" if cfg.stage == "base" else f"--source={self.source}:{base}"
         size = [] if cfg.stage == "rl" else [f"--total_batch_size={cfg.total_batch_size}"]
         words = [
-            *(SCRIPTS[cfg.stage], f"--num_iterations={steps}", *size),
+            *(f"scripts.{SCRIPTS[cfg.stage]}", f"--num_iterations={steps}", *size),
             *"--eval_every=0 --keep=1 --resume=auto --skip_if_done".split(),
             *("--model_tag={tag}", f"--seed={seed}", start),
         ]

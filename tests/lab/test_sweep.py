@@ -410,8 +410,12 @@ def test_confirmation_uses_the_other_half_of_the_rows(study, tmp_path):
 @pytest.fixture
 def faked(monkeypatch):
     """Replace training with a mock run that reports --score."""
-    scripts = dict.fromkeys(("sft", "rl"), "tests.fake_run")
-    monkeypatch.setattr(study_module, "SCRIPTS", scripts)
+    call = Sweep.call
+
+    def call_fake(sweep, run, words, variables):
+        return call(sweep, run, ["tests.fake_run", *words[1:]], variables)
+
+    monkeypatch.setattr(Sweep, "call", call_fake)
     found = SimpleNamespace(fingerprint="0")
     monkeypatch.setattr(study_module, "find_checkpoint", lambda source, tag: found)
 
