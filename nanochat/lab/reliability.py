@@ -39,7 +39,8 @@ def section_tables(
     if held_out.read_access_log(damaged):
         tables.append(held_out.access_table())
     final = sum(r["cost"]["device_seconds"] for r in records)
-    whole = sum(own_seconds(r["cost"]) for r in history)
+    # own: device time of one script run; a section can cover several
+    whole = sum(r["cost"]["own_device_seconds"] for r in history)
     if ledgers or whole > final * (1 + 1e-6):  # more runs than the report covers
         tables.append(recipe_table(records, history, ledgers, hourly_rate))
     found = [seed_table(records), *tables] if tables or noise_sections(records) else []
@@ -73,7 +74,7 @@ def recipe_table(
     for record in records:
         final[purpose_of(record)] += record["cost"]["device_seconds"]
     for record in history:
-        whole[purpose_of(record)] += own_seconds(record["cost"])
+        whole[purpose_of(record)] += record["cost"]["own_device_seconds"]
     for entry in ledgers:
         whole[purpose(entry)] += entry["seconds"]
     kinds = [k for k in ("Training", "Evaluation", "Generation", "Lost to failures") if k in whole]
@@ -85,12 +86,6 @@ def recipe_table(
         rows.append([kind, f"{final[kind] / 60:.2f}m", f"{whole[kind] / 60:.2f}m", ratio, cost])
     columns = ["Device time", "Final run", "Recipe", "Ratio", "Cost of the recipe"]
     return {"title": "Final run against recipe", "columns": columns, "rows": rows}
-
-
-def own_seconds(cost: Mapping[str, Any]) -> float:
-    """Device time of one script run; a section can cover several."""
-    own = cost.get("own_device_seconds")
-    return cost["device_seconds"] if own is None else own
 
 
 def purpose_of(record: Record) -> str:

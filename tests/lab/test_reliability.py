@@ -15,7 +15,7 @@ def record(section, seconds=60.0, own=None, seed=0):
     return {
         "section": section,
         "provenance": {"seed": seed},
-        "cost": {"device_seconds": seconds, "own_device_seconds": own},
+        "cost": {"device_seconds": seconds, "own_device_seconds": own or seconds},
     }
 
 
