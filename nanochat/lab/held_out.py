@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanochat.common import UsageError, base_dir, hold_lock, read_sealed, seal, write_json
-from nanochat.records import append_line, one_line, read_sealed_lines
-from nanochat.records import to_json_types as plain_json
+from nanochat.records import append_line, one_line, read_sealed_lines, to_json_types
 from tasks.base import plain_name
 
 if TYPE_CHECKING:
@@ -89,7 +88,7 @@ def require_access(names: Iterable[str], allowed: bool, who: Mapping[str, Any]) 
     for name in wanted:
         entry = {"benchmark": name, "when": time.strftime("%Y-%m-%d %H:%M:%S"), **who}
         with hold_lock(folder / ".lock", "the ledger"):
-            append_line(folder / ACCESS_LOG, one_line(seal(plain_json(entry))))
+            append_line(folder / ACCESS_LOG, one_line(seal(to_json_types(entry))))
 
 
 def read_access_log(damaged: list[str] | None = None) -> list[Mapping[str, Any]]:
