@@ -74,6 +74,9 @@ class TaskEval:
     """Folder for records. Default: report/ under the base directory."""
     machine: DistConfig = field(default_factory=DistConfig)
 
+    def __post_init__(self) -> None:
+        require_at_least(self, batch_size=1, max_problems=1)
+
     def count(self, task: Task) -> int:
         """Number of questions of a task to evaluate."""
         return min(len(task), self.max_problems or len(task))
@@ -94,7 +97,8 @@ class ChatEval(TaskEval):
     """Skip tasks that were already evaluated with this checkpoint and these settings."""
 
     def __post_init__(self) -> None:
-        require_at_least(self, num_samples=1, batch_size=1, max_problems=1)
+        super().__post_init__()
+        require_at_least(self, num_samples=1)
 
     @property
     def section(self) -> str:

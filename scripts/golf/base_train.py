@@ -77,6 +77,7 @@ class GolfTrain(BaseTrain):
     quant: QuantConfig = field(default_factory=QuantConfig)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         seconds = self.max_wallclock_seconds
         for name, valid, range_ in (
             ("qat_start", 0 <= self.qat_start <= 1, "in [0, 1]"),

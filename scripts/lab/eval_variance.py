@@ -36,6 +36,7 @@ class EvalVariance(TaskEval):
     sampling: Sampling = replace(TaskEval.sampling, temperature=1.0)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.runs < 2 or self.sampling.temperature <= 0:
             raise ValueError(
                 f"runs must be at least 2 (got {self.runs}) and temperature above 0 (got "
