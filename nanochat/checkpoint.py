@@ -35,7 +35,7 @@ from nanochat.common import MissingInput, RunLock, UsageError, base_dir, printab
 from nanochat.config import require_at_least
 from nanochat.dataloader import diff_recipe
 from nanochat.distributed import DistContext
-from nanochat.gpt import GPT, GPTConfig, config_from
+from nanochat.gpt import GPT, GPTConfig, config_from, inference_copy
 from nanochat.optim import OLD_SETTINGS, MuonAdamW, state_bytes
 from nanochat.tokenizer import FILE_NAME as TOKENIZER_FILE
 from nanochat.tokenizer import Tokenizer
@@ -379,6 +379,12 @@ def load_model(checkpoint: Checkpoint, machine: DistContext, max_seq_len: int | 
     model.to_empty(device=machine.device)
     model.load_state_dict(checkpoint.model_tensors())
     return model
+
+
+def load_inference(checkpoint: Checkpoint, machine: DistContext) -> tuple[GPT, Tokenizer]:
+    """Return the `inference_copy` of a checkpoint's model, and its tokenizer."""
+    tokenizer = Tokenizer.read(checkpoint.folder / TOKENIZER_FILE)
+    return inference_copy(load_model(checkpoint, machine)), tokenizer
 
 
 # ---- The checkpoints of one run: lock, resume, save, prune ---------------------------------------

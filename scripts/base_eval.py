@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from nanochat import records, report
-from nanochat.checkpoint import find_checkpoint, load_model
+from nanochat.checkpoint import find_checkpoint, load_inference
 from nanochat.common import MissingInput
 from nanochat.config import require_at_least, settings, short, start
 from nanochat.distributed import DistConfig, DistContext, init_distributed
@@ -29,9 +29,7 @@ from nanochat.eval_core import (
     evaluate_task,
     open_suite,
 )
-from nanochat.gpt import inference_copy
 from nanochat.lab.held_out import require_access
-from nanochat.tokenizer import Tokenizer
 from tasks.builtin import choose_bundle
 
 SECTION = "Base model evaluation"
@@ -153,8 +151,7 @@ def find_own_model(cfg: BaseEval, machine: DistContext) -> Candidate:
     )
 
     def load() -> EvalModel:
-        tokenizer = Tokenizer.read(checkpoint.folder / "tokenizer.json")
-        return eval_model_of(inference_copy(load_model(checkpoint, machine)), tokenizer)
+        return eval_model_of(*load_inference(checkpoint, machine))
 
     name, origin = f"base_model (step {checkpoint.step})", checkpoint.state["provenance"]
     inputs = {"base": checkpoint.fingerprint, **origin["inputs"]}

@@ -24,16 +24,14 @@ from prompt_toolkit.key_binding import KeyBindings
 from rich.cells import cell_len
 from rich.console import Console
 
-from nanochat.checkpoint import find_checkpoint, load_model, newest_stage
+from nanochat.checkpoint import find_checkpoint, load_inference, newest_stage
 from nanochat.common import base_dir, printable
 from nanochat.config import short, start
 from nanochat.distributed import DistConfig, init_distributed
 from nanochat.engine import Engine, Sampling
-from nanochat.gpt import inference_copy
 from nanochat.preflight import choose_engine_compile
 from nanochat.sandbox import Tools
 from nanochat.serve.transcript import Transcript, render_fitting
-from nanochat.tokenizer import Tokenizer
 
 HELP = """\
 /help            show this help
@@ -75,8 +73,7 @@ def main(cfg: ChatCli) -> None:
     console = Console(highlight=False, soft_wrap=True, emoji=False)
     source = cfg.source or newest_stage()
     checkpoint = find_checkpoint(source, cfg.model_tag, cfg.step)
-    tokenizer = Tokenizer.read(checkpoint.folder / "tokenizer.json")
-    model = inference_copy(load_model(checkpoint, machine))
+    model, tokenizer = load_inference(checkpoint, machine)
     tool = Tools(cfg.python, unsafe=cfg.unsafe_exec)
     wanted = cfg.compile_engine if prompt is None or cfg.compile_engine is not None else False
     compiled = choose_engine_compile(wanted, machine, most_tokens=0)

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from nanochat import records, report, stats
 from nanochat.chat_format import render_prompt
-from nanochat.checkpoint import Checkpoint, find_checkpoint, load_model
+from nanochat.checkpoint import Checkpoint, find_checkpoint, load_inference
 from nanochat.common import UsageError
 from nanochat.config import require_at_least, settings, short, start
 from nanochat.distributed import DistConfig, DistContext, init_distributed
@@ -31,13 +31,11 @@ from nanochat.eval_chat import (
     trim,
 )
 from nanochat.finetune import parent_inputs
-from nanochat.gpt import inference_copy
 from nanochat.lab.held_out import require_access, select_tasks
 from nanochat.lab.variance import default_repeats
 from nanochat.preflight import choose_engine_compile
 from nanochat.sandbox import Tools
 from nanochat.stats import Estimate
-from nanochat.tokenizer import Tokenizer
 from tasks.base import Task, user, visible
 from tasks.registry import eval_task, key_of, why_unavailable
 
@@ -136,8 +134,7 @@ def open_engine(
     cfg: TaskEval, checkpoint: Checkpoint, machine: DistContext, num_answers: int
 ) -> Engine:
     """Engine for a checkpoint; compiled if `num_answers` is enough to amortize compile time."""
-    tokenizer = Tokenizer.read(checkpoint.folder / "tokenizer.json")
-    model = inference_copy(load_model(checkpoint, machine))
+    model, tokenizer = load_inference(checkpoint, machine)
     tool = Tools(cfg.python, unsafe=cfg.unsafe_exec)
     num_tokens = num_answers * cfg.sampling.max_new_tokens
     compiled = choose_engine_compile(cfg.compile_engine, machine, num_tokens)

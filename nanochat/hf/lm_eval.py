@@ -17,15 +17,13 @@ from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from nanochat.chat_format import render, render_prompt
-from nanochat.checkpoint import find_checkpoint, load_model, newest_stage
+from nanochat.checkpoint import find_checkpoint, load_inference, newest_stage
 from nanochat.distributed import DistConfig, init_distributed
 from nanochat.engine import Engine, Sampling
 from nanochat.eval_chat import trim
 from nanochat.eval_core import Question, eval_model_of, score_options, truncate_options
-from nanochat.gpt import inference_copy
 from nanochat.preflight import choose_engine_compile
 from nanochat.serve.scheduler import Answer, GenerationRequest
-from nanochat.tokenizer import Tokenizer
 
 MAX_GEN_TOKS = 256  # default limit on generated tokens
 
@@ -55,8 +53,7 @@ class NanochatLM(LM):
             kind = None  # the harness defaults to a GPU
         self.machine = init_distributed(DistConfig(kind, dtype))
         checkpoint = find_checkpoint(source or newest_stage(), tag, step)
-        self.own_tokenizer = Tokenizer.read(checkpoint.folder / "tokenizer.json")
-        self.model = inference_copy(load_model(checkpoint, self.machine))
+        self.model, self.own_tokenizer = load_inference(checkpoint, self.machine)
         self.subject = eval_model_of(self.model, self.own_tokenizer)
         self.fingerprint = checkpoint.fingerprint
         self.rendered: dict[str, list[int]] = {}  # token ids of rendered conversations

@@ -12,14 +12,12 @@ import gc
 import weakref
 from collections.abc import Callable
 
-from nanochat.checkpoint import FOLDERS, load_model, parse_checkpoint_ref, stage_folder
+from nanochat.checkpoint import FOLDERS, load_inference, parse_checkpoint_ref, stage_folder
 from nanochat.common import printable
 from nanochat.distributed import DistContext
 from nanochat.engine import Engine, Sampling, Tool
-from nanochat.gpt import inference_copy
 from nanochat.hardware import free_memory_bytes
 from nanochat.serve.openai_api import ApiError
-from nanochat.tokenizer import Tokenizer
 
 MAX_SLOTS = 64
 CACHE_SHARE = 0.25  # fraction of free memory for each model's KV cache
@@ -106,8 +104,7 @@ class ModelLibrary:
     def load(self, name: str) -> Engine:
         """Load a checkpoint and warm up its engine. Raises if the checkpoint is damaged."""
         checkpoint = parse_checkpoint_ref(name)
-        tokenizer = Tokenizer.read(checkpoint.folder / "tokenizer.json")
-        model = inference_copy(load_model(checkpoint, self.machine))
+        model, tokenizer = load_inference(checkpoint, self.machine)
         free = int(CACHE_SHARE * free_memory_bytes(self.machine.device))
         slots = self.slots or max(1, min(MAX_SLOTS, free // model.new_cache(1).nbytes))
         engine = Engine(model, tokenizer, slots, tool=self.tool, compiled=self.compiled)

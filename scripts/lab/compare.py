@@ -24,7 +24,7 @@ from nanochat import records, report, stats, summary
 from nanochat.checkpoint import (
     Checkpoint,
     find_checkpoint,
-    load_model,
+    load_inference,
     parse_checkpoint_ref,
     read_checkpoint,
     step_folders,
@@ -39,11 +39,9 @@ from nanochat.common import (
 )
 from nanochat.config import start
 from nanochat.distributed import DistContext, init_distributed
-from nanochat.gpt import inference_copy
 from nanochat.lab.canaries import GREEDY, ItemScores, open_suite, score_suite
 from nanochat.lab.significance import Scores, contrasts, holm_correct
 from nanochat.logger import METRICS_FILE, read_metrics
-from nanochat.tokenizer import Tokenizer
 from tasks.base import Task
 
 
@@ -147,8 +145,7 @@ def score_checkpoint(
     identity = fingerprint([GREEDY.max_new_tokens, *(task.identity for task in suite)])
     found = machine.on_main("reading", lambda: read_json(path) if path.exists() else {})
     if found.get("suite") != identity:
-        tokenizer = Tokenizer.read(checkpoint.folder / "tokenizer.json")
-        model = inference_copy(load_model(checkpoint, machine))
+        model, tokenizer = load_inference(checkpoint, machine)
         scores = score_suite(model, tokenizer, suite, machine)
         found = {"suite": identity, "scores": scores}
         if machine.is_main:
