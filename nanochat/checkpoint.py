@@ -291,6 +291,13 @@ def find_checkpoint(stage: str, tag: str | None = None, step: int | None = None)
     return found
 
 
+def find_checkpoint_on_node(
+    machine: DistContext, stage: str, tag: str | None, step: int | None
+) -> Checkpoint:
+    """`find_checkpoint`, called once per node for all its ranks."""
+    return machine.on_node("verifying the checkpoint", lambda: find_checkpoint(stage, tag, step))
+
+
 def parse_checkpoint_ref(name: str) -> Checkpoint:
     """
     Return the checkpoint of stage[:tag[:step]], as in sft, base:d4 or base:d4:400.

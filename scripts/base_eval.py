@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from nanochat import records, report
-from nanochat.checkpoint import find_checkpoint, load_inference
+from nanochat.checkpoint import find_checkpoint_on_node, load_inference
 from nanochat.common import MissingInput
 from nanochat.config import require_at_least, settings, short, start
 from nanochat.distributed import DistConfig, DistContext, init_distributed
@@ -145,10 +145,7 @@ def load_scores(cfg: BaseEval, candidate: Candidate, suite: Suite) -> list[TaskS
 
 def find_own_model(cfg: BaseEval, machine: DistContext) -> Candidate:
     """A checkpoint trained with this project."""
-    checkpoint = machine.on_node(
-        "verifying the checkpoint",
-        lambda: find_checkpoint("base", cfg.model_tag, cfg.model_step),
-    )
+    checkpoint = find_checkpoint_on_node(machine, "base", cfg.model_tag, cfg.model_step)
 
     def load() -> EvalModel:
         return eval_model_of(*load_inference(checkpoint, machine))

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from nanochat import records, report
-from nanochat.checkpoint import Checkpoint, find_checkpoint, load_model
+from nanochat.checkpoint import Checkpoint, find_checkpoint_on_node, load_model
 from nanochat.config import require_at_least, settings, short, start
 from nanochat.dataloader import Rows
 from nanochat.dataset import DataConfig
@@ -69,10 +69,7 @@ class BaseLoss:
 def main(cfg: BaseLoss) -> None:
     started = time.perf_counter()
     machine = init_distributed(cfg.machine)
-    checkpoint = machine.on_node(
-        "verifying the checkpoint",
-        lambda: find_checkpoint("base", cfg.model_tag, cfg.model_step),
-    )
+    checkpoint = find_checkpoint_on_node(machine, "base", cfg.model_tag, cfg.model_step)
     origin = checkpoint.state["provenance"]
     inputs = {"base": checkpoint.fingerprint, **origin["inputs"]}
     if skip_if_finished(SECTION, settings(cfg), inputs, cfg, machine):

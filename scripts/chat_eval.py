@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from nanochat import records, report, stats
 from nanochat.chat_format import render_prompt
-from nanochat.checkpoint import Checkpoint, find_checkpoint, load_inference
+from nanochat.checkpoint import Checkpoint, find_checkpoint_on_node, load_inference
 from nanochat.common import UsageError
 from nanochat.config import require_at_least, settings, short, start
 from nanochat.distributed import DistConfig, DistContext, init_distributed
@@ -144,10 +144,7 @@ def open_engine(
 def main(cfg: ChatEval) -> None:
     started = time.perf_counter()
     machine = init_distributed(cfg.machine, cfg.sampling.seed)
-    checkpoint = machine.on_node(
-        "verifying the checkpoint",
-        lambda: find_checkpoint(cfg.source, cfg.model_tag, cfg.step),
-    )
+    checkpoint = find_checkpoint_on_node(machine, cfg.source, cfg.model_tag, cfg.step)
     every_task = default_tasks(checkpoint.state["source"])
     tasks, missing = open_tasks(cfg, every_task, machine)
     inputs = parent_inputs(checkpoint)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from nanochat import records, report
-from nanochat.checkpoint import Checkpoint, find_checkpoint
+from nanochat.checkpoint import Checkpoint, find_checkpoint_on_node
 from nanochat.common import MissingInput, base_dir, sha256_file
 from nanochat.config import start
 from nanochat.dataset import DataConfig, open_source
@@ -141,10 +141,7 @@ def find_source_checkpoint(artifact: Artifact, machine: DistContext) -> Checkpoi
     """Return the source checkpoint of an artifact; None if it is missing or has changed."""
     origin = artifact.origin
     try:
-        found = machine.on_node(
-            "verifying the checkpoint",
-            lambda: find_checkpoint(origin["stage"], origin["tag"], origin["step"]),
-        )
+        found = find_checkpoint_on_node(machine, origin["stage"], origin["tag"], origin["step"])
     except (MissingInput, FileNotFoundError, ValueError):
         return None
     return found if found.fingerprint == origin["checkpoint"] else None
