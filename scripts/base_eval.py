@@ -166,9 +166,9 @@ def make_hf_candidate(cfg: BaseEval, machine: DistContext) -> Candidate:
     except ModuleNotFoundError as error:
         raise MissingInput(f"--hf_path needs {error.name}", INSTALL) from error
     name = str(cfg.hf_path)
-    found = eval_model.find_hf_model(name, cfg.trust_remote_code)
-    section, inputs = f"Evaluation of {name}", {"hf": found.revision}
-    return Candidate(section, name, found.revision, 0, inputs, None, lambda: found.load(machine))
+    revision, load = eval_model.find_hf_model(name, machine, cfg.trust_remote_code)
+    section, inputs = f"Evaluation of {name}", {"hf": revision}
+    return Candidate(section, name, revision, 0, inputs, None, load)
 
 
 def describe_score(score: TaskScore) -> str:

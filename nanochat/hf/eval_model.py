@@ -1,13 +1,13 @@
 """
 Wraps Hugging Face causal language models for few-shot evaluation.
 
-    Hub name or folder -> find_hf_model -> ModelInfo -> load -> EvalModel
+    Hub name or folder -> find_hf_model -> load -> EvalModel
 
 Every architecture that transformers loads is scored by the same code as ours. Requires the packages
 of the `interop` group.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -60,36 +60,19 @@ class HFLanguageModel:
         return hidden
 
 
-@dataclass(frozen=True)
-class ModelInfo:
-    """A model that exists on disk or on the Hub, not loaded yet."""
-
-    path: str
-    trust_remote_code: bool
-    context: int
-    """Context length in tokens."""
-    revision: str
-    """Commit on the Hub, or a fingerprint of the files in the folder."""
-
-    def load(self, machine: DistContext) -> EvalModel:
-        """Load the model on the machine's device in its compute dtype."""
-        options = {"trust_remote_code": self.trust_remote_code}
-        encoder = HFEncoder(AutoTokenizer.from_pretrained(self.path, **options))
-        loader: Any = AutoModelForCausalLM
-        model = loader.from_pretrained(self.path, dtype=machine.dtype, **options)
-        model = model.to(machine.device).eval().requires_grad_(False)
-        per_token = model.config.vocab_size * torch.finfo(machine.dtype).bits // 8
-        most = max(self.context, LOGIT_BYTES // per_token)
-        scored = HFLanguageModel(model)
-        return EvalModel(scored, encoder, self.context, None, most, machine.device)
-
-
-def find_hf_model(path: str, trust_remote_code: bool = False) -> ModelInfo:
+def find_hf_model(
+    path: str, machine: DistContext, trust_remote_code: bool = False
+) -> tuple[str, Callable[[], EvalModel]]:
     """
-    Read a model's configuration. Raises OSError or ValueError if the model does not exist, requires
-    remote code, or does not declare its context length.
+    Read a model's configuration. Returns its revision (the commit on the Hub, or a fingerprint of
+    the files in the folder) and a function that loads it on the machine's device in its compute
+    dtype.
+
+    Raises OSError or ValueError if the model does not exist, requires remote code, or does not
+    declare its context length.
     """
-    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    options = {"trust_remote_code": trust_remote_code}
+    config = AutoConfig.from_pretrained(path, **options)
     context = getattr(config, "max_position_embeddings", None)
     if not isinstance(context, int):
         raise ValueError(f"max_position_embeddings is missing in the configuration of {path}")
@@ -99,4 +82,14 @@ def find_hf_model(path: str, trust_remote_code: bool = False) -> ModelInfo:
         revision = fingerprint({file.name: sha256_file(file) for file in files})
     else:
         revision = config._commit_hash or path
-    return ModelInfo(path, trust_remote_code, context, revision)
+
+    def load() -> EvalModel:
+        encoder = HFEncoder(AutoTokenizer.from_pretrained(path, **options))
+        loader: Any = AutoModelForCausalLM
+        model = loader.from_pretrained(path, dtype=machine.dtype, **options)
+        model = model.to(machine.device).eval().requires_grad_(False)
+        per_token = model.config.vocab_size * torch.finfo(machine.dtype).bits // 8
+        most = max(context, LOGIT_BYTES // per_token)
+        return EvalModel(HFLanguageModel(model), encoder, context, None, most, machine.device)
+
+    return revision, load
