@@ -39,7 +39,7 @@ from nanochat.eval_chat import (
 from nanochat.gpt import GPT, copy_weights
 from nanochat.logger import METRICS_FILE, read_metrics
 from nanochat.loss import IGNORE
-from nanochat.train import Callback, MicroBatch, ShouldStop, TrainingRun
+from nanochat.train import Callback, Loader, MicroBatch, ShouldStop, TrainingRun
 
 # ---- Rollouts and the policy gradient ------------------------------------------------------------
 
@@ -150,7 +150,7 @@ def shuffle_indices(n: int, seed: str) -> list[int]:
 
 
 @dataclass(eq=False)
-class RolloutLoader:
+class RolloutLoader(Loader):
     """
     RL batches: the current model's answers to a step's questions, weighted by advantage.
 
@@ -194,12 +194,6 @@ class RolloutLoader:
             kl = kl_to_reference(self.engine.model, self.reference, batches, self.machine)
             self.metrics["kl"] = kl
         return batches
-
-    def prefetch(self, step: int, device_rows: int, stopping: ShouldStop) -> None:
-        """Nothing: answers need the updated model."""
-
-    def row_names(self, step: int) -> str:
-        return f"of step {step}"
 
     def describe(self, run: TrainingRun) -> dict[str, str]:
         cfg = self.cfg

@@ -149,11 +149,12 @@ class Loader(Protocol):
         ...
 
     def prefetch(self, step: int, device_rows: int, stopping: ShouldStop) -> None:
-        """Prepare a later step as far as possible; called while the device computes."""
-        ...
+        """Prepare a later step as far as possible; called while the device computes. By default
+        nothing: pairs are in memory, and RL answers need the updated model."""
 
-    # Rows of a step, for messages
-    def row_names(self, step: int) -> str: ...
+    def row_names(self, step: int) -> str:
+        """Rows of a step, for messages."""
+        return f"of step {step}"
 
     # Lines of the startup summary
     def describe(self, run: "TrainingRun") -> dict[str, str]: ...

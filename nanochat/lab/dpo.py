@@ -33,7 +33,7 @@ from nanochat.gpt import GPT
 from nanochat.loss import chunked_cross_entropy, token_losses
 from nanochat.rl import RLConfig, RolloutLoader, require_divisible, shuffle_indices
 from nanochat.tokenizer import Tokenizer
-from nanochat.train import Callback, MicroBatch, ShouldStop, TrainingRun, to_device
+from nanochat.train import Callback, Loader, MicroBatch, ShouldStop, TrainingRun, to_device
 from tasks.preferences import Preference
 
 # ---- Pairs as tokens -----------------------------------------------------------------------------
@@ -213,7 +213,7 @@ def pair_margins(rewards: Tensor) -> Tensor:
 
 
 @dataclass(eq=False)
-class PairLoader:
+class PairLoader(Loader):
     """
     Batches of pairs; each epoch has its own random order. Raises ValueError if examples_per_step is
     not a multiple of the world size.
@@ -244,12 +244,6 @@ class PairLoader:
         """The pair of a draw, which are numbered over the run."""
         epoch, position = divmod(draw, len(self.pairs))
         return self.pairs[shuffle_indices(len(self.pairs), f"{self.seed}-{epoch}")[position]]
-
-    def prefetch(self, step: int, device_rows: int, stopping: ShouldStop) -> None:
-        """Nothing: pairs are in memory."""
-
-    def row_names(self, step: int) -> str:
-        return f"of step {step}"
 
     def describe(self, run: TrainingRun) -> dict[str, str]:
         return {"pairs": f"{len(self.pairs):,}, {self.cfg.examples_per_step} per step"}
