@@ -62,13 +62,8 @@ class DPOConfig:
     @property
     def rollouts(self) -> RLConfig:
         """Settings of the sampled answers."""
-        return RLConfig(
-            self.examples_per_step,
-            self.num_samples,
-            self.max_new_tokens,
-            self.temperature,
-            self.top_k,
-        )
+        shared = {name: value for name, value in asdict(self).items() if name != "beta"}
+        return RLConfig(**shared)
 
 
 class Pair(NamedTuple):
