@@ -124,10 +124,11 @@ def write_hf(
     write_json(folder / "generation_config.json", {**ids, "pad_token_id": tokenizer.bos_id})
     write_tokenizer(folder, tokenizer, model.cfg.max_seq_len)
     if not native:
+        ours = re.compile(r"^from nanochat\.([\w.]+)", re.MULTILINE)
         for name in (MODELING, *list_imported_modules("golf.model")):
-            write_atomic(
-                folder / f"{flat_module_name(name)}.py", rewrite_imports(read_source(name))
-            )
+            # The exported folder is flat
+            text = ours.sub(lambda found: f"from .{flat_module_name(found[1])}", read_source(name))
+            write_atomic(folder / f"{flat_module_name(name)}.py", text)
     embeds = EMBEDS_NEED_IDS if model.looks_up_ids else EMBEDS_ALONE
     card = CARD.format(
         params=model.num_params(),
@@ -194,12 +195,6 @@ def remote_config(cfg: GPTConfig) -> dict[str, Any]:
 
 # ------------------------------------------------------------------------------------------------
 # Remote code
-
-
-def rewrite_imports(text: str) -> str:
-    """Rewrite a module's imports for an exported folder, which is flat."""
-    ours = re.compile(r"^from nanochat\.([\w.]+) import", re.MULTILINE)
-    return ours.sub(lambda found: f"from .{flat_module_name(found[1])} import", text)
 
 
 def flat_module_name(module: str) -> str:
