@@ -47,8 +47,6 @@ class GolfEval:
     eval_stride: int | None = None
     """Stride of the sliding-window evaluation in tokens; smaller = more context, slower; 0 = off.
     Default: a quarter of max_seq_len."""
-    eval_batch_seqs: int | None = None
-    """Windows per forward pass; does not change the result. Default: by device."""
     max_documents: int | None = None
     """Score only the first N validation documents. Default: all."""
     limit_bytes: int = 16_000_000
@@ -103,7 +101,7 @@ def score_artifact(cfg: GolfEval, path: Path, machine: DistContext) -> ScoredArt
     T = model.cfg.max_seq_len
     stride = max(1, T // 4) if cfg.eval_stride is None else cfg.eval_stride
     on_cpu = machine.device.type == "cpu"
-    windows = cfg.eval_batch_seqs or (max(1, CPU_TOKENS // T) if on_cpu else GPU_SEQS)
+    windows = max(1, CPU_TOKENS // T) if on_cpu else GPU_SEQS
     passes = 1 + (T / stride if stride else 0) + (parent is not None)
     tokens = sum(map(len, texts)) / CHARS_PER_TOKEN * passes
     set_kernels(cfg.kernels, model, machine, estimate_seconds(model, int(tokens), machine) / 3)

@@ -56,8 +56,6 @@ class Generate:
     """Maximum number of tokens per answer."""
     parallel: int = 16
     """Number of concurrent requests."""
-    retries: int = 5
-    """Number of retries per request."""
     report_dir: str | None = None
     """Folder of records. Default: report/ under the base directory."""
 
@@ -115,7 +113,7 @@ def connect(cfg: Generate) -> tuple[Any, str]:
     except ImportError as error:
         raise UsageError("the openai package is not installed", INSTALL) from error
     key = Path(cfg.key_file).expanduser().read_text().strip() if cfg.key_file else "none"
-    client = openai.OpenAI(base_url=cfg.base_url, api_key=key, max_retries=cfg.retries)
+    client = openai.OpenAI(base_url=cfg.base_url, api_key=key, max_retries=5)
     try:
         return client, cfg.model or client.models.list().data[0].id
     except openai.APIConnectionError as error:
