@@ -149,8 +149,10 @@ class Loader(Protocol):
         ...
 
     def prefetch(self, step: int, device_rows: int, stopping: ShouldStop) -> None:
-        """Prepare a later step as far as possible; called while the device computes. By default
-        nothing: pairs are in memory, and RL answers need the updated model."""
+        """
+        Prepare a later step as far as possible; called while the device computes. Default: nothing,
+        because pairs are in memory, and RL answers need the updated model.
+        """
 
     def row_names(self, step: int) -> str:
         """Rows of a step, for messages."""

@@ -10,7 +10,6 @@ DRAIN_SECONDS to finish, then their streams end with an error.
 
 import asyncio
 import errno
-import mimetypes
 import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -39,6 +38,12 @@ from nanochat.serve.responses import respond
 from nanochat.serve.security import SecurityConfig, SecurityMiddleware, make_protocol
 
 PAGE = Path(__file__).with_name("page")
+PAGE_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
 # The page loads only its own files and calls only its own server. There is no inline script or
 # style, and no string becomes markup, so that generated text cannot run anywhere in the page.
 PAGE_POLICY = (
@@ -141,8 +146,7 @@ def add_api(app: FastAPI, handler: RequestHandler, suggestions: Sequence[str]) -
 
 def add_pages(app: FastAPI, handler: RequestHandler) -> None:
     """Add the routes for the chat page and monitoring."""
-    files = {path.name: path.read_bytes() for path in PAGE.glob("*.*")}
-    types = mimetypes.MimeTypes()  # Python's own; those of the system may differ
+    files = {path.name: path.read_bytes() for path in PAGE.iterdir() if path.suffix in PAGE_TYPES}
 
     @app.get("/")
     def chat_page() -> Response:
@@ -153,7 +157,7 @@ def add_pages(app: FastAPI, handler: RequestHandler) -> None:
         if name not in files:
             raise ApiError(404, f"page file {name!r} not found")
         headers = {"Content-Security-Policy": PAGE_POLICY, "Cache-Control": "no-cache"}
-        return Response(files[name], media_type=types.guess_type(name)[0], headers=headers)
+        return Response(files[name], media_type=PAGE_TYPES[Path(name).suffix], headers=headers)
 
     @app.get("/health")
     def health() -> JSONResponse:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from nanochat.serve.server import PAGE, PAGE_POLICY
+from nanochat.serve.server import PAGE, PAGE_POLICY, PAGE_TYPES
 
 ADDRESS = "http://page.test"
 
@@ -13,7 +13,8 @@ def serve(route):
     if name == f"{ADDRESS}/":
         return route.fulfill(content_type="text/html", body="")
     headers = {"content-security-policy": PAGE_POLICY}
-    route.fulfill(path=PAGE / name, headers=headers)
+    path = PAGE / name
+    route.fulfill(content_type=PAGE_TYPES[path.suffix], body=path.read_bytes(), headers=headers)
 
 
 @pytest.fixture(scope="module")
