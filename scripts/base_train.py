@@ -55,7 +55,7 @@ from nanochat.train import (
 from tasks.builtin import choose_bundle, ensure_written
 
 SECTION = "Base model training"
-# Flags of other training programs and of earlier releases
+# Flags of other training programs
 RETIRED = {
     "n_layer": "use --depth",
     **dict.fromkeys(
