@@ -57,7 +57,7 @@ cpu)
     text=(--dataset=embedded)
     tokenizer=(--vocab_size=4096)
     # no hash-bigram embedding: it overfits 1.6M tokens and lowers few-shot scores (dev/LOG.md);
-    # no previous-token keys: they have not been measured on this text
+    # no previous-token keys: chat scores are no better with them (dev/LOG.md)
     shape=(--max_seq_len=256 --num_iterations=400 --total_batch_size=4096 --eval_every=50
         --eval_tokens=32768 --bigram_rows=0 --window_pattern=L)
     score=(--split_tokens=131072 --max_documents=300)
