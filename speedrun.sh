@@ -4,7 +4,7 @@
 #   bash speedrun.sh                       # detect the hardware
 #   bash speedrun.sh --plan                # install, print the plan (time, cost, disk), and exit
 #   PROFILE=gpu DEPTH=8 bash speedrun.sh   # h100x8, gpu (1 to 7 GPUs) or cpu; depth sets the model size
-#   PROFILE=smoke bash speedrun.sh         # smoke test: a few steps of every stage
+#   PROFILE=smoke bash speedrun.sh         # smoke test: a few steps of every stage; replaces report.md
 #   DRY_RUN=1 bash speedrun.sh             # the same with the profile's data, tasks and processes, in
 #                                          # out/dry-run
 #
@@ -149,5 +149,6 @@ stage "chat evaluation rl" evaluate rl
 
 python -m scripts.report --out="${REPORT_OUT:-.}"
 echo
-echo "speedrun: done. The report card is report.md. Chat with your model:"
-echo "    source .venv/bin/activate && python -m scripts.chat_web    # browser; terminal: chat_cli"
+echo "speedrun: done. The report card is ${REPORT_OUT:-.}/report.md. Chat with your model:"
+where=${NANOCHAT_BASE_DIR:+"NANOCHAT_BASE_DIR=$NANOCHAT_BASE_DIR "}
+echo "    source .venv/bin/activate && ${where}python -m scripts.chat_web    # browser; terminal: chat_cli"

@@ -61,13 +61,9 @@ what follows from it, and which flag overrides what.
 
 `python -m dev.hyperparameters` computes it from `nanochat/scaling.py`, `nanochat/gpt.py`, `nanochat/optim.py` and
 `nanochat/checkpoint.py`; nothing on it is measured. All tables assume a vocabulary of {vocab:,},
-`--max_seq_len={seq_len}`, one device and no other flag. M is 10^6; B and GB are 10^9. For other settings, read what
-a run prints before its first step (here of 20 steps), or the plan of all stages:
-
-```bash
-python -m scripts.base_train --depth=4 --max_seq_len=256 --num_iterations=20 --model_tag=test
-bash speedrun.sh --plan     # time, cost and disk; trains nothing
-```
+`--max_seq_len={seq_len}`, one device and no other flag. M is 10^6; B and GB are 10^9. For other settings, a run
+prints parameters, heads and batch before its first step; the learning rates are in its `metrics.jsonl` (`matrix_lr`,
+`embedding_lr`, `head_lr`).
 
 ## Shape and parameters
 

@@ -270,14 +270,25 @@ def test_plan_without_a_sandbox_skips_humaneval(tmp_path):
 
 
 @pytest.mark.parametrize(("gpus", "digits"), [(1, 2), (8, 0)])
-def test_documents_show_time_and_cost_of_the_plan(tmp_path, gpus, digits):
+def test_documents_show_time_cost_and_disk_of_the_plan(tmp_path, gpus, digits):
     done = speedrun(tmp_path, "--plan", **fake_machine(tmp_path, gpus=gpus, free_bytes=10**12))
     total = re.search(r"total +about (\d+) min, \$([\d.]+)", done.stdout)
     assert total, done.stdout + done.stderr
     readme = (REPOSITORY / "README.md").read_text()
     assert f"| {total[1]} min (estimate)" in readme
     assert f"| ${float(total[2]):.{digits}f} (estimate)" in readme
-    assert f"| {total[1]} min on " in (REPOSITORY / "docs" / "quickstart.md").read_text()
+    quickstart = (REPOSITORY / "docs" / "quickstart.md").read_text()
+    assert f"| {total[1]} min on " in quickstart
+    disk = re.search(r"disk +([\d.]+) GB more at peak", done.stdout)
+    assert disk, done.stdout
+    assert f"| {float(disk[1]):.0f} GB " in quickstart
+
+
+def test_quickstart_shows_the_disk_of_the_laptop_plan(tmp_path):
+    done = speedrun(tmp_path, "--plan", **fake_machine(tmp_path, gpus=0, free_bytes=10**12))
+    disk = re.search(r"disk +[\d.]+ MB more at peak", done.stdout)
+    assert disk, done.stdout + done.stderr
+    assert disk[0] in (REPOSITORY / "docs" / "quickstart.md").read_text()
 
 
 def in_bytes(text: str) -> float:
