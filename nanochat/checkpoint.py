@@ -430,6 +430,8 @@ class Progress:
     steps_at_scale: int = 0
     """Finite steps since `loss_scale` last changed."""
     health: AnomalyState = field(default_factory=AnomalyState)
+    callbacks: dict[str, Any] = field(default_factory=dict)
+    """State of callbacks by name, in types of JSON."""
     min_val: float | None = None
     last_val: float | None = None
     step_seconds: list[float] = field(default_factory=list)

@@ -15,7 +15,13 @@ import numpy as np
 from torch import Tensor
 
 from nanochat import chat_packing
-from nanochat.checkpoint import FOLDERS, Checkpoint, load_model, parse_checkpoint_ref
+from nanochat.checkpoint import (
+    FOLDERS,
+    Checkpoint,
+    load_model,
+    parse_checkpoint_ref,
+    stage_folder,
+)
 from nanochat.dataloader import Rows
 from nanochat.distributed import DistContext
 from nanochat.evaluators import ValidationConfig, ValidationLoss
@@ -133,6 +139,17 @@ def open_parent(
     return machine.on_node("verifying the checkpoint", lambda: parse_checkpoint_ref(name))
 
 
+def choose_tag(kind: str, parent: Checkpoint, cfg: TrainConfig) -> str:
+    """
+    Tag of a stage's checkpoints: --model_tag or the parent's. Raises ValueError if they would
+    replace the parent.
+    """
+    tag = cfg.model_tag or parent.folder.parent.name
+    if parent.folder.parent == stage_folder(kind) / tag:
+        raise ValueError(f"this run would replace its parent {kind}:{tag}; set another --model_tag")
+    return tag
+
+
 def open_fine_tuning(
     kind: Literal["mid", "sft"],
     parent: Checkpoint,
@@ -170,7 +187,7 @@ def open_fine_tuning(
         loader=RowLoader(rows, split, batch_tokens, seed, machine),
         machine=machine,
         cfg=cfg,
-        tag=cfg.model_tag or parent.folder.parent.name,
+        tag=choose_tag(kind, parent, cfg),
         num_steps=num_steps,
         schedule=ScheduleConfig(0, tuning.warmdown_ratio, final_lr_frac=0.0),
         kernels=tuning.kernels,

@@ -89,7 +89,7 @@ def explain(error: BaseException, repo: str, revision: str, file: str | None) ->
         fix = "set a new NANOCHAT_BASE_DIR to start over with the current commit"
     elif isinstance(error, errors.EntryNotFoundError):
         why = f"{repo} has no file {file} at commit {revision}, although the Hub lists it"
-        fix = "delete the dataset's folder in NANOCHAT_BASE_DIR/data and choose another --revision"
+        fix = "delete the dataset's folder under NANOCHAT_BASE_DIR/data and choose another revision"
     elif isinstance(error, errors.RepositoryNotFoundError) or code == 401:
         why = f"{hub} has no dataset {repo}, or it is private, or your token is invalid ({code})"
         fix = "check the name; log in with `hf auth login`, or unset HF_TOKEN"
@@ -260,6 +260,8 @@ class HubRepo:
     commit: str
     find_problem: Callable[[Path, bool], str | None]
     """(new file, whether to decode all of it) -> why it is unusable, or None."""
+    need_less: str = "lower --num_shards"
+    """How to do without some of its files, for errors."""
 
     @property
     def manifest(self) -> Path:
@@ -323,7 +325,7 @@ class HubRepo:
             found = self.files() if self.manifest.exists() else {}
             if not any("sha256" in each for each in found.values()):
                 self.manifest.unlink(missing_ok=True)
-        fix = f"lower --num_shards, or delete {self.folder} and choose another --revision"
+        fix = f"{self.need_less}, or delete {self.folder} and choose another revision"
         raise ValueError(f"{self.name}: {file} is unusable {problem}; {fix}")
 
     def remote_digest(self, file: str) -> str | None:
@@ -340,7 +342,7 @@ class HubRepo:
 
     def download(self, file: str, size: int) -> None:
         """Download one file, resuming a partial download."""
-        require_free(self.folder, size, f"downloading {file}", "lower --num_shards")
+        require_free(self.folder, size, f"downloading {file}", self.need_less)
         print(printable(f"downloading {self.name}: {file} ({size / 1e6:.1f} MB)"), flush=True)
         began, where = time.monotonic(), {"revision": self.commit, "local_dir": self.folder}
         get = partial(HfApi().hf_hub_download, self.name, file, repo_type="dataset", **where)

@@ -10,7 +10,7 @@ Writes  chatdpo_checkpoints/<tag>/ with metrics.jsonl, and the section "Chat DPO
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 
 from nanochat.checkpoint import FOLDERS, Checkpoint, load_model, stage_folder
@@ -18,7 +18,7 @@ from nanochat.common import fingerprint
 from nanochat.config import require_at_least, settings, start
 from nanochat.distributed import DistContext, init_distributed
 from nanochat.engine import Engine
-from nanochat.finetune import open_parent, parent_inputs
+from nanochat.finetune import choose_tag, open_parent, parent_inputs
 from nanochat.gpt import GPT, inference_copy
 from nanochat.lab.canaries import CanaryConfig, open_monitor
 from nanochat.lab.dpo import (
@@ -71,6 +71,7 @@ def main(cfg: ChatDPO) -> None:
     spec = None if cfg.pairs else cfg.task or default
 
     # Training and held-out data
+    tag = choose_tag("dpo", parent, cfg.train)
     with machine.working("loading the data"):
         data = open_data(cfg, spec)
         found = {"pairs": fingerprint(data[0].identity)} if spec is None else {}
@@ -80,8 +81,7 @@ def main(cfg: ChatDPO) -> None:
 
     # Models, pairs, optimizer
     model, tokenizer = load_model(parent, machine), Tokenizer.read(parent.folder / "tokenizer.json")
-    tag = cfg.train.model_tag or parent.folder.parent.name
-    pairs, held_out = make_pairs(cfg, data, parent, model, tokenizer, tag, machine)
+    pairs, held_out = make_pairs(cfg, data, parent, model, tokenizer, machine)
     reference = load_model(parent, machine).to(machine.dtype).requires_grad_(False)
     objective = DPOObjective(model, reference, cfg.dpo.beta)
     T, filler = model.cfg.max_seq_len, tokenizer.bos_id
@@ -138,14 +138,14 @@ def make_pairs(
     parent: Checkpoint,
     model: GPT,
     tokenizer: Tokenizer,
-    tag: str,
     machine: DistContext,
 ) -> list[list[Pair]]:
     """
-    Encoded pairs of each task; sampled ones are saved in the folder of the checkpoints. Raises
+    Encoded pairs of each task; sampled ones are saved beside the checkpoints of DPO. Raises
     ValueError if a task has none.
     """
     T, engine, found = model.cfg.max_seq_len, None, []
+    resume = cfg.train.saving.resume == "auto" or machine.any(machine.restarts > 0)
     if not cfg.pairs:
         tokens = sum(map(len, data)) * cfg.dpo.num_samples * cfg.dpo.max_new_tokens
         compiled = choose_engine_compile(None, machine, tokens)
@@ -159,10 +159,11 @@ def make_pairs(
             fix = "use shorter pairs, or a model with a larger max_seq_len"
         else:
             assert engine is not None
-            path = stage_folder("dpo") / tag / f"pairs_{task.split}.json"
-            sampled = [parent.fingerprint, task.identity, asdict(cfg.dpo.rollouts), seed]
+            sampling = asdict(replace(cfg.dpo.rollouts, examples_per_step=1))  # has no influence
+            origin = fingerprint([parent.fingerprint, task.identity, sampling, seed])
             sample = partial(sample_pairs, engine, task, cfg.dpo, seed, machine)
-            pairs = keep_pairs(path, fingerprint(sampled), sample, machine)
+            path = stage_folder("dpo") / f"pairs_{origin}.json"
+            pairs = keep_pairs(path, resume, sample, machine)
             about = f"from {cfg.dpo.num_samples} answers to each of {len(task):,} questions"
             fix = "raise --num_samples, or use tasks that the model solves sometimes"
         machine.print0(f"{task.split}: {len(pairs):,} pairs, {about}")

@@ -16,7 +16,7 @@ from nanochat.config import require_at_least, settings, start
 from nanochat.distributed import DistContext, init_distributed
 from nanochat.engine import Engine
 from nanochat.eval_chat import score_by_generation
-from nanochat.finetune import open_parent, parent_inputs
+from nanochat.finetune import choose_tag, open_parent, parent_inputs
 from nanochat.gpt import GPT, inference_copy
 from nanochat.lab.canaries import CanaryConfig, open_monitor
 from nanochat.lab.held_out import reject_contaminated, require_access
@@ -101,6 +101,7 @@ def main(cfg: ChatRL) -> None:
         return machine.close()
 
     # Training and held-out questions
+    tag = choose_tag("rl", parent, cfg.train)
     with machine.working("loading the tasks"):
         eval_spec = cfg.eval_task or spec
         train_task, held_out = open_questions(spec, eval_spec, cfg.eval_examples, seed)
@@ -129,7 +130,7 @@ def main(cfg: ChatRL) -> None:
         loader=rollouts,
         machine=machine,
         cfg=cfg.train,
-        tag=cfg.train.model_tag or parent.folder.parent.name,
+        tag=tag,
         num_steps=num_steps,
         schedule=ScheduleConfig(0, warmdown_ratio=1.0, final_lr_frac=0.0),
         prepared=Prepared(cfg.train.device_batch_size or 8, False, 0, seconds),

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from nanochat.mixture import Bucket, Part, Tags, parse_mixture, tags_of
+from nanochat.mixture import BUDGET, Bucket, Part, Tags, parse_mixture, tags_of
 from tasks.augment import AUGMENTERS
 from tasks.base import Mixture, Subset, Task
 from tasks.registry import TASKS, key_of, make_task, validation_split
@@ -84,6 +84,9 @@ def parse_task_mixture(spec: str, declared: Mapping[str, Mapping[str, Any]] = {}
                     f"the declaration must name a task, and the mixture must use {part.name} "
                     "without a source"
                 )
+            key = key_of(declared[part.name]["task"])
+            if declared[part.name].get("source") and not TASKS[key].source:
+                raise ValueError(f"{part.name}: {key} takes no data source; remove it")
             parts.append(part)
             continue
         key = key_of(part.name)
@@ -152,6 +155,8 @@ def rl_questions(spec: str, seed: int = 0) -> Mixture:
     Raises ValueError for an invalid spec or amounts other than question counts and whole repeats.
     """
     tasks = []
+    if BUDGET.search(spec):
+        raise ValueError(f"RL takes no budget of tokens, got {spec!r}; use a number such as =500")
     for part in parse_task_mixture(spec):
         if part.tokens is not None or part.share is not None or (part.repeats or 1) % 1:
             raise ValueError(

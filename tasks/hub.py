@@ -86,11 +86,15 @@ def load_split(
         manifest = pin_repo(repo, path, SUFFIXES, revision)
         if not path.exists():
             write_json(path, manifest)
-    source = HubRepo(repo, where, manifest["commit"], find_file_damage)
+    source = HubRepo(repo, where, manifest["commit"], find_file_damage, "use other data")
     files = match_files("/".join([*words[2:], stem]), list(source.files()), repo)
     paths = [source.fetch(file) for file in files]
     tables = [read_columns(path, columns) for path in paths]
-    table = pa.concat_tables(tables, promote_options="default")  # a column can be empty in one
+    try:
+        table = pa.concat_tables(tables, promote_options="default")  # a column can be empty in one
+    except (pa.ArrowException, TypeError) as error:  # ArrowTypeError is a TypeError
+        why = f"files {', '.join(files)} have different types in a column of {', '.join(columns)}"
+        raise ValueError(f"{repo}: {why} ({error})") from error
     if not table.num_rows:
         raise ValueError(f"{repo}: no rows in {', '.join(files)}")
     recorded = source.files()

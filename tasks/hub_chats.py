@@ -56,7 +56,9 @@ class HubChats(HubTask):
                 "{prompt: <column>, answer: <column>}"
             )
         train = self.mapping.get("train", "train")
-        self.stems = {"val": self.mapping.get("val", train), **self.stems, "train": train}
+        self.stems = {"val": train, **self.stems, "train": train}
+        if "val" in self.mapping:
+            self.stems |= {name: self.mapping["val"] for name in self.splits if name != "train"}
         self.revision = self.mapping.get("revision")
         self.column, _, self.value = self.mapping.get("where", "").partition("=")
         columns = [self.mapping.get(key) for key in ("messages", "prompt", "answer")]

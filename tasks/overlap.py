@@ -42,7 +42,7 @@ class Overlap(NamedTuple):
     shared: tuple[int, ...]
     """Indices of items with an n-gram in the training task."""
     whole: tuple[int, ...] = ()
-    """Indices of shorter items found in full."""
+    """Indices of other items whose shorter text was found in full."""
 
 
 class Ngrams(NamedTuple):
@@ -96,14 +96,10 @@ def overlaps(train: Sequence[Task], held_out: Sequence[Task], run: int = RUN) ->
         shared = {n: table.items_of(hits[n]) for n, table in tables.items()}
         for number, task in enumerate(held_out):
             checked = np.unique(np.concatenate([each.items for each in sought[number].values()]))
-            short = [i for n in lengths[:-1] for i in shared[n][number].tolist()]
-            found.append(
-                Overlap(
-                    *(source.name, task.name, len(task), len(checked)),
-                    tuple(shared[run][number].tolist()),
-                    tuple(sorted(short)),
-                )
-            )
+            long = set(shared[run][number].tolist())
+            short = {i for n in lengths[:-1] for i in shared[n][number].tolist()} - long
+            sizes = (source.name, task.name, len(task), len(checked))
+            found.append(Overlap(*sizes, tuple(sorted(long)), tuple(sorted(short))))
     return found
 
 

@@ -36,6 +36,7 @@ def hub_served(hub: Path, patch: pytest.MonkeyPatch) -> Iterator[Callable[..., A
     def start(root: Path = hub, handler=None, **switches):
         server = module.make_server(root, **switches)
         server.RequestHandlerClass = handler(module) if handler else server.RequestHandlerClass
+        server.handle_error = lambda request, address: None  # clients may leave: print no traceback
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         running.append(server)
         use_endpoint(f"http://127.0.0.1:{server.server_port}", patch)

@@ -112,6 +112,15 @@ def test_any_columns_are_read_by_a_mixture(published):
         len(bucket.val)  # its only row is of another kind
 
 
+def test_val_names_the_held_out_file_of_a_task_with_splits_of_its_own(published):
+    pair = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    other = [{"role": "user", "content": "other"}, pair[1]]
+    files = {"train": [pair] * 9, "test": [pair] * 9, "held": [other] * 9}
+    published({f"{n}.parquet": [{"messages": c} for c in chats] for n, chats in files.items()})
+    [bucket] = buckets("smoltalk:me/mine{messages: messages, val: held}")
+    assert every(bucket.val) == [("other", "a")] * 9
+
+
 @pytest.mark.parametrize(
     ("source", "message"),
     [

@@ -485,6 +485,8 @@ def test_buckets_have_names_and_tags_and_load_lazily(loaded, tmp_path):
     assert found[0].train.split == "train" and found[0].val.split == "test"
     with pytest.raises(ValueError, match="mine is declared as"):
         buckets("mine:other", declared)
+    with pytest.raises(ValueError, match="own: gsm8k takes no data source; remove it"):
+        buckets("own", {"own": {"task": "gsm8k", "source": "me/gsm8k", "language": "ko"}})
 
 
 def test_every_trainable_task_has_tags():
@@ -498,6 +500,8 @@ def test_rl_amounts_must_be_questions_or_repeats(loaded):
     for spec in ("world_facts=20%", "world_facts*1.5", "world_facts=500t"):
         with pytest.raises(ValueError, match="use a number of questions"):
             rl_questions(spec)
+    with pytest.raises(ValueError, match="RL takes no budget of tokens"):
+        rl_questions("world_facts=5@500000t")
 
 
 def test_held_out_questions_are_balanced_over_tasks():

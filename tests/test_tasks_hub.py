@@ -122,6 +122,8 @@ def test_parquet_parts_and_jsonl_load_the_same_rows(serve, tmp_path, monkeypatch
 def test_missing_or_ambiguous_files_raise(serve, tmp_path):
     for folder in ("all", "easy"):
         write_rows(tmp_path, f"{folder}/train.jsonl", [{"text": folder}])
+    write_rows(tmp_path, "mixed/part-00000-of-00002.jsonl", [{"text": "a", "level": 1}])
+    write_rows(tmp_path, "mixed/part-00001-of-00002.jsonl", [{"text": "a", "level": "b"}])
     (tmp_path / "datasets/own/data/test.jsonl").write_text('{"text": "a"}\n{"text"\n')
     serve(tmp_path)
     assert list(load_split("own/data/easy", "train", ["text"]).rows) == [{"text": "easy"}]
@@ -133,6 +135,8 @@ def test_missing_or_ambiguous_files_raise(serve, tmp_path):
         load_split("own/data/easy", "train", ["words"])
     with pytest.raises(ValueError, match=r"test\.jsonl, line 2: not JSON"):
         load_split("own/data", "test", ["text"])
+    with pytest.raises(ValueError, match=r"own/data: files mixed/part-0.* different types .*level"):
+        load_split("own/data/mixed", "part", ["text", "level"])
     with pytest.raises(ValueError, match="invalid hub repository 'data'"):
         load_split("data", "train", ["text"])
     with pytest.raises(UsageError, match="no dataset own/nothing"):

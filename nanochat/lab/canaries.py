@@ -348,8 +348,8 @@ CANARIES = {
 @dataclass(frozen=True)
 class CanaryConfig:
     canaries: Literal["stop", "warn", "off"] = "stop"
-    """Check for a broken run at 2, 5 and 10% of training, then every 10%. stop: exit without a
-    checkpoint (status 78); warn: print a warning and continue; off: no checks."""
+    """Check for a broken run at 2, 5 and 10% of training, then every 10%. stop: exit with status
+    78 and save no further checkpoint; warn: print a warning and continue; off: no checks."""
 
 
 def due(step: int, num_steps: int) -> bool:
@@ -401,6 +401,8 @@ class CanaryMonitor(Callback):
 
     def start(self, run: TrainingRun) -> None:
         self.log = run.log
+        history, triggered = run.progress.callbacks.get("canaries", ([], []))
+        self.history, self.triggered = [Finding(*each) for each in history], set(triggered)
 
     def after_step(self, done: Step, progress: Progress) -> None:
         step = progress.step
@@ -410,6 +412,7 @@ class CanaryMonitor(Callback):
                 findings += self.classify(step, {"no_signal": silent})
             findings += self.check(step, self.model, progress.smooth_loss)
             self.log(step, {f"canary_{name}": x for name, x in self.measured.items()})
+        progress.callbacks["canaries"] = [list(map(list, self.history)), sorted(self.triggered)]
         stop_if_broken(findings, self.cfg)
 
     def values(self) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from torch import Tensor
 from nanochat import records, stats
 from nanochat.chat_format import Message, render, render_prompt
 from nanochat.chat_packing import signed_ids
-from nanochat.common import WaitAborted, read_json, write_json
+from nanochat.common import WaitAborted, fingerprint, read_json, write_json
 from nanochat.distributed import DistContext
 from nanochat.engine import Completion, Engine
 from nanochat.eval_chat import Questions
@@ -125,25 +125,23 @@ def sample_pairs(
 
 
 def keep_pairs(
-    path: Path, origin: str, sample: Callable[[], list[Pair]], machine: DistContext
+    path: Path, resume: bool, sample: Callable[[], list[Pair]], machine: DistContext
 ) -> list[Pair]:
     """
-    The pairs saved at `path` if they have the same `origin`, else those that `sample` returns,
-    which are saved. A resumed run trains on the same pairs without sampling them again.
+    The pairs saved at `path` if a run resumes, else those that `sample` returns, which are saved:
+    a resumed run trains on the same pairs without sampling them again.
     """
 
     def read() -> list[Pair] | None:
-        saved = read_json(path) if path.exists() else {}
-        if saved.get("origin") != origin:
+        if not (resume and path.exists()):
             return None
-        return [Pair(*(np.array(ids, np.int32) for ids in pair)) for pair in saved["pairs"]]
+        return [Pair(*(np.array(ids, np.int32) for ids in pair)) for pair in read_json(path)]
 
     found = machine.on_main("reading pairs", read)
     if found is None:
         found = sample()
         saved = [[ids.tolist() for ids in pair] for pair in found]
-        write = partial(write_json, path, {"origin": origin, "pairs": saved})
-        machine.on_main("saving pairs", write)
+        machine.on_main("saving pairs", partial(write_json, path, saved))
     return found
 
 
@@ -225,7 +223,8 @@ class PairLoader(Loader):
     def __post_init__(self) -> None:
         require_divisible(self.cfg.examples_per_step, self.machine)
         self.batch_tokens = self.cfg.examples_per_step * 2 * self.max_seq_len
-        self.identity = {"dpo": asdict(self.cfg)}
+        digest = fingerprint([[ids.tolist() for ids in pair] for pair in self.pairs])
+        self.identity = {"dpo": asdict(self.cfg), "pair_digest": digest}
         self.metrics: dict[str, float] = {}
 
     def micro_batches(self, step: int, device_rows: int, stopping: ShouldStop) -> list[MicroBatch]:

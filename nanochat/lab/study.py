@@ -252,7 +252,7 @@ class Study:
             wanted = arm_counts(arm, counts, named, floor)
             parts = [with_tokens(part, wanted[name] * unit) for name, (part, _) in mixture.items()]
             _, declared = read_mixture(self.mix.mixture)
-            found.append(Arm(arm, (mixture_flag(write_mixture(parts), declared),)))
+            found.append(Arm(arm, (mixture_flag(",".join(parts), declared),)))
         return found
 
     # ---- searches ----------------------------------------------------------------------------
@@ -262,20 +262,6 @@ class Study:
         words = [word for word in run.job.commands[0] if word not in ("--skip_if_done", FIRST_HALF)]
         words = [word.replace("{tag}", run.tag) for word in words]
         return Job(f"{run.job.name}, re-evaluated", [[*words, OTHER_HALF]], run.job.starts_from)
-
-
-def write_mixture(parts: Sequence[Part]) -> str:
-    """Format parts as a spec; inverse of `parse_mixture`."""
-
-    def words(part: Part) -> str:
-        amount = f"={part.rows}" if part.rows is not None else ""
-        amount += f"*{part.repeats:g}" if part.repeats is not None else ""
-        if part.tokens is not None:
-            amount += f"{'*' if amount else '='}{part.tokens}t"
-        amount += f"={100 * part.share:.10g}%" if part.share is not None else ""
-        return part.label + amount
-
-    return ",".join(map(words, parts))
 
 
 def mixture_flag(spec: str, declared: Mapping[str, Any]) -> str:
@@ -288,11 +274,10 @@ def mixture_flag(spec: str, declared: Mapping[str, Any]) -> str:
     return f"--mixture={path}"
 
 
-def with_tokens(part: Part, tokens: int) -> Part:
-    """Return a part with this number of tokens from the same conversations."""
-    if tokens or part.rows is not None:
-        return Part(part.name, part.source, part.rows, tokens=tokens)
-    return Part(part.name, part.source, share=0.0)
+def with_tokens(part: Part, tokens: int) -> str:
+    """A part as written in a mixture, with this number of tokens from the same conversations."""
+    rows = "" if part.rows is None else f"{part.rows}*"
+    return f"{part.label}={rows}{tokens}t" if tokens or rows else f"{part.label}=0%"
 
 
 def no_control(base: str) -> str:

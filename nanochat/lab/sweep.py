@@ -129,9 +129,10 @@ class DoneRun:
 
 
 def code_fingerprint() -> str:
-    """Fingerprint of the Python code that runs use."""
+    """Fingerprint of the code that runs use, and of the texts beside it."""
     folders = [REPOSITORY / name for name in ("nanochat", "scripts", "tasks")]
-    files = sorted(path for folder in folders for path in folder.rglob("*.py"))
+    every = sorted(path for folder in folders for path in folder.rglob("*"))
+    files = [path for path in every if path.suffix in (".py", ".txt", ".json")]
     return fingerprint(
         {path.relative_to(REPOSITORY).as_posix(): sha256_file(path) for path in files}
     )

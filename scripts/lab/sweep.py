@@ -17,6 +17,7 @@ Writes  sweeps/<name>/ under the base directory (ledger, CSV), sweeps/runs/, and
 
 import itertools
 import math
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -97,6 +98,13 @@ def main(cfg: SweepScript) -> None:
     is_rl = cfg.study.stage == "rl"
     if is_rl and cfg.arms:
         raise ValueError('RL has no mixture for --arms to change; use --grid="task=a|b"')
+    if re.search(r"(^|[;-])mixture=", cfg.grid) and "--val_mixture=" not in cfg.study.flags:
+        raise ValueError(
+            f"--grid={cfg.grid!r}: each mixture would be measured on its own held-out data; use "
+            "--arms, or add --val_mixture=... to --flags"
+        )
+    if cfg.searching.search and "|" in cfg.study.bases:
+        raise ValueError(f"--search takes one base, got --bases={cfg.study.bases!r}")
     cfg = replace(cfg, metric=cfg.metric or ("pass@1 after" if is_rl else "Final validation bpb"))
     sweep = Sweep(cfg.sweep, cfg.name)
     study = Study(cfg.study, cfg.mix, data_of(cfg), partial(default_mixture, cfg.study.stage))
@@ -121,13 +129,17 @@ def main(cfg: SweepScript) -> None:
 
 def data_of(cfg: SweepScript) -> str:
     """Fingerprint of training and validation data; empty if the flags identify them."""
-    spec, declared = read_mixture(cfg.mix.mixture)
-    specs = [spec] if spec else []
-    specs += [word.split("=", 1)[1] for word in cfg.study.flags.split() if "val_mixture=" in word]
-    if cfg.study.stage == "base" or not specs:
-        return fingerprint(declared) if declared else ""
-    found = [bucket for spec in specs for bucket in buckets(spec, declared)]
-    return fingerprint({b.name: [b.train.identity, b.val.identity] for b in found})
+    own, given = read_mixture(cfg.mix.mixture), re.split("[ ;]+", f"{cfg.study.flags};{cfg.grid}")
+    texts = [word.split("=", 1)[1] for word in given if re.match("(--)?(val_)?mixture=", word)]
+    found = [own, *(read_mixture(each) for text in texts for each in text.split("|"))]
+    found = [(spec, declared or own[1]) for spec, declared in found if spec]
+    if not found:
+        return ""
+    if cfg.study.stage == "base":
+        return fingerprint(found)
+    every = [bucket for mixture in found for bucket in buckets(*mixture)]
+    identities = {b.name: [b.train.identity, b.val.identity] for b in every}
+    return fingerprint([sorted({spec for spec, _ in found}), identities])
 
 
 Findings = tuple[dict[str, Any], list[dict[str, Any]], dict[str, list[list[float]]]]

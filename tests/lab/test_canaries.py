@@ -1,5 +1,6 @@
 """Canaries: each triggers on its failure, and none on a healthy run."""
 
+import json
 import math
 from types import SimpleNamespace
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from nanochat.chat_format import render
-from nanochat.checkpoint import build_model
+from nanochat.checkpoint import Progress, build_model
 from nanochat.common import BROKEN
 from nanochat.dataloader import inputs_and_targets
 from nanochat.gpt import GPTConfig, inference_copy
@@ -264,6 +265,24 @@ def test_equally_accurate_model_is_fine(model, machine):
     monitor.suite.questions = [Answers(model, machine, num_wrong=2)]  # within two standard errors
     [found] = monitor.check(20, model, 1.0)
     assert found.value == 0.0 and monitor.measured["accuracy"] == 0.95
+
+
+def test_findings_survive_a_restart(monkeypatch, machine):
+    progress, done = Progress(step=10), SimpleNamespace(loss=1.0, metrics={})
+    levels = []
+    for step, no_end in ((10, 0.9), (20, 0.9), (30, 0.0)):
+        monitor = monitor_of(machine)
+        monitor.cfg = CanaryConfig("warn")
+        now = {**monitor.parent, "no_end": no_end}
+        monkeypatch.setattr(CanarySuite, "measure", lambda self, model, now=now: now)
+        monitor.start(SimpleNamespace(log=lambda step, values: None, progress=progress))
+        progress.step = step
+        monitor.after_step(done, progress)
+        saved = json.loads(json.dumps(progress.state_dict()))
+        progress = Progress()
+        progress.load_state_dict(saved)
+        levels.append(monitor.values()["Canaries"])
+    assert levels == ["warn", "broken", "broken"]
 
 
 def test_checks_are_due_at_2_then_5_then_10_percent():

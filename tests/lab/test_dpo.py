@@ -128,14 +128,14 @@ def test_right_answers_are_paired_with_wrong_ones(machine, monkeypatch):
         assert all((a == b).all() for a, b in zip(merged[i], pair, strict=True))
 
 
-def test_sampled_pairs_are_kept_for_the_same_origin(machine, tmp_path):
-    path, calls = tmp_path / "tag" / "pairs_train.json", []
+def test_sampled_pairs_are_kept_for_a_run_that_resumes(machine, tmp_path):
+    path, calls = tmp_path / "pairs_1.json", []
 
     def sample():
         calls.append(1)
         return [Pair(np.array([~1, 2, 3], np.int32), np.array([~1, len(calls)], np.int32))]
 
-    kept = [keep_pairs(path, origin, sample, machine) for origin in ("a", "a", "b", "b")]
+    kept = [keep_pairs(path, resume, sample, machine) for resume in (True, True, False, True)]
     assert [pairs[0].rejected.tolist() for pairs in kept] == [[~1, 1], [~1, 1], [~1, 2], [~1, 2]]
     assert all(ids.dtype == np.int32 for pairs in kept for ids in pairs[0])
     assert kept[1][0].chosen.tolist() == [~1, 2, 3]
@@ -321,6 +321,8 @@ def test_script_trains_on_a_file_and_the_stage_is_known(pair_file, base, command
     first = next(e for e in read_metrics(saved.folder.parent / "metrics.jsonl") if "loss" in e)
     assert first["loss"] == pytest.approx(math.log(2), rel=1e-6)
     assert "finished already" in command.works(*RUN, *words, "--skip_if_done")
+    again = command.rejects(*RUN, "--source=dpo:tuned", f"--pairs={pair_file}")
+    assert "would replace its parent dpo:tuned; set another --model_tag" in again
     pair_file.write_text(pair_file.read_text().replace("No idea", "None"))
     assert "finished already" not in command.works(*RUN, *words, "--skip_if_done")
     answers = command.works("chat_eval", *"-i dpo -a World-Choice -x 8 --max_new_tokens=4".split())

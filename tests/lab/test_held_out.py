@@ -186,3 +186,22 @@ def test_question_is_found_with_and_without_its_options():
     alone = Asked(*Choice.texts)
     [found] = overlaps([alone], [held])
     assert found.whole == (0,)  # the other one is too short to match reliably
+
+
+@pytest.mark.parametrize(("num_options", "shared", "whole"), [(2, (), (0,)), (6, (0,), ())])
+def test_item_is_counted_once(num_options, shared, whole):
+    class Choice(QuestionTask):
+        name, splits, baseline = "Choice", ("test",), 0.25
+
+        def __init__(self):
+            super().__init__("test")
+
+        def __len__(self):
+            return 1
+
+        def question(self, i):
+            options = ("oak", "elm", "ash", "fir", "yew", "bay")[:num_options]
+            return MCQuestion("Which sort of tree is it that grows?", options, 0)
+
+    [found] = overlaps([Choice()], [Choice()])
+    assert (found.shared, found.whole) == (shared, whole)

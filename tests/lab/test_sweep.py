@@ -399,6 +399,33 @@ def test_key_depends_on_training_and_validation_data(tmp_path):
     assert prints[0] != prints[3] and data_of(SweepScript()) == ""
 
 
+def test_key_depends_on_amounts_and_on_the_mixtures_of_a_grid(tmp_path):
+    mixture, rows = tmp_path / "mix.json", tmp_path / "own.jsonl"
+    asked = {"role": "user", "content": "a"}
+    prints = []
+    for count, amounts in ((2, "a=60%,b=40%"), (2, "a=40%,b=60%"), (3, "a=40%,b=60%")):
+        talks = [[asked, {"role": "assistant", "content": answer}] for answer in "bcd"[:count]]
+        rows.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
+        declared = dict.fromkeys("ab", {"task": "jsonl", "source": str(rows)})
+        mixture.write_text(json.dumps({"mixture": amounts, "buckets": declared}))
+        prints.append(data_of(SweepScript(mix=MixConfig(str(mixture)))))
+        grid = f"mixture=jsonl:{rows}|world_chat;init_lr_frac=1,2"
+        prints.append(data_of(SweepScript(grid=grid)))
+    assert len(set(prints[0::2])) == 3
+    assert prints[1] == prints[3] != prints[5]
+
+
+def test_code_fingerprint_depends_on_texts_beside_the_code(tmp_path, monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setattr(sweep, "REPOSITORY", tmp_path)
+    (tmp_path / "tasks").mkdir()
+    prints = []
+    for name, text in (("a.py", "1"), ("a.py", "2"), ("identity.txt", "1"), ("notes.md", "1")):
+        (tmp_path / "tasks" / name).write_text(text)
+        prints.append(sweep.code_fingerprint())
+    assert len(set(prints)) == 3 and prints[2] == prints[3]
+
+
 def test_confirmation_uses_the_other_half_of_the_rows(study, tmp_path):
     job = study.job("d4", Arm("x", (FIRST_HALF,)), 0)
     again = study.confirmation(DoneRun(job, tmp_path / "key"))
@@ -421,6 +448,9 @@ def faked(monkeypatch):
 
 
 def test_script_compares_a_grid(faked, base, capsys):
+    for grid in ("mixture=a|b", "score=1,2;mixture=a|b"):
+        with pytest.raises(ValueError, match="own held-out data; use --arms, or add --val_mixture"):
+            sweep_script.main(SweepScript(grid=grid))
     sweep_script.main(SweepScript(grid="score=1,2", sweep=SweepConfig(devices=2)))
     record = read_json(base / "report" / "sweep.json")
     assert record["values"]["score=2, d4"] == "+1.0000 (worse)"
@@ -469,6 +499,8 @@ def test_script_searches_for_a_value_and_re_evaluates_it(faked, base, monkeypatc
     search = SearchConfig("score", low=0.1, high=10, wide=3, tight=1, finalists=1)
     with pytest.raises(UsageError, match="smallest value tried"):
         sweep_script.main(SweepScript(searching=search, sweep=SweepConfig(devices=2)))
+    with pytest.raises(ValueError, match="takes one base, got --bases='d4|d6'"):
+        sweep_script.main(SweepScript(searching=search, study=StudyConfig(bases="d4|d6")))
     monkeypatch.setattr(DoneRun, "metric", lambda run, name: abs(math.log(score_of(run))))
     sweep_script.main(SweepScript(searching=search, sweep=SweepConfig(devices=2)))
     values = read_json(base / "report" / "sweep.json")["values"]
