@@ -283,30 +283,23 @@ def segment_block_mask(segments: Tensor, window: int | None) -> Any:
     def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return in_window(i - j, window) & (segments[b, i] == segments[b, j])
 
-    return compiled_block_mask()(seen, len(segments), None, T, T, device=str(segments.device))
-
-
-@lru_cache(maxsize=1)
-def compiled_block_mask():
-    """Compiled `create_block_mask`, which fuses a mask with the search for its empty blocks."""
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    return torch.compile(create_block_mask, dynamic=False)
+    create_block_mask = compiled_flex("create_block_mask")  # in one pass with the mask
+    return create_block_mask(seen, len(segments), None, T, T, device=str(segments.device))
 
 
 def flex_kernel():
     """FlexAttention, compiled as part of the caller or on its own (it is slow uncompiled)."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    return flex_attention if torch.compiler.is_compiling() else compiled_flex()
+    return flex_attention if torch.compiler.is_compiling() else compiled_flex("flex_attention")
 
 
-@lru_cache(maxsize=1)
-def compiled_flex():
-    """Compiled FlexAttention. Shapes are fixed during a run."""
-    from torch.nn.attention.flex_attention import flex_attention
+@lru_cache
+def compiled_flex(name: str):
+    """A function of FlexAttention, compiled on its own. Shapes are fixed during a run."""
+    from torch.nn.attention import flex_attention
 
-    return torch.compile(flex_attention, dynamic=False)
+    return torch.compile(getattr(flex_attention, name), dynamic=False)
 
 
 FA3_BUILD = "kernels-community/flash-attn3", 1  # repository on the Hub, version

@@ -268,6 +268,14 @@ def require_at_least(cfg: Any, **minimum: float) -> None:
             raise ValueError(f"{name} must be at least {bound}, got {value}")
 
 
+def require_positive(cfg: Any, *names: str) -> None:
+    """Raise ValueError if one of these settings is not above 0; None is allowed."""
+    for name in names:
+        value = getattr(cfg, name)
+        if value is not None and not value > 0:
+            raise ValueError(f"{name} must be positive, got {value}")
+
+
 def settings(cfg: Any) -> dict[str, Any]:
     """
     All settings as a flat JSON-serializable dict, in declaration order.

@@ -22,6 +22,7 @@ from nanochat.checkpoint import (
     parse_checkpoint_ref,
     stage_folder,
 )
+from nanochat.config import require_positive
 from nanochat.dataloader import Rows
 from nanochat.distributed import DistContext
 from nanochat.evaluators import ValidationConfig, ValidationLoss
@@ -103,10 +104,8 @@ class FinetuneConfig:
     kernels: KernelConfig = field(default_factory=KernelConfig)
 
     def __post_init__(self) -> None:
-        for name in ("num_iterations", "num_epochs", "total_batch_size", "init_lr_frac"):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ValueError(f"{name} must be positive, got {value}")
+        names = ("num_iterations", "num_epochs", "total_batch_size", "init_lr_frac")
+        require_positive(self, *names)
         ScheduleConfig(0, self.warmdown_ratio, final_lr_frac=0.0)  # validates it
 
 

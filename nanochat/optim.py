@@ -567,15 +567,6 @@ class MuonAdamW:
 
     # ---- state -------------------------------------------------------------------------------
 
-    def gather_state(self, group: ParamGroup, kind: str) -> Tensor:
-        """A group's state tensor, gathered from all ranks; every rank must call this."""
-        if not group.sharded:
-            return group.state[kind]
-        with self.machine.waiting(f"optimizer state all-gather ({kind})"):
-            whole = gather(group.state[kind], self.machine)
-            self.machine.synchronize()
-        return whole
-
     def state_dict(
         self, keep: Callable[[str, Tensor], Tensor] = lambda name, x: x
     ) -> dict[str, Tensor]:

@@ -54,6 +54,11 @@ BLOCK_START = re.compile(  # headings, lists, rules, quotes, numbered lists
     r"^((?=#{1,6}(\s|$)|[-+*](\s|$)|[-=]+\s*$|>)|\d{1,9}(?=[.)](\s|$)))"
 )
 LINE_BREAKS = re.compile(r"\r\n|[\r\n\v\f\x85\u2028\u2029]")
+FINE_TUNING = {
+    "Steps": ("Number of iterations", "count"),
+    "Validation bpb": ("Final validation bpb", ""),
+    "Tokens per second": ("Tokens per second", "count"),
+}
 HEADLINES = {  # section -> results shown first: label -> key and unit
     "Tokenizer training": {
         "Vocabulary": ("vocab_size", "count"),
@@ -69,17 +74,8 @@ HEADLINES = {  # section -> results shown first: label -> key and unit
         "MFU": ("MFU %", ""),
         "Peak memory": ("Peak memory usage", "MiB"),
     },
-    "Midtraining": {
-        "Steps": ("Number of iterations", "count"),
-        "Validation bpb": ("Final validation bpb", ""),
-        "Tokens per second": ("Tokens per second", "count"),
-    },
-    "Chat SFT": {
-        "Conversations": ("Training rows", "count"),
-        "Steps": ("Number of iterations", "count"),
-        "Validation bpb": ("Final validation bpb", ""),
-        "Tokens per second": ("Tokens per second", "count"),
-    },
+    "Midtraining": FINE_TUNING,
+    "Chat SFT": {"Conversations": ("Training rows", "count"), **FINE_TUNING},
     "Chat DPO": {
         "Pairs": ("Training pairs", "count"),
         "Steps": ("Number of iterations", "count"),

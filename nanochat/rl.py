@@ -25,7 +25,7 @@ from nanochat.attention import pad_right
 from nanochat.chat_format import render_prompt
 from nanochat.checkpoint import stage_folder
 from nanochat.common import WaitAborted
-from nanochat.config import require_at_least
+from nanochat.config import require_at_least, require_positive
 from nanochat.distributed import DistContext
 from nanochat.engine import Completion, Engine, Sampling
 from nanochat.eval_chat import (
@@ -68,8 +68,7 @@ class RLConfig:
     def __post_init__(self) -> None:
         require_at_least(self, examples_per_step=1, num_samples=2)
         require_at_least(self, max_new_tokens=1, resample_zero_signal=0)
-        if self.temperature <= 0:
-            raise ValueError(f"temperature must be positive, got {self.temperature}")
+        require_positive(self, "temperature")
 
     def sampling(self, seed: int) -> Sampling:
         """Sampling settings of both rollouts and evaluations."""

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -139,10 +140,9 @@ def test_blockwise_losses_match_and_engine_uses_sdpa(machine):
 
 @torch.no_grad()
 def test_layers_share_flex_masks_and_engine_uses_none(machine, monkeypatch):
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+    from torch.nn.attention import flex_attention
 
-    monkeypatch.setattr(attention, "compiled_flex", lambda: flex_attention)
-    monkeypatch.setattr(attention, "compiled_block_mask", lambda: create_block_mask)
+    monkeypatch.setattr(attention, "compiled_flex", partial(getattr, flex_attention))
     counters = torch._dynamo.utils.counters["stats"]
     cfg = replace(TINY, n_layer=5, max_seq_len=150, window_pattern="SL")
     model = lively(build_model(cfg, machine.device, machine.dtype, 0))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from nanochat.golf.quantize import QuantConfig, quantize_dequantize
-from nanochat.optim import MuonAdamW, ParamGroup
+from nanochat.optim import MuonAdamW, ParamGroup, gather
 from nanochat.train import Callback
 
 
@@ -69,5 +69,10 @@ class AveragingMuonAdamW(MuonAdamW):
     @torch.no_grad()
     def take_average(self) -> bool:
         for group in self.groups:
-            group.assign(self.gather_state(group, "average"))
+            average = group.state["average"]
+            if group.sharded:
+                with self.machine.waiting("all-gather of averaged weights"):
+                    average = gather(average, self.machine)
+                    self.machine.synchronize()
+            group.assign(average)
         return True

@@ -25,6 +25,7 @@ from nanochat import records, stats
 from nanochat.chat_format import Message, render, render_prompt
 from nanochat.chat_packing import signed_ids
 from nanochat.common import WaitAborted, fingerprint, read_json, write_json
+from nanochat.config import require_positive
 from nanochat.distributed import DistContext
 from nanochat.engine import Completion, Engine
 from nanochat.eval_chat import Questions
@@ -55,8 +56,7 @@ class DPOConfig:
     """Sample from the k most likely tokens; -1 = all tokens."""
 
     def __post_init__(self) -> None:
-        if self.beta <= 0:
-            raise ValueError(f"beta must be positive, got {self.beta}")
+        require_positive(self, "beta")
         assert self.rollouts  # raises ValueError for values out of range
 
     @property

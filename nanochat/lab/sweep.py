@@ -43,6 +43,7 @@ from nanochat.common import (
     sha256_file,
     write_json,
 )
+from nanochat.config import require_at_least, require_positive
 from nanochat.lab.significance import Scores
 from nanochat.records import (
     append_line,
@@ -71,10 +72,8 @@ class SweepConfig:
     """Rerun jobs if the code changed; --no-same_code reuses old results."""
 
     def __post_init__(self) -> None:
-        if self.devices < 1:
-            raise ValueError(f"devices must be at least 1, got {self.devices}")
-        if self.cap_hours is not None and not self.cap_hours > 0:
-            raise ValueError(f"cap_hours must be positive, got {self.cap_hours}")
+        require_at_least(self, devices=1)
+        require_positive(self, "cap_hours")
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from fastapi.datastructures import Headers
 from fastapi.responses import JSONResponse
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from nanochat.config import require_positive
 from nanochat.serve.openai_api import ApiError
 
 Scope = dict[str, Any]
@@ -50,9 +51,7 @@ class SecurityConfig:
     """Seconds after which a client that does not read is disconnected."""
 
     def __post_init__(self) -> None:
-        for name in ("max_body_bytes", "request_seconds", "send_seconds"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        require_positive(self, "max_body_bytes", "request_seconds", "send_seconds")
         for name in self.allowed_hosts:
             if not HOST.fullmatch(name) or hostname(name) != name.lower():
                 raise ValueError(f"invalid allowed_hosts {name!r}; omit the scheme and the port")

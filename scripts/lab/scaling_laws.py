@@ -27,7 +27,7 @@ import torch
 from nanochat import records, report
 from nanochat.checkpoint import new_model, stage_folder
 from nanochat.common import UsageError, read_json, write_atomic, write_json
-from nanochat.config import parse, require_at_least, start
+from nanochat.config import parse, require_at_least, require_positive, start
 from nanochat.distributed import DistContext, init_distributed
 from nanochat.gpt import GPT
 from nanochat.lab.scaling_law import (
@@ -90,8 +90,7 @@ class ScalingLaws:
 
     def __post_init__(self) -> None:
         require_at_least(self, depths_per_budget=3, seeds=1, eval_tokens=1)
-        if not self.hours > 0:
-            raise ValueError(f"hours must be positive, got {self.hours}")
+        require_positive(self, "hours")
         self.flop_budgets()
         for name in ("depths", "project"):
             wrong = [
