@@ -10,8 +10,7 @@ between ranks.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -172,13 +171,11 @@ class Guard(NamedTuple):
     """Factor on the reduced gradients."""
 
 
-def apply_guard(guard: Guard | None, grad: Tensor, *factors: Tensor) -> tuple[Tensor, ...]:
+def apply_guard(guard: Guard, grad: Tensor, *factors: Tensor) -> tuple[Tensor, ...]:
     """
     Scale a gradient. Without an update, gradient and factors become 0: with a learning rate of 0
     and moments that take no part of the gradient, an update rule changes nothing.
     """
-    if guard is None:
-        return grad, *factors
     scaled = torch.where(guard.good, grad * guard.scale.to(grad.dtype), 0.0)
     return scaled, *(factor * guard.good for factor in factors)
 
@@ -190,7 +187,7 @@ def muon_update(
     scalars: Tensors,
     dtype: Any,
     cautious: bool,
-    guard: Guard | None = None,
+    guard: Guard,
 ) -> None:
     """
     In-place Muon step on stacks (K, M, N); `dtype` is that of the Newton-Schulz matmuls.
@@ -209,7 +206,7 @@ def muon_update(
 
 
 def adamw_update(
-    weight: Tensor, grad: Tensor, state: Tensors, scalars: Tensors, guard: Guard | None = None
+    weight: Tensor, grad: Tensor, state: Tensors, scalars: Tensors, guard: Guard
 ) -> None:
     """
     In-place AdamW step (arXiv:1711.05101), any shape.
@@ -325,8 +322,6 @@ class MuonAdamW:
         self.peak_lrs = {f"{role}_lr": table[role].lr for role in LOGGED_ROLES if role in table}
         self.muon_kernel: Callable = muon_update
         self.adamw_kernel: Callable = adamw_update
-        self.guards_on_device = machine.device.type == "cuda"  # a CPU reads scalars for free
-        self.guard: Guard | None = None
         groups, roles = dict[Any, ParamGroup](), model.param_roles()
         counts, many = Counter[Any](), machine.world_size > 1
         for name, param in model.named_parameters():
@@ -464,28 +459,24 @@ class MuonAdamW:
         decay_factor: float = 1.0,
         scale: Tensor | float = 1.0,
         good: Tensor | bool = True,
-        undo: bool = False,
     ) -> None:
         """
         Update the weights. `lr_factor` multiplies the peak learning rates, `decay_factor` Muon's
         cautious weight decay, `scale` the reduced gradients; `momentum` is Muon's. Unless `good`,
         weights and state keep their values, and the caller takes 1 from `steps_taken` once it has
-        read `good`. With `undo`, restores weights and state afterward.
+        read `good`.
         """
         self.steps_taken += 1
-        self.guard = self.guard_of(good, scale)
-        if self.guard is None and not good:
-            return self.drop_gradients()
+        guard = Guard(
+            self.on_device(good, torch.bool), self.on_device(scale, self.machine.widest_dtype)
+        )
         launched = []
         for group in self.groups:
             assert group.grad is not None, "step without reduce_gradients"
-            if self.guard is None and scale != 1.0:
-                grad_entries(group.grad).mul_(float(scale))
             weight, has_master = group.weight(), "master" in group.state
             if group.sharded and not has_master:
                 weight = weight.clone()
-            with restore_after(weight, *group.state.values()) if undo else nullcontext():
-                self.update(group, weight, lr_factor, momentum, decay_factor)
+            self.update(group, weight, guard, lr_factor, momentum, decay_factor)
             group.grad = None
             weight = weight.to(group.params[0].dtype)
             if group.sharded:
@@ -496,23 +487,21 @@ class MuonAdamW:
             with self.machine.waiting("weight all-gather"):
                 work.wait()
             group.assign(whole)
-        self.guard = None
 
-    def guard_of(self, good: Tensor | bool, scale: Tensor | float) -> Guard | None:
-        """The guard of a step, if its verdict stays on the device."""
-        if not self.guards_on_device:
-            return None
-        kinds = (torch.bool, self.machine.widest_dtype)  # always the same, for one compilation
-        each = (
-            torch.full((), x, dtype=kind, device=self.machine.device)
-            if not isinstance(x, Tensor)
-            else x.to(kind)
-            for x, kind in zip((good, scale), kinds, strict=True)
-        )
-        return Guard(*each)
+    def on_device(self, x: Tensor | float, dtype: torch.dtype) -> Tensor:
+        """A scalar on the device; always of one dtype, so that kernels are compiled once."""
+        if isinstance(x, Tensor):
+            return x.to(dtype)
+        return torch.full((), x, dtype=dtype, device=self.machine.device)
 
     def update(
-        self, group: ParamGroup, weight: Tensor, lr_factor: float, momentum: float, decay: float
+        self,
+        group: ParamGroup,
+        weight: Tensor,
+        guard: Guard,
+        lr_factor: float,
+        momentum: float,
+        decay: float,
     ) -> None:
         """Apply the group's rule to this rank's slice of the weights."""
         rule, grad, lr, step = group.rule, group.grad, group.rule.lr * lr_factor, self.steps_taken
@@ -523,27 +512,26 @@ class MuonAdamW:
             dtype, cautious = self.machine.dtype, rule.cautious
             if dtype == torch.float16:  # entries of a gradient can be below its range
                 dtype = torch.float32
-            self.muon_kernel(weight, grad, state, scalars, dtype, cautious, self.guard)
+            self.muon_kernel(weight, grad, state, scalars, dtype, cautious, guard)
         elif rule.kind == "rows" and grad is not None:
-            if self.guard is not None:  # finding the touched rows waits for the device anyway
-                if not self.guard.good:
-                    return
-                grad = grad * self.guard.scale.to(grad.dtype)
+            if not guard.good:  # finding the touched rows waits for the device anyway
+                return
+            grad_entries(grad).mul_(guard.scale)
             sparse_adam_update(weight, *touched_rows(grad), group.state["second"], rule, lr, step)
         else:
             scalars = as_tensors(lr, *rule.betas, rule.weight_decay, step)
-            self.adamw_kernel(weight, grad, state, scalars, self.guard)
+            self.adamw_kernel(weight, grad, state, scalars, guard)
 
     @torch.no_grad()
     def rehearse(self) -> None:
         """
-        Reduce the gradients, take a step and undo it, to compile the kernels and reach the peak
-        memory of a step.
+        Reduce the gradients and take a step that changes nothing, to compile the kernels and reach
+        the peak memory of a step.
         """
         steps_taken = self.steps_taken
         try:
             self.reduce_gradients()
-            self.step(0.0, undo=True)
+            self.step(0.0, good=False)
         finally:
             self.steps_taken = steps_taken
 
@@ -644,17 +632,6 @@ def state_bytes(model: GPT) -> int:
 def as_tensors(*numbers: float) -> list[Tensor]:
     """Scalars as tensors: changing them does not recompile a compiled function."""
     return [torch.tensor(x, dtype=torch.float32) for x in numbers]
-
-
-@contextmanager
-def restore_after(*tensors: Tensor) -> Iterator[None]:
-    """Restore the values of tensors on exit, from copies in host memory."""
-    copies = [x.to("cpu", copy=True) for x in tensors]
-    try:
-        yield
-    finally:
-        for x, before in zip(tensors, copies, strict=True):
-            x.copy_(before)
 
 
 def reduce_scatter(whole: Tensor, machine: DistContext) -> tuple[Tensor, Any]:

@@ -314,7 +314,6 @@ def rehearse(
     optimizer: MuonAdamW,
     machine: DistContext,
     ids: Tensor,
-    update: bool,
     device_rows: int,
 ) -> tuple[int, float] | None:
     """
@@ -322,8 +321,8 @@ def rehearse(
     memory. Does not change the weights.
 
     Runs three micro-batches, each on `device_rows` rows of `ids` (4, B, T). Gradients accumulate as
-    in a training step of B rows. With `update`, also takes an optimizer step and undoes it. The
-    first micro-batch compiles; the last one is timed. On a CPU, the peak is that of the process.
+    in a training step of B rows; then takes an optimizer step that changes nothing. The first
+    micro-batch compiles; the last one is timed. On a CPU, the peak is that of the process.
     """
     seconds = []
 
@@ -339,7 +338,7 @@ def rehearse(
             seconds.append(time.perf_counter() - started)
 
     hardware.reset_peak_memory(machine.device)
-    done = try_run(accumulate, machine) and (not update or try_run(optimizer.rehearse, machine))
+    done = try_run(accumulate, machine) and try_run(optimizer.rehearse, machine)
     peak = hardware.peak_memory_bytes(machine.device)
     optimizer.drop_gradients()
     hardware.reset_peak_memory(machine.device)

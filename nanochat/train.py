@@ -675,10 +675,7 @@ def fit_rows(run: TrainingRun, steps: int) -> Prepared:
     machine.print0(f"preflight  measuring a micro-batch of {device_rows} rows ({mode}) ...")
     # two copies of a step's tokens and targets, because a step may reorder its rows
     ids = torch.arange(4 * rows * T, device=device).view(4, rows, T) % model.cfg.vocab_size
-    # skip the update on CPU, because undoing it takes more memory than the update itself; under a
-    # time budget, measure it anyway so that compiling it is not part of the budget
-    update = device.type == "cuda" or run.max_seconds is not None
-    rehearse = partial(preflight.rehearse, trainable, optimizer, machine, ids, update)
+    rehearse = partial(preflight.rehearse, trainable, optimizer, machine, ids)
     # same limit on all ranks: if only one ran out of memory, it would miss a collective
     available = hardware.free_memory_bytes(device) + hardware.used_memory_bytes(device)
     reserve = preflight.GPU_RESERVE if requested is None else 0

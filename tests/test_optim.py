@@ -253,24 +253,21 @@ def test_state_round_trip_and_missing_tensor_error(machine, tiny_gpt):
         second.load_state_dict(saved)
 
 
-@pytest.mark.parametrize("good", [True, False])
 @pytest.mark.parametrize("kind", [MuonAdamW, AveragingMuonAdamW])
-def test_verdict_on_the_device_acts_like_one_on_the_host(machine, tiny_gpt, good, kind):
-    """A guarded update, as on a GPU, gives the same bits; a bad step changes none."""
+def test_bad_step_changes_nothing(machine, tiny_gpt, kind):
     settings = {"ema_decay": 0.9} if kind is AveragingMuonAdamW else {}
     tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
     results = []
-    for guarded in (False, True):
+    for factors in ((1.0, 1.0), (1.0, math.nan, 1.0)):
         model, table = copy.deepcopy(tiny_gpt), make_rules(OptimConfig(weight_decay=0.1), 768)
         optimizer = kind(model, table, machine, **settings)
-        optimizer.guards_on_device = guarded
-        for factor in (1.0, 1.0 if good else math.nan, 1.0):
+        for factor in factors:
             (model.loss(tokens, tokens) * factor).backward()
             norm = optimizer.reduce_gradients()
             optimizer.step(1.0, scale=torch.tensor(0.5), good=norm.isfinite())
             optimizer.steps_taken -= not math.isfinite(norm)
         results.append(dict(model.named_parameters()) | optimizer.state_dict())
-    assert results[0]["steps_taken"] == 2 + good
+    assert results[0]["steps_taken"] == 2
     for name, value in results[0].items():
         assert torch.equal(value, results[1][name]), name
 

@@ -16,7 +16,7 @@ from nanochat import hardware, preflight
 from nanochat.common import REPOSITORY, UsageError, read_json
 from nanochat.distributed import DistContext
 from nanochat.gpt import GPT
-from nanochat.optim import MuonAdamW, OptimConfig, ScheduleConfig, make_rules
+from nanochat.optim import MuonAdamW, OptimConfig, ScheduleConfig, make_rules, muon_update
 from nanochat.preflight import (
     choose_device_rows,
     describe_run,
@@ -122,7 +122,7 @@ def test_R32_rehearsal_holds_gradients_like_training(
     assert all(p.grad is None for p in tiny_gpt.parameters())
 
 
-def test_out_of_memory_in_rehearsed_step_restores_state(machine, tiny_gpt, optimizer, monkeypatch):
+def test_out_of_memory_in_rehearsed_step_changes_nothing(machine, tiny_gpt, optimizer, monkeypatch):
     tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
     tiny_gpt.loss(tokens, tokens).backward()
     optimizer.reduce_gradients()
@@ -130,13 +130,13 @@ def test_out_of_memory_in_rehearsed_step_restores_state(machine, tiny_gpt, optim
     weights = {n: p.detach().clone() for n, p in tiny_gpt.named_parameters()}
     state = {n: v.clone() for n, v in optimizer.state_dict().items()}
 
-    def out_of_memory(weight, grad, state, *rest):
-        state[0].mul_(0.5)
+    def out_of_memory(*arguments):
+        muon_update(*arguments)
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(optimizer, "muon_kernel", out_of_memory)
     with pytest.raises(UsageError, match="smaller --depth"):
-        fit_rows(run_of(tiny_gpt, optimizer, machine, max_seconds=60.0), 8)
+        fit_rows(run_of(tiny_gpt, optimizer, machine), 8)
     assert all(torch.equal(p, weights[n]) for n, p in tiny_gpt.named_parameters())
     assert all(torch.equal(v, state[n]) for n, v in optimizer.state_dict().items())
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from nanochat.golf.quantize import QuantConfig, quantize_dequantize
-from nanochat.optim import MuonAdamW, ParamGroup, gather
+from nanochat.optim import Guard, MuonAdamW, ParamGroup, gather
 from nanochat.train import Callback
 
 
@@ -59,12 +59,11 @@ class AveragingMuonAdamW(MuonAdamW):
         for group in self.groups:
             group.state["average"] = group.weight().clone()
 
-    def update(self, group: ParamGroup, weight: Tensor, *settings: float) -> None:
-        super().update(group, weight, *settings)
+    def update(self, group: ParamGroup, weight: Tensor, guard: Guard, *settings: float) -> None:
+        super().update(group, weight, guard, *settings)
         step = self.steps_taken  # lower decay at first, to forget the initial weights
         decay = min(self.ema_decay, (1 + step) / (10 + step))
-        fresh = 1 - decay if self.guard is None else (1 - decay) * self.guard.good
-        group.state["average"].lerp_(weight, fresh)
+        group.state["average"].lerp_(weight, (1 - decay) * guard.good)
 
     @torch.no_grad()
     def take_average(self) -> bool:
