@@ -141,7 +141,7 @@ def make_pairs(
     machine: DistContext,
 ) -> list[list[Pair]]:
     """
-    Encoded pairs of each task; sampled ones are saved beside the checkpoints of DPO. Raises
+    Encoded pairs of each task; sampled ones are saved in the folder of DPO checkpoints. Raises
     ValueError if a task has none.
     """
     T, engine, found = model.cfg.max_seq_len, None, []

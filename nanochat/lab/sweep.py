@@ -128,7 +128,7 @@ class DoneRun:
 
 
 def code_fingerprint() -> str:
-    """Fingerprint of the code that runs use, and of the texts beside it."""
+    """Fingerprint of the code that runs use, and of the texts in its folders."""
     folders = [REPOSITORY / name for name in ("nanochat", "scripts", "tasks")]
     every = sorted(path for folder in folders for path in folder.rglob("*"))
     files = [path for path in every if path.suffix in (".py", ".txt", ".json")]
