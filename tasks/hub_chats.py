@@ -144,15 +144,19 @@ class RStarCoder(HubChats):
 
 class YiSang(HubChats):
     """
-    Korean prompts from the web with reasoning traces. Its columns are an assumption: no copy was at
-    hand. Source: Son et al., "Pushing on Multilingual Reasoning Models", arXiv:2510.04230.
+    Korean prompts from the web with reasoning traces: code, exams, science and OpenThoughts. The
+    other categories are in KOREAson/YiSang-3.7M. The columns are those that the first author's
+    scripts read (guijinSON/ko-reason, prepare_dataset.py); the data were not at hand.
+
+    Source: Son et al., "Pushing on Multilingual Reasoning Models", arXiv:2510.04230.
     """
 
     name = "YiSang"
     repo = "KOREAson/YiSang-HighQuality"
     mapping = {
         **{"prompt": "instruction", "answer": "response"},
-        **{"train": "default/train/*", "revision": AS_PARQUET},
+        # the Hub converts the first 5 GB of a larger dataset, to default/partial-train
+        **{"train": "default/*train/*", "revision": AS_PARQUET},
     }
 
 

@@ -2,6 +2,7 @@
 
 import json
 import random
+from pathlib import Path
 
 import pytest
 
@@ -92,11 +93,29 @@ def test_rstar_coder_reads_only_programs_that_passed(published):
     assert sorted(found) == [(f"q{i}", f"<think>\n</think>\nq{i}") for i in range(0, 10, 2)]
 
 
-def test_yisang_is_read_from_the_branch_of_parquet_files(published):
+@pytest.mark.parametrize("folder", ["train", "partial-train"])
+def test_yisang_is_read_from_the_branch_of_parquet_files(published, folder, capsys):
     rows = [{"instruction": f"질문 {i}", "response": f"답 {i}"} for i in range(4)]
-    published({"default/train/0000.parquet": rows[:2], "default/train/0001.parquet": rows[2:]})
+    rows += [{"instruction": "질문", "response": ""}, {"instruction": None, "response": "답"}]
+    files = {f"default/{folder}/000{n}.parquet": rows[3 * n : 3 * n + 3] for n in range(2)}
+    published(files)
     found = every(YiSang("train")) + every(YiSang("val"))
     assert sorted(found) == [(f"질문 {i}", f"답 {i}") for i in range(4)]
+    assert "YiSang: skipped 2 of 6 rows of KOREAson/YiSang-HighQuality" in capsys.readouterr().out
+
+
+def test_yisang_buckets_of_the_korean_study_select_a_category(published):
+    rows = [
+        {"instruction": f"{kind} {i}", "response": "답", "category": kind}
+        for i in range(20)
+        for kind in ("Daily", "Code", "Science", "Medical", "Exams")
+    ]
+    published({"default/train/0000.parquet": rows})
+    declared = json.loads(Path("dev/korean_public.json").read_text())["buckets"]
+    for kind in ("Daily", "Code", "Science", "Medical"):
+        source = declared[f"web-{kind.lower()}"]["source"]
+        found = every(YiSang("train", source)) + every(YiSang("val", source))
+        assert sorted(found) == sorted((f"{kind} {i}", "답") for i in range(20))
 
 
 def test_any_columns_are_read_by_a_mixture(published):
