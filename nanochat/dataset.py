@@ -315,14 +315,15 @@ def open_source(
     """
     Open the source that `cfg` selects, or else the one `recorded` by an earlier stage.
 
-    recorded: `Source.describe()` of that stage; settings in `cfg` override it.
+    recorded: `Source.describe()` of that stage, empty for an imported model; settings in `cfg`
+    override it.
     prepare: called before the source is opened, to write a generated dataset.
     Raises ValueError with the fix if there is no source or its text has changed; nothing is
     recorded in that case.
     """
     wanted, must_be = FirstUseConfig(**asdict(cfg)), None
     if wanted.dataset is None:
-        if recorded is None or "mixture" in recorded:
+        if not recorded or "mixture" in recorded:
             ways = "--dataset=<owner>/<name>, --dataset=embedded or --dataset=<folder>"
             raise ValueError(f"one text source is required; use {ways}")
         must_be = recorded["fingerprint"] if wanted == FirstUseConfig() else None

@@ -202,7 +202,7 @@ def write_record(
     files       output files or directories; `find_finished` checks their content later
     extend      merge into the section's last record if it has the same inputs: keep its values,
                 items, tables, series and files, and add up the costs. A value of None deletes the
-                old value.
+                old value and its items.
 
     Safe to call from concurrent processes. Returns the path of the record.
     """
@@ -232,6 +232,10 @@ def write_record(
     with common.hold_lock(folder / ".lock", f"recording {section}"):
         if extend and (old := read_if_sound(path)):
             record = extend_record(old, record)
+        if extend:
+            gone = {name for name, value in record["values"].items() if value is None}
+            for part in ("values", "items"):
+                record[part] = {k: v for k, v in record[part].items() if k not in gone}
         record = common.seal(to_json_types(record))
         append_line(folder / "records.jsonl", one_line(record))
         common.write_atomic(path, indented(record))
@@ -351,7 +355,6 @@ def extend_record(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     both = {part: {**old[part], **new[part]} for part in ("values", "items", "series", "files")}
     if new["values"].keys() >= old["values"].keys():
         both["values"] = new["values"]  # use the new order
-    both["values"] = {name: value for name, value in both["values"].items() if value is not None}
     titles = {table["title"] for table in new["tables"]}
     tables = [table for table in old["tables"] if table["title"] not in titles]
     cost = new["cost"] | {name: old["cost"][name] + new["cost"][name] for name in ADDED_COSTS}

@@ -340,12 +340,13 @@ def own_folder(until_end: contextlib.ExitStack) -> str:
     remove_stale_folders(parent)
     while True:
         folder = tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=parent)
-        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        until_end.callback(os.close, lock)
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if os.fstat(lock).st_nlink:  # else another process removed it before it was locked
-            until_end.callback(shutil.rmtree, folder)
-            return folder
+        with contextlib.suppress(FileNotFoundError):  # another process removed it already
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            until_end.callback(os.close, lock)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if os.fstat(lock).st_nlink:  # else another process removed it before it was locked
+                until_end.callback(shutil.rmtree, folder)
+                return folder
 
 
 @functools.cache

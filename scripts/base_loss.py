@@ -114,17 +114,21 @@ def main(cfg: BaseLoss) -> None:
         with machine.working("writing the report"):
             provenance = records.Provenance(origin["run_id"], origin["seed"], inputs)
             cost = records.Cost.since(started, machine)
-            table = bpb_table(train, val, plain, T)
+            table = bpb_table(train, val, plain, T, any(trained.values()))
             report.append_section(SECTION, cfg, values, provenance, cost, tables=[table])
     machine.close()
 
 
-def bpb_table(train: Bpb, val: Bpb, plain: Bpb, max_seq_len: int) -> dict[str, Any]:
-    """The results as a table that says what was scored. plain: of whole documents."""
+def bpb_table(train: Bpb, val: Bpb, plain: Bpb, max_seq_len: int, seen: bool) -> dict[str, Any]:
+    """
+    The results as a table that says what was scored. plain: of whole documents. seen: whether the
+    model was trained on the training text.
+    """
+    first = "text of the first training steps" if seen else "training text of the dataset"
     pieces = f"rows of {max_seq_len} tokens, in which a document may start in the middle"
     gap = f"{val.value - train.value:+.4f}"
     rows = [
-        ["train bpb", f"{train.value:.4f}", f"text of the first training steps in {pieces}"],
+        ["train bpb", f"{train.value:.4f}", f"{first} in {pieces}"],
         ["val bpb", f"{val.value:.4f}", f"held-out text in {pieces}"],
         ["val minus train", gap, "what training text has in its favor"],
         ["document bpb", f"{plain.value:.4f}", "whole held-out documents, each from its start"],

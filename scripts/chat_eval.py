@@ -119,13 +119,16 @@ def open_tasks(
     Return the tasks that every rank can score, and name -> reason for the skipped ones, which are
     logged. Raises UsageError if a task in `task_name` cannot be scored.
     """
-    names = select_tasks(cfg.task_name, default, cfg.final, machine.print0)
+    selected = select_tasks(cfg.task_name, default, cfg.final, machine.print0)
+    names = list({key_of(name): name for name in selected}.values())
     reasons = {name: why_unavailable(name, cfg.unsafe_exec) for name in names}
     missing = {n: why for rank in machine.gather(reasons) for n, why in rank.items() if why}
     for name, why in missing.items():
         if cfg.task_name:
             raise UsageError(f"{name} cannot be scored here: {why}", "remove it from --task_name")
         machine.print0(f"skipping {name}: {why}")
+    if not cfg.task_name:
+        missing |= {name: "final benchmark" for name in default if name not in selected}
     with machine.working("loading the tasks"):
         return [eval_task(name, cfg.unsafe_exec) for name in names if name not in missing], missing
 
@@ -145,8 +148,9 @@ def main(cfg: ChatEval) -> None:
     started = time.perf_counter()
     machine = init_distributed(cfg.machine, cfg.sampling.seed)
     checkpoint = find_checkpoint_on_node(machine, cfg.source, cfg.model_tag, cfg.step)
-    every_task = default_tasks(checkpoint.state["source"])
-    tasks, missing = open_tasks(cfg, every_task, machine)
+    default = default_tasks(checkpoint.state["source"])
+    tasks, missing = open_tasks(cfg, default, machine)
+    counted = [task for task in tasks if key_of(task.name) in map(key_of, default)]
     inputs = parent_inputs(checkpoint)
     key = records.stage_key({**all_flags(cfg), "task_name": None}, inputs)  # identifies a score
     known: dict[str, Estimate] = {}
@@ -187,11 +191,14 @@ def main(cfg: ChatEval) -> None:
         known[task.name] = stats.mean(item_means(graded.outcomes))
         machine.print0(describe_task(task, graded, time.perf_counter() - begun))
         is_sampled = task.kind == "generate" and cfg.sampling.temperature > 0
-        record(*task_record(task, graded, key, is_sampled))
-    scored = {key_of(name) for name in (*missing, *(task.name for task in tasks))}
-    if scored >= {key_of(name) for name in every_task}:
+        values, items = task_record(task, graded, key, is_sampled)
+        if task in counted:
+            values[MEAN] = None  # recorded again when all tasks are scored
+        record(values, items)
+    scored = {key_of(name) for name in (*missing, *(task.name for task in counted))}
+    if scored >= set(map(key_of, default)):
         samples = [sample_conversations(engine, cfg, tasks)] if machine.is_main else []
-        record(*mean_record(tasks, known, missing), *samples)
+        record(*mean_record(counted, known, missing), *samples)
     if machine.is_main:
         with machine.working("writing the report"):
             report.update(cfg.report_dir)

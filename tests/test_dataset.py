@@ -74,9 +74,10 @@ def local(folder: Path, **settings):
 # Source selection
 
 
-def test_error_without_source_lists_the_options():
+@pytest.mark.parametrize("recorded", [None, {}])  # {}: of an imported model
+def test_error_without_source_lists_the_options(recorded):
     with pytest.raises(ValueError, match="--dataset=embedded"):
-        open_source(DataConfig())
+        open_source(DataConfig(), recorded)
 
 
 @pytest.mark.parametrize("name", ["", "climbmix", "a/b/c", "b/"])

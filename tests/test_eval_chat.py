@@ -16,6 +16,7 @@ from nanochat.eval_chat import (
     trim,
 )
 from nanochat.gpt import GPTConfig
+from nanochat.lab import held_out
 from nanochat.tokenizer import Tokenizer
 from scripts import chat_eval
 from tests.conftest import lively
@@ -174,6 +175,40 @@ def test_aborted_evaluation_resumes_with_the_next_task(base, tmp_path, capsys, m
     straight = read_json(tmp_path / "straight" / path.name)
     assert read_json(path)["values"] == straight["values"] and "ChatCORE" in straight["values"]
     assert read_json(path)["items"] == straight["items"]
+
+
+def recorded(base) -> dict:
+    return read_json(base / "report" / "chat-evaluation-sft.json")["values"]
+
+
+def test_chatcore_is_deleted_when_one_of_its_tasks_is_scored_again(base):
+    save_model("embedded")
+    evaluate()
+    assert recorded(base)["ChatCORE"]["n"] == 16
+    evaluate(task_name="World-Choice", max_problems=3)
+    assert "ChatCORE" not in recorded(base)
+    evaluate(max_problems=3, skip_if_done=True)
+    assert recorded(base)["ChatCORE"]["n"] == 12
+
+
+def test_chatcore_counts_each_default_task_once(base, word_list):
+    save_model("embedded")
+    evaluate()
+    expected = recorded(base)["ChatCORE"]
+    names = "World-Choice|World-Facts|World-Problems|World-Spelling"
+    evaluate(task_name=f"{names}|world_choice|SimpleSpelling")
+    assert recorded(base)["ChatCORE"] == expected and "SimpleSpelling" in recorded(base)
+
+
+def test_chatcore_without_final_benchmarks_says_so(base, capsys):
+    save_model("embedded")
+    held_out.declare({"World-Facts": "world"})
+    evaluate()
+    values = recorded(base)
+    assert "World-Facts" not in values and values["ChatCORE"]["n"] == 12
+    assert values["ChatCORE without"] == "World-Facts: final benchmark"
+    evaluate(skip_if_done=True)
+    assert "finished already, skipped" in capsys.readouterr().out
 
 
 def test_without_a_sandbox_humaneval_is_skipped_and_recorded(

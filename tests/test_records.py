@@ -86,6 +86,14 @@ def test_extend_keeps_earlier_scores_of_the_same_model():
     assert records.read_records()[0]["values"] == {"AQUA": 0.3}
 
 
+def test_extend_deletes_values_of_none_with_their_items():
+    items = {"GSM8K": records.item_scores(["q"], [1])}
+    for _ in range(2):  # without and with an earlier record
+        write("Chat evaluation sft", {"AQUA": 0.2, "GSM8K": None}, items=items, extend=True)
+        [record] = records.read_records()
+        assert record["values"] == {"AQUA": 0.2} and record["items"] == {}
+
+
 def test_item_scores_round_trip_with_item_fingerprint():
     scores = [1, 0, 0.125, 1 / 3]
     items = [{"query": f"{i} + {i}?"} for i in range(4)]

@@ -52,6 +52,7 @@ class NanochatLM(LM):
         if kind == "cuda" and not torch.cuda.is_available():
             kind = None  # the harness defaults to a GPU
         self.machine = init_distributed(DistConfig(kind, dtype))
+        tag = None if tag is None else str(tag)  # the harness parses digits as a number
         checkpoint = find_checkpoint(source or newest_stage(), tag, step)
         self.model, self.own_tokenizer = load_inference(checkpoint, self.machine)
         self.subject = eval_model_of(self.model, self.own_tokenizer)

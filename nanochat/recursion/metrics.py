@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from nanochat.distributed import DistContext
-from nanochat.eval_bpb import Batch, Bpb, bits_per_byte
+from nanochat.eval_bpb import Batch, Bpb, bits_per_byte, bucket_metrics, pool
 from nanochat.evaluators import ValidationLoss
 from nanochat.gpt import config_from
 from nanochat.optim import MuonAdamW, grad_entries
@@ -44,14 +44,20 @@ class LoopValidation(ValidationLoss):
     model: RecursiveGPT
 
     def measure(self, stopping: Callable[[], bool]) -> dict[str, float]:
-        loops = range(1, self.model.cfg.n_loops + 1)
-        every = itertools.chain.from_iterable
-        batches = every(map(self.batches, self.rows.values()))
-        by_loop = bpb_by_loop(self.model, loops, batches, self.token_bytes, self.machine, stopping)
+        model, loops, found = self.model, range(1, self.model.cfg.n_loops + 1), {}
+        for name, rows in self.rows.items():
+            batches = self.batches(rows)
+            found[name] = bpb_by_loop(
+                model, loops, batches, self.token_bytes, self.machine, stopping
+            )
+        by_loop = [pool(each) for each in zip(*found.values(), strict=True)]
+        self.by_bucket = bucket_metrics({name: bpb[-1] for name, bpb in found.items()})
+        every = itertools.chain.from_iterable(map(self.batches, self.rows.values()))
         return {
             "val_bpb": by_loop[-1].value,
+            **self.by_bucket,
             **loop_metrics([bpb.value for bpb in by_loop]),
-            **state_metrics(self.model, every(map(self.batches, self.rows.values()))),
+            **state_metrics(model, every),
         }
 
 

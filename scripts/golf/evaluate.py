@@ -95,7 +95,7 @@ def score_artifact(cfg: GolfEval, path: Path, machine: DistContext) -> ScoredArt
     artifact = read_artifact(path)
     model = artifact.build(machine)
     parent = find_source_checkpoint(artifact, machine)
-    recorded = (parent.state["source"] or None) if parent else None
+    recorded = parent.state["source"] if parent else None
     source = open_source(cfg.data, recorded, ensure_written)
     texts = list(source.texts(source.val_shard, cfg.max_documents))
     T = model.cfg.max_seq_len
@@ -125,8 +125,10 @@ def score_artifact(cfg: GolfEval, path: Path, machine: DistContext) -> ScoredArt
 
 
 def require_one_recipe(scored: list[ScoredArtifact]) -> None:
-    """Raise ValueError if artifacts differ in validation text or shape."""
+    """Raise ValueError if artifacts differ in validation text or shape, or share a file name."""
     first = scored[0]
+    if len({s.path.name for s in scored}) < len(scored):
+        raise ValueError("two artifacts have the same file name, as their scores would; rename one")
     for s in scored[1:]:
         if (s.plain.bytes, s.artifact.cfg) != (first.plain.bytes, first.artifact.cfg):
             raise ValueError(

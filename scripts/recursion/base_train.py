@@ -10,6 +10,7 @@ Writes  the outputs of scripts.base_train
 
 from dataclasses import dataclass, field
 
+from nanochat.common import is_main_process
 from nanochat.config import start
 from nanochat.recursion.metrics import LoopValidation
 from nanochat.recursion.presets import RecursionConfig, WidthConfig
@@ -25,7 +26,7 @@ class RecursionTrain(BaseTrain):
 def main(cfg: RecursionTrain) -> None:
     if not cfg.recursion.given():
         return pretrain(cfg, cfg.width.apply)
-    if warning := cfg.recursion.warning():
+    if (warning := cfg.recursion.warning()) and is_main_process():
         print(warning, flush=True)
     pretrain(cfg, lambda plain: cfg.recursion.apply(cfg.width.apply(plain)), LoopValidation)
 

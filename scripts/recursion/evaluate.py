@@ -106,7 +106,10 @@ def main(cfg: RecursionEval) -> None:
 
 
 def require_comparable(checkpoints: Sequence[Checkpoint]) -> None:
-    """Raise UsageError if checkpoints differ in data, tokenizer or rows."""
+    """Raise UsageError if a checkpoint is imported, or if data, tokenizer or rows differ."""
+    for checkpoint in checkpoints:
+        if "progress" not in checkpoint.state:
+            raise UsageError(f"{checkpoint.folder} was not trained here", "evaluate a trained run")
     inputs = [checkpoint.state["provenance"]["inputs"] for checkpoint in checkpoints]
     for checkpoint, theirs in zip(checkpoints, inputs, strict=True):
         for name in ("data", "tokenizer", "rows"):

@@ -282,6 +282,17 @@ def test_artifact_without_checkpoint_is_scored(base, tokenizer, tmp_path):
     assert "Pre-quantization bpb" not in values and "Roundtrip sliding bpb" not in values
 
 
+def test_artifacts_of_the_same_name_are_rejected(base, tokenizer, tmp_path):
+    paths = [tmp_path / seed / "model.golf" for seed in "01"]
+    for path in paths:
+        save(tokenizer, "golf", int(path.parent.name))
+        export_artifact(out=str(path))
+    data = evaluate.DataConfig(dataset="embedded", num_shards=1)
+    cfg = evaluate.GolfEval(tuple(paths), max_documents=1, eval_stride=0, data=data)
+    with pytest.raises(ValueError, match="same file name"):
+        evaluate.main(cfg)
+
+
 def test_oversized_artifact_is_not_written(base, tokenizer, capsys):
     save(tokenizer)
     with pytest.raises(UsageError, match="exceed the limit of 40,000"):

@@ -15,6 +15,7 @@ from nanochat.checkpoint import (
     save_checkpoint,
     stage_folder,
 )
+from nanochat.common import MissingInput
 from nanochat.distributed import DistConfig, init_distributed
 from nanochat.engine import Engine, Sampling
 from nanochat.hf.export import write_hf
@@ -106,6 +107,11 @@ def test_rolling_loglikelihood_equals_the_harness(ours, exported, texts):
 def test_default_cuda_device_falls_back_without_gpu(checkpoint, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert NanochatLM(source="base", device="cuda:0").machine.device.type != "cuda"
+
+
+def test_tag_that_the_harness_parsed_as_a_number_is_a_name(checkpoint):
+    with pytest.raises(MissingInput, match="base_checkpoints/24"):
+        NanochatLM(source="base", tag=24)
 
 
 def test_generate_until_ends_before_the_first_stop(ours, tokenizer):
