@@ -7,7 +7,6 @@ Each evaluator has its own cadence; all run at the end.
 """
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +19,7 @@ from nanochat.common import UsageError
 from nanochat.config import require_at_least
 from nanochat.dataloader import Rows, inputs_and_targets
 from nanochat.distributed import DistContext
-from nanochat.eval_bpb import Batch, bits_per_byte, bucket_metrics, pool
+from nanochat.eval_bpb import Batch, Bpb, bits_per_byte, bucket_metrics, pool
 from nanochat.eval_core import core, eval_model_of, evaluate_task, open_suite
 from nanochat.gpt import GPT, inference_copy
 from nanochat.loss import IGNORE
@@ -79,36 +78,6 @@ def row_batches(
 # ---- Evaluation while training -------------------------------------------------------------------
 
 
-class Evaluator(Callback, ABC):
-    """
-    Evaluates every `every` steps (0 = only at the end) and at the end, in batches of
-    `rows_per_pass` rows. When out of memory, it halves the batch and retries.
-    """
-
-    every = 0
-
-    def start(self, run: TrainingRun) -> None:
-        self.run, self.machine, self.rows_per_pass = run, run.machine, run.device_rows
-
-    @abstractmethod
-    def measure(self, stopping: ShouldStop) -> dict[str, float]:
-        """Return the metrics. Raises EvaluationAborted if `stopping()` becomes true."""
-
-    def evaluate(self, step: int, stopping: ShouldStop, last: bool) -> dict[str, float]:
-        if not last and not (self.every and step % self.every == 0):
-            return {}
-        while True:
-            try:
-                return self.measure(stopping)
-            except torch.OutOfMemoryError:
-                if self.rows_per_pass == 1:
-                    raise
-            torch.cuda.empty_cache()  # outside `except`: the exception keeps tensors alive
-            self.rows_per_pass //= 2
-            fewer = f"{self.rows_per_pass} rows per batch"
-            print(f"evaluation: out of memory; retrying with {fewer}", flush=True)
-
-
 @dataclass(frozen=True)
 class ValidationConfig:
     eval_tokens: int | None = None
@@ -124,7 +93,7 @@ class ValidationConfig:
         return self.eval_tokens or (131_072 if machine.device.type == "cpu" else 10_485_760)
 
 
-class ValidationLoss(Evaluator):
+class ValidationLoss(Callback):
     """
     Bits per byte on validation rows; for a mixture, on the same number of rows per bucket.
 
@@ -138,6 +107,8 @@ class ValidationLoss(Evaluator):
         self, cfg: ValidationConfig, rows: Mapping[str, Rows], split: Callable[[np.ndarray], Batch]
     ) -> None:
         self.cfg, self.rows, self.split = cfg, rows, split
+        self.found: dict[str, list[Bpb]] = {}
+        """Latest results of each bucket: one, or those of several loops."""
         self.by_bucket: dict[str, float] = {}
         """The metrics `val_bpb:<bucket>`, if there are several buckets."""
 
@@ -145,7 +116,7 @@ class ValidationLoss(Evaluator):
         """Wait for the validation rows. Raises UsageError if a bucket has nothing to score."""
         super().start(run)
         self.model, self.token_bytes = run.objective or run.model, run.tokenizer.token_bytes()
-        self.every, half = run.cfg.eval_every, self.cfg.eval_half
+        self.machine, self.rows_per_pass, half = run.machine, run.device_rows, self.cfg.eval_half
         T = next(iter(self.rows.values())).max_seq_len
         self.num_rows = max(1, self.cfg.tokens(run.machine) // T // len(self.rows))
         for name, rows in self.rows.items():
@@ -162,13 +133,29 @@ class ValidationLoss(Evaluator):
         share = (self.num_rows, machine.rank, machine.world_size, self.cfg.eval_half)
         return row_batches(rows.val_batches(size, *share), size, self.split)
 
-    def measure(self, stopping: ShouldStop) -> dict[str, float]:
-        score, sizes, found = self.model.token_losses, self.token_bytes, {}
-        for name, rows in self.rows.items():
-            [found[name]] = bits_per_byte(score, self.batches(rows), sizes, self.machine, stopping)
-        every = pool(found.values())
+    def score(self, rows: Rows, stopping: ShouldStop) -> list[Bpb]:
+        """Score the rows of a bucket."""
+        score, sizes = self.model.token_losses, self.token_bytes
+        return bits_per_byte(score, self.batches(rows), sizes, self.machine, stopping)
+
+    def score_or_halve(self, rows: Rows, stopping: ShouldStop) -> list[Bpb]:
+        """`score`; when out of memory, halves the rows per pass and retries."""
+        while True:
+            try:
+                return self.score(rows, stopping)  # its only collective operation is its last
+            except torch.OutOfMemoryError:
+                if self.rows_per_pass == 1:
+                    raise
+            torch.cuda.empty_cache()  # outside `except`: the exception keeps tensors alive
+            self.rows_per_pass //= 2
+            fewer = f"{self.rows_per_pass} rows per batch"
+            print(f"evaluation: out of memory; retrying with {fewer}", flush=True)
+
+    def evaluate(self, step: int, stopping: ShouldStop, last: bool) -> dict[str, float]:
+        self.found = {name: self.score_or_halve(r, stopping) for name, r in self.rows.items()}
+        final = {name: bpb[-1] for name, bpb in self.found.items()}
+        every, self.by_bucket = pool(final.values()), bucket_metrics(final)
         self.loss = every.nats / every.tokens if every.tokens else math.nan
-        self.by_bucket = bucket_metrics(found)
         return {"val_bpb": every.value, "val_loss": self.loss, **self.by_bucket}
 
 
@@ -188,7 +175,7 @@ class PretrainEvalConfig:
         require_at_least(self, core_metric_every=0, core_metric_max_per_task=1, sample_every=0)
 
 
-class FewShotScore(Evaluator):
+class FewShotScore(Callback):
     """
     CORE on a limited number of items per task, computed by an uncompiled copy of the model.
 
@@ -200,9 +187,9 @@ class FewShotScore(Evaluator):
         self.score: Estimate | None = None
         self.suite = machine.on_main("opening the suite", lambda: open_suite(bundle))
 
-    def measure(self, stopping: ShouldStop) -> dict[str, float]:
+    def evaluate(self, step: int, stopping: ShouldStop, last: bool) -> dict[str, float]:
         subject = eval_model_of(inference_copy(self.run.model), self.run.tokenizer)
-        limits = {"machine": self.machine, "max_items": self.most, "stopping": stopping}
+        limits = {"machine": self.run.machine, "max_items": self.most, "stopping": stopping}
         self.score = core([evaluate_task(subject, task, **limits) for task in self.suite.tasks])
         return {"core_metric": self.score.value}
 
@@ -210,15 +197,15 @@ class FewShotScore(Evaluator):
         return {"CORE metric estimate": estimate(*self.score)} if self.score else {}
 
 
-class Samples(Evaluator):
+class Samples(Callback):
     """Prints continuations of seven fixed prompts."""
 
     def __init__(self, every: int) -> None:
         self.every = every
 
-    def measure(self, stopping: ShouldStop) -> dict[str, float]:
-        if self.machine.is_main:
-            with self.machine.working("sampling"):
+    def evaluate(self, step: int, stopping: ShouldStop, last: bool) -> dict[str, float]:
+        if self.run.machine.is_main:
+            with self.run.machine.working("sampling"):
                 for text in generate_samples(self.run.model, self.run.tokenizer).values():
                     print(f"    {text!r}")
         return {}

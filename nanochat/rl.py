@@ -345,17 +345,11 @@ class RLEvaluator(Callback):
         copy_weights(engine.model, rollouts.model)
         return score_by_generation(engine, task, len(task), sampling, n, rollouts.machine).outcomes
 
-    def start(self, run: TrainingRun) -> None:
-        self.run = run
-
     def before_step(self, step: int, share: float) -> None:
         if step == 0:
             self.run.log(0, pass_at_1(self.before.held_out))
 
     def evaluate(self, step: int, stopping: ShouldStop, last: bool) -> dict[str, float]:
-        every = self.run.cfg.eval_every
-        if not last and not (every and step % every == 0):
-            return {}
         if last:
             self.after = self.measure("after")
         outcomes = self.after.held_out if last else self.outcomes()

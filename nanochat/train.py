@@ -81,8 +81,12 @@ class Callback:
     exception ends the run. Returned metrics are logged.
     """
 
+    every: int | None = None
+    """Steps between calls of `evaluate`; 0 = only at the end. Default: --eval_every."""
+
     def start(self, run: "TrainingRun") -> None:
         """Called before the first step of each attempt."""
+        self.run = run
 
     def before_step(self, step: int, share: float) -> None:
         """Called before each step and its evaluation; `share` is the completed fraction."""
@@ -100,8 +104,8 @@ class Callback:
 
     def evaluate(self, step: int, stopping: ShouldStop, last: bool) -> dict[str, float]:
         """
-        Called before every step but the first and, with `last`, after training. Returns metrics
-        ("val_bpb" is to be minimized). Raises EvaluationAborted if `stopping()` becomes true.
+        Called every `every` steps and, with `last`, after training. Returns metrics ("val_bpb" is
+        to be minimized). Raises EvaluationAborted if `stopping()` becomes true.
         """
         return {}
 
@@ -396,13 +400,23 @@ def run_loop(run: TrainingRun, progress: Progress) -> bool:
 
 
 def evaluate(run: TrainingRun, progress: Progress, last: bool) -> bool:
-    """Run the callbacks' evaluations and log the metrics. Returns False if a stop aborted them."""
+    """
+    Run the callbacks' evaluations that are due and log the metrics. Returns False if a stop aborted
+    them, or if a single process ran out of memory before the end of training.
+    """
     metrics: dict[str, float] = {}
     try:
         for callback in run.callbacks:
-            metrics |= callback.evaluate(progress.step, run.stopping, last)
+            every = run.cfg.eval_every if callback.every is None else callback.every
+            if last or (every and progress.step % every == 0):
+                metrics |= callback.evaluate(progress.step, run.stopping, last)
     except EvaluationAborted:
         run.machine.print0(f"stop requested: evaluation at step {progress.step} aborted")
+        return False
+    except torch.OutOfMemoryError:
+        if last or run.machine.world_size > 1:  # other ranks would wait
+            raise
+        print(f"out of memory: evaluation at step {progress.step} skipped", flush=True)
         return False
     if (value := metrics.get("val_bpb")) is not None:
         progress.last_val = value

@@ -121,7 +121,7 @@ def test_R34_a_bucket_without_scorable_answers_is_rejected(machine):
         )
         return found
 
-    figures = answer_loss(good=good).measure(lambda: False)
+    figures = answer_loss(good=good).evaluate(1, lambda: False, False)
     assert figures and np.isfinite(list(figures.values())).all()
     with pytest.raises(UsageError, match="no byte can be scored in the validation rows of empty"):
         answer_loss(good=good, empty=empty)

@@ -20,7 +20,8 @@ from nanochat.checkpoint import (
 )
 from nanochat.common import PREEMPTED, UNEVALUATED, EvaluationAborted, UsageError, WaitAborted
 from nanochat.dataloader import inputs_and_targets
-from nanochat.evaluators import Evaluator
+from nanochat.eval_bpb import Bpb
+from nanochat.evaluators import ValidationConfig, ValidationLoss, next_ids
 from nanochat.golf.qat import AveragingMuonAdamW, LateQuantization
 from nanochat.golf.quantize import QuantConfig, quantize_dequantize
 from nanochat.loss import IGNORE
@@ -53,13 +54,10 @@ def rows_of(step, masked=False):
 
 
 class Measure(Callback):
-    """Evaluates every fifth step and at the end."""
+    every = 5
 
     def __init__(self, evaluate):
-        self.measure = evaluate
-
-    def evaluate(self, step, stopping, last):
-        return self.measure(step, stopping, last) if last or step % 5 == 0 else {}
+        self.evaluate = evaluate
 
 
 def falling(step, stopping, last):
@@ -498,24 +496,35 @@ def test_R17_final_evaluation_oom_reports_the_saved_model(machine, capsys):
 def test_R17_evaluation_oom_retries_with_fewer_rows():
     tried = []
 
-    class Greedy(Evaluator):
-        every, rows_per_pass, fits = 5, 16, 3
+    class Greedy(ValidationLoss):
+        fits = 3
 
-        def measure(self, stopping):
-            tried.append(self.rows_per_pass)
+        def score(self, rows, stopping):
+            tried.append((rows, self.rows_per_pass))
             if self.rows_per_pass > self.fits:
                 raise torch.OutOfMemoryError
-            return {"val_bpb": 1.0}
+            return [Bpb(8.0, 4, 4)]
 
-    evaluator = Greedy()
-    assert evaluator.evaluate(4, lambda: False, False) == {} and not tried
-    assert evaluator.evaluate(5, lambda: False, False) == {"val_bpb": 1.0}
-    assert tried == [16, 8, 4, 2]
-    evaluator.evaluate(9, lambda: False, True)
-    assert tried[4:] == [2]  # keeps the size that fit
+    evaluator = Greedy(ValidationConfig(), {"a": 1, "b": 2}, next_ids)
+    evaluator.rows_per_pass = 16
+    figures = evaluator.evaluate(5, lambda: False, False)
+    assert tried == [(1, 16), (1, 8), (1, 4), (1, 2), (2, 2)]  # b is not scored twice, nor is a
+    assert figures["val_loss"] == 2.0 and figures["val_bpb:a"] == figures["val_bpb"]
     evaluator.fits = 0
     with pytest.raises(torch.OutOfMemoryError):
         evaluator.evaluate(10, lambda: False, False)
+
+
+def test_R17_oom_in_an_evaluation_during_training_skips_it(machine, capsys):
+    def evaluate(step, stopping, last):
+        if not last:
+            raise torch.OutOfMemoryError
+        return {"val_bpb": 1.0}
+
+    run, _, logged = make_run(machine, 7, evaluate=evaluate)
+    assert run_loop(run, Progress())
+    assert "out of memory: evaluation at step 5 skipped" in capsys.readouterr().out
+    assert [step for step, values in logged if "val_bpb" in values] == [7]
 
 
 def test_smallest_and_last_validation_values_are_tracked(machine):

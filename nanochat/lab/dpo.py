@@ -284,17 +284,11 @@ class PairEvaluator(Callback):
         machine.print0(f"{when}: held-out {', '.join(shown)} ({len(margins)} pairs)")
         return result
 
-    def start(self, run: TrainingRun) -> None:
-        self.run = run
-
     def before_step(self, step: int, share: float) -> None:
         if step == 0:
             self.run.log(0, held_out_metrics(self.before))
 
     def evaluate(self, step: int, stopping: ShouldStop, last: bool) -> dict[str, float]:
-        every = self.run.cfg.eval_every
-        if not last and not (every and step % every == 0):
-            return {}
         self.after = self.measure("after" if last else f"step {step}")
         return held_out_metrics(self.after)
 

@@ -13,13 +13,14 @@ from itertools import pairwise
 import numpy as np
 import torch
 
+from nanochat.dataloader import Rows
 from nanochat.distributed import DistContext
-from nanochat.eval_bpb import Batch, Bpb, bits_per_byte, bucket_metrics, pool
+from nanochat.eval_bpb import Batch, Bpb, bits_per_byte, pool
 from nanochat.evaluators import ValidationLoss
 from nanochat.gpt import config_from
 from nanochat.optim import MuonAdamW, grad_entries
 from nanochat.recursion.model import RecursiveConfig, RecursiveGPT
-from nanochat.train import Callback
+from nanochat.train import Callback, ShouldStop
 
 # Used by checkpoint.MODEL_MODULES, together with `callbacks`
 new_model, read_config = RecursiveGPT, partial(config_from, RecursiveConfig)
@@ -43,22 +44,15 @@ class LoopValidation(ValidationLoss):
 
     model: RecursiveGPT
 
-    def measure(self, stopping: Callable[[], bool]) -> dict[str, float]:
-        model, loops, found = self.model, range(1, self.model.cfg.n_loops + 1), {}
-        for name, rows in self.rows.items():
-            batches = self.batches(rows)
-            found[name] = bpb_by_loop(
-                model, loops, batches, self.token_bytes, self.machine, stopping
-            )
-        by_loop = [pool(each) for each in zip(*found.values(), strict=True)]
-        self.by_bucket = bucket_metrics({name: bpb[-1] for name, bpb in found.items()})
-        every = itertools.chain.from_iterable(map(self.batches, self.rows.values()))
-        return {
-            "val_bpb": by_loop[-1].value,
-            **self.by_bucket,
-            **loop_metrics([bpb.value for bpb in by_loop]),
-            **state_metrics(model, every),
-        }
+    def score(self, rows: Rows, stopping: ShouldStop) -> list[Bpb]:
+        loops, batches = range(1, self.model.cfg.n_loops + 1), self.batches(rows)
+        return bpb_by_loop(self.model, loops, batches, self.token_bytes, self.machine, stopping)
+
+    def evaluate(self, step: int, stopping: ShouldStop, last: bool) -> dict[str, float]:
+        metrics = super().evaluate(step, stopping, last)
+        by_loop = [pool(bpb).value for bpb in zip(*self.found.values(), strict=True)]
+        batches = itertools.chain.from_iterable(map(self.batches, self.rows.values()))
+        return {**metrics, **loop_metrics(by_loop), **state_metrics(self.model, batches)}
 
 
 def callbacks(model: RecursiveGPT, optimizer: MuonAdamW, seed: int) -> list[Callback]:

@@ -4,6 +4,7 @@ import math
 from dataclasses import asdict, replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,10 +13,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from nanochat import checkpoint
 from nanochat.checkpoint import build_model
 from nanochat.distributed import DistContext
+from nanochat.evaluators import ValidationConfig, next_ids
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.loss import IGNORE
 from nanochat.optim import MuonAdamW, OptimConfig, make_rules
 from nanochat.recursion.metrics import (
+    LoopValidation,
+    bpb_by_loop,
     is_monotonic,
     loop_metrics,
     part_of,
@@ -425,3 +429,22 @@ def test_config_selects_model_class_and_callbacks():
         assert type(model) is kind
         module = checkpoint.architecture_of(cfg)
         assert len(module.callbacks(model, None, 0) if module else []) == (kind is RecursiveGPT)
+
+
+def test_validation_reports_each_bucket_and_loop(machine: DistContext):
+    class Given(LoopValidation):
+        def batches(self, rows):
+            yield from rows
+
+    model = model_of(recursive())
+    x, y = rows()
+    buckets: Any = {"a": [(x[:1].numpy(), y[:1].numpy())], "b": [(x[1:].numpy(), y[1:].numpy())]}
+    validation = Given(ValidationConfig(), buckets, next_ids)
+    validation.model, validation.machine = model, machine
+    validation.token_bytes = np.full(64, 2)
+    figures = validation.evaluate(1, lambda: False, False)
+    whole = bpb_by_loop(model, (1, 2, 3), [(x.numpy(), y.numpy())], validation.token_bytes, machine)
+    assert [figures[f"bpb_loop_{k}"] for k in (1, 2, 3)] == pytest.approx([b.value for b in whole])
+    assert figures["val_bpb"] == figures["bpb_loop_3"]
+    [alone] = bpb_by_loop(model, (3,), buckets["b"], validation.token_bytes, machine)
+    assert figures["val_bpb:b"] == pytest.approx(alone.value)
