@@ -75,8 +75,8 @@ def base_dir() -> Path:
 
 
 def require_name(flag: str, name: str) -> str:
-    """Return `name`; raise ValueError if it is an absolute path or contains `..`."""
-    if Path(name).is_absolute() or ".." in Path(name).parts:
+    """Return `name`; raise ValueError unless it can be the name of a folder, with no path or :."""
+    if not re.fullmatch(r"[\w.-]*", name) or set(name) == {"."}:
         raise ValueError(f"--{flag}={name} is not a plain name; use letters, digits, - and _")
     return name
 

@@ -22,6 +22,7 @@ from nanochat.checkpoint import (
     parse_checkpoint_ref,
     stage_folder,
 )
+from nanochat.common import MissingInput
 from nanochat.config import require_positive
 from nanochat.dataloader import Rows
 from nanochat.distributed import DistContext
@@ -104,7 +105,7 @@ class FinetuneConfig:
     kernels: KernelConfig = field(default_factory=KernelConfig)
 
     def __post_init__(self) -> None:
-        names = ("num_iterations", "num_epochs", "total_batch_size", "init_lr_frac")
+        names = ("num_iterations", "num_epochs", "total_batch_size", "max_seq_len", "init_lr_frac")
         require_positive(self, *names)
         ScheduleConfig(0, self.warmdown_ratio, final_lr_frac=0.0)  # validates it
 
@@ -134,8 +135,16 @@ def open_parent(
     """
     if source.split(":")[0] not in stages:
         raise ValueError(f"--source={source} is not one of {', '.join(stages)}; use e.g. base:d4")
-    name = f"{source}:{cfg.model_tag}" if source in FOLDERS and cfg.model_tag else source
-    return machine.on_node("verifying the checkpoint", lambda: parse_checkpoint_ref(name))
+    own_tag = cfg.model_tag if source in FOLDERS else None
+    name = f"{source}:{own_tag}" if own_tag else source
+    try:
+        return machine.on_node("verifying the checkpoint", lambda: parse_checkpoint_ref(name))
+    except MissingInput as error:
+        if not own_tag:
+            raise
+        missing, command = error.args
+        fix = f"{command}; if the parent has another tag: --source={source}:<tag>"
+        raise MissingInput(missing, fix) from None
 
 
 def choose_tag(kind: str, parent: Checkpoint, cfg: TrainConfig) -> str:
@@ -145,7 +154,10 @@ def choose_tag(kind: str, parent: Checkpoint, cfg: TrainConfig) -> str:
     """
     tag = cfg.model_tag or parent.folder.parent.name
     if parent.folder.parent == stage_folder(kind) / tag:
-        raise ValueError(f"this run would replace its parent {kind}:{tag}; set another --model_tag")
+        raise ValueError(
+            f"this run would replace its parent {kind}:{tag}; use --source={kind}:{tag} and "
+            "another --model_tag"
+        )
     return tag
 
 

@@ -29,6 +29,7 @@ PEAK_FLOPS = {  # bf16 FLOP/s from the vendors' data sheets, most specific name 
     "B300": 2250e12,
     "A100": 312e12,
     "L40S": 362e12,
+    "L40": 181e12,
     "L4": 121e12,
     "A10": 125e12,
     "RTX 5090": 209e12,
@@ -44,7 +45,8 @@ def device_name(device: torch.device) -> str:
 
 def peak_flops(name: str) -> float | None:
     """Peak FLOP/s of a device by name; None if unknown, as for CPUs."""
-    return next((peak for part, peak in PEAK_FLOPS.items() if part in name), None)
+    known = PEAK_FLOPS.items()
+    return next((peak for part, peak in known if re.search(rf"{part}(?![\dA-Z])", name)), None)
 
 
 def utilization(flops_per_second: float, device: torch.device, devices: int) -> float | None:

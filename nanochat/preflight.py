@@ -433,7 +433,7 @@ def describe_run(
     dtype = describe_dtype(machine, fp8)
     return {
         "device": f"{machine.device_name} x {machine.world_size}, compute in {dtype}",
-        "kernels": f"attention {model.blocks[0].attention.backend} (verified), {mode}",
+        "kernels": f"attention {model.blocks[0].attention.backend}, {mode}",
         "model": f"{total:,} parameters ({split} and head): {cfg.n_layer} layers, "
         f"width {cfg.d_model}, {cfg.n_head} heads of {cfg.head_dim}, vocabulary {cfg.vocab_size:,}",
     }

@@ -58,6 +58,7 @@ class ChatDPO(AnswerTuning):
     canaries: CanaryConfig = field(default_factory=CanaryConfig)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require_at_least(self, eval_examples=1)
         if self.pairs and self.task:
             raise ValueError("--pairs and --task are both set; use one of them")

@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass, field
 
 from nanochat.checkpoint import FOLDERS, Checkpoint, SavingConfig, load_model
-from nanochat.config import require_at_least, settings, start
+from nanochat.config import require_at_least, require_positive, settings, start
 from nanochat.distributed import DistContext, init_distributed
 from nanochat.engine import Engine
 from nanochat.eval_chat import score_by_generation
@@ -68,6 +68,9 @@ class AnswerTuning:
         optim=OptimConfig(weight_decay=0.0),
     )
 
+    def __post_init__(self) -> None:
+        require_positive(self, "num_iterations", "num_epochs", "init_lr_frac")
+
 
 @dataclass(frozen=True)
 class ChatRL(AnswerTuning):
@@ -88,6 +91,7 @@ class ChatRL(AnswerTuning):
     canaries: CanaryConfig = field(default_factory=CanaryConfig)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require_at_least(self, eval_examples=1, eval_samples=1)
 
 

@@ -266,3 +266,20 @@ def test_rows_on_mps_follow_free_memory(machine, monkeypatch, tiny_gpt):
             assert found == rows
         else:
             assert 4 < found <= preflight.CPU_TOKENS // tiny_gpt.cfg.max_seq_len
+
+
+@pytest.mark.parametrize(
+    "name, peak",
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA A100-SXM4-40GB", 312e12),
+        ("NVIDIA L40", 181e12),
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA GH200 480GB", 989e12),
+        ("NVIDIA RTX A1000", None),
+        ("NVIDIA A10G", None),
+    ],
+)
+def test_peak_flops_are_those_of_the_named_gpu(name, peak):
+    assert hardware.peak_flops(name) == peak

@@ -322,7 +322,7 @@ def test_script_trains_on_a_file_and_the_stage_is_known(pair_file, base, command
     assert first["loss"] == pytest.approx(math.log(2), rel=1e-6)
     assert "finished already" in command.works(*RUN, *words, "--skip_if_done")
     again = command.rejects(*RUN, "--source=dpo:tuned", f"--pairs={pair_file}")
-    assert "would replace its parent dpo:tuned; set another --model_tag" in again
+    assert "would replace its parent dpo:tuned; use --source=dpo:tuned and another" in again
     pair_file.write_text(pair_file.read_text().replace("No idea", "None"))
     assert "finished already" not in command.works(*RUN, *words, "--skip_if_done")
     answers = command.works("chat_eval", *"-i dpo -a World-Choice -x 8 --max_new_tokens=4".split())
