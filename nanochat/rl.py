@@ -45,19 +45,31 @@ from nanochat.train import Callback, Loader, MicroBatch, ShouldStop, TrainingRun
 
 
 @dataclass(frozen=True)
-class RLConfig:
+class RolloutConfig:
     examples_per_step: int = 16
-    """Questions per step over all ranks."""
+    """Questions per step over all ranks, or pairs in DPO."""
     num_samples: int = 16
-    """Answers per question; their mean reward is the baseline."""
+    """Answers per question; in RL, their mean reward is the baseline."""
     max_new_tokens: int = 256
     """Maximum number of tokens per answer."""
     temperature: float = 1.0
-    """Sampling temperature of the rollouts."""
+    """Sampling temperature of the answers."""
     top_k: int | None = 50
     """Sample from the k most likely tokens; -1 = all tokens."""
     length_penalty: float = 0.0
     """Reward penalty for an answer of maximum length; shorter answers lose proportionally less."""
+
+    def __post_init__(self) -> None:
+        require_at_least(self, examples_per_step=1, num_samples=2, max_new_tokens=1)
+        require_positive(self, "temperature")
+
+    def sampling(self, seed: int) -> Sampling:
+        """Sampling settings of both rollouts and evaluations."""
+        return Sampling(self.max_new_tokens, self.temperature, self.top_k, seed=seed)
+
+
+@dataclass(frozen=True)
+class RLConfig(RolloutConfig):
     resample_zero_signal: int = 0
     """Replace a question whose answers all have the same reward, and thus no gradient, up to N
     times."""
@@ -66,13 +78,8 @@ class RLConfig:
     forward passes."""
 
     def __post_init__(self) -> None:
-        require_at_least(self, examples_per_step=1, num_samples=2)
-        require_at_least(self, max_new_tokens=1, resample_zero_signal=0)
-        require_positive(self, "temperature")
-
-    def sampling(self, seed: int) -> Sampling:
-        """Sampling settings of both rollouts and evaluations."""
-        return Sampling(self.max_new_tokens, self.temperature, self.top_k, seed=seed)
+        super().__post_init__()
+        require_at_least(self, resample_zero_signal=0)
 
 
 class Group(NamedTuple):
@@ -160,7 +167,7 @@ class RolloutLoader(Loader):
     task: Questions
     questions: Sequence[int]
     """Indices of the task's questions to train on."""
-    cfg: RLConfig
+    cfg: RolloutConfig
     seed: int
     machine: DistContext
     model: GPT

@@ -15,14 +15,13 @@ from functools import partial
 
 from nanochat.checkpoint import FOLDERS, Checkpoint, load_model, stage_folder
 from nanochat.common import fingerprint
-from nanochat.config import require_at_least, settings, start
+from nanochat.config import require_at_least, require_positive, settings, start
 from nanochat.distributed import DistContext, init_distributed
 from nanochat.engine import Engine
 from nanochat.finetune import choose_tag, open_parent, parent_inputs
 from nanochat.gpt import GPT, inference_copy
 from nanochat.lab.canaries import CanaryConfig, open_monitor
 from nanochat.lab.dpo import (
-    DPOConfig,
     DPOObjective,
     Pair,
     PairEvaluator,
@@ -33,6 +32,7 @@ from nanochat.lab.dpo import (
 )
 from nanochat.optim import MuonAdamW, ScheduleConfig, make_rules
 from nanochat.preflight import Prepared, choose_engine_compile
+from nanochat.rl import RolloutConfig
 from nanochat.sandbox import calculate
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import Stopwatch, TrainingRun, skip_if_finished, train, write_section
@@ -54,12 +54,15 @@ class ChatDPO(AnswerTuning):
     init_lr_frac: float = 0.03
     eval_examples: int = 400
     """Number of held-out pairs to evaluate, or of held-out questions to answer for them."""
-    dpo: DPOConfig = field(default_factory=DPOConfig)
+    beta: float = 0.1
+    """Weight of the log-probability ratio to the parent; lower values allow larger changes."""
+    rollouts: RolloutConfig = RolloutConfig(num_samples=8)
     canaries: CanaryConfig = field(default_factory=CanaryConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_at_least(self, eval_examples=1)
+        require_positive(self, "beta")
         if self.pairs and self.task:
             raise ValueError("--pairs and --task are both set; use one of them")
 
@@ -84,10 +87,10 @@ def main(cfg: ChatDPO) -> None:
     model, tokenizer = load_model(parent, machine), Tokenizer.read(parent.folder / "tokenizer.json")
     pairs, held_out = make_pairs(cfg, data, parent, model, tokenizer, machine)
     reference = load_model(parent, machine).to(machine.dtype).requires_grad_(False)
-    objective = DPOObjective(model, reference, cfg.dpo.beta)
+    objective = DPOObjective(model, reference, cfg.beta)
     T, filler = model.cfg.max_seq_len, tokenizer.bos_id
-    loader = PairLoader(pairs, cfg.dpo, cfg.train.seed, machine, filler, T)
-    steps = cfg.num_epochs * len(pairs) / cfg.dpo.examples_per_step
+    loader = PairLoader(pairs, cfg.rollouts, cfg.train.seed, machine, filler, T)
+    steps = cfg.num_epochs * len(pairs) / cfg.rollouts.examples_per_step
     num_steps = cfg.num_iterations or max(1, round(steps))
     table = make_rules(cfg.train.optim, model.cfg.d_model, cfg.init_lr_frac)
     optimizer = MuonAdamW(model, table, machine)
@@ -115,7 +118,7 @@ def main(cfg: ChatDPO) -> None:
         prepared=Prepared(rows, False, 0, num_steps * evaluator.seconds_per_step),
         callbacks=[evaluator, *([monitor] if monitor else [])],
         inputs=inputs,
-        identity={"task": spec, "init_lr_frac": cfg.init_lr_frac, **inputs},
+        identity={"task": spec, "beta": cfg.beta, "init_lr_frac": cfg.init_lr_frac, **inputs},
         state={"source": parent.state["source"]},
         settings=resolved,
         keep_optimizer=cfg.save_optimizer,
@@ -146,9 +149,8 @@ def make_pairs(
     ValueError if a task has none.
     """
     T, engine, found = model.cfg.max_seq_len, None, []
-    resume = cfg.train.saving.resume == "auto" or machine.any(machine.restarts > 0)
     if not cfg.pairs:
-        tokens = sum(map(len, data)) * cfg.dpo.num_samples * cfg.dpo.max_new_tokens
+        tokens = sum(map(len, data)) * cfg.rollouts.num_samples * cfg.rollouts.max_new_tokens
         compiled = choose_engine_compile(None, machine, tokens)
         twin = inference_copy(model)
         engine = Engine(twin, tokenizer, SLOTS, tool=calculate, compiled=compiled)
@@ -160,12 +162,13 @@ def make_pairs(
             fix = "use shorter pairs, or a model with a larger max_seq_len"
         else:
             assert engine is not None
-            sampling = asdict(replace(cfg.dpo.rollouts, examples_per_step=1))  # has no influence
+            sampling = asdict(replace(cfg.rollouts, examples_per_step=1))  # has no influence
             origin = fingerprint([parent.fingerprint, task.identity, sampling, seed])
-            sample = partial(sample_pairs, engine, task, cfg.dpo, seed, machine)
+            sample = partial(sample_pairs, engine, task, cfg.rollouts, seed, machine)
             path = stage_folder("dpo") / f"pairs_{origin}.json"
-            pairs = keep_pairs(path, resume, sample, machine)
-            about = f"from {cfg.dpo.num_samples} answers to each of {len(task):,} questions"
+            pairs = keep_pairs(path, sample, machine)
+            about = f"from {cfg.rollouts.num_samples} answers to each of {len(task):,} questions"
+            machine.print0(f"{task.split}: pairs are kept in {path}")
             fix = "raise --num_samples, or use tasks that the model solves sometimes"
         machine.print0(f"{task.split}: {len(pairs):,} pairs, {about}")
         if not pairs:

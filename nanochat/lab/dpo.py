@@ -22,48 +22,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanochat import records, stats
+from nanochat.attention import pad_right
 from nanochat.chat_format import Message, render, render_prompt
 from nanochat.chat_packing import signed_ids
-from nanochat.common import WaitAborted, fingerprint, read_json, write_json
-from nanochat.config import require_positive
+from nanochat.common import read_json, write_json
 from nanochat.distributed import DistContext
 from nanochat.engine import Completion, Engine
 from nanochat.eval_chat import Questions
-from nanochat.finetune import split
 from nanochat.gpt import GPT
-from nanochat.loss import chunked_cross_entropy, token_losses
-from nanochat.rl import RLConfig, RolloutLoader, require_divisible, shuffle_indices
+from nanochat.loss import IGNORE, chunked_cross_entropy, token_losses
+from nanochat.rl import RolloutConfig, RolloutLoader, require_divisible, shuffle_indices
 from nanochat.tokenizer import Tokenizer
-from nanochat.train import Callback, Loader, MicroBatch, ShouldStop, TrainingRun, to_device
+from nanochat.train import Callback, Loader, MicroBatch, ShouldStop, TrainingRun
 from tasks.preferences import Preference
 
 # ---- Pairs as tokens -----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class DPOConfig:
-    beta: float = 0.1
-    """Weight of the log-probability ratio to the parent; lower values allow larger changes."""
-    examples_per_step: int = 16
-    """Pairs per step over all ranks."""
-    num_samples: int = 8
-    """Answers per question, of which a right and a wrong one are paired."""
-    max_new_tokens: int = 256
-    """Maximum number of tokens per sampled answer."""
-    temperature: float = 1.0
-    """Sampling temperature of the answers."""
-    top_k: int | None = 50
-    """Sample from the k most likely tokens; -1 = all tokens."""
-
-    def __post_init__(self) -> None:
-        require_positive(self, "beta")
-        assert self.rollouts  # raises ValueError for values out of range
-
-    @property
-    def rollouts(self) -> RLConfig:
-        """Settings of the sampled answers."""
-        shared = {name: value for name, value in asdict(self).items() if name != "beta"}
-        return RLConfig(**shared)
 
 
 class Pair(NamedTuple):
@@ -105,7 +78,7 @@ def encode_pairs(
 
 
 def sample_pairs(
-    engine: Engine, task: Questions, cfg: DPOConfig, seed: int, machine: DistContext
+    engine: Engine, task: Questions, cfg: RolloutConfig, seed: int, machine: DistContext
 ) -> list[Pair]:
     """
     Answer each question of `task` `num_samples` times and pair the first of the best answers with
@@ -113,7 +86,7 @@ def sample_pairs(
     is the same on every rank.
     """
     questions, found = range(len(task)), {}
-    rollouts = RolloutLoader(task, questions, cfg.rollouts, seed, machine, engine.model, engine)
+    rollouts = RolloutLoader(task, questions, cfg, seed, machine, engine.model, engine)
     mine = questions[machine.rank :: machine.world_size]
     for draw, group in zip(mine, rollouts.answer(mine), strict=True):
         if group.has_signal:
@@ -124,25 +97,16 @@ def sample_pairs(
     return [found[draw] for draw in sorted(found)]
 
 
-def keep_pairs(
-    path: Path, resume: bool, sample: Callable[[], list[Pair]], machine: DistContext
-) -> list[Pair]:
+def keep_pairs(path: Path, sample: Callable[[], list[Pair]], machine: DistContext) -> list[Pair]:
     """
-    The pairs saved at `path` if a run resumes, else those that `sample` returns, which are saved:
-    a resumed run trains on the same pairs without sampling them again.
+    The pairs in the file `path`, to which those that `sample` returns are written at first use: a
+    resumed run trains on the same pairs.
     """
-
-    def read() -> list[Pair] | None:
-        if not (resume and path.exists()):
-            return None
-        return [Pair(*(np.array(ids, np.int32) for ids in pair)) for pair in read_json(path)]
-
-    found = machine.on_main("reading pairs", read)
-    if found is None:
-        found = sample()
-        saved = [[ids.tolist() for ids in pair] for pair in found]
+    if not machine.on_main("looking for pairs", path.exists):
+        saved = [[ids.tolist() for ids in pair] for pair in sample()]
         machine.on_main("saving pairs", partial(write_json, path, saved))
-    return found
+    found = machine.on_main("reading pairs", partial(read_json, path))
+    return [Pair(*(np.array(ids, np.int32) for ids in pair)) for pair in found]
 
 
 # ---- Batches and the loss ------------------------------------------------------------------------
@@ -158,11 +122,9 @@ def collate(
     ordered, each, found = sorted(pairs, key=lambda pair: pair.length), max(1, device_rows // 2), []
     for i in range(0, len(ordered), each):
         part = ordered[i : i + each]
-        rows = np.full((2 * len(part), part[-1].length), ~filler, np.int32)
-        for row, signed in zip(rows, (signed for pair in part for signed in pair), strict=True):
-            row[: len(signed)] = signed
-        tokens, targets = (to_device(x, device) for x in split(rows))
-        found.append(MicroBatch(tokens, targets, len(part)))
+        signed = pad_right([ids.tolist() for pair in part for ids in pair], ~filler, device)
+        tokens, targets = torch.where(signed < 0, ~signed, signed), signed.clamp(min=IGNORE)
+        found.append(MicroBatch(tokens[:, :-1], targets[:, 1:], len(part)))
     return found
 
 
@@ -213,7 +175,7 @@ class PairLoader(Loader):
     """
 
     pairs: Sequence[Pair]
-    cfg: DPOConfig
+    cfg: RolloutConfig
     seed: int
     machine: DistContext
     filler: int
@@ -223,13 +185,10 @@ class PairLoader(Loader):
     def __post_init__(self) -> None:
         require_divisible(self.cfg.examples_per_step, self.machine)
         self.batch_tokens = self.cfg.examples_per_step * 2 * self.max_seq_len
-        digest = fingerprint([[ids.tolist() for ids in pair] for pair in self.pairs])
-        self.identity = {"dpo": asdict(self.cfg), "pair_digest": digest}
+        self.identity = {"dpo": asdict(self.cfg)}
         self.metrics: dict[str, float] = {}
 
     def micro_batches(self, step: int, device_rows: int, stopping: ShouldStop) -> list[MicroBatch]:
-        if self.machine.any(stopping()):
-            raise WaitAborted(f"stop requested before step {step}")
         first, per_step = step * self.cfg.examples_per_step, self.cfg.examples_per_step
         mine = range(first + self.machine.rank, first + per_step, self.machine.world_size)
         return collate(map(self.pair, mine), device_rows, self.filler, self.machine.device)
