@@ -26,7 +26,7 @@ from nanochat.gpt import GPT
 from nanochat.hardware import peak_flops
 from nanochat.preflight import CPU_EFFICIENCY, GPU_EFFICIENCY, matrix_rate
 from nanochat.records import default_rate, read_if_sound, report_folder, slug
-from nanochat.scaling import Horizon, default_windows, plan_horizon, shape_for_depth
+from nanochat.scaling import Horizon, plan_horizon
 from nanochat.train import TrainConfig
 from scripts import (
     base_train,
@@ -131,12 +131,8 @@ def main(cfg: Plan) -> None:
 
 def meta_model(base: BaseTrain, vocab_size: int, gpu: str) -> GPT:
     """The base model on the meta device; `gpu` is the name of the GPU that will train it."""
-    windows = base.window_pattern or default_windows(base.depth, "cuda" if gpu else "cpu")
-    shape = shape_for_depth(
-        base.depth, vocab_size, base.max_seq_len, base.arch, windows, base.shape
-    )
     with torch.device("meta"):
-        return GPT(shape)
+        return GPT(base.model_config(vocab_size, "cuda" if gpu else "cpu"))
 
 
 # ------------------------------------------------------------------------------------------------

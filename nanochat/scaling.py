@@ -115,14 +115,9 @@ def plan_horizon(
 
     With num_iterations, the batch size still follows the ratio. A default batch is rounded
     to whole rows per device: no change for 1, 2, 4 or 8 devices, unless devices outnumber
-    rows. Raises ValueError for settings that are not positive, or for a total_batch_size that
-    does not divide evenly, suggesting one that does.
+    rows. Raises ValueError for a total_batch_size that does not divide evenly, suggesting one that
+    does.
     """
-    given = {"num_iterations": num_iterations, "target_flops": target_flops}
-    given |= {"target_param_data_ratio": target_param_data_ratio}
-    for name, value in (given | {"total_batch_size": total_batch_size}).items():
-        if value is not None and value <= 0:
-            raise ValueError(f"{name} must be positive, got {value}")
     tokens, T = target_param_data_ratio * model.num_used_params(), model.cfg.max_seq_len
     if num_iterations is None and target_flops is not None:
         tokens = target_flops / model.flops_per_token()

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 
 from nanochat.checkpoint import build_model, new_model
-from nanochat.config import require_at_least, settings, start
+from nanochat.config import require_at_least, require_positive, settings, start
 from nanochat.dataset import DataConfig, load_last_source
 from nanochat.distributed import DistContext, init_distributed
 from nanochat.evaluators import (
@@ -105,9 +105,16 @@ class BaseTrain:
 
     def __post_init__(self) -> None:
         require_at_least(self, depth=1, max_seq_len=1, num_iterations=1, total_batch_size=1)
+        require_positive(self, "target_flops", "target_param_data_ratio")
         if self.arch == "classic" and self.window_pattern not in (None, "L"):
             pattern = f"--window_pattern={self.window_pattern}"
             raise ValueError(f"--arch=classic has the pattern L; remove it, or {pattern}")
+
+    def model_config(self, vocab_size: int, device_type: str) -> GPTConfig:
+        """Configuration of the model that these settings describe."""
+        windows = self.window_pattern or default_windows(self.depth, device_type)
+        T = self.max_seq_len
+        return shape_for_depth(self.depth, vocab_size, T, self.arch, windows, self.shape)
 
 
 def pretrain(
@@ -141,9 +148,7 @@ def pretrain(
         return machine.close()
 
     # Model: everything follows from depth
-    windows = cfg.window_pattern or default_windows(cfg.depth, machine.device.type)
-    shape = shape_for_depth(cfg.depth, tokenizer.vocab_size, T, cfg.arch, windows, cfg.shape)
-    model_cfg = adapt(shape)
+    model_cfg = adapt(cfg.model_config(tokenizer.vocab_size, machine.device.type))
     with torch.device("meta"):
         require_memory(new_model(model_cfg), machine)
     model = build_model(model_cfg, machine.device, machine.dtype, seed)

@@ -66,6 +66,8 @@ BAD_FLAGS = [
     ("chat_web -t -1", "temperature must be at least 0, got -1.0", "at least 0"),
     ("chat_web -p 99999", "port must", "65536"),
     ("chat_web --top_p 3", "top_p must be in (0, 1], got 3.0", "(0, 1]"),
+    ("base_train --target_flops=0", "target_flops must be positive, got 0", "positive"),
+    ("base_train --total_batch_size=0", "total_batch_size must be at least 1, got 0", "at least 1"),
     ("base_train --seed=-7", "seed must be at least 0, got -7", "at least 0"),
     ("golf.base_train --max_seq_len=0", "max_seq_len must be at least 1, got 0", "at least 1"),
     (

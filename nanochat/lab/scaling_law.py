@@ -201,15 +201,6 @@ def best_by_budget(points: Sequence[Point]) -> dict[float, float]:
     return {p.budget: p.loss for p in sorted(points, key=lambda p: -p.loss)}
 
 
-def growth(minima: Sequence[Minimum]) -> float | None:
-    """Exponent of N ~ FLOPs^exponent through the minima inside the range; None below two."""
-    inside = [each for each in minima if each.inside]
-    if len(inside) < 2:
-        return None
-    logs = np.log([(each.budget, each.n.value) for each in inside])
-    return float(np.polyfit(logs[:, 0], logs[:, 1], 1)[0])
-
-
 # ---- Figure --------------------------------------------------------------------------------------
 
 

@@ -92,7 +92,7 @@ def from_grid(spec: str) -> list[Arm]:
         flag, equals, values = words.strip().partition("=")
         if not (flag and equals and values):
             raise ValueError(f"{words!r} in --grid={spec!r} is not flag=value,value")
-        flag, separator = flag.removeprefix("--"), "|" if "|" in values else ","
+        flag, separator = flag.removeprefix("--").replace("-", "_"), "|" if "|" in values else ","
         axes.append([f"--{flag}={value.strip()}" for value in values.split(separator)])
         if flag == "task":
             shared = (f"--eval_task={values.replace('|', ',')}",)

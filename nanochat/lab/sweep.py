@@ -28,6 +28,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from nanochat import report
 from nanochat.common import (
     BROKEN,
     PREEMPTED,
@@ -47,6 +48,7 @@ from nanochat.config import require_at_least, require_positive
 from nanochat.lab.significance import Scores
 from nanochat.records import (
     append_line,
+    default_rate,
     plain_value,
     read_lines,
     read_records,
@@ -336,8 +338,9 @@ def purpose(entry: Mapping[str, Any]) -> str:
     return "Training" if entry["command"].rpartition(".")[2] in TRAINING_SCRIPTS else "Evaluation"
 
 
-def ledger_table(entries: Sequence[Mapping[str, Any]], hourly_rate: float) -> dict[str, Any]:
-    """Table of the device time and cost of a sweep."""
+def ledger_table(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Table of the device time of a sweep, and its cost at the rental price of a GPU."""
+    hourly_rate = default_rate(report.hardware()["gpus"][:1])
     kinds = {"Training": 0.0, "Evaluation": 0.0, "Lost to failures": 0.0}
     for entry in entries:
         kinds[purpose(entry)] += entry["seconds"]

@@ -206,7 +206,7 @@ def compare_seeds(
             f"{c.value:.4f} ({len(after)} seeds)",
             f"{c.difference:+.4f}",
             f"{c.bar:.4f}",
-            f"{c.adjusted_p:.2g}",
+            "< 1e-15" if c.adjusted_p < 1e-15 else f"{c.adjusted_p:.2g}",
             c.verdict,
         ]
         for c in holm_correct(found)

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from nanochat import records, report
+from nanochat.chat_format import merge_turns
 from nanochat.common import UsageError, fingerprint, printable, read_json, write_json
 from nanochat.config import require_at_least, settings, start
 from nanochat.dataset import read_json_lines
@@ -101,8 +102,13 @@ def load_prompts(path: str) -> Iterator[dict[str, Any]]:
         if not isinstance(row, dict) or not (row.get("prompt") or row.get("messages")):
             raise ValueError(f'{path}, line {number}: neither "prompt" nor "messages"')
         messages = row.get("messages") or [{"role": "user", "content": row["prompt"]}]
-        if messages[-1]["role"] == "assistant":
-            messages = messages[:-1]
+        try:
+            merge_turns(messages)
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: {error}") from error
+        messages = messages[:-1] if messages[-1]["role"] == "assistant" else messages
+        if not messages:
+            raise ValueError(f"{path}, line {number}: no prompt before the answer")
         yield {**row, "messages": messages, "key": fingerprint(messages)}
 
 

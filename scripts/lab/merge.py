@@ -10,6 +10,7 @@ Writes  a checkpoint under --tag in the first model's stage, recording parents a
         the section "Merge": scores of parents and merge, and interpolation between parents
 """
 
+import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ from nanochat.checkpoint import (
     parse_checkpoint_ref,
     save_checkpoint,
     stage_folder,
+    step_folders,
 )
 from nanochat.common import UsageError, require_name
 from nanochat.config import settings, start
@@ -93,7 +95,7 @@ class MergeScorer:
         self.model = load_model(first, machine)
         self.tokenizer = Tokenizer.read(first.folder / "tokenizer.json")
         T = self.model.cfg.max_seq_len
-        if first.state["stage"] == "base":
+        if first.state["stage"] == "base" and not cfg.val_mixture:
             texts = open_texts(DataConfig(), None, first.state["source"], ensure_written)
             corpus = open_corpus(texts, self.tokenizer, T, verifies=machine.local_rank == 0)
             corpus.pack(dict.fromkeys(corpus.rows, 0), machine)
@@ -241,7 +243,11 @@ def save_merge(
         },
     }
     folder = stage_folder(first.state["stage"]) / cfg.tag
-    return save_checkpoint(folder, first.step, judge.model, None, judge.tokenizer, state, keep=1)
+    saved = save_checkpoint(folder, first.step, judge.model, None, judge.tokenizer, state, keep=1)
+    for step, path in step_folders(folder).items():
+        if step != saved.step:  # an earlier merge
+            shutil.rmtree(path)
+    return saved
 
 
 def merge_results(

@@ -27,11 +27,10 @@ import torch
 from nanochat import records, report
 from nanochat.checkpoint import new_model, stage_folder
 from nanochat.common import UsageError, read_json, write_atomic, write_json
-from nanochat.config import parse, require_at_least, require_positive, start
+from nanochat.config import parse, require_at_least, require_positive, settings, start
 from nanochat.distributed import DistContext, init_distributed
 from nanochat.gpt import GPT
 from nanochat.lab.scaling_law import (
-    Interval,
     Law,
     Minimum,
     Point,
@@ -39,14 +38,13 @@ from nanochat.lab.scaling_law import (
     best_by_budget,
     fit_law,
     fit_minima,
-    growth,
     scaling_figure,
 )
 from nanochat.lab.study import as_csv, split_arms
 from nanochat.lab.sweep import DoneRun, Job, Sweep, SweepConfig, ledger_table
 from nanochat.mixture import Corpus
 from nanochat.preflight import estimate_seconds
-from nanochat.scaling import default_windows, plan_horizon, shape_for_depth
+from nanochat.scaling import plan_horizon
 from scripts.base_train import BaseTrain, open_text
 
 SECTION = "Scaling laws"
@@ -70,14 +68,14 @@ class ScalingLaws:
     is the control."""
     hours: float = 6.0
     """Approximate hours of training, which set the FLOP budgets. No run starts beyond them."""
-    budgets: str = ""
-    """FLOP budgets, separated by commas, as in 1e13,3e13. Default: four that fit into the hours."""
-    depths: str = "1|2|3|4|5|6|8"
-    """Depths to choose from, separated by |."""
+    budgets: tuple[float, ...] = ()
+    """FLOP budgets, as in 1e13,3e13. Default: four that fit into the hours."""
+    depths: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 8)
+    """Depths to choose from."""
     depths_per_budget: int = 5
     """Maximum number of depths at each budget; at least 3."""
-    project: str = "12|20|24"
-    """Depths to predict the loss of at their default number of tokens, separated by |."""
+    project: tuple[int, ...] = (12, 20, 24)
+    """Depths to predict the loss of at their default number of tokens."""
     seeds: int = 1
     """Number of seeds of each run."""
     flags: str = "--max_seq_len=512"
@@ -91,13 +89,9 @@ class ScalingLaws:
     def __post_init__(self) -> None:
         require_at_least(self, depths_per_budget=3, seeds=1, eval_tokens=1)
         require_positive(self, "hours")
-        self.flop_budgets()
-        for name in ("depths", "project"):
-            wrong = [
-                d for d in getattr(self, name).split("|") if not re.fullmatch("[1-9][0-9]*", d)
-            ]
-            if wrong:
-                raise ValueError(f"{name} are positive integers separated by |, got {wrong[0]!r}")
+        for name in ("budgets", "depths", "project"):
+            if not all(0 < each < math.inf for each in getattr(self, name)):
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
         arms = split_arms(self.arms)
         for flags, rejected in [(self.flags, PLANNED), *((arm, PLANNED + SHARED) for arm in arms)]:
             for flag in re.findall(r"--([\w-]+)", flags):
@@ -105,16 +99,6 @@ class ScalingLaws:
                 if name in rejected:
                     where = "is set by the series" if name in PLANNED else "belongs in --flags"
                     raise ValueError(f"--{flag} in {flags!r} {where}; remove it")
-
-    def flop_budgets(self) -> list[float]:
-        """The budgets of --budgets in order. Raises ValueError unless they are positive numbers."""
-        try:
-            found = sorted({float(each) for each in self.budgets.split(",") if self.budgets})
-        except ValueError:
-            found = [math.nan]
-        if not all(0 < each < math.inf for each in found):
-            raise ValueError(f"--budgets={self.budgets!r} is not FLOPs such as 1e13,3e13")
-        return found
 
 
 class Planned(NamedTuple):
@@ -160,18 +144,17 @@ def main(cfg: ScalingLaws) -> None:
         laws = {arm: law for arm in arms if (law := fit_law(points[arm]))}
         largest = max(point.budget for mine in points.values() for point in mine)
         projections = [
-            project(cfg, arm, law, depth, largest, corpus, machine.device.type)
+            project(arm, law, depth, meta_model(cfg, arm, depth, corpus, machine), largest)
             for arm, law in laws.items()
-            for depth in map(int, cfg.project.split("|"))
+            for depth in cfg.project
         ]
         tables = make_tables(points, minima, laws, projections)
-        rate = records.default_rate(report.hardware()["gpus"])
-        tables.append(ledger_table(sweep.ledger(), rate))
+        tables.append(ledger_table(sweep.ledger()))
         write_atomic(sweep.folder / "points.csv", as_csv(tables[0]))
         figure = scaling_figure(points, minima, projections, "validation bpb")
         write_atomic(sweep.folder / "scaling-laws.svg", figure)
     print(f"{len(found)} of {len(planned)} runs; figure: {sweep.folder / 'scaling-laws.svg'}")
-    values = {"Planned runs": len(planned), **summarize(points, minima, laws)}
+    values = {"Planned runs": len(planned), "Runs": sum(map(len, points.values()))}
     provenance = records.Provenance(records.inherited_run_id(inputs), 0, inputs)
     cost = records.Cost(time.perf_counter() - started, cfg.sweep.devices, device_seconds=0.0)
     section = SECTION if cfg.name == "scaling" else f"{SECTION} {cfg.name}"
@@ -194,12 +177,11 @@ def arm_config(cfg: ScalingLaws, arm: str, depth: int) -> BaseTrain:
     return parse(BaseTrain(), args=[*arm_flags(cfg, arm), f"--depth={depth}"])
 
 
-def meta_model(cfg: BaseTrain, vocab_size: int, device_type: str) -> GPT:
+def meta_model(cfg: ScalingLaws, arm: str, depth: int, corpus: Corpus, machine: DistContext) -> GPT:
     """The model of a run without weights, to count parameters and FLOPs."""
-    windows = cfg.window_pattern or default_windows(cfg.depth, device_type)
-    shape = shape_for_depth(cfg.depth, vocab_size, cfg.max_seq_len, cfg.arch, windows, cfg.shape)
+    run = arm_config(cfg, arm, depth)
     with torch.device("meta"):
-        return new_model(shape)
+        return new_model(run.model_config(corpus.tokenizer.vocab_size, machine.device.type))
 
 
 def choose_budgets(
@@ -211,17 +193,15 @@ def choose_budgets(
     known GPU a share of its peak, which small models do not reach.
     """
     if cfg.budgets:
-        return cfg.flop_budgets()
+        return sorted(set(cfg.budgets))
     path = sweep.folder / "plan.json"
-    names = "hours arms seeds depths depths_per_budget flags".split()
-    wanted = {name: getattr(cfg, name) for name in names} | {"devices": cfg.sweep.devices}
+    names = "hours arms seeds depths depths_per_budget flags devices".split()
+    wanted = {name: settings(cfg)[name] for name in names}
     saved = read_json(path) if path.exists() else {}
     if saved.get("wanted") == wanted:
         return saved["budgets"]
-    depths = sorted(map(int, cfg.depths.split("|")))
-    arms = split_arms(cfg.arms)
-    middle = arm_config(cfg, arms[0], depths[len(depths) // 2])
-    model = meta_model(middle, corpus.tokenizer.vocab_size, machine.device.type)
+    arms, middle = split_arms(cfg.arms), sorted(cfg.depths)[len(cfg.depths) // 2]
+    model = meta_model(cfg, arms[0], middle, corpus, machine)
     rate = model.flops_per_token() / estimate_seconds(model, 1, machine)
     devices = cfg.sweep.devices if machine.device.type == "cuda" else 1
     flops = USED_SHARE * 3600 * cfg.hours * rate * devices / (len(arms) * cfg.seeds)
@@ -245,12 +225,11 @@ def plan_runs(
 
     Raises UsageError if a budget has fewer than three such depths.
     """
-    vocab_size, device, planned = corpus.tokenizer.vocab_size, machine.device.type, []
-    T = next(iter(corpus.rows.values())).max_seq_len
+    planned, T = [], next(iter(corpus.rows.values())).max_seq_len
     for budget in budgets:
         most_tokens = {}
-        for depth in map(int, cfg.depths.split("|")):
-            models = [meta_model(arm_config(cfg, arm, depth), vocab_size, device) for arm in arms]
+        for depth in cfg.depths:
+            models = [meta_model(cfg, arm, depth, corpus, machine) for arm in arms]
             most_tokens[depth] = max(budget / model.flops_per_token() for model in models)
         distance = {
             d: abs(math.log(6 * n * n / budget / TOKENS_PER_N)) for d, n in most_tokens.items()
@@ -315,23 +294,13 @@ def measured_points(found: Mapping[Planned, DoneRun], arm: str) -> list[Point]:
     return points
 
 
-def project(
-    cfg: ScalingLaws,
-    arm: str,
-    law: Law,
-    depth: int,
-    largest: float,
-    corpus: Corpus,
-    device_type: str,
-) -> Projection:
+def project(arm: str, law: Law, depth: int, model: GPT, largest: float) -> Projection:
     """
     Predicted loss of a depth at its default number of tokens, on the same text and context length.
     largest: FLOPs of the largest measured budget.
     """
-    settings = arm_config(cfg, arm, depth)
-    model = meta_model(settings, corpus.tokenizer.vocab_size, device_type)
-    horizon = plan_horizon(model, target_param_data_ratio=settings.target_param_data_ratio)
-    tokens, each = horizon.num_steps * horizon.batch_tokens, model.flops_per_token()
+    horizon, each = plan_horizon(model), model.flops_per_token()
+    tokens = horizon.num_steps * horizon.batch_tokens
     loss = law.loss(each / 6, tokens)
     return Projection(arm, depth, each * tokens, loss, math.log10(each * tokens / largest))
 
@@ -377,33 +346,12 @@ def make_tables(
         title = "Fitted law: loss = E + A N^-alpha + B D^-beta"
         tables.append({"title": title, "columns": columns, "rows": rows})
         rows = [
-            [p.arm, p.depth, f"{p.flops:.2e}", show(p.loss), f"{p.magnitudes:.1f}"]
+            [p.arm, p.depth, f"{p.flops:.2e}", str(p.loss), f"{p.magnitudes:.1f}"]
             for p in projections
         ]
         columns = ["Arm", "Depth", "FLOPs", "Predicted loss", "Orders of magnitude beyond the runs"]
         tables.append({"title": "Projections", "columns": columns, "rows": rows})
     return tables
-
-
-def show(found: Interval) -> str:
-    """A loss with its interval."""
-    return f"{found.value:.3f} ({found.low:.3f} to {found.high:.3f})"
-
-
-def summarize(
-    points: Mapping[str, Sequence[Point]],
-    minima: Mapping[str, Sequence[Minimum]],
-    laws: Mapping[str, Law],
-) -> dict[str, Any]:
-    """Values of the record."""
-    values: dict[str, Any] = {"Runs": sum(map(len, points.values()))}
-    for arm, mine in points.items():
-        values[f"{arm}: lowest loss"] = min(point.loss for point in mine)
-        exponent = growth(minima[arm])
-        values[f"{arm}: exponent of the best N"] = "-" if exponent is None else exponent
-        if arm in laws:
-            values[f"{arm}: irreducible loss E"] = str(laws[arm].parameters()["E"])
-    return values
 
 
 if __name__ == "__main__":

@@ -72,8 +72,6 @@ class SweepScript:
     metric: str = ""
     """Metric that a search optimizes and that is listed first. Default: Final validation bpb; for
     RL, pass@1 after."""
-    hourly_rate: float | None = None
-    """Dollars per device hour. Default: rental price of the GPU."""
     report_dir: str | None = None
     """Folder of the sweep's record. Default: report/ under the base directory."""
     searching: SearchConfig = field(default_factory=SearchConfig)
@@ -115,10 +113,7 @@ def main(cfg: SweepScript) -> None:
             reject_contaminated({name: tags for name, (_, tags) in mixture.items()})
     with sweep:
         values, tables, series = (tune if cfg.searching.search else run_arms)(cfg, study, sweep)
-    rate = cfg.hourly_rate
-    if rate is None:
-        rate = records.default_rate(report.hardware()["gpus"])
-    tables.append(ledger_table(sweep.ledger(), rate))
+    tables.append(ledger_table(sweep.ledger()))
     for table in tables:
         write_atomic(sweep.folder / f"{records.slug(table['title'])}.csv", as_csv(table))
     section = "Sweep" if cfg.name == "sweep" else f"Sweep {cfg.name}"

@@ -130,6 +130,22 @@ def test_empty_answer_is_not_saved(tmp_path, teacher, capsys):
     assert "empty answer, finish reason 'stop'" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ("hi", "line 2: conversation must be a list"),
+        ([{"content": "x"}], "line 2: message 0"),
+        ([{"role": "assistant", "content": "x"}], "line 2: "),
+    ],
+)
+def test_invalid_prompts_are_rejected_with_their_line(tmp_path, teacher, messages, message):
+    rows = [{"prompt": "fine"}, {"messages": messages}]
+    files = {"prompts": write(tmp_path / "asked.jsonl", rows), "out": str(tmp_path / "made.jsonl")}
+    with pytest.raises(ValueError, match=message):
+        generate.main(Generate(**files, pilot=9))
+    assert not teacher.requests
+
+
 def test_pilot_must_have_answers_from_the_same_teacher(tmp_path, teacher, monkeypatch):
     files = {"prompts": "", "out": str(tmp_path / "made.jsonl")}
     files["prompts"] = write(tmp_path / "asked.jsonl", [{"prompt": f"fail {i}"} for i in range(3)])

@@ -111,6 +111,16 @@ def test_slerp_records_t_and_greedy_rejects_a_method(two):
         MergeScript(models="base:one|base:two", greedy=True, merging=arc)
 
 
+def test_merging_again_replaces_a_merge_of_a_later_step(two):
+    words = dict(models="base:one|base:one", eval_tokens=2048)
+    merge_script.main(MergeScript(**words))
+    first = find_checkpoint("base", "merged").folder
+    first.rename(first.with_name("step_000999"))
+    merge_script.main(MergeScript(**words))
+    assert find_checkpoint("base", "merged").folder == first
+    assert not first.with_name("step_000999").exists()
+
+
 def test_too_few_models_are_rejected(two):
     for models, message in (("", "list two or more"), ("base:one", "list two or more")):
         with pytest.raises(ValueError, match=message):

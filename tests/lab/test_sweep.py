@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from nanochat import report
 from nanochat.common import REPOSITORY, UsageError, read_json
 from nanochat.lab import study as study_module
 from nanochat.lab import sweep
@@ -38,6 +39,7 @@ from nanochat.lab.sweep import (
     ledger_table,
 )
 from nanochat.mixture import MixConfig
+from nanochat.records import default_rate
 from scripts.lab import sweep as sweep_script
 from scripts.lab.sweep import SweepScript, data_of
 
@@ -113,7 +115,7 @@ def test_each_run_gets_one_visible_gpu(monkeypatch):
         sweep.environments(3)
 
 
-def test_failed_run_is_reported_and_retried_on_rerun():
+def test_failed_run_is_reported_and_retried_on_rerun(monkeypatch):
     bad = job("bad", status=3)
     with Sweep(SweepConfig(), "one") as runner:
         with pytest.raises(UsageError, match="1 of 2 runs unfinished: bad failed with status 3"):
@@ -121,7 +123,8 @@ def test_failed_run_is_reported_and_retried_on_rerun():
         with pytest.raises(UsageError):
             runner.run_all([job("good"), bad])
         assert [entry["status"] for entry in runner.ledger()] == [0, 3, 3]
-        table = ledger_table(runner.ledger(), 2.0)
+        monkeypatch.setattr(report, "hardware", lambda: {"gpus": ["NVIDIA H100"] * 8})
+        table = ledger_table(runner.ledger())
     assert [row[0] for row in table["rows"]] == [
         "Training",
         "Evaluation",
@@ -129,7 +132,8 @@ def test_failed_run_is_reported_and_retried_on_rerun():
         "All",
     ]
     lost = sum(entry["seconds"] for entry in runner.ledger() if entry["status"])
-    assert table["rows"][2][1] == f"{lost / 3600:.3f}"
+    price = default_rate(["NVIDIA H100"])  # of one device
+    assert table["rows"][2][1:] == [f"{lost / 3600:.3f}", f"${lost / 3600 * price:.2f}"]
 
 
 def test_broken_run_is_finished_but_has_no_scores():
@@ -241,6 +245,7 @@ def test_arms_and_grids_are_parsed():
         ("--task=c", "--lr=1", "--eval_task=a=20,b,c"),
     ]
     assert tasks[1].name == "task=c, lr=1"
+    assert from_grid("total-batch-size=2,4")[1].flags == ("--total_batch_size=4",)
     for wrong in ("lr", "lr=", "=1"):
         with pytest.raises(ValueError, match="is not flag=value,value"):
             from_grid(wrong)
