@@ -33,7 +33,6 @@ def template() -> None:
 
     chat_packing.render = render
     chat_packing.CHAT_RULE = -1  # part of the fingerprint of the packed rows
-    chat_packing.POOL_SHARE = sys.maxsize  # other processes would use the real template
 
 
 def mask() -> None:

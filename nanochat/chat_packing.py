@@ -9,13 +9,8 @@ Padding is untrained BOS. Conversations with no trained token are skipped. A buc
 for all mixtures.
 """
 
-import multiprocessing
-import os
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -34,8 +29,7 @@ from nanochat.common import (
 )
 from nanochat.dataloader import Rows, interleave, permutation
 from nanochat.distributed import DistContext
-from nanochat.packing import Packer, follow_parent, lock_path, write_shard
-from nanochat.tokenizer import FILE_NAME as TOKENIZER_FILE
+from nanochat.packing import Packer, lock_path, write_shard
 from nanochat.tokenizer import Tokenizer
 
 # ---- Encoding and packing one bucket of conversations --------------------------------------------
@@ -43,10 +37,8 @@ from nanochat.tokenizer import Tokenizer
 
 CHAT_RULE = 3  # part of the fingerprint: increment it when the same conversations pack differently
 BATCH = 256  # conversations encoded, or handed to the packer, at a time
-POOL_SHARE = 10_000  # conversations per worker process; fewer do not amortize its startup
 
 Conversations = Iterable[Sequence[Message]]
-load_tokenizer = lru_cache(maxsize=1)(Tokenizer.read)
 
 
 @dataclass(frozen=True)
@@ -132,12 +124,12 @@ def write_encoded(
     Encode conversations to files. The record is written last, so a partial encoding is never used.
     Memory: a few batches and the length of every conversation.
     """
-    tokenizer.save(folder)  # for the worker processes
     total = f" of {len(conversations):,}" if isinstance(conversations, Sized) else ""
     lengths: list[int] = []
     done = trained = 0
     with (folder / "ids.bin").open("wb") as stream:
-        for batch in encode_batches(conversations, folder / TOKENIZER_FILE, row_length):
+        for chats in iter_batches(conversations):
+            batch = encode_batch(chats, tokenizer, row_length)
             kept = [signed for signed in batch if len(signed)]
             stream.write(b"".join(signed.tobytes() for signed in kept))
             lengths += map(len, kept)
@@ -157,37 +149,10 @@ def write_encoded(
     write_json(folder / "encoded.json", seal({**counts, "sha256": digests}))
 
 
-def encode_batches(
-    conversations: Conversations, tokenizer_path: Path, row_length: int
-) -> Iterator[list[np.ndarray]]:
-    """Yield the results of `encode_batch` in order. Many conversations are encoded on all cores."""
-    job = partial(encode_batch, tokenizer_path, row_length)
-    many = len(conversations) // POOL_SHARE if isinstance(conversations, Sized) else 0
-    workers = min(many, os.cpu_count() or 1)
-    if workers < 2:
-        yield from map(job, iter_batches(conversations))
-        return
-    context = multiprocessing.get_context("spawn")  # forking a process that uses CUDA can hang
-    pool = ProcessPoolExecutor(workers, context, initializer=follow_parent)
-    waiting = deque()
-    try:
-        for batch in iter_batches(conversations):
-            waiting.append(pool.submit(job, batch))
-            if len(waiting) > 2 * workers:  # limits the batches in memory
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
-    except ValueError as error:  # re-raised here so that it is reported as a user error
-        raise ValueError(str(error)) from error
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
 def encode_batch(
-    tokenizer_path: Path, row_length: int, conversations: Sequence[Sequence[Message]]
+    conversations: Sequence[Sequence[Message]], tokenizer: Tokenizer, row_length: int
 ) -> list[np.ndarray]:
     """Return the signed ids of each conversation without BOS; empty if no token has loss."""
-    tokenizer = load_tokenizer(tokenizer_path)  # once in each process
     every = [signed_ids(*render(tokenizer, each, row_length))[1:] for each in conversations]
     return [signed if (signed >= 0).any() else signed[:0] for signed in every]
 
@@ -210,19 +175,13 @@ def make_recipe(about: Mapping[str, Any], tokenizer: Tokenizer, max_seq_len: int
     return {"fingerprint": fingerprint(made_of), **made_of}
 
 
-def open_chat_rows(
-    about: Mapping[str, Any], tokenizer: Tokenizer, max_seq_len: int, verifies: bool = True
-) -> Rows:
-    """
-    Open the "train" and "val" shards of conversations, whether packed yet or not.
-
-    `verifies`: see `Rows`.
-    """
+def open_chat_rows(about: Mapping[str, Any], tokenizer: Tokenizer, max_seq_len: int) -> Rows:
+    """Open the "train" and "val" shards of conversations, whether packed yet or not."""
     made_of = make_recipe(about, tokenizer, max_seq_len)
     folder = base_dir() / "rows" / made_of["fingerprint"]
     if not (folder / "index.json").exists():
         write_json(folder / "index.json", made_of)
-    return Rows(folder, ["train"], "val", "int32", tokenizer.vocab_size, made_of, verifies=verifies)
+    return Rows(folder, ["train"], "val", "int32", tokenizer.vocab_size, made_of)
 
 
 def pack_encoded(
@@ -278,7 +237,7 @@ def mixed_chat_rows(
             for (name, each), count in zip(buckets.items(), tokens, strict=True)
         ],
     }
-    rows = open_chat_rows(about, tokenizer, max_seq_len, verifies=machine.local_rank == 0)
+    rows = open_chat_rows(about, tokenizer, max_seq_len)
     conversations = mix_conversations(list(buckets.values()), tokens, seed)
     machine.on_node(
         "packing conversations", lambda: pack_encoded(rows, "train", conversations, tokenizer)

@@ -85,8 +85,8 @@ class RowSequence(ABC):
         """Return the `row_ids` of rows given by their index in the sequence."""
 
     @abstractmethod
-    def read(self, ids: np.ndarray, step_ids: np.ndarray) -> np.ndarray:
-        """Return the rows of `ids`, after verifying all shards in `step_ids` once per run."""
+    def read(self, ids: np.ndarray) -> np.ndarray:
+        """Return the rows of `ids`, after verifying each of their shards once per run."""
 
     def row_ids(
         self, step: int, rows_per_step: int, seed: int, rank: int = 0, world_size: int = 1
@@ -107,12 +107,10 @@ class RowSequence(ABC):
         Return this rank's rows of a step, (rows_per_step / world_size, max_seq_len + 1), in the
         stored dtype. Waits for shards that are being packed.
 
-        Raises ValueError if rows_per_step is not a multiple of world_size, MissingInput if nothing
-        is packing a missing shard, UsageError if packing failed or any shard of the step (on any
-        rank) is damaged, and WaitAborted if a stop is requested while waiting.
+        Raises MissingInput if nothing is packing a missing shard, UsageError if packing failed or a
+        shard is damaged, and WaitAborted if a stop is requested while waiting.
         """
-        mine = self.row_ids(step, rows_per_step, seed, rank, world_size)
-        return self.read(mine, self.row_ids(step, rows_per_step, seed))
+        return self.read(self.row_ids(step, rows_per_step, seed, rank, world_size))
 
 
 @dataclass(eq=False)
@@ -128,9 +126,6 @@ class Rows(RowSequence):
     recipe: Mapping[str, Any]
     files: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Shard -> files of the source packed into it, in order."""
-    verifies: bool = True
-    """Verify shards against their records. False if another rank on the node does; then only the
-    token ids of returned rows are checked."""
     should_stop: Callable[[], bool] = lambda: False
     """Waiting ends when this returns True; set by the training stage."""
 
@@ -227,8 +222,6 @@ class Rows(RowSequence):
 
         Raises UsageError naming the file of a damaged shard, which then counts as not packed.
         """
-        if not self.verifies:
-            return
         for shard in [*shards, *filter(self.is_packed, ahead)]:
             if shard not in self._checks:
                 self.wait(shard)
@@ -243,10 +236,9 @@ class Rows(RowSequence):
         path, counts = self.bin_path(shard), self.counts(shard)
         if sha256_file(path) != counts["sha256"]:
             return f"{path} is damaged: its SHA-256 does not match the record"
-        return self.foreign_id(np.memmap(path, self.dtype, "r"), path) if counts["rows"] else None
-
-    def foreign_id(self, rows: np.ndarray, path: Path) -> str | None:
-        """Describe a token id in rows that is outside the vocabulary; None if all are valid."""
+        if not counts["rows"]:
+            return None
+        rows = np.memmap(path, self.dtype, "r")
         largest = max(int(rows.max()), ~int(rows.min()))  # untrained tokens are stored as ~id
         if largest >= self.vocab_size:
             return f"{path} has token id {largest}, but the vocabulary size is {self.vocab_size}"
@@ -318,28 +310,20 @@ class Rows(RowSequence):
             time.sleep(POLL_SECONDS)
         return self.counts(shard)
 
-    def read(self, ids: np.ndarray, step_ids: np.ndarray) -> np.ndarray:
-        """
-        See `RowSequence`; verifies the following shard in the background.
-
-        Raises UsageError for damaged rows, or for invalid token ids if not `verifies`.
-        """
-        indices = np.unique(step_ids[:, 1]).tolist()
+    def read(self, ids: np.ndarray) -> np.ndarray:
+        """See `RowSequence`; verifies the following shard in the background."""
+        indices = np.unique(ids[:, 1]).tolist()
         ahead = self.train_shards[indices[-1] + 1 : indices[-1] + 2]
         self.verify([self.train_shards[i] for i in indices], ahead)
         out = np.empty((len(ids), self.row_length), self.dtype)
-        for index in np.unique(ids[:, 1]).tolist():
+        for index in indices:
             here = ids[:, 1] == index
             out[here] = self._read_shard(self.train_shards[index], ids[here, 2])
         return out
 
     def _read_shard(self, shard: str, indices: np.ndarray) -> np.ndarray:
-        shape, path = (self.wait(shard)["rows"], self.row_length), self.bin_path(shard)
-        rows = np.memmap(path, self.dtype, "r", shape=shape)[indices]
-        # The verifying rank may still be busy, and an invalid id would cause a device-side assert
-        if not self.verifies and (problem := self.foreign_id(rows, path)):
-            raise UsageError(problem, PACK_AGAIN)
-        return rows
+        shape = (self.wait(shard)["rows"], self.row_length)
+        return np.memmap(self.bin_path(shard), self.dtype, "r", shape=shape)[indices]
 
 
 @lru_cache(maxsize=8)
@@ -426,12 +410,12 @@ class MixedRows(RowSequence):
         name = fingerprint({"mixture": list(described.items())})
         self.recipe = {"fingerprint": name, "buckets": described}
 
-    def read(self, ids: np.ndarray, step_ids: np.ndarray) -> np.ndarray:
+    def read(self, ids: np.ndarray) -> np.ndarray:
         dtype = np.result_type(*(rows.dtype for rows in self.parts))
         out = np.empty((len(ids), self.max_seq_len + 1), dtype)
-        for i in np.unique(step_ids[:, 1]).tolist():
-            here, of_step = (each[:, 1] == i for each in (ids, step_ids))
-            out[here] = self.parts[i].read(ids[here][:, COLUMNS], step_ids[of_step][:, COLUMNS])
+        for i in np.unique(ids[:, 1]).tolist():
+            here = ids[:, 1] == i
+            out[here] = self.parts[i].read(ids[here][:, COLUMNS])
         return out
 
     def locate(self, numbers: np.ndarray, seed: int) -> np.ndarray:

@@ -225,10 +225,10 @@ def val_rows(
     buckets: Sequence[Bucket], tokenizer: Tokenizer, max_seq_len: int, machine: DistContext
 ) -> dict[str, Rows]:
     """Packed validation rows by bucket name; one process per node packs them."""
-    found, verifies = {}, machine.local_rank == 0
+    found = {}
     for bucket in buckets:
         about = {"rows": "val", **bucket.val.identity}
-        found[bucket.name] = chat_packing.open_chat_rows(about, tokenizer, max_seq_len, verifies)
+        found[bucket.name] = chat_packing.open_chat_rows(about, tokenizer, max_seq_len)
 
     def pack() -> None:
         for bucket in buckets:

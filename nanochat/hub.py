@@ -133,7 +133,7 @@ def with_retries(what: str, action: Callable[[], X], patience_seconds: float | N
                     f"run the same command again to resume, or {NO_NETWORK}",
                 ) from raised
             attempt += 1
-            print(f"{problem}; retrying in {pause:.0f} s (attempt {attempt}, {limit})")
+            print(f"{problem}; retrying in {pause:.0f} s (attempt {attempt}, {limit})", flush=True)
             time.sleep(pause)
 
 

@@ -471,12 +471,10 @@ class Corpus:
         return stack
 
 
-def open_corpus(
-    texts: TextMixture, tokenizer: Tokenizer, max_seq_len: int, *, verifies: bool = True
-) -> Corpus:
-    """Open the rows of `texts`, packed or not yet packed; `verifies`: see `Rows`."""
+def open_corpus(texts: TextMixture, tokenizer: Tokenizer, max_seq_len: int) -> Corpus:
+    """Open the rows of `texts`, packed or not yet packed."""
     sources = texts.sources.items()
-    rows = {name: open_rows(each, tokenizer, max_seq_len, verifies) for name, each in sources}
+    rows = {name: open_rows(each, tokenizer, max_seq_len) for name, each in sources}
     return Corpus(texts, tokenizer, rows)
 
 
@@ -510,7 +508,9 @@ def open_texts(
         fix = "remove @...t and use --num_iterations or --target_param_data_ratio"
         raise ValueError(f"{spec!r}: a mixture of text cannot have a budget; {fix}")
     configs: dict[str, DataConfig] = {}
-    for part in parse_mixture(spec):
+    parts = parse_mixture(spec)
+    resolve(parts, [1 << 40] * len(parts))  # raises ValueError for contradictory shares
+    for part in parts:
         entry = declared.get(part.name, {"dataset": part.name})
         if part.rows is not None or part.source is not None:
             ways = "tokens (=500000t), a share (=20%) or repeats (*1.5)"

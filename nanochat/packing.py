@@ -201,15 +201,13 @@ TOKENS_PER_BYTE = 0.3
 GROUP_ROWS = 512  # small files are combined into shards of about this many rows
 
 
-def open_rows(
-    source: Source, tokenizer: Tokenizer, max_seq_len: int, verifies: bool = True
-) -> Rows:
+def open_rows(source: Source, tokenizer: Tokenizer, max_seq_len: int) -> Rows:
     """
     Open the rows of a source under rows/; they need not be packed yet.
 
     The folder name is a hash of everything that determines the rows of a shard, so runs with more
     or fewer shards share it. It holds a copy of the tokenizer and, for reference only, the recipe
-    (index.json). `verifies`: see `Rows`.
+    (index.json).
     """
     made_of = {"tokenizer": tokenizer.fingerprint, "max_seq_len": max_seq_len}
     made_of["packing_rule"] = PACKING_RULE
@@ -222,9 +220,7 @@ def open_rows(
     common.write_json(folder / "index.json", recipe)
     dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
     files = {**groups, source.val_shard: [source.val_shard]}
-    return Rows(
-        folder, list(groups), source.val_shard, dtype, tokenizer.vocab_size, recipe, files, verifies
-    )
+    return Rows(folder, list(groups), source.val_shard, dtype, tokenizer.vocab_size, recipe, files)
 
 
 def group_files(source: Source, row_length: int) -> dict[str, list[str]]:

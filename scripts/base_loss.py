@@ -82,7 +82,7 @@ def main(cfg: BaseLoss) -> None:
         texts = open_texts(cfg.data, None, checkpoint.state["source"], ensure_written)
         documents = [list(t.texts(t.val_shard, cfg.max_documents)) for t in texts.sources.values()]
     T = model.cfg.max_seq_len
-    corpus = open_corpus(texts, tokenizer, T, verifies=machine.local_rank == 0)
+    corpus = open_corpus(texts, tokenizer, T)
     on_cpu = machine.device.type == "cpu"
     step_rows = cfg.device_batch_size or (max(1, CPU_TOKENS // T) if on_cpu else GPU_ROWS)
     split_tokens = cfg.split_tokens or (CPU_TOKENS * 32 if on_cpu else 20 * 524_288)

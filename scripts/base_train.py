@@ -225,8 +225,7 @@ def open_text(cfg: BaseTrain, machine: DistContext) -> tuple[Corpus, dict[str, s
         "opening the text", lambda: open_texts(cfg.data, cfg.mix, used, ensure_written)
     )
     machine.on_main("opening rows", lambda: bool(open_corpus(texts, tokenizer, cfg.max_seq_len)))
-    verifies = machine.local_rank == 0
-    corpus = open_corpus(texts, tokenizer, cfg.max_seq_len, verifies=verifies)
+    corpus = open_corpus(texts, tokenizer, cfg.max_seq_len)
     prints = {"rows": corpus.fingerprint, "tokenizer": tokenizer.fingerprint}
     return corpus, {**prints, "data": texts.fingerprint}
 

@@ -72,7 +72,7 @@ class DocumentReader:
 
     def __iter__(self) -> Iterator[str]:
         for source, left in self.texts:
-            for text in self.read(source):
+            for text in self.read(source) if left else ():
                 text = text[:left]
                 left -= len(text)
                 self.documents += 1

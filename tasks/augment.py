@@ -210,6 +210,9 @@ class TenOptions(MoreOptions):
         """That of the original question: the other options are text of training questions."""
         return self.task.material(i)
 
+    def asked(self, i: int) -> str:
+        return self.task.asked(i)
+
 
 class ARCEasyTen(TenOptions):
     """ARC-Easy with ten options."""

@@ -31,7 +31,6 @@ from tasks.base import MCQuestion, QuestionTask, Task, shuffled
 SUFFIXES = (".parquet", ".csv", ".jsonl", ".jsonl.gz")
 CSV_FORMAT = csv.ParseOptions(newlines_in_values=True)
 ROW_ORDER = 0  # shuffle seed: datasets are sorted by subject, so the first n rows are biased
-NOT_ARROW = (pa.ArrowException, OverflowError, UnicodeError)  # raised for values of no Arrow type
 AS_PARQUET = "refs/convert/parquet"  # branch on which the Hub keeps <config>/<split>/<n>.parquet
 
 TaskRow = dict[str, Any]
@@ -57,7 +56,7 @@ class TaskRows:
 class TaskData(NamedTuple):
     """The rows of a split, with the commit and digests of their files."""
 
-    rows: TaskRows
+    rows: TaskRows | list[TaskRow]
     commit: str
     sha256: dict[str, str]
 
@@ -89,16 +88,22 @@ def load_split(
     source = HubRepo(repo, where, manifest["commit"], find_file_damage, "use other data")
     files = match_files("/".join([*words[2:], stem]), list(source.files()), repo)
     paths = [source.fetch(file) for file in files]
-    tables = [read_columns(path, columns) for path in paths]
-    try:
-        table = pa.concat_tables(tables, promote_options="default")  # a column can be empty in one
-    except (pa.ArrowException, TypeError) as error:  # ArrowTypeError is a TypeError
-        why = f"files {', '.join(files)} have different types in a column of {', '.join(columns)}"
-        raise ValueError(f"{repo}: {why} ({error})") from error
-    if not table.num_rows:
+    if paths[0].suffix in (".parquet", ".csv"):
+        tables = [read_columns(path, columns) for path in paths]
+        try:
+            table = pa.concat_tables(tables, promote_options="default")  # one may be all null
+        except (pa.ArrowException, TypeError) as error:  # ArrowTypeError is a TypeError
+            why = (
+                f"files {', '.join(files)} have different types in a column of {', '.join(columns)}"
+            )
+            raise ValueError(f"{repo}: {why} ({error})") from error
+        rows = TaskRows(table)
+    else:
+        rows = [row for path in paths for row in read_json_rows(path, columns)]
+    if not len(rows):
         raise ValueError(f"{repo}: no rows in {', '.join(files)}")
     recorded = source.files()
-    return TaskData(TaskRows(table), source.commit, {f: recorded[f]["sha256"] for f in files})
+    return TaskData(rows, source.commit, {f: recorded[f]["sha256"] for f in files})
 
 
 def find_file_damage(path: Path, whole: bool = False) -> str | None:
@@ -115,8 +120,8 @@ def find_file_damage(path: Path, whole: bool = False) -> str | None:
 def match_files(stem: str, files: Sequence[str], repo: str) -> list[str]:
     """
     The files of a split: one file named `stem` or its numbered parts, all at the root or in the
-    same folder. A * in `stem` matches any part of a name. Raises ValueError for no match or
-    several folders.
+    same folder. A * in `stem` matches any part of a name. Raises ValueError for no match,
+    several folders or several formats.
     """
     name = re.escape(stem).replace(r"\*", "[^/]*")
     pattern = re.compile(rf"(.*/)?{name}(-\d+-of-\d+)?\.(parquet|csv|jsonl|jsonl\.gz)")
@@ -129,11 +134,13 @@ def match_files(stem: str, files: Sequence[str], repo: str) -> list[str]:
             f"{repo} has {stem} in several folders: {', '.join(folders)}; "
             f"append one to the repository: {repo}/{folders[0].strip('/') or '<folder>'}"
         )
+    if len(kinds := {match[3] for match in found}) > 1:
+        raise ValueError(f"{repo} has {stem} as {', '.join(sorted(kinds))}; use a stem of one kind")
     return [match[0] for match in found]
 
 
 def read_columns(path: Path, columns: Sequence[str]) -> pa.Table:
-    """Read `columns` of a parquet, CSV or JSON Lines file. Raises ValueError if one is missing."""
+    """Read `columns` of a parquet or CSV file. Raises ValueError if one is missing."""
     try:
         if path.suffix == ".csv":  # as text: columns of numbers in some files would not concatenate
             require_columns(
@@ -142,8 +149,6 @@ def read_columns(path: Path, columns: Sequence[str]) -> pa.Table:
             types = dict.fromkeys(columns, pa.string())
             options = csv.ConvertOptions(column_types=types, include_columns=list(columns))
             return csv.read_csv(path, parse_options=CSV_FORMAT, convert_options=options)
-        if path.suffix != ".parquet":
-            return read_json_columns(path, columns)
         require_columns(path, columns, pq.read_schema(path).names)
         return pq.read_table(path, columns=list(columns)).replace_schema_metadata()
     except (pa.ArrowException, OSError) as error:
@@ -157,36 +162,16 @@ def require_columns(path: Path, columns: Sequence[str], names: Iterable[str]) ->
         raise ValueError(f"{path} has no column {', '.join(missing)}, only {', '.join(names)}")
 
 
-def read_json_columns(path: Path, columns: Sequence[str]) -> pa.Table:
+def read_json_rows(path: Path, columns: Sequence[str]) -> list[TaskRow]:
     """`read_columns` of JSON Lines. A line that is not an object becomes a row of nulls."""
     names: dict[str, None] = {}
-    values: dict[str, list[Any]] = {column: [] for column in columns}
-    for _, row in read_json_lines(path):
-        row = row if isinstance(row, dict) else {}
-        names |= dict.fromkeys(row)
-        for column, cells in values.items():
-            cells.append(row.get(column))
+    rows: list[TaskRow] = []
+    for _, line in read_json_lines(path):
+        fields = line if isinstance(line, dict) else {}
+        names |= dict.fromkeys(fields)
+        rows.append({column: fields.get(column) for column in columns})
     require_columns(path, columns, names)
-    return pa.table({column: to_array(cells) for column, cells in values.items()})
-
-
-def to_array(values: Sequence[Any]) -> pa.Array:
-    """Values as an array; if their types differ, those that do not fit the usual one are null."""
-    try:
-        return pa.array(values)
-    except NOT_ARROW:
-        kinds = Counter(kind for kind in map(arrow_type, values) if kind is not None)
-        [(usual, _)] = kinds.most_common(1) or [(pa.null(), 0)]
-        return pa.array([x if arrow_type(x, usual) else None for x in values], usual)
-
-
-def arrow_type(value: Any, wanted: pa.DataType | None = None) -> pa.DataType | None:
-    """Type of the array that holds a value; None if there is none, or its type is incomplete."""
-    try:
-        kind = pa.array([value], wanted).type
-        return kind if wanted or "null" not in str(kind) else None
-    except NOT_ARROW:
-        return None
+    return rows
 
 
 class HubTask(Task):

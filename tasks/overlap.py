@@ -85,19 +85,21 @@ def overlaps(train: Sequence[Task], held_out: Sequence[Task], run: int = RUN) ->
     """Compare every training task with every held-out task by n-grams of `run` words."""
     lengths = range(min(LEAST, run), run + 1)
     sought = [query_ngrams(task, lengths) for task in held_out]
-    tables = {n: NgramIndex([each[n] for each in sought]) for n in lengths}
+    tables = {n: np.sort(np.concatenate([each[n].hashes for each in sought])) for n in lengths}
     found = []
     for source in train:
-        hits = {n: np.zeros(len(table.hashes), bool) for n, table in tables.items()}
+        hits = {n: [table[:0]] for n, table in tables.items()}
         texts = materials(source)
         while batch := list(islice(texts, BATCH)):
             for n, theirs in ngrams_by_length(batch, lengths).items():
-                tables[n].mark(theirs.hashes, hits[n])
-        shared = {n: table.items_of(hits[n]) for n, table in tables.items()}
-        for number, task in enumerate(held_out):
-            checked = np.unique(np.concatenate([each.items for each in sought[number].values()]))
-            long = set(shared[run][number].tolist())
-            short = {i for n in lengths[:-1] for i in shared[n][number].tolist()} - long
+                hashes = np.sort(theirs.hashes)  # sorted queries are faster
+                hits[n].append(hashes[is_in(hashes, tables[n])])
+        found_in = {n: np.sort(np.concatenate(hits[n])) for n in lengths}
+        for task, grams in zip(held_out, sought, strict=True):
+            checked = np.unique(np.concatenate([each.items for each in grams.values()]))
+            shared = {n: g.items[is_in(g.hashes, found_in[n])].tolist() for n, g in grams.items()}
+            long = set(shared[run])
+            short = {i for n in lengths[:-1] for i in shared[n]} - long
             sizes = (source.name, task.name, len(task), len(checked))
             found.append(Overlap(*sizes, tuple(sorted(long)), tuple(sorted(short))))
     return found
@@ -120,28 +122,9 @@ def whole(grams: dict[int, Ngrams], n: int) -> Ngrams:
     return Ngrams(grams[n].hashes[all_of_it], grams[n].items[all_of_it])
 
 
-class NgramIndex:
-    """Sorted n-grams of several tasks, for lookup."""
-
-    def __init__(self, sought: Sequence[Ngrams]):
-        self.sought = sought
-        hashes = np.concatenate([each.hashes for each in sought])
-        order = np.argsort(hashes)
-        self.hashes, self.back = hashes[order], np.argsort(order)
-        self.ends = np.cumsum([len(each.hashes) for each in sought])
-
-    def mark(self, theirs: np.ndarray, hits: np.ndarray) -> None:
-        """Set `hits`, one per n-gram, for those that are in `theirs`."""
-        theirs = np.sort(theirs)  # sorted queries are faster
-        first, end = (np.searchsorted(self.hashes, theirs, side) for side in ("left", "right"))
-        hits[first[first < end]] = True
-
-    def items_of(self, hits: np.ndarray) -> list[np.ndarray]:
-        """Indices of the items with a hit, per task."""
-        # Equal hashes of several items are adjacent; `mark` sets only the first of them
-        same = hits[np.searchsorted(self.hashes, self.hashes)]
-        by_task = np.split(same[self.back], self.ends[:-1])
-        return [np.unique(each.items[hit]) for each, hit in zip(self.sought, by_task, strict=True)]
+def is_in(hashes: np.ndarray, table: np.ndarray) -> np.ndarray:
+    """Whether each hash is in a sorted table, (n,) bool."""
+    return np.searchsorted(table, hashes) < np.searchsorted(table, hashes, "right")
 
 
 def materials(task: Task) -> Iterator[str]:

@@ -36,7 +36,7 @@ from tasks.korean import (
 from tasks.livecodebench import LiveCodeBench
 from tasks.mmlu import MMLU
 from tasks.smoltalk import SmolTalk
-from tasks.spelling import SimpleSpelling, SpellingBee, word_file
+from tasks.spelling import SimpleSpelling, SpellingBee, english_words, word_file
 from tasks.world.task import WorldChat, WorldChoice, WorldFacts, WorldProblems, WorldSpelling
 
 
@@ -128,8 +128,8 @@ def why_unavailable(name: str, unsafe: bool = False) -> str | None:
         if issubclass(TASKS[key].task, CodeTask):
             choose_layer(unsafe)
         elif key == "spelling":
-            word_file()
-    except (SandboxUnavailable, MissingInput) as error:
+            english_words(word_file(), "test")
+    except (SandboxUnavailable, MissingInput, ValueError) as error:
         return " ".join(str(error).split())
     return None
 

@@ -73,7 +73,10 @@ def english_words(path: Path, split: Split) -> tuple[str, ...]:
         if split_of("word", word.lower()) == split
     )
     if not words:
-        raise ValueError(f"no words for split {split} in {path}; use one alphabetic word per line")
+        raise ValueError(
+            f"no words for split {split} in {path}; use one alphabetic word per line, or leave "
+            "spelling out of --mixture"
+        )
     return words
 
 

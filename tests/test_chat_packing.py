@@ -1,8 +1,5 @@
 """Packed conversations stay whole, keep their masks, and always have loss."""
 
-import os
-from concurrent.futures import ProcessPoolExecutor
-
 import numpy as np
 import pytest
 
@@ -63,21 +60,12 @@ def test_every_conversation_is_in_one_row_with_its_mask():
     assert filled > 0.9
 
 
-@pytest.mark.parametrize("cores", [1, 3])
-def test_encoding_does_not_depend_on_number_of_processes(base, monkeypatch, capsys, cores):
-    monkeypatch.setattr(chat_packing, "POOL_SHARE", 10)
+def test_encoded_files_hold_the_rendered_conversations(base, monkeypatch):
     monkeypatch.setattr(chat_packing, "BATCH", 7)
-    monkeypatch.setattr(os, "cpu_count", lambda: cores)
-    used = []
-    submit = ProcessPoolExecutor.submit
-    monkeypatch.setattr(
-        ProcessPoolExecutor, "submit", lambda pool, *job: used.append(job) or submit(pool, *job)
-    )
     chats = [chat("q" * (i % 23), "a" * (1 + i % 70) if i % 9 else "") for i in range(100)]
     progress = []
     found = encode({"name": "x"}, chats, TOKENIZER, 31, report=progress.append)
     assert progress[-1] == "100 of 100 conversations" and len(progress) == 15
-    assert len(used) == (15 if cores > 1 else 0)
     signed = [signed_ids(*render(TOKENIZER, c, 32)) for c in chats]
     expected = [s[1:] for s in signed if (s >= 0).any()]
     assert skipped_of(found) == 100 - len(expected)
@@ -87,9 +75,7 @@ def test_encoding_does_not_depend_on_number_of_processes(base, monkeypatch, caps
     assert np.array_equal(np.load(folder / "ends.npy"), np.cumsum([0, *map(len, expected)]))
 
 
-def test_worker_process_reports_invalid_conversation(monkeypatch):
-    monkeypatch.setattr(chat_packing, "POOL_SHARE", 10)
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+def test_invalid_conversation_is_reported():
     chats = [*[chat("q", "a")] * 400, [{"role": "user", "content": 7}]]
     with pytest.raises(ValueError, match="message 0: content must be a string or a list of parts"):
         encode({"name": "x"}, chats, TOKENIZER, 31)

@@ -378,33 +378,14 @@ def read_everything(found: Rows) -> None:
     list(found.val_batches(64, 10**9))
 
 
-def test_R28_one_rank_verifies_the_rows_of_all_ranks(folder, tokenizer):
+def test_R28_every_rank_verifies_what_it_reads(folder, tokenizer):
     found = packed(folder, tokenizer)
     boundary = found.counts("shard_0.jsonl")["rows"]
     flip(found.bin_path("shard_1.jsonl"))
     found.batch(0, 2 * (boundary // 2), SEED)  # the next shard is only prechecked
-    with pytest.raises(UsageError, match="shard_1"):  # rank 0 reads shard_0, rank 1 shard_1
-        found.batch(0, 2 * boundary, SEED, 0, 2)
-
-
-def test_R28_non_verifying_rank_rejects_invalid_ids(folder, tokenizer, monkeypatch):
-    found, source = packed(folder, tokenizer), source_of(folder)
-    hashed = []
-    monkeypatch.setattr(dataloader, "sha256_file", lambda path: hashed.append(path))
-    second = open_rows(source, tokenizer, T, verifies=False)
-    read_everything(second)
-    assert not hashed
-    for shard, read in (
-        ("shard_0.jsonl", lambda other: other.batch(0, ROWS, SEED, 1, 2)),
-        (found.val_shard, lambda other: list(other.val_batches(64, 10**9))),
-    ):
-        stored = np.fromfile(found.bin_path(shard), "<u2")
-        stored[stored != tokenizer.bos_id] = tokenizer.vocab_size
-        stored.tofile(found.bin_path(shard))
-        other = open_rows(source, tokenizer, T, verifies=False)
-        with pytest.raises(UsageError, match=r"has token id 300, but the vocabulary(.|\n)*again"):
-            read(other)
-    assert not hashed
+    found.batch(0, 2 * boundary, SEED, 0, 2)  # rank 0 reads shard_0, rank 1 shard_1
+    with pytest.raises(UsageError, match="shard_1"):
+        found.batch(0, 2 * boundary, SEED, 1, 2)
 
 
 def flip(path: Path) -> None:

@@ -1,7 +1,6 @@
 """Fine-tuning on conversations: packing changes neither losses nor gradients."""
 
 import re
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,7 +10,6 @@ import torch
 from nanochat.chat_format import render
 from nanochat.chat_packing import (
     encode,
-    mixed_chat_rows,
     open_chat_rows,
     pack_encoded,
     signed_ids,
@@ -26,7 +24,6 @@ from nanochat.finetune import (
     few_steps_warning,
     fit_batch,
     split,
-    val_rows,
 )
 from nanochat.gpt import GPTConfig
 from nanochat.loss import IGNORE
@@ -91,20 +88,6 @@ def val_rows_of(name, answers):
     rows = open_chat_rows({"rows": name}, TOKENIZER, 63)
     pack_encoded(rows, "val", encode({"name": name}, chats, TOKENIZER, 63), TOKENIZER)
     return rows
-
-
-def test_R28_one_rank_of_a_node_verifies_conversations(machine):
-    class HeldOut(list):
-        identity = {"name": "held out"}
-
-    encoded = {"chat": encode({"name": "x"}, CHATS, TOKENIZER, 63)}
-    bucket = SimpleNamespace(name="chat", val=HeldOut(CHATS))
-    for local_rank in (0, 1):
-        rank = replace(machine, local_rank=local_rank)
-        train = mixed_chat_rows(encoded, [100], 0, TOKENIZER, 63, rank)
-        val = val_rows([bucket], TOKENIZER, 63, rank)["chat"]
-        assert train.verifies is val.verifies is (local_rank == 0)
-        assert len(train.batch(0, 1, seed=0)) == len(next(val.val_batches(1, 1))) == 1
 
 
 def test_R34_a_bucket_without_scorable_answers_is_rejected(machine):

@@ -214,15 +214,6 @@ def test_mixture_of_one_bucket_equals_that_bucket():
         assert np.array_equal(mixed.batch(step, 8, seed=1), rows.batch(step, 8, seed=1))
 
 
-def test_R28_mixture_hashes_no_files_unless_parts_verify(monkeypatch):
-    parts, hashed = {name: bucket_of(name, 20) for name in "ab"}, []
-    monkeypatch.setattr("nanochat.dataloader.sha256_file", lambda path: hashed.append(path))
-    for rows in parts.values():
-        rows.verifies = False
-    MixedRows({name: (rows, 20) for name, rows in parts.items()}).batch(0, 16, seed=0)
-    assert not hashed
-
-
 def test_row_ids_count_earlier_uses_of_each_row():
     mixed = MixedRows({"a": (bucket_of("a", 40), 60), "b": (bucket_of("b", 20), 20)})
     seen: Counter = Counter()

@@ -422,6 +422,13 @@ def test_spelling_without_a_word_list_names_the_script():
     assert "no word list" in registry.why_unavailable("spelling")
 
 
+def test_spelling_of_text_without_ascii_words_is_unavailable(base):
+    path = base / "tokenizer" / "main" / "words.txt"
+    path.parent.mkdir(parents=True)
+    path.write_text("")
+    assert "no words for split test" in registry.why_unavailable("spelling")
+
+
 def test_simple_spelling_requires_the_full_word(word_list):
     task = SimpleSpelling("test")
     right = task[0][1]["content"]

@@ -122,11 +122,15 @@ def test_parquet_parts_and_jsonl_load_the_same_rows(serve, tmp_path, monkeypatch
 def test_missing_or_ambiguous_files_raise(serve, tmp_path):
     for folder in ("all", "easy"):
         write_rows(tmp_path, f"{folder}/train.jsonl", [{"text": folder}])
-    write_rows(tmp_path, "mixed/part-00000-of-00002.jsonl", [{"text": "a", "level": 1}])
-    write_rows(tmp_path, "mixed/part-00001-of-00002.jsonl", [{"text": "a", "level": "b"}])
+    write_rows(tmp_path, "mixed/part-00000-of-00002.parquet", [{"text": "a", "level": 1}])
+    write_rows(tmp_path, "mixed/part-00001-of-00002.parquet", [{"text": "a", "level": "b"}])
+    for suffix in ("jsonl", "parquet"):
+        write_rows(tmp_path, f"twice/train.{suffix}", [{"text": "a"}])
     (tmp_path / "datasets/own/data/test.jsonl").write_text('{"text": "a"}\n{"text"\n')
     serve(tmp_path)
     assert list(load_split("own/data/easy", "train", ["text"]).rows) == [{"text": "easy"}]
+    with pytest.raises(ValueError, match="has twice/train as jsonl, parquet; use a stem of one"):
+        load_split("own/data/twice", "train", ["text"])
     with pytest.raises(ValueError, match="several folders.*own/data/all"):
         load_split("own/data", "train", ["text"])
     with pytest.raises(ValueError, match="no dev among its files all/train.jsonl"):

@@ -92,6 +92,8 @@ def test_single_text_is_used_without_mixing(machine):
         ("big,small,big", DataConfig(), "big appears twice"),
         ("embedded=50%,big=50%", DataConfig(dataset="embedded"), "--mixture selects the text"),
         ("nowhere", DataConfig(), "--dataset=nowhere"),
+        ("big=80%,small=80%", DataConfig(), "add up to 160.0%: too much"),
+        ("big=100%,small", DataConfig(), "add up to 100.0%: too much"),
     ],
 )
 def test_invalid_text_mixture_is_rejected(own, mixture, data, message):

@@ -23,7 +23,7 @@ from nanochat import records, report
 from nanochat.common import fingerprint, printable, sha256_file, write_atomic
 from nanochat.config import start
 from nanochat.dataset import read_json_lines
-from nanochat.mixture import parse_mixture, read_mixture
+from nanochat.mixture import BUDGET, parse_mixture, read_mixture
 from nanochat.tokenizer import Tokenizer
 from tasks.base import assistant, find_error, user
 from tasks.buckets import Bucket, buckets
@@ -89,7 +89,7 @@ def open_bucket(cfg: Filter) -> Bucket:
     """Open the bucket to filter. Raises ValueError unless it is one bucket, name[=rows]."""
     spec, declared = read_mixture(cfg.bucket)
     part, *others = parse_mixture(spec)
-    if others or part.share or part.tokens or part.repeats:
+    if others or part.share or part.tokens or part.repeats or BUDGET.search(spec):
         raise ValueError(f"--bucket={cfg.bucket!r} must be one bucket, optionally with =rows")
     [bucket] = buckets(spec, declared)
     return bucket

@@ -20,7 +20,14 @@ from nanochat.lab import held_out
 from nanochat.mixture import MixConfig, read_mixture
 from tasks.buckets import TAGS, buckets
 from tasks.overlap import overlaps
-from tasks.registry import TASKS, eval_task, key_of, list_benchmarks, overlapping_tasks
+from tasks.registry import (
+    TASKS,
+    eval_task,
+    key_of,
+    list_benchmarks,
+    overlapping_tasks,
+    question_source,
+)
 
 SECTION = "Overlap"
 
@@ -60,7 +67,8 @@ def scan(cfg: HoldOut) -> None:
     """Record the overlap of a mixture with benchmarks: 13-grams of words, or whole questions."""
     started = time.perf_counter()
     learned = buckets(*read_mixture(cfg.mix.mixture))
-    default = [*list_benchmarks(), *map(key_of, held_out.final_benchmarks())]
+    final = map(key_of, held_out.final_benchmarks())
+    default = [*list_benchmarks(), *map(question_source, final)]
     names = cfg.benchmarks.split("|") if cfg.benchmarks else dict.fromkeys(default)
     tests = [eval_task(name) for name in names]
     found = overlaps([bucket.train for bucket in learned], tests)

@@ -97,7 +97,7 @@ class MergeScorer:
         T = self.model.cfg.max_seq_len
         if first.state["stage"] == "base" and not cfg.val_mixture:
             texts = open_texts(DataConfig(), None, first.state["source"], ensure_written)
-            corpus = open_corpus(texts, self.tokenizer, T, verifies=machine.local_rank == 0)
+            corpus = open_corpus(texts, self.tokenizer, T)
             corpus.pack(dict.fromkeys(corpus.rows, 0), machine)
             rows, self.scorer, split = corpus.rows, self.model, inputs_and_targets
         else:

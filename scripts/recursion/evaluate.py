@@ -142,7 +142,7 @@ def score_loops(cfg: RecursionEval, checkpoint: Checkpoint, machine: DistContext
     model = load_model(checkpoint, machine)
     T, on_cpu = model.cfg.max_seq_len, machine.device.type == "cpu"
     source = open_source(cfg.data, checkpoint.state["source"], ensure_written)
-    rows = open_rows(source, tokenizer, T, verifies=machine.local_rank == 0)
+    rows = open_rows(source, tokenizer, T)
     size = cfg.device_batch_size or (max(1, CPU_TOKENS // T) if on_cpu else GPU_ROWS)
     tokens = cfg.eval_tokens or (262_144 if on_cpu else 20 * 524_288)
     set_kernels(cfg.kernels, model, machine, estimate_seconds(model, 2 * tokens, machine) / 3)

@@ -60,6 +60,8 @@ def test_empty_filter_result_and_invalid_rows_are_rejected(tmp_path):
         filter_script.main(Filter(out, "no_image", rows=bad))
     with pytest.raises(ValueError, match="either --bucket or --rows"):
         Filter(out)
+    with pytest.raises(ValueError, match="must be one bucket"):
+        filter_script.main(Filter(out, "no_image", bucket="world_problems@500000t"))
 
 
 class Teacher:

@@ -7,7 +7,7 @@ import pytest
 
 from nanochat.common import UsageError, read_json
 from nanochat.lab import held_out
-from nanochat.mixture import Tags
+from nanochat.mixture import MixConfig, Tags
 from scripts.lab import hold_out
 from scripts.lab.hold_out import HoldOut
 from tasks.base import (
@@ -130,6 +130,17 @@ def test_short_questions_are_matched_whole():
     [found] = overlaps([train], [held])
     assert (found.items, found.checked) == (4, 3)
     assert found.shared == (1,) and found.whole == (0,)
+
+
+def test_derived_final_benchmarks_are_not_scanned_twice(monkeypatch):
+    hold_out.main(HoldOut(final="arc_easy|AQUA-Letter"))
+    scanned = []
+    monkeypatch.setattr(hold_out, "eval_task", lambda name: scanned.append(name) or name)
+    monkeypatch.setattr(hold_out, "buckets", lambda *spec: [])
+    monkeypatch.setattr(hold_out, "overlaps", lambda train, tests: [])
+    hold_out.scan(HoldOut(mix=MixConfig(mixture="identity")))
+    assert len(set(scanned)) == len(scanned) and {"arc_easy", "aqua"} <= set(scanned)
+    assert not {"arc_easy_10", "aqua_letter"} & set(scanned)
 
 
 def test_script_declares_and_lists_final_benchmarks(capsys):
