@@ -117,7 +117,7 @@ python -m dev.plan --profile="$PROFILE" --processes="$processes" --gpu="$gpu_nam
 source dev/stages.sh
 case "$gpu_name" in # Hopper: FlashAttention 3; training works without it
 *H100* | *H200* | *H800* | *H20*)
-    uv sync --quiet --inexact ${TORCH_BACKEND:+--no-install-package torch} ${GROUPS_WANTED-} --group fa3 ||
+    uv sync --quiet --inexact $keep_torch ${GROUPS_WANTED-} --group fa3 ||
         echo "speedrun: FlashAttention 3 was not installed"
     ;;
 esac

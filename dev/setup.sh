@@ -61,12 +61,25 @@ if [ ! -d .venv ]; then
         exit 2
     fi
 fi
+# On a GPU, torch.compile needs Python's headers. If the system's Python has none, uv downloads one.
+headers=$(python3 -c 'import sysconfig; print(sysconfig.get_path("include"))' 2>/dev/null || true)
+if command -v nvidia-smi >/dev/null && [ ! -e "$headers/Python.h" ]; then
+    export UV_PYTHON_PREFERENCE=only-managed
+fi
 echo "setup: installing packages (PyTorch with CUDA: about 6 GB on disk, once)"
+keep_torch=${TORCH_BACKEND:+--no-install-package torch --no-install-package triton}
 # compile bytecode once, not at the start of every stage; --inexact keeps other installed packages
-uv sync --quiet --inexact --compile-bytecode ${TORCH_BACKEND:+--no-install-package torch} ${GROUPS_WANTED-}
+uv sync --quiet --inexact --compile-bytecode $keep_torch ${GROUPS_WANTED-}
 source .venv/bin/activate
-torch_works() { python -c 'import sys, torch; sys.exit(not torch.cuda.is_available() and sys.argv[1] != "cpu")' "$1" 2>/dev/null; }
+torch_works() { # torch_works <auto, cpu or cuNNN>: whether this build is installed and finds a GPU
+    python -c '
+import sys, torch
+kind, found = sys.argv[1], "cu" + (torch.version.cuda or "").replace(".", "")
+sys.exit(kind not in ("auto", found) or not torch.cuda.is_available() if kind != "cpu" else found != "cu")
+' "$1" 2>/dev/null
+}
 if [ -n "${TORCH_BACKEND:-}" ] && ! torch_works "$TORCH_BACKEND"; then
     echo "setup: installing PyTorch for $TORCH_BACKEND"
-    uv pip install --quiet --reinstall-package torch "torch>=2.11,<3" --torch-backend="$TORCH_BACKEND"
+    # --no-config: not every file of PyTorch's package index has the date that exclude-newer needs
+    uv pip install --quiet --no-config --reinstall-package torch "torch>=2.11,<3" --torch-backend="$TORCH_BACKEND"
 fi

@@ -1,6 +1,8 @@
 # Sourced by the scripts that run stages, after dev/profile.sh and dev/setup.sh.
 
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$([ "$processes" -gt 1 ] && echo 1 || nproc 2>/dev/null || echo 4)}"
+# Seconds that torchrun gives the ranks after a stop request, for the checkpoint of a large model
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-480}"
 
 # Without this check, a PyTorch build that cannot use the GPUs would silently train on CPU.
 if [ "$gpus" -gt 0 ]; then

@@ -7,6 +7,7 @@ Attention: rotary embeddings, interchangeable kernels, variable-length batches, 
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -15,6 +16,7 @@ from typing import Any, Literal, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 # ---- Rotary embeddings ---------------------------------------------------------------------------
 
@@ -231,6 +233,9 @@ def attend_plain(
     return (scores.softmax(dim=-1) @ v).transpose(1, 2).to(dtype)
 
 
+WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
 def attend_sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float) -> Tensor:
     """
     PyTorch's fused kernels. `mask` as in `attend`: None is causal, a tensor is slower. A
@@ -239,9 +244,12 @@ def attend_sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float) -> Ten
     gqa = q.size(2) != k.size(2)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     if mask is None or isinstance(mask, Tensor):
-        y = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=gqa
-        )
+        # cuDNN plans each new shape, for tens of milliseconds; compiled functions have few shapes
+        eager_on_gpu = q.is_cuda and not torch.compiler.is_compiling()
+        with sdpa_kernel(WITHOUT_PLANS) if eager_on_gpu else nullcontext():
+            y = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=gqa
+            )
     else:
         y = flex_kernel()(q, k, v, block_mask=mask, scale=scale, enable_gqa=gqa)
     return y.transpose(1, 2)

@@ -26,6 +26,7 @@ from nanochat.attention import BLOCK, CacheView, KVCache, fill_batches, pad_righ
 from nanochat.common import printable
 from nanochat.config import require_at_least, short
 from nanochat.gpt import GPT
+from nanochat.hardware import total_memory_bytes
 from nanochat.tokenizer import Tokenizer
 
 # ---- Sampling: temperature, top-k, top-p per sequence --------------------------------------------
@@ -303,9 +304,19 @@ class Completion:
             self.pending_tool_call = None
 
 
+MAX_SLOTS = 64
+CACHE_SHARE = 0.25  # of the memory: in RL, the rest holds two models, gradients and optimizer
+
+
+def most_slots(model: GPT, memory_bytes: int) -> int:
+    """Number of sequences, 1 to MAX_SLOTS, whose KV cache fits in a share of the memory."""
+    return max(1, min(MAX_SLOTS, int(CACHE_SHARE * memory_bytes) // model.new_cache(1).nbytes))
+
+
 class Engine:
     """
-    Generates with `model` (ideally `gpt.inference_copy(model)`), up to `slots` sequences at once.
+    Generates with `model` (ideally `gpt.inference_copy(model)`), up to `slots` sequences at once;
+    default: `most_slots`.
 
     capacity: maximum tokens of prompt plus completion; default: the model's context length.
     tool: executes the model's tool calls; None = calls get no result. compiled: compile the decode
@@ -318,16 +329,17 @@ class Engine:
         self,
         model: GPT,
         tokenizer: Tokenizer,
-        slots: int = 64,
+        slots: int | None = None,
         capacity: int | None = None,
         tool: Tool | None = None,
         compiled: bool = False,
     ):
         self.model, self.tokenizer, self.tool = model, tokenizer, tool
-        self.slots, self.device = slots, model.device
+        self.slots = slots or most_slots(model, total_memory_bytes(model.device))
+        self.device = model.device
         on_cpu = self.device.type == "cpu"
         self.prefill_tokens = CPU_PREFILL_TOKENS if on_cpu else GPU_PREFILL_TOKENS
-        self.cache = model.new_cache(slots, capacity)
+        self.cache = model.new_cache(self.slots, capacity)
         self.decode_step = DecodeStep(model, self.cache, compiled)
         self.waiting: deque[Completion] = deque()
         self.active: list[Completion] = []  # active[i] occupies slot i

@@ -92,6 +92,13 @@ def free_memory_bytes(device: torch.device) -> int:
     return free
 
 
+def total_memory_bytes(device: torch.device) -> int:
+    """Memory in bytes of a GPU, else of the host."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    return psutil.virtual_memory().total
+
+
 def reset_peak_memory(device: torch.device) -> None:
     """Reset the peak memory statistics of a GPU; those of a host process cannot be reset."""
     if device.type == "cuda":
@@ -104,7 +111,7 @@ def limit_memory(device: torch.device, max_bytes: int) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
-    total = torch.cuda.mem_get_info(device)[1]
+    total = total_memory_bytes(device)
     torch.cuda.set_per_process_memory_fraction(min(1.0, max(0, max_bytes) / total), device)
     try:
         yield

@@ -525,9 +525,11 @@ class MuonAdamW:
     @torch.no_grad()
     def rehearse(self) -> None:
         """
-        Reduce the gradients and take a step that changes nothing, to compile the kernels and reach
-        the peak memory of a step.
+        Reduce the gradients and take a step that changes nothing, to compile the kernels, open the
+        connections of a save and reach the peak memory of a step.
         """
+        if self.machine.world_size > 1:
+            gather_on_main(torch.zeros(1, device=self.machine.device), self.machine)
         steps_taken = self.steps_taken
         try:
             self.reduce_gradients()

@@ -173,8 +173,12 @@ def choose_compile(cfg: KernelConfig, machine: DistContext, train_seconds: float
 
 
 def probe_compiler(device: torch.device) -> None:
-    """Compile a tiny function. Raises any error of the compiler."""
-    torch.compile(lambda x: (x * 2).sum(), dynamic=False)(torch.ones(8, device=device))
+    """
+    Compile a tiny function with a scalar on the CPU, which needs a C++ compiler, too. Raises any
+    error of the compiler.
+    """
+    example = torch.ones(8, device=device), torch.tensor(0.5)
+    torch.compile(lambda x, scalar: (x * (1 - scalar).sqrt()).sum(), dynamic=False)(*example)
 
 
 def probe_works(name: str, probe: Callable[[], str | None], machine: DistContext) -> bool:
@@ -202,8 +206,18 @@ def choose_engine_compile(wanted: bool | None, machine: DistContext, most_tokens
 def set_kernels(
     cfg: KernelConfig, model: GPT, machine: DistContext, seconds: float, optimizer: Any = None
 ) -> bool:
-    """Set kernels; compile if worthwhile for `seconds` of training. Returns whether compiled."""
+    """
+    Set kernels; compile if worthwhile for `seconds` of training. Returns whether compiled. Raises
+    UsageError if a GPU would train without compilation although that was not asked for.
+    """
     compiled = choose_compile(cfg, machine, seconds)
+    if optimizer is not None and machine.device.type == "cuda" and cfg.compile is None:
+        if not compiled:
+            raise UsageError(
+                f"torch.compile does not work on this {machine.device_name} (reason above)",
+                "install a C++ compiler and Python's headers (apt-get install g++ python3-dev), or "
+                "use --compile=0, which is several times slower",
+            )
     backend = choose_attention(model.cfg, machine, compiled)
     for block in model.blocks:
         block.attention.backend = backend

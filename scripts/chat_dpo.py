@@ -36,7 +36,7 @@ from nanochat.rl import RolloutConfig
 from nanochat.sandbox import calculate
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import Stopwatch, TrainingRun, skip_if_finished, train, write_section
-from scripts.chat_rl import BUILTIN_TASKS, SLOTS, TASK, AnswerTuning, open_questions
+from scripts.chat_rl import BUILTIN_TASKS, TASK, AnswerTuning, open_questions
 from tasks.base import Mixture, Task
 from tasks.preferences import Preferences
 
@@ -153,7 +153,7 @@ def make_pairs(
         tokens = sum(map(len, data)) * cfg.rollouts.num_samples * cfg.rollouts.max_new_tokens
         compiled = choose_engine_compile(None, machine, tokens)
         twin = inference_copy(model)
-        engine = Engine(twin, tokenizer, SLOTS, tool=calculate, compiled=compiled)
+        engine = Engine(twin, tokenizer, tool=calculate, compiled=compiled)
     for seed, task in enumerate(data, cfg.train.seed):
         if isinstance(task, Preferences):
             with machine.working(f"encoding {len(task):,} pairs"):

@@ -61,7 +61,8 @@ class TaskEval:
     unsafe_exec: bool = False
     """If no sandbox works, run the model's code unsandboxed, with your permissions."""
     batch_size: int | None = short("b", None)
-    """Number of answers generated concurrently; does not change the result. Default: 64."""
+    """Number of answers generated concurrently; does not change the result. Default: 64, or
+    fewer on a GPU with little memory."""
     compile_engine: bool | None = None
     """Compile the decode step. Default: on GPU; on CPU if enough tokens may be generated to
     amortize compile time."""
@@ -141,7 +142,7 @@ def open_engine(
     tool = Tools(cfg.python, unsafe=cfg.unsafe_exec)
     num_tokens = num_answers * cfg.sampling.max_new_tokens
     compiled = choose_engine_compile(cfg.compile_engine, machine, num_tokens)
-    return Engine(model, tokenizer, cfg.batch_size or 64, tool=tool, compiled=compiled)
+    return Engine(model, tokenizer, cfg.batch_size, tool=tool, compiled=compiled)
 
 
 def main(cfg: ChatEval) -> None:

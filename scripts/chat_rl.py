@@ -43,7 +43,6 @@ TASK = "gsm8k"
 BUILTIN_TASKS = {  # dataset of the base model -> default task
     "embedded": "world_facts*2,world_choice*4,world_problems=800,world_spelling=800"
 }
-SLOTS = 64  # answers generated concurrently on each device
 
 
 @dataclass(frozen=True)
@@ -168,7 +167,7 @@ def open_rollouts(
     total = (cfg.num_iterations or 0) * rl.examples_per_step or round(cfg.num_epochs * len(task))
     compiled = choose_engine_compile(None, machine, total * rl.num_samples * rl.max_new_tokens)
     tokenizer = Tokenizer.read(parent.folder / "tokenizer.json")
-    engine = Engine(inference_copy(model), tokenizer, SLOTS, tool=calculate, compiled=compiled)
+    engine = Engine(inference_copy(model), tokenizer, tool=calculate, compiled=compiled)
     if cfg.pass_rates is not None:
         (least, most), sampling = cfg.pass_rates, rl.sampling(seed + 2)
         graded = score_by_generation(engine, task, len(task), sampling, rl.num_samples, machine)

@@ -12,7 +12,7 @@ import torch
 from nanochat import engine as engine_module
 from nanochat.checkpoint import build_model
 from nanochat.common import REPOSITORY
-from nanochat.engine import Engine, Sampling, sample
+from nanochat.engine import Engine, Sampling, most_slots, sample
 from nanochat.gpt import copy_weights, inference_copy
 from nanochat.serve.scheduler import cancel_all
 from nanochat.tokenizer import Tokenizer
@@ -518,3 +518,11 @@ def test_fused_qkv_equals_separate_projections(tokenizer):
     attention = twin.blocks[0].attention
     assert attention.qkv_weight is not None and model.blocks[0].attention.qkv_weight is None
     assert attention.k.weight.data_ptr() != model.blocks[0].attention.k.weight.data_ptr()
+
+
+def test_cache_takes_at_most_a_quarter_of_the_memory(tokenizer):
+    model = model_of(tokenizer)
+    one = model.new_cache(1).nbytes
+    assert most_slots(model, 4 * one * 7 + 3) == 7
+    assert most_slots(model, 1) == 1 and most_slots(model, 10**15) == 64
+    assert Engine(model, tokenizer).slots == 64

@@ -9,6 +9,7 @@ import torch
 
 from nanochat import attention, preflight
 from nanochat.checkpoint import build_model
+from nanochat.common import UsageError
 from nanochat.gpt import inference_copy
 from nanochat.preflight import (
     KernelConfig,
@@ -16,6 +17,7 @@ from nanochat.preflight import (
     choose_compile,
     choose_engine_compile,
     probe_attention,
+    set_kernels,
 )
 from scripts.chat_cli import ChatCli
 from scripts.chat_web import ChatWeb
@@ -182,6 +184,20 @@ def test_compilation_is_skipped_if_compiler_fails(machine, monkeypatch, capsys):
     monkeypatch.setattr(preflight.torch, "compile", broken)
     assert not choose_compile(KernelConfig(), machine, train_seconds=1e9)
     assert "no compiler" in capsys.readouterr().out
+
+
+def test_training_on_a_gpu_without_a_compiler_stops(tiny_gpt, machine, monkeypatch):
+    def broken(device):
+        raise RuntimeError("no compiler")
+
+    gpu = replace(machine, device=torch.device("cuda"))
+    monkeypatch.setattr(type(machine), "device_name", "NVIDIA H100")
+    monkeypatch.setattr(preflight, "probe_compiler", broken)
+    monkeypatch.setattr(preflight, "choose_attention", lambda *_: "plain")
+    with pytest.raises(UsageError, match="does not work on this NVIDIA H100.*\n.*--compile=0"):
+        set_kernels(KernelConfig(), tiny_gpt, gpu, 1e9, optimizer=object())
+    assert not set_kernels(KernelConfig(compile=False), tiny_gpt, gpu, 1e9, optimizer=object())
+    assert not set_kernels(KernelConfig(), tiny_gpt, gpu, 1e9)  # for evaluation
 
 
 def test_engine_is_compiled_on_gpu_by_default(machine, monkeypatch):

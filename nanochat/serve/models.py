@@ -15,12 +15,10 @@ from collections.abc import Callable
 from nanochat.checkpoint import FOLDERS, load_inference, parse_checkpoint_ref, stage_folder
 from nanochat.common import printable
 from nanochat.distributed import DistContext
-from nanochat.engine import Engine, Sampling, Tool
+from nanochat.engine import Engine, Sampling, Tool, most_slots
 from nanochat.hardware import free_memory_bytes
 from nanochat.serve.openai_api import ApiError
 
-MAX_SLOTS = 64
-CACHE_SHARE = 0.25  # fraction of free memory for each model's KV cache
 UNLOAD_TRIES = 10  # with doubling waits, 10 seconds in all
 
 
@@ -105,8 +103,7 @@ class ModelLibrary:
         """Load a checkpoint and warm up its engine. Raises if the checkpoint is damaged."""
         checkpoint = parse_checkpoint_ref(name)
         model, tokenizer = load_inference(checkpoint, self.machine)
-        free = int(CACHE_SHARE * free_memory_bytes(self.machine.device))
-        slots = self.slots or max(1, min(MAX_SLOTS, free // model.new_cache(1).nbytes))
+        slots = self.slots or most_slots(model, free_memory_bytes(self.machine.device))
         engine = Engine(model, tokenizer, slots, tool=self.tool, compiled=self.compiled)
         for num in (1, min(2, slots)):  # batch size 1 and larger ones compile separately
             engine.generate([[tokenizer.bos_id] * 2] * num, Sampling(max_new_tokens=2))
