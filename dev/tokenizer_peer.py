@@ -6,16 +6,13 @@ Benchmark one tokenizer library once, in a separate process.
 Run by scripts/bench.py for our crate and, in separate environments, for other libraries. It imports
 only the library under test, because two of them have the same import name, rustbpe. Each
 measurement is a first pass with cold caches; timing starts after texts and vocabulary are loaded.
-`digest` is a hash of the result (vocabulary tokens, or the ids of all texts), `mebibytes` the
-increase in peak memory.
+`digest` is a hash of the result: vocabulary tokens, or the ids of all texts.
 """
 
 import base64
 import hashlib
-import importlib.metadata
 import json
 import os
-import resource
 import sys
 import time
 from array import array
@@ -110,18 +107,13 @@ def main(job: Job) -> None:
     os.environ["RAYON_NUM_THREADS"] = str(job["threads"])  # read by all but tiktoken
     texts = json.loads(Path(job["texts"]).read_text())
     work, pieces = WORK[job["what"], job["library"]](job, texts)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     start = time.perf_counter()
     result = work()
     seconds = time.perf_counter() - start
-    kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     digest = None
     if pieces is not None:
         digest = hashlib.sha256(b"".join(pieces(result))).hexdigest()
-    package = "rustbpe" if job["library"] == "ours" else job["library"]
-    version = importlib.metadata.version(package)
-    measured = {"seconds": seconds, "mebibytes": kilobytes / 1024}
-    print(json.dumps({**measured, "version": version, "digest": digest}))
+    print(json.dumps({"seconds": seconds, "digest": digest}))
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ from nanochat.dataset import read_json_lines
 from nanochat.distributed import DistContext
 from nanochat.gpt import GPT
 from nanochat.hub import is_inside, with_retries
+from nanochat.records import SECTIONS
 
 # ---- Scoring few-shot tasks ----------------------------------------------------------------------
 
@@ -350,13 +351,7 @@ PUBLISHED_URL = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.
 # its hash, as pinned by several independent public projects (2026-06)
 PUBLISHED_SHA256 = "90a7c19e28ee7a52b4f6e1f87658deb9fde7f63deba2379045bdb1fe9ea5d200"
 PUBLISHED_ITEMS = 91_037  # over all tasks in the archive
-# CORE tasks, in report order
-CORE_TASKS = """
-    hellaswag_zeroshot jeopardy bigbench_qa_wikidata arc_easy arc_challenge copa commonsense_qa piqa
-    openbook_qa lambada_openai hellaswag winograd winogrande bigbench_dyck_languages
-    agi_eval_lsat_ar bigbench_cs_algorithms bigbench_operators bigbench_repeat_copy_logic squad
-    coqa boolq bigbench_language_identification
-""".split()
+CORE_TASKS = SECTIONS["Base model evaluation"].split(", ")[2:]
 TIMEOUT_SECONDS = 30
 DOWNLOAD_TIMEOUT_SECONDS = 120.0  # short, because a run can do without the bundle
 MAX_UNPACKED_BYTES = 1 << 30  # per archive

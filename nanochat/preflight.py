@@ -230,6 +230,15 @@ def set_kernels(
     return compiled
 
 
+def prepare_scoring(
+    cfg: KernelConfig, model: GPT, tokens: int, gpu_rows: int, machine: DistContext
+) -> int:
+    """Set kernels to score `tokens` tokens. Returns the default number of rows per forward pass."""
+    set_kernels(cfg, model, machine, estimate_seconds(model, tokens, machine) / 3)  # no backward
+    on_cpu = machine.device.type == "cpu"
+    return max(1, CPU_TOKENS // model.cfg.max_seq_len) if on_cpu else gpu_rows
+
+
 def enable_fp8(model: GPT, machine: DistContext) -> None:
     """
     Train the matrices inside the layers in fp8. Embeddings, LM head, gates and attention are

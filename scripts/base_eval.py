@@ -101,10 +101,9 @@ def main(cfg: BaseEval) -> None:
         machine.print0(f"{candidate.section}: finished already, skipped")
         return machine.close()
 
-    if machine.is_main:
-        who = {"checkpoint": candidate.name, "section": candidate.section}
-        require_access([task.name for task in suite.tasks], cfg.final, who)
-    machine.barrier()
+    names = [task.name for task in suite.tasks]
+    who = {"checkpoint": candidate.name, "section": candidate.section}
+    machine.on_main("checking access", lambda: require_access(names, cfg.final, who))
     machine.print0(f"{candidate.name} on {suite.about}")
     model = candidate.load()
     for task in suite.tasks[len(scores) :]:
@@ -120,9 +119,7 @@ def main(cfg: BaseEval) -> None:
         started = time.perf_counter()
     total = core(scores)
     machine.print0(f"CORE {total.value:.4f} +- {total.se:.4f} over {len(scores)} tasks")
-    if machine.is_main:
-        with machine.working("writing the report"):
-            report.update(cfg.report_dir)
+    machine.on_main("writing the report", lambda: report.update(cfg.report_dir))
     machine.close()
 
 

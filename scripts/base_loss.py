@@ -26,13 +26,7 @@ from nanochat.evaluators import generate_samples, row_batches
 from nanochat.golf.documents import document_bpb
 from nanochat.gpt import GPT
 from nanochat.mixture import Corpus, open_corpus, open_texts
-from nanochat.preflight import (
-    CHARS_PER_TOKEN,
-    CPU_TOKENS,
-    KernelConfig,
-    estimate_seconds,
-    set_kernels,
-)
+from nanochat.preflight import CHARS_PER_TOKEN, CPU_TOKENS, KernelConfig, prepare_scoring
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import skip_if_finished
 from tasks.builtin import ensure_written
@@ -84,12 +78,11 @@ def main(cfg: BaseLoss) -> None:
     T = model.cfg.max_seq_len
     corpus = open_corpus(texts, tokenizer, T)
     on_cpu = machine.device.type == "cpu"
-    step_rows = cfg.device_batch_size or (max(1, CPU_TOKENS // T) if on_cpu else GPU_ROWS)
     split_tokens = cfg.split_tokens or (CPU_TOKENS * 32 if on_cpu else 20 * 524_288)
     chars = sum(len(text) for each in documents for text in each)
     tokens = 2 * split_tokens + int(chars / CHARS_PER_TOKEN)
-    seconds = estimate_seconds(model, tokens, machine) / 3  # no backward pass
-    set_kernels(cfg.kernels, model, machine, seconds)
+    rows = prepare_scoring(cfg.kernels, model, tokens, GPU_ROWS, machine)
+    step_rows = cfg.device_batch_size or rows
 
     # bpb on packed rows: those trained on first, and held-out text
     num_rows = max(1, split_tokens // T // len(corpus.rows))

@@ -162,10 +162,9 @@ def main(cfg: ChatEval) -> None:
         machine.print0(f"{cfg.section}: finished already, skipped")
         return machine.close()
 
-    if machine.is_main:
-        who = {"checkpoint": str(checkpoint.folder), "section": cfg.section}
-        require_access([task.name for task in todo], cfg.final, who)
-    machine.barrier()
+    names = [task.name for task in todo]
+    who = {"checkpoint": str(checkpoint.folder), "section": cfg.section}
+    machine.on_main("checking access", lambda: require_access(names, cfg.final, who))
     generated = [task for task in todo if task.kind == "generate"]
     answers = sum(cfg.count(task) * cfg.repeats(task) for task in generated)
     engine = open_engine(cfg, checkpoint, machine, answers)
@@ -200,9 +199,7 @@ def main(cfg: ChatEval) -> None:
     if scored >= set(map(key_of, default)):
         samples = [sample_conversations(engine, cfg, tasks)] if machine.is_main else []
         record(*mean_record(counted, known, missing), *samples)
-    if machine.is_main:
-        with machine.working("writing the report"):
-            report.update(cfg.report_dir)
+    machine.on_main("writing the report", lambda: report.update(cfg.report_dir))
     machine.close()
 
 

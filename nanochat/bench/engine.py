@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from nanochat.bench.table import BenchLog, Point, TableLine, alternate
+from nanochat.bench.table import BenchLog, TableLine, alternate
 from nanochat.bench.train import read_bandwidth
 from nanochat.checkpoint import build_model
 from nanochat.distributed import DistContext
@@ -29,7 +29,6 @@ PEER = "transformers"
 PROMPT_TOKENS = 128
 NEW_TOKENS = 128
 BATCHES = (1, 8, 64)
-USERS = (16, 64, 256)  # concurrent requests to 64 slots
 TOP_K = 50
 
 # Prompt token ids, tokens per answer -> seconds that a peer takes to generate
@@ -109,9 +108,6 @@ def bench_engine(
         if batch == 1:
             milliseconds = 1e3 * statistics.median(t.first for t in times)
             found.note(PREFILL, f"Time to first token at batch 1: {milliseconds:.1f} ms (ours).")
-        step = statistics.median(t.rest for t in times) / (NEW_TOKENS - 1)
-        axis = "batch size: decode step, compiled; memory of the KV cache"
-        found.points.append(Point(axis, batch, step, engine.cache.nbytes / 2**20))
 
     # 64 prompts and answers of different lengths: a padded batch waits for the longest
     prompts = random_prompts([16 + 7 * n % (PROMPT_TOKENS - 16) for n in range(64)])
@@ -132,12 +128,6 @@ def bench_engine(
     shortest, longest = min(lengths), max(lengths)
     label = f"64 requests, answers of {shortest} to {longest} tokens, compiled"
     found.line(TableLine(MIXED, label, "tokens/s", ours, PEER, others))
-
-    for users in USERS:
-        prompts, lengths = random_prompts([32] * users), [64] * users
-        seconds = [sum(time_answers(engine, prompts, lengths)) for _ in range(repeats)]
-        axis = "concurrent requests, 64 slots: all answers of 64 tokens, compiled"
-        found.points.append(Point(axis, users, statistics.median(seconds)))
     print(f"memory  {peak_memory_bytes(machine.device) / 2**20:,.0f} MiB peak")
 
 

@@ -1,7 +1,7 @@
 """
-Render benchmarks as a page: comparison with peers and a roofline, and cost by size.
+Render benchmarks as a page: comparison with peers and a roofline.
 
-    TableLine, Detail, Point, notes -> BenchLog -> render_findings -> dev/bench-cpu.md
+    TableLine, Detail, notes -> BenchLog -> render_findings -> dev/bench-cpu.md
 
 Throughput is useful work per second: higher is better, and a ratio above 1 means we are faster. A
 line without a peer has no counterpart on PyPI; a peer that cannot run here is listed as missing.
@@ -56,17 +56,6 @@ class Detail(NamedTuple):
     """Column head with unit -> cell."""
 
 
-class Point(NamedTuple):
-    """Cost at one size."""
-
-    axis: str
-    """The growing quantity and the measured work, as in "threads: encoding"."""
-    size: float
-    seconds: float
-    mebibytes: float | None = None
-    """Memory; None if not measured."""
-
-
 class Note(NamedTuple):
     """A sentence above a table; without a table, at the end of the method."""
 
@@ -76,10 +65,9 @@ class Note(NamedTuple):
 
 @dataclass
 class BenchLog:
-    """Lines, points, notes and details of one or several benchmarks."""
+    """Lines, notes and details of one or several benchmarks."""
 
     lines: list[TableLine] = field(default_factory=list)
-    points: list[Point] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
     details: list[Detail] = field(default_factory=list)
 
@@ -115,7 +103,6 @@ class BenchLog:
     def add(self, other: "BenchLog") -> None:
         """Append the findings of another benchmark."""
         self.lines += other.lines
-        self.points += other.points
         self.notes += other.notes
         self.details += other.details
 
@@ -160,11 +147,6 @@ METHOD = """\
   cache once per step from memory, divided by the time of the step; data in CPU caches is read
   faster, so this can exceed 100%.
 - missing: the peer could not be installed here."""
-GROWTH = """\
-Our library only; medians. Each list has one entry per size, and the exponent x is that of the
-fitted law cost ~ size^x: 1 means proportional, 0 independent of size."""
-
-
 FIRST_CHECKS = "## First checks"  # heading of the results of dev/gpu_check.sh, on the same page
 
 
@@ -188,8 +170,6 @@ def render_findings(found: BenchLog, command: str, machine: str, minutes: float)
         for name in dict.fromkeys(d.title for d in found.details if d.table == title):
             rows = [d.cells for d in found.details if (d.table, d.title) == (title, name)]
             blocks += [f"{name}:", markdown([*rows[0]], [[*row.values()] for row in rows])]
-    if found.points:
-        blocks += ["## Time and memory by size", GROWTH, growth_table(found.points)]
     return "\n\n".join(blocks) + "\n"
 
 
@@ -209,31 +189,6 @@ def comparison(lines: Sequence[TableLine], unit: str) -> str:
     }
     columns = {name: cells for name, cells in columns.items() if any(cells)}
     return markdown([*columns], [*zip(*columns.values(), strict=True)])
-
-
-def growth_table(points: Sequence[Point]) -> str:
-    """Time and memory by size, each with the exponent of a fitted power law."""
-    rows = []
-    for axis in dict.fromkeys(point.axis for point in points):
-        mine = sorted(point for point in points if point.axis == axis)
-        sizes = [f"{p.size:,.0f}" if p.size == int(p.size) else fmt(p.size) for p in mine]
-        row = [axis, "; ".join(sizes)]
-        costs = [[(p.size, 1e3 * p.seconds) for p in mine]]
-        costs.append([(p.size, p.mebibytes) for p in mine if p.mebibytes])
-        for known in costs:
-            whole = len(known) == len(mine)
-            row += ["; ".join(fmt(y) for _, y in known), exponent(known)] if whole else ["", ""]
-        rows.append(row)
-    heads = ["size: work", "sizes", "time (ms)", "x of time", "memory (MiB)", "x of memory"]
-    return markdown(heads, rows)
-
-
-def exponent(points: Sequence[tuple[float, float]]) -> str:
-    """Slope of log cost over log size, from (size, cost); empty for a single size."""
-    if len({size for size, _ in points}) < 2:
-        return ""
-    x, y = zip(*((math.log(size), math.log(cost)) for size, cost in points), strict=True)
-    return f"{statistics.linear_regression(x, y).slope:.2f}"
 
 
 def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -12,7 +12,6 @@ import base64
 import json
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -24,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from nanochat.bench.table import BenchLog, Point, TableLine, alternate
+from nanochat.bench.table import BenchLog, TableLine, alternate
 from nanochat.common import REPOSITORY
 from nanochat.packing import Packer, pack_stream
 from nanochat.tokenizer import PATTERN, Tokenizer
@@ -74,19 +73,6 @@ def bench_tokenizer(
         for num in threads:
             label, job = f"vocabulary {vocab_sizes[-1]:,}", encoding | {"threads": num}
             bench.compare(ENCODING, label, job, ["gigatoken", "tiktoken"])
-
-        # Time and memory of our library by vocabulary, threads and text size
-        training["vocab_size"] = vocab_sizes[0]
-        for size in (vocab_sizes[0] * n for n in (1, 2, 4)):
-            job = training | {"vocab_size": size}
-            bench.grow("vocabulary size: training the tokenizer", size, job, memory=False)
-        for num in threads:
-            job = training | {"threads": num}
-            bench.grow("threads: training the tokenizer", num, job, memory=False)
-        for what, job in (("training the tokenizer", training), ("encoding", encoding)):
-            for part in (8, 4, 2, 1):
-                bench.write_texts(texts[: len(texts) // part])
-                bench.grow(f"MB of text: {what}", bench.megabytes / part, job)
     rates = [pack_rate(texts, tokenizer, bench.megabytes) for _ in range(repeats)]
     found.note(PACKING, "MB of text per second; the text is already encoded. No peer.")
     found.line(TableLine(PACKING, "packed sequences of 513 tokens", "MB/s", rates))
@@ -102,12 +88,8 @@ class TokenizerBench:
         self.megabytes = sum(len(text.encode()) for text in texts) / 1e6
         self.pythons = {library: peer_python(library, folder) for library in PEER_PACKAGES}
         self.pythons |= dict.fromkeys(("ours", "tiktoken"), [sys.executable])
-        self.write_texts(texts)
+        (folder / "texts.json").write_text(json.dumps(texts))
         write_ranks(tokenizer, folder / "ranks.tiktoken")
-
-    def write_texts(self, texts: list[str]) -> None:
-        """Set the texts to measure on."""
-        (self.folder / "texts.json").write_text(json.dumps(texts))
 
     def measure(self, library: str, job: dict[str, Any]) -> dict[str, Any]:
         """Run dev/tokenizer_peer.py once; return its JSON. Raises RuntimeError if it fails."""
@@ -140,15 +122,6 @@ class TokenizerBench:
             theirs = rates.get(peer, ())
             line = TableLine(table, label, "MB/s", rates["ours"], peer + agreement, theirs)
             self.found.line(line)
-
-    def grow(self, axis: str, size: float, job: dict[str, Any], memory: bool = True) -> None:
-        """Add a point: median time and memory of our library."""
-        measured = [self.measure("ours", job) for _ in range(self.repeats)]
-        seconds, mebibytes = (
-            statistics.median(result[name] for result in measured)
-            for name in ("seconds", "mebibytes")
-        )
-        self.found.points.append(Point(axis, size, seconds, mebibytes if memory else None))
 
 
 def pack_rate(texts: list[str], tokenizer: Tokenizer, megabytes: float) -> float:

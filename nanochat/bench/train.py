@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nanochat.bench.table import BenchLog, Detail, Point, TableLine, alternate
+from nanochat.bench.table import BenchLog, Detail, TableLine, alternate
 from nanochat.checkpoint import build_model
 from nanochat.distributed import DistContext
 from nanochat.gpt import GPT, GPTConfig
@@ -146,13 +146,6 @@ def bench_training(
         "peak memory (MiB)": f"{memory:,.0f}",
     }
     found.detail(Detail(TABLE, "Median time of a step, its parts, and memory per process", cells))
-    if machine.launch:
-        axis = "processes: training on 1,000,000 tokens"
-        point = Point(axis, machine.world_size, 1e6 / statistics.median(rates))
-    else:
-        axis = "depth, width 64 x depth: training step; peak memory"
-        point = Point(axis, cfg.n_layer, step, memory)
-    found.points.append(point)
 
 
 def matmul_seconds(model: GPT, rows: int, machine: DistContext) -> float:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Literal
 
-from nanochat.config import start
+from nanochat.config import require_at_least, require_positive, start
 from nanochat.golf.model import read_config
 from nanochat.golf.qat import AveragingMuonAdamW, LateQuantization
 from nanochat.golf.quantize import QuantConfig
@@ -78,16 +78,12 @@ class GolfTrain(BaseTrain):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        seconds = self.max_wallclock_seconds
-        for name, valid, range_ in (
-            ("qat_start", 0 <= self.qat_start <= 1, "in [0, 1]"),
-            ("max_wallclock_seconds", seconds is None or seconds > 0, "positive"),
-            ("ema_decay", 0 <= self.ema_decay < 1, "in [0, 1)"),
-            ("tied_lr", 0 <= self.tied_lr < float("inf"), ">= 0"),
-            ("adam_wd", self.adam_wd is None or 0 <= self.adam_wd < float("inf"), ">= 0"),
-        ):
-            if not valid:
-                raise ValueError(f"{name} must be {range_}, got {getattr(self, name)}")
+        require_at_least(self, tied_lr=0, adam_wd=0)
+        require_positive(self, "max_wallclock_seconds")
+        if not 0 <= self.qat_start <= 1:
+            raise ValueError(f"qat_start must be in [0, 1], got {self.qat_start}")
+        if not 0 <= self.ema_decay < 1:
+            raise ValueError(f"ema_decay must be in [0, 1), got {self.ema_decay}")
 
     def rules(self, optim: OptimConfig, horizon: Horizon, d_model: int) -> dict[str, Rule]:
         """Return `scaled_rules` with the golf settings applied."""

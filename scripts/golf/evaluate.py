@@ -27,13 +27,7 @@ from nanochat.golf.artifact import Artifact, read_artifact
 from nanochat.golf.documents import document_bpb
 from nanochat.golf.size import code_bytes
 from nanochat.lab.significance import over_seeds
-from nanochat.preflight import (
-    CHARS_PER_TOKEN,
-    CPU_TOKENS,
-    KernelConfig,
-    estimate_seconds,
-    set_kernels,
-)
+from nanochat.preflight import CHARS_PER_TOKEN, KernelConfig, prepare_scoring
 from tasks.builtin import ensure_written
 
 SECTION = "Parameter golf"
@@ -84,9 +78,7 @@ def main(cfg: GolfEval) -> None:
         )
     scored = [score_artifact(cfg, path.expanduser(), machine) for path in paths]
     require_one_recipe(scored)
-    if machine.is_main:
-        with machine.working("writing the report"):
-            write_scores(cfg, machine, scored, started)
+    machine.on_main("writing the report", lambda: write_scores(cfg, machine, scored, started))
     machine.close()
 
 
@@ -100,11 +92,9 @@ def score_artifact(cfg: GolfEval, path: Path, machine: DistContext) -> ScoredArt
     texts = list(source.texts(source.val_shard, cfg.max_documents))
     T = model.cfg.max_seq_len
     stride = max(1, T // 4) if cfg.eval_stride is None else cfg.eval_stride
-    on_cpu = machine.device.type == "cpu"
-    windows = max(1, CPU_TOKENS // T) if on_cpu else GPU_SEQS
     passes = 1 + (T / stride if stride else 0) + (parent is not None)
     tokens = sum(map(len, texts)) / CHARS_PER_TOKEN * passes
-    set_kernels(cfg.kernels, model, machine, estimate_seconds(model, int(tokens), machine) / 3)
+    windows = prepare_scoring(cfg.kernels, model, int(tokens), GPU_SEQS, machine)
 
     def bpb(stride: int) -> Bpb:
         return document_bpb(model, texts, artifact.tokenizer, stride, windows, machine)

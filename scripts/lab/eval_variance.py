@@ -57,10 +57,9 @@ def main(cfg: EvalVariance) -> None:
     if not tasks:
         names = ", ".join(task.name for task in every)
         raise ValueError(f"none of {names} is scored by generation; choose other tasks")
-    if machine.is_main:
-        who = {"checkpoint": cfg.checkpoints, "section": SECTION}
-        require_access([task.name for task in tasks], cfg.final, who)
-    machine.barrier()
+    who = {"checkpoint": cfg.checkpoints, "section": SECTION}
+    asked = [task.name for task in tasks]
+    machine.on_main("checking access", lambda: require_access(asked, cfg.final, who))
     scores = [sample_answers(cfg, model, tasks, machine) for model in models]
     found = [
         variance.measure(task.name, [by_task[task.name] for by_task in scores]) for task in tasks

@@ -29,7 +29,7 @@ from nanochat.gpt import GPT
 from nanochat.lab.significance import over_seeds
 from nanochat.logger import METRICS_FILE, read_metrics
 from nanochat.packing import open_rows
-from nanochat.preflight import CPU_TOKENS, KernelConfig, estimate_seconds, set_kernels
+from nanochat.preflight import KernelConfig, prepare_scoring
 from nanochat.recursion import verdict
 from nanochat.recursion.metrics import bpb_by_loop, refinement, state_metrics
 from nanochat.recursion.model import RecursiveConfig, RecursiveGPT
@@ -143,9 +143,9 @@ def score_loops(cfg: RecursionEval, checkpoint: Checkpoint, machine: DistContext
     T, on_cpu = model.cfg.max_seq_len, machine.device.type == "cpu"
     source = open_source(cfg.data, checkpoint.state["source"], ensure_written)
     rows = open_rows(source, tokenizer, T)
-    size = cfg.device_batch_size or (max(1, CPU_TOKENS // T) if on_cpu else GPU_ROWS)
     tokens = cfg.eval_tokens or (262_144 if on_cpu else 20 * 524_288)
-    set_kernels(cfg.kernels, model, machine, estimate_seconds(model, 2 * tokens, machine) / 3)
+    default = prepare_scoring(cfg.kernels, model, 2 * tokens, GPU_ROWS, machine)
+    size = cfg.device_batch_size or default
     token_bytes, states = tokenizer.token_bytes(), {}
 
     def batches():
