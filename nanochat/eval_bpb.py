@@ -66,20 +66,20 @@ def bits_per_byte(
     Raises EvaluationAborted on every rank if `stopping()` is true on any rank, and UsageError if a
     sum is not finite.
     """
-    sizes = torch.from_numpy(token_bytes.astype(np.int64)).to(machine.device)
     nats = np.zeros(n)
     num_bytes = num_tokens = 0
     stopped = False
-    for batch in batches:
+    for tokens, targets in batches:
         if stopped := stopping():
             break
-        x, y = (torch.from_numpy(ids).to(machine.device) for ids in batch)
-        length = torch.where(y == IGNORE, 0, sizes[y.clamp(min=0)])  # (B, T)
+        lengths = np.where(targets == IGNORE, 0, token_bytes[targets.clip(min=0)])  # (B, T)
+        arrays = (tokens, targets, lengths > 0)
+        x, y, counted = (torch.from_numpy(each).to(machine.device) for each in arrays)
         losses = score(x, y).to(torch.float32).reshape(n, *y.shape)
-        losses = torch.where(length > 0, losses, 0.0)
+        losses = torch.where(counted, losses, 0.0)
         nats += losses.cpu().double().sum(dim=(1, 2)).numpy()
-        num_bytes += int(length.sum())
-        num_tokens += int((length > 0).sum())
+        num_bytes += int(lengths.sum())
+        num_tokens += int((lengths > 0).sum())
     *total, size, count, interrupted = machine.sum(*nats, num_bytes, num_tokens, float(stopped))
     if interrupted:
         raise EvaluationAborted
