@@ -9,10 +9,11 @@
 # log publishes no sizes, so those of dev/korean_public.json are ours. The names of YiSang's
 # categories are those of its paper, the name of their column is an assumption. The first step opens
 # all data: it fails before any training if one is not as expected, or if you have no access to a
-# gated benchmark. Longer traces than a row are cut; the log says how many. The public study takes GPUs, declares six benchmarks final in this base
-# directory for good, and trains on KMMLU although one of them is KMMLU-Pro ("waived"). If it is
-# interrupted, rerun the same command. Writes sections "Overlap" and "Sweep korean" or "Sweep
-# korean-standins" with its figure, and sweeps/ under NANOCHAT_BASE_DIR.
+# gated benchmark. Longer traces than a row are cut; the log says how many. The public study takes
+# GPUs, declares six benchmarks final in this base directory for good, and trains on KMMLU although
+# one of them is KMMLU-Pro ("waived"). If it is interrupted, rerun the same command. Writes sections
+# "Overlap" and "Sweep korean" or "Sweep korean-standins" with its figure, and sweeps/ under
+# NANOCHAT_BASE_DIR.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source .venv/bin/activate

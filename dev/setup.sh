@@ -71,7 +71,7 @@ keep_torch=${TORCH_BACKEND:+--no-install-package torch --no-install-package trit
 # compile bytecode once, not at the start of every stage; --inexact keeps other installed packages
 uv sync --quiet --inexact --compile-bytecode $keep_torch ${GROUPS_WANTED-}
 source .venv/bin/activate
-torch_works() { # torch_works <auto, cpu or cuNNN>: whether this build is installed and finds a GPU
+torch_works() { # torch_works <auto, cpu or cuNNN>: whether this build is installed and, except cpu, finds a GPU
     python -c '
 import sys, torch
 kind, found = sys.argv[1], "cu" + (torch.version.cuda or "").replace(".", "")

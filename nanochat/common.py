@@ -75,7 +75,7 @@ def base_dir() -> Path:
 
 
 def require_name(flag: str, name: str) -> str:
-    """Return `name`; raise ValueError unless it can be the name of a folder, with no path or :."""
+    """Return `name`; raise ValueError unless it has only letters, digits, `.`, `-` and `_`."""
     if not re.fullmatch(r"[\w.-]*", name) or set(name) == {"."}:
         raise ValueError(f"--{flag}={name} is not a plain name; use letters, digits, - and _")
     return name

@@ -107,8 +107,9 @@ class RowSequence(ABC):
         Return this rank's rows of a step, (rows_per_step / world_size, max_seq_len + 1), in the
         stored dtype. Waits for shards that are being packed.
 
-        Raises MissingInput if nothing is packing a missing shard, UsageError if packing failed or a
-        shard is damaged, and WaitAborted if a stop is requested while waiting.
+        rows_per_step is a multiple of world_size. Raises MissingInput if nothing is packing a
+        missing shard, UsageError if packing failed or a shard is damaged, and WaitAborted if a stop
+        is requested while waiting.
         """
         return self.read(self.row_ids(step, rows_per_step, seed, rank, world_size))
 

@@ -20,14 +20,14 @@ import torch
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # parameters of glibc's mallopt
 
 
-PEAK_FLOPS = {  # bf16 FLOP/s from the vendors' data sheets, most specific name first
+PEAK_FLOPS = {  # pattern of names -> bf16 FLOP/s of the vendor's data sheet, most specific first
     "H100 NVL": 835e12,
     "H100 PCIe": 756e12,
     "H100": 989e12,
     "H200": 989e12,  # GH200 too
     "B200": 2250e12,
     "B300": 2250e12,
-    "A100": 312e12,
+    "A100[DX]?": 312e12,
     "L40S": 362e12,
     "L40": 181e12,
     "L4": 121e12,

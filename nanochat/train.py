@@ -402,7 +402,7 @@ def run_loop(run: TrainingRun, progress: Progress) -> bool:
 def evaluate(run: TrainingRun, progress: Progress, last: bool) -> bool:
     """
     Run the callbacks' evaluations that are due and log the metrics. Returns False if a stop aborted
-    them, or if a single process ran out of memory before the end of training.
+    them. A single process that runs out of memory before the end of training skips the rest.
     """
     metrics: dict[str, float] = {}
     try:
@@ -417,7 +417,6 @@ def evaluate(run: TrainingRun, progress: Progress, last: bool) -> bool:
         if last or run.machine.world_size > 1:  # other ranks would wait
             raise
         print(f"out of memory: evaluation at step {progress.step} skipped", flush=True)
-        return False
     if (value := metrics.get("val_bpb")) is not None:
         progress.last_val = value
         progress.min_val = value if progress.min_val is None else min(progress.min_val, value)

@@ -158,10 +158,11 @@ def main(cfg: ChatEval) -> None:
     if cfg.skip_if_done:
         known = machine.on_main("verifying files", lambda: load_scores(cfg, key, inputs))
     todo = [task for task in tasks if task.name not in known]
-    if not todo and (cfg.task_name or MEAN in known):
+    if not todo and (cfg.task_name or MEAN in known or not counted):
         machine.print0(f"{cfg.section}: finished already, skipped")
         return machine.close()
 
+    averaged = machine.on_main("reading the record", lambda: averaged_tasks(cfg, inputs))
     names = [task.name for task in todo]
     who = {"checkpoint": str(checkpoint.folder), "section": cfg.section}
     machine.on_main("checking access", lambda: require_access(names, cfg.final, who))
@@ -192,23 +193,34 @@ def main(cfg: ChatEval) -> None:
         machine.print0(describe_task(task, graded, time.perf_counter() - begun))
         is_sampled = task.kind == "generate" and cfg.sampling.temperature > 0
         values, items = task_record(task, graded, key, is_sampled)
-        if task in counted:
-            values[MEAN] = None  # recorded again when all tasks are scored
+        if task.name in averaged:  # recorded again when all tasks are scored
+            values |= dict.fromkeys((MEAN, f"{MEAN} without"))
         record(values, items)
     scored = {key_of(name) for name in (*missing, *(task.name for task in counted))}
-    if scored >= set(map(key_of, default)):
+    if counted and scored >= set(map(key_of, default)):
         samples = [sample_conversations(engine, cfg, tasks)] if machine.is_main else []
         record(*mean_record(counted, known, missing), *samples)
     machine.on_main("writing the report", lambda: report.update(cfg.report_dir))
     machine.close()
 
 
-def load_scores(cfg: ChatEval, key: str, inputs: Mapping[str, str]) -> dict[str, Estimate]:
-    """Scores in the record with this `key`, and ChatCORE if there are any."""
+def read_record(cfg: ChatEval, inputs: Mapping[str, str]) -> dict[str, Any]:
+    """Values and items that are already recorded for the model."""
     path = records.report_folder(cfg.report_dir) / f"{records.slug(cfg.section)}.json"
     record = records.read_if_sound(path)
     if record is None or record["provenance"]["inputs"] != inputs:
-        return {}
+        return {"values": {}, "items": {}}
+    return record
+
+
+def averaged_tasks(cfg: ChatEval, inputs: Mapping[str, str]) -> list[str]:
+    """Names of the tasks in the recorded ChatCORE."""
+    return [*read_record(cfg, inputs)["items"].get(MEAN, {}).get("weights", {})]
+
+
+def load_scores(cfg: ChatEval, key: str, inputs: Mapping[str, str]) -> dict[str, Estimate]:
+    """Scores in the record with this `key`, and ChatCORE if there are any."""
+    record = read_record(cfg, inputs)
     scored = [name for name, entry in record["items"].items() if entry.get("key") == key]
     scored += [MEAN] if scored and MEAN in record["values"] else []
     values = {name: record["values"][name] for name in scored if " pass@" not in name}
@@ -258,10 +270,10 @@ def mean_record(
     """ChatCORE: mean centered score of `tasks`; also lists the `missing` ones."""
     centered = [stats.center_accuracy(scores[task.name], task.baseline) for task in tasks]
     weights = {task.name: 1 / len(tasks) / (1 - task.baseline) for task in tasks}
-    names = ", ".join(eval_task(name).name for name in missing)
+    without = "; ".join(f"{eval_task(name).name}: {why}" for name, why in missing.items())
     values = {
         MEAN: records.estimate(*stats.average(centered)),
-        f"{MEAN} without": f"{names}: {'; '.join(missing.values())}" if names else None,
+        f"{MEAN} without": without or None,
     }
     return values, {MEAN: records.weighted_scores(weights)}
 

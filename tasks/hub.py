@@ -135,7 +135,10 @@ def match_files(stem: str, files: Sequence[str], repo: str) -> list[str]:
             f"append one to the repository: {repo}/{folders[0].strip('/') or '<folder>'}"
         )
     if len(kinds := {match[3] for match in found}) > 1:
-        raise ValueError(f"{repo} has {stem} as {', '.join(sorted(kinds))}; use a stem of one kind")
+        raise ValueError(
+            f"{repo} has {stem} as {', '.join(sorted(kinds))}; use another repository, "
+            f"or with hub: {{revision: {AS_PARQUET}}}"
+        )
     return [match[0] for match in found]
 
 

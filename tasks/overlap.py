@@ -92,9 +92,9 @@ def overlaps(train: Sequence[Task], held_out: Sequence[Task], run: int = RUN) ->
         texts = materials(source)
         while batch := list(islice(texts, BATCH)):
             for n, theirs in ngrams_by_length(batch, lengths).items():
-                hashes = np.sort(theirs.hashes)  # sorted queries are faster
+                hashes = np.unique(theirs.hashes)  # sorted queries are faster
                 hits[n].append(hashes[is_in(hashes, tables[n])])
-        found_in = {n: np.sort(np.concatenate(hits[n])) for n in lengths}
+        found_in = {n: np.unique(np.concatenate(hits[n])) for n in lengths}
         for task, grams in zip(held_out, sought, strict=True):
             checked = np.unique(np.concatenate([each.items for each in grams.values()]))
             shared = {n: g.items[is_in(g.hashes, found_in[n])].tolist() for n, g in grams.items()}

@@ -274,6 +274,7 @@ def test_rows_on_mps_follow_free_memory(machine, monkeypatch, tiny_gpt):
         ("NVIDIA H100 80GB HBM3", 989e12),
         ("NVIDIA H100 PCIe", 756e12),
         ("NVIDIA A100-SXM4-40GB", 312e12),
+        ("NVIDIA A100X", 312e12),
         ("NVIDIA L40", 181e12),
         ("NVIDIA L4", 121e12),
         ("NVIDIA GH200 480GB", 989e12),

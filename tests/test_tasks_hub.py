@@ -129,7 +129,7 @@ def test_missing_or_ambiguous_files_raise(serve, tmp_path):
     (tmp_path / "datasets/own/data/test.jsonl").write_text('{"text": "a"}\n{"text"\n')
     serve(tmp_path)
     assert list(load_split("own/data/easy", "train", ["text"]).rows) == [{"text": "easy"}]
-    with pytest.raises(ValueError, match="has twice/train as jsonl, parquet; use a stem of one"):
+    with pytest.raises(ValueError, match="has twice/train as jsonl, parquet; use another"):
         load_split("own/data/twice", "train", ["text"])
     with pytest.raises(ValueError, match="several folders.*own/data/all"):
         load_split("own/data", "train", ["text"])

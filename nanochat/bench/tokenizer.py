@@ -48,7 +48,7 @@ def bench_tokenizer(
 ) -> None:
     """
     Benchmark training (each of `vocab_sizes`, last entry of `threads`), first-pass encoding (last
-    vocabulary, each entry of `threads`), packing, and scaling.
+    vocabulary, each entry of `threads`), and packing.
     """
     tokenizer = Tokenizer.train(texts, vocab_sizes[-1])
     training = {"what": "train", "pattern": PATTERN, "threads": threads[-1]}

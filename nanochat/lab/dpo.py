@@ -9,6 +9,7 @@ Pairs come from a data set, or from the parent's own answers to questions that c
 Source: Rafailov et al., arXiv:2305.18290.
 """
 
+import hashlib
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -99,8 +100,8 @@ def sample_pairs(
 
 def keep_pairs(path: Path, sample: Callable[[], list[Pair]], machine: DistContext) -> list[Pair]:
     """
-    The pairs in the file `path`, to which those that `sample` returns are written at first use: a
-    resumed run trains on the same pairs.
+    Return the pairs in the file `path`. At first use, `sample` makes them and they are saved, so
+    that a resumed run trains on the same pairs.
     """
     if not machine.on_main("looking for pairs", path.exists):
         saved = [[ids.tolist() for ids in pair] for pair in sample()]
@@ -185,7 +186,9 @@ class PairLoader(Loader):
     def __post_init__(self) -> None:
         require_divisible(self.cfg.examples_per_step, self.machine)
         self.batch_tokens = self.cfg.examples_per_step * 2 * self.max_seq_len
-        self.identity = {"dpo": asdict(self.cfg)}
+        ids = b"".join(ids.tobytes() for pair in self.pairs for ids in pair)
+        digest = hashlib.sha256(ids).hexdigest()[:16]
+        self.identity = {"dpo": asdict(self.cfg), "pair_digest": digest}
         self.metrics: dict[str, float] = {}
 
     def micro_batches(self, step: int, device_rows: int, stopping: ShouldStop) -> list[MicroBatch]:

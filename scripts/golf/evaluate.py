@@ -76,6 +76,8 @@ def main(cfg: GolfEval) -> None:
             f"no artifact found in {base_dir() / 'export'}",
             "python -m scripts.export --source=base --format=artifact",
         )
+    if len({path.name for path in paths}) < len(paths):
+        raise ValueError("artifacts are listed by file name, but two have the same; rename one")
     scored = [score_artifact(cfg, path.expanduser(), machine) for path in paths]
     require_one_recipe(scored)
     machine.on_main("writing the report", lambda: write_scores(cfg, machine, scored, started))
@@ -115,10 +117,8 @@ def score_artifact(cfg: GolfEval, path: Path, machine: DistContext) -> ScoredArt
 
 
 def require_one_recipe(scored: list[ScoredArtifact]) -> None:
-    """Raise ValueError if artifacts differ in validation text or shape, or share a file name."""
+    """Raise ValueError if artifacts differ in validation text or shape."""
     first = scored[0]
-    if len({s.path.name for s in scored}) < len(scored):
-        raise ValueError("two artifacts have the same file name, as their scores would; rename one")
     for s in scored[1:]:
         if (s.plain.bytes, s.artifact.cfg) != (first.plain.bytes, first.artifact.cfg):
             raise ValueError(

@@ -26,7 +26,6 @@ from tasks.registry import (
     key_of,
     list_benchmarks,
     overlapping_tasks,
-    question_source,
 )
 
 SECTION = "Overlap"
@@ -68,7 +67,8 @@ def scan(cfg: HoldOut) -> None:
     started = time.perf_counter()
     learned = buckets(*read_mixture(cfg.mix.mixture))
     final = map(key_of, held_out.final_benchmarks())
-    default = [*list_benchmarks(), *map(question_source, final)]
+    same = (key.removesuffix("_10").removesuffix("_letter") for key in final)  # same questions
+    default = [*list_benchmarks(), *same]
     names = cfg.benchmarks.split("|") if cfg.benchmarks else dict.fromkeys(default)
     tests = [eval_task(name) for name in names]
     found = overlaps([bucket.train for bucket in learned], tests)

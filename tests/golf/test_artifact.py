@@ -289,7 +289,7 @@ def test_artifacts_of_the_same_name_are_rejected(base, tokenizer, tmp_path):
         export_artifact(out=str(path))
     data = evaluate.DataConfig(dataset="embedded", num_shards=1)
     cfg = evaluate.GolfEval(tuple(paths), max_documents=1, eval_stride=0, data=data)
-    with pytest.raises(ValueError, match="same file name"):
+    with pytest.raises(ValueError, match="two have the same"):
         evaluate.main(cfg)
 
 
