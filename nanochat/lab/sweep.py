@@ -333,7 +333,7 @@ def environments(devices: int) -> list[dict[str, str]]:
 
 def purpose(entry: Mapping[str, Any]) -> str:
     """Row of `ledger_table` for an entry."""
-    if entry["status"] not in (0, BROKEN):
+    if entry["status"] not in (0, BROKEN, PREEMPTED):
         return "Lost to failures"
     return "Training" if entry["command"].rpartition(".")[2] in TRAINING_SCRIPTS else "Evaluation"
 

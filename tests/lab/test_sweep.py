@@ -207,6 +207,7 @@ def test_stopped_sweep_keeps_finished_runs(how, status):
     with Sweep(SweepConfig(), "one") as runner:
         assert len(runner.run_all([job_of_slow()])) == 1
         stopped = [entry["status"] for entry in runner.ledger()]
+        assert ledger_table(runner.ledger())["rows"][2][1] == "0.000"  # saved, so not lost
     assert stopped == ([0, 75] if how == signal.SIGTERM else [0])
 
 
