@@ -250,7 +250,8 @@ def scaling_figure(
             losses = [each.loss for each in mine]
             below = [max(0.0, x.value - x.low) for x in losses]
             spread = [below, [max(0.0, x.high - x.value) for x in losses]]
-            flops, values = [each.flops for each in mine], [x.value for x in losses]
+            flops = [each.flops * 1.2**i for each in mine]  # arms next to each other
+            values = [x.value for x in losses]
             axes.errorbar(flops, values, yerr=spread, fmt="x", color=f"C{i}", capsize=3)
             for each in mine if i == 0 else ():
                 axes.annotate(f" d{each.depth}", (each.flops, each.loss.value))
