@@ -167,7 +167,7 @@ class RolloutLoader(Loader):
     task: Questions
     questions: Sequence[int]
     """Indices of the task's questions to train on."""
-    cfg: RolloutConfig
+    cfg: RLConfig
     seed: int
     machine: DistContext
     model: GPT

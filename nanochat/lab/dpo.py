@@ -32,7 +32,7 @@ from nanochat.engine import Completion, Engine
 from nanochat.eval_chat import Questions
 from nanochat.gpt import GPT
 from nanochat.loss import IGNORE, chunked_cross_entropy, token_losses
-from nanochat.rl import RolloutConfig, RolloutLoader, require_divisible, shuffle_indices
+from nanochat.rl import RLConfig, RolloutConfig, RolloutLoader, require_divisible, shuffle_indices
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import Callback, Loader, MicroBatch, ShouldStop, TrainingRun
 from tasks.preferences import Preference
@@ -87,7 +87,8 @@ def sample_pairs(
     is the same on every rank.
     """
     questions, found = range(len(task)), {}
-    rollouts = RolloutLoader(task, questions, cfg, seed, machine, engine.model, engine)
+    own = RLConfig(**asdict(cfg))
+    rollouts = RolloutLoader(task, questions, own, seed, machine, engine.model, engine)
     mine = questions[machine.rank :: machine.world_size]
     for draw, group in zip(mine, rollouts.answer(mine), strict=True):
         if group.has_signal:
