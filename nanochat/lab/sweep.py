@@ -319,14 +319,16 @@ def end_with_parent() -> None:
 
 def environments(devices: int) -> list[dict[str, str]]:
     """Environment variables for each slot: one GPU, or a share of the CPU cores."""
-    from nanochat.distributed import visible_gpus  # lazy: reading sweeps does not require torch
+    import torch  # lazy: reading sweeps does not require torch
+
+    from nanochat.distributed import visible_gpus
 
     gpus = visible_gpus()
     if gpus:
         if devices > len(gpus):
             raise ValueError(f"--devices={devices}, but only {len(gpus)} GPUs are visible")
         return [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in gpus[:devices]]
-    threads = max(1, (os.cpu_count() or 1) // devices)
+    threads = max(1, torch.get_num_threads() // devices)  # OMP_NUM_THREADS, or all cores
     quiet = {"OMP_WAIT_POLICY": "PASSIVE"} if devices > 1 else {}
     return [{"OMP_NUM_THREADS": str(threads), **quiet} for _ in range(devices)]
 
