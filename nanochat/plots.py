@@ -9,7 +9,6 @@ viewer's light or dark color scheme.
 
 import io
 import math
-import re
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -68,13 +67,6 @@ DARK = f"""<style>@media (prefers-color-scheme: dark) {{
  [style*="stroke: {INK}"] {{stroke: #e6edf3 !important}}
 }}</style>"""
 LEARNING_RATES = {"matrix_lr": "matrices", "embedding_lr": "embeddings", "head_lr": "head"}
-TASK_NAMES = {  # few-shot task -> name in figures, where it is not the name with spaces
-    **{"hellaswag_zeroshot": "HellaSwag (zero-shot)", "hellaswag": "HellaSwag", "copa": "COPA"},
-    **{"arc_easy": "ARC-Easy", "arc_challenge": "ARC-Challenge", "piqa": "PIQA", "coqa": "CoQA"},
-    **{"commonsense_qa": "CommonsenseQA", "openbook_qa": "OpenBookQA", "squad": "SQuAD"},
-    **{"lambada_openai": "LAMBADA", "winograd": "Winograd", "winogrande": "WinoGrande"},
-    **{"boolq": "BoolQ", "agi_eval_lsat_ar": "AGIEval LSAT-AR"},
-}
 
 
 def as_svg(*panels: Panel, columns: int = 1, height: float = HEIGHT) -> bytes:
@@ -135,65 +127,34 @@ def label_ends(axes: Axes, ends: Sequence[EndLabel]) -> None:
 
 
 def bar_figure(
-    title: str, values: Mapping[str, float], errors: Mapping[str, float], x_label: str = ""
+    title: str,
+    values: Mapping[str, float],
+    errors: Mapping[str, float],
+    x_label: str = "",
+    label: str = "%.3f",
 ) -> bytes:
-    """SVG of horizontal bars with error bars (+- 1 SE), largest first; skips non-finite values."""
-    finite = [name for name in values if math.isfinite(values[name])]
-    names = sorted(finite, key=lambda name: (-values[name], name))
+    """
+    SVG of horizontal bars with error bars on both sides, from top to bottom; gray if smaller than
+    the error, labeled with the value as in `label`. Skips non-finite values.
+    """
+    names = [name for name in values if math.isfinite(values[name])]
+    widths, each_error = ([by.get(name, math.nan) for name in names] for by in (values, errors))
 
     def draw(axes: Axes) -> None:
         bars = axes.barh(
             [printable(name) for name in names],
-            [values[name] for name in names],
-            color=["C0" if values[name] >= 0 else "C3" for name in names],
-            xerr=[errors.get(name, math.nan) for name in names],
-            ecolor=INK,
-        )
-        axes.bar_label(bars, fmt="%.3f", padding=4)
-        axes.axvline(0, color=INK, linewidth=0.8)
-        axes.invert_yaxis()
-        axes.grid(False)
-        axes.margins(x=0.1, y=0.01)
-        axes.set_title(printable(title))
-        axes.set_xlabel(printable(x_label))
-
-    return as_svg(draw, height=0.9 + 0.24 * len(names))
-
-
-def effect_figure(title: str, metric: str, effects: Mapping[str, tuple[float, float]]) -> bytes:
-    """
-    SVG of horizontal bars: difference of each ablation arm from its control, with the noise bar
-    (smallest significant difference, see lab/significance.py) as error bar on both sides.
-
-    effects: "<arm>, <base>" -> (difference, noise bar). Bases of an arm are next to each other,
-    arms with the largest mean difference first. Skips non-finite differences.
-    """
-    by_arm: dict[str, list[str]] = defaultdict(list)
-    for name, (difference, _) in effects.items():
-        if math.isfinite(difference):
-            by_arm[name.rpartition(", ")[0] or name].append(name)
-    mean = {arm: sum(effects[n][0] for n in names) / len(names) for arm, names in by_arm.items()}
-    names = [name for arm in sorted(by_arm, key=lambda arm: -mean[arm]) for name in by_arm[arm]]
-    found, noise = ([effects[name][i] for name in names] for i in (0, 1))
-
-    def draw(axes: Axes) -> None:
-        bars = axes.barh(
-            [printable(re.sub(r"^([a-z]+):", r"\1 ", name)) for name in names],
-            found,
-            color=["C0" if abs(x) > bar else PALE for x, bar in zip(found, noise, strict=True)],
-            xerr=noise,
+            widths,
+            color=[PALE if abs(values[n]) <= errors.get(n, math.nan) else "C0" for n in names],
+            xerr=each_error,
             error_kw={"capsize": 2.5, "elinewidth": 1, "ecolor": INK},
         )
-        axes.bar_label(bars, fmt="%+.4f", padding=4)
+        axes.bar_label(bars, fmt=label, padding=4)
         axes.axvline(0, color=INK, linewidth=0.8)
         axes.invert_yaxis()
         axes.grid(False, axis="y")
-        axes.margins(x=0.15, y=0.03)
+        axes.margins(x=0.15, y=0.02)
         axes.set_title(printable(title))
-        axes.set_xlabel(
-            f"{printable(metric)}, arm minus control\n"
-            "Error bars: noise bar (95%, Student's t over seeds). Gray: within noise."
-        )
+        axes.set_xlabel(x_label)
 
     return as_svg(draw, height=1.1 + 0.27 * len(names))
 
@@ -361,9 +322,9 @@ def task_bars(record: Record) -> dict[str, Drawing]:
     """Bar chart of the centered CORE scores per task (0 = chance, 1 = perfect)."""
     tasks = {n: v for n, v in record["values"].items() if isinstance(v, Mapping)}
     mean = tasks.pop("CORE metric", None)
-    names = {key: TASK_NAMES.get(key, readable_task(key)) for key in tasks}
-    scores = {names[key]: float(plain_value(value)) for key, value in tasks.items()}
-    errors = {names[key]: standard_error(value) for key, value in tasks.items()}
+    scores = {key: float(plain_value(value)) for key, value in tasks.items()}
+    scores = dict(sorted(scores.items(), key=lambda each: -each[1]))
+    errors = {key: standard_error(value) for key, value in tasks.items()}
     title = "Few-shot tasks"
     if mean is not None:
         what = shown_name(record, "CORE metric").replace(" metric", "")
@@ -372,17 +333,10 @@ def task_bars(record: Record) -> dict[str, Drawing]:
     return {"core": (title, bar_figure(title, scores, errors, label))} if scores else {}
 
 
-def readable_task(key: str) -> str:
-    """Name of a task in a figure: world_two_steps -> Two steps."""
-    words = key.removeprefix("world_").replace("bigbench", "BIG-bench").replace("_", " ")
-    return words[:1].upper() + words[1:]
-
-
 def draw_series(record: Record) -> bytes:
     """
     SVG of a record's own series. If the record has a setting `search`, x is the searched setting
-    on a log scale. Otherwise, series of single points (difference, noise bar) are the ablation
-    arms of a sweep, drawn by `effect_figure`.
+    on a log scale. Otherwise, series of single points are drawn by `draw_arms`.
     """
     curves = {
         name: [(float(x), float(y)) for x, y in points] for name, points in record["series"].items()
@@ -390,8 +344,7 @@ def draw_series(record: Record) -> bytes:
     title = record["settings"].get("metric", record["section"])
     searched = record["settings"].get("search", "")
     if not searched and all(len(points) == 1 for points in curves.values()):
-        effects = {name: points[0] for name, points in curves.items()}
-        return effect_figure(f"{record['section']}: effect of each arm", title, effects)
+        return draw_arms(record["section"], title, {n: points[0] for n, points in curves.items()})
 
     def draw(axes: Axes) -> None:
         draw_curves(axes, title, curves, searched)
@@ -399,3 +352,22 @@ def draw_series(record: Record) -> bytes:
             set_log_scale(axes, "x")
 
     return as_svg(draw)
+
+
+def draw_arms(section: str, metric: str, effects: Mapping[str, tuple[float, float]]) -> bytes:
+    """
+    SVG of the effects of ablation arms: bars, the arm with the largest mean difference first.
+    effects: "<arm>, <base>" -> (difference from the control, smallest significant difference).
+    """
+    by_arm: dict[str, dict[str, float]] = defaultdict(dict)
+    for name, (difference, _) in effects.items():
+        if math.isfinite(difference):
+            by_arm[name.rpartition(", ")[0]][name] = difference
+    arms = sorted(by_arm.values(), key=lambda by_base: -statistics.fmean(by_base.values()))
+    values = {name: difference for by_base in arms for name, difference in by_base.items()}
+    noise = {name: bar for name, (_, bar) in effects.items()}
+    label = (
+        f"{printable(metric)}, arm minus control\n"
+        "Error bars: noise bar (95%, Student's t over seeds). Gray: within noise."
+    )
+    return bar_figure(f"{section}: effect of each arm", values, noise, label, "%+.4f")

@@ -154,7 +154,7 @@ def update(
 
 
 GIB = 1024**3
-CODE = ("*.py", "*.md", "*.rs", "*.html", "*.toml", "*.sh")
+CODE = ("*.py", "*.md", "*.rs", "*.html", "*.js", "*.css", "*.toml", "*.sh")
 
 
 def read_header(folder: Path, written: Sequence[Record], rate: float | None) -> dict[str, Any]:
@@ -207,8 +207,8 @@ def code_size(repository: Path = REPOSITORY) -> dict[str, int]:
     """
     Size of the code: characters, lines, files, tokens (characters // 4), lines of uv.lock.
 
-    Counts tracked py, md, rs, html, toml and sh files except generated reports; 0 without git.
-    `lock_lines` is 0 without uv.lock.
+    Counts tracked py, md, rs, html, js, css, toml and sh files except generated reports; 0 without
+    git. `lock_lines` is 0 without uv.lock.
     """
     names = records.git(repository, "ls-files", "-z", "--", *CODE, *records.WITHOUT_REPORT)
     paths = [repository / name for name in names.split("\0")]

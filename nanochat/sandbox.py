@@ -14,7 +14,6 @@ side is `sandbox_child.py`. Thread-safe.
 
 import ast
 import contextlib
-import fcntl
 import functools
 import marshal
 import math
@@ -43,9 +42,7 @@ CHUNK = 2**16
 READY = b"ready"  # sent by the child once it is confined
 CHILD_PID = re.compile(rb'"child-pid": (\d+)')
 BLOCK = 4096  # minimum size in bytes that is charged for a file
-NOBODY = 65534
 CAP_SYS_PTRACE = 1 << 19
-FOLDER_PREFIX = "nanochat-sandbox-"
 DELETED = re.compile(r"\S+ \S+ \S+ \S+ (\d+) +(.*) \(deleted\)")  # a line of /proc/<pid>/maps
 NAMESPACES = """
     --unshare-user --unshare-all --as-pid-1 --die-with-parent --cap-drop ALL
@@ -197,7 +194,10 @@ def run(job: dict[str, Any], limits: Limits, layer: Layer, handed: Sequence[int]
             passed = {writer, info, *handed}
             for handle in passed:
                 until_started.callback(os.close, handle)
-            folder = "/" if layer == "bubblewrap" else own_folder(until_end)
+            folder = "/"
+            if layer != "bubblewrap":
+                own = tempfile.TemporaryDirectory(prefix="nanochat-sandbox-")
+                folder = until_end.enter_context(own)
             process = until_end.enter_context(
                 subprocess.Popen(
                     command(layer, limits, info),
@@ -328,38 +328,6 @@ def kill(process: subprocess.Popen[bytes], inner: int) -> int:
 
 # ------------------------------------------------------------------------------------------------
 # Files of a child
-
-
-def own_folder(until_end: contextlib.ExitStack) -> str:
-    """
-    Create a directory for one child's files; it is locked while in use and removed by `until_end`.
-
-    Stale directories of killed processes, which are not locked, are removed first.
-    """
-    parent = tempfile.gettempdir()
-    remove_stale_folders(parent)
-    while True:
-        folder = tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=parent)
-        with contextlib.suppress(FileNotFoundError):  # another process removed it already
-            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-            until_end.callback(os.close, lock)
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if os.fstat(lock).st_nlink:  # else another process removed it before it was locked
-                until_end.callback(shutil.rmtree, folder)
-                return folder
-
-
-@functools.cache
-def remove_stale_folders(parent: str) -> None:
-    """Remove the directories of killed processes, once per process and parent directory."""
-    for path in Path(parent).glob(f"{FOLDER_PREFIX}*"):
-        # OSError: owned by another user, in use, or just removed by another process
-        with contextlib.suppress(OSError), contextlib.ExitStack() as until_end:
-            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-            until_end.callback(os.close, lock)
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.fstat(lock).st_uid in (os.geteuid(), NOBODY):
-                shutil.rmtree(path)
 
 
 def byte_counter(

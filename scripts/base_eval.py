@@ -195,7 +195,7 @@ def record_parts(
         **{score.task.name: records.estimate(*score.centered_accuracy) for score in scores},
         "Tasks": tasks + f", missing: {', '.join(suite.missing)}" * bool(suite.missing),
         "Suite": suite.about,
-        "Cropped items": sum(score.num_truncated for score in scores),
+        "Truncated items": sum(score.num_truncated for score in scores),
     }
     return values, items
 

@@ -12,6 +12,7 @@ Writes  the section "Chat evaluation <stage>"; each run adds its tasks
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 from nanochat import records, report, stats
@@ -154,15 +155,14 @@ def main(cfg: ChatEval) -> None:
     counted = [task for task in tasks if key_of(task.name) in map(key_of, default)]
     inputs = parent_inputs(checkpoint)
     key = records.stage_key({**all_flags(cfg), "task_name": None}, inputs)  # identifies a score
-    known: dict[str, Estimate] = {}
-    if cfg.skip_if_done:
-        known = machine.on_main("verifying files", lambda: load_scores(cfg, key, inputs))
+    recorded = machine.on_main("reading the record", partial(read_record, cfg))
+    averaged = recorded["items"].get(MEAN, {}).get("weights", {})  # tasks of the recorded ChatCORE
+    known = load_scores(recorded, key) if cfg.skip_if_done else {}
     todo = [task for task in tasks if task.name not in known]
     if not todo and (cfg.task_name or MEAN in known or not counted):
         machine.print0(f"{cfg.section}: finished already, skipped")
         return machine.close()
 
-    averaged = machine.on_main("reading the record", lambda: averaged_tasks(cfg, inputs))
     names = [task.name for task in todo]
     who = {"checkpoint": str(checkpoint.folder), "section": cfg.section}
     machine.on_main("checking access", lambda: require_access(names, cfg.final, who))
@@ -204,23 +204,14 @@ def main(cfg: ChatEval) -> None:
     machine.close()
 
 
-def read_record(cfg: ChatEval, inputs: Mapping[str, str]) -> dict[str, Any]:
-    """Values and items that are already recorded for the model."""
+def read_record(cfg: ChatEval) -> dict[str, Any]:
+    """Values and items of the section so far."""
     path = records.report_folder(cfg.report_dir) / f"{records.slug(cfg.section)}.json"
-    record = records.read_if_sound(path)
-    if record is None or record["provenance"]["inputs"] != inputs:
-        return {"values": {}, "items": {}}
-    return record
+    return records.read_if_sound(path) or {"values": {}, "items": {}}
 
 
-def averaged_tasks(cfg: ChatEval, inputs: Mapping[str, str]) -> list[str]:
-    """Names of the tasks in the recorded ChatCORE."""
-    return [*read_record(cfg, inputs)["items"].get(MEAN, {}).get("weights", {})]
-
-
-def load_scores(cfg: ChatEval, key: str, inputs: Mapping[str, str]) -> dict[str, Estimate]:
+def load_scores(record: Mapping[str, Any], key: str) -> dict[str, Estimate]:
     """Scores in the record with this `key`, and ChatCORE if there are any."""
-    record = read_record(cfg, inputs)
     scored = [name for name, entry in record["items"].items() if entry.get("key") == key]
     scored += [MEAN] if scored and MEAN in record["values"] else []
     values = {name: record["values"][name] for name in scored if " pass@" not in name}
@@ -256,11 +247,14 @@ def task_record(task: Task, graded: TaskResult, key: str, sampled: bool) -> Part
     conversations, k = [task[i] for i in range(len(outcomes))], len(outcomes[0])
     values: dict[str, Any] = {name: estimate_score(outcomes, sampled)}
     items = {name: {**records.item_scores(conversations, item_means(outcomes)), "key": key}}
-    for n in (n for n in (2, 4, 8, 16, 32, 64) if n <= k):
+    for n in (2, 4, 8, 16, 32, 64):
+        if n > k:
+            values[f"{name} pass@{n}"] = None  # of an earlier evaluation with more answers
+            continue
         each = [stats.pass_at_k(k, sum(score == 1 for score in scores), n) for scores in outcomes]
         values[f"{name} pass@{n}"] = records.estimate(*stats.mean(each))
         items[f"{name} pass@{n}"] = records.item_scores(conversations, each)
-    values[f"{name} cropped prompts"] = graded.num_truncated or None
+    values[f"{name} truncated prompts"] = graded.num_truncated or None
     return values, items
 
 

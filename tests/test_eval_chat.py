@@ -191,6 +191,17 @@ def test_chatcore_is_deleted_when_a_task_is_scored_again(base):
     assert recorded(base)["ChatCORE"]["n"] == 12
 
 
+def test_pass_rates_of_more_answers_are_deleted_when_a_task_is_scored_again(base):
+    save_model("embedded")
+    task = {"task_name": "World-Facts|World-Problems", "max_problems": 3}
+    evaluate(**task, num_samples=4, sampling=Sampling(4, 1.0))
+    evaluate(task_name="World-Facts", max_problems=3, num_samples=2, sampling=Sampling(4, 1.0))
+    names = [name for name in recorded(base) if " pass@" in name]
+    assert names == ["World-Facts pass@2", "World-Problems pass@2", "World-Problems pass@4"]
+    evaluate(**task)
+    assert not [name for name in recorded(base) if " pass@" in name]
+
+
 def test_chatcore_counts_each_default_task_once(base, word_list):
     save_model("embedded")
     evaluate()

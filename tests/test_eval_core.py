@@ -446,7 +446,7 @@ def test_script_records_scores_with_standard_errors_and_items(base, small_suite,
     record = evaluate(base, "one")
     values = record["values"]
     names = [one_task.name for one_task in made_up_suite()]
-    assert list(values) == ["Model", "CORE metric", *names, "Tasks", "Suite", "Cropped items"]
+    assert list(values) == ["Model", "CORE metric", *names, "Tasks", "Suite", "Truncated items"]
     assert (values["Tasks"], values["Suite"]) == ("4", "embedded world")
     assert [row[0] for row in record["tables"][0]["rows"]] == names
     assert values["Model"] == "base_model (step 7)"
@@ -456,7 +456,7 @@ def test_script_records_scores_with_standard_errors_and_items(base, small_suite,
     assert values["CORE metric"]["value"] == pytest.approx(
         np.mean([values[name]["value"] for name in names])
     )
-    assert values["Cropped items"] > 0 and values["choice"]["se"] > 0
+    assert values["Truncated items"] > 0 and values["choice"]["se"] > 0
     text = (base / "report.md").read_text()
     assert (
         "## Base model evaluation" in text

@@ -114,18 +114,6 @@ def test_text_follows_the_color_scheme_of_the_viewer():
     assert not any("fill: #ffffff" in style for style in patches if style), "no white background"
 
 
-@pytest.mark.parametrize(
-    ("key", "name"),
-    [
-        ("world_two_steps", "Two steps"),
-        ("hellaswag_zeroshot", "HellaSwag (zero-shot)"),
-        ("bigbench_qa_wikidata", "BIG-bench qa wikidata"),
-    ],
-)
-def test_task_names_are_readable(key, name):
-    assert plots.TASK_NAMES.get(key, plots.readable_task(key)) == name
-
-
 @pytest.mark.parametrize("name", FIGURES)
 def test_rendering_is_deterministic(name):
     image = FIGURES[name]()
@@ -153,7 +141,7 @@ def test_figure_depends_on_the_values():
 def test_arms_are_bars_around_zero_with_names_and_metric():
     texts = re.findall("<!-- (.*?) -->", plots.draw_series(SWEEP).decode())
     names = [text for text in texts if ", d" in text]
-    assert names == ["only chat, d2", "only chat, d4", "drop math, d2"]
+    assert names == ["only:chat, d2", "only:chat, d4", "drop:math, d2"]
     assert {"+0.9000", "+1.0000", "-0.3000", "Sweep: effect of each arm"} <= set(texts)
     assert any("Final bpb, arm minus control" in text for text in texts)
 
