@@ -17,8 +17,6 @@ evaluation  few-shot items per second, compared with EleutherAI's harness on the
 tokenizer   training with our crate, the PyPI package rustbpe and Hugging Face tokenizers;
             first-pass encoding with our crate, tiktoken and gigatoken on one vocabulary
 
-start       import time of the package in ms
-
 Reads   training shards of the text, for the tokenizer
 Writes  dev/bench-cpu.md or dev/bench-gpu.md, with --what=all
 """
@@ -39,7 +37,6 @@ import torch
 from nanochat import report, summary
 from nanochat.bench.engine import bench_engine
 from nanochat.bench.evals import bench_evaluation
-from nanochat.bench.start import bench_start
 from nanochat.bench.table import FIRST_CHECKS, BenchLog, Note, render_findings
 from nanochat.bench.tokenizer import bench_tokenizer
 from nanochat.bench.train import bench_against, bench_training
@@ -57,7 +54,7 @@ HINT = "install with:  uv sync --inexact --group interop"
 
 @dataclass(frozen=True)
 class Bench:
-    what: Literal["all", "train", "peer", "engine", "evaluation", "tokenizer", "start"] = "all"
+    what: Literal["all", "train", "peer", "engine", "evaluation", "tokenizer"] = "all"
     """Benchmark to run."""
     depth: int = 4
     """Number of layers; --what=all also trains other depths."""
@@ -89,9 +86,7 @@ def main(cfg: Bench) -> None:
     if cfg.what == "all":
         return bench_all(cfg)
     found = BenchLog()
-    if cfg.what == "start":
-        bench_start(cfg.repeats, found)
-    elif cfg.what == "tokenizer":
+    if cfg.what == "tokenizer":
         tokenizer(cfg, found)
     else:
         bench_model(cfg, found)
@@ -181,7 +176,7 @@ def jobs(kind: str) -> list[tuple[int, list[str]]]:
     # include one launched process as the scaling baseline
     most = 2 if kind == "cpu" else torch.cuda.device_count() if kind == "cuda" else 1
     ranks = [(n, ["--what=train"]) for n in (1, 2, 4, 8) if n <= most and most > 1]
-    others = ("peer", "engine", "evaluation", "tokenizer", "start")
+    others = ("peer", "engine", "evaluation", "tokenizer")
     return [*training, *ranks, *((0, [f"--what={what}"]) for what in others)]
 
 

@@ -15,17 +15,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from nanochat.bench.table import BenchLog, TableLine, alternate
 from nanochat.common import REPOSITORY
-from nanochat.packing import Packer, pack_stream
 from nanochat.tokenizer import PATTERN, Tokenizer
 
 PEER_SCRIPT = REPOSITORY / "dev" / "tokenizer_peer.py"
@@ -34,7 +30,7 @@ PEER_PACKAGES = {
     "tokenizers": "tokenizers==0.23.3",
     "gigatoken": "gigatoken==0.10.0",
 }
-TRAINING, ENCODING, PACKING = "Tokenizer training", "Tokenizer encoding", "Packing"
+TRAINING, ENCODING = "Tokenizer training", "Tokenizer encoding"
 # Encoding uses GPT-4's own pattern (up to three digits): gigatoken accepts patterns by name only
 GPT4_PATTERN = PATTERN.replace("{1,2}", "{1,3}")
 
@@ -47,8 +43,8 @@ def bench_tokenizer(
     found: BenchLog,
 ) -> None:
     """
-    Benchmark training (each of `vocab_sizes`, last entry of `threads`), first-pass encoding (last
-    vocabulary, each entry of `threads`), and packing.
+    Benchmark training (each of `vocab_sizes`, last entry of `threads`) and first-pass encoding
+    (last vocabulary, each entry of `threads`).
     """
     tokenizer = Tokenizer.train(texts, vocab_sizes[-1])
     training = {"what": "train", "pattern": PATTERN, "threads": threads[-1]}
@@ -73,9 +69,6 @@ def bench_tokenizer(
         for num in threads:
             label, job = f"vocabulary {vocab_sizes[-1]:,}", encoding | {"threads": num}
             bench.compare(ENCODING, label, job, ["gigatoken", "tiktoken"])
-    rates = [pack_rate(texts, tokenizer, bench.megabytes) for _ in range(repeats)]
-    found.note(PACKING, "MB of text per second; the text is already encoded. No peer.")
-    found.line(TableLine(PACKING, "packed sequences of 513 tokens", "MB/s", rates))
 
 
 class TokenizerBench:
@@ -122,16 +115,6 @@ class TokenizerBench:
             theirs = rates.get(peer, ())
             line = TableLine(table, label, "MB/s", rates["ours"], peer + agreement, theirs)
             self.found.line(line)
-
-
-def pack_rate(texts: list[str], tokenizer: Tokenizer, megabytes: float) -> float:
-    """Packing throughput in MB of text per second, without encoding."""
-    batches = [texts[i : i + 1024] for i in range(0, len(texts), 1024)]
-    encoded = [tokenizer.encode_flat(batch) for batch in batches]
-    started = time.perf_counter()
-    for _ in pack_stream(iter(encoded), Packer(513, tokenizer.bos_id, np.uint16)):
-        pass
-    return megabytes / (time.perf_counter() - started)
 
 
 def write_ranks(tokenizer: Tokenizer, path: Path) -> None:

@@ -15,7 +15,6 @@ from nanochat.bench import (
     tokenizer,
     train,
 )
-from nanochat.bench.start import bench_start
 from nanochat.bench.table import (
     BenchLog,
     Detail,
@@ -143,12 +142,6 @@ def test_few_shot_losses_match_lm_eval(monkeypatch):
         torch.testing.assert_close(torch.tensor(sums), torch.tensor(nats), rtol=1e-3, atol=1e-3)
 
 
-def test_start_bench_rejects_a_light_module_that_loads_torch(monkeypatch):
-    monkeypatch.setattr("nanochat.bench.start.LIGHT", ("nanochat.engine",))
-    with pytest.raises(RuntimeError, match=r"nanochat\.engine loads torch"):
-        bench_start(1, BenchLog())
-
-
 def test_findings_round_trip_through_a_file(tmp_path):
     found = BenchLog()
     found.line(
@@ -234,4 +227,4 @@ def test_scaling_series_matches_the_number_of_gpus(monkeypatch, gpus, ranks):
 
 
 def test_last_duplicate_flag_wins():
-    assert parse(Bench(), args=["--what", "all", "--what=start", "--depth=8"]).what == "start"
+    assert parse(Bench(), args=["--what", "all", "--what=peer", "--depth=8"]).what == "peer"
