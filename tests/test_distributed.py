@@ -244,12 +244,8 @@ def test_suite_is_scored_alike_by_one_and_two_processes(base):
     python(base, *words)
     record = read_json(base / "report" / "suite.json")
     assert len(record["values"]) == 5 and record["tables"][0]["rows"]
-    scored = {path.name: read_json(path) for path in (base / "suite").iterdir()}
-    assert len(scored) == 5
-    shutil.rmtree(base / "suite")
     out = python(base, *torchrun(2), *words)
     assert out.count("Difference") == 1, "one rank prints the table"
-    assert {path.name: read_json(path) for path in (base / "suite").iterdir()} == scored
     assert read_json(base / "report" / "suite.json")["values"] == record["values"]
 
 

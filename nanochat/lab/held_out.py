@@ -1,7 +1,7 @@
 """
 Final benchmarks: declared once, denied by default, every access logged.
 
-    held_out.json {final, since} -> require_access -> held_out_access.jsonl -> the report
+    held_out.json {final} -> require_access -> held_out_access.jsonl -> the report
 
 Both files contain digests of their contents.
 
@@ -26,17 +26,15 @@ FILE, ACCESS_LOG = "held_out.json", "held_out_access.jsonl"
 
 
 def final_benchmarks() -> dict[str, str]:
-    """Final benchmarks: name -> datasets it is made from, separated by +."""
-    return load_declarations()["final"]
-
-
-def load_declarations() -> dict[str, dict[str, str]]:
-    """Contents of held_out.json: `final` and `since`. Raises UsageError if it is damaged."""
+    """
+    Final benchmarks: name -> datasets it is made from, separated by +. Raises UsageError if the
+    file is damaged.
+    """
     path = base_dir() / FILE
     if not path.exists():
-        return {"final": {}, "since": {}}
+        return {}
     try:
-        return read_sealed(path)
+        return read_sealed(path)["final"]
     except ValueError as error:
         raise UsageError(
             f"{error}; this file lists the held-out benchmarks",
@@ -47,11 +45,8 @@ def load_declarations() -> dict[str, dict[str, str]]:
 
 def declare(final: Mapping[str, str]) -> Path:
     """Permanently declare benchmarks final. final: name -> dataset it is made from."""
-    path, known = base_dir() / FILE, load_declarations()
-    since = time.strftime("%Y-%m-%d %H:%M:%S")
-    new = {name: since for name in final if name not in known["since"]}
-    every = {"final": {**known["final"], **final}, "since": {**known["since"], **new}}
-    write_json(path, seal(every))
+    path = base_dir() / FILE
+    write_json(path, seal({"final": {**final_benchmarks(), **final}}))
     return path
 
 

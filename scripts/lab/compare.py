@@ -12,7 +12,7 @@ Reads   records from scripts.base_eval, base_loss and chat_eval for all; evaluat
         With several seeds also the validation bpb in the training log of base models. With --all,
         the checkpoints, which answer the questions of the static suite (nanochat/lab/canaries.py)
 Writes  the section "Comparison of <before> and <after>", with a verdict for every metric; with
-        --all, the section "Suite" and suite/<fingerprint>.json, the scores of a checkpoint
+        --all, the section "Suite"
 """
 
 import time
@@ -29,20 +29,12 @@ from nanochat.checkpoint import (
     read_checkpoint,
     step_folders,
 )
-from nanochat.common import (
-    MissingInput,
-    base_dir,
-    fingerprint,
-    printable,
-    read_json,
-    write_json,
-)
+from nanochat.common import MissingInput, fingerprint, printable
 from nanochat.config import start
-from nanochat.distributed import DistContext, init_distributed
-from nanochat.lab.canaries import GREEDY, ItemScores, open_suite, score_suite
+from nanochat.distributed import init_distributed
+from nanochat.lab.canaries import open_suite, score_suite
 from nanochat.lab.significance import Scores, contrasts, holm_correct
 from nanochat.logger import METRICS_FILE, read_metrics
-from tasks.base import Task
 
 
 @dataclass(frozen=True)
@@ -106,7 +98,10 @@ def compare_all(cfg: Compare) -> None:
     suite = open_suite(checkpoints[0].state["source"].get("dataset"))
     if not suite:
         raise ValueError("all tasks of the suite are final benchmarks: there is nothing to score")
-    by_task = {each.fingerprint: score_checkpoint(each, suite, machine) for each in checkpoints}
+    by_task = {
+        each.fingerprint: score_suite(*load_inference(each, machine), suite, machine)
+        for each in checkpoints
+    }
     scored = {key: [x for one in scores.values() for x in one] for key, scores in by_task.items()}
     runs = [f"{each.state['stage']}:{each.folder.parent.name}" for each in checkpoints]
     names = {c.fingerprint: f"{run}:{c.step}" for run, c in zip(runs, checkpoints, strict=True)}
@@ -135,22 +130,6 @@ def compare_all(cfg: Compare) -> None:
     if machine.is_main:
         report.append_section("Suite", cfg, values, provenance, cost, tables=[table], series=curves)
     machine.close()
-
-
-def score_checkpoint(
-    checkpoint: Checkpoint, suite: Sequence[Task], machine: DistContext
-) -> ItemScores:
-    """Score a checkpoint, or read its scores from an earlier call with the same suite."""
-    path = base_dir() / "suite" / f"{checkpoint.fingerprint}.json"
-    identity = fingerprint([GREEDY.max_new_tokens, *(task.identity for task in suite)])
-    found = machine.on_main("reading", lambda: read_json(path) if path.exists() else {})
-    if found.get("suite") != identity:
-        model, tokenizer = load_inference(checkpoint, machine)
-        scores = score_suite(model, tokenizer, suite, machine)
-        found = {"suite": identity, "scores": scores}
-        if machine.is_main:
-            write_json(path, found)
-    return {task.name: found["scores"][task.name] for task in suite}  # a file has no order
 
 
 def saved_steps(run: str) -> list[Checkpoint]:
