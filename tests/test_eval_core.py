@@ -437,7 +437,7 @@ def evaluate(base, tag, suite=None, eval_bundle=None, **settings):
 def small_suite(monkeypatch):
     """Replace the embedded world's suite with a made-up one."""
     tasks = [dict(vars(one_task)) for one_task in made_up_suite()]
-    monkeypatch.setattr(write, "few_shot_tasks", lambda: tasks)
+    monkeypatch.setattr(write.suite, "suite", lambda: tasks)
     return tasks
 
 

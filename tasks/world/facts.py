@@ -148,7 +148,7 @@ class EverydayThing:
 
 @dataclass(frozen=True)
 class FieldQuestion:
-    """One question about a fact. `choices(fact.kind, field)` are the possible answers."""
+    """One question about a fact. `questions.field_values` lists the possible answers."""
 
     text: str
     answer: str
@@ -379,12 +379,6 @@ def subjects() -> dict[str, list[dict[str, Any]]]:
             fields |= {"to_" + k: "to " + v for k, v in plain.items()}
             fields |= {upper_first(k): upper_first(str(v)) for k, v in fields.items()}
     return found
-
-
-@cache
-def choices(kind: str, field: str) -> tuple[str, ...]:
-    """The sorted distinct values of a field for a kind of subject: all possible answers."""
-    return tuple(sorted({str(fields[field]) for fields in subjects()[kind]}))
 
 
 @cache

@@ -12,7 +12,7 @@ the question, all options of an item are equally likely.
 import itertools
 from collections.abc import Callable, Sequence
 from random import Random
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, NamedTuple
 
 from tasks.world.corpus import first_person
 from tasks.world.drills import OPERATIONS, operand_pairs
@@ -45,7 +45,7 @@ SuiteItem = dict[str, Any]
 Kind = Literal["multiple_choice", "schema", "language_modeling"]
 
 
-class SuiteTask(TypedDict):
+class SuiteTask(NamedTuple):
     """One task. `random_baseline` is the chance accuracy, from 0 to 1."""
 
     name: str
@@ -56,38 +56,25 @@ class SuiteTask(TypedDict):
     items: list[SuiteItem]
 
 
-def suite() -> list[SuiteTask]:
-    """All tasks; deterministic."""
+def suite() -> list[dict[str, Any]]:
+    """All tasks, as the fields of `SuiteTask`; deterministic."""
     mc: Kind = "multiple_choice"
     lm: Kind = "language_modeling"
     qa = "\nAnswer: "
-    return [
-        task("world_people", mc, 3, 1 / 4, qa, fact_choices(lambda kind: kind == "person")),
-        task("world_things", mc, 3, 1 / 4, qa, fact_choices(lambda kind: kind != "person")),
-        task("world_two_steps", mc, 3, 1 / 4, qa, two_steps()),
-        task("world_riddles", mc, 1, 1 / 4, "\nI am ", riddle_items()),
-        task("world_prices", mc, 4, 1 / 2, qa, prices()),
-        task("world_stories", "schema", 0, 1 / 2, " ", causes()),
-        task("world_story_questions", mc, 2, 1 / 2, qa, endings()),
-        task("world_answers", lm, 3, 0.0, qa, answer_items(lambda kind: kind != "opposite")),
-        task("world_opposites", lm, 3, 0.0, qa, answer_items(lambda kind: kind == "opposite")),
-        task("world_sums", lm, 4, 0.0, " = ", calculations()),
-        task("world_problems", lm, 1, 0.0, " ", problem_prefixes()),
+    tasks = [
+        SuiteTask("world_people", mc, 3, 1 / 4, qa, fact_choices(lambda kind: kind == "person")),
+        SuiteTask("world_things", mc, 3, 1 / 4, qa, fact_choices(lambda kind: kind != "person")),
+        SuiteTask("world_two_steps", mc, 3, 1 / 4, qa, two_steps()),
+        SuiteTask("world_riddles", mc, 1, 1 / 4, "\nI am ", riddle_items()),
+        SuiteTask("world_prices", mc, 4, 1 / 2, qa, prices()),
+        SuiteTask("world_stories", "schema", 0, 1 / 2, " ", causes()),
+        SuiteTask("world_story_questions", mc, 2, 1 / 2, qa, endings()),
+        SuiteTask("world_answers", lm, 3, 0.0, qa, answer_items(lambda kind: kind != "opposite")),
+        SuiteTask("world_opposites", lm, 3, 0.0, qa, answer_items(lambda kind: kind == "opposite")),
+        SuiteTask("world_sums", lm, 4, 0.0, " = ", calculations()),
+        SuiteTask("world_problems", lm, 1, 0.0, " ", problem_prefixes()),
     ]
-
-
-def task(
-    name: str, kind: Kind, num_fewshot: int, baseline: float, delimiter: str, items: list[SuiteItem]
-) -> SuiteTask:
-    """Build a task from its fields, passed in the order used in `suite`."""
-    return {
-        "name": name,
-        "kind": kind,
-        "num_fewshot": num_fewshot,
-        "random_baseline": baseline,
-        "continuation_delimiter": delimiter,
-        "items": items,
-    }
+    return [each._asdict() for each in tasks]
 
 
 def item_rng(name: str, *key: str | int) -> Random:
@@ -124,25 +111,16 @@ def answer_items(wanted: Callable[[str], bool]) -> list[SuiteItem]:
     ]
 
 
-def friend(p: Person) -> Person:
-    """The best friend of a person."""
-    return person(p.friend)
-
-
-def home(p: Person) -> Town:
-    """The town of a person."""
-    return town(p.town)
-
-
-# (question about a person, person -> related person or town, field of that subject)
-TWO_STEPS: tuple[tuple[str, Callable[[Person], Person | Town], str], ...] = (
-    ("In which town does the best friend of {} live?", friend, "town"),
-    ("What is the trade of {}'s best friend?", friend, "trade"),
-    ("What is the favourite food of {}'s best friend?", friend, "food"),
-    ("What is the inn of {}'s town called?", home, "inn"),
-    ("Which festival does {}'s town celebrate?", home, "festival"),
-    ("On which day is the market in {}'s town?", home, "day"),
-    ("What is {}'s town known for?", home, "product"),
+RELATED: dict[str, Callable[[str], Person | Town]] = {"friend": person, "town": town}
+# (question about a person, field that names a related person or town, field of that subject)
+TWO_STEPS = (
+    ("In which town does the best friend of {} live?", "friend", "town"),
+    ("What is the trade of {}'s best friend?", "friend", "trade"),
+    ("What is the favourite food of {}'s best friend?", "friend", "food"),
+    ("What is the inn of {}'s town called?", "town", "inn"),
+    ("Which festival does {}'s town celebrate?", "town", "festival"),
+    ("On which day is the market in {}'s town?", "town", "day"),
+    ("What is {}'s town known for?", "town", "product"),
 )
 
 
@@ -150,7 +128,7 @@ def two_steps() -> list[SuiteItem]:
     """Questions that need two facts; documents state both but never join them."""
     found = []
     for text, via, field in TWO_STEPS:
-        values = {p.name: getattr(via(p), field) for p in people()}
+        values = {p.name: getattr(RELATED[via](getattr(p, via)), field) for p in people()}
         for name, right in values.items():
             rng = item_rng("two steps", text, name)
             options = [right]

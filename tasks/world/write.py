@@ -52,7 +52,7 @@ def write(name: str, num_shards: int | None = None) -> Path:
                     file, format_json_lines({"text": t} for t in texts(shard))
                 )
         if not bundle or not all((folder / "suite" / file).exists() for file in bundle):
-            for file, text in bundle_files(few_shot_tasks()):
+            for file, text in bundle_files(suite.suite()):
                 bundle[file] = write_file(folder / "suite" / file, text)
         new = {
             "version": VERSION,
@@ -73,11 +73,6 @@ def texts(shard: str) -> Iterator[str]:
     return documents(SEED, int(shard.removeprefix("world_")), "train")
 
 
-def few_shot_tasks() -> list[suite.SuiteTask]:
-    """The tasks of the few-shot suite."""
-    return suite.suite()
-
-
 def write_file(path: Path, text: str) -> dict[str, Any]:
     """Write a file. Returns its entry in the manifest: bytes and SHA-256."""
     data = text.encode()
@@ -90,7 +85,7 @@ def format_json_lines(items: Iterable[Mapping[str, Any]]) -> str:
     return "".join(json.dumps(item) + "\n" for item in items)
 
 
-def bundle_files(tasks: list[suite.SuiteTask]) -> Iterator[tuple[str, str]]:
+def bundle_files(tasks: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
     """Yield (path, contents) of each file of an evaluation bundle in DataComp-LM format."""
     entries, table = [], io.StringIO()
     rows = csv.writer(table)
