@@ -75,7 +75,8 @@ for seed in $seeds; do
         "${common[@]}" --model_tag="$tag" --report_dir="$report"
     stage "plain model, equal tokens, seed $seed" train scripts.recursion.base_train "${common[@]}" \
         "${plainly[@]}" --model_tag="plain-$tag" --report_dir="$folder/plain-$tag"
-    flops=$(python -m dev.spent "$tag")
+    flops=$(python -c 'import json, sys; print(json.load(open(sys.argv[1]))["values"]["Total training flops"])' \
+        "$report/base-model-training.json")
     stage "plain model, equal FLOPs, seed $seed" train scripts.recursion.base_train "${common[@]}" \
         "${plainly[@]}" --num_iterations=-1 --target_flops="$flops" --model_tag="longer-$tag" \
         --report_dir="$folder/longer-$tag"

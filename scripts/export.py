@@ -86,8 +86,9 @@ def write_artifact(
     if path.is_dir():
         raise ValueError(f"--out={path} is a folder; an artifact is one file, so pass its name")
     trained = checkpoint.state.get("settings", {})
-    chosen = {f.name: getattr(cfg, f.name) or trained.get(f.name) for f in fields(QuantConfig)}
-    quant = QuantConfig(**{name: value for name, value in chosen.items() if value is not None})
+    names = [f.name for f in fields(QuantConfig)]
+    given = {name: value for name in names if (value := getattr(cfg, name)) is not None}
+    quant = QuantConfig(**{name: trained[name] for name in names if name in trained} | given)
     provenance = checkpoint.state["provenance"]
     origin = {
         "stage": checkpoint.state["stage"],

@@ -97,6 +97,8 @@ BAD_FLAGS = [
     ("lab.eval_variance --batch_size=0", "batch_size must be at least 1, got 0", "at least 1"),
     ("export --source=mid", "no checkpoint in", "scripts.mid_train"),
     ("lab.merge --models=nothing|else", "'nothing'", "stage[:tag[:step]]"),
+    ("lab.merge --eval_tokens=0", "eval_tokens must be at least 1, got 0", "at least 1"),
+    ("recursion.evaluate --eval_tokens=0", "eval_tokens must be at least 1, got 0", "at least 1"),
     ("report --hourly_rate=-5", "hourly_rate must be at least 0, got -5.0", "at least 0"),
     ("report --report_dir={none}", "no records in", "bash speedrun.sh"),
 ]

@@ -80,8 +80,7 @@ class Law:
 
     def loss(self, n: float, tokens: float) -> Interval:
         """Loss of a model of size `n` after `tokens` tokens."""
-        e, a, alpha, b, beta = self.samples.T
-        found = e + a * n**-alpha + b * tokens**-beta
+        found = predict(self.samples.T, n, tokens)
         return interval(float(found[0]), found[1:])
 
 
@@ -103,8 +102,13 @@ def fit_law(points: Sequence[Point], seed: int = 0) -> Law | None:
     return Law(np.vstack([first[None], again]), float(errors.std()))
 
 
-def predict(parameters: np.ndarray, n: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """Losses (P,) of the points by one row of parameters (5,)."""
+def predict(
+    parameters: np.ndarray, n: np.ndarray | float, tokens: np.ndarray | float
+) -> np.ndarray:
+    """
+    Losses (P,) of the points by parameters (5,), or losses (R,) of one point by each column of
+    parameters (5, R).
+    """
     e, a, alpha, b, beta = parameters
     return e + a * n**-alpha + b * tokens**-beta
 

@@ -58,7 +58,8 @@ def main(cfg: Filter) -> None:
         raise ValueError("--out is required: the file to write")
     benchmarks = list_benchmarks() if "no_overlap" in cfg.filters else []
     rules = parse_all(cfg.filters, length_in(cfg.tokenizer_tag), [eval_task(b) for b in benchmarks])
-    found = apply_filters(read_rows(cfg), rules)
+    bucket = open_bucket(cfg) if cfg.bucket else None
+    found = apply_filters(read_rows(cfg.rows, bucket), rules)
     if not found.rows:
         raise ValueError(f"the filters {cfg.filters} drop all of {cfg.bucket or cfg.rows}")
     out = Path(cfg.out).expanduser()
@@ -66,10 +67,10 @@ def main(cfg: Filter) -> None:
     write_atomic(out, "".join(f"{line}\n" for line in text))
     print(printable(f"wrote {len(found.rows):,} conversations to {out}"))
     values = {"Kept": len(found.rows), "Dropped": sum(f.dropped for f in found.filters)}
-    if cfg.rows:
-        source = sha256_file(Path(cfg.rows).expanduser())[:16]
+    if bucket:
+        source = fingerprint(bucket.train.identity)
     else:
-        source = fingerprint(open_bucket(cfg).train.identity)
+        source = sha256_file(Path(cfg.rows).expanduser())[:16]
     provenance = records.Provenance(records.new_run_id(), 0, {"before": source})
     cost, section = records.Cost(time.perf_counter() - started), f"Filters {out.stem}"
     report.append_section(section, cfg, values, provenance, cost, tables=[found.table()])
@@ -95,12 +96,15 @@ def open_bucket(cfg: Filter) -> Bucket:
     return bucket
 
 
-def read_rows(cfg: Filter) -> Iterator[FilterRow]:
-    """Yield the rows to filter. Raises ValueError for a line that is not a conversation."""
-    if cfg.bucket:
-        yield from ({"messages": conversation} for conversation in open_bucket(cfg).train)
+def read_rows(path: str, bucket: Bucket | None) -> Iterator[FilterRow]:
+    """
+    Yield the rows to filter: those of the bucket, else of the file. Raises ValueError for a line
+    that is not a conversation.
+    """
+    if bucket:
+        yield from ({"messages": conversation} for conversation in bucket.train)
         return
-    for number, line in read_json_lines(Path(cfg.rows).expanduser()):
+    for number, line in read_json_lines(Path(path).expanduser()):
         problem = "not an object"
         if isinstance(line, dict):
             messages = line.get("messages")
@@ -108,7 +112,7 @@ def read_rows(cfg: Filter) -> Iterator[FilterRow]:
                 messages = [user(line["prompt"]), assistant("-")]
             problem = find_error(messages)
         if problem:
-            raise ValueError(f"{cfg.rows}, line {number}: {problem}")
+            raise ValueError(f"{path}, line {number}: {problem}")
         yield line
 
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from nanochat import records, report, stats
 from nanochat.checkpoint import Checkpoint, find_checkpoint, load_model
 from nanochat.common import UsageError
-from nanochat.config import start
+from nanochat.config import require_at_least, start
 from nanochat.dataset import DataConfig, open_source
 from nanochat.distributed import DistConfig, DistContext, init_distributed
 from nanochat.eval_bpb import bits_per_byte
@@ -58,6 +58,9 @@ class RecursionEval:
     data: DataConfig = field(default_factory=DataConfig)
     machine: DistConfig = field(default_factory=DistConfig)
     kernels: KernelConfig = field(default_factory=KernelConfig)
+
+    def __post_init__(self) -> None:
+        require_at_least(self, eval_tokens=1, device_batch_size=1)
 
 
 class LoopScores(NamedTuple):
@@ -272,8 +275,7 @@ def write_record(
     lines = {
         f"{i}: {a.name}": [[loops[0], a.mean], [loops[-1], a.mean]] for i, a in enumerate(others)
     }
-    origin = recursive[0].checkpoint.state["provenance"]
-    provenance = records.Provenance(origin["run_id"], origin["seed"], origin["inputs"])
+    provenance = records.Provenance(**recursive[0].checkpoint.state["provenance"])
     tables = [
         {"title": "Equal cost", "columns": columns, "rows": arm_rows},
         {"title": "By number of loops", "columns": by_loop, "rows": loop_rows},
@@ -290,12 +292,9 @@ def mean_of(lines: Sequence[dict[str, float]], name: str) -> float:
 
 def late_metrics(recursive: Sequence[LoopScores]) -> dict[str, float]:
     """Mean loss by loop and gradient norm by part over the last tenth of steps and all seeds."""
-    found = []
-    for s in recursive:
-        late = s.steps[-max(1, len(s.steps) // 10) :]
-        names = dict.fromkeys(n for step in late for n in step if n.startswith(SHOWN))
-        found.append({f"Last steps, {name}": mean_of(late, name) for name in names})
-    return {name: mean_of(found, name) for name in dict.fromkeys(n for each in found for n in each)}
+    late = [step for s in recursive for step in s.steps[-max(1, len(s.steps) // 10) :]]
+    names = dict.fromkeys(n for step in late for n in step if n.startswith(SHOWN))
+    return {f"Last steps, {name}": mean_of(late, name) for name in names}
 
 
 if __name__ == "__main__":

@@ -241,6 +241,8 @@ def test_export_and_scoring_write_report_section(base, tokenizer, machine, capsy
         export_artifact(model_tag=f"golf-{seed}")
     table = capsys.readouterr().out
     assert "embed.weight" in table and "int8" in table and "int6" in table  # formats from training
+    with pytest.raises(ValueError, match="row_clip_std must be positive"):
+        export_artifact(model_tag="golf-1", row_clip="std", row_clip_std=0.0)
     data = {"dataset": "embedded", "num_shards": 1}
     on_cpu = DistConfig("cpu", "float32")
     cfg = evaluate.GolfEval(max_documents=6, eval_stride=4, machine=on_cpu)
