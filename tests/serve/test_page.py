@@ -609,29 +609,6 @@ def test_imported_system_prompt_is_sent_and_exported(page, site):
     page.wait_for_selector("#toast >> text=a system message must be text")
 
 
-def test_state_from_first_page_version_is_migrated(page, site):
-    old = {
-        "messages": [
-            {"role": "user", "parts": [{"type": "text", "text": "Old question"}]},
-            {"role": "assistant", "parts": [{"type": "text", "text": "Old answer"}], "tokens": 3},
-        ],
-        "settings": {"temperature": "0.5", "theme": "dark"},
-        "model": "base:tiny",
-    }
-    page.goto("about:blank")
-    page.goto(site.url)
-    page.evaluate("(state) => localStorage.setItem('nanochat', state)", json.dumps(old))
-    page.evaluate("localStorage.removeItem('nanochat:settings')")
-    page.reload()
-    page.wait_for_selector("#model option", state="attached")
-    assert said(page) == [("user", "Old question"), ("assistant", "Old answer")]
-    assert page.input_value("#model") == "base:tiny" and titles(page) == ["Old question"]
-    assert page.evaluate("document.documentElement.dataset.theme") == "dark"
-    assert page.evaluate("localStorage.getItem('nanochat')") is None
-    page.reload()
-    assert titles(page) == ["Old question"] and len(said(page)) == 2
-
-
 def test_full_storage_is_reported_and_loses_nothing(page, site):
     send(page, "Before")
     page.evaluate(

@@ -127,31 +127,6 @@ def test_incremental_rendering_equals_full_rendering(page):
     assert differences == []
 
 
-def test_code_is_highlighted_and_unchanged(page):
-    codes = {
-        "python": 'def f(x):  # note\n    return \'a\' + """b\nc""" + str(12.5)',
-        "js": "const f = (x) => `a${x}`; // note\n/* open",
-        "rust": "fn f<'a>(x: &'a str) -> char { 'x' } // note",
-        "go": "func main() { s := `raw`; return }",
-        "bash": '# note\nfor f in *; do echo "$f" # end\ndone',
-        "json": '{"a": [1, true, null, "b\\"c"]}',
-        "html": '<!-- note --><a href="x">text</a>',
-        "css": "/* note */ a { color: #fff; width: 1.5rem; }",
-        "unknown": "def f(): 'x'",
-    }
-    for language, code in codes.items():
-        pieces = page.evaluate(
-            """async ([code, language]) => {
-              const { highlight } = await import("/page/highlight.js");
-              return highlight(code, language);
-            }""",
-            [code, language],
-        )
-        assert "".join(text for _, text in pieces) == code
-        kinds = {kind for kind, _ in pieces}
-        assert kinds == {""} if language == "unknown" else len(kinds) >= 3, (language, pieces)
-
-
 HOSTILE = [
     "*a ",
     "**a*",

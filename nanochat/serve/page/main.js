@@ -202,10 +202,9 @@ function follow() {
 }
 
 follow();
-const migrated = loadAll();
+loadAll();
 applyTheme();
 bind();
 startSidebar();
-if (migrated && !location.hash) history.replaceState(null, "", `#${migrated}`);
 route();
 connect();

@@ -6,7 +6,6 @@
 // is only inserted as text nodes.
 
 import { button, copyText, make } from "./dom.js";
-import { highlight } from "./highlight.js";
 import { parseInline } from "./inline.js";
 
 const MAX_DEPTH = 10;
@@ -339,11 +338,8 @@ export class MarkdownView {
   }
 
   codeBlock({ info, text }) {
-    const code = make("code"), language = /^[^\s{]*/.exec(info)[0];
-    for (const [shade, piece] of highlight(text, language)) {
-      const parent = shade ? code.appendChild(make("span", { className: `hl-${shade}` })) : code;
-      this.addText(parent, piece);
-    }
+    const code = make("code");
+    this.addText(code, text);
     const copier = button("Copy", () => copyText(text, copier), { className: "quiet" });
     copier.setAttribute("aria-label", "Copy code");
     return make("figure", { className: "code" },

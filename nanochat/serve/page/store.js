@@ -7,11 +7,10 @@
 // other tabs are merged too. If two tabs save at once and one overwrites the other, the tab whose
 // messages are missing saves again.
 
-import { checkedChat, merge, newChat, textPart } from "./chat.js";
+import { checkedChat, merge } from "./chat.js";
 
 const CHAT = "nanochat:chat:";
 const SETTINGS = "nanochat:settings";
-const OLD = "nanochat"; // key of the page's first version: one conversation with settings
 const TRASH_MS = 30 * 24 * 3600 * 1000;
 
 // In-memory fallback for this tab if the browser blocks site data.
@@ -53,7 +52,7 @@ export function emit(event, value) {
   for (const listener of listeners[event]) listener(value);
 }
 
-// Load chats and settings. Returns the id of a chat migrated from the first version, or "".
+// Load chats and settings.
 export function loadAll() {
   const damaged = [];
   if (storage instanceof TabStorage) emit("trouble", "This browser blocks site data. Chats are lost when this tab is closed.");
@@ -68,7 +67,6 @@ export function loadAll() {
   }
   if (damaged.length) emit("trouble", `Some stored chats are damaged. They are not shown and not deleted: ${damaged.join(", ")}`);
   readSettings();
-  return migrate();
 }
 
 function parse(raw) {
@@ -221,41 +219,4 @@ export function saveSettings() {
   } catch (error) {
     emit("trouble", "Browser storage is full. The settings are not saved.");
   }
-}
-
-// ---- migration from the first version
-
-function migrate() {
-  const raw = storage.getItem(OLD), old = parse(raw);
-  if (!old || typeof old !== "object") return "";
-  if (storage.getItem(SETTINGS) === null && old.settings && typeof old.settings === "object") {
-    Object.assign(settings, old.settings);
-    if (typeof old.model === "string" && old.model) settings.model = old.model;
-    saveSettings();
-  }
-  const chat = chatOfOldState(old.messages, raw);
-  if (!chat) {
-    if (Array.isArray(old.messages) && !old.messages.length) storage.removeItem(OLD);
-    return "";
-  }
-  if (chats.has(chat.id)) merge(chat, chats.get(chat.id));
-  storage.removeItem(OLD); // before saving: storage may not fit both
-  chats.set(chat.id, chat);
-  if (!saveChat(chat)) storage.setItem(OLD, raw);
-  return chat.id;
-}
-
-// Ids are derived from the content, so two tabs that migrate at once create the same chat.
-function chatOfOldState(messages, raw) {
-  if (!Array.isArray(messages) || !messages.length) return null;
-  let hash = 0;
-  for (let i = 0; i < raw.length; i++) hash = (Math.imul(hash, 31) + raw.charCodeAt(i)) | 0;
-  const id = `old-${(hash >>> 0).toString(16)}-${raw.length}`, now = Date.now(), chat = newChat(id, now);
-  messages.forEach((message, i) => {
-    const node = { ...message, id: `${id}-${i}`, parent: i ? `${id}-${i - 1}` : null, created: now - messages.length + i, rev: 1, saved: 0 };
-    if (typeof message?.content === "string") node.parts = [textPart(message.content)];
-    if (node.role === "assistant" && !node.finish && !node.error) node.stopped = true;
-    chat.nodes[node.id] = node;
-  });
-  return checkedChat(chat);
 }
