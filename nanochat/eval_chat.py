@@ -103,7 +103,8 @@ def score_by_logits(
             last = [len(prompts[n]) - 1 for n in batch]
             hidden = model.hidden(tokens)[list(range(len(batch))), last]  # (B, C)
             for n, row in zip(batch, model.logits(hidden), strict=True):
-                letters = task.letters(items[n])
+                owner, number = task.locate(items[n])
+                letters = owner.letters(number)
                 [ids] = zip(*map(tokenizer.encode, letters), strict=True)  # one token each
                 best = letters[int(row[list(ids)].argmax())]
                 found[n] = [score_answer(task, items[n], best)]

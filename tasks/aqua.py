@@ -12,58 +12,50 @@ from tasks.base import (
     LETTERS,
     Conversation,
     MCQuestion,
-    QuestionTask,
     answer_text,
     assistant,
     choice_question,
     user,
     visible,
 )
-from tasks.hub import HubTask, TaskRow
+from tasks.hub import HubQuestions, TaskRow
 
 NUM_OPTIONS = 5
 INSTRUCTION = "Reason step by step, then end with a line that says Answer: and the letter."
 MARKER = re.compile(r"Answer: ([A-E])\b")
 
 
-class AQuA(HubTask):
-    """
-    Generative form, scored by the last `Answer: X` (case-sensitive); a bare letter is wrong.
+class AQuALetter(HubQuestions):
+    """Algebraic word problems, answered with the letter only and scored by logits."""
 
-    `letters` are those that may follow `Answer: `. To score by logits right after
-    <|assistant_start|>, use AQuALetter.
-    """
-
-    name = "AQUA"
-    kind = "generate"
+    name = "AQUA-Letter"
     baseline = 0.2
     splits = ("train", "val", "test")
     repo = "deepmind/aqua_rat"
     stems = {"train": "raw/train", "val": "raw/validation", "test": "raw/test"}
     columns = ("question", "options", "rationale", "correct")
 
-    def find_problem(self, row: TaskRow) -> str | None:
-        letters = LETTERS[:NUM_OPTIONS]
-        valid = len(row["options"]) == NUM_OPTIONS and row["correct"] in letters
-        return None if valid else f"not {NUM_OPTIONS} options, or no valid answer"
+    def parse(self, row: TaskRow) -> MCQuestion:
+        options = tuple(option.partition(")")[2].strip() for option in row["options"])  # no `A)`
+        if len(options) != NUM_OPTIONS:
+            raise ValueError(f"not {NUM_OPTIONS} options")
+        return MCQuestion(row["question"], options, LETTERS.index(row["correct"]))
 
-    def options(self, i: int) -> list[str]:
-        """The options without their `A)` prefixes."""
-        return [option.partition(")")[2].strip() for option in self.row(i)["options"]]
+
+class AQuA(AQuALetter):
+    """
+    Generative form: a rationale, then `Answer: X`. Scored by the last one (case-sensitive); a bare
+    letter is wrong. `letters` are those that may follow `Answer: `.
+    """
+
+    name = "AQUA"
+    kind = "generate"
 
     def conversation(self, i: int) -> Conversation:
-        row = self.row(i)
-        question = choice_question(row["question"], self.options(i), self.letters(i), INSTRUCTION)
-        return [user(question), assistant(f"{row['rationale'].strip()}\nAnswer: {row['correct']}")]
-
-    def letters(self, i: int) -> tuple[str, ...]:
-        return LETTERS[:NUM_OPTIONS]
-
-    def material(self, i: int) -> str:
-        return "\n".join([self.row(i)["question"], *self.options(i)])
-
-    def asked(self, i: int) -> str:
-        return self.row(i)["question"]
+        text, options, right = self.question(i)
+        asked = choice_question(text, options, self.letters(i), INSTRUCTION)
+        rationale = self.row(i)["rationale"].strip()
+        return [user(asked), assistant(f"{rationale}\nAnswer: {LETTERS[right]}")]
 
     def score(self, conversation: Conversation, answer: str) -> float:
         right, given = (
@@ -73,13 +65,3 @@ class AQuA(HubTask):
 
     def answered(self, answer: str) -> bool:
         return MARKER.search(visible(answer)) is not None
-
-
-class AQuALetter(QuestionTask, AQuA):
-    """The same questions, answered with the letter only."""
-
-    name = "AQUA-Letter"
-
-    def question(self, i: int) -> MCQuestion:
-        row = self.row(i)
-        return MCQuestion(row["question"], tuple(self.options(i)), LETTERS.index(row["correct"]))

@@ -77,8 +77,8 @@ class Augmented(QuestionTask):
     splits = ("train", "val", "dev", "test")
 
     def __init__(self, task: Task, seed: int = 0):
-        if not isinstance(task, QuestionTask):
-            raise ValueError(f"{task.name} has no options to augment; use a multiple-choice task")
+        if not isinstance(task, QuestionTask) or task.kind != "choice":
+            raise ValueError(f"{task.name} is not answered with a letter; use multiple choice")
         self.task, self.seed = task, seed
         self.name, self.split = task.name, task.split
         self.baseline = task.baseline

@@ -197,7 +197,7 @@ class Task(ABC):
         return map(self.conversation, range(len(self)))
 
     def locate(self, i: int) -> tuple["Task", int]:
-        """The task of conversation i and its index there; a Mixture has several tasks."""
+        """The task of conversation i and its index there; a Mixture or Subset has other tasks."""
         return self, i
 
     def letters(self, i: int) -> tuple[str, ...]:
@@ -285,42 +285,27 @@ class NumberTask(Task):
 
 class Subset(Task):
     """
-    Conversations `start` to `stop` - 1 of a task, clipped to its length.
-
-    Raises ValueError unless 0 <= start <= stop.
+    The first `count` conversations of a task, or all if it has fewer. For letters and scores of a
+    question, use the task returned by `locate`.
     """
 
-    def __init__(self, task: Task, start: int, stop: int):
-        if not 0 <= start <= stop:
-            raise ValueError(f"invalid range {start}:{stop} of {task.name}; use 0 <= start <= stop")
-        self.task, self.start, self.stop = task, start, stop
+    def __init__(self, task: Task, count: int):
+        self.task, self.count = task, count
         self.name, self.kind, self.split = task.name, task.kind, task.split
         self.baseline = task.baseline
 
     @property
     def identity(self) -> dict[str, Any]:
-        return {"subset": self.task.identity, "start": self.start, "stop": self.stop}
+        return {"subset": self.task.identity, "start": 0, "stop": self.count}
 
     def __len__(self) -> int:
-        return max(0, min(self.stop, len(self.task)) - self.start)
+        return min(self.count, len(self.task))
+
+    def locate(self, i: int) -> tuple[Task, int]:
+        return self.task.locate(i)
 
     def conversation(self, i: int) -> Conversation:
-        return self.task.conversation(self.start + i)
-
-    def letters(self, i: int) -> tuple[str, ...]:
-        return self.task.letters(self.start + i)
-
-    def material(self, i: int) -> str:
-        return self.task.material(self.start + i)
-
-    def asked(self, i: int) -> str:
-        return self.task.asked(self.start + i)
-
-    def score(self, conversation: Conversation, answer: str) -> float:
-        return self.task.score(conversation, answer)
-
-    def answered(self, answer: str) -> bool:
-        return self.task.answered(answer)
+        return self.task.conversation(i)
 
 
 class Mixture(Task):
@@ -352,7 +337,7 @@ class Mixture(Task):
         assert i < len(self), f"{self.name} has no conversation {i}"
         number = self.order[i]
         part = bisect.bisect_right(self.ends, number)
-        return self.tasks[part], number - (self.ends[part - 1] if part else 0)
+        return self.tasks[part].locate(number - (self.ends[part - 1] if part else 0))
 
     @property
     def identity(self) -> dict[str, Any]:

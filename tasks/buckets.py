@@ -15,7 +15,7 @@ from typing import Any
 from nanochat.mixture import BUDGET, Bucket, Part, Tags, parse_mixture, tags_of
 from tasks.augment import AUGMENTERS
 from tasks.base import Mixture, Subset, Task
-from tasks.registry import TASKS, key_of, make_task, validation_split
+from tasks.registry import TASKS, key_of, make_task
 
 VAL_ROWS = 1_000  # per task: enough to measure a loss, without one task dominating
 
@@ -77,25 +77,18 @@ def parse_task_mixture(spec: str, declared: Mapping[str, Mapping[str, Any]] = {}
     """
     parts = []
     for part in parse_mixture(spec):
-        if part.name in declared:
-            if part.source or "task" not in declared[part.name]:
-                raise ValueError(
-                    f"{part.label!r}: {part.name} is declared as {declared[part.name]}; "
-                    f"the declaration must name a task, and the mixture must use {part.name} "
-                    "without a source"
-                )
-            key = key_of(declared[part.name]["task"])
-            if declared[part.name].get("source") and not TASKS[key].source:
-                raise ValueError(f"{part.name}: {key} takes no data source; remove it")
-            parts.append(part)
-            continue
-        key = key_of(part.name)
-        entry = TASKS[key]
-        if "train" not in entry.task.splits:
+        entry = declared.get(part.name, {"task": part.name, "source": part.source})
+        if part.name in declared and (part.source or "task" not in entry):
+            raise ValueError(
+                f"{part.label!r}: {part.name} is declared as {entry}; the declaration must name a "
+                f"task, and the mixture must use {part.name} without a source"
+            )
+        key = key_of(entry["task"])
+        if "train" not in TASKS[key].task.splits:
             raise ValueError(f"{key} is evaluation-only: it has no train split")
-        if part.source and not entry.source:
-            raise ValueError(f"{part.label!r}: {key} takes no data source; use {key}")
-        parts.append(part._replace(name=key))
+        if entry.get("source") and not TASKS[key].source:
+            raise ValueError(f"{part.label!r}: {key} takes no data source; remove it")
+        parts.append(part if part.name in declared else part._replace(name=key))
     return parts
 
 
@@ -104,7 +97,8 @@ def task_of(part: Part, split: str, declared: Mapping[str, Mapping[str, Any]] = 
     entry = declared.get(part.name, {"task": part.name, "source": part.source})
     key, source = key_of(entry["task"]), entry.get("source")
     option = TASKS[key].source
-    split = validation_split(key) if split == "held out" else split
+    if split == "held out":
+        split = "val" if "val" in TASKS[key].task.splits else "test"
     task = make_task(key, split, **({option: source} if option and source else {}))
     if kind := entry.get("augment"):
         if kind not in AUGMENTERS:
@@ -127,17 +121,15 @@ def buckets(spec: str, declared: Mapping[str, Mapping[str, Any]] = {}) -> list[B
     found = []
     for part in parts:
         train = task_of(part, "train", declared)
-        train = train if part.rows is None else Subset(train, 0, part.rows)
-        val = Subset(task_of(part, "held out", declared), 0, VAL_ROWS)
+        train = train if part.rows is None else Subset(train, part.rows)
+        val = Subset(task_of(part, "held out", declared), VAL_ROWS)
         found.append(Bucket(part.label, tags(part, declared), train, val))
     return found
 
 
 def tags(part: Part, declared: Mapping[str, Mapping[str, Any]] = {}) -> Tags:
     """The tags of a bucket; a task with a data source has only the declared ones."""
-    entry = declared.get(part.name)
-    if entry is None:
-        return Tags() if part.source else TAGS.get(part.name, Tags())
+    entry = declared.get(part.name, {"task": part.name, "source": part.source})
     default = Tags() if entry.get("source") else TAGS.get(key_of(entry["task"]), Tags())
     kind = entry.get("augment", "")
     form = "several" if kind == "styles" else default.answer_format
@@ -163,7 +155,7 @@ def rl_questions(spec: str, seed: int = 0) -> Mixture:
                 f"{part.label!r} in {spec!r}: use a number of questions (=500) or repeats (*2)"
             )
         task = task_of(part, TASKS[part.name].task.rl_split)
-        chosen = task if part.rows is None else Subset(task, 0, part.rows)
+        chosen = task if part.rows is None else Subset(task, part.rows)
         tasks += [chosen] * round(part.repeats or 1)
     return Mixture(tasks, seed)
 
@@ -179,4 +171,4 @@ def held_out_questions(spec: str, count: int) -> Mixture:
         if TASKS[part.name].task.kind == "talk":
             raise ValueError(f"{part.name} is training-only: it has no reference answers to score")
     each = math.ceil(count / len(parts))
-    return Mixture([Subset(task_of(part, "test"), 0, each) for part in parts])
+    return Mixture([Subset(task_of(part, "test"), each) for part in parts])

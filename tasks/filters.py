@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tasks.base import Conversation, Task, answer_text, user
-from tasks.overlap import BATCH, LEAST, RUN, WORD, is_in, ngrams_by_length, query_ngrams
+from tasks.overlap import BATCH, LENGTHS, WORD, is_in, ngrams_by_length, query_ngrams
 
 FilterRow = Mapping[str, Any]
 FilterRule = Callable[[Sequence[FilterRow]], "list[bool | None]"]
@@ -243,17 +243,16 @@ def no_near_duplicate(rows: Sequence[FilterRow]) -> list[bool | None]:
 
 def no_overlap(benchmarks: Sequence[Task]) -> FilterRule:
     """Drop rows that contain 13 consecutive words of a benchmark item, or a whole shorter item."""
-    lengths = range(LEAST, RUN + 1)
 
     def rule(rows: Sequence[FilterRow]) -> list[bool | None]:
-        sought = [query_ngrams(task, lengths) for task in benchmarks]
-        every = {n: np.sort(np.concatenate([s[n].hashes for s in sought])) for n in lengths}
+        sought = [query_ngrams(task) for task in benchmarks]
+        every = {n: np.sort(np.concatenate([s[n].hashes for s in sought])) for n in LENGTHS}
         found: list[bool | None] = []
         for first in range(0, len(rows), BATCH):
             some = rows[first : first + BATCH]
-            ours = ngrams_by_length((f"{prompt(row)}\n{last_reply(row)}" for row in some), lengths)
+            ours = ngrams_by_length(f"{prompt(row)}\n{last_reply(row)}" for row in some)
             hit = {
-                i for n in lengths for i in ours[n].items[is_in(ours[n].hashes, every[n])].tolist()
+                i for n in LENGTHS for i in ours[n].items[is_in(ours[n].hashes, every[n])].tolist()
             }
             found += [number not in hit for number in range(len(some))]
         return found

@@ -24,6 +24,7 @@ from tasks.base import Task
 
 RUN = 13  # words
 LEAST = 6  # minimum length, in words, of items that are searched for in full
+LENGTHS = range(LEAST, RUN + 1)
 LEAST_ASKED = 8  # the same for a question without its options
 BATCH = 4096  # training items per batch
 WORD = re.compile(r"[^\W_]+")
@@ -58,16 +59,16 @@ def word_hash(word: str) -> int:
     return int.from_bytes(hashlib.blake2b(word.encode(), digest_size=8).digest())
 
 
-def ngrams_by_length(texts: Iterable[str], runs: Sequence[int]) -> dict[int, Ngrams]:
+def ngrams_by_length(texts: Iterable[str], runs: Sequence[int] = LENGTHS) -> dict[int, Ngrams]:
     """All n-grams of several lengths. Hashes are sums, each extending that of a shorter n-gram."""
     words: list[int] = []
     ends = []
     for text in texts:
         words += map(word_hash, WORD.findall(LABEL.sub("", text).lower()))
         ends.append(len(words))
-    most = max(runs)
     ids, bounds = np.array(words, np.uint64), np.array(ends, np.int64)
-    multipliers = 2 * np.random.default_rng(0).integers(1 << 63, size=most, dtype=np.uint64) + 1
+    rng = np.random.default_rng(0)
+    multipliers = 2 * rng.integers(1 << 63, size=max(runs), dtype=np.uint64) + 1
     item = np.searchsorted(bounds, np.arange(len(words)), side="right")  # item index of each word
     hashes = np.zeros(len(words), np.uint64)
     found = {}
@@ -81,35 +82,35 @@ def ngrams_by_length(texts: Iterable[str], runs: Sequence[int]) -> dict[int, Ngr
     return found
 
 
-def overlaps(train: Sequence[Task], held_out: Sequence[Task], run: int = RUN) -> list[Overlap]:
-    """Compare every training task with every held-out task by n-grams of `run` words."""
-    lengths = range(min(LEAST, run), run + 1)
-    sought = [query_ngrams(task, lengths) for task in held_out]
-    tables = {n: np.sort(np.concatenate([each[n].hashes for each in sought])) for n in lengths}
+def overlaps(train: Sequence[Task], held_out: Sequence[Task]) -> list[Overlap]:
+    """Compare every training task with every held-out task by word n-grams of all LENGTHS."""
+    sought = [query_ngrams(task) for task in held_out]
+    tables = {n: np.sort(np.concatenate([each[n].hashes for each in sought])) for n in LENGTHS}
     found = []
     for source in train:
         hits = {n: [table[:0]] for n, table in tables.items()}
         texts = materials(source)
         while batch := list(islice(texts, BATCH)):
-            for n, theirs in ngrams_by_length(batch, lengths).items():
+            for n, theirs in ngrams_by_length(batch).items():
                 hashes = np.unique(theirs.hashes)  # sorted queries are faster
                 hits[n].append(hashes[is_in(hashes, tables[n])])
-        found_in = {n: np.unique(np.concatenate(hits[n])) for n in lengths}
+        found_in = {n: np.unique(np.concatenate(hits[n])) for n in LENGTHS}
         for task, grams in zip(held_out, sought, strict=True):
             checked = np.unique(np.concatenate([each.items for each in grams.values()]))
             shared = {n: g.items[is_in(g.hashes, found_in[n])].tolist() for n, g in grams.items()}
-            long = set(shared[run])
-            short = {i for n in lengths[:-1] for i in shared[n]} - long
+            long = set(shared[RUN])
+            short = {i for n in LENGTHS[:-1] for i in shared[n]} - long
             sizes = (source.name, task.name, len(task), len(checked))
             found.append(Overlap(*sizes, tuple(sorted(long)), tuple(sorted(short))))
     return found
 
 
-def query_ngrams(task: Task, lengths: Sequence[int]) -> dict[int, Ngrams]:
+def query_ngrams(task: Task) -> dict[int, Ngrams]:
     """N-grams to search for: all of the longest length, and shorter ones that are whole items."""
-    found = ngrams_by_length(materials(task), lengths)
-    alone = ngrams_by_length(map(task.asked, range(len(task))), lengths)
-    for n in lengths[:-1]:
+    found = ngrams_by_length(materials(task))
+    located = map(task.locate, range(len(task)))
+    alone = ngrams_by_length((owner.asked(number) for owner, number in located))
+    for n in LENGTHS[:-1]:
         pieces = [whole(found, n), *([whole(alone, n)] if n >= LEAST_ASKED else [])]
         found[n] = Ngrams(*(np.concatenate(column) for column in zip(*pieces, strict=True)))
     return found
@@ -129,4 +130,4 @@ def is_in(hashes: np.ndarray, table: np.ndarray) -> np.ndarray:
 
 def materials(task: Task) -> Iterator[str]:
     """The material of each conversation of a task, in order."""
-    return map(task.material, range(len(task)))
+    return (owner.material(number) for owner, number in map(task.locate, range(len(task))))

@@ -36,7 +36,7 @@ from tasks.korean import (
 from tasks.livecodebench import LiveCodeBench
 from tasks.mmlu import MMLU
 from tasks.smoltalk import SmolTalk
-from tasks.spelling import SimpleSpelling, SpellingBee, english_words, word_file
+from tasks.spelling import SimpleSpelling, SpellingBee, WordTask, english_words, word_file
 from tasks.world.task import WorldChat, WorldChoice, WorldFacts, WorldProblems, WorldSpelling
 
 
@@ -127,16 +127,11 @@ def why_unavailable(name: str, unsafe: bool = False) -> str | None:
     try:
         if issubclass(TASKS[key].task, CodeTask):
             choose_layer(unsafe)
-        elif key == "spelling":
+        elif issubclass(TASKS[key].task, WordTask):
             english_words(word_file(), "test")
     except (SandboxUnavailable, MissingInput, ValueError) as error:
         return " ".join(str(error).split())
     return None
-
-
-def validation_split(name: str) -> str:
-    """The split for the validation loss."""
-    return "val" if "val" in TASKS[name].task.splits else "test"
 
 
 def overlapping_tasks(key: str) -> list[str]:
@@ -151,7 +146,10 @@ def question_source(key: str) -> str:
 
 
 def list_benchmarks() -> list[str]:
-    """Keys of scorable tasks, except world tasks, derived tasks and those with a source option."""
+    """
+    Keys of scorable tasks, except unlisted ones, world tasks, derived tasks and those with a source
+    option.
+    """
     return [
         key
         for key, entry in TASKS.items()
