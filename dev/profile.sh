@@ -37,10 +37,6 @@ h100x8)
     fi
     ;;
 gpu) processes=$((gpus > 1 ? gpus : 1)) ;;
-gpu1 | h100x1)
-    echo "error: unknown PROFILE '$PROFILE'; use PROFILE=gpu, with CUDA_VISIBLE_DEVICES=0 for one GPU" >&2
-    exit 2
-    ;;
 *) processes=1 ;;
 esac
 whole() { echo $((($1 + processes / 2) / processes * processes)); }
