@@ -10,8 +10,6 @@ import runpy
 import sys
 from collections.abc import Callable, Sequence
 
-import numpy as np
-
 from nanochat import chat_packing
 from nanochat.chat_format import Message, merge_turns
 from nanochat.tokenizer import Tokenizer
@@ -37,13 +35,9 @@ def template() -> None:
 
 def mask() -> None:
     """Bug: the loss covers questions instead of answers."""
-    split = chat_packing.signed_inputs_and_targets
-
-    def signed_inputs_and_targets(rows: np.ndarray, ignore: int) -> tuple[np.ndarray, np.ndarray]:
-        bos = rows == rows[:, :1]  # starts every conversation and pads the rows
-        return split(np.where(bos, rows, ~rows), ignore)
-
-    chat_packing.signed_inputs_and_targets = signed_inputs_and_targets
+    signed_ids = chat_packing.signed_ids
+    chat_packing.signed_ids = lambda ids, own: signed_ids(ids, [0, *(not x for x in own[1:])])
+    chat_packing.CHAT_RULE = -2  # part of the fingerprint of the packed rows
 
 
 PLANTS: dict[str, Callable[[], None]] = {"template": template, "mask": mask}

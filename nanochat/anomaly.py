@@ -18,8 +18,8 @@ SPIKE_RATIO = 2.0  # minimum ratio of a spike to the highest loss of the window
 SPIKE_NATS = 0.5  # minimum difference: a loss near 0 may double by chance
 SPIKE_WINDOW = 8  # steps; short, because the loss falls fast at first
 SPIKE_FIRST = 3  # minimum number of steps before spikes are detected
-MAX_BAD_STEPS = 5  # consecutive non-finite steps that stop the run (in float16: once the loss
-# scale is 1); each is skipped
+# Consecutive non-finite steps, each skipped, that stop the run; in float16, once the scale is 1
+MAX_BAD_STEPS = 5
 
 StepVerdict = Literal["good", "spike", "bad"]
 

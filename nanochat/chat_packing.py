@@ -2,7 +2,7 @@
 Pack conversations into packed sequences (rows) whose tokens carry the loss mask.
 
     conversations -> render -> Encoded, on disk -> Packer -> Rows of int32
-    a batch of rows -> signed_inputs_and_targets -> tokens, targets with IGNORE
+    a batch of rows -> train.inputs_and_targets -> tokens, targets with IGNORE
 
 A trained token is stored as its id, any other as ~id (negative), so the sign is the loss mask.
 Padding is untrained BOS. Conversations with no trained token are skipped. A bucket is encoded once,
@@ -129,8 +129,8 @@ def write_encoded(
     done = trained = 0
     with (folder / "ids.bin").open("wb") as stream:
         for chats in iter_batches(conversations):
-            batch = encode_batch(chats, tokenizer, row_length)
-            kept = [signed for signed in batch if len(signed)]
+            batch = [signed_ids(*render(tokenizer, each, row_length))[1:] for each in chats]
+            kept = [signed for signed in batch if (signed >= 0).any()]
             stream.write(b"".join(signed.tobytes() for signed in kept))
             lengths += map(len, kept)
             trained += sum(int((signed >= 0).sum()) for signed in kept)
@@ -147,14 +147,6 @@ def write_encoded(
     counts = {"conversations": len(lengths), "trained": trained, "skipped": skipped}
     digests = {name: sha256_file(folder / name) for name in ("ids.bin", "ends.npy")}
     write_json(folder / "encoded.json", seal({**counts, "sha256": digests}))
-
-
-def encode_batch(
-    conversations: Sequence[Sequence[Message]], tokenizer: Tokenizer, row_length: int
-) -> list[np.ndarray]:
-    """Return the signed ids of each conversation without BOS; empty if no token has loss."""
-    every = [signed_ids(*render(tokenizer, each, row_length))[1:] for each in conversations]
-    return [signed if (signed >= 0).any() else signed[:0] for signed in every]
 
 
 def iter_batches(items: Iterable[Any]) -> Iterator[list[Any]]:
@@ -205,13 +197,6 @@ def signed_ids(ids: Sequence[int], mask: Sequence[int]) -> np.ndarray:
 def flatten(pieces: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """Concatenate arrays; return the result and their offsets, (n + 1,)."""
     return np.concatenate(pieces), np.cumsum([0, *map(len, pieces)])
-
-
-def signed_inputs_and_targets(rows: np.ndarray, ignore: int) -> tuple[np.ndarray, np.ndarray]:
-    """Signed rows (B, T + 1) -> inputs and targets (B, T), int64; `ignore` = no loss."""
-    ids = np.where(rows < 0, ~rows, rows).astype(np.int64)
-    targets = np.where(rows < 0, ignore, rows).astype(np.int64)
-    return ids[:, :-1], targets[:, 1:]
 
 
 # ---- Mixing buckets ------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ from nanochat.config import require_at_least
 from nanochat.dataloader import diff_recipe
 from nanochat.distributed import DistContext
 from nanochat.gpt import GPT, GPTConfig, config_from, inference_copy
-from nanochat.optim import OLD_SETTINGS, MuonAdamW, state_bytes
+from nanochat.optim import MuonAdamW, state_bytes
 from nanochat.tokenizer import FILE_NAME as TOKENIZER_FILE
 from nanochat.tokenizer import Tokenizer
 
@@ -328,28 +328,33 @@ def newest_stage() -> str:
     raise MissingInput(f"no model in {base_dir()}", "bash speedrun.sh")
 
 
-# Models other than GPT: a field that only their config has -> a module with `read_config`,
-# `new_model` and `callbacks`
+# Models other than GPT: a field of their config -> a module with `read_config`, `new_model` and
+# `callbacks`. A recursive golf model has both fields; the first module builds it.
 MODEL_MODULES = {"xsa_last_n": "nanochat.golf.model", "n_loops": "nanochat.recursion.metrics"}
 
 
-def architecture_of(cfg: GPTConfig | Mapping[str, Any]) -> Any:
-    """Module for a model config or its values; None for a plain GPT."""
+def architectures_of(cfg: GPTConfig | Mapping[str, Any]) -> list[Any]:
+    """Modules for a model config or its values, see `MODEL_MODULES`; none for a plain GPT."""
     values = cfg if isinstance(cfg, Mapping) else vars(cfg)
     names = (module for name, module in MODEL_MODULES.items() if name in values)
-    return next(map(importlib.import_module, names), None)
+    return list(map(importlib.import_module, names))
 
 
 def read_config(values: Mapping[str, Any]) -> GPTConfig:
     """Model config of a checkpoint. Raises ValueError for an option that was removed."""
-    module = architecture_of(values)
-    return module.read_config(values) if module else config_from(GPTConfig, values)
+    modules = architectures_of(values)
+    return modules[0].read_config(values) if modules else config_from(GPTConfig, values)
 
 
 def new_model(cfg: GPTConfig, dtype: torch.dtype = torch.float32) -> GPT:
     """Create a model without initializing its weights."""
-    module = architecture_of(cfg)
-    return module.new_model(cfg, dtype) if module else GPT(cfg, dtype)
+    modules = architectures_of(cfg)
+    return modules[0].new_model(cfg, dtype) if modules else GPT(cfg, dtype)
+
+
+# Settings that earlier runs recorded, with their defaults
+OLD_SETTINGS = {"scalar_lr": 0.5, "tied_lr": 0.05, "decay_rule": "cautious", "muon_momentum": 0.95}
+OLD_SETTINGS |= {"overlong": "keep", "format_reward": 0.0, "advantage": "mean"}  # RL
 
 
 def upgrade_identity(recorded: Mapping[str, Any]) -> dict[str, Any]:

@@ -340,18 +340,6 @@ def permutation(seed: int, epoch: int, shard: int, n: int) -> np.ndarray:
     return order
 
 
-def inputs_and_targets(rows: np.ndarray, ignore: int) -> tuple[np.ndarray, np.ndarray]:
-    """
-    Rows (B, T + 1) -> inputs and targets, (B, T) int64 each.
-
-    Every row starts with BOS. A BOS after a BOS is padding (packing.py); its target is `ignore`.
-    """
-    ids = rows.astype(np.int64)
-    is_bos = ids == ids[:, :1]
-    targets = np.where(is_bos[:, 1:] & is_bos[:, :-1], ignore, ids[:, 1:])
-    return ids[:, :-1], targets
-
-
 def shard_file_name(shard: str) -> str:
     """Map a shard's name to a file name without slashes, injectively."""
     return shard.replace("%", "%25").replace("/", "%2F")

@@ -7,9 +7,8 @@ Each evaluator has its own cadence; all run at the end.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -17,7 +16,7 @@ import torch
 
 from nanochat.common import UsageError
 from nanochat.config import require_at_least
-from nanochat.dataloader import Rows, inputs_and_targets
+from nanochat.dataloader import Rows
 from nanochat.distributed import DistContext
 from nanochat.eval_bpb import Batch, Bpb, bits_per_byte, bucket_metrics, pool
 from nanochat.eval_core import core, eval_model_of, evaluate_task, open_suite
@@ -26,7 +25,7 @@ from nanochat.loss import IGNORE
 from nanochat.records import estimate
 from nanochat.stats import Estimate
 from nanochat.tokenizer import Tokenizer
-from nanochat.train import Callback, ShouldStop, TrainingRun
+from nanochat.train import Callback, ShouldStop, TrainingRun, inputs_and_targets
 
 # ---- Samples from fixed prompts ------------------------------------------------------------------
 # Fixed prompts, so that reports can be compared side by side.
@@ -59,18 +58,13 @@ def generate_samples(model: GPT, tokenizer: Tokenizer) -> dict[str, str]:
 # ---- Batches to evaluate on ----------------------------------------------------------------------
 
 
-next_ids = partial(inputs_and_targets, ignore=IGNORE)  # text: each target is the next token
-
-
-def row_batches(
-    batches: Iterable[np.ndarray], rows: int, split: Callable[[np.ndarray], Batch] = next_ids
-) -> Iterator[Batch]:
+def row_batches(batches: Iterable[np.ndarray], rows: int) -> Iterator[Batch]:
     """
     Yield tokens and targets of exactly `rows` rows per batch. The last batch is padded with rows
     whose targets are all ignored, so that a compiled model sees a single shape.
     """
     for batch in batches:
-        tokens, targets = split(np.resize(batch, (rows, batch.shape[1])))
+        tokens, targets = inputs_and_targets(np.resize(batch, (rows, batch.shape[1])))
         targets[len(batch) :] = IGNORE
         yield tokens, targets
 
@@ -97,16 +91,14 @@ class ValidationLoss(Callback):
     """
     Bits per byte on validation rows; for a mixture, on the same number of rows per bucket.
 
-    rows: by bucket. split: stored rows -> tokens and targets, both (B, T).
+    rows: by bucket.
     """
 
     loss = math.nan
     """Nats per scored token."""
 
-    def __init__(
-        self, cfg: ValidationConfig, rows: Mapping[str, Rows], split: Callable[[np.ndarray], Batch]
-    ) -> None:
-        self.cfg, self.rows, self.split = cfg, rows, split
+    def __init__(self, cfg: ValidationConfig, rows: Mapping[str, Rows]) -> None:
+        self.cfg, self.rows = cfg, rows
         self.found: dict[str, list[Bpb]] = {}
         """Latest results of each bucket: one, or those of several loops."""
         self.by_bucket: dict[str, float] = {}
@@ -120,7 +112,7 @@ class ValidationLoss(Callback):
         T = next(iter(self.rows.values())).max_seq_len
         self.num_rows = max(1, self.cfg.tokens(run.machine) // T // len(self.rows))
         for name, rows in self.rows.items():
-            every = map(self.split, rows.val_batches(64, self.num_rows, half=half))
+            every = map(inputs_and_targets, rows.val_batches(64, self.num_rows, half=half))
             if not any(self.token_bytes[y[y != IGNORE]].any() for _, y in every):
                 raise UsageError(
                     f"no byte can be scored in the validation rows of {name}",
@@ -131,7 +123,7 @@ class ValidationLoss(Callback):
         """Yield this rank's validation batches of one bucket."""
         machine, size = self.machine, self.rows_per_pass
         share = (self.num_rows, machine.rank, machine.world_size, self.cfg.eval_half)
-        return row_batches(rows.val_batches(size, *share), size, self.split)
+        return row_batches(rows.val_batches(size, *share), size)
 
     def score(self, rows: Rows, stopping: ShouldStop) -> list[Bpb]:
         """Score the rows of a bucket."""

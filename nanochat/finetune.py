@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import numpy as np
 from torch import Tensor
 
 from nanochat import chat_packing
@@ -28,7 +27,6 @@ from nanochat.dataloader import Rows
 from nanochat.distributed import DistContext
 from nanochat.evaluators import ValidationConfig, ValidationLoss
 from nanochat.gpt import GPT
-from nanochat.loss import IGNORE
 from nanochat.mixture import Bucket, Resolution, Resolved, parse_budget, parse_mixture, resolve
 from nanochat.optim import MuonAdamW, ScheduleConfig, make_rules
 from nanochat.preflight import KernelConfig
@@ -188,21 +186,20 @@ def open_fine_tuning(
     lr_frac = tuning.init_lr_frac * batch_lr_factor(batch_tokens)
     table = make_rules(cfg.optim, model.cfg.d_model, lr_frac)
     optimizer = MuonAdamW(model, table, machine)
-    loss = ValidationLoss(tuning.validation, measured, split)
+    loss = ValidationLoss(tuning.validation, measured)
     run = TrainingRun(
         kind=kind,
         model=model,
         tokenizer=tokenizer,
         objective=DocumentMaskedModel(model, tokenizer.bos_id),
         optimizer=optimizer,
-        loader=RowLoader(rows, split, batch_tokens, seed, machine),
+        loader=RowLoader(rows, batch_tokens, seed, machine),
         machine=machine,
         cfg=cfg,
         tag=choose_tag(kind, parent, cfg),
         num_steps=num_steps,
         schedule=ScheduleConfig(0, tuning.warmdown_ratio, final_lr_frac=0.0),
         kernels=tuning.kernels,
-        callbacks=[loss],
         inputs=inputs,
         identity={"parent": parent.fingerprint, "init_lr_frac": tuning.init_lr_frac},
         state={
@@ -214,11 +211,6 @@ def open_fine_tuning(
         keep_optimizer=tuning.save_optimizer,
     )
     return FineTuning(run, loss, resolution, rows, parent, chats)
-
-
-def split(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Stored rows -> tokens and targets, both (B, T)."""
-    return chat_packing.signed_inputs_and_targets(rows, IGNORE)
 
 
 def val_rows(

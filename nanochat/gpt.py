@@ -9,7 +9,7 @@ depth 6 also a hash-bigram embedding and previous-token keys.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
 
@@ -183,27 +183,6 @@ def norm(x: Tensor, eps: float | None = None) -> Tensor:
     return F.rms_norm(x, (x.size(-1),), eps=eps)
 
 
-def sum_tensors(*tensors: Tensor) -> Tensor:
-    """Sum of tensors of equal shape, from the last to the first. Compiles into one pass."""
-    return sum(tensors[-2::-1], tensors[-1])
-
-
-class Fork(torch.autograd.Function):
-    """
-    x -> n views of x. The backward pass adds up their gradients at once with `add`, which takes a
-    third of the memory traffic of adding one after another.
-    """
-
-    @staticmethod
-    def forward(ctx, x: Tensor, n: int, add: Callable[..., Tensor]) -> tuple[Tensor, ...]:
-        ctx.add = add
-        return tuple(x.view_as(x) for _ in range(n))
-
-    @staticmethod
-    def backward(ctx, *grads: Tensor) -> Any:  # type: ignore[override]
-        return ctx.add(*grads), None, None
-
-
 class Linear(nn.Linear):
     """
     Bias-free linear layer: matmul in the dtype of the input. With `fp8`, matmuls are in fp8 while
@@ -241,28 +220,13 @@ class Bigrams(Embedding):
     def __init__(self, rows: int, d_model: int):
         super().__init__(rows, d_model // len(HASHES))
 
-    def use_sparse_gradient(self) -> None:
-        """
-        Make the gradient sparse (touched rows only), which is faster for small batches. Call
-        this last: moving or loading a model may replace the parameter and lose the hook.
-        """
-        self.sparse = True
-        self.weight.register_post_accumulate_grad_hook(densify_gradient)
-
     def forward(self, tokens: Tensor, before: Tensor) -> Tensor:
         """tokens and previous tokens (B, T) -> (B, T, C)."""
+        grad = self.weight.grad  # if sparse, every micro-batch has appended the rows it touched
+        if grad is not None and grad.is_sparse and 2 * grad._nnz() > self.num_embeddings:
+            self.weight.grad = grad.to_dense()
         index = bigram_index(tokens, before, self.num_embeddings)
         return F.embedding(index, self.weight, sparse=self.sparse).flatten(-2)
-
-
-def densify_gradient(weight: Tensor) -> None:
-    """
-    Make a sparse gradient dense once it stores more than half as many rows as the embedding has.
-    Until the gradient is coalesced, it grows: every micro-batch appends all rows that it touched.
-    """
-    grad = weight.grad
-    if grad is not None and grad.is_sparse and 2 * grad._nnz() > weight.size(0):
-        weight.grad = grad.to_dense()
 
 
 def bigram_index(tokens: Tensor, before: Tensor, rows: int) -> Tensor:
@@ -448,7 +412,7 @@ class GPT(nn.Module):
             self.residual = nn.Parameter(torch.ones(cfg.n_layer))
             self.skip = nn.Parameter(torch.zeros(cfg.n_layer))
         self.rotary_dims = cfg.head_dim
-        self.loss_kernels, self.sum_tensors = EAGER, sum_tensors
+        self.loss_kernels = EAGER
         self.checkpoint_activations = False
 
     @property
@@ -595,10 +559,7 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Run `layers` on x (B, T, C); the first one uses layer `cache_layer` of the cache."""
         cfg, (tokens, x0, rope, previous, masks, cache, outputs) = self.cfg, ctx
-        forks: Any = [x0] * len(layers)
-        if cfg.residual_scalars and x0.requires_grad:
-            forks = Fork.apply(x0, len(layers), self.sum_tensors)
-        for index, (i, x0) in enumerate(zip(layers, forks, strict=True), cache_layer):
+        for index, i in enumerate(layers, cache_layer):
             block, scales, value_embed = self.blocks[i], None, None
             if cfg.residual_scalars:
                 scales = torch.stack((self.residual[i], self.skip[i])).to(self.dtype)
@@ -655,9 +616,8 @@ class GPT(nn.Module):
         torch._dynamo.config.recompile_limit = 64  # block variants x (training, scoring)
         for block in self.blocks:
             block.compile(dynamic=False, **options)
-        kernels: Any = (torch.compile(f, dynamic=False, **options) for f in (*EAGER, sum_tensors))
-        *losses, self.sum_tensors = kernels
-        self.loss_kernels = LossKernels(*losses)
+        kernels: Any = (torch.compile(f, dynamic=False, **options) for f in EAGER)
+        self.loss_kernels = LossKernels(*kernels)
 
 
 def inference_copy(model: GPT) -> GPT:

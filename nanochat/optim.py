@@ -70,9 +70,6 @@ def decay_factor(step: int, num_steps: float) -> float:
 
 # ---- Update rules by parameter role --------------------------------------------------------------
 
-# Settings that earlier runs recorded, with their defaults
-OLD_SETTINGS = {"scalar_lr": 0.5, "tied_lr": 0.05, "decay_rule": "cautious", "muon_momentum": 0.95}
-OLD_SETTINGS |= {"overlong": "keep", "format_reward": 0.0, "advantage": "mean"}  # RL
 Tensors = Sequence[Tensor]
 MOMENTS = {"muon": ("momentum",), "adamw": ("first", "second"), "rows": ("second",)}  # by rule kind
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
@@ -131,7 +128,7 @@ def make_rules(
     width = (d_model / 768) ** -0.5
     embedding_lr, head_lr = cfg.embedding_lr * width, cfg.unembedding_lr * width
     found = {
-        "matrix": Rule("muon", cfg.matrix_lr, (0.95, 0.0), cfg.weight_decay or 0.0),
+        "matrix": Rule("muon", cfg.matrix_lr, weight_decay=cfg.weight_decay or 0.0),
         "embedding": Rule("adamw", embedding_lr, (0.8, 0.995), 0.001),
         "bigram": Rule("rows", embedding_lr / 2, (0.0, 0.995), 0.01),
         "value_embedding": Rule("adamw", embedding_lr / 2, (0.8, 0.995), 0.01),

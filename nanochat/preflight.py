@@ -222,7 +222,7 @@ def set_kernels(
     for block in model.blocks:
         block.attention.backend = backend
     if model.bigrams is not None and machine.device.type == "cpu":
-        model.bigrams.use_sparse_gradient()
+        model.bigrams.sparse = True
     if compiled:
         model.compile()
     if compiled and optimizer is not None:
@@ -394,10 +394,10 @@ class Prepared(NamedTuple):
     """Settings and measurements for a run that do not change its results."""
 
     device_rows: int
-    compiled: bool
-    memory_bytes: int
+    compiled: bool = False
+    memory_bytes: int = 0
     """Bytes per device for weights, gradients, optimizer state and activations."""
-    train_seconds: float
+    train_seconds: float | None = None
     """Estimated seconds of training, from the measured micro-batch."""
 
 

@@ -328,12 +328,7 @@ class RLEvaluator(Callback):
         self.rollouts, self.task = rollouts, task
         self.num_samples, self.reward_steps = num_samples, reward_steps
         self.ks = [k for k in (1, 2, 4, 8, 16) if k <= num_samples]
-        started = time.perf_counter()
         self.before = self.after = self.measure("before")
-        of_a_step = rollouts.cfg.examples_per_step * rollouts.cfg.num_samples
-        share = of_a_step / (reward_steps * of_a_step + len(task) * num_samples)
-        # training on an answer (forward and backward) takes twice the work of generating it
-        self.seconds_per_step = 3 * share * (time.perf_counter() - started)
 
     def measure(self, when: str) -> EvalResult:
         """Evaluate the current model and print the result."""

@@ -47,10 +47,7 @@ def shape_for_depth(
 ) -> GPTConfig:
     """
     Configuration of a model of this depth, 64 x depth channels wide; `shape` overrides defaults.
-    Raises ValueError for a depth below 1.
     """
-    if depth < 1:
-        raise ValueError(f"depth must be at least 1, got {depth}")
     width = WIDTH_PER_LAYER * depth
     head_dim = default_head_dim(width)
     heads = width // head_dim

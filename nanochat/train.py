@@ -29,7 +29,7 @@ from nanochat.dataloader import MixedRows, Rows
 from nanochat.distributed import DistConfig, DistContext
 from nanochat.gpt import GPT
 from nanochat.logger import METRICS_FILE, RunLog, duration
-from nanochat.loss import Trainable
+from nanochat.loss import IGNORE, Trainable
 from nanochat.optim import MuonAdamW, OptimConfig, ScheduleConfig
 from nanochat.preflight import KernelConfig, Prepared
 from nanochat.tokenizer import Tokenizer
@@ -171,8 +171,6 @@ class RowLoader:
     """Packed rows in batches of `batch_tokens` tokens over all ranks."""
 
     rows: Rows | MixedRows
-    split: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
-    """Stored rows -> tokens and targets, both (B, T) int64."""
     batch_tokens: int
     seed: int
     machine: DistContext
@@ -181,21 +179,17 @@ class RowLoader:
         self.num_rows = self.batch_tokens // self.rows.max_seq_len
         self.identity = {"rows": self.rows.recipe, "batch_tokens": self.batch_tokens}
         self.metrics: dict[str, float] = {}
-        self.prefetched: dict[int, tuple[list[MicroBatch], dict[str, float]]] = {}  # by step
+        self.prefetched: dict[int, list[MicroBatch]] = {}  # by step
 
     def micro_batches(self, step: int, device_rows: int, stopping: ShouldStop) -> list[MicroBatch]:
-        if step not in self.prefetched:
-            self.prefetched = {step: self.load(step, device_rows, stopping)}
-        batches, self.metrics = self.prefetched.pop(step)
-        return batches
+        found = self.prefetched.pop(step, None)
+        return self.load(step, device_rows, stopping) if found is None else found
 
     def prefetch(self, step: int, device_rows: int, stopping: ShouldStop) -> None:
         with suppress(WaitAborted):
             self.prefetched = {step: self.load(step, device_rows, stopping)}
 
-    def load(
-        self, step: int, device_rows: int, stopping: ShouldStop
-    ) -> tuple[list[MicroBatch], dict[str, float]]:
+    def load(self, step: int, device_rows: int, stopping: ShouldStop) -> list[MicroBatch]:
         """Read this rank's rows of a step, and start copying them to the device."""
         self.rows.should_stop = stopping
         share = (step, self.num_rows, self.seed)
@@ -203,8 +197,8 @@ class RowLoader:
             mine = self.rows.batch(*share, self.machine.rank, self.machine.world_size)
         seen = self.rows.row_ids(*share)[:, 0]
         same = 0 < seen.min() == seen.max()  # all rows seen equally often, at least once
-        metrics: dict[str, float] = {"times_seen": int(seen[0])} if same else {}
-        return split_micro_batches(*self.split(mine), device_rows, self.machine.device), metrics
+        self.metrics = {"times_seen": int(seen[0])} if same else {}
+        return split_micro_batches(*inputs_and_targets(mine), device_rows, self.machine.device)
 
     def row_names(self, step: int) -> str:
         return str(self.rows.row_ids(step, self.num_rows, self.seed).tolist())
@@ -217,6 +211,20 @@ class RowLoader:
             "rows": f"{self.rows.fingerprint} of {T:,} tokens, {repeats}",
             "batch": f"{self.batch_tokens:,} tokens, micro-batch {n} rows x {world_size} devices",
         }
+
+
+def inputs_and_targets(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """
+    Stored rows (B, T + 1) -> tokens and targets, (B, T) int64 each.
+
+    Every row starts with BOS. Targets are IGNORE for tokens stored as ~id, which have no loss
+    (chat_packing.py), and for padding: a BOS after a BOS (packing.py).
+    """
+    stored = rows.astype(np.int64)
+    ids = np.where(stored < 0, ~stored, stored)
+    is_bos = ids == ids[:, :1]
+    ignored = (stored[:, 1:] < 0) | (is_bos[:, 1:] & is_bos[:, :-1])
+    return ids[:, :-1], np.where(ignored, IGNORE, ids[:, 1:])
 
 
 def split_micro_batches(
@@ -627,7 +635,7 @@ def train(run: TrainingRun) -> None:
             log = RunLog(folder, cfg.run, run_id, run.settings, run.progress.step, total)
             run.log = log.log
         run.save = partial(checkpoints.save, model, run.optimizer, run.tokenizer, state)
-        if module := checkpoint.architecture_of(model.cfg):
+        for module in checkpoint.architectures_of(model.cfg):
             more = module.callbacks(model, run.optimizer, cfg.seed)
             run.callbacks = [*run.callbacks, *more]
         with log, run.background():
@@ -652,9 +660,7 @@ def prepare(run: TrainingRun, checkpoints: CheckpointManager) -> Prepared:
         run.optimizer.round_weights(model, machine.dtype)
     prepared = run.prepared or fit_rows(run, left)
     run.device_rows, seconds, most = prepared.device_rows, prepared.train_seconds, ""
-    if run.prepared:
-        seconds *= left / run.num_steps
-    if run.max_seconds is not None:
+    if run.max_seconds is not None and seconds is not None:
         seconds = max(0.0, min(seconds, run.max_seconds - run.progress.clock_seconds))
         most = f"{run.max_seconds:g} s of training, at most "
     lines = {
@@ -663,8 +669,9 @@ def prepare(run: TrainingRun, checkpoints: CheckpointManager) -> Prepared:
         "inputs": ", ".join(map(" ".join, run.inputs.items())),
         **run.loader.describe(run),
         "training": f"{most}{run.num_steps:,} steps; from step {run.progress.step:,}",
-        "estimate": f"about {duration(seconds)} of training",
     }
+    if seconds is not None:
+        lines["estimate"] = f"about {duration(seconds)} of training"
     machine.print0("\n".join(f"{name:<10} {text}" for name, text in lines.items()))
     return prepared
 

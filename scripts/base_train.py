@@ -26,7 +26,6 @@ from nanochat.evaluators import (
     Samples,
     ValidationConfig,
     ValidationLoss,
-    next_ids,
 )
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.hardware import peak_memory_bytes, utilization
@@ -160,13 +159,13 @@ def pretrain(
     mixed, needed = corpus.resolve_amounts(num_steps * horizon.batch_tokens // T, machine)
 
     # Evaluators and the run
-    loss = validation(cfg.validation, corpus.rows, next_ids)
+    loss = validation(cfg.validation, corpus.rows)
     run = TrainingRun(
         kind="base",
         model=model,
         tokenizer=tokenizer,
         optimizer=optimizer,
-        loader=RowLoader(corpus.mixed(needed), next_ids, horizon.batch_tokens, seed, machine),
+        loader=RowLoader(corpus.mixed(needed), horizon.batch_tokens, seed, machine),
         machine=machine,
         cfg=cfg.train,
         tag=cfg.train.model_tag or f"d{cfg.depth}",

@@ -115,7 +115,7 @@ def main(cfg: ChatDPO) -> None:
         tag=tag,
         num_steps=num_steps,
         schedule=ScheduleConfig(0, warmdown_ratio=1.0, final_lr_frac=0.0),
-        prepared=Prepared(rows, False, 0, num_steps * evaluator.seconds_per_step),
+        prepared=Prepared(rows),
         callbacks=[evaluator, *([monitor] if monitor else [])],
         inputs=inputs,
         identity={"task": spec, "beta": cfg.beta, "init_lr_frac": cfg.init_lr_frac, **inputs},

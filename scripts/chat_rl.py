@@ -123,7 +123,7 @@ def main(cfg: ChatRL) -> None:
     chats = {task.name: task for task in held_out.tasks}
     monitor = open_monitor(cfg.canaries, parent, model, chats, num_steps, machine)
 
-    rates, seconds = cfg.pass_rates, num_steps * evaluator.seconds_per_step
+    rates = cfg.pass_rates
     identity = {"task": spec, "init_lr_frac": cfg.init_lr_frac, "pass_rates": rates and list(rates)}
     run = TrainingRun(
         kind="rl",
@@ -136,7 +136,7 @@ def main(cfg: ChatRL) -> None:
         tag=tag,
         num_steps=num_steps,
         schedule=ScheduleConfig(0, warmdown_ratio=1.0, final_lr_frac=0.0),
-        prepared=Prepared(cfg.train.device_batch_size or 8, False, 0, seconds),
+        prepared=Prepared(cfg.train.device_batch_size or 8),
         callbacks=[evaluator, *([monitor] if monitor else [])],
         inputs=inputs,
         identity={**identity, **inputs},

@@ -10,11 +10,11 @@ from nanochat.chat_packing import (
     open_chat_rows,
     pack_encoded,
     signed_ids,
-    signed_inputs_and_targets,
 )
 from nanochat.common import UsageError, base_dir, read_sealed
 from nanochat.loss import IGNORE
 from nanochat.tokenizer import Tokenizer
+from nanochat.train import inputs_and_targets
 
 TOKENIZER = Tokenizer.train(["what is it"], 265)
 
@@ -139,7 +139,7 @@ def test_R28_damaged_encodings_are_rewritten(name, base, capsys):
 def test_signed_rows_become_inputs_and_targets():
     ids, mask = render(TOKENIZER, chat("hi", "ho"))
     row = signed_ids(ids, mask)[None]
-    tokens, targets = signed_inputs_and_targets(row, IGNORE)
+    tokens, targets = inputs_and_targets(row)
     assert tokens[0].tolist() == ids[:-1]
     assert targets[0].tolist() == [
         i if m else IGNORE for i, m in zip(ids[1:], mask[1:], strict=True)

@@ -31,12 +31,12 @@ from nanochat.common import (
 from nanochat.dataloader import (
     Rows,
     diff_recipe,
-    inputs_and_targets,
 )
 from nanochat.dataset import DataConfig, open_source
 from nanochat.loss import IGNORE
 from nanochat.packing import ensure_packed, open_rows, start_packing
 from nanochat.tokenizer import Tokenizer
+from nanochat.train import inputs_and_targets
 
 T = 32
 SEED = 7
@@ -160,7 +160,7 @@ def test_R34_text_shorter_than_a_row_is_one_padded_row(folder, tokenizer):
     assert found.packed_train_rows == found.counts(found.val_shard)["rows"] == 1
     source = source_of(folder)
     texts = [text for file in source.train_shards for text in source.texts(file)]
-    tokens, targets = inputs_and_targets(found.batch(0, 1, SEED), IGNORE)
+    tokens, targets = inputs_and_targets(found.batch(0, 1, SEED))
     counted = found.totals()["tokens"] + len(texts)  # plus one BOS per text
     assert (targets == IGNORE).sum() == 200_000 - counted
     assert found.totals()["tokens"] == sum(len(tokenizer.encode(text)) for text in texts)

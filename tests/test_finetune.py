@@ -13,7 +13,6 @@ from nanochat.chat_packing import (
     open_chat_rows,
     pack_encoded,
     signed_ids,
-    signed_inputs_and_targets,
 )
 from nanochat.checkpoint import build_model
 from nanochat.common import UsageError
@@ -23,11 +22,11 @@ from nanochat.finetune import (
     DocumentMaskedModel,
     few_steps_warning,
     fit_batch,
-    split,
 )
 from nanochat.gpt import GPTConfig
 from nanochat.loss import IGNORE
 from nanochat.tokenizer import Tokenizer
+from nanochat.train import inputs_and_targets
 from tests.conftest import lively
 
 TOKENIZER = Tokenizer.train(["what is it"], 265)
@@ -67,14 +66,12 @@ def test_packed_step_equals_separate_conversations(changes):
     packed = np.fromfile(rows.bin_path("train"), rows.dtype).reshape(-1, rows.row_length)
     assert len(packed) < len(CHATS) / 2  # several per row
     model = model_of(**changes)
-    loss, grad = gradient(model, [signed_inputs_and_targets(packed, IGNORE)])
-    alone = [
-        signed_inputs_and_targets(signed_ids(*render(TOKENIZER, c))[None], IGNORE) for c in CHATS
-    ]
+    loss, grad = gradient(model, [inputs_and_targets(packed)])
+    alone = [inputs_and_targets(signed_ids(*render(TOKENIZER, c))[None]) for c in CHATS]
     loss_alone, grad_alone = gradient(model, alone)
     assert loss == pytest.approx(loss_alone, rel=1e-5)
     assert (grad - grad_alone).norm() < 1e-5 * grad_alone.norm()
-    plain = model.loss(*(torch.from_numpy(x) for x in signed_inputs_and_targets(packed, IGNORE)))
+    plain = model.loss(*(torch.from_numpy(x) for x in inputs_and_targets(packed)))
     assert (
         abs(plain.item() / (packed[:, 1:] >= 0).sum() - loss) > 1e-3
     )  # else the mask has no effect
@@ -95,7 +92,7 @@ def test_R34_a_bucket_without_scorable_answers_is_rejected(machine):
     masked = DocumentMaskedModel(model_of(), TOKENIZER.bos_id)
 
     def answer_loss(half=0, **buckets):
-        found = ValidationLoss(ValidationConfig(8 * 63, half), buckets, split)
+        found = ValidationLoss(ValidationConfig(8 * 63, half), buckets)
         cfg = SimpleNamespace(eval_every=1)
         found.start(
             SimpleNamespace(

@@ -18,13 +18,11 @@ from nanochat.common import REPOSITORY
 from nanochat.golf.model import exclude_self, rotate_first
 from nanochat.gpt import (
     GPT,
-    Fork,
     GPTConfig,
     bigram_index,
     inference_copy,
     join_keys,
     previous_tokens,
-    sum_tensors,
 )
 from nanochat.loss import IGNORE
 from nanochat.optim import OptimConfig, ScheduleConfig
@@ -111,22 +109,6 @@ def test_every_parameter_has_role_and_gradient(name):
     model.loss(tokens, tokens.roll(1, 1)).backward()
     for parameter_name, p in model.named_parameters():
         assert p.grad is not None and p.grad.abs().sum() > 0, parameter_name
-
-
-def test_gradients_of_the_shared_input_are_added_at_once(tiny_gpt):
-    tokens, calls = torch.arange(32).view(2, 16), []
-    tiny_gpt.loss(tokens, tokens).backward()
-    plain = tiny_gpt.embed.weight.grad.clone()
-    tiny_gpt.zero_grad()
-    tiny_gpt.sum_tensors = lambda *grads: calls.append(len(grads)) or torch.stack(grads).sum(0)
-    tiny_gpt.loss(tokens, tokens).backward()
-    assert calls == [tiny_gpt.cfg.n_layer]
-    torch.testing.assert_close(tiny_gpt.embed.weight.grad, plain)
-
-    x = torch.randn(3, requires_grad=True)
-    first, second = Fork.apply(x, 2, sum_tensors)
-    (2 * first + 3 * second).sum().backward()
-    assert x.grad is not None and x.grad.tolist() == [5.0] * 3
 
 
 def test_activation_checkpointing_keeps_gradients(tiny_gpt):
@@ -358,7 +340,7 @@ def test_sparse_gradient_becomes_dense_after_a_few_micro_batches():
     cfg = replace(TINY, bigram_rows=100)
     sparse, dense = (lively(build_model(cfg, CPU, torch.float32, 0)) for _ in range(2))
     assert sparse.bigrams is not None and dense.bigrams is not None
-    sparse.bigrams.use_sparse_gradient()
+    sparse.bigrams.sparse = True
     generator, kinds = torch.Generator().manual_seed(0), []
     for _ in range(4):  # micro-batches of 10 tokens, 20 rows
         tokens = torch.randint(64, (1, 10), generator=generator)
@@ -369,7 +351,7 @@ def test_sparse_gradient_becomes_dense_after_a_few_micro_batches():
         kinds.append(grad.is_sparse)
         whole = grad.to_dense() if grad.is_sparse else grad
         torch.testing.assert_close(whole, dense.bigrams.weight.grad)
-    assert kinds == [True, True, False, False]
+    assert kinds == [True, True, True, False]
 
 
 def test_golf_model_matches_record_parameter_count():

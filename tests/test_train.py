@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from nanochat import train
 from nanochat.anomaly import NonFiniteError
 from nanochat.checkpoint import (
     FLOAT16_LOSS_SCALE,
@@ -19,9 +20,8 @@ from nanochat.checkpoint import (
     build_model,
 )
 from nanochat.common import PREEMPTED, UNEVALUATED, EvaluationAborted, UsageError, WaitAborted
-from nanochat.dataloader import inputs_and_targets
 from nanochat.eval_bpb import Bpb
-from nanochat.evaluators import ValidationConfig, ValidationLoss, next_ids
+from nanochat.evaluators import ValidationConfig, ValidationLoss
 from nanochat.golf.qat import AveragingMuonAdamW, LateQuantization
 from nanochat.golf.quantize import QuantConfig, quantize_dequantize
 from nanochat.loss import IGNORE
@@ -32,6 +32,7 @@ from nanochat.train import (
     RowLoader,
     TrainConfig,
     TrainingRun,
+    inputs_and_targets,
     run_loop,
     split_micro_batches,
     to_device,
@@ -149,16 +150,24 @@ def test_loss_is_the_mean_over_non_ignored_targets(machine):
     assert train_step(run, 0)[0] == pytest.approx(want, rel=1e-5)
 
 
+@pytest.fixture
+def split_rows(monkeypatch):
+    """Rows of a `RowLoader` are tokens and targets already."""
+    monkeypatch.setattr(train, "inputs_and_targets", lambda stored: stored)
+
+
+@pytest.mark.usefixtures("split_rows")
 @pytest.mark.parametrize(("seen", "logged"), [([0, 0], None), ([3, 3], 3), ([0, 1], None)])
 def test_times_seen_is_logged_if_positive_and_equal_for_all_rows(machine, seen, logged):
     ids = np.array([[each, 0] for each in seen])
     rows = SimpleNamespace(max_seq_len=T, recipe={}, row_ids=lambda *share: ids)
     rows.batch = lambda *share: rows_of(0)
-    loader = RowLoader(rows, lambda stored: stored, ROWS * T, 0, machine)  # type: ignore
+    loader = RowLoader(rows, ROWS * T, 0, machine)  # type: ignore
     run = replace(make_run(machine)[0], loader=loader)
     assert train_step(run, 0).metrics.get("times_seen") == logged
 
 
+@pytest.mark.usefixtures("split_rows")
 def test_prefetched_batch_and_its_metrics_are_those_of_its_step(machine):
     read = []
 
@@ -168,7 +177,7 @@ def test_prefetched_batch_and_its_metrics_are_those_of_its_step(machine):
 
     rows = SimpleNamespace(max_seq_len=T, recipe={}, batch=batch)
     rows.row_ids = lambda step, *share: np.full((2, 2), step)  # rows of step n are seen n times
-    loader = RowLoader(rows, lambda stored: stored, ROWS * T, 0, machine)  # type: ignore
+    loader = RowLoader(rows, ROWS * T, 0, machine)  # type: ignore
     run, *_ = make_run(machine, num_steps=5)
     plain, *_ = make_run(machine, num_steps=5)
     for step in (0, 1, 2, 4):  # a resume or a new plan may skip what was prefetched
@@ -177,6 +186,7 @@ def test_prefetched_batch_and_its_metrics_are_those_of_its_step(machine):
     assert read == [0, 1, 2, 3, 4], "each step is read once, and none after the last"
 
 
+@pytest.mark.usefixtures("split_rows")
 def test_stop_request_during_prefetch_does_not_abort_the_finished_step(machine):
     def batch(step, *share):
         if step:
@@ -185,7 +195,7 @@ def test_stop_request_during_prefetch_does_not_abort_the_finished_step(machine):
 
     rows = SimpleNamespace(max_seq_len=T, recipe={}, batch=batch)
     rows.row_ids = lambda *share: np.zeros((2, 2))
-    loader = RowLoader(rows, lambda stored: stored, ROWS * T, 0, machine)  # type: ignore
+    loader = RowLoader(rows, ROWS * T, 0, machine)  # type: ignore
     run, want = make_run(machine)[0], make_run(machine)[0]
     assert train_step(replace(run, loader=loader), 0).loss == train_step(want, 0).loss
 
@@ -505,7 +515,7 @@ def test_R17_evaluation_oom_retries_with_fewer_rows():
                 raise torch.OutOfMemoryError
             return [Bpb(8.0, 4, 4)]
 
-    evaluator = Greedy(ValidationConfig(), {"a": 1, "b": 2}, next_ids)
+    evaluator = Greedy(ValidationConfig(), {"a": 1, "b": 2})
     evaluator.rows_per_pass = 16
     figures = evaluator.evaluate(5, lambda: False, False)
     assert tried == [(1, 16), (1, 8), (1, 4), (1, 2), (2, 2)]  # b is not scored twice, nor is a
@@ -552,7 +562,7 @@ def test_pinned_arrays_are_contiguous(monkeypatch):
             return pinned[-1]
 
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: pinned.append(x) or Copied())
-    for part in inputs_and_targets(np.arange(12, dtype=np.uint16).reshape(3, 4), IGNORE):
+    for part in inputs_and_targets(np.arange(12, dtype=np.uint16).reshape(3, 4)):
         assert to_device(part, torch.device("cuda")).tolist() == part.tolist()
     assert all(x.is_contiguous() for x in pinned) and len(pinned) == 2
 

@@ -173,5 +173,5 @@ def new_model(cfg: GPTConfig, dtype: torch.dtype = torch.float32) -> GPT:
 
 
 def callbacks(*_: Any) -> list:
-    """Callbacks required to train a golf model: none."""
+    """Callbacks that the golf options require: none."""
     return []

@@ -29,13 +29,12 @@ from nanochat.attention import pad_right
 from nanochat.chat_format import render, render_prompt
 from nanochat.checkpoint import Checkpoint, Progress
 from nanochat.common import BROKEN, UsageError
-from nanochat.dataloader import inputs_and_targets
 from nanochat.dataset import DataConfig
 from nanochat.distributed import DistContext
 from nanochat.engine import Completion, Engine, Sampling
 from nanochat.eval_bpb import Batch, bits_per_byte
-from nanochat.eval_chat import score_by_generation, score_by_logits
-from nanochat.finetune import FineTuning, split
+from nanochat.eval_chat import score_by_generation, score_by_logits, trim
+from nanochat.finetune import FineTuning
 from nanochat.gpt import GPT, inference_copy
 from nanochat.lab.held_out import is_final
 from nanochat.loss import IGNORE
@@ -43,7 +42,7 @@ from nanochat.mixture import open_corpus, open_texts
 from nanochat.packing import ensure_packed
 from nanochat.sandbox import calculate
 from nanochat.tokenizer import Tokenizer
-from nanochat.train import Callback, Step, TrainingRun
+from nanochat.train import Callback, Step, TrainingRun, inputs_and_targets
 from tasks.base import Subset, Task
 from tasks.builtin import WRITERS, ensure_written
 from tasks.hub import HubTask
@@ -175,8 +174,8 @@ class CanarySuite:
             whole, _ = render(self.tokenizer, self.chats[name][i])
             prompt = render_prompt(self.tokenizer, self.chats[name][i])
             if len(whole) - len(prompt) <= longest / 2:  # so that a good answer fits
-                questions.append((self.chats[name], i))
-                prompts.append(prompt[longest - T :])  # truncate long prompts on the left
+                questions.append(self.chats[name].locate(i))
+                prompts.append(trim(prompt, T - longest))
                 expected += len(whole) - len(prompt)
         if not questions:
             return {}
@@ -245,7 +244,7 @@ def pretraining_text(
                 ensure_packed(rows, texts.sources[name], tokenizer, 0)
             each = max(1, PRETRAINING_TOKENS // max_seq_len // len(corpus.rows))
             for rows in corpus.rows.values():
-                found += [inputs_and_targets(b, IGNORE) for b in rows.val_batches(8, each)]
+                found += map(inputs_and_targets, rows.val_batches(8, each))
     except (OSError, ValueError, UsageError) as error:
         machine.print0(f"canaries skip the pretraining text, which cannot be opened: {error}")
         return []
@@ -282,7 +281,7 @@ def first_items(counts: Mapping[str, int]) -> list[Task]:
         split = next(s for s in ("val", "test") if s in kind.splits and s != kind.rl_split)
         task = make_task(key, split)
         if not isinstance(task, HubTask) or task.is_local():
-            found.append(Subset(task, 0, counts[key]))
+            found.append(Subset(task, counts[key]))
     return found
 
 
@@ -530,7 +529,7 @@ def monitor_finetuning(cfg: CanaryConfig, tuning: FineTuning) -> list[Callback]:
     if monitor is None:
         return []
     some = rows.batch(0, min(NUM_ROWS, rows.packed_train_rows), seed=0)
-    monitor.rows = monitor.suite.compare_rows(*split(some))
+    monitor.rows = monitor.suite.compare_rows(*inputs_and_targets(some))
     monitor.epoch_steps = rows.packed_train_rows * rows.max_seq_len / run.batch_tokens
     return [monitor]
 

@@ -10,7 +10,6 @@ Source: Rafailov et al., arXiv:2305.18290.
 """
 
 import hashlib
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -220,11 +219,7 @@ class PairEvaluator(Callback):
     ):
         self.objective, self.loader = objective, loader
         self.pairs, self.device_rows = pairs, device_rows
-        started = time.perf_counter()
         self.before = self.after = self.measure("before")
-        # a step runs the model forward and backward and the reference: twice an evaluation
-        share = loader.cfg.examples_per_step / len(pairs)
-        self.seconds_per_step = 2 * share * (time.perf_counter() - started)
 
     def measure(self, when: str) -> dict[str, stats.Estimate]:
         """Evaluate the current model and print the result."""

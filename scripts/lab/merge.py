@@ -18,7 +18,6 @@ from statistics import fmean
 from typing import Any
 
 from nanochat import records, report
-from nanochat.chat_packing import signed_inputs_and_targets
 from nanochat.checkpoint import (
     Checkpoint,
     lineage,
@@ -30,8 +29,7 @@ from nanochat.checkpoint import (
     step_folders,
 )
 from nanochat.common import UsageError, require_name
-from nanochat.config import settings, start
-from nanochat.dataloader import inputs_and_targets
+from nanochat.config import require_at_least, settings, start
 from nanochat.dataset import DataConfig
 from nanochat.distributed import DistConfig, DistContext, init_distributed
 from nanochat.finetune import DocumentMaskedModel, val_rows
@@ -50,9 +48,9 @@ from nanochat.lab.merge import (
     merge,
     warnings,
 )
-from nanochat.loss import IGNORE
 from nanochat.mixture import open_corpus, open_texts, read_mixture
 from nanochat.tokenizer import Tokenizer
+from nanochat.train import inputs_and_targets
 from tasks.buckets import Bucket, buckets
 from tasks.builtin import ensure_written
 
@@ -84,6 +82,7 @@ class MergeScript:
     machine: DistConfig = field(default_factory=DistConfig)
 
     def __post_init__(self) -> None:
+        require_at_least(self, eval_tokens=1)
         if self.greedy and self.merging != MergeConfig():
             raise ValueError("--greedy uses plain means; remove --method, --weights and --scale")
 
@@ -99,14 +98,13 @@ class MergeScorer:
             texts = open_texts(DataConfig(), None, first.state["source"], ensure_written)
             corpus = open_corpus(texts, self.tokenizer, T)
             corpus.pack(dict.fromkeys(corpus.rows, 0), machine)
-            rows, self.scorer, split = corpus.rows, self.model, inputs_and_targets
+            rows, self.scorer = corpus.rows, self.model
         else:
             rows = val_rows(validation_buckets(cfg, first), self.tokenizer, T, machine)
             self.scorer = DocumentMaskedModel(self.model, self.tokenizer.bos_id)
-            split = signed_inputs_and_targets
         num_rows = max(1, cfg.eval_tokens // T // len(rows))
         batches = (b for each in rows.values() for b in each.val_batches(8, num_rows))
-        self.batches = [split(batch, IGNORE) for batch in batches]
+        self.batches = list(map(inputs_and_targets, batches))
 
     def score(self, tensors: Tensors) -> RowBits:
         """Per-row loss of these weights."""

@@ -28,7 +28,7 @@ def tune(trained_base, base, monkeypatch):
     for module, name in (
         (chat_packing, "render"),
         (chat_packing, "CHAT_RULE"),
-        (chat_packing, "signed_inputs_and_targets"),
+        (chat_packing, "signed_ids"),
     ):
         monkeypatch.setattr(module, name, getattr(module, name))
 

@@ -11,7 +11,6 @@ import torch
 from nanochat.chat_format import render
 from nanochat.checkpoint import Progress, build_model
 from nanochat.common import BROKEN
-from nanochat.dataloader import inputs_and_targets
 from nanochat.gpt import GPTConfig, inference_copy
 from nanochat.lab import canaries
 from nanochat.lab.canaries import (
@@ -28,6 +27,7 @@ from nanochat.lab.canaries import (
 )
 from nanochat.loss import IGNORE
 from nanochat.tokenizer import Tokenizer
+from nanochat.train import inputs_and_targets
 from tasks.base import ChoiceTask, assistant, user
 from tests.conftest import lively
 
@@ -59,7 +59,7 @@ def model():
 
 def suite_of():
     ids = torch.arange(65).repeat(4, 1).numpy()
-    text = [inputs_and_targets(ids, IGNORE)]
+    text = [inputs_and_targets(ids)]
     return CanarySuite(TOKENIZER, text, {"x": Letters()}, {"x": Letters()}, {"x": 1.0})
 
 

@@ -13,7 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from nanochat import checkpoint
 from nanochat.checkpoint import build_model
 from nanochat.distributed import DistContext
-from nanochat.evaluators import ValidationConfig, next_ids
+from nanochat.evaluators import ValidationConfig
+from nanochat.golf.model import RecursiveGolfGPT
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.loss import IGNORE
 from nanochat.optim import MuonAdamW, OptimConfig, make_rules
@@ -424,11 +425,13 @@ def test_checkpoint_with_repeat_layers_is_rejected(cfg):
 
 
 def test_config_selects_model_class_and_callbacks():
-    for cfg, kind in ((PLAIN, GPT), (recursive(), RecursiveGPT)):
+    golf = {**asdict(recursive()), "tie_embeddings": True, "xsa_last_n": 0}  # of older commits
+    cases = (PLAIN, GPT, 0), (recursive(), RecursiveGPT, 1)
+    for cfg, kind, count in (*cases, (checkpoint.read_config(golf), RecursiveGolfGPT, 1)):
         model = checkpoint.new_model(cfg)
         assert type(model) is kind
-        module = checkpoint.architecture_of(cfg)
-        assert len(module.callbacks(model, None, 0) if module else []) == (kind is RecursiveGPT)
+        modules = checkpoint.architectures_of(cfg)
+        assert sum(len(module.callbacks(model, None, 0)) for module in modules) == count
 
 
 def test_validation_reports_each_bucket_and_loop(machine: DistContext):
@@ -439,7 +442,7 @@ def test_validation_reports_each_bucket_and_loop(machine: DistContext):
     model = model_of(recursive())
     x, y = rows()
     buckets: Any = {"a": [(x[:1].numpy(), y[:1].numpy())], "b": [(x[1:].numpy(), y[1:].numpy())]}
-    validation = Given(ValidationConfig(), buckets, next_ids)
+    validation = Given(ValidationConfig(), buckets)
     validation.model, validation.machine = model, machine
     validation.token_bytes = np.full(64, 2)
     figures = validation.evaluate(1, lambda: False, False)
