@@ -9,7 +9,7 @@ Padding is untrained BOS. Conversations with no trained token are skipped. A buc
 for all mixtures.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -28,7 +28,6 @@ from nanochat.common import (
     write_json,
 )
 from nanochat.dataloader import Rows, interleave, permutation
-from nanochat.distributed import DistContext
 from nanochat.packing import Packer, lock_path, write_shard
 from nanochat.tokenizer import Tokenizer
 
@@ -73,23 +72,20 @@ def encode(
     conversations: Conversations,
     tokenizer: Tokenizer,
     max_seq_len: int,
-    verify: bool = True,
-    report: Callable[[str], None] = lambda progress: None,
 ) -> Encoded:
     """
     Encode conversations, or load them from disk if they were encoded before.
 
-    about: JSON-ready; identifies the conversations and their order. verify: check the SHA-256 of
-    files on disk; if damaged, encode again. report: called with progress messages. Conversations
-    longer than a row are cut, and counted in a message. Raises ValueError if no conversation has a
-    trained token.
+    about: JSON-ready; identifies the conversations and their order. Files on disk whose SHA-256
+    does not match are written again. Conversations longer than a row are cut, and counted in a
+    message. Raises ValueError if no conversation has a trained token.
     """
     made_of = make_recipe(about, tokenizer, max_seq_len)
     folder = base_dir() / "rows" / made_of["fingerprint"]
     record = folder / "encoded.json"
     with hold_lock(folder / ".locks" / "encoding.lock", f"encoding {folder}"):
-        if read_encoded(record, verify) is None:
-            write_encoded(folder, conversations, tokenizer, max_seq_len + 1, report)
+        if read_encoded(record) is None:
+            write_encoded(folder, conversations, tokenizer, max_seq_len + 1)
             write_json(folder / "index.json", made_of)
         counts = read_sealed(record)
     if not counts["conversations"]:
@@ -99,11 +95,11 @@ def encode(
     return Encoded(made_of["fingerprint"], ids, ends, counts["trained"])
 
 
-def read_encoded(record: Path, verify: bool) -> dict[str, Any] | None:
+def read_encoded(record: Path) -> dict[str, Any] | None:
     """Return the record of an encoding; None if missing or damaged (warns)."""
     try:
         counts = read_sealed(record) if record.exists() else None
-        for name, digest in counts["sha256"].items() if counts and verify else ():
+        for name, digest in counts["sha256"].items() if counts else ():
             path = record.with_name(name)
             if not path.exists() or sha256_file(path) != digest:
                 raise ValueError(f"{path} is damaged: its SHA-256 does not match the record")
@@ -118,13 +114,13 @@ def write_encoded(
     conversations: Conversations,
     tokenizer: Tokenizer,
     row_length: int,
-    report: Callable[[str], None],
 ) -> None:
     """
     Encode conversations to files. The record is written last, so a partial encoding is never used.
     Memory: a few batches and the length of every conversation.
     """
-    total = f" of {len(conversations):,}" if isinstance(conversations, Sized) else ""
+    if isinstance(conversations, Sized):
+        print(f"encoding {len(conversations):,} conversations", flush=True)
     lengths: list[int] = []
     done = trained = 0
     with (folder / "ids.bin").open("wb") as stream:
@@ -135,7 +131,6 @@ def write_encoded(
             lengths += map(len, kept)
             trained += sum(int((signed >= 0).sum()) for signed in kept)
             done += len(batch)
-            report(f"{done:,}{total} conversations")
     np.save(folder / "ends.npy", np.cumsum([0, *lengths]))
     cut, skipped = lengths.count(row_length - 1), done - len(lengths)
     if cut or skipped:
@@ -208,12 +203,10 @@ def mixed_chat_rows(
     seed: int,
     tokenizer: Tokenizer,
     max_seq_len: int,
-    machine: DistContext,
 ) -> Rows:
     """
-    Return packed rows with about `tokens[i]` tokens from bucket i; one process per node packs them.
-
-    If only part of a bucket is used, the seed selects its conversations.
+    Packed rows with about `tokens[i]` tokens from bucket i. If only part of a bucket is used, the
+    seed selects its conversations.
     """
     about = {
         "seed": seed,
@@ -224,9 +217,7 @@ def mixed_chat_rows(
     }
     rows = open_chat_rows(about, tokenizer, max_seq_len)
     conversations = mix_conversations(list(buckets.values()), tokens, seed)
-    machine.on_node(
-        "packing conversations", lambda: pack_encoded(rows, "train", conversations, tokenizer)
-    )
+    pack_encoded(rows, "train", conversations, tokenizer)
     return rows
 
 

@@ -187,7 +187,6 @@ class RankHeartbeat:
 
 
 T = TypeVar("T")
-REPORT_SECONDS = 15.0  # between progress lines of long work
 GROUP_TIMEOUT = datetime.timedelta(days=7)  # for torch collectives; hangs are ended by heartbeats
 
 
@@ -298,26 +297,9 @@ class DistContext:
         """Context manager for waiting on other ranks; the run exits if it takes too long."""
         return self.heartbeat.doing("waiting", what) if self.heartbeat else nullcontext()
 
-    @contextmanager
-    def working(self, what: str) -> Iterator[Callable[[str], None]]:
-        """
-        Context manager for long work: other ranks wait without limit while heartbeats arrive.
-        Yields a function that reports progress to the other ranks and prints it every
-        REPORT_SECONDS.
-        """
-        printed, beat = time.monotonic(), self.heartbeat
-
-        def report(progress: str) -> None:
-            nonlocal printed
-            text = f"{what}: {progress}"
-            if beat:
-                beat.activity = beat.activity._replace(what=text)
-            if time.monotonic() - printed > REPORT_SECONDS:
-                print(text, flush=True)
-                printed = time.monotonic()
-
-        with beat.doing("working", what) if beat else nullcontext():
-            yield report
+    def working(self, what: str) -> AbstractContextManager[None]:
+        """Context manager for long work: other ranks wait without limit while heartbeats arrive."""
+        return self.heartbeat.doing("working", what) if self.heartbeat else nullcontext()
 
     def on_main(self, what: str, work: Callable[[], T]) -> T:
         """Run `work` on the main rank; every rank returns its result or raises its error."""

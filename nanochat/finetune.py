@@ -226,48 +226,38 @@ def val_rows(
         for bucket in buckets:
             rows = found[bucket.name]
             if not rows.is_packed("val"):
-                encoded = encode_all({bucket.name: bucket.val}, tokenizer, max_seq_len, machine)
-                chat_packing.pack_encoded(rows, "val", encoded[bucket.name], tokenizer)
+                val = chat_packing.encode(bucket.val.identity, bucket.val, tokenizer, max_seq_len)
+                chat_packing.pack_encoded(rows, "val", val, tokenizer)
 
     machine.on_node("packing validation rows", pack)
-    return found
-
-
-def encode_all(
-    tasks: Mapping[str, Any],
-    tokenizer: Tokenizer,
-    max_seq_len: int,
-    machine: DistContext,
-    verify: bool = True,
-) -> dict[str, chat_packing.Encoded]:
-    """Encoded conversations by bucket, read from disk if encoded before."""
-    found = {}
-    for name, task in tasks.items():
-        with machine.working(f"encoding {name}") as report:
-            found[name] = chat_packing.encode(
-                task.identity, task, tokenizer, max_seq_len, verify, report
-            )
     return found
 
 
 def train_rows(
     chats: ChatMixture, seed: int, tokenizer: Tokenizer, max_seq_len: int, machine: DistContext
 ) -> tuple[Resolution, Rows]:
-    """Return the resolved mixture and the packed rows of one epoch."""
-    args = ({bucket.name: bucket.train for bucket in chats.train_buckets}, tokenizer, max_seq_len)
-    machine.on_node("encoding conversations", lambda: bool(encode_all(*args, machine)))
-    encoded = encode_all(*args, machine, verify=False)  # from disk
-    available = [int(each.lengths.sum()) for each in encoded.values()]
-    amounts = parse_budget(chats.spec).values()
-    counts = resolve(parse_mixture(chats.spec), available, 1, *amounts)
-    found = [
-        Resolved(bucket.name, bucket.tags, size, count, len(each), each.trained)
-        for bucket, each, size, count in zip(
-            chats.train_buckets, encoded.values(), available, counts, strict=True
-        )
-    ]
-    rows = chat_packing.mixed_chat_rows(encoded, counts, seed, tokenizer, max_seq_len, machine)
-    return Resolution(chats.spec, found), rows
+    """The resolved mixture and the packed rows of one epoch; one process per node packs them."""
+    size = tokenizer, max_seq_len
+
+    def pack() -> tuple[Resolution, Any]:
+        encoded = {
+            bucket.name: chat_packing.encode(bucket.train.identity, bucket.train, *size)
+            for bucket in chats.train_buckets
+        }
+        available = [int(each.lengths.sum()) for each in encoded.values()]
+        amounts = parse_budget(chats.spec).values()
+        counts = resolve(parse_mixture(chats.spec), available, 1, *amounts)
+        found = [
+            Resolved(bucket.name, bucket.tags, size, count, len(each), each.trained)
+            for bucket, each, size, count in zip(
+                chats.train_buckets, encoded.values(), available, counts, strict=True
+            )
+        ]
+        rows = chat_packing.mixed_chat_rows(encoded, counts, seed, *size)
+        return Resolution(chats.spec, found), rows.recipe["conversations"]
+
+    resolution, about = machine.on_node("packing conversations", pack)
+    return resolution, chat_packing.open_chat_rows(about, *size)
 
 
 def fit_batch(parent_batch: int, num_iterations: int | None, tokens: float, T: int) -> int:

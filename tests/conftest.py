@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -141,9 +141,9 @@ def active_work(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     active: list[str] = []
 
     @contextmanager
-    def working(machine: DistContext, what: str) -> Iterator[Callable[[str], None]]:
+    def working(machine: DistContext, what: str) -> Iterator[None]:
         active.append(what)
-        yield lambda progress: None
+        yield
         active.pop()
 
     monkeypatch.setattr(DistContext, "working", working)

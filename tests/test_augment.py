@@ -112,7 +112,7 @@ def test_bm25_ranks_by_shared_rare_words():
 
 
 def test_augmenting_a_task_without_options_raises(task):
-    with pytest.raises(ValueError, match="GSM8K has no options"):
+    with pytest.raises(ValueError, match="GSM8K is not answered with a letter"):
         Reordered(GSM8K("train"))
 
 

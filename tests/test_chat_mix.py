@@ -73,18 +73,18 @@ def test_any_window_of_a_mixture_keeps_its_proportions():
 def test_rows_combine_conversations_of_all_buckets(machine):
     buckets = {"a": encoded("a", 60, 40), "b": encoded("b", 60, 1)}
     tokens = [int(each.lengths.sum()) for each in buckets.values()]
-    rows = mixed_chat_rows(buckets, tokens, 0, TOKENIZER, 63, machine)
+    rows = mixed_chat_rows(buckets, tokens, 0, TOKENIZER, 63)
     counts = rows.counts("train")
     assert counts["documents"] == 120 and counts["dropped"] == 0
     assert counts["tokens"] / (counts["rows"] * 63) > 0.9  # long ones alone would waste a third
     letters = [TOKENIZER.encode(name)[0] for name in buckets]
     both = sum(all((row == letter).any() for letter in letters) for row in rows.batch(0, 10, 0))
     assert both > 5
-    again = mixed_chat_rows(buckets, tokens, 0, TOKENIZER, 63, machine)
+    again = mixed_chat_rows(buckets, tokens, 0, TOKENIZER, 63)
     assert again.folder == rows.folder
     for other in ([tokens[0], tokens[1] // 2], tokens):
         seed = 1 if other == tokens else 0
-        assert mixed_chat_rows(buckets, other, seed, TOKENIZER, 63, machine).folder != rows.folder
+        assert mixed_chat_rows(buckets, other, seed, TOKENIZER, 63).folder != rows.folder
 
 
 def test_order_of_a_mixture_depends_only_on_the_seed():

@@ -491,7 +491,7 @@ def test_buckets_have_names_and_tags_and_load_lazily(loaded, tmp_path):
     assert found[0].train.split == "train" and found[0].val.split == "test"
     with pytest.raises(ValueError, match="mine is declared as"):
         buckets("mine:other", declared)
-    with pytest.raises(ValueError, match="own: gsm8k takes no data source; remove it"):
+    with pytest.raises(ValueError, match="own': gsm8k takes no data source; remove it"):
         buckets("own", {"own": {"task": "gsm8k", "source": "me/gsm8k", "language": "ko"}})
 
 
