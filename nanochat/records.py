@@ -92,6 +92,7 @@ NOT_IN_KEY = frozenset(
     "collective_timeout_minutes on_save_error save_every canaries compile_engine".split()
 )
 ADDED_COSTS = ("wall_seconds", "device_seconds")
+STARTED = time.perf_counter()  # this module is imported when a process starts
 
 
 @dataclass(frozen=True)
@@ -117,9 +118,13 @@ class Cost:
     """Sum over devices. Default: wall_seconds x devices."""
 
     @classmethod
-    def since(cls, started: float, machine: "DistContext") -> "Cost":
-        """Cost of all devices since `started`, a value of `time.perf_counter()`."""
-        return cls(time.perf_counter() - started, machine.world_size, machine.device_name)
+    def so_far(cls, machine: "DistContext | None" = None, started: float = STARTED) -> "Cost":
+        """
+        Cost of all devices of `machine` since `started`, a value of `time.perf_counter()`. Default:
+        of one CPU, since the start of the process.
+        """
+        seconds = time.perf_counter() - started
+        return cls(seconds, machine.world_size, machine.device_name) if machine else cls(seconds)
 
 
 def new_run_id() -> str:

@@ -750,7 +750,7 @@ def write_section(
                 run.settings,
                 {**values, **run.values()},
                 records.Provenance(**origin, outputs=outputs),
-                records.Cost.since(began.seconds, machine),
+                records.Cost.so_far(machine, began.seconds),
                 run.cfg.report_dir,
                 items={n: item for each in run.callbacks for n, item in each.items().items()},
                 tables=[*tables, *(table for each in run.callbacks for table in each.tables())],

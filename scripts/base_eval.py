@@ -112,7 +112,7 @@ def main(cfg: BaseEval) -> None:
         if machine.is_main:  # record each task, so that an abort keeps finished ones
             values, items = record_parts(candidate.name, suite, scores)
             origin = records.Provenance(candidate.run_id, candidate.seed, candidate.inputs)
-            cost, folder = records.Cost.since(started, machine), cfg.report_dir
+            cost, folder = records.Cost.so_far(machine, started), cfg.report_dir
             extra = {"items": items, "tables": [task_table(scores)], "extend": len(scores) > 1}
             name, flags = candidate.section, settings(cfg)
             records.write_record(name, flags, values, origin, cost, folder, **extra)

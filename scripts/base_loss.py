@@ -8,7 +8,6 @@ Reads   base_checkpoints/<tag>/ and the text it was trained on (see its state.js
 Writes  the section "Base model loss"
 """
 
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -61,7 +60,6 @@ class BaseLoss:
 
 
 def main(cfg: BaseLoss) -> None:
-    started = time.perf_counter()
     machine = init_distributed(cfg.machine)
     checkpoint = find_checkpoint_on_node(machine, "base", cfg.model_tag, cfg.model_step)
     origin = checkpoint.state["provenance"]
@@ -106,7 +104,7 @@ def main(cfg: BaseLoss) -> None:
     if machine.is_main:
         with machine.working("writing the report"):
             provenance = records.Provenance(origin["run_id"], origin["seed"], inputs)
-            cost = records.Cost.since(started, machine)
+            cost = records.Cost.so_far(machine)
             table = bpb_table(train, val, plain, T, any(trained.values()))
             report.append_section(SECTION, cfg, values, provenance, cost, tables=[table])
     machine.close()

@@ -176,7 +176,7 @@ def main(cfg: ChatEval) -> None:
         if machine.is_main:
             run_id = checkpoint.state["provenance"]["run_id"]
             origin = records.Provenance(run_id, cfg.sampling.seed, inputs)
-            cost, folder = records.Cost.since(started, machine), cfg.report_dir
+            cost, folder = records.Cost.so_far(machine, started), cfg.report_dir
             more = {"items": items, "tables": tables, "extend": True}
             records.write_record(cfg.section, all_flags(cfg), values, origin, cost, folder, **more)
         started = time.perf_counter()

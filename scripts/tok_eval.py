@@ -12,7 +12,6 @@ Writes  the section "Tokenizer evaluation"
 """
 
 import multiprocessing
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,7 +55,6 @@ def main(cfg: TokEval) -> None:
     if cfg.skip_if_done and records.find_finished(SECTION, key, cfg.report_dir):
         return print(f"{SECTION}: finished already, skipped")
 
-    started = time.perf_counter()
     name = "World" if source.name == "embedded" else "fwe"  # fixed name of the training text
     texts = {
         **{kind: path.read_text(encoding="utf-8") for kind, path in SAMPLE_TEXTS.items()},
@@ -75,7 +73,7 @@ def main(cfg: TokEval) -> None:
     for kind, text in texts.items():
         values[f"bytes per token, {kind}"] = len(text.encode()) / ours[kind]
     provenance = records.Provenance(records.inherited_run_id(inputs, cfg.report_dir), 0, inputs)
-    cost = records.Cost(time.perf_counter() - started)
+    cost = records.Cost.so_far()
     report.append_section(SECTION, cfg, values, provenance, cost, tables=tables)
 
 

@@ -9,7 +9,6 @@ Reads   artifacts (scripts.export --format=artifact) and validation text; if an 
 Writes  the section "Parameter golf": mean and spread of the artifacts (seeds of one recipe)
 """
 
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -68,7 +67,6 @@ class ScoredArtifact(NamedTuple):
 
 
 def main(cfg: GolfEval) -> None:
-    started = time.perf_counter()
     machine = init_distributed(cfg.machine)
     paths = cfg.artifacts or sorted((base_dir() / "export").glob("*.golf"))
     if not paths:
@@ -80,7 +78,7 @@ def main(cfg: GolfEval) -> None:
         raise ValueError("artifacts are listed by file name, but two have the same; rename one")
     scored = [score_artifact(cfg, path.expanduser(), machine) for path in paths]
     require_one_recipe(scored)
-    machine.on_main("writing the report", lambda: write_scores(cfg, machine, scored, started))
+    machine.on_main("writing the report", lambda: write_scores(cfg, machine, scored))
     machine.close()
 
 
@@ -137,9 +135,7 @@ def find_source_checkpoint(artifact: Artifact, machine: DistContext) -> Checkpoi
     return found if found.fingerprint == origin["checkpoint"] else None
 
 
-def write_scores(
-    cfg: GolfEval, machine: DistContext, scored: list[ScoredArtifact], started: float
-) -> None:
+def write_scores(cfg: GolfEval, machine: DistContext, scored: list[ScoredArtifact]) -> None:
     """Write the record and update the report."""
     plain = np.array([s.plain.value for s in scored])
     sliding = np.array([s.sliding.value for s in scored if s.sliding])
@@ -170,7 +166,7 @@ def write_scores(
     origin = scored[0].artifact.origin
     inputs = {s.path.name: sha256_file(s.path)[:16] for s in scored}
     provenance = records.Provenance(origin["run_id"], origin["seed"], inputs)
-    report.append_section(SECTION, cfg, values, provenance, records.Cost.since(started, machine))
+    report.append_section(SECTION, cfg, values, provenance, records.Cost.so_far(machine))
 
 
 def format_scores(s: ScoredArtifact) -> str:

@@ -15,7 +15,6 @@ Writes  the section "Comparison of <before> and <after>", with a verdict for eve
         --all, the section "Suite"
 """
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -64,7 +63,6 @@ class ScoredRun(NamedTuple):
 def main(cfg: Compare) -> None:
     if cfg.all:
         return compare_all(cfg)
-    started = time.perf_counter()
     if cfg.before == cfg.after:
         raise ValueError(f"{cfg.before} and {cfg.after} are the same; set --before and --after")
     refs = [[ref.strip() for ref in side.split(",")] for side in (cfg.before, cfg.after)]
@@ -82,7 +80,7 @@ def main(cfg: Compare) -> None:
         for name, side in zip(("before", "after"), prints, strict=True)
     }
     provenance = records.Provenance(runs[-1].run_id, 0, inputs)
-    cost = records.Cost(time.perf_counter() - started)
+    cost = records.Cost.so_far()
     before, after = (", ".join(run.name for run in side) for side in sides)
     section = f"Comparison of {before} and {after}"
     report.append_section(section, cfg, verdicts, provenance, cost, tables=[table])
@@ -90,7 +88,7 @@ def main(cfg: Compare) -> None:
 
 def compare_all(cfg: Compare) -> None:
     """Score all checkpoints of runs on the suite, print a table and record it."""
-    started, machine = time.perf_counter(), init_distributed()
+    machine = init_distributed()
     checkpoints = machine.on_main(
         "reading checkpoints",
         lambda: [each for run in cfg.all.split(",") for each in saved_steps(run.strip())],
@@ -125,7 +123,7 @@ def compare_all(cfg: Compare) -> None:
     table = {"title": None, "columns": [*columns, "Verdict"], "rows": rows}
     inputs = {"before": fingerprint(list(scored))}
     provenance = records.Provenance(checkpoints[-1].state["provenance"]["run_id"], 0, inputs)
-    cost = records.Cost.since(started, machine)
+    cost = records.Cost.so_far(machine)
     curves = series if len(checkpoints) > len(series) else {}  # one point is no curve
     if machine.is_main:
         report.append_section("Suite", cfg, values, provenance, cost, tables=[table], series=curves)

@@ -10,7 +10,6 @@ Writes  eval_variance.json under the base directory, which sets the default num_
         skipped: they are deterministic
 """
 
-import time
 from dataclasses import dataclass, replace
 
 from nanochat import records, report
@@ -45,7 +44,6 @@ class EvalVariance(TaskEval):
 
 
 def main(cfg: EvalVariance) -> None:
-    started = time.perf_counter()
     machine = init_distributed(cfg.machine, cfg.sampling.seed)
     names = cfg.checkpoints.split("|")
     models = machine.on_node(
@@ -72,7 +70,7 @@ def main(cfg: EvalVariance) -> None:
             run_id = models[0].state["provenance"]["run_id"]
             inputs = {model.state["stage"]: model.fingerprint for model in models}
             provenance = records.Provenance(run_id, cfg.sampling.seed, inputs)
-            cost = records.Cost.since(started, machine)
+            cost = records.Cost.so_far(machine)
             report.append_section(SECTION, cfg, values, provenance, cost, tables=[table])
     machine.close()
 

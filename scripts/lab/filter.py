@@ -14,7 +14,6 @@ Writes  --out, and the section "Filters <name of the file>"
 """
 
 import json
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,7 +52,6 @@ class Filter:
 
 
 def main(cfg: Filter) -> None:
-    started = time.perf_counter()
     if not cfg.out:
         raise ValueError("--out is required: the file to write")
     benchmarks = list_benchmarks() if "no_overlap" in cfg.filters else []
@@ -72,7 +70,7 @@ def main(cfg: Filter) -> None:
     else:
         source = sha256_file(Path(cfg.rows).expanduser())[:16]
     provenance = records.Provenance(records.new_run_id(), 0, {"before": source})
-    cost, section = records.Cost(time.perf_counter() - started), f"Filters {out.stem}"
+    cost, section = records.Cost.so_far(), f"Filters {out.stem}"
     report.append_section(section, cfg, values, provenance, cost, tables=[found.table()])
 
 

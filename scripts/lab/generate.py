@@ -15,7 +15,6 @@ Writes  --out, the rows with answers and finish reasons ("finish"), or with --as
 
 import json
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -65,7 +64,6 @@ class Generate:
 
 
 def main(cfg: Generate) -> None:
-    started = time.perf_counter()
     if not (cfg.prompts and cfg.out):
         raise ValueError("--prompts and --out are required")
     out = Path(cfg.out).expanduser()
@@ -92,7 +90,7 @@ def main(cfg: Generate) -> None:
     values = {"Teacher": model, "Prompts": len(todo), "Answered before": num_known, **counts}
     inputs = {"before": fingerprint([row["key"] for row in todo])}
     provenance = records.Provenance(records.new_run_id(), 0, inputs)
-    cost, section = records.Cost(time.perf_counter() - started), f"Generation {out.stem}"
+    cost, section = records.Cost.so_far(), f"Generation {out.stem}"
     report.append_section(section, cfg, values, provenance, cost)
 
 

@@ -10,7 +10,6 @@ Reads   held_out.json and held_out_access.jsonl under the base directory; with -
 Writes  held_out.json with --final; the section "Overlap" with --mixture
 """
 
-import time
 from dataclasses import dataclass, field
 
 from nanochat import records, report
@@ -64,7 +63,6 @@ def check_task(name: str) -> str:
 
 def scan(cfg: HoldOut) -> None:
     """Record the overlap of a mixture with benchmarks: 13-grams of words, or whole questions."""
-    started = time.perf_counter()
     learned = buckets(*read_mixture(cfg.mix.mixture))
     final = map(key_of, held_out.final_benchmarks())
     same = (key.removesuffix("_10").removesuffix("_letter") for key in final)  # same questions
@@ -83,7 +81,7 @@ def scan(cfg: HoldOut) -> None:
     values = {"Items with overlap": sum(len(o.shared) + len(o.whole) for o in found)}
     inputs = {"before": fingerprint({bucket.name: bucket.train.identity for bucket in learned})}
     provenance = records.Provenance(records.new_run_id(), 0, inputs)
-    cost = records.Cost(time.perf_counter() - started)
+    cost = records.Cost.so_far()
     report.append_section(SECTION, cfg, values, provenance, cost, tables=[table])
 
 

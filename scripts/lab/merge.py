@@ -11,7 +11,6 @@ Writes  a checkpoint under --tag in the first model's stage, recording parents a
 """
 
 import shutil
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
@@ -126,7 +125,6 @@ def validation_buckets(cfg: MergeScript, first: Checkpoint) -> list[Bucket]:
 
 
 def main(cfg: MergeScript) -> None:
-    started = time.perf_counter()
     machine = init_distributed(cfg.machine, steady=False)
     names = cfg.models.split("|") if cfg.models else []
     if len(names) < (1 if cfg.merging.method in NEEDS_BASE else 2):
@@ -165,7 +163,7 @@ def main(cfg: MergeScript) -> None:
     outputs = {checkpoint.state["stage"]: checkpoint.fingerprint}
     run_id = checkpoint.state["provenance"]["run_id"]
     provenance = records.Provenance(run_id, 0, inputs, outputs)
-    cost = records.Cost(time.perf_counter() - started)
+    cost = records.Cost.so_far()
     shown = {"tables": [table], "series": lines, "files": [checkpoint.folder]}
     report.append_section(SECTION, cfg, values, provenance, cost, **shown)
     machine.close()

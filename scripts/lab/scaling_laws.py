@@ -16,7 +16,6 @@ Writes  sweeps/<name>/ under the base directory (points.csv, scaling-laws.svg, l
 import math
 import re
 import shutil
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
@@ -111,7 +110,6 @@ class Planned(NamedTuple):
 
 
 def main(cfg: ScalingLaws) -> None:
-    started = time.perf_counter()
     arms, problem = split_arms(cfg.arms), None
     first = [arm_config(cfg, arm, 1) for arm in arms][0]  # exits for an unknown flag
     machine = init_distributed(first.train.machine)
@@ -156,7 +154,7 @@ def main(cfg: ScalingLaws) -> None:
     print(f"{len(found)} of {len(planned)} runs; figure: {sweep.folder / 'scaling-laws.svg'}")
     values = {"Planned runs": len(planned), "Runs": sum(map(len, points.values()))}
     provenance = records.Provenance(records.inherited_run_id(inputs), 0, inputs)
-    cost = records.Cost(time.perf_counter() - started, cfg.sweep.devices, device_seconds=0.0)
+    cost = replace(records.Cost.so_far(), devices=cfg.sweep.devices, device_seconds=0.0)
     section = SECTION if cfg.name == "scaling" else f"{SECTION} {cfg.name}"
     report.append_section(section, cfg, values, provenance, cost, tables=tables)
     machine.close()

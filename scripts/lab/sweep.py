@@ -18,7 +18,6 @@ Writes  sweeps/<name>/ under the base directory (ledger, CSV), sweeps/runs/, and
 import itertools
 import math
 import re
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -90,7 +89,6 @@ def default_mixture(stage: str, dataset: str | None) -> str:
 
 
 def main(cfg: SweepScript) -> None:
-    started = time.perf_counter()
     if sum(map(bool, [cfg.arms, cfg.grid, cfg.searching.search])) != 1:
         raise ValueError("set exactly one of --arms, --grid and --search")
     is_rl = cfg.study.stage == "rl"
@@ -118,7 +116,7 @@ def main(cfg: SweepScript) -> None:
         write_atomic(sweep.folder / f"{records.slug(table['title'])}.csv", as_csv(table))
     section = "Sweep" if cfg.name == "sweep" else f"Sweep {cfg.name}"
     provenance = records.Provenance(study.run_id, 0, study.inputs)
-    cost = records.Cost(time.perf_counter() - started, cfg.sweep.devices, device_seconds=0.0)
+    cost = replace(records.Cost.so_far(), devices=cfg.sweep.devices, device_seconds=0.0)
     report.append_section(section, cfg, values, provenance, cost, tables=tables, series=series)
 
 

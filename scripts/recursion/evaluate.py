@@ -11,7 +11,6 @@ Writes  the section "Recursion"
 
 import json
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import mean
@@ -87,7 +86,6 @@ class LoopScores(NamedTuple):
 
 
 def main(cfg: RecursionEval) -> None:
-    started = time.perf_counter()
     machine = init_distributed(cfg.machine)
 
     def find(tags: Sequence[str | None]) -> list[Checkpoint]:
@@ -104,7 +102,7 @@ def main(cfg: RecursionEval) -> None:
         machine.print0(f"{criterion.name}: {criterion.summary}")
     if machine.is_main:
         with machine.working("writing the report"):
-            write_record(cfg, machine, recursive, plain, criteria, started)
+            write_record(cfg, machine, recursive, plain, criteria)
     machine.close()
 
 
@@ -234,7 +232,6 @@ def write_record(
     recursive: Sequence[LoopScores],
     plain: Sequence[LoopScores],
     criteria: Sequence[Criterion],
-    started: float,
 ) -> None:
     """Print the tables, write the record and update the report."""
     arm, others, shape = arm_of(recursive), arms_of(plain), config_of(recursive[0])
@@ -281,7 +278,7 @@ def write_record(
         {"title": "By number of loops", "columns": by_loop, "rows": loop_rows},
     ]
     series = {"recursive, by loops": curve, **lines}
-    cost = records.Cost.since(started, machine)
+    cost = records.Cost.so_far(machine)
     report.append_section(SECTION, cfg, values, provenance, cost, tables=tables, series=series)
 
 
