@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import signal
 import subprocess
 import sys
@@ -99,7 +98,7 @@ def test_same_code_off_reuses_runs_of_old_code(monkeypatch):
 
 
 def test_parallel_runs_share_the_cores(monkeypatch):
-    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
     with Sweep(SweepConfig(devices=3), "one") as runner:
         done = runner.run_all([job(f"j{i}", i) for i in range(5)])
     assert {calls(run)[0].split()[0] for run in done.values()} == {"2"}
