@@ -3,7 +3,7 @@ Run a training script with an injected bug.
 
     python -m dev.plant template scripts.chat_sft --source=mid
 
-Reads and writes the script's files; rows with the broken template have their own folder.
+Reads and writes the script's files; rows with an injected bug have their own folder.
 """
 
 import runpy

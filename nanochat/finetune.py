@@ -237,11 +237,11 @@ def train_rows(
     chats: ChatMixture, seed: int, tokenizer: Tokenizer, max_seq_len: int, machine: DistContext
 ) -> tuple[Resolution, Rows]:
     """The resolved mixture and the packed rows of one epoch; one process per node packs them."""
-    size = tokenizer, max_seq_len
+    shape = tokenizer, max_seq_len
 
     def pack() -> tuple[Resolution, Any]:
         encoded = {
-            bucket.name: chat_packing.encode(bucket.train.identity, bucket.train, *size)
+            bucket.name: chat_packing.encode(bucket.train.identity, bucket.train, *shape)
             for bucket in chats.train_buckets
         }
         available = [int(each.lengths.sum()) for each in encoded.values()]
@@ -253,11 +253,11 @@ def train_rows(
                 chats.train_buckets, encoded.values(), available, counts, strict=True
             )
         ]
-        rows = chat_packing.mixed_chat_rows(encoded, counts, seed, *size)
+        rows = chat_packing.mixed_chat_rows(encoded, counts, seed, *shape)
         return Resolution(chats.spec, found), rows.recipe["conversations"]
 
     resolution, about = machine.on_node("packing conversations", pack)
-    return resolution, chat_packing.open_chat_rows(about, *size)
+    return resolution, chat_packing.open_chat_rows(about, *shape)
 
 
 def fit_batch(parent_batch: int, num_iterations: int | None, tokens: float, T: int) -> int:

@@ -323,13 +323,14 @@ def task_bars(record: Record) -> dict[str, Drawing]:
     tasks = {n: v for n, v in record["values"].items() if isinstance(v, Mapping)}
     mean = tasks.pop("CORE metric", None)
     scores = {key: float(plain_value(value)) for key, value in tasks.items()}
-    scores = dict(sorted(scores.items(), key=lambda each: -each[1]))
+    finite = [key for key, score in scores.items() if math.isfinite(score)]
+    scores = {key: scores[key] for key in sorted(finite, key=lambda key: -scores[key])}
     errors = {key: standard_error(value) for key, value in tasks.items()}
     title = "Few-shot tasks"
     if mean is not None:
         what = shown_name(record, "CORE metric").replace(" metric", "")
         title += f"; {what} = mean = {float(plain_value(mean)):.3f}"
-    label = "centered accuracy (0 = chance, 1 = all correct), ± 1 standard error"
+    label = "centered accuracy (0 = chance, 1 = all correct), ± 1 standard error; gray: within it"
     return {"core": (title, bar_figure(title, scores, errors, label))} if scores else {}
 
 

@@ -146,7 +146,7 @@ class Loader(Protocol):
     identity: dict[str, Any]
     """Settings that must match for a checkpoint to be resumed."""
     metrics: dict[str, float]
-    """Metrics of the latest step."""
+    """Metrics of the batch that was read last; a prefetch replaces them."""
 
     def micro_batches(self, step: int, device_rows: int, stopping: ShouldStop) -> list[MicroBatch]:
         """This rank's part of a step. Raises WaitAborted if `stopping()`."""
@@ -269,7 +269,7 @@ class TrainingRun:
     schedule: ScheduleConfig
     kernels: KernelConfig = KernelConfig()
     prepared: Prepared | None = None
-    """Kernels, micro-batch size and estimated training time if already known (DPO, RL)."""
+    """Kernels and micro-batch size if they are known already (DPO, RL)."""
     objective: Trainable | None = None
     """Computes the loss. Default: the model."""
     callbacks: Sequence[Callback] = ()

@@ -41,7 +41,7 @@ from nanochat.bench.table import FIRST_CHECKS, BenchLog, Note, render_findings
 from nanochat.bench.tokenizer import bench_tokenizer
 from nanochat.bench.train import bench_against, bench_training
 from nanochat.common import REPOSITORY, write_atomic
-from nanochat.config import start
+from nanochat.config import require_at_least, start
 from nanochat.dataset import DataConfig, Source, load_last_source, open_source
 from nanochat.distributed import DistConfig, init_distributed
 from nanochat.preflight import KernelConfig
@@ -80,6 +80,9 @@ class Bench:
     data: DataConfig = field(default_factory=DataConfig)
     machine: DistConfig = field(default_factory=DistConfig)
     kernels: KernelConfig = field(default_factory=KernelConfig)
+
+    def __post_init__(self) -> None:
+        require_at_least(self, depth=1, rows=1, steps=1, repeats=1)
 
 
 def main(cfg: Bench) -> None:

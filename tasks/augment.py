@@ -78,7 +78,8 @@ class Augmented(QuestionTask):
 
     def __init__(self, task: Task, seed: int = 0):
         if not isinstance(task, QuestionTask) or task.kind != "choice":
-            raise ValueError(f"{task.name} is not answered with a letter; use multiple choice")
+            fix = "use a multiple-choice task, such as arc_easy"
+            raise ValueError(f"{task.name} is not answered with a letter; {fix}")
         self.task, self.seed = task, seed
         self.name, self.split = task.name, task.split
         self.baseline = task.baseline

@@ -96,9 +96,10 @@ def compare_all(cfg: Compare) -> None:
     suite = open_suite(checkpoints[0].state["source"].get("dataset"))
     if not suite:
         raise ValueError("all tasks of the suite are final benchmarks: there is nothing to score")
+    different = {each.fingerprint: each for each in checkpoints}
     by_task = {
-        each.fingerprint: score_suite(*load_inference(each, machine), suite, machine)
-        for each in checkpoints
+        key: score_suite(*load_inference(each, machine), suite, machine)
+        for key, each in different.items()
     }
     scored = {key: [x for one in scores.values() for x in one] for key, scores in by_task.items()}
     runs = [f"{each.state['stage']}:{each.folder.parent.name}" for each in checkpoints]
