@@ -119,11 +119,11 @@ def label_ends(axes: Axes, ends: Sequence[EndLabel]) -> None:
     to_fraction = axes.transScale + axes.transLimits  # of the height of the panel
     step = LABEL_PIXELS / axes.bbox.height
     lowest = -math.inf
-    places = [(to_fraction.transform(point)[1], point[0], *text) for point, *text in ends]
-    for y, x, text, color in sorted(places):
+    positions = [(to_fraction.transform(point)[1], point[0], *text) for point, *text in ends]
+    for y, x, text, color in sorted(positions):
         lowest = max(y, lowest + step)
-        place = axes.get_xaxis_transform()  # x of the data, y as a fraction
-        axes.text(x, lowest, f" {printable(text)}", color=color, va="center", transform=place)
+        mixed = axes.get_xaxis_transform()  # x of the data, y as a fraction
+        axes.text(x, lowest, f" {printable(text)}", color=color, va="center", transform=mixed)
 
 
 def bar_figure(
