@@ -434,6 +434,8 @@ class Progress:
     most gradients otherwise; see `adjust_loss_scale`."""
     steps_at_scale: int = 0
     """Finite steps since `loss_scale` last changed."""
+    compiled: bool | None = None
+    """Whether the run is compiled; kept when it resumes, because rounding differs."""
     health: AnomalyState = field(default_factory=AnomalyState)
     callbacks: dict[str, Any] = field(default_factory=dict)
     """State of callbacks by name, in types of JSON."""

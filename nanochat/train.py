@@ -8,6 +8,7 @@ a non-finite loss or gradient is skipped.
 """
 
 import gc
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -690,7 +691,10 @@ def fit_rows(run: TrainingRun, steps: int) -> Prepared:
     limit = rows if requested is not None else preflight.max_rows(model, trainable, machine, grads)
     device_rows = preflight.choose_device_rows(requested, rows, limit)
     guess = preflight.estimate_seconds(model, steps * run.batch_tokens, machine)
+    if run.progress.compiled is not None:
+        guess = math.inf if run.progress.compiled else 0.0
     compiled = preflight.set_kernels(run.kernels, model, machine, guess, optimizer)
+    run.progress.compiled = compiled
     mode = "compiling first" if compiled else "eager"
     machine.print0(f"preflight  measuring a micro-batch of {device_rows} rows ({mode}) ...")
     # two copies of a step's tokens and targets, because a step may reorder its rows

@@ -71,6 +71,21 @@ def test_R32_rehearsals_leak_no_activations(machine, tiny_gpt, optimizer):
     assert all(p.grad is None for p in tiny_gpt.parameters())
 
 
+@pytest.mark.parametrize("compiled", [True, False])
+def test_resumed_run_is_compiled_as_before(compiled, machine, tiny_gpt, optimizer, monkeypatch):
+    def set_kernels(cfg, model, machine, seconds, optimizer):
+        return preflight.choose_compile(cfg, machine, seconds)
+
+    monkeypatch.setattr(preflight, "set_kernels", set_kernels)  # choose, but do not compile
+    monkeypatch.setattr(preflight, "probe_works", lambda *args: True)
+    estimates = iter((1e9, 1.0) if compiled else (1.0, 1e9))
+    monkeypatch.setattr(preflight, "estimate_seconds", lambda *args: next(estimates))
+    run, resumed = (run_of(tiny_gpt, optimizer, machine) for _ in range(2))
+    assert fit_rows(run, 8).compiled is compiled
+    resumed.progress.load_state_dict(run.progress.state_dict())
+    assert fit_rows(resumed, 8).compiled is compiled
+
+
 def run_of(model, optimizer, machine, device_batch_size=None, **changes):
     """A run of a tiny model with 8 rows of 16 tokens per step."""
     return TrainingRun(
