@@ -141,8 +141,8 @@ class CanarySuite:
         share = (targets != IGNORE).sum() / (tokens != self.tokenizer.bos_id).sum()
         ratio = float(share) * size / counted
         return {
-            "counted": max(ratio, 1 / ratio) if ratio else math.inf,
-            "lead": total_variation(leads, Counter(before_answers(tokens, targets).tolist())),
+            "loss_mask": max(ratio, 1 / ratio) if ratio else math.inf,
+            "template": total_variation(leads, Counter(before_answers(tokens, targets).tolist())),
         }
 
     def measure_accuracy(self, model: GPT) -> dict[str, float]:
@@ -189,7 +189,7 @@ class CanarySuite:
         return {
             "length": max(ratio, 1 / ratio),
             "no_end": sum(answer.finish == "length" for answer in answers) / len(answers),
-            "unreadable": 1 - sum(task.answered(text) for (task, _), text in pairs) / len(pairs),
+            "unparsable": 1 - sum(task.answered(text) for (task, _), text in pairs) / len(pairs),
             "repeated": sum(map(repeated_share, answers)) / len(answers),
             "one_letter": most,
         }
@@ -329,13 +329,17 @@ class Canary(NamedTuple):
 # to the increase of the value over the parent's, for "accuracy" to its significant decrease.
 CANARIES = {
     "forgotten": Canary(0.25, 0.5, 0.75, "pretraining is forgotten: bits per byte rose"),
-    "gap": Canary(0.75, 1.5, 2.5, "the first training loss differs from the parent's"),
+    "first_loss": Canary(0.75, 1.5, 2.5, "the first training loss is above the parent's"),
     # never "broken": the smoothed loss averages over several steps
-    "apart": Canary(1.0, 1.5, math.inf, "the training loss differs from that of the suite"),
-    "counted": Canary(1.25, 1.4, 1.6, "rows and conversations differ in the share of targets"),
-    "lead": Canary(0.2, 0.35, 0.5, "rows and conversations differ in the tokens before answers"),
+    "train_loss": Canary(
+        1.0, 1.5, math.inf, "training conversations rendered for chat have a higher loss"
+    ),
+    "loss_mask": Canary(1.25, 1.4, 1.6, "rows and conversations differ in the share of targets"),
+    "template": Canary(
+        0.2, 0.35, 0.5, "rows and conversations differ in the tokens before answers"
+    ),
     "no_end": Canary(0.15, 0.3, 0.6, "more answers hit the token limit"),
-    "unreadable": Canary(0.15, 0.3, 0.6, "more answers cannot be parsed"),
+    "unparsable": Canary(0.15, 0.3, 0.6, "more answers cannot be parsed"),
     "repeated": Canary(0.15, 0.3, 0.5, "answers are more repetitive"),
     "one_letter": Canary(0.3, 0.5, 0.7, "one letter dominates multiple choice"),
     "accuracy": Canary(0.05, 0.1, 0.2, "accuracy on multiple choice fell"),
@@ -401,7 +405,9 @@ class CanaryMonitor(Callback):
     def start(self, run: TrainingRun) -> None:
         self.log = run.log
         history, triggered = run.progress.callbacks.get("canaries", ([], []))
-        self.history, self.triggered = [Finding(*each) for each in history], set(triggered)
+        found = [Finding(*each) for each in history]
+        self.history = [f for f in found if f.name in CANARIES]  # others are of earlier versions
+        self.triggered = set(triggered)
 
     def after_step(self, done: Step, progress: Progress) -> None:
         step = progress.step
@@ -422,7 +428,7 @@ class CanaryMonitor(Callback):
         """Check that the first loss matches the parent's and that row targets are correct."""
         found = dict(self.rows)
         if "train_chat_loss" in self.parent:
-            found["gap"] = relative_gap(loss, self.parent["train_chat_loss"])
+            found["first_loss"] = relative_gap(loss, self.parent["train_chat_loss"])
         return self.classify(1, found)
 
     def check(self, step: int, model: GPT, smooth_loss: float) -> list[Finding]:
@@ -433,7 +439,7 @@ class CanaryMonitor(Callback):
         )
         found = {}
         if parent.get("length", math.inf) <= MAX_LENGTH_RATIO:
-            rises = ("no_end", "unreadable", "repeated", "one_letter")
+            rises = ("no_end", "unparsable", "repeated", "one_letter")
             found = {name: now[name] - parent[name] for name in rises}
             found["length"] = now["length"] / parent["length"]
         before, uniform = (parent.get(name, math.nan) for name in ("text_bpb", "uniform_bpb"))
@@ -442,7 +448,7 @@ class CanaryMonitor(Callback):
         if "accuracy_drop" in now:
             found["accuracy"] = now["accuracy_drop"]
         if "train_chat_loss" in now and step < self.epoch_steps:
-            found["apart"] = relative_gap(now["train_chat_loss"], smooth_loss)
+            found["train_loss"] = relative_gap(now["train_chat_loss"], smooth_loss)
         findings = self.classify(step, found, self.triggered)
         self.triggered = {name for name, x in found.items() if x >= CANARIES[name].broken}
         return findings

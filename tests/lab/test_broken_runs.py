@@ -54,7 +54,9 @@ def test_healthy_run_finishes_and_records_canaries(tune, base):
     record = read_json(base / "report" / "chat-sft.json")
     assert record["values"]["Canaries"] != "broken"
     table = next(t for t in record["tables"] if t["title"] == "Canaries")
-    assert {"forgotten", "gap", "counted", "lead", "apart"} <= {row[0] for row in table["rows"]}
+    assert {"forgotten", "first_loss", "loss_mask", "template", "train_loss"} <= {
+        row[0] for row in table["rows"]
+    }
 
 
 def test_R35_sft_trains_without_the_pretraining_text(tune, base, monkeypatch, capsys):

@@ -65,7 +65,7 @@ def suite_of():
 
 def monitor_of(machine):
     usual = {"text_bpb": 1.0, "uniform_bpb": 3.0, "train_chat_loss": 1.0}
-    answers = {"no_end": 0.0, "unreadable": 0.1, "repeated": 0.0, "one_letter": 0.3, "length": 1.1}
+    answers = {"no_end": 0.0, "unparsable": 0.1, "repeated": 0.0, "one_letter": 0.3, "length": 1.1}
     return CanaryMonitor(CanaryConfig(), suite_of(), {**usual, **answers}, None, 100, machine, 50.0)
 
 
@@ -83,7 +83,7 @@ def test_suite_measures_text_conversations_and_answers(model):
     assert found["uniform_bpb"] == pytest.approx(math.log2(265), rel=0.02)  # one byte per token
     assert 0 < found["text_bpb"] < 2 * found["uniform_bpb"]
     assert found["train_chat_loss"] == pytest.approx(math.log(265), rel=0.3)
-    assert found["no_end"] > 0.5 and found["unreadable"] > 0.5 and found["length"] > 3
+    assert found["no_end"] > 0.5 and found["unparsable"] > 0.5 and found["length"] > 3
     assert suite.measure(model) == suite.measure(model)
 
 
@@ -114,7 +114,7 @@ def test_healthy_run_does_not_print_canaries(monkeypatch, machine, capsys):
     [
         ({"text_bpb": 2.6}, "forgotten"),
         ({"no_end": 0.7}, "no_end"),
-        ({"unreadable": 0.8}, "unreadable"),
+        ({"unparsable": 0.8}, "unparsable"),
         ({"repeated": 0.6}, "repeated"),
         ({"one_letter": 1.0}, "one_letter"),
         ({"length": 9.0}, "length"),
@@ -148,10 +148,10 @@ def rows_of(count):
 def test_correct_rows_pass_regardless_of_padding():
     tokens, targets = rows_of(lambda ids, mask: mask)
     found = suite_of().compare_rows(tokens, targets)
-    assert found["lead"] == 0 and found["counted"] < CANARIES["counted"].note
+    assert found["template"] == 0 and found["loss_mask"] < CANARIES["loss_mask"].note
     half = [np.pad(tokens, [(0, 0), (0, 16)], constant_values=TOKENIZER.bos_id)]
     half.append(np.pad(targets, [(0, 0), (0, 16)], constant_values=IGNORE))
-    assert suite_of().compare_rows(*half)["counted"] == pytest.approx(found["counted"], rel=0.1)
+    assert suite_of().compare_rows(*half)["loss_mask"] == pytest.approx(found["loss_mask"], rel=0.1)
 
 
 @pytest.mark.parametrize(
@@ -166,11 +166,13 @@ def test_correct_rows_pass_regardless_of_padding():
 def test_wrong_loss_mask_is_found_at_the_first_step(machine, count):
     monitor = monitor_of(machine)
     monitor.rows = monitor.suite.compare_rows(*rows_of(count))
-    assert {f.name: f.level for f in monitor.check_first_step(1.0)}["lead"] == "broken"
+    assert {f.name: f.level for f in monitor.check_first_step(1.0)}["template"] == "broken"
 
 
 def test_first_loss_that_differs_from_the_parent_is_broken(machine):
-    assert {f.name: f.level for f in monitor_of(machine).check_first_step(4.0)} == {"gap": "broken"}
+    assert {f.name: f.level for f in monitor_of(machine).check_first_step(4.0)} == {
+        "first_loss": "broken"
+    }
 
 
 def test_suite_without_conversations_does_not_compare_rows():
@@ -180,14 +182,16 @@ def test_suite_without_conversations_does_not_compare_rows():
 
 def test_loss_gap_is_ignored_after_the_first_epoch(monkeypatch, machine):
     monitor = monitor_of(machine)
-    assert "apart" in checked(monkeypatch, monitor, step=40, smooth_loss=0.1, train_chat_loss=3.0)
+    assert "train_loss" in checked(
+        monkeypatch, monitor, step=40, smooth_loss=0.1, train_chat_loss=3.0
+    )
     assert not checked(monkeypatch, monitor, step=60, smooth_loss=0.1, train_chat_loss=3.0)
 
 
 def test_answer_canaries_are_off_if_the_parent_cannot_answer(monkeypatch, machine):
     monitor = monitor_of(machine)
     monitor.parent = {**monitor.parent, "no_end": 0.0, "length": 20.0}
-    assert not checked(monkeypatch, monitor, length=200.0, no_end=1.0, repeated=1.0, unreadable=1.0)
+    assert not checked(monkeypatch, monitor, length=200.0, no_end=1.0, repeated=1.0, unparsable=1.0)
 
 
 def test_forgetting_canary_is_off_for_an_untrained_parent(monkeypatch, machine):
@@ -212,7 +216,7 @@ def test_broken_run_stops_unless_canaries_warn():
         stop_if_broken(findings, CanaryConfig("stop"))
     assert error.value.status == BROKEN
     stop_if_broken(findings, CanaryConfig("warn"))
-    stop_if_broken([Finding(5, "gap", 0.8, "warn")], CanaryConfig("stop"))
+    stop_if_broken([Finding(5, "first_loss", 0.8, "warn")], CanaryConfig("stop"))
 
 
 class Answers(Letters):
