@@ -1,6 +1,6 @@
-# Sourced by speedrun.sh and tests/run.sh: install uv, Rust and the Python packages.
-# uv is installed with pip, Rust with the system's package manager; if that fails, an error explains
-# how to do it manually. GROUPS_WANTED="--group interop" adds an optional dependency group.
+# Sourced by speedrun.sh and tests/run.sh: install uv, Rust, a C++ compiler and the Python packages.
+# uv is installed with pip, Rust and compiler with the system's package manager; if that fails, an
+# error explains how to do it manually. GROUPS_WANTED="--group interop" adds an optional dependency group.
 # TORCH_BACKEND=cu126 (or cu128, auto, ...) replaces a PyTorch build that cannot use the GPUs.
 
 UV_VERSION=0.13.9
@@ -32,8 +32,8 @@ with_apt() { # rustup if the distribution has it, else Debian's current Rust for
     $root apt-get install -qq -y rustup && rustup default stable && return
     $root apt-get install -qq -y cargo-web || $root apt-get install -qq -y cargo
 }
+root=$([ "$(id -u)" -eq 0 ] || echo "sudo -n")
 if ! command -v cargo >/dev/null; then
-    root=$([ "$(id -u)" -eq 0 ] || echo "sudo -n")
     echo "setup: installing Rust with the system's package manager"
     if command -v apt-get >/dev/null; then
         with_apt
@@ -52,6 +52,11 @@ if ! rust_is_new_enough; then
   fix:  $manual" >&2
     exit 2
 fi
+if ! command -v c++ >/dev/null && command -v apt-get >/dev/null; then
+    echo "setup: installing a C++ compiler"
+    { $root apt-get update -qq && $root apt-get install -qq -y g++; } >/dev/null 2>&1 || true
+fi
+need cc "install a C++ compiler, to link the tokenizer and for torch.compile: apt-get install g++"
 
 if [ ! -d .venv ]; then
     free=$(df -Pk . | awk 'NR == 2 { print int($4 / 1000000) }')
