@@ -218,7 +218,10 @@ def verdict(written: Sequence[Record], header: Record, changes: Sequence[Differe
         lost = [each for each in changes if each.verdict == "worse" and each not in means]
         named = ", ".join(f"{each.metric} {signed(each)} from {stages(each)}" for each in lost)
         sentences.append(f"Worse by more than 2 standard errors: {named or 'no task'}.")
-        sentences.append("± is one standard error over questions; other seeds are not included.")
+        sentences.append(
+            "± is one standard error over questions; other seeds are not included. "
+            "Means over tasks are rescaled so that 0 is chance."
+        )
     return " ".join(sentences)
 
 

@@ -115,13 +115,13 @@ def bpb_table(train: Bpb, val: Bpb, plain: Bpb, max_seq_len: int, seen: bool) ->
     The results as a table that says what was scored. plain: of whole documents. seen: whether the
     model was trained on the training text.
     """
-    first = "text of the first training steps" if seen else "training text of the dataset"
-    pieces = f"rows of {max_seq_len} tokens, in which a document may start in the middle"
+    first = "the first training steps" if seen else "training text of the dataset"
+    pieces = f"rows of {max_seq_len} tokens; a document may start in the middle"
     gap = f"{val.value - train.value:+.4f}"
     rows = [
-        ["train bpb", f"{train.value:.4f}", f"{first} in {pieces}"],
-        ["val bpb", f"{val.value:.4f}", f"held-out text in {pieces}"],
-        ["val minus train", gap, "what training text has in its favor"],
+        ["train bpb", f"{train.value:.4f}", f"{train.tokens:,} tokens of {first}, in {pieces}"],
+        ["val bpb", f"{val.value:.4f}", f"{val.tokens:,} tokens of held-out text, in {pieces}"],
+        ["val minus train", gap, "includes the difference in difficulty of the two texts"],
         ["document bpb", f"{plain.value:.4f}", "whole held-out documents, each from its start"],
     ]
     return {"title": "Bits per byte", "columns": ["Name", "bpb", "Scored text"], "rows": rows}

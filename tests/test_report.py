@@ -692,7 +692,8 @@ def test_verdict_names_model_cost_scores_changes_and_losses():
         "Best scores: ChatCORE 0.933 ± 0.040 (SFT). "
         "ChatCORE changed by +0.433 ± 0.020 from mid to SFT (better). "
         "Worse by more than 2 standard errors: ARC-Easy -0.100 ± 0.030 from mid to SFT. "
-        "± is one standard error over questions; other seeds are not included."
+        "± is one standard error over questions; other seeds are not included. "
+        "Means over tasks are rescaled so that 0 is chance."
     )
 
 
