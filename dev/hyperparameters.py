@@ -109,7 +109,7 @@ batch is the same; on other numbers it is rounded to whole rows per device.
 ## Memory and disk
 
 Weights, gradients and optimizer state in float32; GPUs store most weights in bfloat16
-([performance.md](performance.md#speed-of-a-run)). Muon and the hash-bigram embedding keep one moment, AdamW two.
+([performance.md](performance.md#number-formats)). Muon and the hash-bigram embedding keep one moment, AdamW two.
 
 {memory}
 
@@ -142,8 +142,9 @@ The rules behind it; C is the width, and batch is in tokens:
 - Muon's momentum rises from 0.85 to 0.95 over 300 steps, or over a third of a shorter run.
 
 Mid, SFT, DPO and RL use the same rules times `--init_lr_frac` (default 1, 0.3, 0.03 and 0.05), but with scalars as at
-a batch of {reference_batch:,}, without warmup, and without Muon's weight decay unless `--weight_decay` is set. DPO and
-RL do not scale learning rates with the batch.
+a batch of {reference_batch:,}, and without Muon's weight decay unless `--weight_decay` is set. They have no warmup; the
+learning rates fall linearly to 0, in mid over the last half of the run, in the others over all of it. DPO and RL do not
+scale learning rates with the batch, and RL keeps Muon's momentum at 0.95.
 
 ## Compared with the published recipe
 
@@ -194,8 +195,9 @@ comes from the tokenizer (`scripts.tok_train --vocab_size`) and changes embeddin
 | Muon's weight decay falls to 0 | nanochat, 2026-01-10 |
 | weight decay x steps is constant | arXiv:2405.13698 |
 | learning rates x (batch / {reference_batch:,})^0.5, weight decay per token, SSSL windows, value embeddings in every other layer | karpathy/nanochat, measured at depth 24 |
-| about {min_steps} steps or more; {bigram_each} bigram rows per token; value embeddings in every layer | measured at depth 4 and 6 on a CPU, 2026-11; together with the next at depths 2 to 8 ([performance.md](performance.md#loss-by-size-and-compute)) |
-| previous-token keys in every other layer | the same, one seed at depth 6, two at depth 4 |
+| about {min_steps} steps or more; {bigram_each} bigram rows per token; value embeddings in every layer | measured at depth 4 and 6 on a CPU, 2026-11 |
+| previous-token keys in every other layer | the same; one seed at depth 6, two at depth 4 |
+| these options together, at equal FLOPs | measured at depths 2 to 8 ([performance.md](performance.md#loss-by-size-and-compute)) |
 
 The experiments in `dev/LOG.md` train small models on CPUs. No code here has run on a real GPU: at larger depths these
 tables state the rules, not results.

@@ -1,7 +1,8 @@
 """
 Train a chat model end to end: text -> tokenizer -> base -> mid -> SFT -> RL -> chat.
 
-Core modules in reading order; each imports only from modules above it:
+Core modules; each imports only from modules above it. To read how a model is trained, start with
+gpt, attention, loss, optim, scaling and train.
 
     common          files, locks, stop signals
     config          command-line flags from config dataclasses

@@ -7,7 +7,8 @@ Command-line flags from config dataclasses.
 flat namespace. Booleans accept `--x`, `--no-x`, `--x=1` and `--x=0`; lists accept commas
 (`--x=a,b`), spaces and repeated flags. For optional settings, -1 means None ("decide for me"),
 which is usually the default. Fields made by `short` also have a one-letter flag: `-x 5`. A leading
-bare `--` is dropped. Flags of earlier releases and of other programs are rejected with a hint.
+bare `--` is dropped. Flags of nanochat of October 2025 and of other programs are rejected with a
+hint.
 """
 
 import ast

@@ -74,8 +74,8 @@ class AnswerTuning:
 @dataclass(frozen=True)
 class ChatRL(AnswerTuning):
     task: str | None = None
-    """Task or mixture of tasks to train on, as in gsm8k or gsm8k,aqua=2000. Default: gsm8k, or a
-    task from the built-in dataset the model was trained on."""
+    """Task or mixture of tasks to train on, as in gsm8k or gsm8k,aqua=2000. Default: gsm8k, or
+    all tasks of the built-in dataset if the model was trained on it."""
     eval_task: str | None = None
     """Task or mixture of tasks that held-out questions are from. Default: `task`."""
     eval_examples: int = 400

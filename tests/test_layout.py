@@ -11,7 +11,7 @@ import pytest
 import nanochat
 from nanochat.common import REPOSITORY
 
-# Core modules in reading order, from the package docstring
+# Core modules in the order of the package docstring
 CORE = re.findall(r"^    (\w+) {2,}\S", nanochat.__doc__ or "", re.MULTILINE)
 TRACKS = "serve hf golf recursion lab bench".split()
 # Third-party package -> the only modules that may import it
