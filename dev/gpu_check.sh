@@ -66,9 +66,10 @@ case $part in
     check memory 180 tests.training_memory --depth=$deep --compile=1
     check memory_fp8 180 tests.training_memory --depth=$deep --compile=1 --fp8=1
     if [ -z "$small" ]; then
-        check tests_gpu 120 pytest -q -m gpu
+        check tests_gpu 90 pytest -q -m gpu -k "not resume"
         check tests_kernels 180 pytest -q tests/test_attention.py tests/test_kernels.py \
             tests/test_fp8.py tests/test_loss.py tests/test_optim.py tests/test_gpt.py
+        check tests_resume 240 pytest -q -m gpu -k resume # seven compiled runs
     fi
     ;;
 2)
@@ -85,16 +86,16 @@ case $part in
     tokenizer
     tag=(scripts.base_train --depth=$trained --num_iterations=$steps --dtype=bfloat16 "${run[@]}")
     # all continue one checkpoint, because a CPU and a GPU draw other weights from a seed
-    check start 60 dev.gpu_check --stop_after=1 -- "${tag[@]}" --model_tag=cpu --device_type=cpu
+    cpu=("${tag[@]}" --model_tag=cpu --device_type=cpu --compile=0)
+    OMP_NUM_THREADS=$(nproc) check start 120 dev.gpu_check --stop_after=1 -- "${cpu[@]}"
     for name in whole stopped; do
-        cp -r "$NANOCHAT_BASE_DIR"/base_checkpoints/{cpu,$name}
+        cp -r "$NANOCHAT_BASE_DIR"/base_checkpoints/{cpu,$name} || exit 1
     done
     check train 150 "${tag[@]}" --model_tag=whole
     check stop 60 dev.gpu_check --stop_after=$((steps / 3)) -- "${tag[@]}" --model_tag=stopped
     check resume 150 "${tag[@]}" --model_tag=stopped
-    check cpu 150 dev.gpu_check --stop_after=$((steps / 15 + 1)) -- \
-        "${tag[@]}" --model_tag=cpu --device_type=cpu
-    check sft_d$trained 60 scripts.chat_sft --source=base:whole --eval_tokens=1024 \
+    OMP_NUM_THREADS=$(nproc) check cpu 150 dev.gpu_check --stop_after=$((steps / 15 + 1)) -- "${cpu[@]}"
+    check sft_d$trained 120 scripts.chat_sft --source=base:whole --eval_tokens=1024 \
         --mixture=world_chat=200,world_problems=200 --num_iterations=20 ${small:+--compile=0}
     check rl_d$trained 120 scripts.chat_rl --num_iterations=10 --examples_per_step=8 \
         --num_samples=8 --max_new_tokens=32 --eval_examples=16 --eval_samples=2

@@ -111,5 +111,6 @@ def prepare(base: Path) -> None:
     text = ["--dataset=embedded", "--num_shards=1"]
     python(base, "-m", "scripts.tok_train", *text, "--vocab_size=512")
     python(base, "-m", "scripts.data", *text, "--max_seq_len=32")
-    python(base, *TRAIN, *SMALL, "--model_tag=one")
-    python(base, *torchrun(2), *TRAIN, *SMALL, "--model_tag=two")
+    train = [*TRAIN, *SMALL, "--device_type=cpu"]
+    python(base, *train, "--model_tag=one")
+    python(base, *torchrun(2), *train, "--model_tag=two")
