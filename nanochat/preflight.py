@@ -62,14 +62,15 @@ def probe_attention(
     segment mask (pretraining and finetuning). Returns what is wrong with its results or gradients,
     or None. Raises any error the kernel raises.
 
-    FlashAttention 3, a binary from elsewhere, is compiled as in training, and its gradients are
-    compared, too. All ranks must probe it.
+    On a GPU, `compiled` compiles it as in training, because PyTorch then picks other kernels. All
+    ranks must probe FlashAttention 3.
     """
     B, T, run = 2, cfg.max_seq_len, attend
     if backend == "fa3":
         machine.on_node("loading FlashAttention 3", partial(load_fa3, machine.device))
         load_fa3(machine.device)  # from the cache that the first rank of this node has filled
-        run = torch.compile(attend, dynamic=False) if compiled else attend
+    if compiled and machine.device.type == "cuda":
+        run = torch.compile(attend, dynamic=False)
     generator = torch.Generator().manual_seed(0)
     shapes = [(B, T, heads, cfg.head_dim) for heads in (cfg.n_head, cfg.n_kv_head, cfg.n_kv_head)]
     qkv = [torch.randn(shape, generator=generator) for shape in shapes]
@@ -95,7 +96,7 @@ def probe_attention(
                 return f"differs from the reference by {error:.3g}{where}"
             if any(x.grad is None or not bool(x.grad.isfinite().all()) for x in (q, k, v)):
                 return f"has missing or non-finite gradients{where}"
-            if backend == "fa3" and not (wrong := gradient_error(q, k, v, window, seen)) < 0.05:
+            if not (wrong := gradient_error(q, k, v, window, seen)) < 0.05:
                 return f"has gradients that differ from the reference by {wrong:.1%}{where}"
     return None
 
@@ -149,6 +150,8 @@ def choose_attention(cfg: GPTConfig, machine: DistContext, compiled: bool = Fals
     wanted: list[Backend] = ["sdpa"]
     if machine.device.type == "cuda":
         wanted = ["fa3", "flex", "sdpa"]
+        if torch.are_deterministic_algorithms_enabled():
+            wanted.remove("fa3")  # its backward pass is not, and does not say so
     elif machine.device.type == "cpu" and compiled:
         wanted = ["blocks", "sdpa"]
     for backend in wanted:
@@ -424,7 +427,8 @@ def require_memory(model: GPT, machine: DistContext) -> None:
     each = 2 * weights + state // machine.world_size
     require(device, "with gradients and optimizer state", sharing * each)
     if device.type == "cuda":
-        saved = weights + state if machine.is_main else 0
+        # PyTorch rounds pinned blocks up to powers of two: 1.5 times as much at depth 12 to 24
+        saved = 3 * (weights + state) // 2 if machine.is_main else 0
         require(torch.device("cpu"), "and optimizer state, copied for each save,", saved)
 
 

@@ -33,6 +33,9 @@ BROKEN = {
         q, k, v, None, s, mask
     ).double(),
     "no gradient": lambda q, k, v, mask, s: attention.attend_plain(q, k, v, None, s, mask).detach(),
+    "wrong gradients": lambda q, k, v, mask, s: attention.attend_plain(
+        q, k + 0.2 * (k - k.detach()), v, None, s, mask
+    ),
     "ignores masks": lambda q, k, v, mask, s: attention.attend_plain(q, k, v, None, s),
     "one mask for all rows": lambda q, k, v, mask, s: attention.attend_plain(
         q, k, v, None, s, None if mask is None else mask[:1]
@@ -97,7 +100,8 @@ def test_kernel_is_compared_with_float64_attention(machine, monkeypatch):
     seen = set()
 
     def recorded(q, *rest):
-        seen.add((q.dtype, q.size(2)))
+        if not torch.is_grad_enabled():  # outputs; gradients need all heads of a group
+            seen.add((q.dtype, q.size(2)))
         return attention.attend_plain(q, *rest)
 
     monkeypatch.setattr(preflight, "attend_plain", recorded)
@@ -118,6 +122,14 @@ def test_kernel_that_ignores_masks_is_skipped_entirely(machine, monkeypatch, cap
     monkeypatch.setattr(attention, "attend_sdpa", BROKEN["ignores masks"])
     assert choose_attention(TINY, machine) == "plain"
     assert "with a segment mask" in capsys.readouterr().out
+
+
+def test_deterministic_run_does_not_use_flash_attention_3(machine, monkeypatch):
+    gpu = replace(machine, device=torch.device("cuda"))
+    monkeypatch.setattr(preflight, "probe_works", lambda *args: True)
+    assert choose_attention(TINY, gpu) == "fa3"
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert choose_attention(TINY, gpu) == "flex"
 
 
 def test_compiled_cpu_model_uses_blockwise_attention(machine):
