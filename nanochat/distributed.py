@@ -416,17 +416,19 @@ def join(device: torch.device, rank: int, world_size: int, timeout_seconds: floa
     master = rank == 0 and not hosted
     store = dist.TCPStore(address, port, is_master=master, timeout=timeout)  # pyright: ignore
     attempt = name_attempt(store, rank, world_size, timeout_seconds)
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
-        store=dist.PrefixStore(attempt, store),  # pyright: ignore
-        rank=rank,
-        world_size=world_size,
-        timeout=GROUP_TIMEOUT,
-        device_id=device if device.type == "cuda" else None,
-    )
-    dist.barrier()  # the ranks' heartbeat clocks start together
     beats = dist.PrefixStore(f"{attempt}/beats", store.clone())  # pyright: ignore
-    return RankHeartbeat(beats, rank, world_size, timeout_seconds)
+    heartbeat = RankHeartbeat(beats, rank, world_size, timeout_seconds)
+    with heartbeat.doing("waiting", "process group initialization"):  # NCCL opens its connections
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            store=dist.PrefixStore(attempt, store),  # pyright: ignore
+            rank=rank,
+            world_size=world_size,
+            timeout=GROUP_TIMEOUT,
+            device_id=device if device.type == "cuda" else None,
+        )
+        dist.barrier()
+    return heartbeat
 
 
 def default_dtype(device: torch.device) -> torch.dtype:
