@@ -12,6 +12,7 @@ sequence does not depend on the rest of the batch.
 
 import math
 import random
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -141,10 +142,13 @@ def next_logits(
     return model.logits(model.hidden(tokens, view)[:, -1])
 
 
+MODEL_SHAPES = 64  # recompilations that one process allows
+CAPTURING = threading.Lock()  # PyTorch captures one CUDA graph at a time in a process
+
+
 @lru_cache(maxsize=1)
 def compiled_next_logits() -> Callable[..., Tensor]:
     """Return the compiled `next_logits`."""
-    torch._dynamo.config.recompile_limit = 64  # one process may use many model shapes
     return torch.compile(next_logits)
 
 
@@ -217,7 +221,7 @@ class DecodeStep:
         self.run_fused(tokens, positions, key_positions)  # compile and load kernels before capture
         graph = torch.cuda.CUDAGraph()
         # thread_local: other threads may use the device, e.g. when the server loads a model
-        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
+        with CAPTURING, torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
             logits = self.run_fused(tokens, positions, key_positions)
 
         def replay(new_tokens: Tensor, new_positions: Tensor) -> Tensor:
@@ -235,6 +239,8 @@ class DecodeStep:
 
     def run_fused(self, tokens: Tensor, positions: Tensor, key_positions: Tensor) -> Tensor:
         """Compiled step with dynamic len(key_positions) and, if B > 1, dynamic B."""
+        if torch._dynamo.config.recompile_limit != MODEL_SHAPES:  # each thread has its own
+            torch._dynamo.config.recompile_limit = MODEL_SHAPES
         for tensor in (key_positions, tokens, positions)[: 3 if len(tokens) > 1 else 1]:
             torch._dynamo.maybe_mark_dynamic(tensor, 0)
         return compiled_next_logits()(self.model, self.cache, tokens, positions, key_positions)
