@@ -76,7 +76,7 @@ prints parameters, heads and batch before its first step; the learning rates are
 - Hash-bigram embedding, up to depth {small_depth}: {bigram_each} rows per token of the vocabulary, at most
   {bigram_rows:,}. A row is half as wide as the model, and a bigram uses two rows.
 - Previous-token keys, up to depth {small_depth}, in every other layer (`--window_pattern=LP`): half of each key comes from
-  the embedding of the previous token, so that one layer finds what followed an earlier occurrence of a token.
+  the embeddings of the previous position, so that one layer finds what followed an earlier occurrence of a token.
 - Residual scalars: the input of each layer is a x + b x0, where x0 is the embedded token and a and b are learned.
 - Token embedding and LM head share no weights.
 
@@ -158,9 +158,10 @@ Why they differ:
 
 {reasons}
 
-Also published as gains and not adopted, because nothing here has measured them: smear and backout, Polar Express,
-NorMuon, Muon momentum of 0.97 that falls to 0.90, cosine decay of the weight decay, 12 instead of {gate_channels}
-channels for the gates of value embeddings.
+Also published as gains and not adopted, because they did not lower the loss of small models here
+([dev/LOG.md](../dev/LOG.md), 2026-11-21 and 26): smear and backout, Polar Express, NorMuon, Muon momentum of 0.97 that
+falls to 0.90, cosine decay of the weight decay, 12 instead of {gate_channels} channels for the gates of value
+embeddings.
 
 ## Which flag overrides what
 

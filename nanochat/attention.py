@@ -450,11 +450,12 @@ class CacheView:
         B, device = self.positions.size(0), self.positions.device
         return (torch.arange(B, device=device) if self.slots is None else self.slots)[:, None]
 
-    def preceding(self, tokens: Tensor) -> Tensor:
-        """Store new tokens (B, T); returns the previous token of each, -1 at position 0."""
+    def preceding(self, tokens: Tensor) -> tuple[Tensor, ...]:
+        """Store new tokens (B, T); returns the two tokens before each, latest first, -1 = none."""
         self.cache.tokens[self.rows, self.positions] = tokens
-        before = self.cache.tokens[self.rows, (self.positions - 1).clamp(min=0)]
-        return before.masked_fill(self.positions == 0, -1)
+        indices = (self.positions - 1, self.positions - 2)
+        found = (self.cache.tokens[self.rows, index.clamp(min=0)] for index in indices)
+        return tuple(x.masked_fill(i < 0, -1) for x, i in zip(found, indices, strict=True))
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Store keys and values of the new tokens in a layer, (B, T, G, D) each."""

@@ -98,8 +98,8 @@ class GPTConfig:
 
     def has_previous_keys(self, layer: int) -> bool:
         """
-        Whether half of each key of `layer` comes from the previous token's embedding. Then the
-        layer can find what followed an earlier occurrence of a token.
+        Whether half of each key of `layer` comes from the embeddings of the previous position.
+        Then the layer can find what followed an earlier occurrence of a token.
         """
         return self.letter(layer) == "P"
 
@@ -250,7 +250,7 @@ class Attention(nn.Module):
     Sources: grouped queries arXiv:2305.13245, query-key norm arXiv:2010.04245, value embeddings
     arXiv:2410.17897 as in modded-nanogpt (looked up by token). Keys that know the previous token:
     modded-nanogpt shifts half of the channels of a key by one position; here these channels are a
-    function of the previous token's embedding alone, so decoding needs only its id.
+    function of the embeddings of the previous position alone, so decoding needs only token ids.
     """
 
     norm_eps: float | None = None
@@ -264,7 +264,7 @@ class Attention(nn.Module):
         C, (H, G, D) = cfg.d_model, self.shape
         own = G * D // 2 if cfg.has_previous_keys(layer) else G * D
         self.q, self.k, self.v = Linear(C, H * D), Linear(C, own), Linear(C, G * D)
-        self.previous_k = Linear(C, G * D - own) if own < G * D else None
+        self.shifted_k = Linear(C, G * D - own) if own < G * D else None
         self.out = Linear(H * D, C)
         self.qkv_weight: Tensor | None = None
         self.gate = Linear(min(GATE_CHANNELS, C), G) if cfg.has_value_embedding(layer) else None
@@ -279,7 +279,7 @@ class Attention(nn.Module):
         cache: Any = None,
     ) -> Tensor:
         """
-        x, embeddings of the previous tokens (B, T, C), `value_embed` (B, T, G * D) -> (B, T, C).
+        x, `previous` (see ForwardContext) (B, T, C), `value_embed` (B, T, G * D) -> (B, T, C).
         Others: see `attend`.
         """
         B, T, _ = x.shape
@@ -289,8 +289,8 @@ class Attention(nn.Module):
         else:
             sizes = (H * D, self.k.out_features, G * D)
             q, k, v = F.linear(x, self.qkv_weight).split(sizes, dim=-1)
-        if self.previous_k is not None and previous is not None:
-            k = join_keys(k, self.previous_k(previous), G)
+        if self.shifted_k is not None and previous is not None:
+            k = join_keys(k, self.shifted_k(previous), G)
         q, k, v = q.view(B, T, H, D), k.view(B, T, G, D), v.view(B, T, G, D)
         if self.gate is not None and value_embed is not None:
             gate = 2 * torch.sigmoid(self.gate(x[..., : self.gate.in_features]))  # (B, T, G)
@@ -375,7 +375,7 @@ class ForwardContext(NamedTuple):
     """Normalized token embeddings (B, T, C) in the compute dtype."""
     rope: Rope
     previous: Tensor | None
-    """Normalized embeddings of the previous tokens, 0 without one (B, T, C)."""
+    """`x0` of the previous position, 0 without one (B, T, C)."""
     masks: dict[int | None, Any]
     """Attention mask of each window; see `attention.make_mask`."""
     cache: CacheView | None
@@ -443,7 +443,7 @@ class GPT(nn.Module):
         self.init_embeddings(generator)
         for block in self.blocks:
             attention, mlp = block.attention, block.mlp
-            keys = filter(None, (attention.k, attention.previous_k))
+            keys = filter(None, (attention.k, attention.shifted_k))
             for layer in (attention.q, *keys, attention.v):
                 self.draw(layer.weight, 1.0, generator)
             self.draw(mlp.up.weight, 0.4 if cfg.residual_scalars else 1.0, generator)
@@ -537,22 +537,39 @@ class GPT(nn.Module):
     ) -> ForwardContext:
         """
         Embed the tokens and compute the inputs shared by all layers. `embeds` (B, T, C) replaces
-        the token embeddings, but not those of previous tokens, hash-bigrams and values.
+        the token embeddings, but not hash-bigrams, value embeddings and, with a cache, previous
+        tokens.
         """
         cfg, T = self.cfg, tokens.size(1)
         positions = torch.arange(T, device=tokens.device) if cache is None else cache.positions
         windows, backend = map(cfg.window, range(cfg.n_layer)), self.blocks[0].attention.backend
         masks = {w: make_mask(backend, tokens, w, segments, cache) for w in set(windows)}
-        x, previous = (self.embed(tokens) if embeds is None else embeds).to(self.dtype), None
-        if cfg.uses_previous_token:
-            before = previous_tokens(tokens, segments) if cache is None else cache.preceding(tokens)
-        if self.bigrams is not None:
-            x = x + self.bigrams(tokens, before).to(self.dtype)
-        if any(map(cfg.has_previous_keys, cfg.order)):
-            found = self.embed(before.clamp(min=0)).masked_fill(before[..., None] < 0, 0.0)
-            previous = norm(found.to(self.dtype), self.norm_eps)
+        before = earlier = previous = None
+        if cfg.uses_previous_token and cache is not None:
+            before, earlier = cache.preceding(tokens)
+        elif cfg.uses_previous_token:
+            before = previous_tokens(tokens, segments)
+        x0 = self.embed_tokens(tokens, before, embeds)
+        if before is not None and any(map(cfg.has_previous_keys, cfg.order)):
+            if cache is None:
+                previous = F.pad(x0[:, :-1], (0, 0, 1, 0))
+            else:
+                previous = self.embed_tokens(before.clamp(min=0), earlier)
+            previous = previous.masked_fill(before[..., None] < 0, 0.0)
         rope = rotary(positions, self.rotary_dims, cfg.rope_theta, self.dtype)
-        return ForwardContext(tokens, norm(x, self.norm_eps), rope, previous, masks, cache)
+        return ForwardContext(tokens, x0, rope, previous, masks, cache)
+
+    def embed_tokens(
+        self, tokens: Tensor, before: Tensor | None, embeds: Tensor | None = None
+    ) -> Tensor:
+        """
+        Normalized token and hash-bigram embeddings (B, T, C) of tokens (B, T), given the previous
+        token of each, -1 = none. `embeds` (B, T, C) replaces the token embeddings.
+        """
+        x = (self.embed(tokens) if embeds is None else embeds).to(self.dtype)
+        if self.bigrams is not None and before is not None:
+            x = x + self.bigrams(tokens, before).to(self.dtype)
+        return norm(x, self.norm_eps)
 
     def run_layers(
         self, ctx: ForwardContext, x: Tensor, layers: Sequence[int], cache_layer: int = 0

@@ -27,7 +27,7 @@ OPTIONS = {
     "no value embeddings": {"value_every": 0},
     "no residual scalars": {"residual_scalars": False},
     "bigrams": {"bigram_rows": 97},
-    "previous keys": {"window_pattern": "P"},
+    "previous keys": {"window_pattern": "P", "bigram_rows": 50},
     "golf": GOLF_CHANGES,
     "recursive": RECURSIVE_CHANGES,
 }

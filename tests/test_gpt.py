@@ -295,8 +295,10 @@ def test_previous_token_is_minus_one_at_row_and_segment_start():
     assert previous_tokens(tokens, segments).tolist() == [[-1, 5, -1, 7], [-1, -1, 2, 3]]
 
 
-def test_half_of_each_key_comes_from_the_previous_token_alone():
-    model = lively(build_model(replace(TINY, window_pattern="P"), CPU, torch.float32, seed=0))
+@pytest.mark.parametrize("bigram_rows", [0, 50])
+def test_half_of_each_key_comes_from_the_previous_position(bigram_rows):
+    cfg = replace(TINY, window_pattern="P", bigram_rows=bigram_rows)
+    model = lively(build_model(cfg, CPU, torch.float32, seed=0))
     attention, (G, D) = model.blocks[1].attention, (TINY.n_kv_head, TINY.head_dim)
     found = []
     attention.normalize = lambda q, k, rope: found.append(k) or (q, k)
@@ -306,11 +308,13 @@ def test_half_of_each_key_comes_from_the_previous_token_alone():
         model(torch.tensor([tokens]))
         return found.pop()[0, -1].view(G, 2, 2, D // 4).transpose(1, 2).flatten(2).unbind(1)
 
-    own, previous = keys(1, 2, 3)
-    for tokens in (9, 2, 3), (1, 2, 9):
+    own, previous = keys(1, 2, 3, 4)
+    for tokens in (9, 2, 3, 4), (1, 2, 3, 9):
         other, same = keys(*tokens)
         assert torch.equal(same, previous) and not torch.allclose(other, own)
-    assert not torch.allclose(keys(1, 9, 3)[1], previous)
+    assert not torch.allclose(keys(1, 2, 9, 4)[1], previous)
+    # the hash-bigram embedding of the previous token knows the one before it
+    assert torch.equal(keys(1, 9, 3, 4)[1], previous) is (bigram_rows == 0)
     assert not keys(3)[1].any(), "the first token has no previous one"
 
 

@@ -68,9 +68,10 @@ class StoredTokens:
         self.positions, self.last_layer = positions, last_layer
         self.stored: tuple[Tensor, Tensor] | None = None
 
-    def preceding(self, tokens: Tensor) -> Tensor:
+    def preceding(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """
-        Return the token before each new one, (B, T), -1 at a document start; padding is skipped.
+        Return the two tokens before each new one, latest first, (B, T) each, -1 before a document
+        start; padding is skipped.
 
         The cache stores token ids as keys of its last layer, so that they are reordered and
         cropped with it. Raises ValueError for a cache that does not store them exactly.
@@ -89,10 +90,16 @@ class StoredTokens:
             known = keys[:, 0, :, 0]  # (B, M)
         slot = torch.arange(known.size(1), device=tokens.device)
         last = torch.where(self.segments > 0, slot, -1).cummax(dim=1).values  # last real token
-        before = F.pad(last, (1, 0), value=-1)[:, self.slots]  # (B, T)
-        found, at = before >= 0, before.clamp(min=0)
-        same = self.segments.gather(1, at) == self.segments[:, self.slots]
-        return known.gather(1, at).masked_fill(~(found & same), -1)
+        previous = F.pad(last, (1, 0), value=-1)  # (B, M + 1), slot of the token before each slot
+        before = previous[:, self.slots]  # (B, T)
+        earlier = previous.gather(1, before.clamp(min=0)).masked_fill(before < 0, -1)
+
+        def tokens_at(slots: Tensor) -> Tensor:
+            at = slots.clamp(min=0)
+            same = self.segments.gather(1, at) == self.segments[:, self.slots]
+            return known.gather(1, at).masked_fill(~((slots >= 0) & same), -1)
+
+        return tokens_at(before), tokens_at(earlier)
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Store keys and values of the new tokens in a layer, (B, T, G, D) each."""

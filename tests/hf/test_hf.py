@@ -44,7 +44,7 @@ ARCHITECTURES = {
     "default": {"window_pattern": "SL", "max_seq_len": 192, "n_layer": 3},
     "wide heads": {"head_dim": 16, "n_kv_head": 1, "mlp_ratio": 3.0},
     "bigrams": {"bigram_rows": 97},
-    "previous keys": {"window_pattern": "P", "value_every": 0},
+    "previous keys": {"window_pattern": "P", "value_every": 0, "bigram_rows": 50},
     "golf": GOLF_CHANGES,
     "recursive": RECURSIVE_CHANGES,
 }
