@@ -142,13 +142,13 @@ def next_logits(
     return model.logits(model.hidden(tokens, view)[:, -1])
 
 
-MODEL_SHAPES = 64  # recompilations that one process allows
 CAPTURING = threading.Lock()  # PyTorch captures one CUDA graph at a time in a process
 
 
 @lru_cache(maxsize=1)
 def compiled_next_logits() -> Callable[..., Tensor]:
     """Return the compiled `next_logits`."""
+    torch._dynamo.config.recompile_limit = 64  # one process may use many model shapes
     return torch.compile(next_logits)
 
 
@@ -239,8 +239,6 @@ class DecodeStep:
 
     def run_fused(self, tokens: Tensor, positions: Tensor, key_positions: Tensor) -> Tensor:
         """Compiled step with dynamic len(key_positions) and, if B > 1, dynamic B."""
-        if torch._dynamo.config.recompile_limit != MODEL_SHAPES:  # each thread has its own
-            torch._dynamo.config.recompile_limit = MODEL_SHAPES
         for tensor in (key_positions, tokens, positions)[: 3 if len(tokens) > 1 else 1]:
             torch._dynamo.maybe_mark_dynamic(tensor, 0)
         return compiled_next_logits()(self.model, self.cache, tokens, positions, key_positions)

@@ -110,9 +110,8 @@ def largest_error(
     heads of the first and the last group. One head at a time, because the (T, T) scores of several
     may not fit in memory.
     """
-    device = torch.device("cpu") if q.device.type == "mps" else q.device  # MPS has no float64
-    y, q, k, v = (x.to(device, torch.float64) for x in (y, q, k, v))
-    mask = None if mask is None else mask.to(device)
+    y, q, k, v = map(in_float64, (y, q, k, v))
+    mask = None if mask is None else mask.to(q.device)
     H, R = q.size(2), q.size(2) // k.size(2)
 
     def error(h: int) -> float:
@@ -121,6 +120,11 @@ def largest_error(
         return float((y[:, :, [h]] - want).abs().max())
 
     return max(map(error, {*range(R), *range(H - R, H)}))
+
+
+def in_float64(x: Tensor) -> Tensor:
+    """Detached copy of `x` in float64; on the CPU if it was on MPS, which has no float64."""
+    return x.detach().to("cpu" if x.device.type == "mps" else x.device, torch.float64)
 
 
 def gradient_error(
@@ -132,14 +136,16 @@ def gradient_error(
     """
     R = q.size(2) // k.size(2)
     parts = ((q, R), (k, 1), (v, 1))
-    heads = [x.detach()[:, :, :n].double().requires_grad_() for x, n in parts]
+    heads = [in_float64(x)[:, :, :n].clone().requires_grad_() for x, n in parts]
     query, key, value = heads
+    mask = None if mask is None else mask.to(query.device)
     y = attend_plain(query, key, value, window, q.size(-1) ** -0.5, mask)
     y.square().sum().backward()
     errors = []
     for (x, n), exact in zip(parts, heads, strict=True):
         assert x.grad is not None and exact.grad is not None
-        errors.append((x.grad[:, :, :n] - exact.grad).abs().max() / exact.grad.abs().max())
+        wrong = in_float64(x.grad)[:, :, :n] - exact.grad
+        errors.append(wrong.abs().max() / exact.grad.abs().max())
     return float(torch.stack(errors).max())
 
 

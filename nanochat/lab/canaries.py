@@ -331,13 +331,9 @@ CANARIES = {
     "forgotten": Canary(0.25, 0.5, 0.75, "pretraining is forgotten: bits per byte rose"),
     "first_loss": Canary(0.75, 1.5, 2.5, "the first training loss is above the parent's"),
     # never "broken": the smoothed loss averages over several steps
-    "train_loss": Canary(
-        1.0, 1.5, math.inf, "training conversations rendered for chat have a higher loss"
-    ),
+    "train_loss": Canary(1.0, 1.5, math.inf, "rendered for chat, conversations have a higher loss"),
     "loss_mask": Canary(1.25, 1.4, 1.6, "rows and conversations differ in the share of targets"),
-    "template": Canary(
-        0.2, 0.35, 0.5, "rows and conversations differ in the tokens before answers"
-    ),
+    "template": Canary(0.2, 0.35, 0.5, "rows and conversations differ before answers"),
     "no_end": Canary(0.15, 0.3, 0.6, "more answers hit the token limit"),
     "unparsable": Canary(0.15, 0.3, 0.6, "more answers cannot be parsed"),
     "repeated": Canary(0.15, 0.3, 0.5, "answers are more repetitive"),
@@ -405,8 +401,7 @@ class CanaryMonitor(Callback):
     def start(self, run: TrainingRun) -> None:
         self.log = run.log
         history, triggered = run.progress.callbacks.get("canaries", ([], []))
-        found = [Finding(*each) for each in history]
-        self.history = [f for f in found if f.name in CANARIES]  # others are of earlier versions
+        self.history = [Finding(*each) for each in history if each[1] in CANARIES]
         self.triggered = set(triggered)
 
     def after_step(self, done: Step, progress: Progress) -> None:
