@@ -19,8 +19,7 @@ import time
 import traceback
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -397,16 +396,17 @@ def heartbeat(path: Path) -> Iterator[None]:
     done = threading.Event()
 
     def beat() -> None:
-        path.touch()
-        while not done.wait(1.0):
-            path.touch()
+        while not done.is_set():
+            with suppress(OSError):  # for example a short fault of a network drive
+                path.touch()
+            done.wait(1.0)
 
-    with ThreadPoolExecutor(1, "packing") as pool:
-        pool.submit(beat)
-        try:
-            yield
-        finally:
-            done.set()
+    # A daemon, as SIGTERM can raise SystemExit before `done` is set: joining it would never end
+    threading.Thread(target=beat, daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
 
 
 def follow_parent() -> None:

@@ -632,6 +632,29 @@ def test_packing_process_exits_with_its_parent(folder, tokenizer, base):
         worker.wait(timeout=10)
 
 
+def test_SIGTERM_ends_a_worker_at_any_moment(folder, tokenizer, base):
+    """The handler raises SystemExit; here as the heartbeat is about to end."""
+    found = open_rows(source_of(folder), tokenizer, T)
+    program = (
+        "import os, signal, sys, threading\n"
+        "from pathlib import Path\n"
+        "from nanochat.packing import heartbeat\n"
+        "signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))\n"
+        f"with heartbeat(Path({str(found.alive_path)!r})):\n"
+        "    uninterrupted = threading.Event.set\n"
+        "    def interrupted(event):\n"
+        "        if threading.current_thread() is threading.main_thread():\n"
+        "            os.kill(os.getpid(), signal.SIGTERM)\n"
+        "        uninterrupted(event)\n"
+        "    threading.Event.set = interrupted\n"
+        "print('not interrupted')\n"
+    )
+    worker = subprocess.run(
+        [sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, timeout=100
+    )
+    assert (worker.returncode, worker.stdout) == (128 + signal.SIGTERM, ""), worker.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads peak memory from /proc")
 def test_packing_1_gb_uses_far_less_memory(tmp_path, tokenizer, base):
