@@ -103,13 +103,17 @@ Figure = tuple[str, str]  # title, path relative to the report
 # Public interface
 
 
-def append_section(name: str, cfg: Any, values: Any, origin: Any, cost: Any, **shown: Any) -> None:
+def append_section(
+    name: str, cfg: Any, values: Any, origin: Any, cost: records.Cost | None = None, **shown: Any
+) -> None:
     """
     Print the tables of a script, write its record and update the report. cfg: the script's config,
-    with a field `report_dir`. The other arguments are those of `records.write_record`.
+    with a field `report_dir`. cost: default: of one CPU since the start of the process. The other
+    arguments are those of `records.write_record`.
     """
     for table in shown.get("tables", ()):
         print(render_table(table), flush=True)
+    cost = cost or records.Cost.so_far()
     records.write_record(name, settings(cfg), values, origin, cost, cfg.report_dir, **shown)
     update(cfg.report_dir)
 

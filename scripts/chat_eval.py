@@ -38,7 +38,7 @@ from nanochat.preflight import choose_engine_compile
 from nanochat.sandbox import Tools
 from nanochat.stats import Estimate
 from tasks.base import Task, user, visible
-from tasks.registry import eval_task, key_of, why_unavailable
+from tasks.registry import TASKS, eval_task, key_of, why_unavailable
 
 MEAN = "ChatCORE"
 OPENERS = ("Hello! Who are you?", "What can you do?")
@@ -121,7 +121,8 @@ def open_tasks(
     Return the tasks that every rank can score, and name -> reason for the skipped ones, which are
     logged. Raises UsageError if a task in `task_name` cannot be scored.
     """
-    selected = select_tasks(cfg.task_name, default, cfg.final, machine.print0)
+    report_names = {name: TASKS[key_of(name)].task.name for name in default}
+    selected = select_tasks(cfg.task_name, report_names, cfg.final, machine.print0)
     names = list({key_of(name): name for name in selected}.values())
     reasons = {name: why_unavailable(name, cfg.unsafe_exec) for name in names}
     missing = {n: why for rank in machine.gather(reasons) for n, why in rank.items() if why}

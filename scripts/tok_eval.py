@@ -73,8 +73,7 @@ def main(cfg: TokEval) -> None:
     for kind, text in texts.items():
         values[f"bytes per token, {kind}"] = len(text.encode()) / ours[kind]
     provenance = records.Provenance(records.inherited_run_id(inputs, cfg.report_dir), 0, inputs)
-    cost = records.Cost.so_far()
-    report.append_section(SECTION, cfg, values, provenance, cost, tables=tables)
+    report.append_section(SECTION, cfg, values, provenance, tables=tables)
 
 
 def first_batch(source: Source, shard: str) -> str:

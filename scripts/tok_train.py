@@ -133,8 +133,7 @@ def main(cfg: TokTrain) -> None:
     save_last_source(texts.describe(), cfg.tokenizer_tag)
     values = record_values(tokenizer, reading, train_seconds)
     provenance = records.Provenance(run_id, 0, inputs, {"tokenizer": tokenizer.fingerprint})
-    cost = records.Cost.so_far()
-    report.append_section(SECTION, cfg, values, provenance, cost, files=[folder])
+    report.append_section(SECTION, cfg, values, provenance, files=[folder])
     size = f"vocabulary size {tokenizer.vocab_size:,}, {reading.text_bytes / 1e6:,.1f} MB of text"
     print(f"{folder}: {size}, {train_seconds:.1f} s")
     tag = "" if cfg.tokenizer_tag == "main" else f" --tokenizer_tag={cfg.tokenizer_tag}"

@@ -1,7 +1,7 @@
 """
 Filters that drop rows of a bucket, with counts and samples of dropped rows.
 
-    rows -> filters in order -> kept rows, one FilterStats per filter
+    rows -> filters in order -> kept rows, counts and samples per filter
 
 A row is {"messages": [...]}, or {"prompt": "..."} if it has no answer yet, plus optional fields:
 "original" (the prompt before translation), "gold" (the reference answer), "finish" (why the answer
@@ -13,9 +13,8 @@ import math
 import re
 import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -45,44 +44,23 @@ NUMBER = re.compile(r"\$?(-?\d[\d,]*(?:\.\d+)?)\.?")
 LINK_ONLY = re.compile(r"\s*https?://\S+\s*")
 
 
-class FilterStats(NamedTuple):
-    """Statistics of one filter."""
-
-    name: str
-    kept: int
-    dropped: int
-    not_judged: int
-    samples: tuple[str, ...]
-    """The beginnings of some dropped prompts."""
-
-
-@dataclass(frozen=True)
-class FilterResult:
-    """The kept rows and the statistics of every filter, in order."""
-
-    rows: list[FilterRow]
-    filters: list[FilterStats] = field(default_factory=list)
-
-    def table(self) -> dict[str, Any]:
-        """The statistics as a table of a record."""
-        columns = ["Filter", "Kept", "Dropped", "Not judged", "Such as"]
-        rows = [
-            [f.name, f"{f.kept:,}", f"{f.dropped:,}", f"{f.not_judged:,}", " / ".join(f.samples)]
-            for f in self.filters
-        ]
-        return {"title": "Filters", "columns": columns, "rows": rows}
-
-
-def apply_filters(rows: Iterable[FilterRow], rules: Mapping[str, FilterRule]) -> FilterResult:
-    """Apply rules in order; each sees the rows kept by the previous ones."""
+def apply_filters(
+    rows: Iterable[FilterRow], rules: Mapping[str, FilterRule]
+) -> tuple[list[FilterRow], dict[str, Any]]:
+    """
+    Apply rules in order; each sees the rows kept by the previous ones. Returns the kept rows and a
+    table of a record: counts of each filter, and the beginnings of some dropped prompts.
+    """
     left, done = list(rows), []
     for name, rule in rules.items():
         verdicts = rule(left)
         gone = [row for row, kept in zip(left, verdicts, strict=True) if kept is False]
         left = [row for row, kept in zip(left, verdicts, strict=True) if kept is not False]
-        samples = tuple(preview(prompt(row)) for row in gone[:NUM_SHOWN])
-        done.append(FilterStats(name, len(left), len(gone), verdicts.count(None), samples))
-    return FilterResult(left, done)
+        samples = " / ".join(preview(prompt(row)) for row in gone[:NUM_SHOWN])
+        counts = len(left), len(gone), verdicts.count(None)
+        done.append([name, *(f"{n:,}" for n in counts), samples])
+    columns = ["Filter", "Kept", "Dropped", "Not judged", "Such as"]
+    return left, {"title": "Filters", "columns": columns, "rows": done}
 
 
 def messages_of(row: FilterRow) -> Conversation:

@@ -8,7 +8,6 @@ Models for Code", arXiv:2403.07974.
 """
 
 import base64
-import binascii
 import io
 import json
 import pickle
@@ -125,7 +124,7 @@ class LiveCodeBench(CodeTask):
 
     @cached_property
     def by_question(self) -> dict[str, int]:
-        """User message -> problem. Rows are read one at a time: tests of some have megabytes."""
+        """User message -> problem."""
         return {question(self.row(i)): i for i in range(len(self))}
 
     def score(self, conversation: Conversation, answer: str) -> float:
@@ -208,5 +207,5 @@ def read_private(encoded: str) -> list[dict[str, Any]]:
     try:
         pickled = zlib.decompress(base64.b64decode(encoded))
         return json.loads(TextUnpickler(io.BytesIO(pickled)).load())
-    except (binascii.Error, zlib.error, pickle.UnpicklingError, EOFError, TypeError) as error:
+    except Exception as error:  # a damaged pickle may raise almost anything
         raise ValueError(f"cannot read hidden tests {encoded[:40]!r}...: {error}") from error

@@ -46,8 +46,6 @@ class Entry(NamedTuple):
     task: type[Task]
     source: str | None = None
     """Name of its data source option, if it has one."""
-    listed: bool = True
-    """Whether overlap with it is checked by default; others download much or are gated."""
 
 
 TASKS = {
@@ -70,23 +68,26 @@ TASKS = {
     "simple_spelling": Entry(SimpleSpelling, "words"),
     "identity": Entry(Identity),
     "jsonl": Entry(JSONL, "path"),
-    "kmmlu_redux": Entry(KMMLURedux, listed=False),
-    "kmmlu_redux_10": Entry(KMMLUReduxTen, listed=False),
-    "kmmlu_pro": Entry(KMMLUPro, listed=False),
-    "hae_rae": Entry(HAERAE, listed=False),
-    "clinical_qa": Entry(ClinicalQA, listed=False),
-    "click": Entry(CLIcK, listed=False),
-    "kobalt": Entry(KoBALT, listed=False),
-    "gpqa": Entry(GPQA, listed=False),
-    "mclm_ko": Entry(MCLMKorean, listed=False),
-    "hrm8k": Entry(HRM8K, listed=False),
-    "livecodebench": Entry(LiveCodeBench, listed=False),
+    "kmmlu_redux": Entry(KMMLURedux),
+    "kmmlu_redux_10": Entry(KMMLUReduxTen),
+    "kmmlu_pro": Entry(KMMLUPro),
+    "hae_rae": Entry(HAERAE),
+    "clinical_qa": Entry(ClinicalQA),
+    "click": Entry(CLIcK),
+    "kobalt": Entry(KoBALT),
+    "gpqa": Entry(GPQA),
+    "mclm_ko": Entry(MCLMKorean),
+    "hrm8k": Entry(HRM8K),
+    "livecodebench": Entry(LiveCodeBench),
     "world_chat": Entry(WorldChat),
     "world_facts": Entry(WorldFacts),
     "world_choice": Entry(WorldChoice),
     "world_problems": Entry(WorldProblems),
     "world_spelling": Entry(WorldSpelling),
 }
+# Overlap with these is checked by default; the others download much, are gated, or have the same
+# questions
+BENCHMARKS = ("arc_easy", "arc_challenge", "mmlu", "kmmlu", "gsm8k", "aqua", "humaneval")
 
 
 def key_of(name: str) -> str:
@@ -143,20 +144,3 @@ def overlapping_tasks(key: str) -> list[str]:
 def question_source(key: str) -> str:
     """Key of the task that provides the questions."""
     return key.removesuffix("_10").removesuffix("_letter").removesuffix("_redux")
-
-
-def list_benchmarks() -> list[str]:
-    """
-    Keys of scorable tasks, except unlisted ones, world tasks, derived tasks and those with a source
-    option.
-    """
-    return [
-        key
-        for key, entry in TASKS.items()
-        if entry.task.kind != "talk"
-        and "test" in entry.task.splits
-        and entry.source is None
-        and entry.listed
-        and not key.startswith("world_")
-        and question_source(key) == key
-    ]

@@ -12,9 +12,9 @@ def row(asked="How many?", said="Four of them.", **more):
 
 
 def kept(spec, *rows, count=len, benchmarks=()):
-    """Whether each row is kept, and the filter statistics."""
-    found = apply_filters(rows, parse_all(spec, count, benchmarks))
-    return [any(each is one for one in found.rows) for each in rows], found.filters
+    """Whether each row is kept, and the table's rows of the filters."""
+    left, table = apply_filters(rows, parse_all(spec, count, benchmarks))
+    return [any(each is one for one in left) for each in rows], table["rows"]
 
 
 def test_length_shift_drops_unusual_translations():
@@ -22,8 +22,8 @@ def test_length_shift_drops_unusual_translations():
     odd = [row("x" * 100, original="y" * 18), row("x", original="y" * 18)]
     found, [done] = kept("length_shift", *usual, *odd, row("no original"))
     assert found == [True] * 30 + [False, False, True]
-    assert (done.kept, done.dropped, done.not_judged) == (31, 2, 1)
-    assert done.samples[0].startswith("xxx")
+    assert done[1:4] == ["31", "2", "1"]
+    assert done[4].startswith("xxx")
 
 
 def test_length_filters_use_the_given_counting_function():
@@ -54,7 +54,7 @@ def test_script_filter_checks_prompt_and_answer():
         row("12 + 5?", "17"),
     ]
     found, [done] = kept("script=hangul:30%", *rows)
-    assert found == [True, False, False, True] and done.not_judged == 1
+    assert found == [True, False, False, True] and done[3] == "1"
 
 
 def test_degenerate_answers_are_dropped():
@@ -78,7 +78,7 @@ def test_answers_are_verified_against_gold():
         row(said="anything"),
     ]
     found, [done] = kept("verified", *rows)
-    assert found == [True, True, False, True, False, True] and done.not_judged == 1
+    assert found == [True, True, False, True, False, True] and done[3] == "1"
 
 
 @pytest.mark.parametrize(
@@ -117,15 +117,15 @@ def test_rows_with_a_benchmark_item_are_dropped():
 
 
 def test_filters_apply_and_report_in_order():
-    found = apply_filters(
+    left, table = apply_filters(
         [row("a" * 9), row("a" * 90), row("a" * 90)],
         parse_all("length=20:500,no_duplicate", len, ()),
     )
-    assert [(f.name, f.kept, f.dropped) for f in found.filters] == [
-        ("length=20:500", 3, 0),
-        ("no_duplicate", 2, 1),
+    assert [row[:3] for row in table["rows"]] == [
+        ["length=20:500", "3", "0"],
+        ["no_duplicate", "2", "1"],
     ]
-    assert found.table()["rows"][1][1:3] == ["2", "1"]
+    assert len(left) == 2
 
 
 @pytest.mark.parametrize(

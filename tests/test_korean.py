@@ -3,7 +3,7 @@
 import pytest
 
 from tasks.base import answer_text
-from tasks.registry import eval_task, list_benchmarks, make_task
+from tasks.registry import BENCHMARKS, eval_task, make_task
 from tests.published import publish
 
 KMMLU = {"question": " 물은? ", "options": ["가", "나", "다", "라"], "solution": "3"}
@@ -178,4 +178,4 @@ def test_final_answer_is_compared_by_value_or_formula(right, answer, score, tmp_
 def test_new_benchmarks_have_aliases_and_are_not_downloaded_by_default():
     assert eval_task("GPQA Diamond").name == "GPQA" and eval_task("LCB").name == "LiveCodeBench"
     assert eval_task("HAE-RAE Bench").name == "HAE-RAE"
-    assert not {"gpqa", "hrm8k", "kmmlu_pro", "livecodebench"} & set(list_benchmarks())
+    assert not {"gpqa", "hrm8k", "kmmlu_pro", "livecodebench"} & set(BENCHMARKS)

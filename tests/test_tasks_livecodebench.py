@@ -157,6 +157,7 @@ def test_pickled_tests_cannot_run_code():
     harmful = base64.b64encode(zlib.compress(pickle.dumps(Harmful()))).decode()
     with pytest.raises(ValueError, match="unexpected builtins.print"):
         read_private(harmful)
-    with pytest.raises(ValueError, match="cannot read hidden tests 'eJ"):
-        read_private(base64.b64encode(zlib.compress(b"[")).decode())
+    for damaged in (b"[", b"\x80\xd7.", pickle.dumps("text").replace(b"text", b"te\xfft")):
+        with pytest.raises(ValueError, match="cannot read hidden tests 'eJ"):
+            read_private(base64.b64encode(zlib.compress(damaged)).decode())
     assert read_private(ROWS[0]["private_test_cases"])[0]["output"] == "0.5\n"

@@ -46,7 +46,8 @@ def final_benchmarks() -> dict[str, str]:
 def declare(final: Mapping[str, str]) -> Path:
     """Permanently declare benchmarks final. final: name -> dataset it is made from."""
     path = base_dir() / FILE
-    write_json(path, seal({"final": {**final_benchmarks(), **final}}))
+    with hold_lock(base_dir() / ".lock", "the ledger"):
+        write_json(path, seal({"final": {**final_benchmarks(), **final}}))
     return path
 
 
@@ -56,15 +57,18 @@ def is_final(name: str) -> bool:
 
 
 def select_tasks(
-    named: str | None, default: Sequence[str], final: bool, say: Callable[[str], None]
+    named: str | None, default: Mapping[str, str], final: bool, say: Callable[[str], None]
 ) -> list[str]:
-    """Tasks in `named`, separated by |; else those of `default` that may be evaluated."""
+    """
+    Tasks in `named`, separated by |; else those of `default` that may be evaluated. default: key ->
+    report name, by which benchmarks are declared final.
+    """
     if named:
         return named.split("|")
-    left_out = [name for name in default if is_final(name) and not final]
+    left_out = [key for key, name in default.items() if is_final(name) and not final]
     if left_out:
         say(f"skipping final benchmarks: {', '.join(left_out)}; --final evaluates them")
-    return [name for name in default if name not in left_out]
+    return [key for key in default if key not in left_out]
 
 
 def require_access(names: Iterable[str], allowed: bool, who: Mapping[str, Any]) -> None:

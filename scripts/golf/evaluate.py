@@ -130,7 +130,7 @@ def find_source_checkpoint(artifact: Artifact, machine: DistContext) -> Checkpoi
     origin = artifact.origin
     try:
         found = find_checkpoint_on_node(machine, origin["stage"], origin["tag"], origin["step"])
-    except (MissingInput, FileNotFoundError, ValueError):
+    except (FileNotFoundError, ValueError):
         return None
     return found if found.fingerprint == origin["checkpoint"] else None
 

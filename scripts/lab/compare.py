@@ -80,10 +80,9 @@ def main(cfg: Compare) -> None:
         for name, side in zip(("before", "after"), prints, strict=True)
     }
     provenance = records.Provenance(runs[-1].run_id, 0, inputs)
-    cost = records.Cost.so_far()
     before, after = (", ".join(run.name for run in side) for side in sides)
     section = f"Comparison of {before} and {after}"
-    report.append_section(section, cfg, verdicts, provenance, cost, tables=[table])
+    report.append_section(section, cfg, verdicts, provenance, tables=[table])
 
 
 def compare_all(cfg: Compare) -> None:

@@ -27,7 +27,7 @@ from nanochat.tokenizer import Tokenizer
 from tasks.base import assistant, find_error, user
 from tasks.buckets import Bucket, buckets
 from tasks.filters import FilterRow, apply_filters, parse_all
-from tasks.registry import eval_task, list_benchmarks
+from tasks.registry import BENCHMARKS, eval_task
 
 
 @dataclass(frozen=True)
@@ -54,24 +54,24 @@ class Filter:
 def main(cfg: Filter) -> None:
     if not cfg.out:
         raise ValueError("--out is required: the file to write")
-    benchmarks = list_benchmarks() if "no_overlap" in cfg.filters else []
+    benchmarks = BENCHMARKS if "no_overlap" in cfg.filters else []
     rules = parse_all(cfg.filters, length_in(cfg.tokenizer_tag), [eval_task(b) for b in benchmarks])
     bucket = open_bucket(cfg) if cfg.bucket else None
-    found = apply_filters(read_rows(cfg.rows, bucket), rules)
-    if not found.rows:
+    rows = list(read_rows(cfg.rows, bucket))
+    kept, table = apply_filters(rows, rules)
+    if not kept:
         raise ValueError(f"the filters {cfg.filters} drop all of {cfg.bucket or cfg.rows}")
     out = Path(cfg.out).expanduser()
-    text = (json.dumps(dict(row), ensure_ascii=False) for row in found.rows)
+    text = (json.dumps(dict(row), ensure_ascii=False) for row in kept)
     write_atomic(out, "".join(f"{line}\n" for line in text))
-    print(printable(f"wrote {len(found.rows):,} conversations to {out}"))
-    values = {"Kept": len(found.rows), "Dropped": sum(f.dropped for f in found.filters)}
+    print(printable(f"wrote {len(kept):,} conversations to {out}"))
+    values = {"Kept": len(kept), "Dropped": len(rows) - len(kept)}
     if bucket:
         source = fingerprint(bucket.train.identity)
     else:
         source = sha256_file(Path(cfg.rows).expanduser())[:16]
     provenance = records.Provenance(records.new_run_id(), 0, {"before": source})
-    cost, section = records.Cost.so_far(), f"Filters {out.stem}"
-    report.append_section(section, cfg, values, provenance, cost, tables=[found.table()])
+    report.append_section(f"Filters {out.stem}", cfg, values, provenance, tables=[table])
 
 
 def length_in(tag: str) -> Callable[[str], int]:

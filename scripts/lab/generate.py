@@ -90,8 +90,7 @@ def main(cfg: Generate) -> None:
     values = {"Teacher": model, "Prompts": len(todo), "Answered before": num_known, **counts}
     inputs = {"before": fingerprint([row["key"] for row in todo])}
     provenance = records.Provenance(records.new_run_id(), 0, inputs)
-    cost, section = records.Cost.so_far(), f"Generation {out.stem}"
-    report.append_section(section, cfg, values, provenance, cost)
+    report.append_section(f"Generation {out.stem}", cfg, values, provenance)
 
 
 def load_prompts(path: str) -> Iterator[dict[str, Any]]:
@@ -120,9 +119,9 @@ def connect(cfg: Generate) -> tuple[Any, str]:
     client = openai.OpenAI(base_url=cfg.base_url, api_key=key, max_retries=5)
     try:
         return client, cfg.model or client.models.list().data[0].id
-    except openai.APIConnectionError as error:
-        fix = "serve our model with python -m scripts.chat_web, or set --base_url"
-        raise UsageError(f"cannot connect to a server at {cfg.base_url}", fix) from error
+    except (openai.OpenAIError, IndexError) as error:
+        fix = "serve our model with python -m scripts.chat_web, or set --base_url and --key_file"
+        raise UsageError(f"no model from a server at {cfg.base_url}: {error}", fix) from error
 
 
 def answer_all(

@@ -19,13 +19,7 @@ from nanochat.lab import held_out
 from nanochat.mixture import MixConfig, read_mixture
 from tasks.buckets import TAGS, buckets
 from tasks.overlap import overlaps
-from tasks.registry import (
-    TASKS,
-    eval_task,
-    key_of,
-    list_benchmarks,
-    overlapping_tasks,
-)
+from tasks.registry import BENCHMARKS, TASKS, eval_task, key_of, overlapping_tasks
 
 SECTION = "Overlap"
 
@@ -57,7 +51,7 @@ def check_task(name: str) -> str:
     """Return the key of a task that can be scored. Raises ValueError otherwise."""
     key = key_of(name)
     if TASKS[key].task.kind == "talk" or key not in TAGS:
-        raise ValueError(f"--final: {name!r} is not scored; use {', '.join(list_benchmarks())}")
+        raise ValueError(f"--final: {name!r} is not scored; use {', '.join(BENCHMARKS)}")
     return key
 
 
@@ -66,7 +60,7 @@ def scan(cfg: HoldOut) -> None:
     learned = buckets(*read_mixture(cfg.mix.mixture))
     final = map(key_of, held_out.final_benchmarks())
     same = (key.removesuffix("_10").removesuffix("_letter") for key in final)  # same questions
-    default = [*list_benchmarks(), *same]
+    default = [*BENCHMARKS, *same]
     names = cfg.benchmarks.split("|") if cfg.benchmarks else dict.fromkeys(default)
     tests = [eval_task(name) for name in names]
     found = overlaps([bucket.train for bucket in learned], tests)
@@ -81,8 +75,7 @@ def scan(cfg: HoldOut) -> None:
     values = {"Items with overlap": sum(len(o.shared) + len(o.whole) for o in found)}
     inputs = {"before": fingerprint({bucket.name: bucket.train.identity for bucket in learned})}
     provenance = records.Provenance(records.new_run_id(), 0, inputs)
-    cost = records.Cost.so_far()
-    report.append_section(SECTION, cfg, values, provenance, cost, tables=[table])
+    report.append_section(SECTION, cfg, values, provenance, tables=[table])
 
 
 if __name__ == "__main__":

@@ -114,7 +114,7 @@ class MergeScorer:
 
 def validation_buckets(cfg: MergeScript, first: Checkpoint) -> list[Bucket]:
     """Buckets whose held-out conversations are used for validation."""
-    trained = first.state["settings"]
+    trained = first.state.get("settings", {})  # an imported checkpoint has none
     spec = cfg.val_mixture or trained.get("val_mixture") or trained.get("mixture")
     if not spec:
         raise ValueError(f"{first.folder} records no validation mixture; set --val_mixture")
@@ -163,9 +163,8 @@ def main(cfg: MergeScript) -> None:
     outputs = {checkpoint.state["stage"]: checkpoint.fingerprint}
     run_id = checkpoint.state["provenance"]["run_id"]
     provenance = records.Provenance(run_id, 0, inputs, outputs)
-    cost = records.Cost.so_far()
     shown = {"tables": [table], "series": lines, "files": [checkpoint.folder]}
-    report.append_section(SECTION, cfg, values, provenance, cost, **shown)
+    report.append_section(SECTION, cfg, values, provenance, **shown)
     machine.close()
 
 
@@ -226,7 +225,8 @@ def save_merge(
     state = {
         **lineage(first.state),
         "stage": first.state["stage"],
-        "settings": first.state["settings"],  # training settings: define the validation rows
+        # Training settings and declared buckets define the validation rows
+        **{k: first.state[k] for k in ("settings", "declared") if k in first.state},
         "provenance": {**origin, "inputs": {**origin["inputs"], **inputs}},
         "merge": {
             **settings(cfg.merging),

@@ -19,6 +19,7 @@ from tasks.base import (
 )
 from tasks.buckets import TAGS
 from tasks.overlap import overlaps
+from tasks.registry import TASKS
 
 
 def test_final_benchmark_needs_permission_and_is_logged():
@@ -149,12 +150,12 @@ def test_script_declares_and_lists_final_benchmarks(capsys):
 
 
 def test_evaluation_skips_final_tasks_without_the_flag():
-    every, said = ["arc_easy", "gsm8k"], []
-    assert held_out.select_tasks(None, every, False, said.append) == every
-    held_out.declare({"ARC-Easy": "arc"})
+    every, said = {key: TASKS[key].task.name for key in ("arc_easy", "gsm8k", "spelling")}, []
+    assert held_out.select_tasks(None, every, False, said.append) == list(every)
+    hold_out.main(HoldOut(final="arc_easy|spelling"))
     assert held_out.select_tasks(None, every, False, said.append) == ["gsm8k"]
-    assert said == ["skipping final benchmarks: arc_easy; --final evaluates them"]
-    assert held_out.select_tasks(None, every, True, said.append) == every
+    assert said == ["skipping final benchmarks: arc_easy, spelling; --final evaluates them"]
+    assert held_out.select_tasks(None, every, True, said.append) == list(every)
     # a named task is rejected instead of skipped, before any evaluation
     named = held_out.select_tasks("ARC-Easy|GSM8K", every, False, said.append)
     with pytest.raises(UsageError, match="ARC-Easy is final"):

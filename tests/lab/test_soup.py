@@ -6,9 +6,16 @@ import numpy as np
 import pytest
 import torch
 
-from nanochat.checkpoint import find_checkpoint
+from nanochat.checkpoint import (
+    find_checkpoint,
+    lineage,
+    load_model,
+    save_checkpoint,
+    stage_folder,
+)
 from nanochat.common import UsageError, read_json
 from nanochat.lab.merge import MergeConfig, RowBits, greedy, interpolate, loss_barrier, warnings
+from nanochat.tokenizer import Tokenizer
 from scripts.lab import merge as merge_script
 from scripts.lab.merge import MergeScript
 
@@ -96,6 +103,21 @@ def test_merges_can_be_merged_and_base_must_be_an_ancestor(two):
     )
     with pytest.raises(UsageError, match="no record that these models come from .*first"):
         merge_script.main(MergeScript(models="base:one", base="base:first", merging=towards))
+
+
+def test_imported_models_can_be_merged_and_declared_buckets_are_kept(two, machine):
+    for tag, more in (("bare", {}), ("declared", {"declared": {"mine": {"path": "mine.jsonl"}}})):
+        one = find_checkpoint("base", "one")
+        state = {**lineage(one.state), "stage": "base", **more}
+        tokenizer = Tokenizer.read(one.folder / "tokenizer.json")
+        save_checkpoint(
+            stage_folder("base") / tag, 3, load_model(one, machine), None, tokenizer, state
+        )
+        merge_script.main(
+            MergeScript(models=f"base:{tag}|base:two", eval_tokens=2048, unrelated=True)
+        )
+        merged = find_checkpoint("base", "merged").state
+        assert "settings" not in merged and merged.get("declared") == more.get("declared")
 
 
 def test_slerp_records_t_and_greedy_rejects_a_method(two):
