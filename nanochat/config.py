@@ -265,7 +265,7 @@ def require_at_least(cfg: Any, **minimum: float) -> None:
     """Raise ValueError if a setting is below its minimum; None is allowed."""
     for name, bound in minimum.items():
         value = getattr(cfg, name)
-        if value is not None and value < bound:
+        if value is not None and not value >= bound:  # also rejects NaN
             raise ValueError(f"{name} must be at least {bound}, got {value}")
 
 

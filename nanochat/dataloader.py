@@ -165,9 +165,7 @@ class Rows(RowSequence):
 
     def epochs_for(self, rows_needed: int) -> float | None:
         """Return the number of epochs; None if it depends on shards that are not packed yet."""
-        if not self._count_rows() and self._starts[-1] < rows_needed:
-            return None
-        return rows_needed / max(1, self._starts[-1])
+        return rows_needed / max(1, self._starts[-1]) if self._count_rows() else None
 
     @property
     def packed_train_rows(self) -> int:
@@ -327,7 +325,7 @@ class Rows(RowSequence):
         return np.memmap(self.bin_path(shard), self.dtype, "r", shape=shape)[indices]
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=64)  # a step of a mixture reads several shards of each bucket
 def permutation(seed: int, epoch: int, shard: int, n: int) -> np.ndarray:
     """
     Return the order of the `n` rows of a shard in an epoch.

@@ -11,7 +11,7 @@ between ranks.
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -100,9 +100,9 @@ class OptimConfig:
     """Maximum global gradient norm; larger gradients are scaled down to it. 0 = no clipping."""
 
     def __post_init__(self) -> None:
-        for name in ("embedding_lr", "unembedding_lr", "matrix_lr", "grad_clip"):
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise ValueError(f"{name} must be finite and at least 0, got {getattr(self, name)}")
+        for name, value in asdict(self).items():
+            if value is not None and not 0 <= value < float("inf"):
+                raise ValueError(f"{name} must be finite and at least 0, got {value}")
 
 
 @dataclass(frozen=True)

@@ -180,13 +180,6 @@ class Packer:
 Batches = Iterable[tuple[np.ndarray, np.ndarray]]  # ids and offsets, as `Packer.add` takes them
 
 
-def pack_stream(batches: Batches, packer: Packer) -> Iterator[np.ndarray]:
-    """Yield the rows of a stream of (ids, offsets) batches in blocks, (n, row_length)."""
-    for ids, offsets in batches:
-        yield packer.add(ids, offsets)
-    yield packer.finish()
-
-
 # ---- Packing a source shard by shard, in several processes ---------------------------------------
 # A shard of rows is packed from one file of the source, or from several small ones. It depends only
 # on these, the tokenizer and the row length. Processes share the work through lock files. A shard's
@@ -284,8 +277,9 @@ def write_shard(
     part = path.with_name(path.name + ".part")
     try:
         with part.open("wb") as out:
-            for block in pack_stream(batches, packer):
-                out.write(block.tobytes())
+            for ids, offsets in batches:
+                out.write(packer.add(ids, offsets).tobytes())
+            out.write(packer.finish().tobytes())
         common.fsync(part)
         digest = common.sha256_file(part)
         os.replace(part, path)
@@ -364,7 +358,9 @@ def start_packing(
     packed again next time.
     """
     rows.error_path.unlink(missing_ok=True)
-    order = json.dumps([source.describe(), str(rows.folder), rows.max_seq_len, rows_needed])
+    order = json.dumps(
+        [os.getpid(), source.describe(), str(rows.folder), rows.max_seq_len, rows_needed]
+    )
     command = [sys.executable, "-m", "nanochat.packing", order]
     env = {**os.environ, "NANOCHAT_BASE_DIR": str(common.base_dir()), "RAYON_NUM_THREADS": "1"}
     processes = [
@@ -409,9 +405,8 @@ def heartbeat(path: Path) -> Iterator[None]:
         done.set()
 
 
-def follow_parent() -> None:
-    """Exit this process soon after its parent exits, even if the parent is killed."""
-    parent = os.getppid()
+def follow(parent: int) -> None:
+    """Exit soon after the parent process exits, even if it is killed."""
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -423,12 +418,12 @@ def follow_parent() -> None:
 
 def main() -> None:
     """Entry point of the background process; takes the JSON argument of `start_packing`."""
-    follow_parent()
+    parent, described, folder, max_seq_len, rows_needed = json.loads(sys.argv[1])
+    follow(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     # sys.exit unwinds the stack, which removes partial files
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     os.nice(10)
-    described, folder, max_seq_len, rows_needed = json.loads(sys.argv[1])
     try:
         source = open_source(DataConfig(), described)
         tokenizer = Tokenizer.read(Path(folder, "tokenizer.json"))

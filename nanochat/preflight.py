@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -397,17 +397,6 @@ def choose_device_rows(asked: int | None, rows: int, limit: int) -> int:
         share = f"{rows} rows per device and step"
         raise ValueError(f"device_batch_size {asked} does not divide {share}; use {best}")
     return best
-
-
-class Prepared(NamedTuple):
-    """Settings and measurements for a run that do not change its results."""
-
-    device_rows: int
-    compiled: bool = False
-    memory_bytes: int = 0
-    """Bytes per device for weights, gradients, optimizer state and activations."""
-    train_seconds: float | None = None
-    """Estimated seconds of training, from the measured micro-batch."""
 
 
 def require_memory(model: GPT, machine: DistContext) -> None:

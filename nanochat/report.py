@@ -136,13 +136,13 @@ def update(
     folder, damaged = records.report_folder(report_dir), []
     home = folder if report_dir else base_dir()
     written = records.read_records(folder, damaged)
+    if not written:
+        raise MissingInput("; ".join([f"no records in {folder}", *damaged]), "bash speedrun.sh")
     header = read_header(folder, written, hourly_rate)
     device_rate = header["hourly_rate"] / max(1, len(header["hardware"]["gpus"]))
     tables = more(written, records.read_history(folder, damaged), device_rate, damaged)
     for each in damaged:
         print(f"skipped: {printable(each)}")
-    if not written:
-        raise MissingInput(f"no records in {folder}", "bash speedrun.sh")
     figures: dict[str, list[Figure]] = {}
     existing = {path: path.stem for path in sorted(folder.glob("figures/*.svg"))}
     for path, title in (draw(folder / "figures", written) if draw else existing).items():

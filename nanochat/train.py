@@ -32,7 +32,7 @@ from nanochat.gpt import GPT
 from nanochat.logger import METRICS_FILE, RunLog, duration
 from nanochat.loss import IGNORE, Trainable
 from nanochat.optim import MuonAdamW, OptimConfig, ScheduleConfig
-from nanochat.preflight import KernelConfig, Prepared
+from nanochat.preflight import KernelConfig
 from nanochat.tokenizer import Tokenizer
 
 ShouldStop = Callable[[], bool]  # whether a stop was requested
@@ -269,8 +269,8 @@ class TrainingRun:
     """Steps to train; the maximum if `max_seconds` is set."""
     schedule: ScheduleConfig
     kernels: KernelConfig = KernelConfig()
-    prepared: Prepared | None = None
-    """Kernels and micro-batch size if they are known already (DPO, RL)."""
+    device_rows: int = 0
+    """Micro-batch size per device, in rows. 0 = choose the largest that fits, by measuring."""
     objective: Trainable | None = None
     """Computes the loss. Default: the model."""
     callbacks: Sequence[Callback] = ()
@@ -299,8 +299,8 @@ class TrainingRun:
     """Training progress."""
     checkpoint: Checkpoint | None = None
     """Last checkpoint; None on all ranks but the main one."""
-    device_rows: int = 1
-    """Micro-batch size per device, in rows."""
+    memory_bytes: int = 0
+    """Bytes per device for weights, gradients, optimizer state and activations, if measured."""
     save: Callable[..., None] = lambda progress, final=False: None
     """Saves a checkpoint; `final` waits until it is on disk. Call on every rank."""
     log: Callable[[int, dict[str, Any]], None] = lambda step, values: None
@@ -629,7 +629,7 @@ def train(run: TrainingRun) -> None:
     with CheckpointManager(folder, machine, cfg.saving, run.keep_optimizer) as checkpoints:
         run.progress = checkpoints.begin(identity, model, run.optimizer, run.num_steps)
         run.progress.begin_loss_scale(machine.dtype)
-        run.prepared = prepare(run, checkpoints)
+        prepare(run, checkpoints)
         log: AbstractContextManager = nullcontext()
         if machine.is_main:
             total = run.num_steps if run.max_seconds is None else None
@@ -647,7 +647,7 @@ def train(run: TrainingRun) -> None:
         raise SystemExit(common.PREEMPTED)
 
 
-def prepare(run: TrainingRun, checkpoints: CheckpointManager) -> Prepared:
+def prepare(run: TrainingRun, checkpoints: CheckpointManager) -> None:
     """Choose kernels and micro-batch size, check memory and disk space, and print a summary."""
     cfg, model, machine = run.cfg, run.model, run.machine
     left, folder = run.num_steps - run.progress.step, checkpoints.folder
@@ -659,13 +659,12 @@ def prepare(run: TrainingRun, checkpoints: CheckpointManager) -> Prepared:
     # golf and recursion models keep float32 weights
     if machine.device.type == "cuda" and type(model) is GPT and not run.float32_weights:
         run.optimizer.round_weights(model, machine.dtype)
-    prepared = run.prepared or fit_rows(run, left)
-    run.device_rows, seconds, most = prepared.device_rows, prepared.train_seconds, ""
+    seconds, most = None if run.device_rows else fit_rows(run, left), ""
     if run.max_seconds is not None and seconds is not None:
         seconds = max(0.0, min(seconds, run.max_seconds - run.progress.clock_seconds))
         most = f"{run.max_seconds:g} s of training, at most "
     lines = {
-        **preflight.describe_run(model, machine, prepared.compiled, cfg.fp8),
+        **preflight.describe_run(model, machine, bool(run.progress.compiled), cfg.fp8),
         "disk": disk,
         "inputs": ", ".join(map(" ".join, run.inputs.items())),
         **run.loader.describe(run),
@@ -674,13 +673,13 @@ def prepare(run: TrainingRun, checkpoints: CheckpointManager) -> Prepared:
     if seconds is not None:
         lines["estimate"] = f"about {duration(seconds)} of training"
     machine.print0("\n".join(f"{name:<10} {text}" for name, text in lines.items()))
-    return prepared
 
 
-def fit_rows(run: TrainingRun, steps: int) -> Prepared:
+def fit_rows(run: TrainingRun, steps: int) -> float:
     """
-    Choose kernels and micro-batch size for the remaining `steps` and set up the model. Raises
-    UsageError if the requested micro-batch, or even a single row, does not fit in memory.
+    Choose kernels and micro-batch size, set up the model, and return the estimated seconds of the
+    remaining `steps`. Raises UsageError if the requested micro-batch, or even a single row, does
+    not fit in memory.
     """
     model, optimizer, machine = run.model, run.optimizer, run.machine
     trainable, requested = run.objective or model, run.cfg.device_batch_size
@@ -691,9 +690,12 @@ def fit_rows(run: TrainingRun, steps: int) -> Prepared:
     limit = rows if requested is not None else preflight.max_rows(model, trainable, machine, grads)
     device_rows = preflight.choose_device_rows(requested, rows, limit)
     guess = preflight.estimate_seconds(model, steps * run.batch_tokens, machine)
-    if run.progress.compiled is not None:
-        guess = math.inf if run.progress.compiled else 0.0
-    compiled = preflight.set_kernels(run.kernels, model, machine, guess, optimizer)
+    kernels = run.kernels
+    if run.progress.compiled:
+        guess = math.inf
+    elif run.progress.compiled is False and kernels.compile is None:
+        kernels = KernelConfig(compile=False)
+    compiled = preflight.set_kernels(kernels, model, machine, guess, optimizer)
     run.progress.compiled = compiled
     mode = "compiling first" if compiled else "eager"
     machine.print0(f"preflight  measuring a micro-batch of {device_rows} rows ({mode}) ...")
@@ -724,25 +726,26 @@ def fit_rows(run: TrainingRun, steps: int) -> Prepared:
         f"memory     {total / 2**20:,.0f} MiB per device at device_batch_size={device_rows}: "
         f"{parts}; {free / 2**20:,.0f} available"
     )
-    return Prepared(device_rows, compiled, total, seconds * steps * rows / device_rows)
+    run.device_rows, run.memory_bytes = device_rows, total
+    return seconds * steps * rows / device_rows
 
 
 def write_section(
     section: str, run: TrainingRun, values: dict[str, Any], began: Stopwatch, tables: Sequence = ()
 ) -> None:
     """Write the record of a finished run, update the report and print the next commands."""
-    saved, machine, prepared = run.checkpoint, run.machine, run.prepared
-    if saved is not None and prepared is not None:
+    saved, machine = run.checkpoint, run.machine
+    if saved is not None:
         if run.kind in ("base", "mid", "sft"):  # steps of `batch_tokens` tokens, measured before
             rate, health = run.tokens_per_second, run.progress.health
             values = {
                 **values,
                 "Tokens per second": "-" if rate is None else f"{rate:,.0f}",
                 "Batch tokens": run.batch_tokens,
-                "Rows per device pass": prepared.device_rows,
+                "Rows per device pass": run.device_rows,
                 "Compute dtype": preflight.describe_dtype(machine, run.cfg.fp8),
-                "Compiled": prepared.compiled,
-                "Estimated memory": f"{prepared.memory_bytes / 2**20:.2f}MiB",
+                "Compiled": run.progress.compiled,
+                "Estimated memory": f"{run.memory_bytes / 2**20:.2f}MiB",
                 "Memory after imports": f"{began.memory_bytes / 2**20:.2f}MiB",
                 "Skipped steps": health.bad_steps,
                 "Loss spikes": health.spikes,

@@ -157,6 +157,8 @@ def pretrain(
     table = rules(cfg.train.optim, horizon, model_cfg.d_model)
     optimizer = make_optimizer(model, table, machine)
     mixed, needed = corpus.resolve_amounts(num_steps * horizon.batch_tokens // T, machine)
+    if max_seconds is not None:  # packing must not count against the time budget
+        corpus.pack(needed, machine)
 
     # Evaluators and the run
     loss = validation(cfg.validation, corpus.rows)
@@ -186,8 +188,6 @@ def pretrain(
         background=partial(corpus.packing, needed, machine),
         bytes_to_pack=corpus.bytes_to_pack(needed, machine),
     )
-    if max_seconds is not None:  # packing must not count against the time budget
-        corpus.pack(needed, machine)
     train(run)
     write_section(SECTION, run, summarize(run), began, mixed.tables() if mixed else ())
 

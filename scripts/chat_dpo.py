@@ -31,7 +31,7 @@ from nanochat.lab.dpo import (
     sample_pairs,
 )
 from nanochat.optim import MuonAdamW, ScheduleConfig, make_rules
-from nanochat.preflight import Prepared, choose_engine_compile
+from nanochat.preflight import choose_engine_compile
 from nanochat.rl import RolloutConfig
 from nanochat.sandbox import calculate
 from nanochat.tokenizer import Tokenizer
@@ -115,7 +115,7 @@ def main(cfg: ChatDPO) -> None:
         tag=tag,
         num_steps=num_steps,
         schedule=ScheduleConfig(0, warmdown_ratio=1.0, final_lr_frac=0.0),
-        prepared=Prepared(rows),
+        device_rows=rows,
         callbacks=[evaluator, *([monitor] if monitor else [])],
         inputs=inputs,
         identity={"task": spec, "beta": cfg.beta, "init_lr_frac": cfg.init_lr_frac, **inputs},

@@ -22,7 +22,7 @@ from nanochat.lab.canaries import CanaryConfig, open_monitor
 from nanochat.lab.held_out import reject_contaminated, require_access
 from nanochat.mixture import Part
 from nanochat.optim import MuonAdamW, OptimConfig, ScheduleConfig, make_rules
-from nanochat.preflight import Prepared, choose_engine_compile
+from nanochat.preflight import choose_engine_compile
 from nanochat.rl import RLConfig, RLEvaluator, RolloutLoader
 from nanochat.sandbox import calculate
 from nanochat.tokenizer import Tokenizer
@@ -136,7 +136,7 @@ def main(cfg: ChatRL) -> None:
         tag=tag,
         num_steps=num_steps,
         schedule=ScheduleConfig(0, warmdown_ratio=1.0, final_lr_frac=0.0),
-        prepared=Prepared(cfg.train.device_batch_size or 8),
+        device_rows=cfg.train.device_batch_size or 8,
         callbacks=[evaluator, *([monitor] if monitor else [])],
         inputs=inputs,
         identity={**identity, **inputs},

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanochat import packing
-from nanochat.packing import Packer, pack_stream
+from nanochat.packing import Packer
 
 BOS = 0
 
@@ -33,7 +33,7 @@ def batches(ids: np.ndarray, offsets: np.ndarray, size: int):
 def packed(lengths, row_length, pool=8, size=1000, dtype=np.uint32) -> tuple[np.ndarray, Packer]:
     packer = Packer(row_length, BOS, dtype)
     packer.pool_pieces = pool
-    blocks = list(pack_stream(batches(*stream(lengths), size), packer))
+    blocks = [*(packer.add(*batch) for batch in batches(*stream(lengths), size)), packer.finish()]
     return np.concatenate([np.empty((0, row_length), dtype), *blocks]), packer
 
 

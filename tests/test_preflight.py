@@ -18,6 +18,7 @@ from nanochat.distributed import DistContext
 from nanochat.gpt import GPT
 from nanochat.optim import MuonAdamW, OptimConfig, ScheduleConfig, make_rules, muon_update
 from nanochat.preflight import (
+    KernelConfig,
     choose_device_rows,
     describe_run,
     require_disk,
@@ -48,10 +49,11 @@ def test_micro_batch_size_is_largest_divisor_within_limit():
 
 def test_estimated_memory_includes_every_tensor(machine, tiny_gpt, optimizer, capsys):
     named = dict(tiny_gpt.named_parameters())
-    ready = fit_rows(run_of(tiny_gpt, optimizer, machine), 8)
+    run = run_of(tiny_gpt, optimizer, machine)
+    fit_rows(run, 8)
     weights = 4 * tiny_gpt.num_params()
     matrices = 4 * sum(p.numel() for n, p in named.items() if tiny_gpt.param_roles()[n] == "matrix")
-    assert ready.memory_bytes >= 4 * weights - matrices
+    assert run.memory_bytes >= 4 * weights - matrices
     sizes = (f"{n / 2**20:,.0f}" for n in (weights, weights, 2 * weights - matrices))
     listed = "weights {}, gradients {}, optimizer {}, activations ".format(*sizes)
     assert listed in capsys.readouterr().out
@@ -71,6 +73,17 @@ def test_R32_rehearsals_leak_no_activations(machine, tiny_gpt, optimizer):
     assert all(p.grad is None for p in tiny_gpt.parameters())
 
 
+def test_resumed_eager_run_does_not_compile_by_default(machine, tiny_gpt, optimizer, monkeypatch):
+    """On a GPU, the length of the run does not matter."""
+    asked = []
+    monkeypatch.setattr(preflight, "set_kernels", lambda cfg, *rest: asked.append(cfg.compile))
+    for compiled, flag in ((False, None), (False, True), (True, None), (None, None)):
+        run = run_of(tiny_gpt, optimizer, machine, kernels=KernelConfig(flag))
+        run.progress.compiled = compiled
+        fit_rows(run, 8)
+    assert asked == [False, True, None, None]
+
+
 @pytest.mark.parametrize("compiled", [True, False])
 def test_resumed_run_is_compiled_as_before(compiled, machine, tiny_gpt, optimizer, monkeypatch):
     def set_kernels(cfg, model, machine, seconds, optimizer):
@@ -81,9 +94,11 @@ def test_resumed_run_is_compiled_as_before(compiled, machine, tiny_gpt, optimize
     estimates = iter((1e9, 1.0) if compiled else (1.0, 1e9))
     monkeypatch.setattr(preflight, "estimate_seconds", lambda *args: next(estimates))
     run, resumed = (run_of(tiny_gpt, optimizer, machine) for _ in range(2))
-    assert fit_rows(run, 8).compiled is compiled
+    fit_rows(run, 8)
+    assert run.progress.compiled is compiled
     resumed.progress.load_state_dict(run.progress.state_dict())
-    assert fit_rows(resumed, 8).compiled is compiled
+    fit_rows(resumed, 8)
+    assert resumed.progress.compiled is compiled
 
 
 def run_of(model, optimizer, machine, device_batch_size=None, **changes):
@@ -111,8 +126,9 @@ def optimizer(machine, tiny_gpt):
 
 def test_fit_rows_keeps_weights_and_chooses_batch_size(machine, tiny_gpt, optimizer):
     before = {n: p.detach().clone() for n, p in tiny_gpt.named_parameters()}
-    ready = fit_rows(run_of(tiny_gpt, optimizer, machine), 8)
-    assert ready.device_rows == 8 and not ready.compiled and ready.train_seconds > 0
+    run = run_of(tiny_gpt, optimizer, machine)
+    assert fit_rows(run, 8) > 0
+    assert run.device_rows == 8 and not run.progress.compiled
     assert all(torch.equal(p, before[n]) for n, p in tiny_gpt.named_parameters())
 
 
@@ -196,19 +212,16 @@ class Crowded:
 def test_batch_that_does_not_fit_shrinks_or_fails_with_fix(
     machine, tiny_gpt, optimizer, fits, asked
 ):
-    def run():
-        model = Crowded(tiny_gpt, fits)
-        return fit_rows(
-            run_of(tiny_gpt, optimizer, machine, objective=model, device_batch_size=asked), 8
-        )
-
+    model = Crowded(tiny_gpt, fits)
+    run = run_of(tiny_gpt, optimizer, machine, objective=model, device_batch_size=asked)
     if fits and asked is None:
-        assert run().device_rows == 2  # 8 and 4 do not fit
+        fit_rows(run, 8)
+        assert run.device_rows == 2  # 8 and 4 do not fit
         return
     with pytest.raises(
         UsageError, match="omit --device_batch_size" if asked == 4 else "smaller --depth"
     ):
-        run()
+        fit_rows(run, 8)
 
 
 def test_too_large_model_is_rejected_before_allocation(machine, monkeypatch):

@@ -94,16 +94,15 @@ def measure(depth: int, compiled: bool, preparations: int, fp8: bool) -> dict[st
     run = run_of(model, optimizer, machine, compiled)
     kept = [torch.cuda.memory_allocated()]
     for _ in range(preparations):
-        ready = fit_rows(run, run.num_steps)
+        fit_rows(run, run.num_steps)
         kept.append(torch.cuda.memory_allocated())
-    run.device_rows = ready.device_rows
     peak, waits, save_waits = train(run)
     return {
         "weights": 4 * model.num_params(),
         "host_growth": host,
         "leaked": max(kept) - kept[0],
-        "device_rows": ready.device_rows,
-        "stated": ready.memory_bytes,
+        "device_rows": run.device_rows,
+        "stated": run.memory_bytes,
         "peak": peak,
         "waits": waits,
         "save_waits": save_waits,
