@@ -522,11 +522,9 @@ class MuonAdamW:
     @torch.no_grad()
     def rehearse(self) -> None:
         """
-        Reduce the gradients and take a step that changes nothing, to compile the kernels, open the
-        connections of a save and reach the peak memory of a step.
+        Reduce the gradients and take a step that changes nothing, to compile the kernels and reach
+        the peak memory of a step.
         """
-        if self.machine.world_size > 1:
-            gather_on_main(torch.zeros(1, device=self.machine.device), self.machine)
         steps_taken = self.steps_taken
         try:
             self.reduce_gradients()
@@ -585,7 +583,7 @@ class MuonAdamW:
                 whole = group.state[kind]
                 if group.sharded:
                     with self.machine.waiting(f"optimizer state gather ({kind})"):
-                        whole = gather_on_main(whole, self.machine)
+                        whole = gather(whole, self.machine)
                 if self.machine.is_main:
                     keys = [f"{name}.{kind}" for name in group.names]
                     result |= zip(keys, map(keep, keys, group.unstack(whole)), strict=True)
@@ -666,14 +664,4 @@ def gather(mine: Tensor, machine: DistContext) -> Tensor:
     """Collect the ranks' slices into one tensor."""
     whole, work = all_gather(mine, machine)
     work.wait()
-    return whole
-
-
-def gather_on_main(mine: Tensor, machine: DistContext) -> Tensor:
-    """Collect the ranks' slices into one tensor on the main rank; the others get their slice."""
-    if not machine.is_main:
-        dist.gather(mine.contiguous())
-        return mine
-    whole = mine.new_empty(mine.size(0) * machine.world_size, *mine.shape[1:])
-    dist.gather(mine.contiguous(), list(whole.chunk(machine.world_size)))
     return whole

@@ -164,11 +164,6 @@ def item_scores(items: Iterable[Any], scores: Sequence[float]) -> dict[str, Any]
     return {"of": common.fingerprint(list(items)), "scores": " ".join(f"{x:g}" for x in scores)}
 
 
-def weighted_scores(weights: Mapping[str, float]) -> dict[str, Any]:
-    """Entry for a metric that is a weighted sum of metrics with `item_scores`: name -> weight."""
-    return {"weights": dict(weights)}
-
-
 def read_scores(entry: Mapping[str, Any]) -> list[float]:
     """Read the scores of an `item_scores` entry."""
     return [float(x) for x in entry["scores"].split()]
@@ -200,7 +195,7 @@ def write_record(
 
     settings    the whole config (`config.settings`), in order
     values      name -> number, text, or `estimate`, in report order
-    items       metric name -> its `item_scores` or `weighted_scores`
+    items       metric name -> its `item_scores`, or {"weights": {name: weight}} for a sum of such
     tables      {"title", "columns", "rows"}, rows of text or numbers
     series      name -> [[x, y], ...], curves that are not in a metrics file
     metrics     the run's metrics.jsonl (`logger`), for the figures

@@ -188,7 +188,7 @@ def record_parts(
     if complete:
         values["CORE metric"] = records.estimate(*core(scores))
         weights = {s.task.name: 1 / len(scores) / (1 - s.task.random_baseline) for s in scores}
-        items["CORE metric"] = records.weighted_scores(weights)
+        items["CORE metric"] = {"weights": weights}
     else:
         tasks += f" of {len(suite.tasks)}, evaluation not finished"
     values |= {

@@ -270,7 +270,7 @@ def mean_record(
         MEAN: records.estimate(*stats.average(centered)),
         f"{MEAN} without": without or None,
     }
-    return values, {MEAN: records.weighted_scores(weights)}
+    return values, {MEAN: {"weights": weights}}
 
 
 def sample_conversations(engine: Engine, cfg: ChatEval, tasks: Sequence[Task]) -> dict[str, Any]:

@@ -27,7 +27,6 @@ from nanochat.records import (
     read_history,
     read_records,
     slug,
-    weighted_scores,
     write_record,
 )
 from scripts import report as script
@@ -604,7 +603,7 @@ def chat_record(stage, arc, gsm, items="the same"):
     scores = {
         "ARC-Easy": item_scores([items, "arc"], arc),
         "GSM8K": item_scores([items, "gsm"], gsm),
-        "ChatCORE": weighted_scores({"ARC-Easy": 1 / 2 / 0.75, "GSM8K": 1 / 2}),
+        "ChatCORE": {"weights": {"ARC-Easy": 1 / 2 / 0.75, "GSM8K": 1 / 2}},
     }
     return record(f"Chat evaluation {stage}", values=values, items=scores)
 
@@ -714,7 +713,7 @@ def test_scores_on_the_built_in_world_are_named_world():
     chat = record(
         "Chat evaluation mid",
         values={"ChatCORE": estimate(0.8, 100, 0.01)},
-        items={"ChatCORE": weighted_scores(weights)},
+        items={"ChatCORE": {"weights": weights}},
     )
     scores = {"CORE metric": estimate(0.7, 100, 0.01), "Suite": "embedded world"}
     text = report.render_report([record("Base model evaluation", values=scores), chat], HEADER, "")
