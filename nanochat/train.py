@@ -574,16 +574,6 @@ def log_step(run: TrainingRun, progress: Progress, done: Step, seconds: float) -
 # ---- Setup, training, record ---------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Stopwatch:
-    """Start time and memory of a script, for the cost in its record."""
-
-    seconds: float = field(default_factory=time.perf_counter)
-    memory_bytes: int = field(
-        default_factory=lambda: hardware.used_memory_bytes(torch.device("cpu"))
-    )
-
-
 def skip_if_finished(
     section: str, settings: dict[str, Any], inputs: dict[str, str], cfg: Any, machine: DistContext
 ) -> bool:
@@ -731,7 +721,7 @@ def fit_rows(run: TrainingRun, steps: int) -> float:
 
 
 def write_section(
-    section: str, run: TrainingRun, values: dict[str, Any], began: Stopwatch, tables: Sequence = ()
+    section: str, run: TrainingRun, values: dict[str, Any], tables: Sequence = ()
 ) -> None:
     """Write the record of a finished run, update the report and print the next commands."""
     saved, machine = run.checkpoint, run.machine
@@ -746,7 +736,6 @@ def write_section(
                 "Compute dtype": preflight.describe_dtype(machine, run.cfg.fp8),
                 "Compiled": run.progress.compiled,
                 "Estimated memory": f"{run.memory_bytes / 2**20:.2f}MiB",
-                "Memory after imports": f"{began.memory_bytes / 2**20:.2f}MiB",
                 "Skipped steps": health.bad_steps,
                 "Loss spikes": health.spikes,
             }
@@ -757,7 +746,7 @@ def write_section(
                 run.settings,
                 {**values, **run.values()},
                 records.Provenance(**origin, outputs=outputs),
-                records.Cost.so_far(machine, began.seconds),
+                records.Cost.so_far(machine),
                 run.cfg.report_dir,
                 items={n: item for each in run.callbacks for n, item in each.items().items()},
                 tables=[*tables, *(table for each in run.callbacks for table in each.tables())],

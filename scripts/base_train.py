@@ -44,7 +44,6 @@ from nanochat.tokenizer import Tokenizer
 from nanochat.train import (
     Callback,
     RowLoader,
-    Stopwatch,
     TrainConfig,
     TrainingRun,
     skip_if_finished,
@@ -136,7 +135,7 @@ def pretrain(
     float32_weights: store all weights in float32 on GPUs, too, for code that reads them.
     rules: (optimizer config, horizon, width) -> update rules.
     """
-    began, seed = Stopwatch(), cfg.train.seed
+    seed = cfg.train.seed
     machine = init_distributed(cfg.train.machine, seed)
 
     # Data: tokenizer and rows; exit if this run has already finished
@@ -189,7 +188,7 @@ def pretrain(
         bytes_to_pack=corpus.bytes_to_pack(needed, machine),
     )
     train(run)
-    write_section(SECTION, run, summarize(run), began, mixed.tables() if mixed else ())
+    write_section(SECTION, run, summarize(run), mixed.tables() if mixed else ())
 
 
 def plan(

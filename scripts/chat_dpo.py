@@ -35,7 +35,7 @@ from nanochat.preflight import choose_engine_compile
 from nanochat.rl import RolloutConfig
 from nanochat.sandbox import calculate
 from nanochat.tokenizer import Tokenizer
-from nanochat.train import Stopwatch, TrainingRun, skip_if_finished, train, write_section
+from nanochat.train import TrainingRun, skip_if_finished, train, write_section
 from scripts.chat_rl import BUILTIN_TASKS, TASK, AnswerTuning, open_questions
 from tasks.base import Mixture, Task
 from tasks.preferences import Preferences
@@ -68,7 +68,7 @@ class ChatDPO(AnswerTuning):
 
 
 def main(cfg: ChatDPO) -> None:
-    began, rows = Stopwatch(), cfg.train.device_batch_size or 8
+    rows = cfg.train.device_batch_size or 8
     machine = init_distributed(cfg.train.machine, cfg.train.seed)
     parent = open_parent(cfg.source, tuple(FOLDERS), cfg.train, machine)
     default = BUILTIN_TASKS.get(parent.state["source"].get("dataset"), TASK)
@@ -125,7 +125,7 @@ def main(cfg: ChatDPO) -> None:
     )
     train(run)
     values = {"Training pairs": len(pairs), "Number of iterations": num_steps}
-    write_section(SECTION, run, values, began)
+    write_section(SECTION, run, values)
 
 
 def open_data(cfg: ChatDPO, spec: str | None) -> tuple[Task, Task]:

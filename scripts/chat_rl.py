@@ -27,7 +27,6 @@ from nanochat.rl import RLConfig, RLEvaluator, RolloutLoader
 from nanochat.sandbox import calculate
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import (
-    Stopwatch,
     TrainConfig,
     TrainingRun,
     skip_if_finished,
@@ -95,7 +94,7 @@ class ChatRL(AnswerTuning):
 
 
 def main(cfg: ChatRL) -> None:
-    began, seed = Stopwatch(), cfg.train.seed
+    seed = cfg.train.seed
     machine = init_distributed(cfg.train.machine, seed)
     parent = open_parent(cfg.source, tuple(FOLDERS), cfg.train, machine)
     spec = cfg.task or BUILTIN_TASKS.get(parent.state["source"].get("dataset"), TASK)
@@ -145,7 +144,7 @@ def main(cfg: ChatRL) -> None:
         keep_optimizer=cfg.save_optimizer,
     )
     train(run)
-    write_section(SECTION, run, {}, began)
+    write_section(SECTION, run, {})
 
 
 def open_questions(spec: str, eval_spec: str, count: int, seed: int) -> tuple[Mixture, Mixture]:

@@ -27,7 +27,7 @@ from nanochat.lab.canaries import CanaryConfig, monitor_finetuning
 from nanochat.lab.held_out import check_finetuning_buckets
 from nanochat.mixture import MixConfig, read_mixture
 from nanochat.optim import OptimConfig
-from nanochat.train import Stopwatch, TrainConfig, skip_if_finished, train, write_section
+from nanochat.train import TrainConfig, skip_if_finished, train, write_section
 from tasks.buckets import buckets
 
 SECTION = "Midtraining"
@@ -72,7 +72,6 @@ def fine_tune(
 
     mixture: default mixture; builtin_mixtures: built-in pretraining dataset -> default mixture.
     """
-    began = Stopwatch()
     machine = init_distributed(cfg.train.machine, cfg.train.seed)
     parent = open_parent(cfg.source, stages, cfg.train, machine)
 
@@ -93,7 +92,7 @@ def fine_tune(
     tuning = open_fine_tuning(kind, parent, chats, cfg.tuning, cfg.train, resolved, inputs, machine)
     tuning.run.callbacks = [tuning.loss, *monitor_finetuning(cfg.canaries, tuning)]
     train(tuning.run)
-    write_section(section, tuning.run, summarize(tuning), began, tuning.resolution.tables())
+    write_section(section, tuning.run, summarize(tuning), tuning.resolution.tables())
 
 
 def summarize(tuning: FineTuning) -> dict[str, Any]:

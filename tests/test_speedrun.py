@@ -19,6 +19,7 @@ from dev.plan import Plan
 from nanochat.common import REPOSITORY, read_json
 from nanochat.config import parse
 from scripts.base_train import BaseTrain
+from tests.commands import mib_after_imports
 from tests.hub_server import hub_served, small_hub
 from tests.training_runs import SMALL
 
@@ -340,7 +341,7 @@ def test_R37_disk_and_memory_of_the_cpu_profile_match_the_plan(tmp_path, record_
         mib = {k: float(str(v).removesuffix("MiB")) for k, v in values(tmp_path, section).items()
                if "emory" in k}  # fmt: skip
         if "Peak memory usage" in mib:
-            planned_mib = mib["Memory after imports"] + mib["Estimated memory"]
+            planned_mib = mib_after_imports() + mib["Estimated memory"]
             assert planned_mib == pytest.approx(mib["Peak memory usage"], rel=0.15), section
     record_property("minutes of the dry run", (time.monotonic() - begun) / 60)
 
