@@ -203,7 +203,10 @@ def find_run(name: str, report_dir: str | None, with_log: bool) -> ScoredRun:
     model, run_id = "", ""
     values: dict[str, Any] = {}
     items: dict[str, Any] = {}
+    history = records.read_history(report_dir)
     if stage == "hf":
+        about = (r for r in history if r["section"] == f"Evaluation of {path}")
+        model = "".join([r["provenance"]["inputs"]["hf"] for r in about][-1:])  # newest revision
         maker = f"python -m scripts.base_eval --hf_path={path}"
     else:
         checkpoint = parse_checkpoint_ref(name)
@@ -217,11 +220,9 @@ def find_run(name: str, report_dir: str | None, with_log: bool) -> ScoredRun:
             for entry in log:
                 if entry["step"] == step and "val_bpb" in entry:
                     values["val_bpb"] = entry["val_bpb"]
-    for record in records.read_history(report_dir):
+    for record in history:
         provenance = record["provenance"]
         inputs = provenance["inputs"]
-        if stage == "hf" and record["section"] == f"Evaluation of {path}":
-            model = inputs["hf"]
         is_evaluation = not provenance["outputs"] and "before" not in inputs  # of a single model
         if is_evaluation and model and inputs.get(stage) == model:
             for key, value in record["values"].items():

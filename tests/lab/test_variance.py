@@ -20,6 +20,7 @@ from nanochat.lab.variance import (
     save_variances,
 )
 from nanochat.logger import METRICS_FILE
+from nanochat.records import Cost, Provenance, write_record
 from nanochat.tokenizer import Tokenizer
 from scripts import base_eval, chat_eval
 from scripts.lab import compare, eval_variance
@@ -285,6 +286,15 @@ def test_compare_reports_missing_scores_with_the_command(base, tokenizer):
         compare.main(compare.Compare("hf:gpt2", "sft"))
     with pytest.raises(ValueError, match="the same"):
         compare.main(compare.Compare("sft", "sft"))
+
+
+def test_scores_of_a_hub_model_are_of_its_newest_revision(base):
+    both = {"CORE metric": 0.1, "val bpb": 1.0}
+    for revision, values in (("old", both), ("new", {"val bpb": 0.9})):
+        made = Provenance(revision, 0, {"hf": revision})
+        write_record("Evaluation of gpt2", {}, values, made, Cost(1.0))
+    found = compare.find_run("hf:gpt2", None, with_log=False)
+    assert (found.values, found.run_id) == ({"val bpb": 0.9}, "new")
 
 
 @pytest.mark.parametrize("name", ["d4", "base:d4:x", "sft:a:1:2", ""])
