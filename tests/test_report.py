@@ -977,3 +977,4 @@ def test_hourly_rate_is_saved_for_later_stages(base):
 def test_report_without_records_names_the_command_to_run(base):
     with pytest.raises(MissingInput, match="no records in.*\n.*speedrun"):
         script.main(script.Report())
+    assert not list((base / "report").iterdir())  # a header would set the start of a later run

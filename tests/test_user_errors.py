@@ -100,6 +100,8 @@ BAD_FLAGS = [
     ("lab.merge --eval_tokens=0", "eval_tokens must be at least 1, got 0", "at least 1"),
     ("recursion.evaluate --eval_tokens=0", "eval_tokens must be at least 1, got 0", "at least 1"),
     ("report --hourly_rate=-5", "hourly_rate must be at least 0, got -5.0", "at least 0"),
+    ("report --hourly_rate=nan", "hourly_rate must be at least 0, got nan", "at least 0"),
+    ("base_train --weight_decay=nan", "weight_decay must be finite", "at least 0"),
     ("report --report_dir={none}", "no records in", "bash speedrun.sh"),
 ]
 
