@@ -191,7 +191,8 @@ def test_time_limit_stops_two_processes_at_same_step(base):
     """Their clocks differ, but they agree on the last step."""
     words = (
         "-m scripts.golf.base_train --depth=2 --max_seq_len=32 --total_batch_size=512 "
-        "--max_wallclock_seconds=1.5 --eval_tokens=1024 --dtype=float32 --model_tag=clock"
+        "--max_wallclock_seconds=1.5 --num_iterations=5000 --eval_tokens=1024 --dtype=float32 "
+        "--model_tag=clock"
     ).split()
     python(base, *torchrun(2), *words)
     assert 3 < len(losses(base, "clock"))
