@@ -456,7 +456,7 @@ def test_R12_overloaded_hub_is_retried_and_logged(serve, hub, capsys):
     path = mini().fetch("shard_00005.parquet")
     assert sha256_file(path) == sha256_file(original(hub, "shard_00005.parquet"))
     output = capsys.readouterr().out
-    assert output.count("503") == 3 and "(attempt 4, limit 15 min)" in output
+    assert output.count("Server error '503") == 3 and "(attempt 4, limit 15 min)" in output
     assert "downloading local/mini-pretrain: shard_00005.parquet (3.3 MB)" in output
     assert [count for (kind, _), count in server.counts.items() if kind == "fail"] == [4]
 
