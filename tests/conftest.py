@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from filelock import FileLock
+from hypothesis import settings
 
 from nanochat.checkpoint import build_model
 from nanochat.config import speed_up_exit
@@ -28,6 +29,9 @@ from tests.training_runs import prepare
 atexit.register(speed_up_exit)
 # transformers caches remote code by folder name; use a fresh cache
 os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp(prefix="hf_modules_")
+
+settings.register_profile("no deadline", deadline=None)  # a machine may be busy
+settings.load_profile("no deadline")
 # pytest-xdist workers share the cores: threads that wait for a busy core cost more than they add
 if (workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))) > 1:
     threads = max(1, (os.cpu_count() or 1) // workers)

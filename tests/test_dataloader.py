@@ -629,7 +629,7 @@ def test_packing_process_exits_with_its_parent(folder, tokenizer, base):
         assert worker.is_running()
         parent.send_signal(signal.SIGKILL)
         parent.wait()
-        worker.wait(timeout=10)
+        worker.wait(timeout=60)
 
 
 def test_SIGTERM_ends_a_worker_at_any_moment(folder, tokenizer, base):

@@ -116,7 +116,7 @@ def test_contradictory_amounts_are_rejected(spec, available, budget, message):
         counts(spec, available, budget)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.lists(st.tuples(st.sampled_from(["", "*1.5", "=400t"]), st.integers(50, 5000)), min_size=1),
     st.floats(0, 1),
@@ -131,7 +131,7 @@ def test_resolved_rows_add_up_to_the_amounts(buckets, alpha):
         assert not amount or abs(count - want) < 1 + 1e-6
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.lists(st.tuples(st.integers(0, 10**12), st.booleans()), min_size=1, max_size=12),
     st.sampled_from([1, 64, 2048]),

@@ -80,14 +80,14 @@ def simple_rows(lengths: list[int], row_length: int, pool_pieces: int) -> list[l
 
 
 @given(documents, row_lengths, pools)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_packer_matches_reference_implementation(lengths, row_length, pool):
     rows, _ = packed(lengths, row_length, pool)
     assert rows.tolist() == simple_rows(lengths, row_length, pool)
 
 
 @given(documents, row_lengths, pools)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_P7_rows_start_with_bos_and_conserve_tokens(lengths, row_length, pool):
     rows, packer = packed(lengths, row_length, pool)
     counts = packer.counts
@@ -104,7 +104,7 @@ def test_P7_rows_start_with_bos_and_conserve_tokens(lengths, row_length, pool):
 
 
 @given(documents, row_lengths, pools)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_P7_pieces_are_ordered_and_from_one_document(lengths, row_length, pool):
     rows, packer = packed(lengths, row_length, pool)
     document = np.repeat(np.arange(len(lengths)), lengths)  # at i: document of token i + 1
@@ -126,7 +126,7 @@ def test_P7_pieces_are_ordered_and_from_one_document(lengths, row_length, pool):
 
 
 @given(documents, row_lengths, pools, st.integers(1, 7))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_R5_rows_do_not_depend_on_batching_of_documents(lengths, row_length, pool, size):
     whole, _ = packed(lengths, row_length, pool)
     pieces, _ = packed(lengths, row_length, pool, size)

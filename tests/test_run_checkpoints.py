@@ -280,7 +280,7 @@ def test_R22_restart_waits_for_lock_of_an_earlier_attempt(run, machine):
     with pytest.raises(UsageError):
         CheckpointManager(run.folder, replace(machine, launch="launch 8")).__enter__()
     with CheckpointManager(run.folder, replace(machine, launch="launch 7")):
-        assert process.wait(5) == 0
+        assert process.wait(60) == 0
 
 
 def test_R22_second_run_is_rejected_and_stale_lock_taken_over(run, capsys):

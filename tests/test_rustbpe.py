@@ -149,7 +149,7 @@ def test_P2_train_words_matches_naive_trainer():
     assert tokens == naive_train({w: n for w, n in words.items() if n}, 600)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(TEXTS, st.sampled_from(SCANNED))
 def test_scanner_matches_regex_engine(text, pattern):
     words = rustbpe.split(text, pattern)
@@ -159,7 +159,7 @@ def test_scanner_matches_regex_engine(text, pattern):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@settings(max_examples=20_000, deadline=None)
+@settings(max_examples=20_000)
 @given(TEXTS, st.sampled_from(SCANNED))
 def test_scanner_matches_regex_engine_on_many_texts(text, pattern):
     assert rustbpe.split(text, pattern) == rustbpe.split(text, pattern, engine=True)
@@ -176,7 +176,7 @@ def check_round_trip(tokenizer: rustbpe.Tokenizer, text: str):
     assert tokenizer.decode(ids) == text
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=1000)
 @given(text=TEXTS, data=st.binary(max_size=40))
 def test_P1_text_and_bytes_roundtrip(mixed, text, data):
     check_round_trip(mixed, text)
@@ -187,7 +187,7 @@ def test_P1_text_and_bytes_roundtrip(mixed, text, data):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@settings(max_examples=100_000, deadline=None)
+@settings(max_examples=100_000)
 @given(text=st.text(max_size=200) | TEXTS, data=st.binary(max_size=200))
 def test_P1_text_and_bytes_roundtrip_100_000_times(mixed, text, data):
     check_round_trip(mixed, text)
@@ -216,7 +216,7 @@ def test_P1_lone_surrogate_raises_unicode_encode_error(mixed):
         assert found.value.__notes__ == [f"text {number} is not valid Unicode"]
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(text=TEXTS)
 def test_P3_ids_match_tiktoken(mixed, text):
     assert mixed.encode(text) == reference_of_mixed(mixed).encode_ordinary(text)
@@ -277,7 +277,7 @@ def test_P4_training_is_not_quadratic_in_word_length():
     assert max(len(token) for token, _ in tokenizer.get_mergeable_ranks()) > 1_000_000
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(texts=st.lists(TEXTS, max_size=8), num_threads=st.sampled_from([None, 1, 3]))
 def test_all_encode_methods_return_the_same_ids(mixed, texts, num_threads):
     expected = [mixed.encode(text) for text in texts]

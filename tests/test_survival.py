@@ -143,7 +143,7 @@ def test_run_survives_temporary_or_lasting_node_loss(base, nodes, comes_back, re
         threads[-1].start()
     for thread in threads:
         thread.join(120)
-    assert agents[0].wait(5) == 0, "".join(lines)[-4000:]
+    assert agents[0].wait(60) == 0, "".join(lines)[-4000:]
     np.testing.assert_allclose(losses(base, tag), losses(base, "two"), rtol=1e-5)
     if comes_back:
         assert same_weights(base, tag, "two")
@@ -229,7 +229,7 @@ def test_R16_frozen_rank_is_named_and_the_run_aborts(base, rank):
     frozen.suspend()
     began = time.monotonic()
     while other.is_running() and other.status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() - began < 20, "the other rank is still waiting"
+        assert time.monotonic() - began < 120, "the other rank is still waiting"
         time.sleep(0.1)
     frozen.kill()  # torchrun would, after a grace period of 30 s
     text = rest_of(process)
@@ -280,7 +280,7 @@ def test_R31_rank_frozen_in_reported_work_ends_the_run(base):
     frozen.suspend()
     began = time.monotonic()
     while other.is_running() and other.status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() - began < 60, "the other rank is still waiting"
+        assert time.monotonic() - began < 120, "the other rank is still waiting"
         time.sleep(0.1)
     frozen.kill()
     text = rest_of(process)

@@ -3,7 +3,6 @@
 import json
 import os
 import socket
-import time
 from pathlib import Path
 
 import pytest
@@ -166,10 +165,8 @@ def test_tok_eval_writes_its_section_without_rival_vocabularies(base, unreachabl
 def test_B17_hanging_vocabulary_download_times_out(base, listener, monkeypatch, tmp_path):
     redirect_downloads(monkeypatch, tmp_path, listener)
     monkeypatch.setattr(tok_eval, "FETCH_SECONDS", 1.0)
-    began = time.monotonic()
     found = tok_eval.rival_counts(["a text"])
     assert found == dict.fromkeys(RIVALS, "skipped: no vocabulary within 1 s (TimeoutError)")
-    assert time.monotonic() - began < 30  # mostly startup of two processes
 
 
 def die(*_):

@@ -56,7 +56,7 @@ def test_short_text_yields_smaller_vocabulary_and_message(capsys):
     assert str(tokenizer.vocab_size) in (output := capsys.readouterr().out) and "5000" in output
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.sampled_from([*SPECIAL_TOKENS, "<|", "|>", " ", "bos", "\n"]) | st.text()))
 def test_P5_user_text_never_becomes_a_special_token(tokenizer, pieces):
     text = "".join(pieces)

@@ -197,10 +197,10 @@ def test_stopped_sweep_keeps_finished_runs(how, status):
     folder = sweep.sweep_folder() / "runs"
     started = time.monotonic()
     while len(list(folder.glob("*/report/calls.txt"))) < 2:
-        assert time.monotonic() < started + 60 and process.poll() is None
+        assert time.monotonic() < started + 200 and process.poll() is None
         time.sleep(0.1)
     process.send_signal(how)
-    assert process.wait(30) == status
+    assert process.wait(120) == status
     assert not still_running("tests.fake_run")
     assert len(list(folder.glob("*/done.json"))) == 1
     with Sweep(SweepConfig(), "one") as runner:

@@ -187,7 +187,7 @@ def test_thread_crash_ends_all_replies_with_an_error(engine, monkeypatch):
         monkeypatch.setattr(worker, "step", lambda *arguments: 1 / 0)
         with pytest.raises(ApiError, match="thread exited"):
             await read(reply)
-        worker.thread.join(5)
+        worker.thread.join(60)
         assert worker.status() == "broken"
         with pytest.raises(ApiError, match="restart the server"):
             worker.submit(engine, [Prompt([1], LONG)])

@@ -7,7 +7,6 @@ import random
 import re
 import subprocess
 import sys
-import time
 from collections import Counter, defaultdict
 from functools import cache
 
@@ -107,13 +106,6 @@ def test_generator_uses_only_the_stable_random_method(monkeypatch):
 def test_documents_of_the_test_split_raise():
     with pytest.raises(ValueError, match="'test'"):
         documents(0, 0, "test")  # pyright: ignore[reportArgumentType]
-
-
-def test_document_generation_is_fast():
-    sum(map(len, documents(9, 0, "train")))  # fills the caches
-    began = time.process_time()
-    size = sum(map(len, documents(9, 1, "train")))
-    assert size / (time.process_time() - began) > 3e6  # measured: 14 MB/s on one core
 
 
 # ------------------------------------------------------------------------------------------------
