@@ -49,28 +49,33 @@ tokenizer() { # small and quick to train, from the embedded text
         check tokenizer 60 scripts.tok_train --dataset=embedded --vocab_size=4096
 }
 
-case $part in
-1)
-    check versions 60 torch.utils.collect_env
+stages() {
     tokenizer
-    short=(--num_iterations=4 --eval_tokens=1024 ${small:+--compile=0})
+    local short=(--num_iterations=4 --eval_tokens=1024 ${small:+--compile=0})
     check base 120 scripts.base_train --depth=2 --max_seq_len=128 --num_iterations=20 \
         --total_batch_size=4096 --eval_tokens=2048 --core_metric_every=0
     check base_eval 60 scripts.base_eval --max_per_task=4
-    check mid 60 scripts.mid_train --mixture=world_chat=60,world_choice=20 "${short[@]}"
-    check sft 60 scripts.chat_sft --mixture=world_chat=40,world_problems=20 "${short[@]}"
-    check rl 60 scripts.chat_rl --num_iterations=2 --examples_per_step=2 --num_samples=2 \
+    check mid 90 scripts.mid_train --mixture=world_chat=60,world_choice=20 "${short[@]}"
+    check sft 90 scripts.chat_sft --mixture=world_chat=40,world_problems=20 "${short[@]}"
+    check rl 90 scripts.chat_rl --num_iterations=2 --examples_per_step=2 --num_samples=2 \
         --max_new_tokens=8 --eval_examples=2 --eval_samples=2
     check chat_eval 60 scripts.chat_eval --source=sft --max_problems=3 --max_new_tokens=8
     check chat 60 scripts.chat_cli --source=sft --prompt=Hello --max_new_tokens=8
-    check memory 180 tests.training_memory --depth=$deep --compile=1
-    check memory_fp8 180 tests.training_memory --depth=$deep --compile=1 --fp8=1
+}
+
+case $part in
+1) # side by side, because compilation on the CPU takes most of the time
+    check versions 60 torch.utils.collect_env
+    stages &
+    check memory_fp8 180 tests.training_memory --depth=$middle --compile=1 --fp8=1 &
     if [ -z "$small" ]; then
-        check tests_gpu 90 pytest -q -m gpu -k "not resume"
-        check tests_kernels 180 pytest -q tests/test_attention.py tests/test_kernels.py \
-            tests/test_fp8.py tests/test_loss.py tests/test_optim.py tests/test_gpt.py
-        check tests_resume 240 pytest -q -m gpu -k resume # seven compiled runs
+        check tests_gpu 120 pytest -q -m gpu -k "not resume" &
+        check tests_kernels 240 pytest -q tests/test_attention.py tests/test_kernels.py \
+            tests/test_fp8.py tests/test_loss.py tests/test_optim.py tests/test_gpt.py &
+        check tests_resume 400 pytest -q -m gpu -k resume & # seven compiled runs
     fi
+    wait
+    check memory 180 tests.training_memory --depth=$deep --compile=1
     ;;
 2)
     for depth in "${depths[@]}"; do
@@ -84,22 +89,24 @@ case $part in
     ;;
 3)
     tokenizer
-    tag=(scripts.base_train --depth=$trained --num_iterations=$steps --dtype=bfloat16 "${run[@]}")
+    tag=(scripts.base_train --depth=$trained --num_iterations=$steps --dtype=bfloat16
+        --resume=auto "${run[@]}")
     # all continue one checkpoint, because a CPU and a GPU draw other weights from a seed
     cpu=("${tag[@]}" --model_tag=cpu --device_type=cpu --compile=0)
+    gpu=("${tag[@]}" --compile=1) # a resumed run otherwise stays eager
     OMP_NUM_THREADS=$(nproc) check start 120 dev.gpu_check --stop_after=1 -- "${cpu[@]}"
     for name in whole stopped; do
         cp -r "$NANOCHAT_BASE_DIR"/base_checkpoints/{cpu,$name} || exit 1
     done
-    check train 150 "${tag[@]}" --model_tag=whole
-    check stop 60 dev.gpu_check --stop_after=$((steps / 3)) -- "${tag[@]}" --model_tag=stopped
-    check resume 150 "${tag[@]}" --model_tag=stopped
-    OMP_NUM_THREADS=$(nproc) check cpu 150 dev.gpu_check --stop_after=$((steps / 15 + 1)) -- "${cpu[@]}"
+    check train 150 "${gpu[@]}" --model_tag=whole
+    check stop 60 dev.gpu_check --stop_after=$((steps / 3)) -- "${gpu[@]}" --model_tag=stopped
+    check resume 150 "${gpu[@]}" --model_tag=stopped
+    OMP_NUM_THREADS=$(nproc) check cpu 150 dev.gpu_check --stop_after=$((steps / 30 + 1)) -- "${cpu[@]}"
     check sft_d$trained 120 scripts.chat_sft --source=base:whole --eval_tokens=1024 \
         --mixture=world_chat=200,world_problems=200 --num_iterations=20 ${small:+--compile=0}
     check rl_d$trained 120 scripts.chat_rl --num_iterations=10 --examples_per_step=8 \
         --num_samples=8 --max_new_tokens=32 --eval_examples=16 --eval_samples=2
-    check server 60 dev.gpu_check --users=64
+    check server 90 dev.gpu_check --users=64
     ;;
 *)
     echo "part must be 1, 2 or 3, got $part" >&2

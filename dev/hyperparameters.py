@@ -200,7 +200,7 @@ comes from the tokenizer (`scripts.tok_train --vocab_size`) and changes embeddin
 | previous-token keys in every other layer | the same; one seed at depth 6, two at depth 4; keys that know the hash-bigram: three at each |
 | these options together, at equal FLOPs | measured at depths 2 to 8 ([performance.md](performance.md#loss-by-size-and-compute)) |
 
-The experiments in `dev/LOG.md` train small models on CPUs. No code here has run on a real GPU: at larger depths these
+The experiments in `dev/LOG.md` train models of at most 8 layers on at most 29 million tokens: at larger depths these
 tables state the rules, not results.
 """  # noqa: E501
 

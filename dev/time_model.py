@@ -51,6 +51,9 @@ PUBLISHED = {
     (26, "fp8", 2**19): (12_700 * 2**19 / 8_967, "nanochat's pull request 516, 2026-02"),
     (24, "fp8", 2**20): (983e3, "nanochat's leaderboard, 2026-03"),
 }
+# Milliseconds of forward and backward pass of a micro-batch on one H100, with FlexAttention,
+# 2026-11-26: dev/bench-gpu.md, and for fp8 dev/LOG.md
+MEASURED = {(8, "bfloat16"): 33, (12, "bfloat16"): 63, (24, "bfloat16"): 315, (24, "fp8"): 273}
 
 
 class Sums(NamedTuple):
@@ -249,8 +252,14 @@ def section() -> str:
          f"{run.rate(share) / PUBLISHED[key][0] - 1:+.1%}", PUBLISHED[key][1]]
         for key, run in runs.items()
     ]  # fmt: skip
-    setups = [(8, "bfloat16"), (12, "bfloat16"), (24, "bfloat16"), (24, "fp8")]
-    steps = [predict(depth, dtype, horizon(depth).batch_tokens, "fa3") for depth, dtype in setups]
+    micro = []
+    for (depth, dtype), found in MEASURED.items():
+        step = predict(depth, dtype, GPUS * DEVICE_ROWS * T, "flex")
+        expected = 1e3 * step.with_parts({"update": 0.0, "links": 0.0}).seconds(share)
+        error = f"{expected / found - 1:+.1%}"
+        micro.append([f"depth {depth}, {dtype}", f"{found}", f"{expected:.0f}", error])
+    one_gpu = "1 H100: forward and backward pass of 32,768 tokens"
+    steps = [predict(d, dtype, horizon(d).batch_tokens, "fa3") for d, dtype in MEASURED]
     parts = [
         [name, *(f"{1e3 * {**s.vendor, **s.measured}[name]:.1f}" for s in steps)]
         for name in (*steps[0].vendor, *steps[0].measured)
@@ -287,22 +296,22 @@ def section() -> str:
     together = hours(everything.with_parts(halved))
     ranked.sort(key=lambda item: -item[0])
     tokens = f"{plan.num_steps * plan.batch_tokens / 1e9:.2f}B tokens in {plan.num_steps:,} steps"
-    heads = [f"depth {depth}, {dtype}" for depth, dtype in setups]
+    heads = [f"depth {depth}, {dtype}" for depth, dtype in MEASURED]
     return f"""\
 ## Predicted on 8 H100
 
-Nothing here was measured by this project. `dev/time_model.py` adds up lower bounds of time: FLOPs,
-memory traffic and link traffic of each part at the vendor's peaks, and attention at the throughput
-of the FlashAttention-3 paper. One published run of this architecture sets the share of the peaks
-that is reached, {share:.0%}. Two others check it:
+No run on 8 GPUs was measured by this project. `dev/time_model.py` adds up lower bounds of time:
+FLOPs, memory traffic and link traffic of each part at the vendor's peaks, and attention at the
+throughput of the FlashAttention-3 paper. One published run of this architecture sets the share of
+the peaks that is reached, {share:.0%}. Two others check it, and our own micro-batches on one H100:
 
 {table(["published, 8 H100", "tokens/s", "model", "error", "source"], checks)}
+{table([one_gpu, "ms, measured", "ms, model", "error"], micro)}
 Bounds of a step in milliseconds on each GPU, with rows of {T:,} tokens, micro-batches of at most
 {DEVICE_ROWS} rows and FlashAttention 3 (`uv sync --group fa3`, as `speedrun.sh` does for Hopper).
 Links: weights only, because gradients are reduced during the backward pass; the end of the last
 reductions, about 1.5 ms at depth 24, is left out. The prediction divides all but attention by the
-share. The share is fitted at depth 26, and small matmuls reach less, so the real depth 8 and 12 are
-slower than predicted.
+share.
 
 {table(["part", *heads], parts)}
 Base training of the speedrun (depth 24, ratio {RATIO}) is {tokens}. The range

@@ -99,3 +99,6 @@ def test_every_check_of_the_first_minutes_on_a_gpu_runs(
     failed = {check["check"] for check in checks if check["status"] != "0"}
     assert failed <= {"engine"}, "only the comparison with transformers branches on garbage"
     assert read_json(tmp_path / "results.json")["checks"] == checks
+    if part == 3:  # every run continues the checkpoint of the first
+        for check in ("train", "stop", "cpu"):
+            assert "; from step 1\n" in (tmp_path / f"{check}.log").read_text()

@@ -7,6 +7,7 @@ Throughput is useful work per second: higher is better, and a ratio above 1 mean
 line without a peer has no counterpart on PyPI; a peer that cannot run here is listed as missing.
 """
 
+import json
 import math
 import statistics
 import textwrap
@@ -17,7 +18,7 @@ from typing import NamedTuple, TypeVar
 
 from pydantic import TypeAdapter
 
-from nanochat.common import write_json
+from nanochat.common import write_atomic
 
 T = TypeVar("T")
 
@@ -92,8 +93,8 @@ class BenchLog:
         print(f"{detail.table}: {listed}", flush=True)
 
     def write(self, path: Path) -> None:
-        """Write as JSON."""
-        write_json(path, asdict(self))
+        """Write as JSON; unlike `write_json` it keeps the order of the columns."""
+        write_atomic(path, json.dumps(asdict(self)))
 
     @classmethod
     def read(cls, path: Path) -> "BenchLog":

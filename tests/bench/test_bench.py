@@ -149,10 +149,11 @@ def test_findings_round_trip_through_a_file(tmp_path):
     )
     found.line(TableLine("Training", "depth 8", "tokens/s", [1.0], theirs=[], roofline=0.5))
     found.note("Training", "a noisy machine")
-    found.detail(Detail("Training", "Parts", {"case": "depth 4", "step (ms)": "3"}))
+    found.detail(Detail("Training", "Parts", {"step (ms)": "3", "case": "depth 4"}))
     found.write(tmp_path / "found.json")
     again = BenchLog.read(tmp_path / "found.json")
     assert again == found and again.lines[0].ratio == 1.5
+    assert [*again.details[0].cells] == ["step (ms)", "case"]  # the order of the columns
     again.add(found)
     assert len(again.lines) == 4
 
