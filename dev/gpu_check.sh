@@ -6,7 +6,7 @@
 #   bash dev/gpu_check.sh 3    training against the CPU, resume, RL, server under load
 #
 # A part takes at most 9 minutes and needs no network, only an environment with the project's
-# packages and pytest (`python` on PATH). A check that fails or takes too long is recorded, and the
+# packages and its group dev (`python` on PATH). A check that fails or takes too long is recorded, and the
 # next one starts. $OUT (default: out/gpu_check) gets checks.jsonl, a log per check and the figures
 # as JSON; dev/bench-gpu.md gets a table of them. SMALL=1 shrinks models and leaves out tests and
 # the profile, to try the script itself.
@@ -37,12 +37,12 @@ check() {
 }
 
 rows=(--max_seq_len=2048 --vocab_size=32768 --rows=16 --repeats=2 --steps=2)
-deep=24 middle=12 depths=(8 12 20) trained=8 steps=300
+deep=24 middle=12 depths=(8 12 24) trained=8 steps=300
 run=(--max_seq_len=256 --total_batch_size=8192 --eval_every=0 --eval_tokens=32768
     --core_metric_every=0 --sample_every=0 --value_every=2 --bigram_rows=0 --window_pattern=L)
 if [ -n "$small" ]; then
     rows=(--max_seq_len=128 --vocab_size=1024 --rows=2 --repeats=1 --steps=1)
-    deep=2 middle=2 depths=(2) trained=2 steps=8
+    deep=2 middle=2 depths=(2) trained=2 steps=60
 fi
 tokenizer() { # small and quick to train, from the embedded text
     [ -d "$NANOCHAT_BASE_DIR/tokenizer" ] ||
@@ -67,7 +67,6 @@ case $part in
 1) # side by side, because compilation on the CPU takes most of the time
     check versions 60 torch.utils.collect_env
     stages &
-    check memory_fp8 180 tests.training_memory --depth=$middle --compile=1 --fp8=1 &
     if [ -z "$small" ]; then
         check tests_gpu 120 pytest -q -m gpu -k "not resume" &
         check tests_kernels 240 pytest -q tests/test_attention.py tests/test_kernels.py \
@@ -76,6 +75,7 @@ case $part in
     fi
     wait
     check memory 180 tests.training_memory --depth=$deep --compile=1
+    check memory_fp8 180 tests.training_memory --depth=$middle --compile=1 --fp8=1
     ;;
 2)
     for depth in "${depths[@]}"; do
@@ -94,6 +94,7 @@ case $part in
     # all continue one checkpoint, because a CPU and a GPU draw other weights from a seed
     cpu=("${tag[@]}" --model_tag=cpu --device_type=cpu --compile=0)
     gpu=("${tag[@]}" --compile=1) # a resumed run otherwise stays eager
+    rm -rf "$NANOCHAT_BASE_DIR/base_checkpoints"
     OMP_NUM_THREADS=$(nproc) check start 120 dev.gpu_check --stop_after=1 -- "${cpu[@]}"
     for name in whole stopped; do
         cp -r "$NANOCHAT_BASE_DIR"/base_checkpoints/{cpu,$name} || exit 1

@@ -51,8 +51,8 @@ PUBLISHED = {
     (26, "fp8", 2**19): (12_700 * 2**19 / 8_967, "nanochat's pull request 516, 2026-02"),
     (24, "fp8", 2**20): (983e3, "nanochat's leaderboard, 2026-03"),
 }
-# Milliseconds of forward and backward pass of a micro-batch on one H100, with FlexAttention,
-# 2026-11-26: dev/bench-gpu.md, and for fp8 dev/LOG.md
+# Milliseconds of forward and backward pass of a micro-batch on one H100, with FlexAttention for
+# windows, 2026-11-26: dev/LOG.md
 MEASURED = {(8, "bfloat16"): 33, (12, "bfloat16"): 63, (24, "bfloat16"): 315, (24, "fp8"): 273}
 
 

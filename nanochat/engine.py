@@ -148,7 +148,6 @@ CAPTURING = threading.Lock()  # PyTorch captures one CUDA graph at a time in a p
 @lru_cache(maxsize=1)
 def compiled_next_logits() -> Callable[..., Tensor]:
     """Return the compiled `next_logits`."""
-    torch._dynamo.config.recompile_limit = 64  # one process may use many model shapes
     return torch.compile(next_logits)
 
 
@@ -241,6 +240,7 @@ class DecodeStep:
         """Compiled step with dynamic len(key_positions) and, if B > 1, dynamic B."""
         for tensor in (key_positions, tokens, positions)[: 3 if len(tokens) > 1 else 1]:
             torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        torch._dynamo.config.recompile_limit = 64  # many model shapes; each thread has its own
         return compiled_next_logits()(self.model, self.cache, tokens, positions, key_positions)
 
     def inputs(self, newest: Sequence[int], past: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:

@@ -556,8 +556,8 @@ class MuonAdamW:
         self, keep: Callable[[str, Tensor], Tensor] = lambda name, x: x
     ) -> dict[str, Tensor]:
         """
-        Full state tensors, keyed by `<parameter>.<kind>`, without master weights, on the main rank,
-        which gathers them one group at a time. All ranks must call this; the others get no tensors.
+        Full state tensors, keyed by `<parameter>.<kind>`, without master weights, on the main rank.
+        All ranks gather one group at a time, so all must call this; the others get no tensors.
 
         keep: (key, tensor) -> tensor to return, such as a copy on the CPU. Default: the tensor
         itself, which may share memory with the state.
@@ -576,7 +576,7 @@ class MuonAdamW:
     def collect(
         self, kinds: Collection[str], keep: Callable[[str, Tensor], Tensor]
     ) -> dict[str, Tensor]:
-        """State tensors of these kinds, gathered on the main rank; see `state_dict`."""
+        """State tensors of these kinds, on the main rank; see `state_dict`."""
         result: dict[str, Tensor] = {}
         for group in self.groups:
             for kind in [kind for kind in group.state if kind in kinds]:

@@ -85,8 +85,8 @@ TASKS = {
     "world_problems": Entry(WorldProblems),
     "world_spelling": Entry(WorldSpelling),
 }
-# Overlap with these is checked by default; the others download much, are gated, or have the same
-# questions
+# Overlap with these is checked by default; the others download much, are gated, have the same
+# questions, or are invented here
 BENCHMARKS = ("arc_easy", "arc_challenge", "mmlu", "kmmlu", "gsm8k", "aqua", "humaneval")
 
 

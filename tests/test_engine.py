@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import threading
 from concurrent.futures import Future
 from dataclasses import replace
 
@@ -469,6 +470,23 @@ def test_models_of_the_same_shape_share_a_compilation(tokenizer):
         if seed == 1:
             compiled = counters["unique_graphs"]
     assert counters["unique_graphs"] == compiled > 0
+
+
+def test_each_thread_may_compile_many_model_shapes(tokenizer, monkeypatch):
+    """PyTorch's limit of recompilations is set per thread."""
+    limits = []
+
+    def step(*args):
+        limits.append(torch._dynamo.config.recompile_limit)
+        return engine_module.next_logits(*args)
+
+    monkeypatch.setattr(engine_module, "compiled_next_logits", lambda: step)
+    engine = Engine(model_of(tokenizer), tokenizer, compiled=True)
+    for _ in range(2):
+        thread = threading.Thread(target=engine.generate, args=([[1, 2]], GREEDY))
+        thread.start()
+        thread.join()
+    assert min(limits) == 64
 
 
 def test_compile_failure_is_reported_and_falls_back_to_eager(tokenizer, monkeypatch, capsys):

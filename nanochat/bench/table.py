@@ -138,7 +138,7 @@ def fmt(value: float) -> str:
 
 
 METHOD = """\
-- A cell is the median (lowest to highest) of `--repeats` measurements (3) after a warm-up.
+- A cell is the median (lowest to highest) of `--repeats` measurements after a warm-up.
   The tokenizer is measured without one: each first pass is in a new process.
 - Our code and the other library (peer) alternate in the same run, so that the noise of the machine
   affects both alike. Figures of different runs are not comparable.

@@ -29,6 +29,7 @@ from nanochat.dataset import read_json_lines
 from nanochat.records import append_line, read_lines
 
 INSTALL = "uv sync --inexact --group interop"
+SERVE = "serve our model with python -m scripts.chat_web, or set --base_url and --key_file"
 
 
 @dataclass(frozen=True)
@@ -118,10 +119,12 @@ def connect(cfg: Generate) -> tuple[Any, str]:
     key = Path(cfg.key_file).expanduser().read_text().strip() if cfg.key_file else "none"
     client = openai.OpenAI(base_url=cfg.base_url, api_key=key, max_retries=5)
     try:
-        return client, cfg.model or client.models.list().data[0].id
-    except (openai.OpenAIError, IndexError) as error:
-        fix = "serve our model with python -m scripts.chat_web, or set --base_url and --key_file"
-        raise UsageError(f"no model from a server at {cfg.base_url}: {error}", fix) from error
+        names = [cfg.model] if cfg.model else [model.id for model in client.models.list()]
+    except openai.OpenAIError as error:
+        raise UsageError(f"no model from a server at {cfg.base_url}: {error}", SERVE) from error
+    if not names:
+        raise UsageError(f"the server at {cfg.base_url} has no model", SERVE)
+    return client, names[0]
 
 
 def answer_all(
