@@ -24,16 +24,22 @@ from nanochat import (
 )
 
 argmax, total = torch.Tensor.argmax, distributed.DistContext.sum
-copy_to_host = train.copy_to_host
+sum_on_device, copy_to_host = distributed.DistContext.sum_on_device, train.copy_to_host
 GOOD = train.Verdict(
     loss=1.0, norm=1.0, scale=1.0, clipped_scale=1.0, tokens=4096, stopped=0, good=1
 )
 
 
+def sum_and_remember(machine, *values):
+    """The last value of a step's sums is whether a stop was requested."""
+    sum_and_remember.stopped = values[-1] is True
+    return sum_on_device(machine, *values)
+
+
 def copy_good_verdict(verdict, machine):
-    """Wait for the device as in a real step; its values are garbage."""
-    read = copy_to_host(verdict, machine)
-    return lambda: read() and GOOD
+    """Wait for the device as in a real step; its values are garbage, but for a stop."""
+    read, stopped = copy_to_host(verdict, machine), sum_and_remember.stopped
+    return lambda: read() and GOOD._replace(stopped=int(stopped), good=int(not stopped))
 
 
 torch.backends.cuda.enable_cudnn_sdp(False)  # avoid asking cuDNN for a plan
@@ -41,6 +47,7 @@ torch.exp2 = lambda x: torch.exp(x * 0.6931471805599453)  # exp2 is compiled on 
 optim.touched_rows = lambda grad: (torch.zeros(1, dtype=torch.int64, device="cuda"), grad[:1])
 checkpoint.first_not_finite = lambda named: None
 train.copy_to_host = copy_good_verdict
+distributed.DistContext.sum_on_device = sum_and_remember
 preflight.probe_attention = lambda backend, *shape: "not available" if backend == "fa3" else None
 preflight.choose_engine_compile = lambda wanted, machine, most_tokens: bool(wanted)
 engine.sample = lambda logits, settings, uniform: [int(logits.size(-1) * u) for u in uniform]
