@@ -6,8 +6,8 @@
 #   bash dev/gpu_check.sh 3    training against the CPU, resume, RL, server under load
 #
 # A part takes at most 9 minutes and needs no network, only an environment with the project's
-# packages and its group dev (`python` on PATH). A check that fails or takes too long is recorded, and the
-# next one starts. $OUT (default: out/gpu_check) gets checks.jsonl, a log per check and the figures
+# packages and its group dev (`python` on PATH). A check that fails or takes too long is recorded,
+# and the next one starts. $OUT (default: out/gpu_check) gets checks.jsonl, a log per check and the figures
 # as JSON; dev/bench-gpu.md gets a table of them. SMALL=1 shrinks models and leaves out tests and
 # the profile, to try the script itself.
 set -uo pipefail

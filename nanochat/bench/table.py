@@ -7,12 +7,11 @@ Throughput is useful work per second: higher is better, and a ratio above 1 mean
 line without a peer has no counterpart on PyPI; a peer that cannot run here is listed as missing.
 """
 
-import json
 import math
 import statistics
 import textwrap
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -94,7 +93,7 @@ class BenchLog:
 
     def write(self, path: Path) -> None:
         """Write as JSON; unlike `write_json` it keeps the order of the columns."""
-        write_atomic(path, json.dumps(asdict(self)))
+        write_atomic(path, TypeAdapter(BenchLog).dump_json(self))
 
     @classmethod
     def read(cls, path: Path) -> "BenchLog":
