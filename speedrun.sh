@@ -28,7 +28,7 @@ source dev/profile.sh
 
 # Flags of each stage per profile. plan: minutes of all stages except the base model, which dev.plan
 # estimates (tokenizer, its evaluation, base loss, base evaluation, mid, SFT, RL, four chat
-# evaluations), and the depth and number of processes they refer to. cpu: measured on 2 cores,
+# evaluations), and the depth, processes and training FLOP/s they refer to. cpu: measured on 2 cores,
 # 2026-11. GPUs: estimated from published throughput; utilization by dev.time_model, for 8 H100:
 # one small GPU may reach less.
 score=() core=() mid=() sft=() rl=() chat=()
@@ -39,7 +39,8 @@ h100x8)
     tokenizer=(--vocab_size=32768 --max_chars=2000000000)
     shape=(--max_seq_len=2048 --target_param_data_ratio=8 --save_every=500)
     rl=(--examples_per_step="$(whole 32)") # a rank decodes 4 questions x 16 samples at a time
-    plan=(--minutes="3 2 5 10 15 5 40 20" --minutes_depth=24 --minutes_processes=8 --utilization=0.49)
+    plan=(--minutes="3 2 5 10 15 5 40 20" --minutes_depth=24 --minutes_processes=8 --minutes_rate=4.846e14
+        --utilization=0.49)
     ;;
 gpu)
     depth=${DEPTH:-12}
@@ -50,7 +51,7 @@ gpu)
     rl=(--num_iterations=100 --num_samples=8 --examples_per_step="$(whole 16)")
     chat=(--max_problems=500)
     core=(--max_per_task=500)
-    plan=(--minutes="3 2 5 10 20 10 40 30" --minutes_depth=12 --utilization=0.39)
+    plan=(--minutes="3 2 5 10 20 10 40 30" --minutes_depth=12 --minutes_rate=3.857e14 --utilization=0.39)
     ;;
 cpu)
     depth=${DEPTH:-4}
@@ -66,7 +67,7 @@ cpu)
     rl=(--num_iterations=120 --init_lr_frac=0.04 --resample_zero_signal=1 --num_samples=8 --max_new_tokens=96
         --eval_examples=200 --eval_every=40)
     chat=(--max_problems=200 --max_new_tokens=96)
-    plan=(--minutes="1 0 1 0 3 1 4 1" --minutes_depth=4)
+    plan=(--minutes="0.1 0.1 0.2 0.2 3.1 1.5 3.3 0.5" --minutes_depth=4 --minutes_rate=2.6e11)
     ;;
 smoke)
     depth=${DEPTH:-2}

@@ -21,10 +21,10 @@ import torch
 from nanochat.checkpoint import checkpoint_bytes, stage_folder
 from nanochat.common import base_dir, free_bytes, require_free
 from nanochat.config import parse, start
-from nanochat.distributed import DistContext
+from nanochat.distributed import DistContext, default_dtype
 from nanochat.gpt import GPT
 from nanochat.hardware import peak_flops
-from nanochat.preflight import CPU_EFFICIENCY, GPU_EFFICIENCY, matrix_rate
+from nanochat.preflight import GPU_EFFICIENCY, MATMUL_EFFICIENCY, describe_dtype, matrix_rate
 from nanochat.records import default_rate, read_if_sound, report_folder, slug
 from nanochat.scaling import Horizon, plan_horizon
 from nanochat.train import TrainConfig
@@ -73,6 +73,8 @@ class Plan:
     """Depth that `minutes` assumes; the times of stages that run the model scale with its FLOPs."""
     minutes_processes: int = 1
     """Number of processes that `minutes` refers to; the time is inversely proportional to it."""
+    minutes_rate: float | None = None
+    """Training FLOP/s that `minutes` refers to, in the same way. Default: those of this device."""
     tokenizer: str = ""
     """Flags of scripts.tok_train."""
     base: str = ""
@@ -144,11 +146,13 @@ def print_time(cfg: Plan, base: BaseTrain, model: GPT, horizon: Horizon) -> None
     flops = model.flops_per_token()
     reference = meta_model(replace(base, depth=cfg.minutes_depth), model.cfg.vocab_size, cfg.gpu)
     scale = flops / reference.flops_per_token() * cfg.minutes_processes / cfg.processes
+    rate, assumed = flops_per_second(cfg, model)
+    if cfg.minutes_rate and rate:
+        scale *= cfg.minutes_rate / rate
     minutes = {
         name: float(n) * (1 if name.startswith("tokenizer") else scale)
         for name, n in zip(STAGES, cfg.minutes.split(), strict=True)
     }
-    rate, assumed = flops_per_second(cfg, model)
     tokens = horizon.num_steps * horizon.batch_tokens
     total_flops = model.flops_per_token() * tokens
     base_minutes = total_flops / (rate * cfg.processes) / 60 if rate else None
@@ -164,7 +168,8 @@ def print_time(cfg: Plan, base: BaseTrain, model: GPT, horizon: Horizon) -> None
                 f"    {model.num_params():,} parameters, {horizon.num_steps:,} steps of "
                 f"{horizon.batch_tokens:,} tokens = {tokens:.3g} tokens, {total_flops:.3g} FLOPs"
             )
-        print(f"  {name:<21} about {minutes[name]:.0f} min")
+        size = f"about {minutes[name]:.0f}" if minutes[name] >= 1 else "under 1"
+        print(f"  {name:<21} {size} min")
     precision = "at least" if base_minutes is None else "about"
     print(
         f"  total                 {precision} {everything:.0f} min, "
@@ -175,9 +180,13 @@ def print_time(cfg: Plan, base: BaseTrain, model: GPT, horizon: Horizon) -> None
 def flops_per_second(cfg: Plan, model: GPT) -> tuple[float | None, str]:
     """Assumed FLOP/s of one device (None for a GPU of unknown peak) and a text explaining it."""
     if not cfg.gpu:
-        cpu = DistContext(0, 0, 1, torch.device("cpu"), torch.float32)
-        rate = matrix_rate(cpu, model.cfg.d_model) * CPU_EFFICIENCY
-        return rate, f"assuming {CPU_EFFICIENCY:.0%} of this CPU's measured matmul throughput"
+        device = torch.device("cpu")
+        cpu = DistContext(0, 0, 1, device, default_dtype(device))
+        efficiency = MATMUL_EFFICIENCY[cpu.dtype]
+        return matrix_rate(cpu, model.cfg.d_model) * efficiency, (
+            f"assuming {efficiency:.0%} of this CPU's measured matmul throughput in "
+            f"{describe_dtype(cpu, fp8=False)}"
+        )
     peak = peak_flops(cfg.gpu)
     if peak is None:
         return None, f"the peak FLOP/s of {cfg.gpu} is unknown"

@@ -282,7 +282,8 @@ def enable_fp8(model: GPT, machine: DistContext) -> None:
 
 CPU_TOKENS = 8192  # per CPU micro-batch; larger is no faster (measured: d4, 2026-11)
 GPU_EFFICIENCY = 0.4  # fraction of peak FLOP/s that the initial time estimate assumes
-CPU_EFFICIENCY = 0.5  # the same as a fraction of measured matmul FLOP/s (d4 compiled, 2026-11)
+# The same, as a fraction of measured matmul FLOP/s (CPU, d4 compiled, 2026-11)
+MATMUL_EFFICIENCY = {torch.bfloat16: 0.5, torch.float16: 0.5, torch.float32: 0.75}
 GPU_RESERVE = 2 << 30  # bytes for NCCL and cuBLAS, which allocate in the first steps
 COMPILED_SHARE = 0.7  # of eager memory per row; measured: 0.73 at d8, 0.95 at d24 (torch 2.15)
 RATE_SECONDS = 0.2  # duration of the matmul benchmark
@@ -313,7 +314,7 @@ def estimate_seconds(model: GPT, tokens: int, machine: DistContext) -> float:
     if peak := hardware.peak_flops(machine.device_name):
         rate = peak * GPU_EFFICIENCY
     else:
-        rate = matrix_rate(machine, model.cfg.d_model) * CPU_EFFICIENCY
+        rate = matrix_rate(machine, model.cfg.d_model) * MATMUL_EFFICIENCY[machine.dtype]
     return model.flops_per_token() * tokens / (rate * machine.world_size)
 
 
@@ -347,34 +348,41 @@ def rehearse(
     machine: DistContext,
     ids: Tensor,
     device_rows: int,
-) -> tuple[int, float] | None:
+) -> tuple[int, float, float] | None:
     """
-    Peak bytes of a step and seconds per micro-batch, or None if any rank runs out of
+    Peak bytes of a step, seconds per micro-batch and per update, or None if any rank runs out of
     memory. Does not change the weights.
 
-    Runs three micro-batches, each on `device_rows` rows of `ids` (4, B, T). Gradients accumulate as
-    in a training step of B rows; then takes an optimizer step that changes nothing. The first
-    micro-batch compiles; the last one is timed. On a CPU, the peak is that of the process.
+    Takes two steps of two micro-batches of `device_rows` rows of `ids` (4, B, T) each. Gradients
+    accumulate as in a training step of B rows; the updates change nothing. The first step compiles;
+    the end of the second is timed. On a CPU, the peak is that of the process.
     """
     seconds = []
 
+    def backward() -> None:
+        loss = trainable.loss(ids[0, :device_rows], ids[1, :device_rows])
+        (loss / ids[0].numel()).backward()
+
+    def timed(work: Callable[[], None]) -> None:
+        machine.synchronize()
+        started = time.perf_counter()
+        work()
+        machine.synchronize()
+        seconds.append(time.perf_counter() - started)
+
     def accumulate() -> None:
-        for _ in range(3):
+        for _ in range(2):
             if device_rows == ids.size(1):
                 optimizer.drop_gradients()  # no accumulation with one micro-batch per step
-            machine.synchronize()
-            started = time.perf_counter()
-            loss = trainable.loss(ids[0, :device_rows], ids[1, :device_rows])
-            (loss / ids[0].numel()).backward()
-            machine.synchronize()
-            seconds.append(time.perf_counter() - started)
+            timed(backward)
 
     hardware.reset_peak_memory(machine.device)
-    done = try_run(accumulate, machine) and try_run(optimizer.rehearse, machine)
+    parts = 2 * (accumulate, partial(timed, optimizer.rehearse))
+    done = all(try_run(part, machine) for part in parts)
     peak = hardware.peak_memory_bytes(machine.device)
     optimizer.drop_gradients()
     hardware.reset_peak_memory(machine.device)
-    return (peak, seconds[-1]) if done else None
+    return (peak, seconds[-2], seconds[-1]) if done else None
 
 
 def try_run(work: Callable[[], None], machine: DistContext) -> bool:

@@ -704,7 +704,7 @@ def fit_rows(run: TrainingRun, steps: int) -> float:
                 raise common.UsageError(why, fix)
             device_rows = preflight.choose_device_rows(None, rows, device_rows // 2)
             machine.print0(f"preflight  out of memory; trying {device_rows} rows")
-    peak_bytes, seconds = measured
+    peak_bytes, micro_batch, update = measured  # the last two in seconds
     weights, state = model.num_bytes(), sum(x.nbytes for x in optimizer.local_state().values())
     memory = {"weights": weights, "gradients": grads, "optimizer": state}
     if device.type == "cuda":  # the rest is rounding by the allocator
@@ -717,7 +717,7 @@ def fit_rows(run: TrainingRun, steps: int) -> float:
         f"{parts}; {free / 2**20:,.0f} available"
     )
     run.device_rows, run.memory_bytes = device_rows, total
-    return seconds * steps * rows / device_rows
+    return steps * (micro_batch * rows / device_rows + update)
 
 
 def write_section(

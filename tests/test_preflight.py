@@ -150,8 +150,15 @@ def test_R32_rehearsal_holds_gradients_like_training(
 ):
     model = HeldGradients(tiny_gpt)
     fit_rows(run_of(tiny_gpt, optimizer, machine, objective=model, device_batch_size=asked), 8)
-    assert model.held[0] == 0 and all((n > 0) == accumulates for n in model.held[1:])
+    assert [n > 0 for n in model.held] == [False, accumulates] * 2
     assert all(p.grad is None for p in tiny_gpt.parameters())
+
+
+def test_estimate_counts_micro_batches_and_updates(machine, tiny_gpt, optimizer, monkeypatch):
+    monkeypatch.setattr(preflight, "rehearse", lambda *arguments: (1 << 20, 0.5, 3.0))
+    run = run_of(tiny_gpt, optimizer, machine, device_batch_size=2)
+    num_rows = run.batch_tokens // tiny_gpt.cfg.max_seq_len
+    assert fit_rows(run, 8) == 8 * (0.5 * num_rows / 2 + 3.0)
 
 
 def test_out_of_memory_in_rehearsed_step_changes_nothing(machine, tiny_gpt, optimizer, monkeypatch):

@@ -305,6 +305,13 @@ def planned(capsys, plan: Plan, part: str = r"disk +") -> float:
     return in_bytes(found[1])
 
 
+@pytest.mark.parametrize(("gpu", "minutes"), [("NVIDIA H100", 10), ("NVIDIA A100-SXM4", 32)])
+def test_plan_scales_minutes_with_the_speed_of_the_device(base, capsys, gpu, minutes):
+    measured = {"minutes": "0 0 0 0 10 0 0 0", "minutes_rate": 989e12 * Plan.utilization}
+    dev.plan.main(Plan(gpu=gpu, base="--depth=4", tokenizer="--dataset=embedded", **measured))
+    assert re.search(rf"midtraining +about {minutes} min", capsys.readouterr().out)
+
+
 def test_plan_subtracts_files_of_an_earlier_attempt(base, capsys):
     plan = Plan(
         base="--depth=2 --max_seq_len=64 --num_iterations=9",
