@@ -67,7 +67,7 @@ cpu)
     rl=(--num_iterations=120 --init_lr_frac=0.04 --resample_zero_signal=1 --num_samples=8 --max_new_tokens=96
         --eval_examples=200 --eval_every=40)
     chat=(--max_problems=200 --max_new_tokens=96)
-    plan=(--minutes="0.1 0.1 0.2 0.2 3.1 1.5 3.3 0.5" --minutes_depth=4 --minutes_rate=2.6e11)
+    plan=(--minutes="0.1 0.1 0.2 0.2 3.1 1.5 3.3 0.5" --minutes_depth=4 --minutes_rate=2.1e11)
     ;;
 smoke)
     depth=${DEPTH:-2}
