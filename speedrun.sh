@@ -28,9 +28,10 @@ source dev/profile.sh
 
 # Flags of each stage per profile. plan: minutes of all stages except the base model, which dev.plan
 # estimates (tokenizer, its evaluation, base loss, base evaluation, mid, SFT, RL, four chat
-# evaluations), and the depth, processes and training FLOP/s they refer to. cpu: measured on 2 cores,
-# 2026-11. GPUs: estimated from published throughput; utilization by dev.time_model, for 8 H100:
-# one small GPU may reach less.
+# evaluations), and the depth, processes and training FLOP/s they refer to. cpu: measured on 2 cores
+# with bfloat16, 2026-11; the FLOP/s are between those that fit this run and one in float32. GPUs:
+# estimated from published throughput; utilization by dev.time_model, for 8 H100: one small GPU may
+# reach less.
 score=() core=() mid=() sft=() rl=() chat=()
 case "$PROFILE" in
 h100x8)

@@ -74,7 +74,8 @@ class Plan:
     minutes_processes: int = 1
     """Number of processes that `minutes` refers to; the time is inversely proportional to it."""
     minutes_rate: float | None = None
-    """Training FLOP/s that `minutes` refers to, in the same way. Default: those of this device."""
+    """Training FLOP/s of the device that `minutes` refers to; the time is inversely proportional to
+    it. Default: those of this device."""
     tokenizer: str = ""
     """Flags of scripts.tok_train."""
     base: str = ""
