@@ -38,6 +38,7 @@ from scripts import (
 from scripts.base_train import BaseTrain
 from scripts.chat_rl import ChatRL
 from scripts.tok_train import TokTrain
+from tasks.humaneval import CodeTask
 from tasks.registry import TASKS, why_unavailable
 
 HUB_BYTES_PER_TOKEN = 1.8  # parquet bytes: about 4.5 bytes of text per token, compressed 2.5x
@@ -127,7 +128,7 @@ def main(cfg: Plan) -> None:
         f"    parts: {listed}"
     )
     for name in chat_eval.default_tasks({"dataset": "embedded"} if embedded else {}):
-        if why := why_unavailable(name):
+        if issubclass(TASKS[name].task, CodeTask) and (why := why_unavailable(name)):
             print(f"  chat evaluations skip {TASKS[name].task.name}: {why}")
     require_free(base_dir(), needed, f"this run ({listed})", "use a smaller DEPTH")
 

@@ -266,6 +266,7 @@ def test_plan_without_a_sandbox_skips_humaneval(tmp_path):
     done = speedrun(tmp_path, "--plan", **fakes)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "chat evaluations skip HumanEval: " in done.stdout
+    assert "SpellingBee" not in done.stdout  # its word list comes with the tokenizer
 
 
 @pytest.mark.parametrize(("gpus", "digits"), [(1, 2), (8, 0)])
