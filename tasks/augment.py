@@ -3,7 +3,7 @@ Question augmentation: other answer formats, shuffled options, extra options.
 
     QuestionTask -> Styled, Reordered, MoreOptions -> tasks with the same questions
 
-Items depend only on seed and index, so they are the same on every machine. Measure the effect of an
+Items depend only on their index, so they are the same on every machine. Measure the effect of an
 augmentation: others found that extra options from retrieval lowered most scores, so they are
 off by default.
 """
@@ -33,6 +33,7 @@ from tasks.base import (
 )
 from tasks.overlap import WORD
 
+SEED = 0  # another seed gives other items
 K1, B = 1.2, 0.75  # BM25: Robertson and Zaragoza, "The Probabilistic Relevance ...", 2009
 NUM_SIMILAR = 40  # similar questions that provide candidate options
 SIMILARITY_THRESHOLD = 0.85  # minimum similarity ratio of nearly equal options
@@ -64,7 +65,7 @@ STYLES = (
 def read_letter(answer: str) -> str | None:
     """The letter of an answer in any style; None if there is none or several."""
     said = visible(answer).strip()
-    found = {style.pattern.fullmatch(said)[1] for style in STYLES if style.pattern.fullmatch(said)}  # type: ignore
+    found = {m[1] for style in STYLES if (m := style.pattern.fullmatch(said))}
     if not found:
         found = {m for style in STYLES[1:] for m in style.pattern.findall(said)}
     return found.pop() if len(found) == 1 else None
@@ -73,33 +74,33 @@ def read_letter(answer: str) -> str | None:
 class Augmented(QuestionTask):
     """Base class for tasks that modify the questions of another task."""
 
-    kinds = "augmented"
-    splits = ("train", "val", "dev", "test")
+    augmentation: str
+    """Name in the identity and in the seed of an item."""
+    splits = ("train", "val", "test")
 
-    def __init__(self, task: Task, seed: int = 0):
+    def __init__(self, task: Task):
         if not isinstance(task, QuestionTask) or task.kind != "choice":
             fix = "use a multiple-choice task, such as arc_easy"
             raise ValueError(f"{task.name} is not answered with a letter; {fix}")
-        self.task, self.seed = task, seed
-        self.name, self.split = task.name, task.split
-        self.baseline = task.baseline
+        self.task = task
+        self.name, self.split, self.baseline = task.name, task.split, task.baseline
 
     @property
     def origin(self) -> dict[str, Any]:
-        return {"augmented": self.kinds, "seed": self.seed, "of": self.task.identity}
+        return {"augmented": self.augmentation, "seed": SEED, "of": self.task.identity}
 
     def __len__(self) -> int:
         return len(self.task)
 
     def random(self, i: int) -> random.Random:
         """Random generator of item i."""
-        return random.Random(f"{self.kinds}-{self.seed}-{i}")
+        return random.Random(f"{self.augmentation}-{SEED}-{i}")
 
 
 class Reordered(Augmented):
     """Questions with shuffled options."""
 
-    kinds = "reordered"
+    augmentation = "reordered"
 
     def question(self, i: int) -> MCQuestion:
         return shuffle_options(self.task.question(i), self.random(i))
@@ -115,7 +116,7 @@ def shuffle_options(question: MCQuestion, rng: random.Random) -> MCQuestion:
 class Styled(Augmented):
     """Questions that each request one of several answer formats, with the answer in that format."""
 
-    kinds = "styled"
+    augmentation = "styled"
 
     def style(self, i: int) -> Style:
         """The answer format of item i."""
@@ -146,12 +147,12 @@ class MoreOptions(Augmented):
     candidates.
     """
 
-    kinds = "more options"
+    augmentation = "more options"
     pool: type[QuestionTask] | None = None
     """Task whose training questions are searched. Default: the augmented one."""
 
-    def __init__(self, task: Task, seed: int = 0, most: int = MAX_OPTIONS, exactly: bool = False):
-        super().__init__(task, seed)
+    def __init__(self, task: Task, most: int = MAX_OPTIONS, exactly: bool = False):
+        super().__init__(task)
         self.most, self.exactly = most, exactly
 
     @property

@@ -140,16 +140,26 @@ def tags(part: Part, declared: Mapping[str, Mapping[str, Any]] = {}) -> Tags:
 # Questions for RL
 
 
+def parse_scored_tasks(spec: str) -> list[Part]:
+    """The parts of a mixture of tasks. Raises ValueError also for a training-only task."""
+    parts = parse_task_mixture(spec)
+    for part in parts:
+        if TASKS[part.name].task.kind == "talk":
+            raise ValueError(f"{part.name} is training-only: it has no reference answers to score")
+    return parts
+
+
 def rl_questions(spec: str, seed: int = 0) -> Mixture:
     """
     Questions of a mixture of tasks that RL trains on, shuffled together.
 
-    Raises ValueError for an invalid spec or amounts other than question counts and whole repeats.
+    Raises ValueError for an invalid spec, a training-only task, or amounts other than question
+    counts and whole repeats.
     """
     tasks = []
     if BUDGET.search(spec):
         raise ValueError(f"RL takes no budget of tokens, got {spec!r}; use a number such as =500")
-    for part in parse_task_mixture(spec):
+    for part in parse_scored_tasks(spec):
         if part.tokens is not None or part.share is not None or (part.repeats or 1) % 1:
             raise ValueError(
                 f"{part.label!r} in {spec!r}: use a number of questions (=500) or repeats (*2)"
@@ -166,9 +176,6 @@ def held_out_questions(spec: str, count: int) -> Mixture:
 
     Raises ValueError for a training-only task.
     """
-    parts = {part.label: part for part in parse_task_mixture(spec)}.values()
-    for part in parts:
-        if TASKS[part.name].task.kind == "talk":
-            raise ValueError(f"{part.name} is training-only: it has no reference answers to score")
+    parts = {part.label: part for part in parse_scored_tasks(spec)}.values()
     each = math.ceil(count / len(parts))
     return Mixture([Subset(task_of(part, "test"), each) for part in parts])

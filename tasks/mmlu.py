@@ -13,14 +13,9 @@ class MMLU(HubTask, QuestionTask):
 
     name = "MMLU"
     baseline = 0.25
-    splits = ("train", "val", "dev", "test")
+    splits = ("train", "val", "test")
     repo = "cais/mmlu"
-    stems = {
-        "train": "all/auxiliary_train",
-        "val": "all/validation",
-        "dev": "all/dev",
-        "test": "all/test",
-    }
+    stems = {"train": "all/auxiliary_train", "val": "all/validation", "test": "all/test"}
     columns = ("question", "choices", "answer")
 
     def question(self, i: int) -> MCQuestion:

@@ -510,6 +510,12 @@ def test_rl_amounts_must_be_questions_or_repeats(loaded):
         rl_questions("world_facts=5@500000t")
 
 
+@pytest.mark.parametrize("questions", [rl_questions, held_out_questions])
+def test_questions_of_a_training_only_task_raise(questions):
+    with pytest.raises(ValueError, match="smoltalk is training-only: it has no reference answers"):
+        questions("gsm8k,smoltalk", 20)
+
+
 def test_held_out_questions_are_balanced_over_tasks():
     asked = held_out_questions("world_facts=5,world_spelling*3,world_facts", 20)
     counts = Counter(asked.locate(i)[0].name for i in range(len(asked)))
@@ -518,8 +524,6 @@ def test_held_out_questions_are_balanced_over_tasks():
     for i in range(len(asked)):
         task, number = asked.locate(i)
         assert task[number] == asked[i] and task.locate(number) == (task, number)
-    with pytest.raises(ValueError, match="smoltalk is training-only"):
-        held_out_questions("gsm8k,smoltalk", 20)
 
 
 def test_default_mixtures_and_tasks_are_valid(loaded):

@@ -33,7 +33,7 @@ CHAT = "local/chat-instruct"  # replaces SmolTalk's default dataset
 ROWS = {  # task -> rows per split
     "arc_easy": {"train": 2251, "val": 570, "test": 2376},
     "arc_challenge": {"train": 1119, "val": 299, "test": 1172},
-    "mmlu": {"train": 9533, "val": 1531, "dev": 285, "test": 14042},
+    "mmlu": {"train": 9533, "val": 1531, "test": 14042},
     "gsm8k": {"train": 7473, "test": 1319},
     "aqua": {"train": 2726, "val": 254, "test": 254},
     "humaneval": {"test": 164},

@@ -135,9 +135,7 @@ def diary(rng: Random, split: Split) -> str:
     for _ in range(between(rng, 1, 3)):
         season = pick(rng, seasons())
         month = pick(rng, season.months.replace(" and ", ", ").split(", "))
-        event = pick(rng, word_list("events")).format(
-            friend=p.friend, pet=p.pet, food=p.food, goods=pick(rng, goods()).name
-        )
+        event = pick(rng, word_list("events")).format(**p.words, goods=pick(rng, goods()).name)
         parts.append(
             f"{say(rng, 'days')}, in {month}\nIt is {season.name}: {season.weather}. "
             f"{first_person(rng, facts_about('person', p.name), 2, 4)} {event}"

@@ -69,8 +69,16 @@ class Person:
         return "his" if self.he == "he" else "her"
 
     @property
-    def him(self) -> str:
-        return "him" if self.he == "he" else "her"
+    def words(self) -> dict[str, str]:
+        """Values for the templates of sentences: the fields, the pronouns, "a dog"."""
+        return {
+            **vars(self),
+            "He": self.He,
+            "his": self.his,
+            "His": self.his.capitalize(),
+            "him": "him" if self.he == "he" else "her",
+            "a_animal": an(self.animal),
+        }
 
 
 @dataclass(frozen=True)
@@ -264,7 +272,7 @@ def opposites() -> tuple[tuple[str, str], ...]:
     return tuple((first, second) for first, second in table_rows("opposites"))
 
 
-def deal(rng: random.Random, values: Sequence[str], n: int) -> list[str]:
+def deal(rng: random.Random, values: Sequence[T], n: int) -> list[T]:
     """n values in random order, each equally often, so all answers are equally likely."""
     copies = (list(values) * (n // len(values) + 1))[:n]
     return sorted(copies, key=lambda _: rng.random())
@@ -278,7 +286,7 @@ def towns() -> tuple[Town, ...]:
     n = len(names)
     fields = "sites landmarks products festivals months days inns colours".split()
     columns = [deal(rng, word_list(field), n) for field in fields]
-    miles = [int(m) for m in deal(rng, [str(m) for m in range(3, 3 + n)], n)]
+    miles = deal(rng, range(3, 3 + n), n)
     following = names[1:] + names[:1]
     return tuple(
         Town(name, *cells, next_town=following[i], miles=miles[i])
@@ -300,12 +308,12 @@ def people() -> tuple[Person, ...]:
     pastimes = deal(rng, word_list("pastimes"), n)
     beasts = deal(rng, [a.name for a in animals()], n)
     pets = deal(rng, word_list("pets"), n)
-    owned = deal(rng, [str(i) for i in range(n)], n)
+    owned = deal(rng, range(n), n)
     pairs = deal(rng, names, n)
     friend = dict(zip(pairs[::2] + pairs[1::2], pairs[1::2] + pairs[::2], strict=True))
     found = []
     for i, name in enumerate(names):
-        copy, kind = divmod(int(owned[i]), len(things))
+        copy, kind = divmod(owned[i], len(things))
         found.append(
             Person(
                 name=name,
@@ -409,9 +417,7 @@ def summaries(kind: Literal["person", "town"], subject: str) -> tuple[str, ...]:
     """Sentences that combine several facts about a person or a town."""
     if kind == "town":
         return tuple(t.format(**asdict(town(subject))) for t in word_list("town_summaries"))
-    p = person(subject)
-    words = asdict(p) | {"He": p.He, "his": p.his, "a_animal": an(p.animal)}
-    return tuple(text.format(**words) for text in word_list("person_summaries"))
+    return tuple(t.format(**person(subject).words) for t in word_list("person_summaries"))
 
 
 def make_fact(kind: str, block: Sequence[str], fields: dict[str, Any]) -> Fact:

@@ -204,19 +204,6 @@ def weighted_choice(rng: Random, weights: Sequence[float]) -> int:
     return len(weights) - 1
 
 
-def draw_options(rng: Random, asked: FactQuestion) -> tuple[str, ...]:
-    """
-    The answer and fair distractors in random order.
-
-    Distractors are weighted by how many other questions they answer.
-    """
-    found = [asked.question.answer]
-    while len(found) < NUM_OPTIONS:
-        rival = pick(rng, asked.fair_rivals)
-        found += [rival] if rival not in found else []
-    return tuple(pick_n(rng, found, NUM_OPTIONS))
-
-
 # ------------------------------------------------------------------------------------------------
 # Problems and letters
 

@@ -71,18 +71,7 @@ def episodes_of(split: Split, name: str) -> tuple[Episode, ...]:
 
 def make_episode(block: Sequence[str], good: bool, hero: Person) -> Episode:
     """Fill in one rule block for a person."""
-    words = {
-        "name": hero.name,
-        "he": hero.he,
-        "He": hero.He,
-        "his": hero.his,
-        "His": hero.his.capitalize(),
-        "him": hero.him,
-        "pet": hero.pet,
-        "animal": hero.animal,
-        "friend": hero.friend,
-    }
-    title, *lines = [line.format(**words) for line in block]
+    title, *lines = [line.format(**hero.words) for line in block]
     ways = [line.split(": ", 1)[1] for line in lines if line[:2] not in ("- ", "? ")]
     bad_way, good_way = ways[:4], ways[4:]
     cause, effect, reason, answer = good_way if good else bad_way
@@ -107,10 +96,7 @@ def make_episode(block: Sequence[str], good: bool, hero: Person) -> Episode:
 def opening(rng: Random, hero: Person) -> str:
     """The opening of a story: time and place."""
     return pick(rng, word_list("openings")).format(
-        name=hero.name,
-        trade=hero.trade,
-        town=hero.town,
-        friend=hero.friend,
+        **hero.words,
         day=say(rng, "days"),
         quiet=pick(rng, ("quiet", "busy", "long", "slow", "strange")),
     )
@@ -118,9 +104,7 @@ def opening(rng: Random, hero: Person) -> str:
 
 def ending(rng: Random, e: Episode) -> str:
     """The ending of a story, happy or with a lesson."""
-    hero = e.hero
-    words = {"name": hero.name, "friend": hero.friend, "He": hero.He, "him": hero.him}
-    return say(rng, "happy_ends" if e.good else "sad_ends", food=hero.food, **words)
+    return say(rng, "happy_ends" if e.good else "sad_ends", **e.hero.words)
 
 
 def episode_text(rng: Random, e: Episode) -> str:

@@ -12,7 +12,7 @@ the question, all options of an item are equally likely.
 import itertools
 from collections.abc import Callable, Sequence
 from random import Random
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 from tasks.world.corpus import first_person
 from tasks.world.drills import OPERATIONS, operand_pairs
@@ -31,7 +31,7 @@ from tasks.world.facts import (
     split_of,
     town,
 )
-from tasks.world.questions import choice_questions, draw_options, fact_questions, problem
+from tasks.world.questions import NUM_OPTIONS, choice_questions, fact_questions, problem
 from tasks.world.stories import Episode, episodes
 
 SUITE_VERSION = 2  # bump whenever an item changes
@@ -42,44 +42,45 @@ NUM_PRICES = 250
 RIDDLES_EACH = 24  # per person held out from riddles
 
 SuiteItem = dict[str, Any]
-Kind = Literal["multiple_choice", "schema", "language_modeling"]
-
-
-class SuiteTask(NamedTuple):
-    """One task. `random_baseline` is the chance accuracy, from 0 to 1."""
-
-    name: str
-    kind: Kind
-    num_fewshot: int
-    random_baseline: float
-    continuation_delimiter: str
-    items: list[SuiteItem]
+# The fields of a task; `random_baseline` is the chance accuracy, from 0 to 1
+FIELDS = ("name", "kind", "num_fewshot", "random_baseline", "continuation_delimiter", "items")
 
 
 def suite() -> list[dict[str, Any]]:
-    """All tasks, as the fields of `SuiteTask`; deterministic."""
-    mc: Kind = "multiple_choice"
-    lm: Kind = "language_modeling"
-    qa = "\nAnswer: "
+    """All tasks, each a dict with the keys FIELDS; deterministic."""
+    mc, lm, qa = "multiple_choice", "language_modeling", "\nAnswer: "
     tasks = [
-        SuiteTask("world_people", mc, 3, 1 / 4, qa, fact_choices(lambda kind: kind == "person")),
-        SuiteTask("world_things", mc, 3, 1 / 4, qa, fact_choices(lambda kind: kind != "person")),
-        SuiteTask("world_two_steps", mc, 3, 1 / 4, qa, two_steps()),
-        SuiteTask("world_riddles", mc, 1, 1 / 4, "\nI am ", riddle_items()),
-        SuiteTask("world_prices", mc, 4, 1 / 2, qa, prices()),
-        SuiteTask("world_stories", "schema", 0, 1 / 2, " ", causes()),
-        SuiteTask("world_story_questions", mc, 2, 1 / 2, qa, endings()),
-        SuiteTask("world_answers", lm, 3, 0.0, qa, answer_items(lambda kind: kind != "opposite")),
-        SuiteTask("world_opposites", lm, 3, 0.0, qa, answer_items(lambda kind: kind == "opposite")),
-        SuiteTask("world_sums", lm, 4, 0.0, " = ", calculations()),
-        SuiteTask("world_problems", lm, 1, 0.0, " ", problem_prefixes()),
+        ("world_people", mc, 3, 1 / 4, qa, fact_choices(lambda kind: kind == "person")),
+        ("world_things", mc, 3, 1 / 4, qa, fact_choices(lambda kind: kind != "person")),
+        ("world_two_steps", mc, 3, 1 / 4, qa, two_steps()),
+        ("world_riddles", mc, 1, 1 / 4, "\nI am ", riddle_items()),
+        ("world_prices", mc, 4, 1 / 2, qa, prices()),
+        ("world_stories", "schema", 0, 1 / 2, " ", causes()),
+        ("world_story_questions", mc, 2, 1 / 2, qa, endings()),
+        ("world_answers", lm, 3, 0.0, qa, answer_items(lambda kind: kind != "opposite")),
+        ("world_opposites", lm, 3, 0.0, qa, answer_items(lambda kind: kind == "opposite")),
+        ("world_sums", lm, 4, 0.0, " = ", calculations()),
+        ("world_problems", lm, 1, 0.0, " ", problem_prefixes()),
     ]
-    return [each._asdict() for each in tasks]
+    return [dict(zip(FIELDS, task, strict=True)) for task in tasks]
 
 
 def item_rng(name: str, *key: str | int) -> Random:
     """Random generator of one item."""
     return Random("-".join([LAND, "suite", str(SUITE_VERSION), name, *map(str, key)]))
+
+
+def draw_options(rng: Random, right: str, rivals: Sequence[str]) -> list[str]:
+    """
+    The correct option and different rivals, NUM_OPTIONS in all, in random order.
+
+    A rival that occurs n times in `rivals` is n times as likely to be drawn.
+    """
+    found = [right]
+    while len(found) < NUM_OPTIONS:
+        rival = pick(rng, rivals)
+        found += [rival] if rival not in found else []
+    return pick_n(rng, found, NUM_OPTIONS)
 
 
 def multiple_choice(query: str, options: Sequence[str], right: str) -> SuiteItem:
@@ -95,9 +96,9 @@ def fact_choices(wanted: Callable[[str], bool]) -> list[SuiteItem]:
     """Questions about the wanted kinds of facts, with four options."""
     found = []
     for asked in (a for split in HELD_OUT for a in choice_questions(split) if wanted(a.fact.kind)):
-        text = asked.question.text
-        options = draw_options(item_rng("facts", text), asked)
-        found.append(multiple_choice(f"Question: {text}", options, asked.question.answer))
+        text, right = asked.question.text, asked.question.answer
+        options = draw_options(item_rng("facts", text), right, asked.fair_rivals)
+        found.append(multiple_choice(f"Question: {text}", options, right))
     return found
 
 
@@ -131,12 +132,8 @@ def two_steps() -> list[SuiteItem]:
         values = {p.name: getattr(RELATED[via](getattr(p, via)), field) for p in people()}
         for name, right in values.items():
             rng = item_rng("two steps", text, name)
-            options = [right]
-            while len(options) < 4:
-                rival = pick(rng, tuple(values.values()))
-                options += [rival] if rival not in options else []
-            query = f"Question: {text.format(name)}"
-            found.append(multiple_choice(query, pick_n(rng, options, 4), right))
+            options = draw_options(rng, right, list(values.values()))
+            found.append(multiple_choice(f"Question: {text.format(name)}", options, right))
     return found
 
 

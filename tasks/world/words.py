@@ -28,12 +28,6 @@ def read_data(file: str) -> str:
 
 
 @cache
-def word_lists() -> dict[str, list[str]]:
-    """All word and sentence lists by name."""
-    return json.loads(read_data("lists.json"))
-
-
-@cache
 def text_sections(file: str) -> dict[str, str]:
     """[heading] -> the text below it."""
     found = {}
@@ -43,9 +37,10 @@ def text_sections(file: str) -> dict[str, str]:
     return found
 
 
+@cache
 def word_list(name: str) -> list[str]:
     """One list of words or sentences."""
-    return word_lists()[name]
+    return json.loads(read_data("lists.json"))[name]
 
 
 def rows(table: str) -> list[list[str]]:
