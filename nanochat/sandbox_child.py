@@ -95,8 +95,8 @@ def main() -> None:
 
 
 def execute(code: str, namespace: dict[str, Any]) -> None:
-    """Run source code in a namespace."""
-    exec(compile(code, "<code>", "exec"), namespace)
+    """Run source code in a namespace, without the future features that this file imports."""
+    exec(compile(code, "<code>", "exec", dont_inherit=True), namespace)
 
 
 # ------------------------------------------------------------------------------------------------

@@ -960,3 +960,8 @@ def test_unsandboxed_program_still_has_limits(monkeypatch):
     assert not run_python("bytearray(2**40)", unsafe=True).ok
     result: Result = run_python("print(1)", unsafe=True)
     assert result.ok and result.stdout == "1\n"
+
+
+def test_annotations_are_evaluated_as_in_an_ordinary_program():
+    result = run_python("def f(x: Missing): pass", unsafe=True)
+    assert not result.ok and "name 'Missing' is not defined" in result.stderr
