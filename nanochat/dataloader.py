@@ -200,9 +200,10 @@ class Rows(RowSequence):
         """
         total = self.wait(self.val_shard)["rows"]
         if total < max(1, half):
+            what = f"half {half} of the validation rows" if half else "validation"
             raise UsageError(
-                f"--eval_half={half} is empty: {self.val_shard} has {total} validation rows",
-                "use --eval_half=0, or more validation text",
+                f"{what} is empty: {self.val_shard} has {total} rows",
+                f"use {'--eval_half=0, or ' if half else ''}more validation text",
             )
         order = permutation(0, 0, 0, total)
         self.verify([self.val_shard])

@@ -113,14 +113,17 @@ def read_jsonl(path: Path) -> Iterator[bytes | None]:
 
 
 def read_json_lines(path: Path) -> Iterator[tuple[int, Any]]:
-    """Yield (line number, value) of each non-blank line. Raises ValueError with file and line."""
+    """
+    Yield (line number, value) of each non-blank line. Raises ValueError with file and line; OSError
+    if the file cannot be read.
+    """
     number = 0
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as stream:
             for number, line in enumerate(stream, 1):
                 if not line.isspace():
                     yield number, json.loads(line)
-    except (ValueError, RecursionError, EOFError, OSError, zlib.error) as error:
+    except (ValueError, RecursionError, EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise line_error(path, number, f"not JSON ({type(error).__name__}: {error})") from error
 
 

@@ -171,11 +171,13 @@ def open_fine_tuning(
 ) -> FineTuning:
     """Pack the conversations and build the run that fine-tunes `parent` on them."""
     model = load_model(parent, machine, tuning.max_seq_len)
-    tokenizer = Tokenizer.read(parent.folder / "tokenizer.json")
+    tokenizer = parent.tokenizer()
     T, seed = model.cfg.max_seq_len, cfg.seed
     measured = val_rows(chats.val_buckets, tokenizer, T, machine)
     resolution, rows = train_rows(chats, seed, tokenizer, T, machine)
     machine.print0(resolution)
+    if not rows.packed_train_rows:
+        raise ValueError(f"--mixture={chats.spec} has less than one conversation; use more of it")
     epoch_tokens = rows.packed_train_rows * T
     tokens = tuning.num_epochs * epoch_tokens
     default = fit_batch(parent.state["identity"]["batch_tokens"], tuning.num_iterations, tokens, T)

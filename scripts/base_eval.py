@@ -148,7 +148,7 @@ def find_own_model(cfg: BaseEval, machine: DistContext) -> Candidate:
         return eval_model_of(*load_inference(checkpoint, machine))
 
     name, origin = f"base_model (step {checkpoint.step})", checkpoint.state["provenance"]
-    inputs = {"base": checkpoint.fingerprint, **origin["inputs"]}
+    inputs = {**origin["inputs"], "base": checkpoint.fingerprint}
     dataset = checkpoint.state["source"].get("dataset")
     return Candidate(SECTION, name, origin["run_id"], origin["seed"], inputs, dataset, load)
 

@@ -26,7 +26,6 @@ from nanochat.golf.documents import document_bpb
 from nanochat.gpt import GPT
 from nanochat.mixture import Corpus, open_corpus, open_texts
 from nanochat.preflight import CHARS_PER_TOKEN, CPU_TOKENS, KernelConfig, prepare_scoring
-from nanochat.tokenizer import Tokenizer
 from nanochat.train import skip_if_finished
 from tasks.builtin import ensure_written
 
@@ -63,12 +62,12 @@ def main(cfg: BaseLoss) -> None:
     machine = init_distributed(cfg.machine)
     checkpoint = find_checkpoint_on_node(machine, "base", cfg.model_tag, cfg.model_step)
     origin = checkpoint.state["provenance"]
-    inputs = {"base": checkpoint.fingerprint, **origin["inputs"]}
+    inputs = {**origin["inputs"], "base": checkpoint.fingerprint}
     if skip_if_finished(SECTION, settings(cfg), inputs, cfg, machine):
         return machine.close()
 
     # Model and text
-    tokenizer = Tokenizer.read(checkpoint.folder / "tokenizer.json")
+    tokenizer = checkpoint.tokenizer()
     model = load_model(checkpoint, machine)
     with machine.working("opening the text"):
         texts = open_texts(cfg.data, None, checkpoint.state["source"], ensure_written)

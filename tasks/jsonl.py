@@ -57,8 +57,6 @@ def read_file(path: Path, parse: Callable[[Any, str], Any], what: str) -> list[A
 
     Raises FileNotFoundError; ValueError for an invalid line, or for a file without lines (`what`).
     """
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such file")
     rows = [parse(line, f"{path}, line {n}: ") for n, line in read_json_lines(path)]
     if not rows:
         raise ValueError(f"{path} contains no {what}")

@@ -132,7 +132,17 @@ def test_error_names_bad_conversation_file_and_problem(trained, command, tmp_pat
     text = command.rejects("mid_train", f"--mixture=jsonl:{own}", "--model_tag=one")
     assert str(own) in text and problem in text
     text = command.rejects("mid_train", f"--mixture=jsonl:{own}x", "--model_tag=one")
-    assert f"{own}x: no such file" in text
+    assert f"{own}x: No such file or directory" in text
+    assert "check the path" in command.rejects("lab.filter", f"--rows={own}x", "--out=x")
+
+
+def test_mixture_of_less_than_half_a_conversation_is_rejected(trained, command, tmp_path):
+    own = tmp_path / "own.jsonl"
+    answers = [{"role": "assistant", "content": 500 * word} for word in ("b ", "c ")]
+    talks = [[{"role": "user", "content": "a"}, answer] for answer in answers]
+    own.write_text("".join(f"{json.dumps(talk)}\n" for talk in talks))
+    text = command.rejects("mid_train", f"--mixture=jsonl:{own}=10t", "--model_tag=one")
+    assert f"--mixture=jsonl:{own}=10t has less than one conversation; use more of it" in text
 
 
 @pytest.mark.parametrize("content", ["", "{}", "[]", "words", '{"format": 1}'])

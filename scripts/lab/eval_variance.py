@@ -68,7 +68,7 @@ def main(cfg: EvalVariance) -> None:
         with machine.working("writing the report"):
             values = {v.task: f"{100 * v.std:.2f} points, {v.label}" for v in found}
             run_id = models[0].state["provenance"]["run_id"]
-            inputs = {model.state["stage"]: model.fingerprint for model in models}
+            inputs = {name: m.fingerprint for name, m in zip(names, models, strict=True)}
             provenance = records.Provenance(run_id, cfg.sampling.seed, inputs)
             cost = records.Cost.so_far(machine)
             report.append_section(SECTION, cfg, values, provenance, cost, tables=[table])

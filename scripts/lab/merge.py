@@ -48,14 +48,13 @@ from nanochat.lab.merge import (
     warnings,
 )
 from nanochat.mixture import open_corpus, open_texts, read_mixture
-from nanochat.tokenizer import Tokenizer
 from nanochat.train import inputs_and_targets
 from tasks.buckets import Bucket, buckets
 from tasks.builtin import ensure_written
 
 SECTION = "Merge"
 
-NO_PARENTS = ("data", "rows", "tokenizer", "mixture", "suite")  # inputs that are not models
+NO_PARENTS = ("data", "rows", "tokenizer", "mixture", "pairs")  # inputs that are not models
 
 
 @dataclass(frozen=True)
@@ -91,7 +90,7 @@ class MergeScorer:
 
     def __init__(self, cfg: MergeScript, first: Checkpoint, machine: DistContext):
         self.model = load_model(first, machine)
-        self.tokenizer = Tokenizer.read(first.folder / "tokenizer.json")
+        self.tokenizer = first.tokenizer()
         T = self.model.cfg.max_seq_len
         if first.state["stage"] == "base" and not cfg.val_mixture:
             texts = open_texts(DataConfig(), None, first.state["source"], ensure_written)

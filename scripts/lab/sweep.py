@@ -94,7 +94,9 @@ def main(cfg: SweepScript) -> None:
     is_rl = cfg.study.stage == "rl"
     if is_rl and cfg.arms:
         raise ValueError('RL has no mixture for --arms to change; use --grid="task=a|b"')
-    if re.search(r"(^|[;-])mixture=", cfg.grid) and "--val_mixture=" not in cfg.study.flags:
+    if re.search(r"(^|[;-])mixture=", cfg.grid) and not re.search(
+        "--val[-_]mixture=", cfg.study.flags
+    ):
         raise ValueError(
             f"--grid={cfg.grid!r}: each mixture would be measured on its own held-out data; use "
             "--arms, or add --val_mixture=... to --flags"
@@ -123,7 +125,7 @@ def main(cfg: SweepScript) -> None:
 def data_of(cfg: SweepScript) -> str:
     """Fingerprint of training and validation data; empty if the flags identify them."""
     own, given = read_mixture(cfg.mix.mixture), re.split("[ ;]+", f"{cfg.study.flags};{cfg.grid}")
-    texts = [word.split("=", 1)[1] for word in given if re.match("(--)?(val_)?mixture=", word)]
+    texts = [word.split("=", 1)[1] for word in given if re.match("(--)?(val[-_])?mixture=", word)]
     found = [own, *(read_mixture(each) for text in texts for each in text.split("|"))]
     found = [(spec, declared or own[1]) for spec, declared in found if spec]
     if not found:

@@ -83,6 +83,12 @@ def test_merge_saves_a_checkpoint_that_records_its_parents(two):
     assert [len(line) for line in record["series"].values()] == [5]
 
 
+def test_shared_text_or_preference_pairs_do_not_make_models_related(base):
+    inputs = [{"base": own, "pairs": "p", "data": "d", "tokenizer": "t"} for own in ("b1", "b2")]
+    one, two = (merge_script.ancestors(own["base"], own, None) for own in inputs)
+    assert (one, two) == ({"b1"}, {"b2"})
+
+
 def test_merging_a_model_with_itself_keeps_its_score(two):
     merge_script.main(MergeScript(models="base:one|base:one", eval_tokens=2048))
     values = read_json(two / "report" / "merge.json")["values"]

@@ -399,6 +399,7 @@ def test_key_depends_on_training_and_validation_data(tmp_path):
         mixture, flags = MixConfig(f"jsonl:{rows}"), f"--val_mixture=jsonl:{rows}"
         for study in (StudyConfig(), StudyConfig(flags=flags)):
             prints.append(data_of(SweepScript(study=study, mix=mixture)))
+        flags = flags.replace("val_mixture", "val-mixture")
         prints.append(data_of(SweepScript(study=StudyConfig(flags=flags))))
     assert prints[:3] == [prints[0]] * 3 and prints[3:] == [prints[3]] * 3
     assert prints[0] != prints[3] and data_of(SweepScript()) == ""
