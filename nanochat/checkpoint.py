@@ -80,6 +80,9 @@ class Checkpoint:
     def model_tensors(self) -> dict[str, Tensor]:
         return load_file(self.folder / MODEL_FILE)
 
+    def tokenizer(self) -> Tokenizer:
+        return Tokenizer.read(self.folder / TOKENIZER_FILE)
+
     @property
     def has_optimizer(self) -> bool:
         return OPTIM_FILE in self.state["files"]
@@ -395,7 +398,7 @@ def load_model(checkpoint: Checkpoint, machine: DistContext, max_seq_len: int | 
 
 def load_inference(checkpoint: Checkpoint, machine: DistContext) -> tuple[GPT, Tokenizer]:
     """Return the `inference_copy` of a checkpoint's model, and its tokenizer."""
-    tokenizer = Tokenizer.read(checkpoint.folder / TOKENIZER_FILE)
+    tokenizer = checkpoint.tokenizer()
     return inference_copy(load_model(checkpoint, machine)), tokenizer
 
 

@@ -27,8 +27,8 @@ from torch import Tensor
 from torch.distributed import Store  # pyright: ignore
 
 from nanochat.common import HUNG, cpu_info, printable
-from nanochat.config import short
-from nanochat.hardware import device_name, keep_freed_memory
+from nanochat.config import require_positive, short
+from nanochat.hardware import device_name, keep_freed_memory, peak_flops
 
 # ---- Rendezvous: a separate store for each attempt -----------------------------------------------
 # torchrun keeps one store for all attempts of a launch. A rank that finds the address of a
@@ -205,6 +205,9 @@ class DistConfig:
     """Exit after waiting this many minutes for a rank that sends no heartbeat or reports no work;
     a rank that reports its work has no limit."""
 
+    def __post_init__(self) -> None:
+        require_positive(self, "collective_timeout_minutes")
+
 
 @dataclass(frozen=True)
 class DistContext:
@@ -232,6 +235,11 @@ class DistContext:
     def device_name(self) -> str:
         """Name of the GPU as reported by its driver; otherwise `cpu` or `mps`."""
         return device_name(self.device)
+
+    def utilization(self, flops_per_second: float) -> float | None:
+        """Model FLOPs utilization (MFU) as a fraction of the peak; None if the peak is unknown."""
+        peak = peak_flops(self.device_name)
+        return flops_per_second / (peak * self.world_size) if peak else None
 
     def print0(self, *words: Any) -> None:
         """Print on the main rank only."""
@@ -383,6 +391,8 @@ def init_distributed(
             f"device_type {kind} is not available to PyTorch; check the driver and the PyTorch "
             "build, or use --device_type=cpu"
         )
+    if kind == "cuda" and local_rank >= (found := torch.cuda.device_count()):
+        raise ValueError(f"--nproc_per_node is above the {found} GPUs that PyTorch finds; lower it")
     device = torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
     if kind == "cuda":
         torch.cuda.set_device(device)

@@ -49,12 +49,6 @@ def peak_flops(name: str) -> float | None:
     return next((peak for part, peak in known if re.search(rf"{part}(?![\dA-Z])", name)), None)
 
 
-def utilization(flops_per_second: float, device: torch.device, devices: int) -> float | None:
-    """Model FLOPs utilization (MFU) as a fraction of the peak; None if the peak is unknown."""
-    peak = peak_flops(device_name(device))
-    return flops_per_second / (peak * devices) if peak else None
-
-
 def peak_memory_bytes(device: torch.device) -> int:
     """Peak memory in bytes: of this process's tensors on a GPU or MPS, else of the process."""
     if device.type == "cuda":

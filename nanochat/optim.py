@@ -45,7 +45,8 @@ class ScheduleConfig:
 
 def lr_factor(step: int, num_steps: float, cfg: ScheduleConfig) -> float:
     """
-    Trapezoidal schedule: linear warmup, constant, linear decay to `final_lr_frac` at the last step.
+    Trapezoidal schedule: linear warmup, constant, linear decay that would reach `final_lr_frac` one
+    step after the last.
 
     If a run is too short for both ramps, each step uses the lower of the two, and the peak is never
     reached: at the peak learning rate, a run of 20 steps would diverge, and rounding differences
@@ -311,7 +312,7 @@ class MuonAdamW:
     Optimizer of a model's parameters; `table` maps roles to rules, see `make_rules`.
 
     Per step: `expect_last_pass`, the last backward pass, then `reduce_gradients`, then `step` or
-    `drop_gradients`. On a GPU, none of them waits for the device.
+    `drop_gradients`. On a GPU, only the update of hash-bigram embeddings waits for the device.
     """
 
     def __init__(self, model: GPT, table: Mapping[str, Rule], machine: DistContext):

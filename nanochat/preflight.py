@@ -221,13 +221,13 @@ def set_kernels(
     UsageError if a GPU would train without compilation although that was not asked for.
     """
     compiled = choose_compile(cfg, machine, seconds)
-    if optimizer is not None and machine.device.type == "cuda" and cfg.compile is None:
-        if not compiled:
-            raise UsageError(
-                f"torch.compile does not work on this {machine.device_name} (reason above)",
-                "install a C++ compiler and Python's headers (apt-get install g++ python3-dev), or "
-                "use --compile=0, which is several times slower",
-            )
+    required = machine.device.type == "cuda" and cfg.compile is None
+    if optimizer is not None and required and not compiled:
+        raise UsageError(
+            f"torch.compile does not work on this {machine.device_name} (reason above)",
+            "install a C++ compiler and Python's headers (apt-get install g++ python3-dev), or use "
+            "--compile=0, which is several times slower",
+        )
     backend = choose_attention(model.cfg, machine, compiled)
     for block in model.blocks:
         block.attention.backend = backend

@@ -31,6 +31,7 @@ from nanochat.engine import Completion, Engine, Sampling
 from nanochat.eval_chat import (
     Questions,
     estimate_score,
+    item_means,
     longest_prompt,
     score_answer,
     score_by_generation,
@@ -378,10 +379,12 @@ class RLEvaluator(Callback):
         found["Groups without signal"] = f"{silent / len(steps):.1%}"
         for k in self.ks:
             for when, outcomes in (("before", before.held_out), ("after", after.held_out)):
-                found[f"pass@{k} {when}"] = records.estimate(*pass_at(outcomes, k))
-                if k == 1:  # a mean over samples, whose error is in part that of sampling
-                    found[f"pass@{k} {when}"] = estimate_score(outcomes, sampled=True)
-        items = [[sum(o) / len(o) for o in result.held_out] for result in (before, after)]
+                found[f"pass@{k} {when}"] = (
+                    estimate_score(outcomes, sampled=True)  # with the error of sampling
+                    if k == 1
+                    else records.estimate(*pass_at(outcomes, k))
+                )
+        items = [item_means(result.held_out) for result in (before, after)]
         found |= change("pass@1", *items)
         by_task: dict[str, list[int]] = {}
         for i in range(len(self.task)):

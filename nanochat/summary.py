@@ -150,7 +150,7 @@ def cost_table(written: Sequence[Record], hourly_rate: float) -> dict[str, Any]:
     costs = [(r["section"], r["cost"]) for r in written]
     total = {name: sum(cost[name] for _, cost in costs) for name in records.ADDED_COSTS}
     rows = []
-    for name, cost in [*costs, ("Total", total)] if costs else []:
+    for name, cost in [*costs, ("Total", total)]:
         wall, busy = cost["wall_seconds"], cost["device_seconds"]
         devices = f"{cost['devices']}x {cost['device']}" if "device" in cost else ""
         price = f"${wall / 3600 * hourly_rate:.2f}"

@@ -233,9 +233,8 @@ def split_micro_batches(
 ) -> list[MicroBatch]:
     """Copy a batch to `device` and split it into micro-batches of `device_rows` rows."""
     x, y = to_device(tokens, device), to_device(targets, device)
-    counts = (targets >= 0).sum(axis=1)
     parts = [slice(i, i + device_rows) for i in range(0, len(tokens), device_rows)]
-    return [MicroBatch(x[p], y[p], int(counts[p].sum())) for p in parts]
+    return [MicroBatch(x[p], y[p], int((targets[p] >= 0).sum())) for p in parts]
 
 
 def to_device(x: np.ndarray, device: torch.device) -> Tensor:
@@ -485,8 +484,7 @@ def train_step(run: TrainingRun, step: int, horizon: float | None = None) -> Ste
     read_verdict = copy_to_host(verdict, machine)
     lr = optim.lr_factor(step, horizon, run.schedule)
     metrics = {name: lr * peak for name, peak in optimizer.peak_lrs.items()}
-    after_backward = Callback.after_backward
-    watching = [c for c in run.callbacks if type(c).after_backward is not after_backward]
+    watching = [c for c in run.callbacks if type(c).after_backward is not Callback.after_backward]
     if watching and not read_verdict().stopped:  # if stopped, all gradients are partial
         for callback in watching:
             metrics |= callback.after_backward(float(verdict.scale))
@@ -539,7 +537,7 @@ def judge(sums: Tensor, norm: Tensor, divisor: float, grad_clip: float) -> Verdi
 def copy_to_host(verdict: Verdict, machine: DistContext) -> Callable[[], Verdict]:
     """
     Start copying a verdict to the host. The result waits for the copy, but not for later work of
-    the device, and returns the verdict as numbers. The host waits for nothing else in a step.
+    the device, and returns the verdict as numbers.
     """
     values = torch.stack([x.to(verdict.loss.dtype) for x in verdict])
     host = values.to("cpu", non_blocking=True)  # pinned memory
@@ -561,9 +559,7 @@ def log_step(run: TrainingRun, progress: Progress, done: Step, seconds: float) -
     machine, rate = run.machine, done.tokens / seconds
     values = {**done.metrics, "smooth_loss": progress.smooth_loss}
     values |= {"tokens_per_second": rate, "step_seconds": seconds}
-    used = hardware.utilization(
-        rate * run.model.flops_per_token(), machine.device, machine.world_size
-    )
+    used = machine.utilization(rate * run.model.flops_per_token())
     if used is not None:
         values["mfu"] = used
     if run.max_seconds is not None:
@@ -627,8 +623,7 @@ def train(run: TrainingRun) -> None:
             run.log = log.log
         run.save = partial(checkpoints.save, model, run.optimizer, run.tokenizer, state)
         for module in checkpoint.architectures_of(model.cfg):
-            more = module.callbacks(model, run.optimizer, cfg.seed)
-            run.callbacks = [*run.callbacks, *more]
+            run.callbacks = [*run.callbacks, *module.callbacks(model, run.optimizer, cfg.seed)]
         with log, run.background():
             done = run_loop(run, run.progress)
     run.checkpoint = checkpoints.saved

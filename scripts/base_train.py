@@ -28,7 +28,7 @@ from nanochat.evaluators import (
     ValidationLoss,
 )
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.hardware import peak_memory_bytes, utilization
+from nanochat.hardware import peak_memory_bytes
 from nanochat.mixture import Corpus, MixConfig, open_corpus, open_texts
 from nanochat.optim import MuonAdamW, OptimConfig, Rule, ScheduleConfig
 from nanochat.preflight import KernelConfig, estimate_seconds, require_memory
@@ -247,7 +247,7 @@ def summarize(run: TrainingRun) -> dict[str, Any]:
     progress, machine, throughput = run.progress, run.machine, run.tokens_per_second
     tokens = progress.step * run.batch_tokens
     flops = progress.flops / tokens  # per token
-    mfu = throughput and utilization(throughput * flops, machine.device, machine.world_size)
+    mfu = throughput and machine.utilization(throughput * flops)
     return {
         "Number of parameters": run.model.num_params(),
         "Number of FLOPs per token": f"{flops:e}",

@@ -84,7 +84,7 @@ def main(cfg: ChatDPO) -> None:
         return machine.close()
 
     # Models, pairs, optimizer
-    model, tokenizer = load_model(parent, machine), Tokenizer.read(parent.folder / "tokenizer.json")
+    model, tokenizer = load_model(parent, machine), parent.tokenizer()
     pairs, held_out = make_pairs(cfg, data, parent, model, tokenizer, machine)
     reference = load_model(parent, machine).to(machine.dtype).requires_grad_(False)
     objective = DPOObjective(model, reference, cfg.beta)

@@ -15,7 +15,7 @@ from nanochat.checkpoint import FOLDERS, Checkpoint, SavingConfig, load_model
 from nanochat.config import require_at_least, require_positive, settings, start
 from nanochat.distributed import DistContext, init_distributed
 from nanochat.engine import Engine
-from nanochat.eval_chat import score_by_generation
+from nanochat.eval_chat import item_means, score_by_generation
 from nanochat.finetune import choose_tag, open_parent, parent_inputs
 from nanochat.gpt import GPT, inference_copy
 from nanochat.lab.canaries import CanaryConfig, open_monitor
@@ -25,7 +25,6 @@ from nanochat.optim import MuonAdamW, OptimConfig, ScheduleConfig, make_rules
 from nanochat.preflight import choose_engine_compile
 from nanochat.rl import RLConfig, RLEvaluator, RolloutLoader
 from nanochat.sandbox import calculate
-from nanochat.tokenizer import Tokenizer
 from nanochat.train import (
     TrainConfig,
     TrainingRun,
@@ -165,12 +164,12 @@ def open_rollouts(
     rl, seed, questions = cfg.rl, cfg.train.seed, range(len(task))
     total = (cfg.num_iterations or 0) * rl.examples_per_step or round(cfg.num_epochs * len(task))
     compiled = choose_engine_compile(None, machine, total * rl.num_samples * rl.max_new_tokens)
-    tokenizer = Tokenizer.read(parent.folder / "tokenizer.json")
+    tokenizer = parent.tokenizer()
     engine = Engine(inference_copy(model), tokenizer, tool=calculate, compiled=compiled)
     if cfg.pass_rates is not None:
         (least, most), sampling = cfg.pass_rates, rl.sampling(seed + 2)
         graded = score_by_generation(engine, task, len(task), sampling, rl.num_samples, machine)
-        rates = [sum(scores) / len(scores) for scores in graded.outcomes]
+        rates = item_means(graded.outcomes)
         questions = [i for i, rate in enumerate(rates) if least <= rate <= most]
         machine.print0(
             f"training on {len(questions):,} of {len(rates):,} questions, "

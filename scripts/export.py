@@ -63,7 +63,7 @@ def main(cfg: Export) -> None:
     machine = init_distributed(cfg.machine, steady=False)
     stage = cfg.source or newest_stage()
     checkpoint = find_checkpoint(stage, cfg.model_tag, cfg.step)
-    tokenizer = Tokenizer.read(checkpoint.folder / "tokenizer.json")
+    tokenizer = checkpoint.tokenizer()
     name = f"{stage}-{checkpoint.folder.parent.name}" + ".golf" * (cfg.format == "artifact")
     out = Path(cfg.out).expanduser() if cfg.out else base_dir() / "export" / name
     model = load_model(checkpoint, machine)

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from nanochat.attention import CacheView
 from nanochat.common import fingerprint, sha256_file
 from nanochat.distributed import DistContext
 from nanochat.eval_core import EvalModel
@@ -50,9 +49,8 @@ class HFLanguageModel:
     def __init__(self, model: Any):
         self.model = model
 
-    def hidden(self, tokens: Tensor, cache: CacheView | None = None) -> Tensor:
+    def hidden(self, tokens: Tensor, cache: None = None) -> Tensor:
         """tokens (B, T) -> logits (B, T, V)."""
-        assert cache is None, "HFLanguageModel does not support a KV cache"
         return self.model(input_ids=tokens, use_cache=False).logits
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from nanochat.chat_format import render, render_prompt
 from nanochat.checkpoint import find_checkpoint, load_inference, newest_stage
 from nanochat.distributed import DistConfig, init_distributed
 from nanochat.engine import Engine, Sampling
-from nanochat.eval_chat import trim
+from nanochat.eval_chat import longest_prompt, trim
 from nanochat.eval_core import Question, eval_model_of, score_options, truncate_options
 from nanochat.preflight import choose_engine_compile
 from nanochat.serve.scheduler import Answer, GenerationRequest
@@ -44,7 +44,6 @@ class NanochatLM(LM):
         step: int | None = None,
         dtype: Any = None,
         device: str | None = None,
-        batch_size: int | str | None = None,
         **ignored: Any,
     ) -> None:
         super().__init__()
@@ -88,9 +87,9 @@ class NanochatLM(LM):
         """Scores of all options, in order; a question's `number` is that of its first option."""
         found: dict[int, LogLikelihood] = {}
         for q, options in score_options(self.subject, questions):
-            for n, reading in enumerate(options):
+            for n, score in enumerate(options):
                 num_tokens = len(q.options[n]) - q.starts[n]
-                found[q.number + n] = (-reading.nats * num_tokens, reading.is_greedy)
+                found[q.number + n] = (-score.nats * num_tokens, score.is_greedy)
         return [found[n] for n in range(count)]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], **options: Any) -> list[float]:
@@ -113,14 +112,14 @@ class NanochatLM(LM):
 
     def generate_until(self, requests: Sequence[Any], **options: Any) -> list[str]:
         """Generate a completion for each prompt, up to the first stop string."""
-        fused = choose_engine_compile(None, self.machine, MAX_GEN_TOKS * len(requests))
-        engine = Engine(self.model, self.own_tokenizer, compiled=fused)
+        compiled = choose_engine_compile(None, self.machine, MAX_GEN_TOKS * len(requests))
+        engine = Engine(self.model, self.own_tokenizer, compiled=compiled)
         answers, texts = {}, [""] * len(requests)
         for number, (context, wanted) in enumerate(request.args for request in requests):
             until = wanted.get("until") or []
             stop = (until,) if isinstance(until, str) else tuple(until)
             settings = sampling(wanted, number)  # repeated requests get different samples
-            room = engine.cache.capacity - min(settings.max_new_tokens, engine.cache.capacity // 2)
+            room = longest_prompt(engine, settings.max_new_tokens)
             prompt = trim(self.encode(context), room)
             generation = GenerationRequest(prompt, settings, stop=stop, parts=False)
             (completion,) = engine.submit(prompt, settings)

@@ -504,7 +504,7 @@ def open_monitor(
     """
     if cfg.canaries == "off":
         return None
-    tokenizer = Tokenizer.read(parent.folder / "tokenizer.json")
+    tokenizer = parent.tokenizer()
     text = pretraining_text(parent, tokenizer, model.cfg.max_seq_len, machine)
     suite = CanarySuite(tokenizer, text, chats, train_chats, shares)
 

@@ -87,16 +87,11 @@ class ApiError(Exception):
         message, param = escape_text(message), escape_text(param) if param else None
         super().__init__(message)
         self.status, self.headers = status, dict(headers or {})
-        self.body = error_body(status, message, code, param)
-
-
-def error_body(
-    status: int, message: str, code: str | None = None, param: str | None = None
-) -> dict[str, Any]:
-    """Return the JSON body of an error."""
-    kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-    kind = kinds.get(status, "server_error" if status >= 500 else "invalid_request_error")
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+        kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+        kind = kinds.get(status, "server_error" if status >= 500 else "invalid_request_error")
+        error = {"message": message, "type": kind, "param": param, "code": code}
+        self.body = {"error": error}
+        """JSON body of the response."""
 
 
 def escape_text(text: str) -> str:

@@ -58,11 +58,8 @@ async def all_deltas(reply: Reply, request: Request) -> list[Delta] | None:
             deltas += await reply.news()
         return deltas
 
-    async def leave() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    reading, leaving = asyncio.create_task(read()), asyncio.create_task(leave())
+    # the body was read, so only the disconnect is left to receive
+    reading, leaving = asyncio.create_task(read()), asyncio.ensure_future(request.receive())
     try:
         await asyncio.wait((reading, leaving), return_when=asyncio.FIRST_COMPLETED)
         return reading.result() if reading.done() else None

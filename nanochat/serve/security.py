@@ -212,8 +212,3 @@ class TimeoutProtocol(H11Protocol):
     def resume_writing(self) -> None:
         super().resume_writing()
         self.send_timeout.cancel()
-
-
-def make_protocol(cfg: SecurityConfig) -> type[TimeoutProtocol]:
-    """Return a TimeoutProtocol subclass with these settings."""
-    return type("TimeoutProtocol", (TimeoutProtocol,), {"cfg": cfg})

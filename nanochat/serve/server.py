@@ -23,19 +23,18 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from nanochat.config import short
+from nanochat.config import require_at_least, short
 from nanochat.serve.handler import RequestHandler
 from nanochat.serve.openai_api import (
     ApiError,
     ChatRequest,
     TextRequest,
     Writer,
-    error_body,
     model_entry,
     read_request,
 )
 from nanochat.serve.responses import respond
-from nanochat.serve.security import SecurityConfig, SecurityMiddleware, make_protocol
+from nanochat.serve.security import SecurityConfig, SecurityMiddleware, TimeoutProtocol
 
 PAGE = Path(__file__).with_name("page")
 PAGE_TYPES = {
@@ -73,11 +72,9 @@ class ServerConfig:
     security: SecurityConfig = field(default_factory=SecurityConfig)
 
     def __post_init__(self) -> None:
-        least = {"port": 0, "slots": 1, "max_waiting": 0, "max_models": 1}
-        for name, low in least.items():
-            value = getattr(self, name)
-            if value is not None and not low <= value < 2**16:
-                raise ValueError(f"{name} must lie in [{low}, {2**16}), got {value}")
+        require_at_least(self, port=0, slots=1, max_waiting=0, max_models=1)
+        if self.port >= 2**16:
+            raise ValueError(f"port must be below {2**16}, got {self.port}")
 
     def key(self) -> str | None:
         """Read the API key; None: no key. Raises OSError, or ValueError for an invalid key."""
@@ -187,14 +184,14 @@ def add_errors(app: FastAPI) -> None:
             if request.method == "OPTIONS":
                 return Response(status_code=204, headers=headers)
         message = f"{error.detail}: {request.method} {request.url.path}"
-        return JSONResponse(error_body(error.status_code, message), error.status_code, headers)
+        return JSONResponse(ApiError(error.status_code, message).body, error.status_code, headers)
 
     for status in (400, 404, 405):  # raised by the framework itself
         app.add_exception_handler(status, unknown_path)
 
     @app.exception_handler(Exception)
     async def internal_error(request: Request, error: Exception) -> JSONResponse:
-        return JSONResponse(error_body(500, f"{type(error).__name__}: see the server log"), 500)
+        return JSONResponse(ApiError(500, f"{type(error).__name__}: see the server log").body, 500)
 
 
 # ---- running the server ------------------------------------------------------------------------
@@ -219,7 +216,7 @@ class Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
-                http=make_protocol(cfg.security),
+                http=type("ConfiguredProtocol", (TimeoutProtocol,), {"cfg": cfg.security}),
                 ws="none",
                 lifespan="on",
                 log_level="warning",

@@ -33,7 +33,6 @@ from nanochat.recursion import verdict
 from nanochat.recursion.metrics import bpb_by_loop, refinement, state_metrics
 from nanochat.recursion.model import RecursiveConfig, RecursiveGPT
 from nanochat.recursion.verdict import Criterion, LoopArm
-from nanochat.tokenizer import Tokenizer
 from tasks.builtin import ensure_written
 
 SECTION = "Recursion"
@@ -139,7 +138,7 @@ def require_one_recipe(recursive: Sequence[LoopScores], plain: Sequence[LoopScor
 
 def score_loops(cfg: RecursionEval, checkpoint: Checkpoint, machine: DistContext) -> LoopScores:
     """Score a checkpoint; a recursive one after each loop, up to twice n_loops."""
-    tokenizer = Tokenizer.read(checkpoint.folder / "tokenizer.json")
+    tokenizer = checkpoint.tokenizer()
     model = load_model(checkpoint, machine)
     T, on_cpu = model.cfg.max_seq_len, machine.device.type == "cpu"
     source = open_source(cfg.data, checkpoint.state["source"], ensure_written)
