@@ -220,8 +220,8 @@ def disk_uses(
     tokens = horizon.num_steps * horizon.batch_tokens
     text = max(tokens * HUB_BYTES_PER_TOKEN, tokenizer.max_chars / CHARS_PER_HUB_BYTE)
     rows = tokens * (2 if tokenizer.vocab_size <= 1 << 16 else 4)
-    mid = parse(mid_train.DEFAULTS, args=shlex.split(cfg.mid))
-    sft = parse(chat_sft.DEFAULTS, args=shlex.split(cfg.sft))
+    mid = parse(mid_train.MidTrain(), args=shlex.split(cfg.mid))
+    sft = parse(chat_sft.ChatSft(), args=shlex.split(cfg.sft))
     rl = parse(ChatRL(), args=shlex.split(cfg.rl))
     tasks_there = bytes_in(data / "tasks")
     return [

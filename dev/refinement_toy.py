@@ -16,13 +16,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanochat.checkpoint import build_model
-from nanochat.gpt import GPTConfig
 from nanochat.recursion.metrics import refinement
-from nanochat.recursion.model import recursive_config
+from nanochat.recursion.model import RecursiveConfig
 
 V, T, ROWS, STEPS, LOOPS = 32, 32, 16, 400, 4
-SHAPE = recursive_config(
-    GPTConfig(V, n_layer=4, d_model=64, n_head=2, n_kv_head=2, head_dim=32, max_seq_len=T),
+SHAPE = RecursiveConfig(
+    V,
+    n_layer=4,
+    d_model=64,
+    n_head=2,
+    n_kv_head=2,
+    head_dim=32,
+    max_seq_len=T,
     n_prelude=1,
     n_core=2,
     n_coda=1,

@@ -14,6 +14,7 @@ from typing import Any
 
 from nanochat.config import start
 from nanochat.finetune import FinetuneConfig, FineTuning
+from nanochat.lab.canaries import CanaryConfig
 from nanochat.optim import OptimConfig
 from nanochat.train import TrainConfig
 from scripts import mid_train
@@ -40,13 +41,11 @@ RETIRED = {
 class ChatSft(MidTrain):
     """The flags of midtraining, with other defaults."""
 
-
-DEFAULTS = ChatSft(
-    source="mid",
+    source: str = "mid"
     # learning rates decay linearly from their peak to 0
-    tuning=FinetuneConfig(init_lr_frac=0.3, warmdown_ratio=1.0),
-    train=TrainConfig(eval_every=100, optim=OptimConfig(weight_decay=0.0)),
-)
+    tuning: FinetuneConfig = FinetuneConfig(init_lr_frac=0.3, warmdown_ratio=1.0)
+    canaries: CanaryConfig = CanaryConfig()
+    train: TrainConfig = TrainConfig(eval_every=100, optim=OptimConfig(weight_decay=0.0))
 
 
 def main(cfg: ChatSft) -> None:
@@ -77,4 +76,4 @@ def summarize(tuning: FineTuning) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    start(main, DEFAULTS, __doc__, RETIRED)
+    start(main, ChatSft(), __doc__, RETIRED)

@@ -44,14 +44,8 @@ class MidTrain:
     """Checkpoint to start from: stage[:tag[:step]], as in base:d4:400."""
     mix: MixConfig = field(default_factory=MixConfig)
     tuning: FinetuneConfig = field(default_factory=FinetuneConfig)
-    canaries: CanaryConfig = field(default_factory=CanaryConfig)
-    train: TrainConfig = field(default_factory=TrainConfig)
-
-
-DEFAULTS = MidTrain(
-    canaries=CanaryConfig("off"),
-    train=TrainConfig(eval_every=150, optim=OptimConfig(weight_decay=0.0)),
-)
+    canaries: CanaryConfig = CanaryConfig("off")
+    train: TrainConfig = TrainConfig(eval_every=150, optim=OptimConfig(weight_decay=0.0))
 
 
 def main(cfg: MidTrain) -> None:
@@ -110,4 +104,4 @@ def summarize(tuning: FineTuning) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    start(main, DEFAULTS, __doc__, RETIRED)
+    start(main, MidTrain(), __doc__, RETIRED)

@@ -4,7 +4,7 @@ import inspect
 import math
 import re
 import sys
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from types import ModuleType
 
 import pytest
@@ -93,9 +93,9 @@ def test_schedule_example_is_a_cosine():
 
 def test_stage_example_calls_fine_tune_with_valid_arguments():
     calls = []
-    names = {"fine_tune": lambda *args: calls.append(args), "replace": replace, "start": None}
+    names = {"fine_tune": lambda *args: calls.append(args), "start": None}
     scope = example("def main(cfg: ChatSft)", {**vars(chat_sft), **names})
-    scope["main"](chat_sft.DEFAULTS)
+    scope["main"](chat_sft.ChatSft())
     bound = inspect.signature(mid_train.fine_tune).bind(*calls[0]).arguments
     assert bound["kind"] == "polish" and bound["summarize"] is chat_sft.summarize
 

@@ -61,27 +61,19 @@ class Work:
         self.tokens, self.targets = self.ids[:, :-1].contiguous(), self.ids[:, 1:].contiguous()
         self.machine = machine
 
-    def forward(self) -> Tensor:
-        """Mean loss per token."""
-        return self.model.loss(self.tokens, self.targets) / self.tokens.numel()
-
-    def update(self) -> None:
-        """Optimizer step."""
-        self.optimizer.reduce_gradients()
-        self.optimizer.step(1.0)
-
     def time_steps(self, steps: int) -> list[StepTimes]:
         """Time `steps` training steps."""
         gc.freeze()  # as in the training loop
         times = []
         for _ in range(steps):
             started = clock(self.machine)
-            loss = self.forward()
+            loss = self.model.loss(self.tokens, self.targets) / self.tokens.numel()
             forward = clock(self.machine)
             self.optimizer.expect_last_pass()
             loss.backward()
             backward = clock(self.machine)
-            self.update()
+            self.optimizer.reduce_gradients()
+            self.optimizer.step(1.0)
             ended = clock(self.machine)
             times.append(StepTimes(forward - started, backward - forward, ended - backward))
         return times

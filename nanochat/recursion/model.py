@@ -10,8 +10,8 @@ answers to grid puzzles; depth recurrence in language models arXiv:2502.05171.
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -99,12 +99,6 @@ class RecursiveConfig(GPTConfig):
         if loop > cut or self.supervise in ALL_LOOPS:
             return 1.0
         return sum(map(self.sampled_chance, range(loop, cut + 1)))
-
-
-def recursive_config(plain: GPTConfig, **values: Any) -> RecursiveConfig:
-    """Return `plain` as a RecursiveConfig; `values` set the additional fields."""
-    own = {f.name: getattr(plain, f.name) for f in fields(GPTConfig)}
-    return RecursiveConfig(**{**own, **values})
 
 
 class RecursiveGPT(GPT):

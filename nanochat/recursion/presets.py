@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from nanochat.gpt import GPTConfig
-from nanochat.recursion.model import Supervise, recursive_config
+from nanochat.recursion.model import RecursiveConfig, Supervise
 from nanochat.scaling import default_head_dim
 
 Preset = Literal["none", "share2", "moderate", "aggressive", "extreme"]
@@ -99,7 +99,7 @@ class RecursionConfig:
         quarter = max(1, plain.n_layer // 4) if plain.n_layer >= 3 else 0
         values = {"n_prelude": quarter, "n_coda": quarter, **values}
         core = plain.n_layer - values["n_prelude"] - values["n_coda"]
-        return recursive_config(plain, **{"n_core": core, **values})
+        return RecursiveConfig(**asdict(plain), **{"n_core": core, **values})
 
     def warning(self) -> str | None:
         """Return a warning about the quality of the preset, or None."""

@@ -19,7 +19,7 @@ from nanochat.golf.quantize import QuantConfig
 from nanochat.gpt import GPTConfig
 from nanochat.optim import TIED_LR, MuonAdamW, OptimConfig, Rule
 from nanochat.recursion.presets import WidthConfig
-from nanochat.scaling import Horizon, scaled_rules
+from nanochat.scaling import Horizon, batch_lr_factor, scaled_rules
 from scripts.base_train import BaseTrain, pretrain
 
 
@@ -88,7 +88,8 @@ class GolfTrain(BaseTrain):
     def rules(self, optim: OptimConfig, horizon: Horizon, d_model: int) -> dict[str, Rule]:
         """Return `scaled_rules` with the golf settings applied."""
         found = scaled_rules(optim, horizon, d_model)
-        found["tied"] = replace(found["tied"], lr=self.tied_lr * (d_model / 768) ** -0.5)
+        lr = self.tied_lr * (d_model / 768) ** -0.5 * batch_lr_factor(horizon.batch_tokens)
+        found["tied"] = replace(found["tied"], lr=lr)
         if self.decay_rule == "decoupled":
             matrix = found["matrix"]
             # Cautious decay affects about half of the weights and fades to zero

@@ -26,11 +26,7 @@ from nanochat.recursion.metrics import (
     part_of,
     step_metrics,
 )
-from nanochat.recursion.model import (
-    RecursiveConfig,
-    RecursiveGPT,
-    recursive_config,
-)
+from nanochat.recursion.model import RecursiveConfig, RecursiveGPT
 from nanochat.recursion.presets import RecursionConfig
 from tests.conftest import TINY, lively
 
@@ -41,7 +37,7 @@ GIVEN = ("moderate", "aggressive", "extreme")
 
 
 def recursive(**values: Any) -> RecursiveConfig:
-    return recursive_config(PLAIN, **{**PARTS, "n_loops": 3, **values})
+    return RecursiveConfig(**{**asdict(PLAIN), **PARTS, "n_loops": 3, **values})
 
 
 def model_of(cfg: GPTConfig, seed: int = 0) -> Any:
