@@ -77,7 +77,7 @@ def base_dir() -> Path:
 def require_name(flag: str, name: str) -> str:
     """Return `name`; raise ValueError unless it has only letters, digits, `.`, `-` and `_`."""
     if not re.fullmatch(r"[\w.-]*", name) or set(name) == {"."}:
-        raise ValueError(f"--{flag}={name} is not a plain name; use letters, digits, - and _")
+        raise ValueError(f"--{flag}={name} is not a plain name; use letters, digits, ., - and _")
     return name
 
 
@@ -286,7 +286,7 @@ class StopRequest:
     """
     Turns SIGTERM, SIGINT and SIGHUP into a flag that the loop checks between micro-batches.
 
-    A second SIGINT exits immediately. SIGHUP stays ignored under nohup.
+    After that, a SIGINT exits immediately. SIGHUP stays ignored under nohup.
     """
 
     asked = False

@@ -330,9 +330,8 @@ def open_source(
             ways = "--dataset=<owner>/<name>, --dataset=embedded or --dataset=<folder>"
             raise ValueError(f"one text source is required; use {ways}")
         must_be = recorded["fingerprint"] if wanted == FirstUseConfig() else None
-        names = ("num_shards", "revision", "val_shard")
-        own = {name: getattr(wanted, name) for name in names}
-        settings = {k: recorded.get(k) if own[k] is None else own[k] for k in names}
+        settings = {name: recorded.get(name) for name in ("num_shards", "revision", "val_shard")}
+        settings |= {name: value for name, value in asdict(wanted).items() if value is not None}
         # Older records store a folder as `data_dir`
         wanted = FirstUseConfig(recorded.get("dataset") or recorded["data_dir"], **settings)
     name = wanted.dataset or ""

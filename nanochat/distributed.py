@@ -247,7 +247,7 @@ class DistContext:
             print(*map(printable, words), flush=True)
 
     def sum(self, *values: float) -> list[float]:
-        """Sum each value over ranks, in float64."""
+        """Sum each value over ranks, in float64 (MPS: float32)."""
         if self.world_size == 1:
             return [float(v) for v in values]
         with self.waiting("all-reduce"):
@@ -255,8 +255,8 @@ class DistContext:
 
     def sum_on_device(self, *values: Tensor | float) -> Tensor:
         """
-        Sum each value over ranks, in float64. Returns (len(values),) on the device, without waiting
-        for it.
+        Sum each value over ranks, in float64 (MPS: float32). Returns (len(values),) on the device,
+        without waiting for it.
         """
         kind: Any = {"device": self.device, "dtype": self.widest_dtype}
         scalars = [

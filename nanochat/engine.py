@@ -425,7 +425,7 @@ class Engine:
     def admit(self) -> None:
         """
         Assign free slots to queued completions and prefill their tokens except the last, which is
-        the input of the next step. Samples of a prompt copy the cache of its first active sample.
+        the input of the next step. Samples of a prompt copy the cache of an active one.
         """
         sources = {id(c.prompt): slot for slot, c in enumerate(self.active)}
         unfilled: dict[int, list[int]] = {}  # slot -> tokens to prefill

@@ -260,7 +260,7 @@ def run_panels(entries: Sequence[Mapping[str, Any]]) -> dict[str, Panel]:
         "held_out_accuracy": partial(draw_one, title="Accuracy on held-out pairs"),
         "reward": partial(draw_noisy, title="Mean reward of a step"),
         "pass_at_1": lambda axes, points: draw_pass_at_1(axes, points, curves["pass_at_1_se"]),
-        "lr": lambda axes, points: draw_rates(axes, {name: curves[name] for name in rates}, points),
+        "matrix_lr": lambda axes, points: draw_rates(axes, {name: curves[name] for name in rates}),
         "tokens_per_second": draw_throughput,
         "grad_norm": partial(draw_one, title="Gradient norm before clipping", floor=0),
     }
@@ -295,10 +295,8 @@ def draw_pass_at_1(axes: Axes, points: Points, errors: Points) -> None:
     axes.set_xlabel("step")
 
 
-def draw_rates(axes: Axes, rates: Curves, factors: Points) -> None:
-    """Draw the learning rates on a log axis; of older runs, the fraction of the peak."""
-    if not rates:
-        return draw_one(axes, factors, "Learning rate (fraction of peak)", 0)
+def draw_rates(axes: Axes, rates: Curves) -> None:
+    """Draw the learning rates on a log axis."""
     positive = {
         LEARNING_RATES[name]: [(x, y) for x, y in points if y > 0] for name, points in rates.items()
     }

@@ -25,7 +25,7 @@ from nanochat.evaluators import generate_samples, row_batches
 from nanochat.golf.documents import document_bpb
 from nanochat.gpt import GPT
 from nanochat.mixture import Corpus, open_corpus, open_texts
-from nanochat.preflight import CHARS_PER_TOKEN, CPU_TOKENS, KernelConfig, prepare_scoring
+from nanochat.preflight import CHARS_PER_TOKEN, KernelConfig, prepare_scoring
 from nanochat.train import skip_if_finished
 from tasks.builtin import ensure_written
 
@@ -75,7 +75,7 @@ def main(cfg: BaseLoss) -> None:
     T = model.cfg.max_seq_len
     corpus = open_corpus(texts, tokenizer, T)
     on_cpu = machine.device.type == "cpu"
-    split_tokens = cfg.split_tokens or (CPU_TOKENS * 32 if on_cpu else 20 * 524_288)
+    split_tokens = cfg.split_tokens or (262_144 if on_cpu else 20 * 524_288)
     chars = sum(len(text) for each in documents for text in each)
     tokens = 2 * split_tokens + int(chars / CHARS_PER_TOKEN)
     rows = prepare_scoring(cfg.kernels, model, tokens, GPU_ROWS, machine)

@@ -16,7 +16,13 @@ from nanochat.records import estimate
 
 LOSS = [(step, 3 + math.exp(-step / 20) + 0.1 * math.sin(step)) for step in range(200)]
 METRICS = [
-    {"step": step, "loss": y, "lr": 1 - step / 200, "grad_norm": y, "tokens_per_second": 1e6 + y}
+    {
+        "step": step,
+        "loss": y,
+        "matrix_lr": 1 - step / 200,
+        "grad_norm": y,
+        "tokens_per_second": 1e6 + y,
+    }
     for step, y in LOSS
 ]
 METRICS += [
@@ -24,8 +30,8 @@ METRICS += [
 ]
 POLICY = [
     {"step": 0, "loss": 1.0, "reward": 0.1, "pass_at_1": 0.1, "pass_at_1_se": 0.02},
-    {"step": 1, "reward": 0.2, "matrix_lr": 0.02, "lr": 1.0},
-    {"step": 2, "reward": 0.2, "matrix_lr": 0.0, "lr": 0.0},
+    {"step": 1, "reward": 0.2, "matrix_lr": 0.02},
+    {"step": 2, "reward": 0.2, "matrix_lr": 0.0},
 ]
 SCORES = {"winograd": 0.08, "boolq": -0.15, "copa": 0.0}
 SEARCH = {"section": "Sweep", "settings": {"search": "lr"}, "series": {"0": [[0.01, 1.0]]}}
@@ -51,9 +57,9 @@ def dashboard(entries):
 
 
 def test_run_has_a_panel_for_each_logged_metric():
-    loops, rest = ["bpb_loop_1"], ["lr", "tokens_per_second", "grad_norm"]
+    loops, rest = ["bpb_loop_1"], ["matrix_lr", "tokens_per_second", "grad_norm"]
     assert list(plots.run_panels(METRICS)) == ["loss", "val_bpb", *loops, *rest]
-    assert list(plots.run_panels(POLICY)) == ["reward", "pass_at_1", "lr"]
+    assert list(plots.run_panels(POLICY)) == ["reward", "pass_at_1", "matrix_lr"]
 
 
 def test_validation_curve_needs_eight_points():
@@ -162,7 +168,7 @@ def test_long_curve_is_subsampled_and_keeps_both_ends():
 
 @pytest.mark.parametrize("losses", [[math.nan, 2.0, math.inf], [math.nan], [1.0]])
 def test_curves_with_gaps_or_single_points_are_drawn(losses):
-    assert dashboard([{"step": s, "loss": x, "lr": x} for s, x in enumerate(losses)])
+    assert dashboard([{"step": s, "loss": x, "matrix_lr": x} for s, x in enumerate(losses)])
     plots.bar_figure("Scores", {"a": math.nan, "b": 0.1}, {})
 
 

@@ -30,7 +30,7 @@ class TableLine(NamedTuple):
     case: str
     unit: str
     ours: Sequence[float]
-    """Throughput in `unit` of each repeat; a time in ms only for lines without a peer."""
+    """Throughput in `unit` of each repeat."""
     peer: str = ""
     """Library to compare with; empty = none."""
     theirs: Sequence[float] = ()

@@ -75,8 +75,8 @@ def document_bpb(
             yield ids
 
     pieces = itertools.chain.from_iterable(make_windows(ids, T, stride) for ids in encoded())
-    first = (machine.rank - 1) % machine.world_size
-    batches = window_batches(itertools.islice(pieces, first, None, machine.world_size), T, rows)
+    mine = itertools.islice(pieces, machine.rank, None, machine.world_size)
+    batches = window_batches(mine, T, rows)
     [found] = bits_per_byte(model.token_losses, batches, tokenizer.token_bytes(), machine)
     assert (found.tokens, found.bytes) == (num_tokens, num_bytes), (
         f"scored {found.tokens} tokens ({found.bytes} bytes), "

@@ -64,7 +64,7 @@ def step_metrics(model: RecursiveGPT, optimizer: MuonAdamW, scale: float) -> dic
     """
     Return the loss of each supervised loop and the total loss, in nats per token over all ranks,
     and gradient norms by model part, times `scale`. Every rank must call this, after gradients are
-    reduced. Returns {} before the first loss.
+    reduced. Returns {} if no loss was noted, as in RL.
     """
     if not model.noted:
         return {}
