@@ -71,7 +71,7 @@ headers=$(python3 -c 'import sysconfig; print(sysconfig.get_path("include"))' 2>
 if command -v nvidia-smi >/dev/null && [ ! -e "$headers/Python.h" ]; then
     export UV_PYTHON_PREFERENCE=only-managed
 fi
-echo "setup: installing packages (PyTorch with CUDA: about 6 GB on disk, once)"
+echo "setup: installing packages (PyTorch with CUDA: about 6 GB on disk; once, takes minutes)"
 keep_torch=${TORCH_BACKEND:+--no-install-package torch --no-install-package triton}
 # compile bytecode once, not at the start of every stage; --inexact keeps other installed packages
 uv sync --quiet --inexact --compile-bytecode $keep_torch ${GROUPS_WANTED-}
