@@ -200,9 +200,9 @@ class Rows(RowSequence):
         """
         total = self.wait(self.val_shard)["rows"]
         if total < max(1, half):
-            what = f"half {half} of the validation rows" if half else "validation"
+            problem = f"--eval_half={half} is empty: " if half else ""
             raise UsageError(
-                f"{what} is empty: {self.val_shard} has {total} rows",
+                f"{problem}{self.val_shard} has {total} validation rows",
                 f"use {'--eval_half=0, or ' if half else ''}more validation text",
             )
         order = permutation(0, 0, 0, total)
