@@ -199,7 +199,7 @@ def test_internal_error_keeps_its_traceback(command, monkeypatch, fault, kind):
 
 def test_pretraining_prints_its_checkpoint_and_the_next_command(base, command):
     text = command.works("tok_train", *TEXT, "--vocab_size=2000", "--tokenizer_tag=own")
-    assert "next: python -m scripts.base_train --depth=4 --tokenizer_tag=own\n" in text
+    assert "next: python -m scripts.base_train --depth=4 --tokenizer_tag=own --max_seq_len=" in text
     evaluation = "--eval_tokens=64 --sample_every=0 --core_metric_every=0".split()
     text = command.works("base_train", *RUN, *evaluation, "--tokenizer_tag=own")
     folder = base / "base_checkpoints/d1/step_000001"
