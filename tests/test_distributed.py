@@ -12,7 +12,7 @@ import torch
 
 from nanochat import records
 from nanochat.common import REPOSITORY, read_json
-from nanochat.distributed import as_picklable
+from nanochat.distributed import DistConfig, as_picklable, init_distributed
 from tests.training_runs import (
     SMALL,
     TRAIN,
@@ -44,6 +44,19 @@ def test_R19_first_losses_match_golden_losses(base):
     """Tolerance: rounding depends on the CPU; without AVX, losses differed by 4e-7."""
     golden = json.loads((REPOSITORY / "tests" / "golden_losses.json").read_text())
     np.testing.assert_allclose(losses(base, "one"), golden, rtol=1e-5)
+
+
+def test_more_processes_than_gpus_are_rejected(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setenv("LOCAL_RANK", "4")
+    with pytest.raises(ValueError, match="--nproc_per_node is above the 4 GPUs"):
+        init_distributed(DistConfig("cuda"))
+
+
+def test_timeout_must_be_positive():
+    with pytest.raises(ValueError, match="collective_timeout_minutes must be positive, got 0"):
+        DistConfig(collective_timeout_minutes=0)
 
 
 @pytest.mark.gpu
