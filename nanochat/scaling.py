@@ -16,7 +16,7 @@ from nanochat.gpt import GPT, GPTConfig
 from nanochat.optim import SCALAR_LR, OptimConfig, Rule, make_rules
 
 WIDTH_PER_LAYER = 64
-SMALL_DEPTH = 6  # deepest model with the options of small models (measured: d4, 2026-11)
+SMALL_DEPTH = 6  # deepest model with the options of small models (measured: d2 to d8, 2026-11)
 BIGRAM_ROWS_PER_TOKEN, BIGRAM_ROWS = 64, 2**19
 WINDOW_DEPTH = 12  # shallowest model with attention windows by default
 REFERENCE_PARAMS = 110e6  # matmul parameters of depth 12
