@@ -37,6 +37,7 @@ from nanochat.dataloader import diff_recipe
 from nanochat.distributed import DistContext
 from nanochat.gpt import GPT, GPTConfig, config_from, inference_copy
 from nanochat.optim import MuonAdamW, state_bytes
+from nanochat.records import ADDED_COSTS, STARTED
 from nanochat.tokenizer import FILE_NAME as TOKENIZER_FILE
 from nanochat.tokenizer import Tokenizer
 
@@ -446,9 +447,23 @@ class Progress:
     last_val: float | None = None
     step_seconds: list[float] = field(default_factory=list)
     """Times of the latest timed steps, for the median; not saved."""
+    wall_seconds: float = 0.0
+    device_seconds: float = 0.0
+    """Cost of all attempts until `charged`, from the start of each process (`records.Cost`)."""
+    charged: float = STARTED
+    """Value of `time.perf_counter()`; not saved."""
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: x for name, x in asdict(self).items() if name != "step_seconds"}
+        return {
+            name: x for name, x in asdict(self).items() if name not in ("step_seconds", "charged")
+        }
+
+    def add_cost(self, devices: int) -> dict[str, float]:
+        """Add the time since the last call to the cost, and return the cost."""
+        seconds, self.charged = time.perf_counter() - self.charged, time.perf_counter()
+        self.wall_seconds += seconds
+        self.device_seconds += seconds * devices
+        return {name: getattr(self, name) for name in ADDED_COSTS}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore saved values; those that only earlier versions saved are ignored."""
@@ -586,6 +601,7 @@ class CheckpointManager:
         optim_tensors = None if dropped else optimizer.state_dict(self.to_host)
         masters = optimizer.master_weights(self.to_host)
         if self.machine.is_main:
+            progress.add_cost(self.machine.world_size)
             state = {**state, "launch": self.machine.launch, "progress": progress.state_dict()}
             weights = {
                 name: masters[name] if name in masters else self.to_host(name, x)

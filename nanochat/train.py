@@ -11,9 +11,9 @@ import gc
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -24,7 +24,7 @@ from torch import Tensor
 from nanochat import checkpoint, common, hardware, optim, preflight, records, report
 from nanochat.anomaly import MAX_BAD_STEPS, AnomalyDetector, NonFiniteError, require_equal_ranks
 from nanochat.checkpoint import Checkpoint, CheckpointManager, Progress, SavingConfig
-from nanochat.common import EvaluationAborted, StopRequest, WaitAborted
+from nanochat.common import EvaluationAborted, StopRequest, UsageError, WaitAborted
 from nanochat.config import require_at_least
 from nanochat.dataloader import MixedRows, Rows
 from nanochat.distributed import DistConfig, DistContext
@@ -150,13 +150,17 @@ class Loader(Protocol):
     """Metrics of the batch that was read last; a prefetch replaces them."""
 
     def micro_batches(self, step: int, device_rows: int, stopping: ShouldStop) -> list[MicroBatch]:
-        """This rank's part of a step. Raises WaitAborted if `stopping()`."""
+        """
+        This rank's part of a step. Raises WaitAborted if `stopping()`, and UsageError or OSError
+        if its data cannot be read.
+        """
         ...
 
     def prefetch(self, step: int, device_rows: int, stopping: ShouldStop) -> None:
         """
-        Prepare a later step as far as possible; called while the device computes. Default: nothing,
-        because pairs are in memory, and RL answers need the updated model.
+        Prepare a later step as far as possible; called while the device computes. Raises like
+        `micro_batches`. Default: nothing, because pairs are in memory, and RL answers need the
+        updated model.
         """
 
     def row_names(self, step: int) -> str:
@@ -187,8 +191,7 @@ class RowLoader:
         return self.load(step, device_rows, stopping) if found is None else found
 
     def prefetch(self, step: int, device_rows: int, stopping: ShouldStop) -> None:
-        with suppress(WaitAborted):
-            self.prefetched = {step: self.load(step, device_rows, stopping)}
+        self.prefetched = {step: self.load(step, device_rows, stopping)}
 
     def load(self, step: int, device_rows: int, stopping: ShouldStop) -> list[MicroBatch]:
         """Read this rank's rows of a step, and start copying them to the device."""
@@ -304,6 +307,8 @@ class TrainingRun:
     """Saves a checkpoint; `final` waits until it is on disk. Call on every rank."""
     log: Callable[[int, dict[str, Any]], None] = lambda step, values: None
     stop: StopRequest = field(default_factory=StopRequest)
+    failure: UsageError | OSError | None = None
+    """Why this rank cannot load its data; it then stops as if asked to."""
 
     @property
     def batch_tokens(self) -> int:
@@ -311,8 +316,18 @@ class TrainingRun:
         return self.loader.batch_tokens
 
     def stopping(self) -> bool:
-        """Whether a stop was requested on this rank."""
-        return self.stop.asked
+        """Whether this rank was asked to stop or cannot load its data."""
+        return self.stop.asked or self.failure is not None
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Let all ranks stop and save if data cannot be loaded, instead of losing the steps."""
+        try:
+            yield
+        except WaitAborted:
+            pass
+        except (UsageError, OSError) as error:
+            self.failure = error
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -340,10 +355,10 @@ def run_loop(run: TrainingRun, progress: Progress) -> bool:
     Train from `progress.step` to the end. Returns False if the run was stopped early.
 
     The final checkpoint is saved before the final evaluation. A stop request aborts the current
-    step or evaluation, then saves. Raises RankMismatchError; NonFiniteError, after saving the last
-    good state; and UsageError, if steps remain but the weights are already averaged or the
-    checkpoint has no optimizer state. Exits with UNEVALUATED if the final evaluation runs out of
-    memory.
+    step or evaluation, then saves. Raises RankMismatchError; NonFiniteError, UsageError or OSError,
+    after saving the last good state, for bad steps and for data that cannot be loaded; and
+    UsageError, if steps remain but the weights are already averaged or the checkpoint has no
+    optimizer state. Exits with UNEVALUATED if the final evaluation runs out of memory.
     """
     machine, first_step = run.machine, progress.step
     if not run.finished(progress):
@@ -365,6 +380,8 @@ def run_loop(run: TrainingRun, progress: Progress) -> bool:
             if done is None:
                 run.save(progress, final=True)
                 machine.print0(f"stop requested: saved step {step}")
+                if run.failure:
+                    raise run.failure
                 return False
             seconds = time.perf_counter() - started
             if run.max_seconds is not None:  # all ranks must end at the same step
@@ -437,7 +454,7 @@ class Step(NamedTuple):
     """Result of a training step; identical on every rank."""
 
     loss: float
-    """Mean cross-entropy (nats) over non-ignored targets."""
+    """Mean loss per target (nats); weighted by advantages in RL, per pair in DPO."""
     norm: float
     """Global gradient norm before clipping."""
     tokens: int
@@ -450,17 +467,15 @@ def train_step(run: TrainingRun, step: int, horizon: float | None = None) -> Ste
     """
     Run one optimizer step of a run of `horizon` steps (default: num_steps). The update is skipped
     if the loss or gradient is not finite or all targets are ignored. Returns None, with nothing
-    changed, if a stop was requested on any rank.
+    changed, if any rank was asked to stop or cannot load its data.
     """
     machine, optimizer, horizon = run.machine, run.optimizer, horizon or run.num_steps
     objective = run.objective or run.model
     divisor = run.batch_tokens / run.progress.loss_scale
-    losses = []
+    losses, micro_batches = [], []
     with ExitStack() as stack:
-        try:
+        with run.loading():
             micro_batches = run.loader.micro_batches(step, run.device_rows, run.stopping)
-        except WaitAborted:
-            micro_batches = []
         for callback in run.callbacks:
             stack.enter_context(callback.forward_context(step / horizon))
         for each in micro_batches:
@@ -493,7 +508,8 @@ def train_step(run: TrainingRun, step: int, horizon: float | None = None) -> Ste
     optimizer.step(lr, momentum, decay, verdict.clipped_scale, verdict.good)
     metrics |= run.loader.metrics
     if step + 1 < horizon:
-        run.loader.prefetch(step + 1, run.device_rows, run.stopping)
+        with run.loading():
+            run.loader.prefetch(step + 1, run.device_rows, run.stopping)
     found = read_verdict()  # while the device updates the weights
     if not found.good:
         optimizer.steps_taken -= 1
@@ -735,13 +751,14 @@ def write_section(
                 "Loss spikes": health.spikes,
             }
         origin, outputs = saved.state["provenance"], {run.kind: saved.fingerprint}
+        spent = run.progress.add_cost(machine.world_size)
         with machine.working("writing the report"):
             records.write_record(
                 section,
                 run.settings,
                 {**values, **run.values()},
                 records.Provenance(**origin, outputs=outputs),
-                records.Cost.so_far(machine),
+                replace(records.Cost.so_far(machine), **spent),
                 run.cfg.report_dir,
                 items={n: item for each in run.callbacks for n, item in each.items().items()},
                 tables=[*tables, *(table for each in run.callbacks for table in each.tables())],

@@ -77,11 +77,16 @@ def full_disk(*args):
 
 def test_resumed_run_has_the_saved_state(run, machine):
     with run.open(resume="auto") as checkpoints:
-        run.save(checkpoints, 7)
+        run.save(checkpoints, 7, wall_seconds=500.0, device_seconds=4000.0)
         fresh = build_model(TINY, machine.device, machine.dtype, seed=9)
         other = new_optimizer(fresh, machine)
         progress = checkpoints.begin(run.identity, fresh, other, 10)
     assert (progress.step, progress.health) == (7, AnomalyState(1, 0, [1.5]))
+    first = progress.wall_seconds - 500.0  # of the attempt that saved
+    assert first > 0 and progress.device_seconds == 4000.0 + first
+    cost = progress.add_cost(8)
+    second = cost["wall_seconds"] - 500.0 - first
+    assert second > 0 and cost["device_seconds"] == pytest.approx(4000.0 + first + 8 * second)
     for name, p in fresh.named_parameters():
         assert torch.equal(p, run.model.get_parameter(name)), name
 

@@ -470,6 +470,26 @@ def test_R7_signal_ends_the_wait_for_rows_being_packed(machine):
     assert not run_loop(run, Progress()) and saved[-1][0] == 4
 
 
+@pytest.mark.usefixtures("split_rows")
+@pytest.mark.parametrize("error", [UsageError("a is damaged", "rerun"), OSError("disk fault")])
+@pytest.mark.parametrize("prefetching", [False, True])
+def test_R11_data_that_cannot_be_loaded_ends_the_run_after_saving_it(machine, error, prefetching):
+    def rows(step, *share):
+        if step == 4:
+            raise error
+        return rows_of(step)
+
+    run, saved, _ = make_run(machine, rows=rows)
+    if prefetching:
+        packed = SimpleNamespace(max_seq_len=T, recipe={}, batch=rows)
+        packed.row_ids = lambda *share: np.zeros((2, 2))
+        run.loader = RowLoader(packed, ROWS * T, 0, machine)  # type: ignore
+    progress = Progress()
+    with pytest.raises(type(error), match=str(error)):
+        run_loop(run, progress)
+    assert saved[-1][0] == progress.step == 4
+
+
 @pytest.mark.parametrize(("when", "saved_step"), [(5, 5), (10, 10)])
 def test_R7_signal_aborts_a_long_evaluation(machine, when, saved_step):
     def evaluate(step, stopping, last):
