@@ -7,6 +7,7 @@ Items are split among ranks and outcomes gathered, so results depend neither on 
 nor on the batch size.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -32,6 +33,7 @@ class Questions(Protocol):
     def __getitem__(self, i: int) -> Sequence[Message]: ...
     def locate(self, i: int) -> "tuple[Questions, int]": ...
     def letters(self, i: int) -> tuple[str, ...]: ...
+    def cluster(self, i: int) -> str: ...
     def score(self, conversation: Any, answer: str) -> float: ...
 
 
@@ -39,6 +41,12 @@ def score_answer(questions: Questions, i: int, answer: str) -> float:
     """Score an answer to item i with the task that the item belongs to."""
     task, number = questions.locate(i)
     return task.score(task[number], answer)
+
+
+def clusters_of(questions: Questions, count: int) -> list[str]:
+    """The clusters of the first `count` items, for standard errors (`stats.mean`)."""
+    located = map(questions.locate, range(count))
+    return [f"{task.name} {task.cluster(number)}" for task, number in located]
 
 
 Outcomes = list[list[float]]  # for each item, the scores of its answers
@@ -138,15 +146,16 @@ def item_means(outcomes: Outcomes) -> list[float]:
     return [sum(scores) / len(scores) for scores in outcomes]
 
 
-def estimate_score(outcomes: Outcomes, sampled: bool) -> dict[str, Any]:
+def estimate_score(outcomes: Outcomes, clusters: list[str], sampled: bool) -> dict[str, Any]:
     """
     A score for the record: mean, number of items n, answers per item k, and the standard error,
     split into the parts from items and from sampling. One sampled answer per item cannot separate
     the two.
     """
-    value, n, se = stats.mean(item_means(outcomes))
+    value, n, se = stats.mean(item_means(outcomes), clusters)
     k = len(outcomes[0])
     if k > 1 and n > 1:
-        split = stats.split_error(outcomes)
-        return records.estimate(value, n, split.se, k, split.item_se, split.repeat_se)
+        repeat_se = stats.split_error(outcomes).repeat_se
+        item_se = math.sqrt(max(0.0, se**2 - repeat_se**2))
+        return records.estimate(value, n, math.hypot(item_se, repeat_se), k, item_se, repeat_se)
     return records.estimate(value, n, se, k, *((None, None) if sampled else (se, 0.0)))

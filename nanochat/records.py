@@ -154,19 +154,29 @@ def estimate(value: float, n: int, se: float, *repeats: float | None) -> dict[st
     return {"value": value, "n": n, "se": se, **dict(zip(names, repeats, strict=False))}
 
 
-def item_scores(items: Iterable[Any], scores: Sequence[float]) -> dict[str, Any]:
+def item_scores(
+    items: Iterable[Any], scores: Sequence[float], clusters: Sequence[str] = ()
+) -> dict[str, Any]:
     """
     Score of each item, so that two runs can be compared item by item.
 
     items: JSON values that identify the items; only their fingerprint is stored. The metric of the
-    same name must be the mean of the scores.
+    same name must be the mean of the scores. clusters: the cluster of each item (`stats.mean`).
     """
-    return {"of": common.fingerprint(list(items)), "scores": " ".join(f"{x:g}" for x in scores)}
+    entry = {"of": common.fingerprint(list(items)), "scores": " ".join(f"{x:g}" for x in scores)}
+    if len(numbers := {name: i for i, name in enumerate(dict.fromkeys(clusters))}) < len(clusters):
+        entry["clusters"] = " ".join(str(numbers[name]) for name in clusters)
+    return entry
 
 
 def read_scores(entry: Mapping[str, Any]) -> list[float]:
     """Read the scores of an `item_scores` entry."""
     return [float(x) for x in entry["scores"].split()]
+
+
+def read_clusters(entry: Mapping[str, Any]) -> list[str] | None:
+    """Read the cluster of each item of an `item_scores` entry; None if items are independent."""
+    return entry["clusters"].split() if "clusters" in entry else None
 
 
 def stage_key(settings: Mapping[str, Any], inputs: Mapping[str, str]) -> str:

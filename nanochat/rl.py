@@ -30,6 +30,7 @@ from nanochat.distributed import DistContext
 from nanochat.engine import Completion, Engine, Sampling
 from nanochat.eval_chat import (
     Questions,
+    clusters_of,
     estimate_score,
     item_means,
     longest_prompt,
@@ -305,17 +306,6 @@ def pass_rates(outcomes: Sequence[list[float]], k: int) -> list[float]:
     return [stats.pass_at_k(len(each), each.count(1), k) for each in outcomes]
 
 
-def pass_at(outcomes: Sequence[list[float]], k: int) -> stats.Estimate:
-    """Estimate pass@k over the held-out questions."""
-    return stats.mean(pass_rates(outcomes, k))
-
-
-def pass_at_1(outcomes: Sequence[list[float]]) -> dict[str, float]:
-    """Metrics of an evaluation: pass@1 and its standard error."""
-    found = pass_at(outcomes, 1)
-    return {"pass_at_1": found.value, "pass_at_1_se": found.se}
-
-
 class RLEvaluator(Callback):
     """
     Evaluates training rewards and held-out answers before and after RL, and held-out answers every
@@ -328,13 +318,14 @@ class RLEvaluator(Callback):
     ):
         self.rollouts, self.task = rollouts, task
         self.num_samples, self.reward_steps = num_samples, reward_steps
+        self.clusters = clusters_of(task, len(task))
         self.ks = [k for k in (1, 2, 4, 8, 16) if k <= num_samples]
         self.before = self.after = self.measure("before")
 
     def measure(self, when: str) -> EvalResult:
         """Evaluate the current model and print the result."""
         result = EvalResult(self.rollouts.mean_rewards(self.reward_steps), self.outcomes())
-        reward, right = stats.mean(result.rewards), pass_at(result.held_out, 1)
+        reward, right = stats.mean(result.rewards), self.pass_at(1, result.held_out)
         self.rollouts.machine.print0(
             f"{when}: mean reward {reward.value:.4f} +- {reward.se:.4f} ({reward.n} questions), "
             f"held-out pass@1 {right.value:.4f} +- {right.se:.4f} ({right.n} questions)"
@@ -348,15 +339,23 @@ class RLEvaluator(Callback):
         copy_weights(engine.model, rollouts.model)
         return score_by_generation(engine, task, len(task), sampling, n, rollouts.machine).outcomes
 
+    def pass_at(self, k: int, outcomes: Sequence[list[float]]) -> stats.Estimate:
+        """Estimate pass@k over the held-out questions."""
+        return stats.mean(pass_rates(outcomes, k), self.clusters)
+
+    def metrics(self, outcomes: Sequence[list[float]]) -> dict[str, float]:
+        """Metrics of an evaluation: pass@1 and its standard error."""
+        found = self.pass_at(1, outcomes)
+        return {"pass_at_1": found.value, "pass_at_1_se": found.se}
+
     def before_step(self, step: int, share: float) -> None:
         if step == 0:
-            self.run.log(0, pass_at_1(self.before.held_out))
+            self.run.log(0, self.metrics(self.before.held_out))
 
     def evaluate(self, step: int, stopping: ShouldStop, last: bool) -> dict[str, float]:
         if last:
             self.after = self.measure("after")
-        outcomes = self.after.held_out if last else self.outcomes()
-        return pass_at_1(outcomes)
+        return self.metrics(self.after.held_out if last else self.outcomes())
 
     def values(self) -> dict[str, Any]:
         """Rewards and pass@k before and after RL; the change per task if there are several."""
@@ -380,17 +379,20 @@ class RLEvaluator(Callback):
         for k in self.ks:
             for when, outcomes in (("before", before.held_out), ("after", after.held_out)):
                 found[f"pass@{k} {when}"] = (
-                    estimate_score(outcomes, sampled=True)  # with the error of sampling
+                    estimate_score(outcomes, self.clusters, sampled=True)  # error of sampling too
                     if k == 1
-                    else records.estimate(*pass_at(outcomes, k))
+                    else records.estimate(*self.pass_at(k, outcomes))
                 )
-        items = [item_means(result.held_out) for result in (before, after)]
-        found |= change("pass@1", *items)
+        old, new = item_means(before.held_out), item_means(after.held_out)
+        found |= change("pass@1", old, new, self.clusters)
         by_task: dict[str, list[int]] = {}
         for i in range(len(self.task)):
             by_task.setdefault(self.task.locate(i)[0].name, []).append(i)
-        for name in sorted(by_task) if len(by_task) > 1 else ():
-            found |= change(f"pass@1 {name}", *([each[i] for i in by_task[name]] for each in items))
+        for name, own in sorted(by_task.items()) if len(by_task) > 1 else ():
+            clusters = [self.clusters[i] for i in own]
+            found |= change(
+                f"pass@1 {name}", [old[i] for i in own], [new[i] for i in own], clusters
+            )
         return found
 
     def items(self) -> dict[str, Any]:
@@ -398,14 +400,18 @@ class RLEvaluator(Callback):
         questions = [self.task[i] for i in range(len(self.task))]
         outcomes = self.after.held_out
         return {
-            f"pass@{k} after": records.item_scores(questions, pass_rates(outcomes, k))
+            f"pass@{k} after": records.item_scores(
+                questions, pass_rates(outcomes, k), self.clusters
+            )
             for k in self.ks
         }
 
 
-def change(name: str, before: Sequence[float], after: Sequence[float]) -> dict[str, Any]:
+def change(
+    name: str, before: Sequence[float], after: Sequence[float], clusters: Sequence | None = None
+) -> dict[str, Any]:
     """Mean change of paired values and whether it exceeds the noise."""
-    found = stats.compare(before, after)
+    found = stats.compare(before, after, clusters)
     return {
         f"{name} change": records.estimate(found.difference, found.n, found.se),
         f"{name} verdict": found.verdict,

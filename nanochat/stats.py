@@ -4,12 +4,13 @@ Statistics of evaluations: standard errors and paired comparisons.
     scores of items -> Estimate (value, n, se); two scores per item -> Comparison
 
 Items are treated as a random sample of all possible items: the standard error estimates how much
-the value would vary with other items. All functions are pure. Source unless stated otherwise:
-Miller, "Adding Error Bars to Evals", arXiv:2411.00640.
+the value would vary with other items. Items of a cluster, such as questions about one text, are
+drawn together. All functions are pure. Source unless stated otherwise: Miller, "Adding Error Bars
+to Evals", arXiv:2411.00640.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
@@ -28,13 +29,21 @@ class Estimate(NamedTuple):
     se: float
 
 
-def mean(scores: Sequence[float]) -> Estimate:
-    """Mean of scores. The error of a single score is NaN. Raises ValueError if scores is empty."""
+def mean(scores: Sequence[float], clusters: Sequence[Hashable] | None = None) -> Estimate:
+    """
+    Mean of scores. clusters: the cluster of each item; default: its own.
+
+    The error of a single cluster is NaN. Raises ValueError if scores is empty.
+    """
     values = np.asarray(scores, dtype=np.float64)
     n = len(values)
     if n == 0:
         raise ValueError("mean needs at least one score")
-    se = float(values.std(ddof=1)) / math.sqrt(n) if n > 1 else math.nan
+    deviations: dict[Hashable, float] = {}  # sum of each cluster
+    for cluster, deviation in zip(clusters or range(n), values - values.mean(), strict=True):
+        deviations[cluster] = deviations.get(cluster, 0.0) + float(deviation)
+    groups, squares = len(deviations), math.fsum(x * x for x in deviations.values())
+    se = math.sqrt(groups / (groups - 1) * squares) / n if groups > 1 else math.nan
     return Estimate(float(values.mean()), n, se)
 
 
@@ -86,20 +95,25 @@ def verdict(difference: float, se: float) -> Verdict:
     return "better" if difference > 0 else "worse"
 
 
-def compare(before: Sequence[float], after: Sequence[float]) -> Comparison:
+def compare(
+    before: Sequence[float], after: Sequence[float], clusters: Sequence[Hashable] | None = None
+) -> Comparison:
     """
     Compare two runs item by item, which removes item difficulty from the standard error.
 
     p is from the exact sign test on the items that changed; for binary scores this is McNemar's
-    test ("Sampling error of the difference between correlated proportions", 1947). Raises
-    ValueError if the numbers of items differ.
+    test ("Sampling error of the difference between correlated proportions", 1947). With clusters
+    of several items, p is from the normal distribution. Raises ValueError if the numbers of items
+    differ.
     """
     if len(before) != len(after):
         raise ValueError(f"{len(before)} scores cannot be paired with {len(after)}")
     change = np.asarray(after, dtype=np.float64) - np.asarray(before, dtype=np.float64)
-    difference, n, se = mean(change.tolist())
+    difference, n, se = mean(change.tolist(), clusters)
     won, lost = int((change > 0).sum()), int((change < 0).sum())
-    return Comparison(difference, se, n, won, lost, sign_test(won, lost))
+    shared = clusters is not None and len(set(clusters)) < n
+    p = normal_test(difference, se) if shared else sign_test(won, lost)
+    return Comparison(difference, se, n, won, lost, p)
 
 
 def sign_test(won: int, lost: int) -> float:
@@ -108,6 +122,11 @@ def sign_test(won: int, lost: int) -> float:
     # C(n, k) for k from 0 to min(won, lost)
     terms = accumulate(range(min(won, lost)), lambda x, i: x * (n - i) // (i + 1), initial=1)
     return min(1.0, 2 * sum(terms) / 2**n)
+
+
+def normal_test(difference: float, se: float) -> float:
+    """Two-sided p-value of a difference from the normal distribution."""
+    return math.erfc(abs(difference) / se / math.sqrt(2)) if se else float(difference == 0)
 
 
 def combine(parts: Sequence[Comparison], weights: Sequence[float]) -> Comparison:
@@ -120,7 +139,7 @@ def combine(parts: Sequence[Comparison], weights: Sequence[float]) -> Comparison
     se = math.hypot(*(w * c.se for w, c in zip(weights, parts, strict=True)))
     p = parts[0].p
     if len(parts) > 1:
-        p = math.erfc(abs(difference) / se / math.sqrt(2)) if se else float(difference == 0)
+        p = normal_test(difference, se)
     n, won, lost = (sum(counts) for counts in zip(*(c[2:5] for c in parts), strict=True))
     return Comparison(difference, se, n, won, lost, p)
 

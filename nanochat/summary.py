@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from nanochat import records, stats
-from nanochat.records import Record, plain_value, read_scores, standard_error
+from nanochat.records import Record, plain_value, read_clusters, read_scores, standard_error
 
 STAGE_NAMES = {"BASE": "base", "MID": "mid", "SFT": "SFT", "DPO": "DPO", "RL": "RL"}
 STAGES = tuple(STAGE_NAMES)  # columns of the summary
@@ -123,7 +123,10 @@ def compare_items(name: str, before: Record, after: Record) -> stats.Comparison 
         return None
     if any(p not in before or p not in after or before[p]["of"] != after[p]["of"] for p in weights):
         return None
-    parts = [stats.compare(read_scores(before[p]), read_scores(after[p])) for p in weights]
+    parts = [
+        stats.compare(read_scores(before[p]), read_scores(after[p]), read_clusters(after[p]))
+        for p in weights
+    ]
     return stats.combine(parts, list(weights.values()))
 
 

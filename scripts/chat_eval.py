@@ -24,6 +24,7 @@ from nanochat.distributed import DistConfig, DistContext, init_distributed
 from nanochat.engine import Engine, Sampling
 from nanochat.eval_chat import (
     TaskResult,
+    clusters_of,
     estimate_score,
     item_means,
     longest_prompt,
@@ -190,10 +191,12 @@ def main(cfg: ChatEval) -> None:
         else:
             n, repeats = cfg.count(task), cfg.repeats(task)
             graded = score_by_generation(engine, task, n, cfg.sampling, repeats, machine)
-        known[task.name] = stats.mean(item_means(graded.outcomes))
-        machine.print0(describe_task(task, graded, time.perf_counter() - begun))
+        clusters = clusters_of(task, len(graded.outcomes))
+        known[task.name] = stats.mean(item_means(graded.outcomes), clusters)
+        seconds = time.perf_counter() - begun
+        machine.print0(describe_task(task, graded, known[task.name], seconds))
         is_sampled = task.kind == "generate" and cfg.sampling.temperature > 0
-        values, items = task_record(task, graded, key, is_sampled)
+        values, items = task_record(task, graded, clusters, key, is_sampled)
         if task.name in averaged:  # recorded again when all tasks are scored
             values |= dict.fromkeys((MEAN, f"{MEAN} without"))
         record(values, items)
@@ -228,9 +231,9 @@ def all_flags(cfg: ChatEval) -> dict[str, Any]:
     return {**settings(cfg), **{name: getattr(cfg, name) for name in optional}}
 
 
-def describe_task(task: Task, graded: TaskResult, seconds: float) -> str:
+def describe_task(task: Task, graded: TaskResult, score: Estimate, seconds: float) -> str:
     """One log line about a task."""
-    score, k = stats.mean(item_means(graded.outcomes)), len(graded.outcomes[0])
+    k = len(graded.outcomes[0])
     repeats = f", {k} answers each" if k > 1 else ""
     repeats += f", {graded.num_truncated} truncated" if graded.num_truncated else ""
     return (
@@ -242,19 +245,22 @@ def describe_task(task: Task, graded: TaskResult, seconds: float) -> str:
 Parts = tuple[dict[str, Any], dict[str, Any]]  # values and items of the record
 
 
-def task_record(task: Task, graded: TaskResult, key: str, sampled: bool) -> Parts:
+def task_record(
+    task: Task, graded: TaskResult, clusters: list[str], key: str, sampled: bool
+) -> Parts:
     """Score of a task, overall and per item; also pass@k if there are several answers."""
     name, outcomes = task.name, graded.outcomes
     conversations, k = [task[i] for i in range(len(outcomes))], len(outcomes[0])
-    values: dict[str, Any] = {name: estimate_score(outcomes, sampled)}
-    items = {name: {**records.item_scores(conversations, item_means(outcomes)), "key": key}}
+    values: dict[str, Any] = {name: estimate_score(outcomes, clusters, sampled)}
+    scores = records.item_scores(conversations, item_means(outcomes), clusters)
+    items = {name: {**scores, "key": key}}
     for n in (2, 4, 8, 16, 32, 64):
         if n > k:
             values[f"{name} pass@{n}"] = None  # of an earlier evaluation with more answers
             continue
         each = [stats.pass_at_k(k, sum(score == 1 for score in scores), n) for scores in outcomes]
-        values[f"{name} pass@{n}"] = records.estimate(*stats.mean(each))
-        items[f"{name} pass@{n}"] = records.item_scores(conversations, each)
+        values[f"{name} pass@{n}"] = records.estimate(*stats.mean(each, clusters))
+        items[f"{name} pass@{n}"] = records.item_scores(conversations, each, clusters)
     values[f"{name} truncated prompts"] = graded.num_truncated or None
     return values, items
 

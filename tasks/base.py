@@ -204,6 +204,10 @@ class Task(ABC):
         """The option letters of question i; empty without options."""
         return ()
 
+    def cluster(self, i: int) -> str:
+        """Name that question i shares with those that a model gets right or wrong together."""
+        return str(i)
+
     def material(self, i: int) -> str:
         """Content of conversation i without instructions, for overlap.py."""
         return "\n".join(answer_text(message) for message in self.conversation(i))

@@ -102,6 +102,10 @@ def test_item_scores_round_trip_with_item_fingerprint():
     assert records.read_scores(found) == pytest.approx(scores, abs=1e-6)
     assert found["of"] == records.item_scores(iter(items), [0] * 4)["of"]
     assert found["of"] != records.item_scores(items[::-1], scores)["of"]
+    assert records.read_clusters(found) is None
+    assert "clusters" not in records.item_scores(items, scores, ["a", "b", "c", "d"])
+    shared = records.read_clusters(records.item_scores(items, scores, ["b", "a", "b", "a"]))
+    assert shared == ["0", "1", "0", "1"]
 
 
 def test_extend_keeps_item_scores_of_other_tasks():

@@ -29,6 +29,18 @@ def test_single_score_has_unknown_standard_error():
         stats.mean([])
 
 
+def test_items_of_a_cluster_count_as_one_draw():
+    rng = np.random.default_rng(0)
+    before, after = rng.binomial(1, 0.4, (2, 60)).astype(float)
+    repeated, names = [each.repeat(4) for each in (before, after)], np.arange(60).repeat(4)
+    assert stats.mean(repeated[0], list(names)).se == pytest.approx(stats.mean(before).se)
+    assert stats.mean(repeated[0]).se < 0.6 * stats.mean(before).se
+    found, want = stats.compare(*repeated, list(names)), stats.compare(before, after)
+    assert (found.difference, found.se) == pytest.approx((want.difference, want.se))
+    assert found.p == pytest.approx(math.erfc(abs(want.difference) / want.se / math.sqrt(2)))
+    assert math.isnan(stats.mean([0.0, 1.0], ["same", "same"]).se)
+
+
 def test_centered_score_is_0_at_chance_and_1_if_perfect():
     half = stats.center_accuracy(stats.Estimate(0.625, 100, 0.03), 0.25)
     assert half == pytest.approx((0.5, 100, 0.04))

@@ -101,6 +101,10 @@ class WorldFacts(WorldTask):
         answer = pick(rng, sentences(asked.fact, asked.question))
         return [user(asked.question.text), assistant(answer)]
 
+    def cluster(self, i: int) -> str:
+        fact = fact_questions(self.part)[i % len(fact_questions(self.part))].fact
+        return f"{fact.kind} {fact.subject} {fact.relation}"
+
     def score(self, conversation: Conversation, answer: str) -> float:
         question = conversation[0]["content"]
         asked = asked_by(self.part)[question]
@@ -161,6 +165,9 @@ class WorldProblems(WorldTask, NumberTask):
         parts.append(text(f"\n#### {asked.answer}"))
         return [user(f"{asked.story} {asked.question}"), assistant(parts)]
 
+    def cluster(self, i: int) -> str:
+        return " ".join(sorted(problem(self.part, i).steps[0].expression.split()))
+
 
 class WorldSpelling(WorldTask, NumberTask):
     """Count a letter in three words, letter by letter."""
@@ -172,3 +179,6 @@ class WorldSpelling(WorldTask, NumberTask):
         words = f"{', '.join(asked.words[:-1])} and {asked.words[-1]}"
         question = f"How many times is the letter {asked.letter} found in {words}?"
         return [user(question), assistant(f"{asked.worked}\n#### {asked.count}")]
+
+    def cluster(self, i: int) -> str:
+        return letter_count(self.part, i).letter

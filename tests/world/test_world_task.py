@@ -96,6 +96,17 @@ def test_wrong_or_unmarked_numbers_score_0(task):
         assert task("test").score(conversation, f"So it is\n#### {right}") == 1.0
 
 
+def test_questions_that_share_what_they_ask_are_a_cluster():
+    problems, letters, facts = WorldProblems("test"), WorldSpelling("test"), WorldFacts("test")
+    for task in (problems, letters, facts):
+        names = [task.cluster(i) for i in range(len(task))]
+        assert 5 < len(set(names)) < 0.6 * len(task)
+    for i in range(50):
+        call = next(p for p in problems[i][1]["content"] if p["type"] == "python")["text"]
+        assert problems.cluster(i) == " ".join(sorted(call.split()))
+        assert f"letter {letters.cluster(i)} " in letters[i][0]["content"]
+
+
 def test_exactly_one_letter_is_right():
     task = WorldChoice("test")
     for i, conversation in enumerate(task):
