@@ -139,7 +139,10 @@ def fold(x: Tensor) -> Tensor:
 
 
 Backend = Literal["sdpa", "blocks", "flex", "fa3", "plain"]
-"""flex (CUDA): FlexAttention for windows and segments, else sdpa; fa3: else FlashAttention 3."""
+"""
+flex (CUDA): FlexAttention for windows and segments, else sdpa. fa3 (Hopper): FlexAttention for
+segments, else FlashAttention 3.
+"""
 
 
 def attend(

@@ -357,10 +357,10 @@ def diff_recipe(recorded: Mapping[str, Any], current: Mapping[str, Any], at: str
     List the differences between two descriptions that contain a `Rows.recipe`, one per setting.
 
     A resumed run compares its checkpoint with the current settings. Descriptions with the same
-    fingerprint are equal, even if the text is in another folder.
+    fingerprint are equal, even if the text is in another folder; a bucket also has a `count`.
     """
     was, now = recorded.get("fingerprint"), current.get("fingerprint")
-    if was is not None and was == now:
+    if was is not None and was == now and recorded.get("count") == current.get("count"):
         return []
     lines = []
     for name in sorted((recorded.keys() | current.keys()) - {"fingerprint"}):

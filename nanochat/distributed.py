@@ -409,8 +409,9 @@ def init_distributed(
     name = "bfloat16" if cfg.dtype == "fp8" else cfg.dtype  # preflight enables fp8
     dtype = getattr(torch, name) if name else default_dtype(device)
     launch = env.get("TORCHELASTIC_RUN_ID", "")
-    if launch == "none":  # no run ID: use the host and the parent process ID
-        launch = f"{socket.gethostname()}-{os.getppid()}"
+    if launch == "none":  # no run ID: use host, torchrun's process ID and its random log folder
+        logs = env.get("TORCHELASTIC_ERROR_FILE", "").split("/attempt_")[0]
+        launch = f"{socket.gethostname()}-{os.getppid()}-{logs}"
     restarts = int(env.get("TORCHELASTIC_RESTART_COUNT", 0))
     local_size = int(env.get("LOCAL_WORLD_SIZE", world_size))
     return DistContext(

@@ -91,63 +91,49 @@ def probe_attention(
             if y.dtype != q.dtype:
                 return f"returns {y.dtype} for {q.dtype} inputs{where}"
             y.float().square().sum().backward()
-            seen = None if own is None else segment_mask(own, window)
-            error = largest_error(y, q, k, v, window, seen)
-            if not error < tolerance:
-                return f"differs from the reference by {error:.3g}{where}"
             if any(x.grad is None or not bool(x.grad.isfinite().all()) for x in (q, k, v)):
                 return f"has missing or non-finite gradients{where}"
-            if not (wrong := gradient_error(q, k, v, window, seen)) < 0.05:
+            seen = None if own is None else segment_mask(own, window)
+            error, wrong = reference_errors(y, q, k, v, window, seen)
+            if not error < tolerance:
+                return f"differs from the reference by {error:.3g}{where}"
+            if not wrong < 0.05:
                 return f"has gradients that differ from the reference by {wrong:.1%}{where}"
     return None
 
 
-@torch.no_grad()
-def largest_error(
+def reference_errors(
     y: Tensor, q: Tensor, k: Tensor, v: Tensor, window: int | None, mask: Tensor | None
-) -> float:
+) -> tuple[float, float]:
     """
-    Largest absolute error of `y` against the reference in float64 (unaffected by TF32), over the
-    heads of the first and the last group. One head at a time, because the (T, T) scores of several
-    may not fit in memory.
+    Largest absolute error of the outputs `y`, and largest error of the gradients of q, k and v
+    divided by the largest gradient; the gradients are those of the sum of squared outputs.
+
+    The reference is in float64 (unaffected by TF32), over the heads of the first and the last
+    group. One group at a time, because the (T, T) scores of several may not fit in memory.
     """
-    y, q, k, v = map(in_float64, (y, q, k, v))
-    mask = None if mask is None else mask.to(q.device)
-    H, R = q.size(2), q.size(2) // k.size(2)
+    R = q.size(2) // k.size(2)
 
-    def error(h: int) -> float:
-        query, key, value = q[:, :, [h]], k[:, :, [h // R]], v[:, :, [h // R]]
-        want = attend_plain(query, key, value, window, q.size(-1) ** -0.5, mask)
-        return float((y[:, :, [h]] - want).abs().max())
+    def errors(g: int) -> Tensor:
+        parts = [(x, slice(g * n, (g + 1) * n)) for x, n in ((q, R), (k, 1), (v, 1))]
+        query, key, value = exact = [in_float64(x[:, :, own]).requires_grad_() for x, own in parts]
+        seen = None if mask is None else mask.to(query.device)
+        want = attend_plain(query, key, value, window, q.size(-1) ** -0.5, seen)
+        want.square().sum().backward()
+        wrong = [(in_float64(y[:, :, parts[0][1]]) - want.detach()).abs().max()]
+        for (x, own), each in zip(parts, exact, strict=True):
+            assert x.grad is not None and each.grad is not None
+            difference = in_float64(x.grad[:, :, own]) - each.grad
+            wrong.append(difference.abs().max() / each.grad.abs().max())
+        return torch.stack(wrong)
 
-    return max(map(error, {*range(R), *range(H - R, H)}))
+    worst = torch.stack([errors(g) for g in {0, k.size(2) - 1}]).amax(0)  # NaN if any is NaN
+    return float(worst[0]), float(worst[1:].max())
 
 
 def in_float64(x: Tensor) -> Tensor:
     """Detached copy of `x` in float64; on the CPU if it was on MPS, which has no float64."""
     return x.detach().to("cpu" if x.device.type == "mps" else x.device, torch.float64)
-
-
-def gradient_error(
-    q: Tensor, k: Tensor, v: Tensor, window: int | None, mask: Tensor | None
-) -> float:
-    """
-    Largest error of the gradients of q, k and v, divided by the largest gradient, over the first
-    group of heads; the gradients are those of the sum of squared outputs.
-    """
-    R = q.size(2) // k.size(2)
-    parts = ((q, R), (k, 1), (v, 1))
-    heads = [in_float64(x)[:, :, :n].clone().requires_grad_() for x, n in parts]
-    query, key, value = heads
-    mask = None if mask is None else mask.to(query.device)
-    y = attend_plain(query, key, value, window, q.size(-1) ** -0.5, mask)
-    y.square().sum().backward()
-    errors = []
-    for (x, n), exact in zip(parts, heads, strict=True):
-        assert x.grad is not None and exact.grad is not None
-        wrong = in_float64(x.grad)[:, :, :n] - exact.grad
-        errors.append(wrong.abs().max() / exact.grad.abs().max())
-    return float(torch.stack(errors).max())
 
 
 def choose_attention(cfg: GPTConfig, machine: DistContext, compiled: bool = False) -> Backend:

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
 from nanochat import records
 from nanochat.common import REPOSITORY, read_json
@@ -52,6 +53,20 @@ def test_more_processes_than_gpus_are_rejected(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "4")
     with pytest.raises(ValueError, match="--nproc_per_node is above the 4 GPUs"):
         init_distributed(DistConfig("cuda"))
+
+
+def test_launch_id_differs_for_torchruns_with_one_process_id(monkeypatch, tmp_path):
+    """Containers with a fixed host name often start torchrun with the same process ID."""
+
+    def launch_id(logs: DefaultLogsSpecs, restarts: int) -> str:
+        env = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": str(restarts)}
+        logs.reify({0: env})  # sets TORCHELASTIC_ERROR_FILE
+        for name, value in env.items():
+            monkeypatch.setenv(name, value)
+        return init_distributed(DistConfig("cpu")).launch
+
+    first, second = DefaultLogsSpecs(str(tmp_path)), DefaultLogsSpecs(str(tmp_path))
+    assert launch_id(first, 0) == launch_id(first, 1) != launch_id(second, 0)
 
 
 def test_timeout_must_be_positive():

@@ -23,6 +23,7 @@ from scripts.chat_cli import ChatCli
 from scripts.chat_web import ChatWeb
 from tests.conftest import TINY, lively
 
+LAST_HEAD = torch.tensor([[0.0], [1.0]])  # of the two of TINY's keys
 BROKEN = {
     "raises": lambda q, k, v, mask, s: (_ for _ in ()).throw(RuntimeError("no kernel image")),
     "wrong": lambda q, k, v, mask, s: attention.attend_plain(q, k, v, None, s, mask) + 1.0,
@@ -35,6 +36,9 @@ BROKEN = {
     "no gradient": lambda q, k, v, mask, s: attention.attend_plain(q, k, v, None, s, mask).detach(),
     "wrong gradients": lambda q, k, v, mask, s: attention.attend_plain(
         q, k + 0.2 * (k - k.detach()), v, None, s, mask
+    ),
+    "wrong gradients of the last head": lambda q, k, v, mask, s: attention.attend_plain(
+        q, k + 0.2 * (k - k.detach()) * LAST_HEAD, v, None, s, mask
     ),
     "ignores masks": lambda q, k, v, mask, s: attention.attend_plain(q, k, v, None, s),
     "one mask for all rows": lambda q, k, v, mask, s: attention.attend_plain(
@@ -100,13 +104,12 @@ def test_kernel_is_compared_with_float64_attention(machine, monkeypatch):
     seen = set()
 
     def recorded(q, *rest):
-        if not torch.is_grad_enabled():  # outputs; gradients need all heads of a group
-            seen.add((q.dtype, q.size(2)))
+        seen.add((q.dtype, q.size(2)))
         return attention.attend_plain(q, *rest)
 
     monkeypatch.setattr(preflight, "attend_plain", recorded)
     assert probe_attention("sdpa", TINY, machine) is None
-    assert seen == {(torch.float64, 1)}  # one head at a time
+    assert seen == {(torch.float64, 2)}  # one group of heads at a time
 
 
 def test_R17_kernel_is_skipped_if_probe_runs_out_of_memory(machine, monkeypatch, capsys):

@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from nanochat.chat_packing import encode, open_chat_rows, pack_encoded
-from nanochat.dataloader import MixedRows, Rows, order_of_pass
+from nanochat.dataloader import MixedRows, Rows, diff_recipe, order_of_pass
 from nanochat.lab.study import with_tokens
 from nanochat.mixture import (
     Part,
@@ -229,6 +229,8 @@ def test_fingerprint_depends_on_proportions():
     assert one.fingerprint != other.fingerprint
     assert one.fingerprint == MixedRows({"a": (a, 60), "b": (b, 20)}).fingerprint
     assert one.recipe["buckets"]["a"] == {"count": 60, "fingerprint": a.fingerprint}
+    changed = diff_recipe({"rows": one.recipe}, {"rows": other.recipe})
+    assert changed == ["rows.buckets.a.count: was 60, now 40"]
 
 
 def test_order_of_a_mixture_never_changes():
