@@ -155,8 +155,10 @@ def script_share(script: str, least: float) -> FilterRule:
 
 
 @judge_each
-def not_degenerate(row: FilterRow) -> bool:
+def not_degenerate(row: FilterRow) -> bool | None:
     """Keep answers that are complete, not empty and not repetitive."""
+    if messages_of(row)[-1]["role"] != "assistant":
+        return None
     words = WORD.findall(last_reply(row).lower())
     runs = [tuple(words[i : i + NGRAM]) for i in range(len(words) - NGRAM + 1)]
     repeated = 1 - len(set(runs)) / len(runs) if len(runs) >= LEAST_RUNS else 0.0
@@ -168,7 +170,7 @@ def not_degenerate(row: FilterRow) -> bool:
 def matches_gold(row: FilterRow) -> bool | None:
     """Keep rows whose answer (after the last ####) equals "gold", as a number or as text."""
     gold = row.get("gold")
-    if gold is None:
+    if gold is None or messages_of(row)[-1]["role"] != "assistant":
         return None
     return value(last_reply(row).rpartition("####")[2]) == value(str(gold))
 

@@ -197,9 +197,6 @@ class MCLMKorean(HubTask):
 
     def score(self, conversation: Conversation, answer: str) -> float:
         right, found = final_value(answer_text(conversation[-1])), final_value(answer)
-        unit = NUMBER_AND_UNIT.fullmatch(final_line(answer))
-        if isinstance(right, float) and isinstance(found, str) and unit:
-            found = to_number(unit[1])
         return float(self.answered(answer) and found == right)
 
     def answered(self, answer: str) -> bool:
@@ -213,8 +210,11 @@ def final_line(answer: str) -> str:
 
 
 def final_value(answer: str) -> float | str:
-    """What follows the last ####: a number, or a formula without spaces and dollar signs."""
-    said = re.sub(r"\s|\\[!,;]|\\(left|right)", "", final_line(answer))
+    """What follows the last ####: a number without unit, or a formula without spaces and $."""
+    line = final_line(answer)
+    if amount := NUMBER_AND_UNIT.fullmatch(line):
+        return to_number(amount[1])
+    said = re.sub(r"\s|\\[!,;]|\\(left|right)", "", line)
     return to_number(re.sub(r"\\[dt]frac", r"\\frac", said.rstrip(".")))
 
 

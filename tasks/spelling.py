@@ -26,7 +26,7 @@ from tasks.base import (
     user,
     visible,
 )
-from tasks.world.drills import spelled
+from tasks.world.drills import spelled, spelling_words
 from tasks.world.facts import Split, pick, split_of
 
 SIZES = {"train": 100_000, "val": 1_000, "test": 1_000}
@@ -80,6 +80,15 @@ def english_words(path: Path, split: Split) -> tuple[str, ...]:
     return words
 
 
+@cache
+def spellings() -> dict[str, set[str]]:
+    """Word in lower case -> its forms in the documents of the embedded world."""
+    forms: dict[str, set[str]] = {}
+    for word in spelling_words():
+        forms.setdefault(word.lower(), set()).add(word)
+    return forms
+
+
 class WordTask(Task):
     """Questions about words. `words`: word file. Default: that of the main tokenizer."""
 
@@ -119,12 +128,13 @@ class SpellingBee(WordTask, NumberTask):
         """
         while True:
             word = pick(rng, self.words)
+            forms = spellings().get(word.lower(), {word})
             inside = rng.random() < 0.8
             letters = [
                 letter
                 for letter in ascii_lowercase
                 if (letter in word.lower()) == inside
-                and (self.path or split_of("letter", word, letter) == self.split)
+                and (self.path or {split_of("letter", w, letter) for w in forms} == {self.split})
             ]
             if letters:
                 return word.lower(), pick(rng, letters)

@@ -89,7 +89,7 @@ def word_list(base: Path) -> Path:
     """The word file of the main tokenizer, for spelling tasks."""
     path = base / "tokenizer" / "main" / "words.txt"
     path.parent.mkdir(parents=True)
-    path.write_text("\n".join(spelling_words()))
+    path.write_text("\n".join(spelling_words()).lower())
     return path
 
 

@@ -68,6 +68,13 @@ def test_degenerate_answers_are_dropped():
     assert kept("not_degenerate", *rows)[0] == [False, False, False, True, True]
 
 
+@pytest.mark.parametrize("rule", ["not_degenerate", "verified"])
+def test_rows_without_an_answer_are_kept_and_not_judged(rule):
+    prompts = {"prompt": "2 + 2?", "gold": "4"}, {"messages": row()["messages"][:1], "gold": "4"}
+    found, [done] = kept(rule, *prompts)
+    assert found == [True, True] and done[3] == "2"
+
+
 def test_answers_are_verified_against_gold():
     rows = [
         row(said="3 * 4 = 12\n#### 12", gold="12"),

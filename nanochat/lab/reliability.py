@@ -58,9 +58,12 @@ def seed_table(records: Sequence[Record]) -> Table:
 
 
 def noise_sections(records: Sequence[Record]) -> list[str]:
-    """Sections that measure how much metrics vary."""
-    names = ("Evaluation variance", "Sweep", "Merge", "Recursion")
-    return [r["section"] for r in records if r["section"].startswith(names)]
+    """Sections that measure how much metrics vary over seeds; a sweep always has several."""
+    return [
+        r["section"]
+        for r in records
+        if r["section"].startswith("Sweep") or r["values"].get("Seeds", 1) > 1
+    ]
 
 
 def recipe_table(

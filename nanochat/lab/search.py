@@ -53,23 +53,30 @@ class SearchResult:
     finals: dict[float, list[float]]
     """Scores of every seed except 0, which chose the finalists."""
 
+    def unbroken(self, value: float) -> list[float]:
+        """Scores of the seeds of a finalist that did not break."""
+        return [score for score in self.finals[value] if math.isfinite(score)]
+
     @property
     def chosen(self) -> float:
-        """Finalist with the best mean."""
-        means = {value: fmean(scores) for value, scores in self.finals.items()}
+        """Finalist with the best mean of unbroken seeds, among those with the most of them."""
+        found = {value: self.unbroken(value) for value in self.finals}
+        most = max(map(len, found.values()))
+        means = {v: fmean(s or [math.nan]) for v, s in found.items() if len(s) == most}
         return rank(means, self.lower_is_better)[0]
 
     @property
     def best_seed(self) -> int:
         """Index of the best seed of the chosen value."""
-        scores = self.finals[self.chosen]
-        return scores.index(min(scores) if self.lower_is_better else max(scores))
+        scores = self.unbroken(self.chosen)
+        best = min(scores) if self.lower_is_better else max(scores)
+        return self.finals[self.chosen].index(best)
 
     @property
     def inflation(self) -> float:
         """Expected excess of the best seed over the mean."""
-        scores = self.finals[self.chosen]
-        return expected_maximum(len(scores)) * stdev(scores)
+        scores = self.unbroken(self.chosen)
+        return expected_maximum(len(scores)) * stdev(scores) if len(scores) > 1 else 0.0
 
     def table(self) -> dict[str, Any]:
         """Table of all tried values, in order."""
@@ -78,7 +85,7 @@ class SearchResult:
             final = self.finals.get(value, [])
             cells, note = ["", "", ""], "chosen" if value == self.chosen else ""
             if broke := sum(map(math.isnan, final)):
-                note = f"{broke} of {len(final)} broke"
+                note = f"{note}, {broke} of {len(final)} broke".removeprefix(", ")
             elif final:
                 best = min(final) if self.lower_is_better else max(final)
                 cells = [f"{x:.4f}" for x in (fmean(final), stdev(final), best)]

@@ -17,7 +17,7 @@ import numpy as np
 
 from nanochat import records, report
 from nanochat.checkpoint import Checkpoint, find_checkpoint_on_node
-from nanochat.common import MissingInput, base_dir, sha256_file
+from nanochat.common import MissingInput, UsageError, base_dir, sha256_file
 from nanochat.config import start
 from nanochat.dataset import DataConfig, open_source
 from nanochat.distributed import DistConfig, DistContext, init_distributed
@@ -115,13 +115,21 @@ def score_artifact(cfg: GolfEval, path: Path, machine: DistContext) -> ScoredArt
 
 
 def require_one_recipe(scored: list[ScoredArtifact]) -> None:
-    """Raise ValueError if artifacts differ in validation text or shape."""
-    first = scored[0]
-    for s in scored[1:]:
-        if (s.plain.bytes, s.artifact.cfg) != (first.plain.bytes, first.artifact.cfg):
-            raise ValueError(
-                f"{s.path} and {first.path} are not seeds of one recipe (different text or model "
-                "shape); evaluate them one at a time with --artifacts"
+    """Raise UsageError if artifacts differ in text, shape or formats, or are of the same seed."""
+    by_seed: dict[int, ScoredArtifact] = {}
+    recipes = [(s.plain.bytes, s.artifact.cfg, s.artifact.formats) for s in scored]
+    for s, recipe in zip(scored, recipes, strict=True):
+        if recipe != recipes[0]:
+            raise UsageError(
+                f"{s.path} and {scored[0].path} are not seeds of one recipe (different text, model "
+                "shape or formats)",
+                "evaluate them one at a time with --artifacts",
+            )
+        other = by_seed.setdefault(seed := s.artifact.origin["seed"], s)
+        if other is not s:
+            raise UsageError(
+                f"{s.path} and {other.path} have the same seed, {seed}",
+                "list only one of them in --artifacts",
             )
 
 

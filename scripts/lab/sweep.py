@@ -196,17 +196,18 @@ def tune(cfg: SweepScript, study: Study, sweep: Sweep) -> Findings:
 
     found = search.run_search(cfg.searching, tried, lower_is_better(cfg.metric), cfg.seeds)
     scores = found.finals[found.chosen]
+    seeds = [i for i, score in enumerate(scores) if math.isfinite(score)]  # indices, not broken
     values = {
         f"Chosen {flag}": found.chosen,
-        f"{cfg.metric}, mean of {len(scores)} seeds": over_seeds(scores),
+        f"{cfg.metric}, mean of {len(seeds)} seeds": over_seeds([scores[i] for i in seeds]),
         "Score of the best seed when it was chosen": scores[found.best_seed],
         "Expected inflation of the best score": found.inflation,
     }
     if measured_on_rows(cfg.metric):  # re-evaluated greedy answers would be identical
-        jobs = [study.confirmation(runs[found.chosen, seed]) for seed in range(1, 1 + len(scores))]
-        done = sweep.run_all(jobs)
-        anew = [done[job.name].metric(cfg.metric) for job in jobs]
-        values["Mean of the same seeds on other validation rows"] = over_seeds(anew)
+        jobs = {i: study.confirmation(runs[found.chosen, 1 + i]) for i in seeds}
+        done = sweep.run_all(list(jobs.values()))
+        anew = {i: done[job.name].metric(cfg.metric) for i, job in jobs.items()}
+        values["Mean of the same seeds on other validation rows"] = over_seeds([*anew.values()])
         values["The best seed on other validation rows"] = anew[found.best_seed]
     return values, [found.table()], found.series()
 

@@ -3,10 +3,10 @@ The few-shot suite of the embedded world: CORE-style tasks for base models.
 
     held-out questions, stories, riddles, calculations -> suite() -> tasks in DCLM format
 
-Prompts look like the documents, so a pretrained model can answer them. All items come from the
-"val" and "test" splits: no training document contains their questions, stories or calculations.
-Questions that join two facts or compare two prices are of a kind that no document contains. Without
-the question, all options of an item are equally likely.
+Prompts look like the documents, so a pretrained model can answer them. Items come from the "val"
+and "test" splits: no training document contains their questions, stories or calculations. Only
+questions that join two facts or compare two prices are not split: they are of a kind that no
+document contains. Without the question, all options of an item are equally likely.
 """
 
 import itertools

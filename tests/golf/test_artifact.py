@@ -295,6 +295,24 @@ def test_artifacts_of_the_same_name_are_rejected(base, tokenizer, tmp_path):
         evaluate.main(cfg)
 
 
+@pytest.mark.parametrize(
+    ("seed", "form", "problem"),
+    [(1, "int5", "not seeds of one recipe"), (0, "int8", "the same seed, 0")],
+)
+def test_artifacts_that_are_not_seeds_of_one_recipe_are_rejected(
+    seed, form, problem, base, tokenizer, tmp_path
+):
+    paths = tmp_path / "a.golf", tmp_path / "b.golf"
+    for path, own, quantize in zip(paths, (0, seed), ("int8", form), strict=True):
+        save(tokenizer, path.stem, own)
+        export_artifact(model_tag=path.stem, out=str(path), quantize=f"*={quantize}")
+    data = evaluate.DataConfig(dataset="embedded", num_shards=1)
+    on_cpu = DistConfig("cpu", "float32")
+    cfg = evaluate.GolfEval(paths, eval_stride=0, max_documents=1, data=data, machine=on_cpu)
+    with pytest.raises(UsageError, match=f"b.golf and .*a.golf .*{problem}(.|\n)*--artifacts"):
+        evaluate.main(cfg)
+
+
 def test_oversized_artifact_is_not_written(base, tokenizer, capsys):
     save(tokenizer)
     with pytest.raises(UsageError, match="exceed the limit of 40,000"):

@@ -11,9 +11,10 @@ def base(tmp_path, monkeypatch):
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
 
 
-def record(section, seconds=60.0, own=None, seed=0):
+def record(section, seconds=60.0, own=None, seed=0, **values):
     return {
         "section": section,
+        "values": values,
         "provenance": {"seed": seed},
         "cost": {"device_seconds": seconds, "own_device_seconds": own or seconds},
     }
@@ -51,6 +52,13 @@ def test_recipe_compares_the_final_run_with_all_runs():
     assert rows["Evaluation"] == ["1.50m", "2.50m", "1.7", "$0.25"]
     assert rows["Lost to failures"] == ["0.00m", "2.00m", "-", "$0.20"]
     assert rows["All"][:3] == ["11.50m", "29.50m", "2.6"]
+
+
+def test_only_sections_over_several_seeds_measure_seed_noise():
+    one = [record("Evaluation variance"), record("Merge"), record("Recursion", Seeds=1)]
+    assert seed_table(one)["rows"][-1] == ["several", "none: seed noise is unknown"]
+    several = [record("Parameter golf", Seeds=3), record("Recursion", Seeds=2)]
+    assert seed_table([*one, *several])["rows"][-1] == ["several", "Parameter golf, Recursion"]
 
 
 def test_seeds_and_recipe_tables_are_listed():

@@ -90,6 +90,20 @@ def test_finalist_with_a_broken_seed_is_not_chosen():
     assert len(found.series()["mean of seeds"]) == 1
 
 
+def test_finalists_that_all_broke_once_are_compared_without_it():
+    tried, _ = valley(0.2)
+
+    def breaking(values, seeds):
+        return {
+            v: [*s[:-1], math.nan] if 0 not in seeds else s for v, s in tried(values, seeds).items()
+        }
+
+    found = run_search(CFG, breaking, True, 3)
+    assert 0.15 < found.chosen < 0.27 and found.best_seed == 0 and found.inflation == 0
+    notes = [row[-1] for row in found.table()["rows"]]
+    assert notes.count("chosen, 1 of 3 broke") == notes.count("1 of 3 broke") == 1
+
+
 def test_values_are_formatted_as_flags():
     assert [show_setting(x) for x in (1048576, 2.0, 0.06694)] == ["1048576", "2", "0.06694"]
 

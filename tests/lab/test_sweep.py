@@ -556,3 +556,19 @@ def test_arms_are_judged_per_metric_and_base():
     assert table["rows"][0][0] == "Final validation bpb"
     assert as_csv(table).splitlines()[0].startswith("Metric,Base,Arm")
     assert collect_scores([runs["d4", "control", 0]], "ARC").items == [[1, 1, 1, 1, 0, 0, 0, 0]]
+
+
+def test_search_re_evaluates_only_seeds_that_did_not_break(faked, base, monkeypatch):
+    call = Sweep.call
+
+    def breaking(self, run, words, variables):
+        found = call(self, run, words, variables)
+        return sweep.BROKEN if "--seed=2" in words else found
+
+    monkeypatch.setattr(Sweep, "call", breaking)
+    monkeypatch.setattr(DoneRun, "metric", lambda run, name: abs(math.log(score_of(run))))
+    search = SearchConfig("score", low=0.1, high=10, wide=3, tight=1, finalists=1)
+    sweep_script.main(SweepScript(searching=search, sweep=SweepConfig(devices=2)))
+    values = read_json(base / "report" / "sweep.json")["values"]
+    assert values["Final validation bpb, mean of 2 seeds"]["value"] == 0.0
+    assert values["Mean of the same seeds on other validation rows"]["n"] == 2
