@@ -355,10 +355,10 @@ def run_loop(run: TrainingRun, progress: Progress) -> bool:
     Train from `progress.step` to the end. Returns False if the run was stopped early.
 
     The final checkpoint is saved before the final evaluation. A stop request aborts the current
-    step or evaluation, then saves. Raises RankMismatchError; NonFiniteError, UsageError or OSError,
-    after saving the last good state, for bad steps and for data that cannot be loaded; and
-    UsageError, if steps remain but the weights are already averaged or the checkpoint has no
-    optimizer state. Exits with UNEVALUATED if the final evaluation runs out of memory.
+    step or evaluation, then saves, unless no step was completed. Raises RankMismatchError; after
+    saving the last good state, NonFiniteError, and UsageError or OSError for data that cannot be
+    loaded; and UsageError, if steps remain but the weights are already averaged or the checkpoint
+    has no optimizer state. Exits with UNEVALUATED if the final evaluation runs out of memory.
     """
     machine, first_step = run.machine, progress.step
     if not run.finished(progress):
@@ -378,8 +378,9 @@ def run_loop(run: TrainingRun, progress: Progress) -> bool:
             started = time.perf_counter()
             done = train_step(run, step, horizon)
             if done is None:
-                run.save(progress, final=True)
-                machine.print0(f"stop requested: saved step {step}")
+                if step > first_step:
+                    run.save(progress, final=True)
+                    machine.print0(f"stop requested: saved step {step}")
                 if run.failure:
                     raise run.failure
                 return False

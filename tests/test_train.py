@@ -485,9 +485,10 @@ def test_R11_data_that_cannot_be_loaded_ends_the_run_after_saving_it(machine, er
         packed.row_ids = lambda *share: np.zeros((2, 2))
         run.loader = RowLoader(packed, ROWS * T, 0, machine)  # type: ignore
     progress = Progress()
-    with pytest.raises(type(error), match=str(error)):
-        run_loop(run, progress)
-    assert saved[-1][0] == progress.step == 4
+    for _ in range(2):  # the second attempt fails at once and has nothing new to save
+        with pytest.raises(type(error), match=str(error)):
+            run_loop(run, progress)
+        assert [step for step, _ in saved] == [progress.step] == [4]
 
 
 @pytest.mark.parametrize(("when", "saved_step"), [(5, 5), (10, 10)])

@@ -30,10 +30,14 @@ def over_seeds(values: Sequence[float]) -> Any:
 
 
 class Scores(NamedTuple):
-    """One metric of one arm: its value per seed and, if known, the item scores per seed."""
+    """
+    One metric of one arm: its value per seed and, if known, the item scores per seed, and the
+    cluster of each item (`stats.mean`).
+    """
 
     values: Sequence[float]
     items: Sequence[Sequence[float]] = ()
+    clusters: Sequence[str] | None = None
 
     def item_means(self) -> list[float]:
         """Mean score of each item over seeds."""
@@ -110,10 +114,11 @@ def contrasts(
         value = sum(scores.values) / n
         parts = [(variance * (1 / n + 1 / len(against.values)), df)]
         if scores.items and against.items:
-            pairs = stats.compare(against.item_means(), scores.item_means())
+            pairs = stats.compare(against.item_means(), scores.item_means(), scores.clusters)
             each = [list(zip(*s.items, strict=True)) for s in (scores, against) if len(s.items) > 1]
             repeats = math.fsum(stats.split_error(items).repeat_se ** 2 for items in each)
-            parts.append((max(0.0, pairs.se**2 - repeats), pairs.n - 1))
+            draws = len(set(scores.clusters)) if scores.clusters else pairs.n
+            parts.append((max(0.0, pairs.se**2 - repeats), draws - 1))
         bar, p = noise_bar(value - middle, parts)
         found.append(Contrast(base, name, metric, value, n, value - middle, bar, p))
     return found

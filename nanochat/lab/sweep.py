@@ -50,6 +50,7 @@ from nanochat.records import (
     append_line,
     default_rate,
     plain_value,
+    read_clusters,
     read_lines,
     read_records,
     read_scores,
@@ -120,13 +121,10 @@ class DoneRun:
             raise ValueError(f"{self.job.name} did not record {name!r}; it has {', '.join(values)}")
         return float(plain_value(values[name]))
 
-    def items(self, name: str) -> list[float]:
-        """Per-item scores of a metric; empty if not recorded."""
-        for record in read_records(self.folder / "report"):
-            entry = record["items"].get(name)
-            if entry and "scores" in entry:
-                return read_scores(entry)
-        return []
+    def items(self, name: str) -> Mapping[str, Any]:
+        """Recorded item scores of a metric; empty if there are none."""
+        found = (record["items"].get(name, {}) for record in read_records(self.folder / "report"))
+        return next((entry for entry in found if "scores" in entry), {})
 
 
 def code_fingerprint() -> str:
@@ -146,8 +144,10 @@ def sweep_folder() -> Path:
 
 def collect_scores(runs: Sequence[DoneRun], metric: str) -> Scores:
     """Collect a metric over the seeds of one ablation arm."""
-    items = [run.items(metric) for run in runs]
-    return Scores([run.metric(metric) for run in runs], items if all(items) else ())
+    values, items = [run.metric(metric) for run in runs], [run.items(metric) for run in runs]
+    if not all(items):
+        return Scores(values)
+    return Scores(values, [read_scores(each) for each in items], read_clusters(items[0]))
 
 
 # ------------------------------------------------------------------------------------------------

@@ -171,6 +171,7 @@ def compare_seeds(
             arm: Scores(
                 [float(records.plain_value(run.values[name])) for run in runs],
                 [records.read_scores(run.items[name]) for run in runs] if paired else (),
+                records.read_clusters(items[0]) if paired else None,
             )
             for arm, runs in (("before", before), ("after", after))
         }

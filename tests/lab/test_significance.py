@@ -102,6 +102,13 @@ def test_paired_items_add_their_variance():
     assert found.bar < 0.5 * 2 * math.sqrt(2 * 0.25 / 200)  # half of the unpaired bar
     assert found.verdict == "better"
 
+    clusters = [str(i // 10) for i in range(200)]  # all 5 of one cluster
+    for name in arms:
+        arms[name] = arms[name]._replace(clusters=clusters)
+    [wider] = contrasts("d4", "ARC", arms)
+    assert wider.bar == pytest.approx(student_quantile(19) * stats.compare(hard, few, clusters).se)
+    assert wider.bar > 2 * found.bar and wider.verdict == "within noise"
+
 
 def test_sampling_error_is_not_counted_twice():
     """Equal arms that sample 4 answers to each of 100 questions; seeds differ in sampling only."""
