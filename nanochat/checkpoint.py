@@ -449,7 +449,8 @@ class Progress:
     """Times of the latest timed steps, for the median; not saved."""
     wall_seconds: float = 0.0
     device_seconds: float = 0.0
-    """Cost of all attempts until `charged`, from the start of each process (`records.Cost`)."""
+    """Cost of all attempts until `charged` (`records.Cost`), from the start of each process; not
+    the time that an earlier attempt spent after its last save."""
     charged: float = STARTED
     """Value of `time.perf_counter()`; not saved."""
 

@@ -268,7 +268,7 @@ def require_free(folder: Path, needed_bytes: float, what: str, fix: str) -> None
 # ---- Exit statuses and stop signals --------------------------------------------------------------
 
 
-PREEMPTED = 75  # saved a checkpoint and stopped on request
+PREEMPTED = 75  # stopped on request, with the completed steps saved
 UNEVALUATED = 76  # trained and saved, but ran out of memory in the final evaluation
 BROKEN = 78  # the canaries classified the run as broken
 HUNG = 77  # this rank timed out waiting for another rank

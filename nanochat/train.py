@@ -378,9 +378,12 @@ def run_loop(run: TrainingRun, progress: Progress) -> bool:
             started = time.perf_counter()
             done = train_step(run, step, horizon)
             if done is None:
+                why = "data cannot be loaded" if run.failure else "stop requested"
                 if step > first_step:
                     run.save(progress, final=True)
-                    machine.print0(f"stop requested: saved step {step}")
+                    machine.print0(f"{why}: saved step {step}")
+                else:
+                    machine.print0(f"{why}: no step completed, nothing saved")
                 if run.failure:
                     raise run.failure
                 return False
@@ -608,7 +611,7 @@ def train(run: TrainingRun) -> None:
     Start or resume `run`, choose the micro-batch size, train, save and evaluate.
 
     Raises UsageError if the run cannot finish or another run is using its directory, and
-    SystemExit(PREEMPTED) if it was stopped early and saved.
+    SystemExit(PREEMPTED) if it was stopped early, with its completed steps saved.
     """
     cfg, model, machine = run.cfg, run.model, run.machine
     run_id = machine.broadcast(records.inherited_run_id(run.inputs, cfg.report_dir))

@@ -1,5 +1,7 @@
 """Chat evaluation: scores by logits and by generation are independent of batching."""
 
+import math
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from nanochat.common import UsageError, read_json
 from nanochat.distributed import DistConfig, DistContext
 from nanochat.engine import Engine, Sampling
 from nanochat.eval_chat import (
+    estimate_score,
     score_by_generation,
     score_by_logits,
     score_items,
@@ -243,3 +246,10 @@ def test_without_a_sandbox_humaneval_is_skipped_and_recorded(
     assert "ChatCORE without" in (base / "report.md").read_text()
     with pytest.raises(UsageError, match="humaneval cannot be scored here"):
         evaluate(task_name="gsm8k|humaneval")
+
+
+def test_standard_error_of_a_score_counts_clusters():
+    answers = [[1.0, 1.0], [1.0, 0.0], [0.0, 0.0], [0.0, 0.0]]
+    alone, pairs, one = (estimate_score(answers, list(x), True) for x in ("abcd", "aabb", "aaaa"))
+    assert alone["se"] < pairs["se"] and math.isnan(one["se"]) and math.isnan(one["item_se"])
+    assert alone["repeat_se"] == pairs["repeat_se"] == one["repeat_se"] > 0

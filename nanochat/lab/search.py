@@ -83,12 +83,14 @@ class SearchResult:
         rows = []
         for value in sorted({**self.wide, **self.tight}):
             final = self.finals.get(value, [])
+            scores = [score for score in final if math.isfinite(score)]
             cells, note = ["", "", ""], "chosen" if value == self.chosen else ""
-            if broke := sum(map(math.isnan, final)):
+            if broke := len(final) - len(scores):
                 note = f"{note}, {broke} of {len(final)} broke".removeprefix(", ")
-            elif final:
-                best = min(final) if self.lower_is_better else max(final)
-                cells = [f"{x:.4f}" for x in (fmean(final), stdev(final), best)]
+            if scores:
+                best = min(scores) if self.lower_is_better else max(scores)
+                std = f"{stdev(scores):.4f}" if len(scores) > 1 else ""
+                cells = [f"{fmean(scores):.4f}", std, f"{best:.4f}"]
             once = [scores.get(value) for scores in (self.wide, self.tight)]
             tried = ["" if x is None else f"{x:.4f}".replace("nan", "broke") for x in once]
             rows.append([show_setting(value), *tried, *cells, note])
@@ -97,7 +99,7 @@ class SearchResult:
 
     def series(self) -> dict[str, list[list[float]]]:
         """Curves for a plot."""
-        means = {value: fmean(scores) for value, scores in self.finals.items()}
+        means = {value: fmean(self.unbroken(value) or [math.nan]) for value in self.finals}
         curves = {"wide": self.wide, "tight": self.tight, "mean of seeds": means}
         return {
             name: [[x, y] for x, y in sorted(curve.items()) if math.isfinite(y)]

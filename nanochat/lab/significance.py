@@ -118,7 +118,7 @@ def contrasts(
             each = [list(zip(*s.items, strict=True)) for s in (scores, against) if len(s.items) > 1]
             repeats = math.fsum(stats.split_error(items).repeat_se ** 2 for items in each)
             draws = len(set(scores.clusters)) if scores.clusters else pairs.n
-            parts.append((max(0.0, pairs.se**2 - repeats), draws - 1))
+            parts.append((max(pairs.se**2 - repeats, 0.0), draws - 1))  # NaN stays NaN
         bar, p = noise_bar(value - middle, parts)
         found.append(Contrast(base, name, metric, value, n, value - middle, bar, p))
     return found

@@ -87,7 +87,7 @@ def test_finalist_with_a_broken_seed_is_not_chosen():
     found = run_search(CFG, breaking, True, 3)
     notes = [row[-1] for row in found.table()["rows"]]
     assert notes.count("chosen") == 1 and notes.count("1 of 3 broke") == 1
-    assert len(found.series()["mean of seeds"]) == 1
+    assert len(found.series()["mean of seeds"]) == 2  # without the broken seed
 
 
 def test_finalists_that_all_broke_once_are_compared_without_it():
@@ -100,7 +100,10 @@ def test_finalists_that_all_broke_once_are_compared_without_it():
 
     found = run_search(CFG, breaking, True, 3)
     assert 0.15 < found.chosen < 0.27 and found.best_seed == 0 and found.inflation == 0
-    notes = [row[-1] for row in found.table()["rows"]]
+    rows, curve = found.table()["rows"], found.series()["mean of seeds"]
+    [chosen] = [row for row in rows if row[-1].startswith("chosen")]
+    assert all(chosen[3:6]) and found.chosen in [x for x, _ in curve]
+    notes = [row[-1] for row in rows]
     assert notes.count("chosen, 1 of 3 broke") == notes.count("1 of 3 broke") == 1
 
 
