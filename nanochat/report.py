@@ -282,7 +282,7 @@ def render_header(header: Record) -> str:
             "Platform": machine["platform"],
             "CPUs": f"{machine['cores']} cores ({machine['logical_cores']} logical)",
             "Memory": f"{machine['memory_gib']:.1f} GB",
-            "GPUs": ", ".join(f"{gpus.count(n)}x {n}" for n in dict.fromkeys(gpus)) or "None",
+            "GPUs": summary.machine(header) if gpus else "None",
             "GPU Memory": f"{machine['gpu_memory_gib']:.1f} GB total" if gpus else None,
             "CUDA Version": machine["cuda"] if gpus else None,
             "Hourly Rate": f"${header['hourly_rate']:.2f}/hour",
@@ -385,7 +385,8 @@ def format_value(value: Any) -> str:
         count = "" if value.get("n") is None else f"n={value['n']:,}"
         if (value.get("k") or 1) > 1:  # items sampled k times, and the parts of the error
             parts = (format_value(value[name]) for name in ("item_se", "repeat_se"))
-            count += f", k={value['k']}; " + "items {}, repeats {}".format(*parts)
+            count += f", k={value['k']}"
+            count += "; items {}, repeats {}".format(*parts) if value["item_se"] is not None else ""
         return f"{format_value(value['value'])}{error}" + (count and f" ({count})")
     if isinstance(value, float):
         return f"{value:.4f}"

@@ -118,15 +118,11 @@ def differences(found: Nested, items: Nested, order: Sequence[str] = STAGES) -> 
 
 def compare_items(name: str, before: Record, after: Record) -> stats.Comparison | None:
     """Compare a metric item by item; None unless both columns have scores of the same items."""
-    weights = before.get(name, {}).get("weights", {name: 1.0})
-    if weights != after.get(name, {}).get("weights", {name: 1.0}):
+    weights, others = (by.get(name, {}).get("weights", {name: 1.0}) for by in (before, after))
+    pairs = [(before.get(part, {}), after.get(part, {})) for part in weights]
+    if weights != others or not all(a and a.get("of") == b.get("of") for a, b in pairs):
         return None
-    if any(p not in before or p not in after or before[p]["of"] != after[p]["of"] for p in weights):
-        return None
-    parts = [
-        stats.compare(read_scores(before[p]), read_scores(after[p]), read_clusters(after[p]))
-        for p in weights
-    ]
+    parts = [stats.compare(read_scores(a), read_scores(b), read_clusters(b)) for a, b in pairs]
     return stats.combine(parts, list(weights.values()))
 
 
@@ -137,8 +133,9 @@ def difference_table(changes: Sequence[Difference]) -> dict[str, Any]:
         error, counts = "-" if math.isnan(each.se) else f"{each.se:.4f}", "-"
         if each.items:
             same = each.items
-            p_value = f"p = {same.p:.2g}" if same.p >= TINY else f"p < {TINY:g}"
-            counts = f"{same.won:,} won, {same.lost:,} lost of {same.n:,} ({p_value})"
+            p_value = f" (p < {TINY:g})" if same.p < TINY else f" (p = {same.p:.2g})"
+            counts = f"{same.won:,} won, {same.lost:,} lost of {same.n:,}"
+            counts += p_value if same.p >= 0 else ""  # NaN if the noise is unknown
         stages = f"{each.before} to {each.after}"
         rows.append([each.metric, stages, f"{each.change:+.4f}", error, each.verdict, counts])
     columns = ["Metric", "Stages", "Difference", "Standard error", "Against 2 standard errors"]
@@ -230,11 +227,9 @@ def verdict(written: Sequence[Record], header: Record, changes: Sequence[Differe
 
 def machine(header: Record) -> str:
     """GPUs, or CPU cores and their type."""
-    hardware = header["hardware"]
-    gpus = hardware["gpus"]
-    if gpus:
-        return ", ".join(f"{gpus.count(name)}x {name}" for name in dict.fromkeys(gpus))
-    return f"{hardware['cores']} CPU cores ({hardware['cpu']})"
+    hardware, gpus = header["hardware"], header["hardware"]["gpus"]
+    names = ", ".join(f"{gpus.count(name)}x {name}" for name in dict.fromkeys(gpus))
+    return names or f"{hardware['cores']} CPU cores ({hardware['cpu']})"
 
 
 def stages(each: Difference) -> str:
@@ -256,7 +251,7 @@ def with_error(value: Any) -> str:
 def readable_count(number: float) -> str:
     """A count in three digits: 9.44 M, 1.2 B; below a million with separators."""
     for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
-        if number >= size:
+        if float(f"{number:.3g}") >= size:
             return f"{number / size:.3g} {unit}"
     return f"{number:,.0f}"
 

@@ -368,6 +368,11 @@ def test_additional_keys_follow_the_fixed_keys():
         ("21.07%", "21.07%"),
         ([0.8, 0.95], "0.8000, 0.9500"),
         (estimate(0.2756, 254, 0.02803), "0.2756 +- 0.0280 (n=254)"),
+        (
+            estimate(0.5, 9, 0.1, 8, 0.06, 0.08),
+            "0.5000 +- 0.1000 (n=9, k=8; items 0.0600, repeats 0.0800)",
+        ),
+        (estimate(0.5, 1, float("nan"), 8, None, None), "0.5000 +- nan (n=1, k=8)"),
         ({"value": 0.5}, "0.5000"),
         ("two\nlines\r\nand\u2028three", "two\\nlines\\nand\\nthree"),
     ],
@@ -759,6 +764,7 @@ def test_section_shows_results_and_command_and_folds_settings():
         (0.76, "s", "0.8 s"),
         (9_437_704, "count", "9.44 M"),
         (1.2e9, "count", "1.2 B"),
+        (999_600_000, "count", "1 B"),
         ("10,164", "count", "10,164"),
         ("-", "count", "-"),
         ("205.00m", "m", "3.4 h"),
@@ -770,13 +776,14 @@ def test_headline_values_have_the_units_of_a_reader(value, unit, text):
     assert report.readable(value, unit) == text
 
 
-def test_p_values_are_never_zero():
-    before, after = [0.0] * 2000, [1.0] * 2000
-    same = summary.stats.compare(before, after)
-    [row] = summary.difference_table(
-        [summary.Difference("A", "MID", "SFT", 1.0, 0.0, "better", same)]
+def test_p_values_are_never_zero_and_unknown_ones_not_printed():
+    many = summary.stats.compare([0.0] * 2000, [1.0] * 2000)
+    one_cluster = summary.stats.compare([0.0, 0.0], [1.0, 1.0], ["a", "a"])
+    rows = summary.difference_table(
+        [summary.Difference("A", "MID", "SFT", 1.0, 0.0, "better", c) for c in (many, one_cluster)]
     )["rows"]
-    assert row[-1] == "2,000 won, 0 lost of 2,000 (p < 1e-100)"
+    assert rows[0][-1] == "2,000 won, 0 lost of 2,000 (p < 1e-100)"
+    assert rows[1][-1] == "2 won, 0 lost of 2"
 
 
 def test_record_has_the_command_of_a_script(base, monkeypatch):

@@ -14,6 +14,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from nanochat.common import UsageError
+from nanochat.config import require_at_least
 from nanochat.lab.significance import expected_maximum
 
 DIGITS = 4  # significant digits of a trial value
@@ -36,6 +37,9 @@ class SearchConfig:
     """Round values to multiples of this, as for --total_batch_size. Default: no rounding."""
     finalists: int = 2
     """Number of values to rerun with several new seeds."""
+
+    def __post_init__(self) -> None:
+        require_at_least(self, unit=1, finalists=1)
 
 
 Try = Callable[[Sequence[float], Sequence[int]], dict[float, list[float]]]

@@ -95,7 +95,7 @@ def main(cfg: Generate) -> None:
 
 
 def load_prompts(path: str) -> Iterator[dict[str, Any]]:
-    """Yield rows with the prompt as messages and a key hashed from them."""
+    """Yield rows with the prompt as messages, and a key hashed from the row."""
     for number, row in read_json_lines(Path(path).expanduser()):
         if not isinstance(row, dict) or not (row.get("prompt") or row.get("messages")):
             raise ValueError(f'{path}, line {number}: neither "prompt" nor "messages"')
@@ -107,7 +107,8 @@ def load_prompts(path: str) -> Iterator[dict[str, Any]]:
         messages = messages[:-1] if messages[-1]["role"] == "assistant" else messages
         if not messages:
             raise ValueError(f"{path}, line {number}: no prompt before the answer")
-        yield {**row, "messages": messages, "key": fingerprint(messages)}
+        row = {**row, "messages": messages}
+        yield {**row, "key": fingerprint(row)}
 
 
 def connect(cfg: Generate) -> tuple[Any, str]:

@@ -188,7 +188,8 @@ def choose_budgets(
     """
     FLOP budgets in order: those of --budgets, those of an earlier call with the same settings, or
     four that fit into the hours at an estimated throughput: on a CPU measured on matmuls, on a
-    known GPU a share of its peak, which small models do not reach.
+    known GPU a share of its peak, which small models do not reach. Three or two larger ones where
+    the smallest of four would be too small for three depths. Raises like `plan_runs`.
     """
     if cfg.budgets:
         return sorted(set(cfg.budgets))
@@ -203,9 +204,16 @@ def choose_budgets(
     rate = model.flops_per_token() / estimate_seconds(model, 1, machine)
     devices = cfg.sweep.devices if machine.device.type == "cuda" else 1
     flops = USED_SHARE * 3600 * cfg.hours * rate * devices / (len(arms) * cfg.seeds)
-    shares = [BUDGET_STEP**-i for i in range(NUM_BUDGETS)]
-    largest = float(f"{flops / (cfg.depths_per_budget * sum(shares)):.1g}")
-    budgets = sorted(float(f"{largest * share:.2g}") for share in shares)
+    for count in range(NUM_BUDGETS, 1, -1):
+        shares = [BUDGET_STEP**-i for i in range(count)]
+        largest = float(f"{flops / (cfg.depths_per_budget * sum(shares)):.1g}")
+        budgets = sorted(float(f"{largest * share:.2g}") for share in shares)
+        try:
+            plan_runs(cfg, arms, budgets, corpus, machine)
+            break
+        except UsageError:
+            if count == 2:
+                raise
     write_json(path, {"wanted": wanted, "budgets": budgets})
     return budgets
 
@@ -248,7 +256,8 @@ def plan_runs(
             raise UsageError(
                 f"{len(chosen)} depths can train at {budget:.1e} FLOPs, but a parabola needs three"
                 + "".join(f"; {reason}" for reason in reasons),
-                "use other --budgets, more text (scripts.tok_train --num_shards) or more --depths",
+                "use more --hours, other --budgets, more --depths or, if text would be repeated, "
+                "more text (scripts.tok_train --num_shards)",
             )
         planned += [
             Planned(arm, budget, depth, number * 100 + i)
@@ -329,9 +338,8 @@ def make_tables(
                     noise = math.hypot(laws[arm].residual, laws[control].residual)
                     gain += f" +- {noise * lowest[control][each.budget]:.4f}"
             n, loss = (str(each.n), str(each.loss)) if each.inside else ("outside", "-")
-            rows.append(
-                [arm, f"{each.budget:.1e}", n, loss, f"{lowest[arm][each.budget]:.4f}", gain]
-            )
+            measured = f"{lowest[arm][each.budget]:.4f}"
+            rows.append([arm, f"{each.budget:.1e}", n, loss, measured, gain])
     columns = ["Arm", "FLOPs", "Best N", "Loss there", "Lowest measured", "Minus the control"]
     tables.append({"title": "Best size by FLOPs", "columns": columns, "rows": rows})
     if laws:

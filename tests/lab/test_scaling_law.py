@@ -158,13 +158,17 @@ def test_flags_of_an_arm_reach_its_model_and_its_job():
 
 def test_budgets_follow_from_hours_and_are_kept(tmp_path, machine, monkeypatch):
     monkeypatch.setattr(scaling_laws, "estimate_seconds", lambda model, tokens, machine: 1e-4)
-    sweep, text = SimpleNamespace(folder=tmp_path), Text(10**6)
+    sweep, text = SimpleNamespace(folder=tmp_path), Text(10**8)
     six = scaling_laws.choose_budgets(CFG, sweep, text, machine)
     assert len(six) == 4 and six == sorted(six)
     monkeypatch.setattr(scaling_laws, "estimate_seconds", lambda model, tokens, machine: 1e-3)
     assert scaling_laws.choose_budgets(CFG, sweep, text, machine) == six
     one = scaling_laws.choose_budgets(replace(CFG, hours=1), sweep, text, machine)
     assert one[-1] < six[-1] / 30  # a sixth of the hours at a tenth of the speed
+    few = scaling_laws.choose_budgets(replace(CFG, hours=0.1), sweep, text, machine)
+    assert len(few) == 2, "the smallest of four would be too small for three depths"
+    with pytest.raises(UsageError, match="more --hours"):
+        scaling_laws.choose_budgets(replace(CFG, hours=0.001), sweep, text, machine)
     given = replace(CFG, budgets=(3e13, 1e13, 3e13))
     assert scaling_laws.choose_budgets(given, sweep, text, machine) == [1e13, 3e13]
 

@@ -63,6 +63,12 @@ def test_edge_optimum_error_suggests_a_fix(optimum, flag):
     assert len(calls) == 1
 
 
+@pytest.mark.parametrize("name", ["finalists", "unit"])
+def test_settings_below_one_are_rejected(name):
+    with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
+        SearchConfig("lr", **{name: 0})
+
+
 def test_broken_runs_rank_last():
     tried, _ = valley(0.2)
 
