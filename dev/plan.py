@@ -187,7 +187,7 @@ def flops_per_second(cfg: Plan, model: GPT) -> tuple[float | None, str]:
         efficiency = MATMUL_EFFICIENCY[cpu.dtype]
         return matrix_rate(cpu, model.cfg.d_model) * efficiency, (
             f"assuming {efficiency:.0%} of this CPU's measured matmul throughput in "
-            f"{describe_dtype(cpu, fp8=False)}"
+            f"{describe_dtype(cpu)}"
         )
     peak = peak_flops(cfg.gpu)
     if peak is None:

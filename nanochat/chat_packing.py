@@ -80,27 +80,24 @@ def encode(
     does not match are written again. Conversations longer than a row are cut, and counted in a
     message. Raises ValueError if no conversation has a trained token.
     """
-    made_of = make_recipe(about, tokenizer, max_seq_len)
-    folder = base_dir() / "rows" / made_of["fingerprint"]
-    record = folder / "encoded.json"
+    rows = open_chat_rows(about, tokenizer, max_seq_len)
+    folder = rows.folder
     with hold_lock(folder / ".locks" / "encoding.lock", f"encoding {folder}"):
-        if read_encoded(record) is None:
-            write_encoded(folder, conversations, tokenizer, max_seq_len + 1)
-            write_json(folder / "index.json", made_of)
-        counts = read_sealed(record)
+        counts = read_encoded(folder) or write_encoded(rows, conversations, tokenizer)
     if not counts["conversations"]:
         raise ValueError(f"no conversation to train on in {dict(about)}")
     ids = np.memmap(folder / "ids.bin", np.int32, "r")
     ends = np.load(folder / "ends.npy", mmap_mode="r")
-    return Encoded(made_of["fingerprint"], ids, ends, counts["trained"])
+    return Encoded(rows.fingerprint, ids, ends, counts["trained"])
 
 
-def read_encoded(record: Path) -> dict[str, Any] | None:
+def read_encoded(folder: Path) -> dict[str, Any] | None:
     """Return the record of an encoding; None if missing or damaged (warns)."""
+    record = folder / "encoded.json"
     try:
         counts = read_sealed(record) if record.exists() else None
         for name, digest in counts["sha256"].items() if counts else ():
-            path = record.with_name(name)
+            path = folder / name
             if not path.exists() or sha256_file(path) != digest:
                 raise ValueError(f"{path} is damaged: its SHA-256 does not match the record")
     except ValueError as error:
@@ -109,16 +106,13 @@ def read_encoded(record: Path) -> dict[str, Any] | None:
     return counts
 
 
-def write_encoded(
-    folder: Path,
-    conversations: Conversations,
-    tokenizer: Tokenizer,
-    row_length: int,
-) -> None:
+def write_encoded(rows: Rows, conversations: Conversations, tokenizer: Tokenizer) -> dict[str, Any]:
     """
-    Encode conversations to files. The record is written last, so a partial encoding is never used.
-    Memory: a few batches and the length of every conversation.
+    Encode conversations to files in the folder of `rows`. Returns the record, which is written
+    last, so a partial encoding is never used. Memory: a few batches and the length of every
+    conversation.
     """
+    folder, row_length = rows.folder, rows.row_length
     if isinstance(conversations, Sized):
         print(f"encoding {len(conversations):,} conversations", flush=True)
     lengths: list[int] = []
@@ -142,6 +136,7 @@ def write_encoded(
     counts = {"conversations": len(lengths), "trained": trained, "skipped": skipped}
     digests = {name: sha256_file(folder / name) for name in ("ids.bin", "ends.npy")}
     write_json(folder / "encoded.json", seal({**counts, "sha256": digests}))
+    return counts
 
 
 def iter_batches(items: Iterable[Any]) -> Iterator[list[Any]]:
@@ -151,20 +146,15 @@ def iter_batches(items: Iterable[Any]) -> Iterator[list[Any]]:
         yield batch
 
 
-def make_recipe(about: Mapping[str, Any], tokenizer: Tokenizer, max_seq_len: int) -> dict[str, Any]:
-    """Return the settings that determine an encoding and its rows."""
+def open_chat_rows(about: Mapping[str, Any], tokenizer: Tokenizer, max_seq_len: int) -> Rows:
+    """Open the "train" and "val" shards of conversations, whether packed yet or not."""
     made_of = {
         "conversations": dict(about),
         "tokenizer": tokenizer.fingerprint,
         "max_seq_len": max_seq_len,
         "chat_rule": CHAT_RULE,
     }
-    return {"fingerprint": fingerprint(made_of), **made_of}
-
-
-def open_chat_rows(about: Mapping[str, Any], tokenizer: Tokenizer, max_seq_len: int) -> Rows:
-    """Open the "train" and "val" shards of conversations, whether packed yet or not."""
-    made_of = make_recipe(about, tokenizer, max_seq_len)
+    made_of["fingerprint"] = fingerprint(made_of)
     folder = base_dir() / "rows" / made_of["fingerprint"]
     if not (folder / "index.json").exists():
         write_json(folder / "index.json", made_of)

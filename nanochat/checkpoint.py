@@ -20,7 +20,6 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -32,7 +31,7 @@ from torch import Tensor
 from nanochat import common
 from nanochat.anomaly import AnomalyState, NonFiniteError, first_not_finite, require_equal_ranks
 from nanochat.common import MissingInput, RunLock, UsageError, base_dir, printable
-from nanochat.config import require_at_least
+from nanochat.config import require_at_least, short
 from nanochat.dataloader import diff_recipe
 from nanochat.distributed import DistContext
 from nanochat.gpt import GPT, GPTConfig, config_from, inference_copy
@@ -46,6 +45,7 @@ from nanochat.tokenizer import Tokenizer
 
 FORMAT = 2
 MODEL_FILE, OPTIM_FILE = "model.safetensors", "optim.safetensors"
+Stage = Literal["base", "mid", "sft", "dpo", "rl"]
 SCRIPTS = {
     "base": "base_train",
     "mid": "mid_train",
@@ -332,6 +332,23 @@ def newest_stage() -> str:
     raise MissingInput(f"no model in {base_dir()}", "bash speedrun.sh")
 
 
+@dataclass(frozen=True)
+class CheckpointChoice:
+    """Flags that choose a checkpoint of any stage."""
+
+    source: Stage | None = short("i", None)
+    """Stage of the model. Default: the last stage that has a checkpoint."""
+    model_tag: str | None = short("g", None)
+    """Folder of the checkpoint. Default: the newest."""
+    step: int | None = short("s", None)
+    """Step of the checkpoint. Default: the latest intact one."""
+
+    def find(self) -> tuple[str, Checkpoint]:
+        """The stage and the checkpoint. Raises MissingInput if there is none."""
+        stage = self.source or newest_stage()
+        return stage, find_checkpoint(stage, self.model_tag, self.step)
+
+
 # Models other than GPT: a field of their config -> a module with `read_config`, `new_model` and
 # `callbacks`. A recursive golf model has both fields; the first module builds it.
 MODEL_MODULES = {"xsa_last_n": "nanochat.golf.model", "n_loops": "nanochat.recursion.metrics"}
@@ -609,16 +626,15 @@ class CheckpointManager:
                 for name, x in model.state_dict().items()
             }
             arguments = (model, optim_tensors, tokenizer, state, self.cfg.keep, weights)
-            write = partial(save_checkpoint, self.folder, progress.step, *arguments)
-            on_gpu = self.machine.device.type == "cuda"
+            step, on_gpu = progress.step, self.machine.device.type == "cuda"
             copied = torch.cuda.current_stream().record_event() if on_gpu else None
 
             def write_copies() -> Checkpoint:
                 if copied:
                     copied.synchronize()
-                return write()
+                return save_checkpoint(self.folder, step, *arguments)
 
-            self.pending = (progress.step, self.writer.submit(write_copies))
+            self.pending = (step, self.writer.submit(write_copies))
         if final or not self.asynchronous:
             if problem:
                 self.machine.print0(problem)
@@ -675,11 +691,7 @@ class CheckpointManager:
         """
         progress = Progress()
         if self.cfg.resume == "never" and not self.was_restarted(num_steps):
-            if self.machine.is_main and step_folders(self.folder):
-                when = time.strftime("%y%m%d-%H%M%S")
-                aside = self.folder.rename(f"{self.folder}.before-{when}")
-                self.machine.print0(f"moved the checkpoints of an earlier run to {aside}")
-            self.machine.barrier()
+            self.machine.on_main("moving earlier checkpoints", self.move_aside)
             return progress
         found = self.newest()
         if found is None:
@@ -704,6 +716,13 @@ class CheckpointManager:
             optimizer.load_state_dict(found.optim_tensors())
         self.machine.print0(f"resumed {found.folder}")
         return progress
+
+    def move_aside(self) -> None:
+        """Rename the folder if it has checkpoints."""
+        if step_folders(self.folder):
+            when = time.strftime("%y%m%d-%H%M%S")
+            aside = self.folder.rename(f"{self.folder}.before-{when}")
+            self.machine.print0(f"moved the checkpoints of an earlier run to {aside}")
 
     def was_restarted(self, num_steps: int) -> bool:
         """

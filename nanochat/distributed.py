@@ -168,12 +168,13 @@ class RankHeartbeat:
         stuck = min(b.named for b in beats) < oldest or max(b.worked for b in beats) < oldest
         if kind != "waiting" or now - since <= self.timeout_seconds or not stuck:
             return
-        silence = {rank: now - self.started - beat.at for rank, beat in self.others.items()}
         states = []
-        for rank in sorted(silence, key=silence.__getitem__, reverse=True):
-            quiet = silence[rank] > self.silent_seconds
-            state = f"no heartbeat for {silence[rank]:.0f} s" if quiet else "alive"
-            states.append(f"rank {rank}: {state} ({self.others[rank].text})")
+        for rank, beat in sorted(self.others.items(), key=lambda other: other[1].at):
+            silence = now - self.started - beat.at
+            state = (
+                f"no heartbeat for {silence:.0f} s" if silence > self.silent_seconds else "alive"
+            )
+            states.append(f"rank {rank}: {state} ({beat.text})")
         message = (
             f"rank {self.rank} has waited {now - since:.0f} s in {what}, longer than "
             f"--collective_timeout_minutes allows: {'; '.join(states)}. "
@@ -225,6 +226,8 @@ class DistContext:
     local_size: int = 1
     """Number of processes on this host."""
     heartbeat: RankHeartbeat | None = None
+    fp8: bool = False
+    """Whether training runs the matmuls inside the layers in fp8."""
 
     @property
     def is_main(self) -> bool:
@@ -406,7 +409,8 @@ def init_distributed(
         env.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
         torch.use_deterministic_algorithms(True)
     torch.manual_seed(seed)
-    name = "bfloat16" if cfg.dtype == "fp8" else cfg.dtype  # preflight enables fp8
+    fp8 = cfg.dtype == "fp8"  # preflight enables it
+    name = "bfloat16" if fp8 else cfg.dtype
     dtype = getattr(torch, name) if name else default_dtype(device)
     launch = env.get("TORCHELASTIC_RUN_ID", "")
     if launch == "none":  # no run ID: use host, torchrun's process ID and its random log folder
@@ -415,7 +419,7 @@ def init_distributed(
     restarts = int(env.get("TORCHELASTIC_RESTART_COUNT", 0))
     local_size = int(env.get("LOCAL_WORLD_SIZE", world_size))
     return DistContext(
-        rank, local_rank, world_size, device, dtype, launch, restarts, local_size, heartbeat
+        rank, local_rank, world_size, device, dtype, launch, restarts, local_size, heartbeat, fp8
     )
 
 

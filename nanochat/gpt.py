@@ -486,10 +486,6 @@ class GPT(nn.Module):
         """Number of parameters, embeddings included."""
         return sum(p.numel() for p in self.parameters())
 
-    def num_bytes(self) -> int:
-        """Size of all parameters in bytes."""
-        return sum(p.nbytes for p in self.parameters())
-
     def num_used_params(self) -> int:
         """Number of matmul parameters, each counted every time a token uses it."""
         return sum(map(self.layer_params, self.cfg.order)) + self.head_weight.numel()

@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -449,16 +450,13 @@ class Corpus:
 
     def pack(self, needed: Mapping[str, int | None], machine: DistContext) -> None:
         """Pack the needed rows of each bucket (None: all); every rank waits until it is done."""
-        if machine.local_rank == 0:
-            for name, count in needed.items():
-                with machine.working(f"packing {name}"):
-                    ensure_packed(self.rows[name], self.texts.sources[name], self.tokenizer, count)
-        machine.barrier()
+        for name, count in needed.items():
+            rows, source = self.rows[name], self.texts.sources[name]
+            job = partial(ensure_packed, rows, source, self.tokenizer, count)
+            machine.on_node(f"packing {name}", job)
 
-    def bytes_to_pack(self, needed: Mapping[str, int], machine: DistContext) -> int:
-        """Estimated bytes that packing will write; 0 except on the main rank."""
-        if not machine.is_main:
-            return 0
+    def bytes_to_pack(self, needed: Mapping[str, int]) -> int:
+        """Estimated bytes that packing will write."""
         sources = self.texts.sources
         return sum(bytes_to_pack(self.rows[n], sources[n], count) for n, count in needed.items())
 

@@ -88,8 +88,7 @@ def draw_curves(
     axes: Axes, title: str, curves: Curves, x_label: str = "step", log: bool = False, **how: Any
 ) -> None:
     """Draw curves by name; several are labeled at their ends. `log`: logarithmic y axis."""
-    axes.set_title(printable(title))
-    axes.set_xlabel(printable(x_label))
+    axes.set(title=printable(title), xlabel=printable(x_label))
     ends: list[EndLabel] = []
     for n, (name, points) in enumerate(curves.items()):
         marker = "o" if len(points) < 30 else ""
@@ -153,8 +152,7 @@ def bar_figure(
         axes.invert_yaxis()
         axes.grid(False, axis="y")
         axes.margins(x=0.15, y=0.02)
-        axes.set_title(printable(title))
-        axes.set_xlabel(x_label)
+        axes.set(title=printable(title), xlabel=x_label)
 
     return as_svg(draw, height=1.1 + 0.27 * len(names))
 
@@ -231,10 +229,8 @@ def draw_stages(records: Sequence[Record]) -> dict[str, Drawing]:
             ends.append(((x[-1], y[-1]), f"{name} {y[-1]:.3f}", color))
         label_ends(axes, ends)
         axes.set_xticks(range(len(columns)), [STAGE_NAMES[c] for c in columns])
-        axes.set_xlim(-0.2, len(columns) - 0.3)
-        axes.set_title("Chat tasks after each stage")
-        axes.set_ylabel("accuracy, ± 1 standard error")
-        axes.set_xlabel("stage")
+        axes.set(title="Chat tasks after each stage", xlabel="stage")
+        axes.set(ylabel="accuracy, ± 1 standard error", xlim=(-0.2, len(columns) - 0.3))
 
     return {"stages": ("Scores after each stage", as_svg(draw, height=3.2))}
 
@@ -291,8 +287,7 @@ def draw_pass_at_1(axes: Axes, points: Points, errors: Points) -> None:
     se = dict(errors)
     x, y = thin(points)
     axes.errorbar(x, y, [se.get(step, math.nan) for step in x], marker="o", capsize=2)
-    axes.set_title("Held-out pass@1, ± 1 standard error")
-    axes.set_xlabel("step")
+    axes.set(title="Held-out pass@1, ± 1 standard error", xlabel="step")
 
 
 def draw_rates(axes: Axes, rates: Curves) -> None:

@@ -434,20 +434,18 @@ def require_disk(folder: Path, machine: DistContext, **needed_bytes: int) -> str
     return f"{listed or 'nothing to write'}; {free_bytes(folder) / 1e9:.2f} GB free in {folder}"
 
 
-def describe_dtype(machine: DistContext, fp8: bool) -> str:
+def describe_dtype(machine: DistContext) -> str:
     """The compute dtype, for a summary."""
-    return str(machine.dtype).removeprefix("torch.") + (" with fp8 matmuls" if fp8 else "")
+    return str(machine.dtype).removeprefix("torch.") + (" with fp8 matmuls" if machine.fp8 else "")
 
 
-def describe_run(
-    model: GPT, machine: DistContext, compiled: bool, fp8: bool = False
-) -> dict[str, str]:
+def describe_run(model: GPT, machine: DistContext, compiled: bool) -> dict[str, str]:
     """Device, kernels and model of a run, for its summary."""
     cfg, roles, total = model.cfg, model.param_roles(), model.num_params()
     matrices = sum(p.numel() for name, p in model.named_parameters() if roles[name] == "matrix")
     split = f"{matrices / 1e6:.1f}M in matrices, {(total - matrices) / 1e6:.1f}M in embeddings"
     mode = "compiled" if compiled else "eager"
-    dtype = describe_dtype(machine, fp8)
+    dtype = describe_dtype(machine)
     return {
         "device": f"{machine.device_name} x {machine.world_size}, compute in {dtype}",
         "kernels": f"attention {model.blocks[0].attention.backend}, {mode}",

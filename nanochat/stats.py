@@ -137,9 +137,7 @@ def combine(parts: Sequence[Comparison], weights: Sequence[float]) -> Comparison
     """
     difference = math.fsum(w * c.difference for w, c in zip(weights, parts, strict=True))
     se = math.hypot(*(w * c.se for w, c in zip(weights, parts, strict=True)))
-    p = parts[0].p
-    if len(parts) > 1:
-        p = normal_test(difference, se)
+    p = parts[0].p if len(parts) == 1 else normal_test(difference, se)
     n, won, lost = (sum(counts) for counts in zip(*(c[2:5] for c in parts), strict=True))
     return Comparison(difference, se, n, won, lost, p)
 
@@ -165,11 +163,6 @@ class Repeats(NamedTuple):
     """Standard error from the choice of items; repeats do not reduce it."""
     repeat_se: float
     """Standard error from sampling answers; scales as 1 / sqrt(number of repeats)."""
-
-    @property
-    def se(self) -> float:
-        """Total standard error."""
-        return math.hypot(self.item_se, self.repeat_se)
 
 
 def split_error(scores: Sequence[Sequence[float]]) -> Repeats:

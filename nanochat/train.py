@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from nanochat import checkpoint, common, hardware, optim, preflight, records, report
 from nanochat.anomaly import MAX_BAD_STEPS, AnomalyDetector, NonFiniteError, require_equal_ranks
-from nanochat.checkpoint import Checkpoint, CheckpointManager, Progress, SavingConfig
+from nanochat.checkpoint import Checkpoint, CheckpointManager, Progress, SavingConfig, Stage
 from nanochat.common import EvaluationAborted, StopRequest, UsageError, WaitAborted
 from nanochat.config import require_at_least
 from nanochat.dataloader import MixedRows, Rows
@@ -67,11 +67,6 @@ class TrainConfig:
         common.require_name("model_tag", self.model_tag)
         require_at_least(self, device_batch_size=1, seed=0, eval_every=0, save_every=0)
 
-    @property
-    def fp8(self) -> bool:
-        """Whether the matmuls inside the layers are in fp8."""
-        return self.machine.dtype == "fp8"
-
 
 # ---- Callbacks -----------------------------------------------------------------------------------
 
@@ -106,7 +101,7 @@ class Callback:
     def evaluate(self, step: int, stopping: ShouldStop, last: bool) -> dict[str, float]:
         """
         Called every `every` steps and, with `last`, after training. Returns metrics ("val_bpb" is
-        to be minimized). Raises EvaluationAborted if `stopping()` becomes true.
+        to be minimized). May raise EvaluationAborted if `stopping()` becomes true.
         """
         return {}
 
@@ -187,8 +182,7 @@ class RowLoader:
         self.prefetched: dict[int, list[MicroBatch]] = {}  # by step
 
     def micro_batches(self, step: int, device_rows: int, stopping: ShouldStop) -> list[MicroBatch]:
-        found = self.prefetched.pop(step, None)
-        return self.load(step, device_rows, stopping) if found is None else found
+        return self.prefetched.pop(step, None) or self.load(step, device_rows, stopping)
 
     def prefetch(self, step: int, device_rows: int, stopping: ShouldStop) -> None:
         self.prefetched = {step: self.load(step, device_rows, stopping)}
@@ -258,7 +252,7 @@ def to_device(x: np.ndarray, device: torch.device) -> Tensor:
 class TrainingRun:
     """Definition of a training run. `train` sets the last group of fields."""
 
-    kind: Literal["base", "mid", "sft", "dpo", "rl"]
+    kind: Stage
     model: GPT
     tokenizer: Tokenizer
     optimizer: MuonAdamW
@@ -334,10 +328,6 @@ class TrainingRun:
         """Median throughput of the latest timed steps; None if there are none."""
         seconds = self.progress.step_seconds
         return self.batch_tokens / statistics.median(seconds) if seconds else None
-
-    def values(self) -> dict[str, Any]:
-        """Return the values of all callbacks, for the record."""
-        return {name: value for each in self.callbacks for name, value in each.values().items()}
 
     def horizon(self, progress: Progress) -> float:
         """Expected total number of steps: num_steps, or fewer if `max_seconds` limits them."""
@@ -621,7 +611,7 @@ def train(run: TrainingRun) -> None:
         "seed": cfg.seed,
         "optim": asdict(cfg.optim),
         "schedule": asdict(run.schedule),
-        **({"fp8": True} if cfg.fp8 else {}),
+        **({"fp8": True} if machine.fp8 else {}),
         **run.identity,
     }
     state = {
@@ -659,7 +649,7 @@ def prepare(run: TrainingRun, checkpoints: CheckpointManager) -> None:
     saves = 1 + (left // cfg.save_every if cfg.save_every else 0)
     size = checkpoints.disk_bytes(model, saves)
     disk = preflight.require_disk(folder, machine, checkpoints=size, rows=run.bytes_to_pack)
-    if cfg.fp8:
+    if machine.fp8:
         preflight.enable_fp8(model, machine)
     # golf and recursion models keep float32 weights
     if machine.device.type == "cuda" and type(model) is GPT and not run.float32_weights:
@@ -669,7 +659,7 @@ def prepare(run: TrainingRun, checkpoints: CheckpointManager) -> None:
         seconds = max(0.0, min(seconds, run.max_seconds - run.progress.clock_seconds))
         most = f"{run.max_seconds:g} s of training, at most "
     lines = {
-        **preflight.describe_run(model, machine, bool(run.progress.compiled), cfg.fp8),
+        **preflight.describe_run(model, machine, bool(run.progress.compiled)),
         "disk": disk,
         "inputs": ", ".join(map(" ".join, run.inputs.items())),
         **run.loader.describe(run),
@@ -720,7 +710,8 @@ def fit_rows(run: TrainingRun, steps: int) -> float:
             device_rows = preflight.choose_device_rows(None, rows, device_rows // 2)
             machine.print0(f"preflight  out of memory; trying {device_rows} rows")
     peak_bytes, micro_batch, update = measured  # the last two in seconds
-    weights, state = model.num_bytes(), sum(x.nbytes for x in optimizer.local_state().values())
+    weights = sum(p.nbytes for p in model.parameters())
+    state = sum(x.nbytes for x in optimizer.local_state().values())
     memory = {"weights": weights, "gradients": grads, "optimizer": state}
     if device.type == "cuda":  # the rest is rounding by the allocator
         used = min(used, weights + state)
@@ -748,7 +739,7 @@ def write_section(
                 "Tokens per second": "-" if rate is None else f"{rate:,.0f}",
                 "Batch tokens": run.batch_tokens,
                 "Rows per device pass": run.device_rows,
-                "Compute dtype": preflight.describe_dtype(machine, run.cfg.fp8),
+                "Compute dtype": preflight.describe_dtype(machine),
                 "Compiled": run.progress.compiled,
                 "Estimated memory": f"{run.memory_bytes / 2**20:.2f}MiB",
                 "Skipped steps": health.bad_steps,
@@ -760,7 +751,7 @@ def write_section(
             records.write_record(
                 section,
                 run.settings,
-                {**values, **run.values()},
+                {**values, **{n: x for each in run.callbacks for n, x in each.values().items()}},
                 records.Provenance(**origin, outputs=outputs),
                 replace(records.Cost.so_far(machine), **spent),
                 run.cfg.report_dir,

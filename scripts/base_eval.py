@@ -129,14 +129,10 @@ def load_scores(cfg: BaseEval, candidate: Candidate, suite: Suite) -> list[TaskS
     record = records.find_finished(candidate.section, key, cfg.report_dir)
     if record is None:
         return []
-    table = record["tables"][0]
-    rows = {row[0]: row for row in table["rows"]}
     found = []
-    for task in suite.tasks:
-        if row := rows.get(task.name):
-            outcomes = [int(x) for x in records.read_scores(record["items"][task.name])]
-            task = task.shuffled(cfg.max_per_task)
-            found.append(TaskScore(task, outcomes, row[3], float(row[-1])))
+    for task, row in zip(suite.tasks, record["tables"][0]["rows"], strict=False):
+        outcomes = [int(x) for x in records.read_scores(record["items"][task.name])]
+        found.append(TaskScore(task.shuffled(cfg.max_per_task), outcomes, row[3], float(row[-1])))
     return found
 
 

@@ -185,7 +185,7 @@ def pretrain(
         },
         settings=resolved,
         background=partial(corpus.packing, needed, machine),
-        bytes_to_pack=corpus.bytes_to_pack(needed, machine),
+        bytes_to_pack=corpus.bytes_to_pack(needed),
     )
     train(run)
     write_section(SECTION, run, summarize(run), mixed.tables() if mixed else ())
@@ -258,7 +258,6 @@ def summarize(run: TrainingRun) -> dict[str, Any]:
         "warmup_ratio": min(1.0, run.schedule.warmup_steps / progress.step),
         "Minimum validation bpb": progress.min_val,
         "Final validation bpb": progress.last_val,
-        **run.values(),
         "MFU %": "-" if mfu is None else f"{100 * mfu:.2f}%",
         "Total training flops": f"{progress.flops:e}",
         "Total training time": f"{progress.train_seconds / 60:.2f}m",

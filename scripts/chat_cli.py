@@ -16,7 +16,7 @@ import os
 import re
 import sys
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 from prompt_toolkit import PromptSession
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
@@ -24,7 +24,7 @@ from prompt_toolkit.key_binding import KeyBindings
 from rich.cells import cell_len
 from rich.console import Console
 
-from nanochat.checkpoint import find_checkpoint, load_inference, newest_stage
+from nanochat.checkpoint import CheckpointChoice, load_inference
 from nanochat.common import base_dir, printable
 from nanochat.config import short, start
 from nanochat.distributed import DistConfig, init_distributed
@@ -45,13 +45,7 @@ MARKS = {"python": "[", "python_output": " = "}
 
 
 @dataclass(frozen=True)
-class ChatCli:
-    source: Literal["base", "mid", "sft", "dpo", "rl"] | None = short("i", None)
-    """Stage of the model. Default: the last stage that has a checkpoint."""
-    model_tag: str | None = short("g", None)
-    """Folder of the checkpoint. Default: the newest."""
-    step: int | None = short("s", None)
-    """Step of the checkpoint. Default: the latest intact one."""
+class ChatCli(CheckpointChoice):
     prompt: str | None = short("p", None)
     """Answer this question and exit. Default: the question piped to standard input, else chat."""
     system: str = ""
@@ -71,8 +65,7 @@ def main(cfg: ChatCli) -> None:
     prompt = cfg.prompt if cfg.prompt is not None or sys.stdin.isatty() else piped_text()
     machine = init_distributed(cfg.machine, cfg.sampling.seed)
     console = Console(highlight=False, soft_wrap=True, emoji=False)
-    source = cfg.source or newest_stage()
-    checkpoint = find_checkpoint(source, cfg.model_tag, cfg.step)
+    source, checkpoint = cfg.find()
     model, tokenizer = load_inference(checkpoint, machine)
     tool = Tools(cfg.python, unsafe=cfg.unsafe_exec)
     wanted = cfg.compile_engine if prompt is None or cfg.compile_engine is not None else False

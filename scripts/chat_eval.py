@@ -13,11 +13,11 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from nanochat import records, report, stats
 from nanochat.chat_format import render_prompt
-from nanochat.checkpoint import Checkpoint, find_checkpoint_on_node, load_inference
+from nanochat.checkpoint import Checkpoint, Stage, find_checkpoint_on_node, load_inference
 from nanochat.common import UsageError
 from nanochat.config import require_at_least, settings, short, start
 from nanochat.distributed import DistConfig, DistContext, init_distributed
@@ -85,7 +85,7 @@ class TaskEval:
 
 @dataclass(frozen=True)
 class ChatEval(TaskEval):
-    source: Literal["base", "mid", "sft", "dpo", "rl"] = short("i", "sft")
+    source: Stage = short("i", "sft")
     """Stage of the model."""
     num_samples: int | None = short("n", None)
     """Answers per question; the score is their mean (avg@k), and pass@k is reported too. Default:

@@ -13,11 +13,10 @@ Reads   the checkpoints of all stages (base, mid, sft, dpo, rl)
 import os
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 
-from nanochat.checkpoint import Checkpoint, find_checkpoint, newest_stage
+from nanochat.checkpoint import Checkpoint, CheckpointChoice
 from nanochat.config import short, start
 from nanochat.distributed import DistConfig, init_distributed
 from nanochat.engine import Sampling
@@ -30,13 +29,7 @@ from tasks.world.task import WorldFacts, WorldProblems, WorldSpelling
 
 
 @dataclass(frozen=True)
-class ChatWeb:
-    source: Literal["base", "mid", "sft", "dpo", "rl"] | None = short("i", None)
-    """Stage of the default model. Default: the last stage that has a checkpoint."""
-    model_tag: str | None = short("g", None)
-    """Folder of the checkpoint. Default: the newest."""
-    step: int | None = short("s", None)
-    """Step of the checkpoint. Default: the latest intact one."""
+class ChatWeb(CheckpointChoice):
     temperature: float = short("t", 0.6)
     """Sampling temperature of requests that do not set one; 0 = greedy."""
     top_k: int | None = short("k", 50)
@@ -62,8 +55,7 @@ def main(cfg: ChatWeb) -> None:
     # Leave one core to the event loop. Throughput on a 2-core machine, relative to using both cores
     # (bf16, measured 2026-11): 1 user 1.6x at depth 4, 1.25x at depth 10; 64 users 0.97x and 0.84x
     torch.set_num_threads(max(1, min(torch.get_num_threads(), (os.cpu_count() or 1) - 1)))
-    source = cfg.source or newest_stage()
-    checkpoint = find_checkpoint(source, cfg.model_tag, cfg.step)
+    source, checkpoint = cfg.find()
     step = "" if cfg.step is None else f":{cfg.step}"
     name = f"{source}:{checkpoint.folder.parent.name}{step}"
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal
 
-from nanochat.checkpoint import Checkpoint, find_checkpoint, lineage, load_model, newest_stage
+from nanochat.checkpoint import Checkpoint, CheckpointChoice, lineage, load_model
 from nanochat.common import base_dir, write_atomic
-from nanochat.config import short, start
+from nanochat.config import start
 from nanochat.distributed import DistConfig, init_distributed
 from nanochat.golf.artifact import Compressor, Container, quantize_tensors
 from nanochat.golf.quantize import Clip, QuantConfig
@@ -28,16 +28,10 @@ from nanochat.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
-class Export:
+class Export(CheckpointChoice):
     format: Literal["hf", "artifact"] = "hf"
     """hf: Hugging Face format; --arch=classic models use transformers' NanoChat classes, others
     include their code. artifact: one compressed file, rejected above limit_bytes."""
-    source: Literal["base", "mid", "sft", "dpo", "rl"] | None = short("i", None)
-    """Stage of the model. Default: the last stage that has a checkpoint."""
-    model_tag: str | None = short("g", None)
-    """Folder of the checkpoint. Default: the newest."""
-    step: int | None = short("s", None)
-    """Step of the checkpoint. Default: the latest intact one."""
     out: str | None = None
     """Output folder or file. Default: export/<stage>-<tag> under the base directory."""
     quantize: str | None = None
@@ -61,8 +55,7 @@ class Export:
 
 def main(cfg: Export) -> None:
     machine = init_distributed(cfg.machine, steady=False)
-    stage = cfg.source or newest_stage()
-    checkpoint = find_checkpoint(stage, cfg.model_tag, cfg.step)
+    stage, checkpoint = cfg.find()
     tokenizer = checkpoint.tokenizer()
     name = f"{stage}-{checkpoint.folder.parent.name}" + ".golf" * (cfg.format == "artifact")
     out = Path(cfg.out).expanduser() if cfg.out else base_dir() / "export" / name

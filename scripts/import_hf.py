@@ -11,9 +11,16 @@ Writes  <stage>_checkpoints/<tag>/, without optimizer state
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from nanochat.checkpoint import CheckpointManager, lineage, new_model, save_checkpoint, stage_folder
+from nanochat.checkpoint import (
+    CheckpointManager,
+    Stage,
+    lineage,
+    new_model,
+    save_checkpoint,
+    stage_folder,
+)
 from nanochat.common import UsageError, printable, require_name
 from nanochat.config import start
 from nanochat.distributed import DistConfig, init_distributed
@@ -27,7 +34,7 @@ BATCH_TOKENS = 524_288  # per training step; used if the pretraining batch size 
 class ImportHF:
     hf_path: str = ""
     """Folder of the model."""
-    stage: Literal["base", "mid", "sft", "dpo", "rl"] | None = None
+    stage: Stage | None = None
     """Stage of the imported checkpoint. Default: the stage it was exported from, else base."""
     model_tag: str = "imported"
     """Folder name of the checkpoint."""

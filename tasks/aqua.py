@@ -30,7 +30,6 @@ class AQuALetter(HubQuestions):
 
     name = "AQUA-Letter"
     baseline = 0.2
-    splits = ("train", "val", "test")
     repo = "deepmind/aqua_rat"
     stems = {"train": "raw/train", "val": "raw/validation", "test": "raw/test"}
     columns = ("question", "options", "rationale", "correct")

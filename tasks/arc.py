@@ -17,7 +17,6 @@ class ARC(HubTask, QuestionTask):
     """Options are lettered by position, although some rows number them."""
 
     baseline = 0.25
-    splits = ("train", "val", "test")
     repo = "allenai/ai2_arc"
     columns = ("question", "choices", "answerKey")
 

@@ -12,7 +12,6 @@ from tasks.hub import HubTask
 
 class GSM8K(HubTask, NumberTask):
     name = "GSM8K"
-    splits = ("train", "test")
     repo = "openai/gsm8k"
     stems = {"train": "main/train", "test": "main/test"}
     columns = ("question", "answer")

@@ -93,10 +93,8 @@ def load_split(
         try:
             table = pa.concat_tables(tables, promote_options="default")  # one may be all null
         except (pa.ArrowException, TypeError) as error:  # ArrowTypeError is a TypeError
-            why = (
-                f"files {', '.join(files)} have different types in a column of {', '.join(columns)}"
-            )
-            raise ValueError(f"{repo}: {why} ({error})") from error
+            why = f"different types in a column of {', '.join(columns)}"
+            raise ValueError(f"{repo}: files {', '.join(files)} have {why} ({error})") from error
         rows = TaskRows(table)
     else:
         rows = [row for path in paths for row in read_json_rows(path, columns)]
@@ -146,9 +144,8 @@ def read_columns(path: Path, columns: Sequence[str]) -> pa.Table:
     """Read `columns` of a parquet or CSV file. Raises ValueError if one is missing."""
     try:
         if path.suffix == ".csv":  # as text: columns of numbers in some files would not concatenate
-            require_columns(
-                path, columns, csv.open_csv(path, parse_options=CSV_FORMAT).schema.names
-            )
+            names = csv.open_csv(path, parse_options=CSV_FORMAT).schema.names
+            require_columns(path, columns, names)
             types = dict.fromkeys(columns, pa.string())
             options = csv.ConvertOptions(column_types=types, include_columns=list(columns))
             return csv.read_csv(path, parse_options=CSV_FORMAT, convert_options=options)
@@ -191,6 +188,11 @@ class HubTask(Task):
     """Split -> file stem in the repository."""
     columns: Sequence[str]
     """Columns to load."""
+
+    def __init_subclass__(cls) -> None:
+        """The splits are those with files, unless a class names them."""
+        if "stems" in vars(cls) and "splits" not in vars(cls):
+            cls.splits = tuple(cls.stems)
 
     @cached_property
     def data(self) -> TaskData:

@@ -29,11 +29,15 @@ class CodeTask(HubTask):
     """
 
     kind = "generate"
-    splits = ("test",)
 
     def __init__(self, split: str, unsafe: bool = False):
         super().__init__(split)
         self.unsafe = unsafe
+
+    @cached_property
+    def by_question(self) -> dict[str, int]:
+        """User message -> problem."""
+        return {asked["content"]: i for i, (asked, _) in enumerate(self)}
 
 
 class HumanEval(CodeTask):
@@ -51,13 +55,8 @@ class HumanEval(CodeTask):
         row = self.row(i)
         return row["prompt"] + row["canonical_solution"]
 
-    @cached_property
-    def by_question(self) -> dict[str, TaskRow]:
-        """User message -> row."""
-        return {question(row): row for row in self.data.rows}
-
     def score(self, conversation: Conversation, answer: str) -> float:
-        row = self.by_question[conversation[0]["content"]]
+        row = self.row(self.by_question[conversation[0]["content"]])
         entry, prompt = row["entry_point"], row["prompt"]
         program = prompt + "\n" + extract_code(visible(answer), entry)
         test = f"{row['test']}\ncheck({entry})"

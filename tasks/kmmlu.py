@@ -14,7 +14,6 @@ class KMMLU(HubQuestions):
 
     name = "KMMLU"
     baseline = 0.25
-    splits = ("train", "val", "test")
     repo = "HAERAE-HUB/KMMLU"
     stems = {"train": "data/*-train", "val": "data/*-dev", "test": "data/*-test"}
     columns = ("question", "answer", "A", "B", "C", "D")

@@ -43,7 +43,6 @@ class KMMLURedux(HubQuestions):
 
     name = "KMMLU-Redux"
     baseline = 0.25
-    splits = ("test",)
     repo, revision = "LGAI-EXAONE/KMMLU-Redux", AS_PARQUET
     stems = {"test": "*/test/*"}
     columns = ("question", "options", "solution")
@@ -77,16 +76,14 @@ class HAERAE(HubQuestions):
 
     name = "HAE-RAE"
     baseline = 0.2
-    splits = ("test",)
     repo = "HAERAE-HUB/HAE_RAE_BENCH_1.0"
     stems = {"test": "data/HAERAE-Bench-v1-*"}
     columns = ("question", "a", "b", "c", "d", "e", "answer")
 
     def parse(self, row: TaskRow) -> MCQuestion:
         options = tuple(row[letter].strip() for letter in "abcde")
-        return MCQuestion(
-            row["question"].strip(), options, "abcde".index(row["answer"].strip().lower())
-        )
+        right = "abcde".index(row["answer"].strip().lower())
+        return MCQuestion(row["question"].strip(), options, right)
 
 
 class ClinicalQA(HubQuestions):
@@ -94,7 +91,6 @@ class ClinicalQA(HubQuestions):
 
     name = "Clinical-QA"
     baseline = 0.2
-    splits = ("test",)
     repo = "snuh/ClinicalQA"
     stems = {"test": "data/train"}  # the only split
     columns = ("question", "exam", "options", "answer")
@@ -116,15 +112,13 @@ class CLIcK(HubQuestions):
 
     name = "CLIcK"
     baseline = 0.25
-    splits = ("test",)
     repo, revision = "EunsuKim/CLIcK", AS_PARQUET
     stems = {"test": "default/train/*"}  # the only split
     columns = ("paragraph", "question", "choices", "answer")
 
     def parse(self, row: TaskRow) -> MCQuestion:
-        text = "\n\n".join(
-            filter(None, [(row["paragraph"] or "").strip(), row["question"].strip()])
-        )
+        parts = [(row["paragraph"] or "").strip(), row["question"].strip()]
+        text = "\n\n".join(filter(None, parts))
         options = [option.strip() for option in row["choices"]]
         return MCQuestion(text, tuple(options), options.index(row["answer"].strip()))
 
@@ -138,7 +132,6 @@ class KoBALT(HubQuestions):
 
     name = "KoBALT"
     baseline = 0.1
-    splits = ("test",)
     repo, revision = "snunlp/KoBALT-700", AS_PARQUET
     stems = {"test": "kobalt_v1/raw/*"}
     columns = ("Question", "Answer")
@@ -159,7 +152,6 @@ class GPQA(HubQuestions):
 
     name = "GPQA"
     baseline = 0.25
-    splits = ("test",)
     repo = "Idavidrein/gpqa"
     stems = {"test": "gpqa_diamond"}
     columns = ("Question", "Correct Answer", *(f"Incorrect Answer {n}" for n in (1, 2, 3)))
@@ -180,7 +172,6 @@ class MCLMKorean(HubTask):
 
     name = "MCLM-Ko"
     kind = "generate"
-    splits = ("test",)
     repo = "amphora/MCLM"
     stems = {"test": "mt-math100"}
     columns = ("ko", "answer")

@@ -14,7 +14,6 @@ import pickle
 import re
 import zlib
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any, NoReturn
 
 from nanochat.sandbox import Limits
@@ -121,11 +120,6 @@ class LiveCodeBench(CodeTask):
 
     def material(self, i: int) -> str:
         return self.row(i)["question_content"]
-
-    @cached_property
-    def by_question(self) -> dict[str, int]:
-        """User message -> problem."""
-        return {question(self.row(i)): i for i in range(len(self))}
 
     def score(self, conversation: Conversation, answer: str) -> float:
         row = self.row(self.by_question[conversation[0]["content"]])

@@ -13,7 +13,6 @@ class MMLU(HubTask, QuestionTask):
 
     name = "MMLU"
     baseline = 0.25
-    splits = ("train", "val", "test")
     repo = "cais/mmlu"
     stems = {"train": "all/auxiliary_train", "val": "all/validation", "test": "all/test"}
     columns = ("question", "choices", "answer")

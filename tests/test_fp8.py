@@ -8,7 +8,6 @@ import torch
 from nanochat.checkpoint import build_model
 from nanochat.common import UsageError
 from nanochat.dataloader import diff_recipe
-from nanochat.distributed import DistConfig
 from nanochat.gpt import E4M3, E5M2, Fp8Matmul, Linear, inference_copy, quantize
 from nanochat.preflight import enable_fp8
 from nanochat.train import train, train_step
@@ -133,9 +132,8 @@ def test_R6_resume_with_another_fp8_setting_is_rejected(machine, base, monkeypat
         raise RuntimeError(diff_recipe({}, {"fp8": identity.get("fp8")}))
 
     monkeypatch.setattr("nanochat.train.CheckpointManager.begin", begin)
-    cfg = replace(run.cfg, machine=DistConfig(dtype="fp8" if fp8 else None))
     with pytest.raises(RuntimeError) as raised:
-        train(replace(run, cfg=cfg))
+        train(replace(run, machine=replace(run.machine, fp8=fp8)))
     assert raised.value.args[0] == (["fp8: was None, now True"] if fp8 else [])
 
 

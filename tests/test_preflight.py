@@ -297,7 +297,7 @@ def test_rows_on_mps_follow_free_memory(machine, monkeypatch, tiny_gpt):
     silent = SimpleNamespace(loss=lambda tokens, targets: None)
     for recommended, rows in ((0, 1), ((3 << 30) + (5 << 20), 4), (1 << 50, None)):
         monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda free=recommended: free)
-        found = preflight.max_rows(tiny_gpt, silent, mps, tiny_gpt.num_bytes())
+        found = preflight.max_rows(tiny_gpt, silent, mps, 4 * tiny_gpt.num_params())
         if rows:
             assert found == rows
         else:

@@ -156,7 +156,8 @@ def test_repeats_distinguish_item_from_sampling_error():
     found = stats.split_error(scores.tolist())
     assert found.item_se == pytest.approx(item_sd / math.sqrt(n), rel=0.05)
     assert found.repeat_se == pytest.approx(repeat_sd / math.sqrt(n * k), rel=0.05)
-    assert found.se == pytest.approx(stats.mean(scores.mean(axis=1).tolist()).se, rel=1e-9)
+    total = stats.mean(scores.mean(axis=1).tolist()).se
+    assert math.hypot(found.item_se, found.repeat_se) == pytest.approx(total, rel=1e-9)
 
 
 @pytest.mark.parametrize("scores", [[[1, 0]], [[1], [0]], [[1, 0], [1]]])

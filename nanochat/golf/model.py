@@ -24,8 +24,8 @@ TIED_STD = 0.005  # of an embedding tied to the LM head
 
 
 @dataclass(frozen=True)
-class GolfConfig(GPTConfig):
-    """GPTConfig with parameter golf options. Raises ValueError for invalid values."""
+class GolfOptions:
+    """Options that GolfConfig adds to GPTConfig; also flags of scripts.golf.base_train."""
 
     tie_embeddings: bool = False
     """Share one matrix between the token embedding and the LM head."""
@@ -41,6 +41,11 @@ class GolfConfig(GPTConfig):
     """Initialization of output projections: zero, or that of `init` divided by sqrt(2 n_layer)."""
     norm_eps: float | None = None
     """Epsilon of RMS norm; None = default of torch."""
+
+
+@dataclass(frozen=True)
+class GolfConfig(GolfOptions, GPTConfig):
+    """GPTConfig with parameter golf options. Raises ValueError for invalid values."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -153,7 +158,7 @@ MODELS = {
     GolfConfig: GolfGPT,
     RecursiveGolfConfig: RecursiveGolfGPT,
 }
-OPTIONS = {f.name: f.default for f in fields(GolfConfig) if f not in fields(GPTConfig)}
+OPTIONS = {f.name: f.default for f in fields(GolfOptions)}
 
 
 def read_config(values: Mapping[str, Any]) -> GPTConfig:

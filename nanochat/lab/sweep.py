@@ -132,9 +132,8 @@ def code_fingerprint() -> str:
     folders = [REPOSITORY / name for name in ("nanochat", "scripts", "tasks")]
     every = sorted(path for folder in folders for path in folder.rglob("*"))
     files = [path for path in every if path.suffix in (".py", ".txt", ".json")]
-    return fingerprint(
-        {path.relative_to(REPOSITORY).as_posix(): sha256_file(path) for path in files}
-    )
+    digests = {path.relative_to(REPOSITORY).as_posix(): sha256_file(path) for path in files}
+    return fingerprint(digests)
 
 
 def sweep_folder() -> Path:

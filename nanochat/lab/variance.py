@@ -90,20 +90,18 @@ def variance_table(found: Sequence[Variance], checkpoints: Sequence[str]) -> dic
     return {"title": "Evaluation variance (points)", "columns": columns, "rows": rows}
 
 
-def save_variances(found: Sequence[Variance], path: Path | None = None) -> Path:
+def save_variances(found: Sequence[Variance]) -> Path:
     """Merge results into the file that `default_repeats` reads; return its path."""
-    path = path or base_dir() / FILE_NAME
-    known = load_variances(path) | {v.task: v for v in found}
+    path = base_dir() / FILE_NAME
+    known = load_variances() | {v.task: v for v in found}
     write_json(path, {name: asdict(v) for name, v in known.items()})
     return path
 
 
-def load_variances(path: Path | None = None) -> dict[str, Variance]:
+def load_variances() -> dict[str, Variance]:
     """Saved measurements by task; empty if there are none."""
-    path = path or base_dir() / FILE_NAME
-    return (
-        TypeAdapter(dict[str, Variance]).validate_json(path.read_bytes()) if path.exists() else {}
-    )
+    path, kind = base_dir() / FILE_NAME, TypeAdapter(dict[str, Variance])
+    return kind.validate_json(path.read_bytes()) if path.exists() else {}
 
 
 def default_repeats(task: str, temperature: float) -> int:

@@ -45,7 +45,7 @@ class LoopValidation(ValidationLoss):
     model: RecursiveGPT
 
     def score(self, rows: Rows, stopping: ShouldStop) -> list[Bpb]:
-        loops, batches = range(1, self.model.cfg.n_loops + 1), self.batches(rows)
+        loops, batches = self.model.cfg.n_loops, self.batches(rows)
         return bpb_by_loop(self.model, loops, batches, self.token_bytes, self.machine, stopping)
 
     def evaluate(self, step: int, stopping: ShouldStop, last: bool) -> dict[str, float]:
@@ -106,18 +106,18 @@ def part_of(name: str, cfg: RecursiveConfig) -> str:
 
 def bpb_by_loop(
     model: RecursiveGPT,
-    loops: Sequence[int],
+    loops: int,
     batches: Iterable[Batch],
     token_bytes: np.ndarray,
     machine: DistContext,
     stopping: Callable[[], bool] = lambda: False,
 ) -> list[Bpb]:
-    """Return `bits_per_byte` after each of the given (ascending) loops, in one pass."""
+    """Return `bits_per_byte` after each of `loops` loops, in one pass."""
 
     def score(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return model.losses_by_loop(tokens, targets, loops)
 
-    return bits_per_byte(score, batches, token_bytes, machine, stopping, len(loops))
+    return bits_per_byte(score, batches, token_bytes, machine, stopping, loops)
 
 
 def loop_metrics(bpb: Sequence[float]) -> dict[str, float]:

@@ -229,13 +229,12 @@ class RecursiveGPT(GPT):
         self.noted[name] = self.noted.get(name, 0) + value
 
     @torch.no_grad()
-    def losses_by_loop(self, tokens: Tensor, targets: Tensor, loops: Sequence[int]) -> Tensor:
-        """Return `token_losses` after each of the given loops: (len(loops), B, T) float32."""
+    def losses_by_loop(self, tokens: Tensor, targets: Tensor, loops: int) -> Tensor:
+        """Return `token_losses` after each of `loops` loops: (loops, B, T) float32."""
         ctx, found = self.prepare(tokens), []
-        for k, state in enumerate(self.states(ctx, max(loops)), start=1):
-            if k in loops:
-                hidden = self.read_out(ctx, state, k)
-                found.append(token_losses(hidden, self.head_weight, targets, self.loss_kernels))
+        for k, state in enumerate(self.states(ctx, loops), start=1):
+            hidden = self.read_out(ctx, state, k)
+            found.append(token_losses(hidden, self.head_weight, targets, self.loss_kernels))
         return torch.stack(found)
 
     @torch.no_grad()

@@ -11,6 +11,7 @@ import asyncio
 import gc
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from nanochat.checkpoint import FOLDERS, load_inference, parse_checkpoint_ref, stage_folder
 from nanochat.common import printable
@@ -22,28 +23,23 @@ from nanochat.serve.openai_api import ApiError
 UNLOAD_TRIES = 10  # with doubling waits, 10 seconds in all
 
 
+@dataclass(eq=False)
 class ModelLibrary:
-    """
-    Models by name (stage:tag or stage:tag:step). `default` serves requests without a model name.
+    """Models by name (stage:tag or stage:tag:step)."""
 
-    slots: concurrent completions per model; None: as many as fit in CACHE_SHARE of free memory.
-    most: maximum number of loaded models. compiled: compile the engines.
-    """
-
-    def __init__(
-        self,
-        machine: DistContext,
-        default: str,
-        tool: Tool | None = None,
-        slots: int | None = None,
-        most: int = 4,
-        compiled: bool = False,
-    ):
-        self.machine, self.default, self.tool = machine, default, tool
-        self.compiled = compiled
-        self.slots, self.most = slots, most
-        self.loaded: dict[str, Engine] = {}  # least recently used first
-        self.loading = asyncio.Lock()
+    machine: DistContext
+    default: str
+    """Model of requests that name none."""
+    tool: Tool | None = None
+    slots: int | None = None
+    """Concurrent completions per model. Default: as many as fit in CACHE_SHARE of free memory."""
+    most: int = 4
+    """Maximum number of loaded models."""
+    compiled: bool = False
+    """Compile the engines."""
+    loaded: dict[str, Engine] = field(default_factory=dict)
+    """Least recently used first."""
+    loading: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def listed(self) -> dict[str, int]:
         """

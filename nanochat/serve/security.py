@@ -66,21 +66,15 @@ class SecurityConfig:
                 )
 
 
+@dataclass(eq=False)
 class SecurityMiddleware:
-    """
-    Wraps `app`. Requests for PROTECTED paths must send `key`; None: no authentication.
+    """Wraps `app`. Requests for PROTECTED paths must send `key`; None: no authentication."""
 
-    on_response: called with the path and status of every response.
-    """
-
-    def __init__(
-        self,
-        app: Callable[..., Any],
-        cfg: SecurityConfig,
-        key: str | None,
-        on_response: Callable[[str, int], None],
-    ):
-        self.app, self.cfg, self.key, self.on_response = app, cfg, key, on_response
+    app: Callable[..., Any]
+    cfg: SecurityConfig
+    key: str | None
+    on_response: Callable[[str, int], None]
+    """Called with the path and status of every response."""
 
     async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
         if scope["type"] != "http":

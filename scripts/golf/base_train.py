@@ -13,7 +13,7 @@ from functools import partial
 from typing import Literal
 
 from nanochat.config import require_at_least, require_positive, start
-from nanochat.golf.model import read_config
+from nanochat.golf.model import GolfOptions, read_config
 from nanochat.golf.qat import AveragingMuonAdamW, LateQuantization
 from nanochat.golf.quantize import QuantConfig
 from nanochat.gpt import GPTConfig
@@ -24,26 +24,11 @@ from scripts.base_train import BaseTrain, pretrain
 
 
 @dataclass(frozen=True)
-class GolfShape:
+class GolfShape(GolfOptions):
     n_kv_head: int | None = None
     """Number of key/value heads (GQA). Default: n_head (no GQA)."""
     mlp_ratio: float | None = None
     """MLP width relative to the model width. Default: 4."""
-    tie_embeddings: bool | None = None
-    """Tie the token embedding and the LM head. Default: no."""
-    rope_dims: int | None = None
-    """Rotary dimensions per head (partial RoPE). Default: all."""
-    xsa_last_n: int | None = None
-    """Number of final layers with exclusive self-attention. Default: 0."""
-    qk_gain_init: float | None = None
-    """Initial value of a learned gain per query head. Default: a fixed gain."""
-    init: Literal["uniform", "orthogonal"] | None = None
-    """Initialization of block matrices. Default: uniform."""
-    projection_init: Literal["zero", "scaled"] | None = None
-    """Initialization of output projections: zero, or that of --init divided by
-    sqrt(2 n_layer). Default: zero."""
-    norm_eps: float | None = None
-    """Epsilon of RMS norm. Default: that of torch, 1.2e-7."""
 
     def apply(self, plain: GPTConfig) -> GPTConfig:
         """Return `plain` with these options; a GolfConfig if any of them is golf-only."""

@@ -153,16 +153,14 @@ def score_loops(cfg: RecursionEval, checkpoint: Checkpoint, machine: DistContext
         return row_batches(mine, size)
 
     if isinstance(model, RecursiveGPT):
-        loops = range(1, 2 * model.cfg.n_loops + 1)
-        bpb = bpb_by_loop(model, loops, batches(), token_bytes, machine)
+        bpb = bpb_by_loop(model, 2 * model.cfg.n_loops, batches(), token_bytes, machine)
         states = state_metrics(model, batches())
     else:
         bpb = bits_per_byte(model.token_losses, batches(), token_bytes, machine)
     by_loop = {k: found.value for k, found in enumerate(bpb, start=1)}
     metrics = read_metrics(checkpoint.folder.parent / METRICS_FILE)
-    scored = LoopScores(
-        checkpoint, model, by_loop, states, [line for line in metrics if "loss" in line]
-    )
+    steps = [line for line in metrics if "loss" in line]
+    scored = LoopScores(checkpoint, model, by_loop, states, steps)
     values = ", ".join(f"{value:.4f}" for value in by_loop.values())
     machine.print0(f"{scored.tag}: bpb {values}")
     return scored
@@ -257,9 +255,8 @@ def write_record(
     arm_rows = []
     for a in (arm, *others):
         cost = f"{a.params:,}", f"{a.used_params:,}", f"{a.flops:.3e}"
-        arm_rows.append(
-            [a.name, *cost, fmt_mean(a.bpb), "" if a is arm else verdict.show_gap(a, arm)]
-        )
+        gap = "" if a is arm else verdict.show_gap(a, arm)
+        arm_rows.append([a.name, *cost, fmt_mean(a.bpb), gap])
     loop_rows = []
     for k in loops:
         found = [states.get(f"{name}_{k}") for name in ("state_rms", "state_cosine")]

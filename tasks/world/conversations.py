@@ -163,12 +163,8 @@ def riddle(rng: Random, split: Split) -> list[ChatTurn]:
     """Who am I?"""
     p = pick(rng, riddle_people(split))
     own = [f for f in facts_about("person", p.name) if f.relation != "trade"]
-    return [
-        (
-            f"{first_person(rng, own, 3, 4)} Who am I?",
-            f"You are {p.name}, the {p.trade} of {p.town}.",
-        )
-    ]
+    asked = f"{first_person(rng, own, 3, 4)} Who am I?"
+    return [(asked, f"You are {p.name}, the {p.trade} of {p.town}.")]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -268,14 +264,12 @@ def bargains(rng: Random) -> ChatTurn:
 
 
 def the_calendar(rng: Random) -> ChatTurn:
-    return pick(
-        rng,
-        (
-            ("Name the days of the week.", f"The days are {listed(word_list('days'))}."),
-            ("Name the months of the year.", f"The months are {listed(word_list('months'))}."),
-            ("Name the seasons.", f"The seasons are {listed([s.name for s in seasons()])}."),
-        ),
+    turns = (
+        ("Name the days of the week.", f"The days are {listed(word_list('days'))}."),
+        ("Name the months of the year.", f"The months are {listed(word_list('months'))}."),
+        ("Name the seasons.", f"The seasons are {listed([s.name for s in seasons()])}."),
     )
+    return pick(rng, turns)
 
 
 LISTS = (dwellers, some_towns, owners, eaters, offers, markets, bargains, the_calendar)
@@ -306,16 +300,12 @@ def season(rng: Random, split: Split) -> list[ChatTurn]:
     """The weather or the work of a season."""
     s = pick(rng, seasons())
     weather, work = (fact("season", s.name, relation) for relation in ("weather", "work"))
-    return [
-        pick(
-            rng,
-            (
-                (f"What is {s.name} like in {LAND}?", pick(rng, weather.named)),
-                (f"How is the weather in {s.name}?", pick(rng, weather.named)),
-                (f"What do people do in {s.name}?", pick(rng, work.named)),
-            ),
-        )
-    ]
+    turns = (
+        (f"What is {s.name} like in {LAND}?", pick(rng, weather.named)),
+        (f"How is the weather in {s.name}?", pick(rng, weather.named)),
+        (f"What do people do in {s.name}?", pick(rng, work.named)),
+    )
+    return [pick(rng, turns)]
 
 
 # ------------------------------------------------------------------------------------------------

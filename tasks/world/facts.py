@@ -415,9 +415,8 @@ def facts_about(kind: str, subject: str) -> tuple[Fact, ...]:
 @cache
 def summaries(kind: Literal["person", "town"], subject: str) -> tuple[str, ...]:
     """Sentences that combine several facts about a person or a town."""
-    if kind == "town":
-        return tuple(t.format(**asdict(town(subject))) for t in word_list("town_summaries"))
-    return tuple(t.format(**person(subject).words) for t in word_list("person_summaries"))
+    fields = asdict(town(subject)) if kind == "town" else person(subject).words
+    return tuple(t.format(**fields) for t in word_list(f"{kind}_summaries"))
 
 
 def make_fact(kind: str, block: Sequence[str], fields: dict[str, Any]) -> Fact:

@@ -7,6 +7,8 @@ Each is a pure function of split and index and uses only what `split_of` assigns
 training document or conversation contains an item of "val" or "test".
 """
 
+import bisect
+import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -178,7 +180,8 @@ def choice(split: Split, i: int) -> Choice:
             four = [pick(rng, fields[f]) for f in pick_n(rng, list(fields), NUM_OPTIONS)]
         ranks = {field: rank for rank, field in enumerate(fields, 1)}
         weights = [ranks[a.fact.kind, a.question.field] ** -SKEW for a in four]
-        rounds = [weighted_choice(rng, weights) for _ in range(ROUNDS)]
+        ends = list(itertools.accumulate(weights))
+        rounds = [bisect.bisect(ends, rng.random() * ends[-1]) for _ in range(ROUNDS)]
     return Choice(
         tuple(asked.question.answer for asked in four),
         tuple((four[n].question.text, n) for n in rounds),
@@ -192,16 +195,6 @@ def are_unambiguous(questions: Sequence[FactQuestion]) -> bool:
     return all(
         a not in could[n] for n in range(len(could)) for m, a in enumerate(answers) if m != n
     )
-
-
-def weighted_choice(rng: Random, weights: Sequence[float]) -> int:
-    """A random index, drawn with the given weights."""
-    left = rng.random() * sum(weights)
-    for n, weight in enumerate(weights):
-        left -= weight
-        if left < 0:
-            return n
-    return len(weights) - 1
 
 
 # ------------------------------------------------------------------------------------------------

@@ -189,13 +189,8 @@ def causes() -> list[SuiteItem]:
         setting = pick(rng, e.settings)
         right = f"{setting} {pick(rng, e.causes)}"
         options = pick_n(rng, (right, f"{setting} {pick(rng, other.causes)}"), 2)
-        found.append(
-            {
-                "context_options": options,
-                "continuation": pick(rng, e.effects),
-                "gold": options.index(right),
-            }
-        )
+        item = {"context_options": options, "continuation": pick(rng, e.effects)}
+        found.append({**item, "gold": options.index(right)})
     return found
 
 
@@ -230,7 +225,6 @@ def problem_prefixes() -> list[SuiteItem]:
     for p in (problem(split, i) for split in HELD_OUT for i in range(NUM_PROBLEMS)):
         step = p.steps[0]
         before, _ = step.text.split(" {}")
-        found.append(
-            {"context": f"{p.story} {p.question} {before}", "continuation": f"{step.expression} ="}
-        )
+        context = f"{p.story} {p.question} {before}"
+        found.append({"context": context, "continuation": f"{step.expression} ="})
     return found

@@ -56,15 +56,11 @@ class WorldTask(Task):
 
     splits = ("train", "val", "test")
     rl_split = "val"
+    split: Split
 
     @property
     def origin(self) -> dict[str, Any]:
         return {"world": [WORLD_VERSION, TASKS_VERSION, TALK_VERSION]}
-
-    @property
-    def part(self) -> Split:
-        """The split, typed for `split_of`."""
-        return cast(Split, self.split)
 
     def __len__(self) -> int:
         return SIZES[self.split]
@@ -92,22 +88,22 @@ class WorldFacts(WorldTask):
     name, kind = "World-Facts", "generate"
 
     def __len__(self) -> int:
-        return SIZES["train"] if self.split == "train" else len(fact_questions(self.part))
+        return SIZES["train"] if self.split == "train" else len(fact_questions(self.split))
 
     def conversation(self, i: int) -> Conversation:
         """Cycle through the questions, with a new answer sentence each time."""
-        asked = fact_questions(self.part)[i % len(fact_questions(self.part))]
-        rng = question_rng("answer", self.part, i)
+        asked = fact_questions(self.split)[i % len(fact_questions(self.split))]
+        rng = question_rng("answer", self.split, i)
         answer = pick(rng, sentences(asked.fact, asked.question))
         return [user(asked.question.text), assistant(answer)]
 
     def cluster(self, i: int) -> str:
-        fact = fact_questions(self.part)[i % len(fact_questions(self.part))].fact
+        fact = fact_questions(self.split)[i % len(fact_questions(self.split))].fact
         return f"{fact.kind} {fact.subject} {fact.relation}"
 
     def score(self, conversation: Conversation, answer: str) -> float:
         question = conversation[0]["content"]
-        asked = asked_by(self.part)[question]
+        asked = asked_by(self.split)[question]
         rest, found = whole_words(strip_article(asked.question.answer)).subn("", visible(answer))
         rivals = map(whole_words, set(map(strip_article, asked.rivals)))
         return float(
@@ -131,16 +127,16 @@ class WorldChoice(WorldTask, QuestionTask):
     name, baseline = "World-Choice", 1 / NUM_OPTIONS
 
     def __len__(self) -> int:
-        return SIZES["train"] if self.split == "train" else len(choice_questions(self.part))
+        return SIZES["train"] if self.split == "train" else len(choice_questions(self.split))
 
     def question(self, i: int) -> MCQuestion:
-        given = choice(self.part, i)
+        given = choice(self.split, i)
         (question, gold), *_ = given.asked
         return MCQuestion(question, tuple(given.options), gold)
 
     def conversation(self, i: int) -> Conversation:
         """A list of options with one question; in training, more questions about it follow."""
-        given = choice(self.part, i)
+        given = choice(self.split, i)
         messages = []
         for n, (question, gold) in enumerate(given.asked):
             listed = choice_question(question, given.options, LETTERS[:NUM_OPTIONS])
@@ -154,7 +150,7 @@ class WorldProblems(WorldTask, NumberTask):
     name = "World-Problems"
 
     def conversation(self, i: int) -> Conversation:
-        asked = problem(self.part, i)
+        asked = problem(self.split, i)
         parts = []
         for step in asked.steps:
             before, after = step.text.split("{}")
@@ -166,7 +162,7 @@ class WorldProblems(WorldTask, NumberTask):
         return [user(f"{asked.story} {asked.question}"), assistant(parts)]
 
     def cluster(self, i: int) -> str:
-        return " ".join(sorted(problem(self.part, i).steps[0].expression.split()))
+        return " ".join(sorted(problem(self.split, i).steps[0].expression.split()))
 
 
 class WorldSpelling(WorldTask, NumberTask):
@@ -175,10 +171,10 @@ class WorldSpelling(WorldTask, NumberTask):
     name, baseline = "World-Spelling", 1 / MOST_LETTERS  # constant answer
 
     def conversation(self, i: int) -> Conversation:
-        asked = letter_count(self.part, i)
+        asked = letter_count(self.split, i)
         words = f"{', '.join(asked.words[:-1])} and {asked.words[-1]}"
         question = f"How many times is the letter {asked.letter} found in {words}?"
         return [user(question), assistant(f"{asked.worked}\n#### {asked.count}")]
 
     def cluster(self, i: int) -> str:
-        return letter_count(self.part, i).letter
+        return letter_count(self.split, i).letter

@@ -48,9 +48,8 @@ def write(name: str, num_shards: int | None = None) -> Path:
         for shard in [*TRAIN_SHARDS[:num_shards], VAL_SHARD]:
             file = folder / "text" / f"{shard}.jsonl"
             if shard not in files or not file.exists():
-                files[shard] = write_file(
-                    file, format_json_lines({"text": t} for t in texts(shard))
-                )
+                lines = format_json_lines({"text": t} for t in texts(shard))
+                files[shard] = write_file(file, lines)
         if not bundle or not all((folder / "suite" / file).exists() for file in bundle):
             for file, text in bundle_files(suite.suite()):
                 bundle[file] = write_file(folder / "suite" / file, text)

@@ -205,7 +205,7 @@ def test_undetached_bonus_makes_first_loop_worse_than_chance():
             optimizer.zero_grad()
             model.loss(tokens, targets).backward()
             optimizer.step()
-        losses = model.losses_by_loop(tokens, targets, (1, 2, 3, 4))
+        losses = model.losses_by_loop(tokens, targets, 4)
         found[supervise] = (losses.sum((1, 2)) / (targets != IGNORE).sum()).tolist()
     (sound, *_, sound_last), (bad, *_, bad_last) = found.values()
     assert sound < math.log(64) < bad
@@ -442,8 +442,8 @@ def test_validation_reports_each_bucket_and_loop(machine: DistContext):
     validation.model, validation.machine = model, machine
     validation.token_bytes = np.full(64, 2)
     figures = validation.evaluate(1, lambda: False, False)
-    whole = bpb_by_loop(model, (1, 2, 3), [(x.numpy(), y.numpy())], validation.token_bytes, machine)
+    whole = bpb_by_loop(model, 3, [(x.numpy(), y.numpy())], validation.token_bytes, machine)
     assert [figures[f"bpb_loop_{k}"] for k in (1, 2, 3)] == pytest.approx([b.value for b in whole])
     assert figures["val_bpb"] == figures["bpb_loop_3"]
-    [alone] = bpb_by_loop(model, (3,), buckets["b"], validation.token_bytes, machine)
+    *_, alone = bpb_by_loop(model, 3, buckets["b"], validation.token_bytes, machine)
     assert figures["val_bpb:b"] == pytest.approx(alone.value)
