@@ -108,7 +108,7 @@ def read_encoded(folder: Path) -> dict[str, Any] | None:
 
 def write_encoded(rows: Rows, conversations: Conversations, tokenizer: Tokenizer) -> dict[str, Any]:
     """
-    Encode conversations to files in the folder of `rows`. Returns the record, which is written
+    Encode conversations to files in the folder of `rows`, and return counts. The record is written
     last, so a partial encoding is never used. Memory: a few batches and the length of every
     conversation.
     """

@@ -171,9 +171,8 @@ class RankHeartbeat:
         states = []
         for rank, beat in sorted(self.others.items(), key=lambda other: other[1].at):
             silence = now - self.started - beat.at
-            state = (
-                f"no heartbeat for {silence:.0f} s" if silence > self.silent_seconds else "alive"
-            )
+            quiet = f"no heartbeat for {silence:.0f} s"
+            state = quiet if silence > self.silent_seconds else "alive"
             states.append(f"rank {rank}: {state} ({beat.text})")
         message = (
             f"rank {self.rank} has waited {now - since:.0f} s in {what}, longer than "
@@ -418,9 +417,8 @@ def init_distributed(
         launch = f"{socket.gethostname()}-{os.getppid()}-{logs}"
     restarts = int(env.get("TORCHELASTIC_RESTART_COUNT", 0))
     local_size = int(env.get("LOCAL_WORLD_SIZE", world_size))
-    return DistContext(
-        rank, local_rank, world_size, device, dtype, launch, restarts, local_size, heartbeat, fp8
-    )
+    ranks = (rank, local_rank, world_size)
+    return DistContext(*ranks, device, dtype, launch, restarts, local_size, heartbeat, fp8=fp8)
 
 
 def join(device: torch.device, rank: int, world_size: int, timeout_seconds: float) -> RankHeartbeat:

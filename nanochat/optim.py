@@ -465,9 +465,8 @@ class MuonAdamW:
         read `good`.
         """
         self.steps_taken += 1
-        guard = Guard(  # each always of one dtype, so that kernels are compiled once
-            torch.as_tensor(good, dtype=torch.bool, device=self.machine.device),
-            torch.as_tensor(scale, dtype=self.machine.widest_dtype, device=self.machine.device),
+        guard = Guard(
+            self.on_device(good, torch.bool), self.on_device(scale, self.machine.widest_dtype)
         )
         launched = []
         for group in self.groups:
@@ -486,6 +485,15 @@ class MuonAdamW:
             with self.machine.waiting("weight all-gather"):
                 work.wait()
             group.assign(whole)
+
+    def on_device(self, x: Tensor | float, dtype: torch.dtype) -> Tensor:
+        """
+        A scalar on the device; always of one dtype, so that kernels are compiled once. A number is
+        filled in there, because a copy would wait for the device.
+        """
+        if isinstance(x, Tensor):
+            return x.to(dtype)
+        return torch.full((), x, dtype=dtype, device=self.machine.device)
 
     def update(
         self,

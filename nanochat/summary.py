@@ -135,7 +135,7 @@ def difference_table(changes: Sequence[Difference]) -> dict[str, Any]:
             same = each.items
             p_value = f" (p < {TINY:g})" if same.p < TINY else f" (p = {same.p:.2g})"
             counts = f"{same.won:,} won, {same.lost:,} lost of {same.n:,}"
-            counts += p_value if same.p >= 0 else ""  # NaN if the noise is unknown
+            counts += "" if math.isnan(same.p) else p_value
         stages = f"{each.before} to {each.after}"
         rows.append([each.metric, stages, f"{each.change:+.4f}", error, each.verdict, counts])
     columns = ["Metric", "Stages", "Difference", "Standard error", "Against 2 standard errors"]
@@ -249,7 +249,7 @@ def with_error(value: Any) -> str:
 
 
 def readable_count(number: float) -> str:
-    """A count in three digits: 9.44 M, 1.2 B; below a million with separators."""
+    """A count in three digits: 9.44 M, 1.2 B; below 999,500 with separators."""
     for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
         if float(f"{number:.3g}") >= size:
             return f"{number / size:.3g} {unit}"

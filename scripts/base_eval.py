@@ -129,7 +129,7 @@ def load_scores(cfg: BaseEval, candidate: Candidate, suite: Suite) -> list[TaskS
     record = records.find_finished(candidate.section, key, cfg.report_dir)
     if record is None:
         return []
-    found = []
+    found = []  # an aborted evaluation has scored the first tasks
     for task, row in zip(suite.tasks, record["tables"][0]["rows"], strict=False):
         outcomes = [int(x) for x in records.read_scores(record["items"][task.name])]
         found.append(TaskScore(task.shuffled(cfg.max_per_task), outcomes, row[3], float(row[-1])))

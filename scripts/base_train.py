@@ -185,7 +185,7 @@ def pretrain(
         },
         settings=resolved,
         background=partial(corpus.packing, needed, machine),
-        bytes_to_pack=corpus.bytes_to_pack(needed),
+        bytes_to_pack=machine.on_main("estimating disk use", lambda: corpus.bytes_to_pack(needed)),
     )
     train(run)
     write_section(SECTION, run, summarize(run), mixed.tables() if mixed else ())

@@ -191,6 +191,7 @@ class HubTask(Task):
 
     def __init_subclass__(cls) -> None:
         """The splits are those with files, unless a class names them."""
+        super().__init_subclass__()
         if "stems" in vars(cls) and "splits" not in vars(cls):
             cls.splits = tuple(cls.stems)
 

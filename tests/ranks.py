@@ -10,15 +10,19 @@ import json
 import math
 import sys
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
 
-from nanochat import attention, optim
-from nanochat.checkpoint import Progress, build_model
+from nanochat import attention, mixture, optim
+from nanochat.checkpoint import CheckpointManager, Progress, SavingConfig, build_model
 from nanochat.common import MissingInput
 from nanochat.distributed import DistConfig, DistContext, init_distributed
 from nanochat.loss import IGNORE
+from nanochat.mixture import Corpus
 from nanochat.optim import MuonAdamW, OptimConfig, ScheduleConfig, lr_factor, make_rules
 from nanochat.preflight import KernelConfig, set_kernels
 from nanochat.train import TrainConfig, TrainingRun, run_loop
@@ -54,6 +58,28 @@ def check_work_for_others(machine: DistContext) -> None:
             assert str(error) == "nothing on rank 0\n  run:  make it"
 
 
+def check_errors_of_one_rank(machine: DistContext) -> None:
+    """Errors while packing text or moving earlier checkpoints aside are raised on all ranks."""
+
+    def fail(*args: object) -> None:
+        raise MissingInput(f"no disk on rank {machine.rank}", "buy one")
+
+    mixture.ensure_packed = fail  # type: ignore
+    texts: Any = SimpleNamespace(sources={"text": None})
+    corpus: Any = Corpus(texts, TOKENIZER, {"text": None})  # type: ignore
+    checkpoints: Any = CheckpointManager(Path("earlier"), machine, SavingConfig())
+    checkpoints.move_aside = fail
+    for work in (
+        lambda: corpus.pack({"text": 1}, machine),
+        lambda: checkpoints.begin({}, None, None, num_steps=1),
+    ):
+        try:
+            work()
+            raise AssertionError("no error raised")
+        except MissingInput as error:
+            assert str(error) == "no disk on rank 0\n  run:  buy one"
+
+
 def check_rounded_weights(machine: DistContext) -> None:
     """All ranks have the same weights: the main rank's master weights, rounded."""
     shape = replace(TINY, vocab_size=1024 + machine.world_size)  # large enough to be sharded
@@ -78,6 +104,7 @@ def check_rounded_weights(machine: DistContext) -> None:
 def main() -> None:
     machine = init_distributed(DistConfig("cpu", "float32"))
     check_work_for_others(machine)
+    check_errors_of_one_rank(machine)
     optim.BUCKET_BYTES = 4 * TINY.d_model**2 * machine.world_size  # a matrix of each rank
     check_rounded_weights(machine)
     share = ROWS // machine.world_size

@@ -8,6 +8,7 @@ import torch
 from nanochat.checkpoint import build_model
 from nanochat.common import UsageError
 from nanochat.dataloader import diff_recipe
+from nanochat.distributed import DistConfig, init_distributed
 from nanochat.gpt import E4M3, E5M2, Fp8Matmul, Linear, inference_copy, quantize
 from nanochat.preflight import enable_fp8
 from nanochat.train import train, train_step
@@ -135,6 +136,12 @@ def test_R6_resume_with_another_fp8_setting_is_rejected(machine, base, monkeypat
     with pytest.raises(RuntimeError) as raised:
         train(replace(run, machine=replace(run.machine, fp8=fp8)))
     assert raised.value.args[0] == (["fp8: was None, now True"] if fp8 else [])
+
+
+@pytest.mark.parametrize("dtype", ["fp8", "bfloat16"])
+def test_flag_reaches_the_training_stages(dtype):
+    machine = init_distributed(DistConfig("cpu", dtype))
+    assert (machine.dtype, machine.fp8) == (torch.bfloat16, dtype == "fp8")
 
 
 def test_device_without_fp8_is_rejected_with_a_fix(machine, monkeypatch):

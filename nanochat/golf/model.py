@@ -30,17 +30,17 @@ class GolfOptions:
     tie_embeddings: bool = False
     """Share one matrix between the token embedding and the LM head."""
     rope_dims: int | None = None
-    """Rotary dimensions per head (partial RoPE); None = all."""
+    """Rotary dimensions per head (partial RoPE). Default: all."""
     xsa_last_n: int = 0
-    """Number of last layers with exclusive self-attention (`exclude_self`)."""
+    """Number of last layers with exclusive self-attention."""
     qk_gain_init: float | None = None
-    """Initial value of a learned gain per query head; None = the fixed qk_gain."""
+    """Initial value of a learned gain per query head. Default: the fixed gain of GPTConfig."""
     init: Literal["uniform", "orthogonal"] = "uniform"
     """Initialization of block matrices; entries have standard deviation fan_in^-0.5."""
     projection_init: Literal["zero", "scaled"] = "zero"
-    """Initialization of output projections: zero, or that of `init` divided by sqrt(2 n_layer)."""
+    """Initialization of output projections: zero, or that of --init divided by sqrt(2 n_layer)."""
     norm_eps: float | None = None
-    """Epsilon of RMS norm; None = default of torch."""
+    """Epsilon of RMS norm. Default: that of torch, 1.2e-7."""
 
 
 @dataclass(frozen=True)

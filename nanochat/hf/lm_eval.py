@@ -17,7 +17,7 @@ from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from nanochat.chat_format import render, render_prompt
-from nanochat.checkpoint import find_checkpoint, load_inference, newest_stage
+from nanochat.checkpoint import CheckpointChoice, Stage, load_inference
 from nanochat.distributed import DistConfig, init_distributed
 from nanochat.engine import Engine, Sampling
 from nanochat.eval_chat import longest_prompt, trim
@@ -39,7 +39,7 @@ class NanochatLM(LM):
 
     def __init__(
         self,
-        source: str | None = None,
+        source: Stage | None = None,
         tag: str | None = None,
         step: int | None = None,
         dtype: Any = None,
@@ -52,7 +52,7 @@ class NanochatLM(LM):
             kind = None  # the harness defaults to a GPU
         self.machine = init_distributed(DistConfig(kind, dtype))
         tag = None if tag is None else str(tag)  # the harness parses digits as a number
-        checkpoint = find_checkpoint(source or newest_stage(), tag, step)
+        _, checkpoint = CheckpointChoice(source, tag, step).find()
         self.model, self.own_tokenizer = load_inference(checkpoint, self.machine)
         self.subject = eval_model_of(self.model, self.own_tokenizer)
         self.fingerprint = checkpoint.fingerprint

@@ -100,8 +100,9 @@ def save_variances(found: Sequence[Variance]) -> Path:
 
 def load_variances() -> dict[str, Variance]:
     """Saved measurements by task; empty if there are none."""
-    path, kind = base_dir() / FILE_NAME, TypeAdapter(dict[str, Variance])
-    return kind.validate_json(path.read_bytes()) if path.exists() else {}
+    path = base_dir() / FILE_NAME
+    known = TypeAdapter(dict[str, Variance])
+    return known.validate_json(path.read_bytes()) if path.exists() else {}
 
 
 def default_repeats(task: str, temperature: float) -> int:

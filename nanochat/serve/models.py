@@ -37,9 +37,9 @@ class ModelLibrary:
     """Maximum number of loaded models."""
     compiled: bool = False
     """Compile the engines."""
-    loaded: dict[str, Engine] = field(default_factory=dict)
+    loaded: dict[str, Engine] = field(default_factory=dict, init=False)
     """Least recently used first."""
-    loading: asyncio.Lock = field(default_factory=asyncio.Lock)
+    loading: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
     def listed(self) -> dict[str, int]:
         """

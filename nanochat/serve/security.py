@@ -14,7 +14,7 @@ import hmac
 import ipaddress
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi.datastructures import Headers
@@ -72,7 +72,7 @@ class SecurityMiddleware:
 
     app: Callable[..., Any]
     cfg: SecurityConfig
-    key: str | None
+    key: str | None = field(repr=False)
     on_response: Callable[[str, int], None]
     """Called with the path and status of every response."""
 

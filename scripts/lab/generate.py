@@ -15,6 +15,7 @@ Writes  --out, the rows with answers and finish reasons ("finish"), or with --as
 
 import json
 import threading
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -73,8 +74,13 @@ def main(cfg: Generate) -> None:
         fix = "run with --pilot=2000 first, train on it and compare, then answer the rest"
         raise UsageError("no pilot found: the value of these answers is unknown", fix)
     todo = sorted(load_prompts(cfg.prompts), key=lambda row: row["key"])[: cfg.pilot or None]
-    known = {row.get("key") for row in read_lines(out)} if out.exists() else set()
-    left = [row for row in todo if row["key"] not in known]
+    known = Counter(row.get("key") for row in read_lines(out)) if out.exists() else Counter()
+    left = []
+    for row in todo:
+        if known[row["key"]]:
+            known[row["key"]] -= 1
+        else:
+            left.append(row)
     num_known = len(todo) - len(left)
     client, model = connect(cfg)
     print(f"{len(todo):,} prompts: {num_known:,} answered, {len(left):,} to go, ", end="")

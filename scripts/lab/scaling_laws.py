@@ -68,7 +68,8 @@ class ScalingLaws:
     hours: float = 6.0
     """Approximate hours of training, which set the FLOP budgets. No run starts beyond them."""
     budgets: tuple[float, ...] = ()
-    """FLOP budgets, as in 1e13,3e13. Default: four that fit into the hours."""
+    """FLOP budgets, as in 1e13,3e13. Default: four that fit into the hours, fewer on a slow
+    machine."""
     depths: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 8)
     """Depths to choose from."""
     depths_per_budget: int = 5
@@ -204,18 +205,20 @@ def choose_budgets(
     rate = model.flops_per_token() / estimate_seconds(model, 1, machine)
     devices = cfg.sweep.devices if machine.device.type == "cuda" else 1
     flops = USED_SHARE * 3600 * cfg.hours * rate * devices / (len(arms) * cfg.seeds)
+    problem = None
     for count in range(NUM_BUDGETS, 1, -1):
         shares = [BUDGET_STEP**-i for i in range(count)]
         largest = float(f"{flops / (cfg.depths_per_budget * sum(shares)):.1g}")
         budgets = sorted(float(f"{largest * share:.2g}") for share in shares)
         try:
             plan_runs(cfg, arms, budgets, corpus, machine)
-            break
-        except UsageError:
-            if count == 2:
-                raise
-    write_json(path, {"wanted": wanted, "budgets": budgets})
-    return budgets
+        except UsageError as error:
+            problem = problem or error
+            continue
+        write_json(path, {"wanted": wanted, "budgets": budgets})
+        return budgets
+    assert problem
+    raise problem
 
 
 def plan_runs(
@@ -256,8 +259,8 @@ def plan_runs(
             raise UsageError(
                 f"{len(chosen)} depths can train at {budget:.1e} FLOPs, but a parabola needs three"
                 + "".join(f"; {reason}" for reason in reasons),
-                "use more --hours, other --budgets, more --depths or, if text would be repeated, "
-                "more text (scripts.tok_train --num_shards)",
+                "use other --budgets or --hours, more --depths or, if text would be repeated, more "
+                "text (scripts.tok_train --num_shards)",
             )
         planned += [
             Planned(arm, budget, depth, number * 100 + i)

@@ -181,6 +181,7 @@ def choice(split: Split, i: int) -> Choice:
         ranks = {field: rank for rank, field in enumerate(fields, 1)}
         weights = [ranks[a.fact.kind, a.question.field] ** -SKEW for a in four]
         ends = list(itertools.accumulate(weights))
+        # of `rng`, only random() draws the same in every version of Python
         rounds = [bisect.bisect(ends, rng.random() * ends[-1]) for _ in range(ROUNDS)]
     return Choice(
         tuple(asked.question.answer for asked in four),

@@ -116,11 +116,11 @@ def test_pilot_is_required_and_no_prompt_is_sent_twice(tmp_path, base, teacher):
 
 
 def test_rows_with_the_same_prompt_are_all_answered(tmp_path, base, teacher):
-    rows = [{"prompt": "Question", "gold": i} for i in range(2)]
+    rows = [{"prompt": "Question", "gold": i} for i in (0, 1, 1)]
     files = {"prompts": write(tmp_path / "asked.jsonl", rows), "out": str(tmp_path / "made.jsonl")}
     generate.main(Generate(**files, pilot=1))
     generate.main(Generate(**files))
-    assert sorted(row["gold"] for row in read(files["out"])) == [0, 1]
+    assert sorted(row["gold"] for row in read(files["out"])) == [0, 1, 1]
 
 
 def test_failed_prompt_is_retried_on_rerun(tmp_path, teacher):

@@ -165,9 +165,12 @@ def test_budgets_follow_from_hours_and_are_kept(tmp_path, machine, monkeypatch):
     assert scaling_laws.choose_budgets(CFG, sweep, text, machine) == six
     one = scaling_laws.choose_budgets(replace(CFG, hours=1), sweep, text, machine)
     assert one[-1] < six[-1] / 30  # a sixth of the hours at a tenth of the speed
+    three = scaling_laws.choose_budgets(replace(CFG, hours=0.5), sweep, text, machine)
     few = scaling_laws.choose_budgets(replace(CFG, hours=0.1), sweep, text, machine)
-    assert len(few) == 2, "the smallest of four would be too small for three depths"
-    with pytest.raises(UsageError, match="more --hours"):
+    assert (len(three), len(few)) == (3, 2), (
+        "the smallest of four would be too small for three depths"
+    )
+    with pytest.raises(UsageError, match=r"at 1.3e\+08(.|\n)*other --budgets or --hours"):
         scaling_laws.choose_budgets(replace(CFG, hours=0.001), sweep, text, machine)
     given = replace(CFG, budgets=(3e13, 1e13, 3e13))
     assert scaling_laws.choose_budgets(given, sweep, text, machine) == [1e13, 3e13]
