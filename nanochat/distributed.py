@@ -417,8 +417,9 @@ def init_distributed(
         launch = f"{socket.gethostname()}-{os.getppid()}-{logs}"
     restarts = int(env.get("TORCHELASTIC_RESTART_COUNT", 0))
     local_size = int(env.get("LOCAL_WORLD_SIZE", world_size))
-    ranks = (rank, local_rank, world_size)
-    return DistContext(*ranks, device, dtype, launch, restarts, local_size, heartbeat, fp8=fp8)
+    return DistContext(
+        rank, local_rank, world_size, device, dtype, launch, restarts, local_size, heartbeat, fp8
+    )
 
 
 def join(device: torch.device, rank: int, world_size: int, timeout_seconds: float) -> RankHeartbeat:

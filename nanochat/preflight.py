@@ -254,8 +254,8 @@ def enable_fp8(model: GPT, machine: DistContext) -> None:
             x = torch.zeros(model.cfg.max_seq_len, shape[1], device=machine.device)
             y: Any = Fp8Matmul.apply(x.to(machine.dtype).requires_grad_(), weight)
             y.sum().backward()
-    except (RuntimeError, NotImplementedError) as error:
-        fault = str(error).splitlines()[0]
+    except RuntimeError as error:  # also NotImplementedError
+        fault = str(error).partition("\n")[0] or repr(error)
     if faults := [each for each in machine.gather(fault) if each]:
         raise UsageError(
             f"fp8 does not work on {machine.device_name}: {faults[0]}", "omit --dtype=fp8"

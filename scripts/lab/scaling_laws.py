@@ -205,7 +205,7 @@ def choose_budgets(
     rate = model.flops_per_token() / estimate_seconds(model, 1, machine)
     devices = cfg.sweep.devices if machine.device.type == "cuda" else 1
     flops = USED_SHARE * 3600 * cfg.hours * rate * devices / (len(arms) * cfg.seeds)
-    problem = None
+    problems = []
     for count in range(NUM_BUDGETS, 1, -1):
         shares = [BUDGET_STEP**-i for i in range(count)]
         largest = float(f"{flops / (cfg.depths_per_budget * sum(shares)):.1g}")
@@ -213,12 +213,11 @@ def choose_budgets(
         try:
             plan_runs(cfg, arms, budgets, corpus, machine)
         except UsageError as error:
-            problem = problem or error
+            problems.append(error)
             continue
         write_json(path, {"wanted": wanted, "budgets": budgets})
         return budgets
-    assert problem
-    raise problem
+    raise problems[0]
 
 
 def plan_runs(
