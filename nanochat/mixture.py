@@ -67,7 +67,7 @@ class Tags:
     """Datasets it was derived from, separated by +. Evaluations that share one are in the same
     family."""
     waived: str = ""
-    """Final benchmarks of its family, separated by +, despite which it may be trained on."""
+    """Final benchmarks of its family, separated by +, that do not block training on it."""
 
 
 class Bucket(NamedTuple):

@@ -5,7 +5,7 @@
 #   sbatch --nodes=2 dev/launch/slurm.sh --depth=24  # run in the repository; takes base_train flags
 #
 # The repository and its outputs (out/, or NANOCHAT_BASE_DIR) must be on a disk shared by all nodes.
-# Set it up once, on the node you submit from:  source dev/setup.sh
+# Set it up once, on the node you submit from:  bash dev/setup.sh
 #SBATCH --job-name=nanochat
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8
