@@ -118,7 +118,7 @@ python -m dev.plan --profile="$PROFILE" --processes="$processes" --gpu="$gpu_nam
 # ---- Stages -------------------------------------------------------------------------------------
 source dev/stages.sh
 case "$gpu_name" in # Hopper: FlashAttention 3; training works without it
-*H100* | *H200* | *H800* | *H20*)
+*H100* | *H800* | *H20*) # also H200
     uv sync --quiet --inexact $keep_torch ${GROUPS_WANTED-} --group fa3 ||
         echo "speedrun: FlashAttention 3 was not installed"
     ;;

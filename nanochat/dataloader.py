@@ -88,30 +88,23 @@ class RowSequence(ABC):
     def read(self, ids: np.ndarray) -> np.ndarray:
         """Return the rows of `ids`, after verifying each of their shards once per run."""
 
-    def row_ids(
-        self, step: int, rows_per_step: int, seed: int, rank: int = 0, world_size: int = 1
-    ) -> np.ndarray:
+    def row_ids(self, step: int, rows_per_step: int, seed: int) -> np.ndarray:
         """
-        Return the ids of a batch's rows, (n, 3): epoch, index of the shard, index in the shard. A
-        mixture returns (n, 4), with the bucket's index as the second column.
+        Return the ids of a step's rows, (rows_per_step, 3): epoch, index of the shard, index in the
+        shard. A mixture returns (rows_per_step, 4), with the bucket's index as the second column.
+        Waits and raises like `batch`.
         """
-        share, rest = divmod(rows_per_step, world_size)
-        assert share and not rest, f"{rows_per_step} rows on {world_size} ranks"
-        first = step * rows_per_step + rank * share
-        return self.locate(first + np.arange(share, dtype=np.int64), seed)
+        return self.locate(step * rows_per_step + np.arange(rows_per_step, dtype=np.int64), seed)
 
-    def batch(
-        self, step: int, rows_per_step: int, seed: int, rank: int = 0, world_size: int = 1
-    ) -> np.ndarray:
+    def batch(self, step: int, rows_per_step: int, seed: int) -> np.ndarray:
         """
-        Return this rank's rows of a step, (rows_per_step / world_size, max_seq_len + 1), in the
-        stored dtype. Waits for shards that are being packed.
+        Return the rows of a step, (rows_per_step, max_seq_len + 1), in the stored dtype. Waits for
+        shards that are being packed.
 
-        rows_per_step is a multiple of world_size. Raises MissingInput if nothing is packing a
-        missing shard, UsageError if packing failed or a shard is damaged, and WaitAborted if a stop
-        is requested while waiting.
+        Raises MissingInput if nothing is packing a missing shard, UsageError if packing failed or a
+        shard is damaged, and WaitAborted if a stop is requested while waiting.
         """
-        return self.read(self.row_ids(step, rows_per_step, seed, rank, world_size))
+        return self.read(self.row_ids(step, rows_per_step, seed))
 
 
 @dataclass(eq=False)
@@ -322,8 +315,8 @@ class Rows(RowSequence):
         return out
 
     def _read_shard(self, shard: str, indices: np.ndarray) -> np.ndarray:
-        shape = (self.wait(shard)["rows"], self.row_length)
-        return np.memmap(self.bin_path(shard), self.dtype, "r", shape=shape)[indices]
+        stored = np.memmap(self.bin_path(shard), self.dtype, "r")
+        return stored.reshape(-1, self.row_length)[indices]
 
 
 @lru_cache(maxsize=64)  # a step of a mixture reads several shards of each bucket

@@ -7,7 +7,7 @@ Generation: sampling, the decode step, and an engine with continuous batching an
 When a sequence finishes, the next queued one takes its slot. A prompt is prefilled once for all
 its samples. Text between <|python_start|> and <|python_end|> is passed to the tool, and the result
 is injected token by token; while the tool runs, other sequences may use the slot. The output of a
-sequence does not depend on the rest of the batch.
+sequence does not depend on the rest of the batch, except for rounding.
 """
 
 import math

@@ -4,7 +4,7 @@ Evaluate a chat model on tasks, by the logits of option letters or by generation
     task, model -> outcomes: the score of each answer to each item -> accuracy, pass@k
 
 Items are split among ranks and outcomes gathered, so results depend neither on the number of ranks
-nor on the batch size.
+nor on the batch size, except for rounding.
 """
 
 import math

@@ -385,8 +385,8 @@ class ForwardContext(NamedTuple):
 
 class GPT(nn.Module):
     """
-    The model. `dtype` is the dtype of activations and matmuls; weights are float32 until
-    `MuonAdamW.round_weights`.
+    The model. `dtype` is the dtype of activations and matmuls; weights are float32, except in an
+    `inference_copy` and after `MuonAdamW.round_weights`.
     """
 
     attention_class = Attention

@@ -1,7 +1,8 @@
 """
 Hardware limits: peak FLOP/s by device name, memory used and free.
 
-    torch.device -> peak_flops -> utilization
+    device name -> peak_flops
+    torch.device -> memory in bytes
 
 Peaks are the vendors' dense figures (no sparsity) in bfloat16.
 """
@@ -79,7 +80,7 @@ def free_memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + kept
-    free = min(psutil.virtual_memory().available, container_room())
+    free = min(psutil.virtual_memory().available, container_memory()[1])
     if device.type == "mps":  # shares the host's memory
         room = torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
         return max(0, min(free, room))
@@ -87,10 +88,10 @@ def free_memory_bytes(device: torch.device) -> int:
 
 
 def total_memory_bytes(device: torch.device) -> int:
-    """Memory in bytes of a GPU, else of the host."""
+    """Memory in bytes of a GPU, else of the host or a container's limit."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[1]
-    return psutil.virtual_memory().total
+    return min(psutil.virtual_memory().total, container_memory()[0])
 
 
 def reset_peak_memory(device: torch.device) -> None:
@@ -113,16 +114,16 @@ def limit_memory(device: torch.device, max_bytes: int) -> Iterator[None]:
         torch.cuda.set_per_process_memory_fraction(1.0, device)
 
 
-def container_room() -> int:
-    """Bytes left under the cgroup v2 memory limit; sys.maxsize if there is none."""
+def container_memory() -> tuple[int, int]:
+    """The cgroup v2 memory limit and bytes left under it; sys.maxsize if there is none."""
     files = (Path(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current", "stat"))
     try:
         limit, used, stat = (file.read_text() for file in files)
         room = int(limit) - int(used)
     except (OSError, ValueError):  # no such group, or its limit is "max"
-        return sys.maxsize
+        return sys.maxsize, sys.maxsize
     cached = re.search(r"^inactive_file (\d+)", stat, re.MULTILINE)  # reclaimable
-    return max(0, room + (int(cached[1]) if cached else 0))
+    return int(limit), max(0, room + (int(cached[1]) if cached else 0))
 
 
 def keep_freed_memory() -> None:

@@ -4,9 +4,9 @@ Learning-rate schedules, update rules per parameter role, and Muon + AdamW shard
     (step, num_steps) -> lr_factor, muon_momentum, decay_factor
     OptimConfig -> make_rules -> role: Rule -> MuonAdamW: parameter groups, sharded or replicated
 
-Master weights and optimizer state are float32. On a GPU, the plain model's matrices and embeddings
-are stored in the compute dtype (not in float16), which saves casts and halves the weights sent
-between ranks.
+Master weights and optimizer state are float32. On a GPU, the plain model's matrices, token and
+value embeddings are stored in the compute dtype (not in float16), which saves casts and halves the
+weights sent between ranks.
 """
 
 from collections import Counter
@@ -355,10 +355,10 @@ class MuonAdamW:
     @torch.no_grad()
     def round_weights(self, model: GPT, dtype: torch.dtype) -> None:
         """
-        Store the model's matrices and embeddings in `dtype`, and this rank's slices of them in
-        float32 as master weights, which only updates and checkpoints use; nothing in float16. The
-        forward pass rounds to `dtype` anyway, except in fp8. Gradients of matrices still accumulate
-        in float32.
+        Store the model's matrices, token and value embeddings in `dtype`, and this rank's slices of
+        them in float32 as master weights, which only updates and checkpoints use; nothing in
+        float16. The forward pass rounds to `dtype` anyway, except in fp8. Gradients of matrices
+        still accumulate in float32.
         """
         roles = model.param_roles()
         for group in self.groups:
@@ -472,8 +472,6 @@ class MuonAdamW:
         for group in self.groups:
             assert group.grad is not None, "step without reduce_gradients"
             weight, has_master = group.weight(), "master" in group.state
-            if group.sharded and not has_master:
-                weight = weight.clone()
             self.update(group, weight, guard, lr_factor, momentum, decay_factor)
             group.grad = None
             weight = weight.to(group.params[0].dtype)
@@ -549,10 +547,10 @@ class MuonAdamW:
             reduction.wait()
         self.to_reduce, self.reductions = [], []
 
-    def compile(self, **options: Any) -> None:
+    def compile(self) -> None:
         """Compile the update rules into one pass over weights and state."""
-        self.muon_kernel = torch.compile(muon_update, dynamic=False, **options)
-        self.adamw_kernel = torch.compile(adamw_update, dynamic=False, **options)
+        self.muon_kernel = torch.compile(muon_update, dynamic=False)
+        self.adamw_kernel = torch.compile(adamw_update, dynamic=False)
 
     # ---- state -------------------------------------------------------------------------------
 

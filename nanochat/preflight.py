@@ -1,7 +1,7 @@
 """
 Preflight checks: working kernels, micro-batch size, memory, disk space and training time.
 
-    model shapes, device -> probe forward and backward -> fastest kernel with correct results
+    model shapes, device -> probe forward and backward -> first kernel that works, in order of speed
     model, machine -> micro-batch size, seconds, memory and disk bytes -> summary, or UsageError
 
 Memory and time are measured on real micro-batches, which also trigger compilation. None of this

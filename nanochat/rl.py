@@ -258,7 +258,7 @@ class RolloutLoader(Loader):
         Generate and score `num_samples` answers per question.
 
         A prompt that leaves no room for an answer is truncated on the left. Answers depend on the
-        question and its draw, not on the rank or other prompts in the batch.
+        question and its draw, not on the rank or, except for rounding, other prompts in the batch.
         """
         cfg, engine = self.cfg, self.engine
         questions = [self.question(draw, attempt) for draw in draws]

@@ -138,7 +138,7 @@ class Loader(Protocol):
     """Source of batches; a batch depends only on the step (and, in RL, on the current model)."""
 
     batch_tokens: int
-    """Tokens per step over all ranks; in DPO and RL, an upper bound."""
+    """Tokens per step over all ranks; in DPO, an upper bound, in RL one on the generated tokens."""
     identity: dict[str, Any]
     """Settings that must match for a checkpoint to be resumed."""
     metrics: dict[str, float]
@@ -190,10 +190,10 @@ class RowLoader:
     def load(self, step: int, device_rows: int, stopping: ShouldStop) -> list[MicroBatch]:
         """Read this rank's rows of a step, and start copying them to the device."""
         self.rows.should_stop = stopping
-        share = (step, self.num_rows, self.seed)
         with self.machine.working("waiting for rows to be packed"):
-            mine = self.rows.batch(*share, self.machine.rank, self.machine.world_size)
-        seen = self.rows.row_ids(*share)[:, 0]
+            ids = self.rows.row_ids(step, self.num_rows, self.seed)
+            mine = self.rows.read(np.split(ids, self.machine.world_size)[self.machine.rank])
+        seen = ids[:, 0]
         same = 0 < seen.min() == seen.max()  # all rows seen equally often, at least once
         self.metrics = {"times_seen": int(seen[0])} if same else {}
         return split_micro_batches(*inputs_and_targets(mine), device_rows, self.machine.device)
@@ -250,7 +250,7 @@ def to_device(x: np.ndarray, device: torch.device) -> Tensor:
 
 @dataclass
 class TrainingRun:
-    """Definition of a training run. `train` sets the last group of fields."""
+    """Definition of a training run. `train` adds callbacks and sets the last group of fields."""
 
     kind: Stage
     model: GPT
@@ -539,7 +539,7 @@ def judge(sums: Tensor, norm: Tensor, divisor: float, grad_clip: float) -> Verdi
     nats, count, tokens, stopped = sums.unbind()
     scale = torch.where(count > 0, divisor / count, 0.0)
     loss, norm = torch.where(count > 0, nats / count, 0.0), norm * scale
-    clipped = torch.where((grad_clip > 0) & (norm > grad_clip), scale * (grad_clip / norm), scale)
+    clipped = scale * (grad_clip / norm).clamp(max=1.0) if grad_clip else scale
     good = (loss + norm).isfinite() & (count > 0) & (stopped == 0)
     return Verdict(loss, norm, scale, clipped, tokens, stopped, good)
 
@@ -650,6 +650,9 @@ def prepare(run: TrainingRun, checkpoints: CheckpointManager) -> None:
     size = checkpoints.disk_bytes(model, saves)
     disk = preflight.require_disk(folder, machine, checkpoints=size, rows=run.bytes_to_pack)
     if machine.fp8:
+        if run.kind in ("rl", "dpo"):  # GPUs multiply multiples of 16 rows only
+            why = "fp8 needs rows of one length, but those of DPO and RL are as long as the answers"
+            raise common.UsageError(why, "omit --dtype=fp8")
         preflight.enable_fp8(model, machine)
     # golf and recursion models keep float32 weights
     if machine.device.type == "cuda" and type(model) is GPT and not run.float32_weights:
@@ -694,7 +697,7 @@ def fit_rows(run: TrainingRun, steps: int) -> float:
     run.progress.compiled = compiled
     mode = "compiling first" if compiled else "eager"
     machine.print0(f"preflight  measuring a micro-batch of {device_rows} rows ({mode}) ...")
-    # two copies of a step's tokens and targets, because a step may reorder its rows
+    # tokens and targets of a step, and of the step that is prefetched meanwhile
     ids = torch.arange(4 * rows * T, device=device).view(4, rows, T) % model.cfg.vocab_size
     rehearse = partial(preflight.rehearse, trainable, optimizer, machine, ids)
     # same limit on all ranks: if only one ran out of memory, it would miss a collective

@@ -213,16 +213,12 @@ def plan(
 
 
 def open_text(cfg: BaseTrain, machine: DistContext) -> tuple[Corpus, dict[str, str]]:
-    """
-    Open tokenizer, text and rows, on the main rank first so that only one process writes. Returns
-    the corpus and the fingerprints of all three.
-    """
+    """Open tokenizer, text and rows. Returns the corpus and the fingerprints of all three."""
     tokenizer = Tokenizer.load(cfg.tokenizer_tag)
     used = load_last_source(cfg.tokenizer_tag)
     texts = machine.on_main(
         "opening the text", lambda: open_texts(cfg.data, cfg.mix, used, ensure_written)
     )
-    machine.on_main("opening rows", lambda: bool(open_corpus(texts, tokenizer, cfg.max_seq_len)))
     corpus = open_corpus(texts, tokenizer, cfg.max_seq_len)
     prints = {"rows": corpus.fingerprint, "tokenizer": tokenizer.fingerprint}
     return corpus, {**prints, "data": texts.fingerprint}

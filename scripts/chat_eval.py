@@ -63,8 +63,8 @@ class TaskEval:
     unsafe_exec: bool = False
     """If no sandbox works, run the model's code unsandboxed, with your permissions."""
     batch_size: int | None = short("b", None)
-    """Number of answers generated concurrently; does not change the result. Default: 64, or
-    fewer on a GPU with little memory."""
+    """Number of answers generated concurrently; changes results by rounding only. Default: 64, or
+    fewer if memory is small."""
     compile_engine: bool | None = None
     """Compile the decode step. Default: on GPU; on CPU if enough tokens may be generated to
     amortize compile time."""

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -36,7 +37,7 @@ from nanochat.dataset import DataConfig, open_source
 from nanochat.loss import IGNORE
 from nanochat.packing import ensure_packed, open_rows, start_packing
 from nanochat.tokenizer import Tokenizer
-from nanochat.train import inputs_and_targets
+from nanochat.train import RowLoader, inputs_and_targets
 
 T = 32
 SEED = 7
@@ -87,14 +88,14 @@ def digests(found: Rows) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4, 8])
-def test_R4_rows_of_a_step_do_not_depend_on_number_of_ranks(folder, tokenizer, world_size):
+def test_R4_rows_of_a_step_do_not_depend_on_number_of_ranks(folder, tokenizer, world_size, machine):
     found = packed(folder, tokenizer)
+    ranks = [replace(machine, rank=r, world_size=world_size) for r in range(world_size)]
+    loaders = [RowLoader(found, ROWS * T, SEED, rank) for rank in ranks]
     for step in range(60):  # crosses the ends of shards and epochs
-        whole = found.row_ids(step, ROWS, SEED)
-        parts = [found.row_ids(step, ROWS, SEED, r, world_size) for r in range(world_size)]
-        assert (np.concatenate(parts) == whole).all()
-        batches = [found.batch(step, ROWS, SEED, r, world_size) for r in range(world_size)]
-        assert (np.concatenate(batches) == found.batch(step, ROWS, SEED)).all()
+        batches = [each for loader in loaders for each in loader.load(step, ROWS, lambda: False)]
+        whole = inputs_and_targets(found.batch(step, ROWS, SEED))[0]
+        assert (np.concatenate([batch.tokens for batch in batches]) == whole).all()
     assert 60 * ROWS > 2 * found.packed_train_rows
 
 
@@ -374,7 +375,7 @@ def test_R28_flipped_bit_never_reaches_a_batch(folder, tokenizer, shard):
 def read_everything(found: Rows) -> None:
     """Read one epoch as rank 0 of 2, and the validation rows."""
     for step in range(1 + found.packed_train_rows // ROWS):
-        found.batch(step, ROWS, SEED, 0, 2)
+        found.read(found.row_ids(step, ROWS, SEED)[: ROWS // 2])
     list(found.val_batches(64, 10**9))
 
 
@@ -383,9 +384,10 @@ def test_R28_every_rank_verifies_what_it_reads(folder, tokenizer):
     boundary = found.counts("shard_0.jsonl")["rows"]
     flip(found.bin_path("shard_1.jsonl"))
     found.batch(0, 2 * (boundary // 2), SEED)  # the next shard is only prechecked
-    found.batch(0, 2 * boundary, SEED, 0, 2)  # rank 0 reads shard_0, rank 1 shard_1
+    first, second = np.split(found.row_ids(0, 2 * boundary, SEED), 2)
+    found.read(first)  # rank 0 reads shard_0, rank 1 shard_1
     with pytest.raises(UsageError, match="shard_1"):
-        found.batch(0, 2 * boundary, SEED, 1, 2)
+        found.read(second)
 
 
 def flip(path: Path) -> None:

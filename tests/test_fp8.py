@@ -138,6 +138,13 @@ def test_R6_resume_with_another_fp8_setting_is_rejected(machine, base, monkeypat
     assert raised.value.args[0] == (["fp8: was None, now True"] if fp8 else [])
 
 
+@pytest.mark.parametrize("kind", ["rl", "dpo"])
+def test_stages_with_rows_of_any_length_reject_fp8(machine, base, kind):
+    run, *_ = make_run(machine, num_steps=1)
+    with pytest.raises(UsageError, match="fp8 needs rows of one length"):
+        train(replace(run, kind=kind, machine=replace(run.machine, fp8=True)))
+
+
 @pytest.mark.parametrize("dtype", ["fp8", "bfloat16"])
 def test_flag_reaches_the_training_stages(dtype):
     machine = init_distributed(DistConfig("cpu", dtype))

@@ -202,7 +202,7 @@ def test_R4_mixed_batch_is_reproducible_and_split_among_ranks():
     for step in (13, 2, 0):
         whole = mixed.batch(step, 16, seed=3)
         assert np.array_equal(whole, again.batch(step, 16, seed=3))
-        parts = [again.batch(step, 16, 3, rank, 4) for rank in range(4)]
+        parts = [again.read(ids) for ids in np.split(again.row_ids(step, 16, seed=3), 4)]
         assert np.array_equal(np.concatenate(parts), whole)
     assert not np.array_equal(mixed.batch(0, 16, seed=3), mixed.batch(0, 16, seed=4))
 

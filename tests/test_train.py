@@ -161,7 +161,7 @@ def split_rows(monkeypatch):
 def test_times_seen_is_logged_if_positive_and_equal_for_all_rows(machine, seen, logged):
     ids = np.array([[each, 0] for each in seen])
     rows = SimpleNamespace(max_seq_len=T, recipe={}, row_ids=lambda *share: ids)
-    rows.batch = lambda *share: rows_of(0)
+    rows.read = lambda ids: rows_of(0)
     loader = RowLoader(rows, ROWS * T, 0, machine)  # type: ignore
     run = replace(make_run(machine)[0], loader=loader)
     assert train_step(run, 0).metrics.get("times_seen") == logged
@@ -171,11 +171,11 @@ def test_times_seen_is_logged_if_positive_and_equal_for_all_rows(machine, seen, 
 def test_prefetched_batch_and_its_metrics_are_those_of_its_step(machine):
     read = []
 
-    def batch(step, *share):
-        read.append(step)
+    def read_rows(ids):
+        read.append(step := int(ids[0, 0]))
         return rows_of(step)
 
-    rows = SimpleNamespace(max_seq_len=T, recipe={}, batch=batch)
+    rows = SimpleNamespace(max_seq_len=T, recipe={}, read=read_rows)
     rows.row_ids = lambda step, *share: np.full((2, 2), step)  # rows of step n are seen n times
     loader = RowLoader(rows, ROWS * T, 0, machine)  # type: ignore
     run, *_ = make_run(machine, num_steps=5)
@@ -188,13 +188,13 @@ def test_prefetched_batch_and_its_metrics_are_those_of_its_step(machine):
 
 @pytest.mark.usefixtures("split_rows")
 def test_stop_request_during_prefetch_does_not_abort_the_finished_step(machine):
-    def batch(step, *share):
-        if step:
+    def read(ids):
+        if ids.any():
             raise WaitAborted("stop requested")
-        return rows_of(step)
+        return rows_of(0)
 
-    rows = SimpleNamespace(max_seq_len=T, recipe={}, batch=batch)
-    rows.row_ids = lambda *share: np.zeros((2, 2))
+    rows = SimpleNamespace(max_seq_len=T, recipe={}, read=read)
+    rows.row_ids = lambda step, *share: np.full((2, 2), step)
     loader = RowLoader(rows, ROWS * T, 0, machine)  # type: ignore
     run, want = make_run(machine)[0], make_run(machine)[0]
     assert train_step(replace(run, loader=loader), 0).loss == train_step(want, 0).loss
@@ -481,8 +481,8 @@ def test_R11_data_that_cannot_be_loaded_ends_the_run_after_saving_it(machine, er
 
     run, saved, _ = make_run(machine, rows=rows)
     if prefetching:
-        packed = SimpleNamespace(max_seq_len=T, recipe={}, batch=rows)
-        packed.row_ids = lambda *share: np.zeros((2, 2))
+        packed = SimpleNamespace(max_seq_len=T, recipe={}, read=lambda ids: rows(int(ids[0, 0])))
+        packed.row_ids = lambda step, *share: np.full((2, 2), step)
         run.loader = RowLoader(packed, ROWS * T, 0, machine)  # type: ignore
     progress = Progress()
     for _ in range(2):  # the second attempt fails at once and has nothing new to save
