@@ -151,7 +151,9 @@ def server() -> Iterator[str]:
     flags = ["scripts.chat_web", f"--port={port}", "--slots=64"]
     process = subprocess.Popen([sys.executable, "-m", *runner, *flags], cwd=REPOSITORY)
     try:
-        while process.poll() is None:
+        while True:
+            if process.poll() is not None:
+                raise SystemExit("the server ended; its error is above")
             try:
                 urllib.request.urlopen(f"{url}/health").close()
                 break

@@ -197,7 +197,7 @@ comes from the tokenizer (`scripts.tok_train --vocab_size`) and changes embeddin
 | weight decay x steps is constant | arXiv:2405.13698 |
 | learning rates x (batch / {reference_batch:,})^0.5, weight decay per token, SSSL windows, value embeddings in every other layer | karpathy/nanochat, measured at depth 24 |
 | about {min_steps} steps or more; {bigram_each} bigram rows per token; value embeddings in every layer | measured at depth 4 and 6 on a CPU, 2026-11 |
-| previous-token keys in every other layer | the same; one seed at depth 6, two at depth 4; alone at depth 8: three, no gain after 29 million tokens |
+| previous-token keys in every other layer | the same; three seeds; no gain left after 26 million tokens at depth 4 (beside the tables) and 29 at depth 8 (alone) |
 | these options together, at equal FLOPs | measured at depths 2 to 8, three seeds ([performance.md](performance.md#loss-by-size-and-compute)) |
 
 The experiments in `dev/LOG.md` train models of at most 8 layers on at most 29 million tokens: at larger depths these
