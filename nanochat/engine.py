@@ -435,6 +435,7 @@ class Engine:
             slot = len(self.active)
             self.active.append(completion)
             self.cache.lengths[slot] = 0
+            # resumed after a tool call: prefills its own tokens; a new sample may copy its prompt's
             source = slot if completion.ids else sources.setdefault(id(completion.prompt), slot)
             if source != slot:
                 copies.append((source, slot, len(completion.prompt) - 1))
@@ -485,7 +486,8 @@ class Engine:
             self.call_tool(c, token)
         room = self.cache.capacity - len(c.prompt)
         if len(c.ids) >= min(c.settings.max_new_tokens, room):
-            c.finish, c.pending_tool_call = "length", None
+            c.finish = "length"
+            c.cancel()
 
     def call_tool(self, c: Completion, token: int) -> None:
         """Collect the tokens of a tool call; at its end, run the tool."""

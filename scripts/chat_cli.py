@@ -144,7 +144,7 @@ class Chat:
             case None:
                 try:
                     self.ask(text)
-                except ValueError as error:
+                except (ValueError, RuntimeError, OSError) as error:  # or a tool that cannot start
                     self.console.print(printable(str(error)), style="red", markup=False)
             case unknown:
                 self.console.print(f"unknown command {unknown}; try /help", markup=False)

@@ -47,6 +47,10 @@ class ChatWeb(CheckpointChoice):
     server: ServerConfig = field(default_factory=ServerConfig)
     machine: DistConfig = field(default_factory=DistConfig)
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature <= 2:
+            raise ValueError(f"temperature must be from 0 to 2, got {self.temperature}")
+
 
 def main(cfg: ChatWeb) -> None:
     defaults = Sampling(cfg.max_tokens, cfg.temperature, cfg.top_k, cfg.top_p)

@@ -8,6 +8,7 @@ ship their model classes as remote code (hf/modeling.py). The tokenizer is exact
 chat rendering. Requires no Hugging Face package except safetensors.
 """
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -247,12 +248,23 @@ def read_hf(folder: Path) -> HFModel:
         raise ValueError(f"{folder}: missing or unexpected tensors: {', '.join(mismatched[:5])}")
     weights = {ours: found[theirs].float() for ours, theirs in names.items()}
     tokenizer = read_tokenizer(folder / "tokenizer.json")
+    if tokenizer.vocab_size != cfg.vocab_size:
+        raise ValueError(
+            f"{folder}: vocab_size is {cfg.vocab_size}, but tokenizer.json has "
+            f"{tokenizer.vocab_size} tokens"
+        )
     return HFModel(cfg, weights, tokenizer, config.get("nanochat"))
 
 
 def config_from_native(config: Mapping[str, Any], folder: Path) -> GPTConfig:
-    """Convert a NanoChat config to ours. Raises ValueError for settings we do not support."""
+    """
+    Convert a NanoChat config to ours; rms_norm_eps is ignored. Raises ValueError for settings that
+    the model does not support.
+    """
     width, heads = config["hidden_size"], config["num_attention_heads"]
+    ratio = config["intermediate_size"] / width
+    if int(ratio * width) < config["intermediate_size"]:
+        ratio = math.nextafter(ratio, math.inf)  # GPTConfig rounds the product down
     plain = GPTConfig(
         vocab_size=config["vocab_size"],
         n_layer=config["num_hidden_layers"],
@@ -261,18 +273,14 @@ def config_from_native(config: Mapping[str, Any], folder: Path) -> GPTConfig:
         n_kv_head=config.get("num_key_value_heads") or heads,
         head_dim=config.get("head_dim") or width // heads,
         max_seq_len=config["max_position_embeddings"],
-        mlp_ratio=config["intermediate_size"] / width,
+        mlp_ratio=ratio,
     ).classic()
     written = native_config(plain)
-    same = ("hidden_act", "final_logit_softcapping", "attention_bias", "tie_word_embeddings")
-    for name in same:
-        if config.get(name, written[name]) != written[name]:
-            raise ValueError(
-                f"{folder / 'config.json'}: {name} is {config[name]}, not {written[name]}"
-            )
     rope = {**written["rope_parameters"], "rope_theta": config.get("rope_theta", plain.rope_theta)}
     rope |= (config.get("rope_scaling") or {}) | (config.get("rope_parameters") or {})
-    if rope != written["rope_parameters"]:
-        wanted = written["rope_parameters"]
-        raise ValueError(f"{folder / 'config.json'}: rope_parameters are {rope}, not {wanted}")
+    found, file = {**written, **config, "rope_parameters": rope}, folder / "config.json"
+    same = ("hidden_act", "final_logit_softcapping", "attention_bias", "tie_word_embeddings")
+    for name in (*same, "rope_parameters"):
+        if found[name] != written[name]:
+            raise ValueError(f"{file}: {name} is {found[name]}, not {written[name]}")
     return plain

@@ -8,6 +8,7 @@ Requires the packages of the `interop` group.
 """
 
 import itertools
+import uuid
 from collections.abc import Sequence
 from typing import Any
 
@@ -55,16 +56,16 @@ class NanochatLM(LM):
         _, checkpoint = CheckpointChoice(source, tag, step).find()
         self.model, self.own_tokenizer = load_inference(checkpoint, self.machine)
         self.subject = eval_model_of(self.model, self.own_tokenizer)
-        self.fingerprint = checkpoint.fingerprint
         self.rendered: dict[str, list[int]] = {}  # token ids of rendered conversations
 
     # ---- likelihoods -------------------------------------------------------------------------
 
     def loglikelihood(self, requests: Sequence[Any], **options: Any) -> list[LogLikelihood]:
-        """Score (context, continuation) pairs; consecutive equal contexts share a prefill."""
+        """Score (context, continuation) pairs; the options of an item share a prefill."""
         questions, first = [], 0
-        for _, group in itertools.groupby([r.args for r in requests], key=lambda pair: pair[0]):
-            pairs = [self.split(*pair) for pair in group]
+        items = itertools.groupby(requests, key=lambda r: (r.task_name, r.doc_id, r.args[0]))
+        for _, group in items:
+            pairs = [self.split(*r.args) for r in group]
             ids, starts = zip(*pairs, strict=True)
             questions.append(truncate_options(first, ids, starts, self.subject.context))
             first += len(pairs)
@@ -136,8 +137,11 @@ class NanochatLM(LM):
 
     @property
     def tokenizer_name(self) -> str:
-        """Key of lm-eval's request cache."""
-        return f"nanochat-{self.fingerprint}"
+        """
+        Key of lm-eval's cache of rendered conversations. Never the same, because cached texts would
+        have no ids in `rendered`.
+        """
+        return f"nanochat-{uuid.uuid4().hex}"
 
     def chat_template(self, chat_template: bool | str = False) -> str:
         """Name of the chat template; there is only one."""

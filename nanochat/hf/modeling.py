@@ -47,26 +47,23 @@ class NanochatConfig(PretrainedConfig):
         super().__init__(**kwargs)
 
 
+@dataclasses.dataclass(eq=False)
 class StoredTokens:
-    """
-    The counterpart of attention.CacheView for a transformers Cache or for no cache.
+    """The counterpart of attention.CacheView for a transformers Cache or for no cache."""
 
-    segments: (B, M), document number of each slot (past, new and free ones), 0 for padding.
-    slots: (T,), slots of the new tokens. positions: (B, T), their rotary positions.
-    """
-
-    def __init__(
-        self,
-        cache: Cache | None,
-        segments: Tensor,
-        slots: Tensor,
-        positions: Tensor,
-        last_layer: int,
-        fresh: bool,
-    ):
-        self.cache, self.segments, self.slots, self.fresh = cache, segments, slots, fresh
-        self.positions, self.last_layer = positions, last_layer
-        self.stored: tuple[Tensor, Tensor] | None = None
+    cache: Cache | None
+    segments: Tensor
+    """(B, M): document number of each slot (past, new and free ones), 0 for padding."""
+    slots: Tensor
+    """(T,): slots of the new tokens."""
+    positions: Tensor
+    """(B, T): their rotary positions."""
+    last_layer: int
+    """Layer of the cache that stores token ids, if the model needs them."""
+    fresh: bool
+    """No past, padding or packing: plain causal attention suffices."""
+    stored: tuple[Tensor, Tensor] | None = None
+    """Keys and values of the layer just written."""
 
     def preceding(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """

@@ -32,7 +32,7 @@ class RequestHandler:
 
     async def submit(self, asked: ChatRequest | TextRequest, engine: Engine) -> Reply:
         """Queue a request. Raises ApiError for an overlong prompt or too many completions."""
-        n, seed, context = asked.n or 1, secrets.randbits(48), engine.cache.capacity
+        n, context = asked.n or 1, engine.cache.capacity
         try:
             prompts = await asyncio.to_thread(asked.prompts, engine.tokenizer, context)
         except ValueError as error:
@@ -48,14 +48,14 @@ class RequestHandler:
                 raise ApiError(
                     400,
                     f"the prompt has {len(prompt)} tokens; the model's context length is "
-                    f"{context} for prompt and completion together",
+                    f"{context}, of which the prompt may use {context - 1}",
                     "context_length_exceeded",
                     asked.prompt_field,
                 )
             length = min(asked.length or room, room)
             request = GenerationRequest(
                 prompt,
-                asked.sampling(self.defaults, length, seed),
+                asked.sampling(self.defaults, length, secrets.randbits(48)),
                 n,
                 asked.stop,
                 parts=asked.kind == "chat",

@@ -32,7 +32,8 @@ class ModelLibrary:
     """Model of requests that name none."""
     tool: Tool | None = None
     slots: int | None = None
-    """Concurrent completions per model. Default: as many as fit in CACHE_SHARE of free memory."""
+    """Concurrent completions per model. Default: as many as fit in CACHE_SHARE of free memory, at
+    most MAX_SLOTS."""
     most: int = 4
     """Maximum number of loaded models."""
     compiled: bool = False
@@ -91,7 +92,7 @@ class ModelLibrary:
                 gc.collect()  # an engine is part of reference cycles
                 if unloaded() is None:
                     break
-                await asyncio.sleep(0.01 * 2**n)  # what sends its last response may still hold it
+                await asyncio.sleep(0.01 * 2**n)  # a response in progress may hold it
             else:
                 print(printable(f"{idle[0]} is still in use; loading the next model anyway"))
 

@@ -15,6 +15,7 @@ import json
 import time
 import uuid
 from collections.abc import Mapping, Sequence, Sized
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -38,7 +39,7 @@ IGNORED = {
     *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
     *("parallel_tool_calls", "reasoning_effort", "tools", "functions"),
 }
-# Neutral values of unsupported fields, besides null
+# Unsupported fields, each with the values that change nothing (null never does)
 NEUTRAL: dict[str, list[Any]] = {
     "presence_penalty": [0],
     "frequency_penalty": [0],
@@ -304,18 +305,13 @@ class Generation(Strict):
 
     def sampling(self, defaults: Sampling, length: int, seed: int) -> Sampling:
         """Sampling settings for `length` new tokens; unset fields take `defaults` and `seed`."""
-
-        def chosen(value: Any, default: Any) -> Any:
-            return default if value is None else value
-
-        top_k = chosen(self.top_k, defaults.top_k)
-        return Sampling(
-            max_new_tokens=length,
-            temperature=chosen(self.temperature, defaults.temperature),
-            top_k=top_k if top_k and top_k > 0 else None,
-            top_p=max(chosen(self.top_p, defaults.top_p), 1e-6),  # 0 means greedy
-            seed=chosen(self.seed, seed),
-        )
+        names = {"temperature", "top_k", "top_p", "seed"}
+        given = {"seed": seed, **self.model_dump(include=names, exclude_none=True)}
+        if given.get("top_k", 1) < 1:
+            given["top_k"] = None  # all tokens
+        if given.get("top_p") == 0:
+            given["top_p"] = 1e-6  # greedy
+        return replace(defaults, **given, max_new_tokens=length)
 
 
 class ChatRequest(Generation):

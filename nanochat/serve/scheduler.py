@@ -134,7 +134,7 @@ class Answer:
         self.logprobs: list[TokenLogprob] = []  # one per token if they are recorded
         self.length = 0  # characters of text, including held-back ones
         self.sent = 0  # characters of text emitted
-        self.pending: deque[TokenInfo] = deque()  # tokens not emitted yet
+        self.pending: deque[TokenInfo] = deque()  # tokens whose text is held back or not complete
         self.echoes = request.echo_from is not None
         self.finish: FinishReason | None = None
 
@@ -264,7 +264,7 @@ class Reply:
 
     def put(self, deltas: Sequence[Delta], error: ApiError | None = None) -> None:
         """Add deltas; called on the event loop."""
-        if self.first_seconds is None:
+        if deltas and self.first_seconds is None:
             self.first_seconds = time.perf_counter() - self.submitted_at
         self.arrived += deltas
         self.error = self.error or error
@@ -411,21 +411,22 @@ class Worker:
         try:
             grown = engine.step(patience_seconds)
             record_logprobs([self.owners[completion][2] for completion in grown], engine.logits)
+            news: dict[Reply, list[Delta]] = {}
+            ended = []
+            for completion in grown:
+                _, reply, answer = self.owners[completion]
+                if deltas := answer.advance():
+                    news.setdefault(reply, []).extend(deltas)
+                if answer.finish:
+                    seconds = time.perf_counter() - reply.submitted_at
+                    self.seconds += 0.1 * (seconds - self.seconds)
+                    ended.append(completion)
         except Exception as error:  # fails this engine's replies, not the server
             traceback.print_exc()
             cancel_all(engine)
             mine = [c for c, owner in self.owners.items() if owner[0] is engine]
             self.fail(mine, ApiError(500, f"generation failed: {error!r}", "generation_failed"))
             return
-        news: dict[Reply, list[Delta]] = {}
-        ended = []
-        for completion in grown:
-            _, reply, answer = self.owners[completion]
-            if deltas := answer.advance():
-                news.setdefault(reply, []).extend(deltas)
-            if answer.finish:
-                self.seconds += 0.1 * (time.perf_counter() - reply.submitted_at - self.seconds)
-                ended.append(completion)
         self.drop(ended)
         self.deliver([(reply, deltas, None) for reply, deltas in news.items()])
         if grown:

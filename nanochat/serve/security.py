@@ -27,7 +27,7 @@ from nanochat.serve.openai_api import ApiError
 Scope = dict[str, Any]
 PROTECTED = ("/v1/", "/metrics")
 HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\s:\[\]/?#@,]+)(:\d{1,5})?")
-ORIGIN = re.compile(rf"https?://{HOST.pattern}")
+ORIGIN = re.compile(rf"(?!http:.*:80$|https:.*:443$)https?://{HOST.pattern}")
 SINGLE = ("authorization", "content-length", "content-type", "host", "origin")
 SECURITY_HEADERS = [
     (b"x-content-type-options", b"nosniff"),
@@ -56,10 +56,7 @@ class SecurityConfig:
             if not HOST.fullmatch(name) or hostname(name) != name.lower():
                 raise ValueError(f"invalid allowed_hosts {name!r}; omit the scheme and the port")
         for origin in self.allow_origins:
-            default_port = origin.startswith("http://") and origin.endswith(":80")
-            default_port |= origin.startswith("https://") and origin.endswith(":443")
-            is_canonical = origin == origin.lower() and not default_port
-            if origin != "*" and not (ORIGIN.fullmatch(origin) and is_canonical):
+            if origin != "*" and not (ORIGIN.fullmatch(origin) and origin == origin.lower()):
                 raise ValueError(
                     f"invalid allow_origins {origin!r}; use scheme://host or scheme://host:port, "
                     "in lower case and without the default port"

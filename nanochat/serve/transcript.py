@@ -7,10 +7,10 @@ A character that spans several tokens is emitted with its last token.
 """
 
 import codecs
+from bisect import bisect_left
 from collections.abc import Sequence
-from itertools import accumulate
 
-from nanochat.chat_format import PARTS, Message, merge_turns, render_prompt, render_turn
+from nanochat.chat_format import PARTS, Message, merge_turns, render_prompt
 from nanochat.tokenizer import Tokenizer
 
 
@@ -30,16 +30,9 @@ def render_fitting(tokenizer: Tokenizer, messages: Sequence[Message], max_tokens
         kept = [{"role": turn.speaker, "content": turn.parts} for turn in spoken[first:]]
         return render_prompt(tokenizer, [*opening, *kept], continue_last=True)
 
-    sizes = [len(render_turn(tokenizer, turn)[0]) for turn in spoken]
-    left = list(accumulate(reversed(sizes)))[::-1]  # tokens from each turn to the end
     starts = [i for i, turn in enumerate(spoken) if i == 0 or turn.speaker == "user"]
-    room = max_tokens - len(prompt(starts[-1])) + left[starts[-1]]  # budget for turns
-    ids = []
-    for first in [*(i for i in starts if left[i] <= room), starts[-1]]:
-        ids = prompt(first)
-        if len(ids) <= max_tokens:  # merging a system message into a turn may add tokens
-            break
-    return ids
+    fits = bisect_left(starts, True, key=lambda first: len(prompt(first)) <= max_tokens)
+    return prompt(starts[min(fits, len(starts) - 1)])
 
 
 class Transcript:

@@ -634,6 +634,7 @@ def test_bfloat16_weights_are_rounded_once(tokenizer, tmp_path):
         ("config.json", {"rope_parameters": None, "rope_theta": 5e5}, "rope_theta': 500000.0"),
         ("config.json", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "'linear'"),
         ("config.json", {"num_hidden_layers": 3}, "missing or unexpected tensors"),
+        ("config.json", {"vocab_size": 999}, "vocab_size is 999, but tokenizer.json has"),
         ("tokenizer.json", {"model": {"vocab": {"a": 5}}}, "tokenizer.json"),
     ],
 )

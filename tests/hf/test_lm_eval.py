@@ -43,7 +43,7 @@ PAIRS = [
 
 
 def requests(*arguments):
-    return [SimpleNamespace(args=pair) for pair in arguments]
+    return [SimpleNamespace(args=pair, task_name="a", doc_id=0) for pair in arguments]
 
 
 @pytest.fixture(scope="module")

@@ -485,6 +485,20 @@ def test_V3_full_queue_returns_429_with_retry_after(base):
         assert site.chat(n=3).status_code == 400, "a request that can never fit is not retryable"
 
 
+def test_token_outside_the_vocabulary_fails_only_its_reply(site, monkeypatch):
+    monkeypatch.setattr(site.engine.tokenizer, "decode_bytes", lambda ids: 1 / 0)
+    failed = site.chat(max_tokens=3)
+    assert failed.status_code == 500 and "ZeroDivisionError" in failed.json()["error"]["message"]
+    monkeypatch.undo()
+    assert site.chat(max_tokens=3).status_code == 200
+
+
+def test_equal_prompts_of_a_request_get_different_answers(site):
+    body = {"prompt": ["Once", "Once"], "max_tokens": 30, "temperature": 1.5}
+    first, second = site.client.post(TEXT, json=body).json()["choices"]
+    assert first["text"] != second["text"]
+
+
 def test_failed_step_returns_500_and_server_keeps_running(site, monkeypatch):
     plain = site.engine.model.logits
 
