@@ -617,7 +617,7 @@ class CheckpointManager:
         without_optimizer = not self.keep_optimizer or progress.optimizer_missing
         dropped = progress.finished and without_optimizer
         optim_tensors = None if dropped else optimizer.state_dict(self.to_host)
-        masters = optimizer.master_weights(self.to_host)
+        masters = optimizer.state_dict(self.to_host, master=True)
         if self.machine.is_main:
             progress.add_cost(self.machine.world_size)
             state = {**state, "launch": self.machine.launch, "progress": progress.state_dict()}

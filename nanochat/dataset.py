@@ -52,7 +52,7 @@ def find_damage(path: Path, whole: bool = False) -> str | None:
         elif whole:
             deque(read_json_lines(path), maxlen=0)
     except (pa.ArrowException, OSError) as error:
-        return f"not a readable parquet file ({str(error).splitlines()[0]})"
+        return f"not a readable {path.suffix[1:]} file ({str(error).splitlines()[0]})"
     except ValueError as error:
         return str(error)
     return None

@@ -297,12 +297,6 @@ class DistContext:
             dist.all_gather_object(box, value)
         return box
 
-    def barrier(self) -> None:
-        """Wait for all ranks."""
-        if self.world_size > 1:
-            with self.waiting("barrier"):
-                dist.barrier()
-
     def waiting(self, what: str) -> AbstractContextManager[None]:
         """Context manager for waiting on other ranks; the run exits if it takes too long."""
         return self.heartbeat.doing("waiting", what) if self.heartbeat else nullcontext()
@@ -349,7 +343,8 @@ class DistContext:
     def close(self) -> None:
         """Leave the process group after a barrier, so no rank exits while another works."""
         if dist.is_initialized():
-            self.barrier()
+            with self.waiting("barrier"):
+                dist.barrier()
             if self.heartbeat:
                 self.heartbeat.closed.set()
             dist.destroy_process_group()

@@ -90,7 +90,7 @@ class FinetuneConfig:
     """Tokens per optimizer step over all devices. Default: that of the parent checkpoint, reduced
     for small mixtures so that the run has enough steps."""
     max_seq_len: int | None = None
-    """Tokens per row. Default: that of the parent checkpoint."""
+    """Tokens per row; sliding windows (S) scale with it. Default: that of the parent checkpoint."""
     init_lr_frac: float = 1.0
     """Peak learning rates as a fraction of the pretraining ones."""
     warmdown_ratio: float = 0.5

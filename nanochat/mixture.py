@@ -213,8 +213,8 @@ class Resolved:
     """Tokens available; None if a text is not fully packed."""
     tokens: int
     """Tokens in one pass through the mixture."""
-    documents: int
-    """Conversations or documents available."""
+    documents: int | None
+    """Conversations or documents available; None as above."""
     trained: int | None = None
     """Available tokens with loss; None = all."""
 
@@ -262,7 +262,7 @@ class Resolution:
     @property
     def documents(self) -> int:
         """Conversations or documents in one pass, repeats included."""
-        return round(sum(b.documents * (b.repeats or 0) for b in self.buckets))
+        return round(sum((b.documents or 0) * (b.repeats or 0) for b in self.buckets))
 
     def share(self, bucket: Resolved) -> float:
         """Fraction of the tokens of a pass."""
@@ -290,7 +290,7 @@ class Resolution:
             [
                 bucket.name,
                 ", ".join(value for value in asdict(bucket.tags).values() if value) or "-",
-                f"{bucket.documents:,}",
+                "-" if bucket.documents is None else f"{bucket.documents:,}",
                 f"{bucket.tokens:,}",
                 f"{bucket.trained_tokens:,}",
                 "-" if bucket.repeats is None else f"{bucket.repeats:.2f}",
@@ -435,8 +435,8 @@ class Corpus:
         counts = resolve(parts, available, T, rows_needed * T, alpha)
         needed = dict(zip(self.rows, counts, strict=True))
         found = [
-            Resolved(name, tags[name], sizes[name], needed[name] * T, rows.totals()["documents"])
-            for name, rows in self.rows.items()
+            Resolved(name, tags[name], size, needed[name] * T, size and rows.totals()["documents"])
+            for (name, rows), size in zip(self.rows.items(), sizes.values(), strict=True)
         ]
         mixed = Resolution(spec, found)
         machine.print0(mixed)

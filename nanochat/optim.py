@@ -10,7 +10,7 @@ weights sent between ranks.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -322,6 +322,8 @@ class MuonAdamW:
         self.adamw_kernel: Callable = adamw_update
         groups, roles = dict[Any, ParamGroup](), model.param_roles()
         counts, many = Counter[Any](), machine.world_size > 1
+        if model.bigrams is not None:
+            model.bigrams.sparse = machine.device.type == "cpu"
         for name, param in model.named_parameters():
             rule = table[roles[name]]
             small = param.ndim < 2 or param.size(0) < 1024
@@ -513,7 +515,9 @@ class MuonAdamW:
                 dtype = torch.float32
             self.muon_kernel(weight, grad, state, scalars, dtype, cautious, guard)
         elif rule.kind == "rows" and grad is not None:
-            if not guard.good:  # finding the touched rows waits for the device anyway
+            with self.machine.waiting("device synchronization"):
+                good = bool(guard.good)  # finding the touched rows waits for the device anyway
+            if not good:
                 return
             grad_entries(grad).mul_(guard.scale)
             sparse_adam_update(weight, *touched_rows(grad), group.state["second"], rule, lr, step)
@@ -554,41 +558,30 @@ class MuonAdamW:
 
     # ---- state -------------------------------------------------------------------------------
 
+    @torch.no_grad()
     def state_dict(
-        self, keep: Callable[[str, Tensor], Tensor] = lambda name, x: x
+        self, keep: Callable[[str, Tensor], Tensor] = lambda name, x: x, master: bool = False
     ) -> dict[str, Tensor]:
         """
-        Full state tensors, keyed by `<parameter>.<kind>`, without master weights, on the main rank.
-        All ranks gather one group at a time, so all must call this; the others get no tensors.
+        Full state tensors on the main rank, keyed by `<parameter>.<kind>`. All ranks gather one
+        group at a time, so all must call this; the others get no tensors.
 
         keep: (key, tensor) -> tensor to return, such as a copy on the CPU. Default: the tensor
-        itself, which may share memory with the state.
+        itself, which may share memory with the state. master: instead, the master weights of
+        rounded parameters by name.
         """
-        kinds = {kind for group in self.groups for kind in group.state} - {"master"}
-        found = self.collect(kinds, keep)
-        return {"steps_taken": torch.tensor(self.steps_taken), **found} if found else {}
-
-    def master_weights(self, keep: Callable[[str, Tensor], Tensor]) -> dict[str, Tensor]:
-        """Master weights of rounded parameters by name; otherwise like `state_dict`."""
-        suffix = ".master"
-        found = self.collect({"master"}, lambda key, x: keep(key.removesuffix(suffix), x))
-        return {key.removesuffix(suffix): x for key, x in found.items()}
-
-    @torch.no_grad()
-    def collect(
-        self, kinds: Collection[str], keep: Callable[[str, Tensor], Tensor]
-    ) -> dict[str, Tensor]:
-        """State tensors of these kinds, on the main rank; see `state_dict`."""
         result: dict[str, Tensor] = {}
         for group in self.groups:
-            for kind in [kind for kind in group.state if kind in kinds]:
+            for kind in [kind for kind in group.state if (kind == "master") is master]:
                 whole = group.state[kind]
                 if group.sharded:
                     with self.machine.waiting(f"optimizer state gather ({kind})"):
                         whole = gather(whole, self.machine)
                 if self.machine.is_main:
-                    keys = [f"{name}.{kind}" for name in group.names]
+                    keys = [name if master else f"{name}.{kind}" for name in group.names]
                     result |= zip(keys, map(keep, keys, group.unstack(whole)), strict=True)
+        if result and not master:
+            result["steps_taken"] = torch.tensor(self.steps_taken)
         return result
 
     def local_state(self) -> dict[str, Tensor]:

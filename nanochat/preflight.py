@@ -217,8 +217,6 @@ def set_kernels(
     backend = choose_attention(model.cfg, machine, compiled)
     for block in model.blocks:
         block.attention.backend = backend
-    if model.bigrams is not None and machine.device.type == "cpu":
-        model.bigrams.sparse = True
     if compiled:
         model.compile()
     if compiled and optimizer is not None:
@@ -405,7 +403,8 @@ def require_memory(model: GPT, machine: DistContext) -> None:
 
     def require(device: torch.device, what: str, needed: int) -> None:
         free, name = hardware.free_memory_bytes(device), hardware.device_name(device)
-        if machine.any(needed > free):
+        _, needed, free = max(machine.gather((needed - free, needed, free)))  # the fullest rank's
+        if needed > free:
             raise UsageError(
                 f"{model.num_params():,} parameters {what} take {needed / 1e9:.2f} GB, but {name} "
                 f"has {free / 1e9:.2f} GB free",

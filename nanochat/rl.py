@@ -210,22 +210,16 @@ class RolloutLoader(Loader):
     def rollout_metrics(self, groups: Sequence[Group]) -> dict[str, float]:
         """Return means over the groups and answers of all ranks."""
         answers = [answer for group in groups for answer in group.answers]
-        reward, tokens, cut_off, silent, spread = self.machine.sum(
-            sum(sum(group.rewards) for group in groups),
-            float(sum(len(answer.ids) for answer in answers)),
-            float(sum(answer.finish == "length" for answer in answers)),
-            float(sum(not group.has_signal for group in groups)),
-            sum(statistics.pstdev(group.rewards) for group in groups),
-        )
         num_groups = self.cfg.examples_per_step
         num_answers = num_groups * self.cfg.num_samples
-        return {
-            "reward": reward / num_answers,
-            "answer_tokens": tokens / num_answers,
-            "cut_off": cut_off / num_answers,
-            "without_signal": silent / num_groups,
-            "reward_std": spread / num_groups,
+        mine = {
+            "reward": sum(sum(group.rewards) for group in groups) / num_answers,
+            "answer_tokens": sum(len(answer.ids) for answer in answers) / num_answers,
+            "cut_off": sum(answer.finish == "length" for answer in answers) / num_answers,
+            "without_signal": sum(not group.has_signal for group in groups) / num_groups,
+            "reward_std": sum(statistics.pstdev(group.rewards) for group in groups) / num_groups,
         }
+        return dict(zip(mine, self.machine.sum(*mine.values()), strict=True))
 
     def draws(self, step: int) -> range:
         """This rank's question draws in a step, numbered over the run."""

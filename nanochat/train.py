@@ -344,8 +344,9 @@ def run_loop(run: TrainingRun, progress: Progress) -> bool:
     """
     Train from `progress.step` to the end. Returns False if the run was stopped early.
 
-    The final checkpoint is saved before the final evaluation. A stop request aborts the current
-    step or evaluation, then saves, unless no step was completed. Raises RankMismatchError; after
+    The final checkpoint is saved before the final evaluation. A stop request ends the current step
+    (RL: after its answers) and, except in RL and DPO, the evaluation; then saves, unless no step
+    was completed. Raises RankMismatchError; after
     saving the last good state, NonFiniteError, and UsageError or OSError for data that cannot be
     loaded; and UsageError, if steps remain but the weights are already averaged or the checkpoint
     has no optimizer state. Exits with UNEVALUATED if the final evaluation runs out of memory.
@@ -371,7 +372,7 @@ def run_loop(run: TrainingRun, progress: Progress) -> bool:
                 why = "data cannot be loaded" if run.failure else "stop requested"
                 if step > first_step:
                     run.save(progress, final=True)
-                    machine.print0(f"{why}: saved step {step}")
+                    machine.print0(f"{why}: saved step {step} (continue with --resume=auto)")
                 else:
                     machine.print0(f"{why}: no step completed, nothing saved")
                 if run.failure:
@@ -643,16 +644,16 @@ def train(run: TrainingRun) -> None:
 
 
 def prepare(run: TrainingRun, checkpoints: CheckpointManager) -> None:
-    """Choose kernels and micro-batch size, check memory and disk space, and print a summary."""
+    """
+    Check memory and disk space and print a summary; choose kernels and micro-batch size first,
+    unless the run has `device_rows` (RL and DPO).
+    """
     cfg, model, machine = run.cfg, run.model, run.machine
     left, folder = run.num_steps - run.progress.step, checkpoints.folder
     saves = 1 + (left // cfg.save_every if cfg.save_every else 0)
     size = checkpoints.disk_bytes(model, saves)
     disk = preflight.require_disk(folder, machine, checkpoints=size, rows=run.bytes_to_pack)
     if machine.fp8:
-        if run.kind in ("rl", "dpo"):  # GPUs multiply multiples of 16 rows only
-            why = "fp8 needs rows of one length, but those of DPO and RL are as long as the answers"
-            raise common.UsageError(why, "omit --dtype=fp8")
         preflight.enable_fp8(model, machine)
     # golf and recursion models keep float32 weights
     if machine.device.type == "cuda" and type(model) is GPT and not run.float32_weights:

@@ -67,6 +67,8 @@ class AnswerTuning:
 
     def __post_init__(self) -> None:
         require_positive(self, "num_iterations", "num_epochs", "init_lr_frac")
+        if self.train.machine.dtype == "fp8":  # GPUs multiply multiples of 16 rows only
+            raise ValueError("fp8 needs rows of one length, unlike RL and DPO; omit --dtype=fp8")
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,8 @@ class ChatRL(AnswerTuning):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_at_least(self, eval_examples=1, eval_samples=1)
+        if self.pass_rates and not 0 <= self.pass_rates[0] <= self.pass_rates[1] <= 1:
+            raise ValueError(f"pass_rates must rise, as in 0.2,0.8, got {self.pass_rates}")
 
 
 def main(cfg: ChatRL) -> None:

@@ -91,7 +91,7 @@ def check_rounded_weights(machine: DistContext) -> None:
     model.loss(tokens, tokens).backward()
     assert math.isfinite(optimizer.reduce_gradients())
     optimizer.step(1.0)
-    masters = optimizer.master_weights(lambda name, x: x.clone())
+    masters = optimizer.state_dict(lambda name, x: x.clone(), master=True)
     masters = machine.broadcast(masters)
     for name, wanted in masters.items():
         assert wanted.dtype == torch.float32
@@ -117,10 +117,10 @@ def main() -> None:
     assert not set_kernels(KernelConfig(), model, machine, seconds=1e9 * machine.rank)
     backend = "sdpa" if machine.world_size == 1 else "plain"
     assert {block.attention.backend for block in model.blocks} == {backend}
-    assert model.bigrams and model.bigrams.sparse
     named = dict(model.named_parameters())
     table = make_rules(OptimConfig(weight_decay=0.1), TINY.d_model)
     optimizer = MuonAdamW(model, table, machine)
+    assert model.bigrams and model.bigrams.sparse
     rates, losses, norms = [], [], []
 
     def rows(step: int) -> tuple[np.ndarray, np.ndarray]:

@@ -26,7 +26,7 @@ from nanochat.common import (
     seal,
     sha256_file,
 )
-from nanochat.preflight import KernelConfig, set_kernels
+from nanochat.optim import MuonAdamW, OptimConfig, make_rules
 from nanochat.tokenizer import Tokenizer
 from tests.conftest import TINY
 
@@ -65,7 +65,7 @@ def test_loaded_bigram_embedding_bounds_its_sparse_gradient(folder, tokenizer, m
     new = build_model(replace(TINY, bigram_rows=100), machine.device, machine.dtype, seed=0)
     save_checkpoint(folder, 1, new, None, tokenizer, {"identity": {}, "source": {}})
     model = load_model(find_checkpoint("base"), machine)
-    set_kernels(KernelConfig(), model, machine, seconds=0)
+    MuonAdamW(model, make_rules(OptimConfig(), TINY.d_model), machine)
     assert model.bigrams is not None
     generator, listed = torch.Generator().manual_seed(0), []
     for _ in range(6):  # micro-batches
