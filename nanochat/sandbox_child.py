@@ -70,7 +70,10 @@ CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446  # same on all architect
 
 
 def main() -> None:
-    """Read a job from fd 0 and run it."""
+    """
+    Read a job from fd 0 and run it. Its role is `program`, which runs alone; or `candidate`, which
+    defines a function and answers calls of it, and `judge`, which tests that function.
+    """
     with open(0, "rb", buffering=0, closefd=False) as stream:
         job = marshal.load(stream)
     try:
@@ -86,6 +89,8 @@ def main() -> None:
     sys.modules["__main__"] = program
     namespace = program.__dict__
     namespace.update(exit=sys.exit, quit=sys.exit)  # usually added by `site`
+    if job["role"] == "candidate":  # a function, not a program: its main guard does not run
+        del namespace["__name__"]
     if job["role"] == "judge":
         execute(job["setup"], namespace)
         namespace[job["entry"]] = remote(*job["channel"])

@@ -100,12 +100,15 @@ def differences(found: Nested, items: Nested, order: Sequence[str] = STAGES) -> 
     Differences of each metric between consecutive columns that have it.
 
     Columns evaluated on the same items are compared item by item; otherwise the standard error
-    treats them as independent measurements.
+    treats them as independent measurements. Scores with other sampling settings are not compared.
     """
     changes = []
     for name, by in found.items():
         for before, after in pairwise(column for column in order if column in by):
-            same = compare_items(name, items.get(before, {}), items.get(after, {}))
+            old, new = items.get(before, {}), items.get(after, {})
+            if not sampled_alike(name, old, new):
+                continue
+            same = compare_items(name, old, new)
             change = float(plain_value(by[after])) - float(plain_value(by[before]))
             se = math.hypot(*(standard_error(by[c]) for c in (before, after)))
             if same:
@@ -124,6 +127,13 @@ def compare_items(name: str, before: Record, after: Record) -> stats.Comparison 
         return None
     parts = [stats.compare(read_scores(a), read_scores(b), read_clusters(b)) for a, b in pairs]
     return stats.combine(parts, list(weights.values()))
+
+
+def sampled_alike(name: str, before: Record, after: Record) -> bool:
+    """Whether a metric was scored with the same sampling settings, as far as they are recorded."""
+    parts = after.get(name, {}).get("weights", {name: 1.0})
+    settings = [{by.get(part, {}).get("how") for by in (before, after)} - {None} for part in parts]
+    return all(len(different) < 2 for different in settings)
 
 
 def difference_table(changes: Sequence[Difference]) -> dict[str, Any]:

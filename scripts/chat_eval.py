@@ -12,13 +12,12 @@ Writes  the section "Chat evaluation <stage>"; each run adds its tasks
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from nanochat import records, report, stats
 from nanochat.chat_format import render_prompt
 from nanochat.checkpoint import Checkpoint, Stage, find_checkpoint_on_node, load_inference
-from nanochat.common import UsageError
+from nanochat.common import UsageError, fingerprint
 from nanochat.config import require_at_least, settings, short, start
 from nanochat.distributed import DistConfig, DistContext, init_distributed
 from nanochat.engine import Engine, Sampling
@@ -133,8 +132,7 @@ def open_tasks(
         machine.print0(f"skipping {name}: {why}")
     if not cfg.task_name:
         missing |= {name: "final benchmark" for name in default if name not in selected}
-    with machine.working("loading the tasks"):
-        return [eval_task(name, cfg.unsafe_exec) for name in names if name not in missing], missing
+    return [eval_task(name, cfg.unsafe_exec) for name in names if name not in missing], missing
 
 
 def open_engine(
@@ -157,7 +155,9 @@ def main(cfg: ChatEval) -> None:
     counted = [task for task in tasks if key_of(task.name) in map(key_of, default)]
     inputs = parent_inputs(checkpoint)
     key = records.stage_key({**all_flags(cfg), "task_name": None}, inputs)  # identifies a score
-    recorded = machine.on_main("reading the record", partial(read_record, cfg))
+    path = records.report_folder(cfg.report_dir) / f"{records.slug(cfg.section)}.json"
+    found = machine.on_main("reading the record", lambda: records.read_if_sound(path))
+    recorded = found or {"values": {}, "items": {}}
     averaged = recorded["items"].get(MEAN, {}).get("weights", {})  # tasks of the recorded ChatCORE
     known = load_scores(recorded, key) if cfg.skip_if_done else {}
     todo = [task for task in tasks if task.name not in known]
@@ -168,8 +168,10 @@ def main(cfg: ChatEval) -> None:
     names = [task.name for task in todo]
     who = {"checkpoint": str(checkpoint.folder), "section": cfg.section}
     machine.on_main("checking access", lambda: require_access(names, cfg.final, who))
+    with machine.working("loading the tasks"):  # downloads them
+        counts = {task.name: cfg.count(task) for task in todo}
     generated = [task for task in todo if task.kind == "generate"]
-    answers = sum(cfg.count(task) * cfg.repeats(task) for task in generated)
+    answers = sum(counts[task.name] * cfg.repeats(task) for task in generated)
     engine = open_engine(cfg, checkpoint, machine, answers)
 
     def record(values: Mapping[str, Any], items: Mapping[str, Any], *tables: Any) -> None:
@@ -187,18 +189,19 @@ def main(cfg: ChatEval) -> None:
         begun = time.perf_counter()
         if task.kind == "choice":
             model, tokenizer = engine.model, engine.tokenizer
-            graded = score_by_logits(model, tokenizer, task, cfg.count(task), machine)
+            graded = score_by_logits(model, tokenizer, task, counts[task.name], machine)
         else:
-            n, repeats = cfg.count(task), cfg.repeats(task)
+            n, repeats = counts[task.name], cfg.repeats(task)
             graded = score_by_generation(engine, task, n, cfg.sampling, repeats, machine)
         clusters = clusters_of(task, len(graded.outcomes))
         known[task.name] = stats.mean(item_means(graded.outcomes), clusters)
         seconds = time.perf_counter() - begun
         machine.print0(describe_task(task, graded, known[task.name], seconds))
-        is_sampled = task.kind == "generate" and cfg.sampling.temperature > 0
-        values, items = task_record(task, graded, clusters, key, is_sampled)
+        values, items = task_record(task, graded, clusters, key, cfg)
         if task.name in averaged:  # recorded again when all tasks are scored
             values |= dict.fromkeys((MEAN, f"{MEAN} without"))
+            if cfg.task_name:
+                machine.print0(f"{MEAN} deleted; without --task_name, it is computed again")
         record(values, items)
     scored = {key_of(name) for name in (*missing, *(task.name for task in counted))}
     if counted and scored >= set(map(key_of, default)):
@@ -208,21 +211,12 @@ def main(cfg: ChatEval) -> None:
     machine.close()
 
 
-def read_record(cfg: ChatEval) -> dict[str, Any]:
-    """Values and items of the section so far."""
-    path = records.report_folder(cfg.report_dir) / f"{records.slug(cfg.section)}.json"
-    return records.read_if_sound(path) or {"values": {}, "items": {}}
-
-
 def load_scores(record: Mapping[str, Any], key: str) -> dict[str, Estimate]:
     """Scores in the record with this `key`, and ChatCORE if there are any."""
     scored = [name for name, entry in record["items"].items() if entry.get("key") == key]
     scored += [MEAN] if scored and MEAN in record["values"] else []
-    values = {name: record["values"][name] for name in scored if " pass@" not in name}
-    return {
-        name: Estimate(float(value["value"]), value["n"], float(value["se"]))
-        for name, value in values.items()
-    }
+    found = {name: record["values"][name] for name in scored}
+    return {n: Estimate(float(v["value"]), v["n"], float(v["se"])) for n, v in found.items()}
 
 
 def all_flags(cfg: ChatEval) -> dict[str, Any]:
@@ -246,21 +240,25 @@ Parts = tuple[dict[str, Any], dict[str, Any]]  # values and items of the record
 
 
 def task_record(
-    task: Task, graded: TaskResult, clusters: list[str], key: str, sampled: bool
+    task: Task, graded: TaskResult, clusters: list[str], key: str, cfg: ChatEval
 ) -> Parts:
     """Score of a task, overall and per item; also pass@k if there are several answers."""
+    s, is_generated = cfg.sampling, task.kind == "generate"
+    how = fingerprint([s.temperature, s.top_k, s.top_p, s.max_new_tokens, cfg.python])
+    shared = {"how": how} if is_generated else {}
     name, outcomes = task.name, graded.outcomes
     conversations, k = [task[i] for i in range(len(outcomes))], len(outcomes[0])
+    sampled = is_generated and s.temperature > 0
     values: dict[str, Any] = {name: estimate_score(outcomes, clusters, sampled)}
     scores = records.item_scores(conversations, item_means(outcomes), clusters)
-    items = {name: {**scores, "key": key}}
+    items = {name: {**scores, **shared, "key": key}}
     for n in (2, 4, 8, 16, 32, 64):
         if n > k:
             values[f"{name} pass@{n}"] = None  # of an earlier evaluation with more answers
             continue
         each = [stats.pass_at_k(k, sum(score == 1 for score in scores), n) for scores in outcomes]
         values[f"{name} pass@{n}"] = records.estimate(*stats.mean(each, clusters))
-        items[f"{name} pass@{n}"] = records.item_scores(conversations, each, clusters)
+        items[f"{name} pass@{n}"] = {**records.item_scores(conversations, each, clusters), **shared}
     values[f"{name} truncated prompts"] = graded.num_truncated or None
     return values, items
 

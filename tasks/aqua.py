@@ -57,10 +57,8 @@ class AQuA(AQuALetter):
         return [user(asked), assistant(f"{rationale}\nAnswer: {LETTERS[right]}")]
 
     def score(self, conversation: Conversation, answer: str) -> float:
-        right, given = (
-            MARKER.findall(text)[-1:] for text in (answer_text(conversation[-1]), visible(answer))
-        )
-        return float(given == right)
+        right = MARKER.findall(answer_text(conversation[-1]))[-1:]
+        return float(MARKER.findall(visible(answer))[-1:] == right)
 
     def answered(self, answer: str) -> bool:
         return MARKER.search(visible(answer)) is not None

@@ -205,6 +205,7 @@ class TenOptions(MoreOptions):
     of: type[QuestionTask]
 
     def __init__(self, split: str):
+        Task.__init__(self, split)  # rejects "train"
         super().__init__(self.of(split), exactly=True)
         self.name, self.baseline = type(self).name, 1 / MAX_OPTIONS
 

@@ -72,12 +72,9 @@ def tool_call(code: str, output: str) -> list[ContentPart]:
 
 def with_tool_calls(notation: str) -> list[ContentPart]:
     """Split GSM8K notation into parts; `<<3*4=12>>` becomes a calculator call."""
-    parts: list[ContentPart] = []
-    end = 0
-    for call in CALCULATION.finditer(notation):
-        parts += [text(notation[end : call.start()]), *tool_call(call[1], call[2])]
-        end = call.end()
-    return [part for part in [*parts, text(notation[end:])] if part["text"]]
+    kinds = itertools.cycle(("text", "python", "python_output"))
+    pieces = zip(kinds, CALCULATION.split(notation), strict=False)
+    return [{"type": kind, "text": piece} for kind, piece in pieces if piece]
 
 
 def find_error(messages: Any) -> str | None:
@@ -133,7 +130,8 @@ def choice_question(
     """
     Format a multiple-choice question. The default instruction asks for the letter only.
 
-    The letter follows `=` without a space so that it is the same token as in the answer.
+    The letter follows `=` without a space, because an answer begins without one. A large vocabulary
+    may merge `=A` into one token.
     """
     lines = [f"- {option}={letter}" for option, letter in zip(options, letters, strict=True)]
     return "\n".join([question, *lines, "", instruction])
@@ -152,7 +150,7 @@ class Task(ABC):
     """choice: scored by the logits of the letters right after <|assistant_start|>; generate: by
     the generated answer; talk: training only."""
     splits: ClassVar[tuple[str, ...]]
-    """Available splits. Only "train" is ever trained on."""
+    """Available splits. Fine-tuning trains only on "train", RL on `rl_split`."""
     rl_split: ClassVar[str] = "train"
     """Split whose questions RL trains on."""
     baseline: float = 0.0

@@ -8,7 +8,6 @@ A row is {"messages": [...]}, or {"prompt": "..."} if it has no answer yet, plus
 ended). A row without a field that a rule needs is kept and counted as not judged.
 """
 
-import hashlib
 import math
 import re
 import unicodedata
@@ -18,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from nanochat.common import fingerprint
 from tasks.base import Conversation, Task, answer_text, user
 from tasks.overlap import BATCH, LENGTHS, WORD, is_in, ngrams_by_length, query_ngrams
 
@@ -183,14 +183,10 @@ def value(answer: str) -> float | str:
 
 def no_duplicate(rows: Sequence[FilterRow]) -> list[bool | None]:
     """Keep the first of any rows with the same words, ignoring case and punctuation."""
-    seen: set[bytes] = set()
-    found: list[bool | None] = []
-    for row in rows:
-        words = " ".join(WORD.findall(f"{prompt(row)}\n{last_reply(row)}".lower()))
-        digest = hashlib.blake2b(words.encode(), digest_size=16).digest()
-        found.append(digest not in seen)
-        seen.add(digest)
-    return found
+    texts = [f"{prompt(row)}\n{last_reply(row)}".lower() for row in rows]
+    prints = [fingerprint(WORD.findall(text)) for text in texts]
+    first = {each: number for number, each in reversed([*enumerate(prints)])}
+    return [first[each] == number for number, each in enumerate(prints)]
 
 
 def no_near_duplicate(rows: Sequence[FilterRow]) -> list[bool | None]:

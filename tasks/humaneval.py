@@ -16,7 +16,7 @@ from tasks.base import Conversation, assistant, user, visible
 from tasks.hub import HubTask, TaskRow
 
 LIMITS = sandbox.Limits()
-CODE_BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|$)", re.DOTALL)
+BLOCK = re.compile(r"^[ \t]*```([\w+-]*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
 INSTRUCTION = "Complete this function. Answer with the whole function in a block of Python code."
 
 
@@ -58,7 +58,9 @@ class HumanEval(CodeTask):
     def score(self, conversation: Conversation, answer: str) -> float:
         row = self.row(self.by_question[conversation[0]["content"]])
         entry, prompt = row["entry_point"], row["prompt"]
-        program = prompt + "\n" + extract_code(visible(answer), entry)
+        # The prompt has imports, helpers and a function without a body: a whole function replaces
+        # that function, and a bare body completes it
+        program = prompt + "\n" + final_code(visible(answer), entry)
         test = f"{row['test']}\ncheck({entry})"
         return float(run_test(program, test, entry, setup=prompt, unsafe=self.unsafe))
 
@@ -68,15 +70,15 @@ def question(row: TaskRow) -> str:
     return f"{INSTRUCTION}\n\n```python\n{row['prompt']}```"
 
 
-def extract_code(answer: str, entry: str) -> str:
+def final_code(answer: str, entry: str | None) -> str:
     """
-    The code block that defines `entry`, else the first one, else the whole answer.
-
-    The code runs after the prompt, which has imports, helpers and a function without a body: a
-    whole function replaces that function, and a bare body completes it.
+    The last block of Python code, one that defines `entry` if there is such; else the last block
+    of any kind, else the whole answer.
     """
-    blocks = CODE_BLOCK.findall(answer) or [answer]
-    return next((block for block in blocks if f"def {entry}(" in block), blocks[0])
+    blocks = BLOCK.findall(answer)
+    python = [code for language, code in blocks if language.lower() in ("python", "python3", "py")]
+    found = python or [code for _, code in blocks] or [answer]
+    return ([code for code in found if f"def {entry}(" in code] or found)[-1]
 
 
 def run_test(

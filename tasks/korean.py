@@ -194,15 +194,10 @@ class MCLMKorean(HubTask):
         return "####" in visible(answer)
 
 
-def final_line(answer: str) -> str:
-    """What follows the last ####, without dollar signs."""
-    line = visible(answer).rpartition("####")[2].strip().partition("\n")[0]
-    return re.sub(r"₩|\\?\$", "", re.sub(r"\\boxed\{(.*)\}", r"\1", line)).strip()
-
-
 def final_value(answer: str) -> float | str:
     """What follows the last ####: a number without unit, or a formula without spaces and $."""
-    line = final_line(answer)
+    line = visible(answer).rpartition("####")[2].strip().partition("\n")[0]
+    line = re.sub(r"₩|\\?\$", "", re.sub(r"\\boxed\{(.*)\}", r"\1", line)).strip()
     if amount := NUMBER_AND_UNIT.fullmatch(line):
         return to_number(amount[1])
     said = re.sub(r"\s|\\[!,;]|\\(left|right)", "", line)

@@ -11,7 +11,6 @@ import base64
 import io
 import json
 import pickle
-import re
 import zlib
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -19,28 +18,22 @@ from typing import Any, NoReturn
 from nanochat.sandbox import Limits
 from tasks.base import Conversation, assistant, user, visible
 from tasks.hub import TaskRow
-from tasks.humaneval import CodeTask, run_test
+from tasks.humaneval import CodeTask, final_code, run_test
 
 ENTRY = "solve"  # function that the tests call
 SECONDS = 5.0  # per test, on average over those of a sandboxed program
 PROGRAM_TESTS = 12  # at most: a program that never ends costs a minute
-PROGRAM_CHARS = 2**22  # at most, of its tests; larger ones would exceed the sandbox's memory
+PROGRAM_CHARS = 2**22  # at most, of its tests; bounds the memory of a sandbox
 READ = "Write a Python program that reads stdin and prints to stdout."
 COMPLETE = "Complete this Python class:\n\n```python\n{starter}\n```"
 INSTRUCTION = "Answer with the whole program in a block of Python code."
-BLOCK = re.compile(r"^[ \t]*```([\w+-]*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
 # Names that contest sites import for an answer. builtins last: math has another pow
 MODULES = (
     "bisect collections copy datetime functools heapq io itertools json math operator random re "
     "statistics string sys time typing builtins"
 ).split()
-IMPORTS = "\n".join(
-    [
-        *(f"from {name} import *" for name in MODULES),
-        f"import {', '.join(MODULES)}",
-        "sys.setrecursionlimit(50_000)",
-    ]
-)
+IMPORTS = "\n".join(f"from {name} import *" for name in MODULES)
+IMPORTS += f"\nimport {', '.join(MODULES)}\nsys.setrecursionlimit(50_000)"
 STDIN_PROGRAM = """
 import contextlib, io, sys
 def {entry}(text, source={source!r}, imports={imports!r}):
@@ -136,17 +129,6 @@ class LiveCodeBench(CodeTask):
             if not run_test(program, "\n".join(test), ENTRY, unsafe=self.unsafe, limits=limits):
                 return 0.0
         return 1.0
-
-
-def final_code(answer: str, method: str | None) -> str:
-    """
-    The last block of Python code, one that defines the method if there is such; else the last block
-    of any kind, else the whole answer.
-    """
-    blocks = BLOCK.findall(answer)
-    python = [code for language, code in blocks if language.lower() in ("python", "python3", "py")]
-    found = python or [code for _, code in blocks] or [answer]
-    return ([code for code in found if f"def {method}(" in code] or found)[-1]
 
 
 def method_of(row: TaskRow) -> str | None:

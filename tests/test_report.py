@@ -641,6 +641,13 @@ def test_stages_with_different_items_are_compared_as_independent():
     assert [row[-1] for row in rows] == ["-", "-", "-"]
 
 
+def test_scores_with_other_sampling_settings_are_not_compared():
+    records = [chat_record(stage, [0, 1] * 50, [0, 1] * 50) for stage in ("mid", "sft")]
+    for record, how in zip(records, ("greedy", "temperature 1"), strict=True):
+        record["items"]["GSM8K"]["how"] = how
+    assert [row[0] for row in changes(records)["rows"]] == ["ARC-Easy"]
+
+
 def test_ledger_sums_time_and_cost():
     hour = {"wall_seconds": 3600.0, "device_seconds": 28800.0}
     records = [record("Base model training", cost=hour), record("Chat SFT")]

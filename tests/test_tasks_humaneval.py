@@ -8,7 +8,7 @@ from nanochat.sandbox import SandboxUnavailable, choose_layer
 from tasks import hub as hub_tasks
 from tasks.base import Task
 from tasks.hub import TaskData, TaskRows
-from tasks.humaneval import HumanEval, extract_code
+from tasks.humaneval import HumanEval, final_code, run_test
 from tests.hub_server import hub_served
 
 ROW = {
@@ -83,9 +83,15 @@ def test_reference_is_the_whole_function_in_a_code_block(task):
 
 def test_block_that_defines_the_function_is_run():
     blocks = "```python\nf(1)\n```\nand\n```python\ndef f(x):\n    return x\n```"
-    assert extract_code(blocks, "f") == "def f(x):\n    return x\n"
-    assert extract_code(blocks, "g") == "f(1)\n"
-    assert extract_code("    return 1", "f") == "    return 1"
+    assert final_code(blocks, "f") == "def f(x):\n    return x\n"
+    assert final_code(blocks[: blocks.index("and")], "g") == "f(1)\n"
+    assert final_code("    return 1", "f") == "    return 1"
+    assert final_code("```Python\nx\n```\nThis works.", "f") == "x\n"
+
+
+def test_main_guard_of_an_answer_does_not_run(sandbox):
+    program = "def f(x):\n    return x\n\nif __name__ == '__main__':\n    print(f(int(input())))\n"
+    assert run_test(program, "assert f(2) == 2", "f")
 
 
 @pytest.fixture

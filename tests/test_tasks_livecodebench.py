@@ -9,6 +9,7 @@ import pytest
 
 from nanochat.sandbox import SandboxUnavailable, choose_layer
 from tasks import livecodebench
+from tasks.humaneval import final_code
 from tasks.livecodebench import LiveCodeBench, read_private
 from tests.published import publish
 
@@ -117,7 +118,7 @@ def test_program_must_pass_public_and_hidden_tests(task, kind, code, score):
     ],
 )
 def test_last_block_of_python_is_the_program(answer, method, code):
-    assert livecodebench.final_code(answer, method) == code
+    assert final_code(answer, method) == code
 
 
 def test_many_tests_run_in_several_programs(task, monkeypatch):
