@@ -96,7 +96,7 @@ def run(cfg: Arms, arm: str, seed: int) -> Result:
         with (folder / "log.txt").open("w") as log:
             for command in commands:
                 words = [sys.executable, "-m", *command.split()]
-                if "export" not in command:
+                if not command.startswith("scripts.export "):
                     words.append(f"--report_dir={folder / 'report'}")
                 status = subprocess.run(
                     words, cwd=REPOSITORY, env=one_thread(), stdout=log, stderr=subprocess.STDOUT

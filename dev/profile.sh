@@ -3,7 +3,7 @@
 
 gpus=$( (nvidia-smi -L 2>/dev/null || true) | grep -c '^GPU' || true)
 if [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then
-    chosen=$(printf '%s' "$CUDA_VISIBLE_DEVICES" | tr ',' '\n' | grep -c . || true)
+    chosen=$(printf '%s' "$CUDA_VISIBLE_DEVICES" | tr ',' '\n' | grep -c '^[^-]' || true) # -1 hides all
     [ "$gpus" -le "$chosen" ] || gpus=$chosen
 fi
 gpu_name=""

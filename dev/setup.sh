@@ -75,7 +75,7 @@ echo "setup: installing packages (PyTorch with CUDA: about 6 GB on disk; once, t
 keep_torch=${TORCH_BACKEND:+--no-install-package torch --no-install-package triton}
 # compile bytecode once, not at the start of every stage; --inexact keeps other installed packages
 uv sync --quiet --inexact --compile-bytecode $keep_torch ${GROUPS_WANTED-}
-[ -e .venv/bin/uv ] || ln -s "$(command -v uv)" .venv/bin/uv # found wherever the environment is active
+[ -e .venv/bin/uv ] || ln -sf "$(command -v uv)" .venv/bin/uv # found wherever the environment is active
 source .venv/bin/activate
 torch_works() { # torch_works <auto, cpu or cuNNN>: whether this build is installed and, except cpu, finds a GPU
     python -c '

@@ -55,11 +55,7 @@ def bench_evaluation(
                 pass
             return time.perf_counter() - started
 
-        def score_peer(questions: Sequence[Question] = questions) -> float:
-            assert theirs is not None
-            return theirs(questions)[0]
-
-        seconds = alternate(repeats, score, score_peer if theirs else None)
+        seconds = alternate(repeats, score, theirs and (lambda q=questions: theirs(q)[0]))
         ours, others = ([len(questions) / x for x in each] for each in seconds)
         tokens = sum(len(ids) for q in questions for ids in q.options)
         options = len(questions[0].options)

@@ -5,7 +5,7 @@ Artifact size: tries all containers and compressors; checks file and code agains
 
 The code that counts toward the limit is the code needed to read and score a file: `artifact.py`,
 `documents.py`, the nanochat modules they import, and the sources of rustbpe. Packages of others are
-free: torch, numpy, pyarrow, psutil, tyro.
+free.
 """
 
 import ast

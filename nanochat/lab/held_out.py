@@ -46,7 +46,7 @@ def final_benchmarks() -> dict[str, str]:
 def declare(final: Mapping[str, str]) -> Path:
     """Permanently declare benchmarks final. final: name -> dataset it is made from."""
     path = base_dir() / FILE
-    with hold_lock(base_dir() / ".lock", "the ledger"):
+    with hold_lock(base_dir() / ".lock", "the list of final benchmarks"):
         write_json(path, seal({"final": {**final_benchmarks(), **final}}))
     return path
 
@@ -86,7 +86,7 @@ def require_access(names: Iterable[str], allowed: bool, who: Mapping[str, Any]) 
     folder = base_dir()
     for name in wanted:
         entry = {"benchmark": name, "when": time.strftime("%Y-%m-%d %H:%M:%S"), **who}
-        with hold_lock(folder / ".lock", "the ledger"):
+        with hold_lock(folder / ".lock", "the log of accesses"):
             append_line(folder / ACCESS_LOG, one_line(seal(to_json_types(entry))))
 
 

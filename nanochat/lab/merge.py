@@ -247,7 +247,7 @@ def interpolate(
 
 
 def loss_barrier(line: WeightPath) -> float:
-    """Maximum height above the chord between the ends; negative if the line sags."""
+    """Maximum height above the chord between the ends; negative if all points lie below it."""
     (_, first), *inner, (_, last) = line
     return max(y - ((1 - t) * first + t * last) for t, y in inner)
 

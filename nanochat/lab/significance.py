@@ -132,7 +132,7 @@ def noise_bar(difference: float, parts: Sequence[tuple[float, int]]) -> tuple[fl
     if total == 0:
         return 0.0, 0.0 if difference else 1.0
     each = [variance**2 / df for variance, df in parts if variance and df]
-    df = max(1, int(total**2 / math.fsum(each)))
+    df = max(1, int(total**2 / math.fsum(each) + 1e-9))  # rounding errors cost no degree
     se = math.sqrt(total)
     return student_quantile(df, LEVEL) * se, student_p(difference / se, df)
 

@@ -5,7 +5,7 @@ A study: run bases x ablation arms x seeds as jobs and compare their scores.
 
 An ablation arm ("arm") is one variant of a training run. All runs of a study train on the same
 number of tokens. Arms never share seeds: identical data order would make two arms look more alike
-than independent runs.
+than independent runs. Only the values of a search share theirs.
 """
 
 import csv
@@ -161,7 +161,8 @@ class Study:
         steps, for equal tokens. Raises ValueError for an arm that sets num_iterations.
         """
         cfg, mix = self.cfg, self.mix
-        own = dict(flag.removeprefix("--").split("=", 1) for flag in arm.flags)
+        pairs = (flag.removeprefix("--").split("=", 1) for flag in arm.flags)
+        own = {name.replace("-", "_"): value for name, value in pairs}
         if "num_iterations" in own:
             raise ValueError(f"{arm.name}: all runs must be equally long; set --num_iterations")
         batch = int(own.get("total_batch_size", cfg.total_batch_size))

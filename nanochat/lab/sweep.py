@@ -4,10 +4,10 @@ Run many training jobs with the standard scripts, one or several at a time, each
     jobs -> Sweep.run_all -> sweeps/runs/<key>/: log.txt, report/, done.json -> scores
 
 A job is the commands of one run (training and evaluations), each run in its own process. Its key is
-the fingerprint of everything that determines the outcome: commands, inputs and code. A finished job
-is never repeated, even by another sweep; an interrupted one resumes from its newest checkpoint. A
-ledger records the time of every command, including failed attempts; a cap on device time stops
-a sweep between jobs.
+the fingerprint of commands, inputs and code, but not of the device and the installed packages: use
+another base directory after changing those. A finished job is never repeated, even by another
+sweep; an interrupted one resumes from its newest checkpoint. A ledger records the time of every
+command, including failed attempts; a cap on device time stops a sweep between jobs.
 """
 
 import ctypes
@@ -90,7 +90,7 @@ class Job:
     """Fingerprints of its inputs."""
 
     def key(self, code: str) -> str:
-        """Fingerprint of commands, inputs and code: equal keys mean equal results."""
+        """Fingerprint of commands, inputs and code."""
         commands = [list(command) for command in self.commands]
         return fingerprint({"commands": commands, "from": dict(self.starts_from), "code": code})
 

@@ -6,6 +6,7 @@ Does recursion pay off? Compares recursive runs with plain runs of equal cost.
 A plain arm counts as equal in FLOPs, tokens or parameters if within 5%. Pure functions.
 """
 
+import math
 import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -99,7 +100,7 @@ def check_equal_flops(recursive: LoopArm, plain: Sequence[LoopArm]) -> Criterion
     difference, sd = recursive.mean - best.mean, seed_spread(recursive, best)
     detail = f"{difference:+.4f} bpb against {best.name}"
     larger = [arm for arm in rivals if recursive.params <= FEWER_PARAMS_RATIO * arm.params]
-    if sd is None:
+    if sd is None or any(seed_spread(recursive, arm) is None for arm in rivals):
         hopeless = difference >= 0 and best not in larger
         return Criterion(name, False if hopeless else None, f"{detail}; more seeds are needed")
     detail += f", spread over seeds {sd:.4f}"
@@ -151,7 +152,11 @@ def check_gradients_finite(norms: Sequence[float], bad_steps: int) -> Criterion:
 
 
 def check_loss_falling(losses: Sequence[Sequence[float]]) -> Criterion:
-    """Criterion: the loss of every seed is lower in the last tenth of steps than in the first."""
+    """
+    Criterion: the loss of every seed is lower in the last tenth of steps than in the first. Skipped
+    steps, whose loss is not finite, are left out.
+    """
+    losses = [list(filter(math.isfinite, curve)) for curve in losses]
     if not all(losses):
         return Criterion("Loss falling", None, "no step was logged")
     tenths = [(curve, max(1, len(curve) // 10)) for curve in losses]

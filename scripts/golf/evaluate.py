@@ -9,6 +9,7 @@ Reads   artifacts (scripts.export --format=artifact) and validation text; if an 
 Writes  the section "Parameter golf": mean and spread of the artifacts (seeds of one recipe)
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,6 +32,7 @@ from tasks.builtin import ensure_written
 
 SECTION = "Parameter golf"
 GPU_SEQS = 64  # windows per forward pass on a GPU
+ONE_AT_A_TIME = "evaluate them one at a time with --artifacts"
 
 
 @dataclass(frozen=True)
@@ -76,15 +78,19 @@ def main(cfg: GolfEval) -> None:
         )
     if len({path.name for path in paths}) < len(paths):
         raise ValueError("artifacts are listed by file name, but two have the same; rename one")
-    scored = [score_artifact(cfg, path.expanduser(), machine) for path in paths]
-    require_one_recipe(scored)
+    artifacts = {path: read_artifact(path) for path in (each.expanduser() for each in paths)}
+    require_one_recipe(artifacts)
+    scored = [score_artifact(cfg, path, each, machine) for path, each in artifacts.items()]
+    if len({s.plain.bytes for s in scored}) > 1:
+        raise UsageError("the artifacts were scored on different text", ONE_AT_A_TIME)
     machine.on_main("writing the report", lambda: write_scores(cfg, machine, scored))
     machine.close()
 
 
-def score_artifact(cfg: GolfEval, path: Path, machine: DistContext) -> ScoredArtifact:
+def score_artifact(
+    cfg: GolfEval, path: Path, artifact: Artifact, machine: DistContext
+) -> ScoredArtifact:
     """Score an artifact, then load its source checkpoint into the same model and score it."""
-    artifact = read_artifact(path)
     model = artifact.build(machine)
     parent = find_source_checkpoint(artifact, machine)
     recorded = parent.state["source"] if parent else None
@@ -114,23 +120,18 @@ def score_artifact(cfg: GolfEval, path: Path, machine: DistContext) -> ScoredArt
     return ScoredArtifact(path, artifact, parent, baseline, plain, sliding)
 
 
-def require_one_recipe(scored: list[ScoredArtifact]) -> None:
-    """Raise UsageError if artifacts differ in text, shape or formats, or are of the same seed."""
-    by_seed: dict[int, ScoredArtifact] = {}
-    recipes = [(s.plain.bytes, s.artifact.cfg, s.artifact.formats) for s in scored]
-    for s, recipe in zip(scored, recipes, strict=True):
-        if recipe != recipes[0]:
-            raise UsageError(
-                f"{s.path} and {scored[0].path} are not seeds of one recipe (different text, model "
-                "shape or formats)",
-                "evaluate them one at a time with --artifacts",
-            )
-        other = by_seed.setdefault(seed := s.artifact.origin["seed"], s)
-        if other is not s:
-            raise UsageError(
-                f"{s.path} and {other.path} have the same seed, {seed}",
-                "list only one of them in --artifacts",
-            )
+def require_one_recipe(artifacts: Mapping[Path, Artifact]) -> None:
+    """Raise UsageError if artifacts differ in shape or formats, or are of the same seed."""
+    by_seed: dict[int, Path] = {}
+    (first, one), *_ = artifacts.items()
+    for path, each in artifacts.items():
+        if (each.cfg, each.formats) != (one.cfg, one.formats):
+            why = f"{path} and {first} are not seeds of one recipe (other model shape or formats)"
+            raise UsageError(why, ONE_AT_A_TIME)
+        other = by_seed.setdefault(seed := each.origin["seed"], path)
+        if other != path:
+            why = f"{path} and {other} have the same seed, {seed}"
+            raise UsageError(why, "list only one of them in --artifacts")
 
 
 def find_source_checkpoint(artifact: Artifact, machine: DistContext) -> Checkpoint | None:

@@ -50,8 +50,9 @@ class Generate:
     system: str = ""
     """System message before every prompt. Default: none."""
     as_prompt: bool = False
-    """Write each answer as the next prompt, and the prompt itself as `original`: translates prompts
-    with a --system message that asks for it. Only the last message of a prompt is kept."""
+    """Write each answer as the prompt of a new row that keeps the old prompt as `original`; this
+    translates prompts if a --system message asks for it. Only the last message of a prompt is
+    kept."""
     temperature: float = 0.7
     top_p: float = 0.9
     max_tokens: int = 1024

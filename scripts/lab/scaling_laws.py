@@ -79,7 +79,7 @@ class ScalingLaws:
     seeds: int = 1
     """Number of seeds of each run."""
     flags: str = "--max_seq_len=512"
-    """Flags of base_train for all runs, instead of these."""
+    """Flags of base_train for all runs; replaces the default."""
     eval_tokens: int = 262_144
     """Validation tokens to score at the end of each run."""
     report_dir: str | None = None
@@ -239,8 +239,9 @@ def plan_runs(
         for depth in cfg.depths:
             models = [meta_model(cfg, arm, depth, corpus, machine) for arm in arms]
             most_tokens[depth] = max(budget / model.flops_per_token() for model in models)
-        distance = {
-            d: abs(math.log(6 * n * n / budget / TOKENS_PER_N)) for d, n in most_tokens.items()
+        distance = {  # tokens / N, where N = budget / (6 tokens)
+            d: abs(math.log(6 * tokens**2 / budget / TOKENS_PER_N))
+            for d, tokens in most_tokens.items()
         }
         chosen, reasons = [], []
         for depth in sorted(distance, key=lambda d: distance[d]):

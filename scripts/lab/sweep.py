@@ -94,7 +94,7 @@ def main(cfg: SweepScript) -> None:
     is_rl = cfg.study.stage == "rl"
     if is_rl and cfg.arms:
         raise ValueError('RL has no mixture for --arms to change; use --grid="task=a|b"')
-    if re.search(r"(^|[;-])mixture=", cfg.grid) and not re.search(
+    if re.search(r"(^|[;\s-])mixture=", cfg.grid) and not re.search(
         "--val[-_]mixture=", cfg.study.flags
     ):
         raise ValueError(

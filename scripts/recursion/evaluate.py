@@ -76,13 +76,6 @@ class LoopScores(NamedTuple):
     def tag(self) -> str:
         return self.checkpoint.folder.parent.name
 
-    @property
-    def recipe(self) -> str:
-        """Key shared by all seeds of an arm."""
-        identity = {**self.checkpoint.state["identity"], "seed": None}
-        by_clock = "max_wallclock_seconds" in identity
-        return json.dumps([identity, None if by_clock else self.checkpoint.step], sort_keys=True)
-
 
 def main(cfg: RecursionEval) -> None:
     machine = init_distributed(cfg.machine)
@@ -93,9 +86,9 @@ def main(cfg: RecursionEval) -> None:
     tags = (cfg.model_tags or (None,), cfg.plain_tags)
     recursive, plain = machine.on_node("verifying checkpoints", lambda: [find(t) for t in tags])
     require_comparable([*recursive, *plain])
+    require_one_recipe(recursive, plain)
     recursive = [score_loops(cfg, checkpoint, machine) for checkpoint in recursive]
     plain = [score_loops(cfg, checkpoint, machine) for checkpoint in plain]
-    require_one_recipe(recursive, plain)
     criteria = find_criteria(recursive, plain)
     for criterion in criteria:
         machine.print0(f"{criterion.name}: {criterion.summary}")
@@ -121,19 +114,27 @@ def require_comparable(checkpoints: Sequence[Checkpoint]) -> None:
                 )
 
 
-def require_one_recipe(recursive: Sequence[LoopScores], plain: Sequence[LoopScores]) -> None:
+def require_one_recipe(recursive: Sequence[Checkpoint], plain: Sequence[Checkpoint]) -> None:
     """Raise UsageError for a model of the wrong kind, or recursive models of several recipes."""
     first = recursive[0]
-    for s in recursive:
-        if not isinstance(s.model, RecursiveGPT):
-            raise UsageError(f"{s.tag} is not recursive", "pass it with --plain_tags")
-        if s.recipe != first.recipe:
+    for each in recursive:
+        if "n_loops" not in each.state["model"]:
+            raise UsageError(f"{each.folder} is not recursive", "pass it with --plain_tags")
+        if recipe_of(each) != recipe_of(first):
             raise UsageError(
-                f"{s.tag} and {first.tag} are not seeds of one recipe", "evaluate them separately"
+                f"{each.folder} and {first.folder} are not seeds of one recipe",
+                "evaluate them separately",
             )
-    for s in plain:
-        if isinstance(s.model, RecursiveGPT):
-            raise UsageError(f"{s.tag} is recursive", "evaluate it alone, with --model_tags")
+    for each in plain:
+        if "n_loops" in each.state["model"]:
+            raise UsageError(f"{each.folder} is recursive", "evaluate it alone, with --model_tags")
+
+
+def recipe_of(checkpoint: Checkpoint) -> str:
+    """Key shared by all seeds of an arm."""
+    identity = {**checkpoint.state["identity"], "seed": None}
+    by_clock = "max_wallclock_seconds" in identity
+    return json.dumps([identity, None if by_clock else checkpoint.step], sort_keys=True)
 
 
 def score_loops(cfg: RecursionEval, checkpoint: Checkpoint, machine: DistContext) -> LoopScores:
@@ -213,7 +214,7 @@ def arms_of(plain: Sequence[LoopScores]) -> list[LoopArm]:
     """Group plain runs into arms, in the order given."""
     groups: dict[str, list[LoopScores]] = {}
     for scored in plain:
-        groups.setdefault(scored.recipe, []).append(scored)
+        groups.setdefault(recipe_of(scored.checkpoint), []).append(scored)
     return [arm_of(seeds) for seeds in groups.values()]
 
 
@@ -279,8 +280,8 @@ def write_record(
 
 
 def mean_of(lines: Sequence[dict[str, float]], name: str) -> float:
-    """Mean of a metric over the lines that have it."""
-    return mean(line[name] for line in lines if name in line)
+    """Mean of a metric over the lines that have a finite value of it."""
+    return mean(line[name] for line in lines if math.isfinite(line.get(name, math.nan)))
 
 
 def late_metrics(recursive: Sequence[LoopScores]) -> dict[str, float]:

@@ -14,6 +14,7 @@ from nanochat.lab.significance import (
     contrasts,
     expected_maximum,
     holm_correct,
+    noise_bar,
     pooled_spread,
     student_p,
     student_quantile,
@@ -29,6 +30,13 @@ def test_students_t_matches_published_tables(df, t):
     assert student_quantile(df) == pytest.approx(t, abs=1e-3)
     assert student_p(-t, df) == student_p(t, df)
     assert student_p(0.0, df) == pytest.approx(1.0) and student_p(math.inf, df) == 0.0
+
+
+@pytest.mark.parametrize("df", [1, 7, 15, 31])
+def test_one_source_of_noise_keeps_its_degrees_of_freedom(df):
+    for n in range(1, 500):  # some squares round down
+        bar, _ = noise_bar(0.02, [(0.0001 * n, df)])
+        assert bar == pytest.approx(student_quantile(df) * math.sqrt(0.0001 * n))
 
 
 def test_holm_corrects_for_multiple_comparisons():

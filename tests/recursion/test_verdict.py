@@ -60,6 +60,9 @@ def test_missing_arms_seeds_or_logs_are_inconclusive():
         "worse and not smaller"
     )
     assert check_equal_flops(RECURSIVE._replace(bpb=[2.1], params=50), alone).met is None
+    worse = LONGER._replace(name="one seed", bpb=[2.5])
+    assert check_equal_flops(RECURSIVE, [LONGER, worse]).met is None
+    assert check_loss_falling([[9.0, float("nan"), 8.0]]).met is True, "skipped steps are left out"
     assert check_first_loop(RECURSIVE, [2.0], [LONGER], trained=True).met is None
     assert check_first_loop(RECURSIVE, [9.0], ALL, trained=False).met is None
     assert check_gradients_finite([], 0).met is None and check_loss_falling([[]]).met is None
