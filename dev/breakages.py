@@ -18,12 +18,7 @@ from nanochat.checkpoint import find_checkpoint
 from nanochat.common import write_atomic
 from nanochat.config import start
 from nanochat.lab.study import as_csv
-from nanochat.lab.sweep import (
-    DoneRun,
-    Job,
-    Sweep,
-    SweepConfig,
-)
+from nanochat.lab.sweep import DoneRun, Job, Sweep, SweepConfig
 from nanochat.report import render_table
 
 STEPS = {"mid": 80, "base": 160, "sft": 50}

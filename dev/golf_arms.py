@@ -17,12 +17,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from nanochat.common import (
-    REPOSITORY,
-    base_dir,
-    fingerprint,
-    read_json,
-)
+from nanochat.common import REPOSITORY, base_dir, fingerprint, read_json
 from nanochat.config import start
 from nanochat.logger import read_metrics
 from nanochat.stats import mean

@@ -28,13 +28,7 @@ from nanochat.preflight import GPU_EFFICIENCY, MATMUL_EFFICIENCY, describe_dtype
 from nanochat.records import default_rate, read_if_sound, report_folder, slug
 from nanochat.scaling import Horizon, plan_horizon
 from nanochat.train import TrainConfig
-from scripts import (
-    base_train,
-    chat_eval,
-    chat_rl,
-    chat_sft,
-    mid_train,
-)
+from scripts import base_train, chat_eval, chat_rl, chat_sft, mid_train
 from scripts.base_train import BaseTrain
 from scripts.chat_rl import ChatRL
 from scripts.tok_train import TokTrain
@@ -205,12 +199,7 @@ def flops_per_second(cfg: Plan, model: GPT) -> tuple[float | None, str]:
 
 
 def disk_uses(
-    cfg: Plan,
-    base: BaseTrain,
-    tokenizer: TokTrain,
-    model: GPT,
-    horizon: Horizon,
-    embedded: bool,
+    cfg: Plan, base: BaseTrain, tokenizer: TokTrain, model: GPT, horizon: Horizon, embedded: bool
 ) -> list[Use]:
     """Disk space of each part of the run, in order."""
     tag = base.train.model_tag or f"d{base.depth}"

@@ -39,9 +39,7 @@ COMMON = (
     + " ".join(f"--{name}={value}" for name, value in (asdict(SHAPE) | asdict(WIDTH)).items())
 )
 # Extra arms with the same budget, using the preset's old learning rate
-OTHERS = {
-    "aggressive.slow": "--recursion_preset=aggressive --matrix_lr=0.001",
-}
+OTHERS = {"aggressive.slow": "--recursion_preset=aggressive --matrix_lr=0.001"}
 
 
 @dataclass(frozen=True)

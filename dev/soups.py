@@ -14,12 +14,7 @@ from nanochat.checkpoint import find_checkpoint
 from nanochat.common import write_atomic
 from nanochat.config import start
 from nanochat.lab.study import as_csv
-from nanochat.lab.sweep import (
-    DoneRun,
-    Job,
-    Sweep,
-    SweepConfig,
-)
+from nanochat.lab.sweep import DoneRun, Job, Sweep, SweepConfig
 from nanochat.records import plain_value
 from nanochat.report import render_table
 

@@ -68,10 +68,7 @@ class Encoded:
 
 
 def encode(
-    about: Mapping[str, Any],
-    conversations: Conversations,
-    tokenizer: Tokenizer,
-    max_seq_len: int,
+    about: Mapping[str, Any], conversations: Conversations, tokenizer: Tokenizer, max_seq_len: int
 ) -> Encoded:
     """
     Encode conversations, or load them from disk if they were encoded before.

@@ -14,13 +14,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from nanochat import chat_packing
-from nanochat.checkpoint import (
-    FOLDERS,
-    Checkpoint,
-    load_model,
-    parse_checkpoint_ref,
-    stage_folder,
-)
+from nanochat.checkpoint import FOLDERS, Checkpoint, load_model, parse_checkpoint_ref, stage_folder
 from nanochat.common import MissingInput
 from nanochat.config import require_positive
 from nanochat.dataloader import Rows

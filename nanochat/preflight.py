@@ -22,14 +22,7 @@ import torch
 from torch import Tensor
 
 from nanochat import hardware
-from nanochat.attention import (
-    Backend,
-    attend,
-    attend_plain,
-    load_fa3,
-    make_mask,
-    segment_mask,
-)
+from nanochat.attention import Backend, attend, attend_plain, load_fa3, make_mask, segment_mask
 from nanochat.common import UsageError, free_bytes, require_free
 from nanochat.distributed import DistContext
 from nanochat.gpt import GPT, Fp8Matmul, GPTConfig, Linear
@@ -328,11 +321,7 @@ def max_rows(model: GPT, trainable: Trainable, machine: DistContext, grad_bytes:
 
 
 def rehearse(
-    trainable: Trainable,
-    optimizer: MuonAdamW,
-    machine: DistContext,
-    ids: Tensor,
-    device_rows: int,
+    trainable: Trainable, optimizer: MuonAdamW, machine: DistContext, ids: Tensor, device_rows: int
 ) -> tuple[int, float, float] | None:
     """
     Peak bytes of a step, seconds per micro-batch and per update, or None if any rank runs out of

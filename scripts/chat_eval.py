@@ -270,10 +270,7 @@ def mean_record(
     centered = [stats.center_accuracy(scores[task.name], task.baseline) for task in tasks]
     weights = {task.name: 1 / len(tasks) / (1 - task.baseline) for task in tasks}
     without = "; ".join(f"{eval_task(name).name}: {why}" for name, why in missing.items())
-    values = {
-        MEAN: records.estimate(*stats.average(centered)),
-        f"{MEAN} without": without or None,
-    }
+    values = {MEAN: records.estimate(*stats.average(centered)), f"{MEAN} without": without or None}
     return values, {MEAN: {"weights": weights}}
 
 

@@ -25,13 +25,7 @@ from nanochat.optim import MuonAdamW, OptimConfig, ScheduleConfig, make_rules
 from nanochat.preflight import choose_engine_compile
 from nanochat.rl import RLConfig, RLEvaluator, RolloutLoader
 from nanochat.sandbox import calculate
-from nanochat.train import (
-    TrainConfig,
-    TrainingRun,
-    skip_if_finished,
-    train,
-    write_section,
-)
+from nanochat.train import TrainConfig, TrainingRun, skip_if_finished, train, write_section
 from tasks.base import Mixture
 from tasks.buckets import held_out_questions, rl_questions, tags
 from tasks.registry import key_of

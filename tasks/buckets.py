@@ -42,8 +42,7 @@ TAGS = {
     "gpqa": Tags("science", "en", "native", "", "CC BY 4.0", "letter", parent="gpqa"),
     "mclm_ko": Tags("math", "ko", "translated", "", "MIT", "number", parent="math"),
     "hrm8k": Tags(
-        *("math", "ko", "translated", "", "MIT", "number"),
-        parent="gsm8k+math+omni-math+mmlu+ksm",
+        *("math", "ko", "translated", "", "MIT", "number"), parent="gsm8k+math+omni-math+mmlu+ksm"
     ),
     "livecodebench": Tags("code", "en", "native", "", "", "code", parent="livecodebench"),
     "gsm8k": Tags("math", "en", "native", "", "MIT", "number", parent="gsm8k"),

@@ -16,14 +16,7 @@ import pyarrow as pa
 import pyarrow.csv as csv
 import pyarrow.parquet as pq
 
-from nanochat.common import (
-    base_dir,
-    hold_lock,
-    is_main_process,
-    read_json,
-    sha256_file,
-    write_json,
-)
+from nanochat.common import base_dir, hold_lock, is_main_process, read_json, sha256_file, write_json
 from nanochat.dataset import find_damage, read_json_lines
 from nanochat.hub import HubRepo, pin_repo
 from tasks.base import MCQuestion, QuestionTask, Task, shuffled

@@ -11,15 +11,7 @@ import random
 import re
 
 from tasks.augment import TenOptions, shuffle_options
-from tasks.base import (
-    LETTERS,
-    Conversation,
-    MCQuestion,
-    answer_text,
-    assistant,
-    user,
-    visible,
-)
+from tasks.base import LETTERS, Conversation, MCQuestion, answer_text, assistant, user, visible
 from tasks.hub import AS_PARQUET, HubQuestions, HubTask, TaskRow
 from tasks.kmmlu import KMMLU
 

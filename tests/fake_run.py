@@ -25,12 +25,7 @@ if "task" in flags:  # RL
     values = {name: records.estimate(score, 4, 0.1) for name in names}
 items = [float(x) for x in flags.get("items", "").split(",") if x]
 records.write_record(
-    "Chat SFT",
-    flags,
-    values,
-    records.Provenance("run", 0),
-    records.Cost(0.0),
-    folder,
+    "Chat SFT", flags, values, records.Provenance("run", 0), records.Cost(0.0), folder
 )
 if items:
     mean = sum(items) / len(items)

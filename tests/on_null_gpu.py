@@ -12,16 +12,7 @@ import sys
 import numpy as np
 import torch
 
-from nanochat import (
-    checkpoint,
-    distributed,
-    engine,
-    eval_bpb,
-    optim,
-    preflight,
-    rl,
-    train,
-)
+from nanochat import checkpoint, distributed, engine, eval_bpb, optim, preflight, rl, train
 
 argmax, total = torch.Tensor.argmax, distributed.DistContext.sum
 sum_on_device, copy_to_host = distributed.DistContext.sum_on_device, train.copy_to_host

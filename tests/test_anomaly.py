@@ -6,12 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from nanochat.anomaly import (
-    AnomalyDetector,
-    AnomalyState,
-    RankMismatchError,
-    require_equal_ranks,
-)
+from nanochat.anomaly import AnomalyDetector, AnomalyState, RankMismatchError, require_equal_ranks
 from nanochat.checkpoint import Progress
 from nanochat.train import run_loop
 from tests.test_train import make_run, rows_of

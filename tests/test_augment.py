@@ -4,15 +4,7 @@ from collections import Counter
 
 import pytest
 
-from tasks.augment import (
-    BM25,
-    STYLES,
-    MoreOptions,
-    Reordered,
-    Styled,
-    near_equal,
-    read_letter,
-)
+from tasks.augment import BM25, STYLES, MoreOptions, Reordered, Styled, near_equal, read_letter
 from tasks.base import LETTERS, MCQuestion, QuestionTask
 from tasks.buckets import buckets
 from tasks.gsm8k import GSM8K

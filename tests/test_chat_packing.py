@@ -5,12 +5,7 @@ import pytest
 
 from nanochat import chat_packing
 from nanochat.chat_format import render
-from nanochat.chat_packing import (
-    encode,
-    open_chat_rows,
-    pack_encoded,
-    signed_ids,
-)
+from nanochat.chat_packing import encode, open_chat_rows, pack_encoded, signed_ids
 from nanochat.common import UsageError, base_dir, read_sealed
 from nanochat.loss import IGNORE
 from nanochat.tokenizer import Tokenizer

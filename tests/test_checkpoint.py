@@ -20,12 +20,7 @@ from nanochat.checkpoint import (
     stage_folder,
     step_folders,
 )
-from nanochat.common import (
-    MissingInput,
-    json_text,
-    seal,
-    sha256_file,
-)
+from nanochat.common import MissingInput, json_text, seal, sha256_file
 from nanochat.optim import MuonAdamW, OptimConfig, make_rules
 from nanochat.tokenizer import Tokenizer
 from tests.conftest import TINY

@@ -5,13 +5,7 @@ from typing import Literal
 
 import pytest
 
-from nanochat.config import (
-    field_docs,
-    parse,
-    settings,
-    short,
-    user_message,
-)
+from nanochat.config import field_docs, parse, settings, short, user_message
 from nanochat.lab.ablation import read_floor
 from scripts.base_train import RETIRED, BaseTrain
 

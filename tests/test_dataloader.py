@@ -29,10 +29,7 @@ from nanochat.common import (
     sha256_file,
     write_json,
 )
-from nanochat.dataloader import (
-    Rows,
-    diff_recipe,
-)
+from nanochat.dataloader import Rows, diff_recipe
 from nanochat.dataset import DataConfig, open_source
 from nanochat.loss import IGNORE
 from nanochat.packing import ensure_packed, open_rows, start_packing

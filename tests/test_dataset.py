@@ -20,13 +20,7 @@ from huggingface_hub.errors import HfHubHTTPError
 
 from nanochat import common, dataset
 from nanochat import hub as hub_files
-from nanochat.common import (
-    REPOSITORY,
-    UsageError,
-    read_json,
-    sha256_file,
-    write_json,
-)
+from nanochat.common import REPOSITORY, UsageError, read_json, sha256_file, write_json
 from nanochat.dataset import (
     DataConfig,
     FirstUseConfig,

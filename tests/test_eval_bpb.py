@@ -7,9 +7,7 @@ import pytest
 import torch
 
 from nanochat.common import UsageError
-from nanochat.eval_bpb import (
-    bits_per_byte,
-)
+from nanochat.eval_bpb import bits_per_byte
 from nanochat.evaluators import row_batches
 from nanochat.loss import IGNORE
 

@@ -8,21 +8,11 @@ import pytest
 import torch
 
 from nanochat.chat_format import render
-from nanochat.chat_packing import (
-    encode,
-    open_chat_rows,
-    pack_encoded,
-    signed_ids,
-)
+from nanochat.chat_packing import encode, open_chat_rows, pack_encoded, signed_ids
 from nanochat.checkpoint import build_model
 from nanochat.common import UsageError
 from nanochat.evaluators import ValidationConfig, ValidationLoss
-from nanochat.finetune import (
-    FEW_STEPS,
-    DocumentMaskedModel,
-    few_steps_warning,
-    fit_batch,
-)
+from nanochat.finetune import FEW_STEPS, DocumentMaskedModel, few_steps_warning, fit_batch
 from nanochat.gpt import GPTConfig
 from nanochat.loss import IGNORE
 from nanochat.tokenizer import Tokenizer

@@ -16,14 +16,7 @@ from nanochat.attention import rotary, rotate
 from nanochat.checkpoint import build_model, new_model, read_config, upgrade_identity
 from nanochat.common import REPOSITORY
 from nanochat.golf.model import exclude_self, rotate_first
-from nanochat.gpt import (
-    GPT,
-    GPTConfig,
-    bigram_index,
-    inference_copy,
-    join_keys,
-    previous_tokens,
-)
+from nanochat.gpt import GPT, GPTConfig, bigram_index, inference_copy, join_keys, previous_tokens
 from nanochat.loss import IGNORE
 from nanochat.optim import OptimConfig, ScheduleConfig
 from nanochat.rl import RLConfig

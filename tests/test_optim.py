@@ -9,13 +9,7 @@ import torch
 
 from nanochat import optim
 from nanochat.golf.qat import AveragingMuonAdamW
-from nanochat.optim import (
-    MuonAdamW,
-    OptimConfig,
-    Rule,
-    make_rules,
-    orthogonalize,
-)
+from nanochat.optim import MuonAdamW, OptimConfig, Rule, make_rules, orthogonalize
 
 
 def make(named, roles, machine, **rule_overrides):

@@ -12,13 +12,7 @@ import pytest
 
 import scripts.report
 from nanochat import records
-from nanochat.records import (
-    Cost,
-    Provenance,
-    estimate,
-    stage_key,
-    write_record,
-)
+from nanochat.records import Cost, Provenance, estimate, stage_key, write_record
 
 SETTINGS = {"depth": 4, "run": "dummy", "model_tag": ""}
 INPUTS = {"tokenizer": "aaaa", "data": "bbbb"}

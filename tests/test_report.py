@@ -900,9 +900,7 @@ def test_update_keeps_existing_figures_without_redrawing(base):
 def test_report_links_its_figures(base):
     path = finish_base_stage(base)
     assert path == base / "report.md"
-    assert [link.name for link in links(path)] == [
-        "base-model-training-training.svg",
-    ]
+    assert [link.name for link in links(path)] == ["base-model-training-training.svg"]
     assert all(link.read_bytes().startswith(b"<?xml") for link in links(path))
 
 

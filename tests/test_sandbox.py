@@ -28,12 +28,7 @@ import pytest
 
 from nanochat import sandbox
 from nanochat.common import REPOSITORY
-from nanochat.sandbox import (
-    Limits,
-    Result,
-    SandboxUnavailable,
-    run_python,
-)
+from nanochat.sandbox import Limits, Result, SandboxUnavailable, run_python
 from tasks.humaneval import run_test
 
 ATTEMPT = """

@@ -2,12 +2,7 @@
 
 import pytest
 
-from nanochat.optim import (
-    ScheduleConfig,
-    decay_factor,
-    lr_factor,
-    muon_momentum,
-)
+from nanochat.optim import ScheduleConfig, decay_factor, lr_factor, muon_momentum
 
 CFG = ScheduleConfig(warmup_steps=40, warmdown_ratio=0.5, final_lr_frac=0.1)
 

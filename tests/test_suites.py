@@ -13,20 +13,8 @@ import pytest
 import yaml
 
 from nanochat import eval_core, hub
-from nanochat.common import (
-    EvaluationAborted,
-    UsageError,
-    read_json,
-    sha256_file,
-)
-from nanochat.eval_core import (
-    CORE_TASKS,
-    EvalModel,
-    FewShotTask,
-    evaluate_task,
-    fetch,
-    open_suite,
-)
+from nanochat.common import EvaluationAborted, UsageError, read_json, sha256_file
+from nanochat.eval_core import CORE_TASKS, EvalModel, FewShotTask, evaluate_task, fetch, open_suite
 from nanochat.logger import read_metrics
 from nanochat.tokenizer import Tokenizer, tokenizer_dir
 from scripts import base_eval

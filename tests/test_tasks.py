@@ -15,16 +15,7 @@ from scripts.chat_eval import default_tasks
 from tasks import base, hub, registry
 from tasks.aqua import AQuA, AQuALetter
 from tasks.arc import ARCEasy
-from tasks.base import (
-    LETTERS,
-    Mixture,
-    NumberTask,
-    Subset,
-    Task,
-    answer_text,
-    assistant,
-    user,
-)
+from tasks.base import LETTERS, Mixture, NumberTask, Subset, Task, answer_text, assistant, user
 from tasks.buckets import (
     TAGS,
     buckets,

@@ -15,13 +15,7 @@ from nanochat.common import UsageError, read_json, sha256_file
 from nanochat.sandbox import calculate
 from tasks import registry
 from tasks.aqua import MARKER, AQuA
-from tasks.base import (
-    CALCULATION,
-    Subset,
-    Task,
-    answer_text,
-    find_error,
-)
+from tasks.base import CALCULATION, Subset, Task, answer_text, find_error
 from tasks.buckets import buckets
 from tasks.hub import HubTask, load_split, match_files
 from tasks.hub_chats import load_shared

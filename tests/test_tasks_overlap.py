@@ -3,12 +3,7 @@
 import pytest
 
 from tasks.base import Task, assistant, user
-from tasks.overlap import (
-    RUN,
-    Overlap,
-    ngrams_by_length,
-    overlaps,
-)
+from tasks.overlap import RUN, Overlap, ngrams_by_length, overlaps
 
 WORDS = [f"w{i}" for i in range(100)]
 

@@ -513,10 +513,7 @@ def test_R17_final_evaluation_oom_reports_the_saved_model(machine, capsys):
         raise torch.OutOfMemoryError
 
     run, *_ = make_run(
-        machine,
-        3,
-        evaluate=evaluate,
-        save=lambda progress, final: saved.append(progress.step),
+        machine, 3, evaluate=evaluate, save=lambda progress, final: saved.append(progress.step)
     )
     with pytest.raises(SystemExit) as caught:
         run_loop(run, Progress())

@@ -22,12 +22,7 @@ from nanochat.sandbox import Tools
 from nanochat.serve.handler import RequestHandler
 from nanochat.serve.models import ModelLibrary
 from nanochat.serve.security import SecurityConfig
-from nanochat.serve.server import (
-    Server,
-    ServerConfig,
-    listen,
-    server_url,
-)
+from nanochat.serve.server import Server, ServerConfig, listen, server_url
 from nanochat.tokenizer import Tokenizer
 from tests.conftest import TINY, lively
 

@@ -47,8 +47,7 @@ def main(cfg: EvalVariance) -> None:
     machine = init_distributed(cfg.machine, cfg.sampling.seed)
     names = cfg.checkpoints.split("|")
     models = machine.on_node(
-        "verifying checkpoints",
-        lambda: [parse_checkpoint_ref(name) for name in names],
+        "verifying checkpoints", lambda: [parse_checkpoint_ref(name) for name in names]
     )
     every, _ = open_tasks(cfg, default_tasks(models[0].state["source"]), machine)
     tasks = [task for task in every if task.kind == "generate"]

@@ -9,19 +9,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from nanochat.bench import (
-    engine,
-    evals,
-    tokenizer,
-    train,
-)
-from nanochat.bench.table import (
-    BenchLog,
-    Detail,
-    Note,
-    TableLine,
-    render_findings,
-)
+from nanochat.bench import engine, evals, tokenizer, train
+from nanochat.bench.table import BenchLog, Detail, Note, TableLine, render_findings
 from nanochat.bench.train import matmul_seconds
 from nanochat.config import parse
 from nanochat.distributed import DistConfig, init_distributed

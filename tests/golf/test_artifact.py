@@ -33,12 +33,7 @@ from nanochat.golf.artifact import (
 from nanochat.golf.documents import document_bpb
 from nanochat.golf.qat import LateQuantization
 from nanochat.golf.quantize import QuantConfig
-from nanochat.golf.size import (
-    choose_smallest,
-    code_bytes,
-    format_sizes,
-    require_size_limit,
-)
+from nanochat.golf.size import choose_smallest, code_bytes, format_sizes, require_size_limit
 from nanochat.tokenizer import Tokenizer
 from scripts import export
 from scripts.golf import evaluate

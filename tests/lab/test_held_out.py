@@ -10,13 +10,7 @@ from nanochat.lab import held_out
 from nanochat.mixture import MixConfig, Tags
 from scripts.lab import hold_out
 from scripts.lab.hold_out import HoldOut
-from tasks.base import (
-    ChoiceTask,
-    MCQuestion,
-    QuestionTask,
-    assistant,
-    user,
-)
+from tasks.base import ChoiceTask, MCQuestion, QuestionTask, assistant, user
 from tasks.buckets import TAGS
 from tasks.overlap import overlaps
 from tasks.registry import TASKS

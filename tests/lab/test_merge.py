@@ -6,13 +6,7 @@ import pytest
 import torch
 
 from nanochat.lab import merge as merging
-from nanochat.lab.merge import (
-    MergeConfig,
-    drop_entries,
-    elect_signs,
-    keep_largest,
-    slerp,
-)
+from nanochat.lab.merge import MergeConfig, drop_entries, elect_signs, keep_largest, slerp
 
 METHODS = ["linear", "slerp", "task_arithmetic", "ties", "dare", "dare_ties"]
 
@@ -111,22 +105,12 @@ def test_dare_drops_randomly_and_preserves_the_mean():
 @pytest.mark.parametrize(
     "models, cfg, base, message",
     [
-        (
-            [A, B, C],
-            MergeConfig("slerp"),
-            None,
-            "slerp merges two models, weighted by --t; got 3",
-        ),
+        ([A, B, C], MergeConfig("slerp"), None, "slerp merges two models, weighted by --t; got 3"),
         ([A, B], MergeConfig("ties"), None, "ties adds task vectors to a base model; set --base"),
         ([A, B], MergeConfig(weights="1,2,3"), None, "2 models need 2 weights"),
         ([A, B], MergeConfig(weights="1,-1"), None, "none negative"),
         ([A, B], MergeConfig(weights="a,b"), None, "2 models need 2 weights"),
-        (
-            [A, model(1, (6, 9))],
-            MergeConfig(),
-            None,
-            r"q is \(6, 8\) in one model and \(6, 9",
-        ),
+        ([A, model(1, (6, 9))], MergeConfig(), None, r"q is \(6, 8\) in one model and \(6, 9"),
         ([A, {**B, "more": B["scale"]}], MergeConfig(), None, "more is None in one model"),
     ],
 )

@@ -7,13 +7,7 @@ from statistics import fmean
 import pytest
 
 from nanochat.common import UsageError
-from nanochat.lab.search import (
-    SearchConfig,
-    inner_grid,
-    log_grid,
-    run_search,
-    show_setting,
-)
+from nanochat.lab.search import SearchConfig, inner_grid, log_grid, run_search, show_setting
 from nanochat.lab.significance import expected_maximum
 
 CFG = SearchConfig("lr", low=0.01, high=3.0)

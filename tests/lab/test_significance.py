@@ -22,8 +22,7 @@ from nanochat.lab.significance import (
 
 
 @pytest.mark.parametrize(
-    "df, t",
-    [(1, 12.706), (2, 4.303), (3, 3.182), (4, 2.776), (30, 2.042), (999, 1.962)],
+    "df, t", [(1, 12.706), (2, 4.303), (3, 3.182), (4, 2.776), (30, 2.042), (999, 1.962)]
 )
 def test_students_t_matches_published_tables(df, t):
     assert student_p(t, df) == pytest.approx(0.05, abs=1e-4)
@@ -99,10 +98,7 @@ def test_paired_items_add_their_variance():
     hard = [float(i % 2) for i in range(200)]
     few = [1.0 if i < 10 else x for i, x in enumerate(hard)]  # 5 more items are correct
     values = [sum(hard) / 200] * 3
-    arms = {
-        "control": Scores(values, [hard] * 3),
-        "x": Scores([sum(few) / 200] * 2, [few] * 2),
-    }
+    arms = {"control": Scores(values, [hard] * 3), "x": Scores([sum(few) / 200] * 2, [few] * 2)}
     [found] = contrasts("d4", "ARC", arms)
     pairs = stats.compare(hard, few)
     assert found.difference == pytest.approx(0.025)

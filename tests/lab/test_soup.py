@@ -6,13 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from nanochat.checkpoint import (
-    find_checkpoint,
-    lineage,
-    load_model,
-    save_checkpoint,
-    stage_folder,
-)
+from nanochat.checkpoint import find_checkpoint, lineage, load_model, save_checkpoint, stage_folder
 from nanochat.common import UsageError, read_json
 from nanochat.lab.merge import MergeConfig, RowBits, greedy, interpolate, loss_barrier, warnings
 from nanochat.tokenizer import Tokenizer

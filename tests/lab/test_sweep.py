@@ -29,14 +29,7 @@ from nanochat.lab.study import (
     from_grid,
     split_arms,
 )
-from nanochat.lab.sweep import (
-    DoneRun,
-    Job,
-    Sweep,
-    SweepConfig,
-    collect_scores,
-    ledger_table,
-)
+from nanochat.lab.sweep import DoneRun, Job, Sweep, SweepConfig, collect_scores, ledger_table
 from nanochat.mixture import MixConfig
 from nanochat.records import default_rate
 from scripts.lab import sweep as sweep_script

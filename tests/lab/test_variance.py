@@ -12,13 +12,7 @@ from nanochat.common import MissingInput, read_json
 from nanochat.distributed import DistConfig
 from nanochat.engine import Sampling
 from nanochat.lab import canaries, variance
-from nanochat.lab.variance import (
-    Variance,
-    default_repeats,
-    load_variances,
-    measure,
-    save_variances,
-)
+from nanochat.lab.variance import Variance, default_repeats, load_variances, measure, save_variances
 from nanochat.logger import METRICS_FILE
 from nanochat.records import Cost, Provenance, write_record
 from nanochat.tokenizer import Tokenizer

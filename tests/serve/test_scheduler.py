@@ -9,12 +9,8 @@ import torch
 
 from nanochat.engine import Engine, Sampling
 from nanochat.serve.openai_api import ApiError
-from nanochat.serve.scheduler import (
-    GenerationRequest as Prompt,
-)
-from nanochat.serve.scheduler import (
-    Worker,
-)
+from nanochat.serve.scheduler import GenerationRequest as Prompt
+from nanochat.serve.scheduler import Worker
 from nanochat.serve.transcript import Transcript
 from nanochat.tokenizer import Tokenizer
 from tests.test_engine import model_of

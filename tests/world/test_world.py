@@ -26,13 +26,7 @@ from tasks.world.drills import (
     operand_split,
     spelling_words,
 )
-from tasks.world.facts import (
-    facts,
-    people,
-    person,
-    split_of,
-    towns,
-)
+from tasks.world.facts import facts, people, person, split_of, towns
 from tasks.world.questions import field_values
 from tasks.world.stories import episode_split, episodes
 from tasks.world.words import word_list

@@ -14,13 +14,7 @@ from tasks.base import Conversation, answer_text, final_number
 from tasks.world.corpus import documents
 from tasks.world.questions import fact_questions, sentences, strip_article
 from tasks.world.suite import suite
-from tasks.world.task import (
-    WorldChat,
-    WorldChoice,
-    WorldFacts,
-    WorldProblems,
-    WorldSpelling,
-)
+from tasks.world.task import WorldChat, WorldChoice, WorldFacts, WorldProblems, WorldSpelling
 
 SCORED = (WorldFacts, WorldChoice, WorldProblems, WorldSpelling)
 ROW = 256  # max_seq_len of the CPU profile

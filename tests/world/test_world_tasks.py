@@ -19,12 +19,7 @@ from tasks.world.conversations import (
 )
 from tasks.world.corpus import documents
 from tasks.world.drills import operand_split, spelling_words
-from tasks.world.facts import (
-    facts,
-    people,
-    split_of,
-    towns,
-)
+from tasks.world.facts import facts, people, split_of, towns
 from tasks.world.questions import (
     TASKS_VERSION,
     choice,
