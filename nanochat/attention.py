@@ -389,7 +389,8 @@ class KVCache:
 
     shape: (layers, slots, n_kv_head, head_dim); a layer that runs N times per token counts N times.
     Preallocates 2 * layers * slots * room * n_kv_head * head_dim elements of `dtype`; `room` is at
-    least one token more than any step reads; otherwise, a compiled step would be recompiled.
+    least one token more than any step reads: torch.compile treats the full size as a special case,
+    so a step that read all of it would be recompiled.
     """
 
     def __init__(self, shape: Sequence[int], capacity: int, device: Any, dtype: torch.dtype):

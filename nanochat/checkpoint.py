@@ -465,9 +465,10 @@ class Progress:
     step_seconds: list[float] = field(default_factory=list)
     """Times of the latest timed steps, for the median; not saved."""
     wall_seconds: float = 0.0
+    """Cost of all attempts until `charged`, from the start of each process; not the time that an
+    earlier attempt spent after its last save."""
     device_seconds: float = 0.0
-    """Cost of all attempts until `charged` (`records.Cost`), from the start of each process; not
-    the time that an earlier attempt spent after its last save."""
+    """`wall_seconds` times the number of devices."""
     charged: float = STARTED
     """Value of `time.perf_counter()`; not saved."""
 

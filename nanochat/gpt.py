@@ -301,8 +301,8 @@ class Attention(nn.Module):
 
     def normalize(self, q: Tensor, k: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
         """
-        Normalize queries (B, T, H, D) and keys (B, T, G, D) and rotate them by position. In this
-        order, compiled code stores no third version of them for the backward pass.
+        Normalize queries (B, T, H, D) and keys (B, T, G, D), then rotate them by position. Rotating
+        last lets the compiler keep two versions of them for the backward pass instead of three.
         """
         return rotate(norm(q), *rope), rotate(norm(k), *rope)
 

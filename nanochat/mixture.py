@@ -104,7 +104,7 @@ class Part(NamedTuple):
         return self.name if self.source is None else f"{self.name}:{self.source}"
 
     def fixed_rows(self, available: int, row_tokens: int) -> float | None:
-        """Rows if the amount is fixed, 0 for a share, None to fill the remaining budget."""
+        """Rows of a part with an amount, 0 for a share, None for a part that fills the rest."""
         if self.tokens is not None:
             return self.tokens / row_tokens
         if self.share is not None:

@@ -80,7 +80,7 @@ TIED_LR = 0.05  # peak learning rate of a tied embedding and LM head at width 76
 BUCKET_BYTES = 64 << 20  # matrices whose gradients are reduced together; small messages are slow
 # Stored in the compute dtype by `round_weights`; gradients of embeddings are in that dtype too
 ROUNDED_ROLES = ("embedding", "value_embedding", "matrix")
-ROWS_FADE_EVERY = 16  # steps; decay touches the whole embedding, an update only a few rows
+ROWS_FADE_EVERY = 16  # steps between decays of the whole embedding; updates touch only a few rows
 
 
 LOGGED_ROLES = ("matrix", "embedding", "head")  # roles whose learning rates are logged
@@ -171,8 +171,8 @@ class Guard(NamedTuple):
 
 def apply_guard(guard: Guard, grad: Tensor, *factors: Tensor) -> tuple[Tensor, ...]:
     """
-    Scale a gradient. Without an update, gradient and factors become 0: with a learning rate of 0
-    and moments that take no part of the gradient, an update rule changes nothing.
+    Multiply a gradient by `guard.scale`. If `guard.good` is false, return zeros for gradient and
+    factors, so that the update changes neither weights nor moments, without a branch on the device.
     """
     scaled = torch.where(guard.good, grad * guard.scale.to(grad.dtype), 0.0)
     return scaled, *(factor * guard.good for factor in factors)

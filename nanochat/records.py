@@ -201,7 +201,7 @@ def write_record(
     extend: bool = False,
 ) -> Path:
     """
-    Record a completed stage; call it once, on rank 0, as the last step of the stage.
+    Record a stage; call it on rank 0, once at its end or, with `extend`, after each part.
 
     settings    the whole config (`config.settings`), in order
     values      name -> number, text, or `estimate`, in report order

@@ -36,7 +36,7 @@ from nanochat.config import settings
 from nanochat.records import SECTIONS, Folder, Record, plain_value, seconds, slug
 from nanochat.summary import Difference, readable_count, readable_time, shown_name
 
-RULE_DASHES = {"GPT-2 Ratio": 14, "GPT-4 Ratio": 14}  # fixed format: one extra dash
+RULE_DASHES = {"GPT-2 Ratio": 14, "GPT-4 Ratio": 14}  # one too many, as published
 # Inline Markdown syntax (CommonMark and GitHub's extensions)
 MARKDOWN_SYNTAX = re.compile(
     r"""

@@ -27,8 +27,8 @@ class Report:
     out: str | None = None
     """Folder for a copy of report.md, with figures in dev/report/. Default: no copy."""
     hourly_rate: float | None = None
-    """Dollars per hour for the whole machine; saved for later runs. Default: rental price of its
-    GPUs; 0 without GPUs."""
+    """Dollars per hour for the whole machine, or for all nodes; saved for later runs. Default:
+    rental price of this machine's GPUs; 0 without GPUs."""
     report_dir: str | None = None
     """Folder of records. Default: report/ under the base directory."""
 

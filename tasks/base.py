@@ -203,7 +203,10 @@ class Task(ABC):
         return ()
 
     def cluster(self, i: int) -> str:
-        """Name that question i shares with those that a model gets right or wrong together."""
+        """
+        Group of question i for standard errors; answers within a group are correlated, such as
+        those about one fact. Default: its own group.
+        """
         return str(i)
 
     def material(self, i: int) -> str:

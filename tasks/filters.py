@@ -191,7 +191,7 @@ def no_duplicate(rows: Sequence[FilterRow]) -> list[bool | None]:
 
 def no_near_duplicate(rows: Sequence[FilterRow]) -> list[bool | None]:
     """
-    Drop rows whose n-grams have a Jaccard index of at least NEAR with those of an earlier row,
+    Drop rows whose n-grams have a Jaccard index of at least NEAR with those of an earlier kept row,
     estimated by MinHash (Broder, "On the resemblance and containment of documents", 1997).
     """
     rng = np.random.default_rng(0)

@@ -193,7 +193,7 @@ class HubTask(Task):
         return load_split(self.repo, self.stems[self.split], self.columns, self.revision)
 
     def selects(self, row: TaskRow) -> bool:
-        """Whether a row belongs to a task that overrides `find_problem`; others are not counted."""
+        """Whether a row is of this task; others are dropped without counting as skipped."""
         return True
 
     def find_problem(self, row: TaskRow) -> str | None:

@@ -16,7 +16,7 @@ from tasks.hub import AS_PARQUET, HubQuestions, HubTask, TaskRow
 from tasks.kmmlu import KMMLU
 
 INSTRUCTION = "Solve this problem step by step, then write #### and the final answer."
-NUMBER_AND_UNIT = re.compile(  # 12 x and 12ab are formulas
+NUMBER_AND_UNIT = re.compile(  # 12 x and 12ab have no unit: that is a symbol below or three letters
     r"""(-?[\d,]*\.?\d+) \s*
     (?: \\?% | (?: ° | \^?\{?\\circ\}? ) [CF]? | ℃
       | (?: \\(?:text|mathrm)\{[^{}\d]*\} | [mck]?m | [mk]?g | m?[lL] | s | h | km/h | m/s

@@ -114,10 +114,10 @@ def byte_level_bpe(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 # chat_format in Jinja: `render`, and `render_prompt` if a generation prompt is added or the last
-# message is continued (transformers then appends a tag to the message's text). Consecutive
-# trained text is one generation block. transformers locates a block's tokens by its first and last
-# character. If the last character spans several tokens, the block ends at the first of them; this
-# happens only right before python_output. Special token names are
+# message is continued (transformers then appends a tag to the message's text). Consecutive text
+# with loss is one generation block, from which transformers computes the assistant mask. It finds a
+# block by its first and last character: if the last one spans several tokens, which can happen only
+# right before python_output, the mask misses all but the first of them. Special token names are
 # spelled out so that transformers can tell the template's tokens from those a user types
 # (sanitize_control_tokens).
 CHAT_TEMPLATE = """\
