@@ -122,8 +122,8 @@ def main(cfg: Plan) -> None:
         f"    parts: {listed}"
     )
     for name in chat_eval.default_tasks({"dataset": "embedded"} if embedded else {}):
-        if issubclass(TASKS[name].task, CodeTask) and (why := why_unavailable(name)):
-            print(f"  chat evaluations skip {TASKS[name].task.name}: {why}")
+        if issubclass(TASKS[name], CodeTask) and (why := why_unavailable(name)):
+            print(f"  chat evaluations skip {TASKS[name].name}: {why}")
     require_free(base_dir(), needed, f"this run ({listed})", "use a smaller DEPTH")
 
 

@@ -121,7 +121,7 @@ def open_tasks(
     Return the tasks that every rank can score, and name -> reason for the skipped ones, which are
     logged. Raises UsageError if a task in `task_name` cannot be scored.
     """
-    report_names = {name: TASKS[key_of(name)].task.name for name in default}
+    report_names = {name: TASKS[key_of(name)].name for name in default}
     selected = select_tasks(cfg.task_name, report_names, cfg.final, machine.print0)
     names = list({key_of(name): name for name in selected}.values())
     reasons = {name: why_unavailable(name, cfg.unsafe_exec) for name in names}

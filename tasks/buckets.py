@@ -15,56 +15,48 @@ from typing import Any
 from nanochat.mixture import BUDGET, Bucket, Part, Tags, parse_mixture, tags_of
 from tasks.augment import AUGMENTERS
 from tasks.base import Mixture, Subset, Task
-from tasks.registry import TASKS, key_of, make_task
+from tasks.registry import TASKS, WITH_SOURCE, key_of, make_task
 
 VAL_ROWS = 1_000  # per task: enough to measure a loss, without one task dominating
 
 # Licenses as stated by the dataset owners
 TAGS = {
-    "arc_easy": Tags("science", "en", "native", "", "CC BY-SA 4.0", "letter", parent="arc"),
-    "arc_challenge": Tags("science", "en", "native", "", "CC BY-SA 4.0", "letter", parent="arc"),
-    "arc_easy_10": Tags("science", "en", "native", "", "CC BY-SA 4.0", "letter", parent="arc"),
-    "arc_challenge_10": Tags("science", "en", "native", "", "CC BY-SA 4.0", "letter", parent="arc"),
-    "mmlu": Tags("exams", "en", "native", "", "MIT", "letter", parent="mmlu"),
+    "arc_easy": Tags("science", "en", "native", "CC BY-SA 4.0", "letter", "arc"),
+    "arc_challenge": Tags("science", "en", "native", "CC BY-SA 4.0", "letter", "arc"),
+    "arc_easy_10": Tags("science", "en", "native", "CC BY-SA 4.0", "letter", "arc"),
+    "arc_challenge_10": Tags("science", "en", "native", "CC BY-SA 4.0", "letter", "arc"),
+    "mmlu": Tags("exams", "en", "native", "MIT", "letter", "mmlu"),
     # KMMLU-Pro has other questions than KMMLU, but in the style of the same exams
-    "kmmlu": Tags(
-        *("exams", "ko", "native", "", "CC BY-ND 4.0", "letter"), parent="kmmlu+kmmlu-pro"
-    ),
-    "kmmlu_redux": Tags("exams", "ko", "native", "", "CC BY-NC-ND 4.0", "letter", parent="kmmlu"),
-    "kmmlu_redux_10": Tags(
-        *("exams", "ko", "native", "", "CC BY-NC-ND 4.0", "letter"), parent="kmmlu"
-    ),
-    "kmmlu_pro": Tags("exams", "ko", "native", "", "CC BY-NC-ND 4.0", "letter", parent="kmmlu-pro"),
-    "hae_rae": Tags("culture", "ko", "native", "", "CC BY-NC-ND 4.0", "letter", parent="hae-rae"),
-    "clinical_qa": Tags("medicine", "ko", "synthetic", "", "", "letter", parent="clinical-qa"),
-    "click": Tags("culture", "ko", "native", "", "", "letter", parent="click"),
-    "kobalt": Tags("language", "ko", "native", "", "CC BY-NC 4.0", "letter", parent="kobalt"),
-    "gpqa": Tags("science", "en", "native", "", "CC BY 4.0", "letter", parent="gpqa"),
-    "mclm_ko": Tags("math", "ko", "translated", "", "MIT", "number", parent="math"),
-    "hrm8k": Tags(
-        *("math", "ko", "translated", "", "MIT", "number"), parent="gsm8k+math+omni-math+mmlu+ksm"
-    ),
-    "livecodebench": Tags("code", "en", "native", "", "", "code", parent="livecodebench"),
-    "gsm8k": Tags("math", "en", "native", "", "MIT", "number", parent="gsm8k"),
-    "aqua": Tags("math", "en", "native", "", "Apache-2.0", "marker", parent="aqua"),
-    "aqua_letter": Tags("math", "en", "native", "", "Apache-2.0", "letter", parent="aqua"),
-    "humaneval": Tags("code", "en", "native", "", "MIT", "code", parent="humaneval"),
-    "smoltalk": Tags("chat", "en", "synthetic", "several", "Apache-2.0", "free", parent="smoltalk"),
+    "kmmlu": Tags("exams", "ko", "native", "CC BY-ND 4.0", "letter", "kmmlu+kmmlu-pro"),
+    "kmmlu_redux": Tags("exams", "ko", "native", "CC BY-NC-ND 4.0", "letter", "kmmlu"),
+    "kmmlu_redux_10": Tags("exams", "ko", "native", "CC BY-NC-ND 4.0", "letter", "kmmlu"),
+    "kmmlu_pro": Tags("exams", "ko", "native", "CC BY-NC-ND 4.0", "letter", "kmmlu-pro"),
+    "hae_rae": Tags("culture", "ko", "native", "CC BY-NC-ND 4.0", "letter", "hae-rae"),
+    "clinical_qa": Tags("medicine", "ko", "synthetic", "", "letter", "clinical-qa"),
+    "click": Tags("culture", "ko", "native", "", "letter", "click"),
+    "kobalt": Tags("language", "ko", "native", "CC BY-NC 4.0", "letter", "kobalt"),
+    "gpqa": Tags("science", "en", "native", "CC BY 4.0", "letter", "gpqa"),
+    "mclm_ko": Tags("math", "ko", "translated", "MIT", "number", "math"),
+    "hrm8k": Tags("math", "ko", "translated", "MIT", "number", "gsm8k+math+omni-math+mmlu+ksm"),
+    "livecodebench": Tags("code", "en", "native", "", "code", "livecodebench"),
+    "gsm8k": Tags("math", "en", "native", "MIT", "number", "gsm8k"),
+    "aqua": Tags("math", "en", "native", "Apache-2.0", "marker", "aqua"),
+    "aqua_letter": Tags("math", "en", "native", "Apache-2.0", "letter", "aqua"),
+    "humaneval": Tags("code", "en", "native", "MIT", "code", "humaneval"),
+    "smoltalk": Tags("chat", "en", "synthetic", "Apache-2.0", "free", "smoltalk", "several"),
     "openthoughts3": Tags(
-        *("reasoning", "en", "mixed", "QwQ-32B", "Apache-2.0", "free"), parent="openthoughts3"
+        "reasoning", "en", "mixed", "Apache-2.0", "free", "openthoughts3", "QwQ-32B"
     ),
-    "rstar_coder": Tags(
-        *("code", "en", "synthetic", "QwQ-32B", "CC BY 4.0", "code"), parent="rstar-coder"
-    ),
-    "yisang": Tags("reasoning", "ko", "native", "Qwen3-32B", "Apache-2.0", "free", parent="yisang"),
-    "spelling": Tags("spelling", "en", "synthetic", "", "", "number", parent="spelling"),
-    "simple_spelling": Tags("spelling", "en", "synthetic", "", "", "free", parent="spelling"),
-    "identity": Tags("chat", "en", "synthetic", "", "MIT", "free", parent="identity"),
-    "world_chat": Tags("chat", "en", "synthetic", "", "MIT", "free", parent="world"),
-    "world_facts": Tags("facts", "en", "synthetic", "", "MIT", "free", parent="world"),
-    "world_choice": Tags("facts", "en", "synthetic", "", "MIT", "letter", parent="world"),
-    "world_problems": Tags("math", "en", "synthetic", "", "MIT", "number", parent="world"),
-    "world_spelling": Tags("spelling", "en", "synthetic", "", "MIT", "number", parent="world"),
+    "rstar_coder": Tags("code", "en", "synthetic", "CC BY 4.0", "code", "rstar-coder", "QwQ-32B"),
+    "yisang": Tags("reasoning", "ko", "native", "Apache-2.0", "free", "yisang", "Qwen3-32B"),
+    "spelling": Tags("spelling", "en", "synthetic", "", "number", "spelling"),
+    "simple_spelling": Tags("spelling", "en", "synthetic", "", "free", "spelling"),
+    "identity": Tags("chat", "en", "synthetic", "MIT", "free", "identity"),
+    "world_chat": Tags("chat", "en", "synthetic", "MIT", "free", "world"),
+    "world_facts": Tags("facts", "en", "synthetic", "MIT", "free", "world"),
+    "world_choice": Tags("facts", "en", "synthetic", "MIT", "letter", "world"),
+    "world_problems": Tags("math", "en", "synthetic", "MIT", "number", "world"),
+    "world_spelling": Tags("spelling", "en", "synthetic", "MIT", "number", "world"),
 }
 
 
@@ -83,9 +75,9 @@ def parse_task_mixture(spec: str, declared: Mapping[str, Mapping[str, Any]] = {}
                 f"task, and the mixture must use {part.name} without a source"
             )
         key = key_of(entry["task"])
-        if "train" not in TASKS[key].task.splits:
+        if "train" not in TASKS[key].splits:
             raise ValueError(f"{key} is evaluation-only: it has no train split")
-        if entry.get("source") and not TASKS[key].source:
+        if entry.get("source") and not issubclass(TASKS[key], WITH_SOURCE):
             raise ValueError(f"{part.label!r}: {key} takes no data source; remove it")
         parts.append(part if part.name in declared else part._replace(name=key))
     return parts
@@ -95,10 +87,9 @@ def task_of(part: Part, split: str, declared: Mapping[str, Mapping[str, Any]] = 
     """A full split of a part's task; "held out" selects the split for the validation loss."""
     entry = declared.get(part.name, {"task": part.name, "source": part.source})
     key, source = key_of(entry["task"]), entry.get("source")
-    option = TASKS[key].source
     if split == "held out":
-        split = "val" if "val" in TASKS[key].task.splits else "test"
-    task = make_task(key, split, **({option: source} if option and source else {}))
+        split = "val" if "val" in TASKS[key].splits else "test"
+    task = make_task(key, split, **({"source": source} if source else {}))
     if kind := entry.get("augment"):
         if kind not in AUGMENTERS:
             raise ValueError(f"{part.name}: augment {kind!r} is not one of {', '.join(AUGMENTERS)}")
@@ -143,7 +134,7 @@ def parse_scored_tasks(spec: str) -> list[Part]:
     """The parts of a mixture of tasks. Raises ValueError also for a training-only task."""
     parts = parse_task_mixture(spec)
     for part in parts:
-        if TASKS[part.name].task.kind == "talk":
+        if TASKS[part.name].kind == "talk":
             raise ValueError(f"{part.name} is training-only: it has no reference answers to score")
     return parts
 
@@ -163,7 +154,7 @@ def rl_questions(spec: str, seed: int = 0) -> Mixture:
             raise ValueError(
                 f"{part.label!r} in {spec!r}: use a number of questions (=500) or repeats (*2)"
             )
-        task = task_of(part, TASKS[part.name].task.rl_split)
+        task = task_of(part, TASKS[part.name].rl_split)
         chosen = task if part.rows is None else Subset(task, part.rows)
         tasks += [chosen] * round(part.repeats or 1)
     return Mixture(tasks, seed)

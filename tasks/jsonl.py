@@ -21,17 +21,17 @@ HOLD_OUT_EVERY = 20  # hold out one conversation in 20
 
 
 class JSONL(Task):
-    """Conversations of the file `path`. Raises ValueError naming an invalid line."""
+    """Conversations of the file `source`. Raises ValueError naming an invalid line."""
 
     name = "JSONL"
     kind = "talk"
     splits = ("train", "val")
 
-    def __init__(self, split: str, path: str | None = None):
+    def __init__(self, split: str, source: str | None = None):
         super().__init__(split)
-        if path is None:
+        if source is None:
             raise ValueError("jsonl needs a file of conversations; use jsonl:<path>")
-        self.path = Path(path).expanduser()
+        self.path = Path(source).expanduser()
 
     @cached_property
     def conversations(self) -> list[Conversation]:

@@ -7,7 +7,6 @@ Data is downloaded on first use.
 """
 
 import difflib
-from typing import NamedTuple
 
 from nanochat.common import MissingInput
 from nanochat.sandbox import SandboxUnavailable, choose_layer
@@ -39,52 +38,44 @@ from tasks.smoltalk import SmolTalk
 from tasks.spelling import SimpleSpelling, SpellingBee, WordTask, english_words, word_file
 from tasks.world.task import WorldChat, WorldChoice, WorldFacts, WorldProblems, WorldSpelling
 
-
-class Entry(NamedTuple):
-    """A task; see `TASKS`."""
-
-    task: type[Task]
-    source: str | None = None
-    """Name of its data source option, if it has one."""
-
-
-TASKS = {
-    "arc_easy": Entry(ARCEasy),
-    "arc_challenge": Entry(ARCChallenge),
-    "arc_easy_10": Entry(ARCEasyTen),
-    "arc_challenge_10": Entry(ARCChallengeTen),
-    "mmlu": Entry(MMLU),
-    "kmmlu": Entry(KMMLU),
-    "gsm8k": Entry(GSM8K),
-    "aqua": Entry(AQuA),
-    "aqua_letter": Entry(AQuALetter),
-    "humaneval": Entry(HumanEval),
-    "smoltalk": Entry(SmolTalk, "source"),
-    "hub": Entry(HubChats, "source"),
-    "openthoughts3": Entry(OpenThoughts3, "source"),
-    "rstar_coder": Entry(RStarCoder, "source"),
-    "yisang": Entry(YiSang, "source"),
-    "spelling": Entry(SpellingBee, "words"),
-    "simple_spelling": Entry(SimpleSpelling, "words"),
-    "identity": Entry(Identity),
-    "jsonl": Entry(JSONL, "path"),
-    "kmmlu_redux": Entry(KMMLURedux),
-    "kmmlu_redux_10": Entry(KMMLUReduxTen),
-    "kmmlu_pro": Entry(KMMLUPro),
-    "hae_rae": Entry(HAERAE),
-    "clinical_qa": Entry(ClinicalQA),
-    "click": Entry(CLIcK),
-    "kobalt": Entry(KoBALT),
-    "gpqa": Entry(GPQA),
-    "mclm_ko": Entry(MCLMKorean),
-    "hrm8k": Entry(HRM8K),
-    "livecodebench": Entry(LiveCodeBench),
-    "world_chat": Entry(WorldChat),
-    "world_facts": Entry(WorldFacts),
-    "world_choice": Entry(WorldChoice),
-    "world_problems": Entry(WorldProblems),
-    "world_spelling": Entry(WorldSpelling),
+TASKS: dict[str, type[Task]] = {
+    "arc_easy": ARCEasy,
+    "arc_challenge": ARCChallenge,
+    "arc_easy_10": ARCEasyTen,
+    "arc_challenge_10": ARCChallengeTen,
+    "mmlu": MMLU,
+    "kmmlu": KMMLU,
+    "gsm8k": GSM8K,
+    "aqua": AQuA,
+    "aqua_letter": AQuALetter,
+    "humaneval": HumanEval,
+    "smoltalk": SmolTalk,
+    "hub": HubChats,
+    "openthoughts3": OpenThoughts3,
+    "rstar_coder": RStarCoder,
+    "yisang": YiSang,
+    "spelling": SpellingBee,
+    "simple_spelling": SimpleSpelling,
+    "identity": Identity,
+    "jsonl": JSONL,
+    "kmmlu_redux": KMMLURedux,
+    "kmmlu_redux_10": KMMLUReduxTen,
+    "kmmlu_pro": KMMLUPro,
+    "hae_rae": HAERAE,
+    "clinical_qa": ClinicalQA,
+    "click": CLIcK,
+    "kobalt": KoBALT,
+    "gpqa": GPQA,
+    "mclm_ko": MCLMKorean,
+    "hrm8k": HRM8K,
+    "livecodebench": LiveCodeBench,
+    "world_chat": WorldChat,
+    "world_facts": WorldFacts,
+    "world_choice": WorldChoice,
+    "world_problems": WorldProblems,
+    "world_spelling": WorldSpelling,
 }
+WITH_SOURCE = (HubChats, JSONL, WordTask)  # take a data source, `jsonl:<source>` in a mixture
 # Overlap with these is checked by default; the others download much, are gated, have the same
 # questions, or are invented here
 BENCHMARKS = ("arc_easy", "arc_challenge", "mmlu", "kmmlu", "gsm8k", "aqua", "humaneval")
@@ -92,7 +83,7 @@ BENCHMARKS = ("arc_easy", "arc_challenge", "mmlu", "kmmlu", "gsm8k", "aqua", "hu
 
 def key_of(name: str) -> str:
     """The key in TASKS for a key or report name. Raises ValueError for an unknown task."""
-    known = {plain_name(entry.task.name): key for key, entry in TASKS.items()}
+    known = {plain_name(task.name): key for key, task in TASKS.items()}
     known |= {plain_name(key): key for key in TASKS}
     if plain_name(name) not in known:
         near = difflib.get_close_matches(plain_name(name), known, n=1, cutoff=0.0)
@@ -104,7 +95,7 @@ def key_of(name: str) -> str:
 
 def make_task(name: str, split: str, **options) -> Task:
     """One split of a task. Raises ValueError for an unknown name or split."""
-    return TASKS[key_of(name)].task(split, **options)
+    return TASKS[key_of(name)](split, **options)
 
 
 def eval_task(name: str, unsafe: bool = False) -> Task:
@@ -112,7 +103,7 @@ def eval_task(name: str, unsafe: bool = False) -> Task:
     The test split of a task, to score a model on. `unsafe`: run generated code unsandboxed, with
     your permissions, if this machine has no sandbox. Raises ValueError for a training-only task.
     """
-    runs_code = issubclass(TASKS[key_of(name)].task, CodeTask)
+    runs_code = issubclass(TASKS[key_of(name)], CodeTask)
     task = make_task(name, "test", **({"unsafe": unsafe} if runs_code else {}))
     if task.kind == "talk":
         raise ValueError(f"{task.name} is training-only: it has no reference answers to score")
@@ -126,9 +117,9 @@ def why_unavailable(name: str, unsafe: bool = False) -> str | None:
     """
     key = key_of(name)
     try:
-        if issubclass(TASKS[key].task, CodeTask):
+        if issubclass(TASKS[key], CodeTask):
             choose_layer(unsafe)
-        elif issubclass(TASKS[key].task, WordTask):
+        elif issubclass(TASKS[key], WordTask):
             english_words(word_file(), "test")
     except (SandboxUnavailable, MissingInput, ValueError) as error:
         return " ".join(str(error).split())

@@ -90,13 +90,13 @@ def spellings() -> dict[str, set[str]]:
 
 
 class WordTask(Task):
-    """Questions about words. `words`: word file. Default: that of the main tokenizer."""
+    """Questions about words. `source`: word file. Default: that of the main tokenizer."""
 
     splits = ("train", "val", "test")
 
-    def __init__(self, split: str, words: str | None = None):
+    def __init__(self, split: str, source: str | None = None):
         super().__init__(split)
-        self.path = words
+        self.path = source
 
     @property
     def origin(self) -> dict[str, Any]:

@@ -73,7 +73,7 @@ def test_architecture_example_is_built_from_its_config(monkeypatch):
 
 def test_task_example_works_for_training_and_scoring(monkeypatch):
     scope = example("PAIRS = {", vars(base))
-    monkeypatch.setitem(registry.TASKS, "capitals", registry.Entry(scope["Capitals"]))
+    monkeypatch.setitem(registry.TASKS, "capitals", scope["Capitals"])
     [bucket] = buckets("capitals*4")
     assert len(bucket.train) == 3 and len(bucket.val) == 2 and bucket.tags.parent == ""
     task = held_out_questions("capitals", 2)

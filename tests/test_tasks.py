@@ -313,7 +313,7 @@ def test_jsonl_reads_lists_and_objects_into_disjoint_splits(tmp_path):
     both = [greeting(i) for i in range(400)]
     lines = [c if i % 2 else {"messages": c} for i, c in enumerate(both)]
     path = write_lines(tmp_path / "own.jsonl", *lines, both[0])
-    train, val = JSONL("train", path=path), JSONL("val", path=path)
+    train, val = JSONL("train", source=path), JSONL("val", source=path)
     assert len(train) + len(val) == 401
     assert 0.5 < len(val) * HOLD_OUT_EVERY / 400 < 2
     assert not {fingerprint(c) for c in train} & {fingerprint(c) for c in val}
@@ -339,20 +339,20 @@ def test_jsonl_reads_lists_and_objects_into_disjoint_splits(tmp_path):
 def test_jsonl_reports_the_invalid_line(tmp_path, line, message):
     path = write_lines(tmp_path / "own.jsonl", greeting(1), line)
     with pytest.raises(ValueError, match=rf"own\.jsonl, line 2: .*{message}"):
-        len(JSONL("train", path=path))
+        len(JSONL("train", source=path))
 
 
 @pytest.mark.parametrize("count", [2, 3, 10])
 def test_jsonl_holds_out_at_least_one_conversation(tmp_path, count):
     path = write_lines(tmp_path / "own.jsonl", *map(greeting, range(count)))
-    train, val = (list(JSONL(split, path=path)) for split in ("train", "val"))
+    train, val = (list(JSONL(split, source=path)) for split in ("train", "val"))
     assert train and val and len(train) + len(val) == count
 
 
 def test_jsonl_with_one_conversation_says_how_many_are_needed(tmp_path):
     path = write_lines(tmp_path / "own.jsonl", greeting(1), greeting(1))
     with pytest.raises(ValueError, match=r"own\.jsonl has one conversation; at least two"):
-        len(JSONL("train", path=path))
+        len(JSONL("train", source=path))
 
 
 def test_valid_conversation_can_be_rendered(tmp_path):
@@ -364,12 +364,12 @@ def test_valid_conversation_can_be_rendered(tmp_path):
 
 def test_jsonl_rejects_missing_empty_or_broken_files(tmp_path):
     with pytest.raises(FileNotFoundError, match="nowhere.jsonl"):
-        len(JSONL("train", path=str(tmp_path / "nowhere.jsonl")))
+        len(JSONL("train", source=str(tmp_path / "nowhere.jsonl")))
     with pytest.raises(ValueError, match="no conversation"):
-        len(JSONL("train", path=write_lines(tmp_path / "empty.jsonl")))
+        len(JSONL("train", source=write_lines(tmp_path / "empty.jsonl")))
     (tmp_path / "broken.jsonl").write_text('[{"role"\n')
     with pytest.raises(ValueError, match=r"broken\.jsonl, line 1: not JSON"):
-        len(JSONL("train", path=str(tmp_path / "broken.jsonl")))
+        len(JSONL("train", source=str(tmp_path / "broken.jsonl")))
 
 
 @pytest.mark.parametrize("kind", [SpellingBee, SimpleSpelling])
@@ -377,7 +377,7 @@ def test_spelling_splits_share_no_words(kind, tmp_path, word_list):
     path = tmp_path / "words.txt"
     path.write_text("\n".join(f"word{a}{b}" for a in LETTERS for b in LETTERS) + "\nit's\nab\n")
     for words in (None, str(path)):
-        seen = [set(kind(split, words=words).words) for split in kind.splits]
+        seen = [set(kind(split, source=words).words) for split in kind.splits]
         assert all(seen) and sum(map(len, seen)) == len(set.union(*seen))
     assert not {"it's", "ab"} & set.union(*seen)
 
@@ -430,14 +430,14 @@ def test_simple_spelling_requires_the_full_word(word_list):
 def test_spelling_bee_works_with_a_short_word_list(tmp_path):
     (tmp_path / "words.txt").write_text("\n".join(f"z{a * 4}" for a in LETTERS))
     for split in SpellingBee.splits:
-        task = SpellingBee(split, words=str(tmp_path / "words.txt"))
+        task = SpellingBee(split, source=str(tmp_path / "words.txt"))
         assert all("z" in message["content"] for message, _ in Subset(task, 50))
 
 
 def test_word_file_without_words_raises(tmp_path):
     (tmp_path / "words.txt").write_text("1 2 3")
     with pytest.raises(ValueError, match="no words for split train in .*words.txt"):
-        SpellingBee("train", words=str(tmp_path / "words.txt"))[0]
+        SpellingBee("train", source=str(tmp_path / "words.txt"))[0]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -446,7 +446,7 @@ def test_word_file_without_words_raises(tmp_path):
 
 def test_tasks_are_found_by_key_and_report_name():
     for key, entry in registry.TASKS.items():
-        assert key_of(key) == key_of(entry.task.name) == key
+        assert key_of(key) == key_of(entry.name) == key
     assert isinstance(make_task("ARC-Easy", "test"), ARCEasy)
     with pytest.raises(ValueError, match="unknown task 'gsm8'; did you mean gsm8k"):
         make_task("gsm8", "test")
@@ -474,8 +474,8 @@ def test_buckets_have_names_and_tags_and_load_lazily(loaded, tmp_path):
     found = buckets(f"GSM8K*2,jsonl:{path}=7*3,mine=20%,smoltalk:a/b", declared)
     assert not loaded
     assert [bucket.name for bucket in found] == ["gsm8k", f"jsonl:{path}", "mine", "smoltalk:a/b"]
-    assert len(found[1].train) == 7 and len(found[2].train) == len(JSONL("train", path=str(path)))
-    assert len(found[1].val) == len(JSONL("val", path=str(path)))
+    assert len(found[1].train) == 7 and len(found[2].train) == len(JSONL("train", source=str(path)))
+    assert len(found[1].val) == len(JSONL("val", source=str(path)))
     assert found[0].tags.answer_format == "number" and found[0].tags.parent == "gsm8k"
     assert found[2].tags == Tags(language="ko")
     assert found[1].tags == found[3].tags == Tags()  # custom data has no default tags
@@ -487,7 +487,7 @@ def test_buckets_have_names_and_tags_and_load_lazily(loaded, tmp_path):
 
 
 def test_every_trainable_task_has_tags():
-    trained = {key for key, entry in registry.TASKS.items() if "train" in entry.task.splits}
+    trained = {key for key, entry in registry.TASKS.items() if "train" in entry.splits}
     assert trained - {"jsonl", "hub"} <= TAGS.keys() <= registry.TASKS.keys()
 
 
@@ -529,7 +529,7 @@ def test_default_mixtures_and_tasks_are_valid(loaded):
 
 @pytest.mark.parametrize("key", registry.TASKS)
 def test_R27_training_never_loads_an_evaluation_split(key, loaded, tmp_path, word_list):
-    task = registry.TASKS[key].task
+    task = registry.TASKS[key]
     path = write_lines(tmp_path / "own.jsonl", *map(greeting, range(400)))
     sources = {"jsonl": f"jsonl:{path}", "hub": "hub:a/b{messages: conversations}"}
     spec = sources.get(key, key)

@@ -222,7 +222,7 @@ def test_R27_training_mixture_fetches_no_evaluation_file(serve, monkeypatch):
 
     monkeypatch.setattr(hub.HubRepo, "fetch", record)
     load_shared.cache_clear()  # earlier tests opened smoltalk
-    trained = [n for n in registry.TASKS if "train" in registry.TASKS[n].task.splits]
+    trained = [n for n in registry.TASKS if "train" in registry.TASKS[n].splits]
     absent = ("jsonl", "hub", "openthoughts3", "rstar_coder", "yisang")
     names = [n if n != "smoltalk" else f"smoltalk:{CHAT}" for n in trained if n not in absent]
     sizes = {bucket.name: len(bucket.train) for bucket in buckets(",".join(names))}

@@ -277,7 +277,7 @@ def first_items(counts: Mapping[str, int]) -> list[Task]:
     """The first items of each task that is on this machine and not final."""
     found: list[Task] = []
     for key in (key for key in counts if not is_final(key)):
-        kind = TASKS[key].task
+        kind = TASKS[key]
         split = next(s for s in ("val", "test") if s in kind.splits and s != kind.rl_split)
         task = make_task(key, split)
         if not isinstance(task, HubTask) or task.is_local():

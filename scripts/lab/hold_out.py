@@ -39,7 +39,7 @@ class HoldOut:
 def main(cfg: HoldOut) -> None:
     if cfg.final:
         keys = [k for name in cfg.final.split("|") for k in overlapping_tasks(check_task(name))]
-        print(f"wrote {held_out.declare({TASKS[k].task.name: TAGS[k].parent for k in keys})}")
+        print(f"wrote {held_out.declare({TASKS[k].name: TAGS[k].parent for k in keys})}")
     if cfg.mix.mixture:
         return scan(cfg)
     for name, parent in held_out.final_benchmarks().items():
@@ -50,7 +50,7 @@ def main(cfg: HoldOut) -> None:
 def check_task(name: str) -> str:
     """Return the key of a task that can be scored. Raises ValueError otherwise."""
     key = key_of(name)
-    if TASKS[key].task.kind == "talk" or key not in TAGS:
+    if TASKS[key].kind == "talk" or key not in TAGS:
         raise ValueError(f"--final: {name!r} is not scored; use {', '.join(BENCHMARKS)}")
     return key
 

@@ -144,7 +144,7 @@ def test_script_declares_and_lists_final_benchmarks(capsys):
 
 
 def test_evaluation_skips_final_tasks_without_the_flag():
-    every, said = {key: TASKS[key].task.name for key in ("arc_easy", "gsm8k", "spelling")}, []
+    every, said = {key: TASKS[key].name for key in ("arc_easy", "gsm8k", "spelling")}, []
     assert held_out.select_tasks(None, every, False, said.append) == list(every)
     hold_out.main(HoldOut(final="arc_easy|spelling"))
     assert held_out.select_tasks(None, every, False, said.append) == ["gsm8k"]

@@ -31,7 +31,7 @@ def test_items_are_fixed_and_on_no_training_split():
     assert [task.identity for task in open_suite("embedded")] == [task.identity for task in suite]
     assert list(names_and_sizes(suite).values()) == list(BUILTIN.values())
     for key, task in zip(BUILTIN, suite, strict=True):
-        for split in ("train", TASKS[key].task.rl_split):
+        for split in ("train", TASKS[key].rl_split):
             assert not questions_of(task) & questions_of(make_task(key, split))
 
 
@@ -66,9 +66,7 @@ def test_only_downloaded_validation_files_are_used(arc):
     suite = open_suite("some/text")
     assert names_and_sizes(suite) == {"ARC-Easy": PUBLISHED["arc_easy"]}
     assert all(question.startswith("validation") for question in questions_of(suite[0]))
-    assert names_and_sizes(open_suite("embedded")).keys() == {
-        TASKS[key].task.name for key in BUILTIN
-    }
+    assert names_and_sizes(open_suite("embedded")).keys() == {TASKS[key].name for key in BUILTIN}
 
 
 def test_damaged_file_is_not_downloaded_again(arc):
