@@ -96,13 +96,15 @@ case $part in
     gpu=("${tag[@]}" --compile=1) # a resumed run otherwise stays eager
     rm -rf "$NANOCHAT_BASE_DIR/base_checkpoints"
     OMP_NUM_THREADS=$(nproc) check start 120 dev.gpu_check --stop_after=1 -- "${cpu[@]}"
-    for name in whole stopped; do
-        cp -r "$NANOCHAT_BASE_DIR"/base_checkpoints/{cpu,$name}
-    done
-    check train 150 "${gpu[@]}" --model_tag=whole
-    check stop 60 dev.gpu_check --stop_after=$((steps / 3)) -- "${gpu[@]}" --model_tag=stopped
-    check resume 150 "${gpu[@]}" --model_tag=stopped
-    OMP_NUM_THREADS=$(nproc) check cpu 150 dev.gpu_check --stop_after=$((steps / 30 + 1)) -- "${cpu[@]}"
+    if [ -d "$NANOCHAT_BASE_DIR/base_checkpoints/cpu" ]; then
+        for name in whole stopped; do
+            cp -r "$NANOCHAT_BASE_DIR"/base_checkpoints/{cpu,$name}
+        done
+        check train 150 "${gpu[@]}" --model_tag=whole
+        check stop 60 dev.gpu_check --stop_after=$((steps / 3)) -- "${gpu[@]}" --model_tag=stopped
+        check resume 150 "${gpu[@]}" --model_tag=stopped
+        OMP_NUM_THREADS=$(nproc) check cpu 150 dev.gpu_check --stop_after=$((steps / 30 + 1)) -- "${cpu[@]}"
+    fi
     check sft_d$trained 120 scripts.chat_sft --source=base:whole --eval_tokens=1024 \
         --mixture=world_chat=200,world_problems=200 --num_iterations=20 ${small:+--compile=0}
     check rl_d$trained 120 scripts.chat_rl --num_iterations=10 --examples_per_step=8 \

@@ -194,7 +194,7 @@ comes from the tokenizer (`scripts.tok_train --vocab_size`) and changes embeddin
 | weight decay x steps is constant | arXiv:2405.13698 |
 | learning rates x (batch / {reference_batch:,})^0.5, weight decay per token, SSSL windows, value embeddings in every other layer | karpathy/nanochat, measured at depth 24 |
 | about {min_steps} steps or more; {bigram_each} bigram rows per token; value embeddings in every layer | measured at depth 4 and 6 on a CPU, 2026-11 |
-| previous-token keys in every other layer | depths 2 to 6 on a CPU, three seeds, 2 million tokens; on a GPU, three seeds: with the other options 0.012 bpb lower at depth 6 after 10 million tokens, 0.003 higher at depth 4 after 26 million; alone no gain at depth 8 after 29 million |
+| previous-token keys in every other layer | depths 4 and 6 on a CPU, one seed, 2 million tokens; their present form against the first one: depths 2 to 6, three seeds; on a GPU, three seeds: with the other options 0.012 bpb lower at depth 6 after 10 million tokens, 0.003 higher at depth 4 after 26 million; alone no gain at depth 8 after 29 million |
 | these options together, at equal FLOPs | measured at depths 2 to 8, three seeds ([performance.md](performance.md#loss-by-size-and-compute)) |
 
 The experiments in `dev/LOG.md` train models of at most 8 layers on at most 29 million tokens: at larger depths these

@@ -200,13 +200,13 @@ def main(cfg: ChatEval) -> None:
         values, items = task_record(task, graded, clusters, key, cfg)
         if task.name in averaged:  # recorded again when all tasks are scored
             values |= dict.fromkeys((MEAN, f"{MEAN} without"))
-            if cfg.task_name:
-                machine.print0(f"{MEAN} deleted; without --task_name, it is computed again")
         record(values, items)
     scored = {key_of(name) for name in (*missing, *(task.name for task in counted))}
     if counted and scored >= set(map(key_of, default)):
         samples = [sample_conversations(engine, cfg, tasks)] if machine.is_main else []
         record(*mean_record(counted, known, missing), *samples)
+    elif any(task.name in averaged for task in todo):
+        machine.print0(f"{MEAN} deleted; it is computed again without --task_name")
     machine.on_main("writing the report", lambda: report.update(cfg.report_dir))
     machine.close()
 

@@ -87,7 +87,7 @@ class ChatRL(AnswerTuning):
         super().__post_init__()
         require_at_least(self, eval_examples=1, eval_samples=1)
         if self.pass_rates and not 0 <= self.pass_rates[0] <= self.pass_rates[1] <= 1:
-            raise ValueError(f"pass_rates must rise, as in 0.2,0.8, got {self.pass_rates}")
+            raise ValueError(f"pass_rates must rise within 0 to 1, got {self.pass_rates}")
 
 
 def main(cfg: ChatRL) -> None:

@@ -16,7 +16,8 @@ from tasks.base import Conversation, assistant, user, visible
 from tasks.hub import HubTask, TaskRow
 
 LIMITS = sandbox.Limits()
-BLOCK = re.compile(r"^[ \t]*```([\w+-]*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
+# A fence begins a line, or names a language: other ones in a line are quotes
+BLOCK = re.compile(r"(?:^[ \t]*|(?=```\w))```([\w+-]*)[^\n`]*\n(.*?)(?:```|\Z)", re.S | re.M)
 INSTRUCTION = "Complete this function. Answer with the whole function in a block of Python code."
 
 

@@ -184,14 +184,27 @@ def recorded(base) -> dict:
     return read_json(base / "report" / "chat-evaluation-sft.json")["values"]
 
 
-def test_chatcore_is_deleted_when_a_task_is_scored_again(base):
+def test_chatcore_is_deleted_when_a_task_is_scored_again(base, capsys):
     save_model("embedded")
     evaluate()
     assert recorded(base)["ChatCORE"]["n"] == 16
+    assert "ChatCORE deleted" not in capsys.readouterr().out
     evaluate(task_name="World-Choice", max_problems=3)
     assert not any("ChatCORE" in name for name in recorded(base))
+    assert "ChatCORE deleted" in capsys.readouterr().out
     evaluate(max_problems=3, skip_if_done=True)
     assert recorded(base)["ChatCORE"]["n"] == 12
+
+
+def test_sampling_settings_are_recorded_with_generated_answers(base):
+    save_model("embedded")
+    hows = []
+    for temperature in (0.0, 1.0):
+        evaluate(task_name="World-Facts|World-Choice", sampling=Sampling(4, temperature))
+        items = read_json(base / "report" / "chat-evaluation-sft.json")["items"]
+        assert "how" not in items["World-Choice"]
+        hows.append(items["World-Facts"]["how"])
+    assert hows[0] != hows[1]
 
 
 def test_pass_rates_of_more_answers_are_deleted_when_a_task_is_scored_again(base):

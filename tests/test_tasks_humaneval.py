@@ -87,6 +87,11 @@ def test_block_that_defines_the_function_is_run():
     assert final_code(blocks[: blocks.index("and")], "g") == "f(1)\n"
     assert final_code("    return 1", "f") == "    return 1"
     assert final_code("```Python\nx\n```\nThis works.", "f") == "x\n"
+    assert (
+        final_code("Here: ```python\ndef f():\n    1```\nDone ``` so.\n", "f") == "def f():\n    1"
+    )
+    twice = "```py\ndef f():\n    1\n```\n```py\ndef f():\n    2\n```\n```py\nf()\n```"
+    assert final_code(twice, "f") == "def f():\n    2\n", "the last definition"
 
 
 def test_main_guard_of_an_answer_does_not_run(sandbox):

@@ -194,6 +194,7 @@ class Sweep:
                     count = f"{len(done)} of {len(jobs)}"
                     print(f"done: {printable(run.job.name)} ({count})", flush=True)
         if self.stop.asked:
+            print(f"stopped with {len(done)} of {len(jobs)} runs done; rerun the same command")
             raise SystemExit(PREEMPTED)
         if problems:
             more = f", and {len(problems) - 1} more" if len(problems) > 1 else ""

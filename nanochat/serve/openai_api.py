@@ -309,8 +309,8 @@ class Generation(Strict):
         given = {"seed": seed, **self.model_dump(include=names, exclude_none=True)}
         if given.get("top_k", 1) < 1:
             given["top_k"] = None  # all tokens
-        if given.get("top_p") == 0:
-            given["top_p"] = 1e-6  # greedy
+        if "top_p" in given:
+            given["top_p"] = max(given["top_p"], 1e-6)  # 0 means greedy
         return replace(defaults, **given, max_new_tokens=length)
 
 

@@ -17,6 +17,7 @@ Writes  the section "Comparison of <before> and <after>", with a verdict for eve
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from nanochat import records, report, stats, summary
@@ -70,9 +71,13 @@ def main(cfg: Compare) -> None:
     sides = [[find_run(ref, cfg.report_dir, several) for ref in side] for side in refs]
     runs = [run for side in sides for run in side]
     names = [name for name in runs[0].values if all(name in run.values for run in runs)]
+    alike = partial(summary.sampled_alike, before=runs[0].items)
+    if other := [name for name in names if not all(alike(name, after=run.items) for run in runs)]:
+        print(f"not compared, because of other sampling settings: {', '.join(other)}")
+    names = [name for name in names if name not in other]
     if not names:
         found = "; ".join(f"{run.name} has {', '.join(run.values)}" for run in runs)
-        raise ValueError(f"{found}; evaluate all on the same tasks")
+        raise ValueError(f"{found}; evaluate all on the same tasks with the same settings")
     table, verdicts = compare_seeds(names, *sides) if several else compare_items(names, *runs)
     prints = [[run.fingerprint for run in side] for side in sides]
     inputs = {

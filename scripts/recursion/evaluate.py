@@ -280,8 +280,8 @@ def write_record(
 
 
 def mean_of(lines: Sequence[dict[str, float]], name: str) -> float:
-    """Mean of a metric over the lines that have a finite value of it."""
-    return mean(line[name] for line in lines if math.isfinite(line.get(name, math.nan)))
+    """Mean of a metric over the lines that have a finite value of it; NaN if none has."""
+    return mean([x for line in lines if math.isfinite(x := line.get(name, math.nan))] or [math.nan])
 
 
 def late_metrics(recursive: Sequence[LoopScores]) -> dict[str, float]:

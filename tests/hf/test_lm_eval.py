@@ -46,6 +46,16 @@ def requests(*arguments):
     return [SimpleNamespace(args=pair, task_name="a", doc_id=0) for pair in arguments]
 
 
+def test_items_with_equal_contexts_are_scored_apart(ours, monkeypatch):
+    found = []
+    monkeypatch.setattr(ours, "score", lambda questions, count: found.extend(questions))
+    asked = [
+        SimpleNamespace(args=("", x), task_name="a", doc_id=n // 2) for n, x in enumerate("abcd")
+    ]
+    ours.loglikelihood(asked)
+    assert [len(question.options) for question in found] == [2, 2]
+
+
 @pytest.fixture(scope="module")
 def texts():
     return list(itertools.islice(documents(0, 0, "val"), 60))
