@@ -48,8 +48,10 @@ class ChatWeb(CheckpointChoice):
     machine: DistConfig = field(default_factory=DistConfig)
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature <= 2:
-            raise ValueError(f"temperature must be from 0 to 2, got {self.temperature}")
+        if self.temperature > 2:
+            raise ValueError(
+                f"temperature must be at most 2, as in requests, got {self.temperature}"
+            )
 
 
 def main(cfg: ChatWeb) -> None:

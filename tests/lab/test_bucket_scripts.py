@@ -34,7 +34,7 @@ def test_filtered_file_is_a_bucket(tmp_path, base):
     cfg = Filter(out, "no_image,no_duplicate", rows=write(tmp_path / "in.jsonl", rows))
     filter_script.main(cfg)
     assert len(read(out)) == 60
-    assert len(JSONL("train", path=out)) + len(JSONL("val", path=out)) == 60
+    assert len(JSONL("train", source=out)) + len(JSONL("val", source=out)) == 60
     record = read_json(base / "report" / "filters-good.json")
     assert record["values"] == {"Kept": 60, "Dropped": 6}
     assert [row[:3] for row in record["tables"][0]["rows"]] == [

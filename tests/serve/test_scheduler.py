@@ -1,6 +1,7 @@
 """The generation thread: replies, log-probabilities, queue limits, failures and shutdown."""
 
 import asyncio
+import itertools
 import time
 from concurrent.futures import Future
 
@@ -158,12 +159,17 @@ def test_engine_failure_affects_only_its_own_replies(engine, monkeypatch):
 
 
 def test_V11_drain_aborts_replies_after_the_deadline(engine, monkeypatch):
-    plain = engine.step
-    monkeypatch.setattr(engine, "step", lambda patience: time.sleep(0.02) or plain(patience))
+    plain, steps = engine.step, itertools.count()
+
+    def step(patience):  # the long reply takes at least 6 seconds
+        time.sleep(0.2 if next(steps) >= SHORT.max_new_tokens + 2 else 0.0)
+        return plain(patience)
+
+    monkeypatch.setattr(engine, "step", step)
 
     async def use(worker):
         short, long = (worker.submit(engine, [Prompt([1], s)]) for s in (SHORT, LONG))
-        worker.drain(0.3)
+        worker.drain(2.0)
         with pytest.raises(ApiError, match="is shutting down"):
             worker.submit(engine, [Prompt([1], SHORT)])
         assert worker.status() == "stopping"
