@@ -49,9 +49,7 @@ class ChatWeb(CheckpointChoice):
 
     def __post_init__(self) -> None:
         if self.temperature > 2:
-            raise ValueError(
-                f"temperature must be at most 2, as in requests, got {self.temperature}"
-            )
+            raise ValueError(f"temperature must be at most 2, got {self.temperature}")
 
 
 def main(cfg: ChatWeb) -> None:

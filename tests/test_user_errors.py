@@ -64,7 +64,7 @@ BAD_FLAGS = [
     ("base_train --depth=two", "two", "--help"),
     ("chat_cli -k 0 -p hi", "top_k must be at least 1, got 0", "at least 1"),
     ("chat_web -t -1", "temperature must be at least 0, got -1.0", "at least 0"),
-    ("chat_web -t 2.5", "temperature must be at most 2, as in requests, got 2.5", "at most 2"),
+    ("chat_web -t 2.5", "temperature must be at most 2, got 2.5", "at most 2"),
     ("chat_web -p 99999", "port must", "65536"),
     ("chat_web --top_p 3", "top_p must be in (0, 1], got 3.0", "(0, 1]"),
     ("base_train --target_flops=0", "target_flops must be positive, got 0", "positive"),
