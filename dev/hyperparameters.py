@@ -469,7 +469,7 @@ def hyperparameter_page() -> str:
         bigram_rows=BIGRAM_ROWS,
         bigram_each=BIGRAM_ROWS_PER_TOKEN,
         small=math.ceil(max(others) / 1000) * 1000,
-        ratio=TRAINING.target_param_data_ratio,
+        ratio=TRAINING.horizon.target_param_data_ratio,
         exponent=BATCH_EXPONENT,
         reference_batch=REFERENCE_BATCH,
         min_steps=MIN_STEPS,

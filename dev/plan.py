@@ -103,14 +103,7 @@ def main(cfg: Plan) -> None:
     base = parse(BaseTrain(), args=shlex.split(cfg.base))
     tokenizer = parse(TokTrain(), args=shlex.split(cfg.tokenizer))
     model = meta_model(base, tokenizer.vocab_size, cfg.gpu)
-    horizon = plan_horizon(
-        model,
-        base.num_iterations,
-        base.target_flops,
-        base.target_param_data_ratio,
-        base.total_batch_size,
-        cfg.processes,
-    )
+    horizon = plan_horizon(model, base.horizon, cfg.processes)
     print_time(cfg, base, model, horizon)
     embedded = (base.data.dataset or tokenizer.data.dataset) == "embedded"
     uses = disk_uses(cfg, base, tokenizer, model, horizon, embedded)

@@ -15,12 +15,19 @@ need() { # need <command> <manual installation>
     exit 2
 }
 
+root=$([ "$(id -u)" -eq 0 ] || echo "sudo -n")
+install_uv() {
+    python3 -m venv .uv && .uv/bin/python -m pip install "uv==$UV_VERSION" && return
+    rm -rf .uv # without pip
+    python3 -m pip install --user "uv==$UV_VERSION" && return
+    $root apt-get update -qq && $root apt-get install -qq -y python3-venv # not part of Debian's python3
+    python3 -m venv .uv && .uv/bin/python -m pip install "uv==$UV_VERSION"
+}
 if ! command -v uv >/dev/null; then
     echo "setup: installing uv $UV_VERSION into .uv/"
-    { python3 -m venv .uv && .uv/bin/python -m pip install "uv==$UV_VERSION"; } >/dev/null 2>&1 ||
-        python3 -m pip install --user "uv==$UV_VERSION" >/dev/null 2>&1 || true
+    install_uv >/dev/null 2>&1 || true
 fi
-need uv "python3 -m pip install uv==$UV_VERSION, or see https://docs.astral.sh/uv/"
+need uv "apt-get install python3-venv (Debian, Ubuntu) or python3 -m pip install uv==$UV_VERSION, then rerun"
 
 rust_is_new_enough() {
     command -v cargo >/dev/null &&
@@ -32,7 +39,6 @@ with_apt() { # rustup if the distribution has it, else Debian's current Rust for
     $root apt-get install -qq -y rustup && rustup default stable && return
     $root apt-get install -qq -y cargo-web || $root apt-get install -qq -y cargo
 }
-root=$([ "$(id -u)" -eq 0 ] || echo "sudo -n")
 if ! command -v cargo >/dev/null; then
     echo "setup: installing Rust with the system's package manager"
     if command -v apt-get >/dev/null; then

@@ -21,7 +21,14 @@ from nanochat.gpt import GPT
 from nanochat.hardware import PEAK_FLOPS
 from nanochat.loss import CHUNK_ELEMENTS
 from nanochat.optim import NEWTON_SCHULZ_STEPS
-from nanochat.scaling import Horizon, ShapeConfig, default_windows, plan_horizon, shape_for_depth
+from nanochat.scaling import (
+    Horizon,
+    HorizonConfig,
+    ShapeConfig,
+    default_windows,
+    plan_horizon,
+    shape_for_depth,
+)
 
 PAGE = REPOSITORY / "docs" / "performance.md"
 MARKS = "<!-- predicted: python -m dev.time_model -->\n", "<!-- end -->\n"
@@ -228,7 +235,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def horizon(depth: int) -> Horizon:
     """Steps and tokens of the speedrun's base model."""
-    return plan_horizon(meta_model(depth), None, None, RATIO, None, GPUS)
+    return plan_horizon(meta_model(depth), HorizonConfig(target_param_data_ratio=RATIO), GPUS)
 
 
 def savings(step: Step, fp8: Step) -> dict[str, dict[str, float]]:

@@ -37,7 +37,7 @@ gpt, attention, loss, optim, scaling and train.
     anomaly         non-finite steps, loss spikes, rank divergence
     checkpoint      checkpoints of a run
     train           training loop of all stages
-    evaluators      evaluations during pretraining
+    evaluators      evaluations during training: validation bpb, few-shot scores, samples
     finetune        midtraining and SFT
     rl              reinforcement learning
 

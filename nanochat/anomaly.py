@@ -101,7 +101,9 @@ def require_equal_ranks(named: Mapping[str, Tensor], machine: DistContext, step:
         return
     bits = {2: torch.int16, 4: torch.int32}
     sums = [x.detach().view(bits[x.element_size()]).sum(dtype=torch.int64) for x in named.values()]
-    found = machine.gather(torch.stack(sums).tolist())
+    with machine.waiting("device synchronization"):
+        mine = torch.stack(sums).tolist()
+    found = machine.gather(mine)
     for i, name in enumerate(named):
         values = [sums[i] for sums in found]
         common = max(values, key=values.count)  # rank 0 wins ties

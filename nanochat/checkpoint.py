@@ -17,7 +17,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
@@ -251,22 +251,27 @@ def open_checkpoint(folder: Path, step: int | None = None) -> Checkpoint | None:
     """
     Return the newest good checkpoint of a folder, or exactly `step`; None if there is none.
 
-    Corrupt checkpoints are reported and skipped. Raises FileNotFoundError if `step` does not exist,
-    ValueError if it is corrupt, and CorruptCheckpoint if all checkpoints are.
+    Raises FileNotFoundError if `step` does not exist, ValueError if it is corrupt, and
+    CorruptCheckpoint if all checkpoints are.
     """
     folders = step_folders(folder)
     if step is not None and step not in folders:
         raise FileNotFoundError(f"no step {step} in {folder}; available: {list(folders)}")
     if step is not None:
         return read_checkpoint(folders[step], step)
-    for number, path in reversed(folders.items()):
+    found = next(intact_checkpoints(folder), None)
+    if folders and found is None:
+        raise CorruptCheckpoint(f"all checkpoints in {folder} are corrupt")
+    return found
+
+
+def intact_checkpoints(folder: Path) -> Iterator[Checkpoint]:
+    """The good checkpoints of a folder, newest first; corrupt ones are reported and skipped."""
+    for step, path in reversed(step_folders(folder).items()):
         try:
-            return read_checkpoint(path, number)
+            yield read_checkpoint(path, step)
         except (OSError, ValueError) as error:
             print(printable(f"skipping corrupt checkpoint: {error}"), flush=True)
-    if folders:
-        raise CorruptCheckpoint(f"all checkpoints in {folder} are corrupt")
-    return None
 
 
 def newest_state(folder: Path) -> dict[str, Any] | None:
@@ -284,6 +289,9 @@ def find_checkpoint(stage: str, tag: str | None = None, step: int | None = None)
     Raises MissingInput with the script that creates one.
     """
     root, command = stage_folder(stage), f"python -m scripts.{SCRIPTS[stage]}"
+    if stage == "base":  # the default depth would take weeks on a CPU
+        named = re.fullmatch(r"d(\d+)", tag or "")
+        command += f" --depth={named[1] if named else 4}"
     if tag is None:
         tags = list(root.glob("*/latest"))
         if not tags:
@@ -671,8 +679,9 @@ class CheckpointManager:
     def require_finite(self, model: GPT, optimizer: MuonAdamW) -> None:
         """Raise NonFiniteError on all ranks, naming the first non-finite tensor of any rank."""
         named = {**model.state_dict(), **optimizer.local_state()}
-        found = [name for name in self.machine.gather(first_not_finite(named)) if name]
-        if found:
+        with self.machine.waiting("device synchronization"):
+            mine = first_not_finite(named)
+        if found := [name for name in self.machine.gather(mine) if name]:
             last = max(step_folders(self.folder), default="none")
             fix = f"--resume=auto resumes from the last good step: {last}"
             raise NonFiniteError(f"{found[0]} has non-finite values and was not saved; {fix}")
@@ -706,7 +715,8 @@ class CheckpointManager:
             raise ValueError(
                 f"{found.folder} was trained with different settings:\n  "
                 + "\n  ".join(changed)
-                + "\nuse another --model_tag, or --allow_data_change if only rows differ"
+                + "\nuse another --model_tag, or --allow_data_change if only rows differ; with "
+                "speedrun.sh, rename that folder"
             )
         for line in changed:
             self.machine.print0(f"resuming despite {line}")

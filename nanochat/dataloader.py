@@ -25,14 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from nanochat.common import (
-    MissingInput,
-    UsageError,
-    WaitAborted,
-    fingerprint,
-    read_sealed,
-    sha256_file,
-)
+from nanochat.common import UsageError, WaitAborted, fingerprint, read_sealed, sha256_file
 
 # ---- Interleaving buckets in proportion ----------------------------------------------------------
 # The items of each bucket divide [0, 1) in proportion to their sizes. Each item gets a random
@@ -101,7 +94,7 @@ class RowSequence(ABC):
         Return the rows of a step, (rows_per_step, max_seq_len + 1), in the stored dtype. Waits for
         shards that are being packed.
 
-        Raises MissingInput if nothing is packing a missing shard, UsageError if packing failed or a
+        Raises UsageError if nothing is packing a missing shard, if packing failed, or if a
         shard is damaged, and WaitAborted if a stop is requested while waiting.
         """
         return self.read(self.row_ids(step, rows_per_step, seed))
@@ -296,9 +289,9 @@ class Rows(RowSequence):
             if (now := stamp(self.alive_path)) != beat:
                 beat, beat_time = now, time.monotonic()
             if time.monotonic() - beat_time > SILENCE_SECONDS:
-                raise MissingInput(
+                raise UsageError(
                     f"{shard} is not packed in {self.folder}, and no process is packing it",
-                    f"python -m scripts.data --max_seq_len={self.max_seq_len}",
+                    "run the same command again, which packs it",
                 )
             time.sleep(POLL_SECONDS)
         return self.counts(shard)

@@ -12,6 +12,7 @@ import datetime
 import json
 import os
 import pickle
+import signal
 import socket
 import threading
 import time
@@ -437,6 +438,8 @@ def join(device: torch.device, rank: int, world_size: int, timeout_seconds: floa
             device_id=device if device.type == "cuda" else None,
         )
         dist.barrier()
+    if device.type == "cuda":  # Python's handler would not run during NCCL's waits
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     return heartbeat
 
 

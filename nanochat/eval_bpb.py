@@ -3,7 +3,8 @@ Bits per byte: cross-entropy per byte of text, comparable between tokenizers.
 
     (tokens, targets) -> nats and bytes, summed over ranks -> Bpb
 
-Bytes are the raw bytes of each token; special tokens have none and are excluded from both sums.
+Bytes are the raw bytes of each token; special tokens have none and are excluded from both sums, but
+not from the mean loss.
 """
 
 import math
@@ -25,7 +26,10 @@ class Bpb(NamedTuple):
     nats: float
     bytes: int
     tokens: int
-    """Number of scored targets."""
+    """Number of targets with bytes."""
+    all_nats: float
+    all_tokens: int
+    """The same for all targets, special tokens included."""
 
     @property
     def value(self) -> float:
@@ -33,6 +37,11 @@ class Bpb(NamedTuple):
         if not self.bytes:
             raise UsageError("the text has no scorable token", "use more validation text")
         return self.nats / math.log(2) / self.bytes
+
+    @property
+    def loss(self) -> float:
+        """Mean nats per target, like the training loss; NaN if there are no targets."""
+        return self.all_nats / self.all_tokens if self.all_tokens else math.nan
 
 
 Batch = tuple[np.ndarray, np.ndarray]
@@ -66,26 +75,29 @@ def bits_per_byte(
     Raises EvaluationAborted on every rank if `stopping()` is true on any rank, and UsageError if a
     sum is not finite.
     """
-    nats = np.zeros(n)
-    num_bytes = num_tokens = 0
-    stopped = False
+    nats, counts = np.zeros((2, n)), np.zeros(2, dtype=np.int64)  # with bytes, and of all targets
+    num_bytes, stopped = 0, False
     for tokens, targets in batches:
         if stopped := stopping():
             break
         lengths = np.where(targets == IGNORE, 0, token_bytes[targets.clip(min=0)])  # (B, T)
-        arrays = (tokens, targets, lengths > 0)
-        x, y, counted = (torch.from_numpy(each).to(machine.device) for each in arrays)
-        losses = score(x, y).to(torch.float32).reshape(n, *y.shape)
-        losses = torch.where(counted, losses, 0.0)
-        nats += losses.cpu().double().sum(dim=(1, 2)).numpy()
+        x, y = (torch.from_numpy(each).to(machine.device) for each in (tokens, targets))
+        losses = score(x, y).to(torch.float32).reshape(n, *y.shape).cpu().double().numpy()
+        for i, counted in enumerate((lengths > 0, targets != IGNORE)):
+            nats[i] += np.where(counted, losses, 0.0).sum(axis=(1, 2))
+            counts[i] += counted.sum()
         num_bytes += int(lengths.sum())
-        num_tokens += int((lengths > 0).sum())
-    *total, size, count, interrupted = machine.sum(*nats, num_bytes, num_tokens, float(stopped))
-    if interrupted:
+    sums = machine.sum(*nats.flat, *counts.tolist(), num_bytes, float(stopped))
+    if sums.pop():
         raise EvaluationAborted
+    *total, count, every, size = sums
     if not np.isfinite(total).all():
         raise UsageError(
-            f"the loss on {round(count):,} tokens is {sum(total)}: the weights are corrupt",
+            f"the loss on {round(every):,} tokens is {sum(total[n:])}: the weights are corrupt",
             "use an earlier checkpoint or retrain with lower learning rates",
         )
-    return [Bpb(each, round(size), round(count)) for each in total]
+    own, whole = total[:n], total[n:]
+    return [
+        Bpb(nats, round(size), round(count), all_nats, round(every))
+        for nats, all_nats in zip(own, whole, strict=True)
+    ]

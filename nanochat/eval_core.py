@@ -141,7 +141,8 @@ def tokenize(task: FewShotTask, number: int, tokenizer: Any, context: int) -> Qu
         ending = max(1, len(commonprefix([ids[:0:-1] for ids in options])))
         starts = [len(ids) - ending for ids in options]
     else:  # the continuation starts where the options differ or, with one option, after the context
-        alone = [tokenizer.bos_id, *tokenizer.encode(front + pairs[0][0])]
+        before = (front + pairs[0][0]).rstrip()  # the space before an answer is scored with it
+        alone = [tokenizer.bos_id, *tokenizer.encode(before)]
         same = len(commonprefix(options if len(options) > 1 else [*options, alone]))
         starts = [min(same, *(len(ids) - 1 for ids in options))] * len(options)
     return truncate_options(number, options, starts, context)

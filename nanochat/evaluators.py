@@ -1,5 +1,5 @@
 """
-Evaluation during pretraining: bits per byte, few-shot scores, samples.
+Evaluation during training: bits per byte, few-shot scores, samples.
 
     step -> evaluators that are due -> {"val_bpb", "core_metric"}, printed samples
 
@@ -147,7 +147,7 @@ class ValidationLoss(Callback):
         self.found = {name: self.score_or_halve(r, stopping) for name, r in self.rows.items()}
         final = {name: bpb[-1] for name, bpb in self.found.items()}
         every, self.by_bucket = pool(final.values()), bucket_metrics(final)
-        self.loss = every.nats / every.tokens if every.tokens else math.nan
+        self.loss = every.loss
         return {"val_bpb": every.value, "val_loss": self.loss, **self.by_bucket}
 
 

@@ -264,8 +264,8 @@ def fit_batch(parent_batch: int, num_iterations: int | None, tokens: float, T: i
     batch = parent_batch
     if num_iterations is not None:
         return batch
-    while tokens / batch < MIN_STEPS and batch % (2 * T) == 0 and batch >= 2 * MIN_ROWS * T:
-        batch //= 2
+    while tokens / batch < MIN_STEPS and batch >= 2 * MIN_ROWS * T:
+        batch = batch // (2 * T) * T  # whole rows
     return batch
 
 

@@ -241,7 +241,8 @@ def run_panels(entries: Sequence[Mapping[str, Any]]) -> dict[str, Panel]:
     for entry in entries:
         for name, value in entry.items():
             curves[name].append((entry["step"], value))
-    loops = sorted(name for name in curves if name.startswith("bpb_loop_"))
+    loops = [name for name in curves if name.startswith("bpb_loop_")]
+    loops.sort(key=lambda name: int(name.removeprefix("bpb_loop_")))
     rates = [name for name in LEARNING_RATES if curves[name]]
     unit = "pair" if curves["held_out_accuracy"] else "token"
     panels: dict[str, Callable[..., None]] = {

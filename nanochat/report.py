@@ -115,12 +115,13 @@ def append_section(
         print(render_table(table), flush=True)
     cost = cost or records.Cost.so_far()
     records.write_record(name, settings(cfg), values, origin, cost, cfg.report_dir, **shown)
-    update(cfg.report_dir)
+    update(cfg.report_dir, renew=bool(origin.outputs))
 
 
 def update(
     report_dir: Folder = None,
     hourly_rate: float | None = None,
+    renew: bool = False,
     more: Callable[..., Mapping[str, Sequence[Record]]] = lambda *about: {},
     draw: Callable[[Path, Sequence[Record]], Mapping[Path, str]] | None = None,
 ) -> Path:
@@ -128,7 +129,8 @@ def update(
     Render the report of a record folder. Returns the path of report.md, which is in the base
     directory for the main report, else in the record folder. Prints and skips damaged records.
 
-    hourly_rate: dollars per hour for the whole machine, saved for later calls. more(records,
+    hourly_rate: dollars per hour for the whole machine, saved for later calls. renew: set by a
+    stage that has run on this machine, which the header describes from then on. more(records,
     history, hourly rate per device, list for errors) -> tables of extra sections by name.
     draw(figure folder, records) -> {path: title} of the figures, e.g. `plots.draw_figures`;
     default: keep the existing figures. Raises MissingInput if there are no records.
@@ -138,7 +140,7 @@ def update(
     written = records.read_records(folder, damaged)
     if not written:
         raise MissingInput("; ".join([f"no records in {folder}", *damaged]), "bash speedrun.sh")
-    header = read_header(folder, written, hourly_rate)
+    header = read_header(folder, written, hourly_rate, renew)
     device_rate = header["hourly_rate"] / max(1, len(header["hardware"]["gpus"]))
     tables = more(written, records.read_history(folder, damaged), device_rate, damaged)
     for each in damaged:
@@ -161,17 +163,21 @@ GIB = 1024**3
 CODE = ("*.py", "*.md", "*.rs", "*.html", "*.js", "*.css", "*.toml", "*.sh")
 
 
-def read_header(folder: Path, written: Sequence[Record], rate: float | None) -> dict[str, Any]:
+def read_header(
+    folder: Path, written: Sequence[Record], rate: float | None = None, renew: bool = False
+) -> dict[str, Any]:
     """
-    Read the header (start time, hardware, code version), creating it on the first call.
+    Read the header (start time, hardware, code version), creating it on the first call and if
+    `renew` is set: it describes the machine of the newest stage, not that of a later evaluation.
 
-    Once created, only the hourly rate changes, if `rate` is given. The run starts at the earliest
-    start of a recorded stage.
+    rate: dollars per hour, kept from then on. The run starts at the earliest start of a recorded
+    stage.
     """
     path = folder / "header.json"
-    if path.exists():
-        header = read_json(path)
-    else:
+    header = read_json(path) if path.exists() else {}
+    if header and header["hourly_rate"] != records.default_rate(header["hardware"]["gpus"]):
+        rate = header["hourly_rate"] if rate is None else rate  # set by the user
+    if renew or not header:
         starts = [seconds(r["timestamp"]) - r["cost"]["wall_seconds"] for r in written]
         started = time.localtime(min(starts, default=time.time()))
         machine = hardware()
@@ -185,7 +191,7 @@ def read_header(folder: Path, written: Sequence[Record], rate: float | None) -> 
         }
     if rate is not None:
         header["hourly_rate"] = rate
-    if rate is not None or not path.exists():
+    if rate is not None or renew or not path.exists():
         write_json(path, header)
     return header
 
@@ -253,7 +259,8 @@ def render_report(
     for name, tables in more.items():
         if tables:
             sections.append("\n\n".join([f"## {name}", *map(render_table, tables)]))
-    changes = summary.differences(*summary.result_metrics(ordered))
+    parents = summary.parent_columns(ordered)
+    changes = summary.differences(*summary.result_metrics(ordered), parents)
     top = [f"# nanochat training report\n\nGenerated: {generated}"]
     top.append(render_results(ordered, header, figures.get("results", ()), changes))
     top.append(render_header(header))

@@ -100,12 +100,12 @@ def weighted_batches(
     groups: Sequence[Group], rows: int, pad: int, device: torch.device
 ) -> list[MicroBatch]:
     """
-    Collate the answers of groups with signal, sorted by length, into micro-batches of at most
-    `rows` rows, right-padded with `pad`. Targets are the sampled tokens, weighted by the advantage:
+    Collate the answers of groups, sorted by length, into micro-batches of at most `rows` rows,
+    right-padded with `pad`. Targets are the sampled tokens, weighted by the advantage:
     the reward minus its group's mean.
     """
     learned = []
-    for group in filter(lambda group: group.has_signal, groups):
+    for group in groups:
         mean = sum(group.rewards) / len(group.rewards)
         for answer, reward in zip(group.answers, group.rewards, strict=True):
             end = [] if answer.end is None else [answer.end]
@@ -137,7 +137,7 @@ def kl_to_reference(
     for each in batches:
         losses, others = (m.token_losses(each.tokens, each.targets) for m in (model, reference))
         d = losses - others  # 0 for ignored targets
-        total += float((torch.expm1(d) - d).double().sum())
+        total += float((torch.expm1(d) - d).cpu().double().sum())  # MPS has no float64
     nats, count = machine.sum(total, float(sum(each.num_targets for each in batches)))
     return nats / count if count else 0.0
 
@@ -197,11 +197,12 @@ class RolloutLoader(Loader):
         groups = self.resample(step, groups)
         self.metrics["rollout_seconds"] = time.perf_counter() - started
         pad, device = self.engine.tokenizer.bos_id, self.machine.device
-        batches = weighted_batches(groups, device_rows, pad, device)
         if self.reference is not None:  # both are inference copies, rounded alike
-            kl = kl_to_reference(self.engine.model, self.reference, batches, self.machine)
+            every = weighted_batches(groups, device_rows, pad, device)
+            kl = kl_to_reference(self.engine.model, self.reference, every, self.machine)
             self.metrics["kl"] = kl
-        return batches
+        learned = [group for group in groups if group.has_signal]
+        return weighted_batches(learned, device_rows, pad, device)
 
     def describe(self, run: TrainingRun) -> dict[str, str]:
         cfg = self.cfg

@@ -12,6 +12,7 @@ import math
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
+from nanochat.config import require_at_least, require_positive
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.optim import SCALAR_LR, OptimConfig, Rule, make_rules
 
@@ -77,6 +78,22 @@ def default_windows(depth: int, device_type: str) -> str:
 
 
 @dataclass(frozen=True)
+class HorizonConfig:
+    num_iterations: int | None = None
+    """Optimizer steps. Default: derived from target_flops or target_param_data_ratio."""
+    target_flops: float | None = None
+    """Training compute in FLOPs; sets the number of steps. Default: no target."""
+    target_param_data_ratio: float = 12.0
+    """Training tokens per matmul parameter, if neither num_iterations nor target_flops is set."""
+    total_batch_size: int | None = None
+    """Tokens per optimizer step over all devices. Default: derived from the training length."""
+
+    def __post_init__(self) -> None:
+        require_at_least(self, num_iterations=1, total_batch_size=1)
+        require_positive(self, "target_flops", "target_param_data_ratio")
+
+
+@dataclass(frozen=True)
 class Horizon:
     """Training length: `num_steps` steps of `batch_tokens` tokens."""
 
@@ -99,39 +116,36 @@ def auto_batch(tokens: float, max_seq_len: int) -> int:
     return rows * max_seq_len
 
 
-def plan_horizon(
-    model: GPT,
-    num_iterations: int | None = None,
-    target_flops: float | None = None,
-    target_param_data_ratio: float = 12.0,
-    total_batch_size: int | None = None,
-    world_size: int = 1,
-) -> Horizon:
+def plan_horizon(model: GPT, cfg: HorizonConfig = HorizonConfig(), world_size: int = 1) -> Horizon:
     """
     Number of steps and batch size. Precedence: num_iterations, target_flops, tokens per parameter.
 
-    With num_iterations, the batch size still follows the ratio. A default batch is rounded
-    to whole rows per device: no change for 1, 2, 4 or 8 devices, unless devices outnumber
-    rows. Raises ValueError for a total_batch_size that does not divide evenly, suggesting one that
-    does.
+    With num_iterations, the batch size still follows the ratio. A default batch is rounded to whole
+    rows per device (`divisible_batch`): no change for 1, 2, 4 or 8 devices, unless devices
+    outnumber rows. Raises ValueError for a total_batch_size that does not divide evenly, suggesting
+    one that does.
     """
-    tokens, T = target_param_data_ratio * model.num_used_params(), model.cfg.max_seq_len
-    if num_iterations is None and target_flops is not None:
-        tokens = target_flops / model.flops_per_token()
-    batch = divisible_batch(total_batch_size, auto_batch(tokens, T), T, world_size)
-    num_steps = num_iterations or max(1, round(tokens / batch))
-    return Horizon(num_steps, batch, target_param_data_ratio)
+    tokens, T = cfg.target_param_data_ratio * model.num_used_params(), model.cfg.max_seq_len
+    if cfg.num_iterations is None and cfg.target_flops is not None:
+        tokens = cfg.target_flops / model.flops_per_token()
+    batch = divisible_batch(cfg.total_batch_size, auto_batch(tokens, T), T, world_size)
+    num_steps = cfg.num_iterations or max(1, round(tokens / batch))
+    return Horizon(num_steps, batch, cfg.target_param_data_ratio)
 
 
 def divisible_batch(asked: int | None, default: int, max_seq_len: int, world_size: int) -> int:
     """
-    Tokens per step: `asked`, or else `default` rounded to whole rows per device.
+    Tokens per step: `asked`, or else `default` rounded to whole rows per device, many to a multiple
+    of four, because a prime number can only be split into micro-batches of one row.
 
     Raises ValueError suggesting a multiple if `asked` does not divide evenly.
     """
     unit = max_seq_len * world_size
     batch = default if asked is None else asked
-    nearest = max(1, round(batch / unit)) * unit
+    rows = max(1, round(batch / unit))
+    if asked is None and batch % unit and rows > 16:
+        rows = 4 * round(rows / 4)
+    nearest = rows * unit
     if asked is not None and asked % unit:
         raise ValueError(
             f"total_batch_size {asked} is not a multiple of max_seq_len x world_size ({unit}); "

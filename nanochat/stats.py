@@ -17,6 +17,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 NOISE = 2.0  # differences within this many standard errors are noise
+LEVEL = 0.05  # differences with a higher p-value are noise
 
 Verdict = Literal["better", "worse", "within noise"]
 
@@ -85,12 +86,14 @@ class Comparison(NamedTuple):
 
     @property
     def verdict(self) -> Verdict:
-        return verdict(self.difference, self.se)
+        return verdict(self.difference, self.se, self.p)
 
 
-def verdict(difference: float, se: float) -> Verdict:
-    """Return "better" or "worse" if |difference| > NOISE * se; assumes higher is better."""
-    if not abs(difference) > NOISE * se:
+def verdict(difference: float, se: float, p: float = 0.0) -> Verdict:
+    """
+    Return "better" or "worse" if |difference| > NOISE * se and p < LEVEL; assumes higher is better.
+    """
+    if not abs(difference) > NOISE * se or p >= LEVEL:
         return "within noise"
     return "better" if difference > 0 else "worse"
 
@@ -101,10 +104,10 @@ def compare(
     """
     Compare two runs item by item, which removes item difficulty from the standard error.
 
-    p is from the exact sign test on the items that changed; for binary scores this is McNemar's
-    test ("Sampling error of the difference between correlated proportions", 1947). With clusters
-    of several items, p is from the normal distribution. Raises ValueError if the numbers of items
-    differ.
+    For scores of 0 and 1, p is from the exact sign test on the items that changed (McNemar,
+    "Sampling error of the difference between correlated proportions", 1947); for other scores, and
+    with clusters of several items, from the normal distribution. Raises ValueError if the numbers
+    of items differ.
     """
     if len(before) != len(after):
         raise ValueError(f"{len(before)} scores cannot be paired with {len(after)}")
@@ -112,7 +115,8 @@ def compare(
     difference, n, se = mean(change.tolist(), clusters)
     won, lost = int((change > 0).sum()), int((change < 0).sum())
     shared = clusters is not None and len(set(clusters)) < n
-    p = normal_test(difference, se) if shared else sign_test(won, lost)
+    is_binary = bool(np.isin(change, (-1, 0, 1)).all())
+    p = sign_test(won, lost) if is_binary and not shared else normal_test(difference, se)
     return Comparison(difference, se, n, won, lost, p)
 
 

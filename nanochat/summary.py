@@ -8,7 +8,7 @@ Scores on the built-in world are named World: they cannot be compared with publi
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from itertools import combinations
 from typing import Any, NamedTuple
 
 from nanochat import records, stats
@@ -95,16 +95,32 @@ class Difference(NamedTuple):
     """Comparison item by item, if both were evaluated on the same items."""
 
 
-def differences(found: Nested, items: Nested, order: Sequence[str] = STAGES) -> list[Difference]:
+def parent_columns(written: Sequence[Record]) -> dict[str, str]:
+    """Column -> column of the stage that it was trained from; by default the one before."""
+    found = dict(zip(STAGES[1:], STAGES, strict=False))
+    for record in written:
+        made, used = (record["provenance"][name] for name in ("outputs", "inputs"))
+        for source, stage in combinations(STAGES, 2):
+            if source.lower() in used and stage.lower() in made:
+                found[stage] = source
+    return found
+
+
+def differences(found: Nested, items: Nested, parents: Mapping[str, str]) -> list[Difference]:
     """
-    Differences of each metric between consecutive columns that have it.
+    Differences of each metric between a column and the nearest of its `parents` that has it.
 
     Columns evaluated on the same items are compared item by item; otherwise the standard error
     treats them as independent measurements. Scores with other sampling settings are not compared.
     """
     changes = []
     for name, by in found.items():
-        for before, after in pairwise(column for column in order if column in by):
+        for after in (column for column in parents if column in by):
+            before = parents[after]
+            while before not in by and before in parents:
+                before = parents[before]
+            if before not in by:
+                continue
             old, new = items.get(before, {}), items.get(after, {})
             if not sampled_alike(name, old, new):
                 continue
@@ -114,7 +130,9 @@ def differences(found: Nested, items: Nested, order: Sequence[str] = STAGES) -> 
             if same:
                 change, se = same.difference, same.se
             gain = -change if name == "val bpb" else change
-            verdict = stats.verdict(gain, se) if math.isfinite(se) else "noise unknown"
+            verdict = "noise unknown"
+            if math.isfinite(se):
+                verdict = stats.verdict(gain, se, same.p if same else 0.0)
             changes.append(Difference(name, before, after, change, se, verdict, same))
     return changes
 

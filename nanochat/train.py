@@ -346,10 +346,10 @@ def run_loop(run: TrainingRun, progress: Progress) -> bool:
 
     The final checkpoint is saved before the final evaluation. A stop request ends the current step
     (RL: after its answers) and, except in RL and DPO, the evaluation; then saves, unless no step
-    was completed. Raises RankMismatchError; after
-    saving the last good state, NonFiniteError, and UsageError or OSError for data that cannot be
-    loaded; and UsageError, if steps remain but the weights are already averaged or the checkpoint
-    has no optimizer state. Exits with UNEVALUATED if the final evaluation runs out of memory.
+    was completed. Raises RankMismatchError; after saving the last good state, NonFiniteError, and
+    UsageError or OSError for data that cannot be loaded; and UsageError, if steps remain but the
+    weights are already averaged or the checkpoint has no optimizer state. Exits with UNEVALUATED if
+    the final evaluation runs out of memory.
     """
     machine, first_step = run.machine, progress.step
     if not run.finished(progress):
@@ -500,7 +500,8 @@ def train_step(run: TrainingRun, step: int, horizon: float | None = None) -> Ste
             metrics |= callback.after_backward(float(verdict.scale))
     momentum = RL_MOMENTUM if run.kind == "rl" else optim.muon_momentum(step, horizon)
     decay = optim.decay_factor(step, horizon)
-    optimizer.step(lr, momentum, decay, verdict.clipped_scale, verdict.good)
+    with machine.waiting("weight update"):  # NCCL may block it, while a reduction is not complete
+        optimizer.step(lr, momentum, decay, verdict.clipped_scale, verdict.good)
     metrics |= run.loader.metrics
     if step + 1 < horizon:
         with run.loading():
@@ -764,6 +765,6 @@ def write_section(
                 metrics=saved.folder.parent / METRICS_FILE,
                 files=[saved.folder],
             )
-            report.update(run.cfg.report_dir)
+            report.update(run.cfg.report_dir, renew=True)
         machine.print0(saved.next_commands(machine))
     machine.close()

@@ -8,7 +8,7 @@ Reads   base_checkpoints/<tag>/ and the text it was trained on (see its state.js
 Writes  the section "Base model loss"
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +23,6 @@ from nanochat.distributed import DistConfig, DistContext, init_distributed
 from nanochat.eval_bpb import Bpb, bits_per_byte, bucket_metrics, pool
 from nanochat.evaluators import generate_samples, row_batches
 from nanochat.golf.documents import document_bpb
-from nanochat.gpt import GPT
 from nanochat.mixture import Corpus, open_corpus, open_texts
 from nanochat.preflight import CHARS_PER_TOKEN, KernelConfig, prepare_scoring
 from nanochat.train import skip_if_finished
@@ -78,14 +77,25 @@ def main(cfg: BaseLoss) -> None:
     split_tokens = cfg.split_tokens or (262_144 if on_cpu else 20 * 524_288)
     chars = sum(len(text) for each in documents for text in each)
     tokens = 2 * split_tokens + int(chars / CHARS_PER_TOKEN)
-    rows = prepare_scoring(cfg.kernels, model, tokens, GPU_ROWS, machine)
-    step_rows = cfg.device_batch_size or rows
+    default = prepare_scoring(cfg.kernels, model, tokens, GPU_ROWS, machine)
+    step_rows = cfg.device_batch_size or default
 
     # bpb on packed rows: those trained on first, and held-out text
-    num_rows = max(1, split_tokens // T // len(corpus.rows))
+    num_rows, seed = max(1, split_tokens // T // len(corpus.rows)), origin["seed"]
     trained = {} if cfg.data.dataset else count_trained_rows(checkpoint, corpus)
     most = {name: min(num_rows, trained.get(name) or num_rows) for name in corpus.rows}
-    seen, unseen = packed_bpb(model, corpus, most, num_rows, step_rows, origin["seed"], machine)
+    corpus.pack({name: -(-n // step_rows) * step_rows for name, n in most.items()}, machine)
+
+    def packed_bpb(batches: Iterator[np.ndarray]) -> Bpb:
+        scored, sizes = row_batches(batches, step_rows), tokenizer.token_bytes()
+        return bits_per_byte(model.token_losses, scored, sizes, machine)[0]
+
+    seen, unseen = {}, {}
+    for name, rows in corpus.rows.items():
+        n = min(most[name], rows.packed_train_rows)
+        seen[name] = packed_bpb(train_batches(rows, n, step_rows, seed, machine))
+        held_out = rows.val_batches(step_rows, num_rows, machine.rank, machine.world_size)
+        unseen[name] = packed_bpb(held_out)
     train, val = pool(seen.values()), pool(unseen.values())
 
     # bpb on whole documents: comparable across packing methods and tokenizers
@@ -134,32 +144,6 @@ def count_trained_rows(checkpoint: Checkpoint, corpus: Corpus) -> dict[str, int]
         return {name: rows for name in corpus.rows}
     tokens = {each["name"]: each["tokens"] for each in state["mixture"]["buckets"]}
     return {name: rows * n // sum(tokens.values()) for name, n in tokens.items()}
-
-
-def packed_bpb(
-    model: GPT,
-    corpus: Corpus,
-    num_train: Mapping[str, int],
-    num_val: int,
-    step_rows: int,
-    seed: int,
-    machine: DistContext,
-) -> tuple[dict[str, Bpb], dict[str, Bpb]]:
-    """Bpb by bucket of the first rows of a run with this seed, and of held-out rows."""
-    corpus.pack({name: -(-n // step_rows) * step_rows for name, n in num_train.items()}, machine)
-    token_bytes = corpus.tokenizer.token_bytes()
-
-    def on_rows(batches: Iterator[np.ndarray]) -> Bpb:
-        scored = row_batches(batches, step_rows)
-        return bits_per_byte(model.token_losses, scored, token_bytes, machine)[0]
-
-    seen, unseen = {}, {}
-    for name, rows in corpus.rows.items():
-        most = min(num_train[name], rows.packed_train_rows)
-        seen[name] = on_rows(train_batches(rows, most, step_rows, seed, machine))
-        held_out = rows.val_batches(step_rows, num_val, machine.rank, machine.world_size)
-        unseen[name] = on_rows(held_out)
-    return seen, unseen
 
 
 def train_batches(

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 
 from nanochat.checkpoint import build_model, new_model
-from nanochat.config import require_at_least, require_positive, settings, start
+from nanochat.config import require_at_least, settings, start
 from nanochat.dataset import DataConfig, load_last_source
 from nanochat.distributed import DistContext, init_distributed
 from nanochat.evaluators import (
@@ -34,6 +34,7 @@ from nanochat.optim import MuonAdamW, OptimConfig, Rule, ScheduleConfig
 from nanochat.preflight import KernelConfig, estimate_seconds, require_memory
 from nanochat.scaling import (
     Horizon,
+    HorizonConfig,
     ShapeConfig,
     default_windows,
     plan_horizon,
@@ -76,14 +77,7 @@ class BaseTrain:
     """Number of layers; width, batch size, training length and learning rates follow from it."""
     max_seq_len: int = 2048
     """Tokens per packed sequence ("row"); the context length of the model."""
-    num_iterations: int | None = None
-    """Optimizer steps. Default: derived from target_flops or target_param_data_ratio."""
-    target_flops: float | None = None
-    """Training compute in FLOPs; sets the number of steps. Default: no target."""
-    target_param_data_ratio: float = 12.0
-    """Training tokens per matmul parameter, if neither num_iterations nor target_flops is set."""
-    total_batch_size: int | None = None
-    """Tokens per optimizer step over all devices. Default: derived from the training length."""
+    horizon: HorizonConfig = field(default_factory=HorizonConfig)
     arch: Literal["default", "classic"] = "default"
     """classic: the plain October 2025 architecture, which transformers supports natively."""
     window_pattern: str | None = None
@@ -102,8 +96,7 @@ class BaseTrain:
     train: TrainConfig = field(default_factory=TrainConfig)
 
     def __post_init__(self) -> None:
-        require_at_least(self, depth=1, max_seq_len=1, num_iterations=1, total_batch_size=1)
-        require_positive(self, "target_flops", "target_param_data_ratio")
+        require_at_least(self, depth=1, max_seq_len=1)
         if self.arch == "classic" and self.window_pattern not in (None, "L"):
             pattern = f"--window_pattern={self.window_pattern}"
             raise ValueError(f"--arch=classic has the pattern L; remove it, or {pattern}")
@@ -198,15 +191,8 @@ def plan(
     Return the horizon, which ignores the time budget, and the maximum number of steps. With a
     budget and no num_iterations, the maximum is twice the estimate, so that enough text is packed.
     """
-    horizon = plan_horizon(
-        model,
-        cfg.num_iterations,
-        cfg.target_flops,
-        cfg.target_param_data_ratio,
-        cfg.total_batch_size,
-        machine.world_size,
-    )
-    if max_seconds is None or cfg.num_iterations is not None:
+    horizon = plan_horizon(model, cfg.horizon, machine.world_size)
+    if max_seconds is None or cfg.horizon.num_iterations is not None:
         return horizon, horizon.num_steps
     step_seconds = estimate_seconds(model, horizon.batch_tokens, machine)
     return horizon, machine.broadcast(math.ceil(2 * max_seconds / step_seconds))

@@ -6,7 +6,8 @@ Preference tuning of a chat model by DPO, on pairs of a chosen and a rejected an
     torchrun --nproc_per_node=8 -m scripts.chat_dpo -- --task=gsm8k
 
 Reads   chatsft_checkpoints/<tag>/ and preference pairs, or the questions of the tasks
-Writes  chatdpo_checkpoints/<tag>/ with metrics.jsonl, and the section "Chat DPO"
+Writes  chatdpo_checkpoints/<tag>/ with metrics.jsonl, chatdpo_checkpoints/pairs_<hash>.json if the
+        pairs are sampled, and the section "Chat DPO"
 """
 
 from collections.abc import Sequence

@@ -53,25 +53,20 @@ def main(cfg: ChatSft) -> None:
 
 
 def summarize(tuning: FineTuning) -> dict[str, Any]:
-    """First values of the report section; some are settings of the October 2025 script."""
-    run, progress, conversations = tuning.run, tuning.run.progress, tuning.resolution.documents
+    """First values of the report section; most are settings of the October 2025 script."""
+    run, conversations = tuning.run, tuning.resolution.documents
     aqua = [bucket for bucket in tuning.chats.train_buckets if bucket.name == "aqua"]
     held_out = [bucket for bucket in tuning.chats.val_buckets if bucket.name == "aqua"]
+    each = tuning.resolution.tokens / max(1, conversations)  # tokens of a conversation
     return {
-        "target_examples_per_step": round(conversations / run.num_steps),
+        "target_examples_per_step": round(run.batch_tokens / each),
         "aqua_train_examples": sum(len(bucket.train) for bucket in aqua),
         "aqua_val_examples": sum(len(bucket.val) for bucket in held_out),
         "eval_steps": math.ceil(run.settings["eval_tokens"] / run.batch_tokens),
         "eval_metrics_every": 0,  # tasks are evaluated by scripts.chat_eval instead
         "eval_metrics_max_problems": 0,
         "Training rows": conversations,
-        "Number of iterations": run.num_steps,
-        "Training loss": progress.smooth_loss,
-        "Validation loss": tuning.loss.loss,
-        "DDP world size": run.machine.world_size,
-        "Minimum validation bpb": progress.min_val,
-        "Final validation bpb": progress.last_val,
-        **tuning.loss.by_bucket,
+        "Training loss": run.progress.smooth_loss,
     }
 
 

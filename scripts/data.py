@@ -8,7 +8,7 @@ Optional: training packs missing rows in the background. This script packs them 
 cores. Finished work is kept; machines that share the base directory can run it together.
 
 Reads   the text, and tokenizer/<tag>/ under the base directory (scripts.tok_train)
-Writes  data/<dataset>/ (downloads, manifest) and rows/<fingerprint>/ there
+Writes  data/ (downloads, manifest, source for later stages) and rows/<fingerprint>/ there
 """
 
 import os

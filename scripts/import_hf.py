@@ -9,21 +9,13 @@ Writes  <stage>_checkpoints/<tag>/, without optimizer state
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nanochat.checkpoint import (
-    CheckpointManager,
-    Stage,
-    lineage,
-    new_model,
-    save_checkpoint,
-    stage_folder,
-)
-from nanochat.common import UsageError, printable, require_name
+from nanochat.checkpoint import Stage, lineage, new_model, save_checkpoint, stage_folder
+from nanochat.common import UsageError, printable, require_name, try_lock
 from nanochat.config import start
-from nanochat.distributed import DistConfig, init_distributed
 from nanochat.hf.export import HFModel, read_hf
 from nanochat.records import new_run_id
 
@@ -38,13 +30,11 @@ class ImportHF:
     """Stage of the imported checkpoint. Default: the stage it was exported from, else base."""
     model_tag: str = "imported"
     """Folder name of the checkpoint."""
-    machine: DistConfig = field(default_factory=lambda: DistConfig("cpu", "float32"))
 
 
 def main(cfg: ImportHF) -> None:
     if not cfg.hf_path:
         raise ValueError("no model given; use --hf_path=<folder>")
-    machine = init_distributed(cfg.machine, steady=False)
     found = read_hf(Path(cfg.hf_path).expanduser())
     model = new_model(found.cfg)
     model.load_state_dict(found.weights)
@@ -52,12 +42,12 @@ def main(cfg: ImportHF) -> None:
     stage = cfg.stage or origin["stage"]
     folder = stage_folder(stage) / require_name("model_tag", cfg.model_tag)
     state = {"stage": stage, **lineage(origin)}
-    with CheckpointManager(folder, machine):  # locks the folder
-        if any(folder.glob("step_*")):
-            raise UsageError(f"{folder} already has checkpoints", "choose another --model_tag")
+    with try_lock(folder.parent / f".{folder.name}.lock") as is_free:  # the lock of a training run
+        if not is_free or folder.exists() and any(folder.iterdir()):
+            why = "already has checkpoints" if is_free else "is used by another run"
+            raise UsageError(f"{folder} {why}", "choose another --model_tag")
         saved = save_checkpoint(folder, origin["step"], model, None, found.tokenizer, state)
     print(printable(f"{cfg.hf_path} -> {saved.folder}: {model.num_params():,} parameters"))
-    machine.close()
 
 
 def default_origin(found: HFModel) -> Mapping[str, Any]:

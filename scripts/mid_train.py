@@ -49,7 +49,8 @@ class MidTrain:
 
 
 def main(cfg: MidTrain) -> None:
-    fine_tune(cfg, "mid", ("base",), SECTION, MIXTURE, BUILTIN_MIXTURES, summarize)
+    first = {"dry_run": 0}
+    fine_tune(cfg, "mid", ("base",), SECTION, MIXTURE, BUILTIN_MIXTURES, lambda _: first)
 
 
 def fine_tune(
@@ -64,7 +65,8 @@ def fine_tune(
     """
     Fine-tune a checkpoint of one of `stages` on conversations and write the record.
 
-    mixture: default mixture; builtin_mixtures: built-in pretraining dataset -> default mixture.
+    mixture: default mixture; builtin_mixtures: built-in pretraining dataset -> default mixture;
+    summarize: returns the first values of the report section.
     """
     machine = init_distributed(cfg.train.machine, cfg.train.seed)
     parent = open_parent(cfg.source, stages, cfg.train, machine)
@@ -86,14 +88,9 @@ def fine_tune(
     tuning = open_fine_tuning(kind, parent, chats, cfg.tuning, cfg.train, resolved, inputs, machine)
     tuning.run.callbacks = [tuning.loss, *monitor_finetuning(cfg.canaries, tuning)]
     train(tuning.run)
-    write_section(section, tuning.run, summarize(tuning), tuning.resolution.tables())
-
-
-def summarize(tuning: FineTuning) -> dict[str, Any]:
-    """First values of the report section."""
     progress = tuning.run.progress
-    return {
-        "dry_run": 0,
+    values = {
+        **summarize(tuning),
         "Number of iterations": tuning.run.num_steps,
         "DDP world size": tuning.run.machine.world_size,
         "Minimum validation bpb": progress.min_val,
@@ -101,6 +98,7 @@ def summarize(tuning: FineTuning) -> dict[str, Any]:
         "Validation loss": tuning.loss.loss,
         **tuning.loss.by_bucket,
     }
+    write_section(section, tuning.run, values, tuning.resolution.tables())
 
 
 if __name__ == "__main__":

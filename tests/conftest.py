@@ -24,7 +24,7 @@ from nanochat.golf.model import read_config
 from nanochat.gpt import GPT, GPTConfig
 from tasks.world.drills import spelling_words
 from tests.commands import Command
-from tests.training_runs import prepare
+from tests.training_runs import STEPS, prepare
 
 atexit.register(speed_up_exit)
 # transformers caches remote code by folder name; use a fresh cache
@@ -131,6 +131,13 @@ def trained_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
             (shared / "done").touch()
     shutil.copytree(shared, own, dirs_exist_ok=True)
     return own
+
+
+@pytest.fixture
+def trained(trained_base: Path, base: Path) -> Path:
+    """A base directory with the tokenizer, rows and last checkpoints of `prepare`."""
+    earlier = shutil.ignore_patterns(*(f"step_{n:06d}" for n in range(STEPS)))
+    return shutil.copytree(trained_base, base, ignore=earlier)
 
 
 @pytest.fixture

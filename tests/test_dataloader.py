@@ -21,7 +21,6 @@ from nanochat import common, dataloader, dataset
 from nanochat import packing as packing_module
 from nanochat.common import (
     REPOSITORY,
-    MissingInput,
     UsageError,
     read_json,
     read_sealed,
@@ -591,10 +590,10 @@ def test_worker_that_fails_at_startup_is_reported(folder, tokenizer, monkeypatch
         found.wait("shard_2.jsonl")
 
 
-def test_error_without_packing_process_names_the_command(folder, tokenizer, monkeypatch):
+def test_error_without_packing_process_names_the_fix(folder, tokenizer, monkeypatch):
     monkeypatch.setattr(dataloader, "SILENCE_SECONDS", 0.3)
     found = open_rows(source_of(folder), tokenizer, T)
-    with pytest.raises(MissingInput, match="scripts.data --max_seq_len=32"):
+    with pytest.raises(UsageError, match="no process is packing it(.|\n)*run the same command"):
         found.batch(0, 16, SEED)
 
 

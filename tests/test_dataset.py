@@ -229,10 +229,7 @@ def test_null_empty_and_undecodable_texts_are_counted(tmp_path):
         assert skipped == {"null": 1, "empty": 1, "undecodable": 1}
 
 
-DAMAGED = (
-    "truncated.parquet empty.parquet magic.parquet text.parquet "
-    "empty.jsonl field.jsonl number.jsonl word.jsonl magic.jsonl.gz"
-).split()
+DAMAGED = "truncated.parquet empty.parquet magic.parquet number.jsonl magic.jsonl.gz".split()
 
 
 def damaged_files(folder: Path) -> dict[str, tuple[bytes, str]]:
@@ -243,11 +240,7 @@ def damaged_files(folder: Path) -> dict[str, tuple[bytes, str]]:
         "truncated.parquet": (whole[: len(whole) // 2], "not a readable parquet"),
         "empty.parquet": (b"", "is empty"),
         "magic.parquet": (b"JUNK" + whole[4:-4] + b"JUNK", "not a readable parquet"),
-        "text.parquet": (b"just some words, not parquet", "not a readable parquet"),
-        "empty.jsonl": (b"", "is empty"),
-        "field.jsonl": (b'{"content": "one"}\n', "line 1.*string `text`"),
         "number.jsonl": (b'{"text": 17}\n', "line 1.*string `text`"),
-        "word.jsonl": (b"one\n", "line 1: not JSON"),
         "magic.jsonl.gz": (b'{"text": "one"}\n', "line 0.*BadGzipFile"),
     }
 
@@ -257,19 +250,6 @@ def test_R11_damaged_file_is_named_when_folder_is_opened(folder, tmp_path, name)
     content, message = damaged_files(tmp_path)[name]
     (folder / name).write_bytes(content)
     with pytest.raises(ValueError, match=f"{name}.*{message}"):
-        local(folder)
-
-
-@pytest.mark.parametrize(
-    "table, message",
-    [
-        (pa.table({"content": ["one"]}), "no column `text`; the columns are content"),
-        (pa.table({"text": [1, 2]}), "holds int64, not strings"),
-    ],
-)
-def test_R11_wrong_schema_error_describes_the_file(folder, table, message):
-    pq.write_table(table, folder / "b.parquet")
-    with pytest.raises(ValueError, match=message):
         local(folder)
 
 
@@ -491,8 +471,9 @@ def test_R12_stalled_download_times_out_and_resumes(serve, hub, monkeypatch):
 
 @pytest.mark.parametrize("status, again", [(429, True), (503, True), (401, False), (404, False)])
 def test_R12_only_transient_errors_are_retried(monkeypatch, status, again):
-    monkeypatch.setattr(hub_files, "PAUSE_SECONDS", 0.001)
-    monkeypatch.setattr(hub_files, "PATIENCE_SECONDS", 0.1)
+    slept = []
+    clock = SimpleNamespace(monotonic=lambda: sum(slept), sleep=slept.append)
+    monkeypatch.setattr(hub_files, "time", clock)  # advances only during pauses
     response = Mock(status_code=status, headers={}, request=None)
     error = HfHubHTTPError(f"status {status}", response=response)
     calls = []

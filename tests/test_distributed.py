@@ -12,8 +12,9 @@ import torch
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
 from nanochat import records
-from nanochat.common import REPOSITORY, read_json
+from nanochat.common import REPOSITORY, base_dir, read_json
 from nanochat.distributed import DistConfig, as_picklable, init_distributed
+from tests.commands import Command
 from tests.training_runs import (
     SMALL,
     TRAIN,
@@ -31,8 +32,8 @@ from tests.training_runs import (
 
 
 @pytest.fixture(scope="module")
-def base(trained_base) -> Path:
-    return trained_base
+def base(trained_base, tmp_path_factory) -> Path:
+    return shutil.copytree(trained_base, tmp_path_factory.mktemp("runs") / "base")
 
 
 def test_R19_one_and_two_processes_have_same_first_20_losses(base):
@@ -145,53 +146,58 @@ def test_two_torchrun_agents_match_one_with_two_processes(base):
     assert losses(base, "nodes") == losses(base, "two")
 
 
-def by_one_and_two(base: Path, words: list[str], stage: str) -> tuple[Path, Path]:
+@pytest.fixture
+def here(base: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> Command:
+    """Run scripts in this process, on the shared base directory."""
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(base))
+    return command
+
+
+def by_one_and_two(here: Command, words: str, stage: str) -> tuple[Path, Path]:
     """Run a stage with one process and with two; returns both checkpoint folders."""
-    for processes in (1, 2):
-        python(base, *torchrun(processes), *words, f"--model_tag={processes}")
-    return base / stage / "1", base / stage / "2"
+    script, *flags = words.split()
+    here.works(script, *flags, "--model_tag=1")
+    runs = base_dir() / f"{stage}_checkpoints"
+    python(base_dir(), *torchrun(2), "-m", f"scripts.{script}", *flags, "--model_tag=2")
+    return runs / "1", runs / "2"
 
 
-def test_finetuning_matches_on_one_and_two_processes(base):
+def test_finetuning_matches_on_one_and_two_processes(here):
     words = (
-        "-m scripts.mid_train --source=base:one --mixture=world_chat=300,world_facts=100 "
+        "mid_train --source=base:one --mixture=world_chat=300,world_facts=100 "
         "--max_seq_len=64 --num_iterations=6 --total_batch_size=512 --eval_tokens=1024 "
         "--dtype=float32"
-    ).split()
-    one, two = by_one_and_two(base, words, "mid_checkpoints")
+    )
+    one, two = by_one_and_two(here, words, "mid")
     for name in ("loss", "val_bpb"):
         assert len(curve(one, name)) in (1, 6)
         np.testing.assert_allclose(curve(two, name), curve(one, name), rtol=1e-5)
 
 
-def test_finished_finetuning_saves_no_optimizer_state(base):
+def test_finished_finetuning_saves_no_optimizer_state(base, here):
     words = (
-        "-m scripts.mid_train --source=base:one --mixture=world_facts=100 --max_seq_len=64 "
+        "mid_train --source=base:one --mixture=world_facts=100 --max_seq_len=64 "
         "--total_batch_size=512 --eval_tokens=1024 --dtype=float32 --model_tag=small "
         "--skip_if_done --resume=auto --num_iterations="
     )
-    python(base, *(words + "2").split())
+    here.works(*(words + "2").split())
     (saved,) = (base / "mid_checkpoints" / "small").glob("step_*")
     assert {p.name for p in saved.iterdir()} == {
         "model.safetensors", "state.json", "tokenizer.json"
     }  # fmt: skip
-    assert "finished already, skipped" in python(base, *(words + "2").split())
-    longer = subprocess.run(
-        [sys.executable, *(words + "3").split()],
-        cwd=REPOSITORY, env=environment(base), capture_output=True, text=True, timeout=280,
-    )  # fmt: skip
-    assert longer.returncode == 2 and "Traceback" not in longer.stderr
-    assert "with no optimizer state" in longer.stderr and "--save_optimizer" in longer.stderr
+    assert "finished already, skipped" in here.works(*(words + "2").split())
+    longer = here.rejects(*(words + "3").split())
+    assert "with no optimizer state" in longer and "--save_optimizer" in longer
 
 
-def test_golf_training_matches_on_one_and_two_processes(base):
+def test_golf_training_matches_on_one_and_two_processes(base, here):
     words = (
-        "-m scripts.golf.base_train --depth=2 --max_seq_len=32 --total_batch_size=512 "
+        "golf.base_train --depth=2 --max_seq_len=32 --total_batch_size=512 "
         "--num_iterations=20 --eval_tokens=1024 --dtype=float32 --tie_embeddings=1 --ema_decay=0.8 "
         "--decay_rule=decoupled --weight_decay=0.3 --qat_start=0.5 --qk_gain_init=1.5 "
         "--bigram_rows=0"
-    ).split()
-    by_one_and_two(base, words, "base_checkpoints")
+    )
+    by_one_and_two(here, words, "base")
     one, two = losses(base, "1"), losses(base, "2")
     np.testing.assert_allclose(two[:10], one[:10], rtol=1e-5)
     np.testing.assert_allclose(two, one, rtol=1e-3)  # an ulp can change the quantization level
@@ -200,13 +206,13 @@ def test_golf_training_matches_on_one_and_two_processes(base):
         assert (two[name] - one[name]).norm() < 1e-2 * one[name].norm(), name
 
 
-def test_recursive_training_matches_on_one_and_two_processes(base):
+def test_recursive_training_matches_on_one_and_two_processes(here):
     words = (
-        "-m scripts.recursion.base_train --depth=3 --d_model=64 --max_seq_len=32 "
+        "recursion.base_train --depth=3 --d_model=64 --max_seq_len=32 "
         "--total_batch_size=512 --num_iterations=12 --eval_tokens=1024 --dtype=float32 "
         "--recursion_preset=moderate --supervise=sampled --bptt_loops=3"
-    ).split()
-    one, two = by_one_and_two(base, words, "base_checkpoints")
+    )
+    one, two = by_one_and_two(here, words, "base")
     norms = [f"grad_norm_{part}" for part in ("prelude", "core", "coda", "inject", "outside")]
     for name in ("loss", "total_loss", "loss_loop_4", *norms, "val_bpb", "bpb_loop_1"):
         assert len(curve(one, name)) in (1, 12)
@@ -229,16 +235,16 @@ def test_time_limit_stops_two_processes_at_same_step(base):
     assert state["step"] == len(losses(base, "clock"))
 
 
-def test_rl_matches_on_one_and_two_processes(base):
+def test_rl_matches_on_one_and_two_processes(base, here):
     """The only signal is the length penalty: a base model answers incorrectly."""
     words = (
-        "-m scripts.chat_rl --source=base:one --num_iterations=3 "
+        "chat_rl --source=base:one --num_iterations=3 "
         "--task=world_spelling=50,world_facts=50 "
         "--examples_per_step=4 --num_samples=4 --max_new_tokens=8 --length_penalty=0.5 --log_kl "
         "--resample_zero_signal=1 --pass_rates=0,1 "
         "--eval_examples=6 --eval_samples=2 --dtype=float32"
-    ).split()
-    one, two = by_one_and_two(base, words, "chatrl_checkpoints")
+    )
+    one, two = by_one_and_two(here, words, "chatrl")
     for name in ("reward", "loss", "grad_norm", "kl", "answer_tokens", "pass_at_1"):
         np.testing.assert_allclose(curve(two, name), curve(one, name), rtol=1e-4, atol=1e-7)
     assert len(curve(one, "loss")) == 3 and any(curve(one, "grad_norm"))
@@ -254,38 +260,38 @@ def test_rl_matches_on_one_and_two_processes(base):
     assert values["Mean reward change"]["n"] == 8
 
 
-def test_dpo_matches_on_one_and_two_processes(base):
+def test_dpo_matches_on_one_and_two_processes(base, here):
     path = base / "pairs.jsonl"
     lines = [{"prompt": f"Is {i}?", "chosen": "Yes.", "rejected": "No, no."} for i in range(60)]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     words = (
-        f"-m scripts.chat_dpo --source=base:one --pairs={path} --num_iterations=3 "
+        f"chat_dpo --source=base:one --pairs={path} --num_iterations=3 "
         "--examples_per_step=4 --init_lr_frac=0.3 --dtype=float32"
-    ).split()
-    one, two = by_one_and_two(base, words, "chatdpo_checkpoints")
+    )
+    one, two = by_one_and_two(here, words, "chatdpo")
     for name in ("loss", "grad_norm", "held_out_loss", "held_out_margin"):
         np.testing.assert_allclose(curve(two, name), curve(one, name), rtol=1e-4, atol=1e-7)
     assert len(curve(one, "loss")) == 3 and curve(one, "held_out_margin")[-1] > 0
 
 
-def test_suite_is_scored_alike_by_one_and_two_processes(base):
-    words = ("-m", "scripts.lab.compare", "--all=base:one")
-    python(base, *words)
+def test_suite_is_scored_alike_by_one_and_two_processes(base, here):
+    here.works("lab.compare", "--all=base:one")
     record = read_json(base / "report" / "suite.json")
     assert len(record["values"]) == 5 and record["tables"][0]["rows"]
-    out = python(base, *torchrun(2), *words)
+    out = python(base, *torchrun(2), "-m", "scripts.lab.compare", "--all=base:one")
     assert out.count("Difference") == 1, "one rank prints the table"
     assert read_json(base / "report" / "suite.json")["values"] == record["values"]
 
 
-def test_flags_accept_dashes_and_underscores_at_depth_8(base):
+def test_flags_accept_dashes_and_underscores_without_bigrams(base):
     words = (
-        "-- --depth=8 --max-seq-len=64 --total_batch_size=128 --num-iterations=2 --eval-tokens=256"
+        "-- --depth=2 --max-seq-len=64 --total_batch_size=128 --num-iterations=2 --eval-tokens=256 "
+        "--bigram-rows=0"
     ).split()
     out = python(base, *torchrun(2), *TRAIN, *words)
     assert "about" in out  # the estimated time
     record = read_json(base / "report" / "base-model-training.json")
-    assert record["values"]["DDP world size"] == 2 and len(losses(base, "d8")) == 2
+    assert record["values"]["DDP world size"] == 2 and len(losses(base, "d2")) == 2
 
 
 class Renamed(ValueError):

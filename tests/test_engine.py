@@ -257,7 +257,11 @@ def test_B14_the_cache_has_the_compute_dtype(tokenizer):
     assert row.finish
 
 
-def test_float16_generation_agrees_with_float32(tokenizer):
+@pytest.mark.parametrize("compiler", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_float16_generation_agrees_with_float32(tokenizer, monkeypatch, compiler):
+    if not compiler:  # which takes a minute
+        plain = engine_module.next_logits
+        monkeypatch.setattr(engine_module, "compiled_next_logits", lambda: plain)
     model, prompts = model_of(tokenizer), [[1, 2, 3], [4] * 9]
     tokens = torch.randint(250, (3, 20), generator=torch.Generator().manual_seed(0))
     want, results = model(tokens).detach(), []

@@ -29,6 +29,9 @@ def test_special_tokens_and_ignored_targets_are_excluded(machine):
     [result] = bits_per_byte(uniform, [(targets * 0, targets)], TOKEN_BYTES, machine)
     assert (result.tokens, result.bytes) == (3, 1 + 7 + 2)
     assert result.value == pytest.approx(3 / 10)
+    losses = torch.tensor([[1.0, 2.0, 3.0, 0.0, 4.0, 5.0]])
+    [result] = bits_per_byte(lambda x, y: losses, [(targets * 0, targets)], TOKEN_BYTES, machine)
+    assert (result.nats, result.loss) == (9.0, 15 / 5)
 
 
 def test_R34_empty_text_and_non_finite_losses_are_rejected(machine):

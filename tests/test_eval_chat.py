@@ -22,6 +22,7 @@ from nanochat.gpt import GPTConfig
 from nanochat.lab import held_out
 from nanochat.tokenizer import Tokenizer
 from scripts import chat_eval
+from tasks.registry import eval_task
 from tests.conftest import lively
 from tests.hub_server import hub_served
 
@@ -187,7 +188,13 @@ def recorded(base) -> dict:
 def test_chatcore_is_deleted_when_a_task_is_scored_again(base, capsys):
     save_model("embedded")
     evaluate()
-    assert recorded(base)["ChatCORE"]["n"] == 16
+    values = recorded(base)
+    assert values["ChatCORE"]["n"] == 16
+    names = ("World-Choice", "World-Facts", "World-Problems", "World-Spelling")
+    chance = {name: eval_task(name).baseline for name in names}
+    assert chance["World-Choice"] == 0.25 and chance["World-Facts"] == 0
+    centered = [(values[n]["value"] - chance[n]) / (1 - chance[n]) for n in names]
+    assert values["ChatCORE"]["value"] == pytest.approx(sum(centered) / 4)
     assert "ChatCORE deleted" not in capsys.readouterr().out
     evaluate(task_name="World-Choice", max_problems=3)
     assert not any("ChatCORE" in name for name in recorded(base))

@@ -127,6 +127,12 @@ def test_token_with_the_delimiter_belongs_to_the_continuation():
     assert scored == [tokenizer.ids[" Ost"]]
 
 
+def test_separate_token_of_the_delimiter_is_scored_too():
+    item = {"context": "In", "continuation": "1963"}
+    question = tokenize(task("language_modeling", [item], delimiter=" "), 0, Letters(), 100)
+    assert question.options[0][question.starts[0] :] == Letters().encode(" 1963")
+
+
 @pytest.mark.parametrize("options", [["ab", "abc"], ["abc", "ab"], ["ab", "ab"]])
 def test_option_contained_in_another_has_scored_tokens(options):
     choice = {"query": "", "choices": options, "gold": 0}

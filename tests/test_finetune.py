@@ -106,6 +106,7 @@ def test_short_stage_uses_smaller_batches():
     assert fit_batch(524_288, None, 1e6, 2048) == 16_384  # not below 8 rows
     assert fit_batch(524_288, 50, 1e6, 2048) == 524_288  # explicit num_iterations
     assert fit_batch(4096, None, 1e5, 512) == 4096
+    assert fit_batch(255 * 2048, None, 10e6, 2048) == 15 * 2048  # of 3 or 5 GPUs
 
 
 def test_few_steps_warning_names_enough_epochs():

@@ -3,6 +3,7 @@
 import os
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -37,6 +38,24 @@ def quick(monkeypatch):
     return ended
 
 
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that the test moves, for heartbeats sent by hand; returns [seconds]."""
+    now, no_thread = [0.0], SimpleNamespace(start=lambda: None)
+    monkeypatch.setattr(distributed, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    quiet = SimpleNamespace(Event=threading.Event, Thread=lambda **options: no_thread)
+    monkeypatch.setattr(distributed, "threading", quiet)
+    return now
+
+
+def by_hand(store, world_size, timeout_seconds):
+    """Heartbeats without threads, each sent once; needs the fixture `clock`."""
+    found = [RankHeartbeat(store, rank, world_size, timeout_seconds) for rank in range(world_size)]
+    for each in found:
+        each.beat()
+    return found
+
+
 def test_R16_silent_rank_is_distinguished_from_busy_rank(store, quick, capsys):
     heartbeats = [RankHeartbeat(store, rank, 3, timeout_seconds=1.0) for rank in range(3)]
     time.sleep(0.1)
@@ -51,43 +70,48 @@ def test_R16_silent_rank_is_distinguished_from_busy_rank(store, quick, capsys):
     assert second.startswith("alive (process ") and "unreported work" in second
 
 
-def test_R16_waits_shorter_than_timeout_are_ignored(store, quick):
-    heartbeats = [RankHeartbeat(store, rank, 2, timeout_seconds=0.5) for rank in range(2)]
+def test_R16_waits_shorter_than_timeout_are_ignored(store, quick, clock):
+    waiting, other = by_hand(store, 2, timeout_seconds=0.5)
     for _ in range(4):
-        with heartbeats[0].doing("waiting", "barrier"):
-            time.sleep(0.3)
-    for each in heartbeats:
-        each.closed.set()
-    assert not quick.is_set()
+        with waiting.doing("waiting", "barrier"):
+            clock[0] += 0.3
+            waiting.beat()
+            waiting.check()
+    with pytest.raises(Ended), waiting.doing("waiting", "barrier"):
+        clock[0] += 0.6
+        waiting.check()
 
 
-def test_R16_suspended_time_does_not_count_as_waiting(store, quick):
-    heartbeats = [RankHeartbeat(store, rank, 2, timeout_seconds=0.6) for rank in range(2)]
-    plain, stopped = heartbeats[0].closed.wait, threading.Event()
+def test_R16_suspended_time_does_not_count_as_waiting(store, quick, clock):
+    waiting, other = by_hand(store, 2, timeout_seconds=0.6)
+    pauses = [1.0, 0.1, 0.1, 0.1, 0.1]  # the first one like SIGSTOP and SIGCONT
 
-    def sleep(seconds):
-        if not stopped.is_set():
-            stopped.set()
-            time.sleep(1.0)  # like SIGSTOP and SIGCONT
-        return plain(seconds)
+    def wait(seconds):
+        clock[0] += pauses.pop(0)
 
-    with heartbeats[0].doing("waiting", "barrier"):
-        heartbeats[0].closed.wait = sleep
-        assert stopped.wait(60)
-        time.sleep(1.3)
-    for each in heartbeats:
-        each.closed.set()
-    assert not quick.is_set()
+    waiting.closed = SimpleNamespace(is_set=lambda: not pauses, wait=wait)
+    with waiting.doing("waiting", "barrier"):
+        waiting.run()
+        pauses += [0.1] * 4
+        with pytest.raises(Ended):
+            waiting.run()
 
 
-def test_R31_wait_is_extended_while_work_is_reported(store, quick):
-    heartbeats = [RankHeartbeat(store, rank, 3, timeout_seconds=0.5) for rank in range(3)]
-    with heartbeats[0].doing("waiting", "barrier"), heartbeats[1].doing("waiting", "barrier"):
-        with heartbeats[2].doing("working", "packing rows"):
-            assert not quick.wait(2)
-        assert quick.wait(60)  # rank 2 goes on, reporting no work
-    for each in heartbeats:
-        each.closed.set()
+def test_R31_wait_is_extended_while_work_is_reported(store, quick, clock):
+    ranks = by_hand(store, 3, timeout_seconds=0.5)
+
+    def pass_time():
+        for _ in range(8):
+            clock[0] += 0.25
+            for rank in ranks:
+                rank.beat()
+            ranks[0].check()
+
+    with ranks[0].doing("waiting", "barrier"), ranks[1].doing("waiting", "barrier"):
+        with ranks[2].doing("working", "packing rows"):
+            pass_time()
+        with pytest.raises(Ended):
+            pass_time()  # rank 2 goes on, reporting no work
 
 
 def test_R31_both_awaited_ranks_must_report_work(store, quick, capsys):

@@ -12,11 +12,6 @@ from tasks.hub_chats import HubChats, OpenThoughts3, RStarCoder, YiSang
 from tests.published import publish
 
 
-@pytest.fixture(autouse=True)
-def own_base(monkeypatch, tmp_path):
-    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "base"))
-
-
 @pytest.fixture
 def published(tmp_path, monkeypatch):
     return lambda files: publish(files, tmp_path / "hub", monkeypatch)

@@ -67,11 +67,6 @@ CHOICES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def own_base(monkeypatch, tmp_path):
-    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "base"))
-
-
 @pytest.mark.parametrize("key", CHOICES)
 def test_choice_benchmark_reads_its_published_layout(key, tmp_path, monkeypatch, capsys):
     file, good, (text, options, right), bad = CHOICES[key]

@@ -93,7 +93,7 @@ def content(name: str) -> bytes:
         ("cut.jsonl.gz", "line .*EOFError"),
         ("flipped.jsonl.gz", "flipped.jsonl.gz, line"),
         ("words.parquet", "not a readable parquet"),
-        ("schema-name.parquet", "no column `text`"),
+        ("schema-name.parquet", "no column `text`; the columns are content"),
         ("schema-number.parquet", "holds int64, not strings"),
     ],
 )

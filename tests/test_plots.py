@@ -93,7 +93,8 @@ def test_pass_at_1_has_error_bars():
 
 def test_figure_of_stages_has_error_bars_and_end_labels():
     svg = plots.draw_stages(STAGES)["stages"][1]
-    assert svg != plots.draw_stages([STAGES[0], {**STAGES[1], "values": STAGES[0]["values"]}])
+    exact = [{**s, "values": {n: {**v, "se": 0.0} for n, v in s["values"].items()}} for s in STAGES]
+    assert svg != plots.draw_stages(exact)["stages"][1] and b"AQUA 0.500" in svg
     assert plots.draw_stages(STAGES[:1]) == {}, "one stage is no development"
 
 

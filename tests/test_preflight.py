@@ -25,7 +25,7 @@ from nanochat.preflight import (
     require_memory,
 )
 from nanochat.train import TrainConfig, TrainingRun, fit_rows
-from tests.commands import mib_after_imports
+from tests.commands import Command, mib_after_imports
 from tests.conftest import TINY
 from tests.test_train import TOKENIZER, Given
 
@@ -274,15 +274,13 @@ def test_describe_lists_device_kernels_and_model(machine, tiny_gpt):
 
 
 @pytest.mark.parametrize("compiled", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_peak_memory_is_close_to_estimated_memory(base: Path, compiled):
-    def run(script: str, *flags: str) -> None:
-        command = [sys.executable, "-m", f"scripts.{script}", *flags]
-        done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=280)
-        assert done.returncode == 0, done.stdout + done.stderr
-
-    run("tok_train", "--dataset=embedded", "--num_shards=1", "--vocab_size=4096")
+def test_peak_memory_is_close_to_estimated_memory(base: Path, command: Command, compiled):
+    command.works("tok_train", "--dataset=embedded", "--num_shards=1", "--vocab_size=4096")
     shape = ("--depth=4", "--max_seq_len=256", "--total_batch_size=4096", "--eval_tokens=4096")
-    run("base_train", *shape, "--num_iterations=3", f"--compile={compiled}")
+    alone = [sys.executable, "-m", "scripts.base_train", *shape, "--num_iterations=3"]
+    alone.append(f"--compile={compiled}")
+    done = subprocess.run(alone, cwd=REPOSITORY, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
     values = read_json(base / "report" / "base-model-training.json")["values"]
     mib = {k: float(v.removesuffix("MiB")) for k, v in values.items() if "emory" in k}
     grown = mib["Peak memory usage"] - mib_after_imports()

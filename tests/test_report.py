@@ -8,7 +8,8 @@ import random
 import re
 import shutil
 import sys
-from types import SimpleNamespace
+from dataclasses import dataclass
+from types import MappingProxyType, SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
@@ -528,9 +529,14 @@ def test_summary_has_every_metric_of_every_stage_in_order():
     assert [cell.strip(" |") for cell in rows[2][1:]] == ["-", "-", "-", "0.2500"]
 
 
-def changes(records):
+def differences(found, items=MappingProxyType({}), records=()):
     """Table of the differences between stages."""
-    return summary.difference_table(summary.differences(*summary.result_metrics(records)))
+    parents = summary.parent_columns(records)
+    return summary.difference_table(summary.differences(found, items, parents))
+
+
+def changes(records):
+    return differences(*summary.result_metrics(records), records)
 
 
 def test_differences_have_standard_errors_and_verdicts():
@@ -554,14 +560,16 @@ def test_differences_have_standard_errors_and_verdicts():
 
 def test_difference_without_standard_error_has_no_verdict():
     found = {"GSM8K": {"SFT": 0.1, "RL": estimate(0.2, 100, 0.04)}}
-    assert summary.difference_table(summary.differences(found, {}))["rows"] == [
-        ["GSM8K", "SFT to RL", "+0.1000", "-", "noise unknown", "-"]
-    ]
+    assert summary.difference_table(summary.differences(found, {}, summary.parent_columns([])))[
+        "rows"
+    ] == [["GSM8K", "SFT to RL", "+0.1000", "-", "noise unknown", "-"]]
 
 
 def test_lower_val_bpb_is_better():
     found = {"val bpb": {"BASE": estimate(1.0, 9, 0.01), "MID": estimate(0.9, 9, 0.01)}}
-    rows = summary.difference_table(summary.differences(found, {}))["rows"]
+    rows = summary.difference_table(summary.differences(found, {}, summary.parent_columns([])))[
+        "rows"
+    ]
     assert rows[0][2:5] == ["-0.1000", "0.0141", "better"]
 
 
@@ -594,6 +602,9 @@ def test_dpo_has_a_column_only_if_it_was_evaluated():
         ["AQUA", "SFT to DPO", "+0.1000"],
         ["AQUA", "DPO to RL", "-0.1000"],
     ]
+    trained = record("Chat RL")
+    trained["provenance"] |= {"inputs": {"sft": "f"}, "outputs": {"rl": "g"}}
+    assert changes([*records, trained])["rows"][-1][:3] == ["AQUA", "SFT to RL", "+0.0000"]
 
 
 def chat_record(stage, arc, gsm, items="the same"):
@@ -614,20 +625,20 @@ def chat_record(stage, arc, gsm, items="the same"):
 
 
 def test_stages_with_the_same_items_are_compared_item_by_item():
-    before, after = [0, 1] * 50, [1] * 10 + [0, 1] * 45
+    before, after = [0, 1] * 50, [1] * 12 + [0, 1] * 44
     records = [chat_record("mid", before, before), chat_record("sft", after, [1, 0] * 50)]
     text = report.render_report(records, HEADER, "now")
-    # 5 of 100 changed, all better: se = sqrt(0.05 * 0.95 / 99)
+    # 6 of 100 changed, all better: se = sqrt(0.06 * 0.94 / 99)
     assert (
-        "| ARC-Easy | MID to SFT | +0.0500 | 0.0219 | better | 5 won, 0 lost of 100 (p = 0.062) |"
+        "| ARC-Easy | MID to SFT | +0.0600 | 0.0239 | better | 6 won, 0 lost of 100 (p = 0.031) |"
     ) in text
     # all changed, half of them worse: se = sqrt(1 / 99)
     assert (
         "| GSM8K | MID to SFT | +0.0000 | 0.1005 | within noise | 50 won, 50 lost of 100 (p = 1) |"
     ) in text
-    # 0.05 / 1.5, with the errors of both parts propagated
+    # 0.06 / 1.5, with the errors of both parts propagated
     assert (
-        "| ChatCORE | MID to SFT | +0.0333 | 0.0523 | within noise | 55 won, 50 lost of 200 "
+        "| ChatCORE | MID to SFT | +0.0400 | 0.0527 | within noise | 56 won, 50 lost of 200 "
     ) in text
 
 
@@ -913,12 +924,21 @@ def test_rendering_again_changes_only_the_time(base):
         assert again == re.sub(rb"Generated: .*", b"", content), p.name
 
 
+@dataclass(frozen=True)
+class InFolder:
+    report_dir: str | None = None
+
+
 def test_header_keeps_the_hardware_of_the_run(base, monkeypatch):
     finish_base_stage(base)
     laptop = {**HEADER["hardware"], "gpus": [], "cpu": "A laptop"}
     monkeypatch.setattr(report, "hardware", lambda: laptop)
     text = report.update().read_text()
     assert "8x NVIDIA H100 80GB HBM3" in text and "A laptop" not in text
+    for stage, outputs, machine in (("sft", {}, "8x NVIDIA"), ("rl", {"rl": "g"}, "A laptop")):
+        origin = Provenance("run-1", 0, {}, outputs)
+        report.append_section(f"Chat {stage}", InFolder(), {}, origin)
+        assert machine in (base / "report.md").read_text()
 
 
 def test_report_dir_has_its_own_report(base):

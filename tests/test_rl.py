@@ -42,11 +42,11 @@ def answer(prompt, ids, sampled=None, end=None, finish="stop"):
     return found
 
 
-def test_only_sampled_tokens_with_signal_are_trained():
+def test_only_sampled_tokens_are_trained():
     prompt = [5, 6, 7]
     mixed = answer(prompt, [10, 11, 12], [True, False, True], end=264)
     cut = answer(prompt, [20, 21], finish="length")
-    groups = [Group([mixed, cut], [1.0, 0.0]), Group([mixed, cut], [1.0, 1.0])]
+    groups = [Group([mixed, cut], [1.0, 0.0])]
     second, first = batches_of(groups, 1)
     assert first.tokens.tolist() == [[5, 6, 7, 10, 11, 12]]
     assert first.targets.tolist() == [[IGNORE, IGNORE, 10, IGNORE, 12, 264]]
@@ -198,6 +198,17 @@ def loader_of(machine, task=None, questions=None, seed=0, model=None, **changed)
     engine = Engine(inference_copy(model), TOKENIZER, slots=16)
     questions = range(len(task)) if questions is None else questions
     return RolloutLoader(task, questions, cfg, seed, machine, model, engine)
+
+
+def test_groups_without_signal_are_not_trained_but_count_in_the_kl_divergence(machine):
+    class Same(LowTokens):
+        def score(self, conversation, answer):
+            return 0.5
+
+    loader = loader_of(machine, Same())
+    loader.reference = inference_copy(model_of(1))
+    assert loader.micro_batches(0, 8, lambda: False) == []
+    assert loader.metrics["without_signal"] == 1.0 and loader.metrics["kl"] > 0
 
 
 def numbers(loader, step):

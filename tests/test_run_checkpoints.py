@@ -108,6 +108,42 @@ def test_R2_rounded_weights_are_saved_and_resumed_in_float32(run, machine):
         assert torch.equal(x, run.optimizer.local_state()[name]), name
 
 
+TUNE = "--num_iterations=6 --save_every=2 --keep=9 --dtype=float32"
+PRETRAIN = f"--max_seq_len=32 --total_batch_size=512 --eval_tokens=1024 {TUNE}"
+STAGES = {
+    "mid": "mid_train --source=base:one --mixture=world_chat=300,world_facts=100 --max_seq_len=64 "
+    f"--total_batch_size=512 --eval_tokens=1024 {TUNE}",
+    "rl": "chat_rl --source=base:one --task=world_spelling=50 --examples_per_step=4 "
+    "--num_samples=4 --max_new_tokens=8 --length_penalty=0.5 --eval_examples=6 --eval_samples=2 "
+    f"{TUNE}",
+    "base (golf)": "golf.base_train --depth=2 --tie_embeddings=1 --ema_decay=0.8 --qat_start=0.5 "
+    f"--bigram_rows=0 {PRETRAIN}",
+    "base (recursion)": "recursion.base_train --depth=3 --d_model=64 --recursion_preset=moderate "
+    f"--supervise=sampled --bptt_loops=3 {PRETRAIN}",
+}
+
+
+@pytest.fixture
+def one_thread():
+    """Results with several threads may depend on the load."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_R2_resumed_stage_equals_uninterrupted_one(trained, command, one_thread, stage):
+    words, runs = STAGES[stage].split(), stage_folder(stage.split()[0])
+    command.works(*words, "--model_tag=whole")
+    shutil.copytree(runs / "whole", runs / "cut")
+    for step in (4, 6):
+        shutil.rmtree(runs / "cut" / f"step_{step:06d}")
+    assert "resumed" in command.works(*words, "--model_tag=cut", "--resume=auto")
+    files = [runs / tag / "step_000006" / "model.safetensors" for tag in ("whole", "cut")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
 def test_R6_error_names_changed_text_or_seed(run):
     with run.open() as checkpoints:
         run.save(checkpoints, 1)

@@ -803,10 +803,9 @@ time.sleep(20)
     assert (result.stdout, result.reason) == ("said\n", "files")
 
 
+@pytest.mark.parametrize("layer", ["bubblewrap"], indirect=True)  # with its own file system
 def test_S12_bubblewrap_files_never_exceed_the_limit(layer):
     """The size of the tmpfs is the limit, so even writes too fast for polling are stopped."""
-    if layer != "bubblewrap":
-        pytest.skip("only bubblewrap mounts a file system of its own")
     code = """
 import os
 total = 0

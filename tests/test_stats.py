@@ -90,6 +90,13 @@ def test_false_positive_rate_is_about_5_percent():
     assert 0.02 < 1 - verdicts.count("within noise") / 1000 < 0.08
 
 
+def test_few_changed_items_are_within_noise_beyond_two_standard_errors():
+    few = stats.compare([0.0] * 200, [1.0] * 4 + [0.0] * 196)
+    assert few.difference > stats.NOISE * few.se and few.p == 0.125
+    assert few.verdict == "within noise"
+    assert stats.compare([0.0] * 200, [1.0] * 6 + [0.0] * 194).verdict == "better"
+
+
 def test_compare_rejects_different_numbers_of_items():
     with pytest.raises(ValueError, match="3 scores .* 2"):
         stats.compare([0, 1, 1], [0, 1])

@@ -207,7 +207,7 @@ def test_R35_silent_or_busy_bundle_server_is_retried(tmp_path, archive, monkeypa
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
-            answer = answers.pop(0)
+            answer = answers.pop(0) if len(answers) > 1 else answers[0]
             if answer == "silence":
                 threading.Event().wait(1)
             elif answer == "file":

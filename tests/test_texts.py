@@ -88,8 +88,6 @@ def test_single_text_is_used_without_mixing(machine):
 @pytest.mark.parametrize(
     "mixture, data, message",
     [
-        ("big=10,small", DataConfig(), "'big'.*for text, use tokens"),
-        ("big,small,big", DataConfig(), "big appears twice"),
         ("embedded=50%,big=50%", DataConfig(dataset="embedded"), "--mixture selects the text"),
         ("nowhere", DataConfig(), "--dataset=nowhere"),
         ("big=80%,small=80%", DataConfig(), "add up to 160.0%: too much"),
@@ -99,10 +97,3 @@ def test_single_text_is_used_without_mixing(machine):
 def test_invalid_text_mixture_is_rejected(own, mixture, data, message):
     with pytest.raises(ValueError, match=message):
         open_texts(data, own(mixture))
-
-
-def test_task_in_text_mixture_is_rejected(tmp_path):
-    path = tmp_path / "own.json"
-    path.write_text('{"mixture": "chat", "buckets": {"chat": {"task": "gsm8k"}}}')
-    with pytest.raises(ValueError, match="chat is declared as a task"):
-        open_texts(DataConfig(), MixConfig(str(path)))

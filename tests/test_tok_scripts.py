@@ -3,6 +3,7 @@
 import json
 import os
 import socket
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -104,9 +105,13 @@ def corpus(folder: Path, **files: list[str]) -> FirstUseConfig:
 
 def test_long_documents_are_truncated_and_max_chars_is_exact(base, tmp_path):
     data = corpus(tmp_path / "text", a=["x" * 50, "y" * 5], b=["z" * 10] * 9, c=["v"])
-    reading = tok_train.DocumentReader([(open_source(data), 38)], doc_cap=20)
-    assert list(reading) == ["x" * 20, "y" * 5, "z" * 10, "z" * 3]
-    assert (reading.documents, reading.chars, reading.shards) == (4, 38, 2)
+    counts, words = Counter(), Counter()
+    documents = tok_train.read_documents([(open_source(data), 38)], 20, counts, words)
+    assert list(documents) == ["x" * 20, "y" * 5, "z" * 10, "z" * 3]
+    assert counts == {
+        "documents": 4, "characters": 38, "text_bytes": 38, "shards_read": 2, "documents_cut": 1,
+        "characters_cut": 30,
+    }  # fmt: skip
 
 
 def test_shards_after_max_chars_are_not_opened(base, tmp_path, monkeypatch):
@@ -117,7 +122,7 @@ def test_shards_after_max_chars_are_not_opened(base, tmp_path, monkeypatch):
     monkeypatch.setattr(
         type(source), "documents", lambda self, shard: opened.append(shard) or read(self, shard)
     )
-    list(tok_train.DocumentReader([(source, 100)], doc_cap=10_000))
+    list(tok_train.read_documents([(source, 100)], 10_000, Counter(), Counter()))
     assert opened == ["a.jsonl"]
 
 
@@ -129,7 +134,8 @@ def test_mixture_shares_apply_to_tokenizer_training(base, tmp_path):
     declared = {name: {"dataset": str(path)} for name, path in folders.items()}
     own.write_text(json.dumps({"mixture": "a=50%,b,c", "buckets": declared}))
     texts = open_texts(FirstUseConfig(), MixConfig(str(own)))
-    read = "".join(tok_train.DocumentReader(tok_train.divide_chars(texts, 200), doc_cap=100))
+    shares = tok_train.divide_chars(texts, 200)
+    read = "".join(tok_train.read_documents(shares, 100, Counter(), Counter()))
     assert {name: read.count(name) for name in folders} == {"a": 100, "b": 50, "c": 50}
 
 

@@ -531,7 +531,7 @@ def test_R17_evaluation_oom_retries_with_fewer_rows():
             tried.append((rows, self.rows_per_pass))
             if self.rows_per_pass > self.fits:
                 raise torch.OutOfMemoryError
-            return [Bpb(8.0, 4, 4)]
+            return [Bpb(6.0, 4, 3, 8.0, 4)]
 
     evaluator = Greedy(ValidationConfig(), {"a": 1, "b": 2})
     evaluator.rows_per_pass = 16

@@ -100,18 +100,17 @@ def test_S13_chat_escapes_control_characters_in_answers(terminal, said, shown):
     assert out.getvalue() == (shown.replace("\t", "        ") if terminal else shown) + "\n"
 
 
-def test_S13_errors_and_tracebacks_escape_names(tmp_path):
+def test_S13_errors_and_tracebacks_escape_names(tmp_path, command):
     folder = str(tmp_path / "\x1b[2J\u202e")
-    command = [sys.executable, "-m", "scripts.report", f"--report_dir={folder}"]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, encoding="utf-8")
-    assert done.returncode == 2 and r"\x1b[2J\u202e" in done.stderr and "\x1b" not in done.stderr
+    text = command.rejects("report", f"--report_dir={folder}")
+    assert r"\x1b[2J\u202e" in text and "\x1b" not in text
     code = (
         "from nanochat.config import start; from scripts.report import Report; import sys\n"
         "def main(cfg): raise ValueError(cfg.report_dir)\n"
         "start(main, Report(), 'A script.')"
     )
-    command = [sys.executable, "-c", code, f"--report_dir={folder}"]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, encoding="utf-8")
+    words = [sys.executable, "-c", code, f"--report_dir={folder}"]
+    done = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True, encoding="utf-8")
     assert "Traceback" in done.stderr and r"\x1b[2J\u202e" in done.stderr
     assert "\x1b" not in done.stderr and "\u202e" not in done.stderr
 

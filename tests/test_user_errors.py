@@ -3,22 +3,15 @@
 import errno
 import json
 import os
-import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
 
+from nanochat.common import read_json
 from nanochat.tokenizer import Tokenizer
 
 TEXT = ("--dataset=embedded", "--num_shards=1")
 RUN = "--depth=1 --max_seq_len=32 --num_iterations=1 --total_batch_size=64 --no-compile".split()
-
-
-@pytest.fixture
-def trained(trained_base: Path, base: Path) -> Path:
-    """A base directory with a tokenizer, rows and a base model."""
-    return shutil.copytree(trained_base, base)
 
 
 BAD_FLAGS = [
@@ -78,11 +71,11 @@ BAD_FLAGS = [
     ),
     ("golf.base_train --ema_decay=2", "ema_decay must be in [0, 1), got 2.0", "[0, 1)"),
     ("base_train --tokenizer_tag=none", "no tokenizer 'none'", "--tokenizer_tag=none"),
-    ("base_loss --model_tag=none", "no checkpoint in", "scripts.base_train --model_tag=none"),
-    ("base_eval --model_tag=none", "no checkpoint in", "scripts.base_train --model_tag=none"),
+    ("base_loss --model_tag=none", "no checkpoint in", "base_train --depth=4 --model_tag=none"),
+    ("base_eval --model_tag=none", "no checkpoint in", "base_train --depth=4 --model_tag=none"),
     ("base_eval --max_per_task=0", "max_per_task must be at least 1, got 0", "at least 1"),
     ("base_eval --suite=dclm --eval_bundle=/none --only_fetch", "/none", "--eval_bundle=<folder"),
-    ("mid_train --model_tag=none", "no checkpoint in", "scripts.base_train --model_tag=none"),
+    ("mid_train --model_tag=none", "no checkpoint in", "base_train --depth=4 --model_tag=none"),
     ("mid_train --model_tag=none", "parent has another tag", "--source=base:<tag>"),
     ("mid_train --max_seq_len=0", "max_seq_len must be positive, got 0", "positive"),
     ("mid_train --seed=-1", "seed must be at least 0, got -1", "at least 0"),
@@ -209,6 +202,12 @@ def test_pretraining_prints_its_checkpoint_and_the_next_command(base, command):
     )
     # one time estimate, and a count of embedding parameters if they dominate
     assert text.count(" of training") == 1 and "M in embeddings and head)" in text
+    values = read_json(base / "report/base-model-training.json")["values"]
+    assert values["Number of training tokens"] == 64
+    per_token = float(values["Number of FLOPs per token"])
+    assert float(values["Total training flops"]) == pytest.approx(64 * per_token, rel=1e-5)
+    params = values["Number of parameters"]
+    assert values["Tokens : Params ratio"] == pytest.approx(64 / params, rel=0.01)
 
 
 @pytest.mark.slow

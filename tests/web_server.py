@@ -141,7 +141,7 @@ def serving(
     with httpx.Client(base_url=url, timeout=30) as client:
         yield Site(url, server, client)
     server.should_exit = True
-    thread.join(20)
+    thread.join(60)
     assert not thread.is_alive(), "the server did not stop"
 
 

@@ -33,6 +33,7 @@ TOP_K = 50
 
 # Prompt token ids, tokens per answer -> seconds that a peer takes to generate
 GenerateFn = Callable[[Sequence[Sequence[int]], int], float]
+MakeGenerate = Callable[[GPT, Tokenizer, DistContext], GenerateFn]
 
 
 class EngineTimes(NamedTuple):
@@ -43,11 +44,7 @@ class EngineTimes(NamedTuple):
 
 
 def bench_engine(
-    cfg: GPTConfig,
-    machine: DistContext,
-    repeats: int,
-    found: BenchLog,
-    peer: Callable[[GPT, Tokenizer, DistContext], GenerateFn] | None = None,
+    cfg: GPTConfig, machine: DistContext, repeats: int, found: BenchLog, peer: MakeGenerate | None
 ) -> None:
     """
     Time prefill and decode by batch size, for ragged prompts, and for many users. `peer` builds

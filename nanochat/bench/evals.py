@@ -28,21 +28,18 @@ BATCH = 32  # options per batch for the peer; fastest of 16 to 128
 
 # Questions -> seconds, loss (nats) of every option
 TimeFn = Callable[[Sequence[Question]], tuple[float, list[list[float]]]]
+MakeScorer = Callable[[GPT, Tokenizer, DistContext], TimeFn]
 
 
 def bench_evaluation(
-    cfg: GPTConfig,
-    machine: DistContext,
-    repeats: int,
-    found: BenchLog,
-    peer: Callable[[GPT, Tokenizer, DistContext, int], TimeFn] | None = None,
+    cfg: GPTConfig, machine: DistContext, repeats: int, found: BenchLog, peer: MakeScorer | None
 ) -> None:
     """Time the largest task of each kind; `peer` builds another library's scorer."""
     texts = list(itertools.islice(documents(0, 0, "train"), 2000))
     tokenizer = Tokenizer.train(texts, min(cfg.vocab_size, 2048))
     plain = build_model(cfg, machine.device, machine.dtype, seed=0)
     subject = eval_model_of(inference_copy(plain), tokenizer)
-    theirs = peer(plain, tokenizer, machine, BATCH) if peer else None
+    theirs = peer(plain, tokenizer, machine) if peer else None
     found.note(TABLE, NOTE)
     tasks = sorted((FewShotTask(**task) for task in suite()), key=lambda task: len(task.items))
     for task in {task.kind: task for task in tasks}.values():

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 from nanochat.bench.engine import TOP_K, GenerateFn
-from nanochat.bench.evals import TimeFn
+from nanochat.bench.evals import BATCH, TimeFn
 from nanochat.distributed import DistContext
 from nanochat.eval_core import Question
 from nanochat.gpt import GPT
@@ -84,7 +84,7 @@ def make_train_step(
     return step
 
 
-def make_scorer(model: GPT, tokenizer: Tokenizer, machine: DistContext, batch_size: int) -> TimeFn:
+def make_scorer(model: GPT, tokenizer: Tokenizer, machine: DistContext) -> TimeFn:
     """For `bench_evaluation`: the harness's HFLM class on the same token ids."""
     from lm_eval.models.huggingface import HFLM
 
@@ -95,7 +95,7 @@ def make_scorer(model: GPT, tokenizer: Tokenizer, machine: DistContext, batch_si
             pretrained=folder,
             dtype=str(machine.dtype).removeprefix("torch."),
             device=str(machine.device),
-            batch_size=batch_size,
+            batch_size=BATCH,
         )
 
     def score(questions: Sequence[Question]) -> tuple[float, list[list[float]]]:

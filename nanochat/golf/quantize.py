@@ -11,7 +11,7 @@ import fnmatch
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -44,16 +44,15 @@ class QuantConfig:
 
     def rules(self) -> list[tuple[str, Format]]:
         """Parse the rules of `quantize`, in order. Raises ValueError for an invalid rule."""
-        rules: list[tuple[str, Format]] = []
+        rules: list[tuple[str, Any]] = []
         for rule in self.quantize.split(","):
-            pattern, _, name = rule.strip().partition("=")
-            found: dict[str, Format] = {f: f for f in get_args(Format)}
-            if not pattern or name not in found:
+            pattern, _, form = rule.strip().partition("=")
+            if not pattern or form not in get_args(Format):
                 raise ValueError(
                     f"quantize: invalid rule {rule!r}; use <pattern>=<format>, e.g. *.mlp.*=int6, "
-                    f"with one of the formats {', '.join(found)}"
+                    f"with one of the formats {', '.join(get_args(Format))}"
                 )
-            rules.append((pattern, found[name]))
+            rules.append((pattern, form))
         return rules
 
     def formats(self, tensors: Mapping[str, Tensor]) -> dict[str, Format]:
@@ -61,19 +60,16 @@ class QuantConfig:
         Return the format of each tensor. Raises ValueError if a matrix matches no rule or a rule
         matches no matrix; otherwise, a typo would silently select another format.
         """
-        rules = self.rules()
         matrices = [name for name, tensor in tensors.items() if tensor.ndim == 2]
-        found: dict[str, Format] = dict.fromkeys(tensors, "fp32")
-        for pattern, form in reversed(rules):
+        found: dict[str, Format] = {}
+        for pattern, form in reversed(self.rules()):
             fits = [name for name in matrices if fnmatch.fnmatchcase(name, pattern)]
             if not fits:
                 raise ValueError(f"quantize: {pattern!r} matches none of {', '.join(matrices)}")
             found |= dict.fromkeys(fits, form)
-        patterns = [pattern for pattern, _ in rules]
-        for name in matrices:
-            if not any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
-                raise ValueError(f"quantize: no rule matches {name}; append e.g. *=int8")
-        return found
+        if unmatched := [name for name in matrices if name not in found]:
+            raise ValueError(f"quantize: no rule matches {unmatched[0]}; append e.g. *=int8")
+        return {name: found.get(name, "fp32") for name in tensors}
 
 
 def largest_level(form: Format) -> int:

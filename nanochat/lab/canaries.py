@@ -108,7 +108,7 @@ class CanarySuite:
             group = some[first : first + ROWS_PER_PASS]
             x = pad_right([ids for _, (ids, _) in group], self.tokenizer.bos_id, model.device)
             y = pad_right([targets for _, (_, targets) in group], IGNORE, model.device)
-            sums = model.token_losses(x, y).double().sum(1).tolist()
+            sums = model.token_losses(x, y).cpu().double().sum(1).tolist()
             for (name, (ids, targets)), loss in zip(group, sums, strict=True):
                 nats[name] += loss
                 counted[name] += sum(target != IGNORE for target in targets)

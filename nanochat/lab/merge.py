@@ -67,7 +67,7 @@ def bits_by_row(
         x, y = (torch.from_numpy(each).to(device) for each in (tokens, targets))
         length = torch.where(y == IGNORE, 0, sizes[y.clamp(min=0)])  # (B, T)
         losses = torch.where(length > 0, model.token_losses(x, y).float(), 0.0)
-        nats.append(losses.double().sum(dim=1).cpu().numpy())
+        nats.append(losses.cpu().double().sum(dim=1).numpy())
         lengths.append(length.sum(dim=1).cpu().numpy())
     every, size = np.concatenate(nats), np.concatenate(lengths)
     return RowBits(every[size > 0], size[size > 0])
@@ -125,17 +125,10 @@ def merge(
 ) -> dict[str, Tensor]:
     """
     Return the merged tensors, float32. Tensors named in `matrices` are merged by the method, all
-    others linearly.
+    others linearly. The models have the same names and shapes.
 
-    Raises ValueError for a wrong number of models, a missing base, or tensors that differ in name
-    or shape.
+    Raises ValueError for a wrong number of models or a missing base.
     """
-    every = models if base is None else [*models, base]
-    for other in every[1:]:
-        for name in sorted(models[0].keys() | other.keys()):
-            a, b = (tuple(m[name].shape) if name in m else None for m in (models[0], other))
-            if a != b:
-                raise ValueError(f"{name} is {a} in one model and {b} in another")
     if cfg.method in NEEDS_BASE and base is None:
         raise ValueError(f"{cfg.method} adds task vectors to a base model; set --base")
     shares = cfg.shares(len(models))

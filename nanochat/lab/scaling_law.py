@@ -223,7 +223,6 @@ def scaling_figure(
     arms: Mapping[str, Sequence[Point]],
     minima: Mapping[str, Sequence[Minimum]],
     projections: Sequence[Projection],
-    metric: str,
 ) -> bytes:
     """
     SVG. Left: loss over N of the first arm, a parabola for each FLOP budget. Right: lowest measured
@@ -236,7 +235,7 @@ def scaling_figure(
         for budget in sorted({point.budget for point in arms[control]}):
             found = sorted((p.n / 1e6, p.loss) for p in arms[control] if p.budget == budget)
             curves[f"{budget:.2g}"] = found
-        title = f"{metric.capitalize()} by model size, {control}"
+        title = f"Validation bpb by model size, {control}"
         draw_curves(axes, title, curves, "FLOPs per token / 6 (millions)", linestyle="")
         order = sorted({point.budget for point in arms[control]})
         for each in minima[control]:
@@ -260,7 +259,7 @@ def scaling_figure(
             for each in mine if i == 0 else ():
                 axes.annotate(f" d{each.depth}", (each.flops, each.loss.value))
         curves = {arm: sorted(best_by_budget(points).items()) for arm, points in arms.items()}
-        draw_curves(axes, f"Lowest {metric}; projections with 95% intervals", curves, "FLOPs")
+        draw_curves(axes, "Lowest validation bpb; projections with 95% intervals", curves, "FLOPs")
         set_log_scale(axes, "x")
 
     return as_svg(budgets, frontier, columns=2, height=3.6)

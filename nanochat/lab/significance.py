@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from nanochat import stats
-from nanochat.records import estimate
+from nanochat.records import estimate, read_clusters, read_scores
 from nanochat.stats import Verdict
 
 LEVEL = 0.05
@@ -29,19 +29,41 @@ def over_seeds(values: Sequence[float]) -> Any:
     return values[0] if len(values) == 1 else estimate(*stats.mean(values))
 
 
+class Items(NamedTuple):
+    """Item scores of a task per seed."""
+
+    scores: Sequence[Sequence[float]]
+    clusters: Sequence[str] | None = None
+    """The cluster of each item (`stats.mean`)."""
+    weight: float = 1.0
+    """Weight of the task in the metric, such as ChatCORE."""
+
+    def means(self) -> list[float]:
+        """Mean score of each item over seeds."""
+        return [sum(scores) / len(scores) for scores in zip(*self.scores, strict=True)]
+
+
 class Scores(NamedTuple):
-    """
-    One metric of one arm: its value per seed and, if known, the item scores per seed, and the
-    cluster of each item (`stats.mean`).
-    """
+    """One metric of one arm: its value per seed and, if known, the item scores of its tasks."""
 
     values: Sequence[float]
-    items: Sequence[Sequence[float]] = ()
-    clusters: Sequence[str] | None = None
+    tasks: Sequence[Items] = ()
 
-    def item_means(self) -> list[float]:
-        """Mean score of each item over seeds."""
-        return [sum(scores) / len(scores) for scores in zip(*self.items, strict=True)]
+
+def read_items(metric: str, recorded: Sequence[Mapping[str, Any]]) -> list[Items]:
+    """
+    Item scores of a metric in the `items` of several runs; of each task, if it is a mean over
+    tasks. Empty unless all runs have scores of the same items.
+    """
+    weights, *others = (run.get(metric, {}).get("weights", {metric: 1.0}) for run in recorded)
+    found = []
+    for task, weight in weights.items():
+        each = [run.get(task, {}) for run in recorded]
+        same = all("scores" in one and one.get("of") == each[0].get("of") for one in each)
+        if not same or any(other != weights for other in others):
+            return []
+        found.append(Items([read_scores(one) for one in each], read_clusters(each[0]), weight))
+    return found
 
 
 @dataclass(frozen=True)
@@ -103,7 +125,7 @@ def contrasts(
     sampling, are part of the seed variance and subtracted from the item variance. Degrees of
     freedom: Welch-Satterthwaite, rounded down.
     """
-    variance, df = pooled_spread([scores.values for scores in arms.values()])
+    spread, df = pooled_spread([scores.values for scores in arms.values()])
     against = arms[control]
     middle = sum(against.values) / len(against.values)
     found = []
@@ -112,13 +134,14 @@ def contrasts(
             continue
         n = len(scores.values)
         value = sum(scores.values) / n
-        parts = [(variance * (1 / n + 1 / len(against.values)), df)]
-        if scores.items and against.items:
-            pairs = stats.compare(against.item_means(), scores.item_means(), scores.clusters)
-            each = [list(zip(*s.items, strict=True)) for s in (scores, against) if len(s.items) > 1]
+        parts = [(spread * (1 / n + 1 / len(against.values)), df)]
+        for mine, theirs in zip(scores.tasks, against.tasks, strict=False):  # both or none
+            pairs = stats.compare(theirs.means(), mine.means(), mine.clusters)
+            each = [list(zip(*s.scores, strict=True)) for s in (mine, theirs) if len(s.scores) > 1]
             repeats = math.fsum(stats.split_error(items).repeat_se ** 2 for items in each)
-            draws = len(set(scores.clusters)) if scores.clusters else pairs.n
-            parts.append((max(pairs.se**2 - repeats, 0.0), draws - 1))  # NaN stays NaN
+            draws = len(set(mine.clusters)) if mine.clusters else pairs.n
+            variance = max(pairs.se**2 - repeats, 0.0)  # NaN stays NaN
+            parts.append((mine.weight**2 * variance, draws - 1))
         bar, p = noise_bar(value - middle, parts)
         found.append(Contrast(base, name, metric, value, n, value - middle, bar, p))
     return found

@@ -45,16 +45,8 @@ from nanochat.common import (
     write_json,
 )
 from nanochat.config import require_at_least, require_positive
-from nanochat.lab.significance import Scores
-from nanochat.records import (
-    append_line,
-    default_rate,
-    plain_value,
-    read_clusters,
-    read_lines,
-    read_records,
-    read_scores,
-)
+from nanochat.lab.significance import Scores, read_items
+from nanochat.records import append_line, default_rate, plain_value, read_lines, read_records
 
 LEDGER, DONE = "ledger.jsonl", "done.json"
 POLL_SECONDS = 0.2
@@ -121,10 +113,10 @@ class DoneRun:
             raise ValueError(f"{self.job.name} did not record {name!r}; it has {', '.join(values)}")
         return float(plain_value(values[name]))
 
-    def items(self, name: str) -> Mapping[str, Any]:
-        """Recorded item scores of a metric; empty if there are none."""
-        found = (record["items"].get(name, {}) for record in read_records(self.folder / "report"))
-        return next((entry for entry in found if "scores" in entry), {})
+    def items(self) -> dict[str, Any]:
+        """All item scores of its records."""
+        records = read_records(self.folder / "report")
+        return {name: entry for record in records for name, entry in record["items"].items()}
 
 
 def code_fingerprint() -> str:
@@ -143,10 +135,8 @@ def sweep_folder() -> Path:
 
 def collect_scores(runs: Sequence[DoneRun], metric: str) -> Scores:
     """Collect a metric over the seeds of one ablation arm."""
-    values, items = [run.metric(metric) for run in runs], [run.items(metric) for run in runs]
-    if not all(items):
-        return Scores(values)
-    return Scores(values, [read_scores(each) for each in items], read_clusters(items[0]))
+    values = [run.metric(metric) for run in runs]
+    return Scores(values, read_items(metric, [run.items() for run in runs]))
 
 
 # ------------------------------------------------------------------------------------------------

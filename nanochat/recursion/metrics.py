@@ -6,15 +6,13 @@ Metrics of a recursive model by loop: loss, bits per byte, state and gradient no
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import pairwise
 
-import numpy as np
 import torch
 
 from nanochat.dataloader import Rows
-from nanochat.distributed import DistContext
 from nanochat.eval_bpb import Batch, Bpb, bits_per_byte, pool
 from nanochat.evaluators import ValidationLoss
 from nanochat.gpt import config_from
@@ -46,7 +44,8 @@ class LoopValidation(ValidationLoss):
 
     def score(self, rows: Rows, stopping: ShouldStop) -> list[Bpb]:
         loops, batches = self.model.cfg.n_loops, self.batches(rows)
-        return bpb_by_loop(self.model, loops, batches, self.token_bytes, self.machine, stopping)
+        score = partial(self.model.losses_by_loop, loops=loops)
+        return bits_per_byte(score, batches, self.token_bytes, self.machine, stopping, loops)
 
     def evaluate(self, step: int, stopping: ShouldStop, last: bool) -> dict[str, float]:
         metrics = super().evaluate(step, stopping, last)
@@ -102,22 +101,6 @@ def part_of(name: str, cfg: RecursiveConfig) -> str:
         return "inject" if first == "inject" else "outside"
     layer = int(rest.split(".")[0])
     return "prelude" if layer in cfg.prelude else "core" if layer in cfg.core else "coda"
-
-
-def bpb_by_loop(
-    model: RecursiveGPT,
-    loops: int,
-    batches: Iterable[Batch],
-    token_bytes: np.ndarray,
-    machine: DistContext,
-    stopping: Callable[[], bool] = lambda: False,
-) -> list[Bpb]:
-    """Return `bits_per_byte` after each of `loops` loops, in one pass."""
-
-    def score(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return model.losses_by_loop(tokens, targets, loops)
-
-    return bits_per_byte(score, batches, token_bytes, machine, stopping, loops)
 
 
 def loop_metrics(bpb: Sequence[float]) -> dict[str, float]:

@@ -29,7 +29,6 @@ R = TypeVar("R", bound="Generation")
 FinishReason = Literal["stop", "length"]
 TEXT_TOKENS = 16  # OpenAI's default max_tokens for text completions
 LARGEST_COUNT = 2**31 - 1
-LEAST_LOGPROB = -9999.0  # JSON has no infinity
 MAX_FIELDS, MAX_MESSAGES, MAX_PARTS, MAX_STOPS, MAX_PROMPTS = 128, 4096, 1024, 16, 1024
 ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant"}
 NO_FUNCTIONS = "not supported; this model has no function calling"
@@ -211,13 +210,12 @@ def read_message(message: Any, where: str) -> dict[str, Any]:
     kept = drop_neutral_fields(message, where, IGNORED_IN_MESSAGES, NEUTRAL_IN_MESSAGES, known)
     name = "parts" if "parts" in kept else "content"
     content = kept.get(name, "" if role == "assistant" else None)
+    at = f"{where}.{name}"
     if isinstance(content, list):
-        content = read_parts(content, role, f"{where}.{name}")
+        content = read_parts(content, role, at)
     elif not isinstance(content, str):
         kind = json_type(content)
-        raise bad_field(
-            f"{where}.{name}", f"must be a string or an array of text parts, not {kind}"
-        )
+        raise bad_field(at, f"must be a string or an array of text parts, not {kind}")
     return {"role": ROLES[role], "content": content}
 
 
@@ -491,7 +489,7 @@ class Writer:
             return {"content": content, "refusal": None}
         return {
             "tokens": [self.name(one.token) for one in known],
-            "token_logprobs": [clamp_logprob(one.logprob) for one in known],
+            "token_logprobs": [one.logprob for one in known],
             "top_logprobs": [self.top(one) for one in known],
             "text_offset": [token.start for token in tokens],
         }
@@ -499,7 +497,7 @@ class Writer:
     def entry(self, token: int, logprob: float | None) -> dict[str, Any]:
         data = self.tokenizer.decode_bytes([token])
         text = data.decode("utf-8", "replace")
-        return {"token": text, "logprob": clamp_logprob(logprob), "bytes": list(data)}
+        return {"token": text, "logprob": logprob, "bytes": list(data)}
 
     def name(self, token: int) -> str:
         """Text of a token, or its escaped bytes (OpenAI's format) if it is not valid UTF-8."""
@@ -513,8 +511,7 @@ class Writer:
         """The most likely tokens and the generated one."""
         if one.logprob is None:
             return None
-        pairs = [*one.top, (one.token, one.logprob)]
-        return {self.name(token): clamp_logprob(logprob) for token, logprob in pairs}
+        return {self.name(token): x for token, x in (*one.top, (one.token, one.logprob))}
 
 
 def choice_entry(
@@ -527,7 +524,3 @@ def model_entry(name: str, created: int) -> dict[str, Any]:
     """A model's entry in /v1/models; `stage` is an extension of OpenAI's format."""
     owned = {"id": name, "object": "model", "created": created, "owned_by": "nanochat"}
     return {**owned, "stage": name.partition(":")[0]}
-
-
-def clamp_logprob(logprob: float | None) -> float | None:
-    return None if logprob is None else max(logprob, LEAST_LOGPROB)

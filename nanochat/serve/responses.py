@@ -14,14 +14,7 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from nanochat.serve.openai_api import (
-    ApiError,
-    ChatRequest,
-    Delta,
-    StreamOptions,
-    TextRequest,
-    Writer,
-)
+from nanochat.serve.openai_api import ApiError, Delta, Generation, StreamOptions, Writer
 from nanochat.serve.scheduler import Reply
 
 HEARTBEAT_SECONDS = 15.0  # proxies close idle streams
@@ -29,11 +22,7 @@ CLIENT_LEFT = 499  # nginx's status for "client closed request"
 
 
 async def respond(
-    reply: Reply,
-    writer: Writer,
-    asked: ChatRequest | TextRequest,
-    request: Request,
-    done: Callable[[], None],
+    reply: Reply, writer: Writer, asked: Generation, request: Request, done: Callable[[], None]
 ) -> Response:
     """Return the response to a request; its `reply` is still being generated."""
     if asked.stream:

@@ -24,16 +24,15 @@ from nanochat import records, report, stats, summary
 from nanochat.checkpoint import (
     Checkpoint,
     find_checkpoint,
+    intact_checkpoints,
     load_inference,
     parse_checkpoint_ref,
-    read_checkpoint,
-    step_folders,
 )
-from nanochat.common import MissingInput, fingerprint, printable
+from nanochat.common import MissingInput, fingerprint
 from nanochat.config import start
 from nanochat.distributed import init_distributed
 from nanochat.lab.canaries import open_suite, score_suite
-from nanochat.lab.significance import Scores, contrasts, holm_correct
+from nanochat.lab.significance import Scores, contrasts, holm_correct, read_items
 from nanochat.logger import METRICS_FILE, read_metrics
 
 
@@ -139,13 +138,7 @@ def saved_steps(run: str) -> list[Checkpoint]:
     """Intact checkpoints of a run, stage[:tag], by step. Raises MissingInput if there are none."""
     stage, _, tag = run.partition(":")
     folder = find_checkpoint(stage, tag or None).folder.parent
-    found = []
-    for step, path in step_folders(folder).items():
-        try:
-            found.append(read_checkpoint(path, step))
-        except (OSError, ValueError) as error:
-            print(printable(f"skipping corrupt checkpoint: {error}"), flush=True)
-    return found
+    return list(intact_checkpoints(folder))[::-1]
 
 
 def compare_items(
@@ -154,7 +147,7 @@ def compare_items(
     """Compare two checkpoints, item by item where possible. Returns a table and the verdicts."""
     metrics = {n: {side.name: side.values[n] for side in (before, after)} for n in names}
     items = {side.name: side.items for side in (before, after)}
-    changes = summary.differences(metrics, items, [before.name, after.name])
+    changes = summary.differences(metrics, items, {after.name: before.name})
     table = summary.difference_table(changes)
     verdicts = {row[0]: f"{row[2]} ({row[4]})" for row in table["rows"]}
     return {**table, "title": None}, verdicts
@@ -170,15 +163,12 @@ def compare_seeds(
     """
     found = []
     for name in names:
-        items = [run.items.get(name, {}) for run in (*before, *after)]
-        paired = len({each.get("of") for each in items}) == 1 and "scores" in items[0]
+        runs, n = (*before, *after), len(before)
+        values = [float(records.plain_value(run.values[name])) for run in runs]
+        tasks = read_items(name, [run.items for run in runs])
         arms = {
-            arm: Scores(
-                [float(records.plain_value(run.values[name])) for run in runs],
-                [records.read_scores(run.items[name]) for run in runs] if paired else (),
-                records.read_clusters(items[0]) if paired else None,
-            )
-            for arm, runs in (("before", before), ("after", after))
+            arm: Scores(values[part], [t._replace(scores=t.scores[part]) for t in tasks])
+            for arm, part in (("before", slice(n)), ("after", slice(n, None)))
         }
         found += contrasts("", name, arms, "before")
     columns = "Metric|Before|After|Difference|Noise bar|p (Holm)|Verdict".split("|")

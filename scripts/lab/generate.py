@@ -10,7 +10,7 @@ paying for the rest. If interrupted, rerun the same command: finished answers ar
 
 Reads   a file of rows {"messages": [...]} or {"prompt": "..."}; other fields are kept
 Writes  --out, the rows with answers and finish reasons ("finish"), or with --as_prompt new prompts;
-        <out>.pilot.json next to it
+        <out>.pilot.json next to it, and the section "Generation <name of the file>"
 """
 
 import json
@@ -76,12 +76,8 @@ def main(cfg: Generate) -> None:
         raise UsageError("no pilot found: the value of these answers is unknown", fix)
     todo = sorted(load_prompts(cfg.prompts), key=lambda row: row["key"])[: cfg.pilot or None]
     known = Counter(row.get("key") for row in read_lines(out)) if out.exists() else Counter()
-    left = []
-    for row in todo:
-        if known[row["key"]]:
-            known[row["key"]] -= 1
-        else:
-            left.append(row)
+    rows = {row["key"]: row for row in todo}
+    left = [rows[key] for key in (Counter(row["key"] for row in todo) - known).elements()]
     num_known = len(todo) - len(left)
     client, model = connect(cfg)
     print(f"{len(todo):,} prompts: {num_known:,} answered, {len(left):,} to go, ", end="")

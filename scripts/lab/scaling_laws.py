@@ -10,7 +10,7 @@ rerun the same command.
 
 Reads   the tokenizer and text (scripts.tok_train, scripts.data)
 Writes  sweeps/<name>/ under the base directory (points.csv, scaling-laws.svg, ledger),
-        sweeps/runs/, and the section "Scaling laws"; deletes the checkpoints of its runs
+        sweeps/runs/, and the section "Scaling laws <name>"; deletes the checkpoints of its runs
 """
 
 import math
@@ -121,7 +121,7 @@ def main(cfg: ScalingLaws) -> None:
     found: dict[Planned, DoneRun] = {}
     with Sweep(limit, cfg.name) as sweep:
         budgets = choose_budgets(cfg, sweep, corpus, machine)
-        planned = plan_runs(cfg, arms, budgets, corpus, machine)
+        planned = plan_runs(cfg, budgets, corpus, machine)
         for budget in budgets:
             jobs = {run: make_job(cfg, run, inputs) for run in planned if run.budget == budget}
             try:
@@ -150,7 +150,7 @@ def main(cfg: ScalingLaws) -> None:
         tables = make_tables(points, minima, laws, projections)
         tables.append(ledger_table(sweep.ledger()))
         write_atomic(sweep.folder / "points.csv", as_csv(tables[0]))
-        figure = scaling_figure(points, minima, projections, "validation bpb")
+        figure = scaling_figure(points, minima, projections)
         write_atomic(sweep.folder / "scaling-laws.svg", figure)
     print(f"{len(found)} of {len(planned)} runs; figure: {sweep.folder / 'scaling-laws.svg'}")
     values = {"Planned runs": len(planned), "Runs": sum(map(len, points.values()))}
@@ -211,7 +211,7 @@ def choose_budgets(
         largest = float(f"{flops / (cfg.depths_per_budget * sum(shares)):.1g}")
         budgets = sorted(float(f"{largest * share:.2g}") for share in shares)
         try:
-            plan_runs(cfg, arms, budgets, corpus, machine)
+            plan_runs(cfg, budgets, corpus, machine)
         except UsageError as error:
             problems.append(error)
             continue
@@ -221,11 +221,7 @@ def choose_budgets(
 
 
 def plan_runs(
-    cfg: ScalingLaws,
-    arms: Sequence[str],
-    budgets: Sequence[float],
-    corpus: Corpus,
-    machine: DistContext,
+    cfg: ScalingLaws, budgets: Sequence[float], corpus: Corpus, machine: DistContext
 ) -> list[Planned]:
     """
     The runs of all arms. At each budget, the depths whose tokens per parameter are closest to
@@ -233,7 +229,8 @@ def plan_runs(
 
     Raises UsageError if a budget has fewer than three such depths.
     """
-    planned, T = [], next(iter(corpus.rows.values())).max_seq_len
+    arms, planned = split_arms(cfg.arms), []
+    T = next(iter(corpus.rows.values())).max_seq_len
     for budget in budgets:
         most_tokens = {}
         for depth in cfg.depths:

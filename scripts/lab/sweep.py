@@ -12,7 +12,8 @@ ablation trains the control first; arms divide its token total differently. Fini
 kept: if a sweep is interrupted, rerun the same command.
 
 Reads   checkpoints to start from, and the inputs of the scripts
-Writes  sweeps/<name>/ under the base directory (ledger, CSV), sweeps/runs/, and the section "Sweep"
+Writes  sweeps/<name>/ under the base directory (ledger, CSV), sweeps/runs/, and the section "Sweep
+        <name>"
 """
 
 import itertools

@@ -13,10 +13,11 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import mean
 from typing import Any, NamedTuple
 
-from nanochat import records, report, stats
+from nanochat import records, report
 from nanochat.checkpoint import Checkpoint, find_checkpoint, load_model
 from nanochat.common import UsageError
 from nanochat.config import require_at_least, start
@@ -30,7 +31,7 @@ from nanochat.logger import METRICS_FILE, read_metrics
 from nanochat.packing import open_rows
 from nanochat.preflight import KernelConfig, prepare_scoring
 from nanochat.recursion import verdict
-from nanochat.recursion.metrics import bpb_by_loop, refinement, state_metrics
+from nanochat.recursion.metrics import refinement, state_metrics
 from nanochat.recursion.model import RecursiveConfig, RecursiveGPT
 from nanochat.recursion.verdict import Criterion, LoopArm
 from tasks.builtin import ensure_written
@@ -153,11 +154,12 @@ def score_loops(cfg: RecursionEval, checkpoint: Checkpoint, machine: DistContext
         mine = rows.val_batches(size, max(1, tokens // T), machine.rank, machine.world_size)
         return row_batches(mine, size)
 
+    score, loops = model.token_losses, 1
     if isinstance(model, RecursiveGPT):
-        bpb = bpb_by_loop(model, 2 * model.cfg.n_loops, batches(), token_bytes, machine)
+        loops = 2 * model.cfg.n_loops
+        score = partial(model.losses_by_loop, loops=loops)
         states = state_metrics(model, batches())
-    else:
-        bpb = bits_per_byte(model.token_losses, batches(), token_bytes, machine)
+    bpb = bits_per_byte(score, batches(), token_bytes, machine, n=loops)
     by_loop = {k: found.value for k, found in enumerate(bpb, start=1)}
     metrics = read_metrics(checkpoint.folder.parent / METRICS_FILE)
     steps = [line for line in metrics if "loss" in line]
@@ -218,12 +220,6 @@ def arms_of(plain: Sequence[LoopScores]) -> list[LoopArm]:
     return [arm_of(seeds) for seeds in groups.values()]
 
 
-def fmt_mean(values: Sequence[float]) -> str:
-    """Format mean and standard error."""
-    found = stats.mean(values)
-    return f"{found.value:.4f}" + ("" if math.isnan(found.se) else f" +- {found.se:.4f}")
-
-
 def write_record(
     cfg: RecursionEval,
     machine: DistContext,
@@ -257,13 +253,13 @@ def write_record(
     for a in (arm, *others):
         cost = f"{a.params:,}", f"{a.used_params:,}", f"{a.flops:.3e}"
         gap = "" if a is arm else verdict.show_gap(a, arm)
-        arm_rows.append([a.name, *cost, fmt_mean(a.bpb), gap])
+        arm_rows.append([a.name, *cost, over_seeds(a.bpb), gap])
     loop_rows = []
     for k in loops:
         found = [states.get(f"{name}_{k}") for name in ("state_rms", "state_cosine")]
         cells = ("-" if value is None else f"{value:.3f}" for value in found)
         trained = " (trained)" if k == r else ""
-        loop_rows.append([f"{k}{trained}", fmt_mean([s.by_loop[k] for s in recursive]), *cells])
+        loop_rows.append([f"{k}{trained}", over_seeds([s.by_loop[k] for s in recursive]), *cells])
     columns = ["Arm", "Parameters", "By use", "FLOPs", "bpb", "Minus recursive"]
     by_loop = ["Loops", "bpb", "State RMS", "Cosine to the previous loop"]
     lines = {

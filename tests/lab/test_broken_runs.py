@@ -1,7 +1,5 @@
 """Canaries stop training runs with injected bugs and let healthy runs finish."""
 
-import shutil
-
 import pytest
 
 from dev.plant import PLANTS
@@ -22,9 +20,8 @@ STEPS = 20
 
 
 @pytest.fixture
-def tune(trained_base, base, monkeypatch):
+def tune(trained, monkeypatch):
     """Fine-tune a small base model on facts; injected bugs are undone afterwards."""
-    shutil.copytree(trained_base, base)
     for module, name in (
         (chat_packing, "render"),
         (chat_packing, "CHAT_RULE"),

@@ -79,7 +79,7 @@ class Teacher:
             raise RuntimeError("no answer")
         if len(self.requests) == self.interrupted_at:
             raise KeyboardInterrupt
-        time.sleep(0.005)
+        time.sleep(0.2 if 0 < self.interrupted_at < len(self.requests) else 0)
         message = SimpleNamespace(content=None if "empty" in words else f"{model}: {words}")
         choice = SimpleNamespace(
             message=message, finish_reason="length" if "7" in words else "stop"

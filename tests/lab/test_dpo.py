@@ -2,7 +2,6 @@
 
 import json
 import math
-import shutil
 
 import numpy as np
 import pytest
@@ -241,12 +240,6 @@ def test_pairs_of_a_step_are_split_among_ranks_or_rejected(machine, monkeypatch)
         loader_of(ranks[0], pairs, examples_per_step=5)
 
 
-@pytest.mark.parametrize("bad", [{"num_samples": 1}, {"temperature": 0.0}])
-def test_error_names_invalid_setting(bad):
-    with pytest.raises(ValueError, match=next(iter(bad))):
-        RolloutConfig(**bad)
-
-
 def test_error_names_invalid_beta():
     with pytest.raises(ValueError, match="beta must be positive, got 0.0"):
         ChatDPO(beta=0.0)
@@ -293,15 +286,14 @@ def test_training_prefers_chosen_answers_to_unseen_questions(machine):
 
 
 @pytest.fixture
-def pair_file(base, trained_base):
+def pair_file(trained):
     """Pairs for questions and a small base model."""
-    shutil.copytree(trained_base, base)
     lines = [
         {"prompt": f"What is {i}?", "chosen": "A number.", "rejected": "No idea."}
         for i in range(100)
     ]
     lines.append({"prompt": "What?", "chosen": "A number. " * 40, "rejected": "No."})
-    path = base / "pairs.jsonl"
+    path = trained / "pairs.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
 

@@ -1,14 +1,7 @@
 """The report's Reliability section: seeds, noise, accesses and cost of all runs."""
 
-import pytest
-
 from nanochat.lab import reliability
 from nanochat.lab.reliability import recipe_table, section_tables, seed_table
-
-
-@pytest.fixture(autouse=True)
-def base(tmp_path, monkeypatch):
-    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
 
 
 def record(section, seconds=60.0, own=None, seed=0, **values):

@@ -93,7 +93,7 @@ def test_figure_names_budgets_arms_and_projected_depths():
     minima = {arm: fit_minima(points) for arm, points in arms.items()}
     law = fit_law(arms["default"])
     ahead = Projection("default", 12, 1e18, law.loss(1e8, 1.6e9), 3.0)
-    image = scaling_figure(arms, minima, [ahead], "validation bpb").decode()
+    image = scaling_figure(arms, minima, [ahead]).decode()
     drawn = [text.strip() for text in re.findall("<!--(.*?)-->", image)]
     for text in ("3e+13", "1e+15", "- -bigram_rows=0", "d12", "1e+18"):
         assert text in drawn, text
@@ -127,22 +127,23 @@ CFG = ScalingLaws(flags="--max_seq_len=64", depths=(1, 2, 3, 4), depths_per_budg
 
 def test_no_planned_run_repeats_text(machine):
     arms, budgets = ["default", "--bigram_rows=0"], [3e11, 1e12]
-    planned = plan_runs(CFG, arms, budgets, Text(10**6), machine)
+    cfg = replace(CFG, arms="|".join(arms))
+    planned = plan_runs(cfg, budgets, Text(10**6), machine)
     assert [run.budget for run in planned] == sorted(run.budget for run in planned)
     assert {run.arm for run in planned} == set(arms)
     by_arm = [[(r.budget, r.depth) for r in planned if r.arm == arm] for arm in arms]
     assert by_arm[0] == by_arm[1] and len(by_arm[0]) == 6
     seeds = [{run.seed for run in planned if run.arm == arm} for arm in arms]
     assert seeds == [{0}, {100}]  # arms share no seeds
-    few = plan_runs(CFG, arms, [1e12], Text(10_000), machine)
+    few = plan_runs(cfg, [1e12], Text(10_000), machine)
     assert {run.depth for run in few} == {2, 3, 4}, "depth 1 would need more rows than there are"
 
 
 def test_budget_without_enough_depths_names_the_fix(machine):
     with pytest.raises(UsageError, match="would repeat the text"):
-        plan_runs(CFG, ["default"], [1e15], Text(1000), machine)
+        plan_runs(CFG, [1e15], Text(1000), machine)
     with pytest.raises(UsageError, match="depth 4 would train on . rows"):
-        plan_runs(CFG, ["default"], [1e9], Text(1000), machine)
+        plan_runs(CFG, [1e9], Text(1000), machine)
 
 
 def test_flags_of_an_arm_reach_its_model_and_its_job():

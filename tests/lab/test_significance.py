@@ -9,6 +9,7 @@ import pytest
 from nanochat import stats
 from nanochat.lab.significance import (
     Contrast,
+    Items,
     Scores,
     agreement,
     contrasts,
@@ -16,9 +17,11 @@ from nanochat.lab.significance import (
     holm_correct,
     noise_bar,
     pooled_spread,
+    read_items,
     student_p,
     student_quantile,
 )
+from nanochat.records import item_scores
 
 
 @pytest.mark.parametrize(
@@ -98,7 +101,10 @@ def test_paired_items_add_their_variance():
     hard = [float(i % 2) for i in range(200)]
     few = [1.0 if i < 10 else x for i, x in enumerate(hard)]  # 5 more items are correct
     values = [sum(hard) / 200] * 3
-    arms = {"control": Scores(values, [hard] * 3), "x": Scores([sum(few) / 200] * 2, [few] * 2)}
+    arms = {
+        "control": Scores(values, [Items([hard] * 3)]),
+        "x": Scores([sum(few) / 200] * 2, [Items([few] * 2)]),
+    }
     [found] = contrasts("d4", "ARC", arms)
     pairs = stats.compare(hard, few)
     assert found.difference == pytest.approx(0.025)
@@ -106,9 +112,18 @@ def test_paired_items_add_their_variance():
     assert found.bar < 0.5 * 2 * math.sqrt(2 * 0.25 / 200)  # half of the unpaired bar
     assert found.verdict == "better"
 
+    mean = {"Mean": {"weights": {"ARC": 0.25}}}
+    runs = [{**mean, "ARC": item_scores([f"{i}" for i in range(200)], x)} for x in (hard, few)]
+    of_mean = {
+        arm: Scores([v / 4 for v in arms[arm].values], read_items("Mean", [run, run]))
+        for arm, run in zip(arms, runs, strict=True)
+    }
+    [scaled] = contrasts("d4", "Mean", of_mean)
+    assert scaled.bar == pytest.approx(found.bar / 4) and read_items("Mean", [mean, mean]) == []
+
     clusters = [str(i // 10) for i in range(200)]  # all 5 of one cluster
     for name in arms:
-        arms[name] = arms[name]._replace(clusters=clusters)
+        arms[name] = Scores(arms[name].values, [arms[name].tasks[0]._replace(clusters=clusters)])
     [wider] = contrasts("d4", "ARC", arms)
     assert wider.bar == pytest.approx(student_quantile(19) * stats.compare(hard, few, clusters).se)
     assert wider.bar > 2 * found.bar and wider.verdict == "within noise"
@@ -120,7 +135,7 @@ def test_sampling_error_is_not_counted_twice():
     for _ in range(400):
         rates = rng.uniform(0.1, 0.9, 100)
         items = {arm: rng.binomial(4, rates, (3, 100)) / 4 for arm in ("control", "x")}
-        arms = {arm: Scores(each.mean(1).tolist(), each.tolist()) for arm, each in items.items()}
+        arms = {arm: Scores(x.mean(1).tolist(), [Items(x.tolist())]) for arm, x in items.items()}
         false += contrasts("d4", "pass@1 after", arms)[0].verdict != "within noise"
     assert 0.03 * 400 < false < 0.085 * 400  # nominal: 5%; 1.5% if counted twice
 

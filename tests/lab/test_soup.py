@@ -1,7 +1,5 @@
 """Greedy soups, linear interpolation between models, and the merge script."""
 
-import shutil
-
 import numpy as np
 import pytest
 import torch
@@ -46,14 +44,7 @@ def test_loss_barrier_between_models_triggers_a_warning():
     assert loss_barrier(steep["a to b"]) > 0 and "different basins" in warnings(steep)[0]
 
 
-@pytest.fixture
-def two(trained_base, base):
-    """A base directory with two training runs that have the same settings."""
-    shutil.copytree(trained_base, base)
-    return base
-
-
-def test_merge_saves_a_checkpoint_that_records_its_parents(two):
+def test_merge_saves_a_checkpoint_that_records_its_parents(trained):
     words = dict(models="base:one|base:two", tag="soup", eval_tokens=2048)
     with pytest.raises(UsageError, match="no record that these models come from one checkpoint"):
         merge_script.main(MergeScript(**words))
@@ -71,7 +62,7 @@ def test_merge_saves_a_checkpoint_that_records_its_parents(two):
             tensors[2][name], 0.75 * tensors[0][name] + 0.25 * tensors[1][name]
         )
     assert merged.state["settings"] == parents[0].state["settings"]
-    record = read_json(two / "report" / "merge.json")
+    record = read_json(trained / "report" / "merge.json")
     assert record["provenance"]["outputs"] == {"base": merged.fingerprint}
     assert record["values"]["Verdict"] in ("better", "worse", "within noise")
     assert [len(line) for line in record["series"].values()] == [5]
@@ -83,16 +74,16 @@ def test_shared_text_or_preference_pairs_do_not_make_models_related(base):
     assert (one, two) == ({"b1"}, {"b2"})
 
 
-def test_merging_a_model_with_itself_keeps_its_score(two):
+def test_merging_a_model_with_itself_keeps_its_score(trained):
     merge_script.main(MergeScript(models="base:one|base:one", eval_tokens=2048))
-    values = read_json(two / "report" / "merge.json")["values"]
+    values = read_json(trained / "report" / "merge.json")["values"]
     assert values["Merged bpb"] == values["Best parent's bpb"]
     assert values["Verdict"] == "within noise"
     one, merged = find_checkpoint("base", "one"), find_checkpoint("base", "merged")
     assert all(torch.equal(merged.model_tensors()[n], t) for n, t in one.model_tensors().items())
 
 
-def test_merges_can_be_merged_and_base_must_be_an_ancestor(two):
+def test_merges_can_be_merged_and_base_must_be_an_ancestor(trained):
     words = dict(eval_tokens=2048, unrelated=True)
     merge_script.main(MergeScript(models="base:one|base:two", tag="first", **words))
     merge_script.main(MergeScript(models="base:first|base:one", tag="again", eval_tokens=2048))
@@ -105,7 +96,7 @@ def test_merges_can_be_merged_and_base_must_be_an_ancestor(two):
         merge_script.main(MergeScript(models="base:one", base="base:first", merging=towards))
 
 
-def test_imported_models_can_be_merged_and_declared_buckets_are_kept(two, machine):
+def test_imported_models_can_be_merged_and_declared_buckets_are_kept(trained, machine):
     for tag, more in (("bare", {}), ("declared", {"declared": {"mine": {"path": "mine.jsonl"}}})):
         one = find_checkpoint("base", "one")
         state = {**lineage(one.state), "stage": "base", **more}
@@ -120,7 +111,7 @@ def test_imported_models_can_be_merged_and_declared_buckets_are_kept(two, machin
         assert "settings" not in merged and merged.get("declared") == more.get("declared")
 
 
-def test_slerp_records_t_and_greedy_rejects_a_method(two):
+def test_slerp_records_t_and_greedy_rejects_a_method(trained):
     arc = MergeConfig(method="slerp", t=0.25)
     merge_script.main(
         MergeScript(models="base:one|base:two", merging=arc, unrelated=True, eval_tokens=2048)
@@ -133,7 +124,7 @@ def test_slerp_records_t_and_greedy_rejects_a_method(two):
         MergeScript(models="base:one|base:two", greedy=True, merging=arc)
 
 
-def test_merging_again_replaces_a_merge_of_a_later_step(two):
+def test_merging_again_replaces_a_merge_of_a_later_step(trained):
     words = dict(models="base:one|base:one", eval_tokens=2048)
     merge_script.main(MergeScript(**words))
     first = find_checkpoint("base", "merged").folder
@@ -143,7 +134,7 @@ def test_merging_again_replaces_a_merge_of_a_later_step(two):
     assert not first.with_name("step_000999").exists()
 
 
-def test_too_few_models_are_rejected(two):
+def test_too_few_models_are_rejected():
     for models, message in (("", "list two or more"), ("base:one", "list two or more")):
         with pytest.raises(ValueError, match=message):
             merge_script.main(MergeScript(models=models))

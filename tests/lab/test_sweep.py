@@ -548,7 +548,8 @@ def test_arms_are_judged_per_metric_and_base():
     assert by_row["Final validation bpb", "d4", "control"][6] == "std 0.0100"
     assert table["rows"][0][0] == "Final validation bpb"
     assert as_csv(table).splitlines()[0].startswith("Metric,Base,Arm")
-    assert collect_scores([runs["d4", "control", 0]], "ARC").items == [[1, 1, 1, 1, 0, 0, 0, 0]]
+    [arc] = collect_scores([runs["d4", "control", 0]], "ARC").tasks
+    assert arc.scores == [[1, 1, 1, 1, 0, 0, 0, 0]]
 
 
 def test_search_re_evaluates_only_seeds_that_did_not_break(faked, base, monkeypatch):

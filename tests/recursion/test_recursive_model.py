@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from nanochat import checkpoint
 from nanochat.checkpoint import build_model
 from nanochat.distributed import DistContext
+from nanochat.eval_bpb import bits_per_byte
 from nanochat.evaluators import ValidationConfig
 from nanochat.golf.model import RecursiveGolfGPT
 from nanochat.gpt import GPT, GPTConfig
@@ -20,7 +22,6 @@ from nanochat.loss import IGNORE
 from nanochat.optim import MuonAdamW, OptimConfig, make_rules
 from nanochat.recursion.metrics import (
     LoopValidation,
-    bpb_by_loop,
     is_monotonic,
     loop_metrics,
     part_of,
@@ -442,8 +443,9 @@ def test_validation_reports_each_bucket_and_loop(machine: DistContext):
     validation.model, validation.machine = model, machine
     validation.token_bytes = np.full(64, 2)
     figures = validation.evaluate(1, lambda: False, False)
-    whole = bpb_by_loop(model, 3, [(x.numpy(), y.numpy())], validation.token_bytes, machine)
+    score, sizes = partial(model.losses_by_loop, loops=3), validation.token_bytes
+    whole = bits_per_byte(score, [(x.numpy(), y.numpy())], sizes, machine, n=3)
     assert [figures[f"bpb_loop_{k}"] for k in (1, 2, 3)] == pytest.approx([b.value for b in whole])
     assert figures["val_bpb"] == figures["bpb_loop_3"]
-    *_, alone = bpb_by_loop(model, 3, buckets["b"], validation.token_bytes, machine)
+    *_, alone = bits_per_byte(score, buckets["b"], sizes, machine, n=3)
     assert figures["val_bpb:b"] == pytest.approx(alone.value)

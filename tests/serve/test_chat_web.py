@@ -51,13 +51,13 @@ def test_V11_default_flags_serve_latest_stage_until_sigterm(start):
         write_model(name, context=2048, n_layer=4)
     process, url, output = start()
     assert url.startswith("http://127.0.0.1:") and "sft:d2, step 1" in output
-    assert "<title>nanochat</title>" in httpx.get(url).text
-    listed = httpx.get(f"{url}/v1/models").json()
+    assert "<title>nanochat</title>" in httpx.get(url, timeout=60).text
+    listed = httpx.get(f"{url}/v1/models", timeout=60).json()
     assert [model["id"] for model in listed["data"]] == ["sft:d2", "mid:d2", "base:d2"]
     assert listed["defaults"] == {"temperature": 0.6, "top_p": 1.0, "top_k": 50, "max_tokens": 256}
     body = {"messages": HELLO, "stream": True, "max_tokens": 2000, "stop": ["\u4e00\u4e8c"]}
     request = {"method": "POST", "url": f"{url}/v1/chat/completions", "json": body}
-    with httpx.stream(**request, timeout=30) as response:
+    with httpx.stream(**request, timeout=60) as response:
         lines = response.iter_lines()
         while "content" not in next(lines):
             pass
@@ -71,10 +71,12 @@ def test_V11_default_flags_serve_latest_stage_until_sigterm(start):
     assert "Traceback" not in process.stdout.read()
 
 
-def test_ctrl_c_exits_without_traceback(start):
+def test_public_address_without_key_prints_a_warning_and_ctrl_c_no_traceback(start):
     write_model("base:d2")
-    process, url, _ = start("-i", "base", "-s", "1")
-    assert httpx.get(f"{url}/v1/models").json()["data"][0]["id"] == "base:d2:1"
+    process, url, output = start("-i", "base", "-s", "1", "--host=0.0.0.0")
+    assert "--api_key_file" in output and url.startswith("http://localhost:")
+    models = httpx.get(f"{url}/v1/models", timeout=60).json()
+    assert models["data"][0]["id"] == "base:d2:1"
     process.send_signal(signal.SIGINT)
     assert process.wait(120) in (0, -signal.SIGINT)
     assert "Traceback" not in process.stdout.read()
@@ -93,12 +95,6 @@ def test_invalid_key_files_are_rejected(tmp_path, command):
     for name in ("missing", "empty", "binary"):
         flag = f"--api_key_file={tmp_path / name}"
         assert name in command.rejects("chat_web", "--port=0", flag)
-
-
-def test_public_address_without_key_prints_a_warning(start):
-    write_model("base:d2")
-    _, url, output = start("--host=0.0.0.0")
-    assert "--api_key_file" in output and url.startswith("http://localhost:")
 
 
 def test_missing_model_error_suggests_speedrun(command):

@@ -126,6 +126,66 @@ def rejected(site, body, param, message):
     assert message in error["message"]
 
 
+# ---- V4: invalid requests ------------------------------------------------------------------------
+
+BAD = {
+    "no messages": {"messages": None},
+    "empty messages": {"messages": []},
+    "messages of wrong type": {"messages": "hello"},
+    "user tool call": {
+        "messages": [{"role": "user", "content": [{"type": "python", "text": "1"}]}]
+    },
+    "temperature negative": {"temperature": -0.1},
+    "temperature string": {"temperature": "1"},
+    "temperature true": {"temperature": True},
+    "temperature huge": {"temperature": 10**400},
+    "max_tokens zero": {"max_tokens": 0},
+    "max_tokens negative": {"max_tokens": -5},
+    "max_tokens huge": {"max_tokens": 10**30},
+    "max_tokens fraction": {"max_tokens": 1.5},
+    "n zero": {"n": 0},
+    "n huge": {"n": 10**9},
+    "top_p too high": {"top_p": 1.1},
+    "seed huge": {"seed": 2**70},
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_V4_invalid_settings_are_rejected_with_a_reason(site, name):
+    answer = site.chat(**BAD[name])
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["type"] == "invalid_request_error"
+    assert len(error["message"]) > 10
+    site.seconds_until_idle()
+    assert site.chat(max_tokens=1).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b"\xff\xfe{}",
+        b'{"messages":' + b"[" * 100_000,
+        b'{"messages": [{"role": "user", "content": "x"}], "temperature": NaN}',
+        b'{"messages": [{"role": "user", "content": "x"}], "temperature": Infinity}',
+        b'{"messages": [{"role": "user", "content": "x"}], "seed": ' + b"9" * 10_000 + b"}",
+        b'{"messages": [{"role": "user", "content": "\\ud83d"}]}',
+        json.dumps({"messages": HELLO, "metadata": 0}).encode()[:-2]
+        + b"[" * 3000
+        + b"]" * 3000
+        + b"}",
+    ],
+    ids=range(11),
+)
+def test_V4_malformed_json_bodies_are_rejected(site, body):
+    answered = site.client.post(CHAT, content=body, headers=JSON)
+    assert answered.status_code in (200, 400) and (answered.status_code == 400 or b"[[[" in body)
+    assert site.chat(max_tokens=1).status_code == 200
+
+
 # ---- V13: large bodies ---------------------------------------------------------------------------
 
 LARGE = {

@@ -123,7 +123,7 @@ def test_answer_streams_and_can_be_stopped(page, site, monkeypatch):
     lengths = []
     while page.is_visible("#stop"):
         lengths.append(len(said(page)[-1][1]))
-    assert len(set(lengths)) > 5 and lengths == sorted(lengths)
+    assert len(set(lengths)) > 2 and lengths == sorted(lengths)
     assert said(page) == [("user", "Hello"), ("assistant", STORY)]
     assert f"{len(STORY)} tokens" in page.inner_text("article.assistant .stats")
     assert "tokens/s" in page.inner_text("article.assistant .stats")

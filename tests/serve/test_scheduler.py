@@ -1,7 +1,6 @@
 """The generation thread: replies, log-probabilities, queue limits, failures and shutdown."""
 
 import asyncio
-import itertools
 import time
 from concurrent.futures import Future
 
@@ -35,7 +34,7 @@ def run(engine, use, **options):
         worker = Worker(**options)
         worker.start()
         try:
-            return await asyncio.wait_for(use(worker), 20)
+            return await asyncio.wait_for(use(worker), 120)
         finally:
             worker.stop()
             assert not worker.thread.is_alive()
@@ -159,21 +158,17 @@ def test_engine_failure_affects_only_its_own_replies(engine, monkeypatch):
 
 
 def test_V11_drain_aborts_replies_after_the_deadline(engine, monkeypatch):
-    plain, steps = engine.step, itertools.count()
-
-    def step(patience):  # the long reply takes at least 6 seconds
-        time.sleep(0.2 if next(steps) >= SHORT.max_new_tokens + 2 else 0.0)
-        return plain(patience)
-
-    monkeypatch.setattr(engine, "step", step)
+    plain = engine.step
+    monkeypatch.setattr(engine, "step", lambda patience: time.sleep(0.05) or plain(patience))
 
     async def use(worker):
         short, long = (worker.submit(engine, [Prompt([1], s)]) for s in (SHORT, LONG))
-        worker.drain(2.0)
+        worker.drain(600.0)
         with pytest.raises(ApiError, match="is shutting down"):
             worker.submit(engine, [Prompt([1], SHORT)])
         assert worker.status() == "stopping"
         assert (await read(short))[-1].finish == "length"
+        worker.drain(0.0)  # the deadline is over
         with pytest.raises(ApiError, match="shut down"):
             await read(long)
         assert long.usage["completion_tokens"] > 3
