@@ -121,19 +121,19 @@ def append_section(
 def update(
     report_dir: Folder = None,
     hourly_rate: float | None = None,
-    renew: bool = False,
     more: Callable[..., Mapping[str, Sequence[Record]]] = lambda *about: {},
     draw: Callable[[Path, Sequence[Record]], Mapping[Path, str]] | None = None,
+    renew: bool = False,
 ) -> Path:
     """
     Render the report of a record folder. Returns the path of report.md, which is in the base
     directory for the main report, else in the record folder. Prints and skips damaged records.
 
-    hourly_rate: dollars per hour for the whole machine, saved for later calls. renew: set by a
-    stage that has run on this machine, which the header describes from then on. more(records,
+    hourly_rate: dollars per hour for the whole machine, saved for later calls. more(records,
     history, hourly rate per device, list for errors) -> tables of extra sections by name.
     draw(figure folder, records) -> {path: title} of the figures, e.g. `plots.draw_figures`;
-    default: keep the existing figures. Raises MissingInput if there are no records.
+    default: keep the existing figures. renew: set by a stage that has run on this machine, which
+    the header describes from then on. Raises MissingInput if there are no records.
     """
     folder, damaged = records.report_folder(report_dir), []
     home = folder if report_dir else base_dir()
