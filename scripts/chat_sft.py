@@ -57,9 +57,9 @@ def summarize(tuning: FineTuning) -> dict[str, Any]:
     run, conversations = tuning.run, tuning.resolution.documents
     aqua = [bucket for bucket in tuning.chats.train_buckets if bucket.name == "aqua"]
     held_out = [bucket for bucket in tuning.chats.val_buckets if bucket.name == "aqua"]
-    each = tuning.resolution.tokens / max(1, conversations)  # tokens of a conversation
+    mean_tokens = tuning.resolution.tokens / max(1, conversations)  # of a conversation
     return {
-        "target_examples_per_step": round(run.batch_tokens / each),
+        "target_examples_per_step": round(run.batch_tokens / mean_tokens),
         "aqua_train_examples": sum(len(bucket.train) for bucket in aqua),
         "aqua_val_examples": sum(len(bucket.val) for bucket in held_out),
         "eval_steps": math.ceil(run.settings["eval_tokens"] / run.batch_tokens),
