@@ -221,7 +221,7 @@ def verdict(written: Sequence[Record], header: Record, changes: Sequence[Differe
     stage changed; what a stage lost.
     """
     found, seconds = result_metrics(written)[0], sum(r["cost"]["wall_seconds"] for r in written)
-    model = "A model"
+    model = "The stages below"
     for record in written:
         values = record["values"]
         if record["section"] == "Base model training" and "Number of parameters" in values:

@@ -723,6 +723,7 @@ def test_verdict_says_that_no_task_lost():
     records = [chat_record(stage, [0, 1] * 50, [0, 1] * 50) for stage in ("mid", "sft")]
     text = report.render_report(records, HEADER, "now")
     assert "Worse by more than 2 standard errors: no task." in results(text)
+    assert "The stages below: " in results(text)  # no model was trained
 
 
 def test_table_of_results_has_every_stage_and_standard_errors():

@@ -46,7 +46,7 @@ from nanochat.common import (
 )
 from nanochat.config import require_at_least, require_positive
 from nanochat.lab.significance import Scores, read_items
-from nanochat.records import append_line, default_rate, plain_value, read_lines, read_records
+from nanochat.records import Cost, append_line, default_rate, plain_value, read_lines, read_records
 
 LEDGER, DONE = "ledger.jsonl", "done.json"
 POLL_SECONDS = 0.2
@@ -278,6 +278,15 @@ class Sweep:
         """Ledger entries of all commands so far."""
         path = self.folder / LEDGER
         return list(read_lines(path)) if path.exists() else []
+
+    def cost(self) -> Cost:
+        """
+        Time of the sweep, at least that of its ledger, because earlier calls count too. Device time
+        is 0, because the runs record it.
+        """
+        so_far, seconds = Cost.so_far(), sum(entry["seconds"] for entry in self.ledger())
+        wall = max(so_far.wall_seconds, seconds / self.cfg.devices)
+        return replace(so_far, wall_seconds=wall, devices=self.cfg.devices, device_seconds=0.0)
 
     def typical_seconds(self) -> float:
         """Median device time of finished runs; 0 if there are none."""

@@ -30,6 +30,7 @@ from nanochat.config import parse, require_at_least, require_positive, settings,
 from nanochat.distributed import DistContext, init_distributed
 from nanochat.gpt import GPT
 from nanochat.lab.scaling_law import (
+    EXPONENTS,
     Law,
     Minimum,
     Point,
@@ -155,9 +156,8 @@ def main(cfg: ScalingLaws) -> None:
     print(f"{len(found)} of {len(planned)} runs; figure: {sweep.folder / 'scaling-laws.svg'}")
     values = {"Planned runs": len(planned), "Runs": sum(map(len, points.values()))}
     provenance = records.Provenance(records.inherited_run_id(inputs), 0, inputs)
-    cost = replace(records.Cost.so_far(), devices=cfg.sweep.devices, device_seconds=0.0)
     section = SECTION if cfg.name == "scaling" else f"{SECTION} {cfg.name}"
-    report.append_section(section, cfg, values, provenance, cost, tables=tables)
+    report.append_section(section, cfg, values, provenance, sweep.cost(), tables=tables)
     machine.close()
     if problem:
         raise problem
@@ -349,7 +349,8 @@ def make_tables(
             for arm, law in laws.items()
         ]
         columns = ["Arm", *names, "Residual"]
-        title = "Fitted law: loss = E + A N^-alpha + B D^-beta"
+        limits = f"alpha and beta from {EXPONENTS[0]:.3g} to {EXPONENTS[-1]:.3g}"
+        title = f"Fitted law: loss = E + A N^-alpha + B D^-beta, {limits}"
         tables.append({"title": title, "columns": columns, "rows": rows})
         rows = [
             [p.arm, p.depth, f"{p.flops:.2e}", str(p.loss), f"{p.magnitudes:.1f}"]

@@ -119,7 +119,7 @@ def main(cfg: SweepScript) -> None:
         write_atomic(sweep.folder / f"{records.slug(table['title'])}.csv", as_csv(table))
     section = "Sweep" if cfg.name == "sweep" else f"Sweep {cfg.name}"
     provenance = records.Provenance(study.run_id, 0, study.inputs)
-    cost = replace(records.Cost.so_far(), devices=cfg.sweep.devices, device_seconds=0.0)
+    cost = sweep.cost()
     report.append_section(section, cfg, values, provenance, cost, tables=tables, series=series)
 
 

@@ -31,7 +31,7 @@ from nanochat.lab.study import (
 )
 from nanochat.lab.sweep import DoneRun, Job, Sweep, SweepConfig, collect_scores, ledger_table
 from nanochat.mixture import MixConfig
-from nanochat.records import default_rate
+from nanochat.records import append_line, default_rate
 from scripts.lab import sweep as sweep_script
 from scripts.lab.sweep import SweepScript, data_of
 
@@ -105,6 +105,14 @@ def test_each_run_gets_one_visible_gpu(monkeypatch):
     assert [v["CUDA_VISIBLE_DEVICES"] for v in sweep.environments(2)] == ["2", "3"]
     with pytest.raises(ValueError, match="--devices=3, but only 2 GPUs are visible"):
         sweep.environments(3)
+
+
+def test_cost_includes_the_time_of_earlier_calls():
+    runner = Sweep(SweepConfig(devices=2), "one")
+    for seconds in (9e6, 1e6):
+        append_line(runner.folder / sweep.LEDGER, json.dumps({"seconds": seconds}))
+    cost = runner.cost()
+    assert (cost.wall_seconds, cost.devices, cost.device_seconds) == (5e6, 2, 0.0)
 
 
 def test_failed_run_is_reported_and_retried_on_rerun(monkeypatch):
