@@ -495,16 +495,20 @@ class MuonAdamW:
             return x.to(dtype)
         return torch.full((), x, dtype=dtype, device=self.machine.device)
 
-    def update(self, group: ParamGroup, weight: Tensor, guard: Guard, *settings: float) -> None:
-        """
-        Apply the group's rule to this rank's slice of the weights. settings: factor on the learning
-        rate, momentum, and factor on the weight decay, as in `step`.
-        """
-        lr_factor, momentum, decay = settings
+    def update(
+        self,
+        group: ParamGroup,
+        weight: Tensor,
+        guard: Guard,
+        lr_factor: float,
+        momentum: float,
+        decay_factor: float,
+    ) -> None:
+        """Apply the group's rule to this rank's slice of the weights; factors as in `step`."""
         rule, grad, lr, step = group.rule, group.grad, group.rule.lr * lr_factor, self.steps_taken
         state = [group.state[kind] for kind in MOMENTS[rule.kind]]
         if rule.kind == "muon":
-            decay = rule.weight_decay * (decay if rule.cautious else 1.0)
+            decay = rule.weight_decay * (decay_factor if rule.cautious else 1.0)
             scalars = as_tensors(lr, momentum, decay)
             dtype, cautious = self.machine.dtype, rule.cautious
             if dtype == torch.float16:  # entries of a gradient can be below its range

@@ -18,9 +18,8 @@ import numpy as np
 
 from nanochat import stats
 from nanochat.records import estimate, read_clusters, read_scores
-from nanochat.stats import Verdict
+from nanochat.stats import LEVEL, Verdict
 
-LEVEL = 0.05
 LOWER_IS_BETTER = ("bpb", "loss", "perplexity")  # substrings of metric names
 
 
