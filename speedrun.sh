@@ -58,10 +58,8 @@ cpu)
     depth=${DEPTH:-4}
     text=(--dataset=embedded)
     tokenizer=(--vocab_size=4096)
-    # no hash-bigram embedding: it overfits 1.6M tokens and lowers few-shot scores (dev/LOG.md);
-    # no previous-token keys: chat scores are no better with them (dev/LOG.md)
     shape=(--max_seq_len=256 --num_iterations=400 --total_batch_size=4096 --eval_every=50
-        --eval_tokens=65536 --bigram_rows=0 --window_pattern=L)
+        --eval_tokens=65536)
     score=(--split_tokens=65536 --max_documents=300)
     mid=(--num_iterations=300 --init_lr_frac=0.85 --eval_every=30 --eval_tokens=32768)
     sft=(--num_iterations=80 --eval_every=10 --eval_tokens=32768)

@@ -25,10 +25,10 @@ from nanochat.stats import mean
 COMMON = (
     "--depth=4 --max_seq_len=512 --total_batch_size=4096 --compile=1 --eval_every=0 "
     "--eval_tokens=4096 --head_dim=32 --tie_embeddings=1 --n_kv_head=1 "
-    "--matrix_lr=0.03 --tied_lr=0.02 --bigram_rows=0 --window_pattern=L"
+    "--matrix_lr=0.03 --tied_lr=0.02 --window_pattern=L"
 )
 GOLF = (
-    f"{COMMON} --d_model=128 --mlp_ratio=3 --value_every=2 "
+    f"{COMMON} --d_model=128 --mlp_ratio=3 "
     "--quantize=*.mlp.*=int5,*=int6 --qat_start=0.85 --weight_decay=0.5"
 )
 ARMS = {

@@ -37,10 +37,9 @@ from nanochat.common import PREEMPTED, REPOSITORY, write_atomic
 from nanochat.distributed import DistContext, init_distributed
 from nanochat.gpt import GPTConfig
 from nanochat.preflight import KernelConfig, enable_fp8, probe_attention, probe_works
-from nanochat.scaling import ShapeConfig, default_windows, shape_for_depth
+from nanochat.scaling import default_windows, shape_for_depth
 
 VOCAB_SIZE = 32768
-SHAPE = ShapeConfig(value_every=2, bigram_rows=0)  # as deeper models, also where depth is small
 
 # ---- A training step by kernel -------------------------------------------------------------------
 
@@ -65,7 +64,7 @@ def variants(cfg: GPTConfig, machine: DistContext) -> Iterator[tuple[str, GPTCon
 def time_steps(depth: int, max_seq_len: int, rows: int, out: Path) -> None:
     """Time a training step of each variant; writes the results after each one."""
     machine = init_distributed()
-    cfg = shape_for_depth(depth, VOCAB_SIZE, max_seq_len, "default", "L", SHAPE)
+    cfg = shape_for_depth(depth, VOCAB_SIZE, max_seq_len)
     found: dict[str, dict[str, float]] = {}
     for name, shape, backend in variants(cfg, machine):
         work = Work(shape, rows, machine, KernelConfig(compile=True))
@@ -89,9 +88,6 @@ def time_steps(depth: int, max_seq_len: int, rows: int, out: Path) -> None:
         }
         print(name, found[name], flush=True)
         (out / "steps.json").write_text(json.dumps(found, indent=1))
-        for group in work.optimizer.groups:  # the hooks of the parameters refer to them
-            group.params.clear()
-            group.state.clear()
         del work, block
         gc.unfreeze()
         gc.collect()
@@ -101,8 +97,8 @@ def time_steps(depth: int, max_seq_len: int, rows: int, out: Path) -> None:
 def profile(depth: int, max_seq_len: int, rows: int, out: Path) -> None:
     """Profile two training steps: trace.json for a trace viewer, and a table of kernels."""
     machine = init_distributed()
-    windows = default_windows(depth, machine.device.type)
-    cfg = shape_for_depth(depth, VOCAB_SIZE, max_seq_len, "default", windows, SHAPE)
+    windows = default_windows(machine.device.type)
+    cfg = shape_for_depth(depth, VOCAB_SIZE, max_seq_len, "default", windows)
     work = Work(cfg, rows, machine, KernelConfig())
     work.time_steps(3)
     with torch.profiler.profile() as recorded:

@@ -39,7 +39,7 @@ check() {
 rows=(--max_seq_len=2048 --vocab_size=32768 --rows=16 --repeats=2 --steps=2)
 deep=24 middle=12 depths=(8 12 24) trained=8 steps=300
 run=(--max_seq_len=256 --total_batch_size=8192 --eval_every=0 --eval_tokens=32768
-    --core_metric_every=0 --sample_every=0 --value_every=2 --bigram_rows=0 --window_pattern=L)
+    --core_metric_every=0 --sample_every=0 --window_pattern=L)
 if [ -n "$small" ]; then
     rows=(--max_seq_len=128 --vocab_size=1024 --rows=2 --repeats=1 --steps=1)
     deep=2 middle=2 depths=(2) trained=2 steps=60

@@ -40,7 +40,7 @@ smoke)
     exit 2
     ;;
 esac
-shape+=(--bigram_rows=0 --value_every=2 --window_pattern=L) # as measured in dev/LOG.md
+shape+=(--window_pattern=L)
 
 rate= # --hourly_rate is passed to scripts.report, all other flags to base_train
 flags=()

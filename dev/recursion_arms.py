@@ -24,19 +24,18 @@ from nanochat.config import start
 from nanochat.lab.sweep import Job, Sweep, SweepConfig
 from nanochat.logger import read_metrics
 from nanochat.recursion.presets import Preset, RecursionConfig, WidthConfig
-from nanochat.scaling import ShapeConfig, shape_for_depth
+from nanochat.scaling import shape_for_depth
 from nanochat.stats import mean
 from nanochat.tokenizer import Tokenizer
 
 BATCH = 4096
 T = 512
 DEPTH = 4
-SHAPE = ShapeConfig(value_every=2, bigram_rows=0)
 WIDTH = WidthConfig(d_model=128, head_dim=32)
 COMMON = (
     f"--max_seq_len={T} --total_batch_size={BATCH} --compile=1 --eval_every=0 "
-    "--eval_tokens=65536 --matrix_lr=0.03 --weight_decay=0.5 "
-    + " ".join(f"--{name}={value}" for name, value in (asdict(SHAPE) | asdict(WIDTH)).items())
+    "--eval_tokens=65536 --matrix_lr=0.03 --weight_decay=0.5 --window_pattern=L "
+    + " ".join(f"--{name}={value}" for name, value in asdict(WIDTH).items())
 )
 # Extra arms with the same budget, using the preset's old learning rate
 OTHERS = {"aggressive.slow": "--recursion_preset=aggressive --matrix_lr=0.001"}
@@ -57,7 +56,7 @@ class Arms:
 
 def flops(depth: int, preset: Preset = "none") -> float:
     """Training FLOPs per token."""
-    plain = WIDTH.apply(shape_for_depth(depth, Tokenizer.load().vocab_size, T, shape=SHAPE))
+    plain = WIDTH.apply(shape_for_depth(depth, Tokenizer.load().vocab_size, T))
     with torch.device("meta"):
         shape = RecursionConfig(recursion_preset=preset).apply(plain)
         return new_model(shape).flops_per_token()

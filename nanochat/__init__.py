@@ -20,6 +20,7 @@ gpt, attention, loss, optim, scaling and train.
     mixture         mixtures of datasets
     chat_packing    conversations -> packed rows
     attention       attention kernels, variable-length batches, the KV cache
+    fp8             matmuls in fp8
     loss            cross-entropy without materialized logits
     gpt             the transformer
     optim           schedules, update rules, Muon + AdamW

@@ -313,16 +313,19 @@ def compiled_flex(name: str):
     return torch.compile(getattr(flex_attention, name), dynamic=False)
 
 
-FA3_BUILD = "kernels-community/flash-attn3", 1  # repository on the Hub, version
+# Builds of FlashAttention 3 on the Hub: repository and version, the faster one first (nanochat's
+# pull request 540)
+FA3_BUILDS = (("varunneal/flash-attention-3", None), ("kernels-community/flash-attn3", 1))
 fa3_function: Any = None  # loaded by `load_fa3`, because compiled code cannot load it
 
 
 def load_fa3(device: torch.device) -> None:
     """
-    Load FlashAttention 3 (arXiv:2407.08608): `flash_attn_interface` if installed, else the build
-    that the package kernels downloads from the Hugging Face Hub.
+    Load FlashAttention 3 (arXiv:2407.08608): `flash_attn_interface` if installed, else the first
+    of FA3_BUILDS that the package kernels can download.
 
-    Raises RuntimeError if the GPU is not Hopper, ImportError if neither package is installed.
+    Raises RuntimeError if the GPU is not Hopper, ImportError if neither package is installed, and
+    the error of the last download.
     """
     global fa3_function
     if torch.cuda.get_device_capability(device)[0] != 9:
@@ -330,11 +333,22 @@ def load_fa3(device: torch.device) -> None:
     try:
         from flash_attn_interface import flash_attn_func  # type: ignore
     except ImportError:
-        from kernels import get_kernel  # type: ignore
-
-        repository, version = FA3_BUILD
-        flash_attn_func = get_kernel(repository, version=version).flash_attn_func
+        flash_attn_func = download_fa3()
     fa3_function = flash_attn_func
+
+
+def download_fa3() -> Any:
+    """The attention function of the first build that can be downloaded."""
+    from kernels import get_kernel  # type: ignore
+
+    for repository, version in FA3_BUILDS:
+        try:
+            kernel = get_kernel(repository, **({"version": version} if version else {}))
+            return getattr(kernel, "flash_attn_interface", kernel).flash_attn_func
+        except Exception as error:  # a missing variant, no network: another build may do
+            if repository == FA3_BUILDS[-1][0]:
+                raise
+            print(f"skipping {repository}: {error}", flush=True)
 
 
 def attend_fa3(q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float) -> Tensor:
@@ -388,17 +402,25 @@ class KVCache:
     Cache for `slots` sequences of up to `capacity` tokens. `lengths[s]` tokens of slot s are valid.
 
     shape: (layers, slots, n_kv_head, head_dim); a layer that runs N times per token counts N times.
-    Preallocates 2 * layers * slots * room * n_kv_head * head_dim elements of `dtype`; `room` is at
-    least one token more than any step reads: torch.compile treats the full size as a special case,
-    so a step that read all of it would be recompiled.
+    Preallocates 2 * layers * slots * room * n_kv_head * head_dim elements of `dtype`, and slots *
+    room * `embed_width` for the embeddings that smear needs; `room` is at least one token more than
+    any step reads: torch.compile treats the full size as a special case, so a step that read all of
+    it would be recompiled.
     """
 
-    def __init__(self, shape: Sequence[int], capacity: int, device: Any, dtype: torch.dtype):
+    def __init__(
+        self,
+        shape: Sequence[int],
+        capacity: int,
+        device: Any,
+        dtype: torch.dtype,
+        embed_width: int = 0,
+    ):
         layers, slots, G, D = shape
         self.capacity = capacity
         self.room = -(-capacity // BLOCK) * BLOCK + BLOCK
-        self.tokens = torch.zeros((slots, self.room), device=device, dtype=torch.long)
         self.lengths, kind = [0] * slots, {"device": device, "dtype": dtype}
+        self.embeds = torch.zeros((slots, self.room, embed_width), **kind)
         # Tokens are the last dimension of keys, ready for the matmul with queries: on a CPU, a step
         # over 64 slots takes 1.1 instead of 7.6 ms per layer (bf16, one core, 2026-11)
         self.keys = [torch.zeros((slots, G, D, self.room), **kind) for _ in range(layers)]
@@ -406,8 +428,8 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """Size of keys and values in bytes."""
-        return sum(x.nbytes for x in (*self.keys, *self.values))
+        """Size of keys, values and embeddings in bytes."""
+        return sum(x.nbytes for x in (*self.keys, *self.values, self.embeds))
 
     def view(self, slots: Sequence[int], T: int) -> "CacheView":
         """View for a pass over T new tokens in each of `slots`. Raises ValueError if full."""
@@ -415,7 +437,7 @@ class KVCache:
         reach = max(past) + T
         if reach > self.capacity:
             raise ValueError(f"{reach} tokens exceed the cache capacity of {self.capacity}")
-        device, in_order = self.tokens.device, list(slots) == list(range(len(slots)))
+        device, in_order = self.embeds.device, list(slots) == list(range(len(slots)))
         positions = torch.tensor(past, device=device)[:, None] + torch.arange(T, device=device)
         which = None if in_order else torch.tensor(slots, device=device)
         return CacheView(self, which, positions, reach, fresh=not any(past))
@@ -425,7 +447,7 @@ class KVCache:
         for keys, values in zip(self.keys, self.values, strict=True):
             keys[target, ..., :length] = keys[source, ..., :length]
             values[target, :, :length] = values[source, :, :length]
-        self.tokens[target, :length] = self.tokens[source, :length]
+        self.embeds[target, :length] = self.embeds[source, :length]
         self.lengths[target] = length
 
 
@@ -454,12 +476,11 @@ class CacheView:
         B, device = self.positions.size(0), self.positions.device
         return (torch.arange(B, device=device) if self.slots is None else self.slots)[:, None]
 
-    def preceding(self, tokens: Tensor) -> tuple[Tensor, ...]:
-        """Store new tokens (B, T); returns the two tokens before each, latest first, -1 = none."""
-        self.cache.tokens[self.rows, self.positions] = tokens
-        indices = (self.positions - 1, self.positions - 2)
-        found = (self.cache.tokens[self.rows, index.clamp(min=0)] for index in indices)
-        return tuple(x.masked_fill(i < 0, -1) for x, i in zip(found, indices, strict=True))
+    def previous(self, x: Tensor) -> Tensor:
+        """Store the embeddings x (B, T, C) of the new tokens; return those one position earlier."""
+        self.cache.embeds[self.rows, self.positions] = x
+        found = self.cache.embeds[self.rows, (self.positions - 1).clamp(min=0)]
+        return found.masked_fill((self.positions == 0)[..., None], 0.0)
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Store keys and values of the new tokens in a layer, (B, T, G, D) each."""

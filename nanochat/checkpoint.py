@@ -34,8 +34,8 @@ from nanochat.common import MissingInput, RunLock, UsageError, base_dir, printab
 from nanochat.config import require_at_least, short
 from nanochat.dataloader import diff_recipe
 from nanochat.distributed import DistContext
-from nanochat.gpt import GPT, GPTConfig, config_from, inference_copy
-from nanochat.optim import MuonAdamW, state_bytes
+from nanochat.gpt import GPT, GPTConfig, inference_copy
+from nanochat.optim import full_state, load_full_state, state_bytes
 from nanochat.records import ADDED_COSTS, STARTED
 from nanochat.tokenizer import FILE_NAME as TOKENIZER_FILE
 from nanochat.tokenizer import Tokenizer
@@ -358,7 +358,7 @@ class CheckpointChoice:
 
 
 # Models other than GPT: a field of their config -> a module with `read_config`, `new_model` and
-# `callbacks`. A recursive golf model has both fields; the first module builds it.
+# `callbacks`.
 MODEL_MODULES = {"xsa_last_n": "nanochat.golf.model", "n_loops": "nanochat.recursion.metrics"}
 
 
@@ -372,7 +372,7 @@ def architectures_of(cfg: GPTConfig | Mapping[str, Any]) -> list[Any]:
 def read_config(values: Mapping[str, Any]) -> GPTConfig:
     """Model config of a checkpoint. Raises ValueError for an option that was removed."""
     modules = architectures_of(values)
-    return modules[0].read_config(values) if modules else config_from(GPTConfig, values)
+    return modules[0].read_config(values) if modules else GPTConfig(**values)
 
 
 def new_model(cfg: GPTConfig, dtype: torch.dtype = torch.float32) -> GPT:
@@ -465,6 +465,8 @@ class Progress:
     """Finite steps since `loss_scale` last changed."""
     compiled: bool | None = None
     """Whether the run is compiled; kept when it resumes, because rounding differs."""
+    autotuned: bool | None = None
+    """The same for autotuning."""
     health: AnomalyState = field(default_factory=AnomalyState)
     callbacks: dict[str, Any] = field(default_factory=dict)
     """State of callbacks by name, in types of JSON."""
@@ -608,7 +610,7 @@ class CheckpointManager:
     def save(
         self,
         model: GPT,
-        optimizer: MuonAdamW,
+        optimizer: torch.optim.Optimizer,
         tokenizer: Tokenizer,
         state: Mapping[str, Any],
         progress: Progress,
@@ -625,15 +627,14 @@ class CheckpointManager:
         problem = self.machine.broadcast(self.wait())  # of the previous save; one runs at a time
         without_optimizer = not self.keep_optimizer or progress.optimizer_missing
         dropped = progress.finished and without_optimizer
-        optim_tensors = None if dropped else optimizer.state_dict(self.to_host)
-        masters = optimizer.state_dict(self.to_host, master=True)
+        optim_tensors = None
+        if not dropped:  # all ranks gather, the main rank keeps copies
+            gathered = full_state(optimizer)
+            optim_tensors = {n: self.to_host(n, x) for n, x in gathered if self.machine.is_main}
         if self.machine.is_main:
             progress.add_cost(self.machine.world_size)
             state = {**state, "launch": self.machine.launch, "progress": progress.state_dict()}
-            weights = {
-                name: masters[name] if name in masters else self.to_host(name, x)
-                for name, x in model.state_dict().items()
-            }
+            weights = {name: self.to_host(name, x) for name, x in model.state_dict().items()}
             arguments = (model, optim_tensors, tokenizer, state, self.cfg.keep, weights)
             step, on_gpu = progress.step, self.machine.device.type == "cuda"
             copied = torch.cuda.current_stream().record_event() if on_gpu else None
@@ -676,9 +677,12 @@ class CheckpointManager:
             return f"saving step {step} failed: {error}"
         return None
 
-    def require_finite(self, model: GPT, optimizer: MuonAdamW) -> None:
+    def require_finite(self, model: GPT, optimizer: torch.optim.Optimizer) -> None:
         """Raise NonFiniteError on all ranks, naming the first non-finite tensor of any rank."""
-        named = {**model.state_dict(), **optimizer.local_state()}
+        names: dict[Tensor, str] = {p: name for name, p in model.named_parameters()}
+        named = model.state_dict()
+        for param, moments in optimizer.state.items():  # this rank's shards
+            named |= {f"{names[param]}.{moment}": x for moment, x in moments.items()}
         with self.machine.waiting("device synchronization"):
             mine = first_not_finite(named)
         if found := [name for name in self.machine.gather(mine) if name]:
@@ -689,7 +693,11 @@ class CheckpointManager:
     # ---- beginning ---------------------------------------------------------------------------
 
     def begin(
-        self, identity: Mapping[str, Any], model: GPT, optimizer: MuonAdamW, num_steps: int
+        self,
+        identity: Mapping[str, Any],
+        model: GPT,
+        optimizer: torch.optim.Optimizer,
+        num_steps: int,
     ) -> Progress:
         """
         Load the newest good checkpoint if --resume=auto or if torchrun restarted this run after a
@@ -724,7 +732,7 @@ class CheckpointManager:
         progress.load_state_dict(found.state["progress"])
         progress.optimizer_missing = not found.has_optimizer
         if found.has_optimizer:
-            optimizer.load_state_dict(found.optim_tensors())
+            load_full_state(optimizer, found.optim_tensors())
         self.machine.print0(f"resumed {found.folder}")
         return progress
 

@@ -45,8 +45,7 @@ OS_FIXES = {
     **dict.fromkeys((errno.EEXIST, errno.ENOTDIR), FOLDER),
 }
 GROUPS = {  # title in --help -> flags, most used first; all other flags come before them
-    "Model": "depth source model_tag step model_step max_seq_len arch window_pattern value_every "
-    "bigram_rows",
+    "Model": "depth source model_tag step model_step max_seq_len arch window_pattern value_every",
     "Data": "dataset num_shards mixture val_mixture tokenizer_tag revision val_shard",
     "Optimization": "num_iterations num_epochs target_param_data_ratio target_flops "
     "total_batch_size device_batch_size matrix_lr embedding_lr unembedding_lr init_lr_frac "
@@ -56,7 +55,8 @@ GROUPS = {  # title in --help -> flags, most used first; all other flags come be
     "core_metric_max_per_task eval_bundle",
     "Checkpoints": "save_every keep resume skip_if_done save_optimizer allow_data_change "
     "on_save_error",
-    "Runtime": "run device_type dtype compile deterministic collective_timeout_minutes report_dir",
+    "Runtime": "run device_type dtype compile autotune deterministic collective_timeout_minutes "
+    "report_dir",
 }
 BOOLEANS = {"1": "True", "0": "False", "true": "True", "false": "False"}
 

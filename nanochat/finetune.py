@@ -15,16 +15,16 @@ from torch import Tensor
 
 from nanochat import chat_packing
 from nanochat.checkpoint import FOLDERS, Checkpoint, load_model, parse_checkpoint_ref, stage_folder
-from nanochat.common import MissingInput
+from nanochat.common import MissingInput, UsageError
 from nanochat.config import require_positive
 from nanochat.dataloader import Rows
 from nanochat.distributed import DistContext
 from nanochat.evaluators import ValidationConfig, ValidationLoss
 from nanochat.gpt import GPT
 from nanochat.mixture import Bucket, Resolution, Resolved, parse_budget, parse_mixture, resolve
-from nanochat.optim import MuonAdamW, ScheduleConfig, make_rules
+from nanochat.optim import MuonAdamW, ScheduleConfig
 from nanochat.preflight import KernelConfig
-from nanochat.scaling import batch_lr_factor, divisible_batch
+from nanochat.scaling import batch_lr_factor, divisible_batch, make_rules
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import RowLoader, TrainConfig, TrainingRun
 
@@ -130,13 +130,19 @@ def open_parent(
     own_tag = cfg.model_tag if source in FOLDERS else None
     name = f"{source}:{own_tag}" if own_tag else source
     try:
-        return machine.on_node("verifying the checkpoint", lambda: parse_checkpoint_ref(name))
+        found = machine.on_node("verifying the checkpoint", lambda: parse_checkpoint_ref(name))
     except MissingInput as error:
         if not own_tag:
             raise
         missing, command = error.args
         fix = f"{command}; if the parent has another tag: --source={source}:<tag>"
         raise MissingInput(missing, fix) from None
+    if "tie_embeddings" in found.state["model"]:  # learning rates of a tied head differ
+        raise UsageError(
+            f"{name} is a golf model, which later stages cannot train",
+            "start from a model of scripts.base_train",
+        )
+    return found
 
 
 def choose_tag(kind: str, parent: Checkpoint, cfg: TrainConfig) -> str:

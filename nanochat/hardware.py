@@ -44,6 +44,11 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
+def is_hopper(device: torch.device) -> bool:
+    """Whether this is a GPU of the generation of H100 and H200."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
 def peak_flops(name: str) -> float | None:
     """Peak FLOP/s of a device by name; None if unknown, as for CPUs."""
     known = PEAK_FLOPS.items()

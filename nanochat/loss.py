@@ -10,21 +10,16 @@ running maximum is needed.
 
 import math
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, Protocol
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from nanochat.fp8 import E4M3, E5M2, multiply, quantize, transpose
+
 IGNORE = -1  # target excluded from the loss
 SOFTCAP = 15.0  # logits lie in (-15, 15)
 CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 28, "mps": 1 << 25}  # logits in one chunk
-
-
-class Trainable(Protocol):
-    """Losses of a model, in nats; tokens and targets are (B, T). `loss` returns the sum."""
-
-    def loss(self, tokens: Tensor, targets: Tensor) -> Tensor: ...
-    def token_losses(self, tokens: Tensor, targets: Tensor) -> Tensor: ...
 
 
 def cap(logits: Tensor) -> Tensor:
@@ -42,22 +37,25 @@ def exponentials(logits: Tensor) -> tuple[Tensor, Tensor]:
     return r, torch.exp(r * (-2.0 * SOFTCAP))
 
 
+# ---- Passes over all logits or head weights, compiled or eager -----------------------------------
+
+
 def log_total(logits: Tensor) -> Tensor:
-    """Log-sum-exp of the capped logits: (n, V) -> (n, 1) in float32. Compiles into one pass."""
+    """Log-sum-exp of the capped logits: (n, V) -> (n, 1) in float32."""
     return exponentials(logits)[1].sum(dim=1, keepdim=True).log() + SOFTCAP
 
 
-def softmax_terms(logits: Tensor) -> tuple[Tensor, Tensor]:
+def softmax_terms(logits: Tensor, divide: bool) -> tuple[Tensor, Tensor]:
     """
-    Softmax denominators and unnormalized gradients of the log-sum-exp of capped logits (n, V).
+    Softmax denominators and gradients of the log-sum-exp of capped logits (n, V).
 
     Returns the row sums of exp(capped - SOFTCAP), (n, 1) in float32, and the summands times
-    d capped / d logit = 4 r (1 - r), (n, V) in the logits' dtype. The division by the sums is left
-    to the matmuls, so this compiles into one pass; float16 has too few exponents and divides here.
+    d capped / d logit = 4 r (1 - r), (n, V) in the logits' dtype. Unless `divide` is set, the
+    division by the sums is left to the matmuls, so that this compiles into one pass.
     """
     r, e = exponentials(logits)
     total, slope = e.sum(dim=1, keepdim=True), e * (4.0 * (r - r * r))
-    return total, (slope / total if logits.dtype == torch.float16 else slope).to(logits.dtype)
+    return total, (slope / total if divide else slope).to(logits.dtype)
 
 
 def accumulate(total: Tensor, part: Tensor) -> None:
@@ -65,15 +63,13 @@ def accumulate(total: Tensor, part: Tensor) -> None:
     total += part
 
 
-class LossKernels(NamedTuple):
-    """Functions over all logits or head weights, compiled or eager."""
-
-    log_total: Callable[[Tensor], Tensor] = log_total
-    softmax_terms: Callable[[Tensor], tuple[Tensor, Tensor]] = softmax_terms
-    accumulate: Callable[[Tensor, Tensor], None] = accumulate
+@lru_cache
+def compiled_version(function: Callable) -> Callable:
+    """`function`, compiled by torch.compile at its first call."""
+    return torch.compile(function, dynamic=False)
 
 
-EAGER = LossKernels()
+# ---- Loss and gradients --------------------------------------------------------------------------
 
 
 def target_logits(logits: Tensor, targets: Tensor) -> Tensor:
@@ -81,20 +77,21 @@ def target_logits(logits: Tensor, targets: Tensor) -> Tensor:
     return cap(logits.gather(1, targets.clamp(min=0)[:, None]))
 
 
-def chunk_loss(logits: Tensor, targets: Tensor, kernels: LossKernels) -> tuple[Tensor, ...]:
+def chunk_loss(
+    logits: Tensor, targets: Tensor, compiled: bool, divide: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """
-    logits (n, V), targets (n,) -> nats (n,) in float32, gradients (n, V), unnormalized except in
-    float16, and the factors (n, 1) that normalize their rows. Nats and factors are 0 for IGNORE.
+    logits (n, V), targets (n,) -> nats (n,) in float32, gradients (n, V), unnormalized unless
+    `divide`, and the factors (n, 1) that normalize their rows. Nats and factors are 0 for IGNORE.
     """
     counted = (targets != IGNORE)[:, None]
-    total, slope = kernels.softmax_terms(logits)
+    terms = compiled_version(softmax_terms) if compiled else softmax_terms
+    total, slope = terms(logits, divide)
     capped = target_logits(logits, targets)  # (n, 1)
     at_target = (torch.exp(capped - SOFTCAP) - total) * (1.0 - (capped / SOFTCAP) ** 2)
-    divisor = total
-    if slope.dtype == torch.float16:  # already divided
-        at_target, divisor = at_target / total, torch.ones_like(total)
+    divisor = torch.ones_like(total) if divide else total
     here = torch.arange(len(slope), device=slope.device)
-    slope[here, targets.clamp(min=0)] = at_target.squeeze(1).to(slope.dtype)
+    slope[here, targets.clamp(min=0)] = (at_target * divisor / total).squeeze(1).to(slope.dtype)
     nats = (total.log() + SOFTCAP - capped) * counted
     return nats.squeeze(1), slope, counted / divisor
 
@@ -106,21 +103,34 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden: Tensor, head: Tensor, targets, weights, kernels):
-        weight = head.to(hidden.dtype)
+    def forward(ctx, hidden: Tensor, head: Tensor, targets, weights, compiled, fp8):
+        weight, dtype = head.to(hidden.dtype), hidden.dtype
+        scaled = transposed = None
+        if fp8:
+            scaled = quantize(weight, E4M3)
+            transposed = transpose(scaled)
         d_hidden = torch.empty_like(hidden)
         d_head = torch.zeros_like(head, dtype=torch.float32)
         each = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        add = compiled_version(accumulate) if compiled else accumulate
         for part in chunks(len(hidden), head):
             h = hidden[part]
-            nats, slope, scale = chunk_loss(h @ weight.mT, targets[part], kernels)
+            logits = multiply(quantize(h, E4M3), scaled, dtype, True) if scaled else h @ weight.mT
+            # float16 and fp8 have too few exponents for unnormalized gradients
+            divide = fp8 or dtype == torch.float16
+            nats, slope, scale = chunk_loss(logits, targets[part], compiled, divide)
             if weights is not None:
                 nats, scale = nats * weights[part], scale * weights[part, None]
             total += nats.sum()
             each[part] = nats
-            torch.mm(slope, weight, out=d_hidden[part]).mul_(scale)
-            kernels.accumulate(d_head, slope.mT @ (h * scale).to(h.dtype))
+            if transposed:
+                slope = quantize(slope * scale, E5M2)
+                d_hidden[part] = multiply(slope, transposed, dtype)
+                add(d_head, multiply(transpose(slope), quantize(h.mT, E4M3), dtype))
+            else:
+                torch.mm(slope, weight, out=d_hidden[part]).mul_(scale)
+                add(d_head, slope.mT @ (h * scale).to(h.dtype))
         ctx.save_for_backward(d_hidden, d_head)
         ctx.mark_non_differentiable(each)
         return total, each
@@ -129,35 +139,41 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx, grad: Tensor, _):  # type: ignore[override]
         d_hidden, d_head = ctx.saved_tensors
         d_hidden.mul_(grad.to(d_hidden.dtype))
-        return d_hidden, d_head.mul_(grad), None, None, None
+        return d_hidden, d_head.mul_(grad), None, None, None, None
 
 
 def chunked_cross_entropy(
-    hidden: Tensor, head: Tensor, targets: Tensor, weights: Tensor | None, kernels: LossKernels
+    hidden: Tensor,
+    head: Tensor,
+    targets: Tensor,
+    weights: Tensor | None = None,
+    compiled: bool = False,
+    fp8: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """
     Return the weighted sum of nats (a float32 scalar with gradients for `hidden` and `head`) and
     the weighted nats of each target ((...) float32, without gradients).
 
     hidden (..., C) in the compute dtype, head (V, C) float32, targets (...), IGNORE to exclude;
-    weights (...) float32 of either sign, None = ones. The backward pass may run only once: it
-    scales the stored gradients in place.
+    weights (...) float32 of either sign, None = ones. fp8: all matmuls are in fp8. The backward
+    pass may run only once: it scales the stored gradients in place.
     """
     flat = None if weights is None else weights.flatten()
     total, nats = ChunkedCrossEntropy.apply(  # type: ignore[misc]
-        hidden.flatten(0, -2), head, targets.flatten(), flat, kernels
+        hidden.flatten(0, -2), head, targets.flatten(), flat, compiled, fp8
     )
     return total, nats.view_as(targets)
 
 
 @torch.no_grad()
-def token_losses(hidden: Tensor, head: Tensor, targets: Tensor, kernels: LossKernels) -> Tensor:
+def token_losses(hidden: Tensor, head: Tensor, targets: Tensor, compiled: bool = False) -> Tensor:
     """Nats of each target, (...) float32, 0 for IGNORE; no gradients. Shapes as above."""
     hidden, flat, weight = hidden.flatten(0, -2), targets.flatten(), head.to(hidden.dtype)
     nats = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
+    totals = compiled_version(log_total) if compiled else log_total
     for part in chunks(len(hidden), head):
         logits = hidden[part] @ weight.mT
-        nats[part] = (kernels.log_total(logits) - target_logits(logits, flat[part])).squeeze(1)
+        nats[part] = (totals(logits) - target_logits(logits, flat[part])).squeeze(1)
     return (nats * (flat != IGNORE)).view_as(targets)
 
 

@@ -25,9 +25,9 @@ from nanochat import hardware
 from nanochat.attention import Backend, attend, attend_plain, load_fa3, make_mask, segment_mask
 from nanochat.common import UsageError, free_bytes, require_free
 from nanochat.distributed import DistContext
-from nanochat.gpt import GPT, Fp8Matmul, GPTConfig, Linear
-from nanochat.loss import Trainable
-from nanochat.optim import MuonAdamW, state_bytes
+from nanochat.fp8 import fp8_linear
+from nanochat.gpt import GPT, GPTConfig, Linear
+from nanochat.optim import MuonAdamW, reduce_gradients, state_bytes
 
 # ---- Kernel selection: each kernel is probed once ------------------------------------------------
 # A kernel that can be imported may still fail on this device or return wrong results; then it is
@@ -39,6 +39,8 @@ COMPILE_SECONDS = 45.0  # compile time on two CPU cores (measured: d4, 2026-11)
 COMPILE_GAIN = 0.25  # fraction of training time saved by compiling on CPU
 # Compiling the decode step twice takes 15 s on two cores; it saves 0.06 ms per token (64 slots, d4)
 FUSED_ENGINE_TOKENS = 1_000_000
+AUTOTUNED = ("H100", "H200")  # +2.5% at depth 16 on H100 (nanochat's pull request 747)
+AUTOTUNE_SECONDS = 3600.0  # shortest run that is autotuned by default
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,9 @@ class KernelConfig:
     compile: bool | None = None
     """Compile the model with torch.compile. Default: on a GPU, and on a CPU if the run is long
     enough to amortize compile time."""
+    autotune: bool | None = None
+    """Let the compiler time several kernels for each matmul: minutes of compilation. Default: in
+    runs of over an hour on the GPUs where it was measured to pay, H100 and H200."""
 
 
 def probe_attention(
@@ -147,6 +152,14 @@ def choose_attention(cfg: GPTConfig, machine: DistContext, compiled: bool = Fals
     return "plain"
 
 
+def choose_autotune(cfg: KernelConfig, machine: DistContext, train_seconds: float) -> bool:
+    """Whether to autotune: as configured; by default, in long runs on a GPU of AUTOTUNED."""
+    if cfg.autotune is not None:
+        return cfg.autotune
+    known = any(name in machine.device_name for name in AUTOTUNED)
+    return known and machine.broadcast(train_seconds) > AUTOTUNE_SECONDS
+
+
 def choose_compile(cfg: KernelConfig, machine: DistContext, train_seconds: float) -> bool:
     """
     Whether to compile: as configured; by default, if it works and saves more time than it takes.
@@ -211,9 +224,9 @@ def set_kernels(
     for block in model.blocks:
         block.attention.backend = backend
     if compiled:
-        model.compile()
-    if compiled and optimizer is not None:
-        optimizer.compile()
+        model.compile(mode="max-autotune-no-cudagraphs" if cfg.autotune else None)
+    if compiled and isinstance(optimizer, MuonAdamW):
+        optimizer.compiled = True
     return compiled
 
 
@@ -228,23 +241,18 @@ def prepare_scoring(
 
 def enable_fp8(model: GPT, machine: DistContext) -> None:
     """
-    Train the matrices inside the layers in fp8. Embeddings, LM head, gates and attention are
-    unchanged. Raises UsageError if fp8 does not work for this model on every rank's device.
+    Train the matrices inside the layers and the LM head in fp8, which multiplies multiples of 16
+    only. Embeddings, gates and attention are unchanged. Raises UsageError if fp8 does not work for
+    this model on every rank's device.
     """
-    roles = model.param_roles()
-    layers = [
-        layer
-        for name, layer in model.named_modules()
-        if isinstance(layer, Linear) and roles[f"{name}.weight"] == "matrix"
-    ]
+    linear = [layer for layer in model.modules() if isinstance(layer, Linear)]
+    layers = [layer for layer in linear if not any(n % 16 for n in layer.weight.shape)]
     fault = None
     try:
         for shape in {tuple(layer.weight.shape) for layer in layers}:
-            stored = machine.dtype if machine.device.type == "cuda" else torch.float32
-            weight = torch.zeros(shape, device=machine.device, dtype=stored, requires_grad=True)
+            weight = torch.zeros(shape, device=machine.device, requires_grad=True)
             x = torch.zeros(model.cfg.max_seq_len, shape[1], device=machine.device)
-            y: Any = Fp8Matmul.apply(x.to(machine.dtype).requires_grad_(), weight)
-            y.sum().backward()
+            fp8_linear(x.to(machine.dtype).requires_grad_(), weight).sum().backward()
     except RuntimeError as error:  # also NotImplementedError
         fault = str(error).partition("\n")[0] or repr(error)
     if faults := [each for each in machine.gather(fault) if each]:
@@ -296,7 +304,7 @@ def estimate_seconds(model: GPT, tokens: int, machine: DistContext) -> float:
     return model.flops_per_token() * tokens / (rate * machine.world_size)
 
 
-def max_rows(model: GPT, trainable: Trainable, machine: DistContext, grad_bytes: int) -> int:
+def max_rows(model: GPT, trainable: Any, machine: DistContext, grad_bytes: int) -> int:
     """
     Micro-batch size to try first, equal on all ranks. On a CPU, about CPU_TOKENS tokens; on a GPU
     or MPS, what fits alongside the gradients (`grad_bytes`), if compiled blocks use COMPILED_SHARE
@@ -321,7 +329,11 @@ def max_rows(model: GPT, trainable: Trainable, machine: DistContext, grad_bytes:
 
 
 def rehearse(
-    trainable: Trainable, optimizer: MuonAdamW, machine: DistContext, ids: Tensor, device_rows: int
+    trainable: Any,
+    optimizer: torch.optim.Optimizer,
+    machine: DistContext,
+    ids: Tensor,
+    device_rows: int,
 ) -> tuple[int, float, float] | None:
     """
     Peak bytes of a step, seconds per micro-batch and per update, or None if any rank runs out of
@@ -347,16 +359,32 @@ def rehearse(
     def accumulate() -> None:
         for _ in range(2):
             if device_rows == ids.size(1):
-                optimizer.drop_gradients()  # no accumulation with one micro-batch per step
+                optimizer.zero_grad()  # no accumulation with one micro-batch per step
             timed(backward)
 
     hardware.reset_peak_memory(machine.device)
-    parts = 2 * (accumulate, partial(timed, optimizer.rehearse))
+    parts = 2 * (accumulate, partial(timed, partial(rehearse_update, optimizer, machine)))
     done = all(try_run(part, machine) for part in parts)
     peak = hardware.peak_memory_bytes(machine.device)
-    optimizer.drop_gradients()
+    optimizer.zero_grad()
     hardware.reset_peak_memory(machine.device)
     return (peak, seconds[-2], seconds[-1]) if done else None
+
+
+@torch.no_grad()
+def rehearse_update(optimizer: torch.optim.Optimizer, machine: DistContext) -> None:
+    """Reduce the gradients, and update copies of the weights: compiles and reaches the peak."""
+    reduce_gradients(optimizer, machine)
+    if isinstance(optimizer, MuonAdamW):
+        for group, grad in zip(optimizer.param_groups, optimizer.gradients, strict=True):
+            first, params = group["params"][0], group["params"]
+            kept = optimizer.state[first]
+            optimizer.state[first] = {moment: x.clone() for moment, x in kept.items()}
+            try:
+                optimizer.update(group, optimizer.local_shard(group, params).clone(), grad)
+            finally:  # it may run out of memory
+                optimizer.state[first] = kept
+    optimizer.zero_grad()
 
 
 def try_run(work: Callable[[], None], machine: DistContext) -> bool:
@@ -397,7 +425,7 @@ def require_memory(model: GPT, machine: DistContext) -> None:
             raise UsageError(
                 f"{model.num_params():,} parameters {what} take {needed / 1e9:.2f} GB, but {name} "
                 f"has {free / 1e9:.2f} GB free",
-                "a smaller --depth or --value_every=0, or more GPUs or a larger machine",
+                "a smaller --depth, or more GPUs or a larger machine",
             )
 
     # the ranks of a host share its memory; each one holds its shard of the optimizer state
@@ -429,8 +457,8 @@ def describe_dtype(machine: DistContext) -> str:
 
 def describe_run(model: GPT, machine: DistContext, compiled: bool) -> dict[str, str]:
     """Device, kernels and model of a run, for its summary."""
-    cfg, roles, total = model.cfg, model.param_roles(), model.num_params()
-    matrices = sum(p.numel() for name, p in model.named_parameters() if roles[name] == "matrix")
+    cfg, total = model.cfg, model.num_params()
+    matrices = sum(map(model.layer_params, range(cfg.n_layer)))
     split = f"{matrices / 1e6:.1f}M in matrices, {(total - matrices) / 1e6:.1f}M in embeddings"
     mode = "compiled" if compiled else "eager"
     dtype = describe_dtype(machine)

@@ -3,39 +3,37 @@ Scaling rules: depth -> shape, horizon, batch size, learning rates and weight de
 
     depth -> shape_for_depth -> GPTConfig -> plan_horizon (steps x batch) -> scaled_rules
 
-All defaults follow from depth; explicit settings override them. The learning rates were tuned at
-the reference point: depth 12, vocabulary size 32,768. Up to SMALL_DEPTH, defaults are those that we
-measured; deeper models follow the published recipe (docs/hyperparameters.md compares both).
+All defaults follow from depth by one recipe; explicit settings override them. Learning rates were
+tuned at the reference point: depth 12, vocabulary size 32,768, 12 tokens per matmul parameter.
+
+| rule | source |
+|---|---|
+| width 64 x depth, head width 128 from depth 8 on | nanochat, 2025-10 |
+| 12 tokens per matmul parameter | nanochat, 2026-03 |
+| batch ~ tokens^0.383, 2^19 at the reference point | arXiv:2505.13738; nanochat, 2026-02 |
+| learning rates ~ sqrt(batch) above 2^19 | nanochat, 2026-02 |
+| constant learning rates below 2^19, but sqrt(batch) for scalars | measured: d4, 2026-11 |
+| AdamW of embeddings and head ~ width^-0.5 | nanochat, 2025-10 |
+| weight decay 0.28 at the reference point | nanochat, 2026-03 |
+| weight decay ~ 1 / (learning rate x steps) | arXiv:2405.13698 |
+| at least 960 steps | measured: d4, 2026-11 |
 """
 
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from nanochat.config import require_at_least, require_positive
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.optim import SCALAR_LR, OptimConfig, Rule, make_rules
+from nanochat.optim import OptimConfig, Rule
 
 WIDTH_PER_LAYER = 64
-SMALL_DEPTH = 6  # deepest model with the options of small models (measured: d2 to d8, 2026-11)
-BIGRAM_ROWS_PER_TOKEN, BIGRAM_ROWS = 64, 2**19
-WINDOW_DEPTH = 12  # shallowest model with attention windows by default
 REFERENCE_PARAMS = 110e6  # matmul parameters of depth 12
 REFERENCE_TOKENS = 12 * REFERENCE_PARAMS
 REFERENCE_BATCH = 2**19  # tokens per step at the reference point
 REFERENCE_DECAY = 0.28  # weight decay at the reference point
-BATCH_EXPONENT = 0.383  # best batch ~ tokens ** exponent (nanochat, 2026-02-05)
-MIN_STEPS = 960  # shorter runs use smaller batches instead (measured: d4, 2026-11)
-
-
-@dataclass(frozen=True)
-class ShapeConfig:
-    value_every: int | None = None
-    """Add a gated value embedding to every N-th layer, counting back from the last; 0 = none.
-    Default up to depth 6: 1; deeper: 2; classic: 0."""
-    bigram_rows: int | None = None
-    """Rows of the hash-bigram embedding; 0 = none. Default up to depth 6: 64 x vocabulary size, at
-    most 524,288; deeper, or classic: 0."""
+BATCH_EXPONENT = 0.383  # best batch ~ tokens ** exponent
+MIN_STEPS = 960  # shorter runs use smaller batches instead
 
 
 def shape_for_depth(
@@ -44,22 +42,13 @@ def shape_for_depth(
     max_seq_len: int,
     arch: Literal["default", "classic"] = "default",
     window_pattern: str = "L",
-    shape: ShapeConfig = ShapeConfig(),
 ) -> GPTConfig:
-    """
-    Configuration of a model of this depth, 64 x depth channels wide; `shape` overrides defaults.
-    """
+    """Configuration of a model of this depth, 64 x depth channels wide."""
     width = WIDTH_PER_LAYER * depth
     head_dim = default_head_dim(width)
     heads = width // head_dim
     cfg = GPTConfig(vocab_size, depth, width, heads, heads, head_dim, max_seq_len)
-    small = depth <= SMALL_DEPTH
-    cfg = replace(cfg, window_pattern=window_pattern, value_every=1 if small else 2)
-    if arch == "classic":
-        cfg = cfg.classic()
-    elif small:
-        cfg = replace(cfg, bigram_rows=min(BIGRAM_ROWS, BIGRAM_ROWS_PER_TOKEN * vocab_size))
-    return replace(cfg, **{k: v for k, v in asdict(shape).items() if v is not None})
+    return cfg.classic() if arch == "classic" else replace(cfg, window_pattern=window_pattern)
 
 
 def default_head_dim(d_model: int) -> int:
@@ -67,14 +56,9 @@ def default_head_dim(d_model: int) -> int:
     return 128 if d_model % 128 == 0 and d_model >= 512 else 64
 
 
-def default_windows(depth: int, device_type: str) -> str:
-    """
-    Window pattern of a depth: LP for small models, SSSL where a kernel skips the tokens outside the
-    window (GPUs) and attention is a large part of the work, else L.
-    """
-    if depth <= SMALL_DEPTH:
-        return "LP"
-    return "SSSL" if device_type == "cuda" and depth >= WINDOW_DEPTH else "L"
+def default_windows(device_type: str) -> str:
+    """Window pattern: SSSL on GPUs, where a kernel skips the tokens outside the window, else L."""
+    return "SSSL" if device_type == "cuda" else "L"
 
 
 @dataclass(frozen=True)
@@ -125,7 +109,7 @@ def plan_horizon(model: GPT, cfg: HorizonConfig = HorizonConfig(), world_size: i
     outnumber rows. Raises ValueError for a total_batch_size that does not divide evenly, suggesting
     one that does.
     """
-    tokens, T = cfg.target_param_data_ratio * model.num_used_params(), model.cfg.max_seq_len
+    tokens, T = cfg.target_param_data_ratio * model.num_matmul_params(), model.cfg.max_seq_len
     if cfg.num_iterations is None and cfg.target_flops is not None:
         tokens = cfg.target_flops / model.flops_per_token()
     batch = divisible_batch(cfg.total_batch_size, auto_batch(tokens, T), T, world_size)
@@ -159,16 +143,39 @@ def batch_lr_factor(batch_tokens: int) -> float:
     return max(1.0, batch_tokens / REFERENCE_BATCH) ** 0.5
 
 
+def make_rules(
+    cfg: OptimConfig, d_model: int, lr_frac: float = 1.0, noise: float = 1.0
+) -> dict[str, Rule]:
+    """
+    Update rules by the first part of a parameter's name, with learning rates multiplied by
+    `lr_frac`, those of the few scalars also by `noise`. Source: nanochat's tuning log, 2026-03.
+    """
+    width = (d_model / 768) ** -0.5
+    embedding_lr, head_lr = cfg.embedding_lr * width, cfg.unembedding_lr * width
+    found = {
+        "blocks": Rule("muon", cfg.matrix_lr, weight_decay=cfg.weight_decay or 0.0),
+        "embed": Rule("adamw", embedding_lr, (0.8, 0.995), 0.001),
+        "value_embeds": Rule("adamw", embedding_lr / 2, (0.8, 0.995), 0.01),
+        "head": Rule("adamw", head_lr, (0.8, 0.96), 0.01),
+        "residual": Rule("adamw", 0.005 * noise, (0.8, 0.95), 0.05),
+        "skip": Rule("adamw", 0.5 * noise, (0.96, 0.95)),
+        "smear_gate": Rule("adamw", 0.2 * noise),
+        "smear": Rule("adamw", 0.2 * noise),
+        "backout": Rule("adamw", 0.2 * noise),
+    }
+    return {name: replace(rule, lr=rule.lr * lr_frac) for name, rule in found.items()}
+
+
 def scaled_rules(cfg: OptimConfig, horizon: Horizon, d_model: int) -> dict[str, Rule]:
     """
-    Update rule for each role. The horizon sets the factor on the learning rates and the default
-    weight decay.
+    Update rules of a pretraining run. The horizon sets the factor on the learning rates and the
+    default weight decay.
 
     Learning rates grow with the square root of the batch above the reference batch. Those of the
     few scalars also fall below it, because in small batches their gradients are mostly noise.
     Learning rate x decay x steps is constant at a given number of tokens per parameter, so the
-    weights' averaging time is the same fraction of every run (arXiv:2405.13698), and in proportion
-    to that number; runs shorter than MIN_STEPS use the decay of MIN_STEPS.
+    weights' averaging time is the same fraction of every run, and in proportion to that number;
+    runs shorter than MIN_STEPS use the decay of MIN_STEPS.
     """
     lr_frac = batch_lr_factor(horizon.batch_tokens)
     noise = min(1.0, horizon.batch_tokens / REFERENCE_BATCH) ** 0.5
@@ -176,4 +183,7 @@ def scaled_rules(cfg: OptimConfig, horizon: Horizon, d_model: int) -> dict[str, 
         reference = horizon.tokens_per_param * REFERENCE_PARAMS / REFERENCE_BATCH  # steps
         decay = REFERENCE_DECAY * reference / max(MIN_STEPS, horizon.num_steps) / lr_frac
         cfg = replace(cfg, weight_decay=decay)
-    return make_rules(cfg, d_model, lr_frac, SCALAR_LR * noise)
+    rules = make_rules(cfg, d_model, lr_frac, noise)
+    for name in ("smear_gate", "smear", "backout"):  # not scaled with the batch
+        rules[name] = replace(rules[name], lr=rules[name].lr / lr_frac)
+    return rules

@@ -30,8 +30,8 @@ from nanochat.dataloader import MixedRows, Rows
 from nanochat.distributed import DistConfig, DistContext
 from nanochat.gpt import GPT
 from nanochat.logger import METRICS_FILE, RunLog, duration
-from nanochat.loss import IGNORE, Trainable
-from nanochat.optim import MuonAdamW, OptimConfig, ScheduleConfig
+from nanochat.loss import IGNORE
+from nanochat.optim import OptimConfig, ScheduleConfig
 from nanochat.preflight import KernelConfig
 from nanochat.tokenizer import Tokenizer
 
@@ -255,7 +255,7 @@ class TrainingRun:
     kind: Stage
     model: GPT
     tokenizer: Tokenizer
-    optimizer: MuonAdamW
+    optimizer: torch.optim.Optimizer
     loader: Loader
     machine: DistContext
     cfg: TrainConfig
@@ -267,15 +267,13 @@ class TrainingRun:
     kernels: KernelConfig = KernelConfig()
     device_rows: int = 0
     """Micro-batch size per device, in rows. 0 = choose the largest that fits, by measuring."""
-    objective: Trainable | None = None
+    objective: Any = None
     """Computes the loss. Default: the model."""
     callbacks: Sequence[Callback] = ()
     max_seconds: float | None = None
     """End after the step that reaches this many seconds of training, not counting
     evaluations and saves. The schedules then follow the elapsed time."""
 
-    float32_weights: bool = False
-    """Whether GPUs store all weights in float32, too; see `MuonAdamW.round_weights`."""
     inputs: Mapping[str, str] = field(default_factory=dict)
     """Name -> fingerprint of each input, closest parent first."""
     identity: Mapping[str, Any] = field(default_factory=dict)
@@ -405,7 +403,8 @@ def run_loop(run: TrainingRun, progress: Progress) -> bool:
         for callback in run.callbacks:
             callback.before_step(progress.step, 1.0)
         if not progress.averaged:  # a resumed run may have no optimizer state
-            progress.averaged = run.optimizer.take_average()
+            average = getattr(run.optimizer, "take_average", lambda: False)  # golf's
+            progress.averaged = average()
         progress.finished = True
         run.save(progress, final=True)
         try:
@@ -476,94 +475,48 @@ def train_step(run: TrainingRun, step: int, horizon: float | None = None) -> Ste
         for each in micro_batches:
             if run.stopping():
                 break
-            if each is micro_batches[-1]:
-                optimizer.expect_last_pass()
             weights = {} if each.weights is None else {"weights": each.weights}
             loss_sum = objective.loss(each.tokens, each.targets, **weights)
-            # a constant divisor keeps the gradient scale fixed in bf16; `scale` makes it a mean
-            (loss_sum / divisor).backward()
+            (loss_sum / divisor).backward()  # `scale` below makes it a mean over all targets
             losses.append(loss_sum.detach())
-    norm = optimizer.reduce_gradients()  # before other collectives: a rank may have no micro-batch
+    norm, gradients = optim.reduce_gradients(optimizer, machine)
     sums = machine.sum_on_device(
         sum(losses, torch.zeros((), device=machine.device)),
         sum(each.num_targets for each in micro_batches),
         sum(each.tokens.numel() for each in micro_batches),
         run.stopping(),
     )
-    verdict = judge(sums, norm, divisor, run.cfg.optim.grad_clip)
-    read_verdict = copy_to_host(verdict, machine)
-    lr = optim.lr_factor(step, horizon, run.schedule)
-    metrics = {name: lr * peak for name, peak in optimizer.peak_lrs.items()}
-    watching = [c for c in run.callbacks if type(c).after_backward is not Callback.after_backward]
-    if watching and not read_verdict().stopped:  # if stopped, all gradients are partial
-        for callback in watching:
-            metrics |= callback.after_backward(float(verdict.scale))
-    momentum = RL_MOMENTUM if run.kind == "rl" else optim.muon_momentum(step, horizon)
-    decay = optim.decay_factor(step, horizon)
-    with machine.waiting("weight update"):  # NCCL may block it, while a reduction is not complete
-        optimizer.step(lr, momentum, decay, verdict.clipped_scale, verdict.good)
-    metrics |= run.loader.metrics
-    if step + 1 < horizon:
-        with run.loading():
-            run.loader.prefetch(step + 1, run.device_rows, run.stopping)
-    found = read_verdict()  # while the device updates the weights
-    if not found.good:
-        optimizer.steps_taken -= 1
-    if found.stopped:
+    nats, count, tokens, stopped, norm = read_totals(sums, norm, machine)
+    if stopped:
+        optimizer.zero_grad()
         return None
-    loss, norm = float(found.loss), float(found.norm)
-    metrics = {"loss": loss, "lr": lr, "grad_norm": norm, **metrics}
-    return Step(loss, norm, int(found.tokens), metrics)
+    scale = divisor / count if count else 0.0
+    loss, norm = nats / count if count else 0.0, norm * scale
+    lr = optim.lr_factor(step, horizon, run.schedule)
+    momentum = optim.muon_momentum(step, horizon, run.schedule)
+    if run.kind == "rl":
+        momentum = RL_MOMENTUM
+    optim.set_schedule(optimizer, lr, momentum, optim.decay_factor(step, horizon))
+    metrics = {"loss": loss, "lr": lr, "grad_norm": norm}
+    metrics |= {**optim.learning_rates(optimizer), **run.loader.metrics}
+    for callback in run.callbacks:
+        metrics |= callback.after_backward(scale)
+    if count and math.isfinite(loss + norm):
+        clip = run.cfg.optim.grad_clip
+        for grad in gradients:
+            grad.mul_(scale * min(1.0, clip / norm if clip and norm else 1.0))
+        optimizer.step()
+    optimizer.zero_grad()
+    if step + 1 < horizon:
+        with run.loading():  # while the device updates the weights
+            run.loader.prefetch(step + 1, run.device_rows, run.stopping)
+    return Step(loss, norm, int(tokens), metrics)
 
 
-class Verdict(NamedTuple):
-    """Sums of a step over all ranks, and whether to update; scalars on the device."""
-
-    loss: Tensor
-    norm: Tensor
-    scale: Tensor
-    """Makes the reduced gradients means over the non-ignored targets."""
-    clipped_scale: Tensor
-    """The same after gradient clipping."""
-    tokens: Tensor
-    stopped: Tensor
-    """Whether a rank was asked to stop, and so has not finished the step."""
-    good: Tensor
-
-
-def judge(sums: Tensor, norm: Tensor, divisor: float, grad_clip: float) -> Verdict:
-    """
-    Verdict on a step, computed on the device without waiting for it.
-
-    sums: nats, non-ignored targets, tokens, and ranks that were asked to stop. divisor: of the loss
-    in the backward pass.
-    """
-    nats, count, tokens, stopped = sums.unbind()
-    scale = torch.where(count > 0, divisor / count, 0.0)
-    loss, norm = torch.where(count > 0, nats / count, 0.0), norm * scale
-    clipped = scale * (grad_clip / norm).clamp(max=1.0) if grad_clip else scale
-    good = (loss + norm).isfinite() & (count > 0) & (stopped == 0)
-    return Verdict(loss, norm, scale, clipped, tokens, stopped, good)
-
-
-def copy_to_host(verdict: Verdict, machine: DistContext) -> Callable[[], Verdict]:
-    """
-    Start copying a verdict to the host. The result waits for the copy, but not for later work of
-    the device, and returns the verdict as numbers.
-    """
-    values = torch.stack([x.to(verdict.loss.dtype) for x in verdict])
-    host = values.to("cpu", non_blocking=True)  # pinned memory
-    copied = torch.cuda.current_stream().record_event() if values.is_cuda else None
-
-    def read() -> Verdict:
-        with machine.waiting("device synchronization"):
-            if copied:
-                copied.synchronize()
-            elif values.device.type != "cpu":
-                machine.synchronize()
-        return Verdict(*host.tolist())
-
-    return read
+def read_totals(sums: Tensor, norm: Tensor, machine: DistContext) -> list[float]:
+    """Sums and gradient norm of a step as numbers; the only wait for the device in a step."""
+    with machine.waiting("device synchronization"):
+        return torch.cat((sums, norm.to(sums.dtype)[None])).tolist()
 
 
 def log_step(run: TrainingRun, progress: Progress, done: Step, seconds: float) -> None:
@@ -656,9 +609,6 @@ def prepare(run: TrainingRun, checkpoints: CheckpointManager) -> None:
     disk = preflight.require_disk(folder, machine, checkpoints=size, rows=run.bytes_to_pack)
     if machine.fp8:
         preflight.enable_fp8(model, machine)
-    # golf and recursion models keep float32 weights
-    if machine.device.type == "cuda" and type(model) is GPT and not run.float32_weights:
-        run.optimizer.round_weights(model, machine.dtype)
     seconds, most = None if run.device_rows else fit_rows(run, left), ""
     if run.max_seconds is not None and seconds is not None:
         seconds = max(0.0, min(seconds, run.max_seconds - run.progress.clock_seconds))
@@ -686,15 +636,18 @@ def fit_rows(run: TrainingRun, steps: int) -> float:
     T, device = model.cfg.max_seq_len, machine.device
     used = hardware.used_memory_bytes(device)
     rows = run.batch_tokens // T // machine.world_size
-    grads = optimizer.grad_bytes()
+    grads = 4 * model.num_params()
     limit = rows if requested is not None else preflight.max_rows(model, trainable, machine, grads)
     device_rows = preflight.choose_device_rows(requested, rows, limit)
     guess = preflight.estimate_seconds(model, steps * run.batch_tokens, machine)
     kernels = run.kernels
+    if run.progress.autotuned is None:
+        run.progress.autotuned = preflight.choose_autotune(kernels, machine, guess)
+    kernels = replace(kernels, autotune=run.progress.autotuned)
     if run.progress.compiled:
         guess = math.inf
     elif run.progress.compiled is False and kernels.compile is None:
-        kernels = KernelConfig(compile=False)
+        kernels = replace(kernels, compile=False)
     compiled = preflight.set_kernels(kernels, model, machine, guess, optimizer)
     run.progress.compiled = compiled
     mode = "compiling first" if compiled else "eager"
@@ -716,7 +669,7 @@ def fit_rows(run: TrainingRun, steps: int) -> float:
             machine.print0(f"preflight  out of memory; trying {device_rows} rows")
     peak_bytes, micro_batch, update = measured  # the last two in seconds
     weights = sum(p.nbytes for p in model.parameters())
-    state = sum(x.nbytes for x in optimizer.local_state().values())
+    state = sum(x.nbytes for moments in optimizer.state.values() for x in moments.values())
     memory = {"weights": weights, "gradients": grads, "optimizer": state}
     if device.type == "cuda":  # the rest is rounding by the allocator
         used = min(used, weights + state)

@@ -101,7 +101,7 @@ def bench_model(cfg: Bench, found: BenchLog) -> None:
     """Benchmark training, generation or evaluation with an untrained model."""
     machine = init_distributed(cfg.machine)
     arch = "default" if cfg.what == "train" else "classic"  # implemented by transformers too
-    windows = default_windows(cfg.depth, machine.device.type)
+    windows = default_windows(machine.device.type)
     shape = shape_for_depth(cfg.depth, cfg.vocab_size, cfg.max_seq_len, arch, windows)
     peers = None if cfg.what == "train" else find_peers()
     if cfg.what == "train":

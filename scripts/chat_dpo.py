@@ -31,10 +31,11 @@ from nanochat.lab.dpo import (
     keep_pairs,
     sample_pairs,
 )
-from nanochat.optim import MuonAdamW, ScheduleConfig, make_rules
+from nanochat.optim import MuonAdamW, ScheduleConfig
 from nanochat.preflight import choose_engine_compile
 from nanochat.rl import RolloutConfig
 from nanochat.sandbox import calculate
+from nanochat.scaling import make_rules
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import TrainingRun, skip_if_finished, train, write_section
 from scripts.chat_rl import BUILTIN_TASKS, TASK, AnswerTuning, open_questions

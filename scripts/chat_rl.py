@@ -21,10 +21,11 @@ from nanochat.gpt import GPT, inference_copy
 from nanochat.lab.canaries import CanaryConfig, open_monitor
 from nanochat.lab.held_out import reject_contaminated, require_access
 from nanochat.mixture import Part
-from nanochat.optim import MuonAdamW, OptimConfig, ScheduleConfig, make_rules
+from nanochat.optim import MuonAdamW, OptimConfig, ScheduleConfig
 from nanochat.preflight import choose_engine_compile
 from nanochat.rl import RLConfig, RLEvaluator, RolloutLoader
 from nanochat.sandbox import calculate
+from nanochat.scaling import make_rules
 from nanochat.train import TrainConfig, TrainingRun, skip_if_finished, train, write_section
 from tasks.base import Mixture
 from tasks.buckets import held_out_questions, rl_questions, tags

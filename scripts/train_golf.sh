@@ -19,8 +19,7 @@ SEEDS=${SEEDS:-0}
 # All profiles: tied embeddings, MLP ratio 3, quantization-aware training for the last 15%.
 # GPU profiles use the shape of the Parameter Golf record entry with a vocabulary of 4,096, and
 # weight decay to keep weights small; the CPU profile uses settings measured in dev/LOG.md.
-recipe=(--tie_embeddings=1 --mlp_ratio=3 --qat_start=0.85 --eval_every=0 --bigram_rows=0
-    --window_pattern=L)
+recipe=(--tie_embeddings=1 --mlp_ratio=3 --qat_start=0.85 --eval_every=0 --window_pattern=L)
 limit=(--limit_bytes=16000000)
 case "$PROFILE" in
 h100x8)
@@ -49,7 +48,7 @@ cpu)
     text=${TEXT:-embedded}
     tokenizer=(--vocab_size=1024 --max_chars=100000000)
     row=(--max_seq_len=512)
-    shape=(--depth=4 --d_model=128 --head_dim=32 --n_kv_head=1 --value_every=2)
+    shape=(--depth=4 --d_model=128 --head_dim=32 --n_kv_head=1)
     train=(--total_batch_size=4096 --max_wallclock_seconds="${SECONDS_OF_TRAINING:-300}"
         --num_iterations=20000)
     rates=(--matrix_lr=0.03 --tied_lr=0.02 --weight_decay=0.5 --quantize="*.mlp.*=int5,*=int6")
@@ -60,7 +59,7 @@ smoke)
     text=${TEXT:-embedded}
     tokenizer=(--vocab_size=512 --num_shards=1)
     row=(--max_seq_len=64)
-    shape=(--depth=2 --d_model=64 --n_kv_head=1 --head_dim=32 --value_every=2 --xsa_last_n=1
+    shape=(--depth=2 --d_model=64 --n_kv_head=1 --head_dim=32 --xsa_last_n=1
         --rope_dims=16 --qk_gain_init=1.5 --ema_decay=0.9)
     train=(--total_batch_size=512 --max_wallclock_seconds=3 --num_iterations=2000 --eval_tokens=2048)
     rates=(--quantize="embed.*=int8,*.mlp.*=int5,*=int6")

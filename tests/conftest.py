@@ -51,8 +51,6 @@ GOLF_CHANGES: dict[str, Any] = {
     "qk_gain_init": 1.5,
     "init": "orthogonal",
     "projection_init": "scaled",
-    "norm_eps": 0.01,
-    "window_pattern": "P",
 }
 RECURSIVE_CHANGES: dict[str, Any] = {
     "n_layer": 3,
@@ -61,8 +59,6 @@ RECURSIVE_CHANGES: dict[str, Any] = {
     "n_coda": 1,
     "n_loops": 3,
     "supervise": "full",
-    "window_pattern": "P",
-    "bigram_rows": 97,
 }
 
 
@@ -168,12 +164,11 @@ def tiny_gpt() -> GPT:
 
 
 def lively(model: GPT) -> GPT:
-    """Add small random numbers to all matrices, since some are initialized to zero."""
+    """Add small random numbers to all weights, since some are initialized to zero."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for p in model.parameters():
-            if p.ndim == 2:
-                p.add_(0.1 * torch.randn(p.shape, generator=generator))
+            p.add_(0.1 * torch.randn(p.shape, generator=generator))
     return model
 
 

@@ -21,7 +21,7 @@ plain_step = train.train_step
 def inject(run: TrainingRun) -> None:
     """Inject the fault."""
     # a replicated weight: sharded ones are re-gathered at every step
-    weight = next(group.params[0] for group in run.optimizer.groups if not group.sharded)
+    weight = next(g["params"][0] for g in run.optimizer.param_groups if not g["sharded"])
     if FAULT == "nan":
         weight.register_hook(lambda grad: grad * math.nan)
     else:

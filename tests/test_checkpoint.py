@@ -3,7 +3,6 @@
 import json
 import os
 import random
-from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ from safetensors.torch import save_file
 
 from nanochat.checkpoint import (
     CorruptCheckpoint,
-    build_model,
     find_checkpoint,
     load_model,
     open_checkpoint,
@@ -21,9 +19,7 @@ from nanochat.checkpoint import (
     step_folders,
 )
 from nanochat.common import MissingInput, json_text, seal, sha256_file
-from nanochat.optim import MuonAdamW, OptimConfig, make_rules
 from nanochat.tokenizer import Tokenizer
-from tests.conftest import TINY
 
 
 @pytest.fixture(scope="module")
@@ -54,22 +50,6 @@ def test_loaded_model_equals_the_saved_one(save, tiny_gpt, machine):
     assert found.step == 7 and found.optim_tensors()["steps_taken"] == 7
     tokens = torch.arange(16)[None]
     assert torch.equal(load_model(found, machine)(tokens), tiny_gpt(tokens))
-
-
-def test_loaded_bigram_embedding_bounds_its_sparse_gradient(folder, tokenizer, machine):
-    new = build_model(replace(TINY, bigram_rows=100), machine.device, machine.dtype, seed=0)
-    save_checkpoint(folder, 1, new, None, tokenizer, {"identity": {}, "source": {}})
-    model = load_model(find_checkpoint("base"), machine)
-    MuonAdamW(model, make_rules(OptimConfig(), TINY.d_model), machine)
-    assert model.bigrams is not None
-    generator, listed = torch.Generator().manual_seed(0), []
-    for _ in range(6):  # micro-batches
-        tokens = torch.randint(64, (1, 16), generator=generator)
-        model.loss(tokens, tokens).backward()
-        grad = model.bigrams.weight.grad
-        assert grad is not None
-        listed.append(grad._nnz() if grad.is_sparse else 0)
-    assert listed[0] > 0 and listed[2:] == [0] * 4  # dense once it covers half of the rows
 
 
 def test_B11_steps_sort_numerically_and_only_newest_are_kept(save, folder):

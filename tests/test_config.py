@@ -121,8 +121,8 @@ def test_base_train_names_the_equivalent_of_a_rejected_flag(capsys, flag, ours):
     with pytest.raises(SystemExit) as exit:
         parse(BaseTrain(), None, [flag], retired=RETIRED)
     assert exit.value.code == 2 and ours in capsys.readouterr().err
-    cfg = parse(BaseTrain(), None, ["--dtype=bfloat16", "--compile=False", "--value_every=2"])
-    assert cfg.kernels.compile is False and cfg.shape.value_every == 2
+    cfg = parse(BaseTrain(), None, ["--dtype=bfloat16", "--compile=False", "--seed=2"])
+    assert cfg.kernels.compile is False and cfg.train.seed == 2
 
 
 def test_value_of_wrong_type_is_reported(capsys):

@@ -61,7 +61,7 @@ class Echo(Letters):
 @pytest.fixture
 def model():
     cfg = GPTConfig(265, 2, 32, 4, 2, 8, 64)
-    return lively(build_model(cfg, torch.device("cpu"), torch.float32, 0))
+    return lively(build_model(cfg, torch.device("cpu"), torch.float32, 1))
 
 
 def test_scored_letter_matches_a_plain_forward_pass(model, machine):

@@ -347,7 +347,7 @@ def test_R31_scoring_of_a_task_reports_its_activity(gpt, machine, active_work):
 
 def test_model_with_nan_losses_is_rejected(machine):
     broken = lively(build_model(TINY, CPU, torch.float32, 0))
-    broken.head_weight.data[3] = math.nan
+    broken.head.weight.data[3] = math.nan
     subject = replace(eval_model_of(broken, Letters()), context=400, pass_tokens=10**6)
     with pytest.raises(ValueError, match="choice: losses of item [0-9]+ are .nan, nan, nan, nan."):
         evaluate_task(subject, made_up_suite()[0], machine)

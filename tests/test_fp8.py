@@ -1,4 +1,4 @@
-"""Training matmuls in fp8, computed by the same kernel call on a CPU."""
+"""Matmuls in fp8, computed by the same kernel call on a CPU."""
 
 from dataclasses import replace
 
@@ -9,7 +9,8 @@ from nanochat.checkpoint import build_model
 from nanochat.common import UsageError
 from nanochat.dataloader import diff_recipe
 from nanochat.distributed import DistConfig, init_distributed
-from nanochat.gpt import E4M3, E5M2, Fp8Matmul, Linear, inference_copy, quantize
+from nanochat.fp8 import E4M3, E5M2, fp8_linear, quantize
+from nanochat.gpt import Linear, inference_copy
 from nanochat.preflight import enable_fp8
 from nanochat.train import train, train_step
 from scripts.chat_dpo import ChatDPO
@@ -56,7 +57,7 @@ def test_quantization_error_is_half_a_unit_in_the_last_place(dtype, mantissa_bit
 @pytest.mark.parametrize("scale", [1e-6, 1.0, 1e4])
 def test_results_and_gradients_differ_by_no_more_than_rounding(scale):
     x, weight = operands(scale)
-    y = Fp8Matmul.apply(x, weight)
+    y = fp8_linear(x, weight)
     exact_x, exact_weight = (t.detach().double().requires_grad_() for t in (x, weight))
     exact = exact_x @ exact_weight.T
     generator = torch.Generator().manual_seed(1)
@@ -73,32 +74,31 @@ def test_results_and_gradients_differ_by_no_more_than_rounding(scale):
 
 def test_zeros_give_zeros_and_non_finite_values_stay_visible():
     x, weight = operands()
-    assert torch.equal(Fp8Matmul.apply(torch.zeros_like(x), weight), torch.zeros(N, M).bfloat16())
+    assert torch.equal(fp8_linear(torch.zeros_like(x), weight), torch.zeros(N, M).bfloat16())
     for bad in (float("inf"), float("nan")):
         spoiled = x.detach().clone()
         spoiled[0, 0] = bad
-        assert not Fp8Matmul.apply(spoiled, weight).isfinite().all()
+        assert not fp8_linear(spoiled, weight).isfinite().all()
 
 
 def test_matmul_compiles_without_a_graph_break():
     x, weight = operands()
-    compiled = torch.compile(Fp8Matmul.apply, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(fp8_linear, fullgraph=True, backend="aot_eager")
     y = compiled(x, weight)
-    assert torch.equal(y, Fp8Matmul.apply(x, weight))
+    assert torch.equal(y, fp8_linear(x, weight))
     y.float().sum().backward()
     assert weight.grad is not None
 
 
-def test_only_matrices_inside_layers_train_in_fp8_and_inference_is_unchanged(machine):
+def test_layers_and_head_train_in_fp8_and_inference_is_unchanged(machine):
     model = build_model(TINY, torch.device("cpu"), torch.float32, 0)
     tokens = torch.arange(2 * TINY.max_seq_len).view(2, -1) % TINY.vocab_size
     with torch.no_grad():
         before = model(tokens)
     enable_fp8(model, machine)
-    roles = model.param_roles()
     for name, layer in model.named_modules():
         if isinstance(layer, Linear):
-            assert layer.fp8 is (roles[f"{name}.weight"] == "matrix"), name
+            assert layer.fp8 is ("gate" not in name), name
     with torch.no_grad():
         assert torch.equal(model(tokens), before)
     twin = inference_copy(model)
@@ -113,7 +113,7 @@ def test_training_in_fp8_learns_like_training_without(machine):
         return [train_step(run, step).loss for step in range(20)]
 
     exact, rounded = losses(False), losses(True)
-    assert rounded[0] == exact[0], "output projections start at zero, so layers do not matter yet"
+    assert rounded[0] == pytest.approx(exact[0], rel=1e-3)
     assert rounded[1:] != exact[1:]
     assert rounded[-1] < 0.5 * rounded[0] and rounded[-1] == pytest.approx(exact[-1], rel=0.1)
 

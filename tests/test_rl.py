@@ -10,7 +10,7 @@ from nanochat.checkpoint import Progress, build_model
 from nanochat.engine import Completion, Engine, Sampling
 from nanochat.gpt import GPTConfig, inference_copy
 from nanochat.loss import IGNORE
-from nanochat.optim import MuonAdamW, OptimConfig, ScheduleConfig, make_rules
+from nanochat.optim import MuonAdamW, OptimConfig, ScheduleConfig
 from nanochat.rl import (
     Group,
     RLConfig,
@@ -19,6 +19,7 @@ from nanochat.rl import (
     shuffle_indices,
     weighted_batches,
 )
+from nanochat.scaling import make_rules
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import TrainConfig, TrainingRun, run_loop, train_step
 from tasks.base import Mixture
@@ -76,12 +77,15 @@ def test_gradient_matches_definition_for_any_micro_batch(machine):
         run = run_of(machine, model)
         run.loader.micro_batches = lambda *step, rows=rows: batches_of(groups, rows)
         model.zero_grad()
-        run.optimizer.reduce_gradients = lambda: 1.0
-        scales = []
-        run.optimizer.step = lambda *settings, to=scales: to.append(float(settings[3]))
+        grads = []
+        optimizer = run.optimizer
+        optimizer.update = lambda group, _, grad, to=grads, unstack=optimizer.unstack: to.extend(
+            zip(group["params"], unstack(group, grad.clone()), strict=True)
+        )
         assert train_step(run, 0).loss == pytest.approx(want.item(), rel=1e-4)
+        found = dict(grads)
         for p, w in zip(model.parameters(), wanted, strict=True):
-            torch.testing.assert_close(p.grad * scales[0], w, rtol=1e-3, atol=1e-6)
+            torch.testing.assert_close(found[p], w, rtol=1e-3, atol=1e-6)
 
 
 def test_kl_to_reference_matches_its_definition(machine):
@@ -125,7 +129,7 @@ class LowTokens:
 
 
 def run_of(machine, model, num_steps=1, seed=0, log=lambda step, values: None):
-    table = make_rules(OptimConfig(weight_decay=0.0), 32, scalar_lr=0.0)
+    table = make_rules(OptimConfig(weight_decay=0.0), 32, noise=0.0)
     optimizer = MuonAdamW(model, table, machine)
     loader = loader_of(machine, seed=seed, model=model)
     return TrainingRun(

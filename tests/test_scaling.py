@@ -3,14 +3,15 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from nanochat.optim import SCALAR_LR, OptimConfig
+from nanochat.gpt import GPT
+from nanochat.optim import OptimConfig
 from nanochat.recursion.presets import WidthConfig
 from nanochat.scaling import (
     MIN_STEPS,
     Horizon,
     HorizonConfig,
-    ShapeConfig,
     auto_batch,
     default_windows,
     plan_horizon,
@@ -23,7 +24,7 @@ D12 = 110_100_480  # matmul parameters at depth 12, vocabulary size 32,768
 
 def plan(world_size=1, **settings):
     model = SimpleNamespace(
-        num_used_params=lambda: D12,
+        num_matmul_params=lambda: D12,
         flops_per_token=lambda: 1e9,
         cfg=SimpleNamespace(max_seq_len=2048),
     )
@@ -95,7 +96,7 @@ def test_B16_error_suggests_batch_size_that_divides():
 
 def test_weight_decay_times_steps_is_constant():
     def decay(optim: OptimConfig, steps: int) -> float:
-        return scaled_rules(optim, Horizon(steps, 512), 768)["matrix"].weight_decay
+        return scaled_rules(optim, Horizon(steps, 512), 768)["blocks"].weight_decay
 
     assert decay(OptimConfig(), 1000) * 1000 == pytest.approx(decay(OptimConfig(), 5000) * 5000)
     assert decay(OptimConfig(weight_decay=0.3), 9) == 0.3
@@ -106,27 +107,38 @@ def test_learning_rates_scale_with_sqrt_of_batch():
     small, reference, large = (
         scaled_rules(OptimConfig(), Horizon(9, tokens), 768) for tokens in (2**17, 2**19, 2**21)
     )
-    assert reference["skip"].lr == SCALAR_LR
-    for role, rule in reference.items():
-        assert large[role].lr == pytest.approx(2 * rule.lr)
-        factor = 0.5 if role in ("residual", "skip", "gain") else 1.0  # below the reference
-        assert small[role].lr == pytest.approx(factor * rule.lr)
+    assert reference["skip"].lr == 0.5
+    scalars, fixed = ("residual", "skip"), ("smear_gate", "smear", "backout")
+    for name, rule in reference.items():
+        assert large[name].lr == pytest.approx((1 if name in fixed else 2) * rule.lr)
+        factor = 0.5 if name in scalars + fixed else 1.0  # below the reference
+        assert small[name].lr == pytest.approx(factor * rule.lr)
 
 
 def test_weight_decay_is_the_published_one():
     """0.28 x sqrt(batch / 2^19) x (reference horizon / horizon), from karpathy/nanochat's log."""
     for ratio, tokens, expected in ((12.0, 5.22e9, 0.100), (8.0, 5.84e9, 0.060)):
         horizon = Horizon(round(tokens / 2**20), 2**20, ratio)
-        decay = scaled_rules(OptimConfig(), horizon, 1536)["matrix"].weight_decay
+        decay = scaled_rules(OptimConfig(), horizon, 1536)["blocks"].weight_decay
         assert decay == pytest.approx(expected, rel=0.01)
 
 
-def test_explicit_shape_overrides_depth_defaults():
-    cfg = shape(8, 1024, 2048, shape=ShapeConfig(value_every=4))
-    assert cfg.value_every == 4 and shape(8, 1024, 2048).value_every == 2
-    assert shape(6, 1024, 2048).value_every == 1
-    assert shape(8, 1024, 2048, "classic").value_every == 0
-    assert shape(8, 1024, 2048, "classic", shape=ShapeConfig(value_every=1)).value_every == 1
+@pytest.mark.parametrize(
+    ("depth", "params", "gflops", "batch", "steps"),
+    [
+        (8, 126, 0.30, 2**18, 1_920),
+        (12, 286, 0.76, 2**19, 2_520),
+        (20, 897, 2.89, 2**20, 4_980),
+        (24, 1_384, 4.78, 2**20, 8_352),
+    ],
+)
+def test_defaults_are_those_of_the_published_recipe(depth, params, gflops, batch, steps):
+    with torch.device("meta"):
+        model = GPT(shape(depth, 32_768, 2048, window_pattern=default_windows("cuda")))
+    assert round(model.num_params() / 1e6) == params
+    assert model.flops_per_token() / 1e9 == pytest.approx(gflops, rel=0.02)
+    horizon = plan_horizon(model)
+    assert horizon.batch_tokens == batch and horizon.num_steps == pytest.approx(steps, rel=0.01)
 
 
 def test_width_config_overrides_width():
@@ -137,20 +149,8 @@ def test_width_config_overrides_width():
     assert WidthConfig().apply(plain) == WidthConfig(d_model=512).apply(plain) == plain
 
 
-def test_shallow_models_have_bigram_embedding_and_previous_keys_by_default():
-    assert shape(6, 1000, 64).bigram_rows == 64_000
-    assert shape(4, 65_536, 64).bigram_rows == 524_288
-    assert shape(7, 1000, 64).bigram_rows == 0
-    assert shape(4, 1000, 64, "classic").bigram_rows == 0
-    assert not shape(4, 1000, 64, "classic", window_pattern="LP").uses_previous_token
-    keys = shape(4, 1000, 64, window_pattern=default_windows(4, "cpu")).has_previous_keys
-    assert [keys(layer) for layer in range(4)] == [False, True, False, True]
-
-
-def test_windows_need_a_gpu_and_depth():
-    assert default_windows(12, "cuda") == default_windows(24, "cuda") == "SSSL"
-    assert default_windows(7, "cuda") == default_windows(24, "cpu") == "L"
-    assert default_windows(6, "cuda") == default_windows(1, "cpu") == "LP"
+def test_windows_need_a_gpu():
+    assert default_windows("cuda") == "SSSL" and default_windows("cpu") == "L"
 
 
 def test_width_not_divisible_by_head_dim_is_rejected():

@@ -20,10 +20,19 @@ def test_short_run_never_reaches_peak_learning_rate():
     assert 0 < lr_factor(0, 1, CFG) <= 1
 
 
-def test_momentum_and_decay_stay_in_range():
-    momenta = [muon_momentum(s, 900) for s in range(900)]
-    assert momenta[0] == 0.85 and momenta[300] == 0.95 and max(momenta) == 0.95
-    assert decay_factor(0, 10) == 1 and decay_factor(9, 10) == pytest.approx(0.1)
+def test_momentum_rises_stays_and_falls_over_the_warmdown():
+    momenta = [muon_momentum(s, 2000, CFG) for s in range(2001)]
+    assert momenta[0] == 0.85 and momenta[200] == pytest.approx(0.91)
+    assert momenta[400:1001] == [0.97] * 601
+    assert momenta[1500] == pytest.approx(0.935) and momenta[2000] == pytest.approx(0.90)
+    short = [muon_momentum(s, 30, CFG) for s in range(30)]
+    assert max(short) == 0.97 and short[9] < 0.97
+
+
+def test_weight_decay_follows_a_cosine():
+    factors = [decay_factor(s, 1000) for s in range(1001)]
+    assert factors[0] == 1 and factors[500] == pytest.approx(0.5)
+    assert factors[250] == pytest.approx(0.854, abs=1e-3) and factors[1000] == 0
 
 
 def test_fraction_out_of_range_is_rejected():

@@ -49,9 +49,9 @@ BAD_FLAGS = [
     ("base_train --eval_every=-1", "eval_every must be at least 0, got -1", "at least 0"),
     ("base_train --depth=0", "depth must be at least 1, got 0", "at least 1"),
     (
-        "base_train --arch=classic --window_pattern=LP",
+        "base_train --arch=classic --window_pattern=LS",
         "--arch=classic has the pattern L",
-        "remove it, or --window_pattern=LP",
+        "remove it, or --window_pattern=LS",
     ),
     ("base_train --eval_half=3", "invalid choice '3'", "--eval-half"),
     ("base_train --depth=two", "two", "--help"),
@@ -65,9 +65,9 @@ BAD_FLAGS = [
     ("base_train --seed=-7", "seed must be at least 0, got -7", "at least 0"),
     ("golf.base_train --max_seq_len=0", "max_seq_len must be at least 1, got 0", "at least 1"),
     (
-        "golf.base_train --arch=classic --window_pattern=LP",
+        "golf.base_train --arch=classic --window_pattern=LS",
         "--arch=classic has the pattern L",
-        "remove it, or --window_pattern=LP",
+        "remove it, or --window_pattern=LS",
     ),
     ("golf.base_train --ema_decay=2", "ema_decay must be in [0, 1), got 2.0", "[0, 1)"),
     ("base_train --tokenizer_tag=none", "no tokenizer 'none'", "--tokenizer_tag=none"),

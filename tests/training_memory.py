@@ -21,9 +21,9 @@ from nanochat.checkpoint import CheckpointManager, Progress, build_model, stage_
 from nanochat.distributed import DistContext, init_distributed
 from nanochat.gpt import GPT
 from nanochat.hardware import peak_memory_bytes
-from nanochat.optim import MuonAdamW, OptimConfig, ScheduleConfig, make_rules
+from nanochat.optim import MuonAdamW, OptimConfig, ScheduleConfig
 from nanochat.preflight import KernelConfig, enable_fp8
-from nanochat.scaling import ShapeConfig, shape_for_depth
+from nanochat.scaling import make_rules, shape_for_depth
 from nanochat.train import TrainConfig, TrainingRun, fit_rows, train_step
 from tests.conftest import TINY
 from tests.test_train import TOKENIZER, Given
@@ -81,7 +81,7 @@ def train(run: TrainingRun) -> tuple[int, int, int]:
 def measure(depth: int, compiled: bool, preparations: int, fp8: bool) -> dict[str, float]:
     """Estimated, peak and other bytes for a new model of this depth; waits in a step and a save."""
     machine = init_distributed()
-    shape = shape_for_depth(depth, VOCAB_SIZE, T, "default", "L", ShapeConfig())
+    shape = shape_for_depth(depth, VOCAB_SIZE, T)
     build_model(TINY, machine.device, machine.dtype, seed=0)  # loads libraries
     host = peak_memory_bytes(CPU)
     model = build_model(shape, machine.device, machine.dtype, seed=0)
@@ -90,7 +90,6 @@ def measure(depth: int, compiled: bool, preparations: int, fp8: bool) -> dict[st
         enable_fp8(model, machine)
     table = make_rules(OptimConfig(), shape.d_model)
     optimizer = MuonAdamW(model, table, machine)
-    optimizer.round_weights(model, machine.dtype)
     run = run_of(model, optimizer, machine, compiled)
     kept = [torch.cuda.memory_allocated()]
     for _ in range(preparations):

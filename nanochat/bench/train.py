@@ -23,8 +23,9 @@ from nanochat.checkpoint import build_model
 from nanochat.distributed import DistContext
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.hardware import peak_flops, peak_memory_bytes
-from nanochat.optim import NEWTON_SCHULZ_STEPS, MuonAdamW, OptimConfig, make_rules
+from nanochat.optim import POLAR_EXPRESS, MuonAdamW, OptimConfig
 from nanochat.preflight import KernelConfig, set_kernels
+from nanochat.scaling import make_rules
 from nanochat.tokenizer import Tokenizer
 
 TIMED_COPY_BYTES = 256 << 20  # larger than any cache
@@ -52,8 +53,6 @@ class Work:
         self.model = build_model(cfg, machine.device, machine.dtype, seed=0)
         table = make_rules(OptimConfig(weight_decay=0.1), cfg.d_model)
         self.optimizer = MuonAdamW(self.model, table, machine)
-        if machine.device.type == "cuda":
-            self.optimizer.round_weights(self.model, machine.dtype)
         self.compiled = set_kernels(kernels, self.model, machine, float("inf"), self.optimizer)
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(cfg.vocab_size, (rows, cfg.max_seq_len + 1), generator=generator)
@@ -69,11 +68,10 @@ class Work:
             started = clock(self.machine)
             loss = self.model.loss(self.tokens, self.targets) / self.tokens.numel()
             forward = clock(self.machine)
-            self.optimizer.expect_last_pass()
             loss.backward()
             backward = clock(self.machine)
             self.optimizer.reduce_gradients()
-            self.optimizer.step(1.0)
+            self.optimizer.step()
             ended = clock(self.machine)
             times.append(StepTimes(forward - started, backward - forward, ended - backward))
         return times
@@ -89,8 +87,7 @@ def bench_training(
     found: BenchLog,
 ) -> None:
     """
-    Time `repeats` groups of `steps` steps on `rows` rows each; rank 0 reports. Medians ignore the
-    full hash-bigram update on every 16th step.
+    Time `repeats` groups of `steps` steps on `rows` rows each; rank 0 reports.
     """
     bandwidth = read_bandwidth(machine)
     work = Work(cfg, rows, machine, kernels)
@@ -154,16 +151,15 @@ def matmul_seconds(model: GPT, rows: int, machine: DistContext) -> float:
     def seconds(product: Callable[[], Tensor]) -> float:
         return statistics.median(time_calls(product, machine, 7))
 
-    matrices = [p for name, p in model.named_parameters() if model.param_roles()[name] == "matrix"]
-    shapes = Counter(tuple(p.shape) for p in matrices)
+    shapes = Counter(tuple(p.shape) for block in model.blocks for p in block.parameters())
     spent = 0.0
     for shape, count in shapes.items():
         short, long = sorted(shape)
         x = draw(math.ceil(count / machine.world_size), short, long)
         gram = x @ x.mT
         for product in (lambda x=x: x @ x.mT, lambda g=gram: g @ g, lambda g=gram, x=x: g @ x):
-            spent += NEWTON_SCHULZ_STEPS * seconds(product)
-    shapes[tuple(model.head_weight.shape)] += 1
+            spent += len(POLAR_EXPRESS) * seconds(product)
+    shapes[tuple(model.head.weight.shape)] += 1
     for (N, K), count in shapes.items():
         m = M if N != cfg.vocab_size else min(M, TIMED_HEAD_TOKENS)
         x, weight, slope = draw(m, K), draw(N, K), draw(m, N)

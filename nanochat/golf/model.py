@@ -1,9 +1,9 @@
 """
-Architecture options for parameter golf, as subclasses of GPT.
+Architecture options for parameter golf, as a subclass of GPT.
 
     checkpoint values -> read_config -> GolfConfig -> new_model -> GolfGPT
 
-Both functions handle every model: plain, recursive, golf, or recursive golf.
+Both functions also handle plain and recursive models, so that each of them can be exported.
 """
 
 import math
@@ -16,8 +16,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanochat.attention import Rope, rotate
-from nanochat.gpt import GPT, Attention, GPTConfig, config_from, norm
+from nanochat.attention import CacheView, Rope, attend, rotary, rotate
+from nanochat.gpt import GPT, Attention, GPTConfig, Shared, norm
 from nanochat.recursion.model import RecursiveConfig, RecursiveGPT
 
 TIED_STD = 0.005  # of an embedding tied to the LM head
@@ -39,8 +39,6 @@ class GolfOptions:
     """Initialization of block matrices; entries have standard deviation fan_in^-0.5."""
     projection_init: Literal["zero", "scaled"] = "zero"
     """Initialization of output projections: zero, or that of --init divided by sqrt(2 n_layer)."""
-    norm_eps: float | None = None
-    """Epsilon of RMS norm. Default: that of torch, 1.2e-7."""
 
 
 @dataclass(frozen=True)
@@ -56,13 +54,6 @@ class GolfConfig(GolfOptions, GPTConfig):
             raise ValueError(f"xsa_last_n must be 0 to {self.n_layer}, got {self.xsa_last_n}")
         if self.qk_gain_init is not None and not 0 < self.qk_gain_init < math.inf:
             raise ValueError(f"qk_gain_init must be positive, got {self.qk_gain_init}")
-        if self.norm_eps is not None and not 0 < self.norm_eps < math.inf:
-            raise ValueError(f"norm_eps must be positive, got {self.norm_eps}")
-
-
-@dataclass(frozen=True)
-class RecursiveGolfConfig(RecursiveConfig, GolfConfig):
-    """A recursive shape with golf options."""
 
 
 def exclude_self(y: Tensor, v: Tensor) -> Tensor:
@@ -76,100 +67,130 @@ def exclude_self(y: Tensor, v: Tensor) -> Tensor:
     return (grouped - (grouped * n).sum(-1, keepdim=True) * n).flatten(2, 3)
 
 
-def rotate_first(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`rotate` the first R = 2 * num_angles channels of x (B, T, heads, D)."""
-    R = 2 * cos.size(-1)
-    return torch.cat((rotate(x[..., :R], cos, sin), x[..., R:]), dim=-1)
-
-
 class GolfAttention(Attention):
-    """Attention with golf options."""
+    """Attention with a learned gain per query head, and exclusive self-attention."""
 
     def __init__(self, cfg: GolfConfig, layer: int):
         super().__init__(cfg, layer)
-        self.norm_eps = cfg.norm_eps
         self.exclusive = layer >= cfg.n_layer - cfg.xsa_last_n
-        self.gain = None
-        if cfg.qk_gain_init is not None:
-            self.gain = nn.Parameter(torch.ones(cfg.n_head))
+        if cfg.qk_gain_init is not None:  # instead of the fixed gain
             self.scale = cfg.head_dim**-0.5
 
-    def normalize(self, q: Tensor, k: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
-        q, k = (rotate_first(norm(x, self.norm_eps), *rope) for x in (q, k))
-        return q if self.gain is None else q * self.gain.to(q.dtype)[:, None], k
+    def forward(
+        self,
+        x: Tensor,
+        rope: Rope,
+        value_embed: Tensor | None,
+        gain: Tensor | None,
+        mask: Any = None,
+        cache: Any = None,
+    ) -> Tensor:
+        """As in Attention; the queries are multiplied by `gain` (H,)."""
+        B, T, _ = x.shape
+        H, G, D = self.shape
+        if self.qkv_weight is None:
+            q, k, v = self.q(x), self.k(x), self.v(x)
+        else:
+            q, k, v = F.linear(x, self.qkv_weight).split((H * D, G * D, G * D), dim=-1)
+        q, k, v = q.view(B, T, H, D), k.view(B, T, G, D), v.view(B, T, G, D)
+        if self.gate is not None and value_embed is not None:
+            gate = 3 * torch.sigmoid(self.gate(x[..., : self.gate.in_features]))  # (B, T, G)
+            v = v + gate[..., None] * value_embed.view(B, T, G, D)
+        q, k = rotate(norm(q), *rope), rotate(norm(k), *rope)
+        if gain is not None:
+            q = q * gain.to(q.dtype)[:, None]
+        y = attend(q, k, v, self.window, self.scale, self.backend, mask, cache)  # (B, T, H, D)
+        return self.out((exclude_self(y, v) if self.exclusive else y).flatten(2))  # (B, T, C)
 
-    def project(self, y: Tensor, v: Tensor) -> Tensor:
-        return super().project(exclude_self(y, v) if self.exclusive else y, v)
+
+class TiedHead(nn.Module):
+    """LM head with the weights of the token embedding, which it does not own."""
+
+    fp8 = False
+
+    def __init__(self, embed: nn.Module):
+        super().__init__()
+        self.tied = [embed]  # in a list, the embedding is no submodule, and so is saved only once
+
+    @property
+    def weight(self) -> Any:
+        """The weights of the token embedding, (V, C)."""
+        return self.tied[0].weight
 
 
 class GolfGPT(GPT):
     """GPT with golf options."""
 
     cfg: GolfConfig
-    attention_class = GolfAttention
 
     def __init__(self, cfg: GolfConfig, dtype: torch.dtype = torch.float32):
         super().__init__(cfg, dtype)
-        self.rotary_dims, self.norm_eps = cfg.rope_dims or cfg.head_dim, cfg.norm_eps
+        for layer, block in enumerate(self.blocks):
+            block.attention = GolfAttention(cfg, layer)
         if cfg.tie_embeddings:
-            self.head = None  # type: ignore[assignment]
-        if cfg.projection_init == "scaled":
-            self.output_scale = (2 * cfg.n_layer) ** -0.5
+            head: Any = TiedHead(self.embed)
+            self.head = head
+        if cfg.qk_gain_init is not None:  # of all layers and heads; a vector is not quantized
+            self.gains = nn.Parameter(torch.ones(cfg.n_layer * cfg.n_head))
 
-    @property
-    def head_weight(self) -> Tensor:
-        return self.embed.weight if self.head is None else self.head.weight
-
+    @torch.no_grad()
     def init_weights(self, generator: torch.Generator | None = None) -> None:
-        super().init_weights(generator)
-        if self.cfg.qk_gain_init is not None:
-            for block in self.blocks:
-                nn.init.constant_(block.get_parameter("attention.gain"), self.cfg.qk_gain_init)
-
-    def init_embeddings(self, generator: torch.Generator | None) -> None:
         """As in GPT, but a tied embedding starts small, for nearly uniform predictions."""
-        if self.head is not None:
-            return super().init_embeddings(generator)
-        nn.init.normal_(self.embed.weight, std=TIED_STD, generator=generator)
+        super().init_weights(generator)
+        cfg = self.cfg
+        if cfg.tie_embeddings:
+            nn.init.normal_(self.embed.weight, std=TIED_STD, generator=generator)
+        if cfg.qk_gain_init is not None:
+            self.gains.fill_(cfg.qk_gain_init)
+        for attention, mlp in ((block.attention, block.mlp) for block in self.blocks):
+            scales = dict.fromkeys((attention.q, attention.k, attention.v), 1.0)
+            scales[mlp.up] = 0.4 if cfg.residual_scalars else 1.0
+            if cfg.projection_init == "scaled":
+                scales |= dict.fromkeys((attention.out, mlp.down), math.sqrt(0.5 / cfg.n_layer))
+            for layer, scale in scales.items():
+                M, N = layer.weight.shape
+                if cfg.init == "orthogonal":  # orthonormal entries have a std of max(M, N)^-0.5
+                    gain = scale * math.sqrt(max(1.0, M / N))
+                    nn.init.orthogonal_(layer.weight, gain=gain, generator=generator)
+                else:
+                    bound = scale * math.sqrt(3 / N)  # of a uniform variable with std N^-0.5
+                    nn.init.uniform_(layer.weight, -bound, bound, generator=generator)
 
-    def draw(self, weight: Tensor, scale: float, generator: torch.Generator | None) -> None:
-        if self.cfg.init == "uniform" or scale == 0:
-            return super().draw(weight, scale, generator)
-        M, N = weight.shape  # orthonormal entries have std max(M, N)^-0.5
-        gain = scale * max(1.0, M / N) ** 0.5
-        nn.init.orthogonal_(weight, gain=gain, generator=generator)
+    def prepare(
+        self, tokens: Tensor, cache: CacheView | None = None, segments: Tensor | None = None
+    ) -> Shared:
+        """As in GPT; with partial RoPE, the remaining channel pairs are rotated by 0."""
+        cfg, shared = self.cfg, super().prepare(tokens, cache, segments)
+        if cfg.rope_dims is None:
+            return shared
+        T, device = tokens.size(1), tokens.device
+        positions = torch.arange(T, device=device) if cache is None else cache.positions
+        cos, sin = rotary(positions, cfg.rope_dims, cfg.rope_theta, self.dtype)
+        rest = (0, (cfg.head_dim - cfg.rope_dims) // 2)
+        return shared._replace(rope=(F.pad(cos, rest, value=1.0), F.pad(sin, rest)))
 
-    def param_roles(self) -> dict[str, str]:
-        roles = super().param_roles()
-        if self.head is None:
-            roles["embed.weight"] = "tied"
-        return {name: "gain" if name.endswith(".gain") else r for name, r in roles.items()}
+    def run_layer(self, layer: int, x: Tensor, x0: Tensor, shared: Shared) -> Tensor:
+        """As in GPT, with the gains of the layer."""
+        block, scalars, gain = self.blocks[layer], None, None
+        if self.cfg.residual_scalars:
+            scalars = torch.stack((self.residual[layer], self.skip[layer]))
+        if self.cfg.qk_gain_init is not None:
+            gain = self.gains.view(self.cfg.n_layer, -1)[layer]  # (H,)
+        args = (x, x0, scalars, shared.rope, shared.value_embeds[layer], gain, shared.masks[layer])
+        if shared.cache is None:
+            return block(*args)
+        return block.forward(*args, (shared.cache, layer))
 
 
-class RecursiveGolfGPT(RecursiveGPT, GolfGPT):
-    """A recursive GPT with golf options."""
-
-    cfg: RecursiveGolfConfig  # type: ignore[assignment]
-
-
-MODELS = {
-    GPTConfig: GPT,
-    RecursiveConfig: RecursiveGPT,
-    GolfConfig: GolfGPT,
-    RecursiveGolfConfig: RecursiveGolfGPT,
-}
-OPTIONS = {f.name: f.default for f in fields(GolfOptions)}
+MODELS = {GPTConfig: GPT, RecursiveConfig: RecursiveGPT, GolfConfig: GolfGPT}
 
 
 def read_config(values: Mapping[str, Any]) -> GPTConfig:
-    """
-    Rebuild a configuration from its `asdict` values, even those of old commits. The result is a
-    GolfConfig only if a golf option differs from its default.
-    """
-    chosen = {k: v for k, v in values.items() if k not in OPTIONS or v != OPTIONS[k]}
-    if OPTIONS.keys() & chosen.keys():
-        return config_from(RecursiveGolfConfig if "n_loops" in values else GolfConfig, chosen)
-    return config_from(RecursiveConfig if "n_loops" in values else GPTConfig, chosen)
+    """Rebuild the configuration of a plain, recursive or golf model from its `asdict`."""
+    if "n_loops" in values:
+        return RecursiveConfig(**values)
+    is_golf = any(option.name in values for option in fields(GolfOptions))
+    return (GolfConfig if is_golf else GPTConfig)(**values)
 
 
 def new_model(cfg: GPTConfig, dtype: torch.dtype = torch.float32) -> GPT:

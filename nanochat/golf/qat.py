@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from nanochat.golf.quantize import QuantConfig, quantize_dequantize
-from nanochat.optim import Guard, MuonAdamW, ParamGroup, gather
+from nanochat.optim import MuonAdamW, gather
 from nanochat.train import Callback
 
 
@@ -51,27 +51,37 @@ class LateQuantization(Callback):
 
 
 class AveragingMuonAdamW(MuonAdamW):
-    """MuonAdamW with an exponential moving average of the weights."""
+    """
+    MuonAdamW with an exponential moving average of the weights (`ema_decay`, 0 = none), and
+    optionally `decoupled` instead of cautious weight decay of the matrices: it neither depends on
+    the update nor fades.
+    """
 
-    def __init__(self, *args: Any, ema_decay: float):
+    def __init__(self, *args: Any, ema_decay: float = 0.0, decoupled: bool = False):
         super().__init__(*args)
         self.ema_decay = ema_decay
-        for group in self.groups:
-            group.state["average"] = group.weight().clone()
+        for group in self.param_groups:
+            if decoupled and group["kind"] == "muon":
+                group |= {"decoupled_decay": group["weight_decay"], "weight_decay": 0.0}
+            if ema_decay:
+                weight = self.local_shard(group, group["params"])
+                self.state[group["params"][0]]["average"] = weight.clone()
 
-    def update(self, group: ParamGroup, weight: Tensor, guard: Guard, *settings: float) -> None:
-        super().update(group, weight, guard, *settings)
-        step = self.steps_taken  # lower decay at first, to forget the initial weights
-        decay = min(self.ema_decay, (1 + step) / (10 + step))
-        group.state["average"].lerp_(weight, (1 - decay) * guard.good)
+    def update(self, group: dict[str, Any], weight: Tensor, grad: Tensor) -> None:
+        if decay := group.get("decoupled_decay"):
+            weight.mul_(1 - group["lr"] * decay)
+        super().update(group, weight, grad)
+        if self.ema_decay:
+            step = self.steps_taken  # lower decay at first, to forget the initial weights
+            decay = min(self.ema_decay, (1 + step) / (10 + step))
+            self.state[group["params"][0]]["average"].lerp_(weight, 1 - decay)
 
     @torch.no_grad()
     def take_average(self) -> bool:
-        for group in self.groups:
-            average = group.state["average"]
-            if group.sharded:
-                with self.machine.waiting("all-gather of averaged weights"):
-                    average = gather(average, self.machine)
-                    self.machine.synchronize()
-            group.assign(average)
-        return True
+        """Replace the weights with their average, if any. Returns whether there is one."""
+        for group in self.param_groups if self.ema_decay else ():
+            average = self.state[group["params"][0]]["average"]
+            whole = gather(average, self.machine) if group["sharded"] else average
+            for param, x in zip(group["params"], self.unstack(group, whole), strict=True):
+                param.copy_(x)
+        return self.ema_decay > 0

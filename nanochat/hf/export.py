@@ -80,16 +80,12 @@ NATIVE_LOADS = """\
 REMOTE_LOADS = """\
 - transformers 5: yes, with the code in this folder (`trust_remote_code=True`). Beam search, static
   caches, gradient checkpointing, packed sequences (`position_ids`), adapters and a resized
-  vocabulary are supported. `output_attentions` is not supported.
-  {embeds}
+  vocabulary are supported. `output_attentions` is not supported. A model with value embeddings
+  needs `input_ids` together with `inputs_embeds`.
 - vLLM: not tested; it lacks this architecture, and this code does not use vLLM's attention.
 - llama.cpp: no. The gguf package (0.19.0) has no matching architecture.
 - A model trained with `--arch=classic` needs no remote code.
 """
-EMBEDS_NEED_IDS = """\
-The model also needs token ids for value embeddings, a hash-bigram embedding or previous-token
-  keys, so pass `inputs_embeds` together with `input_ids`."""
-EMBEDS_ALONE = "`inputs_embeds` can replace `input_ids`."
 
 # ------------------------------------------------------------------------------------------------
 # Writing
@@ -126,11 +122,10 @@ def write_hf(
     write_tokenizer(folder, tokenizer, model.cfg.max_seq_len)
     if not native:
         ours = re.compile(r"^from nanochat\.([\w.]+)", re.MULTILINE)
-        for name in (MODELING, *list_imported_modules("golf.model")):
+        for name in list_imported_modules(MODELING):
             # The exported folder is flat
             text = ours.sub(lambda found: f"from .{flat_module_name(found[1])}", read_source(name))
             write_atomic(folder / f"{flat_module_name(name)}.py", text)
-    embeds = EMBEDS_NEED_IDS if model.looks_up_ids else EMBEDS_ALONE
     card = CARD.format(
         params=model.num_params(),
         layers=model.cfg.n_layer,
@@ -138,7 +133,7 @@ def write_hf(
         context=model.cfg.max_seq_len,
         remote="" if native else ", trust_remote_code=True",
         bos=BOS,
-        loads=(NATIVE_LOADS if native else REMOTE_LOADS.format(embeds=embeds)).rstrip(),
+        loads=(NATIVE_LOADS if native else REMOTE_LOADS).rstrip(),
     )
     write_atomic(folder / "README.md", card)
 

@@ -145,13 +145,13 @@ class DPOObjective:
         Its gradient is that of the cross-entropy of each answer weighted by the derivative of the
         pair's loss, so the logits are never materialized and the body runs once.
         """
-        hidden, head = self.model.hidden(tokens), self.model.head_weight
-        kernels = self.model.loss_kernels
-        nats = token_losses(hidden.detach(), head, targets, kernels)
+        hidden, head = self.model.hidden(tokens), self.model.head.weight
+        compiled = self.model.compiled
+        nats = token_losses(hidden.detach(), head, targets, compiled)
         margins = pair_margins(self.rewards(nats, tokens, targets))
         slopes = self.beta * torch.sigmoid(-margins)
         weights = torch.stack((slopes, -slopes), dim=1).view(-1, 1).expand_as(targets)
-        surrogate, _ = chunked_cross_entropy(hidden, head, targets, weights, kernels)
+        surrogate, _ = chunked_cross_entropy(hidden, head, targets, weights, compiled)
         return -F.logsigmoid(margins).sum() + (surrogate - surrogate.detach())
 
     def token_losses(self, tokens: Tensor, targets: Tensor) -> Tensor:

@@ -17,14 +17,14 @@ arXiv:2306.01708; DARE, Yu et al., arXiv:2311.03099.
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from nanochat.eval_bpb import Batch
-from nanochat.loss import IGNORE, Trainable
+from nanochat.loss import IGNORE
 from nanochat.stats import NOISE, Comparison, compare
 
 Tensors = Mapping[str, Tensor]
@@ -58,7 +58,7 @@ class RowBits:
 
 @torch.no_grad()
 def bits_by_row(
-    model: Trainable, batches: Iterable[Batch], token_bytes: np.ndarray, device: torch.device
+    model: Any, batches: Iterable[Batch], token_bytes: np.ndarray, device: torch.device
 ) -> RowBits:
     """Score each row of the batches of this process; skip rows without target bytes."""
     sizes = torch.from_numpy(token_bytes.astype(np.int64)).to(device)

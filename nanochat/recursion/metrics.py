@@ -6,22 +6,31 @@ Metrics of a recursive model by loop: loss, bits per byte, state and gradient no
 """
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import torch
 
 from nanochat.dataloader import Rows
 from nanochat.eval_bpb import Batch, Bpb, bits_per_byte, pool
 from nanochat.evaluators import ValidationLoss
-from nanochat.gpt import config_from
-from nanochat.optim import MuonAdamW, grad_entries
+from nanochat.optim import MuonAdamW
 from nanochat.recursion.model import RecursiveConfig, RecursiveGPT
 from nanochat.train import Callback, ShouldStop
 
-# Used by checkpoint.MODEL_MODULES, together with `callbacks`
-new_model, read_config = RecursiveGPT, partial(config_from, RecursiveConfig)
+new_model = RecursiveGPT  # used by checkpoint.MODEL_MODULES, as the next two functions
+
+
+def read_config(values: Mapping[str, Any]) -> RecursiveConfig:
+    """Rebuild the configuration of a recursive model from its `asdict`."""
+    return RecursiveConfig(**values)
+
+
+def callbacks(model: RecursiveGPT, optimizer: MuonAdamW, seed: int) -> list[Callback]:
+    """Callbacks required to train a recursive model."""
+    return [LoopMetrics(model, optimizer, seed)]
 
 
 class LoopMetrics(Callback):
@@ -54,11 +63,6 @@ class LoopValidation(ValidationLoss):
         return {**metrics, **loop_metrics(by_loop), **state_metrics(self.model, batches)}
 
 
-def callbacks(model: RecursiveGPT, optimizer: MuonAdamW, seed: int) -> list[Callback]:
-    """Callbacks required to train a recursive model."""
-    return [LoopMetrics(model, optimizer, seed)]
-
-
 def step_metrics(model: RecursiveGPT, optimizer: MuonAdamW, scale: float) -> dict[str, float]:
     """
     Return the loss of each supervised loop and the total loss, in nats per token over all ranks,
@@ -79,16 +83,17 @@ def step_metrics(model: RecursiveGPT, optimizer: MuonAdamW, scale: float) -> dic
 @torch.no_grad()
 def gradient_norms(cfg: RecursiveConfig, optimizer: MuonAdamW) -> dict[str, float]:
     """Norms of the reduced gradients by model part, {"grad_norm_core": ...}."""
-    machine = optimizer.machine
-    parts = {name: f"grad_norm_{part_of(name, cfg)}" for g in optimizer.groups for name in g.names}
+    machine, groups = optimizer.machine, optimizer.param_groups
+    names = [name for group in groups for name in group["param_names"]]
+    parts = {name: f"grad_norm_{part_of(name, cfg)}" for name in names}
     squares = dict.fromkeys(sorted(set(parts.values())), 0.0)
-    for group in optimizer.groups:
-        assert group.grad is not None, "call reduce_gradients first"
-        rows = group.grad.flatten(1) if group.stacked else grad_entries(group.grad).flatten()[None]
-        first = machine.rank * len(rows) if group.sharded and group.stacked else 0
-        mine = group.sharded or machine.is_main  # replicated gradients count once
+    for group, grad in zip(groups, optimizer.gradients, strict=True):
+        stacked, sharded = group["kind"] == "muon", group["sharded"]
+        rows = grad.flatten(1) if stacked else grad.flatten()[None]
+        first = machine.rank * len(rows) if sharded and stacked else 0
+        mine = sharded or machine.is_main  # replicated gradients count once
         sums = rows.square().sum(1).tolist()
-        for name, square in zip(group.names[first:], sums, strict=False):
+        for name, square in zip(group["param_names"][first:], sums, strict=False):
             squares[parts[name]] += square * mine
     summed = machine.sum(*squares.values())
     return {part: total**0.5 for part, total in zip(squares, summed, strict=True)}
@@ -96,10 +101,12 @@ def gradient_norms(cfg: RecursiveConfig, optimizer: MuonAdamW) -> dict[str, floa
 
 def part_of(name: str, cfg: RecursiveConfig) -> str:
     """Return the part of a parameter: prelude, core, coda, inject or outside."""
-    first, _, rest = name.partition(".")
+    first, *rest = name.split(".")
     if first != "blocks":
-        return "inject" if first == "inject" else "outside"
-    layer = int(rest.split(".")[0])
+        return "outside"
+    if "inject" in rest:
+        return "inject"
+    layer = int(rest[0])
     return "prelude" if layer in cfg.prelude else "core" if layer in cfg.core else "coda"
 
 

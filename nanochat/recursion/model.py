@@ -4,20 +4,22 @@ Recursive GPT: some of the layers form a core that is applied several times.
     tokens -> prelude -> e;  n_loops x [inject(e, state) -> core -> state];  state -> coda -> logits
 
 Training can supervise every loop through coda and LM head (deep supervision); generation and the
-value of `loss` use the last loop. Sources: Tiny Recursive Model arXiv:2510.04871, which refines
-answers to grid puzzles; depth recurrence in language models arXiv:2502.05171.
+value of `loss` use the last loop. Backout subtracts the output of the prelude. Sources: Tiny
+Recursive Model arXiv:2510.04871, which refines answers to grid puzzles; depth recurrence in
+language models arXiv:2502.05171.
 """
 
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanochat.gpt import GPT, ForwardContext, GPTConfig, Linear, norm
+from nanochat.attention import CacheView, KVCache
+from nanochat.gpt import GPT, GPTConfig, Linear, Shared, norm
 from nanochat.loss import IGNORE, chunked_cross_entropy, token_losses
 
 Supervise = Literal["last", "sampled", "full", "undetached"]
@@ -79,8 +81,9 @@ class RecursiveConfig(GPTConfig):
         return range(self.n_prelude + self.n_core, self.n_layer)
 
     @property
-    def order(self) -> tuple[int, ...]:
-        return (*self.prelude, *self.n_loops * tuple(self.core), *self.coda)
+    def n_passes(self) -> int:
+        """Number of layers applied to a token, repeats included."""
+        return self.n_layer + (self.n_loops - 1) * self.n_core
 
     def shares(self, loops: Sequence[int]) -> dict[int, float]:
         """Weights of the supervised loops, numbered from 1."""
@@ -101,6 +104,16 @@ class RecursiveConfig(GPTConfig):
         return sum(map(self.sampled_chance, range(loop, cut + 1)))
 
 
+class Inputs(NamedTuple):
+    """What the loops and the coda of one forward pass share."""
+
+    x0: Tensor
+    """Embedded tokens (B, T, C)."""
+    e: Tensor
+    """Output of the prelude (B, T, C)."""
+    shared: Shared
+
+
 class RecursiveGPT(GPT):
     """
     GPT whose core is applied `n_loops` times.
@@ -113,14 +126,21 @@ class RecursiveGPT(GPT):
 
     def __init__(self, cfg: RecursiveConfig, dtype: torch.dtype = torch.float32):
         super().__init__(cfg, dtype)
-        self.inject = Linear(2 * cfg.d_model, cfg.d_model)
+        first: Any = self.blocks[cfg.n_prelude]  # so it is trained and counted like its matrices
+        first.inject = Linear(2 * cfg.d_model, cfg.d_model)
         self.begin_step(0, 0)
 
+    @property
+    def inject(self) -> Linear:
+        """The layer that combines prelude output and state, part of the first core layer."""
+        first: Any = self.blocks[self.cfg.n_prelude]
+        return first.inject
+
+    @torch.no_grad()
     def init_weights(self, generator: torch.Generator | None = None) -> None:
         super().init_weights(generator)
-        with torch.no_grad():
-            self.inject.weight.zero_()
-            self.inject.weight[:, : self.cfg.d_model].fill_diagonal_(1.0)
+        self.inject.weight.zero_()
+        self.inject.weight[:, : self.cfg.d_model].fill_diagonal_(1.0)
 
     def begin_step(self, step: int, seed: int) -> None:
         """Choose the supervised loops of this step and reset the sums recorded by `loss`."""
@@ -136,45 +156,81 @@ class RecursiveGPT(GPT):
 
     # ---- counts ------------------------------------------------------------------------------
 
-    def num_used_params(self) -> int:
-        return super().num_used_params() + self.cfg.n_loops * self.inject.weight.numel()
+    def num_matmul_params(self) -> int:
+        """As in GPT; the core counts once per loop."""
+        again = (self.cfg.n_loops - 1) * sum(map(self.layer_params, self.cfg.core))
+        return super().num_matmul_params() + again
 
     def flops_per_token(self) -> float:
         """
         Expected training FLOPs per token over the sampled loops. A core pass without backward
         costs a third.
         """
-        cfg = self.cfg
+        cfg, head = self.cfg, 6 * self.head.weight.numel()
         loops = range(1, cfg.n_loops + 1)
-        once = sum(map(self.layer_flops, cfg.core)) + 6 * self.inject.weight.numel()
-        readout = sum(map(self.layer_flops, cfg.coda)) + 6 * self.head_weight.numel()
+        once = sum(map(self.layer_flops, cfg.core))
+        readout = sum(map(self.layer_flops, cfg.coda)) + head
         looped = once * sum((1 + 2 * cfg.learning_chance(k)) / 3 for k in loops)
         read = readout * sum(map(cfg.sampled_chance, loops))
         if cfg.supervise == "undetached" and cfg.improvement_bonus:
-            read += 6 * self.head_weight.numel() * (cfg.n_loops - 1)
+            read += head * (cfg.n_loops - 1)
         return sum(map(self.layer_flops, cfg.prelude)) + looped + read
 
     # ---- computation -------------------------------------------------------------------------
 
-    def states(self, ctx: ForwardContext, loops: int) -> Iterator[Tensor]:
+    def hidden(
+        self, tokens: Tensor, cache: CacheView | None = None, segments: Tensor | None = None
+    ) -> Tensor:
+        inputs = self.begin(tokens, cache, segments)
+        *_, last = self.states(inputs, self.cfg.n_loops)
+        return self.read_out(inputs, last, self.cfg.n_loops)
+
+    def begin(
+        self, tokens: Tensor, cache: CacheView | None = None, segments: Tensor | None = None
+    ) -> Inputs:
+        """Embed the tokens and run the prelude. Arguments as in `hidden`."""
+        x0 = self.smear_embeddings(norm(self.embed(tokens).to(self.dtype)), cache, segments)
+        shared = self.prepare(tokens, cache, segments)
+        return Inputs(x0, self.run_layers(self.cfg.prelude, x0, x0, shared, 0), shared)
+
+    def states(self, inputs: Inputs, loops: int) -> Iterator[Tensor]:
         """Yield the state (B, T, C) after each loop; `loops` may differ from n_loops."""
-        cfg = self.cfg
-        e = state = self.run_layers(ctx, ctx.x0, cfg.prelude)
+        cfg, (x0, e, shared) = self.cfg, inputs
+        state = e
         for k in range(loops):
             if cfg.bptt_loops and 0 < k == cfg.n_loops - cfg.bptt_loops:
                 state = state.detach()
-            x = self.inject(torch.cat((e, norm(state, self.norm_eps)), dim=-1))
-            state = self.run_layers(ctx, x, cfg.core, cfg.n_prelude + k * cfg.n_core)
+            x = self.inject(torch.cat((e, norm(state)), dim=-1))
+            state = self.run_layers(cfg.core, x, x0, shared, cfg.n_prelude + k * cfg.n_core)
             yield state
 
-    def read_out(self, ctx: ForwardContext, state: Tensor, loops: int) -> Tensor:
+    def read_out(self, inputs: Inputs, state: Tensor, loops: int) -> Tensor:
         """Apply the coda to a state after `loops` loops; returns normalized (B, T, C)."""
-        first = self.cfg.n_prelude + loops * self.cfg.n_core
-        return norm(self.run_layers(ctx, state, self.cfg.coda, first), self.norm_eps)
+        cfg, (x0, e, shared) = self.cfg, inputs
+        x = self.run_layers(cfg.coda, state, x0, shared, cfg.n_prelude + loops * cfg.n_core)
+        return self.finish(x, e)
 
-    def final_state(self, ctx: ForwardContext) -> Tensor:
-        *_, last = self.states(ctx, self.cfg.n_loops)
-        return self.read_out(ctx, last, self.cfg.n_loops)
+    def run_layers(
+        self, layers: range, x: Tensor, x0: Tensor, shared: Shared, cache_layer: int
+    ) -> Tensor:
+        """Apply layers to x (B, T, C); the first of them uses layer `cache_layer` of the cache."""
+        for stored, layer in enumerate(layers, cache_layer):
+            block, scalars = self.blocks[layer], None
+            if self.cfg.residual_scalars:
+                scalars = torch.stack((self.residual[layer], self.skip[layer]))
+            args = (x, x0, scalars, shared.rope, shared.value_embeds[layer], shared.masks[layer])
+            if shared.cache is None:
+                x = block(*args)
+            else:
+                x = block.forward(*args, (shared.cache, stored))
+        return x
+
+    def new_cache(self, slots: int, capacity: int | None = None) -> KVCache:
+        """As in GPT, with one cache layer for each loop of a core layer."""
+        cache, more = super().new_cache(slots, capacity), self.cfg.n_passes - self.cfg.n_layer
+        for stored in (cache.keys, cache.values):
+            stored += [torch.zeros_like(stored[0]) for _ in range(more)]
+        return cache
 
     def loss(
         self,
@@ -189,7 +245,7 @@ class RecursiveGPT(GPT):
         """
         if weights is not None:
             return super().loss(tokens, targets, segments, weights)
-        cfg, ctx = self.cfg, self.prepare(tokens, None, segments)
+        cfg, inputs = self.cfg, self.begin(tokens, None, segments)
         counted = (targets != IGNORE).sum(1)  # (B,)
         objective = torch.zeros((), device=tokens.device)
         nats = paid = torch.zeros(len(tokens), device=tokens.device)
@@ -197,14 +253,14 @@ class RecursiveGPT(GPT):
 
         def cross_entropy(hidden: Tensor, each: Tensor | None) -> tuple[Tensor, Tensor]:
             spread = None if each is None else each[:, None].expand_as(targets)
-            head, kernels = self.head_weight, self.loss_kernels
-            return chunked_cross_entropy(hidden, head, targets, spread, kernels)
+            head, compiled = self.head, self.compiled
+            return chunked_cross_entropy(hidden, head.weight, targets, spread, compiled, head.fp8)
 
-        hidden = ctx.x0
-        for k, state in enumerate(self.states(ctx, cfg.n_loops), start=1):
+        hidden = inputs.x0
+        for k, state in enumerate(self.states(inputs, cfg.n_loops), start=1):
             if k not in shares:
                 continue
-            earlier, hidden = hidden, self.read_out(ctx, state, k)
+            earlier, hidden = hidden, self.read_out(inputs, state, k)
             before, extra = nats / counted.clamp(min=1), None
             if cfg.improvement_bonus and k > self.supervised[0]:
                 bonus = cfg.improvement_bonus / before.clamp(min=1e-6) / shares[k]
@@ -231,10 +287,10 @@ class RecursiveGPT(GPT):
     @torch.no_grad()
     def losses_by_loop(self, tokens: Tensor, targets: Tensor, loops: int) -> Tensor:
         """Return `token_losses` after each of `loops` loops: (loops, B, T) float32."""
-        ctx, found = self.prepare(tokens), []
-        for k, state in enumerate(self.states(ctx, loops), start=1):
-            hidden = self.read_out(ctx, state, k)
-            found.append(token_losses(hidden, self.head_weight, targets, self.loss_kernels))
+        inputs, found = self.begin(tokens), []
+        for k, state in enumerate(self.states(inputs, loops), start=1):
+            hidden = self.read_out(inputs, state, k)
+            found.append(token_losses(hidden, self.head.weight, targets, self.compiled))
         return torch.stack(found)
 
     @torch.no_grad()
@@ -243,7 +299,7 @@ class RecursiveGPT(GPT):
         Return the state RMS after each loop (loops,) and the state's mean cosine similarity to the
         previous state (loops - 1,).
         """
-        states = [s.float() for s in self.states(self.prepare(tokens), loops)]
+        states = [s.float() for s in self.states(self.begin(tokens), loops)]
         rms = torch.stack([s.square().mean().sqrt() for s in states])
         pairs = zip(states, states[1:], strict=False)
         cosines = [F.cosine_similarity(a, b, dim=-1).mean() for a, b in pairs]

@@ -13,11 +13,11 @@ from functools import partial
 from typing import Literal
 
 from nanochat.config import require_at_least, require_positive, start
-from nanochat.golf.model import GolfOptions, read_config
+from nanochat.golf.model import GolfConfig, GolfOptions
 from nanochat.golf.qat import AveragingMuonAdamW, LateQuantization
 from nanochat.golf.quantize import QuantConfig
 from nanochat.gpt import GPTConfig
-from nanochat.optim import TIED_LR, MuonAdamW, OptimConfig, Rule
+from nanochat.optim import OptimConfig, Rule
 from nanochat.recursion.presets import WidthConfig
 from nanochat.scaling import Horizon, batch_lr_factor, scaled_rules
 from scripts.base_train import BaseTrain, pretrain
@@ -29,11 +29,14 @@ class GolfShape(GolfOptions):
     """Number of key/value heads (GQA). Default: n_head (no GQA)."""
     mlp_ratio: float | None = None
     """MLP width relative to the model width. Default: 4."""
+    value_every: int | None = None
+    """Add a gated value embedding to every N-th layer, counting back from the last; 0 = none.
+    Default: 2; with --arch=classic, 0."""
 
-    def apply(self, plain: GPTConfig) -> GPTConfig:
-        """Return `plain` with these options; a GolfConfig if any of them is golf-only."""
+    def apply(self, plain: GPTConfig) -> GolfConfig:
+        """Return `plain` with these options."""
         given = {name: value for name, value in asdict(self).items() if value is not None}
-        return read_config({**asdict(plain), **given})
+        return GolfConfig(**{**asdict(plain), **given})
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ class GolfTrain(BaseTrain):
     qat_start: float = 1.0
     """Fraction of the run after which the forward pass uses weights quantized as in --quantize; 1 =
     never."""
-    tied_lr: float = TIED_LR
+    tied_lr: float = 0.05
     """Peak AdamW learning rate of tied embeddings (--tie_embeddings) at width 768; scaled by
     width^-0.5."""
     decay_rule: Literal["cautious", "decoupled"] = "cautious"
@@ -73,16 +76,17 @@ class GolfTrain(BaseTrain):
     def rules(self, optim: OptimConfig, horizon: Horizon, d_model: int) -> dict[str, Rule]:
         """Return `scaled_rules` with the golf settings applied."""
         found = scaled_rules(optim, horizon, d_model)
-        lr = self.tied_lr * (d_model / 768) ** -0.5 * batch_lr_factor(horizon.batch_tokens)
-        found["tied"] = replace(found["tied"], lr=lr)
-        if self.decay_rule == "decoupled":
-            matrix = found["matrix"]
+        found["gains"] = Rule("adamw", found["skip"].lr / 25)
+        if self.golf_shape.tie_embeddings:
+            lr = self.tied_lr * (d_model / 768) ** -0.5 * batch_lr_factor(horizon.batch_tokens)
+            found["embed"] = Rule("adamw", lr, weight_decay=0.01)
+        if self.decay_rule == "decoupled" and optim.weight_decay is None:
             # Cautious decay affects about half of the weights and fades to zero
-            decay = matrix.weight_decay / (4 if optim.weight_decay is None else 1)
-            found["matrix"] = replace(matrix, weight_decay=decay, cautious=False)
-        if self.adam_wd is not None:
-            others = {role: rule for role, rule in found.items() if rule.kind != "muon"}
-            found |= {r: replace(rule, weight_decay=self.adam_wd) for r, rule in others.items()}
+            blocks = found["blocks"]
+            found["blocks"] = replace(blocks, weight_decay=blocks.weight_decay / 4)
+        for name, rule in found.items():
+            if self.adam_wd is not None and rule.kind == "adamw":
+                found[name] = replace(rule, weight_decay=self.adam_wd)
         return found
 
 
@@ -96,17 +100,14 @@ def main(cfg: GolfTrain) -> None:
         "ema_decay": cfg.ema_decay or None,
         "late_quantization": {"start": cfg.qat_start, **asdict(cfg.quant)} if late else None,
     }
-    make_optimizer = MuonAdamW
-    if cfg.ema_decay:
-        make_optimizer = partial(AveragingMuonAdamW, ema_decay=cfg.ema_decay)
+    decoupled = cfg.decay_rule == "decoupled"
     pretrain(
         cfg,
         adapt=lambda plain: cfg.golf_shape.apply(cfg.width.apply(plain)),
         callbacks=lambda m: [LateQuantization(m, cfg.quant, cfg.qat_start)] if late else [],
         max_seconds=cfg.max_wallclock_seconds,
-        make_optimizer=make_optimizer,
+        make_optimizer=partial(AveragingMuonAdamW, ema_decay=cfg.ema_decay, decoupled=decoupled),
         identity={name: value for name, value in identity.items() if value is not None},
-        float32_weights=True,  # averaging and quantization read them
         rules=cfg.rules,
     )
 

@@ -139,7 +139,7 @@ def main(cfg: MergeScript) -> None:
     judge = MergeScorer(cfg, parents[0], machine)
     tensors = [parent.model_tensors() for parent in parents]
     origin = base.model_tensors() if base else None
-    matrices = {name for name, role in judge.model.param_roles().items() if role == "matrix"}
+    matrices = {name for name, _ in judge.model.named_parameters() if name.startswith("blocks.")}
     scores = [judge.score(each) for each in tensors]
     shares = cfg.merging.shares(len(parents))
     if cfg.greedy:

@@ -2,7 +2,7 @@
 Train models of several depths at several FLOP budgets and fit a scaling law to each variant.
 
     python -m scripts.lab.scaling_laws --hours=6                         # the default recipe
-    python -m scripts.lab.scaling_laws --name=bigrams --arms="default|--bigram_rows=0"  # compare
+    python -m scripts.lab.scaling_laws --name=windows --arms="default|--window_pattern=SL"
 
 No run repeats training text. Every run uses the recipe of its depth and number of tokens; an
 ablation arm ("arm") adds flags of base_train. Finished runs are kept: if a series is interrupted,

@@ -193,7 +193,7 @@ def config_of(scored: LoopScores) -> RecursiveConfig:
 def arm_of(seeds: Sequence[LoopScores]) -> LoopArm:
     """Return the arm of the given seeds, with the mean cost of a run."""
     model, states = seeds[0].model, [s.checkpoint.state for s in seeds]
-    cfg, passes = model.cfg, len(model.cfg.order)
+    cfg, passes = model.cfg, getattr(model.cfg, "n_passes", model.cfg.n_layer)
     if len({state["identity"]["seed"] for state in states}) < len(seeds):
         tags = ", ".join(s.tag for s in seeds)
         raise UsageError(f"{tags} have the same recipe but repeat a seed", "pass one tag per seed")
@@ -206,7 +206,7 @@ def arm_of(seeds: Sequence[LoopScores]) -> LoopArm:
         cfg.d_model,
         passes,
         model.num_params(),
-        model.num_used_params(),
+        model.num_matmul_params(),
         tokens,
         mean(state["progress"]["flops"] for state in states),
     )

@@ -75,7 +75,7 @@ def test_matmul_time_grows_with_the_model(monkeypatch):
         with FlopCounterMode(display=False) as counted:  # count FLOPs as seconds
             monkeypatch.setattr(train, "clock", lambda _, c=counted: c.get_total_flops())
             spent.append(matmul_seconds(model, 4, machine))
-        layers_and_head = 6 * 4 * 64 * model.num_used_params()
+        layers_and_head = 6 * 4 * 64 * model.num_matmul_params()
         assert spent[-1] > layers_and_head  # the rest: attention and optimizer
     assert spent[1] > 4 * spent[0]
 

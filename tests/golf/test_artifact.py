@@ -38,9 +38,9 @@ from nanochat.tokenizer import Tokenizer
 from scripts import export
 from scripts.golf import evaluate
 from tasks.world.corpus import documents
-from tests.conftest import RECURSIVE_CHANGES, lively, shaped
-from tests.test_gpt import GOLF
+from tests.conftest import GOLF_CHANGES, RECURSIVE_CHANGES, TINY, lively, shaped
 
+GOLF = shaped(TINY, **GOLF_CHANGES)
 MIXED = QuantConfig("embed.*=int8,*.mlp.up.*=int5,*.mlp.*=int6,*.q.*=fp16,*=int6")
 TEXTS = [text for _, text in zip(range(12), documents(0, 0, "val"), strict=False)]
 CPU = torch.device("cpu")
@@ -51,8 +51,8 @@ def tokenizer() -> Tokenizer:
     return Tokenizer.train(documents(0, 0, "train"), 300)
 
 
-def model_for(tokenizer, **changes):
-    cfg = shaped(GOLF, vocab_size=tokenizer.vocab_size, max_seq_len=32, **changes)
+def model_for(tokenizer, cfg=GOLF):
+    cfg = replace(cfg, vocab_size=tokenizer.vocab_size, max_seq_len=32)
     return lively(build_model(cfg, CPU, torch.float32, seed=0))
 
 
@@ -66,16 +66,17 @@ def test_packed_levels_roundtrip(bits, numbers):
 
 
 @pytest.mark.parametrize(
-    "container,compressor,changes",
+    "container,compressor,cfg",
     [
-        *((container, compressor, {}) for container in CONTAINERS for compressor in COMPRESSORS),
-        ("bytes", "zstd", RECURSIVE_CHANGES),
+        *((container, compressor, GOLF) for container in CONTAINERS for compressor in COMPRESSORS),
+        ("bytes", "zstd", shaped(TINY, **RECURSIVE_CHANGES)),
+        ("bytes", "zstd", TINY),
     ],
 )
 def test_artifact_restores_quantization_aware_weights(
-    container, compressor, changes, tokenizer, tmp_path, machine
+    container, compressor, cfg, tokenizer, tmp_path, machine
 ):
-    model = model_for(tokenizer, **changes)
+    model = model_for(tokenizer, cfg)
     stored = quantize_tensors(model.state_dict(), MIXED)
     written = choose_smallest(stored, model.cfg, tokenizer, {"seed": 7}, container, compressor)
     (tmp_path / "model.golf").write_bytes(written.data)

@@ -9,16 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
-from nanochat.checkpoint import build_model
 from nanochat.common import REPOSITORY, read_json
 from nanochat.dataset import DataConfig, open_source
-from nanochat.optim import MuonAdamW, OptimConfig
-from nanochat.scaling import Horizon
-from scripts.golf import base_train as golf
-from scripts.golf.base_train import GolfTrain
-from tests.conftest import TINY, lively
 from tests.hub_server import hub_served
 
 SECTION = "report/parameter-golf.json"
@@ -29,34 +22,6 @@ def run(words: list[str], base: Path, **extra: str) -> subprocess.CompletedProce
     return subprocess.run(
         words, cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=280
     )
-
-
-def test_weights_stay_float32_for_averaging_and_quantization(monkeypatch):
-    """Even if the architecture is the plain one."""
-    given = {}
-    monkeypatch.setattr(golf, "pretrain", lambda cfg, **more: given.update(more))
-    golf.main(GolfTrain(ema_decay=0.9, qat_start=0.5))
-    assert given["float32_weights"]
-
-
-def test_adam_wd_decays_all_but_matrices_without_gradient(machine):
-    model = lively(build_model(TINY, machine.device, machine.dtype, seed=0))
-    plain, rules = (
-        GolfTrain(adam_wd=decay).rules(OptimConfig(weight_decay=0), Horizon(100, 4096), 32)
-        for decay in (None, 0.04)
-    )
-    assert plain["embedding"].weight_decay == 0.001 and rules["bigram"].weight_decay == 0.04
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    optimizer = MuonAdamW(model, rules, machine)
-    for p in model.parameters():
-        p.grad = torch.zeros_like(p)
-    optimizer.reduce_gradients()
-    optimizer.step(0.5)
-    for name, role in model.param_roles().items():
-        kept = 1 if role == "matrix" else 1 - 0.5 * rules[role].lr * 0.04
-        after = model.get_parameter(name).detach()
-        torch.testing.assert_close(after, before[name] * kept, rtol=1e-6, atol=0)
-        assert torch.equal(after, before[name]) == (role == "matrix"), name
 
 
 @pytest.mark.timeout(400)

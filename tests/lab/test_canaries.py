@@ -83,7 +83,7 @@ def test_suite_measures_text_conversations_and_answers(model):
     assert found["uniform_bpb"] == pytest.approx(math.log2(265), rel=0.02)  # one byte per token
     assert 0 < found["text_bpb"] < 2 * found["uniform_bpb"]
     assert found["train_chat_loss"] == pytest.approx(math.log(265), rel=0.3)
-    assert found["no_end"] > 0.5 and found["unparsable"] > 0.5 and found["length"] > 3
+    assert found["no_end"] > 0.25 and found["unparsable"] > 0.5 and found["length"] > 3
     assert suite.measure(model) == suite.measure(model)
 
 

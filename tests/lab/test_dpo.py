@@ -25,8 +25,9 @@ from nanochat.lab.dpo import (
 )
 from nanochat.logger import read_metrics
 from nanochat.loss import IGNORE
-from nanochat.optim import MuonAdamW, OptimConfig, ScheduleConfig, make_rules
+from nanochat.optim import MuonAdamW, OptimConfig, ScheduleConfig
 from nanochat.rl import RolloutConfig
+from nanochat.scaling import make_rules
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import TrainConfig, TrainingRun, run_loop
 from scripts.chat_dpo import ChatDPO

@@ -89,13 +89,13 @@ def test_fitted_coefficients_are_never_negative():
 
 
 def test_figure_names_budgets_arms_and_projected_depths():
-    arms = {"default": planted(noise=0.002), "--bigram_rows=0": planted(noise=0.002, seed=1)}
+    arms = {"default": planted(noise=0.002), "--matrix_lr=0.01": planted(noise=0.002, seed=1)}
     minima = {arm: fit_minima(points) for arm, points in arms.items()}
     law = fit_law(arms["default"])
     ahead = Projection("default", 12, 1e18, law.loss(1e8, 1.6e9), 3.0)
     image = scaling_figure(arms, minima, [ahead]).decode()
     drawn = [text.strip() for text in re.findall("<!--(.*?)-->", image)]
-    for text in ("3e+13", "1e+15", "- -bigram_rows=0", "d12", "1e+18"):
+    for text in ("3e+13", "1e+15", "- -matrix_lr=0.01", "d12", "1e+18"):
         assert text in drawn, text
     assert "Lowest validation bpb; projections with 95% intervals" in drawn
 
@@ -126,7 +126,7 @@ CFG = ScalingLaws(flags="--max_seq_len=64", depths=(1, 2, 3, 4), depths_per_budg
 
 
 def test_no_planned_run_repeats_text(machine):
-    arms, budgets = ["default", "--bigram_rows=0"], [3e11, 1e12]
+    arms, budgets = ["default", "--matrix_lr=0.01"], [3e11, 1e12]
     cfg = replace(CFG, arms="|".join(arms))
     planned = plan_runs(cfg, budgets, Text(10**6), machine)
     assert [run.budget for run in planned] == sorted(run.budget for run in planned)
@@ -147,13 +147,19 @@ def test_budget_without_enough_depths_names_the_fix(machine):
 
 
 def test_flags_of_an_arm_reach_its_model_and_its_job():
-    arm = "--bigram_rows=0 --value_every=2"
+    arm = "--matrix_lr=0.01 --window_pattern=SL"
     settings = arm_config(CFG, arm, 4)
-    assert (settings.depth, settings.shape.bigram_rows, settings.shape.value_every) == (4, 0, 2)
-    assert arm_config(CFG, "default", 4).shape.bigram_rows is None
+    assert (settings.depth, settings.train.optim.matrix_lr, settings.window_pattern) == (
+        4,
+        0.01,
+        "SL",
+    )
+    assert arm_config(CFG, "default", 4).window_pattern is None
     job = make_job(CFG, Planned(arm, 1e12, 4, 100), {"rows": "abc"})
     (words,) = job.commands
-    assert {"--bigram_rows=0", "--value_every=2", "--target_flops=1e+12", "--seed=100"} < set(words)
+    assert {"--matrix_lr=0.01", "--window_pattern=SL", "--target_flops=1e+12", "--seed=100"} < set(
+        words
+    )
     assert job.starts_from == {"rows": "abc"}
 
 

@@ -33,7 +33,7 @@ def test_recursion_phase_trains_and_reports_verdict(tmp_path):
     assert values["Gradients finite"].startswith("met") and values["Seeds"] == 1
     assert "more seeds are needed" in values["Pays off at equal FLOPs"]
     assert values["First loop unharmed"].split()[0] in ("met", "NOT")
-    assert [re.search(r"equal ([\w, ]+)", row[-1] or "equal itself")[1] for row in arms] == [
+    assert [re.findall(r"equal ([\w, ]+)", row[-1] or "equal itself")[0] for row in arms] == [
         "itself", "params, tokens", "params, flops"
     ]  # fmt: skip
     assert [row[0] for row in record["tables"][1]["rows"]][3] == "4 (trained)"

@@ -1,0 +1,554 @@
+"""
+Ours side by side with karpathy/nanochat ("upstream") on one GPU: learning, training, decoding.
+
+    python -m dev.gpu_peer pack           packed rows and packages -> files that travel
+    python -m dev.gpu_peer 1              part 1, 2 or 3: a table row for each result
+
+dev/gpu_peer.sh runs it and says what the parts measure. Each side runs in a process of its own, for
+both packages are called nanochat; the parent sends them commands in turn. All sides use bfloat16,
+the same micro-batches and synchronized timing after a warm-up, in which they compile at the same
+time. `--small` shrinks everything, to try the script on a CPU.
+"""
+
+import argparse
+import gc
+import math
+import multiprocessing
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+IGNORE = -1  # target without loss, on both sides
+T, V = 2048, 32768
+STEPS, BATCH_ROWS = 180, 64  # part 1: 131,072 tokens per step
+CHUNK = 30  # steps of one side until the other's turn
+MICRO_ROWS = 16
+HELD_OUT_ROWS = 128
+REPEATS = 6
+PROMPT, NEW_TOKENS, TOP_K = 128, 128, 50
+PACKAGES = ("tyro", "docstring_parser", "typeguard", "typing_inspection", "psutil", "rustbpe")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
+
+
+@dataclass(frozen=True)
+class Job:
+    """Model and kernels of one side."""
+
+    side: Literal["ours", "before", "upstream"]
+    """before: ours without smear, backout and July's changes of Muon and schedules."""
+    folder: Path
+    depth: int
+    windows: str = "SSSL"
+    fp8: bool = False
+    fa3: bool = False
+    mode: str | None = None
+    """Mode of torch.compile."""
+    T: int = T
+    steps: int = STEPS
+    batch_rows: int = BATCH_ROWS
+    micro_rows: int = MICRO_ROWS
+    decode_tokens: int = 0
+    """Tokens to generate; 0 = train."""
+
+
+class Parts(NamedTuple):
+    """One side's model and how to train it."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    loss: Callable[[Tensor, Tensor], Tensor]
+    """Tokens and targets (B, T) -> mean nats."""
+    schedule: Callable[[int], None]
+    """Sets learning rates, momentum and weight decay of a step."""
+
+
+# ---- The two sides -------------------------------------------------------------------------------
+
+
+def build_ours(job: Job) -> Any:
+    """Our untrained model."""
+    from nanochat.gpt import GPT
+    from nanochat.scaling import shape_for_depth
+
+    cfg = shape_for_depth(job.depth, V, job.T, "default", job.windows)
+    if job.side == "before":
+        cfg = replace(cfg, smear=False, backout=False)
+    model = GPT(cfg, DTYPE).to(DEVICE)
+    model.init_weights(torch.Generator(DEVICE).manual_seed(0))
+    return model
+
+
+def prepare_ours(job: Job) -> Parts:
+    """Our model and its optimizer with the rules and schedules of scripts.base_train."""
+    from nanochat import attention, optim
+    from nanochat.distributed import DistContext
+    from nanochat.preflight import enable_fp8
+    from nanochat.scaling import Horizon, scaled_rules
+
+    if job.side == "before":
+        optim.equalize_rows = lambda g: g
+        optim.equalize_variance = lambda g, second: g
+        optim.fix_norm = lambda g: g * max(1.0, g.size(-2) / g.size(-1)) ** 0.5
+        optim.muon_momentum = lambda step, n, cfg: 0.85 + 0.1 * min(1.0, step / min(300, n / 3))
+        optim.decay_factor = lambda step, n: 1 - step / n
+    model, machine = build_ours(job), DistContext(0, 0, 1, DEVICE, DTYPE)
+    if job.fp8 and DEVICE.type == "cuda":
+        enable_fp8(model, machine)
+    if job.fa3:
+        attention.load_fa3(DEVICE)
+    for block in model.blocks:
+        kernel = "flex" if DEVICE.type == "cuda" else "blocks"
+        block.attention.backend = "fa3" if job.fa3 else kernel
+    model.compile(**({"mode": job.mode} if job.mode else {}))
+    horizon = Horizon(job.steps, job.batch_rows * job.T)
+    rules = scaled_rules(optim.OptimConfig(), horizon, model.cfg.d_model)
+    optimizer, cfg = optim.MuonAdamW(model, rules, machine), optim.ScheduleConfig()
+    optimizer.compiled = True
+
+    def schedule(step: int) -> None:
+        factor = optim.lr_factor(step, job.steps, cfg)
+        momentum = optim.muon_momentum(step, job.steps, cfg)
+        optim.set_schedule(optimizer, factor, momentum, optim.decay_factor(step, job.steps))
+
+    return Parts(model, optimizer, lambda x, y: model.loss(x, y) / (y != IGNORE).sum(), schedule)
+
+
+def build_upstream(job: Job) -> Any:
+    """Upstream's untrained model."""
+    from nanochat.gpt import GPT, GPTConfig  # upstream's: `worker` has put it first in sys.path
+
+    width = 64 * job.depth
+    heads: Any = dict.fromkeys(("n_head", "n_kv_head"), max(1, width // 128))
+    sizes: Any = {"sequence_len": job.T, "vocab_size": V, "n_layer": job.depth, "n_embd": width}
+    with torch.device("meta"):
+        model: Any = GPT(GPTConfig(**sizes, **heads, window_pattern=job.windows))
+    model.to_empty(device=DEVICE)
+    model.init_weights()
+    return model
+
+
+def prepare_upstream(job: Job) -> Parts:
+    """Upstream's model and optimizer with the settings of its scripts/base_train.py at depth 12."""
+    model = build_upstream(job)
+    if job.fp8 and DEVICE.type == "cuda":
+        from nanochat.fp8 import convert_to_float8_training  # type: ignore
+
+        def large(layer: nn.Linear, name: str) -> bool:
+            shape = layer.weight.shape
+            return min(shape) >= 128 and not any(n % 16 for n in shape)
+
+        convert_to_float8_training(model, module_filter_fn=large)
+    scale, n = (job.batch_rows * job.T / 2**19) ** 0.5, job.steps
+    peaks = {"unembedding_lr": 0.008, "embedding_lr": 0.3, "scalar_lr": 0.5, "matrix_lr": 0.02}
+    peaks["weight_decay"] = 0.28  # times the reference's tokens over the run's, equal at depth 12
+    optimizer = model.setup_optimizer(**{name: scale * x for name, x in peaks.items()})
+    compiled: Any = torch.compile(model, dynamic=False)
+    warmdown = round(0.65 * n)
+
+    def schedule(step: int) -> None:
+        left = min(1.0, (n - step) / warmdown)
+        factor = (step + 1) / 40 if step < 40 else 0.05 + 0.95 * left
+        momentum = 0.85 + 0.12 * step / 400 if step < 400 else 0.90 + 0.07 * left
+        for group in optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * factor
+            if group["kind"] == "muon":
+                group["momentum"] = momentum
+                group["weight_decay"] = 0.14 * scale * (1 + math.cos(math.pi * step / n))
+
+    return Parts(model, optimizer, lambda x, y: compiled(x, y), schedule)
+
+
+# ---- Work of a process ---------------------------------------------------------------------------
+
+
+def synchronize() -> float:
+    """Wait for the device; returns the time."""
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def read_rows(job: Job, name: str, first: int, last: int) -> tuple[Tensor, Tensor]:
+    """Tokens and targets (rows, job.T) on the device; padding, a BOS after a BOS, has no loss."""
+    stored = np.memmap(job.folder / f"{name}.bin", np.uint16, "r").reshape(-1, T + 1)
+    rows = torch.from_numpy(stored[first:last, : job.T + 1].astype(np.int64)).to(DEVICE)
+    is_bos = rows == rows[:, :1]
+    targets = rows[:, 1:].masked_fill(is_bos[:, 1:] & is_bos[:, :-1], IGNORE)
+    return rows[:, :-1].contiguous(), targets
+
+
+class Trainer:
+    """Trains and scores one side's model."""
+
+    def __init__(self, job: Job):
+        self.job = job
+        self.parts = prepare_upstream(job) if job.side == "upstream" else prepare_ours(job)
+
+    def step(self, x: Tensor, y: Tensor) -> Tensor:
+        """One optimizer step on a batch in micro-batches; returns its mean loss on the device."""
+        _, optimizer, loss_of, _ = self.parts
+        total, n = torch.zeros((), device=DEVICE), len(x) // self.job.micro_rows
+        for tokens, targets in zip(x.chunk(n), y.chunk(n), strict=True):
+            loss = loss_of(tokens, targets) / n
+            loss.backward()
+            total += loss.detach()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return total
+
+    def warm_up(self) -> str:
+        """Take a step and undo it; returns its seconds, which include compiling, and memory."""
+        model, optimizer, _, schedule = self.parts
+        kept = [p.detach().clone() for p in model.parameters()]
+        schedule(0)
+        started = synchronize()
+        try:
+            self.step(*read_rows(self.job, "train", 0, self.job.batch_rows))
+        finally:  # also when the other side needs the memory
+            with torch.no_grad():
+                for p, before in zip(model.parameters(), kept, strict=True):
+                    p.copy_(before)
+            optimizer.zero_grad(set_to_none=True)
+            for state in optimizer.state.values():
+                for name, x in state.items():
+                    state[name] = x.zero_() if isinstance(x, Tensor) else 0
+            if self.job.side != "upstream":
+                optimizer.steps_taken = 0  # type: ignore
+            seconds, size = synchronize() - started, sum(p.numel() for p in kept)
+            del kept
+            gc.collect()
+            peak = release_memory()
+        gc.freeze()
+        gc.disable()  # as in both training loops
+        return f"first step with compilation {seconds:.0f} s, {size:,} parameters, {peak:.1f} GiB"
+
+    def train(self, first: int, last: int) -> tuple[float, float]:
+        """Train steps `first` to `last`, exclusive; returns mean loss and tokens per second."""
+        rows = self.job.batch_rows
+        x, y = read_rows(self.job, "train", first * rows, last * rows)
+        losses, started = [], synchronize()
+        for i, step in enumerate(range(first, last)):
+            self.parts.schedule(step)
+            part = slice(i * rows, (i + 1) * rows)
+            losses.append(self.step(x[part], y[part]))
+        rate = x.numel() / (synchronize() - started)
+        return float(torch.stack(losses).mean()), rate
+
+    def measure(self, head_fp8: bool | None = None) -> float:
+        """Tokens per second of a step after an untimed one. head_fp8: switches our LM head."""
+        if head_fp8 is not None:
+            self.parts.model.head.fp8 = head_fp8  # type: ignore
+        x, y = read_rows(self.job, "train", 0, self.job.batch_rows)
+        self.step(x, y)
+        started = synchronize()
+        self.step(x, y)
+        seconds = synchronize() - started
+        release_memory()  # for the other side
+        return x.numel() / seconds
+
+    @torch.no_grad()
+    def score(self) -> tuple[float, float]:
+        """Mean nats per token and bits per byte of the held-out rows, without compiled code."""
+        model, job = self.parts.model, self.job
+        lengths = torch.from_numpy(np.load(job.folder / "token_bytes.npy")).to(DEVICE)  # (V,)
+        for block in getattr(model, "blocks", ()):  # ours; FlexAttention needs the compiler
+            block.attention.backend = "sdpa"
+        sums = torch.zeros(4, dtype=torch.float64, device=DEVICE)
+        with torch.compiler.set_stance("force_eager"):
+            for i in range(0, HELD_OUT_ROWS * job.T // T, 4):
+                x, y = read_rows(job, "held_out", i, i + 4)
+                logits, y = model(x).float().flatten(0, 1), y.flatten()
+                nats = F.cross_entropy(logits, y, ignore_index=IGNORE, reduction="none").double()
+                size = torch.where(y == IGNORE, 0, lengths[y.clamp(min=0)])  # 0: special token
+                parts = nats.sum(), (y != IGNORE).sum(), (nats * (size > 0)).sum(), size.sum()
+                sums += torch.stack([x.double() for x in parts])
+        all_nats, tokens, text_nats, text_bytes = sums.tolist()
+        return all_nats / tokens, text_nats / text_bytes / math.log(2)
+
+
+class Decoder:
+    """Generates with one side's engine and an untrained model; speed does not depend on weights."""
+
+    def __init__(self, job: Job):
+        self.job, self.engines = job, {}
+        generator = torch.Generator().manual_seed(0)
+        self.prompt = torch.randint(1000, 30000, (PROMPT,), generator=generator).tolist()
+        if job.side == "upstream":
+            # its engine imports the loader of checkpoints, which needs packages that are not here
+            sys.modules["nanochat.checkpoint_manager"] = stub = ModuleType("stub")
+            stub.load_model = None  # type: ignore
+            self.model = build_upstream(job)
+        else:
+            from nanochat.gpt import inference_copy
+
+            self.model = inference_copy(build_ours(job))
+
+    def warm_up(self, batch: int) -> str:
+        """Generate once; returns the seconds, which include compiling."""
+        started = synchronize()
+        self.measure(batch)
+        return f"batch {batch}, first run with compilation {synchronize() - started:.0f} s"
+
+    def measure(self, batch: int) -> float:
+        """Tokens per second of `batch` samples of one prompt, after their first tokens."""
+        steps = self.decode_upstream if self.job.side == "upstream" else self.decode_ours
+        tokens = steps(batch)
+        next(tokens)  # prefill
+        started, n = synchronize(), self.job.decode_tokens - 1
+        for _ in range(n):
+            next(tokens)
+        return batch * n / (synchronize() - started)
+
+    def decode_ours(self, batch: int) -> Iterator[Any]:
+        """Yield after each step of our engine."""
+        from nanochat.engine import Engine, Sampling
+        from nanochat.tokenizer import Tokenizer
+
+        if batch not in self.engines:
+            tokenizer, capacity = Tokenizer.train(["noise"], 265), PROMPT + self.job.decode_tokens
+            made = Engine(self.model, tokenizer, batch, capacity, compiled=True)
+            made.ends = set()  # no sample stops early
+            self.engines[batch] = made
+        engine = self.engines[batch]
+        engine.submit(self.prompt, Sampling(self.job.decode_tokens, top_k=TOP_K), batch)
+        while engine.busy:
+            yield engine.step()
+
+    def decode_upstream(self, batch: int) -> Iterator[Any]:
+        """Yield after each step of upstream's engine."""
+        from nanochat.engine import Engine
+
+        specials: Any = SimpleNamespace(encode_special=lambda s: -1, get_bos_token_id=lambda: -1)
+        options: Any = {"num_samples": batch, "max_tokens": self.job.decode_tokens}
+        engine: Any = Engine(self.model, specials)
+        return engine.generate(self.prompt, temperature=1.0, top_k=TOP_K, **options)
+
+
+def release_memory() -> float:
+    """Return cached memory to the device. Returns the peak allocation so far in GiB."""
+    if DEVICE.type != "cuda":
+        return 0.0
+    torch.cuda.empty_cache()
+    return torch.cuda.max_memory_allocated() / 2**30
+
+
+@lru_cache
+def worker(job: Job) -> Any:
+    """The model of this process."""
+    os.environ["NANOCHAT_DTYPE"] = str(DTYPE).removeprefix("torch.")  # of upstream
+    if job.side == "upstream":
+        sys.path.insert(0, str(job.folder))
+    torch.set_float32_matmul_precision("high")
+    torch.manual_seed(0)
+    return Decoder(job) if job.decode_tokens else Trainer(job)
+
+
+def work(job: Job, method: str, *args: Any) -> Any:
+    """In a side's process: call a method of its worker."""
+    try:
+        return getattr(worker(job), method)(*args)
+    except torch.OutOfMemoryError as error:
+        raise MemoryError(str(error)) from None
+    except Exception:  # many of the compiler's cannot be sent to the parent
+        raise RuntimeError(traceback.format_exc(limit=-3)) from None
+
+
+# ---- The parts -----------------------------------------------------------------------------------
+
+
+class Side:
+    """A side's process, seen from the parent."""
+
+    def __init__(self, job: Job):
+        self.job = job
+        self.pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+
+    def start(self, method: str, *args: Any) -> Future[Any]:
+        """Start a method of `Trainer` or `Decoder`."""
+        return self.pool.submit(work, self.job, method, *args)
+
+    def call(self, method: str, *args: Any) -> Any:
+        """Run a method of `Trainer` or `Decoder`."""
+        return self.start(method, *args).result()
+
+
+@contextmanager
+def run_sides(*jobs: Job) -> Iterator[list[Side]]:
+    """Processes of jobs. Their errors are printed and end the block, not the part."""
+    sides = [Side(job) for job in jobs]
+    try:
+        yield sides
+    except (MemoryError, RuntimeError) as error:  # also of a process that crashed
+        print(f"failed: {error}", flush=True)
+    for side in sides:
+        side.pool.shutdown()
+
+
+def warm_up(sides: Sequence[Side], *args: Any) -> None:
+    """Warm up all sides at once, again one by one those that ran out of memory; prints notes."""
+    found = [side.start("warm_up", *args) for side in sides]
+    wait(found)
+    for side, answer in zip(sides, found, strict=True):
+        failed = isinstance(answer.exception(), MemoryError)
+        text = side.call("warm_up", *args) if failed else answer.result()
+        job = side.job
+        print(f"{job.side} d{job.depth}, {'fp8, ' * job.fp8}windows {job.windows}: {text}")
+    sys.stdout.flush()
+
+
+def alternate(*calls: tuple[Any, ...], repeats: int = REPEATS) -> list[float]:
+    """Medians of `measure`, called in turn; a call is a side and its arguments."""
+    rounds = [[side.call("measure", *args) for side, *args in calls] for _ in range(repeats)]
+    return [statistics.median(each) for each in zip(*rounds, strict=True)]
+
+
+class Report:
+    """Prints each result at once, so that a stopped run leaves those before."""
+
+    def __init__(self, folder: Path):
+        git = ["git", "describe", "--always", "--dirty", "--abbrev=7"]
+        ours = subprocess.run(git, capture_output=True, text=True).stdout.strip() or "unknown"
+        card = torch.cuda.get_device_name() if DEVICE.type == "cuda" else "CPU"
+        upstream = (folder / "COMMIT").read_text().strip()
+        self.origin = f"{ours} | {upstream} | {torch.__version__} | {card}"
+        print("| measured | ours | upstream | ratio | our commit | upstream's | torch | card |")
+        print("|---|---|---|---|---|---|---|---|", flush=True)
+
+    def row(self, what: str, ours: float, theirs: float | None = None) -> None:
+        """Print a table row: losses, or whole tokens per second."""
+        cells = [f"{x:,.0f}" if x > 100 else f"{x:.4f}" for x in (ours, theirs) if x is not None]
+        cells += [f"{ours / theirs:.3f}"] if theirs else [""] * (3 - len(cells))
+        print("|", " | ".join((what, *cells, self.origin)), "|", flush=True)
+
+
+def compare_learning(ours: Job, report: Report) -> None:
+    """Part 1: loss on the same rows in the same order, and of the same held-out rows."""
+    chunks = [(i, min(i + CHUNK, ours.steps)) for i in range(0, ours.steps, CHUNK)]
+    name = f"d{ours.depth}"
+    with run_sides(ours, replace(ours, side="upstream")) as sides:
+        warm_up(sides)
+        for first, last in chunks:
+            losses, rates = zip(*(side.call("train", first, last) for side in sides), strict=True)
+            report.row(f"{name}, loss of steps {first} to {last - 1}", *losses)
+            report.row(f"{name}, tokens/s of these steps", *rates)
+        nats, bpb = zip(*(side.call("score") for side in sides), strict=True)
+        report.row(f"{name}, held-out nats per token", *nats)
+        report.row(f"{name}, held-out bits per byte", *bpb)
+    with run_sides(replace(ours, side="before")) as [side]:
+        warm_up([side])
+        for first, last in chunks:
+            loss, _ = side.call("train", first, last)
+            report.row(f"{name} before, loss of steps {first} to {last - 1}", loss)
+        report.row(f"{name} before, held-out bits per byte", side.call("score")[1])
+
+
+def compare_training(ours: Job, report: Report) -> None:
+    """
+    Part 2: tokens per second of a step of two micro-batches, then switches of ours alone, each next
+    to the default. Without FlashAttention 3, upstream recommends full windows.
+    """
+    case = f"d{ours.depth}, {ours.batch_rows} rows, tokens/s"
+    for fp8 in (False, True):
+        pair = replace(ours, windows="L", fp8=fp8)
+        with run_sides(pair, replace(pair, side="upstream")) as sides:
+            warm_up(sides)
+            rates = alternate(*((side,) for side in sides))
+            report.row(f"{case}, {'fp8' if fp8 else 'bf16'}, windows L", *rates)
+            if fp8:
+                on, off = alternate((sides[0], True), (sides[0], False))
+                report.row(f"{case}, fp8, windows L, LM head in fp8", on)
+                report.row(f"{case}, fp8, windows L, LM head in bf16", off)
+    switches = {"autotuned": replace(ours, mode="max-autotune-no-cudagraphs")}
+    if find_spec("flash_attn_interface") or find_spec("kernels"):
+        switches = {"FlashAttention 3": replace(ours, fa3=True), **switches}
+    with run_sides(ours) as [default]:
+        warm_up([default])
+        report.row(f"{case}, bf16, windows SSSL", *alternate((default,)))
+        for name, job in switches.items():
+            with run_sides(job) as [other]:
+                warm_up([other])
+                before, after = alternate((default,), (other,))
+                report.row(f"{case}, bf16, windows SSSL, default", before)
+                report.row(f"{case}, bf16, windows SSSL, {name}", after)
+
+
+def compare_decoding(ours: Job, report: Report) -> None:
+    """Part 3: tokens per second after the first token, by depth and batch size."""
+    for depth in (ours.depth, 2 * ours.depth):
+        job = replace(ours, depth=depth)
+        with run_sides(job, replace(job, side="upstream")) as sides:
+            for batch in (1, 64):
+                warm_up(sides, batch)
+                rates = alternate(*((side, batch) for side in sides), repeats=3)
+                report.row(f"d{depth}, batch {batch}, generated tokens/s", *rates)
+
+
+# ---- Preparation ---------------------------------------------------------------------------------
+
+
+def pack(folder: Path) -> None:
+    """Write the rows of scripts.data for the tokenizer `peer`, in training order, and packages."""
+    from nanochat.dataset import DataConfig, load_last_source
+    from nanochat.mixture import open_corpus, open_texts
+    from nanochat.tokenizer import Tokenizer
+    from tasks.builtin import ensure_written
+
+    tokenizer = Tokenizer.load("peer")
+    texts = open_texts(DataConfig(), None, load_last_source("peer"), ensure_written)
+    [rows] = open_corpus(texts, tokenizer, T).rows.values()
+    with (folder / "train.bin").open("wb") as file:
+        for step in range(STEPS):
+            rows.read(rows.row_ids(step, BATCH_ROWS, 0)).astype("<u2").tofile(file)
+    with (folder / "held_out.bin").open("wb") as file:
+        for some in rows.val_batches(MICRO_ROWS, HELD_OUT_ROWS):
+            some.astype("<u2").tofile(file)
+    np.save(folder / "token_bytes.npy", tokenizer.token_bytes())
+    for name in PACKAGES:
+        [found] = find_spec(name).submodule_search_locations  # type: ignore
+        kept = shutil.ignore_patterns("__pycache__", "tests")
+        shutil.copytree(found, folder / "packages" / name, ignore=kept, dirs_exist_ok=True)
+    epochs = rows.epochs_for(STEPS * BATCH_ROWS)
+    print(f"{folder}: {STEPS} steps of {BATCH_ROWS} rows, {epochs:.2f} epochs of {texts.only.name}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("part", choices=["pack", "1", "2", "3"])
+    parser.add_argument("--folder", type=Path, default=Path("out/peer"))
+    parser.add_argument("--small", action="store_true")
+    args = parser.parse_args()
+    job = Job("ours", args.folder.resolve(), depth=12)
+    if args.part == "2":
+        job = replace(job, depth=16, batch_rows=2 * MICRO_ROWS)
+    if args.part == "3":
+        job = replace(job, decode_tokens=8 if args.small else NEW_TOKENS)
+    if args.small:
+        job = replace(job, depth=2, T=64, steps=4, batch_rows=2, micro_rows=1)
+    if args.part == "pack":
+        pack(job.folder)
+    else:
+        parts = {"1": compare_learning, "2": compare_training, "3": compare_decoding}
+        parts[args.part](job, Report(job.folder))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""
+Matmuls in fp8 for training, on Ada, Hopper and later GPUs.
+
+    float tensor -> quantize -> fp8 values and the factor of their scale -> multiply -> float tensor
+
+One scale per tensor, results in the compute dtype. Weights and activations are e4m3; gradients are
+e5m2, which trades precision for range. Source: Micikevicius et al., "FP8 Formats for Deep
+Learning", 2022, arXiv:2209.05433.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+Scaled = tuple[Tensor, Tensor]  # fp8 values, and the float32 factor that restores their scale
+
+
+def quantize(x: Tensor, dtype: torch.dtype) -> Scaled:
+    """
+    Round `x` to fp8, scaled so that its largest magnitude becomes the largest of `dtype`.
+
+    The result is row-major. If `x` is not finite, neither is a matmul with it.
+    """
+    factor = x.abs().amax().float().clamp(min=1e-30) / torch.finfo(dtype).max
+    return (x.float() / factor).to(dtype).contiguous(), factor
+
+
+def transpose(x: Scaled) -> Scaled:
+    """Copy of a matrix (N, K) as (K, N), row-major."""
+    return x[0].t().contiguous(), x[1]
+
+
+def multiply(a: Scaled, b: Scaled, dtype: torch.dtype, fast: bool = False) -> Tensor:
+    """
+    a (N, K) times the transpose of b (M, K) -> (N, M) in `dtype`. Both are row-major, as GPUs need
+    it. `fast` adds up with fewer bits on Hopper GPUs.
+    """
+    factors = {"scale_a": a[1], "scale_b": b[1]}
+    scaled_mm: Any = torch._scaled_mm  # type: ignore
+    return scaled_mm(a[0], b[0].t(), **factors, out_dtype=dtype, use_fast_accum=fast)
+
+
+class Fp8Linear(torch.autograd.Function):
+    """x (N, K), weight (M, K) -> (N, M) in the dtype of x."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
+        inputs, matrix = quantize(x, E4M3), quantize(weight, E4M3)
+        ctx.save_for_backward(*inputs, *matrix)
+        ctx.dtypes = x.dtype, weight.dtype
+        return multiply(inputs, matrix, x.dtype, fast=True)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Any:  # type: ignore[override]
+        x, x_factor, weight, weight_factor = ctx.saved_tensors
+        x_dtype, weight_dtype = ctx.dtypes
+        out = quantize(grad, E5M2)
+        d_x = multiply(out, transpose((weight, weight_factor)), x_dtype)
+        return d_x, multiply(transpose(out), transpose((x, x_factor)), weight_dtype)
+
+
+def fp8_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x (..., K), weight (M, K) -> (..., M) in the dtype of x; all matmuls are in fp8."""
+    y: Any = Fp8Linear.apply(x.flatten(0, -2), weight)
+    return y.view(*x.shape[:-1], -1)
