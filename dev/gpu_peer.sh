@@ -8,8 +8,9 @@
 #
 # A part takes at most 4 minutes and needs no network, only PyTorch and NumPy: prepare copies other
 # packages of its environment that parts import, for the same or a later Python on the same platform.
-# Each table row is printed at once; a part that is stopped keeps the rows so far, and $OUT (default:
-# out/gpu_peer) a copy of them. Upstream's files stay in the ignored folder PEER (default: out/peer).
+# Each table row is printed at once; a part that is stopped keeps the rows so far. $OUT (default:
+# out/gpu_peer) gets a copy of them and the compiler's messages. Upstream's files stay in the ignored
+# folder PEER (default: out/peer).
 #
 # COMMIT (default: 92d63d4, July 2026) selects upstream's version in a clone; a plain folder is used
 # as it is. Rows are packed from DATASET (default: the one of speedrun.sh) and its first NUM_SHARDS
@@ -20,7 +21,7 @@ cd "$(dirname "$0")/.."
 peer="$(realpath -m "${PEER:-out/peer}")"
 out="$(realpath -m "${OUT:-out/gpu_peer}")"
 part=${1:?part: prepare, 1, 2 or 3}
-small=(${SMALL:+--small})
+small=(${SMALL:+--small}) status=0
 
 prepare() {
     local source=$1 commit=${COMMIT:-92d63d4}
@@ -51,9 +52,9 @@ prepare)
     export HF_HUB_OFFLINE=1 # no retries
     export PYTORCH_ALLOC_CONF="${PYTORCH_ALLOC_CONF:-expandable_segments:True}" # as upstream sets it
     timeout -k 5 "${PART_SECONDS:-240}" python -m dev.gpu_peer "$part" --folder="$peer" \
-        "${small[@]}" 2>&1 |
-        grep -v --line-buffered "nanobind\| leaked \|skipped remainder" | # Triton, at exit
-        tee "$out/part$part.txt"
+        "${small[@]}" 2>"$out/part$part.err" | tee "$out/part$part.txt" || status=$?
+    [ "$status" = 0 ] || tail "$out/part$part.err" >&2
+    exit "$status"
     ;;
 *)
     echo "part must be prepare, 1, 2 or 3, got $part" >&2
