@@ -107,7 +107,7 @@ def prepare_ours(job: Job) -> Parts:
     if job.side == "before":
         optim.equalize_rows = lambda g: g
         optim.equalize_variance = lambda g, second: g
-        optim.fix_norm = lambda g: g * max(1.0, g.size(-2) / g.size(-1)) ** 0.5
+        optim.fix_norm = lambda g: g
         optim.muon_momentum = lambda step, n, cfg: 0.85 + 0.1 * min(1.0, step / min(300, n / 3))
         optim.decay_factor = lambda step, n: 1 - step / n
     model, machine = build_ours(job), DistContext(0, 0, 1, DEVICE, DTYPE)

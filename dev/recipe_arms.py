@@ -34,6 +34,13 @@ from tasks.builtin import ensure_written
 ROWS = 8  # per step
 
 
+class OldGate(gpt.Linear):
+    """A value gate of 2 sigmoid(x), 1 at first, where the model applies 3 sigmoid."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.logit(2 / 3 * torch.sigmoid(super().forward(x)))
+
+
 def leave_out(arm: str, cfg: gpt.GPTConfig) -> gpt.GPTConfig:
     """Apply an arm by replacing functions of the recipe; returns the configuration to train."""
     if arm in ("no_smear", "no_backout"):
@@ -41,7 +48,7 @@ def leave_out(arm: str, cfg: gpt.GPTConfig) -> gpt.GPTConfig:
     if arm == "no_muon_variants":
         optim.equalize_rows = lambda g: g
         optim.equalize_variance = lambda g, second: g
-        optim.fix_norm = lambda g: g * max(1.0, g.size(-2) / g.size(-1)) ** 0.5
+        optim.fix_norm = lambda g: g
     elif arm == "no_schedules":
         optim.muon_momentum = lambda step, n, cfg: 0.85 + 0.1 * min(1.0, step / min(300, n // 3))
         optim.decay_factor = lambda step, n: 1 - step / n
@@ -72,6 +79,10 @@ def train(arm: str, seed: int, args: argparse.Namespace) -> dict[str, object]:
     torch.manual_seed(seed)
     model = GPT(cfg, dtype).to(device)
     model.init_weights(torch.Generator(device).manual_seed(seed))
+    for block in model.blocks if arm == "no_gates" else ():
+        if block.attention.gate is not None:
+            block.attention.gate.__class__ = OldGate
+            torch.nn.init.zeros_(block.attention.gate.weight)
     horizon = Horizon(args.steps, ROWS * 512)
     rules = rules_of(arm, scaled_rules(OptimConfig(), horizon, cfg.d_model))
     optimizer, schedule = MuonAdamW(model, rules, machine), ScheduleConfig()

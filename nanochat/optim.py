@@ -136,7 +136,7 @@ def orthogonalize(g: Tensor) -> Tensor:
     """
     tall = g.size(-2) > g.size(-1)
     x = g.mT if tall else g  # (..., S, L), short side first
-    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-30)  # largest singular value <= 1
+    x = x / (1.01 * frobenius(x))  # all singular values below 1, also after rounding to bfloat16
     for a, b, c in POLAR_EXPRESS:
         gram = x @ x.mT  # (..., S, S)
         x = a * x + (b * gram + c * gram @ gram) @ x
@@ -368,7 +368,9 @@ class MuonAdamW(torch.optim.Optimizer):
             dtype = self.machine.dtype
             if dtype == torch.float16:  # entries of a gradient can be below its range
                 dtype = torch.float32
-            scalars = as_tensors(group["lr"], group.get("momentum", 0.95), group["weight_decay"])
+            tall = max(1.0, weight.size(-2) / weight.size(-1)) ** 0.5
+            momentum = group.get("momentum", 0.95)
+            scalars = as_tensors(tall * group["lr"], momentum, group["weight_decay"])
             kernel = compiled_version(muon_update) if self.compiled else muon_update
             kernel(*args, scalars, dtype)
         else:

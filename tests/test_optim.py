@@ -45,7 +45,7 @@ def reference_muon(weight, grad, momentum, second, lr, beta, decay):
     g = beta * momentum + (1 - beta) * grad
     norms = np.sqrt((g**2).sum(1, keepdims=True))
     g = g / norms * norms.mean()
-    u, s, v = np.linalg.svd(g / np.sqrt((g**2).sum()), full_matrices=False)
+    u, s, v = np.linalg.svd(g / np.sqrt((g**2).sum()) / 1.01, full_matrices=False)
     for a, b, c in optim.POLAR_EXPRESS:
         s = a * s + b * s**3 + c * s**5
     g = (u * s) @ v
@@ -54,6 +54,7 @@ def reference_muon(weight, grad, momentum, second, lr, beta, decay):
     second = 0.9 * second + 0.1 * (g**2).mean(axis, keepdims=True)
     scaled = g / np.sqrt(second)
     g = scaled * np.sqrt((g**2).sum() / (scaled**2).sum())
+    lr *= math.sqrt(max(1, g.shape[0] / g.shape[1]))
     weight = weight - lr * g - lr * decay * weight * (g * weight > 0)
     return weight, momentum, second
 
