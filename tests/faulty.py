@@ -1,45 +1,99 @@
 """
-Train with an injected hardware fault: python -m tests.faulty <fault> <rank> <step> <flags>
+Faults during training: `during_step` in this process, or a script with one of FAULTS on one rank:
 
-Runs scripts.base_train; the fault occurs before one step on one rank. Faults: `nan` (a gradient),
-`flip` (a bit of a weight).
+    python -m tests.faulty <fault> <rank or all> <script> <flags>
 """
 
+import hashlib
 import math
+import os
+import random
+import runpy
 import sys
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 
-from nanochat import train
-from nanochat.distributed import DistContext
-from nanochat.train import TrainingRun
-
-FAULT, RANK, STEP = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-plain_step = train.train_step
+from nanochat import optim
+from nanochat.gpt import GPT
+from nanochat.tokenizer import Tokenizer
 
 
-def inject(run: TrainingRun) -> None:
-    """Inject the fault."""
-    # a replicated weight: sharded ones are re-gathered at every step
-    weight = next(g["params"][0] for g in run.optimizer.param_groups if not g["sharded"])
-    if FAULT == "nan":
-        weight.register_hook(lambda grad: grad * math.nan)
-    else:
-        weight.data.view(torch.int32).view(-1)[0] ^= 1 << 20
+def during_step(
+    action: Callable[..., Any], patch: Callable[..., None] = setattr, method: str = "loss"
+) -> None:
+    """
+    Call `action(now, model, tokens, loss)` after each forward pass of training, or of validation if
+    the method is `token_losses`. A result replaces the loss. `now` has `step`, the number of
+    completed steps, and the last learning rate `lr`. patch: setattr, or that of monkeypatch.
+    """
+    now = SimpleNamespace(step=0, lr=None)
+    plain_method, plain_factor = getattr(GPT, method), optim.lr_factor
+
+    def loss(model: GPT, tokens: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        result = plain_method(model, tokens, *rest, **options)
+        changed = action(now, model, tokens, result)
+        return result if changed is None else changed
+
+    def lr_factor(step: int, *rest: Any) -> float:
+        now.step, now.lr = step + 1, plain_factor(step, *rest)
+        return now.lr
+
+    patch(GPT, method, loss)
+    patch(optim, "lr_factor", lr_factor)
 
 
-def faulty_step(run: TrainingRun, step: int, *rest):
-    machine: DistContext = run.machine
-    if machine.rank == RANK and step == STEP:
-        inject(run)
-    return plain_step(run, step, *rest)
+def corrupt(now: Any, model: GPT, tokens: torch.Tensor, loss: torch.Tensor) -> Any:
+    """
+    The loss of step 3 is not a number, and at step 6 a bit of a weight flips: of a small one, which
+    no rank receives from another.
+    """
+    if now.step == 6:
+        name, weight = next((n, p) for n, p in model.named_parameters() if p.ndim == 1 and p[0])
+        weight.data.view(torch.int32)[0] ^= 1 << 20
+        print(f"changed {name}", flush=True)
+    return loss * math.nan if now.step == 3 else None
 
+
+def crowd(now: Any, model: GPT, tokens: torch.Tensor, loss: torch.Tensor) -> None:
+    """A micro-batch of more than two rows does not fit in memory."""
+    if len(tokens) > 2:
+        raise torch.OutOfMemoryError
+
+
+def churn(now: Any, model: GPT, tokens: torch.Tensor, loss: torch.Tensor) -> None:
+    """Allocate differently on each rank; print a digest of the weights before each step."""
+    rank = int(os.environ["RANK"])
+    sizes = random.Random(now.step).choices(range(1 << 20), k=50)
+    blocks = [torch.empty(size) for size in sizes]
+    del blocks[:: 1 + rank]
+    digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters()))
+    line = f"rank {rank} step {now.step}: {digest.hexdigest()[:16]} {now.lr}\n"
+    os.write(1, line.encode())  # whole, beside the other rank's
+
+
+def dawdle(now: Any, model: GPT, tokens: torch.Tensor, loss: torch.Tensor) -> None:
+    """After step 3, the main rank takes 12 s longer to decode a sample."""
+    plain = Tokenizer.decode
+
+    def decode(*words: Any) -> str:
+        print("decoding slowly", flush=True)
+        time.sleep(12)
+        Tokenizer.decode = plain
+        return plain(*words)
+
+    if now.step == 3:
+        Tokenizer.decode = decode  # type: ignore
+
+
+FAULTS = {fault.__name__: fault for fault in (corrupt, crowd, churn, dawdle)}
 
 if __name__ == "__main__":
-    train.train_step = faulty_step
-    train.CHECK_RANKS_EVERY = 5
-    from nanochat.config import start
-    from scripts.base_train import BaseTrain, pretrain
-
+    fault, rank, script = sys.argv[1:4]
     sys.argv[1:4] = []
-    start(pretrain, BaseTrain(), __doc__)
+    if rank in ("all", os.environ["RANK"]):
+        during_step(FAULTS[fault])
+    runpy.run_module(f"scripts.{script}", run_name="__main__", alter_sys=True)

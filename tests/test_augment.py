@@ -1,10 +1,8 @@
 """Augmented questions: correct answers survive new formats, orders and extra options."""
 
-from collections import Counter
-
 import pytest
 
-from tasks.augment import BM25, STYLES, MoreOptions, Reordered, Styled, near_equal, read_letter
+from tasks.augment import BM25, STYLES, MoreOptions, Reordered, Styled, read_letter
 from tasks.base import LETTERS, MCQuestion, QuestionTask
 from tasks.buckets import buckets
 from tasks.gsm8k import GSM8K
@@ -28,69 +26,45 @@ class Animals(QuestionTask):
         return MCQuestion(f"Which animal number {i} {about}?", tuple(options), i % 4)
 
 
-@pytest.fixture
-def task():
-    return Animals("train")
+TASK = Animals("train")
 
 
-def test_reordering_keeps_the_correct_option(task):
-    found = Reordered(task)
-    for i in range(30):
-        was, now = task.question(i), found.question(i)
-        assert sorted(now.options) == sorted(was.options)
-        assert now.options[now.right] == was.options[was.right]
-        assert found[i] == Reordered(task)[i]
-    positions = Counter(found.question(i).right for i in range(30))
-    assert len(positions) == 4 and found.identity != task.identity
+@pytest.mark.parametrize(
+    ("task", "sizes"),
+    [
+        (Reordered(TASK), {4}),
+        (MoreOptions(TASK, most=8, exactly=True), {8}),
+        (MoreOptions(TASK), {4, 5, 6, 7, 8, 9, 10}),
+    ],
+)
+def test_right_option_survives_new_orders_and_options(task, sizes):
+    questions = [task.question(i) for i in range(30)]
+    for i, now in enumerate(questions):
+        was = TASK.question(i)
+        assert now.options[now.right] == was.options[was.right] and task.question(i) == now
+        assert set(was.options) <= set(now.options) and len(set(now.options)) == len(now.options)
+    assert {len(question.options) for question in questions} == sizes
+    assert len({question.right for question in questions}) >= 4
+    assert task.identity != TASK.identity
 
 
-def test_every_style_is_parsed_and_scored(task):
-    found = Styled(task)
-    seen = set()
+def test_every_style_is_parsed_and_scored():
+    found = Styled(TASK)
     for i in range(30):
         asked, answer = (message["content"] for message in found[i])
-        style = found.style(i)
-        seen.add(style)
-        assert asked.endswith(style.instruction) and style.pattern.fullmatch(answer)
-        assert sum(other.instruction in asked for other in STYLES) == 1  # no second instruction
-        letter = LETTERS[task.question(i).right]
-        assert read_letter(answer) == letter and found.score(found[i], answer) == 1
-        for other in STYLES:  # any format is accepted
-            assert found.score(found[i], other.form.format(letter)) == 1
-            assert found.score(found[i], other.form.format("Z")) == 0
-    assert seen == set(STYLES)
-    assert read_letter("A, or maybe (B) or Option C is correct") is None
-    assert read_letter("no idea") is None
+        letter = LETTERS[TASK.question(i).right]
+        assert asked.endswith(found.style(i).instruction) and read_letter(answer) == letter
+        assert sum(style.instruction in asked for style in STYLES) == 1  # no second instruction
+        for style in STYLES:  # any format is accepted
+            assert found.score(found[i], style.form.format(letter)) == 1
+            assert found.score(found[i], style.form.format("Z")) == 0
+    assert {found.style(i) for i in range(30)} == set(STYLES)
+    assert read_letter("A, or maybe (B) or Option C is correct") is read_letter("no idea") is None
 
 
-def test_extra_options_are_distinct_and_wrong(task):
-    found = MoreOptions(task, exactly=True, most=8)
-    for i in range(30):
-        was, now = task.question(i), found.question(i)
-        assert set(was.options) <= set(now.options) and len(now.options) == 8
-        assert len(set(now.options)) == 8
-        assert now.options[now.right] == was.options[was.right]
-        assert found.letters(i) == tuple("ABCDEFGH")
-    drawn = MoreOptions(task)
-    sizes = Counter(len(drawn.question(i).options) for i in range(30))
-    assert min(sizes) >= 4 and max(sizes) <= 10 and len(sizes) > 3
-
-
-def test_extra_options_come_only_from_training_questions(task):
-    test = MoreOptions(Animals("test"), exactly=True)
-    questions, _ = test.corpus
-    assert questions == [task.question(i) for i in range(30)]
-
-
-def test_near_equal_detects_similar_options():
-    for one, other in (
-        ("The cat.", "the cat"),
-        ("a red fox", "red fox"),
-        ("photosynthesis", "photosynthesiss"),
-    ):
-        assert near_equal(one, other)
-    for one, other in (("cat", "dog"), ("12", "21"), ("north", "south"), ("4", "14")):
-        assert not near_equal(one, other)
+def test_extra_options_come_only_from_training_questions():
+    questions, _ = MoreOptions(Animals("test"), exactly=True).corpus
+    assert questions == [TASK.question(i) for i in range(30)]
 
 
 def test_bm25_ranks_by_shared_rare_words():
@@ -98,20 +72,15 @@ def test_bm25_ranks_by_shared_rare_words():
     assert index.search("a whale song", 1) == [2]
     assert index.search("the cat", 2)[0] == 0
     assert index.search("nothing here", 3) == []
-    twins = BM25(["same words"] * 5 + ["words"])
-    assert twins.search("same", 3) == [0, 1, 2] and twins.search("words same", 9)[-1] == 5
+    assert BM25(["same words"] * 5).search("same", 3) == [0, 1, 2]
     assert BM25([]).search("a", 3) == []
 
 
-def test_augmenting_a_task_without_options_raises(task):
-    with pytest.raises(ValueError, match="GSM8K is not answered with a letter"):
-        Reordered(GSM8K("train"))
-
-
-def test_augmented_bucket_has_its_tag():
+def test_augmented_bucket_has_its_tag_and_needs_letters():
     declared = {"arc-styles": {"task": "arc_easy", "augment": "styles"}}
     [bucket] = buckets("arc-styles=20", declared)
-    assert bucket.tags.augmented == "styles" and bucket.tags.parent == "arc"
-    assert bucket.name == "arc-styles"
+    assert bucket.name == "arc-styles" and bucket.tags.augmented == "styles"
     with pytest.raises(ValueError, match="augment 'x' is not one of styles, order, options"):
         buckets("y", {"y": {"task": "arc_easy", "augment": "x"}})
+    with pytest.raises(ValueError, match="GSM8K is not answered with a letter"):
+        Reordered(GSM8K("train"))

@@ -1,12 +1,14 @@
-"""Checkpoints on disk: atomic writes, verification, lookup."""
+"""Checkpoints on disk: complete or absent, verified, found by stage, tag and step."""
 
 import json
 import os
 import random
+import resource
+import time
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file
 
 from nanochat.checkpoint import (
     CorruptCheckpoint,
@@ -14,12 +16,19 @@ from nanochat.checkpoint import (
     load_model,
     open_checkpoint,
     save_checkpoint,
-    save_tensors,
     stage_folder,
     step_folders,
 )
-from nanochat.common import MissingInput, json_text, seal, sha256_file
+from nanochat.common import MissingInput, sha256_file
 from nanochat.tokenizer import Tokenizer
+
+FILES = ("model.safetensors", "optim.safetensors", "tokenizer.json", "state.json")
+
+
+def newest(folder, step=None):
+    found = open_checkpoint(folder, step)
+    assert found is not None
+    return found.step
 
 
 @pytest.fixture(scope="module")
@@ -34,38 +43,46 @@ def folder(base):
 
 @pytest.fixture
 def save(folder, tiny_gpt, tokenizer):
-    """Function that saves a step to base_checkpoints/tiny."""
+    """Save a step to base_checkpoints/tiny, or to another tag."""
 
-    def save(step, **changed):
-        optim = {"steps_taken": torch.tensor(step), "m": torch.ones(7)}
+    def save(step, tag="tiny"):
+        optim = {"steps_taken": torch.tensor(step), "m": torch.randn(300, 400).T}
         state = {"identity": {"seed": 0}, "source": {"of": 1.5}}
-        return save_checkpoint(folder, step, tiny_gpt, optim, tokenizer, state, **changed)
+        folder_of_tag = folder.with_name(tag)
+        return optim, save_checkpoint(folder_of_tag, step, tiny_gpt, optim, tokenizer, state)
 
     return save
 
 
-def test_loaded_model_equals_the_saved_one(save, tiny_gpt, machine):
-    save(7)
+def test_loaded_model_equals_the_saved_one(save, folder, tiny_gpt, tokenizer, machine):
+    optim, saved = save(7)
     found = find_checkpoint("base")
-    assert found.step == 7 and found.optim_tensors()["steps_taken"] == 7
+    assert (found.step, found.fingerprint) == (7, saved.fingerprint)
     tokens = torch.arange(16)[None]
     assert torch.equal(load_model(found, machine)(tokens), tiny_gpt(tokens))
+    assert load_model(found, machine, max_seq_len=8).cfg.max_seq_len == 8
+    assert found.tokenizer().encode("a small") == tokenizer.encode("a small")
+    tensors = load_file(folder / "step_000007" / "optim.safetensors")
+    assert tensors.keys() == optim.keys() and torch.equal(tensors["m"], optim["m"])
+    state = json.loads((folder / "step_000007" / "state.json").read_text())
+    assert state["step"] == 7 and state["model"]["d_model"] == 32 and state["source"] == {"of": 1.5}
+    digests = {name: sha256_file(folder / "step_000007" / name) for name in FILES[:3]}
+    assert {name: file["sha256"] for name, file in state["files"].items()} == digests
 
 
 def test_B11_steps_sort_numerically_and_only_newest_are_kept(save, folder):
     for step in (999_999, 1_000_000, 1_000_001):
         save(step)
     assert list(step_folders(folder)) == [1_000_000, 1_000_001]
-    assert open_checkpoint(folder).step == 1_000_001
-    assert (folder / "latest").read_text() == "step_1000001\n"
+    assert newest(folder) == 1_000_001
+    with pytest.raises(FileNotFoundError, match="999999"):
+        open_checkpoint(folder, 999_999)
+    save(5)  # an earlier step: not deleted at once
+    assert newest(folder, 5) == 5
 
 
-@pytest.mark.parametrize(
-    "name", ["model.safetensors", "optim.safetensors", "tokenizer.json", "state.json"]
-)
-def test_R10_bit_flips_are_detected_and_previous_step_is_used(
-    save, folder, capsys, record_property, name
-):
+@pytest.mark.parametrize("name", FILES)
+def test_R10_bit_flips_are_detected_and_previous_step_is_used(save, folder, capsys, name):
     save(1)
     save(2)
     path, rng = folder / "step_000002" / name, random.Random(0)
@@ -74,170 +91,77 @@ def test_R10_bit_flips_are_detected_and_previous_step_is_used(
         data = bytearray(original)
         data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
         path.write_bytes(data)
-        assert open_checkpoint(folder).step == 1
+        assert newest(folder) == 1
         assert name in capsys.readouterr().out
-        with pytest.raises(ValueError, match=name):
-            open_checkpoint(folder, 2)
+    with pytest.raises(ValueError, match=name):
+        open_checkpoint(folder, 2)
     path.write_bytes(original)
-    assert open_checkpoint(folder).step == 2
-    record_property("bit flips found", 100)
-
-
-def test_files_and_digests_equal_those_of_safetensors(tmp_path):
-    tensors = {
-        "b": torch.randn(3, 5),
-        "a.name": torch.randn(7),
-        "steps": torch.tensor(3),
-        "none": torch.ones(0, 2),
-        "view": torch.arange(12.0).view(3, 4)[1:],
-    }
-    written = save_tensors(tensors, tmp_path / "ours")
-    save_file(tensors, tmp_path / "theirs")
-    data = (tmp_path / "ours").read_bytes()
-    assert data == (tmp_path / "theirs").read_bytes()
-    assert written == {"bytes": len(data), "sha256": sha256_file(tmp_path / "ours")}
-
-
-def test_R10_content_of_latest_is_ignored(save, folder):
-    save(1)
-    for text in ("step_000009\n", "", "\0\xff"):
-        (folder / "latest").write_text(text)
-        assert find_checkpoint("base").step == 1
-
-
-def test_R10_run_does_not_start_over_if_all_are_corrupt(save, folder):
-    save(1)
-    (folder / "step_000001" / "model.safetensors").unlink()
-    with pytest.raises(CorruptCheckpoint, match="all checkpoints in"):
+    assert newest(folder) == 2
+    path.unlink()
+    assert newest(folder) == 1
+    (folder / "step_000001" / name).unlink()
+    with pytest.raises(CorruptCheckpoint, match="all checkpoints in"):  # does not start over
         open_checkpoint(folder)
 
 
-@pytest.mark.parametrize("moment", ["tokenizer", "model.safetensors", "optim.safetensors", "state"])
-def test_R1_failed_save_keeps_old_checkpoint_and_cleans_up(save, folder, monkeypatch, moment):
+@pytest.mark.parametrize("name", ["tokenizer.json", "model.safetensors", "optim.safetensors"])
+def test_R1_R8_failed_save_keeps_old_checkpoint_and_cleans_up(save, folder, name):
+    """No file may become as large as this one; the optimizer's is the largest."""
     save(1)
-    from nanochat import checkpoint as module
-
-    save_tensors = module.save_tensors
-
-    def fail(*args):
-        raise OSError(28, "No space left on device")
-
-    def fail_at(tensors, path):
-        return fail() if path.name == moment else save_tensors(tensors, path)
-
-    monkeypatch.setattr(module, "save_tensors", fail_at)
-    if moment == "tokenizer":
-        monkeypatch.setattr(module.Tokenizer, "save", fail)
-    if moment == "state":
-        monkeypatch.setattr(module.common, "write_json", fail)
-    with pytest.raises(OSError, match="No space"):
-        save(2)
-    assert open_checkpoint(folder).step == 1
-    assert not list(folder.glob(".saving*"))
+    size = (folder / "step_000001" / name).stat().st_size
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size - 1, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            save(2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert newest(folder) == 1
+    assert [path.name for path in folder.iterdir() if path.is_dir()] == ["step_000001"]
 
 
-def test_R1_kill_while_replacing_a_step_loses_nothing(save, folder):
-    save(1)
-    (folder / "step_000001").rename(folder / ".replaced_000001")  # killed right here
-    (folder / ".saving_000001").mkdir()
-    assert open_checkpoint(folder).step == 1
-    save(1)
-    assert open_checkpoint(folder).step == 1
-    assert not list(folder.glob(".*_000001"))
-
-
-def test_reading_leaves_a_save_in_progress_untouched(save, folder):
-    save(1)
-    (folder / ".saving_000002").mkdir()
-    (folder / ".replaced_000001").mkdir()
-    (folder / ".replaced_000001" / "x").touch()
-    assert open_checkpoint(folder).step == 1
-    assert sorted(p.name for p in folder.glob(".*")) == [".replaced_000001", ".saving_000002"]
-
-
-def test_checkpoint_of_another_format_is_rejected(save, folder):
-    save(1)
-    path = folder / "step_000001" / "state.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "format": 1}))
-    with pytest.raises(CorruptCheckpoint, match="format 1, not 2"):
-        open_checkpoint(folder, 1)
-
-
-def test_R30_renamed_step_folder_is_rejected(save, folder, capsys):
-    save(5)
-    save(7)
-    (folder / "step_000007").rename(folder / "step_000009")
-    assert open_checkpoint(folder).step == 5
-    assert "state.json is from step 7; rename the folder to step_000007" in (
-        capsys.readouterr().out
-    )
-    with pytest.raises(CorruptCheckpoint, match="renamed"):
-        open_checkpoint(folder, 9)
-    (folder / "step_000009").rename(folder / "step_000007")
-    assert open_checkpoint(folder).step == 7
-
-
-def reseal(path, change):
-    """Edit a state.json and renew its seal."""
-    state = json.loads(path.read_text())
-    del state["seal"]
-    change(state)
-    path.write_text(json_text(seal(state)))
-
-
-@pytest.mark.parametrize(
-    ("change", "complaint"),
-    [
-        (
-            lambda s: s["files"].pop("model.safetensors"),
-            "does not list files (KeyError('model.safetensors'))",
-        ),
-        (
-            lambda s: s["files"].pop("tokenizer.json"),
-            "does not list files (KeyError('tokenizer.json'))",
-        ),
-        (lambda s: s["files"].clear(), "does not list files (KeyError('model.safetensors'))"),
-        (lambda s: s.pop("files"), "state.json does not list files"),
-        (lambda s: s.update(files=["model.safetensors"]), "state.json does not list files"),
-        (lambda s: s["files"].update({"model.safetensors": 7}), "state.json does not list files"),
-        (lambda s: s.pop("step"), "state.json does not list files"),
-        (lambda s: s.update(step=3), "state.json is from step 3"),
-        (lambda s: s["files"]["model.safetensors"].update(sha256="0" * 64), "SHA-256"),
-        (lambda s: s["files"]["model.safetensors"].update(bytes=1), "SHA-256"),
-    ],
-)
-def test_R30_edited_and_resealed_state_is_rejected(save, folder, capsys, change, complaint):
+def test_R1_interrupted_saves_are_left_alone_until_the_next_save(save, folder):
     save(1)
     save(2)
-    reseal(folder / "step_000002" / "state.json", change)
-    assert open_checkpoint(folder).step == 1
-    assert complaint in capsys.readouterr().out
+    (folder / "step_000002").rename(folder / ".replaced_000002")  # killed before the second rename
+    (folder / ".saving_000002").mkdir()
+    before = sorted(folder.iterdir())
+    assert newest(folder) == 2
+    assert sorted(folder.iterdir()) == before  # perhaps a save in progress
+    save(2)
+    assert newest(folder) == 2 and not list(folder.glob(".*"))
 
 
-def test_R30_unlisted_files_are_not_read(save, folder):
+@pytest.mark.parametrize("text", ["step_000009\n", "", "\0\xff"])
+def test_R10_content_of_latest_is_ignored(save, folder, text):
     save(1)
-    reseal(folder / "step_000001" / "state.json", lambda s: s["files"].pop("optim.safetensors"))
-    assert not open_checkpoint(folder).has_optimizer
+    (folder / "latest").write_text(text)
+    assert find_checkpoint("base").step == 1
 
 
-def test_most_recently_saved_tag_is_the_default(save, folder, tiny_gpt, tokenizer):
-    save(1)
-    save_checkpoint(stage_folder("base") / "later", 5, tiny_gpt, None, tokenizer, {})
-    os.utime(folder / "latest", (0, 0))
+def test_newest_tag_is_the_default(save):
+    save(5)
+    save(1, "later")
     assert find_checkpoint("base").folder.parent.name == "later"
-    assert find_checkpoint("base", "tiny").step == 1
+    assert find_checkpoint("base", "tiny").step == 5
+
+
+@pytest.mark.xfail(strict=True, reason="follows the time stamp of a file")
+def test_default_tag_is_the_same_in_a_copy(save, folder):
+    save(5)
+    second = time.strftime("%S")
+    while time.strftime("%S") == second:  # state.json has the time in seconds
+        pass
+    save(1, "later")
+    os.utime(folder / "latest")  # copied last
+    assert find_checkpoint("base").folder.parent.name == "later"
 
 
 def test_missing_checkpoint_error_names_the_command(base):
-    with pytest.raises(MissingInput, match="python -m scripts.base_train"):
-        find_checkpoint("base")
+    for tag, command in ((None, "--depth=4"), ("d8", "--depth=8 --model_tag=d8")):
+        with pytest.raises(MissingInput, match=f"python -m scripts.base_train {command}"):
+            find_checkpoint("base", tag)
+    with pytest.raises(MissingInput, match="python -m scripts.chat_sft"):
+        find_checkpoint("sft")
     with pytest.raises(ValueError, match="'best'"):
         find_checkpoint("best")
-
-
-def test_state_is_json_with_the_digest_of_every_file(save, folder):
-    save(3)
-    state = json.loads((folder / "step_000003" / "state.json").read_text())
-    names = {p.name for p in (folder / "step_000003").iterdir()}
-    assert set(state["files"]) == names - {"state.json"}
-    assert state["step"] == 3 and state["model"]["d_model"] == 32

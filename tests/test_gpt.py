@@ -1,8 +1,6 @@
-"""The GPT model: causality, parts of the recipe, initialization, counts, gradients."""
+"""The GPT model against its formulas: logits, causality, losses, initialization, counts."""
 
 import math
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -10,105 +8,157 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanochat import loss as loss_module
-from nanochat.attention import rotary, rotate
-from nanochat.checkpoint import build_model
-from nanochat.common import REPOSITORY
-from nanochat.gpt import GPT, GPTConfig, inference_copy
+from nanochat.gpt import GPT, GPTConfig, copy_weights, inference_copy
 from nanochat.loss import IGNORE
-from nanochat.optim import OptimConfig
-from nanochat.scaling import make_rules
 from tests.conftest import TINY, lively
 
-CPU = torch.device("cpu")
-VARIANTS = {
-    "default": TINY,
-    "classic": TINY.classic(),
-    "windows": replace(TINY, window_pattern="SSL", max_seq_len=600),
-    "one layer": replace(TINY, n_layer=1),
-    "no GQA": replace(TINY, n_kv_head=4),
+FOUR = replace(TINY, n_layer=4)
+VARIANTS = {  # config, keys seen by each layer, layers with value embeddings
+    "default": (FOUR, [16] * 4, [1, 3]),
+    "classic": (FOUR.classic(), [16] * 4, []),
+    "windows": (
+        replace(FOUR, window_pattern="SSLS", max_seq_len=200),
+        [128, 128, 200, 200],
+        [1, 3],
+    ),
+    "one layer": (replace(TINY, n_layer=1), [16], [0]),
+    "no GQA": (replace(FOUR, n_kv_head=4, value_every=1, smear=False), [16] * 4, [0, 1, 2, 3]),
 }
+variants = pytest.mark.parametrize("cfg", [cfg for cfg, *_ in VARIANTS.values()], ids=VARIANTS)
+backends = pytest.mark.parametrize("backend", ["plain", "sdpa", "blocks"])
 
 
-@pytest.mark.parametrize("position", [0, 7, 15])
-@pytest.mark.parametrize("name", VARIANTS)
-def test_a_token_cannot_change_earlier_logits(name, position):
-    model = lively(build_model(VARIANTS[name], CPU, torch.float32, seed=0))
-    tokens = torch.randint(64, (1, 16), generator=torch.Generator().manual_seed(0))
-    changed = tokens.clone()
-    changed[0, position] = (changed[0, position] + 1) % 64
-    before, after = model(tokens), model(changed)
-    torch.testing.assert_close(before[:, :position], after[:, :position], rtol=0, atol=1e-6)
-    assert not torch.allclose(before[:, position], after[:, position])
+def seeded(seed=0):
+    return torch.Generator().manual_seed(seed)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-def test_loss_equals_cross_entropy_of_logits(name):
-    model = lively(build_model(VARIANTS[name], CPU, torch.float32, seed=0))
-    tokens = torch.randint(64, (3, 16), generator=torch.Generator().manual_seed(0))
-    targets = tokens.roll(-1, 1)
-    targets[:, -1] = IGNORE
-    logits = model(tokens).flatten(0, 1)
-    want = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORE, reduction="none")
-    torch.testing.assert_close(model.loss(tokens, targets), want.sum(), rtol=1e-5, atol=1e-4)
-    got = model.token_losses(tokens, targets).flatten()
-    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+TOKENS = torch.randint(64, (3, 16), generator=seeded())
+LONG = torch.randint(64, (2, 200), generator=seeded())
 
 
-@pytest.mark.parametrize("backend", ["plain", "sdpa", "blocks"])
-@pytest.mark.parametrize("name", VARIANTS)
-def test_layers_return_compute_dtype(name, backend):
-    model = lively(build_model(VARIANTS[name], CPU, torch.bfloat16, seed=0))
+def fresh(cfg=TINY, dtype=torch.float32, seed=0):
+    model = GPT(cfg, dtype)
+    model.init_weights(seeded(seed))
+    return model
+
+
+def build(cfg=TINY, dtype=torch.float32, backend="sdpa"):
+    model = lively(fresh(cfg, dtype))
     for block in model.blocks:
         block.attention.backend = backend
-    tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
-    for each in (model, inference_copy(model)):
-        dtypes = []
-        for block in each.blocks:
-            block.register_forward_hook(lambda _, __, y, seen=dtypes: seen.append(y.dtype))
-        with torch.no_grad():
-            each.token_losses(tokens, tokens, segments=tokens // 32)
-            assert each(tokens).dtype == torch.float32
-        assert set(dtypes) == {torch.bfloat16}
+    return model
 
 
-def test_initial_loss_is_log_of_vocab_size():
-    model = build_model(TINY, CPU, torch.float32, seed=0)
-    tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
-    assert model.loss(tokens, tokens).item() / 32 == pytest.approx(math.log(64), rel=0.01)
+def rms_norm(x):
+    return x / x.square().mean(-1, keepdim=True).sqrt()
 
 
-def test_initial_weights_depend_only_on_seed():
-    first, again, other = (build_model(TINY, CPU, torch.float32, seed=s) for s in (3, 3, 4))
-    torch.rand(5)  # the global generator has no effect
-    for a, b in zip(first.parameters(), again.parameters(), strict=True):
-        assert torch.equal(a, b)
-    assert not torch.equal(first.embed.weight, other.embed.weight)
+def reference_logits(model, ids, windows, value_layers):
+    """Logits (T, V) of one sequence in float64, without any code of the model."""
+    cfg, T = model.cfg, len(ids)
+    weights = {name.removesuffix(".weight"): x.double() for name, x in model.state_dict().items()}
+    x = rms_norm(weights["embed"][ids])
+    if cfg.smear:
+        gate = torch.sigmoid(x[1:, :24] @ weights["smear_gate"].T)
+        x = torch.cat((x[:1], x[1:] + weights["smear"] * gate * x[:-1]))
+    x0, t, D = x, torch.arange(T)[:, None], cfg.head_dim
+    # Channels i and i + D/2 at position t are a complex number, turned back by t theta^(-2i/D)
+    turn = torch.exp(-1j * t[..., None] * cfg.rope_theta ** (-torch.arange(0, D, 2).double() / D))
+    for layer in range(cfg.n_layer):
+        start = f"blocks.{layer}."
+        own = {n.removeprefix(start): w.T for n, w in weights.items() if n.startswith(start)}
+        if cfg.residual_scalars:
+            x = weights["residual"][layer] * x + weights["skip"][layer] * x0
+        h = rms_norm(x)
+        q, k, v = ((h @ own[f"attention.{n}"]).view(T, -1, D) for n in "qkv")
+        if layer in value_layers:
+            values = weights["value_embeds"][ids].view(T, len(value_layers), *v.shape[1:])
+            gate = torch.sigmoid(h[:, :12] @ own["attention.gate"])[..., None]
+            v = v + 3 * gate * values[:, value_layers.index(layer)]
+        k, v = (each.repeat_interleave(cfg.n_head // cfg.n_kv_head, 1) for each in (k, v))
+        q, k = (cfg.qk_gain * turn * torch.complex(*rms_norm(x).chunk(2, -1)) for x in (q, k))
+        scores = torch.einsum("ihd,jhd->hij", q, k.conj()).real / math.sqrt(D)
+        unseen = (t < t.T) | (t - t.T > windows[layer])
+        attention = scores.masked_fill(unseen, -math.inf).softmax(-1)
+        x = x + torch.einsum("hij,jhd->ihd", attention, v).flatten(1) @ own["attention.out"]
+        x = x + (rms_norm(x) @ own["mlp.up"]).relu().square() @ own["mlp.down"]
+        if layer == cfg.n_layer // 2:
+            middle = x
+    if cfg.backout:
+        x = x - weights["backout"] * middle
+    return 15 * torch.tanh(rms_norm(x) @ weights["head"].T / 15)
 
 
+@backends
 @pytest.mark.parametrize("name", VARIANTS)
-def test_every_parameter_has_rule_and_gradient(name):
-    model = lively(build_model(VARIANTS[name], CPU, torch.float32, seed=0))
-    rules = make_rules(OptimConfig(), TINY.d_model)
-    assert {n.split(".")[0] for n, _ in model.named_parameters()} <= rules.keys()
-    tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
-    model.loss(tokens, tokens.roll(1, 1)).backward()
-    for parameter_name, p in model.named_parameters():
-        assert p.grad is not None and p.grad.abs().sum() > 0, parameter_name
+@torch.no_grad()
+def test_logits_are_those_of_the_formulas(name, backend):
+    cfg, *layout = VARIANTS[name]
+    model, tokens = build(cfg, backend=backend), LONG[:, : cfg.max_seq_len]
+    want = torch.stack([reference_logits(model, ids, *layout) for ids in tokens])
+    torch.testing.assert_close(model(tokens).double(), want, rtol=1e-4, atol=1e-4)
 
 
-def test_compiled_model_matches_eager(tiny_gpt):
-    tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
-    eager = tiny_gpt.loss(tokens, tokens)
-    eager.backward()
-    plain = {n: p.grad.clone() for n, p in tiny_gpt.named_parameters()}
-    tiny_gpt.zero_grad()
-    tiny_gpt.compile()
-    compiled = tiny_gpt.loss(tokens, tokens)
-    compiled.backward()
-    torch.testing.assert_close(compiled, eager, rtol=1e-5, atol=1e-4)
-    for name, p in tiny_gpt.named_parameters():
-        torch.testing.assert_close(p.grad, plain[name], rtol=1e-3, atol=1e-4)
+@variants
+@torch.no_grad()
+def test_a_token_changes_its_own_and_later_logits_only(cfg):
+    model, tokens = build(cfg), TOKENS[:1].expand(16, -1)
+    changed = (tokens + torch.eye(16, dtype=torch.int64)) % 64  # row i differs at position i
+    differs = (model(tokens) - model(changed)).abs().amax(-1) > 1e-6
+    assert torch.equal(differs, torch.ones(16, 16).triu().bool())
+
+
+@backends
+@torch.no_grad()
+def test_segments_equal_separate_sequences(backend):
+    model = build(VARIANTS["windows"][0], backend=backend)
+    for cut in (20, 150):
+        segments = (torch.arange(200) >= cut).long()[None]
+        alone = [model.hidden(each) for each in (LONG[:1, :cut], LONG[:1, cut:])]
+        found = model.hidden(LONG[:1], segments=segments)
+        torch.testing.assert_close(found, torch.cat(alone, 1), rtol=1e-4, atol=1e-4)
+
+
+@variants
+@torch.no_grad()
+def test_cached_pieces_equal_one_forward_pass(cfg):
+    model, T, slots, found = build(cfg), cfg.max_seq_len, [2, 0], []
+    cache, tokens = model.new_cache(3), LONG[:, :T]
+    for first, last in ((0, 5), (5, 6), (6, T)):
+        found.append(model.hidden(tokens[:, first:last], cache.view(slots, last - first)))
+        cache.lengths = [last, 0, last]
+    torch.testing.assert_close(torch.cat(found, 1), model.hidden(tokens), rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match=f"{T + 1} tokens exceed the cache capacity of {T}"):
+        cache.view(slots, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "compiled"), [*((n, False) for n in VARIANTS), ("one layer", True)]
+)
+def test_loss_and_gradients_are_those_of_cross_entropy(name, compiled):
+    model, targets = build(VARIANTS[name][0], backend="blocks"), TOKENS.roll(-1, 1)
+    targets[:, -1] = IGNORE
+    weights = torch.rand(TOKENS.shape, generator=seeded())
+    nats = F.cross_entropy(model(TOKENS).mT, targets, ignore_index=IGNORE, reduction="none")
+    wanted = torch.autograd.grad((nats * weights).sum(), tuple(model.parameters()))
+    if compiled:
+        model.compile()
+    torch.testing.assert_close(model.token_losses(TOKENS, targets), nats, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(model.loss(TOKENS, targets), nats.sum(), rtol=1e-5, atol=1e-4)
+    model.loss(TOKENS, targets, weights=weights).backward()
+    for (name, p), want in zip(model.named_parameters(), wanted, strict=True):
+        assert want.any(), name
+        torch.testing.assert_close(p.grad, want, rtol=1e-3, atol=1e-4)
+
+
+@torch.no_grad()
+def test_residual_scalars_are_not_rounded():
+    """bfloat16 has steps of 0.0078 near 1: too coarse for a learning rate of 0.005."""
+    model, seen = fresh(dtype=torch.bfloat16), []  # its layers add nothing yet
+    model.residual.fill_(1.003)
+    model.blocks[0].register_forward_hook(lambda _, args, y: seen.extend((args[1], y)))
+    model(TOKENS)
+    assert torch.equal(seen[1], (1.203 * seen[0].float()).bfloat16())
 
 
 class LargestTensor(TorchDispatchMode):
@@ -118,84 +168,39 @@ class LargestTensor(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        for x in out if isinstance(out, tuple | list) else [out]:
-            if isinstance(x, torch.Tensor):
-                self.elements = max(self.elements, x.numel())
+        sizes = [x.numel() for x in torch.utils._pytree.tree_leaves(out) if torch.is_tensor(x)]
+        self.elements = max(self.elements, *sizes, 0)
         return out
 
 
-def test_full_logits_are_never_materialized(monkeypatch):
-    cfg = replace(TINY, vocab_size=1000, max_seq_len=64)
-    monkeypatch.setitem(loss_module.CHUNK_ELEMENTS, "cpu", 1 << 15)
-    model = build_model(cfg, CPU, torch.float32, seed=0)
-    tokens = torch.randint(1000, (4, 64), generator=torch.Generator().manual_seed(0))
-    with LargestTensor() as training:
-        model.loss(tokens, tokens).backward()
-    with LargestTensor() as scoring:
-        model.token_losses(tokens, tokens)
-    assert scoring.elements <= training.elements < 4 * 64 * 1000 / 4
+def test_full_logits_are_never_materialized():
+    V = 2**16
+    model = fresh(replace(TINY, n_layer=1, vocab_size=V))
+    with LargestTensor() as largest:
+        model.loss(LONG, LONG).backward()
+        model.token_losses(LONG, LONG)
+    assert largest.elements < LONG.numel() * V / 4
 
 
-def test_rope_scores_depend_only_on_distance():
-    cos, sin = rotary(torch.arange(12), 8, 10_000.0)
-    q, k = torch.randn(2, 1, 1, 1, 8, generator=torch.Generator().manual_seed(0)).unbind(0)
-    rotated_q = rotate(q.expand(1, 12, 1, 8), cos, sin)[0, :, 0]
-    rotated_k = rotate(k.expand(1, 12, 1, 8), cos, sin)[0, :, 0]
-    scores = rotated_q @ rotated_k.T  # (12, 12)
-    for distance in range(12):
-        diagonal = scores.diagonal(-distance)
-        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), rtol=1e-4, atol=1e-4)
-
-
-def test_smear_adds_a_gated_share_of_the_previous_embedding():
-    model = lively(build_model(TINY, CPU, torch.float32, seed=0))
-    x = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(0))
-    found = model.smear_embeddings(x)
-    gate = torch.sigmoid(x[..., :24] @ model.smear_gate.weight[0])
-    assert torch.equal(found[:, 0], x[:, 0]), "the first token has no previous one"
-    for t in range(1, 5):
-        want = x[:, t] + model.smear * gate[:, t, None] * x[:, t - 1]
-        torch.testing.assert_close(found[:, t], want)
-    segments = torch.tensor([[0, 0, 1, 1, 1]]).expand(2, 5)
-    apart = model.smear_embeddings(x, segments=segments)
-    assert torch.equal(apart[:, 2], x[:, 2]) and torch.equal(apart[:, 3], found[:, 3])
-
-
-def test_backout_subtracts_the_output_of_the_middle_layer():
-    cfg = replace(TINY, n_layer=3, residual_scalars=False, smear=False)
-    model = lively(build_model(cfg, CPU, torch.float32, seed=0))
-    outputs = []
-    for block in model.blocks:
-        block.register_forward_hook(lambda _, __, y: outputs.append(y))
-    hidden = model.hidden(torch.arange(16)[None])
-    want = F.rms_norm(outputs[2] - model.backout * outputs[1], (32,))
-    torch.testing.assert_close(hidden, want)
-
-
-def test_residual_scalars_are_not_rounded():
-    """bfloat16 has steps of 0.0078 near 1: too coarse for a learning rate of 0.005."""
-    model = lively(build_model(replace(TINY, value_every=0), CPU, torch.bfloat16, seed=0))
-    x = torch.randn(1, 4, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
-    block, seen = model.blocks[0], []
-    block.attention.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
-    rope = rotary(torch.arange(4), 8, 1e4, torch.bfloat16)
-    for scale in (1.0, 1.003):
-        block(x, x, torch.tensor([scale, 0.5]), rope, None)
-    want = F.rms_norm((1.503 * x.float()).bfloat16(), (32,))
-    assert torch.equal(seen[1], want)
-
-
-@pytest.mark.parametrize(
-    ("value_every", "layers"), [(0, []), (1, [0, 1, 2, 3, 4]), (2, [0, 2, 4]), (3, [1, 4])]
-)
-def test_value_embeddings_count_back_from_the_last_layer(value_every, layers):
-    cfg = replace(TINY, n_layer=5, value_every=value_every)
-    assert cfg.value_layers == layers
-    model = GPT(cfg)
-    assert [i for i, block in enumerate(model.blocks) if block.attention.gate] == layers
-    assert (model.value_embeds is None) == (not layers)
-    if model.value_embeds:
-        assert model.value_embeds.weight.shape == (64, len(layers) * 16)
+@torch.no_grad()
+def test_initial_weights_are_those_of_the_recipe():
+    cfg = GPTConfig(500, 3, 256, 2, 2, 128, 16)
+    model, again, other = (fresh(cfg, seed=seed) for seed in (0, 0, 1))
+    assert all(map(torch.equal, model.parameters(), again.parameters()))
+    assert not torch.equal(model.embed.weight, other.embed.weight)
+    recipe = {
+        "embed": (0.8, 1), "head": (0.001, 0), "blocks.0.attention.q": (1 / 16, 1 / 16),
+        "blocks.0.attention.v": (1 / 16, 1 / 16), "blocks.0.attention.out": (0, 0),
+        "blocks.0.mlp.up": (0.4 / 16, 1 / 16), "blocks.0.mlp.down": (0, 0),
+    }  # fmt: skip
+    for name, deviations in recipe.items():
+        layers = model.get_submodule(name), fresh(cfg.classic()).get_submodule(name)
+        assert [float(x.weight.std()) for x in layers] == pytest.approx(deviations, rel=0.03), name
+    assert float(model.value_embeds.weight.std()) == pytest.approx(1 / 16, rel=0.03)
+    assert model.smear_gate.weight.min() >= 0 and 0.01 < model.smear_gate.weight.max() <= 0.02
+    scalars = torch.cat((model.residual, model.skip, model.smear, model.backout)).tolist()
+    assert scalars == pytest.approx([1.15, 1.10, 1.05, 0.20, 0.125, 0.05, 0, 0.2])
+    assert float(model.loss(TOKENS, TOKENS)) == pytest.approx(48 * math.log(500), rel=0.01)
 
 
 def test_B15_rope_is_correct_after_meta_device_loading(tiny_gpt):
@@ -203,26 +208,29 @@ def test_B15_rope_is_correct_after_meta_device_loading(tiny_gpt):
         loaded = GPT(TINY)
     loaded.to_empty(device="cpu")
     loaded.load_state_dict(tiny_gpt.state_dict())
-    tokens = torch.randint(64, (1, 16), generator=torch.Generator().manual_seed(0))
-    assert torch.equal(loaded(tokens), tiny_gpt(tokens))
+    assert torch.equal(loaded(TOKENS), tiny_gpt(TOKENS))
 
 
-def test_building_model_does_not_import_compiler():
-    """Importing the compiler takes longer than all other work before the first answer."""
-    program = (
-        "import sys, torch\n"
-        "from nanochat.gpt import GPT\n"
-        "from tests.conftest import TINY\n"
-        "with torch.device('meta'): GPT(TINY)\n"
-        "assert 'torch._dynamo' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, check=True, timeout=60)
+@torch.no_grad()
+def test_inference_copy_gives_equal_logits_and_takes_new_weights():
+    model = build(FOUR, torch.bfloat16)
+    twin, dtypes = inference_copy(model), set()
+    for block in (*model.blocks, *twin.blocks):
+        block.register_forward_hook(lambda _, __, y: dtypes.add(y.dtype))
+    addresses = {weight.data_ptr() for weight in twin.parameters()}
+    for factor in (1.0, 1.25):
+        for weight in model.parameters():
+            weight.mul_(factor)
+        copy_weights(twin, model)
+        assert torch.equal(model(TOKENS), twin(TOKENS))
+    assert addresses == {weight.data_ptr() for weight in twin.parameters()}
+    dtypes |= {weight.dtype for weight in twin.parameters() if weight.ndim > 1}
+    assert dtypes == {torch.bfloat16} and twin(TOKENS).dtype == torch.float32
 
 
 def test_params_and_flops_match_reference_report():
-    shape = GPTConfig(65_536, 8, 512, 4, 4, 128, 2048).classic()
     with torch.device("meta"):
-        model = GPT(shape)
+        model = GPT(GPTConfig(65_536, 8, 512, 4, 4, 128, 2048).classic())
     assert model.num_params() == 92_274_688
     assert model.flops_per_token() == 452_984_832
 
@@ -231,10 +239,10 @@ def test_params_and_flops_match_reference_report():
     ("change", "named"),
     [
         ({"n_kv_head": 3}, "n_kv_head 3"),
-        ({"head_dim": 7}, "7"),
+        ({"head_dim": 7}, "got 7"),
         ({"value_every": -1}, "value_every must be at least 0, got -1"),
         ({"window_pattern": "SX"}, "'SX'"),
-        ({"n_layer": 0}, "n_layer"),
+        ({"n_layer": 0}, "n_layer must be at least 1, got 0"),
     ],
 )
 def test_invalid_config_is_rejected_with_its_value(change, named):

@@ -1,86 +1,80 @@
 """Compiled graphs: a run compiles none after the first use of each feature."""
 
+import builtins
 import re
 import shutil
-from pathlib import Path
+from functools import partial
 
 import pytest
 import torch
+from torch.nn.attention import flex_attention
 
-from nanochat.checkpoint import build_model
-from nanochat.eval_core import FewShotTask, eval_model_of, evaluate_task
-from nanochat.evaluators import generate_samples
-from nanochat.gpt import GPTConfig, inference_copy
-from tests.conftest import lively
-from tests.lab.test_canaries import TOKENIZER, suite_of
-from tests.training_runs import SMALL, folder, python
+from nanochat import attention
+from nanochat.engine import Engine, Sampling
+from nanochat.gpt import inference_copy
+from nanochat.tokenizer import Tokenizer
+from tests.test_engine import compiled_graphs, compiler, model_of, run_eagerly
+from tests.training_runs import SMALL, folder
 
-# Runs a script and prefixes every printed line with the number of compiled graphs. With "eager",
-# Dynamo traces as usual, but graphs run uncompiled: seconds instead of minutes.
-COUNTED = """
-import builtins, functools, runpy, sys
-import torch
-from torch._dynamo.utils import counters
-
-def counted(*words, plain=print, **options):
-    plain(f"graphs {counters['stats']['unique_graphs']} |", *words, **options)
-
-backend, *sys.argv = sys.argv[1:]
-torch.compile = functools.partial(torch.compile, backend=backend)
-builtins.print = counted
-runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-"""
-STEPS = 6
 BASE = (
     "--compile=True --eval_every=2 --sample_every=4 --core_metric_every=4 --save_every=2 "
-    f"--core_metric_max_per_task=4 --model_tag=graphs --num_iterations={STEPS}"
+    "--core_metric_max_per_task=4 --model_tag=graphs --num_iterations=6"
 ).split()
 SFT = (
     "--source=base:graphs --model_tag=graphs --compile=True --mixture=world_facts=300 "
-    f"--num_iterations={STEPS} --total_batch_size=512 --max_seq_len=128 --eval_tokens=1024 "
-    "--eval_every=2 --canaries=warn --dtype=float32"
+    "--num_iterations=6 --total_batch_size=512 --max_seq_len=128 --eval_tokens=1024 "
+    "--eval_every=2 --dtype=float32"
 ).split()
 
 
-def graphs(text: str) -> dict[int, int]:
-    """Step -> number of graphs compiled by the time its loss is logged; key -1: by the end."""
+def graphs_by_step(text):
+    """Step -> number of graphs compiled when its loss is printed; -1: at the end."""
     steps = re.findall(r"^graphs (\d+) \| step +(\d+)/.* loss ", text, re.MULTILINE)
     counts = {int(step): int(count) for count, step in steps}
-    return {**counts, -1: int(re.findall(r"^graphs (\d+) \|", text, re.MULTILINE)[-1])}
+    return counts | {-1: int(re.findall(r"^graphs (\d+) \|", text, re.MULTILINE)[-1])}
 
 
-def test_R36_canaries_samples_and_core_compile_nothing(machine):
-    counters = torch._dynamo.utils.counters["stats"]
-    cfg = GPTConfig(265, 2, 32, 4, 2, 8, 64)
-    model = lively(build_model(cfg, machine.device, machine.dtype, 0))
-    model.compile(backend="eager")
-    tokens = torch.randint(250, (4, 64), generator=torch.Generator().manual_seed(0))
-    items = [{"context": f"{n} and", "continuation": f" {n + 1}"} for n in range(9)]
-    task = FewShotTask("count", "language_modeling", 2, 0.0, "", items)
+@pytest.mark.parametrize("backend", ["blocks", "flex"])
+@compiler(run_eagerly)
+def test_R36_second_use_compiles_nothing(backend, monkeypatch):
+    monkeypatch.setattr(attention, "compiled_flex", partial(getattr, flex_attention))  # on a CPU
+    tokenizer, tokens = Tokenizer.train(["a b"], 265), torch.arange(300).view(2, 150) % 250
+    model = model_of(tokenizer, n_layer=2, window_pattern="SL", max_seq_len=150)
+    for block in model.blocks:
+        block.attention.backend = backend
+    model.compile()
 
-    def use() -> int:
-        model.loss(tokens, tokens).backward()
-        model.token_losses(tokens, tokens)
-        return counters["unique_graphs"]
+    def use(T):
+        """Train, score rows, score and continue prompts of about T tokens."""
+        if backend != "flex":  # has no gradients on a CPU
+            model.loss(tokens, tokens).backward()
+        for segments in (None, tokens // 99):
+            model.token_losses(tokens, tokens, segments)
+        engine = Engine(inference_copy(model), tokenizer, slots=2, compiled=True)
+        engine.model.token_losses(tokens[:, :T], tokens[:, :T])
+        for prompts in ([[1] * T, [2]], [[3] * (T + 1)]):
+            engine.generate(prompts, Sampling(max_new_tokens=4, temperature=0.0))
+        return compiled_graphs()
 
-    before = use()
-    generate_samples(model, TOKENIZER)
-    suite_of().measure(model)
-    evaluate_task(eval_model_of(inference_copy(model), TOKENIZER), task, machine)
-    assert use() == before > 0
+    assert use(3) == use(8) > 0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
-def test_R36_no_graph_is_compiled_after_first_use(trained: Path, backend: str):
-    base = trained
-    train = ["-c", COUNTED, backend, "scripts.base_train", *SMALL, *BASE]
-    found = graphs(python(base, *train))
-    assert found[1] > 0  # training compiles, and so does the first validation, after step 2
-    assert found[3] == found[STEPS - 1] == found[-1], "validation, samples, CORE or saving compiled"
-    shutil.rmtree(folder(base, "graphs") / f"step_{STEPS:06d}")
-    again = graphs(python(base, *train))
-    assert again[-1] == found[-1], "the resumed run compiled more"
+@pytest.mark.timeout(1200)
+@compiler(run_eagerly)
+def test_R36_no_graph_is_compiled_after_first_use(trained, command, monkeypatch):
+    plain, start = builtins.print, compiled_graphs()
 
-    tuned = graphs(python(base, "-c", COUNTED, backend, "scripts.chat_sft", *SFT))
-    assert tuned[3] == tuned[-1], "canaries compiled"
+    def counted(*words, **options):
+        plain(f"graphs {compiled_graphs()} |", *words, **options)
+
+    monkeypatch.setattr(builtins, "print", counted)
+    found = graphs_by_step(command.works("base_train", *SMALL, *BASE))
+    assert found[1] > start  # training compiles, and so does the first validation, after step 2
+    assert found[3] == found[5] == found[-1], "validation, samples, CORE or saving compiled"
+    shutil.rmtree(folder(trained, "graphs") / "step_000006")
+    torch._dynamo.reset()
+    again = graphs_by_step(command.works("base_train", *SMALL, *BASE))
+    assert again[-1] - found[-1] == found[-1] - start, "the resumed run compiled more"
+    tuned = graphs_by_step(command.works("chat_sft", *SFT))
+    assert tuned[3] == tuned[-1], "validation compiled"

@@ -1,4 +1,4 @@
-"""Update rules against reference implementations, gradient reduction and optimizer state."""
+"""Update rules against reference implementations, schedules, gradient norm, optimizer state."""
 
 import copy
 import math
@@ -9,149 +9,177 @@ import pytest
 import torch
 
 from nanochat import optim
-from nanochat.optim import MuonAdamW, OptimConfig, Rule, orthogonalize
+from nanochat.optim import MuonAdamW, OptimConfig, Rule, ScheduleConfig, lr_factor, muon_momentum
 from nanochat.scaling import make_rules
-from nanochat.train import train_step
-from tests.test_train import make_run
+
+CFG = ScheduleConfig(warmup_steps=40, warmdown_ratio=0.5, final_lr_frac=0.1)
+TOKENS = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
+STEPS = [(0.5, 0.90, 0.25), (0.6, 0.91, 0.5), (1.0, 0.92, 1.0), (0.2, 0.93, 0.0)]  # set_schedule
 
 
-def optimizer_of(machine, rule, **named):
-    """An optimizer of single parameters, all with the same rule."""
-    model = torch.nn.ParameterDict(named)
-    return MuonAdamW(model, dict.fromkeys(named, rule), machine)
+def updated(machine, rule, weights, grads):
+    """Copies of the weights after one step of our optimizer for each item of `grads`."""
+    params = {f"p{i}": torch.nn.Parameter(w.clone()) for i, w in enumerate(weights)}
+    optimizer = MuonAdamW(torch.nn.ParameterDict(params), dict.fromkeys(params, rule), machine)
+    for own, factors in zip(grads, STEPS, strict=True):
+        for p, grad in zip(params.values(), own, strict=True):
+            p.grad = grad.clone()
+        optim.set_schedule(optimizer, *factors)
+        optimizer.step()
+    return [p.detach() for p in params.values()]
 
 
 def default_optimizer(model, machine):
     return MuonAdamW(model, make_rules(OptimConfig(weight_decay=0.1), 768), machine)
 
 
-def test_orthogonalize_moves_singular_values_toward_one():
-    generator = torch.Generator().manual_seed(0)
-    for shape in [(3, 8, 8), (2, 6, 20), (2, 20, 6)]:
-        g = torch.randn(shape, generator=generator)
-        result = orthogonalize(g)
-        values = torch.linalg.svdvals(result)
-        assert result.shape == g.shape
-        assert values.min() > 0.7 and values.max() < 1.2
-        u, _, v = torch.linalg.svd(g, full_matrices=False)
-        rotated = u.mT @ result @ v.mT  # diagonal if the singular vectors are kept
-        off = rotated - torch.diag_embed(rotated.diagonal(dim1=-2, dim2=-1))
-        assert off.abs().max() < 1e-3
-
-
-def reference_muon(weight, grad, momentum, second, lr, beta, decay):
-    """One matrix, in float64 and by SVD: MuonEq, polynomial, Muon+, NorMuon, cautious decay."""
-    momentum = beta * momentum + (1 - beta) * grad
-    g = beta * momentum + (1 - beta) * grad
-    norms = np.sqrt((g**2).sum(1, keepdims=True))
-    g = g / norms * norms.mean()
-    u, s, v = np.linalg.svd(g / np.sqrt((g**2).sum()) / 1.01, full_matrices=False)
-    for a, b, c in optim.POLAR_EXPRESS:
-        s = a * s + b * s**3 + c * s**5
-    g = (u * s) @ v
-    g *= math.sqrt(min(g.shape)) / np.sqrt((g**2).sum())
-    axis = 1 if g.shape[0] >= g.shape[1] else 0
-    second = 0.9 * second + 0.1 * (g**2).mean(axis, keepdims=True)
-    scaled = g / np.sqrt(second)
-    g = scaled * np.sqrt((g**2).sum() / (scaled**2).sum())
-    lr *= math.sqrt(max(1, g.shape[0] / g.shape[1]))
-    weight = weight - lr * g - lr * decay * weight * (g * weight > 0)
-    return weight, momentum, second
-
-
-@pytest.mark.parametrize("shape", [(20, 6), (6, 20), (8, 8), (1, 12), (12, 1)])
-def test_muon_update_matches_the_formulas(machine, shape):
-    generator = torch.Generator().manual_seed(0)
-    weights = torch.randn(3, *shape, generator=generator)
-    params = {f"m{i}": torch.nn.Parameter(w.clone()) for i, w in enumerate(weights)}
-    optimizer = optimizer_of(machine, Rule("muon", 0.02, weight_decay=0.3), **params)
-    want = [(w.double().numpy(), 0.0, 0.0) for w in weights]
-    for step in range(4):
-        grads = torch.randn(3, *shape, generator=generator)
-        for p, grad in zip(params.values(), grads, strict=True):
-            p.grad = grad.clone()
-        optim.set_schedule(optimizer, 0.5, 0.9 + 0.01 * step, 0.25)
+def train(model, optimizer, machine, steps):
+    """Losses of `steps` steps on one batch, as a training loop takes them."""
+    losses = []
+    for _ in range(steps):
+        loss = model.loss(TOKENS, TOKENS.roll(1, 1)) / TOKENS.numel()
+        loss.backward()
+        optim.reduce_gradients(optimizer, machine)
         optimizer.step()
-        want = [
-            reference_muon(w, g.double().numpy(), m, s, 0.01, 0.9 + 0.01 * step, 0.075)
-            for (w, m, s), g in zip(want, grads, strict=True)
-        ]
-    for p, (weight, *_) in zip(params.values(), want, strict=True):
-        error = np.abs(p.detach().double().numpy() - weight).max()
-        assert error < 1e-5 * np.abs(weight).max()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def reference_muon(weight, grads, lr, decay):
+    """One matrix, in float64 and by SVD: MuonEq, polynomial, Muon+, NorMuon, cautious decay."""
+    M, N = weight.shape
+    momentum = second = 0.0
+    for grad, (lr_share, beta, decay_share) in zip(grads, STEPS, strict=True):
+        momentum = beta * momentum + (1 - beta) * grad
+        g = beta * momentum + (1 - beta) * grad
+        norms = np.sqrt((g**2).sum(1, keepdims=True))
+        g = g / norms * norms.mean()
+        u, s, v = np.linalg.svd(g / np.sqrt((g**2).sum()) / 1.01, full_matrices=False)
+        for a, b, c in optim.POLAR_EXPRESS:
+            s = a * s + b * s**3 + c * s**5
+        g = (u * s) @ v
+        g *= math.sqrt(min(M, N)) / np.sqrt((g**2).sum())
+        second = 0.9 * second + 0.1 * (g**2).mean(1 if M >= N else 0, keepdims=True)
+        scaled = g / np.sqrt(second)
+        g = scaled * np.sqrt((g**2).sum() / (scaled**2).sum())
+        step = lr * lr_share * math.sqrt(max(1, M / N))
+        weight = weight - step * g - step * decay * decay_share * weight * (g * weight > 0)
+    return weight
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])  # float16 would underflow
+@pytest.mark.parametrize("shape", [(20, 6), (6, 20), (8, 8), (1, 12), (12, 1)])
+def test_muon_update_matches_the_formulas(machine, shape, dtype):
+    draws = torch.randn(5, 3, *shape, generator=torch.Generator().manual_seed(0))
+    rule = Rule("muon", 0.02, weight_decay=0.3)
+    found = updated(replace(machine, dtype=dtype), rule, draws[0], draws[1:])
+    for i, weight in enumerate(found):
+        first, *grads = draws[:, i].double().numpy()
+        want = reference_muon(first, grads, 0.02, 0.3)
+        assert np.abs(weight.numpy() - want).max() < 1e-5 * np.abs(want).max()
+    still = updated(machine, rule, draws[0], 0 * draws[1:])
+    assert torch.equal(torch.stack(still), draws[0])
+
+
+@pytest.mark.parametrize("shape", [(3, 8, 8), (2, 6, 20), (2, 20, 6)])
+def test_orthogonalize_moves_singular_values_toward_one(shape):
+    g = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    values = torch.linalg.svdvals(optim.orthogonalize(g))
+    assert values.min() > 0.7 and values.max() < 1.2
 
 
 def test_adamw_matches_pytorch(machine):
-    generator = torch.Generator().manual_seed(0)
-    p = torch.nn.Parameter(torch.randn(7, 5, generator=generator))
-    q = torch.nn.Parameter(p.detach().clone())
-    ours = optimizer_of(machine, Rule("adamw", 0.01, (0.8, 0.95), 0.1), p=p)
+    draws = torch.randn(5, 7, 5, generator=torch.Generator().manual_seed(0))
+    (found,) = updated(machine, Rule("adamw", 0.01, (0.8, 0.95), 0.1), draws[:1], draws[1:, None])
+    q = torch.nn.Parameter(draws[0].clone())
     theirs = torch.optim.AdamW([q], lr=0.01, betas=(0.8, 0.95), eps=1e-10, weight_decay=0.1)
-    for _ in range(5):
-        p.grad = torch.randn(7, 5, generator=generator)
-        q.grad = p.grad.clone()
-        ours.step()
+    for grad, factors in zip(draws[1:], STEPS, strict=True):
+        q.grad = grad
+        optim.set_schedule(theirs, *factors)
         theirs.step()
-        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
-
-
-def test_matrices_without_gradient_keep_finite_weights(machine):
-    p = torch.nn.Parameter(torch.ones(4, 6))
-    optimizer = optimizer_of(machine, Rule("muon", 0.02, weight_decay=0.1), p=p)
-    optimizer.step()
-    assert torch.equal(p.detach(), torch.ones(4, 6))
+    torch.testing.assert_close(found, q.detach(), rtol=1e-5, atol=1e-6)
 
 
 def test_reduce_gradients_returns_norm_and_frees_gradients(machine, tiny_gpt):
-    tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
-    tiny_gpt.loss(tokens, tokens).backward()
-    want = math.sqrt(sum(float(p.grad.square().sum()) for p in tiny_gpt.parameters()))
-    optimizer = default_optimizer(tiny_gpt, machine)
-    assert float(optimizer.reduce_gradients()) == pytest.approx(want, rel=1e-5)
+    tiny_gpt.loss(TOKENS, TOKENS).backward()
+    want = float(torch.nn.utils.get_total_norm([p.grad for p in tiny_gpt.parameters()]))
+    adamw = torch.optim.AdamW(tiny_gpt.parameters())
+    for optimizer in (adamw, default_optimizer(tiny_gpt, machine)):
+        norm, gradients = optim.reduce_gradients(optimizer, machine)
+        found = norm.item(), torch.nn.utils.get_total_norm(gradients).item()
+        assert found == pytest.approx((want, want), rel=1e-5)
     assert all(p.grad is None for p in tiny_gpt.parameters())
 
 
 def test_discarded_gradients_never_reach_the_weights(machine, tiny_gpt):
-    optimizer = default_optimizer(tiny_gpt, machine)
-    tokens = torch.zeros(1, 16, dtype=torch.int64)
     twin = copy.deepcopy(tiny_gpt)
-    other = default_optimizer(twin, machine)
-    (tiny_gpt.loss(tokens, tokens) * math.nan).backward()
+    optimizer = default_optimizer(tiny_gpt, machine)
+    (tiny_gpt.loss(TOKENS, TOKENS) * math.nan).backward()
     assert math.isnan(optimizer.reduce_gradients())
     optimizer.zero_grad()
-    for model, each in ((tiny_gpt, optimizer), (twin, other)):
-        model.loss(tokens, tokens).backward()
-        each.step()
-    for (name, p), q in zip(tiny_gpt.named_parameters(), twin.parameters(), strict=True):
-        assert torch.equal(p, q), name
+    train(tiny_gpt, optimizer, machine, 1)
+    train(twin, default_optimizer(twin, machine), machine, 1)
+    assert all(map(torch.equal, tiny_gpt.parameters(), twin.parameters()))
 
 
-def test_state_round_trip_and_errors(machine, tiny_gpt):
-    first = default_optimizer(tiny_gpt, machine)
-    tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
-    tiny_gpt.loss(tokens, tokens).backward()
-    first.step()
-    saved = {name: x.clone() for name, x in first.full_state()}
-    second = default_optimizer(tiny_gpt, machine)
-    second.load_full_state(saved)
-    for name, value in second.full_state():
-        assert torch.equal(value, saved[name]), name
+@pytest.mark.parametrize("kind", ["ours", "torch"])
+def test_training_learns_and_continues_exactly_from_saved_state(machine, tiny_gpt, kind):
+    def optimizer_for(model):
+        ours = kind == "ours"
+        return default_optimizer(model, machine) if ours else torch.optim.AdamW(model.parameters())
+
+    optimizer = optimizer_for(tiny_gpt)
+    losses = train(tiny_gpt, optimizer, machine, 10)
+    assert losses == sorted(losses, reverse=True)
+    twin = copy.deepcopy(tiny_gpt)
+    resumed = optimizer_for(twin)
+    saved = {name: x.clone() for name, x in optim.full_state(optimizer)}
+    optim.load_full_state(resumed, saved)
+    assert train(twin, resumed, machine, 3) == train(tiny_gpt, optimizer, machine, 3)
+    assert all(map(torch.equal, tiny_gpt.parameters(), twin.parameters()))
+    lrs = {"matrix_lr": 0.02, "embedding_lr": 0.3, "head_lr": 0.008} if kind == "ours" else {}
+    assert optim.learning_rates(optimizer) == pytest.approx(lrs)
+
+
+def test_state_of_another_shape_or_model_is_rejected(machine, tiny_gpt):
+    optimizer = default_optimizer(tiny_gpt, machine)
+    saved = dict(optimizer.full_state())
     with pytest.raises(ValueError, match=r"head.weight.first has a wrong shape, \(64, 1\)"):
-        second.load_full_state(saved | {"head.weight.first": torch.zeros(64, 1)})
+        optimizer.load_full_state(saved | {"head.weight.first": torch.zeros(64, 1)})
     del saved["head.weight.first"]
     with pytest.raises(KeyError, match="head.weight.first"):
-        second.load_full_state(saved)
+        optimizer.load_full_state(saved)
 
 
-def test_a_step_with_torchs_adamw_in_its_place_trains_and_resumes(machine):
-    run, *_ = make_run(machine, num_steps=20)
-    run.optimizer = torch.optim.AdamW(run.model.parameters(), lr=0.02)
-    losses = [train_step(run, step).loss for step in range(20)]
-    assert losses[-1] < 0.7 * losses[0]
-    twin = replace(run, model=copy.deepcopy(run.model))
-    twin.optimizer = torch.optim.AdamW(twin.model.parameters(), lr=0.02)
-    saved = {name: x.clone() for name, x in optim.full_state(run.optimizer)}
-    optim.load_full_state(twin.optimizer, saved)
-    assert train_step(twin, 19).loss == train_step(run, 19).loss
-    for p, q in zip(run.model.parameters(), twin.model.parameters(), strict=True):
-        assert torch.equal(p, q)
+def test_lr_warms_up_stays_constant_and_decays():
+    factors = [lr_factor(s, 1000, CFG) for s in range(1000)]
+    assert factors[0] == 1 / 40 and factors[19] == 0.5 and factors[39:501] == [1.0] * 462
+    assert [factors[s] for s in (501, 750, 999)] == pytest.approx([0.9982, 0.55, 0.1018])
+    assert max(lr_factor(s, 20, CFG) for s in range(20)) < 0.5  # too short for the peak
+    assert lr_factor(9, 10, ScheduleConfig(warmup_steps=0, warmdown_ratio=0.0)) == 1
+
+
+def test_momentum_rises_stays_and_falls_over_the_warmdown():
+    momenta = [muon_momentum(s, 2000, CFG) for s in range(2001)]
+    assert momenta[400:1001] == [0.97] * 601
+    found = [momenta[s] for s in (0, 200, 1500, 2000)] + [muon_momentum(5, 30, CFG)]
+    assert found == pytest.approx([0.85, 0.91, 0.935, 0.90, 0.91])
+
+
+def test_weight_decay_follows_a_cosine():
+    factors = [optim.decay_factor(s, 1000) for s in (0, 250, 500, 1000)]
+    assert factors == pytest.approx([1, 0.854, 0.5, 0], abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("config", "name", "value"),
+    [
+        (ScheduleConfig, "warmdown_ratio", 1.5),
+        (OptimConfig, "matrix_lr", -1.0),
+        (OptimConfig, "grad_clip", math.nan),
+    ],
+)
+def test_setting_out_of_range_is_rejected(config, name, value):
+    with pytest.raises(ValueError, match=f"{name} must be .* got {value}"):
+        config(**{name: value})

@@ -24,24 +24,44 @@ from nanochat.hardware import peak_memory_bytes
 from nanochat.optim import MuonAdamW, OptimConfig, ScheduleConfig
 from nanochat.preflight import KernelConfig, enable_fp8
 from nanochat.scaling import make_rules, shape_for_depth
-from nanochat.train import TrainConfig, TrainingRun, fit_rows, train_step
+from nanochat.tokenizer import Tokenizer
+from nanochat.train import (
+    MicroBatch,
+    TrainConfig,
+    TrainingRun,
+    fit_rows,
+    split_micro_batches,
+    train_step,
+)
 from tests.conftest import TINY
-from tests.test_train import TOKENIZER, Given
 
 ROWS, T, VOCAB_SIZE = 64, 2048, 32768
 
 
+class RandomRows:
+    """Loader of random rows."""
+
+    identity, batch_tokens, metrics = {}, ROWS * T, {}
+
+    def micro_batches(self, step: int, device_rows: int, stopping: object) -> list[MicroBatch]:
+        tokens, targets = np.random.default_rng(step).integers(0, VOCAB_SIZE, (2, ROWS, T))
+        return split_micro_batches(tokens, targets, device_rows, torch.device("cuda"))
+
+    def prefetch(self, step: int, device_rows: int, stopping: object) -> None:
+        pass
+
+    def row_names(self, step: int) -> str:
+        return f"rows of {step}"
+
+
 def run_of(model: GPT, optimizer: MuonAdamW, machine: DistContext, compiled: bool) -> TrainingRun:
     """A run of three steps on random rows."""
-    rng = np.random.default_rng(0)
-    loader = Given(lambda step: tuple(rng.integers(0, VOCAB_SIZE, (2, ROWS, T))), device="cuda")
-    loader.batch_tokens = ROWS * T
     return TrainingRun(
         kind="base",
         model=model,
-        tokenizer=TOKENIZER,
+        tokenizer=Tokenizer.train(["a"], 265),
         optimizer=optimizer,
-        loader=loader,
+        loader=RandomRows(),  # type: ignore
         machine=machine,
         cfg=TrainConfig(),
         tag="memory",

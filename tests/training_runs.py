@@ -1,11 +1,13 @@
-"""Training runs as subprocesses, alone or under torchrun, on a shared base directory."""
+"""Training runs as subprocesses, alone or under torchrun, and the files that runs write."""
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import torch
 from safetensors.torch import load_file
 
@@ -26,10 +28,6 @@ def torchrun(processes: int, *flags: str) -> list[str]:
         return []
     alone = ["--standalone", f"--nproc_per_node={processes}"]
     return ["-m", "torch.distributed.run", *alone, *flags]
-
-
-# for torchrun on several nodes, as in the README and dev/launch/slurm.sh
-OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 def node(port: int, number: int, nodes: str = "2", *flags: str) -> list[str]:
@@ -78,6 +76,20 @@ def read_until_step(process: subprocess.Popen[str], step: int) -> str:
     raise AssertionError(f"exited before step {step}:\n{text[-3000:]}")
 
 
+def rest_of(process: subprocess.Popen[str]) -> str:
+    """The output of a process until it exits."""
+    return process.communicate(timeout=240)[0]
+
+
+def workers(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    """The ranks that torchrun started, in order."""
+    ranks = {}
+    for child in psutil.Process(process.pid).children():
+        if "RANK" in (env := child.environ()):
+            ranks[int(env["RANK"])] = child
+    return [ranks[rank] for rank in sorted(ranks)]
+
+
 def free_port() -> int:
     """An unused port on this machine."""
     with socket.socket() as probe:
@@ -97,13 +109,39 @@ def curve(run: Path, name: str) -> list[float]:
     return [entry[name] for entry in read_metrics(run / "metrics.jsonl") if name in entry]
 
 
+def saved_steps(run: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step_")) for path in run.glob("step_*"))
+
+
+def copy_until(step: int, run: Path, copy: Path) -> None:
+    """Copy a run as if it had been killed right after this step was saved."""
+
+    def later(_: str, names: list[str]) -> list[str]:
+        return [name for name in names if name.startswith("step_") and int(name[5:]) > step]
+
+    shutil.copytree(run, copy, ignore=later)
+
+
+def tensors(run: Path, step: int = STEPS, file: str = "model") -> dict[str, torch.Tensor]:
+    """Saved tensors of a run; file: model or optim."""
+    return load_file(run / f"step_{step:06d}" / f"{file}.safetensors")
+
+
 def weights(base: Path, tag: str, step: int = STEPS) -> dict[str, torch.Tensor]:
-    return load_file(folder(base, tag) / f"step_{step:06d}" / "model.safetensors")
+    return tensors(folder(base, tag), step)
 
 
-def same_weights(base: Path, one: str, other: str, step: int = STEPS) -> bool:
-    a, b = weights(base, one, step), weights(base, other, step)
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    """Whether all tensors are equal bit by bit."""
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def gradient(run: Path, step: int = 1) -> torch.Tensor:
+    """
+    Gradient of the first step of a run, each group up to a factor: the optimizer's first moment.
+    """
+    moments = tensors(run, step, "optim")
+    return torch.cat([moments[name].flatten() for name in sorted(moments) if "first" in name])
 
 
 def prepare(base: Path) -> None:

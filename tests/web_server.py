@@ -4,30 +4,40 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
 import pytest
 import torch
 
+from nanochat import engine as generation
 from nanochat.checkpoint import build_model, save_checkpoint, stage_folder
 from nanochat.distributed import DistContext
-from nanochat.engine import Sampling
-from nanochat.engine import sample as plain
-from nanochat.gpt import GPTConfig
+from nanochat.engine import Engine, Sampling, Tool
 from nanochat.sandbox import Tools
 from nanochat.serve.handler import RequestHandler
 from nanochat.serve.models import ModelLibrary
 from nanochat.serve.security import SecurityConfig
 from nanochat.serve.server import Server, ServerConfig, listen, server_url
-from nanochat.tokenizer import Tokenizer
+from nanochat.tokenizer import SPECIAL_TOKENS, Tokenizer
 from tests.conftest import TINY, lively
 
 CPU = DistContext(0, 0, 1, torch.device("cpu"), torch.float32)
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "Hello"}]
+HELLO_PROMPT = ["<|bos|>", "<|user_start|>", "Hello", "<|user_end|>", "<|assistant_start|>"]
+
+
+@dataclass
+class Choice:
+    """One choice of an answer: text, finish reason, lists of log-probabilities."""
+
+    text: str = ""
+    finish: str | None = None
+    logprobs: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -39,93 +49,107 @@ class Site:
     client: httpx.Client
 
     @property
-    def worker(self):
-        return self.server.handler.worker
-
-    @property
-    def engine(self):
+    def engine(self) -> Engine:
         """The engine of the default model."""
         library = self.server.handler.library
         return library.loaded[library.default]
 
-    @property
-    def tokenizer(self) -> Tokenizer:
-        return self.engine.tokenizer
+    def ids(self, *pieces: str | bytes) -> list[int]:
+        """Token ids of texts, special tokens and single bytes."""
+        tokenizer, found = self.engine.tokenizer, []
+        for piece in pieces:
+            if piece in SPECIAL_TOKENS:
+                found.append(tokenizer.special(piece))
+            else:
+                found += piece if isinstance(piece, bytes) else tokenizer.encode(piece)
+        return found
 
-    def chat(self, messages: Any = HELLO, **settings: Any) -> httpx.Response:
-        return self.client.post("/v1/chat/completions", json={"messages": messages, **settings})
+    def ask(self, messages: Any = HELLO, **body: Any) -> httpx.Response:
+        """Post to completions if there is a prompt, else to chat completions."""
+        path, asked = (TEXT, body) if "prompt" in body else (CHAT, {"messages": messages, **body})
+        data = json.dumps(asked, separators=(",", ":"))
+        return self.client.post(path, content=data, headers={"Content-Type": "application/json"})
 
-    def content(self, messages: Any = HELLO, **settings: Any) -> str:
-        answered = self.chat(messages, **settings)
+    def events(self, **body: Any) -> list[Any]:
+        """Events of a streamed answer, without the final [DONE]."""
+        answered = self.ask(stream=True, **body)
         assert answered.status_code == 200, answered.text
-        return answered.json()["choices"][0]["message"]["content"]
+        *found, last = answered.iter_lines()
+        assert last == "" and found.pop() == "data: [DONE]"
+        return [json.loads(line[6:]) for line in found if line.startswith("data: ")]
 
-    def stream(self, path: str = "/v1/chat/completions", **body: Any) -> list[Any]:
-        """Events of a streamed response, without the final [DONE]."""
-        body.setdefault("messages", HELLO)
-        if path == "/v1/completions":
-            del body["messages"]
-        found = []
-        with self.client.stream("POST", path, json={"stream": True, **body}) as response:
-            assert response.status_code == 200, response.read()
-            found = [line[6:] for line in response.iter_lines() if line.startswith("data: ")]
-        assert found.pop() == "[DONE]"
-        return [json.loads(line) for line in found]
+    def answers(self, stream: bool = False, **body: Any) -> list[Choice]:
+        """The choices of an answer, joined if it is streamed."""
+        events = self.events(**body) if stream else [self.ask(**body).json()]
+        found: dict[int, Choice] = {}
+        for choice in sum((event["choices"] for event in events), []):
+            one = found.setdefault(choice["index"], Choice())
+            said = choice.get("delta", choice.get("message", choice))
+            one.text += said.get("content", said.get("text", ""))
+            one.finish = choice["finish_reason"] or one.finish
+            for name, values in (choice["logprobs"] or {}).items():
+                one.logprobs[name] = one.logprobs.get(name, []) + (values or [])
+        return [found[index] for index in sorted(found)]
 
-    def is_idle(self) -> bool:
-        """Whether no slot is used, the queue is empty and no request state is left."""
-        engine, worker = self.engine, self.worker
-        return not (
-            engine.busy or any(engine.cache.lengths) or worker.owners or worker.load or worker.inbox
-        )
+    def content(self, **body: Any) -> str:
+        """The text of the first choice."""
+        return self.answers(**body)[0].text
 
-    def seconds_until_idle(self, patience: float = 60.0) -> float:
-        started = time.perf_counter()
-        while not self.is_idle():
-            assert time.perf_counter() - started < patience, "the server is still busy"
-            time.sleep(0.002)
-        return time.perf_counter() - started
+    def load(self) -> tuple[int, int]:
+        """Numbers of running and of waiting completions."""
+        health = self.client.get("/health").json()
+        return health["running"], health["waiting"]
 
-    def raw(self) -> socket.socket:
-        """A raw socket connected to the server."""
+    def wait_until_idle(self) -> None:
+        until(lambda: self.load() == (0, 0))
+
+    def raw(self, sent: bytes = b"") -> socket.socket:
+        """A raw socket connected to the server, on which `sent` was sent."""
         host, port = self.url.removeprefix("http://").split(":")
-        return socket.create_connection((host, int(port)), timeout=60)
+        connection = socket.create_connection((host, int(port)), timeout=60)
+        connection.sendall(sent)
+        return connection
 
 
-def post(path: str, body: Any, *more: str) -> bytes:
-    """A POST request as bytes; `more`: extra header lines."""
-    data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    head = [f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json"]
-    head += [f"Content-Length: {len(data)}", *more]
-    return "\r\n".join(head).encode() + b"\r\n\r\n" + data
+def until(holds: Callable[[], bool]) -> None:
+    """Wait until a condition holds."""
+    deadline = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.01)
 
 
-def write_model(name: str = "sft:tiny", context: int = 256, **changes: Any) -> None:
+def post(body: dict[str, Any]) -> bytes:
+    """A chat request as bytes."""
+    data = json.dumps(body)
+    head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {len(data)}\r\n\r\n{data}".encode()
+
+
+def write_model(
+    name: str = "sft:tiny", context: int = 256, *, step: int = 1, seed: int = 3, **changes: Any
+) -> None:
     """Save a tiny untrained byte-level model as a checkpoint."""
     tokenizer = Tokenizer.train(["a b"], 265)
     cfg = replace(TINY, vocab_size=tokenizer.vocab_size, max_seq_len=context, **changes)
-    write_checkpoint(name, cfg, tokenizer)
-
-
-def write_checkpoint(name: str, cfg: GPTConfig, tokenizer: Tokenizer) -> None:
-    model = lively(build_model(cfg, CPU.device, CPU.dtype, seed=3))
+    model = lively(build_model(cfg, CPU.device, CPU.dtype, seed=seed))
     stage, tag = name.split(":")
-    save_checkpoint(stage_folder(stage) / tag, 1, model, None, tokenizer, {"source": {}})
+    state = {"source": {"dataset": "embedded"}}
+    save_checkpoint(stage_folder(stage) / tag, step, model, None, tokenizer, state)
 
 
 @contextmanager
 def serving(
     name: str = "sft:tiny",
     security: SecurityConfig | None = None,
-    tools: Tools | None = None,
+    tool: Tool | None = None,
     endless: bool = True,
     port: int = 0,
     **settings: Any,
 ) -> Iterator[Site]:
     """Serve a saved checkpoint; `endless`: completions end only at max_tokens."""
     cfg = ServerConfig(port=port, security=security or SecurityConfig(), **settings)
-    tool = tools or Tools()
-    library = ModelLibrary(CPU, name, tool, cfg.slots or 8, cfg.max_models)
+    library = ModelLibrary(CPU, name, tool or Tools(), cfg.slots or 8, cfg.max_models)
     library.loaded[name] = library.load(name)
     if endless:
         library.loaded[name].ends = set()
@@ -133,32 +157,39 @@ def serving(
     bound = listen(cfg)
     thread = threading.Thread(target=server.run, args=([bound],), daemon=True)
     thread.start()
-    deadline = time.monotonic() + 30
-    while not server.started:
-        assert thread.is_alive() and time.monotonic() < deadline, "the server did not start"
-        time.sleep(0.01)
+    until(lambda: server.started or not thread.is_alive())
     url = server_url(bound)
-    with httpx.Client(base_url=url, timeout=30) as client:
+    with httpx.Client(base_url=url, timeout=60) as client:
         yield Site(url, server, client)
     server.should_exit = True
     thread.join(60)
     assert not thread.is_alive(), "the server did not stop"
 
 
-def product(site: Site) -> list[int]:
-    """Token ids of the tool call 6*7 and its result."""
-    special, encode = site.tokenizer.special, site.tokenizer.encode
-    call = [special("<|python_start|>"), *encode("6*7"), special("<|python_end|>")]
-    return [*call, special("<|output_start|>"), *encode("42"), special("<|output_end|>")]
-
-
-def says(patch: pytest.MonkeyPatch, site: Site, tokens: Sequence[int]) -> None:
-    """Make the default model generate these tokens, including injected ones (tool results)."""
-    script = list(tokens)
+def says(patch: pytest.MonkeyPatch, site: Site, *pieces: str | bytes) -> None:
+    """
+    Make the default model generate these texts, special tokens and single bytes, then end its turn.
+    Tool results, which the server injects, are part of the script.
+    """
+    engine, script, plain = site.engine, site.ids(*pieces, "<|assistant_end|>"), generation.sample
 
     def sample(logits: Any, settings: Any, uniform: Any) -> list[int]:
-        if len(site.engine.active) != len(logits):  # a step of another model
+        if len(engine.active) != len(logits):  # a step of another model
             return plain(logits, settings, uniform)
-        return [script[min(len(row.ids), len(script) - 1)] for row in site.engine.active]
+        return [script[min(len(row.ids), len(script) - 1)] for row in engine.active]
+
+    patch.setattr(engine, "ends", {script[-1]})
+    patch.setattr("nanochat.engine.sample", sample)
+
+
+def slow_down(patch: pytest.MonkeyPatch, seconds: float) -> list[int]:
+    """Delay every token; returns a list that collects the number of tokens of each step."""
+    plain, taken = generation.sample, []
+
+    def sample(logits: Any, settings: Any, uniform: Any) -> list[int]:
+        time.sleep(seconds)
+        taken.append(len(settings))
+        return plain(logits, settings, uniform)
 
     patch.setattr("nanochat.engine.sample", sample)
+    return taken

@@ -1,0 +1,416 @@
+"""The API answers as OpenAI's does: fields, streams, log-probabilities, errors, limits."""
+
+import json
+import random
+import threading
+import weakref
+from typing import Any
+
+import pytest
+import torch
+
+from nanochat.checkpoint import stage_folder
+from nanochat.common import REPOSITORY, read_json
+from nanochat.tokenizer import SPECIAL_TOKENS
+from tests.web_server import CHAT, HELLO, HELLO_PROMPT, Choice, post, says, serving, write_model
+
+RECORDED = read_json(REPOSITORY / "tests" / "client_requests.json")
+PRODUCT = ["<|python_start|>", "6*7", "<|python_end|>", "<|output_start|>", "42", "<|output_end|>"]
+
+
+def error_of(answer, status: int = 400) -> dict[str, str]:
+    assert answer.status_code == status, answer.text
+    return answer.json()["error"]
+
+
+# ---- V1: answers ---------------------------------------------------------------------------------
+
+
+def test_V1_answers_have_the_fields_of_the_api(site):
+    body = site.ask(max_tokens=5).json()
+    usage = {"prompt_tokens": 9, "completion_tokens": 5, "total_tokens": 14}
+    assert (body["object"], body["model"], body["usage"]) == ("chat.completion", "sft:tiny", usage)
+    (choice,) = body["choices"]
+    assert choice["message"]["role"] == "assistant" and choice["finish_reason"] == "length"
+    *events, last = site.events(max_tokens=5, stream_options={"include_usage": True})
+    assert events[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert {event["object"] for event in events} == {"chat.completion.chunk"} and len(events) > 2
+    assert last["choices"] == [] and last["usage"] == usage
+    text = site.ask(prompt="abc").json()
+    assert text["object"] == "text_completion"
+    assert text["usage"] == {"prompt_tokens": 4, "completion_tokens": 16, "total_tokens": 20}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"n": 4, "logprobs": True, "top_logprobs": 3},
+        {"prompt": ["abc", "xyz"], "n": 2},
+        {"prompt": "He said \u00e9!", "echo": True, "logprobs": 2},
+    ],
+)
+def test_V1_streamed_chunks_join_to_the_whole_answer(site, body):
+    body = {**body, "max_tokens": 20, "seed": 7}
+    whole = site.answers(**body)
+    assert site.answers(stream=True, **body) == whole == site.answers(**body)
+    assert len({one.text for one in whole}) == len(whole)
+
+
+def test_V1_answer_ends_at_end_token_stop_string_or_limit(site, monkeypatch):
+    says(monkeypatch, site, "one two three")
+    for settings, text, finish, num_tokens in (
+        ({}, "one two three", "stop", 13),
+        ({"max_tokens": 4}, "one ", "length", 4),
+        ({"max_completion_tokens": 4}, "one ", "length", 4),
+        ({"max_tokens": 13}, "one two three", "length", 13),
+        ({"stop": " t"}, "one", "stop", 5),
+        ({"stop": ["", "three!"]}, "one two three", "stop", 13),
+    ):
+        assert site.ask(**settings).json()["usage"]["completion_tokens"] == num_tokens
+        for stream in (False, True):
+            assert site.answers(stream=stream, **settings) == [Choice(text, finish)]
+
+
+def test_V1_text_ends_before_the_first_complete_stop(site, monkeypatch):
+    rng = random.Random(0)
+    for _ in range(25):
+        text = "".join(rng.choices("ab\n", k=16))
+        stops = ["".join(rng.choices("ab\n", k=rng.randint(2, 5))) for _ in range(3)]
+        ends = [n for n in range(17) if any(stop in text[:n] for stop in stops)]
+        shown = text[: ends[0]] if ends else text
+        starts = [shown.index(stop) for stop in stops if stop in shown]
+        with monkeypatch.context() as patch:
+            says(patch, site, text)
+            found = site.content(stream=True, stop=stops)
+        assert found == shown[: min(starts, default=16)], (text, stops)
+
+
+def test_V1_seed_and_n_determine_the_samples(site):
+    def sample(**settings):
+        return [one.text for one in site.answers(max_tokens=12, **settings)]
+
+    four = sample(n=4, seed=5)
+    assert sample(seed=5) == sample(seed=5, top_k=-1) == sample(seed=5, top_k=0) == four[:1]
+    assert sample(seed=6) != four[:1] and sample() != sample()
+    greedy = sample(temperature=0)
+    for settings in ({"top_p": 0}, {"top_p": 1e-50}, {"top_k": 1}, {"temperature": 0, "seed": 9}):
+        assert sample(**settings) == greedy != four[:1]
+    first, second = sample(prompt=["Once", "Once"])
+    assert first != second, "equal prompts of a request share no seed"
+    prompts = ["abc", site.ids("abc"), site.ids("<|bos|>", "abc")]
+    assert len(set(sample(prompt=prompts, seed=3) + sample(prompt=prompts[1], seed=3))) == 1
+
+
+def test_V1_echo_returns_the_logprobs_of_the_model(site):
+    text = "He said \u00e9!"
+    ids, body = site.ids("<|bos|>", text), {"max_tokens": 0, "echo": True, "logprobs": 2}
+    (echo,) = site.answers(prompt=ids, **body)
+    found, model = echo.logprobs, site.engine.model(torch.tensor([ids]))[0].log_softmax(-1)
+    assert echo.text == text and found["text_offset"] == [0, *range(9), 8, 9]
+    assert found["tokens"] == ["<|bos|>", *"He said ", "bytes:\\xc3", "bytes:\\xa9", "!"]
+    assert found["token_logprobs"][0] is found["top_logprobs"][0] is None
+    expected = model[range(len(ids) - 1), ids[1:]].tolist()
+    assert found["token_logprobs"][1:] == pytest.approx(expected, abs=1e-4)
+    tops = [sorted(top.values())[-2:] for top in found["top_logprobs"][1:]]
+    assert sum(tops, []) == pytest.approx(model[:-1].sort().values[:, -2:].flatten(), abs=1e-4)
+    (by_text,) = site.answers(prompt=text, **body)
+    assert by_text.logprobs == {name: values[1:] for name, values in found.items()}
+
+
+def test_V1_chat_logprobs_are_those_of_an_echo(site, monkeypatch):
+    ids = site.ids(*HELLO_PROMPT, "plum", *PRODUCT, "s")
+    (echo,) = site.answers(prompt=ids, max_tokens=0, echo=True, logprobs=3)
+    expected = [echo.logprobs["token_logprobs"][i] for i in (*range(9, 13), -1)]
+    says(monkeypatch, site, "plum", *PRODUCT, "s")
+    (found,) = site.answers(logprobs=True, top_logprobs=3)
+    entries = found.logprobs["content"]
+    assert [chr(*entry["bytes"]) for entry in entries] == list(found.text) == list("plums")
+    assert [entry["logprob"] for entry in entries] == pytest.approx(expected, abs=1e-4)
+    for entry, i in zip(entries, (*range(9, 13), -1), strict=True):
+        best = [one["logprob"] for one in entry["top_logprobs"]]
+        top = sorted(echo.logprobs["top_logprobs"][i].values())[:-4:-1]
+        assert best == pytest.approx(top, abs=1e-4)
+    (stopped,) = site.answers(logprobs=True, stop="um")
+    assert stopped.logprobs["content"] == [{**e, "top_logprobs": []} for e in entries[:2]]
+
+
+def test_tool_calls_are_parts_and_can_be_sent_back(site, monkeypatch):
+    says(monkeypatch, site, "It is ", *PRODUCT, " then.")
+    message = site.ask().json()["choices"][0]["message"]
+    parts = [("text", "It is "), ("python", "6*7"), ("python_output", "42"), ("text", " then.")]
+    assert message["content"] == site.content(stream=True) == "It is  then."
+    assert [(part["type"], part["text"]) for part in message["parts"]] == parts
+
+
+def test_V1_openai_client_works_unmodified(site, monkeypatch):
+    openai = pytest.importorskip("openai")
+    client = openai.OpenAI(base_url=f"{site.url}/v1", api_key="none", max_retries=0)
+    assert [model.id for model in client.models.list()] == ["sft:tiny", "base:tiny"]
+    assert client.models.retrieve("base:tiny").stage == "base"
+    asked, create = {"model": "sft:tiny", "messages": HELLO}, client.chat.completions.create
+    whole = create(**asked, max_tokens=9, n=2, top_p=0.9, stop=["zzz"], logprobs=True)
+    assert [choice.finish_reason for choice in whole.choices] == ["length"] * 2
+    assert whole.usage.completion_tokens == 18
+    text = client.completions.create(model="sft:tiny", prompt="ab", max_tokens=3, logprobs=1)
+    assert len(text.choices[0].logprobs.tokens) == 3
+    says(monkeypatch, site, "It is ", *PRODUCT, "!")
+    with client.chat.completions.stream(**asked) as stream:
+        kept = stream.get_final_completion().choices[0].message
+    assert [part["text"] for part in kept.parts] == ["It is ", "6*7", "42", "!"]
+    for back in (kept, kept.model_dump()):
+        usage = create(**{**asked, "messages": [*HELLO, back, *HELLO]}).usage
+        assert usage.prompt_tokens == 9 + len(site.ids("It is ", *PRODUCT, "!")) + 9
+    with pytest.raises(openai.NotFoundError, match="available: sft:tiny"):
+        create(**{**asked, "model": "gpt-4"})
+    with pytest.raises(openai.BadRequestError, match="sing"):
+        create(**asked, extra_body={"sing": True})
+
+
+def test_models_load_on_request_and_idle_ones_unload(base):
+    write_model("mid:two")
+    with serving(max_models=2) as site:
+        listed = [model["id"] for model in site.client.get("/v1/models").json()["data"]]
+        assert listed == ["sft:tiny", "mid:two", "base:tiny"]
+        unloaded = weakref.ref(site.engine)
+        for name in listed[1:]:
+            assert site.ask(model=name, max_tokens=2).json()["model"] == name
+        assert unloaded() is None
+        assert site.ask(model="sft:tiny", max_tokens=2).status_code == 200
+        (stage_folder("mid") / "two/step_000001/model.safetensors").write_bytes(b"x")
+        assert "mid:two" in error_of(site.ask(model="mid:two"), 503)["message"]
+        assert error_of(site.ask(model="../../etc"), 404)["code"] == "model_not_found"
+
+
+# ---- V8 and V12: text ----------------------------------------------------------------------------
+
+
+def test_V8_characters_are_never_split(site, monkeypatch):
+    text = "\u00e9\u6f22\U0001f44d\U0001f3fd \u20ac\u2028\x85\x1c!"  # one token per byte
+    says(monkeypatch, site, text)
+    deltas = [event["choices"][0]["delta"].get("content", "") for event in site.events()]
+    assert "".join(deltas) == text == site.content() and "\ufffd" not in "".join(deltas)
+    for length in range(1, 10):
+        content = site.content(max_tokens=length)
+        assert content.rstrip("\ufffd") == text.encode()[:length].decode("utf-8", "ignore")
+        assert content.count("\ufffd") <= 1, "an incomplete character becomes one U+FFFD"
+    says(monkeypatch, site, b"\xc3(", "x")
+    assert site.content() == "\ufffd(x"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {
+            "messages": [
+                {"role": "system", "content": "X"},
+                {"role": "developer", "content": [{"type": "text", "text": "X"}]},
+                {"role": "user", "content": "X"},
+                {"role": "assistant", "parts": [{"type": "python", "text": "X"}]},
+                {"role": "user", "content": [{"type": "text", "text": "X"}]},
+                {"role": "assistant", "content": "X"},
+            ],
+            "user": "X",
+        },
+        {"prompt": "X", "stop": ["X"]},
+    ],
+)
+def test_V12_P5_request_text_never_becomes_special_tokens(site, body):
+    evil, usages = "".join(SPECIAL_TOKENS), []
+    for text in (evil, evil.replace("<", "(")):  # equally long, not special
+        filled = json.loads(json.dumps({**body, "max_tokens": 1}).replace("X", text))
+        usages.append(site.ask(**filled).json()["usage"])
+    assert usages[0] == usages[1]
+
+
+@pytest.mark.xfail(strict=True, reason="special tokens are decoded into the content")
+@pytest.mark.parametrize("token", ["<|user_start|>", "<|user_end|>", "<|assistant_start|>"])
+def test_sampled_turn_tokens_end_the_answer(site, monkeypatch, token):
+    says(monkeypatch, site, "Hi", token, token, "more")
+    assert site.answers() == [Choice("Hi", "stop")]
+
+
+# ---- V14: clients --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_V14_recorded_client_requests_succeed(site, name):
+    body = {**RECORDED[name], "max_tokens": 4, "max_completion_tokens": 4}
+    assert site.answers(**body)[0].finish in ("stop", "length")
+
+
+def test_V14_last_assistant_message_is_continued(site):
+    messages, expected = [*HELLO, {"role": "assistant", "content": "Hi, I am"}], len("Hi, I am") + 9
+    for settings in ({}, {"truncation": "auto"}):
+        usage = site.ask(messages, max_tokens=1, **settings).json()["usage"]
+        assert usage["prompt_tokens"] == expected
+
+
+@pytest.mark.xfail(strict=True, reason="rejected as an unsupported value")
+@pytest.mark.parametrize("name", ["presence_penalty", "frequency_penalty", "repetition_penalty"])
+def test_V14_penalties_change_the_answer(site, name):
+    body = {"prompt": "abab" * 40, "temperature": 0}
+    assert site.content(**body, **{name: 2.0}) != site.content(**body)
+
+
+@pytest.mark.xfail(strict=True, reason="rejected as an unsupported value")
+def test_V14_min_p_and_logit_bias_choose_tokens(site):
+    assert site.content(max_tokens=9, logit_bias={"65": 100}) == "A" * 9
+    assert site.content(max_tokens=9, min_p=1.0) == site.content(max_tokens=9, temperature=0)
+
+
+HARMLESS = {
+    "max_tokens": -1,
+    "num_ctx": 4096,
+    "keep_alive": "5m",
+    "mirostat": 0,
+    "cache_prompt": True,
+    "chat_template_kwargs": {},
+    "session_id": "a",
+    "chat_id": "b",
+}
+
+
+@pytest.mark.xfail(strict=True, reason="rejected as an unknown field or value")
+@pytest.mark.parametrize("name", HARMLESS)
+def test_V14_settings_that_cannot_matter_are_ignored(site, monkeypatch, name):
+    says(monkeypatch, site, "Hi")
+    assert site.content(**{name: HARMLESS[name]}) == "Hi"
+
+
+@pytest.mark.xfail(strict=True, reason="models do not tell their context length and kind")
+def test_V14_models_tell_context_length_and_kind(site):
+    chat, base = site.client.get("/v1/models").json()["data"]
+    assert chat["max_model_len"] == chat["meta"]["n_ctx_train"] == 1024
+    about = [f"{one.get('name')} {one.get('description')}" for one in (base, chat)]
+    assert ["continues" in text for text in about] == [True, False]
+
+
+# ---- V4, V13, V14: what is refused ---------------------------------------------------------------
+
+
+def user(**message) -> dict[str, Any]:
+    return {"messages": [{"role": "user", **message}]}
+
+
+def part(**fields) -> dict[str, Any]:
+    return user(content=[fields])
+
+
+VALUES = {
+    "messages": [None, [], "hello"],
+    "temperature": [-0.1, 3, "1", True, 10**400],
+    "top_p": [1.1],
+    "max_tokens": [0, -5, 10**30, 1.5],
+    "n": [0, 10**9],
+    "seed": [2**70],
+    "stop": [["x"] * 17, 5],
+    "best_of": [2],
+    "echo": [True],
+    "response_format": [{"type": "json_object"}],
+    "tool_choice": ["required", {"type": "function"}, {"allowed_tools": {"mode": "required"}}],
+    "sing": [True],
+    "prompt": [[], {}, [-1], [265]],
+}
+NESTED = {
+    "prompt.0": [{"prompt": [one]} for one in (True, 1.5, ["x"], None)],
+    "stop.0": [{"stop": [1]}],
+    "stream_options.x": [{"stream_options": {"x": 1}}],
+    "messages.0": [{"messages": [5]}],
+    "messages.0.role": [user(role="tool"), user(role="root")],
+    "messages.0.content": [user()],
+    "messages.0.content.0": [user(content=["x"]), part(type="image_url"), part(type="python")],
+    "messages.0.content.0.text": [part(type="text", text=3)],
+    "messages.0.tool_calls": [user(content="x", tool_calls=[{"id": "1"}])],
+    "messages.0.\\ud800": [user(content="x", **{"\ud800": 1})],
+}
+REFUSED = [(name, {name: value}) for name, values in VALUES.items() for value in values]
+REFUSED += [(name, body) for name, bodies in NESTED.items() for body in bodies]
+
+
+@pytest.mark.parametrize(("param", "body"), REFUSED, ids=lambda given: str(given)[:40])
+def test_V4_V14_error_names_the_field(site, param, body):
+    error = error_of(site.ask(**body))
+    assert (error["param"], error["type"]) == (param, "invalid_request_error")
+    assert param in error["message"] or "token ids" in error["message"]
+
+
+START = b'{"messages": [{"role": "user", "content": "x"}], "temperature": '
+MALFORMED = [
+    START + end for end in (b"NaN}", b"Infinity}", b"9" * 9999 + b"}", b"1", b"[" * 99_999)
+]
+MALFORMED += [b"", b"[]", b"\xff\xfe{}", START.replace(b"x", b"\\ud83d") + b"1}"]
+
+
+@pytest.mark.parametrize("body", MALFORMED, ids=range(9))
+def test_V4_malformed_json_is_refused(site, body):
+    head = {"Content-Type": "application/json"}
+    assert error_of(site.client.post(CHAT, content=body, headers=head))["message"]
+
+
+KEYS = {f"k{i}": 1 for i in range(80_000)}
+LARGE = {
+    "at most 4096 messages, got 300,000": {"messages": [1] * 300_000},
+    "messages.0.role": {"messages": [{"role": 1}] * 4096},
+    "at most 1024 parts": user(content=[1] * 300_000),
+    "messages.0: at most 128 fields": user(content="x", **KEYS),
+    "at most 16 stop strings": {"stop": [1] * 300_000},
+    "stream_options: at most 128 fields": {"stream_options": KEYS},
+    "body: at most 128 fields": KEYS,
+    "at most 1024 prompts, got 200,000": {"prompt": ["x"] * 200_000},
+}
+
+
+@pytest.mark.parametrize("message", LARGE)
+def test_V13_large_invalid_body_gets_one_short_error(site, message):
+    answer = site.ask(**LARGE[message])
+    assert message in error_of(answer)["message"] and len(answer.content) < 1000
+
+
+def test_V13_health_is_answered_while_a_body_is_parsed(site, monkeypatch):
+    begun, go_on, plain = threading.Event(), threading.Event(), json.loads
+
+    def loads(data, **options):
+        if b"slowly" in data:
+            begun.set()
+            assert go_on.wait(60)
+        return plain(data, **options)
+
+    monkeypatch.setattr("json.loads", loads)
+    with site.raw(post({"messages": HELLO, "slowly": 1})) as connection:
+        assert begun.wait(60)
+        assert site.client.get("/health").status_code == 200
+        go_on.set()
+        assert connection.recv(100).startswith(b"HTTP/1.1 400")
+
+
+# ---- V4, V5: context length ----------------------------------------------------------------------
+
+
+def test_V4_context_limit_counts_tokens_not_characters(site):
+    room = 1024 - len(HELLO_PROMPT) + 1
+    for text in ("x" * (room - 1), "\u00e9" * ((room - 1) // 2)):
+        usage = site.ask([{"role": "user", "content": text}], max_tokens=9).json()["usage"]
+        assert usage["total_tokens"] <= 1024
+        longer = [{"role": "user", "content": text + "\u00e9"}]
+        error = error_of(site.ask(longer, truncation="auto"))
+        assert error["code"] == "context_length_exceeded" and "1024" in error["message"]
+
+
+TURNS = [{"role": r, "content": f"{i} " + r * 9} for i in range(20) for r in ("user", "assistant")]
+LONG = [{"role": "system", "content": "Be kind."}, *TURNS, *HELLO]
+
+
+def test_V5_long_conversation_loses_its_oldest_turns(site):
+    def size(messages, truncation):
+        answer = site.ask(messages, truncation=truncation, max_tokens=1).json()
+        return answer.get("usage", {}).get("prompt_tokens", 1024)
+
+    rest = [size([LONG[0], *TURNS[2 * n :], *HELLO], "disabled") for n in range(20)]
+    assert rest[0] == 1024 > size(LONG, "auto") == next(one for one in rest if one <= 768)
+
+
+@pytest.mark.xfail(strict=True, reason="a full context is an error unless the client asks")
+def test_V5_full_context_drops_oldest_turns_by_default(site):
+    short, long = site.ask(max_tokens=1), site.ask(LONG, max_tokens=1)
+    assert long.status_code == 200 and set(long.headers) > set(short.headers)
+    assert error_of(site.ask(LONG, truncation="error"))["code"] == "context_length_exceeded"

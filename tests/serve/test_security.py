@@ -1,0 +1,179 @@
+"""Foreign hosts and origins, keys, ambiguous requests, large bodies, slow clients."""
+
+import json
+import threading
+from contextlib import suppress
+
+import pytest
+
+from nanochat.serve.security import SecurityConfig
+from nanochat.serve.server import ServerConfig
+from tests.web_server import CHAT, HELLO, post, serving, until, write_model
+
+KEY = {"Authorization": "Bearer open sesame"}
+
+
+def received(connection) -> bytes:
+    """All bytes that the server sends until it closes the connection."""
+    found = b""
+    with suppress(ConnectionResetError):
+        while more := connection.recv(65536):
+            found += more
+    return found
+
+
+# ---- V7: hosts, origins, keys --------------------------------------------------------------------
+
+
+def test_V7_foreign_hosts_and_origins_are_refused(site):
+    assert ServerConfig().host == "127.0.0.1"
+    evil = ("evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.nip.io", "")
+    own = ("localhost", "localhost:1", "127.0.0.1:8000", "[::1]:8000", "192.168.1.7")
+    for host in (*evil, *own):
+        answer = site.client.get("/v1/models", headers={"Host": host})
+        assert answer.status_code == (403 if host in evil else 200), host
+    evil = ("https://evil.example", "null", "http://localhost:1", "http://127.0.0.1")
+    for origin in (*evil, site.url):
+        for method in ("GET", "POST", "OPTIONS"):
+            answer = site.client.request(method, "/v1/models", headers={"Origin": origin})
+            assert (answer.status_code == 403) == (origin in evil), origin
+            assert not any(name.startswith("access-control") for name in answer.headers)
+    assert answer.headers["x-content-type-options"] == "nosniff"
+    simple = {"Content-Type": "text/plain"}  # a browser would send it without asking first
+    sent = site.client.post(CHAT, content=json.dumps({"messages": HELLO}), headers=simple)
+    assert sent.status_code == 415
+
+
+def test_V7_key_is_required_and_listed_origins_may_call(base, tmp_path):
+    (tmp_path / "key").write_text("open sesame\n")
+    security = SecurityConfig(allow_origins=("https://my.page",), allowed_hosts=("My.Box",))
+    with serving(security=security, api_key_file=str(tmp_path / "key")) as site:
+        get = site.client.get
+        wrong = ("", "Bearer", "Bearer open", "Basic open sesame", "Bearer \xe9", "open sesame")
+        for given in wrong:
+            for path in ("/v1/models", "/metrics", CHAT):
+                refused = get(path, headers={b"Authorization": given.encode("latin-1")})
+                assert refused.status_code == 401 and refused.headers["www-authenticate"]
+        for path in ("/", "/health"):  # the page asks for the key
+            assert get(path).status_code == 200
+        origin = {"Origin": "https://my.page"}
+        asked = {"Access-Control-Request-Headers": "authorization"}
+        asked["Access-Control-Request-Method"] = "POST"
+        preflight = site.client.options(CHAT, headers={**origin, **asked})
+        assert "authorization" in preflight.headers["access-control-allow-headers"]
+        for head, status in (({**origin, **KEY}, 200), (origin, 401), (KEY, 200)):
+            answer = get("/v1/models", headers=head)
+            shared = answer.headers.get("access-control-allow-origin")
+            assert (answer.status_code, shared) == (status, head.get("Origin"))
+        evil = {"Origin": "https://evil.example", **KEY}
+        assert get("/v1/models", headers=evil).status_code == 403
+        for host in ("my.box", "MY.BOX:80"):
+            assert get("/health", headers={"Host": host}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"allowed_hosts": ("my.box:80",)},
+        {"allow_origins": ("my.page",)},
+        {"allow_origins": ("https://My.Page",)},
+        {"allow_origins": ("https://my.page/chat",)},
+    ],
+)
+def test_malformed_hosts_and_origins_are_named(settings):
+    with pytest.raises(ValueError, match=r"allow\w+ '"):
+        SecurityConfig(**settings)
+
+
+# ---- V16: ambiguous requests ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "Host: localhost|Content-Length: 2|Transfer-Encoding: chunked",
+        "Host: localhost|Transfer-Encoding: chunked|Content-Length: 35",
+        "Host: localhost|Content-Length: 2|Content-Length: 3",
+        "Host: localhost|Host: evil.example|Content-Length: 2",
+        "Host: localhost|Origin: http://localhost|Origin: http://evil.example",
+        "Host: localhost|Authorization: Bearer a|Authorization: Bearer b",
+        "Host: [::1]evil.example|Content-Length: 2",
+        "Host: localhost@evil.example|Content-Length: 2",
+        "Host: localhost:80:80|Content-Length: 2",
+        "Content-Length: 2",
+    ],
+)
+def test_V16_ambiguous_requests_are_refused_and_closed(site, lines):
+    head = [f"POST {CHAT} HTTP/1.1", *lines.split("|"), "Content-Type: application/json"]
+    smuggled = "\r\n\r\n0\r\n\r\nGET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    with site.raw(("\r\n".join(head) + smuggled).encode()) as connection:
+        found = received(connection)
+    assert found.count(b"HTTP/1.1 ") == 1, "the second request must not be answered"
+    assert found.startswith(b"HTTP/1.1 400") and b"onnection: close" in found
+
+
+def test_head_and_options_follow_http(site):
+    for path in ("/", "/health", "/v1/models"):
+        got, headed = site.client.get(path), site.client.head(path)
+        assert headed.headers["content-length"] == got.headers["content-length"]
+        assert headed.status_code == 200 and not headed.content
+    for method, status in (("OPTIONS", 204), ("DELETE", 405)):
+        answer = site.client.request(method, "/health")
+        assert (answer.status_code, answer.headers["allow"]) == (status, "GET, HEAD, OPTIONS")
+    gone = site.client.get("/nowhere")
+    assert gone.status_code == 404 and "/nowhere" in gone.json()["error"]["message"]
+
+
+def test_V9_policy_of_the_page_allows_only_its_own_code(site):
+    policy = site.client.get("/").headers["content-security-policy"]
+    parts = dict(part.strip().split(" ", 1) for part in policy.split(";"))
+    assert parts["default-src"] == parts["frame-ancestors"] == parts["base-uri"] == "'none'"
+    assert not {"'unsafe-inline'", "'unsafe-eval'", "*"} & set(parts["script-src"].split())
+    assert parts["connect-src"] == "'self'"
+    for path in ("..%2Fserver.py", "server.py"):
+        assert site.client.get(f"/page/{path}").status_code == 404
+
+
+# ---- V4, V6: large bodies and slow clients -------------------------------------------------------
+
+
+def test_V6_slow_and_idle_connections_are_closed(base):
+    write_model(context=1024)
+    with serving(security=SecurityConfig(request_seconds=1.0)) as site:
+        start = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
+        slow = [site.raw() for _ in range(60)] + [site.raw(start) for _ in range(60)]
+        unfinished = [site.raw(post({"messages": HELLO})[:-4]) for _ in range(20)]
+        kept = site.raw(start + b"\r\n")
+        assert b"200 OK" in kept.recv(1000)
+        kept.sendall(start)
+        closed = threading.Event()
+
+        def drip() -> None:
+            while not closed.wait(0.2):
+                for connection in slow[60:]:
+                    with suppress(OSError):
+                        connection.sendall(b"a")
+
+        threading.Thread(target=drip, daemon=True).start()
+        assert site.content(max_tokens=3) is not None
+        for connection in (*slow, kept):
+            assert b"HTTP" not in received(connection)
+        for connection in unfinished:
+            assert b" 408 " in received(connection)
+        closed.set()
+
+
+def test_V4_V6_large_bodies_and_clients_that_do_not_read(base):
+    write_model(context=1024)
+    with serving(security=SecurityConfig(max_body_bytes=200_000, send_seconds=0.5)) as site:
+        large = b"x" * 3_000_000
+        for content in (large, (large[i : i + 9999] for i in range(0, len(large), 9999))):
+            head = {"Content-Type": "application/json"}
+            answer = site.client.post(CHAT, content=content, headers=head)
+            assert answer.status_code == 413 and "200,000" in answer.json()["error"]["message"]
+        body = {"messages": HELLO, "stream": True, "logprobs": True, "top_logprobs": 20}
+        with site.raw(post({**body, "n": 8})) as connection:
+            until(lambda: site.load()[0] == 8)
+            site.wait_until_idle()
+            assert b"[DONE]" not in received(connection)
+        assert site.content(max_tokens=1) is not None

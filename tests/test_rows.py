@@ -1,0 +1,534 @@
+"""Packed rows: what text and conversations become on disk, and the batches read from it."""
+
+import copy
+import json
+import random
+import re
+import shutil
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanochat import dataloader, packing
+from nanochat.chat_format import render
+from nanochat.chat_packing import encode, open_chat_rows, pack_encoded
+from nanochat.common import UsageError, read_sealed, seal, sha256_file, write_json
+from nanochat.dataloader import Rows, diff_recipe
+from nanochat.dataset import DataConfig, Source, load_last_source, open_source
+from nanochat.finetune import ChatMixture, train_rows
+from nanochat.loss import IGNORE
+from nanochat.packing import Packer, ensure_packed, open_rows, start_packing
+from nanochat.tokenizer import Tokenizer, tokenizer_dir
+from nanochat.train import RowLoader, inputs_and_targets
+from tasks.buckets import buckets
+from tests.hub_server import fake_hub
+from tests.test_dataset import parquet
+
+T, SEED, ROWS = 32, 7, 256  # ROWS: rows of a step
+WORDS = "the a of and sea boat sail wind north south cold warm stone river bread".split()
+
+
+def sentence(rng: random.Random, words: int) -> str:
+    return " ".join(rng.choice(WORDS) for _ in range(words)) + "."
+
+
+def write(folder: Path, **files: list[str]) -> Path:
+    """Write a folder of JSON-lines files."""
+    folder.mkdir(exist_ok=True)
+    for name, texts in files.items():
+        lines = [json.dumps({"text": text}) + "\n" for text in texts]
+        (folder / f"{name}.jsonl").write_text("".join(lines))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    rng = random.Random(0)
+    return Tokenizer.train((sentence(rng, 20) for _ in range(200)), 300)
+
+
+@pytest.fixture
+def saved(tokenizer, base) -> Tokenizer:
+    """The tokenizer, as found by scripts."""
+    tokenizer.save(tokenizer_dir("main"))
+    return tokenizer
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Five files, each large enough for a shard of rows, with texts of many lengths."""
+    for number in range(5):
+        rng = random.Random(number)
+        texts = [sentence(rng, int(rng.lognormvariate(4.5, 1)) + 1) for _ in range(100)]
+        write(tmp_path / "text", **{f"shard_{number}": texts})
+    return tmp_path / "text"
+
+
+def opened(folder: Path, tokenizer: Tokenizer, T: int = T, **settings) -> tuple[Rows, Source]:
+    source = open_source(DataConfig(str(folder), **settings))
+    return open_rows(source, tokenizer, T), source
+
+
+def packed(folder: Path, tokenizer: Tokenizer, T: int = T, **settings) -> Rows:
+    rows, source = opened(folder, tokenizer, T, **settings)
+    ensure_packed(rows, source, tokenizer)
+    return rows
+
+
+def stored(rows: Rows, shard: str) -> np.ndarray:
+    return np.fromfile(rows.bin_path(shard), rows.dtype).reshape(-1, rows.row_length)
+
+
+def digests(rows: Rows) -> dict[str, str]:
+    return {path.name: sha256_file(path) for path in rows.folder.glob("*.bin")}
+
+
+def read_everything(rows: Rows) -> None:
+    for step in range(1 + rows.packed_train_rows // ROWS):
+        rows.batch(step, ROWS, SEED)
+    list(rows.val_batches(64, 10**9))
+
+
+# ------------------------------------------------------------------------------------------------
+# The packer
+
+BOS = 0
+documents = st.lists(st.integers(0, 60), max_size=60) | st.lists(st.integers(0, 900), max_size=9)
+
+
+def simple_rows(texts: Sequence[list[int]], row_length: int, pool_pieces: int) -> list[list[int]]:
+    """Reference implementation of the packing rule with lists and linear search."""
+    rows: list[list[int]] = []
+    pool: list[list[int]] = []
+
+    def fill_row() -> None:
+        row: list[int] = []
+        while len(row) < row_length and pool:
+            gap = row_length - len(row)
+            fitting = [piece for piece in pool if len(piece) <= gap]
+            if fitting:
+                longest = max(fitting, key=len)  # the first one, i.e. the oldest
+                pool.remove(longest)
+                row += longest
+            elif gap == 1:
+                row.append(BOS)
+            else:
+                shortest = min(pool, key=len)
+                pool.remove(shortest)
+                row += shortest[:gap]
+                pool.append([BOS, *shortest[gap:]])
+        tokens = sum(token != BOS for token in row)
+        if len(row) >= row_length - 1 or tokens > packing.MAX_DROPPED * sum(map(len, texts)):
+            rows.append(row + [BOS] * (row_length - len(row)))
+
+    for text in texts:
+        while len(text) > row_length - 1:
+            rows.append([BOS, *text[: row_length - 1]])
+            text = text[row_length - 1 :]
+        if text:
+            pool.append([BOS, *text])
+        while len(pool) > pool_pieces and sum(map(len, pool)) >= row_length:
+            fill_row()
+    while pool:
+        fill_row()
+    return rows
+
+
+@given(documents, st.integers(2, 24), st.integers(1, 12), st.integers(1, 70))
+@settings(max_examples=400)
+def test_P7_R5_packer_equals_a_naive_one(lengths, row_length, pool, batch):
+    ends = np.cumsum([0, *lengths])
+    ids = np.arange(1, ends[-1] + 1, dtype=np.uint32)  # every token is unique
+    packer = Packer(row_length, BOS, np.uint32)
+    packer.pool_pieces = pool
+    blocks = []
+    for i in range(0, len(lengths), batch):
+        part = ends[i : i + batch + 1]
+        blocks.append(packer.add(ids[part[0] : part[-1]], part - part[0]))
+    rows = np.concatenate([*blocks, packer.finish()])
+    texts = [ids[a:b].tolist() for a, b in zip(ends, ends[1:], strict=False)]
+    assert rows.tolist() == simple_rows(texts, row_length, pool)
+
+    counts, placed = packer.counts, rows[rows != BOS]
+    assert (rows[:, 0] == BOS).all() and len(np.unique(placed)) == len(placed) == counts.tokens
+    assert counts.rows == len(rows) and rows.size == counts.tokens + counts.bos
+    assert counts.tokens + counts.dropped == len(ids)
+    assert counts.dropped <= packing.MAX_DROPPED * len(ids)
+    assert counts.documents == sum(map(bool, texts))
+    if not counts.dropped:
+        starts = set((rows[:, 1:])[rows[:, :-1] == BOS].tolist()) - {BOS}  # after each BOS
+        cut = sum(bool(starts & set(text[1:])) for text in texts)
+        assert counts.documents_cut == cut
+        assert counts.extra_bos == counts.bos - counts.documents
+
+
+def test_P7_few_documents_are_cut_unnecessarily():
+    rng = np.random.default_rng(0)
+    lengths = rng.lognormal(6.2, 1.0, 27_000).astype(int) + 1  # like web text
+    packer = Packer(513, BOS)
+    packer.add(np.ones(lengths.sum(), np.uint32), np.cumsum([0, *lengths]))
+    packer.finish()
+    counts, too_long = packer.counts, int((lengths > 512).sum())
+    assert too_long <= counts.documents_cut < too_long + 0.06 * len(lengths)
+    assert counts.extra_bos - too_long < 0.002 * counts.rows * 513
+
+
+# ------------------------------------------------------------------------------------------------
+# Text on disk
+
+
+@pytest.mark.parametrize("form", ["web", "small files", "giant document", "few tokens"])
+def test_P7_R34_B2_text_of_any_form_is_packed_almost_whole(form, tmp_path, saved, command):
+    text, rng = "The boat number {} sails to the north wind and back. ", random.Random(0)
+    files = {
+        "web": {f: [sentence(rng, rng.randrange(1, 300)) for _ in range(300)] for f in "abc"},
+        "small files": {f"f{i:03d}": [text.format(i) * 56] for i in range(200)},
+        "giant document": {"a": [text * 20_000], "b": [text * 9]},
+        "few tokens": {"a": ["The boat sails."], "b": ["a"]},
+    }[form]
+    own = write(tmp_path / "own", **files)
+    command.works("data", f"--dataset={own}", "--max_seq_len=512")
+    rows, _ = opened(own, saved, 512)
+    texts = [text for file in files.values() for text in file]
+    placed, sums = np.zeros(saved.vocab_size, int), Counter()
+    for shard in rows.shards:
+        here, counts = stored(rows, shard), rows.counts(shard)
+        assert (here[:, 0] == saved.bos_id).all() and counts["rows"] == len(here) > 0
+        assert counts["dropped"] <= 0.005 * (counts["dropped"] + counts["tokens"])
+        placed += np.bincount(here.reshape(-1), minlength=saved.vocab_size)
+        sums.update(rows.totals([shard]))
+    given = np.bincount(np.concatenate([saved.encode(t) for t in texts]), minlength=len(placed))
+    missing = np.delete(given - placed, saved.bos_id)
+    assert (missing >= 0).all() and missing.sum() == sums["dropped"]
+    assert sums["documents"] == len(texts) and sums["skipped"] == 0
+    assert sums["text_bytes"] == sum(len(text.encode()) for text in texts)
+    total = rows.packed_train_rows
+    assert rows.epochs_for(3 * total) == 3 and rows.totals()["rows"] == total
+    tokens, targets = inputs_and_targets(rows.batch(5, total, SEED))
+    assert (tokens[targets == IGNORE] == saved.bos_id).all()  # padding has no loss
+    if form == "few tokens":
+        assert (targets != IGNORE).sum() == rows.totals()["tokens"] + 1
+
+
+def test_data_packs_once_with_any_number_of_processes(folder, saved, command):
+    rows = packed(folder, saved)
+    expected, times = digests(rows), {p: p.stat().st_mtime_ns for p in rows.folder.glob("*.bin")}
+    assert len(expected) == 5 and load_last_source("main") is None
+    text = command.works("data", "--dataset", folder, "--max_seq_len=32")
+    assert "packed shard" not in text and times == {p: p.stat().st_mtime_ns for p in times}
+    assert re.search(rf"rows *│ *{rows.packed_train_rows:,} │", text)
+    assert load_last_source("main") == rows.recipe["source"]
+    shutil.rmtree(rows.folder)
+    text = command.works("data", "--max_seq_len=32", "--workers=3")  # uses the last source
+    assert text.count("packed shard_") == 5 and str(rows.folder) in text
+    assert digests(rows) == expected and not list(rows.folder.glob("*.part"))
+
+
+def test_data_without_a_tokenizer_names_the_command(folder, command):
+    assert "python -m scripts.tok_train" in command.rejects("data", f"--dataset={folder}")
+
+
+@pytest.mark.xfail(strict=True, reason="a shard without rows ends packing")
+def test_hub_shard_without_rows_is_skipped_and_counted(saved, command, monkeypatch):
+    texts = {"a": np.array([], str), "b": ["The boat sails."], "c": ["The sea."]}
+    files = {f"{name}.parquet": parquet(text=text) for name, text in texts.items()}
+    with fake_hub(files, monkeypatch):
+        text = command.works("data", "--dataset=owner/texts", "--max_seq_len=8", "--workers=1")
+    assert re.search(r"\b1\b.*(no|without) (rows|text)", text)
+
+
+def test_ids_above_65535_are_stored_in_four_bytes(folder, tokenizer):
+    larger = copy.copy(tokenizer)
+    larger.vocab_size = 65_537
+    rows, source = opened(folder, larger)
+    assert rows.dtype == np.dtype("<u4") and packed(folder, tokenizer).dtype == np.dtype("<u2")
+    ensure_packed(rows, source, tokenizer)
+    assert (stored(rows, rows.val_shard)[:, 0] == tokenizer.bos_id).all()
+
+
+def test_more_shards_and_files_keep_existing_rows(folder, tokenizer, tmp_path):
+    rows, source = opened(folder, tokenizer)
+    ensure_packed(rows, source, tokenizer, rows_needed=1)
+    assert [rows.is_packed(shard) for shard in rows.shards] == [True, *[False] * 3, True]
+    ensure_packed(rows, source, tokenizer, rows_needed=rows.packed_train_rows + 1)
+    before = {path: path.stat().st_mtime_ns for path in rows.folder.glob("*.bin")}
+    assert len(before) == 3 and rows.epochs_for(1) is None  # the length of an epoch is unknown
+    assert packed(folder, tokenizer, num_shards=3).folder == packed(folder, tokenizer).folder
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+
+    small = {f"{i:02d}": [sentence(random.Random(i), 600)] for i in range(60)}
+    every = packed(write(tmp_path / "small", **small), tokenizer)
+    fewer = packed(tmp_path / "small", tokenizer, num_shards=58)
+    assert 2 <= len(every.train_shards) <= 5
+    assert (fewer.batch(0, ROWS, SEED) == every.batch(0, ROWS, SEED)).all()
+    large = digests(rows)
+    del large["shard_0.jsonl.bin"]  # joins the small files before it
+    write(folder.rename(tmp_path / "both"), a_0=small["00"], a_1=small["01"])
+    assert digests(packed(tmp_path / "both", tokenizer)).items() >= large.items()
+
+
+def test_interrupted_packing_leaves_no_partial_shard(folder, tokenizer, monkeypatch, tmp_path):
+    expected = digests(packed(folder, tokenizer))
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "other"))
+    rows, source = opened(folder, tokenizer)
+    encode, calls = Tokenizer.encode_flat, iter([False, False, True])
+
+    def interrupted(self, texts, **options):
+        if next(calls):
+            raise KeyboardInterrupt
+        return encode(self, texts, **options)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Tokenizer, "encode_flat", interrupted)
+        ensure_packed(rows, source, tokenizer)
+    assert 0 < len(digests(rows)) < 5 and not list(rows.folder.glob("*.part"))
+    ensure_packed(rows, source, tokenizer)
+    assert digests(rows) == expected
+
+
+def test_R6_differences_name_the_changed_setting(folder, tokenizer, tmp_path):
+    before = packed(folder, tokenizer)
+    fewer, _ = opened(folder, tokenizer, num_shards=2)
+    shorter, _ = opened(folder, tokenizer, 16)
+    other = Tokenizer.train(["quite different words"] * 9, 270)
+    retrained, _ = opened(folder, other)
+    same, _ = opened(shutil.copytree(folder, tmp_path / "copy"), tokenizer)
+    grown, _ = opened(write(shutil.copytree(folder, tmp_path / "grown"), z=["new"]), tokenizer)
+    for rows, line in (
+        (fewer, "rows.source.num_shards: was 4, now 2"),
+        (shorter, "rows.max_seq_len: was 32, now 16"),
+        (retrained, f"rows.tokenizer: was {tokenizer.fingerprint!r}, now {other.fingerprint!r}"),
+        (grown, "rows.source.val_shard: was 'shard_4.jsonl', now 'z.jsonl'"),
+    ):
+        assert line in diff_recipe({"rows": before.recipe}, {"rows": rows.recipe})
+        assert rows.fingerprint != before.fingerprint
+    now = {"rows": same.recipe, "seed": 2}
+    assert diff_recipe({"rows": before.recipe, "seed": 1}, now) == ["seed: was 1, now 2"]
+
+
+# ------------------------------------------------------------------------------------------------
+# Batches
+
+
+def test_R4_R5_step_has_the_same_rows_on_any_ranks(folder, tokenizer, machine):
+    rows = packed(folder, tokenizer)
+    names = {
+        row.tobytes(): (shard, i)
+        for shard in rows.train_shards
+        for i, row in enumerate(stored(rows, shard))
+    }
+    total = len(names)
+    batches = [rows.batch(step, ROWS, SEED) for step in range(2 * total // ROWS + 1)]
+    order = [names[row.tobytes()] for batch in batches for row in batch]
+    first, second = order[:total], order[total : 2 * total]
+    for epoch in (first, second):  # every row once, shards in order
+        assert set(epoch) == set(names.values())
+        assert [shard for shard, _ in epoch] == sorted(shard for shard, _ in epoch)
+        assert epoch != sorted(epoch)
+    assert first != second
+    assert (rows.batch(0, ROWS, SEED + 1) != batches[0]).any()
+
+    for step in (len(batches) - 1, 0, len(batches) // 2):  # as a resumed run, in any order
+        again, _ = opened(folder, tokenizer)
+        assert (again.batch(step, ROWS, SEED) == batches[step]).all()
+        for world_size in (1, 2, 4, 8):
+            ranks = [replace(machine, rank=r, world_size=world_size) for r in range(world_size)]
+            loaders = [RowLoader(again, ROWS * T, SEED, rank) for rank in ranks]
+            found = [part.tokens for each in loaders for part in each.load(step, 16, lambda: False)]
+            assert (np.concatenate(found) == batches[step][:, :-1]).all()
+
+
+def test_R24_B9_validation_rows_depend_only_on_the_shard(folder, tokenizer):
+    rows = packed(folder, tokenizer)
+    every = np.concatenate(list(rows.val_batches(8, 10**9)))
+    here = stored(rows, rows.val_shard)
+    assert sorted(map(bytes, every)) == sorted(map(bytes, here))
+    assert (every[:20] != here[:20]).any()  # the first rows are a sample of the whole shard
+    for num_shards, per_batch, world_size, num_rows in ((1, 7, 3, 20), (3, 64, 2, 10**9)):
+        rows = packed(folder, tokenizer, num_shards=num_shards)
+        parts = [
+            batch
+            for rank in range(world_size)
+            for batch in rows.val_batches(per_batch, num_rows, rank, world_size)
+        ]
+        assert max(map(len, parts)) <= per_batch
+        assert (np.concatenate(parts) == every[:num_rows]).all()
+    one, two = (np.concatenate(list(rows.val_batches(8, 10**9, half=half))) for half in (1, 2))
+    assert sorted(map(bytes, [*one, *two])) == sorted(map(bytes, every))
+    assert abs(len(one) - len(two)) <= 1
+    assert (np.concatenate(list(rows.val_batches(8, 5, half=2))) == two[:5]).all()
+
+
+def test_step_waits_for_its_shard_and_reports_failures(folder, tokenizer, monkeypatch):
+    rows, source = opened(folder, tokenizer)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(rows.batch, 0, 16, SEED)
+        ensure_packed(rows, source, tokenizer, rows_needed=1)
+        assert (first.result(60) == opened(folder, tokenizer)[0].batch(0, 16, SEED)).all()
+    other_rank, _ = opened(folder, tokenizer)
+    (folder / "shard_1.jsonl").write_text('{"text": "fine"}\n{"text": "cut of')
+    with start_packing(rows, source):
+        for reader in (rows, other_rank):
+            with pytest.raises(UsageError, match=r"shard_1\.jsonl is missing or does not match"):
+                reader.batch(0, 20 * ROWS, SEED)
+    monkeypatch.setattr(dataloader, "SILENCE_SECONDS", 0.3)
+    reader = open_rows(source, tokenizer, T)
+    with pytest.raises(UsageError, match="no process is packing it(.|\n)*run the same command"):
+        reader.batch(0, 20 * ROWS, SEED)
+
+
+# ------------------------------------------------------------------------------------------------
+# Damage
+
+
+def flip(path: Path, record: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[777] ^= 4
+    path.write_bytes(content)
+
+
+def cut_last_row(path: Path, record: Path) -> None:
+    path.write_bytes(path.read_bytes()[: -2 * (T + 1)])
+    counts = read_sealed(record)
+    write_json(record, seal({**counts, "rows": counts["rows"] - 1}))
+
+
+def put_id_outside(path: Path, record: Path) -> None:
+    ids = np.fromfile(path, "<u2")
+    ids[5000] = 300
+    ids.tofile(path)
+    write_json(record, seal({**read_sealed(record), "sha256": sha256_file(path)}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (flip, "is damaged"),
+        (cut_last_row, "is damaged"),
+        (put_id_outside, "token id 300, but the vocabulary size is 300"),
+    ],
+)
+def test_R28_damaged_rows_are_named_and_packed_again(folder, saved, damage, message, command):
+    rows = packed(folder, saved)
+    expected = digests(rows)
+    for shard in ("shard_0.jsonl", "shard_2.jsonl", "shard_4.jsonl"):
+        path, record = rows.bin_path(shard), rows.counts_path(shard)
+        damage(path, record)
+        with pytest.raises(UsageError, match=rf"{re.escape(str(path))} .*{message}.*\n.*again"):
+            read_everything(opened(folder, saved)[0])
+        read_everything(packed(folder, saved))
+        assert digests(rows) == expected
+    damage(path, record)
+    text = command.works("data", f"--dataset={folder}", "--max_seq_len=32", "--verify")
+    assert str(path) in text and digests(rows) == expected
+
+
+@pytest.mark.parametrize("file", ["bin_path", "counts_path"])
+def test_R28_cut_files_are_packed_again(folder, tokenizer, capsys, file):
+    rows = packed(folder, tokenizer)
+    expected, path = digests(rows), getattr(rows, file)("shard_1.jsonl")
+    path.write_bytes(path.read_bytes()[:-2])
+    assert not rows.is_packed("shard_1.jsonl")
+    assert digests(packed(folder, tokenizer)) == expected
+    assert "packing shard_1.jsonl again" in capsys.readouterr().out
+
+
+# ------------------------------------------------------------------------------------------------
+# Conversations
+
+CHAT_TOKENIZER = Tokenizer.train(["what is it"], 265)
+ALONE = [{"role": "user", "content": "alone"}]
+
+
+def chat(question: str, answer: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+def packed_chats(chats: list) -> Rows:
+    rows = open_chat_rows({"name": "x"}, CHAT_TOKENIZER, 63)
+    pack_encoded(rows, "train", encode({}, chats, CHAT_TOKENIZER, 63), CHAT_TOKENIZER)
+    return rows
+
+
+def conversations_in(rows: Rows) -> Iterator[tuple[list[int], list[int]]]:
+    """Yield the ids and the loss mask of every conversation, in order."""
+    bos = CHAT_TOKENIZER.bos_id
+    for tokens, targets in zip(*inputs_and_targets(stored(rows, "train")), strict=True):
+        ids = np.append(tokens, targets[-1] if targets[-1] != IGNORE else bos)
+        mask = np.append(0, targets != IGNORE)
+        starts = [*np.flatnonzero(ids == bos), len(ids)]
+        for a, b in zip(starts, starts[1:], strict=False):
+            if mask[a:b].any():
+                yield ids[a:b].tolist(), mask[a:b].tolist()
+
+
+def test_B3_every_conversation_is_in_one_row_with_its_mask():
+    chats = [chat("q" * (i % 23), "a" * (1 + i % 17)) for i in range(200)]
+    rows = packed_chats([*chats, ALONE, ALONE])  # nothing to train on there
+    expected = [render(CHAT_TOKENIZER, each) for each in chats]
+    assert sorted(conversations_in(rows)) == sorted((list(ids), list(m)) for ids, m in expected)
+    counts = rows.counts("train")
+    assert counts["documents"] == 200 and counts["documents_cut"] == counts["dropped"] == 0
+    assert sum(len(ids) for ids, _ in expected) > 0.9 * counts["rows"] * 64
+
+
+def test_B2_long_conversation_is_cut_or_skipped(capsys):
+    long, cut_off = chat("q", "a" * 500), chat("q" * 500, "a")
+    rows = packed_chats([long, *[chat("q", "short")] * 30, cut_off])
+    found = list(conversations_in(rows))
+    ids, mask = render(CHAT_TOKENIZER, long)
+    assert len(found) == 31 and (list(ids[:64]), list(mask[:64])) in found
+    printed = "of 32 conversations, 1 fill a row of 63 tokens (what is longer is cut) and 1 have no"
+    assert printed in capsys.readouterr().out
+    total = rows.packed_train_rows
+    epochs = [sorted(map(bytes, rows.batch(step, total, 0))) for step in range(3)]
+    assert epochs[0] == epochs[1] == epochs[2] == sorted(map(bytes, stored(rows, "train")))
+
+
+def test_conversations_without_answers_are_rejected():
+    with pytest.raises(ValueError, match="no conversation to train on"):
+        packed_chats([ALONE])
+
+
+def test_R28_damaged_rows_of_conversations_are_packed_again():
+    chats = [chat("q" * i, "answer") for i in range(40)]
+    rows = packed_chats(chats)
+    path = rows.bin_path("train")
+    whole = path.read_bytes()
+    flip(path, path)
+    with pytest.raises(UsageError, match="train.bin is damaged"):
+        open_chat_rows({"name": "x"}, CHAT_TOKENIZER, 63).batch(0, 4, seed=0)
+    packed_chats(chats)
+    assert path.read_bytes() == whole
+
+
+def test_every_window_of_a_mixture_has_its_amounts(tmp_path, machine):
+    for name in "abc":
+        lines = [json.dumps(chat(f"{name}{i:03d}", "yes")) + "\n" for i in range(400)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+    spec = f"jsonl:{tmp_path}/a.jsonl=200,jsonl:{tmp_path}/b.jsonl*1.5,jsonl:{tmp_path}/c.jsonl"
+    learned = buckets(spec)
+
+    def mixed(seed: int) -> list[str]:
+        chats = ChatMixture(spec, {}, learned, learned)
+        _, rows = train_rows(chats, seed, CHAT_TOKENIZER, 63, machine)
+        text = "".join(CHAT_TOKENIZER.decode(ids) for ids, _ in conversations_in(rows))
+        return re.findall(r"[abc]\d{3}", text)
+
+    found, (a, b, c) = mixed(0), (len(bucket.train) for bucket in learned)
+    amounts = {"a": 200, "b": round(1.5 * b), "c": c}
+    assert Counter(name[0] for name in found) == amounts
+    assert Counter(name[0] for name in set(found)) == {"a": a, "b": b, "c": c}
+    assert max(Counter(found).values()) == 2
+    for first in range(0, len(found) - 99, 33):
+        window = Counter(name[0] for name in found[first : first + 99])
+        assert window == pytest.approx({n: 99 * amounts[n] / len(found) for n in "abc"}, abs=3)
+    assert mixed(0) == found and sorted(mixed(1)) != sorted(found)  # others are repeated
