@@ -12,6 +12,7 @@
 # not changed, and an interrupted training is resumed. All output goes to NANOCHAT_BASE_DIR (default:
 # out/). WANDB_RUN=<name> logs to Weights & Biases, REPORT_OUT=<folder> gets a copy of the report
 # card, SEED=<n> sets the random seed (use a separate NANOCHAT_BASE_DIR).
+[ -n "${BASH_VERSION:-}" ] && ! grep -q "$(printf '\r')" "$0" || { echo "error: run it as: bash speedrun.sh (from a checkout with LF line ends: git config core.autocrlf input)" >&2; exit 2; } #
 set -euo pipefail
 cd "$(dirname "$0")"
 
@@ -150,5 +151,5 @@ stage "chat evaluation rl" evaluate rl
 python -m scripts.report --out="${REPORT_OUT:-.}"
 echo
 echo "speedrun: done. The report card is ${REPORT_OUT:-.}/report.md. Chat with your model:"
-where=${NANOCHAT_BASE_DIR:+"NANOCHAT_BASE_DIR=$NANOCHAT_BASE_DIR "}
+where=${NANOCHAT_BASE_DIR:+"NANOCHAT_BASE_DIR=$(printf %q "$NANOCHAT_BASE_DIR") "}
 echo "    source .venv/bin/activate && ${where}python -m scripts.chat_web    # browser; terminal: chat_cli"

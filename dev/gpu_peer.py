@@ -101,7 +101,7 @@ def prepare_ours(job: Job) -> Parts:
     """Our model and its optimizer with the rules and schedules of scripts.base_train."""
     from nanochat import attention, optim
     from nanochat.distributed import DistContext
-    from nanochat.preflight import enable_fp8
+    from nanochat.fp8 import enable_fp8
     from nanochat.scaling import Horizon, scaled_rules
 
     if job.side == "before":
@@ -112,7 +112,7 @@ def prepare_ours(job: Job) -> Parts:
         optim.decay_factor = lambda step, n: 1 - step / n
     model, machine = build_ours(job), DistContext(0, 0, 1, DEVICE, DTYPE)
     if job.fp8 and DEVICE.type == "cuda":
-        enable_fp8(model, machine)
+        enable_fp8(model, machine.device)
     if job.fa3:
         attention.load_fa3(DEVICE)
     for block in model.blocks:

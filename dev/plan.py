@@ -23,11 +23,10 @@ from nanochat.common import base_dir, free_bytes, require_free
 from nanochat.config import parse, start
 from nanochat.distributed import DistContext, default_dtype
 from nanochat.gpt import GPT
-from nanochat.hardware import peak_flops
-from nanochat.preflight import GPU_EFFICIENCY, MATMUL_EFFICIENCY, describe_dtype, matrix_rate
+from nanochat.hardware import GPU_EFFICIENCY, MATMUL_EFFICIENCY, peak_flops, training_rate
 from nanochat.records import default_rate, read_if_sound, report_folder, slug
 from nanochat.scaling import Horizon, plan_horizon
-from nanochat.train import TrainConfig
+from nanochat.train import TrainConfig, describe_dtype
 from scripts import base_train, chat_eval, chat_rl, chat_sft, mid_train
 from scripts.base_train import BaseTrain
 from scripts.chat_rl import ChatRL
@@ -172,7 +171,7 @@ def flops_per_second(cfg: Plan, model: GPT) -> tuple[float | None, str]:
         device = torch.device("cpu")
         cpu = DistContext(0, 0, 1, device, default_dtype(device))
         efficiency = MATMUL_EFFICIENCY[cpu.dtype]
-        return matrix_rate(cpu, model.cfg.d_model) * efficiency, (
+        return training_rate(device, cpu.dtype, model.cfg.d_model), (
             f"assuming {efficiency:.0%} of this CPU's measured matmul throughput in "
             f"{describe_dtype(cpu)}"
         )

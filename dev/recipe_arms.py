@@ -22,7 +22,7 @@ from nanochat import gpt, optim
 from nanochat.common import base_dir
 from nanochat.dataset import DataConfig, load_last_source
 from nanochat.distributed import DistContext, default_dtype
-from nanochat.golf.documents import document_bpb
+from nanochat.eval_bpb import document_bpb
 from nanochat.gpt import GPT
 from nanochat.mixture import open_corpus, open_texts
 from nanochat.optim import MuonAdamW, OptimConfig, ScheduleConfig

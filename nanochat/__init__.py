@@ -2,17 +2,19 @@
 Train a chat model end to end: text -> tokenizer -> base -> mid -> SFT -> RL -> chat.
 
 Core modules; each imports only from modules above it. To read how a model is trained, start with
-gpt, attention, loss, optim, scaling and train.
+scripts/base_train.py, then train, gpt, attention, loss, optim and scaling.
 
     common          files, locks, stop signals
     config          command-line flags from config dataclasses
     hardware        peak FLOPS and memory of devices
-    distributed     ranks, devices, dtypes, collectives, heartbeats
+    distributed     ranks, devices, dtypes, collectives
     stats           means, standard errors, paired tests
     sandbox_child   the sandboxed child process
     sandbox         untrusted Python execution; calculator and Python tools
     tokenizer       byte-pair encoding with special tokens
     chat_format     conversations as tokens, with the loss mask
+    fp8             matmuls in fp8
+    loss            cross-entropy without materialized logits
     hub             downloads from the Hugging Face Hub
     dataset         text from the Hub, a folder, or the built-in dataset
     dataloader      packed rows -> batches; a batch depends only on (rows, seed, step)
@@ -20,27 +22,22 @@ gpt, attention, loss, optim, scaling and train.
     mixture         mixtures of datasets
     chat_packing    conversations -> packed rows
     attention       attention kernels, variable-length batches, the KV cache
-    fp8             matmuls in fp8
-    loss            cross-entropy without materialized logits
     gpt             the transformer
     optim           schedules, update rules, Muon + AdamW
     scaling         hyperparameters derived from depth
     engine          generation: sampling, decode step, tools
     records         one JSON record per section of the report
     logger          metrics of a run: console, file, Weights & Biases
-    preflight       checks before a run: kernels, memory, disk, time
     eval_bpb        bits per byte
     eval_core       few-shot tasks and the CORE metric
     eval_chat       tasks in chat format
     summary         results of a run: scores by stage, differences, verdict, cost
     plots           figures of the report
     report          report.md from the records
-    anomaly         non-finite steps, loss spikes, rank divergence
     checkpoint      checkpoints of a run
-    train           training loop of all stages
-    evaluators      evaluations during training: validation bpb, few-shot scores, samples
-    finetune        midtraining and SFT
-    rl              reinforcement learning
+    train           the run around a training loop: resume, steps, log, save, stop
+    finetune        what midtraining and SFT share
+    rl              rollouts, advantages, evaluation before and after RL
 
 Tracks extend the core: nanochat.serve (chat page and API), hf (Hugging Face), golf (a 16 MB
 artifact), recursion, lab (experiments), bench (benchmarks).

@@ -351,6 +351,31 @@ def download_fa3() -> Any:
             print(f"skipping {repository}: {error}", flush=True)
 
 
+def choose_backend(dist: Any, compiled: bool) -> Backend:
+    """
+    The fastest kernel for the device of `dist` (a DistContext): fa3 on Hopper in bfloat16 where all
+    ranks can load it, else flex on a GPU with compilation, blocks on a CPU with it, else sdpa.
+    """
+    if dist.device.type == "cpu":
+        return "blocks" if compiled else "sdpa"
+    if dist.device.type != "cuda":
+        return "sdpa"
+    # the backward pass of FlashAttention 3 is not deterministic, and does not say so
+    if dist.dtype == torch.bfloat16 and not torch.are_deterministic_algorithms_enabled():
+        fault = None
+        for mine in (dist.local_rank == 0, dist.local_rank != 0):  # one rank of a node downloads
+            try:
+                if mine:
+                    load_fa3(dist.device)
+            except Exception as error:  # not Hopper, no package, no network
+                fault = str(error).partition("\n")[0] or repr(error)
+            faults = [each for each in dist.gather(fault) if each]
+        if not faults:
+            return "fa3"
+        dist.print0(f"without FlashAttention 3: {faults[0]}")
+    return "flex" if compiled else "sdpa"
+
+
 def attend_fa3(q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float) -> Tensor:
     """Attention by the function that `load_fa3` has loaded."""
     sizes = (-1 if window is None else window, 0)

@@ -2,7 +2,7 @@
 Pack conversations into packed sequences (rows) whose tokens carry the loss mask.
 
     conversations -> render -> Encoded, on disk -> Packer -> Rows of int32
-    a batch of rows -> train.inputs_and_targets -> tokens, targets with IGNORE
+    a batch of rows -> dataloader.inputs_and_targets -> tokens, targets with IGNORE
 
 A trained token is stored as its id, any other as ~id (negative), so the sign is the loss mask.
 Padding is untrained BOS. Conversations with no trained token are skipped. A bucket is encoded once,

@@ -9,9 +9,7 @@ checkpoint that fails verification is skipped in favor of the previous good one.
 """
 
 import contextlib
-import hashlib
-import importlib
-import json
+import errno
 import math
 import os
 import re
@@ -19,24 +17,24 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 import torch
-from safetensors.torch import load_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nanochat import common
-from nanochat.anomaly import AnomalyState, NonFiniteError, first_not_finite, require_equal_ranks
 from nanochat.common import MissingInput, RunLock, UsageError, base_dir, printable
 from nanochat.config import require_at_least, short
 from nanochat.dataloader import diff_recipe
 from nanochat.distributed import DistContext
 from nanochat.gpt import GPT, GPTConfig, inference_copy
 from nanochat.optim import full_state, load_full_state, state_bytes
-from nanochat.records import ADDED_COSTS, STARTED
+from nanochat.records import ADDED_COSTS, STARTED, new_run_id
 from nanochat.tokenizer import FILE_NAME as TOKENIZER_FILE
 from nanochat.tokenizer import Tokenizer
 
@@ -55,7 +53,6 @@ SCRIPTS = {
 }
 # + _checkpoints
 FOLDERS = {"base": "base", "mid": "mid", "sft": "chatsft", "dpo": "chatdpo", "rl": "chatrl"}
-DTYPES = {torch.float32: "F32", torch.int64: "I64"}  # of saved tensors, in a safetensors file
 # .replaced remains if the process was killed while saving a step that was already saved
 STEP_FOLDER = re.compile(r"(?:step|\.replaced)_(\d+)")
 CHECKPOINT_REF = re.compile(r"(?P<stage>\w+)(:(?P<tag>[^:]+)(:(?P<step>\d+))?)?")
@@ -135,7 +132,7 @@ def save_checkpoint(
     temporary.mkdir()
     try:
         path = tokenizer.save(temporary)
-        files = {path.name: {"bytes": path.stat().st_size, "sha256": common.sha256_file(path)}}
+        files = {path.name: describe_file(path)}
         weights = weights or {name: x.cpu() for name, x in model.state_dict().items()}
         files[MODEL_FILE] = save_tensors(weights, temporary / MODEL_FILE)
         if optim_tensors is not None:
@@ -167,29 +164,22 @@ def save_checkpoint(
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> dict[str, Any]:
     """
-    Write a safetensors file and flush it to disk, while a thread computes its SHA-256. Returns both
-    its `bytes` and its `sha256`. Raises OSError if the disk is full or fails.
-
-    The same bytes as safetensors' `save_file`, which would have to be read again to be hashed.
-    Source: https://huggingface.co/docs/safetensors (format)
+    Write a safetensors file and flush it to disk. Returns its `bytes` and `sha256`. Raises OSError
+    if the disk is full or fails.
     """
-    header, size = dict[str, Any](), 0
-    tensors = dict(sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0])))
-    for name, x in tensors.items():
-        span, size = [size, size + x.nbytes], size + x.nbytes
-        header[name] = {"dtype": DTYPES[x.dtype], "shape": list(x.shape), "data_offsets": span}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    data = (x.reshape(-1).view(torch.uint8).numpy() for x in tensors.values())
-    parts = [len(text).to_bytes(8, "little"), text, *data]
-    digest = hashlib.sha256()
-    with ThreadPoolExecutor(1) as hasher, path.open("wb") as stream:
-        hashed = hasher.map(digest.update, parts)  # in order: there is one thread
-        stream.writelines(parts)
-        stream.flush()
-        os.fsync(stream.fileno())
-        list(hashed)  # raises an error of the thread
-    return {"bytes": 8 + len(text) + size, "sha256": digest.hexdigest()}
+    try:
+        save_file({name: x.contiguous() for name, x in tensors.items()}, path)
+    except SafetensorError as error:
+        found = re.search(r"os error (\d+)", str(error))
+        code = int(found[1]) if found else errno.EIO
+        raise OSError(code, os.strerror(code), str(path)) from error
+    common.fsync(path)
+    return describe_file(path)
+
+
+def describe_file(path: Path) -> dict[str, Any]:
+    """Size and digest of a file."""
+    return {"bytes": path.stat().st_size, "sha256": common.sha256_file(path)}
 
 
 def recover_interrupted_saves(folder: Path) -> None:
@@ -307,7 +297,7 @@ def find_checkpoint_on_node(
     machine: DistContext, stage: str, tag: str | None, step: int | None
 ) -> Checkpoint:
     """`find_checkpoint`, called once per node for all its ranks."""
-    return machine.on_node("verifying the checkpoint", lambda: find_checkpoint(stage, tag, step))
+    return machine.on_node(lambda: find_checkpoint(stage, tag, step))
 
 
 def parse_checkpoint_ref(name: str) -> Checkpoint:
@@ -357,54 +347,19 @@ class CheckpointChoice:
         return stage, find_checkpoint(stage, self.model_tag, self.step)
 
 
-# Models other than GPT: a field of their config -> a module with `read_config`, `new_model` and
-# `callbacks`.
-MODEL_MODULES = {"xsa_last_n": "nanochat.golf.model", "n_loops": "nanochat.recursion.metrics"}
+Model = TypeVar("Model", bound=GPT)
 
 
-def architectures_of(cfg: GPTConfig | Mapping[str, Any]) -> list[Any]:
-    """Modules for a model config or its values, see `MODEL_MODULES`; none for a plain GPT."""
-    values = cfg if isinstance(cfg, Mapping) else vars(cfg)
-    names = (module for name, module in MODEL_MODULES.items() if name in values)
-    return list(map(importlib.import_module, names))
-
-
-def read_config(values: Mapping[str, Any]) -> GPTConfig:
-    """Model config of a checkpoint. Raises ValueError for an option that was removed."""
-    modules = architectures_of(values)
-    return modules[0].read_config(values) if modules else GPTConfig(**values)
-
-
-def new_model(cfg: GPTConfig, dtype: torch.dtype = torch.float32) -> GPT:
-    """Create a model without initializing its weights."""
-    modules = architectures_of(cfg)
-    return modules[0].new_model(cfg, dtype) if modules else GPT(cfg, dtype)
-
-
-# Settings that earlier runs recorded, with their defaults
-OLD_SETTINGS = {"scalar_lr": 0.5, "tied_lr": 0.05, "decay_rule": "cautious", "muon_momentum": 0.95}
-OLD_SETTINGS |= {"overlong": "keep", "format_reward": 0.0, "advantage": "mean"}  # RL
-
-
-def upgrade_identity(recorded: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert an identity that was recorded by an earlier version."""
-    upgraded = dict(recorded)
-    for name in {"optim", "schedule", "rl"} & recorded.keys():
-        kept = (item for item in recorded[name].items() if item not in OLD_SETTINGS.items())
-        upgraded[name] = dict(kept)
-    if "model" in recorded:
-        upgraded["model"] = asdict(read_config(recorded["model"]))
-    return upgraded
-
-
-def build_model(cfg: GPTConfig, device: torch.device, dtype: torch.dtype, seed: int) -> GPT:
+def build_model(
+    cfg: GPTConfig, device: torch.device, dtype: torch.dtype, seed: int, kind: type[Model] = GPT
+) -> Model:
     """
     Create a model on `device` and draw its weights there. They depend on the seed and the kind of
     device, not on the number of ranks: a CPU and a GPU, or two GPU models, start from different
     weights of the same distribution. To compare them, load a checkpoint.
     """
     with device:
-        model = new_model(cfg, dtype)
+        model = kind(cfg, dtype)
     model.init_weights(torch.Generator(device).manual_seed(seed))
     return model
 
@@ -412,11 +367,23 @@ def build_model(cfg: GPTConfig, device: torch.device, dtype: torch.dtype, seed: 
 def load_model(checkpoint: Checkpoint, machine: DistContext, max_seq_len: int | None = None) -> GPT:
     """
     Rebuild the model of a checkpoint on the machine's device, from its saved config. `max_seq_len`
-    overrides its row length.
+    overrides its row length. Raises UsageError for a model with options that GPT does not have.
     """
-    cfg = read_config(checkpoint.state["model"])
+    saved, known = checkpoint.state["model"], {each.name for each in fields(GPTConfig)}
+    if other := sorted(saved.keys() - known):
+        raise UsageError(
+            f"{checkpoint.folder} is not a plain model: it has {', '.join(other)}",
+            "evaluate it with scripts.golf.evaluate or scripts.recursion.evaluate; later stages "
+            "train models of scripts.base_train only",
+        )
+    cfg = GPTConfig(**saved)
     with torch.device("meta"):
-        model = new_model(replace(cfg, max_seq_len=max_seq_len or cfg.max_seq_len), machine.dtype)
+        model = GPT(replace(cfg, max_seq_len=max_seq_len or cfg.max_seq_len), machine.dtype)
+    return load_weights(model, checkpoint, machine)
+
+
+def load_weights(model: Model, checkpoint: Checkpoint, machine: DistContext) -> Model:
+    """Fill a model on the meta device with the weights of a checkpoint; returns it."""
     model.to_empty(device=machine.device)
     model.load_state_dict(checkpoint.model_tensors())
     return model
@@ -426,6 +393,48 @@ def load_inference(checkpoint: Checkpoint, machine: DistContext) -> tuple[GPT, T
     """Return the `inference_copy` of a checkpoint's model, and its tokenizer."""
     tokenizer = checkpoint.tokenizer()
     return inference_copy(load_model(checkpoint, machine)), tokenizer
+
+
+# ---- Weights that must not be saved --------------------------------------------------------------
+
+
+class NonFiniteError(RuntimeError):
+    """The loss, gradients or weights are not finite, and the run cannot continue."""
+
+
+class RankMismatchError(RuntimeError):
+    """Weights differ between ranks."""
+
+
+def first_not_finite(named: Mapping[str, Tensor]) -> str | None:
+    """Name of the first tensor with a NaN or infinity, or None."""
+    floats = {name: x for name, x in named.items() if x.is_floating_point()}
+    finite = torch.stack([x.detach().isfinite().all() for x in floats.values()]).tolist()
+    return next((name for name, good in zip(floats, finite, strict=True) if not good), None)
+
+
+def require_equal_ranks(named: Mapping[str, Tensor], machine: DistContext, step: int) -> None:
+    """
+    Raise RankMismatchError on every rank, naming the first parameter that differs.
+
+    named: float32 or bfloat16 tensors. Compares sums of their bits, so it detects a single flipped
+    bit.
+    """
+    if machine.world_size == 1:
+        return
+    bits = {2: torch.int16, 4: torch.int32}
+    sums = [x.detach().view(bits[x.element_size()]).sum(dtype=torch.int64) for x in named.values()]
+    mine = torch.stack(sums).tolist()
+    found = machine.gather(mine)
+    for i, name in enumerate(named):
+        values = [sums[i] for sums in found]
+        common = max(values, key=values.count)  # rank 0 wins ties
+        if others := [rank for rank, value in enumerate(values) if value != common]:
+            raise RankMismatchError(
+                f"weights differ between ranks before step {step}: {name} differs on rank "
+                f"{', '.join(map(str, others))} of {machine.world_size}; check that device and "
+                "its links, and restart with --resume=auto, preferably without that device"
+            )
 
 
 # ---- The checkpoints of one run: lock, resume, save, prune ---------------------------------------
@@ -452,8 +461,6 @@ class Progress:
     """FLOPs of all steps, forward and backward."""
     clock_seconds: float = 0.0
     """Time of all steps; under a time budget, the mean over ranks."""
-    averaged: bool = False
-    """The weights are the final average, so the run cannot be extended."""
     finished: bool = False
     """All planned steps are done."""
     optimizer_missing: bool = False
@@ -467,9 +474,8 @@ class Progress:
     """Whether the run is compiled; kept when it resumes, because rounding differs."""
     autotuned: bool | None = None
     """The same for autotuning."""
-    health: AnomalyState = field(default_factory=AnomalyState)
-    callbacks: dict[str, Any] = field(default_factory=dict)
-    """State of callbacks by name, in types of JSON."""
+    bad_steps: int = 0
+    """Number of steps skipped as non-finite."""
     min_val: float | None = None
     last_val: float | None = None
     step_seconds: list[float] = field(default_factory=list)
@@ -495,14 +501,11 @@ class Progress:
         return {name: getattr(self, name) for name in ADDED_COSTS}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore saved values; those that only earlier versions saved are ignored."""
-        for name in self.state_dict().keys() & state.keys():
+        for name in self.state_dict():
             setattr(self, name, state[name])
-        known = {k: v for k, v in state["health"].items() if hasattr(AnomalyState(), k)}
-        self.health = AnomalyState(**known)
 
     def add_step(self, loss: float | None, flops: float, seconds: float, timed: bool) -> None:
-        """Count a step. `loss` is None for a bad step or spike; throughput counts `timed` steps."""
+        """Count a step. `loss` is None for a bad step; throughput counts `timed` steps."""
         if loss is None:
             loss = self.smooth_loss if self.step else 0.0
         self.loss_average = LOSS_BETA * self.loss_average + (1 - LOSS_BETA) * loss
@@ -538,12 +541,12 @@ class Progress:
     def require_resumable(self) -> None:
         """Mark the run unfinished; raise UsageError if it cannot be extended."""
         self.finished = False
-        if self.averaged or self.optimizer_missing:
-            why = "averaged weights" if self.averaged else "no optimizer state"
+        if self.optimizer_missing:
             raise UsageError(
-                f"the run ended after step {self.step} with {why} and cannot be extended",
-                "retrain all steps with --resume=never; omit --ema_decay if the weights are "
-                "averaged, else add --save_optimizer",
+                f"the run ended after step {self.step} without optimizer state (or with averaged "
+                "weights) and cannot be extended",
+                "retrain all steps with --resume=never, with --save_optimizer or without "
+                "--ema_decay",
             )
 
 
@@ -580,12 +583,12 @@ class CheckpointManager:
     """Newest checkpoint saved by this process; main rank only."""
     pending: tuple[int, Future[Checkpoint]] | None = None
     """Step being saved, and its result."""
-    buffers: dict[str, Tensor] = field(default_factory=dict)
-    """Host copies of all tensors for asynchronous saves, pinned on a GPU; reused by every save."""
 
     def __post_init__(self) -> None:
-        self.asynchronous = self.machine.device.type == "cuda"
-        """`save` returns once copies to the host are queued; a thread writes them to disk."""
+        self.replaces = False
+        """Whether an earlier run's checkpoints are in the way of this one's."""
+        self.resumed: Checkpoint | None = None
+        """Checkpoint from which the run goes on."""
         self.lock = RunLock(self.folder.parent / f".{self.folder.name}.lock")
         self.writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
@@ -596,7 +599,7 @@ class CheckpointManager:
             self.lock.acquire(self.machine.launch)
             recover_interrupted_saves(self.folder)
 
-        self.machine.on_main(f"locking {self.folder}", take_lock)
+        self.machine.on_main(take_lock)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -617,7 +620,8 @@ class CheckpointManager:
         final: bool = False,
     ) -> None:
         """
-        Save the state of all ranks; `final` waits until it is on disk. Call on every rank.
+        Save the state of all ranks: on a GPU, a thread writes a copy while training goes on;
+        `final` waits until it is on disk. Call on every rank.
 
         Raises NonFiniteError naming the first non-finite tensor, RankMismatchError if the weights
         differ between ranks, and OSError if the disk fails (unless `on_save_error` allows it).
@@ -626,26 +630,18 @@ class CheckpointManager:
         require_equal_ranks(dict(model.named_parameters()), self.machine, progress.step)
         problem = self.machine.broadcast(self.wait())  # of the previous save; one runs at a time
         without_optimizer = not self.keep_optimizer or progress.optimizer_missing
-        dropped = progress.finished and without_optimizer
         optim_tensors = None
-        if not dropped:  # all ranks gather, the main rank keeps copies
+        if not (progress.finished and without_optimizer):  # all ranks gather, the main rank copies
             gathered = full_state(optimizer)
-            optim_tensors = {n: self.to_host(n, x) for n, x in gathered if self.machine.is_main}
+            optim_tensors = {n: to_host(x) for n, x in gathered if self.machine.is_main}
         if self.machine.is_main:
             progress.add_cost(self.machine.world_size)
             state = {**state, "launch": self.machine.launch, "progress": progress.state_dict()}
-            weights = {name: self.to_host(name, x) for name, x in model.state_dict().items()}
-            arguments = (model, optim_tensors, tokenizer, state, self.cfg.keep, weights)
-            step, on_gpu = progress.step, self.machine.device.type == "cuda"
-            copied = torch.cuda.current_stream().record_event() if on_gpu else None
-
-            def write_copies() -> Checkpoint:
-                if copied:
-                    copied.synchronize()
-                return save_checkpoint(self.folder, step, *arguments)
-
-            self.pending = (step, self.writer.submit(write_copies))
-        if final or not self.asynchronous:
+            weights = {name: to_host(x) for name, x in model.state_dict().items()}
+            job = (self.folder, progress.step, model, optim_tensors, tokenizer, state)
+            future = self.writer.submit(save_checkpoint, *job, self.cfg.keep, weights)
+            self.pending = progress.step, future
+        if final or self.machine.device.type == "cpu":  # where training would slow down, too
             if problem:
                 self.machine.print0(problem)
             problem = self.machine.broadcast(self.wait())
@@ -654,25 +650,13 @@ class CheckpointManager:
         if problem:
             self.machine.print0(f"{problem}; continuing")
 
-    def to_host(self, name: str, x: Tensor) -> Tensor:
-        """
-        A tensor's value in host memory. For an asynchronous save, a copy that on a GPU is valid
-        once the current stream has executed it: later kernels wait for it, the host does not.
-        """
-        if not self.asynchronous:
-            return x.cpu()
-        if name not in self.buffers:
-            self.buffers[name] = torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda)
-        return self.buffers[name].copy_(x, non_blocking=True)
-
     def wait(self) -> str | None:
         """Wait for the pending save. Returns an error message if the disk failed."""
         if self.pending is None:
             return None
         (step, future), self.pending = self.pending, None
         try:
-            with self.machine.working(f"saving step {step}"):
-                self.saved = future.result()
+            self.saved = future.result()
         except OSError as error:
             return f"saving step {step} failed: {error}"
         return None
@@ -683,8 +667,7 @@ class CheckpointManager:
         named = model.state_dict()
         for param, moments in optimizer.state.items():  # this rank's shards
             named |= {f"{names[param]}.{moment}": x for moment, x in moments.items()}
-        with self.machine.waiting("device synchronization"):
-            mine = first_not_finite(named)
+        mine = first_not_finite(named)
         if found := [name for name in self.machine.gather(mine) if name]:
             last = max(step_folders(self.folder), default="none")
             fix = f"--resume=auto resumes from the last good step: {last}"
@@ -701,7 +684,7 @@ class CheckpointManager:
     ) -> Progress:
         """
         Load the newest good checkpoint if --resume=auto or if torchrun restarted this run after a
-        failure; otherwise move aside the checkpoints of an earlier run with this name.
+        failure; otherwise, the run starts at step 0 and replaces an earlier one (`move_aside`).
 
         Raises CorruptCheckpoint if all are corrupt, and ValueError listing the differences if the
         checkpoint has a different `identity` (model, batch, seed, rows). Rows alone may differ if
@@ -709,15 +692,12 @@ class CheckpointManager:
         """
         progress = Progress()
         if self.cfg.resume == "never" and not self.was_restarted(num_steps):
-            self.machine.on_main("moving earlier checkpoints", self.move_aside)
+            self.replaces = True
             return progress
         found = self.newest()
         if found is None:
             return progress
-        recorded = upgrade_identity(found.state["identity"])
-        if "init_lr_frac" in identity:  # not recorded by earlier versions
-            recorded.setdefault("init_lr_frac", identity["init_lr_frac"])
-        changed = diff_recipe(recorded, identity)
+        changed = diff_recipe(found.state["identity"], identity)
         rows_only = all(line.startswith("rows.") for line in changed)
         if changed and not (self.cfg.allow_data_change and rows_only):
             raise ValueError(
@@ -734,14 +714,15 @@ class CheckpointManager:
         if found.has_optimizer:
             load_full_state(optimizer, found.optim_tensors())
         self.machine.print0(f"resumed {found.folder}")
+        self.resumed = found
         return progress
 
     def move_aside(self) -> None:
-        """Rename the folder if it has checkpoints."""
-        if step_folders(self.folder):
-            when = time.strftime("%y%m%d-%H%M%S")
-            aside = self.folder.rename(f"{self.folder}.before-{when}")
+        """Rename the folder if it has checkpoints of an earlier run that this one replaces."""
+        if self.replaces and step_folders(self.folder):
+            aside = self.folder.rename(f"{self.folder}.before-{new_run_id()}")
             self.machine.print0(f"moved the checkpoints of an earlier run to {aside}")
+        self.replaces = False
 
     def was_restarted(self, num_steps: int) -> bool:
         """
@@ -757,7 +738,7 @@ class CheckpointManager:
             is_mine = bool(launch) and newest.get("launch") == launch
             return is_mine and (restarted or newest["step"] < num_steps)
 
-        return self.machine.on_main("reading checkpoints", saved_before)
+        return self.machine.on_main(saved_before)
 
     def newest(self) -> Checkpoint | None:
         """
@@ -772,7 +753,7 @@ class CheckpointManager:
             except CorruptCheckpoint as error:
                 raise CorruptCheckpoint(f"{error}; --resume=never moves them aside") from error
 
-        found = self.machine.on_node("verifying checkpoints", open_newest)
+        found = self.machine.on_node(open_newest)
         name = f"step {found.step} ({found.fingerprint})" if found else "no checkpoint"
         names = self.machine.gather(name)
         for rank, other in enumerate(names):
@@ -781,15 +762,10 @@ class CheckpointManager:
                 raise CorruptCheckpoint(f"{message}; all nodes need a shared disk")
         return found
 
-    def disk_bytes(self, model: GPT, saves: int) -> int:
-        """
-        Additional bytes on disk for `saves` more saves, the last of them final. At most the
-        checkpoints to keep and the one being written are on disk at once.
-        """
-        there = sum(p.stat().st_size for p in self.folder.glob("step_*/*") if p.is_file())
-        sizes = [checkpoint_bytes(model)] * (saves - 1)
-        sizes.append(checkpoint_bytes(model, optimizer=self.keep_optimizer))
-        return min(sum(sizes), max(max(sizes), (self.cfg.keep + 1) * max(sizes) - there))
+
+def to_host(x: Tensor) -> Tensor:
+    """Copy of a tensor in host memory, which later updates do not change."""
+    return x.detach().to("cpu", copy=True)
 
 
 def checkpoint_bytes(model: GPT, optimizer: bool = True) -> int:

@@ -270,16 +270,11 @@ def require_free(folder: Path, needed_bytes: float, what: str, fix: str) -> None
 
 PREEMPTED = 75  # stopped on request, with the completed steps saved
 UNEVALUATED = 76  # trained and saved, but ran out of memory in the final evaluation
-BROKEN = 78  # the canaries classified the run as broken
 HUNG = 77  # this rank timed out waiting for another rank
 
 
-class WaitAborted(RuntimeError):
-    """A wait was aborted because a stop was requested."""
-
-
-class EvaluationAborted(RuntimeError):
-    """An evaluation was aborted because a stop was requested."""
+class StopRequested(RuntimeError):
+    """A stop request ended a wait, an evaluation or a step; raised on all ranks."""
 
 
 class StopRequest:

@@ -18,6 +18,7 @@ import difflib
 import errno
 import gc
 import inspect
+import io
 import os
 import signal
 import sys
@@ -26,6 +27,7 @@ import traceback
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
@@ -70,6 +72,7 @@ def start(main: Callable[[C], Any], default: C, doc: str | None, retired: Mappin
     """
     atexit.register(speed_up_exit)  # registered first, so it runs last
     sys.excepthook = print_traceback
+    sys.stdout, sys.stderr = Console(sys.stdout), Console(sys.stderr)
     try:
         main(parse(default, doc, retired=retired))
     except KeyboardInterrupt as error:
@@ -81,6 +84,42 @@ def start(main: Callable[[C], Any], default: C, doc: str | None, retired: Mappin
             raise
         print(f"error: {printable(message)}", file=sys.stderr)
         raise SystemExit(getattr(error, "status", 2)) from error
+
+
+class Console(io.TextIOBase):
+    """
+    A stream for a console that may be gone, on a full disk, or not UTF-8: what cannot be written is
+    escaped or lost, and never an error.
+    """
+
+    def __init__(self, stream: Any):
+        self.stream = stream
+        with suppress(AttributeError, ValueError):  # a replaced stream
+            stream.reconfigure(errors="backslashreplace")
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            self.stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self.stream.flush()
+
+    def isatty(self) -> bool:
+        return self.stream.isatty()
+
+    def fileno(self) -> int:
+        return self.stream.fileno()
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self.stream.encoding
+
+    @property
+    def buffer(self) -> Any:
+        """The stream of bytes below."""
+        return self.stream.buffer
 
 
 def user_message(error: BaseException) -> str | None:

@@ -16,7 +16,7 @@ record once per run, before its first row is returned.
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -25,7 +25,15 @@ from typing import Any
 
 import numpy as np
 
-from nanochat.common import UsageError, WaitAborted, fingerprint, read_sealed, sha256_file
+from nanochat.common import (
+    StopRequest,
+    StopRequested,
+    UsageError,
+    fingerprint,
+    read_sealed,
+    sha256_file,
+)
+from nanochat.loss import IGNORE
 
 # ---- Interleaving buckets in proportion ----------------------------------------------------------
 # The items of each bucket divide [0, 1) in proportion to their sizes. Each item gets a random
@@ -67,6 +75,9 @@ class RowSequence(ABC):
 
     recipe: Mapping[str, Any]
     """JSON-ready settings that determine the rows; saved in every checkpoint."""
+    max_seq_len: int
+    stop: StopRequest
+    """Waiting ends when it is asked; set by the training run."""
 
     @property
     def fingerprint(self) -> str:
@@ -95,7 +106,7 @@ class RowSequence(ABC):
         shards that are being packed.
 
         Raises UsageError if nothing is packing a missing shard, if packing failed, or if a
-        shard is damaged, and WaitAborted if a stop is requested while waiting.
+        shard is damaged, and StopRequested if a stop is requested while waiting.
         """
         return self.read(self.row_ids(step, rows_per_step, seed))
 
@@ -113,8 +124,7 @@ class Rows(RowSequence):
     recipe: Mapping[str, Any]
     files: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Shard -> files of the source packed into it, in order."""
-    should_stop: Callable[[], bool] = lambda: False
-    """Waiting ends when this returns True; set by the training stage."""
+    stop: StopRequest = field(default_factory=StopRequest)
 
     def __post_init__(self) -> None:
         self.dtype = np.dtype(self.dtype).newbyteorder("<")
@@ -281,8 +291,8 @@ class Rows(RowSequence):
             print(f"waiting for {shard} to be packed", flush=True)
         beat, beat_time = stamp(self.alive_path), time.monotonic()
         while not self.is_packed(shard):
-            if self.should_stop():
-                raise WaitAborted(f"stop requested while waiting for {shard}")
+            if self.stop.asked:
+                raise StopRequested(f"stop requested while waiting for {shard}")
             if stamp(self.error_path) not in (None, self._old_error):
                 failure = self.error_path.read_text()
                 raise UsageError(f"packing {shard} failed: {failure}", "fix the cause and rerun")
@@ -310,6 +320,20 @@ class Rows(RowSequence):
     def _read_shard(self, shard: str, indices: np.ndarray) -> np.ndarray:
         stored = np.memmap(self.bin_path(shard), self.dtype, "r")
         return stored.reshape(-1, self.row_length)[indices]
+
+
+def inputs_and_targets(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """
+    Stored rows (B, T + 1) -> tokens and targets, (B, T) int64 each.
+
+    Every row starts with BOS. Targets are IGNORE for tokens stored as ~id, which have no loss
+    (chat_packing.py), and for padding: a BOS after a BOS (packing.py).
+    """
+    stored = rows.astype(np.int64)
+    ids = np.where(stored < 0, ~stored, stored)
+    is_bos = ids == ids[:, :1]
+    ignored = (stored[:, 1:] < 0) | (is_bos[:, 1:] & is_bos[:, :-1])
+    return ids[:, :-1], np.where(ignored, IGNORE, ids[:, 1:])
 
 
 @lru_cache(maxsize=64)  # a step of a mixture reads several shards of each bucket
@@ -374,9 +398,7 @@ class MixedRows(RowSequence):
         self.counts = tuple(count for _, count in buckets.values())
         self.rows_per_pass = sum(self.counts)
         self.max_seq_len = self.parts[0].max_seq_len
-        self.should_stop: Callable[[], bool] = lambda: False
-        for rows in self.parts:
-            rows.should_stop = lambda: self.should_stop()
+        self.stop = StopRequest()
         described = {
             name: {"count": count, "fingerprint": rows.fingerprint}
             for name, (rows, count) in buckets.items()
@@ -389,6 +411,7 @@ class MixedRows(RowSequence):
         out = np.empty((len(ids), self.max_seq_len + 1), dtype)
         for i in np.unique(ids[:, 1]).tolist():
             here = ids[:, 1] == i
+            self.parts[i].stop = self.stop
             out[here] = self.parts[i].read(ids[here][:, COLUMNS])
         return out
 
@@ -404,6 +427,7 @@ class MixedRows(RowSequence):
         out = np.empty((len(numbers), 4), np.int64)
         for i in np.unique(buckets).tolist():
             here = buckets == i
+            self.parts[i].stop = self.stop
             out[here] = np.insert(self.parts[i].locate(own[here], seed), 1, i, axis=1)
         return out
 

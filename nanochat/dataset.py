@@ -13,6 +13,7 @@ import gzip
 import itertools
 import json
 import os
+import re
 import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -308,6 +309,10 @@ def find_tail(path: Path) -> dict[str, int]:
 # The manifest is written under the base directory at first use, after all checks have passed.
 
 
+# Names of files that are not trained on
+HELD_OUT = re.compile(r"(?<![a-z])(val|valid|validation|dev|test)(?![a-z])", re.IGNORECASE)
+TEST = re.compile(r"(?<![a-z])test(?![a-z])", re.IGNORECASE)
+TRAINING = re.compile(r"(?<![a-z])train(ing)?(?![a-z])", re.IGNORECASE)
 Prepare = Callable[[str, int | None], Any]  # name of a dataset, number of shards
 LARGE_BYTES = 1 << 28  # log a line before reading a larger file
 
@@ -374,16 +379,26 @@ def split_shards(
     Return the training shards and the validation shard.
 
     The validation shard is the one `recorded` in the manifest at `path`; at first use,
-    cfg.val_shard or the last one. Raises ValueError if a setting contradicts that.
+    cfg.val_shard, or the last one whose name says validation, or test, or else the last one. Other
+    files with such names are not trained on. Raises ValueError if a setting contradicts that.
     """
     options = [recorded] if recorded else files if len(files) > 1 else [TAIL + files[0]]
-    val_shard = cfg.val_shard or options[-1]
+    held_out = [file for file in files if HELD_OUT.search(file)]
+    best = [file for file in held_out if not TEST.search(file)] or held_out
+    val_shard = cfg.val_shard or recorded or (best or options)[-1]
+    if held_out and val_shard not in held_out and TRAINING.search(val_shard):
+        raise ValueError(
+            f"--val_shard={val_shard} would validate on a file named for training; use "
+            f"--val_shard={best[-1]}"
+        )
     if val_shard not in options:
         why = f"has {len(files)} files, {files[0]} to {files[-1]}; if there are several, choose one"
         if recorded:
             why = f"already validates on {recorded}; delete {path} to start over"
         raise ValueError(f"--val_shard={val_shard}: {cfg.dataset} {why}, or leave --val_shard out")
-    train = [file for file in files if file != val_shard]
+    train = [file for file in files if file != val_shard and file not in held_out]
+    if not train and not val_shard.startswith(TAIL):
+        raise ValueError(f"{cfg.dataset} has only files named for evaluation; rename one of them")
     if cfg.num_shards is not None and not 1 <= cfg.num_shards <= len(train):
         raise ValueError(
             f"--num_shards={cfg.num_shards}, but {cfg.dataset} has {len(train)} training shards; "
@@ -424,15 +439,18 @@ def open_folder(cfg: FirstUseConfig, recorded: str | None) -> Source:
     """
     folder = Path(cfg.dataset or "").expanduser().resolve()
     if not folder.is_dir():
-        is_file = folder.is_file()
-        fix = f"use its folder: --dataset={folder.parent}" if is_file else "check the path"
+        fix = "check the path"
+        if folder.is_file():
+            fix = "use a folder with .jsonl files, each line a JSON object with a `text` field"
+            if folder.name.endswith(SUFFIXES):
+                fix = f"use its folder: --dataset={folder.parent}"
         raise ValueError(f"--dataset={cfg.dataset}: no such folder; {fix}")
     name = str(folder)
     cfg = replace(cfg, dataset=name)
     path = base_dir() / "data" / f"{folder.name}-{fingerprint(name)[:8]}" / "manifest.json"
     with hold_lock(path.parent / ".lock", f"reading {folder}"):
         old = read_json(path) if path.exists() else {}
-        names = find_files(folder)
+        names, num_ignored = find_files(folder)
         if not names:
             fix = "add one whose rows or lines have a `text` field"
             raise ValueError(f"{folder} contains no {', '.join(SUFFIXES)} file; {fix}")
@@ -444,11 +462,18 @@ def open_folder(cfg: FirstUseConfig, recorded: str | None) -> Source:
             )
         _, val_shard = split_shards(cfg, names, old.get("val_shard"), path)
         files = {file: check_entry(folder / file, known[file], path) for file in names}
+        by_digest: dict[str, str] = {}
+        for file, entry in files.items():
+            if (same := by_digest.setdefault(entry["sha256"], file)) != file:
+                raise ValueError(f"{folder}: {same} and {file} have equal content; remove one")
         manifest = {"data_dir": name, "val_shard": val_shard, "files": files}
         if val_shard.startswith(TAIL):
             manifest["tail"] = old.get("tail") or find_tail(folder / file_of(val_shard))
         source = make_source(cfg, manifest, path, folder)
         require_recorded(source, recorded)
+        if not old:
+            ignored = f"; ignored {num_ignored} files of other types" if num_ignored else ""
+            print(f"{folder}: validates on {val_shard}{ignored}", flush=True)
         if manifest != old:
             write_json(path, manifest)
     return source
@@ -461,9 +486,10 @@ def require_unchanged(path: Path, known: dict[str, Any], manifest: Path) -> None
         raise ValueError(f"{path} is missing or does not match its SHA-256 in {manifest}; {fix}")
 
 
-def find_files(folder: Path) -> list[str]:
+def find_files(folder: Path) -> tuple[list[str], int]:
     """
-    Return the sorted names of the text files under a folder; links to folders are followed.
+    Return the sorted names of the text files under a folder, and the number of other files. Links
+    to folders are followed; hidden files and folders are left out.
 
     Raises ValueError for an entry that is not a regular file and for a link that would repeat text,
     OSError for an unreadable folder.
@@ -472,18 +498,21 @@ def find_files(folder: Path) -> list[str]:
     def stop(error: OSError) -> None:
         raise error
 
-    names, seen = [], {}
-    for below, _, files in os.walk(folder, onerror=stop, followlinks=True):
+    names, seen, others = [], {}, 0
+    for below, folders, files in os.walk(folder, onerror=stop, followlinks=True):
+        folders[:] = [name for name in folders if not name.startswith(".")]
         real = Path(below).resolve()
         if real in seen or (seen and folder.is_relative_to(real)):
             other = seen.get(real, folder)
             raise ValueError(f"{below} links to {real}, already read as {other}; remove one")
         seen[real] = below
-        paths = [Path(below, f) for f in files if f.endswith(SUFFIXES) and not f.startswith(".")]
+        visible = [file for file in files if not file.startswith(".")]
+        paths = [Path(below, file) for file in visible if file.endswith(SUFFIXES)]
+        others += len(visible) - len(paths)
         if wrong := [path for path in paths if not path.is_file()]:
             raise ValueError(f"{wrong[0]} is a broken link or not a regular file; remove it")
         names += [path.relative_to(folder).as_posix() for path in paths]
-    return sorted(names)
+    return sorted(names), others
 
 
 def check_entry(file: Path, known: dict[str, Any] | None, manifest: Path) -> dict[str, Any]:
@@ -527,9 +556,12 @@ def open_hub(cfg: FirstUseConfig, path: Path) -> Source:
         if not files:
             raise ValueError(f"{name} has no parquet files; jsonl only works in local folders")
         _, val_shard = split_shards(cfg, files, manifest.get("val_shard"), path)
-        if not path.exists():
+        first = not path.exists()
+        if first:
             manifest["val_shard"] = val_shard
             write_json(path, manifest)
+    if first:
+        print(f"{name}: validates on {val_shard}", flush=True)
     repo = HubRepo(name, path.parent, manifest["commit"], find_file_problem)
     if val_shard.startswith(TAIL) and "tail" not in manifest:
         file = repo.fetch(file_of(val_shard))

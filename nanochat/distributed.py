@@ -1,194 +1,45 @@
 """
-Distributed runs: rendezvous, heartbeats, device, dtype and collectives.
+Ranks, devices and dtypes of a run.
 
     torchrun's environment -> init_distributed -> DistContext: rank, world_size, device, dtype, sum,
     gather
 
-A single process has world size 1. A waiting rank checks the heartbeats of the others: it keeps
-waiting for a rank that reports long work; if one hangs, the run ends with an error naming it.
+A single process has world size 1. Two limits end a run that hangs: sums, which all ranks reach at
+about the same time, wait for `collective_timeout_minutes`; ranks that wait for work of another one
+(a download, an evaluation, a save), in `broadcast`, `gather`, `on_main` and `on_node`, wait for a
+day. The error names the ranks that did not answer.
 """
 
 import datetime
-import json
 import os
 import pickle
 import signal
 import socket
-import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import Store  # pyright: ignore
+from torch.distributed.rendezvous import rendezvous
 
-from nanochat.common import HUNG, cpu_info, printable
+from nanochat.common import HUNG, UsageError, cpu_info, printable
 from nanochat.config import require_positive, short
 from nanochat.hardware import device_name, keep_freed_memory, peak_flops
 
-# ---- Rendezvous: a separate store for each attempt -----------------------------------------------
-# torchrun keeps one store for all attempts of a launch. A rank that finds the address of a
-# dead rank in that store waits for the dead process (pytorch#135712; seen with torch 2.15 at the
-# second restart). An attempt counter does not help: a node that joins later starts at zero.
-# Instead, each rank sends a unique token and accepts only a reply to this token.
-
-
-POLL_SECONDS = 0.02
-
-
-def name_attempt(store: Store, rank: int, world_size: int, timeout_seconds: float) -> str:
-    """
-    Agree on a unique name for this attempt. Returns it once all ranks have it.
-
-    On timeout, rank 0 raises TimeoutError naming the missing ranks, and the others raise the
-    store's timeout error.
-    """
-    token, timeout = uuid.uuid4().hex, datetime.timedelta(seconds=timeout_seconds)
-    if rank:
-        store.set(f"greeting/{rank}", token)
-        store.wait([token], timeout)
-        name = store.get(token).decode()
-        store.set(f"{name}/{rank}", "")
-        store.wait([f"{name}/complete"], timeout)
-        return name
-    missing, deadline = list(range(1, world_size)), time.monotonic() + timeout_seconds
-    while missing:
-        if time.monotonic() > deadline:
-            ranks = ", ".join(map(str, missing))
-            raise TimeoutError(f"rank {ranks} of {world_size} did not join the process group")
-        for each in missing:  # also replies to tokens of dead ranks
-            if store.check([f"greeting/{each}"]):
-                store.set(store.get(f"greeting/{each}").decode(), token)
-        time.sleep(POLL_SECONDS)
-        missing = [each for each in missing if not store.check([f"{token}/{each}"])]
-    store.set(f"{token}/complete", "")
-    return token
-
-
-# ---- Heartbeats of the ranks ---------------------------------------------------------------------
-# A thread on each rank sends a heartbeat every second. It reports whether the rank is waiting for
-# others, doing long work (`working`), or neither. A waiting rank reads the heartbeats of the other
-# ranks. It exits and lists their states in two cases: one of them reported neither waiting nor work
-# for the whole timeout (or sent no heartbeat at all), or none of them reported work in that time.
-
-
-BEAT_SECONDS = 1.0
-SILENT_SECONDS = 10.0  # a rank without a heartbeat for this long counts as silent
-
-
-class Activity(NamedTuple):
-    """Current activity of a rank and its start time."""
-
-    kind: Literal["waiting", "working", "unnamed"]
-    what: str
-    since: float
-
-
-class Beat(NamedTuple):
-    """
-    Last heartbeat of a rank. Times are seconds since the common start, because clocks differ
-    between machines.
-    """
-
-    at: float = 0.0
-    named: float = 0.0
-    """Last time the rank waited or reported work."""
-    worked: float = 0.0
-    """Last time the rank reported work."""
-    text: str = "no heartbeat received"
-
-
-class RankHeartbeat:
-    """
-    Sends the heartbeats of one rank and checks the others. All ranks create it at the same time.
-
-    Use `doing` around waits for other ranks and around long work that they wait for. If a wait
-    exceeds `timeout_seconds` without reported work, the process exits with status HUNG. Set
-    `closed` to end the thread.
-    """
-
-    def __init__(self, store: Store, rank: int, world_size: int, timeout_seconds: float):
-        self.store, self.rank, self.timeout_seconds = store, rank, timeout_seconds
-        self.silent_seconds = min(SILENT_SECONDS, timeout_seconds / 2)
-        self.others = {r: Beat() for r in range(world_size) if r != rank}
-        self.started, self.worked = time.monotonic(), 0.0
-        self.activity = Activity("unnamed", "unreported work", self.started)
-        self.closed = threading.Event()
-        threading.Thread(target=self.run, daemon=True).start()
-
-    @contextmanager
-    def doing(self, kind: Literal["waiting", "working"], what: str) -> Iterator[None]:
-        """While inside, report that this rank waits for others or does work they wait for."""
-        before, self.activity = self.activity, Activity(kind, what, time.monotonic())
-        try:
-            yield
-        finally:
-            self.activity = before._replace(since=time.monotonic())
-
-    def run(self) -> None:
-        """Thread loop: send heartbeats, and check the other ranks during long waits."""
-        while not self.closed.is_set():
-            try:
-                self.beat()
-            except Exception as error:  # the store is gone: the launcher or its host died
-                lost = f"launcher unreachable: {type(error).__name__}"
-                self.others = {r: beat._replace(text=lost) for r, beat in self.others.items()}
-            self.check()
-            began = time.monotonic()
-            self.closed.wait(BEAT_SECONDS)
-            suspended = time.monotonic() - began - BEAT_SECONDS  # this process itself was stopped
-            if suspended > self.silent_seconds:
-                self.activity = self.activity._replace(since=self.activity.since + suspended)
-
-    def beat(self) -> None:
-        """Send this rank's heartbeat; during a long wait, read the other ranks'."""
-        (kind, what, since), now = self.activity, time.monotonic()
-        doing = f"in {what}" if kind == "waiting" else what
-        text = f"process {os.getpid()} on {socket.gethostname()}, {doing} for {now - since:.0f} s"
-        at = now - self.started
-        named = since - self.started if kind == "unnamed" else at
-        self.worked = at if kind == "working" else self.worked
-        self.store.set(f"beat/{self.rank}", json.dumps(Beat(at, named, self.worked, text)))
-        if kind == "waiting" and now - since > self.silent_seconds:
-            beats = self.store.multi_get([f"beat/{rank}" for rank in self.others])
-            self.others = dict(zip(self.others, (Beat(*json.loads(b)) for b in beats), strict=True))
-
-    def check(self) -> None:
-        """
-        Exit if this rank waited for the whole timeout and, in that time, either no rank reported
-        work, or some rank never reported that it was waiting or working (perhaps because it sent no
-        heartbeat).
-        """
-        (kind, what, since), now = self.activity, time.monotonic()
-        oldest, beats = now - self.started - self.timeout_seconds, self.others.values()
-        stuck = min(b.named for b in beats) < oldest or max(b.worked for b in beats) < oldest
-        if kind != "waiting" or now - since <= self.timeout_seconds or not stuck:
-            return
-        states = []
-        for rank, beat in sorted(self.others.items(), key=lambda other: other[1].at):
-            silence = now - self.started - beat.at
-            quiet = f"no heartbeat for {silence:.0f} s"
-            state = quiet if silence > self.silent_seconds else "alive"
-            states.append(f"rank {rank}: {state} ({beat.text})")
-        message = (
-            f"rank {self.rank} has waited {now - since:.0f} s in {what}, longer than "
-            f"--collective_timeout_minutes allows: {'; '.join(states)}. "
-            "Exiting; restart with --resume=auto to resume from the last checkpoint"
-        )
-        print(printable(message), flush=True)
-        os._exit(HUNG)
-
-
-# ---- Ranks, devices and dtypes -------------------------------------------------------------------
-
-
 T = TypeVar("T")
-GROUP_TIMEOUT = datetime.timedelta(days=7)  # for torch collectives; hangs are ended by heartbeats
+LONG_WORK = datetime.timedelta(days=1)
+ANSWER_SECONDS = 5.0  # ranks that are alive notice a failed collective within this time
+
+
+class RankHung(UsageError):
+    """A rank did not answer in time."""
+
+    status = HUNG
 
 
 @dataclass(frozen=True)
@@ -203,8 +54,7 @@ class DistConfig:
     deterministic: bool = False
     """Use only deterministic algorithms, for bit-identical runs; slower on a GPU."""
     collective_timeout_minutes: float = 10.0
-    """Exit after waiting this many minutes for a rank that sends no heartbeat or reports no work;
-    a rank that reports its work has no limit."""
+    """Exit after waiting this many minutes for other ranks in a training step or at the start."""
 
     def __post_init__(self) -> None:
         require_positive(self, "collective_timeout_minutes")
@@ -225,7 +75,10 @@ class DistContext:
     """Number of restarts by torchrun."""
     local_size: int = 1
     """Number of processes on this host."""
-    heartbeat: RankHeartbeat | None = None
+    store: Any = None
+    """Key-value store of the process group."""
+    long_group: Any = None
+    """Process group of objects, whose collectives may wait for long work."""
     fp8: bool = False
     """Whether training runs the matmuls inside the layers in fp8."""
 
@@ -253,8 +106,7 @@ class DistContext:
         """Sum each value over ranks, in float64 (MPS: float32)."""
         if self.world_size == 1:
             return [float(v) for v in values]
-        with self.waiting("all-reduce"):
-            return self.sum_on_device(*values).tolist()
+        return self.wait(lambda: self.sum_on_device(*values).tolist())
 
     def sum_on_device(self, *values: Tensor | float) -> Tensor:
         """
@@ -267,8 +119,7 @@ class DistContext:
         ]
         total = torch.stack(scalars)
         if self.world_size > 1:
-            with self.waiting("all-reduce"):
-                dist.all_reduce(total)
+            self.wait(lambda: dist.all_reduce(total))
         return total
 
     @property
@@ -285,8 +136,7 @@ class DistContext:
         if self.world_size == 1:
             return value
         box = [value]
-        with self.waiting("broadcast"):
-            dist.broadcast_object_list(box, src=0, device=self.device)
+        self.wait(lambda: dist.broadcast_object_list(box, src=0, group=self.long_group))
         return box[0]
 
     def gather(self, value: Any) -> list[Any]:
@@ -294,60 +144,78 @@ class DistContext:
         if self.world_size == 1:
             return [value]
         box: list[Any] = [None] * self.world_size
-        with self.waiting("all-gather"):
-            dist.all_gather_object(box, value)
+        self.wait(lambda: dist.all_gather_object(box, value, group=self.long_group))
         return box
 
-    def waiting(self, what: str) -> AbstractContextManager[None]:
-        """Context manager for waiting on other ranks; the run exits if it takes too long."""
-        return self.heartbeat.doing("waiting", what) if self.heartbeat else nullcontext()
+    def wait(self, work: Callable[[], T]) -> T:
+        """
+        Run a collective operation or a wait for one. If it fails, raises RankHung, naming the ranks
+        that do not answer any more; with no such rank, the error itself.
+        """
+        try:
+            return work()
+        except RankHung:
+            raise
+        except RuntimeError as error:
+            if self.store is None or self.world_size == 1:
+                raise
+            missing = self.ranks_without_answer()
+            if not missing:
+                raise
+            raise RankHung(
+                f"rank {', '.join(map(str, missing))} of {self.world_size} did not answer "
+                f"({printable(error).splitlines()[0]})",
+                "check that process and its device; restart with --resume=auto to resume from the "
+                "last checkpoint",
+            ) from error
 
-    def working(self, what: str) -> AbstractContextManager[None]:
-        """Context manager for long work: other ranks wait without limit while heartbeats arrive."""
-        return self.heartbeat.doing("working", what) if self.heartbeat else nullcontext()
+    def ranks_without_answer(self) -> list[int]:
+        """Ranks that did not notice, within ANSWER_SECONDS, that a collective operation failed."""
+        self.store.set(f"failed/{self.rank}", "")
+        others = [rank for rank in range(self.world_size) if rank != self.rank]
+        deadline = time.monotonic() + ANSWER_SECONDS
+        while others and time.monotonic() < deadline:
+            others = [rank for rank in others if not self.store.check([f"failed/{rank}"])]
+            time.sleep(0.1)
+        return others
 
-    def on_main(self, what: str, work: Callable[[], T]) -> T:
+    def on_main(self, work: Callable[[], T]) -> T:
         """Run `work` on the main rank; every rank returns its result or raises its error."""
-        result, error = self.broadcast(self.attempt(what, work) if self.is_main else None)
+        result, error = self.broadcast(self.attempt(work) if self.is_main else None)
         if error:
             raise error
         return result
 
-    def on_node(self, what: str, work: Callable[[], T]) -> T:
+    def on_node(self, work: Callable[[], T]) -> T:
         """Run `work` on the first rank of each node; all ranks of the node return its result. An
         error on any node is raised on all ranks."""
-        mine = self.attempt(what, work) if self.local_rank == 0 else (None, None)
+        mine = self.attempt(work) if self.local_rank == 0 else (None, None)
         every = self.gather(mine)
         for _, error in (mine, *every):  # own error first: it has the traceback
             if error:
                 raise error
         return every[self.rank - self.local_rank][0]
 
-    def attempt(self, what: str, work: Callable[[], T]) -> tuple[T | None, Exception | None]:
-        """Run `work` while heartbeats reach the other ranks; return its result and its error."""
-        with self.working(what):
-            try:
-                return work(), None
-            except Exception as error:
-                if self.world_size == 1:
-                    raise
-                return None, as_picklable(error)
+    def attempt(self, work: Callable[[], T]) -> tuple[T | None, Exception | None]:
+        """Run `work`; return its result and its error. One process raises the error."""
+        try:
+            return work(), None
+        except Exception as error:
+            if self.world_size == 1:
+                raise
+            return None, as_picklable(error)
 
     def synchronize(self) -> None:
         """Wait until the device has finished queued work, for correct timings."""
         if self.device.type == "cuda":
-            with self.waiting("device synchronization"):  # includes collectives
-                torch.cuda.synchronize(self.device)
+            torch.cuda.synchronize(self.device)
         elif self.device.type == "mps":
             torch.mps.synchronize()
 
     def close(self) -> None:
         """Leave the process group after a barrier, so no rank exits while another works."""
         if dist.is_initialized():
-            with self.waiting("barrier"):
-                dist.barrier()
-            if self.heartbeat:
-                self.heartbeat.closed.set()
+            self.gather(None)
             dist.destroy_process_group()
 
 
@@ -397,9 +265,10 @@ def init_distributed(
         torch.set_float32_matmul_precision("high")  # allow TF32 in the few fp32 matmuls
     if kind == "cpu" and steady:
         keep_freed_memory()
-    heartbeat = None
+    store = long_group = None
     if world_size > 1 and not dist.is_initialized():
-        heartbeat = join(device, rank, world_size, 60 * cfg.collective_timeout_minutes)
+        minutes = datetime.timedelta(minutes=cfg.collective_timeout_minutes)
+        store, long_group = join(device, rank, world_size, minutes)
     if cfg.deterministic:
         env.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
         torch.use_deterministic_algorithms(True)
@@ -414,33 +283,70 @@ def init_distributed(
     restarts = int(env.get("TORCHELASTIC_RESTART_COUNT", 0))
     local_size = int(env.get("LOCAL_WORLD_SIZE", world_size))
     return DistContext(
-        rank, local_rank, world_size, device, dtype, launch, restarts, local_size, heartbeat, fp8
+        *(rank, local_rank, world_size, device, dtype, launch, restarts, local_size),
+        *(store, long_group, fp8),
     )
 
 
-def join(device: torch.device, rank: int, world_size: int, timeout_seconds: float) -> RankHeartbeat:
-    """Join the process group of this attempt and start the heartbeats of this rank."""
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    timeout = datetime.timedelta(seconds=timeout_seconds)
-    hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    master = rank == 0 and not hosted
-    store = dist.TCPStore(address, port, is_master=master, timeout=timeout)  # pyright: ignore
-    attempt = name_attempt(store, rank, world_size, timeout_seconds)
-    beats = dist.PrefixStore(f"{attempt}/beats", store.clone())  # pyright: ignore
-    heartbeat = RankHeartbeat(beats, rank, world_size, timeout_seconds)
-    with heartbeat.doing("waiting", "process group initialization"):  # NCCL opens its connections
-        dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
-            store=dist.PrefixStore(attempt, store),  # pyright: ignore
-            rank=rank,
-            world_size=world_size,
-            timeout=GROUP_TIMEOUT,
-            device_id=device if device.type == "cuda" else None,
-        )
-        dist.barrier()
-    if device.type == "cuda":  # Python's handler would not run during NCCL's waits
+def name_attempt(store: Any, rank: int, world_size: int, timeout: datetime.timedelta) -> str:
+    """
+    Agree on a unique name for this attempt. Raises RankHung, on rank 0 naming the missing ranks, if
+    not all ranks join within `timeout`.
+
+    torchrun keeps one store for all attempts of a launch, and a rank that finds the address of a
+    dead rank there waits for it (pytorch#135712); attempt counters differ, because a node that
+    joins late starts at zero. So each rank sends a unique token and accepts only a reply to it.
+    """
+    token, deadline = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
+    if rank:
+        store.set(f"greeting/{rank}", token)
+        try:
+            store.wait([token], timeout)
+        except RuntimeError as error:
+            raise RankHung("rank 0 did not join", "start all processes") from error
+        name = store.get(token).decode()
+        store.set(f"{name}/{rank}", "")
+        return name
+    missing = list(range(1, world_size))
+    while missing:
+        if time.monotonic() > deadline:
+            ranks = ", ".join(map(str, missing))
+            raise RankHung(f"rank {ranks} of {world_size} did not join", "start all processes")
+        for each in missing:  # also replies to tokens of dead ranks
+            if store.check([f"greeting/{each}"]):
+                store.set(store.get(f"greeting/{each}").decode(), token)
+        time.sleep(0.02)
+        missing = [each for each in missing if not store.check([f"{token}/{each}"])]
+    return token
+
+
+def join(
+    device: torch.device, rank: int, world_size: int, timeout: datetime.timedelta
+) -> tuple[Any, Any]:
+    """
+    Join the process group. Returns its store and the group for objects. Raises RankHung, naming
+    the ranks that are missing, if not all join within `timeout`.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun hosts the store
+        store, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
+    else:
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        options: Any = {"is_master": rank == 0, "wait_for_workers": False, "timeout": timeout}
+        store = dist.TCPStore(address, port, **options)  # pyright: ignore
+    attempt = name_attempt(store, rank, world_size, timeout)
+    store = dist.PrefixStore(attempt, store)  # pyright: ignore
+    on_gpu = device.type == "cuda"
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo",
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+        device_id=device if on_gpu else None,
+    )
+    if on_gpu:  # Python's handler would not run during NCCL's waits
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    return heartbeat
+    return store, dist.new_group(timeout=LONG_WORK, backend="gloo")
 
 
 def default_dtype(device: torch.device) -> torch.dtype:

@@ -1,23 +1,29 @@
 """
 Bits per byte: cross-entropy per byte of text, comparable between tokenizers.
 
-    (tokens, targets) -> nats and bytes, summed over ranks -> Bpb
+    packed validation rows, or whole documents -> (tokens, targets) -> nats, bytes over ranks -> Bpb
 
 Bytes are the raw bytes of each token; special tokens have none and are excluded from both sums, but
 not from the mean loss.
 """
 
+import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nanochat.common import EvaluationAborted, UsageError
+from nanochat.common import StopRequest, StopRequested, UsageError
+from nanochat.config import require_at_least
+from nanochat.dataloader import Rows, inputs_and_targets
 from nanochat.distributed import DistContext
+from nanochat.gpt import GPT
 from nanochat.loss import IGNORE
+from nanochat.tokenizer import Tokenizer
 
 
 class Bpb(NamedTuple):
@@ -62,7 +68,7 @@ def bits_per_byte(
     batches: Iterable[Batch],
     token_bytes: np.ndarray,
     machine: DistContext,
-    stopping: Callable[[], bool] = lambda: False,
+    stop: StopRequest | None = None,
     n: int = 1,
 ) -> list[Bpb]:
     """
@@ -72,13 +78,13 @@ def bits_per_byte(
     or (n, B, T) for `n` models.
     token_bytes: (V,) length of each token in bytes, 0 for special tokens.
     Sums are accumulated in float64, so the result does not depend on batch size or number of ranks.
-    Raises EvaluationAborted on every rank if `stopping()` is true on any rank, and UsageError if a
-    sum is not finite.
+    Raises StopRequested on every rank if `stop` is asked on any rank, and UsageError if a sum is
+    not finite.
     """
     nats, counts = np.zeros((2, n)), np.zeros(2, dtype=np.int64)  # with bytes, and of all targets
     num_bytes, stopped = 0, False
     for tokens, targets in batches:
-        if stopped := stopping():
+        if stopped := stop is not None and stop.asked:
             break
         lengths = np.where(targets == IGNORE, 0, token_bytes[targets.clip(min=0)])  # (B, T)
         x, y = (torch.from_numpy(each).to(machine.device) for each in (tokens, targets))
@@ -89,7 +95,7 @@ def bits_per_byte(
         num_bytes += int(lengths.sum())
     sums = machine.sum(*nats.flat, *counts.tolist(), num_bytes, float(stopped))
     if sums.pop():
-        raise EvaluationAborted
+        raise StopRequested
     *total, count, every, size = sums
     if not np.isfinite(total).all():
         raise UsageError(
@@ -101,3 +107,156 @@ def bits_per_byte(
         Bpb(nats, round(size), round(count), all_nats, round(every))
         for nats, all_nats in zip(own, whole, strict=True)
     ]
+
+
+# ---- Validation rows -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ValidationConfig:
+    eval_tokens: int | None = None
+    """Validation tokens per evaluation. Default: 10,485,760, or 131,072 on a CPU."""
+    eval_half: Literal[0, 1, 2] = 0
+    """Which half of the validation rows to use: 1, 2, or 0 for both."""
+
+    def __post_init__(self) -> None:
+        require_at_least(self, eval_tokens=1)
+
+    def tokens(self, dist: DistContext) -> int:
+        """Validation tokens per evaluation, with the default filled in."""
+        return self.eval_tokens or (131_072 if dist.device.type == "cpu" else 10_485_760)
+
+
+def row_batches(batches: Iterable[np.ndarray], rows: int) -> Iterator[Batch]:
+    """
+    Yield tokens and targets of exactly `rows` rows per batch. The last batch is padded with rows
+    whose targets are all ignored, so that a compiled model sees a single shape.
+    """
+    for batch in batches:
+        tokens, targets = inputs_and_targets(np.resize(batch, (rows, batch.shape[1])))
+        targets[len(batch) :] = IGNORE
+        yield tokens, targets
+
+
+class Validation:
+    """
+    Validation rows of one or, in a mixture, several buckets, each with the same number of rows.
+    Raises UsageError if a bucket has nothing to score; waits for the rows to be packed.
+    """
+
+    def __init__(
+        self,
+        cfg: ValidationConfig,
+        rows: Mapping[str, Rows],
+        tokenizer: Tokenizer,
+        dist: DistContext,
+    ):
+        self.rows, self.half, self.dist = rows, cfg.eval_half, dist
+        self.token_bytes = tokenizer.token_bytes()
+        T = next(iter(rows.values())).max_seq_len
+        self.num_rows = max(1, cfg.tokens(dist) // T // len(rows))
+        for name, each in rows.items():
+            every = map(inputs_and_targets, each.val_batches(64, self.num_rows, half=self.half))
+            if not any(self.token_bytes[y[y != IGNORE]].any() for _, y in every):
+                raise UsageError(
+                    f"no byte can be scored in the validation rows of {name}",
+                    "use other validation text or, with --val_mixture, conversations with answers",
+                )
+
+    def batches(self, bucket: str, device_rows: int) -> Iterator[Batch]:
+        """Yield this rank's batches of a bucket, of `device_rows` rows."""
+        share = (self.num_rows, self.dist.rank, self.dist.world_size, self.half)
+        return row_batches(self.rows[bucket].val_batches(device_rows, *share), device_rows)
+
+    def score(
+        self,
+        score: Callable[[Tensor, Tensor], Tensor],
+        device_rows: int,
+        stop: StopRequest | None = None,
+    ) -> dict[str, float]:
+        """
+        Metrics by name: `val_bpb`, `val_loss` (nats per target), and `val_bpb:<bucket>` if there
+        are several. `score` and errors as in `bits_per_byte`.
+        """
+        return val_metrics({n: s[0] for n, s in self.sums(score, device_rows, stop).items()})
+
+    def sums(
+        self,
+        score: Callable[[Tensor, Tensor], Tensor],
+        device_rows: int,
+        stop: StopRequest | None = None,
+        n: int = 1,
+    ) -> dict[str, list[Bpb]]:
+        """`bits_per_byte` of each bucket."""
+        args = (self.token_bytes, self.dist, stop, n)
+        return {
+            name: bits_per_byte(score, self.batches(name, device_rows), *args) for name in self.rows
+        }
+
+
+def val_metrics(found: Mapping[str, Bpb]) -> dict[str, float]:
+    """Metrics of the validation rows of all buckets; see `Validation.score`."""
+    whole = pool(found.values())
+    return {"val_bpb": whole.value, "val_loss": whole.loss, **bucket_metrics(found)}
+
+
+# ---- Whole documents -----------------------------------------------------------------------------
+# Each starts with BOS and is scored in windows: comparable between tokenizers and ways of packing.
+
+
+def make_windows(ids: np.ndarray, T: int, stride: int) -> Iterator[Batch]:
+    """
+    Cut one document, ids (n + 1,) starting with BOS, into padded (tokens, targets) of length T.
+
+    The first window scores all its targets, later ones their last `stride`, and the last window
+    what remains. All other targets are IGNORE. Every token is scored exactly once; tokens after
+    the first window have T - stride + 1 to T tokens of context. stride = T: no overlap.
+    """
+    num_targets = len(ids) - 1
+    scored = 0
+    while scored < num_targets:
+        begin = max(0, scored + stride - T) if scored else 0
+        end = min(begin + T, num_targets)
+        tokens = np.full(T, ids[0], dtype=np.int64)
+        targets = np.full(T, IGNORE, dtype=np.int64)
+        tokens[: end - begin] = ids[begin:end]
+        targets[scored - begin : end - begin] = ids[scored + 1 : end + 1]
+        yield tokens, targets
+        scored = end
+
+
+def window_batches(pieces: Iterator[Batch], T: int, rows: int) -> Iterator[Batch]:
+    """Group windows of length T into batches of exactly `rows`, to avoid recompilation."""
+    while batch := list(itertools.islice(pieces, rows)):
+        blank = (batch[0][0], np.full(T, IGNORE, dtype=np.int64))
+        batch += [blank] * (rows - len(batch))
+        tokens, targets = map(np.stack, zip(*batch, strict=True))
+        yield tokens, targets
+
+
+def document_bpb(
+    model: GPT,
+    texts: Sequence[str],
+    tokenizer: Tokenizer,
+    stride: int,
+    rows: int,
+    machine: DistContext,
+) -> Bpb:
+    """
+    Score documents separately, in windows of max_seq_len tokens that advance by `stride`; `rows`
+    windows per forward pass. `bytes` counts the UTF-8 bytes of the texts, for any tokenizer.
+
+    Every rank must pass all texts. Raises ValueError for strides outside 1..max_seq_len
+    and AssertionError unless every byte is scored exactly once.
+    """
+    T = model.cfg.max_seq_len
+    if not 1 <= stride <= T:
+        raise ValueError(f"stride must be in 1..{T}, got {stride}")
+    documents = (np.array([tokenizer.bos_id, *tokenizer.encode(text)]) for text in texts)
+    pieces = itertools.chain.from_iterable(make_windows(ids, T, stride) for ids in documents)
+    mine = itertools.islice(pieces, machine.rank, None, machine.world_size)
+    batches = window_batches(mine, T, rows)
+    [found] = bits_per_byte(model.token_losses, batches, tokenizer.token_bytes(), machine)
+    num_bytes = sum(len(text.encode()) for text in texts)
+    assert found.bytes == num_bytes, f"scored {found.bytes} bytes, but the texts have {num_bytes}"
+    return found

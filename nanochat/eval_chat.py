@@ -72,11 +72,10 @@ def score_items(
     Prompts are truncated to `most` tokens.
     """
     mine = list(range(machine.rank, count, machine.world_size))
-    with machine.working(f"scoring {len(mine):,} of {count:,} items"):  # others may finish earlier
-        whole = [render_prompt(tokenizer, task[i]) for i in mine]
-        prompts = [trim(prompt, most) for prompt in whole]
-        truncated = sum(len(full) > len(kept) for full, kept in zip(whole, prompts, strict=True))
-        scores = dict(zip(mine, score(mine, prompts), strict=True))
+    whole = [render_prompt(tokenizer, task[i]) for i in mine]
+    prompts = [trim(prompt, most) for prompt in whole]
+    truncated = sum(len(full) > len(kept) for full, kept in zip(whole, prompts, strict=True))
+    scores = dict(zip(mine, score(mine, prompts), strict=True))
     for other in machine.gather(scores):
         scores |= other
     return TaskResult([scores[i] for i in range(count)], round(machine.sum(float(truncated))[0]))

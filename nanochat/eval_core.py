@@ -24,10 +24,18 @@ import pooch
 import torch
 import torch.nn.functional as F
 import yaml
+from torch import Tensor
 
 from nanochat import stats
 from nanochat.attention import KVCache, fill_batches, pad_right
-from nanochat.common import EvaluationAborted, UsageError, base_dir, fingerprint
+from nanochat.common import (
+    StopRequest,
+    StopRequested,
+    UsageError,
+    base_dir,
+    fingerprint,
+    sha256_file,
+)
 from nanochat.dataset import read_json_lines
 from nanochat.distributed import DistContext
 from nanochat.gpt import GPT
@@ -281,25 +289,24 @@ def evaluate_task(
     task: FewShotTask,
     machine: DistContext,
     max_items: int | None = None,
-    stopping: Callable[[], bool] = lambda: False,
+    stop: StopRequest | None = None,
 ) -> TaskScore:
     """
     Score a model on a task, split among ranks; the result is the same on every rank.
 
-    A batch that runs out of memory is halved. Raises EvaluationAborted on all ranks if `stopping()`
-    is true on any of them, and ValueError if a loss is not finite.
+    A batch that runs out of memory is halved. Raises StopRequested on all ranks if `stop` is
+    asked on any of them, and ValueError if a loss is not finite.
     """
     begun = time.perf_counter()
     task = task.shuffled(max_items)
     mine = range(machine.rank, len(task.items), machine.world_size)
     found: dict[int, tuple[list[OptionScore], bool]] = {}
     stopped = False
-    with machine.working(f"scoring {task.name}"):  # others may finish earlier
-        questions = [tokenize(task, number, subject.tokenizer, subject.context) for number in mine]
-        for q, scores in score_options(subject, questions):
-            if stopped := stopping():
-                break
-            found[q.number] = scores, q.truncated
+    questions = [tokenize(task, number, subject.tokenizer, subject.context) for number in mine]
+    for q, scores in score_options(subject, questions):
+        if stopped := stop is not None and stop.asked:
+            break
+        found[q.number] = scores, q.truncated
     for others, stopped_too in machine.gather((found, stopped)):
         found |= others
         stopped |= stopped_too
@@ -310,7 +317,7 @@ def evaluate_task(
                 "the weights are corrupt, so use an earlier checkpoint"
             )
     if stopped:
-        raise EvaluationAborted
+        raise StopRequested
     outcomes = [task.outcome(number, found[number][0]) for number in range(len(task.items))]
     num_truncated = sum(truncated for _, truncated in found.values())
     return TaskScore(task, outcomes, num_truncated, time.perf_counter() - begun)
@@ -461,3 +468,82 @@ def read_bundle(root: Path | zipfile.Path) -> Suite:
     if missing or num_items != PUBLISHED_ITEMS:
         about += "; not comparable with published CORE"
     return Suite(tuple(tasks), digest, about, missing)
+
+
+# ---- Models of transformers ----------------------------------------------------------------------
+# Every architecture that transformers loads is scored by the same code as ours.
+
+LOGIT_BYTES = 2**30  # logits of one forward pass; these models return them for every token
+
+
+class HFEncoder:
+    """A transformers tokenizer. Raises ValueError if it has no token to start a text with."""
+
+    def __init__(self, tokenizer: Any):
+        self.tokenizer = tokenizer
+        ids = (tokenizer.bos_token_id, tokenizer.eos_token_id)
+        known = [number for number in ids if number is not None]
+        if not known:
+            raise ValueError(
+                f"the tokenizer of {tokenizer.name_or_path} has neither bos_token nor eos_token; "
+                "set one in its tokenizer_config.json"
+            )
+        self.bos_id: int = known[0]
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+
+class HFLanguageModel:
+    """
+    A transformers model with the `hidden` and `logits` methods of GPT. `hidden` returns the logits,
+    because the steps after the last layer (caps, scales, norms) differ by architecture.
+    """
+
+    def __init__(self, model: Any):
+        self.model = model
+
+    def hidden(self, tokens: Tensor, cache: None = None) -> Tensor:
+        """tokens (B, T) -> logits (B, T, V)."""
+        return self.model(input_ids=tokens, use_cache=False).logits
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return `hidden` (N, V) unchanged."""
+        return hidden
+
+
+def find_hf_model(
+    path: str, machine: DistContext, trust_remote_code: bool = False
+) -> tuple[str, Callable[[], EvalModel]]:
+    """
+    Read a model's configuration. Returns its revision (the commit on the Hub, or a fingerprint of
+    the files in the folder) and a function that loads it on the machine's device in its compute
+    dtype.
+
+    Raises OSError or ValueError if the model does not exist, requires remote code, or does not
+    declare its context length.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # optional package
+
+    options = {"trust_remote_code": trust_remote_code}
+    config = AutoConfig.from_pretrained(path, **options)
+    context = getattr(config, "max_position_embeddings", None)
+    if not isinstance(context, int):
+        raise ValueError(f"max_position_embeddings is missing in the configuration of {path}")
+    folder = Path(path)
+    if folder.is_dir():
+        files = sorted(f for f in folder.iterdir() if f.is_file())
+        revision = fingerprint({file.name: sha256_file(file) for file in files})
+    else:
+        revision = config._commit_hash or path
+
+    def load() -> EvalModel:
+        encoder = HFEncoder(AutoTokenizer.from_pretrained(path, **options))
+        loader: Any = AutoModelForCausalLM
+        model = loader.from_pretrained(path, dtype=machine.dtype, **options)
+        model = model.to(machine.device).eval().requires_grad_(False)
+        per_token = model.config.vocab_size * torch.finfo(machine.dtype).bits // 8
+        most = max(context, LOGIT_BYTES // per_token)
+        return EvalModel(HFLanguageModel(model), encoder, context, None, most, machine.device)
+
+    return revision, load

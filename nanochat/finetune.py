@@ -1,77 +1,40 @@
 """
-Fine-tuning on conversations, shared by midtraining and SFT.
+What midtraining and SFT share: the parent, the mixture of conversations, packed rows, batch size.
 
-    parent checkpoint + chat mixture -> packed rows -> TrainingRun, bits per byte of the answers
+    parent checkpoint, mixture -> ChatMixture -> packed rows, optimizer -> FineTuning -> the loop
 
 Attention stays within each conversation of a row, so packing changes neither loss nor gradients.
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
-
-from torch import Tensor
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, NamedTuple
 
 from nanochat import chat_packing
 from nanochat.checkpoint import FOLDERS, Checkpoint, load_model, parse_checkpoint_ref, stage_folder
-from nanochat.common import MissingInput, UsageError
+from nanochat.common import MissingInput
 from nanochat.config import require_positive
 from nanochat.dataloader import Rows
 from nanochat.distributed import DistContext
-from nanochat.evaluators import ValidationConfig, ValidationLoss
-from nanochat.gpt import GPT
-from nanochat.mixture import Bucket, Resolution, Resolved, parse_budget, parse_mixture, resolve
+from nanochat.eval_bpb import Validation, ValidationConfig
+from nanochat.mixture import (
+    Bucket,
+    ChatMixture,
+    Resolution,
+    Resolved,
+    parse_budget,
+    parse_mixture,
+    resolve,
+)
 from nanochat.optim import MuonAdamW, ScheduleConfig
-from nanochat.preflight import KernelConfig
 from nanochat.scaling import batch_lr_factor, divisible_batch, make_rules
 from nanochat.tokenizer import Tokenizer
-from nanochat.train import RowLoader, TrainConfig, TrainingRun
+from nanochat.train import KernelConfig, Run, TrainConfig
 
 MIN_STEPS = 200  # a short stage uses smaller batches to reach this many steps
 FEW_STEPS = 15  # with fewer, a stage warns; measured: 15 teach depth 4 what 40 conversations say
 MIN_ROWS = 8  # rows (packed sequences) of the smallest automatic batch
-
-
-class DocumentMaskedModel:
-    """Model with attention masked to each conversation of a row; BOS starts a conversation."""
-
-    def __init__(self, model: GPT, bos_id: int):
-        self.model, self.bos_id = model, bos_id
-
-    def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Summed cross-entropy (nats) over non-ignored targets."""
-        return self.model.loss(tokens, targets, self.segments(tokens))
-
-    def token_losses(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Cross-entropy (nats) of each target, (B, T)."""
-        return self.model.token_losses(tokens, targets, self.segments(tokens))
-
-    def segments(self, tokens: Tensor) -> Tensor:
-        """Index of each token's conversation within its row, (B, T)."""
-        return (tokens == self.bos_id).cumsum(dim=1)
-
-
-@dataclass(frozen=True)
-class ChatMixture:
-    """Buckets of conversations for training and validation; `spec` sets the amount of each."""
-
-    spec: str
-    declared: Mapping[str, Any]
-    """User-defined buckets, as returned by `read_mixture`."""
-    train_buckets: Sequence[Bucket]
-    """Training buckets, one per part of the mixture."""
-    val_buckets: Sequence[Bucket]
-
-    @property
-    def description(self) -> dict[str, Any]:
-        """JSON-ready; identical for the same conversations in the same proportions."""
-        return {
-            "learned": {bucket.name: bucket.train.identity for bucket in self.train_buckets},
-            "measured": {bucket.name: bucket.val.identity for bucket in self.val_buckets},
-            "parts": [part._asdict() for part in parse_mixture(self.spec)],
-            **parse_budget(self.spec),
-        }
 
 
 @dataclass(frozen=True)
@@ -99,24 +62,15 @@ class FinetuneConfig:
     def __post_init__(self) -> None:
         names = ("num_iterations", "num_epochs", "total_batch_size", "max_seq_len", "init_lr_frac")
         require_positive(self, *names)
-        ScheduleConfig(0, self.warmdown_ratio, final_lr_frac=0.0)  # validates it
+        self.schedule()  # validates it
 
-
-@dataclass(frozen=True)
-class FineTuning:
-    """A fine-tuning run that is ready to start."""
-
-    run: TrainingRun
-    loss: ValidationLoss
-    resolution: Resolution
-    """Amount of each bucket in the mixture."""
-    rows: Rows
-    parent: Checkpoint
-    chats: ChatMixture
+    def schedule(self) -> ScheduleConfig:
+        """No warmup, and a decay to zero."""
+        return ScheduleConfig(0, self.warmdown_ratio, final_lr_frac=0.0)
 
 
 def open_parent(
-    source: str, stages: Sequence[str], cfg: TrainConfig, machine: DistContext
+    source: str, stages: Sequence[str], cfg: TrainConfig, dist: DistContext
 ) -> Checkpoint:
     """
     Return the checkpoint to start from. `source` is stage[:tag[:step]]; the tag defaults to
@@ -130,18 +84,13 @@ def open_parent(
     own_tag = cfg.model_tag if source in FOLDERS else None
     name = f"{source}:{own_tag}" if own_tag else source
     try:
-        found = machine.on_node("verifying the checkpoint", lambda: parse_checkpoint_ref(name))
+        found = dist.on_node(lambda: parse_checkpoint_ref(name))
     except MissingInput as error:
         if not own_tag:
             raise
         missing, command = error.args
         fix = f"{command}; if the parent has another tag: --source={source}:<tag>"
         raise MissingInput(missing, fix) from None
-    if "tie_embeddings" in found.state["model"]:  # learning rates of a tied head differ
-        raise UsageError(
-            f"{name} is a golf model, which later stages cannot train",
-            "start from a model of scripts.base_train",
-        )
     return found
 
 
@@ -159,64 +108,91 @@ def choose_tag(kind: str, parent: Checkpoint, cfg: TrainConfig) -> str:
     return tag
 
 
-def open_fine_tuning(
-    kind: Literal["mid", "sft"],
+class FineTuning(NamedTuple):
+    """What the loop of midtraining or SFT needs."""
+
+    run: Run
+    rows: Rows
+    validation: Validation
+    resolution: Resolution
+    """Amount of each bucket in the mixture."""
+    schedule: ScheduleConfig
+
+
+def open_finetuning(
+    stage: Literal["mid", "sft"],
     parent: Checkpoint,
     chats: ChatMixture,
-    tuning: FinetuneConfig,
-    cfg: TrainConfig,
+    cfg: FinetuneConfig,
+    train: TrainConfig,
     settings: Mapping[str, Any],
     inputs: Mapping[str, str],
-    machine: DistContext,
+    dist: DistContext,
 ) -> FineTuning:
-    """Pack the conversations and build the run that fine-tunes `parent` on them."""
-    model = load_model(parent, machine, tuning.max_seq_len)
-    tokenizer = parent.tokenizer()
-    T, seed = model.cfg.max_seq_len, cfg.seed
-    measured = val_rows(chats.val_buckets, tokenizer, T, machine)
-    resolution, rows = train_rows(chats, seed, tokenizer, T, machine)
-    machine.print0(resolution)
-    if not rows.packed_train_rows:
-        raise ValueError(f"--mixture={chats.spec} has less than one conversation; use more of it")
-    epoch_tokens = rows.packed_train_rows * T
-    tokens = tuning.num_epochs * epoch_tokens
-    default = fit_batch(parent.state["identity"]["batch_tokens"], tuning.num_iterations, tokens, T)
-    batch_tokens = divisible_batch(tuning.total_batch_size, default, T, machine.world_size)
-    num_steps = max(1, tuning.num_iterations or round(tokens / batch_tokens))
-    if tuning.num_iterations is None and num_steps < FEW_STEPS:
-        machine.print0(few_steps_warning(num_steps, batch_tokens, epoch_tokens))
-    lr_frac = tuning.init_lr_frac * batch_lr_factor(batch_tokens)
-    table = make_rules(cfg.optim, model.cfg.d_model, lr_frac)
-    optimizer = MuonAdamW(model, table, machine)
-    loss = ValidationLoss(tuning.validation, measured)
-    run = TrainingRun(
-        kind=kind,
-        model=model,
-        tokenizer=tokenizer,
-        objective=DocumentMaskedModel(model, tokenizer.bos_id),
-        optimizer=optimizer,
-        loader=RowLoader(rows, batch_tokens, seed, machine),
-        machine=machine,
-        cfg=cfg,
-        tag=choose_tag(kind, parent, cfg),
+    """Load the parent's model, pack the conversations, and make the optimizer and the run."""
+    model, tokenizer = load_model(parent, dist, cfg.max_seq_len), parent.tokenizer()
+    T, schedule = model.cfg.max_seq_len, cfg.schedule()
+    val_rows = pack_val_rows(chats.val_buckets, tokenizer, T, dist)
+    resolution, rows = pack_train_rows(chats, train.seed, tokenizer, T, dist)
+    num_steps, batch_tokens = plan_finetuning(cfg, parent, rows, dist)
+    lr_frac = cfg.init_lr_frac * batch_lr_factor(batch_tokens)
+    optimizer = MuonAdamW(model, make_rules(train.optim, model.cfg.d_model, lr_frac), dist)
+    run = Run(
+        *(stage, choose_tag(stage, parent, train), train, model, optimizer, tokenizer, dist),
         num_steps=num_steps,
-        schedule=ScheduleConfig(0, tuning.warmdown_ratio, final_lr_frac=0.0),
-        kernels=tuning.kernels,
+        batch_tokens=batch_tokens,
+        kernels=cfg.kernels,
+        settings=settings,
         inputs=inputs,
-        identity={"parent": parent.fingerprint, "init_lr_frac": tuning.init_lr_frac},
+        identity={
+            "rows": rows.recipe,
+            "schedule": asdict(schedule),
+            "parent": parent.fingerprint,
+            "init_lr_frac": cfg.init_lr_frac,
+        },
         state={
             "source": parent.state["source"],
             "mixture": {**chats.description, "resolved": resolution.state()},
             "declared": chats.declared,
         },
-        settings=settings,
-        keep_optimizer=tuning.save_optimizer,
+        keep_optimizer=cfg.save_optimizer,
     )
-    return FineTuning(run, loss, resolution, rows, parent, chats)
+    validation = Validation(cfg.validation, val_rows, tokenizer, dist)
+    return FineTuning(run, rows, validation, resolution, schedule)
 
 
-def val_rows(
-    buckets: Sequence[Bucket], tokenizer: Tokenizer, max_seq_len: int, machine: DistContext
+def finetuning_values(run: Run, metrics: Mapping[str, float]) -> dict[str, Any]:
+    """Values that the records of both stages have. metrics: those of the last validation."""
+    return {
+        "Number of iterations": run.num_steps,
+        "DDP world size": run.dist.world_size,
+        "Minimum validation bpb": run.progress.min_val,
+        "Final validation bpb": run.progress.last_val,
+        "Validation loss": metrics["val_loss"],
+        **{name: value for name, value in metrics.items() if ":" in name},
+        **run.measurements(),
+    }
+
+
+def plan_finetuning(
+    cfg: FinetuneConfig, parent: Checkpoint, rows: Rows, dist: DistContext
+) -> tuple[int, int]:
+    """Number of steps, and tokens per step. Warns if they are too few to learn from."""
+    T = rows.max_seq_len
+    if not rows.packed_train_rows:
+        raise ValueError("the mixture has less than one conversation; use more of it")
+    epoch_tokens = rows.packed_train_rows * T
+    tokens = cfg.num_epochs * epoch_tokens
+    default = fit_batch(parent.state["identity"]["batch_tokens"], cfg.num_iterations, tokens, T)
+    batch_tokens = divisible_batch(cfg.total_batch_size, default, T, dist.world_size)
+    num_steps = max(1, cfg.num_iterations or round(tokens / batch_tokens))
+    if cfg.num_iterations is None and num_steps < FEW_STEPS:
+        dist.print0(few_steps_warning(num_steps, batch_tokens, epoch_tokens))
+    return num_steps, batch_tokens
+
+
+def pack_val_rows(
+    buckets: Sequence[Bucket], tokenizer: Tokenizer, max_seq_len: int, dist: DistContext
 ) -> dict[str, Rows]:
     """Packed validation rows by bucket name; one process per node packs them."""
     found = {}
@@ -231,12 +207,12 @@ def val_rows(
                 val = chat_packing.encode(bucket.val.identity, bucket.val, tokenizer, max_seq_len)
                 chat_packing.pack_encoded(rows, "val", val, tokenizer)
 
-    machine.on_node("packing validation rows", pack)
+    dist.on_node(pack)
     return found
 
 
-def train_rows(
-    chats: ChatMixture, seed: int, tokenizer: Tokenizer, max_seq_len: int, machine: DistContext
+def pack_train_rows(
+    chats: ChatMixture, seed: int, tokenizer: Tokenizer, max_seq_len: int, dist: DistContext
 ) -> tuple[Resolution, Rows]:
     """The resolved mixture and the packed rows of one epoch; one process per node packs them."""
     shape = tokenizer, max_seq_len
@@ -258,7 +234,8 @@ def train_rows(
         rows = chat_packing.mixed_chat_rows(encoded, counts, seed, *shape)
         return Resolution(chats.spec, found), rows.recipe["conversations"]
 
-    resolution, about = machine.on_node("packing conversations", pack)
+    resolution, about = dist.on_node(pack)
+    dist.print0(resolution)
     return resolution, chat_packing.open_chat_rows(about, *shape)
 
 

@@ -11,7 +11,9 @@ Learning", 2022, arXiv:2209.05433.
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from nanochat.common import UsageError
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 Scaled = tuple[Tensor, Tensor]  # fp8 values, and the float32 factor that restores their scale
@@ -65,3 +67,17 @@ def fp8_linear(x: Tensor, weight: Tensor) -> Tensor:
     """x (..., K), weight (M, K) -> (..., M) in the dtype of x; all matmuls are in fp8."""
     y: Any = Fp8Linear.apply(x.flatten(0, -2), weight)
     return y.view(*x.shape[:-1], -1)
+
+
+def enable_fp8(model: nn.Module, device: torch.device) -> None:
+    """
+    Train the matrices inside the layers and the LM head in fp8, which multiplies multiples of 16
+    only. Embeddings, gates and attention are unchanged. Raises UsageError if the GPU has no fp8.
+    """
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        name = torch.cuda.get_device_name(device)
+        raise UsageError(f"fp8 does not work on {name}", "omit --dtype=fp8")
+    for layer in model.modules():
+        if hasattr(layer, "fp8"):
+            linear: Any = layer
+            linear.fp8 = not any(n % 16 for n in linear.weight.shape)

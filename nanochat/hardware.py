@@ -10,9 +10,10 @@ Peaks are the vendors' dense figures (no sparsity) in bfloat16.
 import ctypes
 import re
 import resource
+import shutil
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import sysconfig
+import time
 from pathlib import Path
 
 import psutil
@@ -99,26 +100,6 @@ def total_memory_bytes(device: torch.device) -> int:
     return min(psutil.virtual_memory().total, container_memory()[0])
 
 
-def reset_peak_memory(device: torch.device) -> None:
-    """Reset the peak memory statistics of a GPU; those of a host process cannot be reset."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-
-
-@contextmanager
-def limit_memory(device: torch.device, max_bytes: int) -> Iterator[None]:
-    """Limit the tensors of this process to `max_bytes` of GPU memory; no effect elsewhere."""
-    if device.type != "cuda":
-        yield
-        return
-    total = total_memory_bytes(device)
-    torch.cuda.set_per_process_memory_fraction(min(1.0, max(0, max_bytes) / total), device)
-    try:
-        yield
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0, device)
-
-
 def container_memory() -> tuple[int, int]:
     """The cgroup v2 memory limit and bytes left under it; sys.maxsize if there is none."""
     files = (Path(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current", "stat"))
@@ -145,3 +126,33 @@ def keep_freed_memory() -> None:
         libc.mallopt(M_MMAP_MAX, 0)  # no mmapped blocks: they would be unmapped when freed
         libc.mallopt(M_TRIM_THRESHOLD, -1)  # never trim
         libc.mallopt(M_TOP_PAD, 1 << 26)
+
+
+# ---- Compiler and speed --------------------------------------------------------------------------
+
+GPU_EFFICIENCY = 0.4  # fraction of peak FLOP/s in estimates of training time
+# The same, as a fraction of measured matmul FLOP/s (CPU, d4 compiled, 2026-11)
+MATMUL_EFFICIENCY = {torch.bfloat16: 0.5, torch.float16: 0.5, torch.float32: 0.75}
+RATE_SECONDS = 0.5  # duration of the matmul benchmark, long enough for a CPU to raise its clock
+
+
+def has_compiler() -> bool:
+    """Whether a C++ compiler and Python's headers, which torch.compile needs, are installed."""
+    headers = Path(sysconfig.get_path("include"), "Python.h")
+    return any(map(shutil.which, ("g++", "c++", "clang++"))) and headers.exists()
+
+
+def training_rate(device: torch.device, dtype: torch.dtype, width: int) -> float:
+    """
+    Rough FLOP/s of training on one device: a fraction of the peak of a known GPU, else of the
+    fastest of repeated matmuls of the model's width.
+    """
+    if peak := peak_flops(device_name(device)):
+        return peak * GPU_EFFICIENCY
+    a = torch.randn(4096, width, device=device).to(dtype)
+    b = torch.randn(width, 4 * width, device=device).to(dtype)
+    fastest, started = float("inf"), time.perf_counter()
+    while (begun := time.perf_counter()) - started < RATE_SECONDS:
+        float(torch.mm(a, b)[0, 0])  # waits for the device
+        fastest = min(fastest, time.perf_counter() - begun)
+    return 2 * 4096 * width * 4 * width / fastest * MATMUL_EFFICIENCY[dtype]

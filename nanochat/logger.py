@@ -72,7 +72,9 @@ class RunLog(contextlib.AbstractContextManager):
         self.path, self.total_steps = folder / METRICS_FILE, total_steps
         if self.path.exists() and self.path.stat().st_size:
             append_line(self.path, json.dumps({"resumed_at": first_step}))
-        self.file = self.path.open("a", encoding="utf-8")
+        self.file = self.path.open("ab", buffering=0)
+        self.unwritten = b""
+        """Lines that could not be written yet."""
         self.warm_step, self.warm_time = first_step + WARMUP_STEPS, time.monotonic()
         columns = ("step", MofNCompleteColumn(), BarColumn(20), "{task.fields[now]}")
         self.bar = Progress(*columns, refresh_per_second=4, disable=not Console().is_terminal)
@@ -87,8 +89,7 @@ class RunLog(contextlib.AbstractContextManager):
 
         An entry without loss or reward is an evaluation; its line shows all metrics.
         """
-        self.file.write(json.dumps(to_json_types({"step": step, **values}), allow_nan=False) + "\n")
-        self.file.flush()
+        self.write(json.dumps(to_json_types({"step": step, **values}), allow_nan=False) + "\n")
         if self.tracker:
             self.tracker.put(step, values)
         evaluation = "loss" not in values and "reward" not in values
@@ -99,6 +100,17 @@ class RunLog(contextlib.AbstractContextManager):
             total = f"/{self.total_steps}" if self.total_steps else ""
             line = " | ".join([f"step {step:>5}{total}", *shown, *left])
             print(printable(line), flush=True)  # above the progress bar, if any
+
+    def write(self, line: str) -> None:
+        """Append a line. If the disk is full, warns once and tries again with the next line."""
+        failed_before, self.unwritten = bool(self.unwritten), self.unwritten + line.encode()
+        try:
+            while self.unwritten:
+                self.unwritten = self.unwritten[self.file.write(self.unwritten) :]
+        except OSError as error:
+            if not failed_before:
+                problem = f"{self.path} cannot be written ({error}); trying again at each step"
+                print(printable(problem), flush=True)
 
     def time_left(self, step: int) -> list[str]:
         """Time left; empty if unknown. The pace excludes the first steps, because they compile."""
@@ -112,6 +124,7 @@ class RunLog(contextlib.AbstractContextManager):
 
     def finish(self, seconds: float = FINISH_SECONDS) -> None:
         """Close the log; waits up to `seconds` for the tracker and reports dropped entries."""
+        self.write("")
         self.file.close()
         self.bar.stop()
         if self.tracker and (missed := self.tracker.finish(seconds)):

@@ -315,6 +315,28 @@ class Resolution:
         return "\n".join([f"mixture {self.spec}", *rows, *self.warnings])
 
 
+@dataclass(frozen=True)
+class ChatMixture:
+    """Buckets of conversations for training and validation; `spec` sets the amount of each."""
+
+    spec: str
+    declared: Mapping[str, Any]
+    """User-defined buckets, as returned by `read_mixture`."""
+    train_buckets: Sequence[Bucket]
+    """Training buckets, one per part of the mixture."""
+    val_buckets: Sequence[Bucket]
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """JSON-ready; identical for the same conversations in the same proportions."""
+        return {
+            "learned": {bucket.name: bucket.train.identity for bucket in self.train_buckets},
+            "measured": {bucket.name: bucket.val.identity for bucket in self.val_buckets},
+            "parts": [part._asdict() for part in parse_mixture(self.spec)],
+            **parse_budget(self.spec),
+        }
+
+
 # ---- Custom buckets ------------------------------------------------------------------------------
 
 
@@ -453,7 +475,7 @@ class Corpus:
         for name, count in needed.items():
             rows, source = self.rows[name], self.texts.sources[name]
             job = partial(ensure_packed, rows, source, self.tokenizer, count)
-            machine.on_node(f"packing {name}", job)
+            machine.on_node(job)
 
     def bytes_to_pack(self, needed: Mapping[str, int]) -> int:
         """Estimated bytes that packing will write."""

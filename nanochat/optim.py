@@ -324,9 +324,8 @@ class MuonAdamW(torch.optim.Optimizer):
             self.gradients.append(grad)
             for param in params:
                 param.grad = None
-        with self.machine.waiting("gradient reduction"):
-            for work in pending:
-                work.wait()
+        for work in pending:
+            self.machine.wait(work.wait)
         squares = {True: [], False: []}
         for group, grad in zip(self.param_groups, self.gradients, strict=True):
             squares[group["sharded"]].append(torch.linalg.vector_norm(grad).square())
@@ -356,8 +355,7 @@ class MuonAdamW(torch.optim.Optimizer):
                 self.assign(group, weight)
         self.gradients = []
         for group, whole, work in launched:
-            with self.machine.waiting("weight all-gather"):
-                work.wait()
+            self.machine.wait(work.wait)
             self.assign(group, whole)
 
     def update(self, group: dict[str, Any], weight: Tensor, grad: Tensor) -> None:

@@ -8,6 +8,7 @@ A record stores the fingerprints of its inputs and outputs, so a report can chec
 belong to the same run.
 """
 
+import ast
 import contextlib
 import json
 import math
@@ -20,6 +21,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from itertools import chain, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -185,6 +187,61 @@ def stage_key(settings: Mapping[str, Any], inputs: Mapping[str, str]) -> str:
     return common.fingerprint(to_json_types({"settings": relevant, "inputs": inputs}))
 
 
+# ---- Code that determines a result ---------------------------------------------------------------
+
+NOT_IN_CODE = frozenset("config hub logger plots records report summary".split())  # of the core
+
+
+def code_digests() -> dict[str, str]:
+    """
+    Digest of each file that determines the results of the running script, by path: the core, the
+    tasks and the script; for a track's script, all tracks. Comments and docstrings do not count.
+    """
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    script = f"{spec.name.replace('.', '/')}.py" if spec else ""
+    of_track = script.count("/") > 1
+    paths = common.REPOSITORY.glob("nanochat/**/*.py" if of_track else "nanochat/*.py")
+    found = [path for path in paths if path.stem not in NOT_IN_CODE]
+    found += [*common.REPOSITORY.glob("tasks/*.py"), common.REPOSITORY / script]
+    return {
+        path.relative_to(common.REPOSITORY).as_posix(): code_digest(path.read_text())
+        for path in sorted(found)
+        if path.suffix == ".py" and path.is_file()
+    }
+
+
+@lru_cache(maxsize=256)
+def code_digest(source: str) -> str:
+    """Digest of the syntax tree of Python code, without docstrings."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and node.body:
+            first = node.body[0]
+            if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
+                node.body = node.body[1:] or [ast.Pass()]
+    return common.fingerprint(ast.dump(tree))
+
+
+def changed_code(recorded: Mapping[str, str]) -> list[str]:
+    """Files of `code_digests` that differ from the recorded ones, or are new or missing."""
+    now = code_digests()
+    return sorted(name for name in now.keys() | recorded if now.get(name) != recorded.get(name))
+
+
+def require_same_code(section: str, record: Record) -> None:
+    """
+    Raise UsageError if a finished stage was made by other code than the current one, unless the
+    environment variable ACCEPT_CODE_CHANGE is 1.
+    """
+    if os.environ.get("ACCEPT_CODE_CHANGE") == "1":
+        return
+    if changed := changed_code(record["code"]):
+        raise common.UsageError(
+            f"{section} was finished by other code: {', '.join(changed)} changed",
+            "run it again without --skip_if_done, or set ACCEPT_CODE_CHANGE=1 to keep its result",
+        )
+
+
 def write_record(
     section: str,
     settings: Mapping[str, Any],
@@ -198,6 +255,7 @@ def write_record(
     series: Mapping[str, Sequence[Sequence[float]]] | None = None,
     metrics: Path | None = None,
     files: Iterable[Path] = (),
+    commits: Sequence[str] = (),
     extend: bool = False,
 ) -> Path:
     """
@@ -210,6 +268,7 @@ def write_record(
     series      name -> [[x, y], ...], curves that are not in a metrics file
     metrics     the run's metrics.jsonl (`logger`), for the figures
     files       output files or directories; `find_finished` checks their content later
+    commits     commits of all attempts of a run, by default the current one
     extend      merge into the section's last record if it has the same inputs: keep its values,
                 items, tables, series and files, and add up the costs. A value of None deletes the
                 old value and its items.
@@ -230,9 +289,10 @@ def write_record(
         "series": series or {},
         "metrics": relative_path(metrics) if metrics else None,
         "files": hash_files(files),
+        "code": code_digests(),
         "provenance": {
             **asdict(provenance),
-            "commit": code["commit"],
+            "commit": ", ".join(commits) or code["commit"],
             "dirty": code["dirty"],
             "command": command_line(cost.devices),
         },
@@ -255,6 +315,7 @@ def write_record(
 def find_finished(section: str, key: str, report_dir: Folder = None) -> dict[str, Any] | None:
     """
     Record of the section if its `stage_key` is `key` and its output files are intact, else None.
+    Raises UsageError if it was made by other code (`require_same_code`).
 
     Size and SHA-256 of every recorded file must match. A stage that has outputs but recorded no
     files cannot be checked and is not finished. Only the section's current record is considered, so
@@ -269,7 +330,10 @@ def find_finished(section: str, key: str, report_dir: Folder = None) -> dict[str
     files = [common.base_dir() / name for name in record["files"]]
     checked = files or not record["provenance"]["outputs"]
     intact = checked and all(map(Path.is_file, files)) and hash_files(files) == record["files"]
-    return record if intact else None
+    if not intact:
+        return None
+    require_same_code(section, record)
+    return record
 
 
 def read_records(report_dir: Folder = None, damaged: list[str] | None = None) -> list[Record]:

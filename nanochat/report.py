@@ -121,7 +121,6 @@ def append_section(
 def update(
     report_dir: Folder = None,
     hourly_rate: float | None = None,
-    more: Callable[..., Mapping[str, Sequence[Record]]] = lambda *about: {},
     draw: Callable[[Path, Sequence[Record]], Mapping[Path, str]] | None = None,
     renew: bool = False,
 ) -> Path:
@@ -129,8 +128,7 @@ def update(
     Render the report of a record folder. Returns the path of report.md, which is in the base
     directory for the main report, else in the record folder. Prints and skips damaged records.
 
-    hourly_rate: dollars per hour for the whole machine, saved for later calls. more(records,
-    history, hourly rate per device, list for errors) -> tables of extra sections by name.
+    hourly_rate: dollars per hour for the whole machine, saved for later calls.
     draw(figure folder, records) -> {path: title} of the figures, e.g. `plots.draw_figures`;
     default: keep the existing figures. renew: set by a stage that has run on this machine, which
     the header describes from then on. Raises MissingInput if there are no records.
@@ -141,8 +139,6 @@ def update(
     if not written:
         raise MissingInput("; ".join([f"no records in {folder}", *damaged]), "bash speedrun.sh")
     header = read_header(folder, written, hourly_rate, renew)
-    device_rate = header["hourly_rate"] / max(1, len(header["hardware"]["gpus"]))
-    tables = more(written, records.read_history(folder, damaged), device_rate, damaged)
     for each in damaged:
         print(f"skipped: {printable(each)}")
     figures: dict[str, list[Figure]] = {}
@@ -151,7 +147,7 @@ def update(
         section, link = path.stem.rpartition("-")[0], path.relative_to(home).as_posix()
         figures.setdefault(section, []).append((title, link))
     now = time.strftime(records.TIME_FORMAT)
-    write_atomic(home / "report.md", render_report(written, header, now, figures, tables, damaged))
+    write_atomic(home / "report.md", render_report(written, header, now, figures, damaged))
     return home / "report.md"
 
 
@@ -243,22 +239,18 @@ def render_report(
     header: Record,
     generated: str,
     figures: Mapping[str, Sequence[Figure]] = {},
-    more: Mapping[str, Sequence[Record]] = {},
     damaged: Sequence[str] = (),
 ) -> str:
     """
     Text of report.md, a pure function of its arguments.
 
-    Order: results, environment, fixed sections, others oldest first, sections of `more`, the
-    summary. figures: by section slug; "results" for the top. generated: date and time.
-    damaged: errors of skipped records.
+    Order: results, environment, fixed sections, others oldest first, the summary. figures: by
+    section slug; "results" for the top. generated: date and time. damaged: errors of skipped
+    records.
     """
     order = {name: i for i, name in enumerate(SECTIONS)}
     ordered = sorted(written, key=lambda r: (order.get(r["section"], len(order)), r["timestamp"]))
     sections = [render_section(r, figures.get(slug(r["section"]), ())) for r in ordered]
-    for name, tables in more.items():
-        if tables:
-            sections.append("\n\n".join([f"## {name}", *map(render_table, tables)]))
     parents = summary.parent_columns(ordered)
     changes = summary.differences(*summary.result_metrics(ordered), parents)
     top = [f"# nanochat training report\n\nGenerated: {generated}"]
@@ -327,7 +319,8 @@ def render_section(record: Record, figures: Sequence[Figure] = ()) -> str:
     for key in [*fixed, *(key for key in entries if key not in fixed)]:
         if key in entries:
             is_front = key in record["values"] if keys is None else key in FRONT.get(name, ())
-            is_auto = key in settings and key not in fixed and entries[key] in ("", -1)
+            published = keys is not None and key in fixed
+            is_auto = key in settings and not published and entries[key] in ("", -1)
             text = bullet(shown_name(record, key), "auto" if is_auto else entries[key])
             (front if is_front else folded).append(text)
     cost = record["cost"]

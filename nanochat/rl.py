@@ -1,7 +1,8 @@
 """
 Reinforcement learning on questions with scorable answers.
 
-    questions -> engine: n answers each -> advantages -> weighted micro-batches -> train
+    questions -> Rollouts: n answers each, rewards -> advantages -> micro_batches -> scripts.chat_rl
+    before and after: EvalResult -> compare_results -> values of the record
 
 On-policy REINFORCE: each batch of rollouts is used for one update, so there is no ratio to clip.
 The loss of a step is the mean over all trained tokens of all ranks, so every token has the same
@@ -12,9 +13,8 @@ plain softmax; they ignore top_k and temperature.
 
 import random
 import statistics
-import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -23,8 +23,6 @@ import torch
 from nanochat import records, stats
 from nanochat.attention import pad_right
 from nanochat.chat_format import render_prompt
-from nanochat.checkpoint import stage_folder
-from nanochat.common import WaitAborted
 from nanochat.config import require_at_least, require_positive
 from nanochat.distributed import DistContext
 from nanochat.engine import Completion, Engine, Sampling
@@ -39,9 +37,8 @@ from nanochat.eval_chat import (
     trim,
 )
 from nanochat.gpt import GPT, copy_weights
-from nanochat.logger import METRICS_FILE, read_metrics
 from nanochat.loss import IGNORE
-from nanochat.train import Callback, Loader, MicroBatch, ShouldStop, TrainingRun
+from nanochat.train import Batch
 
 # ---- Rollouts and the policy gradient ------------------------------------------------------------
 
@@ -96,36 +93,38 @@ class Group(NamedTuple):
         return max(self.rewards) > min(self.rewards)
 
 
-def weighted_batches(
+def advantages(rewards: Sequence[float]) -> list[float]:
+    """Advantage of each answer to a question: its reward minus the mean of all."""
+    mean = sum(rewards) / len(rewards)
+    return [reward - mean for reward in rewards]
+
+
+def micro_batches(
     groups: Sequence[Group], rows: int, pad: int, device: torch.device
-) -> list[MicroBatch]:
+) -> Iterator[Batch]:
     """
-    Collate the answers of groups, sorted by length, into micro-batches of at most `rows` rows,
-    right-padded with `pad`. Targets are the sampled tokens, weighted by the advantage:
-    the reward minus its group's mean.
+    Collate the answers of groups, sorted by length, into batches of at most `rows` rows,
+    right-padded with `pad`. Targets are the sampled tokens; `weights` are the advantages.
     """
     learned = []
     for group in groups:
-        mean = sum(group.rewards) / len(group.rewards)
-        for answer, reward in zip(group.answers, group.rewards, strict=True):
+        for answer, advantage in zip(group.answers, advantages(group.rewards), strict=True):
             end = [] if answer.end is None else [answer.end]
             ids, sampled = answer.ids + end, answer.sampled + [True] * len(end)
             targets = [IGNORE] * (len(answer.prompt) - 1)
             targets += [i if own else IGNORE for i, own in zip(ids, sampled, strict=True)]
-            learned.append(((answer.prompt + ids)[:-1], targets, reward - mean))
+            learned.append(((answer.prompt + ids)[:-1], targets, advantage))
     learned.sort(key=lambda each: len(each[0]))
-    found = []
     for i in range(0, len(learned), rows):
-        ids, targets, advantages = zip(*learned[i : i + rows], strict=True)
+        ids, targets, advantage = zip(*learned[i : i + rows], strict=True)
         x, y = pad_right(ids, pad, device), pad_right(targets, IGNORE, device)  # (B, T)
-        count = sum(target != IGNORE for row in targets for target in row)
-        weights = torch.tensor(advantages, device=device)[:, None].expand_as(x)
-        found.append(MicroBatch(x, y, count, weights))
-    return found
+        counts = [sum(target != IGNORE for target in row) for row in targets]
+        weights = torch.tensor(advantage, device=device)[:, None].expand_as(x)
+        yield Batch(x, y, counts, weights=weights)
 
 
 def kl_to_reference(
-    model: GPT, reference: GPT, batches: Sequence[MicroBatch], machine: DistContext
+    model: GPT, reference: GPT, batches: Iterator[Batch], dist: DistContext
 ) -> float:
     """
     KL(model || reference) in nats per sampled token, identical on all ranks.
@@ -133,21 +132,22 @@ def kl_to_reference(
     Estimated as exp(d) - 1 - d with d = log p_reference - log p_model at the sampled tokens:
     nonnegative, low variance. Source: Schulman, "Approximating KL Divergence", 2020.
     """
-    total = 0.0
+    total = count = 0.0
     for each in batches:
         losses, others = (m.token_losses(each.tokens, each.targets) for m in (model, reference))
         d = losses - others  # 0 for ignored targets
         total += float((torch.expm1(d) - d).cpu().double().sum())  # MPS has no float64
-    nats, count = machine.sum(total, float(sum(each.num_targets for each in batches)))
+        count += sum(each.counts)
+    nats, count = dist.sum(total, count)
     return nats / count if count else 0.0
 
 
-def require_divisible(examples_per_step: int, machine: DistContext) -> None:
+def require_divisible(examples_per_step: int, dist: DistContext) -> None:
     """Raise ValueError unless the ranks can share the examples of a step equally."""
-    if examples_per_step % machine.world_size:
+    if examples_per_step % dist.world_size:
         raise ValueError(
             f"examples_per_step {examples_per_step} is not a multiple of "
-            f"the world size {machine.world_size}"
+            f"the world size {dist.world_size}"
         )
 
 
@@ -158,9 +158,9 @@ def shuffle_indices(n: int, seed: str) -> list[int]:
 
 
 @dataclass(eq=False)
-class RolloutLoader(Loader):
+class Rollouts:
     """
-    RL batches: the current model's answers to a step's questions, weighted by advantage.
+    The current model's answers to the questions of a step, and their rewards.
 
     Raises ValueError if there are no questions or examples_per_step is not a multiple of the world
     size.
@@ -171,44 +171,17 @@ class RolloutLoader(Loader):
     """Indices of the task's questions to train on."""
     cfg: RLConfig
     seed: int
-    machine: DistContext
+    dist: DistContext
     model: GPT
     engine: Engine
     """Runs a copy of the model, which is refreshed before each use."""
-    reference: GPT | None = None
-    """Reference model for the logged KL divergence."""
-    metrics: dict[str, float] = field(default_factory=dict)
-    """Rollout metrics of the latest step."""
 
     def __post_init__(self) -> None:
-        require_divisible(self.cfg.examples_per_step, self.machine)
+        require_divisible(self.cfg.examples_per_step, self.dist)
         if not self.questions:
             raise ValueError("no questions to train on")
-        cfg = self.cfg
-        self.batch_tokens = cfg.examples_per_step * cfg.num_samples * cfg.max_new_tokens
-        self.identity = {"rl": asdict(cfg)}
 
-    def micro_batches(self, step: int, device_rows: int, stopping: ShouldStop) -> list[MicroBatch]:
-        if self.machine.any(stopping()):
-            raise WaitAborted(f"stop requested before step {step}")
-        started = time.perf_counter()
-        groups = self.roll_out(step)
-        self.metrics = self.rollout_metrics(groups)
-        groups = self.resample(step, groups)
-        self.metrics["rollout_seconds"] = time.perf_counter() - started
-        pad, device = self.engine.tokenizer.bos_id, self.machine.device
-        if self.reference is not None:  # both are inference copies, rounded alike
-            every = weighted_batches(groups, device_rows, pad, device)
-            kl = kl_to_reference(self.engine.model, self.reference, every, self.machine)
-            self.metrics["kl"] = kl
-        learned = [group for group in groups if group.has_signal]
-        return weighted_batches(learned, device_rows, pad, device)
-
-    def describe(self, run: TrainingRun) -> dict[str, str]:
-        cfg = self.cfg
-        return {"rollouts": f"{cfg.examples_per_step} questions x {cfg.num_samples} samples"}
-
-    def rollout_metrics(self, groups: Sequence[Group]) -> dict[str, float]:
+    def metrics(self, groups: Sequence[Group]) -> dict[str, float]:
         """Return means over the groups and answers of all ranks."""
         answers = [answer for group in groups for answer in group.answers]
         num_groups = self.cfg.examples_per_step
@@ -220,12 +193,12 @@ class RolloutLoader(Loader):
             "without_signal": sum(not group.has_signal for group in groups) / num_groups,
             "reward_std": sum(statistics.pstdev(group.rewards) for group in groups) / num_groups,
         }
-        return dict(zip(mine, self.machine.sum(*mine.values()), strict=True))
+        return dict(zip(mine, self.dist.sum(*mine.values()), strict=True))
 
     def draws(self, step: int) -> range:
         """This rank's question draws in a step, numbered over the run."""
         first, per_step = step * self.cfg.examples_per_step, self.cfg.examples_per_step
-        return range(first + self.machine.rank, first + per_step, self.machine.world_size)
+        return range(first + self.dist.rank, first + per_step, self.dist.world_size)
 
     def question(self, draw: int, attempt: int = 0) -> int:
         """Task index of a draw's question; each epoch and attempt has its own random order."""
@@ -258,15 +231,14 @@ class RolloutLoader(Loader):
         cfg, engine = self.cfg, self.engine
         questions = [self.question(draw, attempt) for draw in draws]
         most = longest_prompt(engine, cfg.max_new_tokens)
-        with self.machine.working(f"generating answers to {len(draws)} questions"):
-            prompts = [trim(render_prompt(engine.tokenizer, self.task[i]), most) for i in questions]
-            first = self.seed * 1_000_003 + attempt * 1_000_000_007
-            seeds = [first + draw for draw in draws]
-            groups = engine.generate(prompts, cfg.sampling(0), cfg.num_samples, seeds)
-            return [
-                Group(group, [self.reward(i, answer) for answer in group])
-                for i, group in zip(questions, groups, strict=True)
-            ]
+        prompts = [trim(render_prompt(engine.tokenizer, self.task[i]), most) for i in questions]
+        first = self.seed * 1_000_003 + attempt * 1_000_000_007
+        seeds = [first + draw for draw in draws]
+        groups = engine.generate(prompts, cfg.sampling(0), cfg.num_samples, seeds)
+        return [
+            Group(group, [self.reward(i, answer) for answer in group])
+            for i, group in zip(questions, groups, strict=True)
+        ]
 
     def reward(self, i: int, answer: Completion) -> float:
         """Reward of an answer to question i of the task, minus the length penalty."""
@@ -280,7 +252,7 @@ class RolloutLoader(Loader):
             for step in range(num_steps)
             for draw, group in zip(self.draws(step), self.roll_out(step), strict=True)
         }
-        found = {k: v for other in self.machine.gather(mine) for k, v in other.items()}
+        found = {k: v for other in self.dist.gather(mine) for k, v in other.items()}
         return [found[draw] for draw in sorted(found)]
 
 
@@ -296,110 +268,101 @@ class EvalResult(NamedTuple):
     """Scores of the answers to each held-out question."""
 
 
+def held_out_scores(rollouts: Rollouts, task: Questions, num_samples: int) -> list[list[float]]:
+    """Scores of `num_samples` answers of the current model to each held-out question."""
+    engine, sampling = rollouts.engine, rollouts.cfg.sampling(rollouts.seed + 1)
+    copy_weights(engine.model, rollouts.model)
+    return score_by_generation(
+        engine, task, len(task), sampling, num_samples, rollouts.dist
+    ).outcomes
+
+
+def measure(
+    when: str, rollouts: Rollouts, task: Questions, num_samples: int, reward_steps: int
+) -> EvalResult:
+    """
+    Evaluate the current model and print the result. reward_steps: the training reward is measured
+    on the questions of this many steps.
+    """
+    held_out = held_out_scores(rollouts, task, num_samples)
+    result = EvalResult(rollouts.mean_rewards(reward_steps), held_out)
+    reward, right = stats.mean(result.rewards), pass_at(1, held_out, task)
+    rollouts.dist.print0(
+        f"{when}: mean reward {reward.value:.4f} +- {reward.se:.4f} ({reward.n} questions), "
+        f"held-out pass@1 {right.value:.4f} +- {right.se:.4f} ({right.n} questions)"
+    )
+    return result
+
+
 def pass_rates(outcomes: Sequence[list[float]], k: int) -> list[float]:
     """Estimated pass@k of each held-out question."""
     return [stats.pass_at_k(len(each), each.count(1), k) for each in outcomes]
 
 
-class RLEvaluator(Callback):
-    """
-    Evaluates training rewards and held-out answers before and after RL, and held-out answers every
-    `eval_every` steps. num_samples: answers per question of `task`. reward_steps: the
-    training reward is measured on the questions of this many steps.
-    """
+def pass_at(k: int, outcomes: Sequence[list[float]], task: Questions) -> stats.Estimate:
+    """Estimate pass@k over the held-out questions."""
+    return stats.mean(pass_rates(outcomes, k), clusters_of(task, len(task)))
 
-    def __init__(
-        self, rollouts: RolloutLoader, task: Questions, num_samples: int, reward_steps: int
-    ):
-        self.rollouts, self.task = rollouts, task
-        self.num_samples, self.reward_steps = num_samples, reward_steps
-        self.clusters = clusters_of(task, len(task))
-        self.ks = [k for k in (1, 2, 4, 8, 16) if k <= num_samples]
-        self.before = self.after = self.measure("before")
 
-    def measure(self, when: str) -> EvalResult:
-        """Evaluate the current model and print the result."""
-        result = EvalResult(self.rollouts.mean_rewards(self.reward_steps), self.outcomes())
-        reward, right = stats.mean(result.rewards), self.pass_at(1, result.held_out)
-        self.rollouts.machine.print0(
-            f"{when}: mean reward {reward.value:.4f} +- {reward.se:.4f} ({reward.n} questions), "
-            f"held-out pass@1 {right.value:.4f} +- {right.se:.4f} ({right.n} questions)"
-        )
-        return result
+def pass_metrics(outcomes: Sequence[list[float]], task: Questions) -> dict[str, float]:
+    """Metrics of an evaluation: pass@1 and its standard error."""
+    found = pass_at(1, outcomes, task)
+    return {"pass_at_1": found.value, "pass_at_1_se": found.se}
 
-    def outcomes(self) -> list[list[float]]:
-        """Scores of the current model's answers to the held-out questions."""
-        rollouts, task, n = self.rollouts, self.task, self.num_samples
-        engine, sampling = rollouts.engine, rollouts.cfg.sampling(rollouts.seed + 1)
-        copy_weights(engine.model, rollouts.model)
-        return score_by_generation(engine, task, len(task), sampling, n, rollouts.machine).outcomes
 
-    def pass_at(self, k: int, outcomes: Sequence[list[float]]) -> stats.Estimate:
-        """Estimate pass@k over the held-out questions."""
-        return stats.mean(pass_rates(outcomes, k), self.clusters)
+def step_values(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Values for the record from the logged metrics of all steps."""
+    rollouts, whole, silent = (
+        sum(entry.get(name, 0.0) for entry in steps)
+        for name in ("rollout_seconds", "step_seconds", "without_signal")
+    )
+    kl = {"KL from the start, nats per token": steps[-1]["kl"]} if "kl" in steps[-1] else {}
+    return {
+        "Number of iterations": len(steps),
+        **kl,
+        "Time in rollouts": f"{rollouts / whole:.0%}",
+        "Groups without signal": f"{silent / len(steps):.1%}",
+    }
 
-    def metrics(self, outcomes: Sequence[list[float]]) -> dict[str, float]:
-        """Metrics of an evaluation: pass@1 and its standard error."""
-        found = self.pass_at(1, outcomes)
-        return {"pass_at_1": found.value, "pass_at_1_se": found.se}
 
-    def before_step(self, step: int, share: float) -> None:
-        if step == 0:
-            self.run.log(0, self.metrics(self.before.held_out))
-
-    def evaluate(self, step: int, stopping: ShouldStop, last: bool) -> dict[str, float]:
-        if last:
-            self.after = self.measure("after")
-        return self.metrics(self.after.held_out if last else self.outcomes())
-
-    def values(self) -> dict[str, Any]:
-        """Rewards and pass@k before and after RL; the change per task if there are several."""
-        metrics = read_metrics(stage_folder(self.run.kind) / self.run.tag / METRICS_FILE)
-        steps = [entry for entry in metrics if "reward" in entry]
-        before, after = self.before, self.after
-        found: dict[str, Any] = {
-            "Number of iterations": len(steps),
-            "Mean reward before": records.estimate(*stats.mean(before.rewards)),
-            "Mean reward after": records.estimate(*stats.mean(after.rewards)),
-            **change("Mean reward", before.rewards, after.rewards),
-        }
-        if "kl" in steps[-1]:
-            found["KL from the start, nats per token"] = steps[-1]["kl"]
-        rollouts, whole, silent = (
-            sum(entry.get(name, 0.0) for entry in steps)
-            for name in ("rollout_seconds", "step_seconds", "without_signal")
-        )
-        found["Time in rollouts"] = f"{rollouts / whole:.0%}"
-        found["Groups without signal"] = f"{silent / len(steps):.1%}"
-        for k in self.ks:
-            for when, outcomes in (("before", before.held_out), ("after", after.held_out)):
-                found[f"pass@{k} {when}"] = (
-                    estimate_score(outcomes, self.clusters, sampled=True)  # error of sampling too
-                    if k == 1
-                    else records.estimate(*self.pass_at(k, outcomes))
-                )
-        old, new = item_means(before.held_out), item_means(after.held_out)
-        found |= change("pass@1", old, new, self.clusters)
-        by_task: dict[str, list[int]] = {}
-        for i in range(len(self.task)):
-            by_task.setdefault(self.task.locate(i)[0].name, []).append(i)
-        for name, own in sorted(by_task.items()) if len(by_task) > 1 else ():
-            clusters = [self.clusters[i] for i in own]
-            found |= change(
-                f"pass@1 {name}", [old[i] for i in own], [new[i] for i in own], clusters
+def compare_results(before: EvalResult, after: EvalResult, task: Any) -> dict[str, Any]:
+    """Rewards and pass@k before and after RL; the change per task if there are several."""
+    clusters = clusters_of(task, len(task))
+    found: dict[str, Any] = {
+        "Mean reward before": records.estimate(*stats.mean(before.rewards)),
+        "Mean reward after": records.estimate(*stats.mean(after.rewards)),
+        **change("Mean reward", before.rewards, after.rewards),
+    }
+    for k in sample_counts(after):
+        for when, outcomes in (("before", before.held_out), ("after", after.held_out)):
+            found[f"pass@{k} {when}"] = (
+                estimate_score(outcomes, clusters, sampled=True)  # error of sampling too
+                if k == 1
+                else records.estimate(*pass_at(k, outcomes, task))
             )
-        return found
+    old, new = item_means(before.held_out), item_means(after.held_out)
+    found |= change("pass@1", old, new, clusters)
+    by_task: dict[str, list[int]] = {}
+    for i in range(len(task)):
+        by_task.setdefault(task.locate(i)[0].name, []).append(i)
+    for name, own in sorted(by_task.items()) if len(by_task) > 1 else ():
+        some = [old[i] for i in own], [new[i] for i in own]
+        found |= change(f"pass@1 {name}", *some, [clusters[i] for i in own])
+    return found
 
-    def items(self) -> dict[str, Any]:
-        """Held-out pass@k after RL by question."""
-        questions = [self.task[i] for i in range(len(self.task))]
-        outcomes = self.after.held_out
-        return {
-            f"pass@{k} after": records.item_scores(
-                questions, pass_rates(outcomes, k), self.clusters
-            )
-            for k in self.ks
-        }
+
+def held_out_items(after: EvalResult, task: Questions) -> dict[str, Any]:
+    """Held-out pass@k after RL by question."""
+    questions, clusters = [task[i] for i in range(len(task))], clusters_of(task, len(task))
+    return {
+        f"pass@{k} after": records.item_scores(questions, pass_rates(after.held_out, k), clusters)
+        for k in sample_counts(after)
+    }
+
+
+def sample_counts(result: EvalResult) -> list[int]:
+    """The k of pass@k that the number of answers per question allows."""
+    return [k for k in (1, 2, 4, 8, 16) if k <= len(result.held_out[0])]
 
 
 def change(

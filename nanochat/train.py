@@ -1,44 +1,59 @@
 """
-The training loop shared by all stages: gradients, update, evaluation, checkpoints, logging.
+What all training scripts share: batches, gradients, updates, and the run around the loop.
 
-    loader -> micro-batches of a step -> loss and gradients -> sum over ranks -> check -> update
+    packed rows -> Run.load -> Batch -> Run.backward -> gradients -> Run.update -> weights
+    Run: lock, resume -> steps -> log, save, stop signal -> finish: record and report
 
-A script builds a `TrainingRun`; `train` starts or resumes it and runs it to completion. A step with
-a non-finite loss or gradient is skipped.
+The loop itself stands in the script of each stage:
+
+    with run:
+        for step in run.steps():  # from the last checkpoint on
+            if run.due(cfg.eval_every):
+                run.log(...)
+            if run.finished:  # trained and saved; only the last evaluation was left
+                break
+            run.backward(run.load(rows))
+            run.update(learning rate factor, Muon momentum, weight decay factor)
+    run.finish("Base model training", values)
 """
 
 import gc
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nanochat import checkpoint, common, hardware, optim, preflight, records, report
-from nanochat.anomaly import MAX_BAD_STEPS, AnomalyDetector, NonFiniteError, require_equal_ranks
-from nanochat.checkpoint import Checkpoint, CheckpointManager, Progress, SavingConfig, Stage
-from nanochat.common import EvaluationAborted, StopRequest, UsageError, WaitAborted
+from nanochat import checkpoint, common, hardware, optim, records, report
+from nanochat.attention import choose_backend
+from nanochat.checkpoint import (
+    Checkpoint,
+    CheckpointManager,
+    NonFiniteError,
+    Progress,
+    SavingConfig,
+    Stage,
+    require_equal_ranks,
+)
+from nanochat.common import StopRequest, StopRequested, UsageError
 from nanochat.config import require_at_least
-from nanochat.dataloader import MixedRows, Rows
+from nanochat.dataloader import RowSequence, inputs_and_targets
 from nanochat.distributed import DistConfig, DistContext
+from nanochat.fp8 import enable_fp8
 from nanochat.gpt import GPT
-from nanochat.logger import METRICS_FILE, RunLog, duration
-from nanochat.loss import IGNORE
-from nanochat.optim import OptimConfig, ScheduleConfig
-from nanochat.preflight import KernelConfig
+from nanochat.logger import METRICS_FILE, RunLog
+from nanochat.optim import MuonAdamW, OptimConfig
 from nanochat.tokenizer import Tokenizer
 
-ShouldStop = Callable[[], bool]  # whether a stop was requested
-RL_MOMENTUM = 0.95  # constant Muon momentum; other stages warm up to this value
 UNTIMED_STEPS = 3  # first steps of each attempt, which compile and allocate
 CHECK_RANKS_EVERY = 100  # steps between checks that the weights are equal on all ranks
+MAX_BAD_STEPS = 5  # consecutive non-finite steps, each skipped, that stop the run
 
 
 @dataclass(frozen=True)
@@ -66,172 +81,144 @@ class TrainConfig:
     def __post_init__(self) -> None:
         common.require_name("model_tag", self.model_tag)
         require_at_least(self, device_batch_size=1, seed=0, eval_every=0, save_every=0)
+        if self.seed >= 1 << 63:
+            raise ValueError(f"seed {self.seed} is too large; use one below 2^63")
 
 
-# ---- Callbacks -----------------------------------------------------------------------------------
+# ---- Kernels: what the device can do decides -----------------------------------------------------
 
 
-class Callback:
+COMPILE_FLOPS = 1.5e13  # from which compilation pays on a CPU: 3 minutes of training at depth 4
+AUTOTUNED = ("H100", "H200")  # +2.5% at depth 16 on H100 (nanochat's pull request 747)
+AUTOTUNE_SECONDS = 3600.0  # shortest run that is autotuned by default
+
+
+@dataclass(frozen=True)
+class KernelConfig:
+    compile: bool | None = None
+    """Compile the model with torch.compile. Default: on a GPU, and on a CPU if the run is long
+    enough to amortize compile time."""
+    autotune: bool | None = None
+    """Let the compiler time several kernels for each matmul: minutes of compilation. Default: in
+    runs of over an hour on the GPUs where it was measured to pay, H100 and H200."""
+
+
+def set_kernels(
+    cfg: KernelConfig, model: GPT, flops: float, dist: DistContext, optimizer: Any = None
+) -> KernelConfig:
     """
-    Base class of callbacks. Methods are called on every rank and do nothing by default; an
-    exception ends the run. Returned metrics are logged.
+    Choose the attention kernel and compile, if worthwhile for a run of `flops`. Returns what was
+    chosen. Raises UsageError if a GPU would train without the compiler that it needs.
     """
+    compiled, autotuned = cfg.compile, cfg.autotune
+    if compiled is None:
+        compiled = dist.device.type == "cuda" or (
+            dist.device.type == "cpu" and flops > COMPILE_FLOPS and hardware.has_compiler()
+        )
+        if compiled and not hardware.has_compiler():
+            raise UsageError(
+                "torch.compile needs a C++ compiler and Python's headers",
+                "apt-get install g++ python3-dev, or use --compile=0, which is several times "
+                "slower",
+            )
+    if autotuned is None:
+        peak = hardware.peak_flops(dist.device_name) or math.inf
+        seconds = flops / (peak * hardware.GPU_EFFICIENCY * dist.world_size)
+        known = any(name in dist.device_name for name in AUTOTUNED)
+        autotuned = known and seconds > AUTOTUNE_SECONDS
+    backend = choose_backend(dist, compiled)
+    for block in model.blocks:
+        block.attention.backend = backend
+    if compiled:
+        model.compile(mode="max-autotune-no-cudagraphs" if autotuned else None)
+    if compiled and isinstance(optimizer, MuonAdamW):
+        optimizer.compiled = True
+    return KernelConfig(compiled, autotuned)
 
-    every: int | None = None
-    """Steps between calls of `evaluate`; 0 = only at the end. Default: --eval_every."""
 
-    def start(self, run: "TrainingRun") -> None:
-        """Called before the first step of each attempt."""
-        self.run = run
+def prepare_scoring(
+    cfg: KernelConfig, model: GPT, tokens: int, gpu_rows: int, dist: DistContext
+) -> int:
+    """Set kernels to score `tokens` tokens. Returns the default number of rows per forward pass."""
+    set_kernels(cfg, model, tokens * model.flops_per_token() / 3, dist)  # no backward pass
+    on_cpu = dist.device.type == "cpu"
+    return max(1, CPU_TOKENS // model.cfg.max_seq_len) if on_cpu else gpu_rows
 
-    def before_step(self, step: int, share: float) -> None:
-        """Called before each step and its evaluation; `share` is the completed fraction."""
 
-    def forward_context(self, share: float) -> AbstractContextManager[None]:
-        """Context manager around the forward and backward passes of a step."""
-        return nullcontext()
+# ---- Micro-batch size ----------------------------------------------------------------------------
 
-    def after_backward(self, scale: float) -> dict[str, float]:
-        """Called after gradient reduction; gradients times `scale` are means over the targets."""
-        return {}
 
-    def after_step(self, done: "Step", progress: Progress) -> None:
-        """Called after each step is logged."""
+CPU_TOKENS = 8192  # per CPU micro-batch; larger is no faster (measured: d4, 2026-11)
+COMPILED_SHARE = 0.7  # of eager memory per row; measured: 0.73 at d8, 0.95 at d24 (torch 2.15)
+GPU_RESERVE = 2 << 30  # bytes for NCCL and cuBLAS, which allocate in the first steps
 
-    def evaluate(self, step: int, stopping: ShouldStop, last: bool) -> dict[str, float]:
-        """
-        Called every `every` steps and, with `last`, after training. Returns metrics ("val_bpb" is
-        to be minimized). May raise EvaluationAborted if `stopping()` becomes true.
-        """
-        return {}
 
-    def values(self) -> dict[str, Any]:
-        """Return values for the record of the finished run."""
-        return {}
+def choose_device_rows(asked: int | None, rows: int, limit: int) -> int:
+    """
+    Micro-batch size: the largest divisor of `rows` (rows per rank and step) that is at most
+    `limit`. Raises ValueError suggesting a divisor if `asked` is not one.
+    """
+    most = max(1, limit) if asked is None else asked
+    best = max(d for d in range(1, rows + 1) if rows % d == 0 and d <= most)
+    if asked is not None and best < min(asked, rows):
+        share = f"{rows} rows per device and step"
+        raise ValueError(f"device_batch_size {asked} does not divide {share}; use {best}")
+    return best
 
-    def items(self) -> dict[str, Any]:
-        """Return the item scores of values, by name, for the record of the finished run."""
-        return {}
 
-    def tables(self) -> list[dict[str, Any]]:
-        """Return tables for the record of the finished run."""
-        return []
+def rows_to_try(model: GPT, dist: DistContext) -> int:
+    """
+    Micro-batch size to try first, equal on all ranks: on a CPU, about CPU_TOKENS tokens; on a GPU
+    or MPS, what an eager forward pass of one and two rows says would fit.
+    """
+    T, device = model.cfg.max_seq_len, dist.device
+    if device.type == "cpu":
+        return max(1, CPU_TOKENS // T)
+    used = []
+    with suppress(torch.OutOfMemoryError):
+        for rows in (1, 2):  # the difference is the activation memory per row
+            ids = torch.zeros(rows, T, dtype=torch.int64, device=device)
+            loss = model.loss(ids, ids)
+            used.append(hardware.used_memory_bytes(device))
+            del loss
+    room = hardware.free_memory_bytes(device) - GPU_RESERVE - 4 * model.num_params()  # gradients
+    each = max(1, used[1] - used[0]) if len(used) == 2 else room / 2
+    each *= COMPILED_SHARE if device.type == "cuda" else 1
+    most = CPU_TOKENS // T if device.type == "mps" else room
+    return int(min(dist.gather(max(1, int(min(room / each, most))))))
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether an error says that a device, or the allocator of the CPU, has no memory left."""
+    lacking = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    return lacking or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
 
 
 # ---- Batches -------------------------------------------------------------------------------------
 
 
-class MicroBatch(NamedTuple):
-    """Packed sequences (rows) for one forward and backward pass, on the device."""
+class Batch(NamedTuple):
+    """Rows for forward and backward passes, on the device. All tensors are (B, T)."""
 
     tokens: Tensor
-    """(B, T) int64."""
     targets: Tensor
-    """(B, T) int64, IGNORE for positions without loss."""
-    num_targets: int
-    """Number of non-ignored targets; in DPO, of pairs. The loss of a step is the mean over it."""
+    """IGNORE for positions without loss."""
+    counts: Sequence[int]
+    """Number of non-ignored targets of each row."""
+    segments: Tensor | None = None
+    """Index of each token's document within its row, if attention stays within documents."""
     weights: Tensor | None = None
-    """(B, T) loss weights. Default: 1."""
+    """Loss weights. Default: 1."""
+    ids: Any = ()
+    """The rows, for messages."""
 
-
-class Loader(Protocol):
-    """Source of batches; a batch depends only on the step (and, in RL, on the current model)."""
-
-    batch_tokens: int
-    """Tokens per step over all ranks; in DPO, an upper bound, in RL one on the generated tokens."""
-    identity: dict[str, Any]
-    """Settings that must match for a checkpoint to be resumed."""
-    metrics: dict[str, float]
-    """Metrics of the batch that was read last; a prefetch replaces them."""
-
-    def micro_batches(self, step: int, device_rows: int, stopping: ShouldStop) -> list[MicroBatch]:
-        """
-        This rank's part of a step. Raises WaitAborted if `stopping()`, and UsageError or OSError
-        if its data cannot be read.
-        """
-        ...
-
-    def prefetch(self, step: int, device_rows: int, stopping: ShouldStop) -> None:
-        """
-        Prepare a later step as far as possible; called while the device computes. Raises like
-        `micro_batches`. Default: nothing, because pairs are in memory, and RL answers need the
-        updated model.
-        """
-
-    def row_names(self, step: int) -> str:
-        """Rows of a step, for messages."""
-        return f"of step {step}"
-
-    # Lines of the startup summary
-    def describe(self, run: "TrainingRun") -> dict[str, str]: ...
-
-
-@dataclass(eq=False)
-class RowLoader:
-    """Packed rows in batches of `batch_tokens` tokens over all ranks."""
-
-    rows: Rows | MixedRows
-    batch_tokens: int
-    seed: int
-    machine: DistContext
-
-    def __post_init__(self) -> None:
-        self.num_rows = self.batch_tokens // self.rows.max_seq_len
-        self.identity = {"rows": self.rows.recipe, "batch_tokens": self.batch_tokens}
-        self.metrics: dict[str, float] = {}
-        self.prefetched: dict[int, list[MicroBatch]] = {}  # by step
-
-    def micro_batches(self, step: int, device_rows: int, stopping: ShouldStop) -> list[MicroBatch]:
-        return self.prefetched.pop(step, None) or self.load(step, device_rows, stopping)
-
-    def prefetch(self, step: int, device_rows: int, stopping: ShouldStop) -> None:
-        self.prefetched = {step: self.load(step, device_rows, stopping)}
-
-    def load(self, step: int, device_rows: int, stopping: ShouldStop) -> list[MicroBatch]:
-        """Read this rank's rows of a step, and start copying them to the device."""
-        self.rows.should_stop = stopping
-        with self.machine.working("waiting for rows to be packed"):
-            ids = self.rows.row_ids(step, self.num_rows, self.seed)
-            mine = self.rows.read(np.split(ids, self.machine.world_size)[self.machine.rank])
-        seen = ids[:, 0]
-        same = 0 < seen.min() == seen.max()  # all rows seen equally often, at least once
-        self.metrics = {"times_seen": int(seen[0])} if same else {}
-        return split_micro_batches(*inputs_and_targets(mine), device_rows, self.machine.device)
-
-    def row_names(self, step: int) -> str:
-        return str(self.rows.row_ids(step, self.num_rows, self.seed).tolist())
-
-    def describe(self, run: "TrainingRun") -> dict[str, str]:
-        epochs = self.rows.epochs_for(run.num_steps * self.num_rows)
-        repeats = "not all packed yet" if epochs is None else f"{epochs:.2f} epochs"
-        T, n, world_size = self.rows.max_seq_len, run.device_rows, self.machine.world_size
-        return {
-            "rows": f"{self.rows.fingerprint} of {T:,} tokens, {repeats}",
-            "batch": f"{self.batch_tokens:,} tokens, micro-batch {n} rows x {world_size} devices",
-        }
-
-
-def inputs_and_targets(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """
-    Stored rows (B, T + 1) -> tokens and targets, (B, T) int64 each.
-
-    Every row starts with BOS. Targets are IGNORE for tokens stored as ~id, which have no loss
-    (chat_packing.py), and for padding: a BOS after a BOS (packing.py).
-    """
-    stored = rows.astype(np.int64)
-    ids = np.where(stored < 0, ~stored, stored)
-    is_bos = ids == ids[:, :1]
-    ignored = (stored[:, 1:] < 0) | (is_bos[:, 1:] & is_bos[:, :-1])
-    return ids[:, :-1], np.where(ignored, IGNORE, ids[:, 1:])
-
-
-def split_micro_batches(
-    tokens: np.ndarray, targets: np.ndarray, device_rows: int, device: torch.device
-) -> list[MicroBatch]:
-    """Copy a batch to `device` and split it into micro-batches of `device_rows` rows."""
-    x, y = to_device(tokens, device), to_device(targets, device)
-    parts = [slice(i, i + device_rows) for i in range(0, len(tokens), device_rows)]
-    return [MicroBatch(x[p], y[p], int((targets[p] >= 0).sum())) for p in parts]
+    def split(self, rows: int) -> Iterator["Batch"]:
+        """Micro-batches of `rows` rows."""
+        for first in range(0, len(self.counts), rows):
+            part = slice(first, first + rows)
+            tokens, targets, counts, *others = self
+            masks = (None if x is None else x[part] for x in others[:2])
+            yield Batch(tokens[part], targets[part], counts[part], *masks)
 
 
 def to_device(x: np.ndarray, device: torch.device) -> Tensor:
@@ -245,81 +232,413 @@ def to_device(x: np.ndarray, device: torch.device) -> Tensor:
     return tensor.to(device)
 
 
-# ---- The loop ------------------------------------------------------------------------------------
+def document_segments(tokens: Tensor, bos_id: int) -> Tensor:
+    """Index of each token's document within its row, (B, T); BOS starts a document."""
+    return (tokens == bos_id).cumsum(dim=1)
 
 
-@dataclass
-class TrainingRun:
-    """Definition of a training run. `train` adds callbacks and sets the last group of fields."""
+# ---- The run around a training loop --------------------------------------------------------------
 
-    kind: Stage
-    model: GPT
-    tokenizer: Tokenizer
-    optimizer: torch.optim.Optimizer
-    loader: Loader
-    machine: DistContext
-    cfg: TrainConfig
-    tag: str
-    """Checkpoint directory name."""
-    num_steps: int
-    """Steps to train; the maximum if `max_seconds` is set."""
-    schedule: ScheduleConfig
-    kernels: KernelConfig = KernelConfig()
-    device_rows: int = 0
-    """Micro-batch size per device, in rows. 0 = choose the largest that fits, by measuring."""
-    objective: Any = None
-    """Computes the loss. Default: the model."""
-    callbacks: Sequence[Callback] = ()
-    max_seconds: float | None = None
-    """End after the step that reaches this many seconds of training, not counting
-    evaluations and saves. The schedules then follow the elapsed time."""
 
-    inputs: Mapping[str, str] = field(default_factory=dict)
-    """Name -> fingerprint of each input, closest parent first."""
-    identity: Mapping[str, Any] = field(default_factory=dict)
-    """Further settings that must match for a checkpoint to be resumed."""
-    state: Mapping[str, Any] = field(default_factory=dict)
-    """Further checkpoint state."""
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    """Script settings, for the log, checkpoint and record."""
-    keep_optimizer: bool = True
-    """Whether the final checkpoint includes the optimizer state."""
-    background: Callable[[], AbstractContextManager] = nullcontext
-    """Context manager around the training loop."""
-    bytes_to_pack: int = 0
-    """Bytes that `background` writes to disk."""
+class Totals(NamedTuple):
+    """Sums of a step over micro-batches and ranks; identical on every rank."""
 
-    progress: Progress = field(default_factory=Progress)
-    """Training progress."""
-    checkpoint: Checkpoint | None = None
-    """Last checkpoint; None on all ranks but the main one."""
-    memory_bytes: int = 0
-    """Bytes per device for weights, gradients, optimizer state and activations, if measured."""
-    save: Callable[..., None] = lambda progress, final=False: None
-    """Saves a checkpoint; `final` waits until it is on disk. Call on every rank."""
-    log: Callable[[int, dict[str, Any]], None] = lambda step, values: None
-    stop: StopRequest = field(default_factory=StopRequest)
-    failure: UsageError | OSError | None = None
-    """Why this rank cannot load its data; it then stops as if asked to."""
+    loss: float
+    """Mean loss per target (nats)."""
+    norm: float
+    """Global gradient norm before clipping."""
+    tokens: int
+    """Tokens processed, including padding."""
+    scale: float
+    """Gradients times `scale` are means over all targets; 0 if there are none."""
+    gradients: list[Tensor]
+    """Reduced gradients; under MuonAdamW, this rank's slices."""
+
+
+class Run:
+    """
+    The run around a training loop: lock and resume, steps, log, saves, stop signal, record.
+
+    stage, tag    the checkpoints are <stage>_checkpoints/<tag>/
+    num_steps     steps to train; a loop with a time limit lowers it to end the run
+    batch_tokens  tokens of a step over all ranks (in DPO and RL, the most it can have)
+    kernels       kernels to set; None = an eager model
+    settings      the script's flags, for log, checkpoint and record
+    inputs        name -> fingerprint of each input, closest parent first
+    identity      further settings that must match for a checkpoint to be resumed
+    state         further checkpoint state
+
+    As a context manager it leaves no step behind: a stop request, five bad steps in a row, data
+    that cannot be read or a lack of memory end the loop after saving the completed steps. A stop
+    exits with status PREEMPTED, too little memory for the last evaluation with UNEVALUATED. Raises
+    UsageError if the run cannot be extended or another one is using its folder, and ValueError if
+    the checkpoint to resume has other settings or `device_batch_size` does not divide the batch.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        tag: str,
+        cfg: TrainConfig,
+        model: GPT,
+        optimizer: torch.optim.Optimizer,
+        tokenizer: Tokenizer,
+        dist: DistContext,
+        *,
+        num_steps: int,
+        batch_tokens: int,
+        kernels: KernelConfig | None,
+        settings: Mapping[str, Any],
+        inputs: Mapping[str, str],
+        identity: Mapping[str, Any],
+        state: Mapping[str, Any],
+        keep_optimizer: bool = True,
+    ):
+        self.stage, self.tag, self.cfg = stage, tag, cfg
+        self.model, self.optimizer, self.tokenizer, self.dist = model, optimizer, tokenizer, dist
+        self.num_steps, self.batch_tokens, self.kernels = num_steps, batch_tokens, kernels
+        self.settings, self.inputs, self.keep_optimizer = settings, inputs, keep_optimizer
+        self.identity = {
+            "model": asdict(model.cfg),
+            "batch_tokens": batch_tokens,
+            "seed": cfg.seed,
+            "optim": asdict(cfg.optim),
+            **({"fp8": True} if dist.fp8 else {}),
+            **identity,
+        }
+        self.state = {"stage": stage, "identity": self.identity, "settings": settings, **state}
+        self.rows = max(1, batch_tokens // model.cfg.max_seq_len // dist.world_size)  # per rank
+        self.device_rows = cfg.device_batch_size or 1
+        if kernels is not None:
+            self.device_rows = choose_device_rows(cfg.device_batch_size, self.rows, self.rows)
+        self.stop = StopRequest()
+        self.progress = Progress()
+        self.logger: RunLog | None = None
+        self.checkpoint: Checkpoint | None = None
+        self.bad_in_a_row, self.failure = 0, None
+        self.discard()
+
+    # ---- beginning and end -----------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        cfg, dist, model = self.cfg, self.dist, self.model
+        run_id = dist.broadcast(records.inherited_run_id(self.inputs, cfg.report_dir))
+        origin = {"run_id": run_id, "seed": cfg.seed, "inputs": self.inputs}
+        self.state["provenance"] = origin
+        folder = checkpoint.stage_folder(self.stage) / self.tag
+        with ExitStack() as stack:
+            manager = CheckpointManager(folder, dist, cfg.saving, self.keep_optimizer)
+            self.checkpoints = stack.enter_context(manager)
+            self.progress = manager.begin(self.identity, model, self.optimizer, self.num_steps)
+            self.first_step = self.progress.step
+            self.note_code(manager.resumed)
+            self.progress.begin_loss_scale(dist.dtype)
+            if self.kernels is not None:
+                self.choose_kernels(self.kernels)
+            self.describe()
+            stack.enter_context(self.stop)
+            self.open = stack.pop_all()
+        return self
+
+    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Write metrics to the log. The first entry moves an earlier run with this name aside."""
+        if self.logger is None and self.dist.is_main:
+            self.checkpoints.move_aside()
+            name, run_id = self.cfg.run, self.state["provenance"]["run_id"]
+            about = (name, run_id, self.settings, self.first_step, self.num_steps)
+            self.logger = self.open.enter_context(RunLog(self.checkpoints.folder, *about))
+        if self.logger and metrics:
+            self.logger.log(step, metrics)
+
+    def note_code(self, resumed: Checkpoint | None) -> None:
+        """Note code and commit of this attempt; report what changed since the last one."""
+        code = records.git_state()
+        commit = code["commit"] + " (dirty)" * code["dirty"]
+        earlier = resumed.state["commits"] if resumed else []
+        self.state |= {"code": records.code_digests(), "commits": [*earlier, commit]}
+        if resumed and (changed := records.changed_code(resumed.state["code"])):
+            self.dist.print0(f"resuming with changed code: {', '.join(changed)}")
+
+    def choose_kernels(self, kernels: KernelConfig) -> None:
+        """Set kernels and micro-batch size; a resumed run keeps its kernels."""
+        progress, dist = self.progress, self.dist
+        if progress.compiled is not None and kernels.compile is None:
+            kernels = KernelConfig(progress.compiled, progress.autotuned)
+        if dist.fp8:
+            enable_fp8(self.model, dist.device)
+        if self.cfg.device_batch_size is None:
+            limit = rows_to_try(self.model, dist)
+            self.device_rows = choose_device_rows(None, self.rows, limit)
+        left = (self.num_steps - progress.step) * self.batch_tokens
+        flops = left * self.model.flops_per_token()
+        chosen = set_kernels(kernels, self.model, flops, dist, self.optimizer)
+        progress.compiled, progress.autotuned = chosen.compile, chosen.autotune
+
+    def describe(self) -> None:
+        """Print what is about to be trained, and where."""
+        model, dist, cfg = self.model, self.dist, self.model.cfg
+        mode = "compiled" if self.progress.compiled else "eager"
+        lines = {
+            "device": f"{dist.device_name} x {dist.world_size}, {describe_dtype(dist)}",
+            "kernels": f"attention {model.blocks[0].attention.backend}, {mode}",
+            "model": f"{model.num_params():,} parameters: {cfg.n_layer} layers, width "
+            f"{cfg.d_model}, {cfg.n_head} heads of {cfg.head_dim}, vocabulary {cfg.vocab_size:,}",
+            "inputs": ", ".join(map(" ".join, self.inputs.items())),
+            "batch": f"{self.batch_tokens:,} tokens, {self.device_rows} rows per pass",
+            "training": f"{self.num_steps:,} steps, from step {self.first_step:,}",
+        }
+        dist.print0("\n".join(f"{name:<10}{text}" for name, text in lines.items()))
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        dist, finished = self.dist, self.progress.finished
+        stopped = isinstance(error, StopRequested)
+        lacking, alone = is_out_of_memory(error), dist.world_size == 1
+        # an error of a single rank must not start a save that the other ranks do not join
+        shared = stopped or error is self.failure or isinstance(error, NonFiniteError)
+        broken = alone and (lacking or isinstance(error, UsageError | OSError))
+        with self.open:
+            if error is not None and (shared or broken) and not finished:
+                if self.progress.step > self.first_step:
+                    self.discard()
+                    self.save(final=True)
+                    why = "stop requested" if stopped else "training ended"
+                    dist.print0(f"{why}: saved step {self.progress.step} (continue with "
+                                "--resume=auto)")  # fmt: skip
+                else:
+                    dist.print0("no step was completed, nothing saved")
+        if stopped:
+            dist.close()
+            raise SystemExit(common.PREEMPTED) from error
+        if lacking and finished:
+            print(
+                "out of memory in the final evaluation; the trained model is saved. Rerun with "
+                "--resume=auto and a smaller --device_batch_size to repeat only the evaluation",
+                flush=True,
+            )
+            raise SystemExit(common.UNEVALUATED) from error
+        if lacking:
+            raise UsageError(f"out of memory at step {self.progress.step}", SMALLER) from error
+
+    # ---- the loop --------------------------------------------------------------------------------
 
     @property
-    def batch_tokens(self) -> int:
-        """Tokens per step over all ranks."""
-        return self.loader.batch_tokens
+    def finished(self) -> bool:
+        """Whether all steps are done and the model is saved."""
+        return self.progress.finished
 
-    def stopping(self) -> bool:
-        """Whether this rank was asked to stop or cannot load its data."""
-        return self.stop.asked or self.failure is not None
+    def steps(self) -> Iterator[int]:
+        """
+        Yield the index of each step, from the last checkpoint on; then, once the trained model is
+        saved, their number, for the last evaluation.
+        """
+        progress, every = self.progress, self.cfg.save_every
+        if progress.step < self.num_steps:
+            progress.require_resumable()
+        while progress.step < self.num_steps:
+            if progress.step % CHECK_RANKS_EVERY == 0:
+                named = dict(self.model.named_parameters())
+                require_equal_ranks(named, self.dist, progress.step)
+            self.started = time.perf_counter()
+            yield progress.step
+            if every and progress.step % every == 0 and progress.step < self.num_steps:
+                self.save()
+        progress.finished = True
+        self.save(final=True)
+        yield progress.step
 
-    @contextmanager
-    def loading(self) -> Iterator[None]:
-        """Let all ranks stop and save if data cannot be loaded, instead of losing the steps."""
+    def due(self, every: int) -> bool:
+        """Whether something that happens every N steps happens now; always after the last step."""
+        step = self.progress.step
+        return self.finished or bool(step and every and step % every == 0)
+
+    def log(self, metrics: Mapping[str, Any]) -> None:
+        """Log an evaluation before the current step. "val_bpb" is to be minimized."""
+        progress = self.progress
+        if (value := metrics.get("val_bpb")) is not None:
+            progress.last_val = value
+            progress.min_val = value if progress.min_val is None else min(progress.min_val, value)
+        self.write(progress.step, metrics)
+        self.started = time.perf_counter()  # evaluations do not count as training
+
+    def save(self, final: bool = False) -> None:
+        """Save a checkpoint; `final` waits until it is on disk. Call on every rank."""
+        self.write(self.progress.step, {})
+        arguments = (self.model, self.optimizer, self.tokenizer, self.state, self.progress)
+        self.checkpoints.save(*arguments, final=final)
+        self.checkpoint = self.checkpoints.saved  # None on all ranks but the main one
+
+    def raise_if_stopped(self) -> None:
+        """Raise StopRequested on every rank if any was asked to stop. Waits for all ranks."""
+        if self.dist.any(self.stop.asked):
+            raise StopRequested
+
+    # ---- one step --------------------------------------------------------------------------------
+
+    def load(self, rows: RowSequence, mask_documents: bool = False) -> Batch:
+        """
+        Read this rank's rows of the current step and start copying them to the device.
+
+        mask_documents: attention stays within each document or conversation. If the rows cannot be
+        read, the batch is empty, and `update` raises the error on all ranks.
+        """
+        dist, device, rows.stop = self.dist, self.dist.device, self.stop
+        number = self.batch_tokens // rows.max_seq_len
+        ids, mine = np.zeros((0, 3), np.int64), np.zeros((0, rows.max_seq_len + 1), np.int64)
         try:
-            yield
-        except WaitAborted:
+            ids = rows.row_ids(self.progress.step, number, self.cfg.seed)
+            mine = rows.read(np.split(ids, dist.world_size)[dist.rank])
+        except StopRequested:
             pass
         except (UsageError, OSError) as error:
             self.failure = error
+        x, y = inputs_and_targets(mine)
+        tokens, targets = to_device(x, device), to_device(y, device)
+        segments = document_segments(tokens, self.tokenizer.bos_id) if mask_documents else None
+        return Batch(tokens, targets, (y >= 0).sum(axis=1), segments, ids=ids)
+
+    def backward(self, batch: Batch) -> None:
+        """
+        Accumulate the gradients of the model's loss on a batch, `device_rows` rows at a time. Ends
+        early at a stop request.
+
+        If the first step runs out of memory on any rank, all ranks halve `device_rows` and start
+        it again. Raises UsageError if not even one row fits, or if `device_batch_size` is set.
+        """
+        while True:
+            self.batch_ids, fault = batch.ids, None
+            try:
+                for part in batch.split(self.device_rows):
+                    if self.stop.asked:
+                        break
+                    loss = self.model.loss(part.tokens, part.targets, part.segments, part.weights)
+                    self.accumulate(loss, int(sum(part.counts)), part.tokens.numel())
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                fault = error.with_traceback(None)  # frees the tensors that it holds
+            if self.progress.step > self.first_step:
+                if fault:
+                    raise fault
+                return
+            if not self.dist.any(fault is not None):
+                return
+            self.discard()
+            self.use_fewer_rows()
+
+    def use_fewer_rows(self) -> None:
+        """Halve the micro-batch. Raises UsageError if that is not possible."""
+        if self.device_rows == 1 or self.cfg.device_batch_size is not None:
+            name = self.dist.device_name
+            why = f"out of memory at device_batch_size={self.device_rows} on {name}"
+            fix = "omit --device_batch_size to use the largest size that fits"
+            raise UsageError(why, SMALLER if self.device_rows == 1 else fix)
+        if self.dist.device.type == "cuda":
+            torch.cuda.empty_cache()
+        self.device_rows = choose_device_rows(None, self.rows, self.device_rows // 2)
+        self.dist.print0(f"out of memory; trying --device_batch_size={self.device_rows}")
+
+    def accumulate(self, loss: Tensor, count: int, tokens: int) -> None:
+        """
+        Add the gradients of a summed loss (nats) over `count` targets to those of the step; the
+        update makes them means over all targets of all ranks. tokens: number processed.
+        """
+        (loss * self.progress.loss_scale / self.batch_tokens).backward()
+        self.losses.append(loss.detach())
+        self.count, self.tokens = self.count + count, self.tokens + tokens
+
+    def discard(self) -> None:
+        """Forget the accumulated gradients."""
+        self.losses: list[Tensor] = []
+        self.count = self.tokens = 0
+        self.totals: Totals | None = None
+        self.batch_ids: Any = ()
+        self.optimizer.zero_grad()
+
+    def reduce(self) -> Totals:
+        """
+        Sum gradients, losses and counts over ranks; the only wait for the device in a step. On all
+        ranks, raises StopRequested if any of them was asked to stop, and the error of one that
+        could not read its rows.
+        """
+        dist = self.dist
+        norm, gradients = optim.reduce_gradients(self.optimizer, dist)
+        ending = self.stop.asked or self.failure is not None
+        losses = sum(self.losses, torch.zeros((), device=dist.device))
+        sums = dist.sum_on_device(losses, self.count, self.tokens, ending)
+        totals = torch.cat((sums, norm.to(sums.dtype)[None]))
+        nats, count, tokens, ended, norm = dist.wait(totals.tolist)
+        if ended:
+            self.failure = next(filter(None, dist.gather(self.failure)), None)
+            raise self.failure or StopRequested()
+        scale = self.batch_tokens / self.progress.loss_scale / count if count else 0.0
+        loss = nats / count if count else 0.0
+        self.totals = Totals(loss, norm * scale, int(tokens), scale, gradients)
+        return self.totals
+
+    def update(self, lr: float, momentum: float, decay: float, **metrics: float) -> None:
+        """
+        Update the weights with the accumulated gradients, and log the step with `metrics`.
+
+        lr, decay: factors on the peak learning rates and Muon's weight decay. momentum: Muon's. The
+        update is skipped if the loss or a gradient is not finite or all targets are ignored. Raises
+        NonFiniteError after MAX_BAD_STEPS skipped steps in a row, and as `reduce`.
+        """
+        totals, progress = self.totals or self.reduce(), self.progress
+        finite = math.isfinite(totals.loss + totals.norm)
+        optim.set_schedule(self.optimizer, lr, momentum, decay)
+        if finite and totals.scale:
+            clip = self.cfg.optim.grad_clip
+            clipped = min(1.0, clip / totals.norm) if clip and totals.norm else 1.0
+            for grad in totals.gradients:
+                grad.mul_(totals.scale * clipped)
+            self.optimizer.step()
+        ids = self.batch_ids
+        self.discard()
+        seconds = time.perf_counter() - self.started
+        timed = progress.step - self.first_step >= UNTIMED_STEPS
+        flops = totals.tokens * self.model.flops_per_token()
+        progress.add_step(totals.loss if finite else None, flops, seconds, timed)
+        self.log_step(totals, seconds, {"lr": lr, **metrics})
+        if progress.step == self.first_step + 1:
+            gc.collect()
+            gc.freeze()  # exclude long-lived objects from later collections
+        self.handle_bad_step(finite, totals, ids)
+
+    def log_step(self, totals: Totals, seconds: float, metrics: Mapping[str, Any]) -> None:
+        """Log a completed step."""
+        speed = totals.tokens / seconds
+        used = self.dist.utilization(speed * self.model.flops_per_token())
+        values = {
+            "loss": totals.loss,
+            "grad_norm": totals.norm,
+            **optim.learning_rates(self.optimizer),
+            **metrics,
+            "smooth_loss": self.progress.smooth_loss,
+            "tokens_per_second": speed,
+            "step_seconds": seconds,
+            **({} if used is None else {"mfu": used}),
+        }
+        self.write(self.progress.step - 1, values)
+
+    def handle_bad_step(self, finite: bool, totals: Totals, ids: Any) -> None:
+        """Count and report a step that was skipped; end the run after too many of them."""
+        progress, step = self.progress, self.progress.step - 1
+        self.bad_in_a_row = 0 if finite else self.bad_in_a_row + 1
+        if not finite:
+            progress.bad_steps += 1
+            rows = f"; rows {ids.tolist()}" if len(ids) else ""
+            self.dist.print0(
+                f"step {step}: loss {totals.loss:.4f}, gradient norm {totals.norm:.4g}: skipped on "
+                f"all ranks ({self.bad_in_a_row} consecutive){rows}"
+            )
+        if self.bad_in_a_row >= MAX_BAD_STEPS and progress.loss_scale == 1.0:
+            raise NonFiniteError(
+                f"{MAX_BAD_STEPS} consecutive non-finite steps, the last at step {step}; inspect "
+                "the logged rows or lower the learning rates"
+            )
+        progress.adjust_loss_scale(self.dist.dtype, finite)
+
+    # ---- the record ------------------------------------------------------------------------------
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -327,397 +646,68 @@ class TrainingRun:
         seconds = self.progress.step_seconds
         return self.batch_tokens / statistics.median(seconds) if seconds else None
 
-    def horizon(self, progress: Progress) -> float:
-        """Expected total number of steps: num_steps, or fewer if `max_seconds` limits them."""
-        if self.max_seconds is None or not progress.clock_seconds:
-            return self.num_steps
-        return min(self.num_steps, progress.step * self.max_seconds / progress.clock_seconds)
+    def measurements(self) -> dict[str, Any]:
+        """Values for the record of a stage whose steps all have `batch_tokens` tokens."""
+        speed, progress = self.tokens_per_second, self.progress
+        return {
+            "Tokens per second": "-" if speed is None else f"{speed:,.0f}",
+            "Batch tokens": self.batch_tokens,
+            "Rows per device pass": self.device_rows,
+            "Compute dtype": describe_dtype(self.dist),
+            "Compiled": progress.compiled,
+            "Skipped steps": progress.bad_steps,
+        }
 
-    def finished(self, progress: Progress) -> bool:
-        """Whether training is complete."""
-        return progress.step >= self.horizon(progress)
-
-
-def run_loop(run: TrainingRun, progress: Progress) -> bool:
-    """
-    Train from `progress.step` to the end. Returns False if the run was stopped early.
-
-    The final checkpoint is saved before the final evaluation. A stop request ends the current step
-    (RL: after its answers) and, except in RL and DPO, the evaluation; then saves, unless no step
-    was completed. Raises RankMismatchError; after saving the last good state, NonFiniteError, and
-    UsageError or OSError for data that cannot be loaded; and UsageError, if steps remain but the
-    weights are already averaged or the checkpoint has no optimizer state. Exits with UNEVALUATED if
-    the final evaluation runs out of memory.
-    """
-    machine, first_step = run.machine, progress.step
-    if not run.finished(progress):
-        progress.require_resumable()
-    detector = AnomalyDetector(progress.health, machine, spikes=run.kind != "rl")
-    for callback in run.callbacks:
-        callback.start(run)
-    with run.stop:
-        while not run.finished(progress):
-            step, horizon = progress.step, run.horizon(progress)
-            for callback in run.callbacks:
-                callback.before_step(step, step / horizon)
-            if step:
-                evaluate(run, progress, last=False)
-            if step % CHECK_RANKS_EVERY == 0:
-                require_equal_ranks(dict(run.model.named_parameters()), machine, step)
-            started = time.perf_counter()
-            done = train_step(run, step, horizon)
-            if done is None:
-                why = "data cannot be loaded" if run.failure else "stop requested"
-                if step > first_step:
-                    run.save(progress, final=True)
-                    machine.print0(f"{why}: saved step {step} (continue with --resume=auto)")
-                else:
-                    machine.print0(f"{why}: no step completed, nothing saved")
-                if run.failure:
-                    raise run.failure
-                return False
-            seconds = time.perf_counter() - started
-            if run.max_seconds is not None:  # all ranks must end at the same step
-                seconds = machine.sum(seconds)[0] / machine.world_size
-            rows = partial(run.loader.row_names, step)
-            verdict = detector.record(step, done.loss, done.norm, rows)
-            flops = done.tokens * run.model.flops_per_token()
-            timed = step - first_step >= UNTIMED_STEPS
-            progress.add_step(done.loss if verdict == "good" else None, flops, seconds, timed)
-            log_step(run, progress, done, seconds)
-            for callback in run.callbacks:
-                callback.after_step(done, progress)
-            if step == first_step:
-                gc.collect()
-                gc.freeze()  # exclude long-lived objects from later collections
-            if detector.bad_in_a_row >= MAX_BAD_STEPS and progress.loss_scale == 1.0:
-                run.save(progress, final=True)
-                raise NonFiniteError(
-                    f"{MAX_BAD_STEPS} consecutive non-finite steps, the last at step {step}; the "
-                    "last good state is saved. Inspect the logged rows or lower the learning rates"
-                )
-            progress.adjust_loss_scale(machine.dtype, finite=verdict != "bad")
-            every = run.cfg.save_every
-            if every and progress.step % every == 0 and not run.finished(progress):
-                run.save(progress)
-        for callback in run.callbacks:
-            callback.before_step(progress.step, 1.0)
-        if not progress.averaged:  # a resumed run may have no optimizer state
-            average = getattr(run.optimizer, "take_average", lambda: False)  # golf's
-            progress.averaged = average()
-        progress.finished = True
-        run.save(progress, final=True)
-        try:
-            return evaluate(run, progress, last=True)
-        except torch.OutOfMemoryError as error:
-            print(  # on any rank
-                "out of memory in the final evaluation; the trained model is saved. Rerun with "
-                "--resume=auto and a smaller --device_batch_size to repeat only the evaluation",
-                flush=True,
+    def finish(
+        self,
+        section: str,
+        values: Mapping[str, Any],
+        tables: Sequence[Mapping[str, Any]] = (),
+        items: Mapping[str, Any] = {},
+    ) -> None:
+        """Write the record of the finished run, update the report and print the next commands."""
+        saved, dist = self.checkpoint, self.dist
+        if saved is not None:
+            spent = self.progress.add_cost(dist.world_size)
+            records.write_record(
+                section,
+                self.settings,
+                values,
+                records.Provenance(
+                    **saved.state["provenance"], outputs={self.stage: saved.fingerprint}
+                ),
+                replace(records.Cost.so_far(dist), **spent),
+                self.cfg.report_dir,
+                items=items,
+                tables=tables,
+                metrics=saved.folder.parent / METRICS_FILE,
+                files=[saved.folder],
+                commits=list(dict.fromkeys(saved.state["commits"])),
             )
-            raise SystemExit(common.UNEVALUATED) from error
+            report.update(self.cfg.report_dir, renew=True)
+            dist.print0(saved.next_commands(dist))
+        dist.close()
 
 
-def evaluate(run: TrainingRun, progress: Progress, last: bool) -> bool:
-    """
-    Run the callbacks' evaluations that are due and log the metrics. Returns False if a stop aborted
-    them. A single process that runs out of memory before the end of training skips the rest.
-    """
-    metrics: dict[str, float] = {}
-    try:
-        for callback in run.callbacks:
-            every = run.cfg.eval_every if callback.every is None else callback.every
-            if last or (every and progress.step % every == 0):
-                metrics |= callback.evaluate(progress.step, run.stopping, last)
-    except EvaluationAborted:
-        run.machine.print0(f"stop requested: evaluation at step {progress.step} aborted")
-        return False
-    except torch.OutOfMemoryError:
-        if last or run.machine.world_size > 1:  # other ranks would wait
-            raise
-        print(f"out of memory: evaluation at step {progress.step} skipped", flush=True)
-    if (value := metrics.get("val_bpb")) is not None:
-        progress.last_val = value
-        progress.min_val = value if progress.min_val is None else min(progress.min_val, value)
-    if metrics:
-        run.log(progress.step, metrics)
-    return True
+SMALLER = "a smaller --depth or --max_seq_len, or a larger machine"
 
 
-class Step(NamedTuple):
-    """Result of a training step; identical on every rank."""
-
-    loss: float
-    """Mean loss per target (nats); weighted by advantages in RL, per pair in DPO."""
-    norm: float
-    """Global gradient norm before clipping."""
-    tokens: int
-    """Tokens processed over all ranks, including padding, even if the update is skipped."""
-    metrics: dict[str, float]
-    """Metrics to log."""
-
-
-def train_step(run: TrainingRun, step: int, horizon: float | None = None) -> Step | None:
-    """
-    Run one optimizer step of a run of `horizon` steps (default: num_steps). The update is skipped
-    if the loss or gradient is not finite or all targets are ignored. Returns None, with nothing
-    changed, if any rank was asked to stop or cannot load its data.
-    """
-    machine, optimizer, horizon = run.machine, run.optimizer, horizon or run.num_steps
-    objective = run.objective or run.model
-    divisor = run.batch_tokens / run.progress.loss_scale
-    losses, micro_batches = [], []
-    with ExitStack() as stack:
-        with run.loading():
-            micro_batches = run.loader.micro_batches(step, run.device_rows, run.stopping)
-        for callback in run.callbacks:
-            stack.enter_context(callback.forward_context(step / horizon))
-        for each in micro_batches:
-            if run.stopping():
-                break
-            weights = {} if each.weights is None else {"weights": each.weights}
-            loss_sum = objective.loss(each.tokens, each.targets, **weights)
-            (loss_sum / divisor).backward()  # `scale` below makes it a mean over all targets
-            losses.append(loss_sum.detach())
-    norm, gradients = optim.reduce_gradients(optimizer, machine)
-    sums = machine.sum_on_device(
-        sum(losses, torch.zeros((), device=machine.device)),
-        sum(each.num_targets for each in micro_batches),
-        sum(each.tokens.numel() for each in micro_batches),
-        run.stopping(),
-    )
-    nats, count, tokens, stopped, norm = read_totals(sums, norm, machine)
-    if stopped:
-        optimizer.zero_grad()
-        return None
-    scale = divisor / count if count else 0.0
-    loss, norm = nats / count if count else 0.0, norm * scale
-    lr = optim.lr_factor(step, horizon, run.schedule)
-    momentum = optim.muon_momentum(step, horizon, run.schedule)
-    if run.kind == "rl":
-        momentum = RL_MOMENTUM
-    optim.set_schedule(optimizer, lr, momentum, optim.decay_factor(step, horizon))
-    metrics = {"loss": loss, "lr": lr, "grad_norm": norm}
-    metrics |= {**optim.learning_rates(optimizer), **run.loader.metrics}
-    for callback in run.callbacks:
-        metrics |= callback.after_backward(scale)
-    if count and math.isfinite(loss + norm):
-        clip = run.cfg.optim.grad_clip
-        for grad in gradients:
-            grad.mul_(scale * min(1.0, clip / norm if clip and norm else 1.0))
-        optimizer.step()
-    optimizer.zero_grad()
-    if step + 1 < horizon:
-        with run.loading():  # while the device updates the weights
-            run.loader.prefetch(step + 1, run.device_rows, run.stopping)
-    return Step(loss, norm, int(tokens), metrics)
-
-
-def read_totals(sums: Tensor, norm: Tensor, machine: DistContext) -> list[float]:
-    """Sums and gradient norm of a step as numbers; the only wait for the device in a step."""
-    with machine.waiting("device synchronization"):
-        return torch.cat((sums, norm.to(sums.dtype)[None])).tolist()
-
-
-def log_step(run: TrainingRun, progress: Progress, done: Step, seconds: float) -> None:
-    """Log a completed step."""
-    machine, rate = run.machine, done.tokens / seconds
-    values = {**done.metrics, "smooth_loss": progress.smooth_loss}
-    values |= {"tokens_per_second": rate, "step_seconds": seconds}
-    used = machine.utilization(rate * run.model.flops_per_token())
-    if used is not None:
-        values["mfu"] = used
-    if run.max_seconds is not None:
-        values["seconds_left"] = max(0.0, run.max_seconds - progress.clock_seconds)
-    run.log(progress.step - 1, values)
-
-
-# ---- Setup, training, record ---------------------------------------------------------------------
+def describe_dtype(dist: DistContext) -> str:
+    """The compute dtype, for a summary."""
+    return str(dist.dtype).removeprefix("torch.") + (" with fp8 matmuls" if dist.fp8 else "")
 
 
 def skip_if_finished(
-    section: str, settings: dict[str, Any], inputs: dict[str, str], cfg: Any, machine: DistContext
+    section: str, settings: dict[str, Any], inputs: dict[str, str], cfg: Any, dist: DistContext
 ) -> bool:
     """
     Whether --skip_if_done is set and this stage is already recorded, with its checkpoint intact.
     `cfg` has skip_if_done and report_dir.
     """
     key = records.stage_key(settings, inputs)
-    found = cfg.skip_if_done and machine.on_main(
-        "verifying files", lambda: records.find_finished(section, key, cfg.report_dir) is not None
+    found = cfg.skip_if_done and dist.on_main(
+        lambda: records.find_finished(section, key, cfg.report_dir) is not None
     )
     if found:
-        machine.print0(f"{section}: finished already, skipped")
+        dist.print0(f"{section}: finished already, skipped")
     return found
-
-
-def train(run: TrainingRun) -> None:
-    """
-    Start or resume `run`, choose the micro-batch size, train, save and evaluate.
-
-    Raises UsageError if the run cannot finish or another run is using its directory, and
-    SystemExit(PREEMPTED) if it was stopped early, with its completed steps saved.
-    """
-    cfg, model, machine = run.cfg, run.model, run.machine
-    run_id = machine.broadcast(records.inherited_run_id(run.inputs, cfg.report_dir))
-    identity = {
-        **run.loader.identity,
-        "model": asdict(model.cfg),
-        "seed": cfg.seed,
-        "optim": asdict(cfg.optim),
-        "schedule": asdict(run.schedule),
-        **({"fp8": True} if machine.fp8 else {}),
-        **run.identity,
-    }
-    state = {
-        "stage": run.kind,
-        "identity": identity,
-        "settings": run.settings,
-        "provenance": {"run_id": run_id, "seed": cfg.seed, "inputs": run.inputs},
-        **run.state,
-    }
-    folder = checkpoint.stage_folder(run.kind) / run.tag
-    with CheckpointManager(folder, machine, cfg.saving, run.keep_optimizer) as checkpoints:
-        run.progress = checkpoints.begin(identity, model, run.optimizer, run.num_steps)
-        run.progress.begin_loss_scale(machine.dtype)
-        prepare(run, checkpoints)
-        log: AbstractContextManager = nullcontext()
-        if machine.is_main:
-            total = run.num_steps if run.max_seconds is None else None
-            log = RunLog(folder, cfg.run, run_id, run.settings, run.progress.step, total)
-            run.log = log.log
-        run.save = partial(checkpoints.save, model, run.optimizer, run.tokenizer, state)
-        for module in checkpoint.architectures_of(model.cfg):
-            run.callbacks = [*run.callbacks, *module.callbacks(model, run.optimizer, cfg.seed)]
-        with log, run.background():
-            done = run_loop(run, run.progress)
-    run.checkpoint = checkpoints.saved
-    if not done:
-        machine.close()
-        raise SystemExit(common.PREEMPTED)
-
-
-def prepare(run: TrainingRun, checkpoints: CheckpointManager) -> None:
-    """
-    Check memory and disk space and print a summary; choose kernels and micro-batch size first,
-    unless the run has `device_rows` (RL and DPO).
-    """
-    cfg, model, machine = run.cfg, run.model, run.machine
-    left, folder = run.num_steps - run.progress.step, checkpoints.folder
-    saves = 1 + (left // cfg.save_every if cfg.save_every else 0)
-    size = checkpoints.disk_bytes(model, saves)
-    disk = preflight.require_disk(folder, machine, checkpoints=size, rows=run.bytes_to_pack)
-    if machine.fp8:
-        preflight.enable_fp8(model, machine)
-    seconds, most = None if run.device_rows else fit_rows(run, left), ""
-    if run.max_seconds is not None and seconds is not None:
-        seconds = max(0.0, min(seconds, run.max_seconds - run.progress.clock_seconds))
-        most = f"{run.max_seconds:g} s of training, at most "
-    lines = {
-        **preflight.describe_run(model, machine, bool(run.progress.compiled)),
-        "disk": disk,
-        "inputs": ", ".join(map(" ".join, run.inputs.items())),
-        **run.loader.describe(run),
-        "training": f"{most}{run.num_steps:,} steps; from step {run.progress.step:,}",
-    }
-    if seconds is not None:
-        lines["estimate"] = f"about {duration(seconds)} of training"
-    machine.print0("\n".join(f"{name:<10} {text}" for name, text in lines.items()))
-
-
-def fit_rows(run: TrainingRun, steps: int) -> float:
-    """
-    Choose kernels and micro-batch size, set up the model, and return the estimated seconds of the
-    remaining `steps`. Raises UsageError if the requested micro-batch, or even a single row, does
-    not fit in memory.
-    """
-    model, optimizer, machine = run.model, run.optimizer, run.machine
-    trainable, requested = run.objective or model, run.cfg.device_batch_size
-    T, device = model.cfg.max_seq_len, machine.device
-    used = hardware.used_memory_bytes(device)
-    rows = run.batch_tokens // T // machine.world_size
-    grads = 4 * model.num_params()
-    limit = rows if requested is not None else preflight.max_rows(model, trainable, machine, grads)
-    device_rows = preflight.choose_device_rows(requested, rows, limit)
-    guess = preflight.estimate_seconds(model, steps * run.batch_tokens, machine)
-    kernels = run.kernels
-    if run.progress.autotuned is None:
-        run.progress.autotuned = preflight.choose_autotune(kernels, machine, guess)
-    kernels = replace(kernels, autotune=run.progress.autotuned)
-    if run.progress.compiled:
-        guess = math.inf
-    elif run.progress.compiled is False and kernels.compile is None:
-        kernels = replace(kernels, compile=False)
-    compiled = preflight.set_kernels(kernels, model, machine, guess, optimizer)
-    run.progress.compiled = compiled
-    mode = "compiling first" if compiled else "eager"
-    machine.print0(f"preflight  measuring a micro-batch of {device_rows} rows ({mode}) ...")
-    # tokens and targets of a step, and of the step that is prefetched meanwhile
-    ids = torch.arange(4 * rows * T, device=device).view(4, rows, T) % model.cfg.vocab_size
-    rehearse = partial(preflight.rehearse, trainable, optimizer, machine, ids)
-    # same limit on all ranks: if only one ran out of memory, it would miss a collective
-    available = hardware.free_memory_bytes(device) + hardware.used_memory_bytes(device)
-    reserve = preflight.GPU_RESERVE if requested is None else 0
-    with hardware.limit_memory(device, min(machine.gather(available)) - reserve):
-        while not (measured := rehearse(device_rows)):
-            torch.cuda.empty_cache()
-            if device_rows == 1 or requested is not None:
-                why = f"out of memory at device_batch_size={device_rows} on {machine.device_name}"
-                fix = preflight.SMALLER if device_rows == 1 else preflight.LET_CHOOSE
-                raise common.UsageError(why, fix)
-            device_rows = preflight.choose_device_rows(None, rows, device_rows // 2)
-            machine.print0(f"preflight  out of memory; trying {device_rows} rows")
-    peak_bytes, micro_batch, update = measured  # the last two in seconds
-    weights = sum(p.nbytes for p in model.parameters())
-    state = sum(x.nbytes for moments in optimizer.state.values() for x in moments.values())
-    memory = {"weights": weights, "gradients": grads, "optimizer": state}
-    if device.type == "cuda":  # the rest is rounding by the allocator
-        used = min(used, weights + state)
-    memory["activations"] = max(0, peak_bytes - used - grads)  # including kernel workspaces
-    total, free = sum(memory.values()), weights + state + hardware.free_memory_bytes(device)
-    parts = ", ".join(f"{name} {n / 2**20:,.0f}" for name, n in memory.items())
-    machine.print0(
-        f"memory     {total / 2**20:,.0f} MiB per device at device_batch_size={device_rows}: "
-        f"{parts}; {free / 2**20:,.0f} available"
-    )
-    run.device_rows, run.memory_bytes = device_rows, total
-    return steps * (micro_batch * rows / device_rows + update)
-
-
-def write_section(
-    section: str, run: TrainingRun, values: dict[str, Any], tables: Sequence = ()
-) -> None:
-    """Write the record of a finished run, update the report and print the next commands."""
-    saved, machine = run.checkpoint, run.machine
-    if saved is not None:
-        if run.kind in ("base", "mid", "sft"):  # steps of `batch_tokens` tokens, measured before
-            rate, health = run.tokens_per_second, run.progress.health
-            values = {
-                **values,
-                "Tokens per second": "-" if rate is None else f"{rate:,.0f}",
-                "Batch tokens": run.batch_tokens,
-                "Rows per device pass": run.device_rows,
-                "Compute dtype": preflight.describe_dtype(machine),
-                "Compiled": run.progress.compiled,
-                "Estimated memory": f"{run.memory_bytes / 2**20:.2f}MiB",
-                "Skipped steps": health.bad_steps,
-                "Loss spikes": health.spikes,
-            }
-        origin, outputs = saved.state["provenance"], {run.kind: saved.fingerprint}
-        spent = run.progress.add_cost(machine.world_size)
-        with machine.working("writing the report"):
-            records.write_record(
-                section,
-                run.settings,
-                {**values, **{n: x for each in run.callbacks for n, x in each.values().items()}},
-                records.Provenance(**origin, outputs=outputs),
-                replace(records.Cost.so_far(machine), **spent),
-                run.cfg.report_dir,
-                items={n: item for each in run.callbacks for n, item in each.items().items()},
-                tables=[*tables, *(table for each in run.callbacks for table in each.tables())],
-                metrics=saved.folder.parent / METRICS_FILE,
-                files=[saved.folder],
-            )
-            report.update(run.cfg.report_dir, renew=True)
-        machine.print0(saved.next_commands(machine))
-    machine.close()

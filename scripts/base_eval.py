@@ -27,10 +27,11 @@ from nanochat.eval_core import (
     core,
     eval_model_of,
     evaluate_task,
+    find_hf_model,
     open_suite,
 )
-from nanochat.lab.held_out import require_access
 from tasks.builtin import choose_bundle
+from tasks.held_out import require_access
 
 SECTION = "Base model evaluation"
 INSTALL = "uv sync --inexact --group interop"
@@ -92,18 +93,18 @@ def main(cfg: BaseEval) -> None:
         return print(open_for(None).about)
     machine = init_distributed(cfg.machine)
     candidate = (make_hf_candidate if cfg.hf_path else find_own_model)(cfg, machine)
-    suite = machine.on_main("opening the suite", lambda: open_for(candidate.dataset))
+    suite = machine.on_main(lambda: open_for(candidate.dataset))
     candidate.inputs["suite"] = suite.fingerprint
     scores: list[TaskScore] = []
     if cfg.skip_if_done:
-        scores = machine.on_main("verifying files", lambda: load_scores(cfg, candidate, suite))
+        scores = machine.on_main(lambda: load_scores(cfg, candidate, suite))
     if len(scores) == len(suite.tasks):
         machine.print0(f"{candidate.section}: finished already, skipped")
         return machine.close()
 
     names = [task.name for task in suite.tasks]
     who = {"checkpoint": candidate.name, "section": candidate.section}
-    machine.on_main("checking access", lambda: require_access(names, cfg.final, who))
+    machine.on_main(lambda: require_access(names, cfg.final, who))
     machine.print0(f"{candidate.name} on {suite.about}")
     model = candidate.load()
     for task in suite.tasks[len(scores) :]:
@@ -119,7 +120,7 @@ def main(cfg: BaseEval) -> None:
         started = time.perf_counter()
     total = core(scores)
     machine.print0(f"CORE {total.value:.4f} +- {total.se:.4f} over {len(scores)} tasks")
-    machine.on_main("writing the report", lambda: report.update(cfg.report_dir))
+    machine.on_main(lambda: report.update(cfg.report_dir))
     machine.close()
 
 
@@ -155,11 +156,10 @@ def make_hf_candidate(cfg: BaseEval, machine: DistContext) -> Candidate:
     are not installed.
     """
     try:
-        from nanochat.hf import eval_model  # needs an optional dependency group
+        revision, load = find_hf_model(str(cfg.hf_path), machine, cfg.trust_remote_code)
     except ModuleNotFoundError as error:
         raise MissingInput(f"--hf_path needs {error.name}", INSTALL) from error
     name = str(cfg.hf_path)
-    revision, load = eval_model.find_hf_model(name, machine, cfg.trust_remote_code)
     section, inputs = f"Evaluation of {name}", {"hf": revision}
     return Candidate(section, name, revision, 0, inputs, None, load)
 

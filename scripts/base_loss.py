@@ -20,15 +20,14 @@ from nanochat.config import require_at_least, settings, short, start
 from nanochat.dataloader import Rows
 from nanochat.dataset import DataConfig
 from nanochat.distributed import DistConfig, DistContext, init_distributed
-from nanochat.eval_bpb import Bpb, bits_per_byte, bucket_metrics, pool
-from nanochat.evaluators import generate_samples, row_batches
-from nanochat.golf.documents import document_bpb
+from nanochat.engine import generate_samples
+from nanochat.eval_bpb import Bpb, bits_per_byte, bucket_metrics, document_bpb, pool, row_batches
 from nanochat.mixture import Corpus, open_corpus, open_texts
-from nanochat.preflight import CHARS_PER_TOKEN, KernelConfig, prepare_scoring
-from nanochat.train import skip_if_finished
+from nanochat.train import KernelConfig, prepare_scoring, skip_if_finished
 from tasks.builtin import ensure_written
 
 SECTION = "Base model loss"
+CHARS_PER_TOKEN = 3  # rough, to estimate the work
 GPU_ROWS = 32  # packed sequences ("rows") per forward pass on a GPU
 
 
@@ -68,9 +67,8 @@ def main(cfg: BaseLoss) -> None:
     # Model and text
     tokenizer = checkpoint.tokenizer()
     model = load_model(checkpoint, machine)
-    with machine.working("opening the text"):
-        texts = open_texts(cfg.data, None, checkpoint.state["source"], ensure_written)
-        documents = [list(t.texts(t.val_shard, cfg.max_documents)) for t in texts.sources.values()]
+    texts = open_texts(cfg.data, None, checkpoint.state["source"], ensure_written)
+    documents = [list(t.texts(t.val_shard, cfg.max_documents)) for t in texts.sources.values()]
     T = model.cfg.max_seq_len
     corpus = open_corpus(texts, tokenizer, T)
     on_cpu = machine.device.type == "cpu"
@@ -111,11 +109,10 @@ def main(cfg: BaseLoss) -> None:
         "val tokens scored": val.tokens,
     }
     if machine.is_main:
-        with machine.working("writing the report"):
-            provenance = records.Provenance(origin["run_id"], origin["seed"], inputs)
-            cost = records.Cost.so_far(machine)
-            table = bpb_table(train, val, plain, T, any(trained.values()))
-            report.append_section(SECTION, cfg, values, provenance, cost, tables=[table])
+        provenance = records.Provenance(origin["run_id"], origin["seed"], inputs)
+        cost = records.Cost.so_far(machine)
+        table = bpb_table(train, val, plain, T, any(trained.values()))
+        report.append_section(SECTION, cfg, values, provenance, cost, tables=[table])
     machine.close()
 
 

@@ -8,32 +8,22 @@ Reads   tokenizer/ (scripts.tok_train) and rows/; missing rows are packed in the
 Writes  base_checkpoints/<tag>/ with metrics.jsonl, and the section "Base model training"
 """
 
-import math
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from typing import Any, Literal
 
-import torch
-
-from nanochat.checkpoint import build_model, new_model
+from nanochat.checkpoint import build_model
 from nanochat.config import require_at_least, settings, start
 from nanochat.dataset import DataConfig, load_last_source
 from nanochat.distributed import DistContext, init_distributed
-from nanochat.evaluators import (
-    FewShotScore,
-    PretrainEvalConfig,
-    Samples,
-    ValidationConfig,
-    ValidationLoss,
-)
-from nanochat.gpt import GPT, GPTConfig
+from nanochat.engine import generate_samples
+from nanochat.eval_bpb import Validation, ValidationConfig
+from nanochat.eval_core import Suite, core, eval_model_of, evaluate_task, open_suite
+from nanochat.gpt import GPTConfig, inference_copy
 from nanochat.hardware import is_hopper, peak_memory_bytes
 from nanochat.mixture import Corpus, MixConfig, open_corpus, open_texts
-from nanochat.optim import MuonAdamW, OptimConfig, Rule, ScheduleConfig
-from nanochat.preflight import KernelConfig, estimate_seconds, require_memory
+from nanochat.optim import MuonAdamW, ScheduleConfig, decay_factor, lr_factor, muon_momentum
+from nanochat.records import estimate
 from nanochat.scaling import (
-    Horizon,
     HorizonConfig,
     default_windows,
     plan_horizon,
@@ -41,15 +31,7 @@ from nanochat.scaling import (
     shape_for_depth,
 )
 from nanochat.tokenizer import Tokenizer
-from nanochat.train import (
-    Callback,
-    RowLoader,
-    TrainConfig,
-    TrainingRun,
-    skip_if_finished,
-    train,
-    write_section,
-)
+from nanochat.train import KernelConfig, Run, TrainConfig, skip_if_finished
 from tasks.builtin import choose_bundle, ensure_written
 
 SECTION = "Base model training"
@@ -69,6 +51,22 @@ RETIRED = {
     "learning_rate": "use --matrix_lr, --embedding_lr and --unembedding_lr",
     "warmup_ratio": "use --warmup_steps, a number of steps",
 }
+
+
+@dataclass(frozen=True)
+class PretrainEvalConfig:
+    core_metric_every: int = 0
+    """Evaluate CORE (few-shot, see scripts.base_eval) every N steps and at the end; 0 = never."""
+    core_metric_max_per_task: int = 500
+    """Maximum number of items per few-shot task during training."""
+    sample_every: int = 0
+    """Print continuations of seven fixed prompts every N steps and at the end; 0 = never."""
+    eval_bundle: str | None = None
+    """Folder, archive or URL of few-shot tasks. Default: those of the built-in dataset if training
+    on it, else the published ones."""
+
+    def __post_init__(self) -> None:
+        require_at_least(self, core_metric_every=0, core_metric_max_per_task=1, sample_every=0)
 
 
 @dataclass(frozen=True)
@@ -105,144 +103,123 @@ class BaseTrain:
         return shape_for_depth(self.depth, vocab_size, self.max_seq_len, self.arch, windows)
 
 
-def pretrain(
-    cfg: BaseTrain,
-    adapt: Callable[[GPTConfig], GPTConfig] = lambda shape: shape,
-    validation: type[ValidationLoss] = ValidationLoss,
-    callbacks: Callable[[GPT], Sequence[Callback]] = lambda model: (),
-    max_seconds: float | None = None,
-    make_optimizer: Callable[..., MuonAdamW] = MuonAdamW,
-    identity: Mapping[str, Any] = {},
-    rules: Callable[[OptimConfig, Horizon, int], dict[str, Rule]] = scaled_rules,
-) -> None:
-    """
-    Train a base model and write its record. The golf and recursion scripts pass more arguments.
+def main(cfg: BaseTrain) -> None:
+    seed, schedule = cfg.train.seed, cfg.schedule
+    dist = init_distributed(cfg.train.machine, seed)
+    if cfg.train.machine.dtype is None and cfg.depth >= FP8_DEPTH and is_hopper(dist.device):
+        dist = replace(dist, fp8=True)
 
-    adapt: modifies the model configuration that follows from depth. callbacks: extra callbacks.
-    max_seconds: training time budget. make_optimizer: takes the arguments of MuonAdamW.
-    identity: further settings that must match for a checkpoint to be resumed.
-    rules: (optimizer config, horizon, width) -> update rules.
-    """
-    seed = cfg.train.seed
-    machine = init_distributed(cfg.train.machine, seed)
-    if cfg.train.machine.dtype is None and cfg.depth >= FP8_DEPTH and is_hopper(machine.device):
-        machine = replace(machine, fp8=True)
-
-    # Data: tokenizer and rows; exit if this run has already finished
-    corpus, inputs = open_text(cfg, machine)
+    # Tokenizer, text and rows; exit if this run has already finished
+    corpus, inputs = open_text(cfg, dist)
     tokenizer, T = corpus.tokenizer, cfg.max_seq_len
-    resolved = {**settings(cfg), "eval_tokens": cfg.validation.tokens(machine)}
-    if skip_if_finished(SECTION, resolved, inputs, cfg.train, machine):
-        return machine.close()
+    resolved = {**settings(cfg), "eval_tokens": cfg.validation.tokens(dist)}
+    if skip_if_finished(SECTION, resolved, inputs, cfg.train, dist):
+        return dist.close()
 
-    # Model: everything follows from depth
-    model_cfg = adapt(cfg.model_config(tokenizer.vocab_size, machine.device.type))
-    with torch.device("meta"):
-        require_memory(new_model(model_cfg), machine)
-    model = build_model(model_cfg, machine.device, machine.dtype, seed)
+    # Everything follows from depth
+    shape = cfg.model_config(tokenizer.vocab_size, dist.device.type)
+    model = build_model(shape, dist.device, dist.dtype, seed)
+    horizon = plan_horizon(model, cfg.horizon, dist.world_size)
+    num_steps, batch_tokens = horizon.num_steps, horizon.batch_tokens
+    rules = scaled_rules(cfg.train.optim, horizon, shape.d_model)
+    optimizer = MuonAdamW(model, rules, dist)
+    mixed, needed = corpus.resolve_amounts(num_steps * batch_tokens // T, dist)
+    rows = corpus.mixed(needed)
+    suite = open_few_shot(cfg, corpus, dist)
 
-    # Horizon and optimizer
-    horizon, num_steps = plan(cfg, model, max_seconds, machine)
-    table = rules(cfg.train.optim, horizon, model_cfg.d_model)
-    optimizer = make_optimizer(model, table, machine)
-    mixed, needed = corpus.resolve_amounts(num_steps * horizon.batch_tokens // T, machine)
-    if max_seconds is not None:  # packing must not count against the time budget
-        corpus.pack(needed, machine)
-
-    # Evaluators and the run
-    loss = validation(cfg.validation, corpus.rows)
-    run = TrainingRun(
-        kind="base",
-        model=model,
-        tokenizer=tokenizer,
-        optimizer=optimizer,
-        loader=RowLoader(corpus.mixed(needed), horizon.batch_tokens, seed, machine),
-        machine=machine,
-        cfg=cfg.train,
-        tag=cfg.train.model_tag or f"d{cfg.depth}",
+    run = Run(
+        *("base", cfg.train.model_tag or f"d{cfg.depth}"),
+        *(cfg.train, model, optimizer, tokenizer, dist),
         num_steps=num_steps,
-        schedule=cfg.schedule,
+        batch_tokens=batch_tokens,
         kernels=cfg.kernels,
-        callbacks=[loss, *open_evaluators(cfg, corpus, machine), *callbacks(model)],
-        max_seconds=max_seconds,
+        settings=resolved,
         inputs=inputs,
-        identity=identity,
+        identity={"rows": rows.recipe, "schedule": asdict(schedule)},
         state={
             "horizon": asdict(horizon),
             "source": corpus.texts.describe(),
             **({"mixture": mixed.state()} if mixed else {}),
         },
-        settings=resolved,
-        background=partial(corpus.packing, needed, machine),
-        bytes_to_pack=machine.on_main("estimating disk use", lambda: corpus.bytes_to_pack(needed)),
     )
-    train(run)
-    write_section(SECTION, run, summarize(run), mixed.tables() if mixed else ())
+    few_shot: dict[str, Any] = {}
+    with run, corpus.packing(needed, dist):
+        validation = Validation(cfg.validation, corpus.rows, tokenizer, dist)
+        for step in run.steps():  # from the last checkpoint on
+            if run.due(cfg.train.eval_every):
+                run.log(validation.score(model.token_losses, run.device_rows, run.stop))
+            few_shot |= sample_and_score(run, cfg.evaluation, suite)
+            if run.finished:
+                break
+            run.backward(run.load(rows))
+            run.update(
+                lr_factor(step, num_steps, schedule),
+                muon_momentum(step, num_steps, schedule),
+                decay_factor(step, num_steps),
+            )
+    values = {**summarize(run, schedule), **run.measurements(), **few_shot}
+    run.finish(SECTION, values, mixed.tables() if mixed else ())
 
 
-def plan(
-    cfg: BaseTrain, model: GPT, max_seconds: float | None, machine: DistContext
-) -> tuple[Horizon, int]:
-    """
-    Return the horizon, which ignores the time budget, and the maximum number of steps. With a
-    budget and no num_iterations, the maximum is twice the estimate, so that enough text is packed.
-    """
-    horizon = plan_horizon(model, cfg.horizon, machine.world_size)
-    if max_seconds is None or cfg.horizon.num_iterations is not None:
-        return horizon, horizon.num_steps
-    step_seconds = estimate_seconds(model, horizon.batch_tokens, machine)
-    return horizon, machine.broadcast(math.ceil(2 * max_seconds / step_seconds))
-
-
-def open_text(cfg: BaseTrain, machine: DistContext) -> tuple[Corpus, dict[str, str]]:
+def open_text(cfg: BaseTrain, dist: DistContext) -> tuple[Corpus, dict[str, str]]:
     """Open tokenizer, text and rows. Returns the corpus and the fingerprints of all three."""
     tokenizer = Tokenizer.load(cfg.tokenizer_tag)
     used = load_last_source(cfg.tokenizer_tag)
-    texts = machine.on_main(
-        "opening the text", lambda: open_texts(cfg.data, cfg.mix, used, ensure_written)
-    )
+    texts = dist.on_main(lambda: open_texts(cfg.data, cfg.mix, used, ensure_written))
     corpus = open_corpus(texts, tokenizer, cfg.max_seq_len)
     prints = {"rows": corpus.fingerprint, "tokenizer": tokenizer.fingerprint}
     return corpus, {**prints, "data": texts.fingerprint}
 
 
-def open_evaluators(cfg: BaseTrain, corpus: Corpus, machine: DistContext) -> list[Callback]:
-    """Enabled evaluators, besides the validation loss."""
-    evaluation, evaluators = cfg.evaluation, []
-    if evaluation.sample_every:
-        evaluators.append(Samples(evaluation.sample_every))
-    if evaluation.core_metric_every:
-        dataset = corpus.texts.describe().get("dataset")
-        bundle = machine.on_main(
-            "writing the suite", lambda: choose_bundle(None, evaluation.eval_bundle, dataset)
-        )
-        evaluators.append(FewShotScore(evaluation, bundle, machine))
-    return evaluators
+def open_few_shot(cfg: BaseTrain, corpus: Corpus, dist: DistContext) -> Suite | None:
+    """Few-shot tasks to evaluate during training; None if they are off."""
+    if not cfg.evaluation.core_metric_every:
+        return None
+    dataset, bundle = corpus.texts.describe().get("dataset"), cfg.evaluation.eval_bundle
+    return dist.on_main(lambda: open_suite(choose_bundle(None, bundle, dataset)))
 
 
-def summarize(run: TrainingRun) -> dict[str, Any]:
+def sample_and_score(run: Run, cfg: PretrainEvalConfig, suite: Suite | None) -> dict[str, Any]:
+    """
+    If they are due, print samples, generated by the main rank, and score the few-shot tasks with an
+    uncompiled copy of the model. Returns values for the record.
+    """
+    dist, found = run.dist, {}
+    if cfg.sample_every and run.due(cfg.sample_every):
+        texts = dist.on_main(lambda: generate_samples(run.model, run.tokenizer))
+        dist.print0("\n".join(f"    {text!r}" for text in texts.values()))
+    if suite and run.due(cfg.core_metric_every):
+        subject = eval_model_of(inference_copy(run.model), run.tokenizer)
+        args = (dist, cfg.core_metric_max_per_task, run.stop)
+        score = core([evaluate_task(subject, task, *args) for task in suite.tasks])
+        run.log({"core_metric": score.value})
+        found = {"CORE metric estimate": estimate(*score)}
+    return found
+
+
+def summarize(run: Run, schedule: ScheduleConfig) -> dict[str, Any]:
     """First values of the report section."""
-    progress, machine, throughput = run.progress, run.machine, run.tokens_per_second
+    progress, dist, throughput = run.progress, run.dist, run.tokens_per_second
     tokens = progress.step * run.batch_tokens
     flops = progress.flops / tokens  # per token
-    mfu = throughput and machine.utilization(throughput * flops)
+    mfu = throughput and dist.utilization(throughput * flops)
     return {
         "Number of parameters": run.model.num_params(),
         "Number of FLOPs per token": f"{flops:e}",
         "Calculated number of iterations": progress.step,
         "Number of training tokens": tokens,
         "Tokens : Params ratio": tokens / run.model.num_params(),
-        "DDP world size": machine.world_size,
-        "warmup_ratio": min(1.0, run.schedule.warmup_steps / progress.step),
+        "DDP world size": dist.world_size,
+        "warmup_ratio": min(1.0, schedule.warmup_steps / progress.step),
         "Minimum validation bpb": progress.min_val,
         "Final validation bpb": progress.last_val,
         "MFU %": "-" if mfu is None else f"{100 * mfu:.2f}%",
         "Total training flops": f"{progress.flops:e}",
         "Total training time": f"{progress.train_seconds / 60:.2f}m",
-        "Peak memory usage": f"{peak_memory_bytes(machine.device) / 2**20:.2f}MiB",
+        "Peak memory usage": f"{peak_memory_bytes(dist.device) / 2**20:.2f}MiB",
         "Final training loss": progress.smooth_loss,
     }
 
 
 if __name__ == "__main__":
-    start(pretrain, BaseTrain(), __doc__, retired=RETIRED)
+    start(main, BaseTrain(), __doc__, retired=RETIRED)

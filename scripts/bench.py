@@ -44,8 +44,8 @@ from nanochat.common import REPOSITORY, write_atomic
 from nanochat.config import require_at_least, start
 from nanochat.dataset import DataConfig, Source, load_last_source, open_source
 from nanochat.distributed import DistConfig, init_distributed
-from nanochat.preflight import KernelConfig
 from nanochat.scaling import default_windows, shape_for_depth
+from nanochat.train import KernelConfig
 from tasks.builtin import ensure_written
 
 DEPTHS = {"cpu": (4, 8, 12), "cuda": (4, 12, 20)}

@@ -24,14 +24,13 @@ from prompt_toolkit.key_binding import KeyBindings
 from rich.cells import cell_len
 from rich.console import Console
 
+from nanochat.chat_format import Transcript, render_fitting
 from nanochat.checkpoint import CheckpointChoice, load_inference
 from nanochat.common import base_dir, printable
 from nanochat.config import short, start
 from nanochat.distributed import DistConfig, init_distributed
-from nanochat.engine import Engine, Sampling
-from nanochat.preflight import choose_engine_compile
+from nanochat.engine import Engine, Sampling, choose_engine_compile
 from nanochat.sandbox import Tools
-from nanochat.serve.transcript import Transcript, render_fitting
 
 HELP = """\
 /help            show this help
@@ -69,7 +68,7 @@ def main(cfg: ChatCli) -> None:
     model, tokenizer = load_inference(checkpoint, machine)
     tool = Tools(cfg.python, unsafe=cfg.unsafe_exec)
     wanted = cfg.compile_engine if prompt is None or cfg.compile_engine is not None else False
-    compiled = choose_engine_compile(wanted, machine, most_tokens=0)
+    compiled = choose_engine_compile(wanted, machine.device, most_tokens=0)
     engine = Engine(model, tokenizer, slots=1, tool=tool, compiled=compiled)
     chat = Chat(engine, cfg, console, is_base=source == "base")
     if prompt is not None:

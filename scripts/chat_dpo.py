@@ -11,35 +11,37 @@ Writes  chatdpo_checkpoints/<tag>/ with metrics.jsonl, chatdpo_checkpoints/pairs
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 
 from nanochat.checkpoint import FOLDERS, Checkpoint, load_model, stage_folder
 from nanochat.common import fingerprint
 from nanochat.config import require_at_least, require_positive, settings, start
 from nanochat.distributed import DistContext, init_distributed
-from nanochat.engine import Engine
+from nanochat.engine import Engine, choose_engine_compile
 from nanochat.finetune import choose_tag, open_parent, parent_inputs
 from nanochat.gpt import GPT, inference_copy
-from nanochat.lab.canaries import CanaryConfig, open_monitor
 from nanochat.lab.dpo import (
-    DPOObjective,
     Pair,
-    PairEvaluator,
-    PairLoader,
+    dpo_loss,
     encode_pairs,
+    evaluate_pairs,
+    held_out_metrics,
+    held_out_values,
     keep_pairs,
+    pair_batches,
+    pair_digest,
+    pairs_of_step,
     sample_pairs,
 )
-from nanochat.optim import MuonAdamW, ScheduleConfig
-from nanochat.preflight import choose_engine_compile
-from nanochat.rl import RolloutConfig
+from nanochat.optim import MuonAdamW, decay_factor, lr_factor
+from nanochat.rl import RolloutConfig, require_divisible
 from nanochat.sandbox import calculate
 from nanochat.scaling import make_rules
 from nanochat.tokenizer import Tokenizer
-from nanochat.train import TrainingRun, skip_if_finished, train, write_section
-from scripts.chat_rl import BUILTIN_TASKS, TASK, AnswerTuning, open_questions
-from tasks.base import Mixture, Task
+from nanochat.train import Run, skip_if_finished
+from scripts.chat_rl import BUILTIN_TASKS, MOMENTUM, SCHEDULE, TASK, AnswerTuning, open_questions
+from tasks.base import Task
 from tasks.preferences import Preferences
 
 SECTION = "Chat DPO"
@@ -59,7 +61,6 @@ class ChatDPO(AnswerTuning):
     beta: float = 0.1
     """Weight of the log-probability ratio to the parent; lower values allow larger changes."""
     rollouts: RolloutConfig = RolloutConfig(num_samples=8)
-    canaries: CanaryConfig = field(default_factory=CanaryConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -70,64 +71,76 @@ class ChatDPO(AnswerTuning):
 
 
 def main(cfg: ChatDPO) -> None:
-    rows = cfg.train.device_batch_size or 8
-    machine = init_distributed(cfg.train.machine, cfg.train.seed)
-    parent = open_parent(cfg.source, tuple(FOLDERS), cfg.train, machine)
+    seed, per_step = cfg.train.seed, cfg.rollouts.examples_per_step
+    dist = init_distributed(cfg.train.machine, seed)
+    parent = open_parent(cfg.source, tuple(FOLDERS), cfg.train, dist)
     default = BUILTIN_TASKS.get(parent.state["source"].get("dataset"), TASK)
     spec = None if cfg.pairs else cfg.task or default
 
     # Training and held-out data
     tag = choose_tag("dpo", parent, cfg.train)
-    with machine.working("loading the data"):
-        data = open_data(cfg, spec)
-        found = {"pairs": fingerprint(data[0].identity)} if spec is None else {}
+    data = open_data(cfg, spec)
+    found = {"pairs": fingerprint(data[0].identity)} if spec is None else {}
     resolved, inputs = {**settings(cfg), "task": spec}, {**parent_inputs(parent), **found}
-    if skip_if_finished(SECTION, resolved, inputs, cfg.train, machine):
-        return machine.close()
+    if skip_if_finished(SECTION, resolved, inputs, cfg.train, dist):
+        return dist.close()
 
     # Models, pairs, optimizer
-    model, tokenizer = load_model(parent, machine), parent.tokenizer()
-    pairs, held_out = make_pairs(cfg, data, parent, model, tokenizer, machine)
-    reference = load_model(parent, machine).to(machine.dtype).requires_grad_(False)
-    objective = DPOObjective(model, reference, cfg.beta)
-    T, filler = model.cfg.max_seq_len, tokenizer.bos_id
-    loader = PairLoader(pairs, cfg.rollouts, cfg.train.seed, machine, filler, T)
-    steps = cfg.num_epochs * len(pairs) / cfg.rollouts.examples_per_step
-    num_steps = cfg.num_iterations or max(1, round(steps))
-    table = make_rules(cfg.train.optim, model.cfg.d_model, cfg.init_lr_frac)
-    optimizer = MuonAdamW(model, table, machine)
+    require_divisible(per_step, dist)
+    model, tokenizer = load_model(parent, dist), parent.tokenizer()
+    pairs, held_out = make_pairs(cfg, data, parent, model, tokenizer, dist)
+    reference = load_model(parent, dist).to(dist.dtype).requires_grad_(False)
+    num_steps = cfg.num_iterations or max(1, round(cfg.num_epochs * len(pairs) / per_step))
+    rules = make_rules(cfg.train.optim, model.cfg.d_model, cfg.init_lr_frac)
+    optimizer = MuonAdamW(model, rules, dist)
 
-    # Evaluation before training, and canaries
-    n = min(len(held_out), cfg.eval_examples)
-    some = [held_out[i * len(held_out) // n] for i in range(n)]
-    evaluator = PairEvaluator(objective, loader, some, rows)
-    tasks = data[1].tasks if isinstance(data[1], Mixture) else data[1:]
-    chats = {task.name: task for task in tasks}
-    monitor = open_monitor(cfg.canaries, parent, model, chats, num_steps, machine)
-
-    run = TrainingRun(
-        kind="dpo",
-        model=model,
-        tokenizer=tokenizer,
-        objective=objective,
-        optimizer=optimizer,
-        loader=loader,
-        machine=machine,
-        cfg=cfg.train,
-        tag=tag,
+    run = Run(
+        *("dpo", tag, cfg.train, model, optimizer, tokenizer, dist),
         num_steps=num_steps,
-        schedule=ScheduleConfig(0, warmdown_ratio=1.0, final_lr_frac=0.0),
-        device_rows=rows,
-        callbacks=[evaluator, *([monitor] if monitor else [])],
-        inputs=inputs,
-        identity={"task": spec, "beta": cfg.beta, "init_lr_frac": cfg.init_lr_frac, **inputs},
-        state={"source": parent.state["source"]},
+        batch_tokens=per_step * 2 * model.cfg.max_seq_len,
+        kernels=None,
         settings=resolved,
+        inputs=inputs,
+        identity={
+            "dpo": asdict(cfg.rollouts),
+            "pair_digest": pair_digest(pairs),
+            "schedule": asdict(SCHEDULE),
+            "task": spec,
+            "beta": cfg.beta,
+            "init_lr_frac": cfg.init_lr_frac,
+            **inputs,
+        },
+        state={"source": parent.state["source"]},
         keep_optimizer=cfg.save_optimizer,
     )
-    train(run)
+    n = min(len(held_out), cfg.eval_examples)
+    some = [held_out[i * len(held_out) // n] for i in range(n)]
+    shape = cfg.train.device_batch_size or 8, tokenizer.bos_id, dist.device
+
+    def measure(when):
+        result = evaluate_pairs(model, reference, cfg.beta, some, shape, dist)
+        shown = (f"{name} {x.value:.4f} +- {x.se:.4f}" for name, x in result.items())
+        dist.print0(f"{when}: held-out {', '.join(shown)} ({n} pairs)")
+        return result
+
+    before = after = measure("before")
+    with run:
+        for step in run.steps():  # from the last checkpoint on
+            if step == 0:
+                run.log(held_out_metrics(before))
+            if run.due(cfg.train.eval_every):
+                after = measure("after" if run.finished else f"step {step}")
+                run.log(held_out_metrics(after))
+            if run.finished:
+                break
+            mine = pairs_of_step(pairs, step, per_step, seed, dist)
+            for batch in pair_batches(mine, *shape):
+                loss = dpo_loss(model, reference, cfg.beta, batch.tokens, batch.targets)
+                run.accumulate(loss, len(batch.counts) // 2, batch.tokens.numel())  # per pair
+            decay = decay_factor(step, num_steps)
+            run.update(lr_factor(step, num_steps, SCHEDULE), MOMENTUM, decay)
     values = {"Training pairs": len(pairs), "Number of iterations": num_steps}
-    write_section(SECTION, run, values)
+    run.finish(SECTION, {**values, **held_out_values(before=before, after=after)})
 
 
 def open_data(cfg: ChatDPO, spec: str | None) -> tuple[Task, Task]:
@@ -144,7 +157,7 @@ def make_pairs(
     parent: Checkpoint,
     model: GPT,
     tokenizer: Tokenizer,
-    machine: DistContext,
+    dist: DistContext,
 ) -> list[list[Pair]]:
     """
     Encoded pairs of each task; sampled ones are saved in the folder of DPO checkpoints. Raises
@@ -153,26 +166,25 @@ def make_pairs(
     T, engine, found = model.cfg.max_seq_len, None, []
     if not cfg.pairs:
         tokens = sum(map(len, data)) * cfg.rollouts.num_samples * cfg.rollouts.max_new_tokens
-        compiled = choose_engine_compile(None, machine, tokens)
+        compiled = choose_engine_compile(None, dist.device, tokens)
         twin = inference_copy(model)
         engine = Engine(twin, tokenizer, tool=calculate, compiled=compiled)
     for seed, task in enumerate(data, cfg.train.seed):
         if isinstance(task, Preferences):
-            with machine.working(f"encoding {len(task):,} pairs"):
-                pairs, num_long = encode_pairs(task.pairs, tokenizer, T)
+            pairs, num_long = encode_pairs(task.pairs, tokenizer, T)
             about = f"without {num_long:,} of more than {T:,} tokens, {task.num_skipped:,} invalid"
             fix = "use shorter pairs, or a model with a larger max_seq_len"
         else:
             assert engine is not None
             sampling = asdict(replace(cfg.rollouts, examples_per_step=1))  # has no influence
             origin = fingerprint([parent.fingerprint, task.identity, sampling, seed])
-            sample = partial(sample_pairs, engine, task, cfg.rollouts, seed, machine)
+            sample = partial(sample_pairs, engine, task, cfg.rollouts, seed, dist)
             path = stage_folder("dpo") / f"pairs_{origin}.json"
-            pairs = keep_pairs(path, sample, machine)
+            pairs = keep_pairs(path, sample, dist)
             about = f"from {cfg.rollouts.num_samples} answers to each of {len(task):,} questions"
-            machine.print0(f"{task.split}: pairs are kept in {path}")
+            dist.print0(f"{task.split}: pairs are kept in {path}")
             fix = "raise --num_samples, or use tasks that the model solves sometimes"
-        machine.print0(f"{task.split}: {len(pairs):,} pairs, {about}")
+        dist.print0(f"{task.split}: {len(pairs):,} pairs, {about}")
         if not pairs:
             raise ValueError(f"no pairs in {task.name} ({task.split}), {about}; {fix}")
         found.append(pairs)

@@ -20,7 +20,7 @@ from nanochat.checkpoint import Checkpoint, Stage, find_checkpoint_on_node, load
 from nanochat.common import UsageError, fingerprint
 from nanochat.config import require_at_least, settings, short, start
 from nanochat.distributed import DistConfig, DistContext, init_distributed
-from nanochat.engine import Engine, Sampling
+from nanochat.engine import Engine, Sampling, choose_engine_compile
 from nanochat.eval_chat import (
     TaskResult,
     clusters_of,
@@ -32,12 +32,10 @@ from nanochat.eval_chat import (
     trim,
 )
 from nanochat.finetune import parent_inputs
-from nanochat.lab.held_out import require_access, select_tasks
-from nanochat.lab.variance import default_repeats
-from nanochat.preflight import choose_engine_compile
 from nanochat.sandbox import Tools
 from nanochat.stats import Estimate
 from tasks.base import Task, user, visible
+from tasks.held_out import require_access, select_tasks
 from tasks.registry import TASKS, eval_task, key_of, why_unavailable
 
 MEAN = "ChatCORE"
@@ -88,7 +86,7 @@ class ChatEval(TaskEval):
     """Stage of the model."""
     num_samples: int | None = short("n", None)
     """Answers per question; the score is their mean (avg@k), and pass@k is reported too. Default:
-    1 at temperature 0, else the number measured by scripts.lab.eval_variance, if any."""
+    1; scripts.lab.eval_variance measures how many a task needs."""
     model_tag: str | None = short("g", None)
     """Folder of the checkpoint. Default: the newest."""
     step: int | None = short("s", None)
@@ -104,9 +102,10 @@ class ChatEval(TaskEval):
     def section(self) -> str:
         return f"Chat evaluation {self.source}"
 
-    def repeats(self, task: Task) -> int:
+    @property
+    def repeats(self) -> int:
         """Number of answers per question of a task that is scored by generation."""
-        return self.num_samples or default_repeats(task.name, self.sampling.temperature)
+        return self.num_samples or 1
 
 
 def default_tasks(source: Mapping[str, Any]) -> tuple[str, ...]:
@@ -142,7 +141,7 @@ def open_engine(
     model, tokenizer = load_inference(checkpoint, machine)
     tool = Tools(cfg.python, unsafe=cfg.unsafe_exec)
     num_tokens = num_answers * cfg.sampling.max_new_tokens
-    compiled = choose_engine_compile(cfg.compile_engine, machine, num_tokens)
+    compiled = choose_engine_compile(cfg.compile_engine, machine.device, num_tokens)
     return Engine(model, tokenizer, cfg.batch_size, tool=tool, compiled=compiled)
 
 
@@ -156,10 +155,12 @@ def main(cfg: ChatEval) -> None:
     inputs = parent_inputs(checkpoint)
     key = records.stage_key({**all_flags(cfg), "task_name": None}, inputs)  # identifies a score
     path = records.report_folder(cfg.report_dir) / f"{records.slug(cfg.section)}.json"
-    found = machine.on_main("reading the record", lambda: records.read_if_sound(path))
+    found = machine.on_main(lambda: records.read_if_sound(path))
     recorded = found or {"values": {}, "items": {}}
     averaged = recorded["items"].get(MEAN, {}).get("weights", {})  # tasks of the recorded ChatCORE
     known = load_scores(recorded, key) if cfg.skip_if_done else {}
+    if known and found:
+        machine.on_main(lambda: records.require_same_code(cfg.section, found))
     todo = [task for task in tasks if task.name not in known]
     if not todo and (cfg.task_name or MEAN in known or not counted):
         machine.print0(f"{cfg.section}: finished already, skipped")
@@ -167,11 +168,10 @@ def main(cfg: ChatEval) -> None:
 
     names = [task.name for task in todo]
     who = {"checkpoint": str(checkpoint.folder), "section": cfg.section}
-    machine.on_main("checking access", lambda: require_access(names, cfg.final, who))
-    with machine.working("loading the tasks"):  # downloads them
-        counts = {task.name: cfg.count(task) for task in todo}
+    machine.on_main(lambda: require_access(names, cfg.final, who))
+    counts = {task.name: cfg.count(task) for task in todo}
     generated = [task for task in todo if task.kind == "generate"]
-    answers = sum(counts[task.name] * cfg.repeats(task) for task in generated)
+    answers = sum(counts[task.name] * cfg.repeats for task in generated)
     engine = open_engine(cfg, checkpoint, machine, answers)
 
     def record(values: Mapping[str, Any], items: Mapping[str, Any], *tables: Any) -> None:
@@ -191,7 +191,7 @@ def main(cfg: ChatEval) -> None:
             model, tokenizer = engine.model, engine.tokenizer
             graded = score_by_logits(model, tokenizer, task, counts[task.name], machine)
         else:
-            n, repeats = counts[task.name], cfg.repeats(task)
+            n, repeats = counts[task.name], cfg.repeats
             graded = score_by_generation(engine, task, n, cfg.sampling, repeats, machine)
         clusters = clusters_of(task, len(graded.outcomes))
         known[task.name] = stats.mean(item_means(graded.outcomes), clusters)
@@ -207,7 +207,7 @@ def main(cfg: ChatEval) -> None:
         record(*mean_record(counted, known, missing), *samples)
     elif any(task.name in averaged for task in todo):
         machine.print0(f"{MEAN} deleted; it is computed again without --task_name")
-    machine.on_main("writing the report", lambda: report.update(cfg.report_dir))
+    machine.on_main(lambda: report.update(cfg.report_dir))
     machine.close()
 
 

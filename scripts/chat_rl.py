@@ -9,30 +9,43 @@ Writes  chatrl_checkpoints/<tag>/ with metrics.jsonl, and the section "Chat RL"
 """
 
 import math
-from dataclasses import dataclass, field
+import time
+from dataclasses import asdict, dataclass, field
 
 from nanochat.checkpoint import FOLDERS, Checkpoint, SavingConfig, load_model
 from nanochat.config import require_at_least, require_positive, settings, start
 from nanochat.distributed import DistContext, init_distributed
-from nanochat.engine import Engine
+from nanochat.engine import Engine, choose_engine_compile
 from nanochat.eval_chat import item_means, score_by_generation
 from nanochat.finetune import choose_tag, open_parent, parent_inputs
-from nanochat.gpt import GPT, inference_copy
-from nanochat.lab.canaries import CanaryConfig, open_monitor
-from nanochat.lab.held_out import reject_contaminated, require_access
+from nanochat.gpt import GPT, copy_weights, inference_copy
+from nanochat.logger import METRICS_FILE, read_metrics
 from nanochat.mixture import Part
-from nanochat.optim import MuonAdamW, OptimConfig, ScheduleConfig
-from nanochat.preflight import choose_engine_compile
-from nanochat.rl import RLConfig, RLEvaluator, RolloutLoader
+from nanochat.optim import MuonAdamW, OptimConfig, ScheduleConfig, decay_factor, lr_factor
+from nanochat.rl import (
+    RLConfig,
+    Rollouts,
+    compare_results,
+    held_out_items,
+    held_out_scores,
+    kl_to_reference,
+    measure,
+    micro_batches,
+    pass_metrics,
+    step_values,
+)
 from nanochat.sandbox import calculate
 from nanochat.scaling import make_rules
-from nanochat.train import TrainConfig, TrainingRun, skip_if_finished, train, write_section
+from nanochat.train import Run, TrainConfig, skip_if_finished
 from tasks.base import Mixture
 from tasks.buckets import held_out_questions, rl_questions, tags
+from tasks.held_out import reject_contaminated, require_access
 from tasks.registry import key_of
 
 SECTION = "Chat RL"
 TASK = "gsm8k"
+MOMENTUM = 0.95  # of Muon, constant
+SCHEDULE = ScheduleConfig(0, warmdown_ratio=1.0, final_lr_frac=0.0)  # linear decay to 0
 BUILTIN_TASKS = {  # dataset of the base model -> default task
     "embedded": "world_facts*2,world_choice*4,world_problems=800,world_spelling=800"
 }
@@ -82,7 +95,6 @@ class ChatRL(AnswerTuning):
     """Train only on questions whose pass rate under the parent model is in this range, as in
     0.2,0.8; estimated from num_samples answers each. Default: all questions."""
     rl: RLConfig = field(default_factory=RLConfig)
-    canaries: CanaryConfig = field(default_factory=CanaryConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -92,57 +104,85 @@ class ChatRL(AnswerTuning):
 
 
 def main(cfg: ChatRL) -> None:
-    seed = cfg.train.seed
-    machine = init_distributed(cfg.train.machine, seed)
-    parent = open_parent(cfg.source, tuple(FOLDERS), cfg.train, machine)
+    rl, seed = cfg.rl, cfg.train.seed
+    dist = init_distributed(cfg.train.machine, seed)
+    parent = open_parent(cfg.source, tuple(FOLDERS), cfg.train, dist)
     spec = cfg.task or BUILTIN_TASKS.get(parent.state["source"].get("dataset"), TASK)
     resolved, inputs = {**settings(cfg), "task": spec}, parent_inputs(parent)
-    if skip_if_finished(SECTION, resolved, inputs, cfg.train, machine):
-        return machine.close()
+    if skip_if_finished(SECTION, resolved, inputs, cfg.train, dist):
+        return dist.close()
 
     # Training and held-out questions
     tag = choose_tag("rl", parent, cfg.train)
-    with machine.working("loading the tasks"):
-        eval_spec = cfg.eval_task or spec
-        train_task, held_out = open_questions(spec, eval_spec, cfg.eval_examples, seed)
+    eval_spec = cfg.eval_task or spec
+    train_task, held_out = open_questions(spec, eval_spec, cfg.eval_examples, seed)
 
     # Model, rollouts, optimizer
-    model = load_model(parent, machine)
-    rollouts = open_rollouts(cfg, parent, model, train_task, machine)
-    steps = cfg.num_epochs * len(rollouts.questions) / cfg.rl.examples_per_step
+    model = load_model(parent, dist)
+    reference = inference_copy(load_model(parent, dist)) if rl.log_kl else None
+    rollouts = open_rollouts(cfg, parent, model, train_task, dist)
+    tokenizer = rollouts.engine.tokenizer
+    steps = cfg.num_epochs * len(rollouts.questions) / rl.examples_per_step
     num_steps = cfg.num_iterations or max(1, round(steps))
-    table = make_rules(cfg.train.optim, model.cfg.d_model, cfg.init_lr_frac)
-    optimizer = MuonAdamW(model, table, machine)
+    rules = make_rules(cfg.train.optim, model.cfg.d_model, cfg.init_lr_frac)
+    optimizer = MuonAdamW(model, rules, dist)
 
-    # Evaluation before training, and canaries
-    reward_steps = min(num_steps, math.ceil(cfg.eval_examples / cfg.rl.examples_per_step))
-    evaluator = RLEvaluator(rollouts, held_out, cfg.eval_samples, reward_steps)
-    chats = {task.name: task for task in held_out.tasks}
-    monitor = open_monitor(cfg.canaries, parent, model, chats, num_steps, machine)
-
-    rates = cfg.pass_rates
-    identity = {"task": spec, "init_lr_frac": cfg.init_lr_frac, "pass_rates": rates and list(rates)}
-    run = TrainingRun(
-        kind="rl",
-        model=model,
-        tokenizer=rollouts.engine.tokenizer,
-        optimizer=optimizer,
-        loader=rollouts,
-        machine=machine,
-        cfg=cfg.train,
-        tag=tag,
+    reward_steps = min(num_steps, math.ceil(cfg.eval_examples / rl.examples_per_step))
+    before = measure("before", rollouts, held_out, cfg.eval_samples, reward_steps)
+    after, rates = before, cfg.pass_rates
+    run = Run(
+        *("rl", tag, cfg.train, model, optimizer, tokenizer, dist),
         num_steps=num_steps,
-        schedule=ScheduleConfig(0, warmdown_ratio=1.0, final_lr_frac=0.0),
-        device_rows=cfg.train.device_batch_size or 8,
-        callbacks=[evaluator, *([monitor] if monitor else [])],
-        inputs=inputs,
-        identity={**identity, **inputs},
-        state={"source": parent.state["source"]},
+        batch_tokens=rl.examples_per_step * rl.num_samples * rl.max_new_tokens,
+        kernels=None,
         settings=resolved,
+        inputs=inputs,
+        identity={
+            "rl": asdict(rl),
+            "schedule": asdict(SCHEDULE),
+            "task": spec,
+            "init_lr_frac": cfg.init_lr_frac,
+            "pass_rates": rates and list(rates),
+            **inputs,
+        },
+        state={"source": parent.state["source"]},
         keep_optimizer=cfg.save_optimizer,
     )
-    train(run)
-    write_section(SECTION, run, {})
+    shape = cfg.train.device_batch_size or 8, tokenizer.bos_id, dist.device
+    with run:
+        for step in run.steps():  # from the last checkpoint on
+            if step == 0:
+                run.log(pass_metrics(before.held_out, held_out))
+            if run.finished:
+                after = measure("after", rollouts, held_out, cfg.eval_samples, reward_steps)
+                run.log(pass_metrics(after.held_out, held_out))
+                break
+            if run.due(cfg.train.eval_every):
+                outcomes = held_out_scores(rollouts, held_out, cfg.eval_samples)
+                run.log(pass_metrics(outcomes, held_out))
+            run.raise_if_stopped()
+
+            # Answers of the current model, and their rewards
+            started = time.perf_counter()
+            copy_weights(rollouts.engine.model, model)
+            groups = rollouts.answer(rollouts.draws(step))
+            metrics = rollouts.metrics(groups)
+            groups = rollouts.resample(step, groups)
+            metrics["rollout_seconds"] = time.perf_counter() - started
+            if reference is not None:  # both are inference copies, rounded alike
+                batches = micro_batches(groups, *shape)
+                metrics["kl"] = kl_to_reference(rollouts.engine.model, reference, batches, dist)
+
+            # Policy gradient: log p of each sampled token, weighted by the advantage of its answer
+            for batch in micro_batches([group for group in groups if group.has_signal], *shape):
+                loss = model.loss(batch.tokens, batch.targets, weights=batch.weights)
+                run.accumulate(loss, sum(batch.counts), batch.tokens.numel())
+            decay = decay_factor(step, num_steps)
+            run.update(lr_factor(step, num_steps, SCHEDULE), MOMENTUM, decay, **metrics)
+    entries = read_metrics(run.checkpoints.folder / METRICS_FILE) if dist.is_main else []
+    values = step_values([entry for entry in entries if "reward" in entry]) if entries else {}
+    values |= compare_results(before, after, held_out)
+    run.finish(SECTION, values, items=held_out_items(after, held_out))
 
 
 def open_questions(spec: str, eval_spec: str, count: int, seed: int) -> tuple[Mixture, Mixture]:
@@ -157,25 +197,24 @@ def open_questions(spec: str, eval_spec: str, count: int, seed: int) -> tuple[Mi
 
 
 def open_rollouts(
-    cfg: ChatRL, parent: Checkpoint, model: GPT, task: Mixture, machine: DistContext
-) -> RolloutLoader:
+    cfg: ChatRL, parent: Checkpoint, model: GPT, task: Mixture, dist: DistContext
+) -> Rollouts:
     """Rollouts on the questions of `task` whose pass rate is within `pass_rates`."""
     rl, seed, questions = cfg.rl, cfg.train.seed, range(len(task))
     total = (cfg.num_iterations or 0) * rl.examples_per_step or round(cfg.num_epochs * len(task))
-    compiled = choose_engine_compile(None, machine, total * rl.num_samples * rl.max_new_tokens)
+    compiled = choose_engine_compile(None, dist.device, total * rl.num_samples * rl.max_new_tokens)
     tokenizer = parent.tokenizer()
     engine = Engine(inference_copy(model), tokenizer, tool=calculate, compiled=compiled)
     if cfg.pass_rates is not None:
         (least, most), sampling = cfg.pass_rates, rl.sampling(seed + 2)
-        graded = score_by_generation(engine, task, len(task), sampling, rl.num_samples, machine)
+        graded = score_by_generation(engine, task, len(task), sampling, rl.num_samples, dist)
         rates = item_means(graded.outcomes)
         questions = [i for i, rate in enumerate(rates) if least <= rate <= most]
-        machine.print0(
+        dist.print0(
             f"training on {len(questions):,} of {len(rates):,} questions, "
             f"those with a pass rate of {least:.0%} to {most:.0%}"
         )
-    reference = inference_copy(load_model(parent, machine)) if rl.log_kl else None
-    return RolloutLoader(task, questions, rl, seed, machine, model, engine, reference)
+    return Rollouts(task, questions, rl, seed, dist, model, engine)
 
 
 if __name__ == "__main__":

@@ -9,16 +9,23 @@ Writes  chatsft_checkpoints/<tag>/ with metrics.jsonl, rows/, and the section "C
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from nanochat.config import start
-from nanochat.finetune import FinetuneConfig, FineTuning
-from nanochat.lab.canaries import CanaryConfig
-from nanochat.optim import OptimConfig
-from nanochat.train import TrainConfig
-from scripts import mid_train
-from scripts.mid_train import MidTrain, fine_tune
+from nanochat.common import fingerprint
+from nanochat.config import settings, start
+from nanochat.distributed import init_distributed
+from nanochat.finetune import (
+    FinetuneConfig,
+    finetuning_values,
+    open_finetuning,
+    open_parent,
+    parent_inputs,
+)
+from nanochat.mixture import ChatMixture, MixConfig, Resolution
+from nanochat.optim import OptimConfig, decay_factor, lr_factor, muon_momentum
+from nanochat.train import TrainConfig, document_segments, skip_if_finished
+from tasks.buckets import chat_mixture
 
 SECTION = "Chat SFT"
 MIXTURE = "arc_easy,arc_challenge,gsm8k,smoltalk=10000,aqua=20000,spelling=1000,identity=1000"
@@ -27,7 +34,7 @@ BUILTIN_MIXTURES = {
     "world_problems=1500,world_spelling=1500"
 }
 RETIRED = {
-    **mid_train.RETIRED,
+    "dry_run": "use --num_iterations=1 for a test run; --run=dummy disables tracking",
     "target_examples_per_step": "use --total_batch_size, the number of tokens per step",
     "aqua_train_examples": "set the number in the mixture: --mixture=aqua=20000,...",
     "aqua_val_examples": "use --eval_tokens, split over the tasks of the mixture",
@@ -38,35 +45,67 @@ RETIRED = {
 
 
 @dataclass(frozen=True)
-class ChatSft(MidTrain):
-    """The flags of midtraining, with other defaults."""
-
+class ChatSft:
     source: str = "mid"
-    # learning rates decay linearly from their peak to 0
+    """Checkpoint to start from: stage[:tag[:step]], as in base:d4:400."""
+    mix: MixConfig = field(default_factory=MixConfig)
     tuning: FinetuneConfig = FinetuneConfig(init_lr_frac=0.3, warmdown_ratio=1.0)
-    canaries: CanaryConfig = CanaryConfig()
     train: TrainConfig = TrainConfig(eval_every=100, optim=OptimConfig(weight_decay=0.0))
 
 
 def main(cfg: ChatSft) -> None:
-    fine_tune(cfg, "sft", ("base", "mid"), SECTION, MIXTURE, BUILTIN_MIXTURES, summarize)
+    dist = init_distributed(cfg.train.machine, cfg.train.seed)
+    parent = open_parent(cfg.source, ("base", "mid"), cfg.train, dist)
+    default = BUILTIN_MIXTURES.get(parent.state["source"].get("dataset"), MIXTURE)
+    chats = chat_mixture(cfg.mix.mixture or default, cfg.tuning.val_mixture)
+    eval_tokens = cfg.tuning.validation.tokens(dist)
+    resolved = {**settings(cfg), "mixture": chats.spec, "eval_tokens": eval_tokens}
+    inputs = {**parent_inputs(parent), "mixture": fingerprint(chats.description)}
+    if skip_if_finished(SECTION, resolved, inputs, cfg.train, dist):
+        return dist.close()
+
+    run, rows, validation, resolution, schedule = open_finetuning(
+        "sft", parent, chats, cfg.tuning, cfg.train, resolved, inputs, dist
+    )
+    model, num_steps, bos_id, metrics = run.model, run.num_steps, run.tokenizer.bos_id, {}
+
+    def score(x, y):  # attention stays within each conversation of a row
+        return model.token_losses(x, y, document_segments(x, bos_id))
+
+    with run:
+        for step in run.steps():  # from the last checkpoint on
+            if run.due(cfg.train.eval_every):
+                metrics = validation.score(score, run.device_rows, run.stop)
+                run.log(metrics)
+            if run.finished:
+                break
+            run.backward(run.load(rows, mask_documents=True))
+            run.update(
+                lr_factor(step, num_steps, schedule),
+                muon_momentum(step, num_steps, schedule),
+                decay_factor(step, num_steps),
+            )
+    values = {
+        **october_keys(chats, resolution, eval_tokens, run.batch_tokens),
+        "Training rows": resolution.documents,
+        "Training loss": run.progress.smooth_loss,
+        **finetuning_values(run, metrics),
+    }
+    run.finish(SECTION, values, resolution.tables())
 
 
-def summarize(tuning: FineTuning) -> dict[str, Any]:
-    """First values of the report section; most are settings of the October 2025 script."""
-    run, conversations = tuning.run, tuning.resolution.documents
-    aqua = [bucket for bucket in tuning.chats.train_buckets if bucket.name == "aqua"]
-    held_out = [bucket for bucket in tuning.chats.val_buckets if bucket.name == "aqua"]
-    mean_tokens = tuning.resolution.tokens / max(1, conversations)  # of a conversation
+def october_keys(
+    chats: ChatMixture, resolution: Resolution, eval_tokens: int, batch_tokens: int
+) -> dict[str, Any]:
+    """Settings of the October 2025 script, by which reports are compared."""
+    mean_tokens = resolution.tokens / max(1, resolution.documents)  # of a conversation
     return {
-        "target_examples_per_step": round(run.batch_tokens / mean_tokens),
-        "aqua_train_examples": sum(len(bucket.train) for bucket in aqua),
-        "aqua_val_examples": sum(len(bucket.val) for bucket in held_out),
-        "eval_steps": math.ceil(run.settings["eval_tokens"] / run.batch_tokens),
+        "target_examples_per_step": round(batch_tokens / mean_tokens),
+        "aqua_train_examples": sum(len(b.train) for b in chats.train_buckets if b.name == "aqua"),
+        "aqua_val_examples": sum(len(b.val) for b in chats.val_buckets if b.name == "aqua"),
+        "eval_steps": math.ceil(eval_tokens / batch_tokens),
         "eval_metrics_every": 0,  # tasks are evaluated by scripts.chat_eval instead
         "eval_metrics_max_problems": 0,
-        "Training rows": conversations,
-        "Training loss": run.progress.smooth_loss,
     }
 
 

@@ -19,8 +19,7 @@ import torch
 from nanochat.checkpoint import Checkpoint, CheckpointChoice
 from nanochat.config import short, start
 from nanochat.distributed import DistConfig, init_distributed
-from nanochat.engine import Sampling
-from nanochat.preflight import choose_engine_compile
+from nanochat.engine import Sampling, choose_engine_compile
 from nanochat.sandbox import Tools
 from nanochat.serve.handler import RequestHandler
 from nanochat.serve.models import ModelLibrary
@@ -64,7 +63,7 @@ def main(cfg: ChatWeb) -> None:
     name = f"{source}:{checkpoint.folder.parent.name}{step}"
 
     tools = Tools(cfg.python, cfg.unsafe_exec, threads=4)
-    compiled = choose_engine_compile(cfg.compile_engine, machine, most_tokens=0)
+    compiled = choose_engine_compile(cfg.compile_engine, machine.device, most_tokens=0)
     library = ModelLibrary(machine, name, tools, cfg.server.slots, cfg.server.max_models, compiled)
     library.loaded[name] = engine = library.load(name)
     handler = RequestHandler(library, defaults, cfg.server.max_waiting)

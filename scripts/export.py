@@ -15,7 +15,9 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal
 
-from nanochat.checkpoint import Checkpoint, CheckpointChoice, lineage, load_model
+import torch
+
+from nanochat.checkpoint import Checkpoint, CheckpointChoice, lineage, load_weights
 from nanochat.common import base_dir, write_atomic
 from nanochat.config import start
 from nanochat.distributed import DistConfig, init_distributed
@@ -24,6 +26,7 @@ from nanochat.golf.quantize import Clip, QuantConfig
 from nanochat.golf.size import choose_smallest, format_sizes, require_size_limit
 from nanochat.gpt import GPT
 from nanochat.hf.export import is_native, write_hf
+from nanochat.hf.models import new_model, read_config
 from nanochat.tokenizer import Tokenizer
 
 
@@ -59,7 +62,9 @@ def main(cfg: Export) -> None:
     tokenizer = checkpoint.tokenizer()
     name = f"{stage}-{checkpoint.folder.parent.name}" + ".golf" * (cfg.format == "artifact")
     out = Path(cfg.out).expanduser() if cfg.out else base_dir() / "export" / name
-    model = load_model(checkpoint, machine)
+    with torch.device("meta"):
+        model = new_model(read_config(checkpoint.state["model"]), machine.dtype)
+    load_weights(model, checkpoint, machine)
     if cfg.format == "artifact":
         write_artifact(cfg, model, tokenizer, checkpoint, out)
         what = f"an artifact of {out.stat().st_size:,} bytes"

@@ -15,7 +15,6 @@ from pathlib import Path
 from nanochat import report
 from nanochat.common import base_dir, write_atomic
 from nanochat.config import require_at_least, start
-from nanochat.lab.reliability import section_tables
 from nanochat.plots import draw_figures
 from nanochat.records import Folder, new_run_id, report_folder
 
@@ -39,7 +38,7 @@ def main(cfg: Report) -> None:
         archive = reset(cfg.report_dir, cfg.hourly_rate)
         return print(f"new report; moved the old one to {archive}" if archive else "new report")
 
-    path = report.update(cfg.report_dir, cfg.hourly_rate, section_tables, draw_figures)
+    path = report.update(cfg.report_dir, cfg.hourly_rate, draw_figures)
     print(path)
     if cfg.out:
         print(copy(path, report_folder(cfg.report_dir) / "figures", Path(cfg.out)))

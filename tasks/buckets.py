@@ -12,9 +12,19 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from nanochat.mixture import BUDGET, Bucket, Part, Tags, parse_mixture, tags_of
+from nanochat.mixture import (
+    BUDGET,
+    Bucket,
+    ChatMixture,
+    Part,
+    Tags,
+    parse_mixture,
+    read_mixture,
+    tags_of,
+)
 from tasks.augment import AUGMENTERS
 from tasks.base import Mixture, Subset, Task
+from tasks.held_out import check_finetuning_buckets
 from tasks.registry import TASKS, WITH_SOURCE, key_of, make_task
 
 VAL_ROWS = 1_000  # per task: enough to measure a loss, without one task dominating
@@ -95,6 +105,17 @@ def task_of(part: Part, split: str, declared: Mapping[str, Mapping[str, Any]] = 
             raise ValueError(f"{part.name}: augment {kind!r} is not one of {', '.join(AUGMENTERS)}")
         return AUGMENTERS[kind](task)
     return task
+
+
+def chat_mixture(words: str, val_words: str | None = None) -> ChatMixture:
+    """
+    The conversations of a --mixture, and those of --val_mixture to validate on. Raises UsageError
+    if a bucket belongs to a final benchmark.
+    """
+    spec, own = read_mixture(words)
+    chats = ChatMixture(spec, own, buckets(spec, own), buckets(val_words or spec, own))
+    check_finetuning_buckets(chats.train_buckets, chats.val_buckets)
+    return chats
 
 
 def buckets(spec: str, declared: Mapping[str, Mapping[str, Any]] = {}) -> list[Bucket]:

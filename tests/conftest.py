@@ -7,8 +7,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,6 @@ from hypothesis import settings
 from nanochat.checkpoint import build_model
 from nanochat.config import speed_up_exit
 from nanochat.distributed import DistContext
-from nanochat.golf.model import read_config
 from nanochat.gpt import GPT, GPTConfig
 from tasks.world.drills import spelling_words
 from tests.commands import Command
@@ -28,7 +25,8 @@ from tests.training_runs import STEPS, prepare
 
 atexit.register(speed_up_exit)
 # transformers caches remote code by folder name; use a fresh cache
-os.environ["HF_MODULES_CACHE"] = tempfile.mkdtemp(prefix="hf_modules_")
+HF_MODULES = tempfile.TemporaryDirectory(prefix="hf_modules_")
+os.environ["HF_MODULES_CACHE"] = HF_MODULES.name
 
 settings.register_profile("no deadline", deadline=None)  # a machine may be busy
 settings.load_profile("no deadline")
@@ -41,30 +39,6 @@ if (workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))) > 1:
 TINY = GPTConfig(
     vocab_size=64, n_layer=2, d_model=32, n_head=4, n_kv_head=2, head_dim=8, max_seq_len=16
 )
-
-# every golf option
-GOLF_CHANGES: dict[str, Any] = {
-    "mlp_ratio": 3,
-    "tie_embeddings": True,
-    "rope_dims": 4,
-    "xsa_last_n": 1,
-    "qk_gain_init": 1.5,
-    "init": "orthogonal",
-    "projection_init": "scaled",
-}
-RECURSIVE_CHANGES: dict[str, Any] = {
-    "n_layer": 3,
-    "n_prelude": 1,
-    "n_core": 1,
-    "n_coda": 1,
-    "n_loops": 3,
-    "supervise": "full",
-}
-
-
-def shaped(cfg: GPTConfig, **changes: Any) -> GPTConfig:
-    """Replace fields of a config; recursive or golf fields change its class accordingly."""
-    return read_config({**asdict(cfg), **changes})
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -137,24 +111,18 @@ def trained(trained_base: Path, base: Path) -> Path:
 
 
 @pytest.fixture
-def machine() -> DistContext:
-    """A single process on the CPU in float32."""
-    return DistContext(0, 0, 1, torch.device("cpu"), torch.float32)
+def one_thread() -> Iterator[None]:
+    """As in the runs of `trained`: with several threads, rounding may differ."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture
-def active_work(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Descriptions of the work in progress, as passed to `DistContext.working`."""
-    active: list[str] = []
-
-    @contextmanager
-    def working(machine: DistContext, what: str) -> Iterator[None]:
-        active.append(what)
-        yield
-        active.pop()
-
-    monkeypatch.setattr(DistContext, "working", working)
-    return active
+def machine() -> DistContext:
+    """A single process on the CPU in float32."""
+    return DistContext(0, 0, 1, torch.device("cpu"), torch.float32)
 
 
 @pytest.fixture

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from nanochat import optim
 from nanochat.gpt import GPT
 from nanochat.tokenizer import Tokenizer
+from nanochat.train import Run
 
 
 def during_step(
@@ -31,19 +31,19 @@ def during_step(
     completed steps, and the last learning rate `lr`. patch: setattr, or that of monkeypatch.
     """
     now = SimpleNamespace(step=0, lr=None)
-    plain_method, plain_factor = getattr(GPT, method), optim.lr_factor
+    plain_method, plain_update = getattr(GPT, method), Run.update
 
     def loss(model: GPT, tokens: torch.Tensor, *rest: Any, **options: Any) -> Any:
         result = plain_method(model, tokens, *rest, **options)
         changed = action(now, model, tokens, result)
         return result if changed is None else changed
 
-    def lr_factor(step: int, *rest: Any) -> float:
-        now.step, now.lr = step + 1, plain_factor(step, *rest)
-        return now.lr
+    def update(run: Run, lr: float, *rest: Any, **metrics: float) -> None:
+        plain_update(run, lr, *rest, **metrics)
+        now.step, now.lr = run.progress.step, lr
 
     patch(GPT, method, loss)
-    patch(optim, "lr_factor", lr_factor)
+    patch(Run, "update", update)
 
 
 def corrupt(now: Any, model: GPT, tokens: torch.Tensor, loss: torch.Tensor) -> Any:

@@ -4,7 +4,6 @@ import math
 import re
 
 import pytest
-import torch
 
 from tests.faulty import during_step
 from tests.training_runs import (
@@ -19,14 +18,7 @@ from tests.training_runs import (
     weights,
 )
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """As in the runs of `trained`: with several threads, rounding may differ."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def train(command, monkeypatch, tag, action, *flags):

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanochat.chat_format import render, render_prompt
-from nanochat.serve.transcript import render_fitting
+from nanochat.chat_format import render, render_fitting, render_prompt
 from nanochat.tokenizer import SPECIAL_TOKENS, Tokenizer
 
 TOKENIZER = Tokenizer.train(["what is it"], 265)

@@ -279,7 +279,6 @@ def test_R6_recorded_text_that_changed_is_rejected(folder, base):
     assert open_source(DataConfig(str(folder)), recorded).fingerprint != recorded["fingerprint"]
 
 
-@pytest.mark.xfail(strict=True, reason="the last file by name validates, whatever it is called")
 @pytest.mark.parametrize("word", ["val", "validation", "dev", "test"])
 def test_files_named_for_evaluation_are_not_trained_on(tmp_path, word):
     held_out = f"data/{word}-00000-of-00001.parquet"
@@ -288,7 +287,6 @@ def test_files_named_for_evaluation_are_not_trained_on(tmp_path, word):
     assert opened(tmp_path / "text").val_shard == held_out
 
 
-@pytest.mark.xfail(strict=True, reason="--val_shard may name a file called train")
 def test_validating_on_a_file_named_train_is_rejected(tmp_path):
     for name in ("test", "train"):
         write(tmp_path / f"text/{name}.parquet", [name])
@@ -296,32 +294,27 @@ def test_validating_on_a_file_named_train_is_rejected(tmp_path):
         opened(tmp_path / "text", val_shard="train.parquet")
 
 
-@pytest.mark.xfail(strict=True, reason="the choice is not printed")
 def test_the_file_that_validates_is_printed(folder, data):
     assert re.search("validat.*b.parquet", data("works", f"--dataset={folder}"))
 
 
-@pytest.mark.xfail(strict=True, reason="reads hidden folders")
 def test_hidden_folders_are_not_read(folder):
     write(folder / ".ipynb_checkpoints/b-checkpoint.jsonl", STORIES[:9])
     assert opened(folder).shards() == ["a.jsonl", "b.parquet"]
 
 
-@pytest.mark.xfail(strict=True, reason="trains on a copy of the validation file")
 def test_two_files_of_equal_content_are_an_error(folder):
     shutil.copy(folder / "b.parquet", folder / "copy.parquet")
     with pytest.raises(ValueError, match=r"b\.parquet.*copy\.parquet"):
         opened(folder)
 
 
-@pytest.mark.xfail(strict=True, reason="other files are ignored in silence")
 def test_ignored_files_are_counted_in_one_line(folder, data):
     for name in ("notes.md", "table.csv", "LICENSE"):
         (folder / name).write_text("words")
     assert re.search("ignor.*3 |3 .*ignor", data("works", f"--dataset={folder}"))
 
 
-@pytest.mark.xfail(strict=True, reason="names the file's folder, which is rejected, too")
 @pytest.mark.parametrize("name", ["notes.txt", "notes.csv", "notes.zip"])
 def test_R33_file_of_another_type_gets_a_fix_that_works(tmp_path, data, name):
     path = tmp_path / "own" / name

@@ -1,7 +1,6 @@
 """Fine-tuning on conversations: packing changes neither losses nor gradients."""
 
 import re
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,12 +10,13 @@ from nanochat.chat_format import render
 from nanochat.chat_packing import encode, open_chat_rows, pack_encoded, signed_ids
 from nanochat.checkpoint import build_model
 from nanochat.common import UsageError
-from nanochat.evaluators import ValidationConfig, ValidationLoss
-from nanochat.finetune import FEW_STEPS, DocumentMaskedModel, few_steps_warning, fit_batch
+from nanochat.dataloader import inputs_and_targets
+from nanochat.eval_bpb import Validation, ValidationConfig
+from nanochat.finetune import FEW_STEPS, few_steps_warning, fit_batch
 from nanochat.gpt import GPTConfig
 from nanochat.loss import IGNORE
 from nanochat.tokenizer import Tokenizer
-from nanochat.train import inputs_and_targets
+from nanochat.train import document_segments
 from tests.conftest import lively
 
 TOKENIZER = Tokenizer.train(["what is it"], 265)
@@ -37,11 +37,11 @@ def model_of(**changes):
 def gradient(model, batches):
     """Mean loss over non-ignored targets of `batches`, and its gradient."""
     model.zero_grad()
-    masked = DocumentMaskedModel(model, TOKENIZER.bos_id)
     count = sum((targets != IGNORE).sum() for _, targets in batches)
     total = 0.0
     for tokens, targets in batches:
-        loss = masked.loss(torch.from_numpy(tokens), torch.from_numpy(targets)) / count
+        x, y = torch.from_numpy(tokens), torch.from_numpy(targets)
+        loss = model.loss(x, y, document_segments(x, TOKENIZER.bos_id)) / count
         loss.backward()
         total += loss.item()
     return total, torch.cat([p.grad.flatten() for p in model.parameters()])
@@ -77,19 +77,16 @@ def val_rows_of(name, answers):
 
 def test_R34_a_bucket_without_scorable_answers_is_rejected(machine):
     good, empty = val_rows_of("good", ["a" * 9] * 9), val_rows_of("empty", [""] * 9)
-    masked = DocumentMaskedModel(model_of(), TOKENIZER.bos_id)
+    model = model_of()
+
+    def score(x, y):
+        return model.token_losses(x, y, document_segments(x, TOKENIZER.bos_id))
 
     def answer_loss(half=0, **buckets):
-        found = ValidationLoss(ValidationConfig(8 * 63, half), buckets)
-        cfg = SimpleNamespace(eval_every=1)
-        found.start(
-            SimpleNamespace(
-                objective=masked, tokenizer=TOKENIZER, machine=machine, cfg=cfg, device_rows=1
-            )
-        )
-        return found
+        cfg = ValidationConfig(8 * 63, half)
+        return Validation(cfg, buckets, TOKENIZER, machine).score(score, 1)
 
-    figures = answer_loss(good=good).evaluate(1, lambda: False, False)
+    figures = answer_loss(good=good)
     assert figures and np.isfinite(list(figures.values())).all()
     with pytest.raises(UsageError, match="no byte can be scored in the validation rows of empty"):
         answer_loss(good=good, empty=empty)

@@ -77,13 +77,7 @@ CORE_SCRIPTS = (
 ).split()
 
 
-TIED = "base_loss base_eval mid_train chat_sft chat_rl chat_eval chat_cli report".split()
-CUT_LATER = pytest.mark.xfail(strict=True, reason="lab, golf, hf or serve is still imported")
-
-
-@pytest.mark.parametrize(
-    "script", [pytest.param(s, marks=[CUT_LATER] if s in TIED else []) for s in CORE_SCRIPTS]
-)
+@pytest.mark.parametrize("script", CORE_SCRIPTS)
 def test_script_of_the_core_imports_no_track(script):
     tracks = {f"nanochat.{track}" for track in TRACKS if (script, track) != ("chat_web", "serve")}
     assert not own_imports(f"scripts/{script}.py") & tracks

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from nanochat.common import REPOSITORY, read_json
+from nanochat.common import REPOSITORY
 from tests.training_runs import environment, python
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -38,16 +38,14 @@ def on_gpu(null_gpu: Path, base: Path) -> OnGPU:
 
 
 @pytest.mark.parametrize(
-    ("depth", "compiled", "preparations", "fp8"),
-    [(2, 0, 5, 0), (12, 0, 5, 0), (24, 0, 5, 0), (24, 1, 1, 0), (12, 1, 1, 1)],
+    ("depth", "compiled", "fp8"), [(2, 0, 0), (12, 0, 0), (24, 0, 0), (24, 1, 0), (12, 1, 1)]
 )
-def test_R32_estimated_memory_matches_peak_of_run(
-    on_gpu: OnGPU, depth: int, compiled: int, preparations: int, fp8: int
+def test_run_fits_in_memory_and_waits_once_per_step(
+    on_gpu: OnGPU, depth: int, compiled: int, fp8: int
 ):
-    flags = f"--depth={depth} --compile={compiled} --preparations={preparations} --fp8={fp8}"
+    flags = f"--depth={depth} --compile={compiled} --fp8={fp8}"
     found = json.loads(on_gpu("tests.training_memory", *flags.split()).splitlines()[-1])
-    assert found["peak"] <= found["stated"] <= 1.1 * found["peak"]
-    assert found["leaked"] == 0
+    assert found["peak"] < 80 * 2**30
     assert found["host_growth"] < 2**27  # weights are drawn on the device
     assert depth < 24 or found["device_rows"] == 16
     assert found["waits"] == 1  # for loss and gradient norm
@@ -58,13 +56,7 @@ def test_every_stage_runs_on_gpu(on_gpu: OnGPU, base: Path):
     python(base, "-m", "scripts.tok_train", "--dataset=embedded", "--vocab_size=1024")
     shape = "--depth=2 --max_seq_len=128 --num_iterations=6 --total_batch_size=4096".split()
     text = on_gpu("scripts.base_train", *shape, "--device_batch_size=8", "--eval_tokens=2048")
-    assert "NVIDIA H100" in text and "compute in bfloat16" in text and ", compiled" in text
-    values = read_json(base / "report" / "base-model-training.json")["values"]
-    stated, peak = (
-        float(values[name].removesuffix("MiB"))
-        for name in ("Estimated memory", "Peak memory usage")
-    )
-    assert peak <= stated <= 1.1 * peak
+    assert "NVIDIA H100" in text and "bfloat16" in text and ", compiled" in text
 
     short = ("--num_iterations=4", "--eval_tokens=1024", "--compile=0")
     on_gpu("scripts.base_eval", "--max_per_task=4")
@@ -77,29 +69,3 @@ def test_every_stage_runs_on_gpu(on_gpu: OnGPU, base: Path):
     answers = ("--source=sft", "--max_problems=3", "--max_new_tokens=8", "--compile_engine=0")
     assert "World-Choice" in on_gpu("scripts.chat_eval", *answers)
     on_gpu("scripts.chat_cli", "--prompt=Hello", "--max_new_tokens=8")
-
-
-@pytest.mark.parametrize("part", [1, 2, 3])
-def test_every_check_of_the_first_minutes_on_a_gpu_runs(
-    null_gpu: Path, base: Path, tmp_path: Path, part: int
-):
-    script = Path(os.environ["NANOCHAT_TEST_NULL_GPU"]) / "run.sh"
-    settings = {"OUT": str(tmp_path), "SMALL": "1", "PART_SECONDS": "5400"}
-    settings |= {"GPU_RUNNER": "tests.on_null_gpu"}
-    settings["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    command = ["bash", str(script), str(null_gpu), "bash", "dev/gpu_check.sh", str(part)]
-    done = subprocess.run(
-        command, cwd=REPOSITORY, env=environment(base) | settings, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    checks = [json.loads(line) for line in (tmp_path / "checks.jsonl").read_text().splitlines()]
-    assert len(checks) >= 3 and {check["part"] for check in checks} == {part}
-    failed = {check["check"] for check in checks if check["status"] != "0"}
-    assert failed <= {"engine"}, "only the comparison with transformers branches on garbage"
-    assert read_json(tmp_path / "results.json")["checks"] == checks
-    if part == 3:  # every run continues the checkpoint of the first
-        logs = {path.stem: path.read_text() for path in tmp_path.glob("*.log")}
-        first = logs["start"].rpartition("saved step ")[2].split()[0]
-        for check in ("train", "stop", "cpu"):
-            assert f"; from step {first}\n" in logs[check]
-        assert "; from step 0\n" not in logs["resume"]

@@ -6,22 +6,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nanochat.checkpoint import Progress, build_model
+from nanochat.checkpoint import build_model
 from nanochat.engine import Completion, Engine, Sampling
 from nanochat.gpt import GPTConfig, inference_copy
+from nanochat.logger import METRICS_FILE, read_metrics
 from nanochat.loss import IGNORE
-from nanochat.optim import MuonAdamW, OptimConfig, ScheduleConfig
-from nanochat.rl import (
-    Group,
-    RLConfig,
-    RolloutLoader,
-    kl_to_reference,
-    shuffle_indices,
-    weighted_batches,
-)
+from nanochat.optim import MuonAdamW, OptimConfig
+from nanochat.rl import Group, RLConfig, Rollouts, kl_to_reference, micro_batches, shuffle_indices
 from nanochat.scaling import make_rules
 from nanochat.tokenizer import Tokenizer
-from nanochat.train import TrainConfig, TrainingRun, run_loop, train_step
+from nanochat.train import Run, TrainConfig
 from tasks.base import Mixture
 from tests.conftest import lively
 
@@ -35,7 +29,7 @@ def model_of(seed=0):
 
 
 def batches_of(groups, rows):
-    return weighted_batches(groups, rows, TOKENIZER.bos_id, torch.device("cpu"))
+    return list(micro_batches(groups, rows, TOKENIZER.bos_id, torch.device("cpu")))
 
 
 def answer(prompt, ids, sampled=None, end=None, finish="stop"):
@@ -51,21 +45,21 @@ def test_only_sampled_tokens_are_trained():
     second, first = batches_of(groups, 1)
     assert first.tokens.tolist() == [[5, 6, 7, 10, 11, 12]]
     assert first.targets.tolist() == [[IGNORE, IGNORE, 10, IGNORE, 12, 264]]
-    assert (set(first.weights.flatten().tolist()), first.num_targets) == ({0.5}, 3)
+    assert (set(first.weights.flatten().tolist()), sum(first.counts)) == ({0.5}, 3)
     assert second.targets.tolist() == [[IGNORE, IGNORE, 20, 21]]
-    assert (set(second.weights.flatten().tolist()), second.num_targets) == ({-0.5}, 2)
+    assert (set(second.weights.flatten().tolist()), sum(second.counts)) == ({-0.5}, 2)
     (both,) = batches_of(groups, 2)
     assert both.tokens.tolist() == [[5, 6, 7, 20, 256, 256], [5, 6, 7, 10, 11, 12]]
 
 
-def test_gradient_matches_definition_for_any_micro_batch(machine):
+def test_gradient_matches_definition_for_any_micro_batch():
     model = model_of()
     groups = [
         Group([answer([1, 2], [3, 4, 5], end=264), answer([1, 2], [9])], [1.0, 0.0]),
         Group([answer([7], [8, 8, 8, 8]), answer([7], [2, 3], [False, True])], [0.0, 1.0]),
     ]
     alone = batches_of(groups, 1)
-    count = sum(each.num_targets for each in alone)
+    count = sum(sum(each.counts) for each in alone)
     want = torch.zeros(())
     for each in alone:
         logp = model(each.tokens)[0].log_softmax(-1)
@@ -74,18 +68,16 @@ def test_gradient_matches_definition_for_any_micro_batch(machine):
                 want = want - each.weights[0, position] * logp[position, target] / count
     wanted = torch.autograd.grad(want, list(model.parameters()), allow_unused=True)
     for rows in (1, 3, 8):
-        run = run_of(machine, model)
-        run.loader.micro_batches = lambda *step, rows=rows: batches_of(groups, rows)
         model.zero_grad()
-        grads = []
-        optimizer = run.optimizer
-        optimizer.update = lambda group, _, grad, to=grads, unstack=optimizer.unstack: to.extend(
-            zip(group["params"], unstack(group, grad.clone()), strict=True)
-        )
-        assert train_step(run, 0).loss == pytest.approx(want.item(), rel=1e-4)
-        found = dict(grads)
+        total = 0.0
+        for each in batches_of(groups, rows):
+            loss = model.loss(each.tokens, each.targets, weights=each.weights) / count
+            loss.backward()
+            total += loss.item()
+        assert total == pytest.approx(want.item(), rel=1e-4)
         for p, w in zip(model.parameters(), wanted, strict=True):
-            torch.testing.assert_close(found[p], w, rtol=1e-3, atol=1e-6)
+            if p.grad is not None:
+                torch.testing.assert_close(p.grad, w, rtol=1e-3, atol=1e-6)
 
 
 def test_kl_to_reference_matches_its_definition(machine):
@@ -128,71 +120,58 @@ class LowTokens:
         return float(bool(answer) and ord(answer[0]) < 128)
 
 
-def run_of(machine, model, num_steps=1, seed=0, log=lambda step, values: None):
-    table = make_rules(OptimConfig(weight_decay=0.0), 32, noise=0.0)
-    optimizer = MuonAdamW(model, table, machine)
-    loader = loader_of(machine, seed=seed, model=model)
-    return TrainingRun(
-        kind="rl",
-        model=model,
-        tokenizer=loader.engine.tokenizer,
-        optimizer=optimizer,
-        loader=loader,
-        machine=machine,
-        cfg=TrainConfig(),
-        tag="tiny",
-        num_steps=num_steps,
-        schedule=ScheduleConfig(0, warmdown_ratio=1.0, final_lr_frac=0.0),
-        device_rows=8,
-        log=log,
-    )
-
-
-def entries_of(machine, steps, seed=0):
-    entries = []
-    run = run_of(machine, model_of(seed), steps, seed, lambda step, values: entries.append(values))
-    assert run_loop(run, Progress())
-    return entries
+def train(machine, model, steps, seed=0):
+    """Train on the rewards of LowTokens as scripts.chat_rl does; return the logged steps."""
+    rollouts = loader_of(machine, seed=seed, model=model)
+    rules = make_rules(OptimConfig(weight_decay=0.0), 32, noise=0.0)
+    run = Run(
+        *("rl", "tiny", TrainConfig(seed=seed), model, MuonAdamW(model, rules, machine)),
+        *(TOKENIZER, machine),
+        num_steps=steps, batch_tokens=144, kernels=None,
+        settings={}, inputs={}, identity={}, state={},
+    )  # fmt: skip
+    with run:
+        for step in run.steps():
+            if run.finished:
+                break
+            groups = rollouts.roll_out(step)
+            for each in batches_of(groups, 8):
+                loss = model.loss(each.tokens, each.targets, weights=each.weights)
+                run.accumulate(loss, sum(each.counts), each.tokens.numel())
+            run.update(1 - step / steps, 0.95, 1.0, **rollouts.metrics(groups))
+    return run, read_metrics(run.checkpoints.folder / METRICS_FILE)
 
 
 def test_reward_increases(machine):
-    rewards = [entry["reward"] for entry in entries_of(machine, 25)]
+    rewards = [entry["reward"] for entry in train(machine, model_of(), 25)[1]]
     assert sum(rewards[:4]) / 4 < 0.85
     assert sum(rewards[-4:]) / 4 > sum(rewards[:4]) / 4 + 0.1
 
 
 def test_same_seed_trains_identically(machine):
-    a, b = entries_of(machine, 3), entries_of(machine, 3)
-    for x, y in zip(a, b, strict=True):
-        assert 0 < x.pop("rollout_seconds") < x.pop("step_seconds")
-        y.pop("step_seconds"), y.pop("rollout_seconds")
-        x.pop("tokens_per_second"), y.pop("tokens_per_second")
-    assert a == b
-    assert a != entries_of(machine, 3, seed=1)
+    (_, a), (_, b), (_, c) = (train(machine, model_of(), 3, seed) for seed in (0, 0, 1))
+    names = ("reward", "loss", "grad_norm", "answer_tokens")
+    assert [[x[n] for n in names] for x in a] == [[x[n] for n in names] for x in b]
+    assert [x["reward"] for x in a] != [x["reward"] for x in c]
 
 
 def test_R13_non_finite_step_keeps_all_weights(machine):
     model = model_of()
     before = [p.detach().clone() for p in model.parameters()]
     model.head.weight.register_hook(lambda g: g * math.inf)
-    progress = Progress()
-    run_loop(run_of(machine, model), progress)
-    assert progress.health.bad_steps == 1
+    run, _ = train(machine, model, 1)
+    assert run.progress.bad_steps == 1
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
-def test_R7_signal_before_rollouts_ends_the_run(machine):
-    saved, run = [], run_of(machine, model_of(), num_steps=3)
-    run.save = lambda progress, final=False: saved.append(progress.step)
-
-    def stop_after_the_first(step, values):
-        run.stop.asked = True
-
-    run.log = stop_after_the_first
-    run.loader.answer = lambda *args, answer=run.loader.answer: (
-        pytest.fail("unexpected rollout") if run.stop.asked else answer(*args)
-    )
-    assert not run_loop(run, Progress()) and saved == [1]
+def test_B1_step_without_targets_changes_nothing(machine, monkeypatch):
+    """All answers of a step can have the same reward."""
+    monkeypatch.setitem(globals(), "batches_of", lambda groups, rows: [])
+    model = model_of()
+    before = [p.detach().clone() for p in model.parameters()]
+    run, [entry] = train(machine, model, 1)
+    assert entry["loss"] == entry["grad_norm"] == 0.0 and run.progress.bad_steps == 0
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
 def loader_of(machine, task=None, questions=None, seed=0, model=None, **changed):
@@ -201,35 +180,11 @@ def loader_of(machine, task=None, questions=None, seed=0, model=None, **changed)
     model = model or model_of()
     engine = Engine(inference_copy(model), TOKENIZER, slots=16)
     questions = range(len(task)) if questions is None else questions
-    return RolloutLoader(task, questions, cfg, seed, machine, model, engine)
-
-
-def test_groups_without_signal_are_not_trained_but_count_in_the_kl_divergence(machine):
-    class Same(LowTokens):
-        def score(self, conversation, answer):
-            return 0.5
-
-    loader = loader_of(machine, Same())
-    loader.reference = inference_copy(model_of(1))
-    assert loader.micro_batches(0, 8, lambda: False) == []
-    assert loader.metrics["without_signal"] == 1.0 and loader.metrics["kl"] > 0
+    return Rollouts(task, questions, cfg, seed, machine, model, engine)
 
 
 def numbers(loader, step):
     return [loader.question(draw) for draw in loader.draws(step)]
-
-
-def test_R31_rollouts_report_their_activity(machine, monkeypatch, active_work):
-    names, loader = [], loader_of(machine, examples_per_step=2)
-    step = loader.engine.step
-
-    def recorded():
-        names.extend(active_work)
-        return step()
-
-    monkeypatch.setattr(loader.engine, "step", recorded)
-    loader.roll_out(0)
-    assert set(names) == {"generating answers to 2 questions"}
 
 
 def test_each_epoch_uses_every_question_once_in_new_order(machine):

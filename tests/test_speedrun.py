@@ -124,7 +124,6 @@ def test_model_of_a_finished_run_answers_in_the_terminal(rerun):
     assert chat.returncode == 0 and chat.stdout.strip(), chat.stdout + chat.stderr
 
 
-@pytest.mark.xfail(strict=True, reason="the base directory is not quoted")
 def test_last_hint_quotes_a_base_directory_with_spaces(rerun):
     base, _, output = rerun
     [command] = [line for line in output.splitlines() if "scripts.chat_web" in line]
@@ -242,7 +241,6 @@ def copy_of_script(folder: Path, line_end: str) -> Path:
     return script
 
 
-@pytest.mark.xfail(strict=True, reason="sh and CRLF end in errors of the shell")
 @pytest.mark.parametrize(("shell", "line_end"), [("sh", "\n"), ("bash", "\r\n")])
 def test_wrong_shell_or_line_ends_get_one_sentence(tmp_path, shell, line_end):
     script = copy_of_script(tmp_path, line_end)

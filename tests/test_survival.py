@@ -132,10 +132,7 @@ def test_R7_signal_stops_all_ranks_and_saves_their_step(trained, whom):
 
 # ---- Console and log -----------------------------------------------------------------------------
 
-BROKEN_CONSOLE = pytest.mark.xfail(strict=True, reason="an unwritable console ends the run")
 
-
-@BROKEN_CONSOLE
 @pytest.mark.parametrize("stopped", [False, True])
 def test_lost_console_does_not_end_or_unsave_a_run(trained, stopped):
     """As in `... | tee log` and Ctrl-C: tee is gone first."""
@@ -150,7 +147,6 @@ def test_lost_console_does_not_end_or_unsave_a_run(trained, stopped):
     assert saved_steps(folder(trained, "lost"))
 
 
-@BROKEN_CONSOLE
 def test_console_on_a_full_disk_does_not_end_a_run(trained):
     with Path("/dev/full").open("w") as full:
         words = [sys.executable, "-u", *TRAIN, *SMALL, "--model_tag=full"]
@@ -159,7 +155,6 @@ def test_console_on_a_full_disk_does_not_end_a_run(trained):
     assert equal(weights(trained, "full"), weights(trained, "one"))
 
 
-@pytest.mark.xfail(strict=True, reason="a log line that cannot be written ends the run")
 def test_log_on_a_full_disk_does_not_end_a_run(trained, command):
     run = folder(trained, "logless")
     run.mkdir()

@@ -6,10 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanochat.chat_format import render
+from nanochat.chat_format import Transcript, render
 from nanochat.common import printable
 from nanochat.logger import RunLog
-from nanochat.serve.transcript import Transcript
 from nanochat.tokenizer import Tokenizer
 from tests.web_server import write_model
 

@@ -147,7 +147,7 @@ METHOD = """\
   cache once per step from memory, divided by the time of the step; data in CPU caches is read
   faster, so this can exceed 100%.
 - missing: the peer could not be installed here."""
-FIRST_CHECKS = "## First checks"  # heading of the results of dev/gpu_check.sh, on the same page
+FIRST_CHECKS = "## First checks"  # heading of the first results on a GPU, on the same page
 
 
 def render_findings(found: BenchLog, command: str, machine: str, minutes: float) -> str:

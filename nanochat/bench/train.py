@@ -24,9 +24,9 @@ from nanochat.distributed import DistContext
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.hardware import peak_flops, peak_memory_bytes
 from nanochat.optim import POLAR_EXPRESS, MuonAdamW, OptimConfig
-from nanochat.preflight import KernelConfig, set_kernels
 from nanochat.scaling import make_rules
 from nanochat.tokenizer import Tokenizer
+from nanochat.train import KernelConfig, set_kernels
 
 TIMED_COPY_BYTES = 256 << 20  # larger than any cache
 WARMUP_STEPS = 2
@@ -53,7 +53,8 @@ class Work:
         self.model = build_model(cfg, machine.device, machine.dtype, seed=0)
         table = make_rules(OptimConfig(weight_decay=0.1), cfg.d_model)
         self.optimizer = MuonAdamW(self.model, table, machine)
-        self.compiled = set_kernels(kernels, self.model, machine, float("inf"), self.optimizer)
+        chosen = set_kernels(kernels, self.model, float("inf"), machine, self.optimizer)
+        self.compiled = bool(chosen.compile)
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(cfg.vocab_size, (rows, cfg.max_seq_len + 1), generator=generator)
         self.ids = ids.to(machine.device)

@@ -3,7 +3,7 @@ Architecture options for parameter golf, as a subclass of GPT.
 
     checkpoint values -> read_config -> GolfConfig -> new_model -> GolfGPT
 
-Both functions also handle plain and recursive models, so that each of them can be exported.
+Both functions also handle plain models, so that they can be exported too.
 """
 
 import math
@@ -18,7 +18,6 @@ from torch import Tensor
 
 from nanochat.attention import CacheView, Rope, attend, rotary, rotate
 from nanochat.gpt import GPT, Attention, GPTConfig, Shared, norm
-from nanochat.recursion.model import RecursiveConfig, RecursiveGPT
 
 TIED_STD = 0.005  # of an embedding tied to the LM head
 
@@ -182,22 +181,12 @@ class GolfGPT(GPT):
         return block.forward(*args, (shared.cache, layer))
 
 
-MODELS = {GPTConfig: GPT, RecursiveConfig: RecursiveGPT, GolfConfig: GolfGPT}
-
-
 def read_config(values: Mapping[str, Any]) -> GPTConfig:
-    """Rebuild the configuration of a plain, recursive or golf model from its `asdict`."""
-    if "n_loops" in values:
-        return RecursiveConfig(**values)
+    """Rebuild the configuration of a plain or golf model from its `asdict`."""
     is_golf = any(option.name in values for option in fields(GolfOptions))
     return (GolfConfig if is_golf else GPTConfig)(**values)
 
 
 def new_model(cfg: GPTConfig, dtype: torch.dtype = torch.float32) -> GPT:
     """Return a model with uninitialized weights."""
-    return MODELS[type(cfg)](cfg, dtype)
-
-
-def callbacks(*_: Any) -> list:
-    """Callbacks that the golf options require: none."""
-    return []
+    return GolfGPT(cfg, dtype) if isinstance(cfg, GolfConfig) else GPT(cfg, dtype)

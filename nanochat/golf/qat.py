@@ -1,7 +1,7 @@
 """
 Training additions for parameter golf: late quantization-aware training and an EMA of the weights.
 
-    fraction of the run -> LateQuantization.forward_context -> quantized weights in the forward pass
+    quantized_weights(model) -> the forward and backward passes of a step see quantized weights
     weights after each step -> AveragingMuonAdamW -> their EMA at the end of the run
 
 Late quantization runs the forward pass on the weights as the artifact stores them; gradients update
@@ -17,37 +17,25 @@ from torch import Tensor, nn
 
 from nanochat.golf.quantize import QuantConfig, quantize_dequantize
 from nanochat.optim import MuonAdamW, gather
-from nanochat.train import Callback
 
 
-class LateQuantization(Callback):
+@contextmanager
+@torch.no_grad()
+def quantized_weights(model: nn.Module, cfg: QuantConfig) -> Iterator[None]:
     """
-    Quantization-aware training after a fraction `start` of the run.
-
-    `forward_context` wraps the forward and backward passes of a step: it replaces every weight with
-    its `quantize_dequantize` values and restores it afterward. Only values change, not the graph:
-    nothing is recompiled or constant-folded. Runs once per step, not per micro-batch.
+    Within this context, every weight has its `quantize_dequantize` values; gradients update the
+    original ones. Only values change, not the graph: nothing is recompiled. Once per step.
     """
-
-    def __init__(self, model: nn.Module, cfg: QuantConfig, start: float):
-        self.params, self.cfg, self.start_share = dict(model.named_parameters()), cfg, start
-        self.formats = cfg.formats(self.params)
-
-    @contextmanager
-    def forward_context(self, share: float) -> Iterator[None]:
-        if share < self.start_share:
+    params = dict(model.named_parameters())
+    kept = {name: p.clone() for name, p in params.items()}
+    for name, form in cfg.formats(params).items():
+        params[name].copy_(quantize_dequantize(params[name], form, cfg))
+    try:
+        with torch.enable_grad():
             yield
-            return
-        with torch.no_grad():
-            kept = {name: p.detach().clone() for name, p in self.params.items()}
-            for name, p in self.params.items():
-                p.copy_(quantize_dequantize(p, self.formats[name], self.cfg))
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for name, p in self.params.items():
-                    p.copy_(kept[name])
+    finally:
+        for name, p in params.items():
+            p.copy_(kept[name])
 
 
 class AveragingMuonAdamW(MuonAdamW):
@@ -77,11 +65,10 @@ class AveragingMuonAdamW(MuonAdamW):
             self.state[group["params"][0]]["average"].lerp_(weight, 1 - decay)
 
     @torch.no_grad()
-    def take_average(self) -> bool:
-        """Replace the weights with their average, if any. Returns whether there is one."""
+    def take_average(self) -> None:
+        """Replace the weights with their average, if any."""
         for group in self.param_groups if self.ema_decay else ():
             average = self.state[group["params"][0]]["average"]
             whole = gather(average, self.machine) if group["sharded"] else average
             for param, x in zip(group["params"], self.unstack(group, whole), strict=True):
                 param.copy_(x)
-        return self.ema_decay > 0

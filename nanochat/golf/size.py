@@ -4,7 +4,7 @@ Artifact size: tries all containers and compressors; checks file and code agains
     stored tensors -> choose_smallest -> file, sizes -> table, or UsageError
 
 The code that counts toward the limit is the code needed to read and score a file: `artifact.py`,
-`documents.py`, the nanochat modules they import, and the sources of rustbpe. Packages of others are
+`eval_bpb.py`, the nanochat modules they import, and the sources of rustbpe. Packages of others are
 free.
 """
 
@@ -27,7 +27,7 @@ from nanochat.golf.artifact import (
 from nanochat.gpt import GPTConfig
 from nanochat.tokenizer import Tokenizer
 
-EVALUATORS = ("golf.artifact", "golf.documents")  # read a file, score its model
+EVALUATORS = ("golf.artifact", "eval_bpb")  # read a file, score its model
 COSTLIEST = 5  # number of tensors listed in the error
 
 

@@ -20,9 +20,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nanochat.common import write_atomic, write_json
-from nanochat.golf.model import read_config
 from nanochat.golf.size import list_imported_modules, read_source
 from nanochat.gpt import GPT, GPTConfig
+from nanochat.hf.models import read_config
 from nanochat.hf.tokenizer import BOS, END, read_object, read_tokenizer, write_tokenizer
 from nanochat.loss import SOFTCAP
 from nanochat.tokenizer import Tokenizer

@@ -20,10 +20,9 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from nanochat.chat_format import render, render_prompt
 from nanochat.checkpoint import CheckpointChoice, Stage, load_inference
 from nanochat.distributed import DistConfig, init_distributed
-from nanochat.engine import Engine, Sampling
+from nanochat.engine import Engine, Sampling, choose_engine_compile
 from nanochat.eval_chat import longest_prompt, trim
 from nanochat.eval_core import Question, eval_model_of, score_options, truncate_options
-from nanochat.preflight import choose_engine_compile
 from nanochat.serve.scheduler import Answer, GenerationRequest
 
 MAX_GEN_TOKS = 256  # default limit on generated tokens
@@ -113,7 +112,7 @@ class NanochatLM(LM):
 
     def generate_until(self, requests: Sequence[Any], **options: Any) -> list[str]:
         """Generate a completion for each prompt, up to the first stop string."""
-        compiled = choose_engine_compile(None, self.machine, MAX_GEN_TOKS * len(requests))
+        compiled = choose_engine_compile(None, self.machine.device, MAX_GEN_TOKS * len(requests))
         engine = Engine(self.model, self.own_tokenizer, compiled=compiled)
         answers, texts = {}, [""] * len(requests)
         for number, (context, wanted) in enumerate(request.args for request in requests):

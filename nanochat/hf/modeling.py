@@ -20,8 +20,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
-from nanochat.golf.model import TiedHead, new_model, read_config
+from nanochat.golf.model import TiedHead
 from nanochat.gpt import Block, Shared, norm
+from nanochat.hf.models import new_model, read_config
 from nanochat.loss import cap
 from nanochat.recursion.model import Inputs, RecursiveGPT
 

@@ -1,25 +1,25 @@
 """
-Detect broken fine-tuning runs early with a small fixed suite, measured before and during training.
+Detect broken fine-tuning runs with a small fixed suite, from their checkpoints and logs.
 
     checkpoint -> pretraining_text; text, conversations -> CanarySuite.measure -> metrics by name
-    metrics of parent and model -> CanaryMonitor: note, warn or broken -> the run stops
+    metrics of parent and of a checkpoint -> CanaryMonitor: fine, note, warn or broken
 
 Post-training may raise bits per byte on the pretraining text slightly; the rise is measured as a
 fraction of the gap to a uniform distribution over tokens. The loss on the training conversations
 must match the logged loss, and packed sequences ("rows") must have targets exactly on the answers:
 the suite renders the conversations itself, so a bug in the chat template, loss mask or data loader
-shows at the first step. Generated answers are compared with the parent's: length, termination,
-parsability, repetition, and preference for one letter. So is the accuracy on the multiple-choice
-items of the static suite. After the first step, a run is broken only if a canary
-triggers twice in a row. Thresholds were tuned on healthy runs and injected failures (dev/LOG.md),
-except for the accuracy.
+shows in the first row of the log. Generated answers are compared with the parent's: length,
+termination, parsability, repetition, and preference for one letter. So is the accuracy on the
+multiple-choice items of the static suite. After the first step, a run is broken only if a canary
+triggers at two checkpoints in a row. Thresholds were tuned on healthy runs and injected failures
+(dev/LOG.md), except for the accuracy.
 """
 
 import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -27,24 +27,23 @@ import torch
 from nanochat import stats
 from nanochat.attention import pad_right
 from nanochat.chat_format import render, render_prompt
-from nanochat.checkpoint import Checkpoint, Progress
-from nanochat.common import BROKEN, UsageError
+from nanochat.checkpoint import Checkpoint
+from nanochat.common import UsageError
+from nanochat.dataloader import inputs_and_targets
 from nanochat.dataset import DataConfig
 from nanochat.distributed import DistContext
 from nanochat.engine import Completion, Engine, Sampling
 from nanochat.eval_bpb import Batch, bits_per_byte
 from nanochat.eval_chat import score_by_generation, score_by_logits, trim
-from nanochat.finetune import FineTuning
 from nanochat.gpt import GPT, inference_copy
-from nanochat.lab.held_out import is_final
 from nanochat.loss import IGNORE
 from nanochat.mixture import open_corpus, open_texts
 from nanochat.packing import ensure_packed
 from nanochat.sandbox import calculate
 from nanochat.tokenizer import Tokenizer
-from nanochat.train import Callback, Step, TrainingRun, inputs_and_targets
 from tasks.base import Subset, Task
 from tasks.builtin import WRITERS, ensure_written
+from tasks.held_out import is_final
 from tasks.hub import HubTask
 from tasks.registry import TASKS, make_task
 
@@ -237,14 +236,13 @@ def pretraining_text(
         return []
     found = []
     try:
-        with machine.working("opening the pretraining text"):  # the other ranks wait for it
-            texts = open_texts(DataConfig(), None, parent.state["source"], ensure_written)
-            corpus = open_corpus(texts, tokenizer, max_seq_len)
-            for name, rows in corpus.rows.items():
-                ensure_packed(rows, texts.sources[name], tokenizer, 0)
-            each = max(1, PRETRAINING_TOKENS // max_seq_len // len(corpus.rows))
-            for rows in corpus.rows.values():
-                found += map(inputs_and_targets, rows.val_batches(8, each))
+        texts = open_texts(DataConfig(), None, parent.state["source"], ensure_written)
+        corpus = open_corpus(texts, tokenizer, max_seq_len)
+        for name, rows in corpus.rows.items():
+            ensure_packed(rows, texts.sources[name], tokenizer, 0)
+        each = max(1, PRETRAINING_TOKENS // max_seq_len // len(corpus.rows))
+        for rows in corpus.rows.values():
+            found += map(inputs_and_targets, rows.val_batches(8, each))
     except (OSError, ValueError, UsageError) as error:
         machine.print0(f"canaries skip the pretraining text, which cannot be opened: {error}")
         return []
@@ -305,6 +303,7 @@ def score_suite(
 
 # ---- Monitoring: thresholds, levels, findings ----------------------------------------------------
 
+BROKEN = 78  # exit status of scripts.lab.watch for a broken run
 Level = Literal["fine", "note", "warn", "broken"]
 LEVELS: tuple[Level, ...] = ("fine", "note", "warn", "broken")
 MAX_LENGTH_RATIO = 2.0  # above this, the parent cannot answer: skip format checks
@@ -344,25 +343,6 @@ CANARIES = {
 }
 
 
-@dataclass(frozen=True)
-class CanaryConfig:
-    canaries: Literal["stop", "warn", "off"] = "stop"
-    """Check for a broken run at 2, 5 and 10% of training, then every 10%. stop: exit with status
-    78 and save no further checkpoint; warn: print a warning and continue; off: no checks."""
-
-
-def due(step: int, num_steps: int) -> bool:
-    """Whether the suite is measured after step `step`."""
-    shares = [0.02, 0.05, *(i / 10 for i in range(1, 11))]
-    return step in {max(1, round(share * num_steps)) for share in shares}
-
-
-class Broken(UsageError):
-    """The canaries found the run broken and stopped it."""
-
-    status = BROKEN
-
-
 class Finding(NamedTuple):
     """Result of one canary at one step."""
 
@@ -379,60 +359,34 @@ class Finding(NamedTuple):
 
 
 @dataclass
-class CanaryMonitor(Callback):
-    """Measures the suite during training. `parent`: its metrics before the first step."""
+class CanaryMonitor:
+    """Findings about a run. `parent`: metrics of the checkpoint that it started from."""
 
-    cfg: CanaryConfig
-    suite: CanarySuite
     parent: Mapping[str, float]
-    model: GPT
-    num_steps: int
-    machine: DistContext
-    epoch_steps: float = 0.0
+    epoch_steps: float = math.inf
     """Steps per epoch; after the first epoch, memorization may lower training loss."""
-    rows: Mapping[str, float] = field(default_factory=dict)
-    """Result of `CanarySuite.compare_rows` on the packed rows of the run."""
     history: list[Finding] = field(default_factory=list)
-    measured: dict[str, float] = field(default_factory=dict)
-    """Latest metrics of the suite."""
     triggered: set[str] = field(default_factory=set)
     """Canaries above their `broken` threshold at the latest check."""
 
-    def start(self, run: TrainingRun) -> None:
-        self.log = run.log
-        history, triggered = run.progress.callbacks.get("canaries", ([], []))
-        self.history = [Finding(*each) for each in history if each[1] in CANARIES]
-        self.triggered = set(triggered)
+    @property
+    def worst(self) -> Level:
+        """Worst level of all findings."""
+        return LEVELS[max((finding.severity[0] for finding in self.history), default=0)]
 
-    def after_step(self, done: Step, progress: Progress) -> None:
-        step = progress.step
-        findings = self.check_first_step(done.loss) if step == 1 else []
-        if due(step, self.num_steps):
-            if (silent := done.metrics.get("without_signal")) is not None:  # in RL
-                findings += self.classify(step, {"no_signal": silent})
-            findings += self.check(step, self.model, progress.smooth_loss)
-            self.log(step, {f"canary_{name}": x for name, x in self.measured.items()})
-        progress.callbacks["canaries"] = [list(map(list, self.history)), sorted(self.triggered)]
-        stop_if_broken(findings, self.cfg)
-
-    def values(self) -> dict[str, Any]:
-        worst = max((finding.severity[0] for finding in self.history), default=0)
-        return {"Canaries": LEVELS[worst]}
-
-    def check_first_step(self, loss: float) -> list[Finding]:
-        """Check that the first loss matches the parent's and that row targets are correct."""
-        found = dict(self.rows)
+    def check_start(self, loss: float, rows: Mapping[str, float]) -> None:
+        """
+        Check that the first logged loss matches the parent's and that row targets are correct.
+        rows: result of `CanarySuite.compare_rows` on the packed rows of the run, or empty.
+        """
+        found = dict(rows)
         if "train_chat_loss" in self.parent:
             found["first_loss"] = relative_gap(loss, self.parent["train_chat_loss"])
-        return self.classify(1, found)
+        self.classify(1, found)
 
-    def check(self, step: int, model: GPT, smooth_loss: float) -> list[Finding]:
-        """Measure the suite on rank 0 and classify its metrics; must be called on every rank."""
-        parent = self.parent
-        now = self.measured = self.machine.on_main(
-            "measuring canaries", lambda: self.suite.measure(model)
-        )
-        found = {}
+    def check(self, step: int, now: Mapping[str, float], logged: Mapping[str, float]) -> None:
+        """Classify the metrics `now` of a checkpoint, and what its run `logged` at that step."""
+        parent, found = self.parent, {}
         if parent.get("length", math.inf) <= MAX_LENGTH_RATIO:
             rises = ("no_end", "unparsable", "repeated", "one_letter")
             found = {name: now[name] - parent[name] for name in rises}
@@ -442,38 +396,37 @@ class CanaryMonitor(Callback):
             found["forgotten"] = (now["text_bpb"] - before) / (uniform - before)
         if "accuracy_drop" in now:
             found["accuracy"] = now["accuracy_drop"]
-        if "train_chat_loss" in now and step < self.epoch_steps:
-            found["train_loss"] = relative_gap(now["train_chat_loss"], smooth_loss)
-        findings = self.classify(step, found, self.triggered)
+        if "train_chat_loss" in now and "smooth_loss" in logged and step < self.epoch_steps:
+            found["train_loss"] = relative_gap(now["train_chat_loss"], logged["smooth_loss"])
+        if "without_signal" in logged:  # in RL
+            self.classify(step, {"no_signal": logged["without_signal"]})
+        self.classify(step, found, self.triggered)
         self.triggered = {name for name, x in found.items() if x >= CANARIES[name].broken}
-        return findings
 
     def classify(
         self, step: int, found: Mapping[str, float], before: Collection[str] | None = None
-    ) -> list[Finding]:
+    ) -> None:
         """
         Turn each canary's value into a finding, and print every finding that is not fine.
         `before`: canaries triggered at the previous check; all others get at most "warn", as a
         spike may recover.
         """
-        findings = []
         for name, value in found.items():
             if math.isnan(value):  # not measurable
                 continue
             level = CANARIES[name].level(value)
             if level == "broken" and before is not None and name not in before:
                 level = "warn"
-            findings.append(Finding(step, name, value, level))
+            self.history.append(Finding(step, name, value, level))
             if level != "fine":
                 was = f", parent {self.parent[name]:.4g}" if name in self.parent else ""
-                self.machine.print0(
+                print(
                     f"canary {level} at step {step}: {CANARIES[name].meaning} "
-                    f"({name} {value:+.4g}{was})"
+                    f"({name} {value:+.4g}{was})",
+                    flush=True,
                 )
-        self.history += findings
-        return findings
 
-    def tables(self) -> list[dict[str, Any]]:
+    def table(self) -> dict[str, Any]:
         """Table of the worst finding of every canary, for the record."""
         rows = []
         for name in dict.fromkeys(finding.name for finding in self.history):
@@ -483,68 +436,9 @@ class CanaryMonitor(Callback):
             found = (f"{worst.value:+.4f}", str(worst.step), str(len(mine)), worst.level)
             rows.append([name, CANARIES[name].meaning, was, *found])
         columns = ["Canary", "Triggers when", "Parent", "Worst", "At step", "Checks", "Level"]
-        return [{"title": "Canaries", "columns": columns, "rows": rows}]
-
-
-def open_monitor(
-    cfg: CanaryConfig,
-    parent: Checkpoint,
-    model: GPT,
-    chats: Mapping[str, Task],
-    num_steps: int,
-    machine: DistContext,
-    train_chats: Mapping[str, Task] = {},
-    shares: Mapping[str, float] = {},
-) -> CanaryMonitor | None:
-    """
-    Measure `model`, just loaded from `parent`, and return a monitor; None if canaries are off.
-
-    All mappings are keyed by bucket. `chats` are held-out conversations to answer. In fine-tuning,
-    `train_chats` are the training conversations and `shares` are their shares of the tokens.
-    """
-    if cfg.canaries == "off":
-        return None
-    tokenizer = parent.tokenizer()
-    text = pretraining_text(parent, tokenizer, model.cfg.max_seq_len, machine)
-    suite = CanarySuite(tokenizer, text, chats, train_chats, shares)
-
-    def measure() -> dict[str, float]:
-        every = open_suite(parent.state["source"].get("dataset"))
-        suite.questions = [task for task in every if task.kind == "choice"]
-        return suite.measure(model)
-
-    before = machine.on_main("measuring canaries", measure)
-    return CanaryMonitor(cfg, suite, before, model, num_steps, machine)
-
-
-def monitor_finetuning(cfg: CanaryConfig, tuning: FineTuning) -> list[Callback]:
-    """Return the callbacks that check a fine-tuning run: one monitor, or none."""
-    run, mixed, rows = tuning.run, tuning.resolution, tuning.rows
-    shares = {bucket.name: mixed.share(bucket) for bucket in mixed.buckets}
-    learned = [bucket for bucket in tuning.chats.train_buckets if shares[bucket.name]]
-    chats = {bucket.name: cast(Task, bucket.val) for bucket in learned}
-    train_chats = {bucket.name: cast(Task, bucket.train) for bucket in learned}
-    monitor = open_monitor(
-        cfg, tuning.parent, run.model, chats, run.num_steps, run.machine, train_chats, shares
-    )
-    if monitor is None:
-        return []
-    some = rows.batch(0, min(NUM_ROWS, rows.packed_train_rows), seed=0)
-    monitor.rows = monitor.suite.compare_rows(*inputs_and_targets(some))
-    monitor.epoch_steps = rows.packed_train_rows * rows.max_seq_len / run.batch_tokens
-    return [monitor]
+        return {"title": "Canaries", "columns": columns, "rows": rows}
 
 
 def relative_gap(one: float, other: float) -> float:
     """Difference of two losses in units of the typical noise between small samples."""
     return (one - other) / max(0.5, 0.35 * other)
-
-
-def stop_if_broken(findings: Sequence[Finding], cfg: CanaryConfig) -> None:
-    """Raise Broken if a finding's level is "broken" and cfg.canaries is "stop"."""
-    broken = [finding for finding in findings if finding.level == "broken"]
-    if broken and cfg.canaries == "stop":
-        raise Broken(
-            f"the run is broken: {', '.join(CANARIES[f.name].meaning for f in broken)}",
-            "check the template, loss mask, --init_lr_frac and checkpoint, or use --canaries=warn",
-        )

@@ -10,8 +10,8 @@ Source: Rafailov et al., arXiv:2305.18290.
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,9 +31,9 @@ from nanochat.engine import Completion, Engine
 from nanochat.eval_chat import Questions
 from nanochat.gpt import GPT
 from nanochat.loss import IGNORE, chunked_cross_entropy, token_losses
-from nanochat.rl import RLConfig, RolloutConfig, RolloutLoader, require_divisible, shuffle_indices
+from nanochat.rl import RLConfig, RolloutConfig, Rollouts, shuffle_indices
 from nanochat.tokenizer import Tokenizer
-from nanochat.train import Callback, Loader, MicroBatch, ShouldStop, TrainingRun
+from nanochat.train import Batch
 from tasks.preferences import Preference
 
 # ---- Pairs as tokens -----------------------------------------------------------------------------
@@ -87,7 +87,7 @@ def sample_pairs(
     """
     questions, found = range(len(task)), {}
     own = RLConfig(**asdict(cfg))
-    rollouts = RolloutLoader(task, questions, own, seed, machine, engine.model, engine)
+    rollouts = Rollouts(task, questions, own, seed, machine, engine.model, engine)
     mine = questions[machine.rank :: machine.world_size]
     for draw, group in zip(mine, rollouts.answer(mine), strict=True):
         if group.has_signal:
@@ -103,64 +103,52 @@ def keep_pairs(path: Path, sample: Callable[[], list[Pair]], machine: DistContex
     Return the pairs in the file `path`. At first use, `sample` makes them and they are saved, so
     that a resumed run trains on the same pairs.
     """
-    if not machine.on_main("looking for pairs", path.exists):
+    if not machine.on_main(path.exists):
         saved = [[ids.tolist() for ids in pair] for pair in sample()]
-        machine.on_main("saving pairs", partial(write_json, path, saved))
-    found = machine.on_main("reading pairs", partial(read_json, path))
+        machine.on_main(partial(write_json, path, saved))
+    found = machine.on_main(partial(read_json, path))
     return [Pair(*(np.array(ids, np.int32) for ids in pair)) for pair in found]
 
 
 # ---- Batches and the loss ------------------------------------------------------------------------
 
 
-def collate(
+def pair_batches(
     pairs: Iterable[Pair], device_rows: int, filler: int, device: torch.device
-) -> list[MicroBatch]:
+) -> Iterator[Batch]:
     """
-    Micro-batches of at most `device_rows` rows, but at least one pair, sorted by length; rows
-    alternate chosen, rejected and are padded with `filler`.
+    Batches of at most `device_rows` rows, but at least one pair, sorted by length; rows alternate
+    chosen, rejected and are padded with `filler`.
     """
-    ordered, each, found = sorted(pairs, key=lambda pair: pair.length), max(1, device_rows // 2), []
+    ordered, each = sorted(pairs, key=lambda pair: pair.length), max(1, device_rows // 2)
     for i in range(0, len(ordered), each):
         part = ordered[i : i + each]
         signed = pad_right([ids.tolist() for pair in part for ids in pair], ~filler, device)
         tokens, targets = torch.where(signed < 0, ~signed, signed), signed.clamp(min=IGNORE)
-        found.append(MicroBatch(tokens[:, :-1], targets[:, 1:], len(part)))
-    return found
+        yield Batch(tokens[:, :-1], targets[:, 1:], [1] * len(signed))
 
 
-class DPOObjective:
+def dpo_loss(model: GPT, reference: GPT, beta: float, tokens: Tensor, targets: Tensor) -> Tensor:
     """
-    DPO loss of rows that alternate chosen, rejected. `reference`: the parent, frozen. Tokens and
-    targets are (B, T).
+    Summed DPO loss of pairs; rows of tokens and targets (B, T) alternate chosen, rejected.
+
+    Its gradient is that of the cross-entropy of each answer weighted by the derivative of the
+    pair's loss, so the logits are never materialized and the body runs once.
     """
+    hidden, head, compiled = model.hidden(tokens), model.head.weight, model.compiled
+    nats = token_losses(hidden.detach(), head, targets, compiled)
+    margins = pair_margins(answer_rewards(reference, beta, nats, tokens, targets))
+    slopes = beta * torch.sigmoid(-margins)
+    weights = torch.stack((slopes, -slopes), dim=1).view(-1, 1).expand_as(targets)
+    surrogate, _ = chunked_cross_entropy(hidden, head, targets, weights, compiled)
+    return -F.logsigmoid(margins).sum() + (surrogate - surrogate.detach())
 
-    def __init__(self, model: GPT, reference: GPT, beta: float):
-        self.model, self.reference, self.beta = model, reference, beta
 
-    def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """
-        Summed loss of the pairs.
-
-        Its gradient is that of the cross-entropy of each answer weighted by the derivative of the
-        pair's loss, so the logits are never materialized and the body runs once.
-        """
-        hidden, head = self.model.hidden(tokens), self.model.head.weight
-        compiled = self.model.compiled
-        nats = token_losses(hidden.detach(), head, targets, compiled)
-        margins = pair_margins(self.rewards(nats, tokens, targets))
-        slopes = self.beta * torch.sigmoid(-margins)
-        weights = torch.stack((slopes, -slopes), dim=1).view(-1, 1).expand_as(targets)
-        surrogate, _ = chunked_cross_entropy(hidden, head, targets, weights, compiled)
-        return -F.logsigmoid(margins).sum() + (surrogate - surrogate.detach())
-
-    def token_losses(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Cross-entropy (nats) of each target, (B, T)."""
-        return self.model.token_losses(tokens, targets)
-
-    def rewards(self, nats: Tensor, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Rewards of the answers, (B,), given the model's cross-entropy of each target (B, T)."""
-        return self.beta * (self.reference.token_losses(tokens, targets) - nats).sum(dim=1)
+def answer_rewards(
+    reference: GPT, beta: float, nats: Tensor, tokens: Tensor, targets: Tensor
+) -> Tensor:
+    """Rewards of the answers, (B,), given the model's cross-entropy of each target (B, T)."""
+    return beta * (reference.token_losses(tokens, targets) - nats).sum(dim=1)
 
 
 def pair_margins(rewards: Tensor) -> Tensor:
@@ -168,97 +156,62 @@ def pair_margins(rewards: Tensor) -> Tensor:
     return rewards[0::2] - rewards[1::2]
 
 
-@dataclass(eq=False)
-class PairLoader(Loader):
-    """
-    Batches of pairs; each epoch has its own random order. Raises ValueError if examples_per_step is
-    not a multiple of the world size.
-    """
+def pairs_of_step(
+    pairs: Sequence[Pair], step: int, per_step: int, seed: int, dist: DistContext
+) -> list[Pair]:
+    """This rank's pairs of a step; each epoch has its own random order."""
+    found = []
+    for draw in range(step * per_step + dist.rank, (step + 1) * per_step, dist.world_size):
+        epoch, position = divmod(draw, len(pairs))
+        found.append(pairs[shuffle_indices(len(pairs), f"{seed}-{epoch}")[position]])
+    return found
 
-    pairs: Sequence[Pair]
-    cfg: RolloutConfig
-    seed: int
-    machine: DistContext
-    filler: int
-    """Token id of the padding."""
-    max_seq_len: int
 
-    def __post_init__(self) -> None:
-        require_divisible(self.cfg.examples_per_step, self.machine)
-        self.batch_tokens = self.cfg.examples_per_step * 2 * self.max_seq_len
-        ids = b"".join(ids.tobytes() for pair in self.pairs for ids in pair)
-        digest = hashlib.sha256(ids).hexdigest()[:16]
-        self.identity = {"dpo": asdict(self.cfg), "pair_digest": digest}
-        self.metrics: dict[str, float] = {}
-
-    def micro_batches(self, step: int, device_rows: int, stopping: ShouldStop) -> list[MicroBatch]:
-        first, per_step = step * self.cfg.examples_per_step, self.cfg.examples_per_step
-        mine = range(first + self.machine.rank, first + per_step, self.machine.world_size)
-        return collate(map(self.pair, mine), device_rows, self.filler, self.machine.device)
-
-    def pair(self, draw: int) -> Pair:
-        """The pair of a draw, which are numbered over the run."""
-        epoch, position = divmod(draw, len(self.pairs))
-        return self.pairs[shuffle_indices(len(self.pairs), f"{self.seed}-{epoch}")[position]]
-
-    def describe(self, run: TrainingRun) -> dict[str, str]:
-        return {"pairs": f"{len(self.pairs):,}, {self.cfg.examples_per_step} per step"}
+def pair_digest(pairs: Sequence[Pair]) -> str:
+    """Hash of the tokens of all pairs."""
+    ids = b"".join(ids.tobytes() for pair in pairs for ids in pair)
+    return hashlib.sha256(ids).hexdigest()[:16]
 
 
 # ---- Evaluation on held-out pairs ----------------------------------------------------------------
 
 
-class PairEvaluator(Callback):
+def evaluate_pairs(
+    model: GPT,
+    reference: GPT,
+    beta: float,
+    pairs: Sequence[Pair],
+    shape: tuple[int, int, torch.device],
+    dist: DistContext,
+) -> dict[str, stats.Estimate]:
     """
-    Evaluates held-out pairs before and after training and every `eval_every` steps, in passes of
-    `device_rows` rows.
+    Loss, accuracy, margin and reward of the chosen answer over pairs, by name. shape: rows per
+    pass, filler and device, as for `pair_batches`.
     """
-
-    def __init__(
-        self, objective: DPOObjective, loader: PairLoader, pairs: Sequence[Pair], device_rows: int
-    ):
-        self.objective, self.loader = objective, loader
-        self.pairs, self.device_rows = pairs, device_rows
-        self.before = self.after = self.measure("before")
-
-    def measure(self, when: str) -> dict[str, stats.Estimate]:
-        """Evaluate the current model and print the result."""
-        machine, objective, rewards = self.loader.machine, self.objective, []
-        mine = self.pairs[machine.rank :: machine.world_size]
-        with machine.working(f"evaluating {len(mine)} pairs"):
-            for each in collate(mine, self.device_rows, self.loader.filler, machine.device):
-                nats = objective.token_losses(each.tokens, each.targets)
-                rewards += objective.rewards(nats, each.tokens, each.targets).tolist()
-        every = torch.tensor([x for rank in machine.gather(rewards) for x in rank]).double()
-        margins = pair_margins(every)
-        found = {
-            "loss": -F.logsigmoid(margins),
-            "accuracy": (margins.sign() + 1) / 2,  # a tie counts as half
-            "margin": margins,
-            "chosen_reward": every[0::2],
-        }
-        result = {name: stats.mean(values.tolist()) for name, values in found.items()}
-        shown = (f"{name} {x.value:.4f} +- {x.se:.4f}" for name, x in result.items())
-        machine.print0(f"{when}: held-out {', '.join(shown)} ({len(margins)} pairs)")
-        return result
-
-    def before_step(self, step: int, share: float) -> None:
-        if step == 0:
-            self.run.log(0, held_out_metrics(self.before))
-
-    def evaluate(self, step: int, stopping: ShouldStop, last: bool) -> dict[str, float]:
-        self.after = self.measure("after" if last else f"step {step}")
-        return held_out_metrics(self.after)
-
-    def values(self) -> dict[str, Any]:
-        """Held-out loss, accuracy, margin and reward of the chosen answer before and after DPO."""
-        return {
-            f"Held-out {name.replace('_', ' ')} {when}": records.estimate(*x)
-            for when, result in (("before", self.before), ("after", self.after))
-            for name, x in result.items()
-        }
+    rewards, mine = [], pairs[dist.rank :: dist.world_size]
+    for each in pair_batches(mine, *shape):
+        nats = model.token_losses(each.tokens, each.targets)
+        rewards += answer_rewards(reference, beta, nats, each.tokens, each.targets).tolist()
+    every = torch.tensor([x for rank in dist.gather(rewards) for x in rank]).double()
+    margins = pair_margins(every)
+    found = {
+        "loss": -F.logsigmoid(margins),
+        "accuracy": (margins.sign() + 1) / 2,  # a tie counts as half
+        "margin": margins,
+        "chosen_reward": every[0::2],
+    }
+    return {name: stats.mean(values.tolist()) for name, values in found.items()}
 
 
 def held_out_metrics(result: dict[str, stats.Estimate]) -> dict[str, float]:
     """Metrics of an evaluation."""
     return {f"held_out_{name}": x.value for name, x in result.items()}
+
+
+def held_out_values(**results: dict[str, stats.Estimate]) -> dict[str, Any]:
+    """Values for the record, by name and time (before, after)."""
+    return {
+        f"Held-out {name.replace('_', ' ')} {when}": records.estimate(*x)
+        for when, result in results.items()
+        for name, x in result.items()
+    }

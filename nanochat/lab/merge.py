@@ -17,7 +17,7 @@ arXiv:2306.01708; DARE, Yu et al., arXiv:2311.03099.
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -58,7 +58,10 @@ class RowBits:
 
 @torch.no_grad()
 def bits_by_row(
-    model: Any, batches: Iterable[Batch], token_bytes: np.ndarray, device: torch.device
+    score: Callable[[Tensor, Tensor], Tensor],
+    batches: Iterable[Batch],
+    token_bytes: np.ndarray,
+    device: torch.device,
 ) -> RowBits:
     """Score each row of the batches of this process; skip rows without target bytes."""
     sizes = torch.from_numpy(token_bytes.astype(np.int64)).to(device)
@@ -66,7 +69,7 @@ def bits_by_row(
     for tokens, targets in batches:
         x, y = (torch.from_numpy(each).to(device) for each in (tokens, targets))
         length = torch.where(y == IGNORE, 0, sizes[y.clamp(min=0)])  # (B, T)
-        losses = torch.where(length > 0, model.token_losses(x, y).float(), 0.0)
+        losses = torch.where(length > 0, score(x, y).float(), 0.0)
         nats.append(losses.cpu().double().sum(dim=1).numpy())
         lengths.append(length.sum(dim=1).cpu().numpy())
     every, size = np.concatenate(nats), np.concatenate(lengths)

@@ -8,9 +8,9 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nanochat.lab import held_out
 from nanochat.lab.sweep import LEDGER, purpose, sweep_folder
 from nanochat.records import read_lines
+from tasks import held_out
 
 Record = Mapping[str, Any]
 Table = Mapping[str, Any]
@@ -25,7 +25,7 @@ MADE_BY = {**dict.fromkeys(TRAINING, "Training"), "Generation": "Generation"}
 
 def section_tables(
     records: Sequence[Record], history: Sequence[Record], hourly_rate: float, damaged: list[str]
-) -> dict[str, list[Table]]:
+) -> list[Table]:
     """
     Return the tables of the section "Reliability": seeds, sections that measure noise, accesses to
     final benchmarks, and the cost of all runs; no tables if none of these exist.
@@ -43,8 +43,7 @@ def section_tables(
     whole = sum(r["cost"]["own_device_seconds"] for r in history)
     if ledgers or whole > final * (1 + 1e-6):  # more runs than the report covers
         tables.append(recipe_table(records, history, ledgers, hourly_rate))
-    found = [seed_table(records), *tables] if tables or noise_sections(records) else []
-    return {"Reliability": found}
+    return [seed_table(records), *tables] if tables or noise_sections(records) else []
 
 
 def seed_table(records: Sequence[Record]) -> Table:

@@ -30,7 +30,6 @@ from typing import Any
 
 from nanochat import report
 from nanochat.common import (
-    BROKEN,
     PREEMPTED,
     REPOSITORY,
     RunLock,
@@ -45,6 +44,7 @@ from nanochat.common import (
     write_json,
 )
 from nanochat.config import require_at_least, require_positive
+from nanochat.lab.canaries import BROKEN
 from nanochat.lab.significance import Scores, read_items
 from nanochat.records import Cost, append_line, default_rate, plain_value, read_lines, read_records
 

@@ -1,7 +1,7 @@
 """
 Variance of scores between sampled evaluations of the same weights, and the repeats it requires.
 
-    scores of R runs of M checkpoints -> Variance per task -> class, default repeats, a JSON file
+    scores of R runs of M checkpoints -> Variance per task -> class, repeats that it requires
 
 This is sampling noise only: weights and items stay the same. Variance classes, in accuracy points,
 are those of the Olmo 3 tables (post-training chapter of the RLHF book).
@@ -9,17 +9,12 @@ are those of the Olmo 3 tables (post-training chapter of the RLHF book).
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Any
 
-from pydantic import TypeAdapter
-
-from nanochat.common import base_dir, write_json
 from nanochat.stats import split_error
 
-FILE_NAME = "eval_variance.json"
 STABLE, VERY_STABLE = 0.6, 0.3  # upper bounds of the classes, in points
 MAX_REPEATS = 16
 SHARE = 0.5  # target ratio of sampling error to item error
@@ -88,24 +83,3 @@ def variance_table(found: Sequence[Variance], checkpoints: Sequence[str]) -> dic
         for v in sorted(found, key=lambda v: -v.std)
     ]
     return {"title": "Evaluation variance (points)", "columns": columns, "rows": rows}
-
-
-def save_variances(found: Sequence[Variance]) -> Path:
-    """Merge results into the file that `default_repeats` reads; return its path."""
-    path = base_dir() / FILE_NAME
-    known = load_variances() | {v.task: v for v in found}
-    write_json(path, {name: asdict(v) for name, v in known.items()})
-    return path
-
-
-def load_variances() -> dict[str, Variance]:
-    """Saved measurements by task; empty if there are none."""
-    path = base_dir() / FILE_NAME
-    known = TypeAdapter(dict[str, Variance])
-    return known.validate_json(path.read_bytes()) if path.exists() else {}
-
-
-def default_repeats(task: str, temperature: float) -> int:
-    """Answers per item, from measured variance; 1 for greedy decoding or unmeasured tasks."""
-    known = load_variances().get(task)
-    return known.repeats if known and temperature > 0 else 1

@@ -6,71 +6,40 @@ Metrics of a recursive model by loop: loss, bits per byte, state and gradient no
 """
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any
 
 import torch
 
-from nanochat.dataloader import Rows
-from nanochat.eval_bpb import Batch, Bpb, bits_per_byte, pool
-from nanochat.evaluators import ValidationLoss
+from nanochat.common import StopRequest
+from nanochat.eval_bpb import Batch, Validation, pool, val_metrics
 from nanochat.optim import MuonAdamW
 from nanochat.recursion.model import RecursiveConfig, RecursiveGPT
-from nanochat.train import Callback, ShouldStop
-
-new_model = RecursiveGPT  # used by checkpoint.MODEL_MODULES, as the next two functions
 
 
-def read_config(values: Mapping[str, Any]) -> RecursiveConfig:
-    """Rebuild the configuration of a recursive model from its `asdict`."""
-    return RecursiveConfig(**values)
-
-
-def callbacks(model: RecursiveGPT, optimizer: MuonAdamW, seed: int) -> list[Callback]:
-    """Callbacks required to train a recursive model."""
-    return [LoopMetrics(model, optimizer, seed)]
-
-
-class LoopMetrics(Callback):
-    """Samples supervised loops; logs losses by loop and gradient norms by part."""
-
-    def __init__(self, model: RecursiveGPT, optimizer: MuonAdamW, seed: int):
-        self.model, self.optimizer, self.seed = model, optimizer, seed
-
-    def before_step(self, step: int, share: float) -> None:
-        self.model.begin_step(step, self.seed)
-
-    def after_backward(self, scale: float) -> dict[str, float]:
-        return step_metrics(self.model, self.optimizer, scale)
-
-
-class LoopValidation(ValidationLoss):
-    """Validation bits per byte after each loop of a recursive model."""
-
-    model: RecursiveGPT
-
-    def score(self, rows: Rows, stopping: ShouldStop) -> list[Bpb]:
-        loops, batches = self.model.cfg.n_loops, self.batches(rows)
-        score = partial(self.model.losses_by_loop, loops=loops)
-        return bits_per_byte(score, batches, self.token_bytes, self.machine, stopping, loops)
-
-    def evaluate(self, step: int, stopping: ShouldStop, last: bool) -> dict[str, float]:
-        metrics = super().evaluate(step, stopping, last)
-        by_loop = [pool(bpb).value for bpb in zip(*self.found.values(), strict=True)]
-        batches = itertools.chain.from_iterable(map(self.batches, self.rows.values()))
-        return {**metrics, **loop_metrics(by_loop), **state_metrics(self.model, batches)}
+def validation_metrics(
+    model: RecursiveGPT, validation: Validation, device_rows: int, stop: StopRequest
+) -> dict[str, float]:
+    """Validation metrics of the last loop, those of every loop, and those of the states."""
+    loops = model.cfg.n_loops
+    score = partial(model.losses_by_loop, loops=loops)
+    found = validation.sums(score, device_rows, stop, loops)
+    by_loop = [pool(bpb).value for bpb in zip(*found.values(), strict=True)]
+    batches = itertools.chain.from_iterable(validation.batches(n, device_rows) for n in found)
+    return {
+        **val_metrics({name: bpb[-1] for name, bpb in found.items()}),
+        **loop_metrics(by_loop),
+        **state_metrics(model, batches),
+    }
 
 
 def step_metrics(model: RecursiveGPT, optimizer: MuonAdamW, scale: float) -> dict[str, float]:
     """
     Return the loss of each supervised loop and the total loss, in nats per token over all ranks,
     and gradient norms by model part, times `scale`. Every rank must call this, after gradients are
-    reduced. Returns {} if no loss was noted, as in RL.
+    reduced.
     """
-    if not model.noted:
-        return {}
     sums = optimizer.machine.sum(*map(float, model.noted.values()))
     found = dict(zip(model.noted, sums, strict=True))
     counted = found.pop("counted")

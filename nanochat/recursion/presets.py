@@ -6,12 +6,11 @@ Presets and flags of the recursive model.
 By default, prelude and coda take a quarter of the layers each; the core takes the rest.
 """
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from nanochat.gpt import GPTConfig
 from nanochat.recursion.model import RecursiveConfig, Supervise
-from nanochat.scaling import default_head_dim
 
 Preset = Literal["none", "share2", "moderate", "aggressive", "extreme"]
 FULL: dict[str, Any] = {"n_loops": 4, "supervise": "full"}
@@ -22,7 +21,7 @@ PRESETS: dict[Preset, dict[str, Any]] = {
     "extreme": {**FULL, "supervision_base": 10.0, "improvement_bonus": 2.0},
 }
 
-# measured: dev/recursion_arms.py, dev/refinement_toy.py, 3 seeds each, 2026-11 (dev/LOG.md)
+# measured: 3 seeds each, 2026-11 (dev/LOG.md)
 WARNING = (
     "warning    recursion preset {}: after 3 minutes on one CPU core, aggressive and extreme were "
     "0.40 bits per byte worse than a plain model of equal FLOPs, and no better than the same "
@@ -30,25 +29,6 @@ WARNING = (
     "bonus that also raises the first loop's loss, to five times the loss of chance; "
     "here the bonus does that only with --supervise=undetached"
 )
-
-
-@dataclass(frozen=True)
-class WidthConfig:
-    """Model width, if not derived from depth; also used by parameter golf."""
-
-    d_model: int | None = None
-    """Width of the residual stream. Default: 64 per layer."""
-    head_dim: int | None = None
-    """Head dimension. Default: 128 if it divides a width of at least 512, else 64."""
-
-    def apply(self, cfg: GPTConfig) -> GPTConfig:
-        """Return `cfg` at this width. Raises ValueError if head_dim does not divide it."""
-        width = self.d_model or cfg.d_model
-        head_dim = self.head_dim or default_head_dim(width)
-        heads = width // head_dim
-        if width % head_dim:
-            raise ValueError(f"head_dim {head_dim} must divide the width {width}; set --head_dim")
-        return replace(cfg, d_model=width, head_dim=head_dim, n_head=heads, n_kv_head=heads)
 
 
 @dataclass(frozen=True)

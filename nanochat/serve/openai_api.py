@@ -20,9 +20,8 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from nanochat.chat_format import render_prompt
+from nanochat.chat_format import render_fitting, render_prompt
 from nanochat.engine import Sampling
-from nanochat.serve.transcript import render_fitting
 from nanochat.tokenizer import Tokenizer
 
 R = TypeVar("R", bound="Generation")

@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from nanochat.chat_format import Transcript
 from nanochat.engine import TOOL_WAIT_SECONDS, Completion, Engine, Sampling
 from nanochat.serve.openai_api import ApiError, Delta, FinishReason, TokenInfo, TokenLogprob
-from nanochat.serve.transcript import Transcript
 from nanochat.tokenizer import Tokenizer
 
 LONGEST_RETRY_SECONDS = 60

@@ -8,19 +8,31 @@ Reads   the inputs of scripts.base_train; accepts its flags and more
 Writes  the outputs of scripts.base_train; scripts.export turns them into an artifact
 """
 
+import math
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
-from nanochat.config import require_at_least, require_positive, start
-from nanochat.golf.model import GolfConfig, GolfOptions
-from nanochat.golf.qat import AveragingMuonAdamW, LateQuantization
+from nanochat.checkpoint import build_model
+from nanochat.config import require_at_least, require_positive, settings, start
+from nanochat.distributed import init_distributed
+from nanochat.eval_bpb import Validation
+from nanochat.golf.model import GolfConfig, GolfGPT, GolfOptions
+from nanochat.golf.qat import AveragingMuonAdamW, quantized_weights
 from nanochat.golf.quantize import QuantConfig
 from nanochat.gpt import GPTConfig
-from nanochat.optim import OptimConfig, Rule
-from nanochat.recursion.presets import WidthConfig
-from nanochat.scaling import Horizon, batch_lr_factor, scaled_rules
-from scripts.base_train import BaseTrain, pretrain
+from nanochat.hardware import training_rate
+from nanochat.optim import OptimConfig, Rule, decay_factor, lr_factor, muon_momentum
+from nanochat.scaling import Horizon, WidthConfig, batch_lr_factor, plan_horizon, scaled_rules
+from nanochat.train import Run, skip_if_finished
+from scripts.base_train import (
+    SECTION,
+    BaseTrain,
+    open_few_shot,
+    open_text,
+    sample_and_score,
+    summarize,
+)
 
 
 @dataclass(frozen=True)
@@ -91,25 +103,96 @@ class GolfTrain(BaseTrain):
 
 
 def main(cfg: GolfTrain) -> None:
-    late = cfg.qat_start < 1
-    identity = {
-        "tied_lr": cfg.tied_lr,
-        "decay_rule": cfg.decay_rule,
-        "adam_wd": cfg.adam_wd,
-        "max_wallclock_seconds": cfg.max_wallclock_seconds,
-        "ema_decay": cfg.ema_decay or None,
-        "late_quantization": {"start": cfg.qat_start, **asdict(cfg.quant)} if late else None,
-    }
+    seed, schedule = cfg.train.seed, cfg.schedule
+    max_seconds, late = cfg.max_wallclock_seconds, cfg.qat_start < 1
+    dist = init_distributed(cfg.train.machine, seed)
+
+    # Tokenizer, text and rows; exit if this run has already finished
+    corpus, inputs = open_text(cfg, dist)
+    tokenizer, T = corpus.tokenizer, cfg.max_seq_len
+    resolved = {**settings(cfg), "eval_tokens": cfg.validation.tokens(dist)}
+    if skip_if_finished(SECTION, resolved, inputs, cfg.train, dist):
+        return dist.close()
+
+    # Model, horizon, optimizer, rows
+    plain = cfg.model_config(tokenizer.vocab_size, dist.device.type)
+    shape = cfg.golf_shape.apply(cfg.width.apply(plain))
+    model = build_model(shape, dist.device, dist.dtype, seed, GolfGPT)
+    horizon = plan_horizon(model, cfg.horizon, dist.world_size)
+    num_steps, batch_tokens = horizon.num_steps, horizon.batch_tokens
+    if max_seconds is not None and cfg.horizon.num_iterations is None:  # twice the estimate
+        rate = training_rate(dist.device, dist.dtype, shape.d_model) * dist.world_size
+        step_seconds = model.flops_per_token() * batch_tokens / rate
+        num_steps = dist.broadcast(math.ceil(2 * max_seconds / step_seconds))
+    rules = cfg.rules(cfg.train.optim, horizon, shape.d_model)
     decoupled = cfg.decay_rule == "decoupled"
-    pretrain(
-        cfg,
-        adapt=lambda plain: cfg.golf_shape.apply(cfg.width.apply(plain)),
-        callbacks=lambda m: [LateQuantization(m, cfg.quant, cfg.qat_start)] if late else [],
-        max_seconds=cfg.max_wallclock_seconds,
-        make_optimizer=partial(AveragingMuonAdamW, ema_decay=cfg.ema_decay, decoupled=decoupled),
-        identity={name: value for name, value in identity.items() if value is not None},
-        rules=cfg.rules,
+    optimizer = AveragingMuonAdamW(model, rules, dist, ema_decay=cfg.ema_decay, decoupled=decoupled)
+    mixed, needed = corpus.resolve_amounts(num_steps * batch_tokens // T, dist)
+    rows = corpus.mixed(needed)
+    if max_seconds is not None:  # packing must not count against the time limit
+        corpus.pack(needed, dist)
+    suite = open_few_shot(cfg, corpus, dist)
+
+    run = Run(
+        *("base", cfg.train.model_tag or f"d{cfg.depth}"),
+        *(cfg.train, model, optimizer, tokenizer, dist),
+        num_steps=num_steps,
+        batch_tokens=batch_tokens,
+        kernels=cfg.kernels,
+        settings=resolved,
+        inputs=inputs,
+        identity={
+            "rows": rows.recipe,
+            "schedule": asdict(schedule),
+            "tied_lr": cfg.tied_lr,
+            "decay_rule": cfg.decay_rule,
+            "adam_wd": cfg.adam_wd,
+            "max_wallclock_seconds": max_seconds,
+            "ema_decay": cfg.ema_decay,
+            "qat": {"start": cfg.qat_start, **asdict(cfg.quant)} if late else None,
+        },
+        state={
+            "horizon": asdict(horizon),
+            "source": corpus.texts.describe(),
+            **({"mixture": mixed.state()} if mixed else {}),
+        },
+        keep_optimizer=not cfg.ema_decay,  # averaged weights cannot be trained on
     )
+    few_shot: dict[str, Any] = {}
+    with run, corpus.packing(needed, dist):
+        validation = Validation(cfg.validation, corpus.rows, tokenizer, dist)
+        spent = run.progress.clock_seconds  # of training, without evaluations and saves
+        if max_seconds is not None and spent >= max_seconds:  # finished by time
+            run.num_steps = run.progress.step
+        for step in run.steps():  # from the last checkpoint on
+            if run.due(cfg.train.eval_every):
+                run.log(validation.score(model.token_losses, run.device_rows, run.stop))
+            few_shot |= sample_and_score(run, cfg.evaluation, suite)
+            if run.finished:
+                break
+
+            # Under a time limit, the schedules follow the elapsed time
+            total = num_steps
+            if max_seconds is not None and spent:
+                total = min(num_steps, step * max_seconds / spent)
+            quantize = late and step >= cfg.qat_start * total
+            with quantized_weights(model, cfg.quant) if quantize else nullcontext():
+                run.backward(run.load(rows))
+            left = {} if max_seconds is None else {"seconds_left": max(0.0, max_seconds - spent)}
+            run.update(
+                lr_factor(step, total, schedule),
+                muon_momentum(step, total, schedule),
+                decay_factor(step, total),
+                **left,
+            )
+            if max_seconds is not None:  # all ranks end at the same step
+                spent = dist.sum(run.progress.clock_seconds)[0] / dist.world_size
+                if spent >= max_seconds:
+                    run.num_steps = step + 1
+            if step + 1 == run.num_steps:
+                optimizer.take_average()
+    values = {**summarize(run, schedule), **run.measurements(), **few_shot}
+    run.finish(SECTION, values, mixed.tables() if mixed else ())
 
 
 if __name__ == "__main__":

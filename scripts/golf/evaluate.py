@@ -22,15 +22,15 @@ from nanochat.common import MissingInput, UsageError, base_dir, sha256_file
 from nanochat.config import start
 from nanochat.dataset import DataConfig, open_source
 from nanochat.distributed import DistConfig, DistContext, init_distributed
-from nanochat.eval_bpb import Bpb
+from nanochat.eval_bpb import Bpb, document_bpb
 from nanochat.golf.artifact import Artifact, read_artifact
-from nanochat.golf.documents import document_bpb
 from nanochat.golf.size import code_bytes
 from nanochat.lab.significance import over_seeds
-from nanochat.preflight import CHARS_PER_TOKEN, KernelConfig, prepare_scoring
+from nanochat.train import KernelConfig, prepare_scoring
 from tasks.builtin import ensure_written
 
 SECTION = "Parameter golf"
+CHARS_PER_TOKEN = 3  # rough, to estimate the work
 GPU_SEQS = 64  # windows per forward pass on a GPU
 ONE_AT_A_TIME = "evaluate them one at a time with --artifacts"
 
@@ -83,7 +83,7 @@ def main(cfg: GolfEval) -> None:
     scored = [score_artifact(cfg, path, each, machine) for path, each in artifacts.items()]
     if len({s.plain.bytes for s in scored}) > 1:
         raise UsageError("the artifacts were scored on different text", ONE_AT_A_TIME)
-    machine.on_main("writing the report", lambda: write_scores(cfg, machine, scored))
+    machine.on_main(lambda: write_scores(cfg, machine, scored))
     machine.close()
 
 

@@ -93,8 +93,7 @@ def compare_all(cfg: Compare) -> None:
     """Score all checkpoints of runs on the suite, print a table and record it."""
     machine = init_distributed()
     checkpoints = machine.on_main(
-        "reading checkpoints",
-        lambda: [each for run in cfg.all.split(",") for each in saved_steps(run.strip())],
+        lambda: [each for run in cfg.all.split(",") for each in saved_steps(run.strip())]
     )
     suite = open_suite(checkpoints[0].state["source"].get("dataset"))
     if not suite:

@@ -5,9 +5,8 @@ Measure how much scores vary when the same model answers the same questions repe
     python -m scripts.lab.eval_variance --checkpoints="sft:d4|rl:d4:50" --runs=5 --max_problems=200
 
 Reads   checkpoints as stage[:tag[:step]] and the evaluation splits of the tasks
-Writes  eval_variance.json under the base directory, which sets the default num_samples of
-        scripts.chat_eval, and the section "Evaluation variance". Tasks scored by logits are
-        skipped: they are deterministic
+Writes  the section "Evaluation variance", with the num_samples that each task needs in
+        scripts.chat_eval. Tasks scored by logits are skipped: they are deterministic
 """
 
 from dataclasses import dataclass, replace
@@ -19,9 +18,9 @@ from nanochat.distributed import DistContext, init_distributed
 from nanochat.engine import Sampling
 from nanochat.eval_chat import score_by_generation
 from nanochat.lab import variance
-from nanochat.lab.held_out import require_access
 from scripts.chat_eval import TaskEval, default_tasks, open_engine, open_tasks
 from tasks.base import Task
+from tasks.held_out import require_access
 
 SECTION = "Evaluation variance"
 
@@ -46,9 +45,7 @@ class EvalVariance(TaskEval):
 def main(cfg: EvalVariance) -> None:
     machine = init_distributed(cfg.machine, cfg.sampling.seed)
     names = cfg.checkpoints.split("|")
-    models = machine.on_node(
-        "verifying checkpoints", lambda: [parse_checkpoint_ref(name) for name in names]
-    )
+    models = machine.on_node(lambda: [parse_checkpoint_ref(name) for name in names])
     every, _ = open_tasks(cfg, default_tasks(models[0].state["source"]), machine)
     tasks = [task for task in every if task.kind == "generate"]
     if not tasks:
@@ -56,21 +53,19 @@ def main(cfg: EvalVariance) -> None:
         raise ValueError(f"none of {names} is scored by generation; choose other tasks")
     who = {"checkpoint": cfg.checkpoints, "section": SECTION}
     asked = [task.name for task in tasks]
-    machine.on_main("checking access", lambda: require_access(asked, cfg.final, who))
+    machine.on_main(lambda: require_access(asked, cfg.final, who))
     scores = [sample_answers(cfg, model, tasks, machine) for model in models]
     found = [
         variance.measure(task.name, [by_task[task.name] for by_task in scores]) for task in tasks
     ]
     table = variance.variance_table(found, names)
     if machine.is_main:
-        machine.print0(f"wrote {variance.save_variances(found)}")
-        with machine.working("writing the report"):
-            values = {v.task: f"{100 * v.std:.2f} points, {v.label}" for v in found}
-            run_id = models[0].state["provenance"]["run_id"]
-            inputs = {name: m.fingerprint for name, m in zip(names, models, strict=True)}
-            provenance = records.Provenance(run_id, cfg.sampling.seed, inputs)
-            cost = records.Cost.so_far(machine)
-            report.append_section(SECTION, cfg, values, provenance, cost, tables=[table])
+        values = {v.task: f"{100 * v.std:.2f} points, {v.label}" for v in found}
+        run_id = models[0].state["provenance"]["run_id"]
+        inputs = {name: m.fingerprint for name, m in zip(names, models, strict=True)}
+        provenance = records.Provenance(run_id, cfg.sampling.seed, inputs)
+        cost = records.Cost.so_far(machine)
+        report.append_section(SECTION, cfg, values, provenance, cost, tables=[table])
     machine.close()
 
 

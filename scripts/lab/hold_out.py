@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from nanochat import records, report
 from nanochat.common import fingerprint, printable
 from nanochat.config import start
-from nanochat.lab import held_out
 from nanochat.mixture import MixConfig, read_mixture
+from tasks import held_out
 from tasks.buckets import TAGS, buckets
 from tasks.overlap import overlaps
 from tasks.registry import BENCHMARKS, TASKS, eval_task, key_of, overlapping_tasks

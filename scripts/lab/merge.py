@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
+import torch
+
 from nanochat import records, report
 from nanochat.checkpoint import (
     Checkpoint,
@@ -29,10 +31,10 @@ from nanochat.checkpoint import (
 )
 from nanochat.common import UsageError, require_name
 from nanochat.config import require_at_least, settings, start
+from nanochat.dataloader import inputs_and_targets
 from nanochat.dataset import DataConfig
 from nanochat.distributed import DistConfig, DistContext, init_distributed
-from nanochat.finetune import DocumentMaskedModel, val_rows
-from nanochat.lab.held_out import require_access
+from nanochat.finetune import pack_val_rows
 from nanochat.lab.merge import (
     NEEDS_BASE,
     MergeConfig,
@@ -48,9 +50,10 @@ from nanochat.lab.merge import (
     warnings,
 )
 from nanochat.mixture import open_corpus, open_texts, read_mixture
-from nanochat.train import inputs_and_targets
+from nanochat.train import document_segments
 from tasks.buckets import Bucket, buckets
 from tasks.builtin import ensure_written
+from tasks.held_out import require_access
 
 SECTION = "Merge"
 
@@ -96,10 +99,10 @@ class MergeScorer:
             texts = open_texts(DataConfig(), None, first.state["source"], ensure_written)
             corpus = open_corpus(texts, self.tokenizer, T)
             corpus.pack(dict.fromkeys(corpus.rows, 0), machine)
-            rows, self.scorer = corpus.rows, self.model
+            rows, self.masked = corpus.rows, False
         else:
-            rows = val_rows(validation_buckets(cfg, first), self.tokenizer, T, machine)
-            self.scorer = DocumentMaskedModel(self.model, self.tokenizer.bos_id)
+            rows = pack_val_rows(validation_buckets(cfg, first), self.tokenizer, T, machine)
+            self.masked = True
         num_rows = max(1, cfg.eval_tokens // T // len(rows))
         batches = (b for each in rows.values() for b in each.val_batches(8, num_rows))
         self.batches = list(map(inputs_and_targets, batches))
@@ -108,7 +111,12 @@ class MergeScorer:
         """Per-row loss of these weights."""
         self.model.load_state_dict(tensors)
         sizes = self.tokenizer.token_bytes()
-        return bits_by_row(self.scorer, self.batches, sizes, self.model.device)
+
+        def score(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            segments = document_segments(x, self.tokenizer.bos_id) if self.masked else None
+            return self.model.token_losses(x, y, segments)
+
+        return bits_by_row(score, self.batches, sizes, self.model.device)
 
 
 def validation_buckets(cfg: MergeScript, first: Checkpoint) -> list[Bucket]:
@@ -174,7 +182,7 @@ def require_base(parents: Sequence[Checkpoint], base: Checkpoint | None, cfg: Me
     """
     models = [*parents, *([base] if base else [])]
     for what, values in (
-        ("model", [c.state["model"] for c in models]),
+        ("model", [{**c.state["model"], "max_seq_len": None} for c in models]),
         ("tokenizer", [c.state["files"]["tokenizer.json"]["sha256"] for c in models]),
     ):
         for other, value in zip(models, values, strict=True):

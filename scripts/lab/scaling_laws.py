@@ -24,11 +24,12 @@ from typing import Any, NamedTuple
 import torch
 
 from nanochat import records, report
-from nanochat.checkpoint import new_model, stage_folder
+from nanochat.checkpoint import stage_folder
 from nanochat.common import UsageError, read_json, write_atomic, write_json
 from nanochat.config import parse, require_at_least, require_positive, settings, start
 from nanochat.distributed import DistContext, init_distributed
 from nanochat.gpt import GPT
+from nanochat.hardware import training_rate
 from nanochat.lab.scaling_law import (
     EXPONENTS,
     Law,
@@ -43,7 +44,6 @@ from nanochat.lab.scaling_law import (
 from nanochat.lab.study import as_csv, split_arms
 from nanochat.lab.sweep import DoneRun, Job, Sweep, SweepConfig, ledger_table
 from nanochat.mixture import Corpus
-from nanochat.preflight import estimate_seconds
 from nanochat.scaling import plan_horizon
 from scripts.base_train import BaseTrain, open_text
 
@@ -180,7 +180,7 @@ def meta_model(cfg: ScalingLaws, arm: str, depth: int, corpus: Corpus, machine: 
     """The model of a run without weights, to count parameters and FLOPs."""
     run = arm_config(cfg, arm, depth)
     with torch.device("meta"):
-        return new_model(run.model_config(corpus.tokenizer.vocab_size, machine.device.type))
+        return GPT(run.model_config(corpus.tokenizer.vocab_size, machine.device.type))
 
 
 def choose_budgets(
@@ -202,7 +202,7 @@ def choose_budgets(
         return saved["budgets"]
     arms, middle = split_arms(cfg.arms), sorted(cfg.depths)[len(cfg.depths) // 2]
     model = meta_model(cfg, arms[0], middle, corpus, machine)
-    rate = model.flops_per_token() / estimate_seconds(model, 1, machine)
+    rate = training_rate(machine.device, machine.dtype, model.cfg.d_model)
     devices = cfg.sweep.devices if machine.device.type == "cuda" else 1
     flops = USED_SHARE * 3600 * cfg.hours * rate * devices / (len(arms) * cfg.seeds)
     problems = []

@@ -29,7 +29,6 @@ from nanochat.common import fingerprint, write_atomic
 from nanochat.config import require_at_least, start
 from nanochat.lab import search
 from nanochat.lab.ablation import read_floor
-from nanochat.lab.held_out import reject_contaminated
 from nanochat.lab.search import SearchConfig
 from nanochat.lab.significance import lower_is_better, over_seeds
 from nanochat.lab.study import (
@@ -48,6 +47,7 @@ from nanochat.lab.sweep import DoneRun, Sweep, SweepConfig, ledger_table
 from nanochat.mixture import MixConfig, read_mixture
 from scripts import chat_sft, mid_train
 from tasks.buckets import buckets
+from tasks.held_out import reject_contaminated
 
 
 @dataclass(frozen=True)

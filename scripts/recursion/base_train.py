@@ -8,13 +8,28 @@ Reads   the inputs of scripts.base_train; accepts its flags and more
 Writes  the outputs of scripts.base_train
 """
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
-from nanochat.common import is_main_process
-from nanochat.config import start
-from nanochat.recursion.metrics import LoopValidation
-from nanochat.recursion.presets import RecursionConfig, WidthConfig
-from scripts.base_train import BaseTrain, pretrain
+from nanochat.checkpoint import build_model
+from nanochat.config import settings, start
+from nanochat.distributed import init_distributed
+from nanochat.eval_bpb import Validation
+from nanochat.gpt import GPT
+from nanochat.optim import MuonAdamW, decay_factor, lr_factor, muon_momentum
+from nanochat.recursion.metrics import step_metrics, validation_metrics
+from nanochat.recursion.model import RecursiveGPT
+from nanochat.recursion.presets import RecursionConfig
+from nanochat.scaling import WidthConfig, plan_horizon, scaled_rules
+from nanochat.train import Run, skip_if_finished
+from scripts.base_train import (
+    SECTION,
+    BaseTrain,
+    open_few_shot,
+    open_text,
+    sample_and_score,
+    summarize,
+)
 
 
 @dataclass(frozen=True)
@@ -24,11 +39,74 @@ class RecursionTrain(BaseTrain):
 
 
 def main(cfg: RecursionTrain) -> None:
-    if not cfg.recursion.given():
-        return pretrain(cfg, cfg.width.apply)
-    if (warning := cfg.recursion.warning()) and is_main_process():
-        print(warning, flush=True)
-    pretrain(cfg, lambda plain: cfg.recursion.apply(cfg.width.apply(plain)), LoopValidation)
+    seed, schedule = cfg.train.seed, cfg.schedule
+    dist = init_distributed(cfg.train.machine, seed)
+    if warning := cfg.recursion.warning():
+        dist.print0(warning)
+
+    # Tokenizer, text and rows; exit if this run has already finished
+    corpus, inputs = open_text(cfg, dist)
+    tokenizer, T = corpus.tokenizer, cfg.max_seq_len
+    resolved = {**settings(cfg), "eval_tokens": cfg.validation.tokens(dist)}
+    if skip_if_finished(SECTION, resolved, inputs, cfg.train, dist):
+        return dist.close()
+
+    # Model (without flags of recursion, a plain one to compare with), horizon, optimizer, rows
+    plain = cfg.width.apply(cfg.model_config(tokenizer.vocab_size, dist.device.type))
+    shape = cfg.recursion.apply(plain)
+    kind = GPT if shape is plain else RecursiveGPT
+    model = build_model(shape, dist.device, dist.dtype, seed, kind)
+    horizon = plan_horizon(model, cfg.horizon, dist.world_size)
+    num_steps, batch_tokens = horizon.num_steps, horizon.batch_tokens
+    rules = scaled_rules(cfg.train.optim, horizon, shape.d_model)
+    optimizer = MuonAdamW(model, rules, dist)
+    mixed, needed = corpus.resolve_amounts(num_steps * batch_tokens // T, dist)
+    rows = corpus.mixed(needed)
+    suite = open_few_shot(cfg, corpus, dist)
+
+    run = Run(
+        *("base", cfg.train.model_tag or f"d{cfg.depth}"),
+        *(cfg.train, model, optimizer, tokenizer, dist),
+        num_steps=num_steps,
+        batch_tokens=batch_tokens,
+        kernels=cfg.kernels,
+        settings=resolved,
+        inputs=inputs,
+        identity={"rows": rows.recipe, "schedule": asdict(schedule)},
+        state={
+            "horizon": asdict(horizon),
+            "source": corpus.texts.describe(),
+            **({"mixture": mixed.state()} if mixed else {}),
+        },
+    )
+    few_shot: dict[str, Any] = {}
+    with run, corpus.packing(needed, dist):
+        validation = Validation(cfg.validation, corpus.rows, tokenizer, dist)
+        for step in run.steps():  # from the last checkpoint on
+            if run.due(cfg.train.eval_every):
+                if isinstance(model, RecursiveGPT):
+                    metrics = validation_metrics(model, validation, run.device_rows, run.stop)
+                else:
+                    metrics = validation.score(model.token_losses, run.device_rows, run.stop)
+                run.log(metrics)
+            few_shot |= sample_and_score(run, cfg.evaluation, suite)
+            if run.finished:
+                break
+            metrics = {}
+            if isinstance(model, RecursiveGPT):
+                model.begin_step(step, seed)  # chooses the loops with a loss
+                run.backward(run.load(rows))
+                metrics = step_metrics(model, optimizer, run.reduce().scale)
+            else:
+                run.backward(run.load(rows))
+            run.update(
+                lr_factor(step, num_steps, schedule),
+                muon_momentum(step, num_steps, schedule),
+                decay_factor(step, num_steps),
+                **metrics,
+            )
+    values = {**summarize(run, schedule), **run.measurements(), **few_shot}
+    run.finish(SECTION, values, mixed.tables() if mixed else ())
 
 
 if __name__ == "__main__":

@@ -17,23 +17,24 @@ from functools import partial
 from statistics import mean
 from typing import Any, NamedTuple
 
+import torch
+
 from nanochat import records, report
-from nanochat.checkpoint import Checkpoint, find_checkpoint, load_model
+from nanochat.checkpoint import Checkpoint, find_checkpoint, load_model, load_weights
 from nanochat.common import UsageError
 from nanochat.config import require_at_least, start
 from nanochat.dataset import DataConfig, open_source
 from nanochat.distributed import DistConfig, DistContext, init_distributed
-from nanochat.eval_bpb import bits_per_byte
-from nanochat.evaluators import row_batches
+from nanochat.eval_bpb import bits_per_byte, row_batches
 from nanochat.gpt import GPT
 from nanochat.lab.significance import over_seeds
 from nanochat.logger import METRICS_FILE, read_metrics
 from nanochat.packing import open_rows
-from nanochat.preflight import KernelConfig, prepare_scoring
 from nanochat.recursion import verdict
 from nanochat.recursion.metrics import refinement, state_metrics
 from nanochat.recursion.model import RecursiveConfig, RecursiveGPT
 from nanochat.recursion.verdict import Criterion, LoopArm
+from nanochat.train import KernelConfig, prepare_scoring
 from tasks.builtin import ensure_written
 
 SECTION = "Recursion"
@@ -85,7 +86,7 @@ def main(cfg: RecursionEval) -> None:
         return [find_checkpoint("base", tag) for tag in tags]
 
     tags = (cfg.model_tags or (None,), cfg.plain_tags)
-    recursive, plain = machine.on_node("verifying checkpoints", lambda: [find(t) for t in tags])
+    recursive, plain = machine.on_node(lambda: [find(t) for t in tags])
     require_comparable([*recursive, *plain])
     require_one_recipe(recursive, plain)
     recursive = [score_loops(cfg, checkpoint, machine) for checkpoint in recursive]
@@ -94,8 +95,7 @@ def main(cfg: RecursionEval) -> None:
     for criterion in criteria:
         machine.print0(f"{criterion.name}: {criterion.summary}")
     if machine.is_main:
-        with machine.working("writing the report"):
-            write_record(cfg, machine, recursive, plain, criteria)
+        write_record(cfg, machine, recursive, plain, criteria)
     machine.close()
 
 
@@ -141,7 +141,12 @@ def recipe_of(checkpoint: Checkpoint) -> str:
 def score_loops(cfg: RecursionEval, checkpoint: Checkpoint, machine: DistContext) -> LoopScores:
     """Score a checkpoint; a recursive one after each loop, up to twice n_loops."""
     tokenizer = checkpoint.tokenizer()
-    model = load_model(checkpoint, machine)
+    if "n_loops" in (values := checkpoint.state["model"]):
+        with torch.device("meta"):
+            model = RecursiveGPT(RecursiveConfig(**values), machine.dtype)
+        load_weights(model, checkpoint, machine)
+    else:
+        model = load_model(checkpoint, machine)
     T, on_cpu = model.cfg.max_seq_len, machine.device.type == "cpu"
     source = open_source(cfg.data, checkpoint.state["source"], ensure_written)
     rows = open_rows(source, tokenizer, T)
@@ -174,7 +179,7 @@ def find_criteria(recursive: Sequence[LoopScores], plain: Sequence[LoopScores]) 
     arm, others, cfg = arm_of(recursive), arms_of(plain), config_of(recursive[0])
     by_loop = [[s.by_loop[k] for s in recursive] for k in range(1, cfg.n_loops + 1)]
     norms = [step["grad_norm"] for s in recursive for step in s.steps]
-    bad = sum(s.checkpoint.state["progress"]["health"]["bad_steps"] for s in recursive)
+    bad = sum(s.checkpoint.state["progress"]["bad_steps"] for s in recursive)
     return [
         verdict.check_gradients_finite(list(filter(math.isfinite, norms)), bad),
         verdict.check_loss_falling([[step["loss"] for step in s.steps] for s in recursive]),

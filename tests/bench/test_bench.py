@@ -16,8 +16,8 @@ from nanochat.config import parse
 from nanochat.distributed import DistConfig, init_distributed
 from nanochat.gpt import GPT
 from nanochat.hardware import peak_memory_bytes
-from nanochat.preflight import KernelConfig
 from nanochat.scaling import shape_for_depth
+from nanochat.train import KernelConfig
 from scripts import bench
 from scripts.bench import Bench, DataConfig, main
 

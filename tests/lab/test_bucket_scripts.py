@@ -1,205 +1,142 @@
-"""Scripts that create buckets: filtered conversations, answers from a teacher."""
+"""Scripts that create buckets: filtered conversations, answers from a teacher behind an API."""
 
 import json
-import time
-from types import SimpleNamespace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
 
 import pytest
 
-from nanochat.common import UsageError, read_json
-from scripts.lab import filter as filter_script
-from scripts.lab import generate
-from scripts.lab.filter import Filter
-from scripts.lab.generate import Generate
+from nanochat.common import read_json
 from tasks.jsonl import JSONL
 
 
 def write(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
+    return path
 
 
 def read(path):
-    return [json.loads(line) for line in open(path, encoding="utf-8")]
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def talk(prompt, answer):
     return [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
 
 
-def test_filtered_file_is_a_bucket(tmp_path, base):
+def test_filtered_file_is_a_bucket(tmp_path, base, command):
     rows = [{"messages": talk(f"Question {i}?", f"Answer {i % 40}")} for i in range(60)]
     rows += [{"messages": talk("See the image below.", "A cat.")}] + rows[:5]
-    out = str(tmp_path / "good.jsonl")
-    cfg = Filter(out, "no_image,no_duplicate", rows=write(tmp_path / "in.jsonl", rows))
-    filter_script.main(cfg)
-    assert len(read(out)) == 60
-    assert len(JSONL("train", source=out)) + len(JSONL("val", source=out)) == 60
+    source, out = write(tmp_path / "in.jsonl", rows), tmp_path / "good.jsonl"
+    run = ["lab.filter", f"--out={out}", "--filters=no_image,no_duplicate"]
+    command.works(*run, f"--rows={source}")
+    assert len(JSONL("train", source=str(out))) + len(JSONL("val", source=str(out))) == 60
     record = read_json(base / "report" / "filters-good.json")
     assert record["values"] == {"Kept": 60, "Dropped": 6}
-    assert [row[:3] for row in record["tables"][0]["rows"]] == [
-        ["no_image", "65", "1"],
-        ["no_duplicate", "60", "5"],
-    ]
-    assert "See the image below." in record["tables"][0]["rows"][0][4]
-
-
-def test_training_conversations_of_a_task_are_filtered(tmp_path):
-    out = str(tmp_path / "short.jsonl")
-    filter_script.main(Filter(out, "longest=50%", bucket="world_problems=40"))
+    found = [row[:3] for row in record["tables"][0]["rows"]]
+    assert found == [["no_image", "65", "1"], ["no_duplicate", "60", "5"]]
+    command.works(
+        "lab.filter", f"--out={out}", "--filters=longest=50%", "--bucket=world_problems=40"
+    )
     assert 20 <= len(read(out)) <= 25
+    bad = write(tmp_path / "bad.jsonl", [{"messages": talk("a", "b")[:1]}])
+    for flags, message in (
+        ((f"--rows={source}", "--filters=length=50:60"), "drop all of"),
+        ((f"--rows={bad}",), "bad.jsonl, line 1: roles must alternate user/assistant"),
+        ((), "either --bucket or --rows"),
+        (("--bucket=world_problems*2",), "must be one bucket"),
+    ):
+        assert message in command.rejects(*run, *flags)
 
 
-def test_empty_filter_result_and_invalid_rows_are_rejected(tmp_path):
-    rows = write(tmp_path / "in.jsonl", [{"messages": talk("a", "b")}])
-    out = str(tmp_path / "out.jsonl")
-    with pytest.raises(ValueError, match="the filters length=50:60 drop all of"):
-        filter_script.main(Filter(out, "length=50:60", rows=rows))
-    bad = write(tmp_path / "bad.jsonl", [{"messages": [{"role": "user", "content": "a"}]}])
-    with pytest.raises(ValueError, match="bad.jsonl, line 1: roles must alternate user/assistant"):
-        filter_script.main(Filter(out, "no_image", rows=bad))
-    with pytest.raises(ValueError, match="either --bucket or --rows"):
-        Filter(out)
-    with pytest.raises(ValueError, match="must be one bucket"):
-        filter_script.main(Filter(out, "no_image", bucket="world_problems@500000t"))
+class Teacher(BaseHTTPRequestHandler):
+    """Answers "sage: <prompt>"; fails on "fail", is empty on "empty", cuts prompts with a 7 off."""
 
+    asked: list[list[dict]] = []
 
-class Teacher:
-    """Mock teacher: records prompts; fails on "fail", returns an empty answer on "empty"."""
+    def log_message(self, *args):
+        pass
 
-    def __init__(self):
-        self.requests = []
-        self.interrupted_at = -1
-        self.chat = SimpleNamespace(completions=SimpleNamespace(create=self.create))
+    def do_GET(self):
+        self.reply(200, {"object": "list", "data": [{"id": "sage", "object": "model"}]})
 
-    def create(self, *, model, messages, **settings):
-        self.requests.append(messages)
-        words = messages[-1]["content"]
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.asked.append(body["messages"])
+        words = body["messages"][-1]["content"]
         if "fail" in words:
-            raise RuntimeError("no answer")
-        if len(self.requests) == self.interrupted_at:
-            raise KeyboardInterrupt
-        time.sleep(0.2 if 0 < self.interrupted_at < len(self.requests) else 0)
-        message = SimpleNamespace(content=None if "empty" in words else f"{model}: {words}")
-        choice = SimpleNamespace(
-            message=message, finish_reason="length" if "7" in words else "stop"
-        )
-        usage = SimpleNamespace(completion_tokens=len(words))
-        return SimpleNamespace(choices=[choice], usage=usage)
+            return self.reply(400, {"error": {"message": "no answer"}})
+        message = {"role": "assistant", "content": "" if "empty" in words else f"sage: {words}"}
+        choice = {
+            "index": 0,
+            "message": message,
+            "finish_reason": "length" if "7" in words else "stop",
+        }
+        usage = {"prompt_tokens": 1, "completion_tokens": len(words), "total_tokens": 1}
+        self.reply(200, {"id": "x", "object": "chat.completion", "created": 0, "model": "sage",
+                         "choices": [choice], "usage": usage})  # fmt: skip
+
+    def reply(self, status, content):
+        data = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
 
 
 @pytest.fixture
-def teacher(monkeypatch):
-    found = Teacher()
-    monkeypatch.setattr(generate, "connect", lambda cfg: (found, "sage"))
-    return found
+def teacher():
+    """Flags that select the teacher."""
+    pytest.importorskip("openai")
+    Teacher.asked = []
+    with ThreadingHTTPServer(("127.0.0.1", 0), Teacher) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield ["lab.generate", f"--base_url=http://127.0.0.1:{server.server_port}/v1"]
+        server.shutdown()
 
 
-def test_pilot_is_required_and_no_prompt_is_sent_twice(tmp_path, base, teacher):
-    rows = [{"prompt": f"Question {i}", "gold": i} for i in range(20)]
-    files = {"prompts": write(tmp_path / "asked.jsonl", rows), "out": str(tmp_path / "made.jsonl")}
-    with pytest.raises(UsageError, match="--pilot=2000 first"):
-        generate.main(Generate(**files))
-    assert not teacher.requests
-    generate.main(Generate(**files, pilot=5, system="Be brief."))
-    assert len(teacher.requests) == len(read(files["out"])) == 5
-    assert teacher.requests[0][0] == {"role": "system", "content": "Be brief."}
-    assert {row["gold"] for row in read(files["out"])} != set(range(5))  # not just the first five
-    generate.main(Generate(**files))
-    made = read(files["out"])
-    assert len(teacher.requests) == 20 and sorted(row["gold"] for row in made) == list(range(20))
-    assert {row["finish"] for row in made} == {"stop", "length"}
-    assert all(row["messages"][-1]["content"] == f"sage: {row['prompt']}" for row in made)
+def test_pilot_comes_first_and_no_prompt_is_sent_twice(tmp_path, base, command, teacher):
+    rows = [{"prompt": f"Question {i}", "gold": i} for i in range(20)] + [
+        {"prompt": "Question 3", "gold": 3}
+    ]
+    out = tmp_path / "made.jsonl"
+    run = [*teacher, f"--prompts={write(tmp_path / 'asked.jsonl', rows)}", f"--out={out}"]
+    assert "--pilot=2000 first" in command.rejects(*run) and not Teacher.asked
+    command.works(*run, "--pilot=5", "--system=Be brief.")
+    assert len(Teacher.asked) == len(read(out)) == 5
+    assert Teacher.asked[0][0] == {"role": "system", "content": "Be brief."}
+    assert {row["gold"] for row in read(out)} != set(range(5))  # not just the first five
+    command.works(*run)
+    made = read(out)
+    assert len(Teacher.asked) == 21 and sorted(row["gold"] for row in made) == sorted(
+        [*range(20), 3]
+    )
+    assert all(row["messages"] == talk(row["prompt"], f"sage: {row['prompt']}") for row in made)
+    assert {row["gold"] for row in made if row["finish"] == "length"} == {7, 17}
     values = read_json(base / "report" / "generation-made.json")["values"]
-    assert (values["Prompts"], values["Answered before"], values["Answered"]) == (20, 5, 15)
-    assert [row["gold"] for row in made if row["finish"] == "length"] in ([7, 17], [17, 7])
+    assert (values["Prompts"], values["Answered before"], values["Answered"]) == (21, 5, 16)
+    assert "the pilot used teacher sage, not fool" in command.rejects(*run, "--model=fool")
 
 
-def test_rows_with_the_same_prompt_are_all_answered(tmp_path, base, teacher):
-    rows = [{"prompt": "Question", "gold": i} for i in (0, 1, 1)]
-    files = {"prompts": write(tmp_path / "asked.jsonl", rows), "out": str(tmp_path / "made.jsonl")}
-    generate.main(Generate(**files, pilot=1))
-    generate.main(Generate(**files))
-    assert sorted(row["gold"] for row in read(files["out"])) == [0, 1, 1]
-
-
-def test_failed_prompt_is_retried_on_rerun(tmp_path, teacher):
-    rows = [{"messages": talk("fine", "old answer")}, {"prompt": "fail"}]
-    files = {"prompts": write(tmp_path / "asked.jsonl", rows), "out": str(tmp_path / "made.jsonl")}
+def test_failed_prompts_are_retried_and_wrong_ones_rejected(tmp_path, command, teacher):
+    prompts, out = tmp_path / "asked.jsonl", tmp_path / "made.jsonl"
+    run = [*teacher, f"--prompts={prompts}", f"--out={out}", "--pilot=9"]
+    write(prompts, [{"prompt": "fail"}, {"prompt": "empty"}])
+    assert "all 2 prompts failed" in command.rejects(*run)
+    write(prompts, [{"messages": talk("fine", "old answer")}, {"prompt": "empty"}])
     for _ in range(2):
-        generate.main(Generate(**files, pilot=9))
-    assert [row["messages"][-1]["content"] for row in read(files["out"])] == ["sage: fine"]
-    assert len(teacher.requests) == 3  # one success, two failures
-
-
-def test_empty_answer_is_not_saved(tmp_path, teacher, capsys):
-    rows = [{"prompt": "empty"}, {"prompt": "fine"}]
-    files = {"prompts": write(tmp_path / "asked.jsonl", rows), "out": str(tmp_path / "made.jsonl")}
-    generate.main(Generate(**files, pilot=9))
-    assert len(read(files["out"])) == 1
-    assert "empty answer, finish reason 'stop'" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("messages", "message"),
-    [
+        assert "empty answer, finish reason 'stop'" in command.works(*run)
+    assert [row["messages"][-1]["content"] for row in read(out)] == ["sage: fine"]
+    assert len(Teacher.asked) == 5  # one success, four failures
+    write(prompts, [{"messages": talk("old", "7"), "gold": n} for n in (1, 2)] + [{"prompt": "7"}])
+    translated = ["--as_prompt=1", f"--out={tmp_path / 'translated.jsonl'}"]
+    assert "incomplete prompt" in command.works(*run, *translated)  # it is cut off
+    found = [(r["prompt"], r["original"], r["gold"]) for r in read(tmp_path / "translated.jsonl")]
+    assert sorted(found) == [("sage: old", "old", 1), ("sage: old", "old", 2)]
+    for messages, message in (
         ("hi", "line 2: conversation must be a list"),
         ([{"content": "x"}], "line 2: message 0"),
         ([{"role": "assistant", "content": "x"}], "line 2: "),
-    ],
-)
-def test_invalid_prompts_are_rejected_with_their_line(tmp_path, teacher, messages, message):
-    rows = [{"prompt": "fine"}, {"messages": messages}]
-    files = {"prompts": write(tmp_path / "asked.jsonl", rows), "out": str(tmp_path / "made.jsonl")}
-    with pytest.raises(ValueError, match=message):
-        generate.main(Generate(**files, pilot=9))
-    assert not teacher.requests
-
-
-def test_pilot_must_have_answers_from_the_same_teacher(tmp_path, teacher, monkeypatch):
-    files = {"prompts": "", "out": str(tmp_path / "made.jsonl")}
-    files["prompts"] = write(tmp_path / "asked.jsonl", [{"prompt": f"fail {i}"} for i in range(3)])
-    with pytest.raises(UsageError, match="all 2 prompts failed"):
-        generate.main(Generate(**files, pilot=2))
-    with pytest.raises(UsageError, match="--pilot=2000 first"):
-        generate.main(Generate(**files))
-    files["prompts"] = write(tmp_path / "asked.jsonl", [{"prompt": f"fine {i}"} for i in range(3)])
-    generate.main(Generate(**files, pilot=2))
-    monkeypatch.setattr(generate, "connect", lambda cfg: (teacher, "fool"))
-    with pytest.raises(UsageError, match="the pilot used teacher sage, not fool"):
-        generate.main(Generate(**files))
-
-
-def test_translated_prompts_are_filtered_and_answered(tmp_path, teacher):
-    rows = [{"prompt": f"Question number {i}", "gold": i} for i in range(10, 50)]
-    paths = [tmp_path / f"{name}.jsonl" for name in ("english", "translated", "prompts", "made")]
-    english, translated, prompts, made = map(str, paths)
-    write(paths[0], [{"messages": talk("Question number 7 " * 40, "old")}, *rows])
-    generate.main(Generate(english, translated, pilot=99, as_prompt=True, system="Translate."))
-    assert teacher.requests[0][0] == {"role": "system", "content": "Translate."}
-    found = read(translated)
-    assert len(found) == 36  # answers with a 7 are cut off
-    assert not any("messages" in row for row in found)
-    assert all(row["prompt"] == f"sage: {row['original']}" for row in found)
-    write(paths[1], [*found, {"prompt": "far too long " * 9, "original": "Short?"}])
-    filter_script.main(Filter(prompts, "length_shift,no_duplicate", rows=translated))
-    assert read(prompts) == found
-    generate.main(Generate(prompts, made, pilot=99))
-    answered = read(made)
-    assert {row["original"]: row["gold"] for row in answered} == {
-        row["original"]: row["gold"] for row in found
-    }
-    for row in answered:
-        assert row["messages"] == talk(row["prompt"], f"sage: sage: {row['original']}")
-    filter_script.main(Filter(str(tmp_path / "good.jsonl"), "length_shift", rows=made))
-    with pytest.raises(ValueError, match="line 1: message 1: content must be a string"):
-        filter_script.main(Filter(prompts, "length_shift", rows=write(paths[3], [{"prompt": 5}])))
-
-
-def test_interrupt_keeps_answers_and_sends_no_more_prompts(tmp_path, teacher):
-    rows = [{"prompt": f"Question {i}"} for i in range(40)]
-    files = {"prompts": write(tmp_path / "asked.jsonl", rows), "out": str(tmp_path / "made.jsonl")}
-    teacher.interrupted_at = 6
-    with pytest.raises(KeyboardInterrupt):
-        generate.main(Generate(**files, pilot=40, parallel=1))
-    assert 5 <= len(read(files["out"])) == len(teacher.requests) - 1 < 20
+    ):
+        write(prompts, [{"prompt": "fine"}, {"messages": messages}])
+        assert message in command.rejects(*run)

@@ -1,576 +1,251 @@
-"""Sweeps: each job runs once, device time is recorded, and arms are compared."""
+"""Sweeps by their command: each run once, planted effects found, copies within noise."""
 
+import csv
 import json
-import math
+import re
 import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from nanochat import report
-from nanochat.common import REPOSITORY, UsageError, read_json
-from nanochat.lab import study as study_module
-from nanochat.lab import sweep
-from nanochat.lab.held_out import declare
-from nanochat.lab.search import SearchConfig
-from nanochat.lab.study import (
-    FIRST_HALF,
-    Arm,
-    Study,
-    StudyConfig,
-    as_csv,
-    compare_arms,
-    from_grid,
-    split_arms,
-)
-from nanochat.lab.sweep import DoneRun, Job, Sweep, SweepConfig, collect_scores, ledger_table
-from nanochat.mixture import MixConfig
-from nanochat.records import append_line, default_rate
-from scripts.lab import sweep as sweep_script
-from scripts.lab.sweep import SweepScript, data_of
+from nanochat.common import read_json
+from nanochat.lab.sweep import environments
+from tests.training_runs import begin
+
+SWEEP = ["lab.sweep", "--source=base", "--bases=one", "--devices=2", "--num_iterations=10"]
+GRID = "--grid=init_lr_frac=0.3,1"
 
 
-@pytest.fixture(autouse=True)
-def fixed_code(monkeypatch):
-    """Fix the code fingerprint during a test."""
-    monkeypatch.setattr(sweep, "code_fingerprint", lambda: "code")
+def commands(base: Path) -> list[dict[str, str]]:
+    """Flags of every process that sweeps started; `module` is its script."""
+    logs = [path.read_text() for path in base.glob("sweeps/runs/*/log.txt")]
+    lines = [line.split()[2:] for log in logs for line in log.splitlines() if line.startswith("$")]
+    given = [[f"module={module}", *(f for f in flags if "=" in f)] for module, *flags in lines]
+    return [dict(f.lstrip("-").split("=", 1) for f in flags) for flags in given]
 
 
-def job(name, score=1.0, **flags):
-    words = [f"--{key}={value}" for key, value in flags.items()]
-    return Job(name, [["tests.fake_run", f"--score={score}", "--tag={tag}", *words]])
+def ledger(base: Path, name: str = "sweep") -> list[int]:
+    """Exit status of every process of a sweep."""
+    path = base / "sweeps" / name / "ledger.jsonl"
+    return [json.loads(line)["status"] for line in path.read_text().splitlines()]
 
 
-def calls(done):
-    return (done.folder / "report" / "calls.txt").read_text().splitlines()
+def record(base: Path, name: str = "sweep") -> dict:
+    return read_json(base / "report" / f"{name}.json")
 
 
-def test_finished_run_is_shared_between_sweeps():
-    jobs = [job("a", 1.0), job("b", 2.0)]
-    with Sweep(SweepConfig(), "one") as runner:
-        done = runner.run_all(jobs)
-        assert [done[name].metric("Final validation bpb") for name in "ab"] == [1.0, 2.0]
-        assert len(runner.ledger()) == 2
-    with Sweep(SweepConfig(), "two") as runner:
-        again = runner.run_all([*jobs, job("c", 3.0)])
-        assert len(runner.ledger()) == 1  # only the new job
-    assert all(len(calls(again[name])) == 1 for name in "abc")
-    assert calls(done["a"])[0].split()[1] == done["a"].tag  # a tag of its own
+def break_seeds(base: Path, **faults: object) -> None:
+    (base / "faults.json").write_text(json.dumps({name[1:]: f for name, f in faults.items()}))
 
 
-def test_key_depends_on_commands_inputs_and_code():
-    one = job("a")
-    assert one.key("x") == Job("other name", one.commands).key("x")
-    keys = {
-        one.key("x"),
-        one.key("y"),
-        job("a", 2.0).key("x"),
-        Job("a", one.commands, {"base": "123"}).key("x"),
-    }
-    assert len(keys) == 4
+def test_planted_effect_is_found_and_nulls_are_within_noise(planted_runs, base, command):
+    nulls = ("0.301", "0.302", "0.303", "0.304")
+    flags = ["--grid=init_lr_frac=0.3,1," + ",".join(nulls), "--bases=one|two", "--tasks=ARC"]
+    command.works(*SWEEP, *flags)
+    rows = record(base)["tables"][0]["rows"]
+    bpb = {tuple(row[1:3]): row for row in rows if row[0] == "Final validation bpb"}
+    for base_tag in ("one", "two"):
+        assert bpb[base_tag, "control"][4] == "3"
+        effect = bpb[base_tag, "init_lr_frac=1"]
+        assert effect[7:10] == ["worse", "yes", "all worse"]
+        assert float(effect[5]) == pytest.approx(0.145, abs=0.02)
+        per_million = float(effect[5]) / (10 * 4096 / 1e6)
+        assert float(effect[10]) == pytest.approx(per_million, rel=1e-2)
+        for null in nulls:
+            assert bpb[base_tag, f"init_lr_frac={null}"][7] == "within noise"
+    values = record(base)["values"]
+    assert {row[0] for row in rows} == {"Final validation bpb", "val_bpb:x", "ARC"}
+    assert values["Comparisons"] == 2 * 5 * 3
+    assert values["Verdicts that hold after Holm correction"] == 4
+    assert values["init_lr_frac=1, one"].endswith("(worse)")
+    with open(base / "sweeps/sweep/arms.csv") as text:
+        assert list(csv.reader(text))[1:] == rows
+    trained = [c for c in commands(base) if c["module"] == "scripts.chat_sft"]
+    seeds = {(c["init_lr_frac"], c["source"]): set() for c in trained}
+    for c in trained:
+        seeds[c["init_lr_frac"], c["source"]].add(int(c["seed"]))
+    assert seeds["0.3", "base:one"] == {0, 1, 2} and seeds["1", "base:two"] == {100, 101}
+    assert seeds["0.304", "base:one"] == {500, 501}  # arms share no seeds
+    scored = [c for c in commands(base) if c["module"] == "scripts.chat_eval"]
+    assert sorted(c["model_tag"] for c in scored) == sorted(c["model_tag"] for c in trained)
 
 
-def test_same_code_off_reuses_runs_of_old_code(monkeypatch):
-    jobs = [job("a", 1.0), job("b", 2.0)]
-    with Sweep(SweepConfig(), "one") as runner:
-        first = runner.run_all(jobs)
-    monkeypatch.setattr(sweep, "code_fingerprint", lambda: "other code")
-    with Sweep(SweepConfig(same_code=False), "one") as runner:
-        again = runner.run_all([*jobs, job("c", 3.0)])
-        assert len(runner.ledger()) == 3
-    assert [again[name].folder for name in "ab"] == [first[name].folder for name in "ab"]
-    with Sweep(SweepConfig(), "one") as runner:
-        assert runner.run_all(jobs)["a"].folder != first["a"].folder
-        assert len(runner.ledger()) == 5
+def test_finished_runs_are_kept_and_shared(planted_runs, base, command, tmp_path):
+    rows = tmp_path / "own.jsonl"
+    talks = [
+        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": x}]}
+        for x in "bcd"
+    ]
+    rows.write_text("".join(json.dumps(talk) + "\n" for talk in talks))
+    flags = [*SWEEP, GRID, f"--mixture=jsonl:{rows}"]
+    for _ in range(2):
+        command.works(*flags)
+        assert ledger(base) == [0] * 5
+    assert "5 done, 0 to go" in command.works(*flags, "--name=other")
+    threads = [
+        path.read_text().split("threads: ")[1] for path in base.glob("sweeps/runs/*/log.txt")
+    ]
+    assert {int(x) for x in threads} == {max(1, torch.get_num_threads() // 2)}
+    old = next(base.glob("sweeps/runs/*/done.json")).parent
+    old.rename(old.with_name("old"))  # as if the code had changed: it is in the name
+    command.works(*flags, "--no-same_code")
+    assert ledger(base) == [0] * 5
+    command.works(*flags)
+    assert ledger(base) == [0] * 6
+    rows.write_text(rows.read_text().replace('"d"', '"e"'))
+    command.works(*flags)
+    assert ledger(base) == [0] * 11
 
 
-def test_parallel_runs_share_the_cores(monkeypatch):
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
-    with Sweep(SweepConfig(devices=3), "one") as runner:
-        done = runner.run_all([job(f"j{i}", i) for i in range(5)])
-    assert {calls(run)[0].split()[0] for run in done.values()} == {"2"}
+def test_failed_run_is_retried_and_a_broken_one_is_not(planted_runs, base, command):
+    break_seeds(base, _1=3, _2=78)
+    out = command.rejects(*SWEEP, GRID, "--devices=1")
+    assert "failed with status 3" in out and "log.txt" in out and "rerun the same command" in out
+    break_seeds(base, _2=78)
+    command.works(*SWEEP, GRID)
+    assert sorted(ledger(base)) == [0] * 4 + [3, 78]
+    assert "seed 2" in record(base)["values"]["Broken runs"]
+    kinds = {row[0]: float(row[1]) for row in record(base)["tables"][1]["rows"]}
+    assert list(kinds) == ["Training", "Evaluation", "Lost to failures", "All"]
+    command.works(*SWEEP, GRID)
+    assert len(ledger(base)) == 6
+    break_seeds(base, _0=78, _1=78, _2=78)
+    assert "all control runs of one broke" in command.rejects(*SWEEP, "--grid=init_lr_frac=0.4,1")
+
+
+def test_cap_stops_a_sweep_and_a_higher_cap_continues_it(planted_runs, base, command):
+    out = command.rejects(*SWEEP, GRID, "--devices=1", "--cap_hours=1e-9")
+    assert "would exceed the cap" in out and "--cap_hours raises" in out and ledger(base) == [0]
+    command.works(*SWEEP, GRID, "--cap_hours=1")
+    assert ledger(base) == [0] * 5
+
+
+@pytest.mark.parametrize("how, status", [(signal.SIGTERM, 75), (signal.SIGKILL, -9)])
+def test_stopped_sweep_keeps_finished_runs(
+    trained, fake_python, base, command, monkeypatch, how, status
+):
+    break_seeds(base, _1="sleep")
+    words = ["-m", "tests.lab.planted_sweep", str(fake_python), *SWEEP[1:], GRID, "--devices=1"]
+    process = begin(base, *words)
+    deadline = time.monotonic() + 200
+    while len(list(base.glob("sweeps/runs/*/log.txt"))) < 2:
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.1)
+    assert "another run is using this folder" in command.rejects(*SWEEP, GRID)
+    process.send_signal(how)
+    assert process.wait(120) == status
+    monkeypatch.setattr(sys, "executable", str(fake_python))
+    break_seeds(base)
+    command.works(*SWEEP, GRID)
+    stopped = [75] if how == signal.SIGTERM else []
+    assert sorted(ledger(base)) == [0] * 5 + stopped
+    lost = next(row for row in record(base)["tables"][1]["rows"] if row[0] == "Lost to failures")
+    assert lost[1] == "0.000"
+    processes = subprocess.check_output(["ps", "-eo", "args"], text=True)
+    assert str(base) not in processes
 
 
 def test_each_run_gets_one_visible_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert [v["CUDA_VISIBLE_DEVICES"] for v in sweep.environments(2)] == ["0", "1"]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
-    assert [v["CUDA_VISIBLE_DEVICES"] for v in sweep.environments(2)] == ["2", "3"]
+    for visible, want in ((None, ["0", "1"]), ("2,3", ["2", "3"])):
+        if visible:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert [v["CUDA_VISIBLE_DEVICES"] for v in environments(2)] == want
     with pytest.raises(ValueError, match="--devices=3, but only 2 GPUs are visible"):
-        sweep.environments(3)
+        environments(3)
 
 
-def test_cost_includes_the_time_of_earlier_calls():
-    runner = Sweep(SweepConfig(devices=2), "one")
-    for seconds in (9e6, 1e6):
-        append_line(runner.folder / sweep.LEDGER, json.dumps({"seconds": seconds}))
-    cost = runner.cost()
-    assert (cost.wall_seconds, cost.devices, cost.device_seconds) == (5e6, 2, 0.0)
+def test_rl_is_compared_by_its_score_on_the_same_questions(planted_runs, base, command):
+    rl = [*SWEEP, "--stage=rl"]
+    command.works(*rl, GRID, "--task=a")
+    values, rows = record(base)["values"], record(base)["tables"][0]["rows"]
+    assert values["init_lr_frac=1, one"].endswith("(worse)")
+    assert [row[0] for row in rows] == ["pass@1 after"] * 2 + ["Mean reward after"] * 2
+    assert rows[1][-1] == "-"  # per million tokens
+    assert not any({"mixture", "total_batch_size"} & c.keys() for c in commands(base))
+    command.works(*rl, "--grid=task=a=20,b|c")
+    assert record(base)["values"]["Comparisons"] == 1  # rewards of different tasks do not compare
+    found = {(c["task"], c.get("eval_task")) for c in commands(base)}
+    assert found == {("a", None), ("a=20,b", "a=20,b,c"), ("c", "a=20,b,c")}
 
 
-def test_failed_run_is_reported_and_retried_on_rerun(monkeypatch):
-    bad = job("bad", status=3)
-    with Sweep(SweepConfig(), "one") as runner:
-        with pytest.raises(UsageError, match="1 of 2 runs unfinished: bad failed with status 3"):
-            runner.run_all([job("good"), bad])
-        with pytest.raises(UsageError):
-            runner.run_all([job("good"), bad])
-        assert [entry["status"] for entry in runner.ledger()] == [0, 3, 3]
-        monkeypatch.setattr(report, "hardware", lambda: {"gpus": ["NVIDIA H100"] * 8})
-        table = ledger_table(runner.ledger())
-    assert [row[0] for row in table["rows"]] == [
-        "Training",
-        "Evaluation",
-        "Lost to failures",
-        "All",
-    ]
-    lost = sum(entry["seconds"] for entry in runner.ledger() if entry["status"])
-    price = default_rate(["NVIDIA H100"])  # of one device
-    assert table["rows"][2][1:] == [f"{lost / 3600:.3f}", f"${lost / 3600 * price:.2f}"]
-
-
-def test_broken_run_is_finished_but_has_no_scores():
-    broken = Job("x", [["tests.fake_run", "--status=78"], ["tests.fake_run", "--score=1"]])
-    with Sweep(SweepConfig(), "one") as runner:
-        done = runner.run_all([broken])["x"]
-        assert done.is_broken and len(runner.ledger()) == 1
-        assert runner.run_all([broken])["x"].is_broken and len(runner.ledger()) == 1
-
-
-def test_cap_stops_a_sweep_and_a_higher_cap_continues_it(monkeypatch):
-    entries, minute = Sweep.ledger, 1 / 60
-
-    def timed(self):
-        return [{**entry, "seconds": 60.0} for entry in entries(self)]
-
-    monkeypatch.setattr(Sweep, "ledger", timed)  # every run takes a minute
-    jobs = [job(f"j{i}", i) for i in range(4)]
-    with Sweep(SweepConfig(), "one") as runner:
-        runner.run_all(jobs[:1])
-    with (
-        Sweep(SweepConfig(cap_hours=2.9 * minute), "one") as runner,
-        pytest.raises(UsageError, match=r"would exceed the cap(.|\n)*--cap_hours raises"),
-    ):
-        runner.run_all(jobs)
-    assert len(runner.ledger()) == 2
-    with (
-        Sweep(SweepConfig(devices=2, cap_hours=3.9 * minute), "one") as runner,
-        pytest.raises(UsageError, match="would exceed the cap"),
-    ):
-        runner.run_all(jobs)  # runs in progress count too
-    assert len(runner.ledger()) == 3
-    with Sweep(SweepConfig(), "one") as runner:
-        assert len(runner.run_all(jobs)) == 4
-        assert len(runner.ledger()) == 4
-
-
-def test_two_sweeps_with_one_name_cannot_run_concurrently():
-    with (
-        Sweep(SweepConfig(), "one"),
-        pytest.raises(UsageError, match=r"another run is using this folder(.|\n)*another --name"),
-        Sweep(SweepConfig(), "one"),
-    ):
-        pass
-
-
-SLOW = """
-import nanochat.lab.sweep as s
-s.code_fingerprint = lambda: "code"
-jobs = [s.Job("a", [["tests.fake_run", "--score=1"]]),
-        s.Job("b", [["tests.fake_run", "--score=2", "--sleep=60"]])]
-with s.Sweep(s.SweepConfig(), "one") as runner:
-    runner.run_all(jobs)
-"""
-
-
-@pytest.mark.parametrize("how, status", [(signal.SIGTERM, 75), (signal.SIGKILL, -9)])
-def test_stopped_sweep_keeps_finished_runs(how, status):
-    process = subprocess.Popen(
-        [sys.executable, "-c", SLOW], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True
+def test_other_batch_size_trains_on_as_many_tokens(planted_runs, base, command):
+    command.works(
+        *SWEEP, "--grid=total-batch-size=64,160;weight_decay=0,1", "--total_batch_size=64"
     )
-    folder = sweep.sweep_folder() / "runs"
-    started = time.monotonic()
-    while len(list(folder.glob("*/report/calls.txt"))) < 2:
-        assert time.monotonic() < started + 200 and process.poll() is None
-        time.sleep(0.1)
-    process.send_signal(how)
-    assert process.wait(120) == status
-    assert not still_running("tests.fake_run")
-    assert len(list(folder.glob("*/done.json"))) == 1
-    with Sweep(SweepConfig(), "one") as runner:
-        assert len(runner.run_all([job_of_slow()])) == 1
-        stopped = [entry["status"] for entry in runner.ledger()]
-        assert ledger_table(runner.ledger())["rows"][2][1] == "0.000"  # saved, so not lost
-    assert stopped == ([0, 75] if how == signal.SIGTERM else [0])
+    found = {(c["total_batch_size"], c["num_iterations"]) for c in commands(base)}
+    assert found == {("64", "10"), ("160", "4")}
+    assert "total_batch_size=160, weight_decay=1, one" in record(base)["values"]
 
 
-def still_running(words, seconds=20.0):
-    """Whether a process with these words in its command still runs after `seconds`."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        found = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True)
-        if not any(words in line and "--sleep=60" in line for line in found.stdout.splitlines()):
-            return False
-        time.sleep(0.1)
-    return True
+SEARCH = [*SWEEP, "--search=init_lr_frac", "--low=0.03", "--high=3", "--wide=5", "--tight=3"]
 
 
-def job_of_slow():
-    return Job("a", [["tests.fake_run", "--score=1"]])
-
-
-# ------------------------------------------------------------------------------------------------
-# Studies
-
-
-def test_arms_and_grids_are_parsed():
-    assert split_arms("only:a| drop:b") == ["only:a", "drop:b"]
-    grid = from_grid("lr=0.1,0.2;--decay=0,1")
-    assert [arm.flags for arm in grid] == [
-        ("--lr=0.1", "--decay=0"),
-        ("--lr=0.1", "--decay=1"),
-        ("--lr=0.2", "--decay=0"),
-        ("--lr=0.2", "--decay=1"),
-    ]
-    assert [arm.name for arm in grid][:2] == ["control", "lr=0.1, decay=1"]
-    tasks = from_grid("task=a=20,b|c;lr=1")  # values with commas; the same held-out questions
-    assert [arm.flags for arm in tasks] == [
-        ("--task=a=20,b", "--lr=1", "--eval_task=a=20,b,c"),
-        ("--task=c", "--lr=1", "--eval_task=a=20,b,c"),
-    ]
-    assert tasks[1].name == "task=c, lr=1"
-    assert from_grid("total-batch-size=2,4")[1].flags == ("--total_batch_size=4",)
-    for wrong in ("lr", "lr=", "=1"):
-        with pytest.raises(ValueError, match="is not flag=value,value"):
-            from_grid(wrong)
-    with pytest.raises(ValueError, match="lists an arm twice"):
-        split_arms("only:a|only:a")
-
-
-@pytest.fixture
-def study(monkeypatch):
-    """A study of a mock base: 10 steps of 64 tokens."""
-    found = SimpleNamespace(fingerprint="0")
-    monkeypatch.setattr(study_module, "find_checkpoint", lambda source, tag: found)
-    return Study(StudyConfig(num_iterations=10, total_batch_size=64), MixConfig("world_chat"))
-
-
-def flags_of(job):
-    return dict(word.removeprefix("--").split("=", 1) for word in job.commands[0] if "=" in word)
-
-
-def test_arm_with_different_batch_size_keeps_total_tokens(study):
-    flags = flags_of(study.job("d4", Arm("x", ("--total_batch_size=160",)), 0))
-    assert (flags["num_iterations"], flags["total_batch_size"]) == ("4", "160")
-    with pytest.raises(ValueError, match="all runs must be equally long"):
-        study.job("d4", Arm("x", ("--num_iterations=5",)), 0)
-
-
-def test_rl_jobs_start_from_sft_and_set_no_mixture_or_batch(monkeypatch):
-    opened = []
-    monkeypatch.setattr(
-        study_module,
-        "find_checkpoint",
-        lambda *ref: opened.append(ref) or SimpleNamespace(fingerprint="0"),
-    )
-    cfg = StudyConfig("rl", task="gsm8k", num_iterations=10, tasks="GSM8K")
-    job = Study(cfg, MixConfig()).job("d4", Arm("x", ("--num_samples=4",)), 7)
-    flags = flags_of(job)
-    assert job.commands[0][0] == "scripts.chat_rl" and opened == [("sft", "d4")]
-    assert flags.keys().isdisjoint(("mixture", "total_batch_size"))
-    assert [
-        flags[name] for name in ("source", "task", "num_iterations", "seed", "num_samples")
-    ] == [*("sft:d4", "gsm8k", "10", "7", "4")]
-    assert job.commands[1][:2] == ["scripts.chat_eval", "--source=rl"]
-    own = Study(cfg, MixConfig()).job("d4", Arm("x", ("--task=aqua",)), 0)
-    assert [word for word in own.commands[0] if "task" in word] == ["--task=aqua"]
-    with pytest.raises(ValueError, match="all runs must be equally long"):
-        Study(cfg, MixConfig()).job("d4", Arm("x", ("--num_iterations=5",)), 0)
-    Study(StudyConfig("rl", source="mid"), MixConfig())
-    Study(StudyConfig("sft"), MixConfig())
-    assert opened[-2:] == [("mid", "d4"), ("mid", "d4")]
-    with pytest.raises(ValueError, match="RL has no --mixture=a,b; set --task"):
-        Study(cfg, MixConfig("a,b"))
-    with pytest.raises(ValueError, match=r'use --grid="task=a\|b"'):
-        sweep_script.main(SweepScript(arms="drop:a", study=cfg))
-
-
-def test_several_bases_are_no_inconsistency_of_the_report(monkeypatch):
-    monkeypatch.setattr(
-        study_module, "find_checkpoint", lambda source, tag: SimpleNamespace(fingerprint=tag)
-    )
-    one, two = (Study(StudyConfig(bases=bases), MixConfig()) for bases in ("d4", "d4|d6"))
-    assert one.inputs == {"mid": "d4"} and two.inputs.keys() == {"bases"}
-    assert Study(StudyConfig(bases="d4|d8"), MixConfig()).inputs != two.inputs
-
-
-FLOOR = {"world_choice": 0.05}
-
-
-def study_of(mixture, stage="sft"):
-    cfg = StudyConfig(stage, num_iterations=10, total_batch_size=64)
-    return Study(cfg, MixConfig(mixture), "data")
-
-
-def resolved(monkeypatch, stage="sft", max_seq_len=64, **tokens):
-    """A finished control run trained on `tokens` of each bucket."""
-    mixture = {"buckets": [{"name": name, "tokens": count} for name, count in tokens.items()]}
-    state = {
-        "model": {"max_seq_len": max_seq_len},
-        "mixture": mixture if stage == "base" else {"resolved": mixture},
+def test_search_finds_the_planted_optimum_on_new_seeds(planted_runs, base, command):
+    break_seeds(base, _2=78)
+    command.works(*SEARCH)
+    values, [table, _] = record(base)["values"], record(base)["tables"]
+    assert values["Chosen init_lr_frac"] == 0.3 and len(table["rows"]) == 7
+    notes = [row[-1] for row in table["rows"]]
+    assert notes.count("chosen, 1 of 3 broke") == 1 and notes.count("1 of 3 broke") == 1
+    chosen = next(row for row in table["rows"] if "chosen" in row[-1])
+    inflation = values["Expected inflation of the best score"]
+    assert inflation == pytest.approx(0.5642 * float(chosen[4]), abs=1e-4)  # of two seeds
+    assert values["Final validation bpb, mean of 2 seeds"]["n"] == 2
+    anew = values["Mean of the same seeds on other validation rows"]
+    assert anew["n"] == 2 and anew["value"] == pytest.approx(1, abs=0.03)
+    halves = {
+        half: {c["model_tag"] for c in commands(base) if c["eval_half"] == half} for half in "12"
     }
-    monkeypatch.setattr(study_module, "newest_state", lambda folder: state)
-    return [DoneRun(Job("d4 control seed 0", []), Path("runs/key"))]
-
-
-def test_arm_flags_redistribute_the_tokens_of_the_control(study, monkeypatch):
-    found = study_of("world_chat,WorldChoice=300,world_facts*2,world_problems=0%")
-    counts = {"world_chat": 500, "world_choice": 300, "world_facts": 200, "world_problems": 0}
-    control = resolved(monkeypatch, **counts)
-    arms = ["drop:world_choice", "only:world_facts", "swap:world_facts->world_problems", "copy:x"]
-    found.check_arms(arms, FLOOR)
-    assert found.ablation("d4", control, arms, FLOOR) == [
-        Arm("control", ()),
-        Arm(arms[0], mixture_flag("714t", "300*0t", "286t", "0%")),
-        Arm(arms[1], mixture_flag("0%", "300*50t", "950t", "0%")),
-        Arm(arms[2], mixture_flag("500t", "300*300t", "0%", "200t")),
-        Arm(arms[3], mixture_flag("500t", "300*300t", "200t", "0%")),
-    ]
-    job = found.job("d4", Arm("copy:x", ("--mixture=x",)), 0)
-    assert [word for word in job.commands[0] if "mixture" in word] == ["--mixture=x"]
-
-
-def mixture_flag(chat, choice, facts, problems):
-    buckets = {"chat": chat, "choice": choice, "facts": facts, "problems": problems}
-    return ("--mixture=" + ",".join(f"world_{name}={n}" for name, n in buckets.items()),)
-
-
-def test_text_arm_uses_whole_rows(tmp_path, monkeypatch):
-    monkeypatch.setattr(study_module.Tokenizer, "load", lambda: SimpleNamespace(fingerprint="0"))
-    control = resolved(monkeypatch, "base", en=7 * 64, de=2 * 64, ko=0)
-    found = study_of("en=75%,de=25%,ko=0%", "base")
-    assert found.ablation("d4", control, ["scale:de*2", "drop:de"], {})[1:] == [
-        Arm("scale:de*2", (f"--mixture=en={5 * 64}t,de={4 * 64}t,ko=0%",)),
-        Arm("drop:de", (f"--mixture=en={9 * 64}t,de=0%,ko=0%",)),
-    ]
-    with pytest.raises(ValueError, match="set --mixture"):
-        study_of("", "base").check_arms(["drop:de"], {})
+    assert len(halves["2"]) == 2 and halves["2"] < halves["1"]  # the same models
+    rates = {c["init_lr_frac"] for c in commands(base) if c["seed"] == "0"}
+    assert {"0.03", "0.09487", "0.3", "0.9487", "3"} < rates and len(rates) == 7
 
 
 @pytest.mark.parametrize(
-    "arm, message",
+    "flags, message",
     [
-        ("without:world_chat", "unknown ablation arm.*use one of: copy:name"),
-        ("drop:gsm8k", "bucket 'gsm8k' is not in the mixture .world_chat, world_choice"),
-        ("drop:world_facts", "equals the control"),
-        ("scale:world_chat*3", "the other buckets cannot compensate"),
+        ("", "exactly one of --arms, --grid and --search"),
+        ("--stage=rl --arms=drop:a", 'use --grid="task=a|b"'),
+        ("--stage=rl --grid=seed=1,2 --mixture=world_chat", "RL has no --mixture=world_chat; set"),
+        ("--grid=mixture=a|b", "own held-out data; use --arms, or add --val_mixture"),
+        ("--search=lr --bases=one|two", "takes one base, got --bases='one|two'"),
+        ("--grid=lr", "'lr' in --grid='lr' is not flag=value,value"),
+        ("--grid=num_iterations=1,2", "all runs must be equally long"),
+        ("--arms=copy:a|copy:a --mixture=world_chat", "lists an arm twice"),
+        ("--arms=other:a --mixture=world_chat", "use one of: copy:name"),
+        ("--arms=drop:gsm8k --mixture=world_chat", "bucket 'gsm8k' is not in the mixture"),
+        ("--arms=copy:a --arm_floor=x=5% --mixture=world_chat", "bucket 'x' is not in the mixture"),
+        ("--grid=lr=1,2 --bases=none", "no checkpoint in"),
+        ("--grid=lr=1,2 --seeds=2", "seeds must be at least 3, got 2"),
+        ("--search=init_lr_frac --low=1 --high=3 --wide=3", "extend it with --low"),
+        ("--search=init_lr_frac --low=0.01 --high=0.2 --wide=3", "extend it with --high"),
+        ("--search=lr --low=3 --high=1", "0 < low < high"),
+        ("--search=lr --low=1000 --high=2000 --unit=1024", "are not distinct"),
+        ("--search=lr --finalists=0", "finalists must be at least 1, got 0"),
     ],
 )
-def test_arms_are_validated_before_training(study, arm, message):
-    found = study_of("world_chat=60%,world_choice=40%,world_facts=0%")
-    with pytest.raises(ValueError, match=message):
-        found.check_arms(["drop:world_chat", arm], FLOOR)
+def test_unusable_sweep_is_rejected(planted_runs, command, flags, message):
+    assert message in " ".join(command.rejects(*SWEEP, *flags.split()).split())
 
 
-def test_ablation_needs_the_mixture_of_its_control(study, monkeypatch):
-    found, control = study_of("world_chat,world_choice"), resolved(monkeypatch, world_facts=10)
-    with pytest.raises(ValueError, match="was trained on world_facts, not on world_chat"):
-        found.ablation("d4", control, ["drop:world_chat"], {})
-    with pytest.raises(ValueError, match="all control runs of d4 broke"):
-        found.ablation("d4", [replace(control[0], is_broken=True)], ["drop:world_chat"], {})
-    monkeypatch.setattr(study_module, "newest_state", lambda folder: None)
-    with pytest.raises(UsageError, match=r"checkpoints of d4 control seed 0 are gone(.|\n)*delete"):
-        found.ablation("d4", control, ["drop:world_chat"], {})
-
-
-def test_key_depends_on_training_and_validation_data(tmp_path):
-    rows = tmp_path / "own.jsonl"
-    asked = {"role": "user", "content": "a"}
-    talks = [[asked, {"role": "assistant", "content": answer}] for answer in "bcd"]
-    prints = []
-    for count in (2, 3):
-        rows.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks[:count]))
-        mixture, flags = MixConfig(f"jsonl:{rows}"), f"--val_mixture=jsonl:{rows}"
-        for study in (StudyConfig(), StudyConfig(flags=flags)):
-            prints.append(data_of(SweepScript(study=study, mix=mixture)))
-        flags = flags.replace("val_mixture", "val-mixture")
-        prints.append(data_of(SweepScript(study=StudyConfig(flags=flags))))
-    assert prints[:3] == [prints[0]] * 3 and prints[3:] == [prints[3]] * 3
-    assert prints[0] != prints[3] and data_of(SweepScript()) == ""
-
-
-def test_key_depends_on_amounts_and_on_the_mixtures_of_a_grid(tmp_path):
-    mixture, rows = tmp_path / "mix.json", tmp_path / "own.jsonl"
-    asked = {"role": "user", "content": "a"}
-    prints = []
-    for count, amounts in ((2, "a=60%,b=40%"), (2, "a=40%,b=60%"), (3, "a=40%,b=60%")):
-        talks = [[asked, {"role": "assistant", "content": answer}] for answer in "bcd"[:count]]
-        rows.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
-        declared = dict.fromkeys("ab", {"task": "jsonl", "source": str(rows)})
-        mixture.write_text(json.dumps({"mixture": amounts, "buckets": declared}))
-        prints.append(data_of(SweepScript(mix=MixConfig(str(mixture)))))
-        grid = f"mixture=jsonl:{rows}|world_chat;init_lr_frac=1,2"
-        prints.append(data_of(SweepScript(grid=grid)))
-    assert len(set(prints[0::2])) == 3
-    assert prints[1] == prints[3] != prints[5]
-
-
-def test_code_fingerprint_depends_on_texts_beside_the_code(tmp_path, monkeypatch):
-    monkeypatch.undo()
-    monkeypatch.setattr(sweep, "REPOSITORY", tmp_path)
-    (tmp_path / "tasks").mkdir()
-    prints = []
-    for name, text in (("a.py", "1"), ("a.py", "2"), ("identity.txt", "1"), ("notes.md", "1")):
-        (tmp_path / "tasks" / name).write_text(text)
-        prints.append(sweep.code_fingerprint())
-    assert len(set(prints)) == 3 and prints[2] == prints[3]
-
-
-def test_confirmation_uses_the_other_half_of_the_rows(study, tmp_path):
-    job = study.job("d4", Arm("x", (FIRST_HALF,)), 0)
-    again = study.confirmation(DoneRun(job, tmp_path / "key"))
-    assert flags_of(job)["eval_half"] == "1" and flags_of(again)["eval_half"] == "2"
-    assert flags_of(again)["model_tag"] == "sweep-key"  # its own checkpoint
-    assert "--skip_if_done" in job.commands[0] and "--skip_if_done" not in again.commands[0]
-
-
-@pytest.fixture
-def faked(monkeypatch):
-    """Replace training with a mock run that reports --score."""
-    call = Sweep.call
-
-    def call_fake(sweep, run, words, variables):
-        return call(sweep, run, ["tests.fake_run", *words[1:]], variables)
-
-    monkeypatch.setattr(Sweep, "call", call_fake)
-    found = SimpleNamespace(fingerprint="0")
-    monkeypatch.setattr(study_module, "find_checkpoint", lambda source, tag: found)
-
-
-def test_script_compares_a_grid(faked, base, capsys):
-    for grid in ("mixture=a|b", "score=1,2;mixture=a|b"):
-        with pytest.raises(ValueError, match="own held-out data; use --arms, or add --val_mixture"):
-            sweep_script.main(SweepScript(grid=grid))
-    sweep_script.main(SweepScript(grid="score=1,2", sweep=SweepConfig(devices=2)))
-    record = read_json(base / "report" / "sweep.json")
-    assert record["values"]["score=2, d4"] == "+1.0000 (worse)"
-    assert record["values"]["Comparisons"] == 2
-    assert [table["title"] for table in record["tables"]] == ["Arms", "Device time"]
-    assert (base / "sweeps" / "sweep" / "arms.csv").exists()
-
-
-def test_rl_is_compared_by_scores_after_training(faked, base):
-    rl, two = StudyConfig("rl", task="a"), SweepConfig(devices=2)
-    sweep_script.main(SweepScript(grid="score=1,2", study=rl, sweep=two))
-    record = read_json(base / "report" / "sweep.json")
-    assert record["values"]["score=2, d4"] == "+1.0000 (better)"
-    rows = record["tables"][0]["rows"]
-    assert [row[0] for row in rows] == ["pass@1 after"] * 2 + ["Mean reward after"] * 2
-    assert [row[-1] for row in rows if row[2] != "control"] == ["-", "-"]  # per million tokens
-    sweep_script.main(SweepScript(grid="score=1;task=a|b", study=rl, sweep=two))
-    assert read_json(base / "report" / "sweep.json")["values"]["Comparisons"] == 1  # not the reward
-
-
-def test_search_for_an_rl_setting_maximizes_the_score(faked, base, monkeypatch):
-    monkeypatch.setattr(DoneRun, "metric", lambda run, name: -abs(math.log(score_of(run))))
-    search = SearchConfig("score", low=0.1, high=10, wide=3, tight=1, finalists=1)
-    rl = StudyConfig("rl", task="a")
-    sweep_script.main(SweepScript(searching=search, study=rl, sweep=SweepConfig(devices=2)))
-    values = read_json(base / "report" / "sweep.json")["values"]
-    assert values["Chosen score"] == 1.0 and "pass@1 after, mean of 3 seeds" in values
-    logs = [path.read_text() for path in base.glob("sweeps/runs/*/log.txt")]
-    assert logs and not any("eval_half" in log for log in logs)
-
-
-def test_text_from_a_final_benchmark_family_is_rejected(base, monkeypatch):
-    declare({"ARC-Easy": "arc"})
-    tokenizer = SimpleNamespace(fingerprint="0")
-    monkeypatch.setattr(study_module.Tokenizer, "load", lambda: tokenizer)
-    buckets = {"a": {"dataset": "x", "parent": "arc"}, "b": {"dataset": "y"}}
-    mixture = base / "mixture.json"
-    mixture.write_text(json.dumps({"mixture": "a=50%,b=50%", "buckets": buckets}))
-    of_texts = StudyConfig(stage="base")
-    script = SweepScript(arms="drop:a", study=of_texts, mix=MixConfig(str(mixture)))
-    with pytest.raises(UsageError, match="a is made from arc, as is final benchmark ARC-Easy"):
-        sweep_script.main(script)
-
-
-def test_script_searches_for_a_value_and_re_evaluates_it(faked, base, monkeypatch):
-    search = SearchConfig("score", low=0.1, high=10, wide=3, tight=1, finalists=1)
-    with pytest.raises(UsageError, match="smallest value tried"):
-        sweep_script.main(SweepScript(searching=search, sweep=SweepConfig(devices=2)))
-    with pytest.raises(ValueError, match="takes one base, got --bases='d4|d6'"):
-        sweep_script.main(SweepScript(searching=search, study=StudyConfig(bases="d4|d6")))
-    monkeypatch.setattr(DoneRun, "metric", lambda run, name: abs(math.log(score_of(run))))
-    sweep_script.main(SweepScript(searching=search, sweep=SweepConfig(devices=2)))
-    values = read_json(base / "report" / "sweep.json")["values"]
-    assert values["Chosen score"] == 1.0 and values["The best seed on other validation rows"] == 0.0
-
-
-def score_of(run):
-    return float(flags_of(run.job)["score"])
-
-
-def test_study_with_only_broken_runs_is_an_error(tmp_path):
-    runs = {("d4", "control", i): DoneRun(Job("x", []), tmp_path, True) for i in range(3)}
-    with pytest.raises(ValueError, match="all 3 runs broke"):
-        compare_arms(runs, 1.0, "Final validation bpb")
-
-
-def test_arms_are_judged_per_metric_and_base():
-    items = {"control": "1,1,1,1,0,0,0,0", "drop:x": "1,0,0,0,0,0,0,0"}
-    others = "1,1,1,0,1,0,0,0"
-    scores = {
-        ("d4", "control"): (1.00, 1.01, 0.99),
-        ("d4", "drop:x"): (1.20, 1.22),
-        ("d4", "copy:y"): (1.01, 0.99),
-        ("d6", "control"): (0.90, 0.91, 0.89),
-        ("d6", "drop:x"): (1.10, 1.11),
-        ("d6", "copy:y"): (0.90, 0.91),
-    }
-    jobs = {
-        (base, arm, seed): job(f"{base} {arm} {seed}", value, items=items.get(arm, others))
-        for (base, arm), values in scores.items()
-        for seed, value in enumerate(values)
-    }
-    with Sweep(SweepConfig(devices=2), "one") as runner:
-        done = runner.run_all(list(jobs.values()))
-    runs = {key: done[each.name] for key, each in jobs.items()}
-    found, table = compare_arms(runs, 2.0, "Final validation bpb")
-    verdicts = {(c.base, c.arm, c.metric): c for c in found}
-    assert len(found) == 2 * 2 * 3  # bases, arms, metrics
-    for base in ("d4", "d6"):
-        dropped = verdicts[base, "drop:x", "Final validation bpb"]
-        assert dropped.verdict == "worse" and dropped.stands
-        assert verdicts[base, "copy:y", "Final validation bpb"].verdict == "within noise"
-    by_row = {tuple(row[:3]): row for row in table["rows"]}
-    row = by_row["Final validation bpb", "d4", "drop:x"]
-    assert row[3:6] == ["1.2100", "2", "+0.2100"] and row[-2:] == ["all worse", "+0.1050"]
-    assert by_row["Final validation bpb", "d4", "control"][6] == "std 0.0100"
-    assert table["rows"][0][0] == "Final validation bpb"
-    assert as_csv(table).splitlines()[0].startswith("Metric,Base,Arm")
-    [arc] = collect_scores([runs["d4", "control", 0]], "ARC").tasks
-    assert arc.scores == [[1, 1, 1, 1, 0, 0, 0, 0]]
-
-
-def test_search_re_evaluates_only_seeds_that_did_not_break(faked, base, monkeypatch):
-    call = Sweep.call
-
-    def breaking(self, run, words, variables):
-        found = call(self, run, words, variables)
-        return sweep.BROKEN if "--seed=2" in words else found
-
-    monkeypatch.setattr(Sweep, "call", breaking)
-    monkeypatch.setattr(DoneRun, "metric", lambda run, name: abs(math.log(score_of(run))))
-    search = SearchConfig("score", low=0.1, high=10, wide=3, tight=1, finalists=1)
-    sweep_script.main(SweepScript(searching=search, sweep=SweepConfig(devices=2)))
-    values = read_json(base / "report" / "sweep.json")["values"]
-    assert values["Final validation bpb, mean of 2 seeds"]["value"] == 0.0
-    assert values["Mean of the same seeds on other validation rows"]["n"] == 2
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_data_ablation_finds_a_planted_effect(trained, command):
+    """Real runs: without world_facts, their loss is worse; a copy is within noise."""
+    mixture = "world_facts=200,world_choice=100,world_problems=0"
+    flags = ["--total_batch_size=512", f"--mixture={mixture}", "--name=planted"]
+    flags += ["--arms=copy:again|drop:world_facts|swap:world_choice->world_problems"]
+    training = "--max_seq_len=128 --eval_tokens=2048 --init_lr_frac=1 --dtype=float32"
+    flags += [f"--flags={training} --val_mixture=world_facts,world_choice"]
+    command.works(*SWEEP, *flags)
+    rows = record(trained, "sweep-planted")["tables"][0]["rows"]
+    found = {row[2]: row[7] for row in rows if row[0] == "val_bpb:world_facts"}
+    assert found["drop:world_facts"] == "worse" and found["copy:again"] == "within noise"
+    mixtures = {c["mixture"] for c in commands(trained)}
+    totals = {sum(map(int, re.findall(r"(\d+)t", spec))) for spec in mixtures if "t" in spec}
+    assert len(mixtures) == 4 and len(totals) == 1

@@ -122,7 +122,7 @@ def check_finetuning_buckets(train: Sequence["Bucket"], val: Sequence["Bucket"])
     bucket's benchmark is final.
     """
     reject_contaminated({bucket.name: bucket.tags for bucket in train})
-    every = [*val, *train]  # canaries evaluate on training buckets
+    every = [*val, *train]
     require_access((bucket.benchmark for bucket in every if bucket.benchmark), False, {})
 
 

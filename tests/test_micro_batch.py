@@ -7,16 +7,10 @@ from nanochat import hardware
 from tests.faulty import crowd, during_step
 from tests.training_runs import SMALL, curve, folder, losses, python, saved_steps, torchrun
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
 SHORT = [*SMALL, "--num_iterations=2", "--model_tag=short"]
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Threads that wait for a busy core cost more than they add."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def allocate(now, model, tokens, loss):
@@ -33,15 +27,7 @@ def test_B16_error_names_a_device_batch_size_that_divides(trained, command):
     assert len(losses(trained, "short")) == 2
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [
-        crowd,
-        pytest.param(
-            allocate, marks=pytest.mark.xfail(strict=True, reason="an allocator's RuntimeError")
-        ),
-    ],
-)
+@pytest.mark.parametrize("fault", [crowd, allocate])
 def test_R17_rows_that_do_not_fit_are_halved(trained, command, monkeypatch, fault):
     with monkeypatch.context() as patch:
         during_step(fault, patch.setattr)

@@ -1,0 +1,216 @@
+"""Parameter golf by its commands: train, quantize, write an artifact, score it from the file."""
+
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from nanochat.common import REPOSITORY, read_json
+from nanochat.golf.artifact import COMPRESSORS, CONTAINERS, quantize_tensors, read_artifact
+from nanochat.golf.model import GolfConfig, GolfGPT
+from nanochat.golf.quantize import QuantConfig, quantize_dequantize
+from nanochat.golf.size import choose_smallest, code_bytes
+from nanochat.tokenizer import Tokenizer
+from tests.conftest import TINY, lively
+from tests.golf.helpers import GOLF_CHANGES, commands_of
+from tests.training_runs import curve, python, torchrun
+
+CPU = ["--dtype=float32", "--device_type=cpu"]
+TRAIN = [
+    "golf.base_train", *CPU,
+    *"--depth=2 --max_seq_len=32 --d_model=32 --head_dim=16 --n_kv_head=1 --mlp_ratio=3".split(),
+    *"--tie_embeddings=1 --rope_dims=8 --xsa_last_n=1 --qk_gain_init=1.5".split(),
+    *"--total_batch_size=512 --num_iterations=6 --eval_every=0 --eval_tokens=1024".split(),
+    *"--save_every=1 --keep=9 --quantize=embed.*=int8,*.mlp.*=int5,*=int6".split(),
+]  # fmt: skip
+EXPORT = ["export", "--format=artifact", "--source=base"]
+SCORE = ["golf.evaluate", *CPU, "--max_documents=6", "--eval_stride=4"]
+
+
+def weights(base: Path, tag: str, step: int = 6) -> dict[str, torch.Tensor]:
+    return load_file(base / "base_checkpoints" / tag / f"step_{step:06d}" / "model.safetensors")
+
+
+def scores(base: Path) -> dict:
+    return read_json(base / "report" / "parameter-golf.json")["values"]
+
+
+# ---- Training ------------------------------------------------------------------------------------
+
+
+def test_training_quantizes_late_averages_and_resumes(trained, command):
+    command.works(*TRAIN, "--model_tag=plain")
+    command.works(*TRAIN, "--model_tag=still", "--matrix_lr=0", "--tied_lr=0")
+    golf = [*TRAIN, "--model_tag=golf", "--ema_decay=0.25", "--qat_start=0.5"]
+    command.works(*golf)
+    plain, late = (curve(trained / "base_checkpoints" / tag, "loss") for tag in ("plain", "golf"))
+    assert plain[:3] == late[:3] and plain[3] != late[3]
+    command.works(*TRAIN, "--model_tag=ema", "--ema_decay=0.25")
+    for name in ("embed.weight", "blocks.0.mlp.up.weight"):
+        average = weights(trained, "still")[name]
+        for step in range(1, 7):
+            keep = min(
+                0.25, (1 + step) / (10 + step)
+            )  # lower at first, to forget the first weights
+            average = keep * average + (1 - keep) * weights(trained, "plain", step)[name]
+        torch.testing.assert_close(weights(trained, "ema")[name], average, rtol=1e-4, atol=1e-6)
+    before = weights(trained, "golf")
+    shutil.rmtree(trained / "base_checkpoints/golf/step_000006")
+    shutil.rmtree(trained / "base_checkpoints/golf/step_000005")
+    command.works(*golf, "--resume=auto")
+    assert all(torch.equal(w, before[name]) for name, w in weights(trained, "golf").items())
+
+
+# ---- Artifacts -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.train(["what is it"], 265)
+
+
+def model_for(tokenizer: Tokenizer) -> Any:
+    cfg = GolfConfig(**{**asdict(TINY), **GOLF_CHANGES})
+    model: Any = GolfGPT(replace(cfg, vocab_size=tokenizer.vocab_size))
+    model.init_weights(torch.Generator().manual_seed(0))
+    return lively(model)
+
+
+def test_every_file_restores_the_weights_and_the_smallest_is_kept(tokenizer, tmp_path, machine):
+    model, cfg = model_for(tokenizer), QuantConfig("embed.*=int8,*.mlp.*=int5,*.q.*=fp16,*=int6")
+    stored = quantize_tensors(model.state_dict(), cfg)
+    best = choose_smallest(stored, model.cfg, tokenizer, {})
+    assert len(best.data) == min(best.tried.values()) and len(best.tried) == 6
+    formats = cfg.formats(dict(model.named_parameters()))
+    tokens = torch.arange(16)[None]
+    for container in CONTAINERS:
+        for compressor in COMPRESSORS:
+            one = choose_smallest(stored, model.cfg, tokenizer, {"seed": 7}, container, compressor)
+            (tmp_path / "model.golf").write_bytes(one.data)
+            found = read_artifact(tmp_path / "model.golf")
+            assert (found.cfg, found.formats, found.origin) == (model.cfg, formats, {"seed": 7})
+            assert found.tokenizer.fingerprint == tokenizer.fingerprint
+            for name, p in model.named_parameters():
+                assert torch.equal(found.weights[name], quantize_dequantize(p, formats[name], cfg))
+            built = found.build(machine)
+            assert not torch.equal(built(tokens), model(tokens))
+
+
+@pytest.mark.parametrize("compressor", COMPRESSORS)
+def test_corrupt_artifact_is_rejected(compressor, tokenizer, tmp_path):
+    model, path = model_for(tokenizer), tmp_path / "bad.golf"
+    stored = quantize_tensors(model.state_dict(), QuantConfig())
+    data = choose_smallest(stored, model.cfg, tokenizer, {}, "bytes", compressor).data
+    middle = len(data) // 2
+    flipped = [data[:i] + bytes([data[i] ^ 4]) + data[i + 1 :] for i in (0, 8, 9, 12, 14, middle)]
+    for content in (*flipped, b"", data[:5], data[:100], data[:-9], b"PK" + data):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match="bad.golf is not a valid artifact"):
+            read_artifact(path)
+
+
+@pytest.fixture
+def exported(trained, command) -> Path:
+    """A base directory with the artifacts of two seeds."""
+    for seed in (0, 1):
+        flags = [f"--seed={seed}", "--ema_decay=0.5", "--qat_start=0.5"]
+        command.works(*TRAIN, f"--model_tag=golf-{seed}", *flags)
+        out = command.works(*EXPORT, f"--model_tag=golf-{seed}")
+        assert "int5" in out and "<- chosen" in out  # the formats of the training
+    return trained
+
+
+def test_score_from_the_file_alone_is_the_reported_one(exported, tmp_path, command):
+    command.works(*SCORE)
+    both = scores(exported)
+    assert both["Seeds"] == both["Roundtrip bpb"]["n"] == 2 and both["Within the limit"] is True
+    gap = both["Roundtrip bpb"]["value"] - both["Pre-quantization bpb"]["value"]
+    assert both["Quantization gap bpb"]["value"] == pytest.approx(gap) and abs(gap) < 0.05
+    assert both["Total bytes"] == both["Model bytes"] + both["Code bytes"]
+    assert both["Code bytes"] == sum(code_bytes().values())
+    assert "## Parameter golf" in (exported / "report.md").read_text()
+    kept = tmp_path / "kept.golf"
+    shutil.copy(exported / "export" / "base-golf-1.golf", kept)
+    command.works(*SCORE, f"--artifacts={kept}")
+    found, alone = scores(exported), tmp_path / "empty"
+    words = ["-m", f"scripts.{SCORE[0]}", *SCORE[1:], f"--artifacts={kept}"]
+    python(alone, *torchrun(2), *words, "--dataset=embedded", "--num_shards=1")
+    for name in ("Roundtrip bpb", "Roundtrip sliding bpb"):
+        assert scores(alone)[name] == pytest.approx(found[name], abs=1e-6)
+    assert "Pre-quantization bpb" in found and "Pre-quantization bpb" not in scores(alone)
+
+
+def test_files_that_are_no_seeds_of_one_recipe_are_rejected(exported, tmp_path, command):
+    first, same = exported / "export" / "base-golf-0.golf", tmp_path / "same.golf"
+    shutil.copy(first, same)
+    assert "the same seed, 0" in command.rejects(*SCORE, f"--artifacts={first},{same}")
+    command.works(*EXPORT, "--model_tag=golf-1", "--quantize=*=int8", f"--out={same}")
+    assert "not seeds of one recipe" in command.rejects(*SCORE, f"--artifacts={first},{same}")
+    same.rename(tmp_path / first.name)
+    wrong = command.rejects(*SCORE, f"--artifacts={first},{tmp_path / first.name}")
+    assert "two have the same" in wrong
+
+
+def test_artifact_above_the_limit_is_not_written(trained, command):
+    command.works(*TRAIN, "--model_tag=golf")
+    path = trained / "export" / "base-golf.golf"
+    out = command.rejects(*EXPORT, "--limit_bytes=40_000")
+    assert "exceed the limit of 40,000" in out and "of them code" in out and "embed.weight" in out
+    assert not path.exists()
+    command.works(*EXPORT)
+    size = path.stat().st_size
+    command.works(*EXPORT, f"--limit_bytes={size}", "--count_code=0")
+    whole = size + sum(code_bytes().values())
+    command.works(*EXPORT, f"--limit_bytes={whole}")
+    for limit, flags in ((size - 1, ["--count_code=0"]), (whole - 1, [])):
+        out = command.rejects(*EXPORT, f"--limit_bytes={limit}", *flags)
+        assert "by 1; largest tensors: embed.weight" in out
+    assert "qat_start must be in [0, 1], got 2" in command.rejects(*TRAIN, "--qat_start=2")
+
+
+def test_counted_code_is_exactly_what_scoring_loads(tokenizer, tmp_path):
+    model, folder = model_for(tokenizer), tmp_path / "empty"
+    stored = quantize_tensors(model.state_dict(), QuantConfig())
+    for name in code_bytes().keys() - {"rustbpe"}:
+        path = Path("nanochat", *name.split(".")).with_suffix(".py")
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(REPOSITORY / path, folder / path)
+    shutil.copy(REPOSITORY / "tests/golf/score_artifact.py", folder)
+    (folder / "model.golf").write_bytes(choose_smallest(stored, model.cfg, tokenizer, {}).data)
+    (folder / "texts.json").write_text(json.dumps(["Tom is here.", "a"]))
+    printed = json.loads(subprocess.check_output([sys.executable, "score_artifact.py"], cwd=folder))
+    assert Path(printed["from"]) == folder / "nanochat" and 0 < printed["bpb"] < 99
+    ours = [
+        name for name in printed["loaded"] if name.startswith(("nanochat.", "rustbpe.", "tasks"))
+    ]
+    names = {name.removeprefix("nanochat.").removeprefix("rustbpe.") for name in ours}
+    assert names == code_bytes().keys()
+
+
+# ---- The shell script ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("profile", ["h100x8", "gpu", "cpu", "smoke"])
+def test_script_passes_valid_flags(profile, tmp_path, command):
+    found = dict(commands_of("scripts/train_golf.sh", tmp_path, PROFILE=profile, SEEDS="1"))
+    assert list(found) == ["tok_train", "data", "golf.base_train", "export", "golf.evaluate"]
+    assert "tok_train" in command.rejects("golf.base_train", *found["golf.base_train"])
+    limit = next(flag for flag in found["export"] if "limit_bytes" in flag)
+    assert limit in found["golf.evaluate"]
+
+
+def test_leaderboard_text_is_split_after_50000_documents(tmp_path, base):
+    whole = base / "fineweb-download/datasets/docs_selected.jsonl"
+    whole.parent.mkdir(parents=True)
+    lines = [f'{{"text": "{i}"}}\n' for i in range(50_003)]
+    whole.write_text("".join(lines))
+    commands_of("scripts/train_golf.sh", tmp_path, PROFILE="cpu", TEXT="fineweb")
+    for name, part in (("val", lines[:50_000]), ("train_000", lines[50_000:])):
+        assert (base / f"fineweb/{name}.jsonl").read_text() == "".join(part)

@@ -1,0 +1,160 @@
+"""Evaluation variance and comparisons by their commands, and the report on seeds and cost."""
+
+import math
+
+import numpy as np
+import pytest
+
+from nanochat.common import read_json
+from nanochat.lab.reliability import recipe_table, seed_table
+from nanochat.lab.variance import Variance, measure
+
+EVAL = "chat_eval -x 12 --max_new_tokens=6 --dtype=float32".split()
+
+
+def scores(base, stage="sft"):
+    return read_json(base / "report" / f"chat-evaluation-{stage}.json")["values"]
+
+
+def comparison(base):
+    [path] = (base / "report").glob("comparison-of-*.json")
+    rows = read_json(path)["tables"][0]["rows"]
+    path.unlink()
+    return {row[0]: row for row in rows}
+
+
+def test_sampling_and_item_errors_are_separated():
+    rng = np.random.default_rng(0)
+    chances = rng.choice([0.1, 0.5, 0.9], 400)
+    runs = [(rng.random((400, 40)) < chances[:, None]).astype(float).tolist() for _ in range(5)]
+    found = measure("t", runs)
+    assert found.std == pytest.approx(math.sqrt((chances * (1 - chances)).sum()) / 400, rel=0.2)
+    assert found.item_se == pytest.approx(chances.std() / 20, rel=0.2)
+    assert (found.n, found.num_runs, len(found.stds)) == (400, 40, 5)
+
+
+@pytest.mark.parametrize(
+    "std, item_se, repeats, label",
+    [
+        (0.0, 0.02, 1, "very stable"),
+        (0.0029, 0.02, 1, "very stable"),
+        (0.0031, 0.02, 1, "stable"),
+        (0.01, 0.02, 1, "high"),
+        (0.02, 0.02, 4, "high"),  # so that std / sqrt(4) is half of the item error
+        (0.03, 0.02, 9, "high"),
+        (0.5, 0.02, 16, "high"),
+        (0.1, 0.0, 16, "high"),
+    ],
+)
+def test_repeats_keep_sampling_error_below_half_the_item_error(std, item_se, repeats, label):
+    found = Variance("t", 100, 3, (std, std), item_se)
+    assert (found.repeats, found.label) == (repeats, label)
+
+
+def test_variance_of_sampled_answers_is_measured(tuned, command):
+    measured = ["lab.eval_variance", "--checkpoints=sft:s0|sft:s1", *EVAL[1:]]
+    command.works(*measured, "--task_name=world_facts|world_choice")
+    [row] = read_json(tuned / "report" / "evaluation-variance.json")["tables"][0]["rows"]
+    assert row[1:4] == ["World-Facts", 12, 3] and len(row) == 9  # letters do not vary
+    four = [*EVAL, "-a", "world_facts", "-g", "s0", "--temperature=1", "--num_samples=4"]
+    assert "4 answers each" in command.works(*four)
+    found = scores(tuned)["World-Facts"]
+    assert (found["k"], found["n"]) == (4, 12)
+    assert found["se"] == pytest.approx(math.hypot(found["item_se"], found["repeat_se"]))
+    command.works(*EVAL, "-a", "world_facts", "-g", "s0")  # greedy
+    once = scores(tuned)["World-Facts"]
+    assert (once["k"], once["repeat_se"], once["item_se"]) == (1, 0.0, once["se"])
+    for flags in ("--runs=1", "--temperature=0"):
+        assert "otherwise nothing varies" in command.rejects(*measured, flags)
+    assert "is scored by generation" in command.rejects(*measured, "--task_name=world_choice")
+
+
+def test_models_are_compared_on_paired_items(tuned, command):
+    pair = ["lab.compare", "--before=base:one:8", "--after=base:one:20"]
+    out = command.rejects(*pair)
+    assert "scripts.base_eval --model_tag=one --model_step=8" in out
+    core = {}
+    for step in (8, 20):
+        flags = f"--model_tag=one --model_step={step} --suite=embedded --max_per_task=10"
+        command.works("base_eval", *flags.split(), "--dtype=float32")
+        values = read_json(tuned / "report" / "base-model-evaluation.json")["values"]
+        core[step] = values["CORE metric"]["value"]
+        command.works(*EVAL, "-i", "base", "-g", "one", "-s", str(step), "-a", "world_choice")
+    command.works(*pair)
+    rows = comparison(tuned)
+    assert {"World few-shot", "World-Choice", "world_sums"} <= rows.keys()
+    assert all("won" in row[5] for row in rows.values())  # paired
+    assert {row[4] for row in rows.values()} <= {"better", "worse", "within noise"}
+    assert float(rows["World few-shot"][2]) == pytest.approx(core[20] - core[8], abs=1e-4)
+    command.works(*EVAL, "-i", "sft", "-g", "s0", "-a", "world_facts")
+    for before, after, message in (
+        ("base:one:8", "sft:s0", "on the same tasks"),
+        ("sft:s0", "sft:s0", "are the same"),
+        ("hf:gpt2", "sft:s0", "--hf_path=gpt2"),
+        ("d4", "sft:s0", "use stage[:tag[:step]]"),
+    ):
+        out = command.rejects("lab.compare", f"--before={before}", f"--after={after}")
+        assert message in out
+
+
+def test_settings_are_compared_over_seeds(tuned, command):
+    sides = {"base:one": (1.0, 1.01, 0.99), "base:two": (0.8, 0.81, 0.79)}
+    for name, bpbs in sides.items():
+        log = tuned / "base_checkpoints" / name[5:] / "metrics.jsonl"
+        steps = zip((12, 16, 20), bpbs, strict=True)
+        log.write_text("".join(f'{{"step": {n}, "val_bpb": {bpb}}}\n' for n, bpb in steps))
+    before, after = (",".join(f"{name}:{n}" for n in (12, 16, 20)) for name in sides)
+    command.works("lab.compare", f"--before={before}", f"--after={after}")
+    # bar: Student's t at 4 degrees of freedom x 0.01 x sqrt(2 / 3)
+    row = comparison(tuned)["val_bpb"]
+    assert row[1:5] == ["1.0000 (3 seeds)", "0.8000 (3 seeds)", "-0.2000", "0.0227"]
+    assert row[6] == "better"
+
+
+def test_checkpoints_of_runs_are_scored_on_the_static_suite(tuned, command):
+    every = "--all=base:one, sft:s0"
+    for step in (4, 8, 12, 16):
+        (tuned / f"base_checkpoints/one/step_{step:06d}").rename(tuned / f"old_{step}")
+    command.works("lab.compare", every)
+    record = read_json(tuned / "report" / "suite.json")
+    rows = [
+        dict(zip(record["tables"][0]["columns"], row, strict=True))
+        for row in record["tables"][0]["rows"]
+    ]
+    assert [(row["Run"], row["Step"], row["From"]) for row in rows] == [
+        ("base:one", "20", "-"),
+        ("sft:s0", "20", "base:one:20"),
+    ]
+    assert record["values"]["sft:s0:20"]["n"] == 200
+    assert "no checkpoint in" in command.rejects("lab.compare", "--all=sft:none")
+
+
+def written(section, seconds=60.0, own=None, seed=0, **values):
+    cost = {"device_seconds": seconds, "own_device_seconds": own or seconds}
+    return {"section": section, "values": values, "provenance": {"seed": seed}, "cost": cost}
+
+
+def test_report_compares_the_final_run_with_all_runs():
+    base, evaluation = (
+        written("Base model training", 600.0),
+        written("Chat evaluation sft", 90.0, 30.0),
+    )
+    history = [base, base, written("Chat evaluation sft", 60.0), evaluation]
+    jobs = (("chat_sft", 300.0, 0), ("chat_eval", 60.0, 0), ("chat_sft", 120.0, 1))
+    ledger = [{"command": f"scripts.{c}", "seconds": s, "status": n} for c, s, n in jobs]
+    rows = recipe_table([base, evaluation], history, ledger, 6.0)["rows"]
+    assert rows == [
+        ["Training", "10.00m", "25.00m", "2.5", "$2.50"],
+        ["Evaluation", "1.50m", "2.50m", "1.7", "$0.25"],
+        ["Lost to failures", "0.00m", "2.00m", "-", "$0.20"],
+        ["All", "11.50m", "29.50m", "2.6", "$2.95"],
+    ]
+
+
+def test_report_lists_seeds_and_what_measures_their_noise():
+    alone = [written("Chat SFT"), written("Merge", seed=3), written("Recursion", Seeds=1)]
+    assert seed_table(alone)["rows"] == [
+        ["0", "Chat SFT, Recursion"], ["3", "Merge"], ["several", "none: seed noise is unknown"],
+    ]  # fmt: skip
+    several = [written("Sweep lr"), written("Parameter golf", Seeds=3), *alone]
+    assert seed_table(several)["rows"][-1] == ["several", "Sweep lr, Parameter golf"]

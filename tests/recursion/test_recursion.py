@@ -1,0 +1,217 @@
+"""The recursive model against its oracles, and its scripts on a small run."""
+
+import math
+import shutil
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch.utils.flop_counter import FlopCounterMode
+
+from nanochat.common import read_json
+from nanochat.gpt import GPT, GPTConfig
+from nanochat.logger import read_metrics
+from nanochat.loss import IGNORE
+from nanochat.recursion.model import RecursiveConfig, RecursiveGPT
+from nanochat.recursion.presets import RecursionConfig
+from tests.conftest import TINY, lively
+from tests.golf.helpers import commands_of, decode
+
+PLAIN = replace(TINY, n_layer=4)
+TOKENS = torch.randint(64, (3, 16), generator=torch.Generator().manual_seed(0))
+TARGETS = TOKENS.roll(-1, 1)
+TARGETS[:, -1] = TARGETS[0, 3:9] = IGNORE
+
+
+def untrained(cfg: GPTConfig) -> Any:
+    model: Any = RecursiveGPT(cfg) if isinstance(cfg, RecursiveConfig) else GPT(cfg)
+    model.init_weights(torch.Generator().manual_seed(0))
+    return model
+
+
+def config(**changes: Any) -> RecursiveConfig:
+    parts = {"n_prelude": 1, "n_core": 2, "n_coda": 1, "n_loops": 3}
+    return RecursiveConfig(**{**asdict(PLAIN), **parts, **changes})
+
+
+def gradients(*models: Any) -> dict[str, Any]:
+    """Sum over models with the same weights."""
+    each = [{n: p.grad for n, p in m.named_parameters() if p.grad is not None} for m in models]
+    return {name: sum(g[name] for g in each if name in g) for name in each[-1]}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"backout": False}, {"n_prelude": 3, "n_core": 1, "n_coda": 0}],  # ends at the middle layer
+)
+def test_one_untrained_loop_equals_the_plain_model(changes):
+    plain = lively(untrained(replace(PLAIN, backout=changes.get("backout", True))))
+    looped = untrained(config(n_loops=1, **changes))
+    looped.load_state_dict(plain.state_dict(), strict=False)
+    for model in (plain, looped):
+        model.loss(TOKENS, TARGETS).backward()
+    assert torch.equal(looped(TOKENS), plain(TOKENS))
+    found = gradients(looped)
+    for name, grad in gradients(plain).items():
+        torch.testing.assert_close(found[name], grad, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("n_loops", [1, 2, 4])
+def test_loops_are_causal_and_decode_as_in_the_forward_pass(n_loops):
+    model, tokens = lively(untrained(config(n_loops=n_loops))), TOKENS[:2]
+    whole, changed = model(tokens), tokens.clone()
+    changed[:, 7] = (changed[:, 7] + 1) % 64
+    torch.testing.assert_close(model(changed)[:, :7], whole[:, :7], rtol=0, atol=1e-6)
+    assert not torch.allclose(model(changed)[:, 7], whole[:, 7])
+    torch.testing.assert_close(decode(model, tokens), whole, rtol=1e-4, atol=1e-5)
+    segments = (torch.arange(16) > 5).long().expand(2, -1)
+    apart = model.logits(model.hidden(changed, segments=segments))
+    alone = model.logits(model.hidden(tokens, segments=segments))
+    torch.testing.assert_close(apart[:, :6], whole[:, :6], rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(alone[:, 6:], whole[:, 6:], atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("supervise", "bonus"),
+    [("last", 0.0), ("full", 0.0), ("full", 1.0), ("full", 1e6), ("undetached", 1.0)],
+)
+def test_gradient_is_that_of_the_weighted_losses_of_all_loops(supervise, bonus):
+    """A model with k loops and the same weights computes the loss of loop k."""
+    cfg = config(supervise=supervise, supervision_base=3.0, improvement_bonus=bonus)
+    twins = [lively(untrained(config(n_loops=k))) for k in (1, 2, 3)]
+    model: Any = lively(untrained(cfg))
+    model.begin_step(0, 0)
+    loss = model.loss(TOKENS, TARGETS)
+    loss.backward()
+    nats = [
+        F.cross_entropy(t(TOKENS).mT, TARGETS, ignore_index=IGNORE, reduction="none").sum(1)
+        for t in twins
+    ]
+    shares = [0, 0, 1] if supervise == "last" else [1 / 13, 3 / 13, 9 / 13]
+    want = sum(share * each.sum() for share, each in zip(shares, nats, strict=True))
+    for k in (1, 2):
+        before = nats[k - 1]
+        extra = bonus / (before / (TARGETS != IGNORE).sum(1))
+        if supervise == "full":  # neither rewarded for a bad loop before, nor beyond 4 times
+            before, extra = before.detach(), extra.detach().clamp(max=4 * shares[k])
+        want = want - (extra * (before - nats[k])).sum()
+    want.backward()
+    torch.testing.assert_close(loss, nats[-1].sum())
+    found = gradients(model)
+    for name, grad in gradients(*twins).items():
+        torch.testing.assert_close(found[name], grad, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"supervise": "full", "bptt_loops": 1, "improvement_bonus": 1.0},
+        {"supervise": "undetached", "improvement_bonus": 1.0},
+        {"bptt_loops": 2},
+        {"n_core": 3, "n_coda": 0},
+    ],
+)
+def test_flops_and_parameters_are_counted(changes):
+    model, plain = untrained(config(**changes)), untrained(PLAIN)
+    for block in model.blocks:
+        block.attention.backend = "plain"
+    model.begin_step(0, 0)
+    with FlopCounterMode(display=False) as counter:
+        model.loss(TOKENS, TOKENS).backward()
+    gate = 6 * model.smear_gate.weight.numel()  # is not counted
+    found = counter.get_total_flops() / TOKENS.numel()
+    assert found == pytest.approx(model.flops_per_token() + gate, rel=1e-6)
+    assert model.num_params() == plain.num_params() + 2 * 32 * 32
+    assert model.num_matmul_params() > plain.num_matmul_params() + 3 * 2 * 32 * 32
+
+
+def test_presets_and_flags_determine_the_shape():
+    wanted = {
+        "share2": (2, "last", 3, 0), "moderate": (4, "full", 3, 0.5),
+        "aggressive": (4, "full", 5, 1.0), "extreme": (4, "full", 10, 2.0),
+    }  # fmt: skip
+    for preset, values in wanted.items():
+        given: Any = {"recursion_preset": preset}
+        cfg: Any = RecursionConfig(**given).apply(replace(PLAIN, n_layer=13))
+        assert (cfg.n_prelude, cfg.n_core, cfg.n_coda) == (3, 7, 3)
+        assert (cfg.n_loops, cfg.supervise, cfg.supervision_base, cfg.improvement_bonus) == values
+        own: Any = RecursionConfig(**given, n_loops=3, n_core=1, n_prelude=2).apply(PLAIN)
+        assert (own.n_prelude, own.n_core, own.n_coda, own.n_loops) == (2, 1, 1, 3)
+    assert RecursionConfig().apply(PLAIN) is PLAIN
+    with pytest.raises(ValueError, match="bptt_loops require a recursive model"):
+        RecursionConfig(bptt_loops=1).apply(PLAIN)
+
+
+@pytest.mark.parametrize("change", [
+    {"n_core": 3}, {"n_core": 0, "n_coda": 3}, {"n_prelude": -1, "n_core": 4}, {"n_loops": 0},
+    {"supervision_base": 0.5}, {"improvement_bonus": -1.0}, {"bptt_loops": 0},
+])  # fmt: skip
+def test_invalid_shape_is_rejected(change):
+    with pytest.raises(ValueError, match=list(change)[0]):
+        config(**change)
+
+
+# ---- Scripts -------------------------------------------------------------------------------------
+
+FLAGS = (
+    "--depth=3 --max_seq_len=32 --d_model=32 --head_dim=16 --total_batch_size=512 --dtype=float32 "
+    "--device_type=cpu --num_iterations=8 --eval_every=4 --eval_tokens=1024 --save_every=4 --keep=9"
+).split()
+
+
+def test_loops_are_trained_resumed_scored_and_judged(trained, command):
+    train = ("recursion.base_train", *FLAGS)
+    command.works(*train, "--recursion_preset=none", "--model_tag=plain")
+    looped = (*train, "--recursion_preset=aggressive", "--supervise=sampled", "--model_tag=looped")
+    assert "recursion preset aggressive" in command.works(*looped)
+    run = trained / "base_checkpoints" / "looped"
+    log = read_metrics(run / "metrics.jsonl")
+    for step in (line for line in log if "loss" in line):
+        assert step["loss_loop_4"] == pytest.approx(step["loss"], rel=1e-5)
+        assert sum("loss_loop" in name for name in step) == 2  # the last, and one that is drawn
+        parts = [norm for name, norm in step.items() if name.startswith("grad_norm_")]
+        assert len(parts) == 5 and math.hypot(*parts) == pytest.approx(step["grad_norm"], rel=1e-4)
+    last = [line for line in log if "bpb_loop_1" in line][-1]
+    assert last["val_bpb"] == last["bpb_loop_4"]
+
+    before = load_file(run / "step_000008" / "model.safetensors")
+    shutil.rmtree(run / "step_000008")
+    command.works(*looped, "--resume=auto")
+    after = load_file(run / "step_000008" / "model.safetensors")
+    assert all(torch.equal(after[name], weight) for name, weight in before.items())
+
+    judge = ("recursion.evaluate", "--eval_tokens=1024", "--dtype=float32")
+    command.works(*judge, "--model_tags=looped", "--plain_tags=plain,one")
+    record = read_json(trained / "report" / "recursion.json")
+    values, (arms, loops) = record["values"], [table["rows"] for table in record["tables"]]
+    assert values["Final bpb"] == pytest.approx(last["val_bpb"], rel=1e-6)
+    assert [row[0] for row in loops] == ["1", "2", "3", "4 (trained)", "5", "6", "7", "8"]
+    assert float(loops[0][1]) == pytest.approx(last["bpb_loop_1"], rel=1e-6)
+    assert values["Gradients finite"].startswith("met") and values["Seeds"] == 1
+    assert values["First loop unharmed"].split()[0] in ("met", "NOT")
+    assert "equal params, tokens" in arms[1][-1] and len(arms) == 3
+    assert "## Recursion" in (trained / "report.md").read_text()
+    for tags, fix in (
+        (("--model_tags=plain",), "pass it with --plain_tags"),
+        (("--model_tags=looped", "--plain_tags=looped"), "evaluate it alone"),
+        (("--model_tags=looped,looped",), "pass one tag per seed"),
+    ):
+        assert fix in command.rejects(*judge, *tags)
+
+
+def test_h100_scripts_pass_valid_flags(tmp_path, command):
+    batches = []
+    for phase in ("fast", "extreme"):
+        found = commands_of(f"scripts/train_h100_{phase}.sh", tmp_path, PROFILE="h100x8")
+        training = [flags for script, flags in found if script == "recursion.base_train"]
+        assert len(training) == 3 and "recursion.evaluate" in [script for script, _ in found]
+        for flags in training:
+            assert "tok_train" in command.rejects(
+                "recursion.base_train", *flags
+            )  # the flags are fine
+        batches.append({f for flags in training for f in flags if "total_batch_size" in f})
+    assert batches == [{f"--total_batch_size={rows * 2048}"} for rows in (512, 256)]
