@@ -102,7 +102,7 @@ def test_series_trains_its_plan_and_recovers_the_planted_losses(planted_runs, ba
 
 
 def test_budgets_follow_from_the_hours_and_are_kept(planted_runs, base, command, monkeypatch):
-    monkeypatch.setattr("nanochat.hardware.training_rate", lambda *device: 4e10)  # FLOP/s
+    monkeypatch.setattr("nanochat.hardware.training_rate", lambda *device: 1.2e11)  # FLOP/s
     command.works(*SERIES, "--hours=0.01", "--depths_per_budget=3", "--cap_hours=1")
     plan = read_json(base / "sweeps/scaling/plan.json")
     assert plan["budgets"] == sorted(plan["budgets"]) and 2 <= len(plan["budgets"]) <= 4
