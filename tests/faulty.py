@@ -72,7 +72,7 @@ def churn(now: Any, model: GPT, tokens: torch.Tensor, loss: torch.Tensor) -> Non
     del blocks[:: 1 + rank]
     digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters()))
     line = f"rank {rank} step {now.step}: {digest.hexdigest()[:16]} {now.lr}\n"
-    os.write(1, line.encode())  # whole, beside the other rank's
+    os.write(1, line.encode())  # in one piece, not interleaved with the other rank's
 
 
 def dawdle(now: Any, model: GPT, tokens: torch.Tensor, loss: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Text from a folder, the Hub or the built-in world: what is read, rejected and recorded."""
+"""Text from a folder, the Hub or the built-in world: reading, errors and records."""
 
 import gzip
 import io

@@ -105,14 +105,14 @@ def test_R21_failing_tracker_neither_stops_nor_slows_the_run(
     assert time.monotonic() - begun < 50, "the run waited for the tracker"
     release.set()
     assert len(losses(tmp_path)) == num
-    told = capsys.readouterr()
+    printed = capsys.readouterr()
     if fault == "none":
         assert [each.kwargs["step"] for each in run.log.call_args_list] == list(range(num))
-        assert "tracker" not in told.out
+        assert "tracker" not in printed.out
     else:
-        assert f"of {num} entries were dropped" in told.out
-        assert ("gone" in told.err) if fault == "raises" else ("no answer within" in told.out)
-        assert str(tmp_path / "metrics.jsonl") in told.out
+        assert f"of {num} entries were dropped" in printed.out
+        assert ("gone" in printed.err) if fault == "raises" else ("no answer within" in printed.out)
+        assert str(tmp_path / "metrics.jsonl") in printed.out
 
 
 @pytest.mark.parametrize("name", ["dummy", "named"])
@@ -124,8 +124,8 @@ def test_wandb_is_imported_if_named_and_works_offline(monkeypatch, tmp_path, cap
     child.start()
     child.join()
     assert child.exitcode == (name == "named")
-    told = "".join(capfd.readouterr())
-    assert "dropped" not in told and "stopped" not in told
+    printed = "".join(capfd.readouterr())
+    assert "dropped" not in printed and "stopped" not in printed
     runs = [path.read_bytes() for path in tmp_path.glob("wandb/offline-run-*/run-*.wandb")]
     assert len(runs) == child.exitcode
     assert all(word in run for run in runs for word in (b"loss", b"depth", b"named"))

@@ -115,7 +115,7 @@ def until(holds: Callable[[], bool]) -> None:
     """Wait until a condition holds."""
     deadline = time.monotonic() + 60
     while not holds():
-        assert time.monotonic() < deadline, "waited in vain"
+        assert time.monotonic() < deadline, "timed out"
         time.sleep(0.01)
 
 

@@ -95,10 +95,10 @@ def test_scanners_match_every_form_of_calculation():
     for operation in OPERATIONS:
         x, y = (91, 7) if operation.undoes else (7, 13)
         a = (84 if operation.operands == "sum" else 13) if operation.undoes else 7
-        told = [
+        forms = [
             form for how in ("told", "asked") for form in word_list(f"{operation.symbol} {how}")
         ]
-        for form in [*told, f"{{x}} {operation.symbol} {{y}} = {{z}}"]:
+        for form in [*forms, f"{{x}} {operation.symbol} {{y}} = {{z}}"]:
             written = form.format(x=x, y=y, z=0)
             assert (operation.operands, a, y) in calculations(written), form
 
@@ -110,8 +110,8 @@ def test_R27_text_has_no_item_of_another_split(split):
     assert len(found) > 100 and {operand_split(*c) for c in found} == {split}
     for other in SPLITS:
         some = episodes(other)[::9]
-        told = [any(f"{a} {b}" in where for a in e.settings for b in e.causes) for e in some]
-        assert sum(told) > 0.3 * len(some) if other == split else not any(told)
+        found_in = [any(f"{a} {b}" in where for a in e.settings for b in e.causes) for e in some]
+        assert sum(found_in) > 0.3 * len(some) if other == split else not any(found_in)
     asked = set(re.findall(r'(?:^|\n|[":.] ?)((?:[A-Z][^\n".:?]*)\?)', where))
     questions = {q.text: f.split for f in facts() for q in f.questions}
     own = [question for question in questions if questions[question] == split]
