@@ -1,14 +1,13 @@
 """
 The child's side of the sandbox: drop privileges, report "ready", then run the code.
 
-    job on fd 0 -> user, limits, Landlock, capabilities, seccomp -> "ready" -> run code, serve calls
+    job on fd 0 -> limits, Landlock, capabilities, seccomp -> "ready" -> run code, serve calls
 
 `sandbox.py` runs the source of this file with `python -I -S -c`; nothing imports it. The kernel
 enforces every restriction on the whole process, so nothing the code finds in this interpreter
 (these functions, ctypes, parent frames) can lift it. The code can compute, read the standard
-library, write files in one flat directory, and use the pipes it was started with. It cannot use
-processes, threads, sockets or signals, nor library modules that need them (subprocess, threading,
-asyncio).
+library, and use the pipes it was started with. It cannot write files or use processes, threads,
+sockets or signals, nor library modules that need them (subprocess, threading, asyncio).
 """
 
 from __future__ import annotations
@@ -27,16 +26,14 @@ if TYPE_CHECKING:
     from typing import Any
 
 LIBC = ctypes.CDLL(None, use_errno=True)
-NOBODY = 65534
-TMPFILE = 0o20000000  # O_TMPFILE without the O_DIRECTORY bit
 
 # System calls that Python needs: name, number on x86-64, number on 64-bit Arm (- = none).
 SYSCALLS = """
-    read 0 63, write 1 64, pread64 17 67, pwrite64 18 68, lseek 8 62, close 3 57, openat 257 56,
-    dup 32 23, dup2 33 -, dup3 292 24, fcntl 72 25, ioctl 16 29, ftruncate 77 46, fsync 74 82,
+    read 0 63, write 1 64, pread64 17 67, lseek 8 62, close 3 57, openat 257 56,
+    dup 32 23, dup2 33 -, dup3 292 24, fcntl 72 25, ioctl 16 29,
     stat 4 -, lstat 6 -, fstat 5 80, newfstatat 262 79, statx 332 291, access 21 -,
     faccessat 269 48, faccessat2 439 439, readlink 89 -, readlinkat 267 78, getdents64 217 61,
-    getcwd 79 17, unlink 87 -, unlinkat 263 35, rename 82 -, renameat 264 38, renameat2 316 276,
+    getcwd 79 17,
     mmap 9 222, munmap 11 215, mremap 25 216, mprotect 10 226, madvise 28 233, brk 12 214,
     rt_sigaction 13 134, rt_sigprocmask 14 135, rt_sigreturn 15 139, sigaltstack 131 132,
     restart_syscall 219 128, alarm 37 -, setitimer 38 103, time 201 -, gettimeofday 96 169,
@@ -52,20 +49,15 @@ ARGUMENTS = {
     # which together can send any signal to any process.
     "fcntl": (1, 0xFFFFFFFF, (0, 1, 2, 3, 4, 1030)),
     "ioctl": (1, 0xFFFFFFFF, (0x5401, 0x5451)),  # TCGETS (isatty), FIOCLEX
-    # O_TRUNC only with write access: Landlock controls truncation only since version 3. No
-    # O_TMPFILE (unnamed files). No openat2: its flags are in memory, where seccomp cannot see them.
-    "openat": (2, os.O_TRUNC | os.O_ACCMODE | TMPFILE, (0, 1, 2, os.O_TRUNC | 1, os.O_TRUNC | 2)),
+    # Reading only. No openat2: its flags are in memory, where seccomp cannot see them.
+    "openat": (2, os.O_TRUNC | os.O_CREAT | os.O_ACCMODE | os.O_APPEND, (0,)),
 }
 ARCHITECTURES = {"x86_64": (1, 0xC000003E), "aarch64": (2, 0xC00000B7)}  # column, AUDIT_ARCH_*
 ALLOW, REFUSE, KILL = 0x7FFF0000, 0x00050001, 0x80000000  # REFUSE: fail with EPERM
 LOAD, EQUAL, AND, RETURN = 0x20, 0x15, 0x54, 0x06  # BPF operations
 
 # Landlock access rights.
-WRITE_FILE, READ_FILE, READ_DIR, REMOVE_FILE, MAKE_FILE, TRUNCATE = (
-    1 << bit for bit in (1, 2, 3, 5, 8, 14)
-)
-READ = READ_FILE | READ_DIR
-KEEP_FILES = READ | WRITE_FILE | TRUNCATE | MAKE_FILE | REMOVE_FILE
+READ_FILE, READ_DIR = 1 << 2, 1 << 3
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446  # same on all architectures
 
 
@@ -110,25 +102,16 @@ def execute(code: str, namespace: dict[str, Any]) -> None:
 
 def confine(job: dict[str, Any]) -> None:
     """Apply the job's restrictions, ordered so that each step is still allowed. Raises OSError."""
-    if job["nobody"]:
-        try:
-            os.setgroups([])
-            os.setgid(NOBODY)
-            os.chown(".", NOBODY, NOBODY)
-            os.setuid(NOBODY)
-        except OSError:
-            pass  # not allowed in some containers: stay root, but without capabilities
     for name, value in job["rlimits"].items():
         kind = getattr(resource, name)
         hard = resource.getrlimit(kind)[1]
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(kind, (value, value))
-    if job["layer"] == "none":
+    if not job["confined"]:
         return
     call(LIBC.prctl, 1, 9, 0, 0, 0)  # PR_SET_PDEATHSIG, SIGKILL: exit with the parent
     call(LIBC.prctl, 38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
-    if job["layer"] == "landlock":
-        landlock(job["readable"])
+    landlock(job["readable"])
     call(LIBC.capset, struct.pack("=Ii", 0x20080522, 0), bytes(24))  # drop all capabilities
     program = ctypes.create_string_buffer(seccomp_program())
     seccomp_filter = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(program))
@@ -137,7 +120,7 @@ def confine(job: dict[str, Any]) -> None:
 
 def landlock(readable: list[str]) -> None:
     """
-    Restrict file access to reading under `readable` and managing files in the current directory.
+    Restrict file access to reading under `readable`.
 
     Actions that older versions of Landlock do not control (truncation before Linux 6.2) are
     also denied by the seccomp filter. Source: Linux, Documentation/userspace-api/landlock.rst.
@@ -146,11 +129,11 @@ def landlock(readable: list[str]) -> None:
     files = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)) - 1
     network, scopes = (0b11 if version >= first else 0 for first in (4, 6))
     ruleset = call(LIBC.syscall, CREATE_RULESET, struct.pack("=QQQ", files, network, scopes), 24, 0)
-    for path, rights in [*((path, READ) for path in readable), (".", KEEP_FILES)]:
+    for path in readable:
         handle = os.open(path, os.O_PATH | os.O_CLOEXEC)
-        if not stat.S_ISDIR(os.fstat(handle).st_mode):
-            rights &= READ_FILE  # READ_DIR is invalid for files
-        call(LIBC.syscall, ADD_RULE, ruleset, 1, struct.pack("=Qi", rights & files, handle), 0)
+        is_folder = stat.S_ISDIR(os.fstat(handle).st_mode)  # READ_DIR is invalid for files
+        rights = READ_FILE | READ_DIR if is_folder else READ_FILE
+        call(LIBC.syscall, ADD_RULE, ruleset, 1, struct.pack("=Qi", rights, handle), 0)
         os.close(handle)
     call(LIBC.syscall, RESTRICT_SELF, ruleset, 0)
     os.close(ruleset)

@@ -106,13 +106,13 @@ def run_test(
     good, or anything without a sandbox. Limitation: a test sees no changes to its arguments and
     cannot pass functions or objects.
     """
-    layer = sandbox.choose_layer(unsafe)
+    confined = sandbox.is_confined(unsafe)
     calls, replies = os.pipe(), os.pipe()
     ends = (calls[0], replies[1]), (replies[0], calls[1])  # program, test
     held = {"role": "candidate", "code": program, "entry": entry, "channel": ends[0]}
     judge = {"role": "judge", "code": test, "setup": setup, "entry": entry, "channel": ends[1]}
     with ThreadPoolExecutor(1) as other:
-        candidate = other.submit(sandbox.run, held, limits, layer, ends[0])
-        verdict = sandbox.run(judge, limits, layer, ends[1])
+        candidate = other.submit(sandbox.run, held, limits, confined, ends[0])
+        verdict = sandbox.run(judge, limits, confined, ends[1])
         candidate.result()  # raises if it could not be started
     return verdict.ok

@@ -9,7 +9,7 @@ Data is downloaded on first use.
 import difflib
 
 from nanochat.common import MissingInput
-from nanochat.sandbox import SandboxUnavailable, choose_layer
+from nanochat.sandbox import SandboxUnavailable, is_confined
 from tasks.aqua import AQuA, AQuALetter
 from tasks.arc import ARCChallenge, ARCEasy
 from tasks.augment import ARCChallengeTen, ARCEasyTen
@@ -118,7 +118,7 @@ def why_unavailable(name: str, unsafe: bool = False) -> str | None:
     key = key_of(name)
     try:
         if issubclass(TASKS[key], CodeTask):
-            choose_layer(unsafe)
+            is_confined(unsafe)
         elif issubclass(TASKS[key], WordTask):
             english_words(word_file(), "test")
     except (SandboxUnavailable, MissingInput, ValueError) as error:
