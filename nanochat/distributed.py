@@ -20,7 +20,7 @@ import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -46,7 +46,7 @@ class RankHung(UsageError):
 class DistConfig:
     device_type: Literal["cuda", "cpu", "mps"] | None = None
     """Device to compute on. Default: cuda if available, else mps, else cpu."""
-    dtype: Literal["bfloat16", "float16", "float32", "fp8"] | None = short("d", None)
+    dtype: Annotated[Literal["bfloat16", "float16", "float32", "fp8"] | None, short("d")] = None
     """Dtype of activations and matmuls; master weights are float32. fp8: bfloat16 with fp8 matmuls
     in training (Ada, Hopper and later GPUs). float16: for GPUs before Ampere; training scales the
     loss. Default: bfloat16 if the hardware supports it natively (including CPUs with AVX512-BF16 or

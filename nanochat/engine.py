@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
@@ -41,11 +41,11 @@ MIN_TEMP = 2.0**-126  # smallest normal float32; lower temperatures sample greed
 class Sampling:
     """Sampling settings of a completion. Raises ValueError if a setting is out of range."""
 
-    max_new_tokens: int = short("m", 256)
+    max_new_tokens: Annotated[int, short("m")] = 256
     """Maximum number of tokens per answer, tool output included."""
-    temperature: float = short("t", 1.0)
+    temperature: Annotated[float, short("t")] = 1.0
     """Sampling temperature; 0 = greedy."""
-    top_k: int | None = short("k", None)
+    top_k: Annotated[int | None, short("k")] = None
     """Sample from the k most likely tokens; -1 (None) = all tokens."""
     top_p: float = 1.0
     """Sample from the smallest set of tokens whose probabilities sum to at least this."""

@@ -13,7 +13,7 @@ Writes  the section "Base model evaluation"; for a Hugging Face model, "Evaluati
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from nanochat import records, report
 from nanochat.checkpoint import find_checkpoint_on_node, load_inference
@@ -39,9 +39,9 @@ INSTALL = "uv sync --inexact --group interop"
 
 @dataclass(frozen=True)
 class BaseEval:
-    model_tag: str | None = short("g", None)
+    model_tag: Annotated[str | None, short("g")] = None
     """Folder under base_checkpoints/. Default: the newest."""
-    model_step: int | None = short("s", None)
+    model_step: Annotated[int | None, short("s")] = None
     """Step of the checkpoint. Default: the latest intact one."""
     max_per_task: int | None = None
     """Maximum number of items per task. Default: all."""

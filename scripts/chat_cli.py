@@ -16,7 +16,7 @@ import os
 import re
 import sys
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Annotated, Any
 
 from prompt_toolkit import PromptSession
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
@@ -45,7 +45,7 @@ MARKS = {"python": "[", "python_output": " = "}
 
 @dataclass(frozen=True)
 class ChatCli(CheckpointChoice):
-    prompt: str | None = short("p", None)
+    prompt: Annotated[str | None, short("p")] = None
     """Answer this question and exit. Default: the question piped to standard input, else chat."""
     system: str = ""
     """System prompt."""

@@ -12,7 +12,7 @@ Writes  the section "Chat evaluation <stage>"; each run adds its tasks
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 from nanochat import records, report, stats
 from nanochat.chat_format import render_prompt
@@ -50,16 +50,16 @@ BUILTIN_EVAL_TASKS = {  # dataset that the base model was trained on -> tasks
 class TaskEval:
     """Settings shared by the scripts that evaluate chat models."""
 
-    task_name: str | None = short("a", None)
+    task_name: Annotated[str | None, short("a")] = None
     """Tasks, separated by |. Default: a standard set that depends on the pretraining data."""
     sampling: Sampling = Sampling(max_new_tokens=512, temperature=0.0, top_k=50)
-    max_problems: int | None = short("x", None)
+    max_problems: Annotated[int | None, short("x")] = None
     """Evaluate only the first N questions of each task. Default: all."""
     python: bool = False
     """Let the model run Python in the sandbox; otherwise it has only a calculator."""
     unsafe_exec: bool = False
     """If no sandbox works, run the model's code unsandboxed, with your permissions."""
-    batch_size: int | None = short("b", None)
+    batch_size: Annotated[int | None, short("b")] = None
     """Number of answers generated concurrently; changes results by rounding only. Default: 64, or
     fewer if memory is small."""
     compile_engine: bool | None = None
@@ -82,14 +82,14 @@ class TaskEval:
 
 @dataclass(frozen=True)
 class ChatEval(TaskEval):
-    source: Stage = short("i", "sft")
+    source: Annotated[Stage, short("i")] = "sft"
     """Stage of the model."""
-    num_samples: int | None = short("n", None)
+    num_samples: Annotated[int | None, short("n")] = None
     """Answers per question; the score is their mean (avg@k), and pass@k is reported too. Default:
     1; scripts.lab.eval_variance measures how many a task needs."""
-    model_tag: str | None = short("g", None)
+    model_tag: Annotated[str | None, short("g")] = None
     """Folder of the checkpoint. Default: the newest."""
-    step: int | None = short("s", None)
+    step: Annotated[int | None, short("s")] = None
     """Step of the checkpoint. Default: the latest intact one."""
     skip_if_done: bool = False
     """Skip tasks that were already evaluated with this checkpoint and these settings."""

@@ -13,6 +13,7 @@ Reads   the checkpoints of all stages (base, mid, sft, dpo, rl)
 import os
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Annotated
 
 import torch
 
@@ -29,13 +30,13 @@ from tasks.world.task import WorldFacts, WorldProblems, WorldSpelling
 
 @dataclass(frozen=True)
 class ChatWeb(CheckpointChoice):
-    temperature: float = short("t", 0.6)
+    temperature: Annotated[float, short("t")] = 0.6
     """Sampling temperature of requests that do not set one; 0 = greedy."""
-    top_k: int | None = short("k", 50)
+    top_k: Annotated[int | None, short("k")] = 50
     """Sample from the k most likely tokens; -1 = all tokens."""
     top_p: float = 1.0
     """Sample from the smallest set of tokens whose probabilities sum to at least this."""
-    max_tokens: int = short("m", 256)
+    max_tokens: Annotated[int, short("m")] = 256
     """Maximum number of tokens per answer on the page. API default: as many as fit the context."""
     python: bool = False
     """Let models run Python in the sandbox; otherwise they have only a calculator."""

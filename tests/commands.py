@@ -28,6 +28,7 @@ class Command:
         status, module = 0, script if script.startswith("dev.") else f"scripts.{script}"
         with self.patch.context() as patch:
             patch.setattr(sys, "argv", [script, *map(str, flags)])
+            patch.setenv("COLUMNS", "1000")  # errors on one line
             patch.delitem(sys.modules, module, raising=False)
             try:
                 runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import uvicorn
 from fastapi import FastAPI, Request
@@ -58,7 +58,7 @@ CLOSE_SECONDS = 8  # wait before closing open connections on shutdown
 class ServerConfig:
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 = all interfaces (consider --api_key_file)."""
-    port: int = short("p", 8000)
+    port: Annotated[int, short("p")] = 8000
     """Port to listen on; 0 = any free port."""
     api_key_file: str | None = None
     """File with the API key required for /v1 and /metrics. Default: no key."""
