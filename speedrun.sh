@@ -2,7 +2,7 @@
 # Train a chat model from scratch and write its report card, on CPU or GPUs.
 #
 #   bash speedrun.sh                       # detect the hardware
-#   bash speedrun.sh --plan                # install, print the plan (time, cost, disk), and exit
+#   bash speedrun.sh --plan                # install, print the plan (time, cost), and exit
 #   PROFILE=gpu DEPTH=8 bash speedrun.sh   # h100x8, gpu (1 to 7 GPUs) or cpu; depth sets the model size
 #   PROFILE=smoke bash speedrun.sh         # smoke test: a few steps of every stage; replaces report.md
 #   DRY_RUN=1 bash speedrun.sh             # the same with the profile's data, tasks and processes, in
@@ -109,9 +109,7 @@ source dev/setup.sh
 words() { [ $# -eq 0 ] || printf '%q ' "$@"; } # quotes flags as one string, for dev.plan
 shape+=(--depth="$depth")
 python -m dev.plan --profile="$PROFILE" --processes="$processes" --gpu="$gpu_name" "${plan[@]}" \
-    --tokenizer="$(words "${text[@]}" "${tokenizer[@]}")" --base="$(words "${shape[@]}")" \
-    --mid="$(words ${mid[@]+"${mid[@]}"})" --sft="$(words ${sft[@]+"${sft[@]}"})" \
-    --rl="$(words ${rl[@]+"${rl[@]}"})"
+    --tokenizer="$(words "${text[@]}" "${tokenizer[@]}")" --base="$(words "${shape[@]}")"
 [ "${1:-}" != --plan ] || exit 0
 
 # ---- Stages -------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ checkpoint that fails verification is skipped in favor of the previous good one.
 
 import contextlib
 import errno
+import hashlib
 import math
 import os
 import re
@@ -20,7 +21,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -30,10 +31,9 @@ from torch import Tensor
 from nanochat import common
 from nanochat.common import MissingInput, RunLock, UsageError, base_dir, printable
 from nanochat.config import require_at_least, short
-from nanochat.dataloader import diff_recipe
 from nanochat.distributed import DistContext
 from nanochat.gpt import GPT, GPTConfig, inference_copy
-from nanochat.optim import full_state, load_full_state, state_bytes
+from nanochat.optim import full_state, load_full_state
 from nanochat.records import ADDED_COSTS, STARTED, new_run_id
 from nanochat.tokenizer import FILE_NAME as TOKENIZER_FILE
 from nanochat.tokenizer import Tokenizer
@@ -145,7 +145,7 @@ def save_checkpoint(
             "files": files,
             "saved_at": time.strftime("%Y-%m-%d %H:%M:%S"),
         }
-        common.write_json(temporary / "state.json", common.seal(record))
+        common.write_json(temporary / "state.json", {**record, "seal": seal_of(record)})
         if final.exists():  # the same step, saved again
             final.rename(folder / f".replaced_{step:06d}")
         temporary.rename(final)
@@ -201,7 +201,14 @@ def read_state(path: Path) -> dict[str, Any]:
     was = state.get("format") if isinstance(state, dict) else None
     if was != FORMAT:
         raise CorruptCheckpoint(f"{path} has checkpoint format {was}, not {FORMAT}")
-    return common.read_sealed(path)
+    if state.pop("seal", None) != seal_of(state):
+        raise ValueError(f"{path} is damaged: it does not match its seal")
+    return state
+
+
+def seal_of(state: Mapping[str, Any]) -> str:
+    """SHA-256 of the content of a state.json, which has the digests of the other files."""
+    return hashlib.sha256(common.json_text(state).encode()).hexdigest()
 
 
 def step_folders(folder: Path) -> dict[int, Path]:
@@ -283,10 +290,11 @@ def find_checkpoint(stage: str, tag: str | None = None, step: int | None = None)
         named = re.fullmatch(r"d(\d+)", tag or "")
         command += f" --depth={named[1] if named else 4}"
     if tag is None:
-        tags = list(root.glob("*/latest"))
-        if not tags:
+        states = {path.parent.name: newest_state(path.parent) for path in root.glob("*/latest")}
+        saved = {name: state["saved_at"] for name, state in states.items() if state}
+        if not states:
             raise MissingInput(f"no checkpoint in {root}", command)
-        tag = max(tags, key=lambda p: p.stat().st_mtime).parent.name
+        tag = max(saved or states, key=lambda name: (saved.get(name, ""), name))
     found = open_checkpoint(root / tag, step)
     if found is None:
         raise MissingInput(f"no checkpoint in {root / tag}", f"{command} --model_tag={tag}")
@@ -334,11 +342,11 @@ def newest_stage() -> str:
 class CheckpointChoice:
     """Flags that choose a checkpoint of any stage."""
 
-    source: Stage | None = short("i", None)
+    source: Annotated[Stage | None, short("i")] = None
     """Stage of the model. Default: the last stage that has a checkpoint."""
-    model_tag: str | None = short("g", None)
+    model_tag: Annotated[str | None, short("g")] = None
     """Folder of the checkpoint. Default: the newest."""
-    step: int | None = short("s", None)
+    step: Annotated[int | None, short("s")] = None
     """Step of the checkpoint. Default: the latest intact one."""
 
     def find(self) -> tuple[str, Checkpoint]:
@@ -697,7 +705,7 @@ class CheckpointManager:
         found = self.newest()
         if found is None:
             return progress
-        changed = diff_recipe(found.state["identity"], identity)
+        changed = list_changes(found.state["identity"], identity)
         rows_only = all(line.startswith("rows.") for line in changed)
         if changed and not (self.cfg.allow_data_change and rows_only):
             raise ValueError(
@@ -763,11 +771,22 @@ class CheckpointManager:
         return found
 
 
+def list_changes(was: Mapping[str, Any], now: Mapping[str, Any], at: str = "") -> list[str]:
+    """
+    Differences between two identities of a run, one line per setting. Parts with the same
+    fingerprint are equal, even if the text is in another folder.
+    """
+    lines = []
+    for name in sorted(was.keys() | now.keys()):
+        old, new = was.get(name), now.get(name)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            if "fingerprint" not in old or old["fingerprint"] != new.get("fingerprint"):
+                lines += list_changes(old, new, f"{at}{name}.")
+        elif old != new:
+            lines.append(f"{at}{name}: was {old!r}, now {new!r}")
+    return lines
+
+
 def to_host(x: Tensor) -> Tensor:
     """Copy of a tensor in host memory, which later updates do not change."""
     return x.detach().to("cpu", copy=True)
-
-
-def checkpoint_bytes(model: GPT, optimizer: bool = True) -> int:
-    """Estimated size of a checkpoint in bytes, with or without optimizer state."""
-    return 4 * model.num_params() + (state_bytes(model) if optimizer else 0)

@@ -8,12 +8,11 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -140,36 +139,6 @@ def read_json(path: Path) -> Any:
         raise ValueError(f"{path} is not valid JSON ({error}); correct or delete it") from error
 
 
-def seal(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Add a checksum to a JSON object, under the key `seal`."""
-    return {**value, "seal": hashlib.sha256(json_text(value).encode()).hexdigest()}
-
-
-def unseal(text: str, written: Callable[[Any], str]) -> dict[str, Any]:
-    """
-    Parse a sealed JSON object and remove its seal. `written` is the function that serialized it.
-
-    Raises ValueError if even one character differs.
-    """
-    value = json.loads(text)
-    if not isinstance(value, dict) or value.pop("seal", None) is None:
-        raise ValueError("it has no seal")
-    if written(seal(value)) != text:
-        raise ValueError("it does not match its seal")
-    return value
-
-
-def read_sealed(path: Path) -> dict[str, Any]:
-    """
-    Read a sealed JSON object written by `write_json`. Raises ValueError with the path if the file
-    was modified.
-    """
-    try:
-        return unseal(path.read_bytes().decode(), json_text)
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged: {error}") from error
-
-
 def cpu_info(name: str) -> str:
     """A field of the first CPU in /proc/cpuinfo; empty on systems other than Linux."""
     path = Path("/proc/cpuinfo")
@@ -177,18 +146,8 @@ def cpu_info(name: str) -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), "")
 
 
-def free_bytes(path: Path) -> int:
-    """Free bytes on the file system of `path`, which need not exist."""
-    while not path.exists():
-        path = path.parent
-    return shutil.disk_usage(path).free
-
-
 # ---- Locks and free space ------------------------------------------------------------------------
 # The operating system releases the locks of a process when it exits.
-
-
-SPARE_BYTES = 256 << 20  # disk space that downloads and packing must leave free
 
 
 @contextmanager
@@ -254,15 +213,6 @@ class RunLock:
         if self.lock.is_locked:
             self.owner.unlink(missing_ok=True)
             self.lock.release()
-
-
-def require_free(folder: Path, needed_bytes: float, what: str, fix: str) -> None:
-    """Raise UsageError unless `needed_bytes` plus a reserve are free. fix: extra advice."""
-    free = free_bytes(folder)
-    if needed_bytes + SPARE_BYTES > free:
-        needs = f"{needed_bytes / 1e9:.2f} GB and a reserve of {SPARE_BYTES / 1e9:.2f} GB"
-        why = f"{what} needs about {needs}, but {folder} has {free / 1e9:.2f} GB free"
-        raise UsageError(why, f"free some space, set NANOCHAT_BASE_DIR to a larger disk, or {fix}")
 
 
 # ---- Exit statuses and stop signals --------------------------------------------------------------

@@ -36,10 +36,10 @@ from nanochat.common import (
     fingerprint,
     sha256_file,
 )
-from nanochat.dataset import read_json_lines
+from nanochat.dataset import line_error, read_json_lines
 from nanochat.distributed import DistContext
 from nanochat.gpt import GPT
-from nanochat.hub import is_inside, with_retries
+from nanochat.hub import is_inside
 from nanochat.records import SECTIONS
 
 # ---- Scoring few-shot tasks ----------------------------------------------------------------------
@@ -361,7 +361,6 @@ PUBLISHED_SHA256 = "90a7c19e28ee7a52b4f6e1f87658deb9fde7f63deba2379045bdb1fe9ea5
 PUBLISHED_ITEMS = 91_037  # over all tasks in the archive
 CORE_TASKS = SECTIONS["Base model evaluation"].split(", ")[2:]
 TIMEOUT_SECONDS = 30
-DOWNLOAD_TIMEOUT_SECONDS = 120.0  # short, because a run can do without the bundle
 MAX_UNPACKED_BYTES = 1 << 30  # per archive
 BUNDLE_HINT = "pass a local copy with --eval_bundle=<folder or zip>"
 
@@ -406,14 +405,10 @@ def fetch(location: str) -> Path:
     known = f"sha256:{PUBLISHED_SHA256}" if location == PUBLISHED_URL else None
     name = f"{hashlib.sha256(location.encode()).hexdigest()[:8]}-{Path(location).name}"
     folder = base_dir() / "data" / "eval_bundle"
-
-    def download() -> str:
-        client: Any = pooch.HTTPDownloader(timeout=TIMEOUT_SECONDS)
-        return pooch.retrieve(location, known, name, folder, downloader=client)
-
+    client: Any = pooch.HTTPDownloader(timeout=TIMEOUT_SECONDS)
     try:
-        return Path(with_retries(location, download, DOWNLOAD_TIMEOUT_SECONDS))
-    except (UsageError, OSError, ValueError) as error:  # ValueError: wrong hash
+        return Path(pooch.retrieve(location, known, name, folder, downloader=client))
+    except (OSError, ValueError) as error:  # ValueError: wrong hash
         why = str(error).partition("\n")[0]
         raise UsageError(f"cannot download {location}: {why}", BUNDLE_HINT) from error
 
@@ -430,6 +425,25 @@ def require_safe(path: Path) -> None:
     total = sum(member.file_size for member in members)
     if total > MAX_UNPACKED_BYTES:
         raise ValueError(f"{total:,} bytes unpacked exceed the limit of {MAX_UNPACKED_BYTES:,}")
+
+
+def find_item_problem(kind: str, item: Any) -> str | None:
+    """Why an item is not one of `FewShotTask`; None if it is."""
+    texts, options = {
+        "multiple_choice": (("query",), "choices"),
+        "schema": (("continuation",), "context_options"),
+    }.get(kind, (("context", "continuation"), ""))
+    fields = item if isinstance(item, dict) else {}
+    if wrong := [name for name in texts if not isinstance(fields.get(name), str)]:
+        return f"{wrong[0]} must be a string"
+    if not options:
+        return None
+    found, gold = fields.get(options), fields.get("gold")
+    if not (isinstance(found, list) and found and all(isinstance(x, str) for x in found)):
+        return f"{options} must be a list of strings"
+    if type(gold) is not int or not 0 <= gold < len(found):
+        return f"gold must be an index of {options}, not {gold!r}"
+    return None
 
 
 def read_bundle(root: Path | zipfile.Path) -> Suite:
@@ -451,10 +465,14 @@ def read_bundle(root: Path | zipfile.Path) -> Suite:
             raise ValueError(f"dataset_uri {uri!r} of {name} is not a path inside eval_data/")
         file = folder / "eval_data" / uri
         if file.is_file():
-            items = [dict(item) for _, item in read_json_lines(file)]
+            lines = list(read_json_lines(file))
+            items = [item for _, item in lines]
             num_fewshot, baseline = int(entry["num_fewshot"][0]), baselines[name] / 100
             delimiter = entry.get("continuation_delimiter", " ")
             tasks.append(FewShotTask(name, kind, num_fewshot, baseline, delimiter, items))
+            for number, item in lines:
+                if problem := find_item_problem(kind, item):
+                    raise line_error(file, number, problem)
     if not tasks:
         raise ValueError("it contains no items of any task")
     digest, num_items = fingerprint([asdict(t) for t in tasks]), sum(len(t.items) for t in tasks)

@@ -71,7 +71,7 @@ class RunLog(contextlib.AbstractContextManager):
         folder.mkdir(parents=True, exist_ok=True)
         self.path, self.total_steps = folder / METRICS_FILE, total_steps
         if self.path.exists() and self.path.stat().st_size:
-            append_line(self.path, json.dumps({"resumed_at": first_step}))
+            append_line(self.path, {"resumed_at": first_step})
         self.file = self.path.open("ab", buffering=0)
         self.unwritten = b""
         """Lines that could not be written yet."""

@@ -449,12 +449,6 @@ def load_full_state(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tens
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
-def state_bytes(model: nn.Module) -> int:
-    """Bytes of MuonAdamW's state over all ranks: about one float32 moment for Muon, else two."""
-    named = model.named_parameters()
-    return sum(4 * p.numel() * (1 if name.startswith("blocks.") else 2) for name, p in named)
-
-
 def as_tensors(*numbers: float) -> list[Tensor]:
     """Scalars as tensors: changing them does not recompile a compiled function."""
     return [torch.tensor(x, dtype=torch.float32) for x in numbers]

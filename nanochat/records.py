@@ -19,7 +19,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from itertools import chain, product
@@ -63,13 +63,12 @@ SECTIONS: dict[str, str] = {
     "Chat evaluation base": CHAT_KEYS,
     "Midtraining": "run, device_type, dtype, num_iterations, max_seq_len, device_batch_size, "
     "unembedding_lr, embedding_lr, matrix_lr, init_lr_frac, weight_decay, eval_every, "
-    "eval_tokens, total_batch_size, dry_run, Number of iterations, DDP world size, "
+    "eval_tokens, total_batch_size, Number of iterations, DDP world size, "
     "Minimum validation bpb",
     "Chat evaluation mid": CHAT_KEYS,
     "Chat SFT": "run, source, device_type, dtype, device_batch_size, num_epochs, "
-    "num_iterations, target_examples_per_step, unembedding_lr, embedding_lr, matrix_lr, "
-    "weight_decay, init_lr_frac, aqua_train_examples, aqua_val_examples, eval_every, "
-    "eval_steps, eval_metrics_every, eval_metrics_max_problems, Training rows, "
+    "num_iterations, unembedding_lr, embedding_lr, matrix_lr, "
+    "weight_decay, init_lr_frac, eval_every, Training rows, "
     "Number of iterations, Training loss, Validation loss",
     "Chat evaluation sft": CHAT_KEYS,
     "Chat DPO": "run, source, pairs, task, dtype, device_batch_size, examples_per_step, beta, "
@@ -306,9 +305,9 @@ def write_record(
             gone = {name for name, value in record["values"].items() if value is None}
             for part in ("values", "items"):
                 record[part] = {k: v for k, v in record[part].items() if k not in gone}
-        record = common.seal(to_json_types(record))
-        append_line(folder / "records.jsonl", one_line(record))
-        common.write_atomic(path, indented(record))
+        record = to_json_types(record)
+        append_line(folder / "records.jsonl", record)
+        common.write_atomic(path, json.dumps(record, indent=1, ensure_ascii=False) + "\n")
     return path
 
 
@@ -336,48 +335,25 @@ def find_finished(section: str, key: str, report_dir: Folder = None) -> dict[str
     return record
 
 
-def read_records(report_dir: Folder = None, damaged: list[str] | None = None) -> list[Record]:
-    """
-    Current record of every section, oldest first.
-
-    Raises ValueError for a damaged record, unless `damaged` is given: then damaged records are
-    skipped and the errors are appended to it.
-    """
-    records: list[Record] = []
-    for path in sorted(report_folder(report_dir).glob("*.json")):
-        try:
-            if path.name != "header.json":  # not a record
-                records.append(read_record(path))
-        except ValueError as error:
-            if damaged is None:
-                raise
-            damaged.append(str(error))
-    return sorted(records, key=lambda record: record["timestamp"])
-
-
-def read_record(path: Path) -> dict[str, Any]:
-    """Read a record. Raises ValueError if it does not match its seal."""
-    try:
-        return common.unseal(path.read_bytes().decode(), indented)
-    except ValueError as error:
-        raise ValueError(f"{path} is damaged: {error}; delete it and rerun that stage") from error
+def read_records(report_dir: Folder = None) -> list[Record]:
+    """Current record of every section, oldest first. Damaged records are printed and skipped."""
+    paths = sorted(report_folder(report_dir).glob("*.json"))
+    found = [read_if_sound(path) for path in paths if path.name != "header.json"]
+    return sorted(filter(None, found), key=lambda record: record["timestamp"])
 
 
 def read_if_sound(path: Path) -> dict[str, Any] | None:
     """Read a record; None if it is missing or damaged. Prints any damage."""
     try:
-        return read_record(path) if path.exists() else None
+        return common.read_json(path) if path.exists() else None
     except ValueError as error:
-        print(f"skipped: {common.printable(error)}", flush=True)
+        print(f"skipped: {common.printable(error)} and rerun that stage", flush=True)
         return None
 
 
-def read_history(report_dir: Folder = None, damaged: list[str] | None = None) -> list[Record]:
-    """
-    All records ever written to the folder, oldest first. Damaged ones are skipped and the errors
-    appended to `damaged`.
-    """
-    return read_sealed_lines(report_folder(report_dir) / "records.jsonl", damaged)
+def read_history(report_dir: Folder = None) -> list[Record]:
+    """All records ever written to the folder, oldest first."""
+    return read_lines(report_folder(report_dir) / "records.jsonl")
 
 
 def report_folder(report_dir: Folder = None) -> Path:
@@ -458,47 +434,22 @@ def to_json_types(value: Any) -> Any:
     raise TypeError(f"a record holds numbers, strings, lists and dicts, not {type(value).__name__}")
 
 
-def append_line(path: Path, line: str) -> None:
-    """Append a line, terminating an unfinished last line. The caller must hold the lock."""
+def append_line(path: Path, value: Any) -> None:
+    """Append a JSON value as a line, ending an unfinished last line. The caller holds the lock."""
     with path.open("ab+") as stream:
         size = stream.seek(0, os.SEEK_END)
         torn = size and os.pread(stream.fileno(), 1, size - 1) != b"\n"
-        stream.write(b"\n" * bool(torn) + line.encode() + b"\n")
+        stream.write(b"\n" * bool(torn) + json.dumps(value, allow_nan=False).encode() + b"\n")
 
 
-def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """JSON objects in a file, one per line; skips truncated and damaged lines."""
-    with path.open(encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            with contextlib.suppress(ValueError, RecursionError):
-                if isinstance(value := json.loads(line), dict):
-                    yield value
-
-
-def read_sealed_lines(path: Path, damaged: list[str] | None = None) -> list[Record]:
-    """
-    JSON objects in a file of sealed lines; empty if there is no file. Lines that do not match their
-    seal are skipped and reported in `damaged`.
-    """
-    found: list[Record] = []
-    lines = path.read_bytes().splitlines() if path.exists() else []
-    for number, line in enumerate(lines, 1):
-        try:
-            found.append(common.unseal(line.decode(), one_line))
-        except (ValueError, RecursionError) as error:
-            if damaged is not None:
-                damaged.append(f"{path}, line {number} is damaged: {error}; delete that line")
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """JSON objects in a file, one per line; skips damaged lines. Empty without the file."""
+    found = []
+    for line in path.read_bytes().splitlines() if path.exists() else ():
+        with contextlib.suppress(ValueError, RecursionError):
+            if isinstance(value := json.loads(line), dict):
+                found.append(value)
     return found
-
-
-def one_line(value: Any) -> str:
-    """Serialize JSON as one line."""
-    return json.dumps(value, allow_nan=False)
-
-
-def indented(value: Any) -> str:
-    """Serialize JSON as in a record file: indented, keeping order."""
-    return json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 # ---- Git state and hourly rates ------------------------------------------------------------------
@@ -519,11 +470,13 @@ def git(repository: Path, *words: str) -> str:
 
 
 def git_state(repository: Path = common.REPOSITORY) -> dict[str, Any]:
-    """Branch, short commit hash, whether there are changes, and the commit subject."""
+    """Branch, short commit hash, whether there are changes (None = unknown), commit subject."""
+    commit = git(repository, "rev-parse", "--short=7", "HEAD").strip()
+    changes = git(repository, "status", "--porcelain", "--", ".", *WITHOUT_REPORT)
     return {
         "branch": git(repository, "rev-parse", "--abbrev-ref", "HEAD").strip() or "unknown",
-        "commit": git(repository, "rev-parse", "--short=7", "HEAD").strip() or "unknown",
-        "dirty": bool(git(repository, "status", "--porcelain", "--", ".", *WITHOUT_REPORT)),
+        "commit": commit or "unknown",
+        "dirty": bool(changes) if commit else None,
         "message": git(repository, "log", "-1", "--format=%s").strip(),
     }
 

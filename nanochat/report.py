@@ -34,7 +34,7 @@ from nanochat.common import (
 )
 from nanochat.config import settings
 from nanochat.records import SECTIONS, Folder, Record, plain_value, seconds, slug
-from nanochat.summary import Difference, readable_count, readable_time, shown_name
+from nanochat.summary import Difference, shown_name
 
 RULE_DASHES = {"GPT-2 Ratio": 14, "GPT-4 Ratio": 14}  # one too many, as published
 # Inline Markdown syntax (CommonMark and GitHub's extensions)
@@ -54,45 +54,6 @@ BLOCK_START = re.compile(  # headings, lists, rules, quotes, numbered lists
     r"^((?=#{1,6}(\s|$)|[-+*](\s|$)|[-=]+\s*$|>)|\d{1,9}(?=[.)](\s|$)))"
 )
 LINE_BREAKS = re.compile(r"\r\n|[\r\n\v\f\x85\u2028\u2029]")
-FINE_TUNING = {
-    "Steps": ("Number of iterations", "count"),
-    "Validation bpb": ("Final validation bpb", ""),
-    "Tokens per second": ("Tokens per second", "count"),
-}
-HEADLINES = {  # section -> results shown first: label -> key and unit
-    "Tokenizer training": {
-        "Vocabulary": ("vocab_size", "count"),
-        "Training time": ("train_time", "s"),
-        "Mean bytes per token": ("token_bytes_mean", ""),
-    },
-    "Base model training": {
-        "Parameters": ("Number of parameters", "count"),
-        "Training tokens": ("Number of training tokens", "count"),
-        "Validation bpb": ("Final validation bpb", ""),
-        "Training time": ("Total training time", "m"),
-        "Tokens per second": ("Tokens per second", "count"),
-        "MFU": ("MFU %", ""),
-        "Peak memory": ("Peak memory usage", "MiB"),
-    },
-    "Midtraining": FINE_TUNING,
-    "Chat SFT": {"Conversations": ("Training rows", "count"), **FINE_TUNING},
-    "Chat DPO": {
-        "Pairs": ("Training pairs", "count"),
-        "Steps": ("Number of iterations", "count"),
-        "Held-out loss before": ("Held-out loss before", ""),
-        "Held-out loss after": ("Held-out loss after", ""),
-        "Held-out accuracy after": ("Held-out accuracy after", ""),
-    },
-    "Chat RL": {
-        "Steps": ("Number of iterations", "count"),
-        "Mean reward before": ("Mean reward before", ""),
-        "Mean reward after": ("Mean reward after", ""),
-        "Held-out pass@1 before": ("pass@1 before", ""),
-        "Held-out pass@1 after": ("pass@1 after", ""),
-        "Change of pass@1": ("pass@1 change", ""),
-    },
-}
-FRONT = {"Base model loss": SECTIONS["Base model loss"].split(", ")}  # section -> keys not folded
 SAMPLES = "Sample conversations"  # table of a record shown at the top of the report
 
 
@@ -126,28 +87,26 @@ def update(
 ) -> Path:
     """
     Render the report of a record folder. Returns the path of report.md, which is in the base
-    directory for the main report, else in the record folder. Prints and skips damaged records.
+    directory for the main report, else in the record folder.
 
     hourly_rate: dollars per hour for the whole machine, saved for later calls.
     draw(figure folder, records) -> {path: title} of the figures, e.g. `plots.draw_figures`;
     default: keep the existing figures. renew: set by a stage that has run on this machine, which
     the header describes from then on. Raises MissingInput if there are no records.
     """
-    folder, damaged = records.report_folder(report_dir), []
+    folder = records.report_folder(report_dir)
     home = folder if report_dir else base_dir()
-    written = records.read_records(folder, damaged)
+    written = records.read_records(folder)
     if not written:
-        raise MissingInput("; ".join([f"no records in {folder}", *damaged]), "bash speedrun.sh")
+        raise MissingInput(f"no records in {folder}", "bash speedrun.sh")
     header = read_header(folder, written, hourly_rate, renew)
-    for each in damaged:
-        print(f"skipped: {printable(each)}")
     figures: dict[str, list[Figure]] = {}
     existing = {path: path.stem for path in sorted(folder.glob("figures/*.svg"))}
     for path, title in (draw(folder / "figures", written) if draw else existing).items():
         section, link = path.stem.rpartition("-")[0], path.relative_to(home).as_posix()
         figures.setdefault(section, []).append((title, link))
     now = time.strftime(records.TIME_FORMAT)
-    write_atomic(home / "report.md", render_report(written, header, now, figures, damaged))
+    write_atomic(home / "report.md", render_report(written, header, now, figures))
     return home / "report.md"
 
 
@@ -156,6 +115,7 @@ def update(
 
 
 GIB = 1024**3
+HEADER = {"run_started", "git", "hardware", "software", "bloat", "hourly_rate"}
 CODE = ("*.py", "*.md", "*.rs", "*.html", "*.js", "*.css", "*.toml", "*.sh")
 
 
@@ -171,9 +131,12 @@ def read_header(
     """
     path = folder / "header.json"
     header = read_json(path) if path.exists() else {}
+    if header and (missing := HEADER - header.keys()):
+        print(printable(f"{path} has no {', '.join(sorted(missing))}: written again"), flush=True)
+        header = {}
     if header and header["hourly_rate"] != records.default_rate(header["hardware"]["gpus"]):
         rate = header["hourly_rate"] if rate is None else rate  # set by the user
-    if renew or not header:
+    if is_new := renew or not header:
         starts = [seconds(r["timestamp"]) - r["cost"]["wall_seconds"] for r in written]
         started = time.localtime(min(starts, default=time.time()))
         machine = hardware()
@@ -187,7 +150,7 @@ def read_header(
         }
     if rate is not None:
         header["hourly_rate"] = rate
-    if rate is not None or renew or not path.exists():
+    if rate is not None or is_new:
         write_json(path, header)
     return header
 
@@ -239,14 +202,12 @@ def render_report(
     header: Record,
     generated: str,
     figures: Mapping[str, Sequence[Figure]] = {},
-    damaged: Sequence[str] = (),
 ) -> str:
     """
     Text of report.md, a pure function of its arguments.
 
     Order: results, environment, fixed sections, others oldest first, the summary. figures: by
-    section slug; "results" for the top. generated: date and time. damaged: errors of skipped
-    records.
+    section slug; "results" for the top. generated: date and time.
     """
     order = {name: i for i, name in enumerate(SECTIONS)}
     ordered = sorted(written, key=lambda r: (order.get(r["section"], len(order)), r["timestamp"]))
@@ -256,13 +217,9 @@ def render_report(
     top = [f"# nanochat training report\n\nGenerated: {generated}"]
     top.append(render_results(ordered, header, figures.get("results", ()), changes))
     top.append(render_header(header))
-    for warning, items in (
-        ("Provenance: these sections are inconsistent.", summary.find_faults(ordered)),
-        ("Damaged records, not included in this report.", damaged),
-    ):
-        if items:
-            lines = [f"> [!WARNING]\n> **{warning}**", *(f"> - {escape(item)}" for item in items)]
-            top.append("\n".join(lines))
+    if faults := summary.find_faults(ordered):
+        lines = ["> [!WARNING]", "> **Provenance: these sections are inconsistent.**"]
+        top.append("\n".join([*lines, *(f"> - {escape(fault)}" for fault in faults)]))
     sections.append(render_summary(ordered, header, changes))
     return "\n\n".join([*top, "\n\n\n".join(sections)]) + "\n"
 
@@ -271,10 +228,11 @@ def render_header(header: Record) -> str:
     """Code version, hardware and software."""
     code, machine, software = header["git"], header["hardware"], header["software"]
     gpus = machine["gpus"]
+    state = {True: " (dirty)", False: " (clean)", None: ""}[code["dirty"]]
     facts = {
         "Git Information": {
             "Branch": code["branch"],
-            "Commit": f"{code['commit']} ({'dirty' if code['dirty'] else 'clean'})",
+            "Commit": f"{code['commit']}{state}",
             "Message": code["message"][:80],
         },
         "Hardware": {
@@ -307,60 +265,30 @@ def render_bloat(bloat: Mapping[str, int]) -> str:
 
 def render_section(record: Record, figures: Sequence[Figure] = ()) -> str:
     """
-    A section: results, tables, figures, command; then, folded, all keys (fixed ones first, in
-    their order), provenance and cost.
+    A section: results, tables, figures, command; then, folded, the settings, provenance and cost.
+    Keys of SECTIONS come first, in their order.
     """
-    name, settings = record["section"], record["settings"]
-    entries, keys = {**settings, **record["values"]}, SECTIONS.get(name)
-    fixed = list(entries) if keys is None else keys.split(", ")
-    if keys is not None and "evaluation" not in name:  # scores depend on the tasks
-        entries = {**dict.fromkeys(fixed, "-"), **entries}
+    name, values = record["section"], record["values"]
+    entries, fixed = {**record["settings"], **values}, SECTIONS.get(name, "").split(", ")
     front, folded = [], []
     for key in [*fixed, *(key for key in entries if key not in fixed)]:
         if key in entries:
-            is_front = key in record["values"] if keys is None else key in FRONT.get(name, ())
-            published = keys is not None and key in fixed
-            is_auto = key in settings and not published and entries[key] in ("", -1)
+            is_auto = key not in values and entries[key] in ("", -1)
             text = bullet(shown_name(record, key), "auto" if is_auto else entries[key])
-            (front if is_front else folded).append(text)
+            (front if key in values else folded).append(text)
     cost = record["cost"]
     spent = f"{cost['wall_seconds'] / 60:.2f}m on {cost['devices']}x {cost['device']}"
     folded += [bullet("provenance", show_provenance(record["provenance"])), bullet("cost", spent)]
-    blocks = [render_headline(record), "\n".join(front)]
+    blocks = ["\n".join(front)]
     blocks += [render_table(table) for table in record["tables"] if table["title"] != SAMPLES]
     blocks.append("\n".join(f"![{escape(title)}]({quote(link)})" for title, link in figures))
     if command := record["provenance"].get("command"):
         code = printable(LINE_BREAKS.sub(" ", command)).replace("`", "'")  # cannot end the span
         blocks.append(f"`{code}`")
     lines = "\n".join(folded)
-    blocks.append(f"<details><summary>All settings and values</summary>\n\n{lines}\n\n</details>")
+    blocks.append(f"<details><summary>Settings and provenance</summary>\n\n{lines}\n\n</details>")
     body = "\n\n".join(filter(None, blocks))
     return f"## {escape(name)}\ntimestamp: {record['timestamp']}\n\n{body}"
-
-
-def render_headline(record: Record) -> str:
-    """The main results of a section as a table with one row; empty if there are none."""
-    entries = {**record["settings"], **record["values"]}
-    wanted = HEADLINES.get(record["section"], {})
-    if record["section"].startswith("Chat evaluation"):
-        scores = [key for key, value in record["values"].items() if isinstance(value, Mapping)]
-        wanted = {shown_name(record, key): (key, "") for key in scores if " pass@" not in key}
-    shown = {n: readable(entries[key], unit) for n, (key, unit) in wanted.items() if key in entries}
-    return render_table({"columns": list(shown), "rows": [list(shown.values())]}) if shown else ""
-
-
-def readable(value: Any, unit: str) -> str:
-    """A recorded value as a person would write it: "1484.12MiB" -> "1.4 GiB"."""
-    if isinstance(value, Mapping):
-        return summary.with_error(value)
-    number = str(value).removesuffix(unit).replace(",", "")
-    if unit == "count" and number.replace(".", "").isdigit():
-        return readable_count(float(number))
-    if unit in ("s", "m"):
-        return readable_time(float(number) * (60 if unit == "m" else 1))
-    if unit == "MiB":
-        return f"{float(number) / 1024:.1f} GiB" if float(number) >= 1024 else f"{number} MiB"
-    return format_value(value)
 
 
 def bullet(key: str, value: Any) -> str:
@@ -400,7 +328,7 @@ def format_value(value: Any) -> str:
 def show_provenance(origin: Record) -> str:
     """Run, commit, seed, inputs and outputs on one line."""
     read, made = (", ".join(map(" ".join, origin[s].items())) for s in ("inputs", "outputs"))
-    commit = origin["commit"] + " (dirty)" * origin["dirty"]
+    commit = origin["commit"] + " (dirty)" * bool(origin["dirty"])
     flow = (read and f"; {read}") + (made and f" -> {made}")
     return f"run {origin['run_id']}, commit {commit}, seed {origin['seed']}{flow}"
 

@@ -146,7 +146,6 @@ def test_newest_tag_is_the_default(save):
     assert find_checkpoint("base", "tiny").step == 5
 
 
-@pytest.mark.xfail(strict=True, reason="follows the time stamp of a file")
 def test_default_tag_is_the_same_in_a_copy(save, folder):
     save(5)
     second = time.strftime("%S")

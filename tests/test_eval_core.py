@@ -267,7 +267,6 @@ def test_wrong_flag_is_rejected_with_a_fix(base, command, flags, message):
     assert re.search(message, command.rejects("base_eval", *flags.split(), "--device_type=cpu"))
 
 
-@pytest.mark.xfail(strict=True, reason="the suite's digests are written but never compared")
 def test_damaged_built_in_suite_is_never_scored(base, command):
     command.works("base_eval", "--suite=embedded", "--only_fetch")
     [file] = base.rglob("world_people.jsonl")

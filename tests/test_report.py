@@ -34,7 +34,7 @@ ENVIRONMENT = (
     "CPU Model: Some CPU, Python: 3.10.12, PyTorch: 2.8.0+cu128, " + BLOAT
 )
 HALF, OTHER_HALF, MOST = [0, 1] * 50, [1, 0] * 50, [1] * 12 + [0, 1] * 44
-FOLDED = "<details><summary>All settings and values</summary>\n"
+FOLDED = "<details><summary>Settings and provenance</summary>\n"
 # value -> its text in the list of a section
 PRINTED = {
     1.0: "1.0000",
@@ -191,22 +191,6 @@ def test_values_and_tables_are_printed_as_in_the_original(report):
         "|-----------|-------|--------------|--------------|-----------------|\n"
         "| fwe-val | 5028883 | 1083776 | 4.64 | +4.7% |\n| x\\|y | 1 | 1 | 0.5000 |  |\n"
     ) in section
-
-
-@pytest.mark.parametrize(
-    ("count", "minutes", "memory", "shown"),
-    [
-        (9_437_704, "2.68m", "1484.12MiB", "| 9.44 M | 9.44 M | 2.7 min | 1.4 GiB |"),
-        (999_600_000, "205.00m", "682.37MiB", "| 1 B | 1 B | 3.4 h | 682.37 MiB |"),
-        (10_164, "0.01m", "1024MiB", "| 10,164 | 10,164 | 0.6 s | 1.0 GiB |"),
-    ],
-)
-def test_main_results_come_first_in_units_of_a_reader(report, count, minutes, memory, shown):
-    values = dict.fromkeys(("Number of parameters", "Number of training tokens"), count)
-    values |= {"Total training time": minutes, "Peak memory usage": memory}
-    report.write("Base model training", values)
-    front = section_of(report.render(), "Base model training").split(FOLDED)[0]
-    assert shown in front and not bullets(front)
 
 
 def test_verdict_table_and_cost_of_a_run(report):
@@ -368,7 +352,6 @@ def test_header_describes_the_machine_and_rate_of_the_run(report):
     assert header["hardware"] != HARDWARE and header["hourly_rate"] == 16
 
 
-@pytest.mark.xfail(strict=True, raises=KeyError, reason="a missing key is a traceback")
 @pytest.mark.parametrize("key", ["git", "hardware", "bloat", "hourly_rate"])
 def test_damaged_header_is_named_and_written_again(report, key):
     report.write("Golf", {})
@@ -377,7 +360,6 @@ def test_damaged_header_is_named_and_written_again(report, key):
     assert key in read_json(report.header)
 
 
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="no git data is called clean")
 def test_commit_without_git_data_is_not_called_clean(report, monkeypatch):
     report.header.unlink()
     report.write("Golf", {})

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nanochat import eval_core, hub
+from nanochat import eval_core
 from nanochat.common import read_json, sha256_file
 from nanochat.eval_core import CORE_TASKS, open_suite
 from nanochat.logger import read_metrics
@@ -63,7 +63,6 @@ class Handler(BaseHTTPRequestHandler):
 @pytest.fixture
 def server(archive, monkeypatch):
     monkeypatch.setattr(eval_core, "TIMEOUT_SECONDS", 0.3)
-    monkeypatch.setattr(hub, "PAUSE_SECONDS", 0.01)
     with Server(archive) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server
@@ -71,22 +70,20 @@ def server(archive, monkeypatch):
 
 
 def test_R35_folder_archive_and_url_hold_the_same_suite(bundle, archive, server):
-    server.replies += [0, 429, 503]
     suite = open_suite(str(bundle))
     assert suite == open_suite(str(archive)) == open_suite(server.url)
-    assert open_suite(server.url) == suite and len(server.asked) == 4, "downloaded once"
+    assert open_suite(server.url) == suite and len(server.asked) == 1, "downloaded once"
     assert len(suite.missing) == 16 and "coqa" in suite.missing
     (bundle / "eval_data" / "sense" / "copa.jsonl").unlink()
     assert open_suite(str(bundle)).fingerprint != suite.fingerprint
 
 
-def test_B17_dead_bundle_url_error_has_a_fix(server, command, monkeypatch):
+def test_B17_dead_bundle_url_error_has_a_fix(server, command):
     server.replies.append(404)
     printed = command.rejects(*FETCH, f"--eval_bundle={server.url}")
-    assert "--eval_bundle" in printed and "retrying in" not in printed, "404 is final"
-    monkeypatch.setattr(eval_core, "DOWNLOAD_TIMEOUT_SECONDS", 2.0)
+    assert "404" in printed and "--eval_bundle" in printed
     printed = command.rejects(*FETCH, "--eval_bundle=http://127.0.0.1:1/refused.zip")
-    assert re.search("(?s)retrying in.*gave up.*--eval_bundle", printed)
+    assert "--eval_bundle" in printed
 
 
 def test_S14_published_bundle_with_wrong_digest_is_rejected(
@@ -135,7 +132,6 @@ def test_S14_error_names_the_damaged_member(archive, command):
     assert re.search("(?s)bundle.zip.*copa", command.rejects(*FETCH, f"--eval_bundle={archive}"))
 
 
-UNCHECKED = pytest.mark.xfail(strict=True, reason="items are not checked when they are read")
 COPA = "eval_data/sense/copa.jsonl"
 ITEM = {"query": "I ran, so", "choices": ["I won.", "I ate."], "gold": 1}
 
@@ -159,12 +155,7 @@ ITEM = {"query": "I ran, so", "choices": ["I won.", "I ate."], "gold": 1}
         (COPA, "", "copa.*0 items"),
         (COPA, "[" * 100_000, "copa.jsonl, line 1"),
         *(
-            pytest.param(
-                COPA,
-                f"{json.dumps(ITEM)}\n{json.dumps(ITEM | bad)}",
-                "copa.jsonl, line 2",
-                marks=UNCHECKED,
-            )
+            (COPA, f"{json.dumps(ITEM)}\n{json.dumps(ITEM | bad)}", "copa.jsonl, line 2")
             for bad in ({"gold": 5}, {"gold": "1"}, {"gold": -1}, {"choices": []}, {"query": None})
         ),
     ],

@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from nanochat.common import base_dir, hold_lock, read_json, write_atomic, write_json
+from nanochat.common import base_dir, hold_lock, read_json, sha256_file, write_atomic, write_json
 from tasks.world import suite
 from tasks.world.corpus import WORLD_VERSION, documents
 
@@ -50,7 +50,7 @@ def write(name: str, num_shards: int | None = None) -> Path:
             if shard not in files or not file.exists():
                 lines = format_json_lines({"text": t} for t in texts(shard))
                 files[shard] = write_file(file, lines)
-        if not bundle or not all((folder / "suite" / file).exists() for file in bundle):
+        if not bundle or not all(is_intact(folder / "suite" / f, bundle[f]) for f in bundle):
             for file, text in bundle_files(suite.suite()):
                 bundle[file] = write_file(folder / "suite" / file, text)
         new = {
@@ -63,6 +63,11 @@ def write(name: str, num_shards: int | None = None) -> Path:
         if new != old:
             write_json(path, new)
     return folder
+
+
+def is_intact(path: Path, entry: Mapping[str, Any]) -> bool:
+    """Whether a file exists with the SHA-256 of its entry in the manifest."""
+    return path.exists() and sha256_file(path) == entry["sha256"]
 
 
 def texts(shard: str) -> Iterator[str]:
