@@ -508,13 +508,13 @@ def compare_decoding(ours: Job, report: Report) -> None:
 def pack(folder: Path) -> None:
     """Write the rows of scripts.data for the tokenizer `peer`, in training order, and packages."""
     from nanochat.dataset import DataConfig, load_last_source
-    from nanochat.mixture import open_corpus, open_texts
+    from nanochat.rows import open_rows
     from nanochat.tokenizer import Tokenizer
-    from tasks.builtin import ensure_written
+    from tasks.builtin import open_text
 
     tokenizer = Tokenizer.load("peer")
-    texts = open_texts(DataConfig(), None, load_last_source("peer"), ensure_written)
-    [rows] = open_corpus(texts, tokenizer, T).rows.values()
+    source = open_text(DataConfig(), load_last_source("peer"))
+    rows = open_rows(source, tokenizer, T)
     with (folder / "train.bin").open("wb") as file:
         for step in range(STEPS):
             rows.read(rows.row_ids(step, BATCH_ROWS, 0)).astype("<u2").tofile(file)
@@ -526,8 +526,8 @@ def pack(folder: Path) -> None:
         [found] = find_spec(name).submodule_search_locations  # type: ignore
         kept = shutil.ignore_patterns("__pycache__", "tests")
         shutil.copytree(found, folder / "packages" / name, ignore=kept, dirs_exist_ok=True)
-    epochs = rows.epochs_for(STEPS * BATCH_ROWS)
-    print(f"{folder}: {STEPS} steps of {BATCH_ROWS} rows, {epochs:.2f} epochs of {texts.only.name}")
+    epochs = STEPS * BATCH_ROWS / rows.num_rows
+    print(f"{folder}: {STEPS} steps of {BATCH_ROWS} rows, {epochs:.2f} epochs of {source.name}")
 
 
 def main() -> None:

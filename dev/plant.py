@@ -10,7 +10,7 @@ import runpy
 import sys
 from collections.abc import Callable, Sequence
 
-from nanochat import chat_packing
+from nanochat import rows
 from nanochat.chat_format import Message, merge_turns
 from nanochat.tokenizer import Tokenizer
 
@@ -29,15 +29,15 @@ def template() -> None:
             mask += [0] * len(name) + [int(role == "assistant")] * len(text)
         return ids[:max_tokens], mask[:max_tokens]
 
-    chat_packing.render = render
-    chat_packing.CHAT_RULE = -1  # part of the fingerprint of the packed rows
+    rows.render = render
+    rows.PACKING_RULE = -1  # part of the fingerprint of the packed rows
 
 
 def mask() -> None:
     """Bug: the loss covers questions instead of answers."""
-    signed_ids = chat_packing.signed_ids
-    chat_packing.signed_ids = lambda ids, own: signed_ids(ids, [0, *(not x for x in own[1:])])
-    chat_packing.CHAT_RULE = -2  # part of the fingerprint of the packed rows
+    signed_ids = rows.signed_ids
+    rows.signed_ids = lambda ids, own: signed_ids(ids, [0, *(not x for x in own[1:])])
+    rows.PACKING_RULE = -2  # part of the fingerprint of the packed rows
 
 
 PLANTS: dict[str, Callable[[], None]] = {"template": template, "mask": mask}

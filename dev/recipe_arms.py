@@ -24,12 +24,11 @@ from nanochat.dataset import DataConfig, load_last_source
 from nanochat.distributed import DistContext, default_dtype
 from nanochat.eval_bpb import document_bpb
 from nanochat.gpt import GPT
-from nanochat.mixture import open_corpus, open_texts
 from nanochat.optim import MuonAdamW, OptimConfig, ScheduleConfig
+from nanochat.rows import inputs_and_targets, open_rows
 from nanochat.scaling import Horizon, scaled_rules, shape_for_depth
 from nanochat.tokenizer import Tokenizer
-from nanochat.train import inputs_and_targets
-from tasks.builtin import ensure_written
+from tasks.builtin import open_text
 
 ROWS = 8  # per step
 
@@ -72,9 +71,8 @@ def train(arm: str, seed: int, args: argparse.Namespace) -> dict[str, object]:
     dtype = getattr(torch, args.dtype) if args.dtype else default_dtype(device)
     machine = DistContext(0, 0, 1, device, dtype)
     tokenizer = Tokenizer.load("main")
-    texts = open_texts(DataConfig(), None, load_last_source("main"), ensure_written)
-    corpus = open_corpus(texts, tokenizer, 512)
-    rows = next(iter(corpus.rows.values()))
+    source = open_text(DataConfig(), load_last_source("main"))
+    rows = open_rows(source, tokenizer, 512)
     cfg = leave_out(arm, shape_for_depth(args.depth, tokenizer.vocab_size, 512))
     torch.manual_seed(seed)
     model = GPT(cfg, dtype).to(device)
@@ -108,7 +106,6 @@ def train(arm: str, seed: int, args: argparse.Namespace) -> dict[str, object]:
             print(f"{arm} {seed} step {step} loss {np.mean(losses[-60:]):.4f} norm {norm:.3f} "
                   f"{seconds:.0f} s", flush=True)  # fmt: skip
     train_seconds = time.perf_counter() - started
-    [source] = texts.sources.values()
     documents = list(source.texts(source.val_shard, args.documents))
     found = document_bpb(model, documents, tokenizer, 512, 16, machine).value
     return {

@@ -17,10 +17,7 @@ scripts/base_train.py, then train, gpt, attention, loss, optim and scaling.
     loss            cross-entropy without materialized logits
     hub             downloads from the Hugging Face Hub
     dataset         text from the Hub, a folder, or the built-in dataset
-    dataloader      packed rows -> batches; a batch depends only on (rows, seed, step)
-    packing         documents -> packed rows
-    mixture         mixtures of datasets
-    chat_packing    conversations -> packed rows
+    rows            documents, conversations -> packed rows -> batches by (rows, seed, step)
     attention       attention kernels, variable-length batches, the KV cache
     gpt             the transformer
     optim           schedules, update rules, Muon + AdamW

@@ -1,8 +1,7 @@
 """
-Text sources: a dataset on the Hub, a local folder, or a generated dataset.
+Text sources: a dataset on the Hub, a local folder, or the built-in dataset.
 
-    file -> find_file_problem -> read_texts -> batch_texts -> lists of texts
-    DataConfig -> open_source -> Source: ordered shards -> documents(shard) -> lists of texts
+    DataConfig -> open_source -> Source: ordered shards -> texts(shard)
 
 The first use of a source writes a manifest under the base directory: commit, file list, validation
 shard, and the SHA-256 of every file once it is read. Later runs must read exactly the same text or
@@ -16,7 +15,7 @@ import os
 import re
 import zlib
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -30,54 +29,16 @@ from nanochat.config import require_at_least
 from nanochat.hub import HubRepo, pin_repo
 
 # ---- Reading files -------------------------------------------------------------------------------
-# Parquet with a `text` column, or JSON lines with a `text` field. At most READ_ROWS parquet rows
-# are in memory at a time.
-
 
 SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz")
 READ_ROWS = 256  # parquet rows decoded at a time
-BATCH_CHARS = 1 << 22
-
-
-def find_damage(path: Path, whole: bool = False) -> str | None:
-    """
-    Return why a file cannot be read, or None.
-
-    Reads only the footer of parquet files; `whole` decodes all content (parquet and JSON lines),
-    for files without a known digest.
-    """
-    try:
-        if path.suffix == ".parquet":
-            with pq.ParquetFile(path, page_checksum_verification=True) as file:
-                deque(file.iter_batches(READ_ROWS) if whole else (), maxlen=0)
-        elif whole:
-            deque(read_json_lines(path), maxlen=0)
-    except (pa.ArrowException, OSError) as error:
-        return f"not a readable {path.suffix[1:]} file ({str(error).splitlines()[0]})"
-    except ValueError as error:
-        return str(error)
-    return None
-
-
-def find_file_problem(path: Path, whole: bool = False) -> str | None:
-    """Return why a text file is unusable (damaged, or no string column `text`), or None."""
-    problem = "file is empty" if path.stat().st_size == 0 else find_damage(path, whole)
-    if problem or path.suffix != ".parquet":
-        return problem
-    schema = pq.read_schema(path)
-    if "text" not in schema.names:
-        return f"no column `text`; the columns are {', '.join(schema.names)}"
-    column = schema.field("text").type
-    try:
-        pa.array([], column).cast(pa.large_binary())
-    except pa.ArrowException:
-        return f"column `text` holds {column}, not strings"
-    return None
+LEAVE_OUT = "replace it or remove it"
 
 
 def read_texts(path: Path, skipped: Counter) -> Iterator[str]:
     """
-    Yield the texts of a file, in order. Raises ValueError for an unreadable file.
+    Yield the texts of a file, in order: the column `text` of parquet, the field `text` of JSON
+    lines. Raises ValueError with the file (and line) if it cannot be read.
 
     Skipped texts are counted in `skipped` under `null`, `empty` and `undecodable`.
     """
@@ -95,10 +56,17 @@ def read_parquet(path: Path) -> Iterator[bytes | None]:
     """Yield the texts of a parquet file as UTF-8 bytes, or None for null."""
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            if "text" not in file.schema_arrow.names:
+                names = ", ".join(file.schema_arrow.names)
+                raise ValueError(f"{path}: no column `text`; the columns are {names}; {LEAVE_OUT}")
+            kind = file.schema_arrow.field("text").type
+            if pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_nested(kind):
+                raise ValueError(f"{path}: column `text` holds {kind}, not strings; {LEAVE_OUT}")
             for batch in file.iter_batches(READ_ROWS, columns=["text"], use_threads=False):
                 yield from batch.column(0).cast(pa.large_binary()).to_pylist()
     except (pa.ArrowException, OSError) as error:
-        raise ValueError(f"{path} is damaged: {error}; replace it or remove it") from error
+        line = str(error).splitlines()[0]
+        raise ValueError(f"{path} is not a readable parquet file ({line}); {LEAVE_OUT}") from error
 
 
 def read_jsonl(path: Path) -> Iterator[bytes | None]:
@@ -134,23 +102,8 @@ def line_error(path: Path, number: int, problem: str) -> ValueError:
     return ValueError(f"{path}, line {number}: {problem}; {fix}")
 
 
-def batch_texts(texts: Iterable[str]) -> Iterator[list[str]]:
-    """Group texts into lists of about BATCH_CHARS characters."""
-    batch: list[str] = []
-    chars = 0
-    for text in texts:
-        batch.append(text)
-        chars += len(text)
-        if chars >= BATCH_CHARS:
-            yield batch
-            batch, chars = [], 0
-    if batch:
-        yield batch
-
-
 # ---- Text sources: ordered, frozen shards with a fingerprint -------------------------------------
 # A single file is split into two shards at document `tail_start`: training, then validation.
-
 
 TAIL = "tail-of-"  # name prefix of a single file's validation shard
 TAIL_SHARE = 0.01  # fraction of the characters; TAIL_CHARS for short files, at most a tenth
@@ -186,15 +139,15 @@ class Source:
     """A frozen, ordered list of training shards and one validation shard, stored in files."""
 
     name: str
-    """Value for --dataset: a repository, the path of a folder, or a built-in dataset."""
+    """Value for --dataset: a repository, the path of a folder, or the built-in dataset."""
     train_shards: list[str]
     val_shard: str
     identity: dict[str, Any]
     """Determines the text of every shard, including unused ones."""
     files: dict[str, dict[str, Any]] = field(compare=False)
     """File -> bytes and sha256, from the manifest."""
-    tail: dict[str, int]
-    """Single file: `tail_start` (first validation document) and `documents` (total number)."""
+    tail_start: int | None
+    """First validation document of a single file."""
     manifest: Path
     folder: Path
     """Directory of the files."""
@@ -221,67 +174,33 @@ class Source:
         """All shards, the validation shard last."""
         return [*self.train_shards, self.val_shard]
 
-    def shard_sizes(self) -> dict[str, int]:
-        """Stored bytes per shard; estimated for the tail of a single file."""
-        sizes = {shard: self.files[file_of(shard)]["bytes"] for shard in self.shards()}
-        if self.tail:
-            share = 1 - self.tail["tail_start"] / self.tail["documents"]
-            sizes[self.val_shard] = int(sizes[self.val_shard] * share)
-        return sizes
-
-    def path(self, shard: str) -> Path:
-        """Local path of a shard's file, which may not exist yet. Built-in shards have no suffix."""
-        file = file_of(shard)
-        return self.folder / (file if file.endswith(SUFFIXES) else f"{file}.jsonl")
-
-    def missing_bytes(self, shards: Iterable[str]) -> int:
-        """Bytes to download before these shards can be read."""
-        missing = {file_of(shard) for shard in shards if not self.path(shard).exists()}
-        return sum(self.files[file]["bytes"] for file in missing)
-
     def fetch(self, shard: str) -> Path:
         """Download a shard's file if it is missing, verify it, and return its path."""
+        file = shard.removeprefix(TAIL)
         if self.repo:
-            return self.repo.fetch(file_of(shard))
-        require_unchanged(self.path(shard), self.files[file_of(shard)], self.manifest)
-        return self.path(shard)
+            return self.repo.fetch(file)
+        name = file if file.endswith(SUFFIXES) else f"{file}.jsonl"  # of the built-in dataset
+        require_unchanged(self.folder / name, self.files[file], self.manifest)
+        return self.folder / name
 
-    def documents(self, shard: str, skipped: Counter | None = None) -> Iterator[list[str]]:
+    def texts(
+        self, shard: str, most: int | None = None, skipped: Counter | None = None
+    ) -> Iterator[str]:
         """
-        Yield the texts of a shard, in order, in lists of about BATCH_CHARS characters.
-
-        Null, empty and undecodable texts are skipped and counted in `skipped`, as in `read_texts`.
-        Raises ValueError for an unreadable file or one without text.
+        Yield the texts of a shard, in order; `most` limits their number. Null, empty and
+        undecodable ones are counted in `skipped`. Raises ValueError for an unreadable file.
         """
-        path, skips, start = self.fetch(shard), Counter(), self.tail.get("tail_start")
-        texts = read_texts(path, skips)
+        path, skips = self.fetch(shard), Counter() if skipped is None else skipped
         if shard.startswith(TAIL):
-            deque(itertools.islice(texts, start), maxlen=0)
-            skips.clear()  # counted when the training shard is read
+            every = itertools.islice(read_texts(path, Counter()), self.tail_start, None)
         else:
-            texts = itertools.islice(texts, start)
-        batch = None
-        for batch in batch_texts(texts):
-            yield batch
-        if skipped is not None:
-            skipped.update(skips)
-        if batch is None:
-            fix = f"lower --num_shards, or delete {self.manifest} to start over"
-            raise ValueError(f"{path} contains no text; {fix}")
-
-    def texts(self, shard: str, most: int | None = None) -> Iterator[str]:
-        """Yield the texts of a shard one by one; `most` limits their number."""
-        return itertools.islice(itertools.chain.from_iterable(self.documents(shard)), most)
+            every = itertools.islice(read_texts(path, skips), self.tail_start)
+        return itertools.islice(every, most)
 
 
-def file_of(shard: str) -> str:
-    """Name of the file that holds a shard."""
-    return shard.removeprefix(TAIL)
-
-
-def find_tail(path: Path) -> dict[str, int]:
+def find_tail(path: Path) -> int:
     """
-    Split a source's only file: documents from `tail_start` on are for validation.
+    Split a source's only file: documents from the returned one on are for validation.
 
     The tail is the shortest one that holds TAIL_SHARE of the characters (TAIL_CHARS for short
     files), but at most half of the documents and half of the characters. If the last document alone
@@ -302,53 +221,49 @@ def find_tail(path: Path) -> dict[str, int]:
     share = f"{from_end[tail - 1] / chars:.1%} of the text"
     held_out = f"the last {tail:,} of its {documents:,} documents ({share})"
     print(f"{path} is the only file: {held_out} are held out for validation", flush=True)
-    return {"tail_start": documents - tail, "documents": documents}
+    return documents - tail
 
 
 # ---- Opening a source ----------------------------------------------------------------------------
 # The manifest is written under the base directory at first use, after all checks have passed.
 
-
 # Names of files that are not trained on
 HELD_OUT = re.compile(r"(?<![a-z])(val|valid|validation|dev|test)(?![a-z])", re.IGNORECASE)
 TEST = re.compile(r"(?<![a-z])test(?![a-z])", re.IGNORECASE)
 TRAINING = re.compile(r"(?<![a-z])train(ing)?(?![a-z])", re.IGNORECASE)
-Prepare = Callable[[str, int | None], Any]  # name of a dataset, number of shards
-LARGE_BYTES = 1 << 28  # log a line before reading a larger file
 
 
-def open_source(
-    cfg: DataConfig, recorded: dict[str, Any] | None = None, prepare: Prepare | None = None
-) -> Source:
+def choose_source(cfg: DataConfig, recorded: Mapping[str, Any] | None) -> FirstUseConfig:
     """
-    Open the source that `cfg` selects, or else the one `recorded` by an earlier stage.
-
-    recorded: `Source.describe()` of that stage, empty for an imported model; settings in `cfg`
-    override it.
-    prepare: called before the source is opened, to write a generated dataset.
-    Raises ValueError with the fix if there is no source or its text has changed; nothing is
-    recorded in that case.
+    Settings of the source that `cfg` selects, or else of the one `recorded` by an earlier stage
+    (`Source.describe()`), which those in `cfg` override. Raises ValueError if there is none.
     """
-    wanted, must_be = FirstUseConfig(**asdict(cfg)), None
-    if wanted.dataset is None:
-        if not recorded or "mixture" in recorded:
+    given = {name: value for name, value in asdict(cfg).items() if value is not None}
+    if "dataset" not in given:
+        if not recorded:
             ways = "--dataset=<owner>/<name>, --dataset=embedded or --dataset=<folder>"
             raise ValueError(f"one text source is required; use {ways}")
-        must_be = recorded["fingerprint"] if wanted == FirstUseConfig() else None
-        settings = {name: recorded.get(name) for name in ("num_shards", "revision", "val_shard")}
-        settings |= {name: value for name, value in asdict(wanted).items() if value is not None}
-        # Older records store a folder as `data_dir`
-        wanted = FirstUseConfig(recorded.get("dataset") or recorded["data_dir"], **settings)
+        names = ("dataset", "num_shards", "revision", "val_shard")
+        given = {name: recorded.get(name) for name in names} | given
+    return FirstUseConfig(**given)
+
+
+def open_source(cfg: DataConfig, recorded: Mapping[str, Any] | None = None) -> Source:
+    """
+    Open the source that `choose_source` returns.
+
+    Raises ValueError with the fix if its text has changed; nothing is recorded in that case.
+    """
+    wanted = choose_source(cfg, recorded)
+    same = recorded and wanted == choose_source(DataConfig(), recorded)
+    must_be = recorded["fingerprint"] if recorded and same else None
     name = wanted.dataset or ""
-    if prepare:
-        prepare(name, wanted.num_shards)
     of_hub = wanted.revision is not None  # only Hub datasets have revisions
     if not of_hub and name.startswith((".", "/", "~")):
         return open_folder(wanted, must_be)
-    home = base_dir() / "data" / name.replace("/", "--")
-    path = home / "manifest.json"
+    path = base_dir() / "data" / name.replace("/", "--") / "manifest.json"
     if not of_hub and path.is_file() and "identity" in (manifest := read_json(path)):
-        source = make_source(wanted, manifest, path, home / "text")
+        source = make_source(wanted, manifest, path, path.with_name("text"))
     elif not of_hub and os.path.exists(name):
         return open_folder(wanted, must_be)
     else:
@@ -361,15 +276,15 @@ def make_source(
     cfg: FirstUseConfig, manifest: dict, path: Path, folder: Path, repo: HubRepo | None = None
 ) -> Source:
     """Build the source of a `manifest` at `path` with files in `folder`, fetched by `repo`."""
-    files, tail = manifest["files"], manifest.get("tail", {})
+    files, tail_start = manifest["files"], manifest.get("tail_start")
     train, val_shard = split_shards(cfg, list(files), manifest["val_shard"], path)
-    name, split = str(cfg.dataset), {"tail_start": tail["tail_start"]} if tail else {}
+    name, split = str(cfg.dataset), {"tail_start": tail_start} if tail_start else {}
     if repo:
         identity = {"kind": "hub", "dataset": name, "commit": repo.commit, **split}
-    else:  # the manifest of a built-in dataset has its own identity
+    else:  # the manifest of the built-in dataset has its own identity
         digests = {file: entry["sha256"] for file, entry in files.items()}
         identity = manifest.get("identity") or {"kind": "local", "files": digests, **split}
-    return Source(name, train, val_shard, identity, files, tail, path, folder, repo)
+    return Source(name, train, val_shard, identity, files, tail_start, path, folder, repo)
 
 
 def split_shards(
@@ -424,7 +339,11 @@ def save_last_source(described: Mapping[str, Any], tokenizer_tag: str) -> None:
 def load_last_source(tokenizer_tag: str) -> dict[str, Any] | None:
     """Return the last record of `save_last_source`, or None."""
     path = base_dir() / "data" / f"used_with_{tokenizer_tag}.json"
-    return read_json(path) if path.exists() else None
+    found = read_json(path) if path.exists() else None
+    if found and (missing := {"dataset", "val_shard", "fingerprint"} - found.keys()):
+        print(f"{path} has no {', '.join(sorted(missing))}: ignored", flush=True)
+        return None
+    return found
 
 
 # ---- A local folder ------------------------------------------------------------------------------
@@ -461,14 +380,14 @@ def open_folder(cfg: FirstUseConfig, recorded: str | None) -> Source:
                 "restore the old files, or delete that manifest to start over"
             )
         _, val_shard = split_shards(cfg, names, old.get("val_shard"), path)
-        files = {file: check_entry(folder / file, known[file], path) for file in names}
+        files = {file: check_file(folder / file, known[file], path) for file in names}
         by_digest: dict[str, str] = {}
         for file, entry in files.items():
             if (same := by_digest.setdefault(entry["sha256"], file)) != file:
                 raise ValueError(f"{folder}: {same} and {file} have equal content; remove one")
         manifest = {"data_dir": name, "val_shard": val_shard, "files": files}
         if val_shard.startswith(TAIL):
-            manifest["tail"] = old.get("tail") or find_tail(folder / file_of(val_shard))
+            manifest["tail_start"] = old.get("tail_start") or find_tail(folder / names[0])
         source = make_source(cfg, manifest, path, folder)
         require_recorded(source, recorded)
         if not old:
@@ -515,7 +434,7 @@ def find_files(folder: Path) -> tuple[list[str], int]:
     return sorted(names), others
 
 
-def check_entry(file: Path, known: dict[str, Any] | None, manifest: Path) -> dict[str, Any]:
+def check_file(file: Path, known: dict[str, Any] | None, manifest: Path) -> dict[str, Any]:
     """
     Return the manifest entry of a file: bytes, modification time and SHA-256.
 
@@ -525,16 +444,11 @@ def check_entry(file: Path, known: dict[str, Any] | None, manifest: Path) -> dic
     entry: dict[str, Any] = {"bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns}
     if known and entry.items() <= known.items():
         return known
-    if stat.st_size > LARGE_BYTES:
-        print(f"reading {str(file)!r} ({stat.st_size / 1e9:.1f} GB)", flush=True)
     if known:
         require_unchanged(file, known, manifest)
         return {**entry, "sha256": known["sha256"]}
-    problem = find_file_problem(file)
-    if not problem and not deque(read_texts(file, Counter()), maxlen=1):  # read to the end
-        problem = "file contains no text"
-    if problem:
-        raise ValueError(f"{file}: {problem}; replace it or remove it")
+    if not deque(read_texts(file, Counter()), maxlen=1):  # read to the end
+        raise ValueError(f"{file} contains no text; {LEAVE_OUT}")
     return {**entry, "sha256": sha256_file(file)}
 
 
@@ -556,20 +470,12 @@ def open_hub(cfg: FirstUseConfig, path: Path) -> Source:
         if not files:
             raise ValueError(f"{name} has no parquet files; jsonl only works in local folders")
         _, val_shard = split_shards(cfg, files, manifest.get("val_shard"), path)
-        first = not path.exists()
-        if first:
+        if not path.exists():
             manifest["val_shard"] = val_shard
             write_json(path, manifest)
-    if first:
-        print(f"{name}: validates on {val_shard}", flush=True)
-    repo = HubRepo(name, path.parent, manifest["commit"], find_file_problem)
-    if val_shard.startswith(TAIL) and "tail" not in manifest:
-        file = repo.fetch(file_of(val_shard))
-        try:
-            manifest["tail"] = find_tail(file)
-        except ValueError:
-            repo.manifest.unlink()
-            file.unlink()
-            raise
-        repo.record(lambda recorded: {**recorded, "tail": manifest["tail"]})
+            print(f"{name}: validates on {val_shard}", flush=True)
+    repo = HubRepo(name, path.parent, manifest["commit"])
+    if val_shard.startswith(TAIL) and "tail_start" not in manifest:
+        manifest["tail_start"] = find_tail(repo.fetch(files[0]))
+        repo.record({"tail_start": manifest["tail_start"]})
     return make_source(cfg, manifest, path, repo.folder, repo)

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from nanochat.common import StopRequest, StopRequested, UsageError
 from nanochat.config import require_at_least
-from nanochat.dataloader import Rows, inputs_and_targets
 from nanochat.distributed import DistContext
 from nanochat.gpt import GPT
 from nanochat.loss import IGNORE
+from nanochat.rows import Rows, inputs_and_targets
 from nanochat.tokenizer import Tokenizer
 
 

@@ -1,7 +1,7 @@
 """
 What midtraining and SFT share: the parent, the mixture of conversations, packed rows, batch size.
 
-    parent checkpoint, mixture -> ChatMixture -> packed rows, optimizer -> FineTuning -> the loop
+    parent checkpoint, conversations -> packed rows, optimizer -> FineTuning -> the loop
 
 Attention stays within each conversation of a row, so packing changes neither loss nor gradients.
 """
@@ -11,23 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from nanochat import chat_packing
 from nanochat.checkpoint import FOLDERS, Checkpoint, load_model, parse_checkpoint_ref, stage_folder
 from nanochat.common import MissingInput
 from nanochat.config import require_positive
-from nanochat.dataloader import Rows
 from nanochat.distributed import DistContext
 from nanochat.eval_bpb import Validation, ValidationConfig
-from nanochat.mixture import (
-    Bucket,
-    ChatMixture,
-    Resolution,
-    Resolved,
-    parse_budget,
-    parse_mixture,
-    resolve,
-)
 from nanochat.optim import MuonAdamW, ScheduleConfig
+from nanochat.rows import CHAT_SHARD, ChatPart, Rows, open_chat_rows, pack_chats
 from nanochat.scaling import batch_lr_factor, divisible_batch, make_rules
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import KernelConfig, Run, TrainConfig
@@ -114,26 +104,34 @@ class FineTuning(NamedTuple):
     run: Run
     rows: Rows
     validation: Validation
-    resolution: Resolution
-    """Amount of each bucket in the mixture."""
+    counts: Mapping[str, Mapping[str, int]]
+    """Amounts of each bucket, as in `pack_chats`."""
     schedule: ScheduleConfig
 
 
 def open_finetuning(
     stage: Literal["mid", "sft"],
     parent: Checkpoint,
-    chats: ChatMixture,
+    parts: Mapping[str, ChatPart],
+    val_parts: Mapping[str, ChatPart],
     cfg: FinetuneConfig,
     train: TrainConfig,
     settings: Mapping[str, Any],
     inputs: Mapping[str, str],
+    declared: Mapping[str, Any],
     dist: DistContext,
 ) -> FineTuning:
-    """Load the parent's model, pack the conversations, and make the optimizer and the run."""
+    """
+    Load the parent's model, pack the conversations, and make the optimizer and the run. declared:
+    buckets that are not tasks, for the checkpoint.
+    """
     model, tokenizer = load_model(parent, dist, cfg.max_seq_len), parent.tokenizer()
     T, schedule = model.cfg.max_seq_len, cfg.schedule()
-    val_rows = pack_val_rows(chats.val_buckets, tokenizer, T, dist)
-    resolution, rows = pack_train_rows(chats, train.seed, tokenizer, T, dist)
+    val_rows = {
+        name: packed_chats({name: part}, 0, tokenizer, T, dist) for name, part in val_parts.items()
+    }
+    rows = packed_chats(parts, train.seed, tokenizer, T, dist)
+    counts = rows.counts(CHAT_SHARD)["buckets"]
     num_steps, batch_tokens = plan_finetuning(cfg, parent, rows, dist)
     lr_frac = cfg.init_lr_frac * batch_lr_factor(batch_tokens)
     optimizer = MuonAdamW(model, make_rules(train.optim, model.cfg.d_model, lr_frac), dist)
@@ -150,15 +148,21 @@ def open_finetuning(
             "parent": parent.fingerprint,
             "init_lr_frac": cfg.init_lr_frac,
         },
-        state={
-            "source": parent.state["source"],
-            "mixture": {**chats.description, "resolved": resolution.state()},
-            "declared": chats.declared,
-        },
+        state={"source": parent.state["source"], "mixture": counts, "declared": declared},
         keep_optimizer=cfg.save_optimizer,
     )
-    validation = Validation(cfg.validation, val_rows, tokenizer, dist)
-    return FineTuning(run, rows, validation, resolution, schedule)
+    return FineTuning(
+        *(run, rows, Validation(cfg.validation, val_rows, tokenizer, dist), counts, schedule)
+    )
+
+
+def packed_chats(
+    parts: Mapping[str, ChatPart], seed: int, tokenizer: Tokenizer, T: int, dist: DistContext
+) -> Rows:
+    """The rows of conversations; one process per node packs them, the others wait."""
+    rows = open_chat_rows(parts, seed, tokenizer, T)
+    dist.on_node(lambda: pack_chats(rows, parts, seed, tokenizer))
+    return rows
 
 
 def finetuning_values(run: Run, metrics: Mapping[str, float]) -> dict[str, Any]:
@@ -179,9 +183,9 @@ def plan_finetuning(
 ) -> tuple[int, int]:
     """Number of steps, and tokens per step. Warns if they are too few to learn from."""
     T = rows.max_seq_len
-    if not rows.packed_train_rows:
+    if not rows.num_rows:
         raise ValueError("the mixture has less than one conversation; use more of it")
-    epoch_tokens = rows.packed_train_rows * T
+    epoch_tokens = rows.num_rows * T
     tokens = cfg.num_epochs * epoch_tokens
     default = fit_batch(parent.state["identity"]["batch_tokens"], cfg.num_iterations, tokens, T)
     batch_tokens = divisible_batch(cfg.total_batch_size, default, T, dist.world_size)
@@ -189,54 +193,6 @@ def plan_finetuning(
     if cfg.num_iterations is None and num_steps < FEW_STEPS:
         dist.print0(few_steps_warning(num_steps, batch_tokens, epoch_tokens))
     return num_steps, batch_tokens
-
-
-def pack_val_rows(
-    buckets: Sequence[Bucket], tokenizer: Tokenizer, max_seq_len: int, dist: DistContext
-) -> dict[str, Rows]:
-    """Packed validation rows by bucket name; one process per node packs them."""
-    found = {}
-    for bucket in buckets:
-        about = {"rows": "val", **bucket.val.identity}
-        found[bucket.name] = chat_packing.open_chat_rows(about, tokenizer, max_seq_len)
-
-    def pack() -> None:
-        for bucket in buckets:
-            rows = found[bucket.name]
-            if not rows.is_packed("val"):
-                val = chat_packing.encode(bucket.val.identity, bucket.val, tokenizer, max_seq_len)
-                chat_packing.pack_encoded(rows, "val", val, tokenizer)
-
-    dist.on_node(pack)
-    return found
-
-
-def pack_train_rows(
-    chats: ChatMixture, seed: int, tokenizer: Tokenizer, max_seq_len: int, dist: DistContext
-) -> tuple[Resolution, Rows]:
-    """The resolved mixture and the packed rows of one epoch; one process per node packs them."""
-    shape = tokenizer, max_seq_len
-
-    def pack() -> tuple[Resolution, Any]:
-        encoded = {
-            bucket.name: chat_packing.encode(bucket.train.identity, bucket.train, *shape)
-            for bucket in chats.train_buckets
-        }
-        available = [int(each.lengths.sum()) for each in encoded.values()]
-        amounts = parse_budget(chats.spec).values()
-        counts = resolve(parse_mixture(chats.spec), available, 1, *amounts)
-        found = [
-            Resolved(bucket.name, bucket.tags, size, count, len(each), each.trained)
-            for bucket, each, size, count in zip(
-                chats.train_buckets, encoded.values(), available, counts, strict=True
-            )
-        ]
-        rows = chat_packing.mixed_chat_rows(encoded, counts, seed, *shape)
-        return Resolution(chats.spec, found), rows.recipe["conversations"]
-
-    resolution, about = dist.on_node(pack)
-    dist.print0(resolution)
-    return resolution, chat_packing.open_chat_rows(about, *shape)
 
 
 def fit_batch(parent_batch: int, num_iterations: int | None, tokens: float, T: int) -> int:

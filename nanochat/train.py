@@ -43,12 +43,12 @@ from nanochat.checkpoint import (
 )
 from nanochat.common import StopRequest, StopRequested, UsageError
 from nanochat.config import require_at_least
-from nanochat.dataloader import RowSequence, inputs_and_targets
 from nanochat.distributed import DistConfig, DistContext
 from nanochat.fp8 import enable_fp8
 from nanochat.gpt import GPT
 from nanochat.logger import METRICS_FILE, RunLog
 from nanochat.optim import MuonAdamW, OptimConfig
+from nanochat.rows import Rows, inputs_and_targets
 from nanochat.tokenizer import Tokenizer
 
 UNTIMED_STEPS = 3  # first steps of each attempt, which compile and allocate
@@ -353,7 +353,7 @@ class Run:
     def note_code(self, resumed: Checkpoint | None) -> None:
         """Note code and commit of this attempt; report what changed since the last one."""
         code = records.git_state()
-        commit = code["commit"] + " (dirty)" * code["dirty"]
+        commit = code["commit"] + " (dirty)" * bool(code["dirty"])
         earlier = resumed.state["commits"] if resumed else []
         self.state |= {"code": records.code_digests(), "commits": [*earlier, commit]}
         if resumed and (changed := records.changed_code(resumed.state["code"])):
@@ -474,7 +474,7 @@ class Run:
 
     # ---- one step --------------------------------------------------------------------------------
 
-    def load(self, rows: RowSequence, mask_documents: bool = False) -> Batch:
+    def load(self, rows: Rows, mask_documents: bool = False) -> Batch:
         """
         Read this rank's rows of the current step and start copying them to the device.
 

@@ -10,21 +10,20 @@ Writes  the section "Base model loss"
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
 from nanochat import records, report
 from nanochat.checkpoint import Checkpoint, find_checkpoint_on_node, load_model
 from nanochat.config import require_at_least, settings, short, start
-from nanochat.dataloader import Rows
 from nanochat.dataset import DataConfig
 from nanochat.distributed import DistConfig, DistContext, init_distributed
 from nanochat.engine import generate_samples
-from nanochat.eval_bpb import Bpb, bits_per_byte, bucket_metrics, document_bpb, pool, row_batches
-from nanochat.mixture import Corpus, open_corpus, open_texts
+from nanochat.eval_bpb import Bpb, bits_per_byte, document_bpb, row_batches
+from nanochat.rows import Rows, open_rows, pack_text
 from nanochat.train import KernelConfig, prepare_scoring, skip_if_finished
-from tasks.builtin import ensure_written
+from tasks.builtin import open_text
 
 SECTION = "Base model loss"
 CHARS_PER_TOKEN = 3  # rough, to estimate the work
@@ -39,10 +38,10 @@ class BaseLoss:
     """Maximum number of training tokens, and of validation tokens, to score. Default: 10,485,760;
     on CPU 262,144."""
     max_documents: int | None = None
-    """Maximum number of validation documents per source for the document bpb. Default: all."""
-    model_tag: str | None = short("g", None)
+    """Maximum number of validation documents for the document bpb. Default: all."""
+    model_tag: Annotated[str | None, short("g")] = None
     """Folder under base_checkpoints/. Default: the newest."""
-    model_step: int | None = short("s", None)
+    model_step: Annotated[int | None, short("s")] = None
     """Step of the checkpoint. Default: the latest intact one."""
     skip_if_done: bool = False
     """Do nothing if this checkpoint was already evaluated with these settings."""
@@ -67,51 +66,47 @@ def main(cfg: BaseLoss) -> None:
     # Model and text
     tokenizer = checkpoint.tokenizer()
     model = load_model(checkpoint, machine)
-    texts = open_texts(cfg.data, None, checkpoint.state["source"], ensure_written)
-    documents = [list(t.texts(t.val_shard, cfg.max_documents)) for t in texts.sources.values()]
+    source = open_text(cfg.data, checkpoint.state["source"])
+    documents = list(source.texts(source.val_shard, cfg.max_documents))
     T = model.cfg.max_seq_len
-    corpus = open_corpus(texts, tokenizer, T)
+    rows = open_rows(source, tokenizer, T)
     on_cpu = machine.device.type == "cpu"
     split_tokens = cfg.split_tokens or (262_144 if on_cpu else 20 * 524_288)
-    chars = sum(len(text) for each in documents for text in each)
+    chars = sum(map(len, documents))
     tokens = 2 * split_tokens + int(chars / CHARS_PER_TOKEN)
     default = prepare_scoring(cfg.kernels, model, tokens, GPU_ROWS, machine)
     step_rows = cfg.device_batch_size or default
 
     # bpb on packed rows: those trained on first, and held-out text
-    num_rows, seed = max(1, split_tokens // T // len(corpus.rows)), origin["seed"]
-    trained = {} if cfg.data.dataset else count_trained_rows(checkpoint, corpus)
-    most = {name: min(num_rows, trained.get(name) or num_rows) for name in corpus.rows}
-    corpus.pack({name: -(-n // step_rows) * step_rows for name, n in most.items()}, machine)
+    num_rows, seed = max(1, split_tokens // T), origin["seed"]
+    trained = 0 if cfg.data.dataset else count_trained_rows(checkpoint)
+    most = min(num_rows, trained or num_rows)
+    needed = -(-most // step_rows) * step_rows
+    machine.on_node(lambda: pack_text(rows, source, tokenizer, needed))
 
     def packed_bpb(batches: Iterator[np.ndarray]) -> Bpb:
         scored, sizes = row_batches(batches, step_rows), tokenizer.token_bytes()
         return bits_per_byte(model.token_losses, scored, sizes, machine)[0]
 
-    seen, unseen = {}, {}
-    for name, rows in corpus.rows.items():
-        n = min(most[name], rows.packed_train_rows)
-        seen[name] = packed_bpb(train_batches(rows, n, step_rows, seed, machine))
-        held_out = rows.val_batches(step_rows, num_rows, machine.rank, machine.world_size)
-        unseen[name] = packed_bpb(held_out)
-    train, val = pool(seen.values()), pool(unseen.values())
+    most = min(most, rows.num_rows)
+    train = packed_bpb(train_batches(rows, most, step_rows, seed, machine))
+    val = packed_bpb(rows.val_batches(step_rows, num_rows, machine.rank, machine.world_size))
 
     # bpb on whole documents: comparable across packing methods and tokenizers
-    plain = pool(document_bpb(model, each, tokenizer, T, step_rows, machine) for each in documents)
+    plain = document_bpb(model, documents, tokenizer, T, step_rows, machine)
     values = {
         "train bpb": train.value,
         "val bpb": val.value,
         **generate_samples(model, tokenizer),
         "document bpb": plain.value,
         "document bytes": plain.bytes,
-        **bucket_metrics(unseen),
         "train tokens scored": train.tokens,
         "val tokens scored": val.tokens,
     }
     if machine.is_main:
         provenance = records.Provenance(origin["run_id"], origin["seed"], inputs)
         cost = records.Cost.so_far(machine)
-        table = bpb_table(train, val, plain, T, any(trained.values()))
+        table = bpb_table(train, val, plain, T, trained > 0)
         report.append_section(SECTION, cfg, values, provenance, cost, tables=[table])
     machine.close()
 
@@ -133,14 +128,10 @@ def bpb_table(train: Bpb, val: Bpb, plain: Bpb, max_seq_len: int, seen: bool) ->
     return {"title": "Bits per byte", "columns": ["Name", "bpb", "Scored text"], "rows": rows}
 
 
-def count_trained_rows(checkpoint: Checkpoint, corpus: Corpus) -> dict[str, int]:
-    """Rows of each bucket that a model was trained on; 0 for an imported model."""
+def count_trained_rows(checkpoint: Checkpoint) -> int:
+    """Number of rows that a model was trained on; 0 for an imported model."""
     state = checkpoint.state
-    rows = checkpoint.step * state["identity"]["batch_tokens"] // state["model"]["max_seq_len"]
-    if "mixture" not in state:
-        return {name: rows for name in corpus.rows}
-    tokens = {each["name"]: each["tokens"] for each in state["mixture"]["buckets"]}
-    return {name: rows * n // sum(tokens.values()) for name, n in tokens.items()}
+    return checkpoint.step * state["identity"]["batch_tokens"] // state["model"]["max_seq_len"]
 
 
 def train_batches(

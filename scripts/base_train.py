@@ -13,16 +13,16 @@ from typing import Any, Literal
 
 from nanochat.checkpoint import build_model
 from nanochat.config import require_at_least, settings, start
-from nanochat.dataset import DataConfig, load_last_source
+from nanochat.dataset import DataConfig, Source, load_last_source
 from nanochat.distributed import DistContext, init_distributed
 from nanochat.engine import generate_samples
 from nanochat.eval_bpb import Validation, ValidationConfig
 from nanochat.eval_core import Suite, core, eval_model_of, evaluate_task, open_suite
 from nanochat.gpt import GPTConfig, inference_copy
 from nanochat.hardware import is_hopper, peak_memory_bytes
-from nanochat.mixture import Corpus, MixConfig, open_corpus, open_texts
 from nanochat.optim import MuonAdamW, ScheduleConfig, decay_factor, lr_factor, muon_momentum
 from nanochat.records import estimate
+from nanochat.rows import Rows, open_rows, start_packing
 from nanochat.scaling import (
     HorizonConfig,
     default_windows,
@@ -32,25 +32,10 @@ from nanochat.scaling import (
 )
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import KernelConfig, Run, TrainConfig, skip_if_finished
-from tasks.builtin import choose_bundle, ensure_written
+from tasks import builtin
 
 SECTION = "Base model training"
 FP8_DEPTH = 20  # shallowest model with fp8 matmuls by default: +17% tokens/s (nanochat, 2026-02)
-# Flags of other training programs
-RETIRED = {
-    "n_layer": "use --depth",
-    **dict.fromkeys(
-        ("n_embd", "n_head", "d_model", "head_dim"),
-        "width and heads follow from --depth; scripts.golf.base_train and "
-        "scripts.recursion.base_train set them",
-    ),
-    "sequence_length": "use --max_seq_len",
-    "block_size": "use --max_seq_len",
-    "gradient_accumulation_steps": "it follows from --total_batch_size (tokens) and "
-    "--device_batch_size (rows)",
-    "learning_rate": "use --matrix_lr, --embedding_lr and --unembedding_lr",
-    "warmup_ratio": "use --warmup_steps, a number of steps",
-}
 
 
 @dataclass(frozen=True)
@@ -84,7 +69,6 @@ class BaseTrain:
     tokenizer_tag: str = "main"
     """Tokenizer folder under tokenizer/."""
     data: DataConfig = field(default_factory=DataConfig)
-    mix: MixConfig = field(default_factory=MixConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     evaluation: PretrainEvalConfig = field(default_factory=PretrainEvalConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
@@ -110,8 +94,9 @@ def main(cfg: BaseTrain) -> None:
         dist = replace(dist, fp8=True)
 
     # Tokenizer, text and rows; exit if this run has already finished
-    corpus, inputs = open_text(cfg, dist)
-    tokenizer, T = corpus.tokenizer, cfg.max_seq_len
+    tokenizer, source, rows = open_text(cfg, dist)
+    inputs = {"rows": rows.fingerprint, "tokenizer": tokenizer.fingerprint}
+    inputs["data"] = source.fingerprint
     resolved = {**settings(cfg), "eval_tokens": cfg.validation.tokens(dist)}
     if skip_if_finished(SECTION, resolved, inputs, cfg.train, dist):
         return dist.close()
@@ -123,9 +108,7 @@ def main(cfg: BaseTrain) -> None:
     num_steps, batch_tokens = horizon.num_steps, horizon.batch_tokens
     rules = scaled_rules(cfg.train.optim, horizon, shape.d_model)
     optimizer = MuonAdamW(model, rules, dist)
-    mixed, needed = corpus.resolve_amounts(num_steps * batch_tokens // T, dist)
-    rows = corpus.mixed(needed)
-    suite = open_few_shot(cfg, corpus, dist)
+    suite = open_few_shot(cfg, source, dist)
 
     run = Run(
         *("base", cfg.train.model_tag or f"d{cfg.depth}"),
@@ -136,15 +119,13 @@ def main(cfg: BaseTrain) -> None:
         settings=resolved,
         inputs=inputs,
         identity={"rows": rows.recipe, "schedule": asdict(schedule)},
-        state={
-            "horizon": asdict(horizon),
-            "source": corpus.texts.describe(),
-            **({"mixture": mixed.state()} if mixed else {}),
-        },
+        state={"horizon": asdict(horizon), "source": source.describe()},
     )
     few_shot: dict[str, Any] = {}
-    with run, corpus.packing(needed, dist):
-        validation = Validation(cfg.validation, corpus.rows, tokenizer, dist)
+    with run:
+        if dist.local_rank == 0:  # a step waits for its rows
+            start_packing(rows, source, num_steps * batch_tokens // cfg.max_seq_len)
+        validation = Validation(cfg.validation, {source.name: rows}, tokenizer, dist)
         for step in run.steps():  # from the last checkpoint on
             if run.due(cfg.train.eval_every):
                 run.log(validation.score(model.token_losses, run.device_rows, run.stop))
@@ -158,25 +139,23 @@ def main(cfg: BaseTrain) -> None:
                 decay_factor(step, num_steps),
             )
     values = {**summarize(run, schedule), **run.measurements(), **few_shot}
-    run.finish(SECTION, values, mixed.tables() if mixed else ())
+    run.finish(SECTION, values)
 
 
-def open_text(cfg: BaseTrain, dist: DistContext) -> tuple[Corpus, dict[str, str]]:
-    """Open tokenizer, text and rows. Returns the corpus and the fingerprints of all three."""
+def open_text(cfg: BaseTrain, dist: DistContext) -> tuple[Tokenizer, Source, Rows]:
+    """Open the tokenizer, the text and its rows, packed or not yet packed."""
     tokenizer = Tokenizer.load(cfg.tokenizer_tag)
     used = load_last_source(cfg.tokenizer_tag)
-    texts = dist.on_main(lambda: open_texts(cfg.data, cfg.mix, used, ensure_written))
-    corpus = open_corpus(texts, tokenizer, cfg.max_seq_len)
-    prints = {"rows": corpus.fingerprint, "tokenizer": tokenizer.fingerprint}
-    return corpus, {**prints, "data": texts.fingerprint}
+    source = dist.on_main(lambda: builtin.open_text(cfg.data, used))
+    return tokenizer, source, open_rows(source, tokenizer, cfg.max_seq_len)
 
 
-def open_few_shot(cfg: BaseTrain, corpus: Corpus, dist: DistContext) -> Suite | None:
+def open_few_shot(cfg: BaseTrain, source: Source, dist: DistContext) -> Suite | None:
     """Few-shot tasks to evaluate during training; None if they are off."""
     if not cfg.evaluation.core_metric_every:
         return None
-    dataset, bundle = corpus.texts.describe().get("dataset"), cfg.evaluation.eval_bundle
-    return dist.on_main(lambda: open_suite(choose_bundle(None, bundle, dataset)))
+    bundle = cfg.evaluation.eval_bundle
+    return dist.on_main(lambda: open_suite(builtin.choose_bundle(None, bundle, source.name)))
 
 
 def sample_and_score(run: Run, cfg: PretrainEvalConfig, suite: Suite | None) -> dict[str, Any]:
@@ -222,4 +201,4 @@ def summarize(run: Run, schedule: ScheduleConfig) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    start(main, BaseTrain(), __doc__, retired=RETIRED)
+    start(main, BaseTrain(), __doc__)

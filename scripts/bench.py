@@ -42,11 +42,11 @@ from nanochat.bench.tokenizer import bench_tokenizer
 from nanochat.bench.train import bench_against, bench_training
 from nanochat.common import REPOSITORY, write_atomic
 from nanochat.config import require_at_least, start
-from nanochat.dataset import DataConfig, Source, load_last_source, open_source
+from nanochat.dataset import DataConfig, Source, load_last_source
 from nanochat.distributed import DistConfig, init_distributed
 from nanochat.scaling import default_windows, shape_for_depth
 from nanochat.train import KernelConfig
-from tasks.builtin import ensure_written
+from tasks.builtin import open_text
 
 DEPTHS = {"cpu": (4, 8, 12), "cuda": (4, 12, 20)}
 HINT = "install with:  uv sync --inexact --group interop"
@@ -132,20 +132,20 @@ def tokenizer(cfg: Bench, found: BenchLog) -> None:
     data, known = cfg.data, load_last_source("main")
     if known is None and data.dataset is None:
         data = replace(data, dataset="embedded")
-    source = open_source(data, known, ensure_written)
+    source = open_text(data, known)
     sizes = cfg.vocab_sizes or ((1024, 2048) if source.name == "embedded" else (8192, 32768))
     bench_tokenizer(load_texts(source, cfg.max_megabytes), sizes, cfg.threads, cfg.repeats, found)
 
 
 def load_texts(source: Source, max_megabytes: float) -> list[str]:
-    """Return the first `max_megabytes` of text, in whole batches of documents."""
+    """Return the first `max_megabytes` of text, in whole documents."""
     texts: list[str] = []
     num_bytes = 0
-    for batch in chain.from_iterable(map(source.documents, source.train_shards)):
+    for text in chain.from_iterable(map(source.texts, source.train_shards)):
         if num_bytes >= max_megabytes * 1e6:
             break
-        texts += batch
-        num_bytes += sum(len(text.encode()) for text in batch)
+        texts.append(text)
+        num_bytes += len(text.encode())
     return texts
 
 

@@ -20,7 +20,6 @@ from nanochat.eval_chat import item_means, score_by_generation
 from nanochat.finetune import choose_tag, open_parent, parent_inputs
 from nanochat.gpt import GPT, copy_weights, inference_copy
 from nanochat.logger import METRICS_FILE, read_metrics
-from nanochat.mixture import Part
 from nanochat.optim import MuonAdamW, OptimConfig, ScheduleConfig, decay_factor, lr_factor
 from nanochat.rl import (
     RLConfig,
@@ -38,7 +37,7 @@ from nanochat.sandbox import calculate
 from nanochat.scaling import make_rules
 from nanochat.train import Run, TrainConfig, skip_if_finished
 from tasks.base import Mixture
-from tasks.buckets import held_out_questions, rl_questions, tags
+from tasks.buckets import Part, held_out_questions, rl_questions, tags
 from tasks.held_out import reject_contaminated, require_access
 from tasks.registry import key_of
 

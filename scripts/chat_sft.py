@@ -8,9 +8,7 @@ Reads   mid_checkpoints/<tag>/ or base_checkpoints/<tag>/, and the training spli
 Writes  chatsft_checkpoints/<tag>/ with metrics.jsonl, rows/, and the section "Chat SFT"
 """
 
-import math
 from dataclasses import dataclass, field
-from typing import Any
 
 from nanochat.common import fingerprint
 from nanochat.config import settings, start
@@ -22,25 +20,16 @@ from nanochat.finetune import (
     open_parent,
     parent_inputs,
 )
-from nanochat.mixture import ChatMixture, MixConfig, Resolution
 from nanochat.optim import OptimConfig, decay_factor, lr_factor, muon_momentum
+from nanochat.rows import CHAT_SHARD
 from nanochat.train import TrainConfig, document_segments, skip_if_finished
-from tasks.buckets import chat_mixture
+from tasks.buckets import MixConfig, chat_mixture
 
 SECTION = "Chat SFT"
 MIXTURE = "arc_easy,arc_challenge,gsm8k,smoltalk=10000,aqua=20000,spelling=1000,identity=1000"
 BUILTIN_MIXTURES = {
     "embedded": "world_chat=1000,identity=500,world_facts=4000,world_choice=400,"
     "world_problems=1500,world_spelling=1500"
-}
-RETIRED = {
-    "dry_run": "use --num_iterations=1 for a test run; --run=dummy disables tracking",
-    "target_examples_per_step": "use --total_batch_size, the number of tokens per step",
-    "aqua_train_examples": "set the number in the mixture: --mixture=aqua=20000,...",
-    "aqua_val_examples": "use --eval_tokens, split over the tasks of the mixture",
-    "eval_steps": "use --eval_tokens",
-    "eval_metrics_every": "use scripts.chat_eval on the finished model",
-    "eval_metrics_max_problems": "use scripts.chat_eval --max_problems",
 }
 
 
@@ -64,8 +53,9 @@ def main(cfg: ChatSft) -> None:
     if skip_if_finished(SECTION, resolved, inputs, cfg.train, dist):
         return dist.close()
 
-    run, rows, validation, resolution, schedule = open_finetuning(
-        "sft", parent, chats, cfg.tuning, cfg.train, resolved, inputs, dist
+    run, rows, validation, counts, schedule = open_finetuning(
+        *("sft", parent, chats.train_parts(), chats.val_parts(), cfg.tuning, cfg.train),
+        *(resolved, inputs, chats.declared, dist),
     )
     model, num_steps, bos_id, metrics = run.model, run.num_steps, run.tokenizer.bos_id, {}
 
@@ -86,28 +76,12 @@ def main(cfg: ChatSft) -> None:
                 decay_factor(step, num_steps),
             )
     values = {
-        **october_keys(chats, resolution, eval_tokens, run.batch_tokens),
-        "Training rows": resolution.documents,
+        "Training rows": rows.counts(CHAT_SHARD)["documents"],
         "Training loss": run.progress.smooth_loss,
         **finetuning_values(run, metrics),
     }
-    run.finish(SECTION, values, resolution.tables())
-
-
-def october_keys(
-    chats: ChatMixture, resolution: Resolution, eval_tokens: int, batch_tokens: int
-) -> dict[str, Any]:
-    """Settings of the October 2025 script, by which reports are compared."""
-    mean_tokens = resolution.tokens / max(1, resolution.documents)  # of a conversation
-    return {
-        "target_examples_per_step": round(batch_tokens / mean_tokens),
-        "aqua_train_examples": sum(len(b.train) for b in chats.train_buckets if b.name == "aqua"),
-        "aqua_val_examples": sum(len(b.val) for b in chats.val_buckets if b.name == "aqua"),
-        "eval_steps": math.ceil(eval_tokens / batch_tokens),
-        "eval_metrics_every": 0,  # tasks are evaluated by scripts.chat_eval instead
-        "eval_metrics_max_problems": 0,
-    }
+    run.finish(SECTION, values, chats.tables(counts))
 
 
 if __name__ == "__main__":
-    start(main, ChatSft(), __doc__, RETIRED)
+    start(main, ChatSft(), __doc__)

@@ -20,17 +20,15 @@ from nanochat.finetune import (
     open_parent,
     parent_inputs,
 )
-from nanochat.mixture import MixConfig
 from nanochat.optim import OptimConfig, decay_factor, lr_factor, muon_momentum
 from nanochat.train import TrainConfig, document_segments, skip_if_finished
-from tasks.buckets import chat_mixture
+from tasks.buckets import MixConfig, chat_mixture
 
 SECTION = "Midtraining"
 MIXTURE = "smoltalk,mmlu,gsm8k,spelling=20000,simple_spelling=10000"
 BUILTIN_MIXTURES = {  # dataset that the base model was trained on -> default mixture
     "embedded": "world_chat=3000,world_choice=3600,world_problems=1000,world_spelling=2500"
 }
-RETIRED = {"dry_run": "use --num_iterations=1 for a test run; --run=dummy disables tracking"}
 
 
 @dataclass(frozen=True)
@@ -53,8 +51,9 @@ def main(cfg: MidTrain) -> None:
     if skip_if_finished(SECTION, resolved, inputs, cfg.train, dist):
         return dist.close()
 
-    run, rows, validation, resolution, schedule = open_finetuning(
-        "mid", parent, chats, cfg.tuning, cfg.train, resolved, inputs, dist
+    run, rows, validation, counts, schedule = open_finetuning(
+        *("mid", parent, chats.train_parts(), chats.val_parts(), cfg.tuning, cfg.train),
+        *(resolved, inputs, chats.declared, dist),
     )
     model, num_steps, bos_id, metrics = run.model, run.num_steps, run.tokenizer.bos_id, {}
 
@@ -74,9 +73,8 @@ def main(cfg: MidTrain) -> None:
                 muon_momentum(step, num_steps, schedule),
                 decay_factor(step, num_steps),
             )
-    values = {"dry_run": 0, **finetuning_values(run, metrics)}
-    run.finish(SECTION, values, resolution.tables())
+    run.finish(SECTION, finetuning_values(run, metrics), chats.tables(counts))
 
 
 if __name__ == "__main__":
-    start(main, MidTrain(), __doc__, RETIRED)
+    start(main, MidTrain(), __doc__)

@@ -22,9 +22,10 @@ import tiktoken
 from nanochat import records, report
 from nanochat.common import printable
 from nanochat.config import settings, start
-from nanochat.dataset import DataConfig, Source, load_last_source, open_source
+from nanochat.dataset import DataConfig, Source, load_last_source
+from nanochat.rows import batch_texts
 from nanochat.tokenizer import Tokenizer
-from tasks.builtin import ensure_written
+from tasks.builtin import open_text
 
 SECTION = "Tokenizer evaluation"
 # Written for this project; lengths match the texts of the original nanochat report
@@ -49,7 +50,7 @@ class TokEval:
 
 def main(cfg: TokEval) -> None:
     tokenizer = Tokenizer.load(cfg.tokenizer_tag)
-    source = open_source(cfg.data, load_last_source(cfg.tokenizer_tag), ensure_written)
+    source = open_text(cfg.data, load_last_source(cfg.tokenizer_tag))
     inputs = {"tokenizer": tokenizer.fingerprint, "data": source.fingerprint}
     key = records.stage_key(settings(cfg), inputs)
     if cfg.skip_if_done and records.find_finished(SECTION, key, cfg.report_dir):
@@ -77,8 +78,8 @@ def main(cfg: TokEval) -> None:
 
 
 def first_batch(source: Source, shard: str) -> str:
-    """First batch of documents of a shard (a few MB), joined by newlines."""
-    return "\n".join(next(source.documents(shard)))
+    """First documents of a shard (a few MB), joined by newlines."""
+    return "\n".join(next(batch_texts(source.texts(shard))))
 
 
 def count_tokens(tokenizer: Tokenizer, kind: str, text: str) -> int:

@@ -12,16 +12,15 @@ Writes  tokenizer/<tag>/ under the base directory (with frequent words for tasks
 import re
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from nanochat import records, report
 from nanochat.common import require_name, write_atomic
 from nanochat.config import require_at_least, settings, start
 from nanochat.dataset import FirstUseConfig, Source, load_last_source, save_last_source
-from nanochat.mixture import MixConfig, TextMixture, open_texts
 from nanochat.tokenizer import SPECIAL_TOKENS, Tokenizer, tokenizer_dir
-from tasks.builtin import ensure_written
+from tasks.builtin import open_text
 
 SECTION = "Tokenizer training"
 WORD = re.compile(r"\b[a-z]{3,}\b")
@@ -44,7 +43,6 @@ class TokTrain:
     report_dir: str | None = None
     """Folder of records. Default: report/ under the base directory."""
     data: FirstUseConfig = field(default_factory=FirstUseConfig)
-    mix: MixConfig = field(default_factory=MixConfig)
 
     def __post_init__(self) -> None:
         require_name("tokenizer_tag", self.tokenizer_tag)
@@ -52,49 +50,33 @@ class TokTrain:
 
 
 def read_documents(
-    texts: Sequence[tuple[Source, int]], doc_cap: int, counts: Counter[str], words: Counter[str]
+    source: Source, max_chars: int, doc_cap: int, counts: Counter[str], words: Counter[str]
 ) -> Iterator[str]:
     """
-    Yield the documents of sources, each with its maximum number of characters, truncated to
-    `doc_cap` characters. Counts what it reads in `counts`, and the ASCII words of the first
-    WORD_CHARS characters in `words`.
+    Yield the documents of a source up to `max_chars` characters, each truncated to `doc_cap`.
+    Counts what it reads in `counts`, and the ASCII words of the first WORD_CHARS characters in
+    `words`.
     """
-    for source, left in texts:
-        for shard in source.train_shards:
-            if not left:
-                break
-            print(f"reading {shard} | {counts['characters']:,} characters so far", flush=True)
-            counts["shards_read"] += 1
-            for text in source.texts(shard):
-                counts["documents_cut"] += len(text) > doc_cap
-                counts["characters_cut"] += max(0, len(text) - doc_cap)
-                text = text[: min(doc_cap, left)]
-                left -= len(text)
-                counts["documents"] += 1
-                counts["characters"] += len(text)
-                counts["text_bytes"] += len(text.encode())
-                if counts["characters"] <= WORD_CHARS:
-                    words.update(WORD.findall(text.lower()))
-                yield text
-                if not left:
-                    break
-
-
-def divide_chars(texts: TextMixture, max_chars: int) -> list[tuple[Source, int]]:
-    """Characters to read from each source: its share; sources without one split the rest evenly."""
-    if not texts.spec:
-        return [(texts.only, max_chars)]
-    rest = 1 - sum(part.share or 0 for part in texts.parts)
-    without = sum(part.share is None for part in texts.parts)
-    return [
-        (source, round(max_chars * (rest / without if part.share is None else part.share)))
-        for source, part in zip(texts.sources.values(), texts.parts, strict=True)
-    ]
+    for shard in source.train_shards:
+        print(f"reading {shard} | {counts['characters']:,} characters so far", flush=True)
+        counts["shards_read"] += 1
+        for text in source.texts(shard):
+            counts["documents_cut"] += len(text) > doc_cap
+            counts["characters_cut"] += max(0, len(text) - doc_cap)
+            text = text[: min(doc_cap, max_chars - counts["characters"])]
+            counts["documents"] += 1
+            counts["characters"] += len(text)
+            counts["text_bytes"] += len(text.encode())
+            if counts["characters"] <= WORD_CHARS:
+                words.update(WORD.findall(text.lower()))
+            yield text
+            if counts["characters"] == max_chars:
+                return
 
 
 def main(cfg: TokTrain) -> None:
-    texts = open_texts(cfg.data, cfg.mix, load_last_source(cfg.tokenizer_tag), ensure_written)
-    inputs = {"data": texts.fingerprint}
+    source = open_text(cfg.data, load_last_source(cfg.tokenizer_tag))
+    inputs = {"data": source.fingerprint}
     key = records.stage_key(settings(cfg), inputs)
     if cfg.skip_if_done and records.find_finished(SECTION, key, cfg.report_dir):
         return print(f"{SECTION}: finished already, skipped")
@@ -102,7 +84,7 @@ def main(cfg: TokTrain) -> None:
     started = time.perf_counter()
     names = "documents characters text_bytes shards_read documents_cut characters_cut".split()
     counts, words = Counter[str](dict.fromkeys(names, 0)), Counter[str]()
-    documents = read_documents(divide_chars(texts, cfg.max_chars), cfg.doc_cap, counts, words)
+    documents = read_documents(source, cfg.max_chars, cfg.doc_cap, counts, words)
     tokenizer = Tokenizer.train(documents, cfg.vocab_size)
     train_seconds = time.perf_counter() - started
 
@@ -117,7 +99,7 @@ def main(cfg: TokTrain) -> None:
     tokenizer.save(folder)
     frequent = "".join(f"{word}\n" for word, _ in words.most_common(MAX_WORDS))
     write_atomic(folder / "words.txt", frequent)
-    save_last_source(texts.describe(), cfg.tokenizer_tag)
+    save_last_source(source.describe(), cfg.tokenizer_tag)
     lengths = tokenizer.token_bytes()
     lengths = lengths[lengths > 0]  # special tokens have no bytes
     values = {

@@ -1,32 +1,123 @@
 """
-Tasks as buckets of a mixture: their tags and conversations.
+Mixtures of conversations: notation, tags of the tasks, and the conversations of every bucket.
 
-    "smoltalk=10000,gsm8k*2,jsonl:mine.jsonl" -> buckets -> name, tags, train and val of each
+    "smoltalk=10000,gsm8k*2,jsonl:mine.jsonl" -> parse_mixture -> buckets -> train and val of each
 
-Some tasks take a data source: jsonl:<file>, spelling:<word file>, smoltalk:<owner>/<name>. Training
-uses only the "train" split of a task. Data is downloaded on first use.
+A bucket is a task or one declared in a JSON file. Some tasks take a data source: jsonl:<file>,
+spelling:<word file>, smoltalk:<owner>/<name>. Training uses only the "train" split of a task. Data
+is downloaded on first use.
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from nanochat.mixture import (
-    BUDGET,
-    Bucket,
-    ChatMixture,
-    Part,
-    Tags,
-    parse_mixture,
-    read_mixture,
-    tags_of,
-)
+from nanochat.common import is_main_process, read_json
+from nanochat.rows import ChatPart
 from tasks.augment import AUGMENTERS
 from tasks.base import Mixture, Subset, Task
 from tasks.held_out import check_finetuning_buckets
 from tasks.registry import TASKS, WITH_SOURCE, key_of, make_task
 
+# ---- Notation ------------------------------------------------------------------------------------
+
+PART = re.compile(
+    r"(?P<name>[\w./-]+)(?::(?P<source>(?:[^,=*{}]|\{[^{}]*\})+))?"
+    r"(?:=(?P<rows>\d+))?(?:\*(?P<repeats>\d+\.?\d*|\.\d+))?"
+)
+COMMA = re.compile(r",(?![^{}]*\})")  # not inside braces
+FORM = "name[:source], then =<number of conversations>, *<repeats>, or both"
+
+
+@dataclass(frozen=True)
+class MixConfig:
+    mixture: str = ""
+    """Buckets with amounts, such as smoltalk=10000,gsm8k*4,aqua, or a JSON file that defines
+    buckets; see docs/data.md. Default: depends on the base model."""
+
+
+class Part(NamedTuple):
+    """A bucket of a mixture and its amount."""
+
+    name: str
+    source: str | None = None
+    rows: int | None = None
+    """Use the first N conversations; None = all."""
+    repeats: float = 1.0
+    """How often each is used in an epoch; 0 = not at all."""
+
+    @property
+    def label(self) -> str:
+        """Name and source, unique in a mixture."""
+        return self.name if self.source is None else f"{self.name}:{self.source}"
+
+
+def parse_mixture(spec: str) -> list[Part]:
+    """Parse the parts of a mixture. Raises ValueError naming one that is malformed."""
+    parts = []
+    for words in COMMA.split(spec):
+        found = PART.fullmatch(words.strip())
+        if found is None or found["rows"] == "0":
+            raise ValueError(f"{words!r} in the mixture {spec!r} must be {FORM}; *0 uses none")
+        rows = int(found["rows"]) if found["rows"] else None
+        parts.append(Part(found["name"], found["source"], rows, float(found["repeats"] or 1)))
+    return parts
+
+
+@dataclass(frozen=True)
+class Tags:
+    """Properties of a bucket; empty if not declared."""
+
+    domain: str = ""
+    language: str = ""
+    origin: str = ""
+    """native, translated, synthetic or mixed."""
+    licence: str = ""
+    answer_format: str = ""
+    """letter, number, marker, code or free."""
+    parent: str = ""
+    """Datasets it was derived from, separated by +. Evaluations that share one are in the same
+    family."""
+    teacher: str = ""
+    """Model that generated the answers, if any."""
+    augmented: str = ""
+    """How its questions were modified: styles, order or options."""
+    waived: str = ""
+    """Final benchmarks of its family, separated by +, that do not block training on it."""
+
+
+def read_mixture(words: str) -> tuple[str, dict[str, dict[str, str]]]:
+    """
+    Return the notation of a --mixture and its own buckets, name -> task, source, augment and tags.
+
+    `words` is the notation, or a file X.json: {"mixture": ..., "buckets": {name: {"task":
+    "smoltalk", "source": "local/chat-korean", "language": "ko", ...}}}; for questions, "augment"
+    is styles, order or options. Raises ValueError for other content, naming the bucket.
+    """
+    if not re.fullmatch(r"[^:=,]+\.json", words):
+        return words, {}
+    file = Path(words).expanduser()
+    content = read_json(file)
+    known = {"task", "source", "augment", *(tag.name for tag in fields(Tags))}
+    if not isinstance(content, dict) or content.keys() != {"mixture", "buckets"}:
+        raise ValueError(f'{file} must be {{"mixture": "...", "buckets": {{name: {{...}}}}}}')
+    if not (isinstance(content["mixture"], str) and isinstance(content["buckets"], dict)):
+        raise ValueError(f"{file}: mixture must be a string, buckets {{name: {{...}}}}")
+    for name, entry in content["buckets"].items():
+        if not isinstance(entry, dict) or "task" not in entry:
+            raise ValueError(f"{file}: {name} must be an object with a task")
+        if wrong := {k: v for k, v in entry.items() if k not in known or not isinstance(v, str)}:
+            fix = f"use only these keys, with string values: {', '.join(sorted(known))}"
+            raise ValueError(f"{file}: {name} has invalid {wrong}; {fix}")
+    return content["mixture"], content["buckets"]
+
+
+# ---- Buckets -------------------------------------------------------------------------------------
+
+MOST_REPEATS = 4  # more have diminishing returns: Muennighoff et al., arXiv:2305.16264
 VAL_ROWS = 1_000  # per task: enough to measure a loss, without one task dominating
 
 # Licenses as stated by the dataset owners
@@ -70,20 +161,86 @@ TAGS = {
 }
 
 
+class Bucket(NamedTuple):
+    """A named set of conversations."""
+
+    name: str
+    tags: Tags
+    train: Task
+    val: Task
+    repeats: float
+    """How often each conversation is used in an epoch."""
+
+    @property
+    def benchmark(self) -> str:
+        """Name of the benchmark if `val` is its test split, else empty."""
+        return self.val.name if self.val.split == "test" and self.val.kind != "talk" else ""
+
+
+@dataclass(frozen=True)
+class ChatMixture:
+    """Buckets of conversations for training and validation."""
+
+    spec: str
+    declared: Mapping[str, Any]
+    """Own buckets, as returned by `read_mixture`."""
+    train_buckets: Sequence[Bucket]
+    val_buckets: Sequence[Bucket]
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """JSON-ready; identical for the same conversations in the same proportions."""
+        return {
+            "learned": {b.name: [b.train.identity, b.repeats] for b in self.train_buckets},
+            "measured": {b.name: b.val.identity for b in self.val_buckets},
+        }
+
+    def train_parts(self) -> dict[str, ChatPart]:
+        """Conversations to train on, by bucket."""
+        return {b.name: ChatPart(b.train, b.train.identity, b.repeats) for b in self.train_buckets}
+
+    def val_parts(self) -> dict[str, ChatPart]:
+        """Conversations to validate on, by bucket."""
+        return {b.name: ChatPart(b.val, b.val.identity) for b in self.val_buckets}
+
+    def tables(self, counts: Mapping[str, Mapping[str, int]]) -> list[dict[str, Any]]:
+        """Tables for a record: amounts by bucket, and shares by every tag with several values."""
+        total = sum(count["used_tokens"] for count in counts.values())
+        rows, shares = [], {}
+        for bucket in self.train_buckets:
+            count, tags = counts[bucket.name], asdict(bucket.tags)
+            share = count["used_tokens"] / total
+            named = ", ".join(value for value in tags.values() if value) or "-"
+            numbers = [f"{count[k]:,}" for k in ("conversations", "tokens", "trained")]
+            rows.append([bucket.name, named, *numbers, f"{bucket.repeats:g}", f"{share:.1%}"])
+            for tag, value in tags.items():
+                of_tag = shares.setdefault(tag, {})
+                of_tag[value] = of_tag.get(value, 0.0) + share
+        by_tag = [
+            [tag, value or "-", f"{share:.1%}"]
+            for tag, of_tag in shares.items()
+            if len(of_tag) > 1
+            for value, share in of_tag.items()
+        ]
+        columns = "Bucket, Tags, Conversations, Tokens, With loss, Repeats, Share".split(", ")
+        tables = [
+            {"title": "Mixture", "columns": columns, "rows": rows},
+            {"title": "Mixture by tag", "columns": ["Tag", "Value", "Share"], "rows": by_tag},
+        ]
+        return tables if by_tag else tables[:1]
+
+
 def parse_task_mixture(spec: str, declared: Mapping[str, Mapping[str, Any]] = {}) -> list[Part]:
     """
-    Parse a mixture and resolve its names to task keys or declared names (`mixture.read_mixture`).
+    Parse a mixture and resolve its names to task keys or declared names (`read_mixture`).
 
     Raises ValueError for an invalid part or a task without a train split.
     """
     parts = []
     for part in parse_mixture(spec):
         entry = declared.get(part.name, {"task": part.name, "source": part.source})
-        if part.name in declared and (part.source or "task" not in entry):
-            raise ValueError(
-                f"{part.label!r}: {part.name} is declared as {entry}; the declaration must name a "
-                f"task, and the mixture must use {part.name} without a source"
-            )
+        if part.name in declared and part.source:
+            raise ValueError(f"{part.label!r}: {part.name} is declared; remove {part.source!r}")
         key = key_of(entry["task"])
         if "train" not in TASKS[key].splits:
             raise ValueError(f"{key} is evaluation-only: it has no train split")
@@ -115,6 +272,9 @@ def chat_mixture(words: str, val_words: str | None = None) -> ChatMixture:
     spec, own = read_mixture(words)
     chats = ChatMixture(spec, own, buckets(spec, own), buckets(val_words or spec, own))
     check_finetuning_buckets(chats.train_buckets, chats.val_buckets)
+    for bucket in chats.train_buckets:
+        if bucket.repeats > MOST_REPEATS and is_main_process():
+            print(f"warning: more than {MOST_REPEATS} repeats of {bucket.name} add little")
     return chats
 
 
@@ -134,7 +294,7 @@ def buckets(spec: str, declared: Mapping[str, Mapping[str, Any]] = {}) -> list[B
         train = task_of(part, "train", declared)
         train = train if part.rows is None else Subset(train, part.rows)
         val = Subset(task_of(part, "held out", declared), VAL_ROWS)
-        found.append(Bucket(part.label, tags(part, declared), train, val))
+        found.append(Bucket(part.label, tags(part, declared), train, val, part.repeats))
     return found
 
 
@@ -144,7 +304,8 @@ def tags(part: Part, declared: Mapping[str, Mapping[str, Any]] = {}) -> Tags:
     default = Tags() if entry.get("source") else TAGS.get(key_of(entry["task"]), Tags())
     kind = entry.get("augment", "")
     form = "several" if kind == "styles" else default.answer_format
-    return tags_of(entry, replace(default, augmented=kind, answer_format=form))
+    own = {tag.name: entry[tag.name] for tag in fields(Tags) if tag.name in entry}
+    return replace(default, **{"augmented": kind, "answer_format": form, **own})
 
 
 # ------------------------------------------------------------------------------------------------
@@ -168,16 +329,14 @@ def rl_questions(spec: str, seed: int = 0) -> Mixture:
     counts and whole repeats.
     """
     tasks = []
-    if BUDGET.search(spec):
-        raise ValueError(f"RL takes no budget of tokens, got {spec!r}; use a number such as =500")
     for part in parse_scored_tasks(spec):
-        if part.tokens is not None or part.share is not None or (part.repeats or 1) % 1:
+        if part.repeats % 1:
             raise ValueError(
                 f"{part.label!r} in {spec!r}: use a number of questions (=500) or repeats (*2)"
             )
         task = task_of(part, TASKS[part.name].rl_split)
         chosen = task if part.rows is None else Subset(task, part.rows)
-        tasks += [chosen] * round(part.repeats or 1)
+        tasks += [chosen] * int(part.repeats)
     return Mixture(tasks, seed)
 
 

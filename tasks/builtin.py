@@ -4,8 +4,11 @@ Built-in datasets: generated once under the base directory, then read like any o
     name -> ensure_written -> data/<name>/: text/*.jsonl, suite/ (evaluation bundle), manifest.json
 """
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+from nanochat.dataset import DataConfig, Source, choose_source, open_source
 from tasks.world import write as world
 
 WRITERS = {"embedded": world}  # modules with write(name, num_shards)
@@ -17,6 +20,13 @@ def ensure_written(name: str | None, num_shards: int | None = None) -> Path | No
     shards (default: all) and all other files. Returns its folder, or None for other names.
     """
     return WRITERS[name].write(name, num_shards) if name in WRITERS else None
+
+
+def open_text(cfg: DataConfig, recorded: Mapping[str, Any] | None) -> Source:
+    """`dataset.open_source`, after writing what is missing of a built-in dataset."""
+    wanted = choose_source(cfg, recorded)
+    ensure_written(wanted.dataset, wanted.num_shards)
+    return open_source(cfg, recorded)
 
 
 def choose_bundle(suite: str | None, eval_bundle: str | None, dataset: str | None) -> str | None:

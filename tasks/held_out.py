@@ -3,8 +3,6 @@ Final benchmarks: declared once, denied by default, every access logged.
 
     held_out.json {final} -> require_access -> held_out_access.jsonl -> the report
 
-Both files contain digests of their contents.
-
 A benchmark is for development unless declared `final`. Selecting models on a final benchmark
 defeats its purpose. A training bucket made from the same dataset as a final benchmark
 belongs to its family and is rejected, unless its declaration waives that.
@@ -15,12 +13,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanochat.common import UsageError, base_dir, hold_lock, read_sealed, seal, write_json
-from nanochat.records import append_line, one_line, read_sealed_lines, to_json_types
+from nanochat.common import UsageError, base_dir, hold_lock, read_json, write_json
+from nanochat.records import append_line, read_lines, to_json_types
 from tasks.base import plain_name
 
 if TYPE_CHECKING:
-    from nanochat.mixture import Bucket, Tags
+    from tasks.buckets import Bucket, Tags
 
 FILE, ACCESS_LOG = "held_out.json", "held_out_access.jsonl"
 
@@ -34,7 +32,7 @@ def final_benchmarks() -> dict[str, str]:
     if not path.exists():
         return {}
     try:
-        return read_sealed(path)["final"]
+        return read_json(path)["final"]
     except ValueError as error:
         raise UsageError(
             f"{error}; this file lists the held-out benchmarks",
@@ -47,7 +45,7 @@ def declare(final: Mapping[str, str]) -> Path:
     """Permanently declare benchmarks final. final: name -> dataset it is made from."""
     path = base_dir() / FILE
     with hold_lock(base_dir() / ".lock", "the list of final benchmarks"):
-        write_json(path, seal({"final": {**final_benchmarks(), **final}}))
+        write_json(path, {"final": {**final_benchmarks(), **final}})
     return path
 
 
@@ -87,12 +85,12 @@ def require_access(names: Iterable[str], allowed: bool, who: Mapping[str, Any]) 
     for name in wanted:
         entry = {"benchmark": name, "when": time.strftime("%Y-%m-%d %H:%M:%S"), **who}
         with hold_lock(folder / ".lock", "the log of accesses"):
-            append_line(folder / ACCESS_LOG, one_line(seal(to_json_types(entry))))
+            append_line(folder / ACCESS_LOG, to_json_types(entry))
 
 
-def read_access_log(damaged: list[str] | None = None) -> list[Mapping[str, Any]]:
-    """All accesses to final benchmarks, in order; appends damaged lines to `damaged`."""
-    return read_sealed_lines(base_dir() / ACCESS_LOG, damaged)
+def read_access_log() -> list[dict[str, Any]]:
+    """All accesses to final benchmarks, in order."""
+    return read_lines(base_dir() / ACCESS_LOG)
 
 
 def families(parents: str) -> set[str]:

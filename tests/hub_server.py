@@ -15,8 +15,6 @@ import huggingface_hub.constants
 import pyarrow.parquet as pq
 import pytest
 
-from nanochat import hub as hub_files
-
 
 @contextmanager
 def hub_served(hub: Path, patch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
@@ -24,14 +22,12 @@ def hub_served(hub: Path, patch: pytest.MonkeyPatch) -> Iterator[Callable[..., A
     Yield a function that starts a server for a folder (default: `hub`) and uses it as the Hub.
 
     The server is `tools/serve_hub.py` next to the data; the function's `switches` inject faults.
-    Pauses between retries are short.
     """
     path = hub.parent / "tools" / "serve_hub.py"
     spec = importlib.util.spec_from_file_location("serve_hub", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    patch.setattr(hub_files, "PAUSE_SECONDS", 0.01)
     running = []
 
     def start(root: Path = hub, handler=None, **switches):

@@ -7,14 +7,13 @@ import pytest
 import torch
 
 from nanochat.chat_format import render
-from nanochat.chat_packing import encode, open_chat_rows, pack_encoded, signed_ids
 from nanochat.checkpoint import build_model
 from nanochat.common import UsageError
-from nanochat.dataloader import inputs_and_targets
 from nanochat.eval_bpb import Validation, ValidationConfig
 from nanochat.finetune import FEW_STEPS, few_steps_warning, fit_batch
 from nanochat.gpt import GPTConfig
 from nanochat.loss import IGNORE
+from nanochat.rows import ChatPart, Rows, inputs_and_targets, open_chat_rows, pack_chats, signed_ids
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import document_segments
 from tests.conftest import lively
@@ -27,6 +26,13 @@ CHATS = [
     ]
     for i in range(14)
 ]
+
+
+def packed_chats(name, chats) -> Rows:
+    parts = {name: ChatPart(chats, {"name": name})}
+    rows = open_chat_rows(parts, 0, TOKENIZER, 63)
+    pack_chats(rows, parts, 0, TOKENIZER)
+    return rows
 
 
 def model_of(**changes):
@@ -49,9 +55,7 @@ def gradient(model, batches):
 
 @pytest.mark.parametrize("changes", [{}, {"window_pattern": "SL"}])
 def test_packed_step_equals_separate_conversations(changes):
-    rows = open_chat_rows({"rows": "x"}, TOKENIZER, 63)
-    pack_encoded(rows, "train", encode({"name": "x"}, CHATS, TOKENIZER, 63), TOKENIZER)
-    packed = np.fromfile(rows.bin_path("train"), rows.dtype).reshape(-1, rows.row_length)
+    packed = packed_chats("x", CHATS).open("rows")
     assert len(packed) < len(CHATS) / 2  # several per row
     model = model_of(**changes)
     loss, grad = gradient(model, [inputs_and_targets(packed)])
@@ -70,9 +74,7 @@ def val_rows_of(name, answers):
         [{"role": "user", "content": "q"}, {"role": "assistant", "content": answer}]
         for answer in answers
     ]
-    rows = open_chat_rows({"rows": name}, TOKENIZER, 63)
-    pack_encoded(rows, "val", encode({"name": name}, chats, TOKENIZER, 63), TOKENIZER)
-    return rows
+    return packed_chats(name, chats)
 
 
 def test_R34_a_bucket_without_scorable_answers_is_rejected(machine):
@@ -91,7 +93,7 @@ def test_R34_a_bucket_without_scorable_answers_is_rejected(machine):
     with pytest.raises(UsageError, match="no byte can be scored in the validation rows of empty"):
         answer_loss(good=good, empty=empty)
     one = val_rows_of("one", ["a"])
-    with pytest.raises(UsageError, match="--eval_half=2 is empty: val has 1 validation rows"):
+    with pytest.raises(UsageError, match="--eval_half=2 is empty: rows has 1 validation rows"):
         answer_loss(half=2, one=one)
 
 

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from nanochat.mixture import Part, Resolution, Resolved, Tags, parse_mixture, read_mixture, resolve
+from tasks.buckets import Part, chat_mixture, parse_mixture, read_mixture
 
 
 def test_parse_mixture_reads_names_sources_counts_and_repeats():
@@ -19,28 +19,27 @@ def test_parse_mixture_reads_names_sources_counts_and_repeats():
     ]
 
 
-@pytest.mark.parametrize("part", ["", "a=0", "a*0", "a*2=10", "a*-1", "a=1.5", "a=1.2.3", "a=x"])
+@pytest.mark.parametrize("part", ["", "a=0", "a*2=10", "a*-1", "a=1.5", "a=1.2.3", "a=x", "a=5%"])
 def test_invalid_part_of_a_mixture_is_named(part):
     with pytest.raises(ValueError, match=re.escape(f"{part!r} in the mixture")):
         parse_mixture(f"b,{part},c*2")
 
 
-def test_amounts_resolve_to_whole_counts():
-    parts = parse_mixture("a,b*2,c*1.5,d=5,e*.5")
-    assert resolve(parts, [100, 7, 3, 5, 9]) == [100, 14, 5, 5, 4]  # from 4.5 and 4.5
-    with pytest.raises(ValueError, match="b gets under"):
-        resolve(parse_mixture("a,b"), [1000, 0])
-
-
-def test_resolution_reports_shares_and_too_many_repeats():
-    korean = Tags(language="ko", domain="chat")
-    english = Resolved("a", Tags(language="en", domain="chat"), 1000, 1000, 300, trained=400)
-    mixed = Resolution("a,b*5", [english, Resolved("b", korean, 200, 1000, 50, trained=60)])
-    by_bucket, by_tag = mixed.tables()
-    assert by_bucket["rows"][1] == ["b", "chat, ko", "50", "1,000", "300", "5.00", "50.0%"]
-    assert by_tag["rows"] == [["language", "en", "50.0%"], ["language", "ko", "50.0%"]]
-    assert "b is used 5.0 times per epoch" in str(mixed) and mixed.documents == 300 + 5 * 50
-    assert Resolution("b*4", [Resolved("b", korean, 200, 800, 50)]).warnings == []
+def test_tables_report_shares_by_bucket_and_tag(tmp_path, capsys):
+    line = json.dumps([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
+    (tmp_path / "a.jsonl").write_text(f"{line}\n" * 9)
+    file = {"task": "jsonl", "source": str(tmp_path / "a.jsonl"), "domain": "chat"}
+    own = {"en": {**file, "language": "en"}, "ko": {**file, "language": "ko"}}
+    path = tmp_path / "own.json"
+    path.write_text(json.dumps({"mixture": "en,ko*5", "buckets": own}))
+    chats = chat_mixture(str(path))
+    counts = {"conversations": 9, "tokens": 200, "trained": 60}
+    by_bucket, by_tag = chats.tables(
+        {"en": {**counts, "used_tokens": 1000}, "ko": {**counts, "used_tokens": 3000}}
+    )
+    assert by_bucket["rows"][1] == ["ko", "chat, ko", "9", "200", "60", "5", "75.0%"]
+    assert by_tag["rows"] == [["language", "en", "25.0%"], ["language", "ko", "75.0%"]]
+    assert "more than 4 repeats of ko" in capsys.readouterr().out
 
 
 def test_custom_buckets_are_declared_in_a_file(tmp_path):
@@ -49,7 +48,7 @@ def test_custom_buckets_are_declared_in_a_file(tmp_path):
     path.write_text(json.dumps({"mixture": "own*2", "buckets": {"own": own}}))
     assert read_mixture(str(path)) == ("own*2", {"own": own})
     assert read_mixture("a=5,jsonl:own.json") == ("a=5,jsonl:own.json", {})
-    for wrong in ({"color": "red"}, {"dataset": "a"}):
-        path.write_text(json.dumps({"mixture": "own*2", "buckets": {"own": own | wrong}}))
-        with pytest.raises(ValueError, match="own.json: own (has invalid|must have exactly one)"):
+    for wrong in ({**own, "color": "red"}, {"language": "ko"}):
+        path.write_text(json.dumps({"mixture": "own*2", "buckets": {"own": wrong}}))
+        with pytest.raises(ValueError, match="own.json: own (has invalid|must be an object)"):
             read_mixture(str(path))

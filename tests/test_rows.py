@@ -16,17 +16,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanochat import dataloader, packing
+from nanochat import rows as rows_module
 from nanochat.chat_format import render
-from nanochat.chat_packing import encode, open_chat_rows, pack_encoded
-from nanochat.common import UsageError, read_sealed, seal, sha256_file, write_json
-from nanochat.dataloader import Rows, diff_recipe, inputs_and_targets
+from nanochat.checkpoint import list_changes
+from nanochat.common import UsageError, sha256_file
 from nanochat.dataset import DataConfig, Source, load_last_source, open_source
-from nanochat.finetune import ChatMixture, pack_train_rows
 from nanochat.loss import IGNORE
-from nanochat.packing import Packer, ensure_packed, open_rows, start_packing
+from nanochat.rows import (
+    MAX_DROPPED,
+    ChatPart,
+    Packer,
+    Rows,
+    inputs_and_targets,
+    open_chat_rows,
+    open_rows,
+    pack_chats,
+    pack_text,
+    start_packing,
+)
 from nanochat.tokenizer import Tokenizer, tokenizer_dir
-from tasks.buckets import buckets
+from tasks.buckets import chat_mixture
 from tests.hub_server import fake_hub
 from tests.test_dataset import parquet
 
@@ -77,12 +86,12 @@ def opened(folder: Path, tokenizer: Tokenizer, T: int = T, **settings) -> tuple[
 
 def packed(folder: Path, tokenizer: Tokenizer, T: int = T, **settings) -> Rows:
     rows, source = opened(folder, tokenizer, T, **settings)
-    ensure_packed(rows, source, tokenizer)
+    pack_text(rows, source, tokenizer)
     return rows
 
 
 def stored(rows: Rows, shard: str) -> np.ndarray:
-    return np.fromfile(rows.bin_path(shard), rows.dtype).reshape(-1, rows.row_length)
+    return np.fromfile(rows.bin_path(shard), rows.dtype).reshape(-1, rows.max_seq_len + 1)
 
 
 def digests(rows: Rows) -> dict[str, str]:
@@ -90,7 +99,7 @@ def digests(rows: Rows) -> dict[str, str]:
 
 
 def read_everything(rows: Rows) -> None:
-    for step in range(1 + rows.packed_train_rows // ROWS):
+    for step in range(1 + rows.num_rows // ROWS):
         rows.batch(step, ROWS, SEED)
     list(rows.val_batches(64, 10**9))
 
@@ -124,7 +133,7 @@ def simple_rows(texts: Sequence[list[int]], row_length: int, pool_pieces: int) -
                 row += shortest[:gap]
                 pool.append([BOS, *shortest[gap:]])
         tokens = sum(token != BOS for token in row)
-        if len(row) >= row_length - 1 or tokens > packing.MAX_DROPPED * sum(map(len, texts)):
+        if len(row) >= row_length - 1 or tokens > MAX_DROPPED * sum(map(len, texts)):
             rows.append(row + [BOS] * (row_length - len(row)))
 
     for text in texts:
@@ -156,16 +165,14 @@ def test_P7_R5_packer_equals_a_naive_one(lengths, row_length, pool, batch):
     assert rows.tolist() == simple_rows(texts, row_length, pool)
 
     counts, placed = packer.counts, rows[rows != BOS]
-    assert (rows[:, 0] == BOS).all() and len(np.unique(placed)) == len(placed) == counts.tokens
-    assert counts.rows == len(rows) and rows.size == counts.tokens + counts.bos
-    assert counts.tokens + counts.dropped == len(ids)
-    assert counts.dropped <= packing.MAX_DROPPED * len(ids)
-    assert counts.documents == sum(map(bool, texts))
-    if not counts.dropped:
+    assert (rows[:, 0] == BOS).all()
+    assert len(np.unique(placed)) == len(placed) == counts["tokens"] and counts["rows"] == len(rows)
+    assert counts["tokens"] + counts["dropped"] == len(ids)
+    assert counts["dropped"] <= MAX_DROPPED * len(ids)
+    assert counts["documents"] == sum(map(bool, texts))
+    if not counts["dropped"]:
         starts = set((rows[:, 1:])[rows[:, :-1] == BOS].tolist()) - {BOS}  # after each BOS
-        cut = sum(bool(starts & set(text[1:])) for text in texts)
-        assert counts.documents_cut == cut
-        assert counts.extra_bos == counts.bos - counts.documents
+        assert counts["documents_cut"] == sum(bool(starts & set(text[1:])) for text in texts)
 
 
 def test_P7_few_documents_are_cut_unnecessarily():
@@ -174,9 +181,8 @@ def test_P7_few_documents_are_cut_unnecessarily():
     packer = Packer(513, BOS)
     packer.add(np.ones(lengths.sum(), np.uint32), np.cumsum([0, *lengths]))
     packer.finish()
-    counts, too_long = packer.counts, int((lengths > 512).sum())
-    assert too_long <= counts.documents_cut < too_long + 0.06 * len(lengths)
-    assert counts.extra_bos - too_long < 0.002 * counts.rows * 513
+    too_long = int((lengths > 512).sum())
+    assert too_long <= packer.counts["documents_cut"] < too_long + 0.06 * len(lengths)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -197,7 +203,7 @@ def test_P7_R34_B2_text_of_any_form_is_packed_almost_whole(form, tmp_path, saved
     rows, _ = opened(own, saved, 512)
     texts = [text for file in files.values() for text in file]
     placed, sums = np.zeros(saved.vocab_size, int), Counter()
-    for shard in rows.shards:
+    for shard in [*rows.train_shards, rows.val_shard]:
         here, counts = stored(rows, shard), rows.counts(shard)
         assert (here[:, 0] == saved.bos_id).all() and counts["rows"] == len(here) > 0
         assert counts["dropped"] <= 0.005 * (counts["dropped"] + counts["tokens"])
@@ -208,8 +214,8 @@ def test_P7_R34_B2_text_of_any_form_is_packed_almost_whole(form, tmp_path, saved
     assert (missing >= 0).all() and missing.sum() == sums["dropped"]
     assert sums["documents"] == len(texts) and sums["skipped"] == 0
     assert sums["text_bytes"] == sum(len(text.encode()) for text in texts)
-    total = rows.packed_train_rows
-    assert rows.epochs_for(3 * total) == 3 and rows.totals()["rows"] == total
+    total = rows.num_rows
+    assert rows.totals()["rows"] == total
     tokens, targets = inputs_and_targets(rows.batch(5, total, SEED))
     assert (tokens[targets == IGNORE] == saved.bos_id).all()  # padding has no loss
     if form == "few tokens":
@@ -221,12 +227,12 @@ def test_data_packs_once_with_any_number_of_processes(folder, saved, command):
     expected, times = digests(rows), {p: p.stat().st_mtime_ns for p in rows.folder.glob("*.bin")}
     assert len(expected) == 5 and load_last_source("main") is None
     text = command.works("data", "--dataset", folder, "--max_seq_len=32")
-    assert "packed shard" not in text and times == {p: p.stat().st_mtime_ns for p in times}
-    assert re.search(rf"rows *│ *{rows.packed_train_rows:,} │", text)
+    assert times == {p: p.stat().st_mtime_ns for p in times}
+    assert re.search(rf"rows *│ *{rows.num_rows:,} │", text)
     assert load_last_source("main") == rows.recipe["source"]
     shutil.rmtree(rows.folder)
     text = command.works("data", "--max_seq_len=32", "--workers=3")  # uses the last source
-    assert text.count("packed shard_") == 5 and str(rows.folder) in text
+    assert str(rows.folder) in text
     assert digests(rows) == expected and not list(rows.folder.glob("*.part"))
 
 
@@ -234,7 +240,6 @@ def test_data_without_a_tokenizer_names_the_command(folder, command):
     assert "python -m scripts.tok_train" in command.rejects("data", f"--dataset={folder}")
 
 
-@pytest.mark.xfail(strict=True, reason="a shard without rows ends packing")
 def test_hub_shard_without_rows_is_skipped_and_counted(saved, command, monkeypatch):
     texts = {"a": np.array([], str), "b": ["The boat sails."], "c": ["The sea."]}
     files = {f"{name}.parquet": parquet(text=text) for name, text in texts.items()}
@@ -247,18 +252,19 @@ def test_ids_above_65535_are_stored_in_four_bytes(folder, tokenizer):
     larger = copy.copy(tokenizer)
     larger.vocab_size = 65_537
     rows, source = opened(folder, larger)
-    assert rows.dtype == np.dtype("<u4") and packed(folder, tokenizer).dtype == np.dtype("<u2")
-    ensure_packed(rows, source, tokenizer)
+    assert rows.dtype == "<u4" and opened(folder, tokenizer)[0].dtype == "<u2"
+    pack_text(rows, source, tokenizer)
     assert (stored(rows, rows.val_shard)[:, 0] == tokenizer.bos_id).all()
 
 
 def test_more_shards_and_files_keep_existing_rows(folder, tokenizer, tmp_path):
     rows, source = opened(folder, tokenizer)
-    ensure_packed(rows, source, tokenizer, rows_needed=1)
-    assert [rows.is_packed(shard) for shard in rows.shards] == [True, *[False] * 3, True]
-    ensure_packed(rows, source, tokenizer, rows_needed=rows.packed_train_rows + 1)
+    pack_text(rows, source, tokenizer, num_rows=1)
+    every = [*rows.train_shards, rows.val_shard]
+    assert [rows.is_packed(shard) for shard in every] == [True, *[False] * 3, True]
+    pack_text(rows, source, tokenizer, num_rows=rows.num_rows + 1)
     before = {path: path.stat().st_mtime_ns for path in rows.folder.glob("*.bin")}
-    assert len(before) == 3 and rows.epochs_for(1) is None  # the length of an epoch is unknown
+    assert len(before) == 3
     assert packed(folder, tokenizer, num_shards=3).folder == packed(folder, tokenizer).folder
     assert {path: path.stat().st_mtime_ns for path in before} == before
 
@@ -286,9 +292,9 @@ def test_interrupted_packing_leaves_no_partial_shard(folder, tokenizer, monkeypa
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Tokenizer, "encode_flat", interrupted)
-        ensure_packed(rows, source, tokenizer)
+        pack_text(rows, source, tokenizer)
     assert 0 < len(digests(rows)) < 5 and not list(rows.folder.glob("*.part"))
-    ensure_packed(rows, source, tokenizer)
+    pack_text(rows, source, tokenizer)
     assert digests(rows) == expected
 
 
@@ -306,10 +312,10 @@ def test_R6_differences_name_the_changed_setting(folder, tokenizer, tmp_path):
         (retrained, f"rows.tokenizer: was {tokenizer.fingerprint!r}, now {other.fingerprint!r}"),
         (grown, "rows.source.val_shard: was 'shard_4.jsonl', now 'z.jsonl'"),
     ):
-        assert line in diff_recipe({"rows": before.recipe}, {"rows": rows.recipe})
+        assert line in list_changes({"rows": before.recipe}, {"rows": rows.recipe})
         assert rows.fingerprint != before.fingerprint
     now = {"rows": same.recipe, "seed": 2}
-    assert diff_recipe({"rows": before.recipe, "seed": 1}, now) == ["seed: was 1, now 2"]
+    assert list_changes({"rows": before.recipe, "seed": 1}, now) == ["seed: was 1, now 2"]
 
 
 # ------------------------------------------------------------------------------------------------
@@ -363,78 +369,49 @@ def test_R24_B9_validation_rows_depend_only_on_the_shard(folder, tokenizer):
     assert (np.concatenate(list(rows.val_batches(8, 5, half=2))) == two[:5]).all()
 
 
-def test_step_waits_for_its_shard_and_reports_failures(folder, tokenizer, monkeypatch):
+def test_step_waits_for_its_shard_and_reports_failures(folder, tokenizer, monkeypatch, capfd):
     rows, source = opened(folder, tokenizer)
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(rows.batch, 0, 16, SEED)
-        ensure_packed(rows, source, tokenizer, rows_needed=1)
+        pack_text(rows, source, tokenizer, num_rows=1)
         assert (first.result(60) == opened(folder, tokenizer)[0].batch(0, 16, SEED)).all()
-    other_rank, _ = opened(folder, tokenizer)
     (folder / "shard_1.jsonl").write_text('{"text": "fine"}\n{"text": "cut of')
-    with start_packing(rows, source):
-        for reader in (rows, other_rank):
-            with pytest.raises(UsageError, match=r"shard_1\.jsonl is missing or does not match"):
-                reader.batch(0, 20 * ROWS, SEED)
-    monkeypatch.setattr(dataloader, "SILENCE_SECONDS", 0.3)
-    reader = open_rows(source, tokenizer, T)
-    with pytest.raises(UsageError, match="no process is packing it(.|\n)*run the same command"):
-        reader.batch(0, 20 * ROWS, SEED)
+    [process] = start_packing(rows, source)
+    process.join()
+    assert "shard_1.jsonl is missing or does not match" in capfd.readouterr().err
+    monkeypatch.setattr(rows_module, "SILENCE_SECONDS", 0.3)
+    with pytest.raises(UsageError, match="no process is packing it(.|\n)*scripts.data"):
+        rows.batch(0, 20 * ROWS, SEED)
 
 
 # ------------------------------------------------------------------------------------------------
 # Damage
 
 
-def flip(path: Path, record: Path) -> None:
+def flip(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[777] ^= 4
     path.write_bytes(content)
 
 
-def cut_last_row(path: Path, record: Path) -> None:
+def cut_last_row(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: -2 * (T + 1)])
-    counts = read_sealed(record)
-    write_json(record, seal({**counts, "rows": counts["rows"] - 1}))
 
 
-def put_id_outside(path: Path, record: Path) -> None:
-    ids = np.fromfile(path, "<u2")
-    ids[5000] = 300
-    ids.tofile(path)
-    write_json(record, seal({**read_sealed(record), "sha256": sha256_file(path)}))
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (flip, "is damaged"),
-        (cut_last_row, "is damaged"),
-        (put_id_outside, "token id 300, but the vocabulary size is 300"),
-    ],
-)
-def test_R28_damaged_rows_are_named_and_packed_again(folder, saved, damage, message, command):
+@pytest.mark.parametrize("damage", [flip, cut_last_row, Path.unlink])
+def test_R28_damaged_rows_are_named_and_packed_again(folder, saved, damage, command):
     rows = packed(folder, saved)
     expected = digests(rows)
     for shard in ("shard_0.jsonl", "shard_2.jsonl", "shard_4.jsonl"):
-        path, record = rows.bin_path(shard), rows.counts_path(shard)
-        damage(path, record)
-        with pytest.raises(UsageError, match=rf"{re.escape(str(path))} .*{message}.*\n.*again"):
+        path = rows.bin_path(shard)
+        damage(path)
+        with pytest.raises(UsageError, match=rf"{re.escape(str(path))} is damaged.*\n.*again"):
             read_everything(opened(folder, saved)[0])
         read_everything(packed(folder, saved))
         assert digests(rows) == expected
-    damage(path, record)
+    damage(path)
     text = command.works("data", f"--dataset={folder}", "--max_seq_len=32", "--verify")
     assert str(path) in text and digests(rows) == expected
-
-
-@pytest.mark.parametrize("file", ["bin_path", "counts_path"])
-def test_R28_cut_files_are_packed_again(folder, tokenizer, capsys, file):
-    rows = packed(folder, tokenizer)
-    expected, path = digests(rows), getattr(rows, file)("shard_1.jsonl")
-    path.write_bytes(path.read_bytes()[:-2])
-    assert not rows.is_packed("shard_1.jsonl")
-    assert digests(packed(folder, tokenizer)) == expected
-    assert "packing shard_1.jsonl again" in capsys.readouterr().out
 
 
 # ------------------------------------------------------------------------------------------------
@@ -449,15 +426,19 @@ def chat(question: str, answer: str) -> list[dict[str, Any]]:
 
 
 def packed_chats(chats: list) -> Rows:
-    rows = open_chat_rows({"name": "x"}, CHAT_TOKENIZER, 63)
-    pack_encoded(rows, "train", encode({}, chats, CHAT_TOKENIZER, 63), CHAT_TOKENIZER)
+    return mixed_rows({"x": ChatPart(chats, {"size": len(chats)})})
+
+
+def mixed_rows(parts: dict[str, ChatPart], seed: int = 0) -> Rows:
+    rows = open_chat_rows(parts, seed, CHAT_TOKENIZER, 63)
+    pack_chats(rows, parts, seed, CHAT_TOKENIZER)
     return rows
 
 
 def conversations_in(rows: Rows) -> Iterator[tuple[list[int], list[int]]]:
     """Yield the ids and the loss mask of every conversation, in order."""
     bos = CHAT_TOKENIZER.bos_id
-    for tokens, targets in zip(*inputs_and_targets(stored(rows, "train")), strict=True):
+    for tokens, targets in zip(*inputs_and_targets(stored(rows, "rows")), strict=True):
         ids = np.append(tokens, targets[-1] if targets[-1] != IGNORE else bos)
         mask = np.append(0, targets != IGNORE)
         starts = [*np.flatnonzero(ids == bos), len(ids)]
@@ -471,7 +452,7 @@ def test_B3_every_conversation_is_in_one_row_with_its_mask():
     rows = packed_chats([*chats, ALONE, ALONE])  # nothing to train on there
     expected = [render(CHAT_TOKENIZER, each) for each in chats]
     assert sorted(conversations_in(rows)) == sorted((list(ids), list(m)) for ids, m in expected)
-    counts = rows.counts("train")
+    counts = rows.counts("rows")
     assert counts["documents"] == 200 and counts["documents_cut"] == counts["dropped"] == 0
     assert sum(len(ids) for ids, _ in expected) > 0.9 * counts["rows"] * 64
 
@@ -482,11 +463,13 @@ def test_B2_long_conversation_is_cut_or_skipped(capsys):
     found = list(conversations_in(rows))
     ids, mask = render(CHAT_TOKENIZER, long)
     assert len(found) == 31 and (list(ids[:64]), list(mask[:64])) in found
-    printed = "of 32 conversations, 1 fill a row of 63 tokens (what is longer is cut) and 1 have no"
+    printed = (
+        "x: of 32 conversations, 1 fill a row of 63 tokens (what is longer is cut) and 1 have no"
+    )
     assert printed in capsys.readouterr().out
-    total = rows.packed_train_rows
+    total = rows.num_rows
     epochs = [sorted(map(bytes, rows.batch(step, total, 0))) for step in range(3)]
-    assert epochs[0] == epochs[1] == epochs[2] == sorted(map(bytes, stored(rows, "train")))
+    assert epochs[0] == epochs[1] == epochs[2] == sorted(map(bytes, stored(rows, "rows")))
 
 
 def test_conversations_without_answers_are_rejected():
@@ -497,29 +480,28 @@ def test_conversations_without_answers_are_rejected():
 def test_R28_damaged_rows_of_conversations_are_packed_again():
     chats = [chat("q" * i, "answer") for i in range(40)]
     rows = packed_chats(chats)
-    path = rows.bin_path("train")
+    path = rows.bin_path("rows")
     whole = path.read_bytes()
-    flip(path, path)
-    with pytest.raises(UsageError, match="train.bin is damaged"):
-        open_chat_rows({"name": "x"}, CHAT_TOKENIZER, 63).batch(0, 4, seed=0)
+    flip(path)
+    with pytest.raises(UsageError, match="rows.bin is damaged"):
+        packed_chats(chats).batch(0, 4, seed=0)
     packed_chats(chats)
     assert path.read_bytes() == whole
 
 
-def test_every_window_of_a_mixture_has_its_amounts(tmp_path, machine):
+def test_every_window_of_a_mixture_has_its_amounts(tmp_path):
     for name in "abc":
         lines = [json.dumps(chat(f"{name}{i:03d}", "yes")) + "\n" for i in range(400)]
         (tmp_path / f"{name}.jsonl").write_text("".join(lines))
     spec = f"jsonl:{tmp_path}/a.jsonl=200,jsonl:{tmp_path}/b.jsonl*1.5,jsonl:{tmp_path}/c.jsonl"
-    learned = buckets(spec)
+    chats = chat_mixture(spec)
 
     def mixed(seed: int) -> list[str]:
-        chats = ChatMixture(spec, {}, learned, learned)
-        _, rows = pack_train_rows(chats, seed, CHAT_TOKENIZER, 63, machine)
+        rows = mixed_rows(chats.train_parts(), seed)
         text = "".join(CHAT_TOKENIZER.decode(ids) for ids, _ in conversations_in(rows))
         return re.findall(r"[abc]\d{3}", text)
 
-    found, (a, b, c) = mixed(0), (len(bucket.train) for bucket in learned)
+    found, (a, b, c) = mixed(0), (len(bucket.train) for bucket in chats.train_buckets)
     amounts = {"a": 200, "b": round(1.5 * b), "c": c}
     assert Counter(name[0] for name in found) == amounts
     assert Counter(name[0] for name in set(found)) == {"a": a, "b": b, "c": c}

@@ -26,8 +26,8 @@ BAD_FLAGS = {
     "tok_train --dataset=embedded --vocab_size=300 --max_chars=5000 --report_dir=FILE": (
         "FILE.*use another path"
     ),
-    "tok_train --mixture=FILE": "FILE is not valid JSON.*correct or delete it",
-    "tok_train --mixture=TYPES": "'dataset': 5.*string values",
+    "lab.hold_out --mixture=FILE": "FILE is not valid JSON.*correct or delete it",
+    "lab.hold_out --mixture=TYPES": "'language': 5.*string values",
     "tok_eval --tokenizer_tag=none": "no tokenizer 'none'.*python -m scripts.tok_train",
     "data --max_seq_len=0": "max_seq_len must be at least 1, got 0",
     "data --tokenizer_tag=none": "no tokenizer 'none'.*python -m scripts.tok_train",
@@ -91,7 +91,7 @@ BAD_CONVERSATIONS = {
 @pytest.mark.parametrize("line", BAD_FLAGS)
 def test_bad_flag_is_rejected_without_a_traceback(command, tmp_path, line):
     named = BAD_FLAGS[line]
-    wrong = {"mixture": "a", "buckets": {"a": {"dataset": 5}}}
+    wrong = {"mixture": "a", "buckets": {"a": {"task": "smoltalk", "language": 5}}}
     for name, content in {"FILE": "words", "TYPES": json.dumps(wrong), "NONE": None}.items():
         path = tmp_path / f"{name}.json"
         if content:

@@ -12,8 +12,8 @@ from nanochat.engine import Engine, Sampling
 from nanochat.gpt import GPTConfig
 from nanochat.loss import IGNORE
 from nanochat.optim import MuonAdamW, OptimConfig
-from nanochat.packing import Packer
 from nanochat.records import Cost, Provenance, write_record
+from nanochat.rows import Packer
 from nanochat.scaling import make_rules
 from nanochat.tokenizer import Tokenizer
 

@@ -18,10 +18,10 @@ import torch
 
 from nanochat import checkpoint
 from nanochat.checkpoint import build_model
-from nanochat.dataloader import RowSequence
 from nanochat.distributed import init_distributed
 from nanochat.hardware import peak_memory_bytes
 from nanochat.optim import MuonAdamW, OptimConfig
+from nanochat.rows import Rows
 from nanochat.scaling import make_rules, shape_for_depth
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import KernelConfig, Run, TrainConfig
@@ -31,13 +31,14 @@ ROWS, T, VOCAB_SIZE = 64, 2048, 32768
 CPU = torch.device("cpu")
 
 
-class RandomRows(RowSequence):
+class RandomRows(Rows):
     """Rows of random tokens."""
 
-    max_seq_len = T
+    def __init__(self) -> None:
+        self.max_seq_len = T
 
-    def locate(self, numbers: np.ndarray, seed: int) -> np.ndarray:
-        return numbers[:, None]
+    def row_ids(self, step: int, rows_per_step: int, seed: int) -> np.ndarray:
+        return np.arange(step * rows_per_step, (step + 1) * rows_per_step)[:, None]
 
     def read(self, ids: np.ndarray) -> np.ndarray:
         return np.random.default_rng(ids[0, 0]).integers(0, VOCAB_SIZE, (len(ids), T + 1))

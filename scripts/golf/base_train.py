@@ -23,6 +23,7 @@ from nanochat.golf.quantize import QuantConfig
 from nanochat.gpt import GPTConfig
 from nanochat.hardware import training_rate
 from nanochat.optim import OptimConfig, Rule, decay_factor, lr_factor, muon_momentum
+from nanochat.rows import pack_text, start_packing
 from nanochat.scaling import Horizon, WidthConfig, batch_lr_factor, plan_horizon, scaled_rules
 from nanochat.train import Run, skip_if_finished
 from scripts.base_train import (
@@ -108,8 +109,9 @@ def main(cfg: GolfTrain) -> None:
     dist = init_distributed(cfg.train.machine, seed)
 
     # Tokenizer, text and rows; exit if this run has already finished
-    corpus, inputs = open_text(cfg, dist)
-    tokenizer, T = corpus.tokenizer, cfg.max_seq_len
+    tokenizer, source, rows = open_text(cfg, dist)
+    inputs = {"rows": rows.fingerprint, "tokenizer": tokenizer.fingerprint}
+    inputs["data"] = source.fingerprint
     resolved = {**settings(cfg), "eval_tokens": cfg.validation.tokens(dist)}
     if skip_if_finished(SECTION, resolved, inputs, cfg.train, dist):
         return dist.close()
@@ -127,11 +129,10 @@ def main(cfg: GolfTrain) -> None:
     rules = cfg.rules(cfg.train.optim, horizon, shape.d_model)
     decoupled = cfg.decay_rule == "decoupled"
     optimizer = AveragingMuonAdamW(model, rules, dist, ema_decay=cfg.ema_decay, decoupled=decoupled)
-    mixed, needed = corpus.resolve_amounts(num_steps * batch_tokens // T, dist)
-    rows = corpus.mixed(needed)
+    num_rows = num_steps * batch_tokens // cfg.max_seq_len
     if max_seconds is not None:  # packing must not count against the time limit
-        corpus.pack(needed, dist)
-    suite = open_few_shot(cfg, corpus, dist)
+        dist.on_node(lambda: pack_text(rows, source, tokenizer, num_rows))
+    suite = open_few_shot(cfg, source, dist)
 
     run = Run(
         *("base", cfg.train.model_tag or f"d{cfg.depth}"),
@@ -151,16 +152,14 @@ def main(cfg: GolfTrain) -> None:
             "ema_decay": cfg.ema_decay,
             "qat": {"start": cfg.qat_start, **asdict(cfg.quant)} if late else None,
         },
-        state={
-            "horizon": asdict(horizon),
-            "source": corpus.texts.describe(),
-            **({"mixture": mixed.state()} if mixed else {}),
-        },
+        state={"horizon": asdict(horizon), "source": source.describe()},
         keep_optimizer=not cfg.ema_decay,  # averaged weights cannot be trained on
     )
     few_shot: dict[str, Any] = {}
-    with run, corpus.packing(needed, dist):
-        validation = Validation(cfg.validation, corpus.rows, tokenizer, dist)
+    with run:
+        if dist.local_rank == 0:  # a step waits for its rows
+            start_packing(rows, source, num_rows)
+        validation = Validation(cfg.validation, {source.name: rows}, tokenizer, dist)
         spent = run.progress.clock_seconds  # of training, without evaluations and saves
         if max_seconds is not None and spent >= max_seconds:  # finished by time
             run.num_steps = run.progress.step
@@ -192,7 +191,7 @@ def main(cfg: GolfTrain) -> None:
             if step + 1 == run.num_steps:
                 optimizer.take_average()
     values = {**summarize(run, schedule), **run.measurements(), **few_shot}
-    run.finish(SECTION, values, mixed.tables() if mixed else ())
+    run.finish(SECTION, values)
 
 
 if __name__ == "__main__":

@@ -20,14 +20,14 @@ from nanochat import records, report
 from nanochat.checkpoint import Checkpoint, find_checkpoint_on_node
 from nanochat.common import MissingInput, UsageError, base_dir, sha256_file
 from nanochat.config import start
-from nanochat.dataset import DataConfig, open_source
+from nanochat.dataset import DataConfig
 from nanochat.distributed import DistConfig, DistContext, init_distributed
 from nanochat.eval_bpb import Bpb, document_bpb
 from nanochat.golf.artifact import Artifact, read_artifact
 from nanochat.golf.size import code_bytes
 from nanochat.lab.significance import over_seeds
 from nanochat.train import KernelConfig, prepare_scoring
-from tasks.builtin import ensure_written
+from tasks.builtin import open_text
 
 SECTION = "Parameter golf"
 CHARS_PER_TOKEN = 3  # rough, to estimate the work
@@ -94,7 +94,7 @@ def score_artifact(
     model = artifact.build(machine)
     parent = find_source_checkpoint(artifact, machine)
     recorded = parent.state["source"] if parent else None
-    source = open_source(cfg.data, recorded, ensure_written)
+    source = open_text(cfg.data, recorded)
     texts = list(source.texts(source.val_shard, cfg.max_documents))
     T = model.cfg.max_seq_len
     stride = max(1, T // 4) if cfg.eval_stride is None else cfg.eval_stride

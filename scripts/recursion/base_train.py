@@ -20,6 +20,7 @@ from nanochat.optim import MuonAdamW, decay_factor, lr_factor, muon_momentum
 from nanochat.recursion.metrics import step_metrics, validation_metrics
 from nanochat.recursion.model import RecursiveGPT
 from nanochat.recursion.presets import RecursionConfig
+from nanochat.rows import start_packing
 from nanochat.scaling import WidthConfig, plan_horizon, scaled_rules
 from nanochat.train import Run, skip_if_finished
 from scripts.base_train import (
@@ -45,8 +46,9 @@ def main(cfg: RecursionTrain) -> None:
         dist.print0(warning)
 
     # Tokenizer, text and rows; exit if this run has already finished
-    corpus, inputs = open_text(cfg, dist)
-    tokenizer, T = corpus.tokenizer, cfg.max_seq_len
+    tokenizer, source, rows = open_text(cfg, dist)
+    inputs = {"rows": rows.fingerprint, "tokenizer": tokenizer.fingerprint}
+    inputs["data"] = source.fingerprint
     resolved = {**settings(cfg), "eval_tokens": cfg.validation.tokens(dist)}
     if skip_if_finished(SECTION, resolved, inputs, cfg.train, dist):
         return dist.close()
@@ -60,9 +62,7 @@ def main(cfg: RecursionTrain) -> None:
     num_steps, batch_tokens = horizon.num_steps, horizon.batch_tokens
     rules = scaled_rules(cfg.train.optim, horizon, shape.d_model)
     optimizer = MuonAdamW(model, rules, dist)
-    mixed, needed = corpus.resolve_amounts(num_steps * batch_tokens // T, dist)
-    rows = corpus.mixed(needed)
-    suite = open_few_shot(cfg, corpus, dist)
+    suite = open_few_shot(cfg, source, dist)
 
     run = Run(
         *("base", cfg.train.model_tag or f"d{cfg.depth}"),
@@ -73,15 +73,13 @@ def main(cfg: RecursionTrain) -> None:
         settings=resolved,
         inputs=inputs,
         identity={"rows": rows.recipe, "schedule": asdict(schedule)},
-        state={
-            "horizon": asdict(horizon),
-            "source": corpus.texts.describe(),
-            **({"mixture": mixed.state()} if mixed else {}),
-        },
+        state={"horizon": asdict(horizon), "source": source.describe()},
     )
     few_shot: dict[str, Any] = {}
-    with run, corpus.packing(needed, dist):
-        validation = Validation(cfg.validation, corpus.rows, tokenizer, dist)
+    with run:
+        if dist.local_rank == 0:  # a step waits for its rows
+            start_packing(rows, source, num_steps * batch_tokens // cfg.max_seq_len)
+        validation = Validation(cfg.validation, {source.name: rows}, tokenizer, dist)
         for step in run.steps():  # from the last checkpoint on
             if run.due(cfg.train.eval_every):
                 if isinstance(model, RecursiveGPT):
@@ -106,7 +104,7 @@ def main(cfg: RecursionTrain) -> None:
                 **metrics,
             )
     values = {**summarize(run, schedule), **run.measurements(), **few_shot}
-    run.finish(SECTION, values, mixed.tables() if mixed else ())
+    run.finish(SECTION, values)
 
 
 if __name__ == "__main__":

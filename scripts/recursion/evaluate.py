@@ -23,23 +23,22 @@ from nanochat import records, report
 from nanochat.checkpoint import Checkpoint, find_checkpoint, load_model, load_weights
 from nanochat.common import UsageError
 from nanochat.config import require_at_least, start
-from nanochat.dataset import DataConfig, open_source
+from nanochat.dataset import DataConfig
 from nanochat.distributed import DistConfig, DistContext, init_distributed
 from nanochat.eval_bpb import bits_per_byte, row_batches
 from nanochat.gpt import GPT
 from nanochat.lab.significance import over_seeds
 from nanochat.logger import METRICS_FILE, read_metrics
-from nanochat.packing import open_rows
 from nanochat.recursion import verdict
 from nanochat.recursion.metrics import refinement, state_metrics
 from nanochat.recursion.model import RecursiveConfig, RecursiveGPT
 from nanochat.recursion.verdict import Criterion, LoopArm
+from nanochat.rows import open_rows
 from nanochat.train import KernelConfig, prepare_scoring
-from tasks.builtin import ensure_written
+from tasks.builtin import open_text
 
 SECTION = "Recursion"
 GPU_ROWS = 16  # rows per forward pass on a GPU
-SHOWN = ("loss_loop_", "total_loss", "grad_norm_")  # metrics averaged over the last steps
 
 
 @dataclass(frozen=True)
@@ -148,7 +147,7 @@ def score_loops(cfg: RecursionEval, checkpoint: Checkpoint, machine: DistContext
     else:
         model = load_model(checkpoint, machine)
     T, on_cpu = model.cfg.max_seq_len, machine.device.type == "cpu"
-    source = open_source(cfg.data, checkpoint.state["source"], ensure_written)
+    source = open_text(cfg.data, checkpoint.state["source"])
     rows = open_rows(source, tokenizer, T)
     tokens = cfg.eval_tokens or (262_144 if on_cpu else 20 * 524_288)
     default = prepare_scoring(cfg.kernels, model, 2 * tokens, GPU_ROWS, machine)
@@ -236,7 +235,7 @@ def write_record(
     arm, others, shape = arm_of(recursive), arms_of(plain), config_of(recursive[0])
     loops, r = list(recursive[0].by_loop), shape.n_loops
     curve = [[k, mean(s.by_loop[k] for s in recursive)] for k in loops]
-    states = {name: mean_of([s.states for s in recursive], name) for name in recursive[0].states}
+    states = {k: mean(s.states[k] for s in recursive) for k in recursive[0].states}
     runs = (f"{s.tag} ({s.checkpoint.state['provenance']['run_id']})" for s in (*recursive, *plain))
     values: dict[str, Any] = {
         "Final bpb": over_seeds(arm.bpb),
@@ -251,7 +250,6 @@ def write_record(
         "Number of training tokens": arm.tokens,
         "Total training flops": f"{arm.flops:e}",
         "Refinement % (a bad first loop makes it large)": refinement([y for _, y in curve[:r]]),
-        **late_metrics(recursive),
         "Runs": ", ".join(runs),
     }
     arm_rows = []
@@ -267,29 +265,14 @@ def write_record(
         loop_rows.append([f"{k}{trained}", over_seeds([s.by_loop[k] for s in recursive]), *cells])
     columns = ["Arm", "Parameters", "By use", "FLOPs", "bpb", "Minus recursive"]
     by_loop = ["Loops", "bpb", "State RMS", "Cosine to the previous loop"]
-    lines = {
-        f"{i}: {a.name}": [[loops[0], a.mean], [loops[-1], a.mean]] for i, a in enumerate(others)
-    }
     provenance = records.Provenance(**recursive[0].checkpoint.state["provenance"])
     tables = [
         {"title": "Equal cost", "columns": columns, "rows": arm_rows},
         {"title": "By number of loops", "columns": by_loop, "rows": loop_rows},
     ]
-    series = {"recursive, by loops": curve, **lines}
+    series = {"bpb by loops": curve}
     cost = records.Cost.so_far(machine)
     report.append_section(SECTION, cfg, values, provenance, cost, tables=tables, series=series)
-
-
-def mean_of(lines: Sequence[dict[str, float]], name: str) -> float:
-    """Mean of a metric over the lines that have a finite value of it; NaN if none has."""
-    return mean([x for line in lines if math.isfinite(x := line.get(name, math.nan))] or [math.nan])
-
-
-def late_metrics(recursive: Sequence[LoopScores]) -> dict[str, float]:
-    """Mean loss by loop and gradient norm by part over the last tenth of steps and all seeds."""
-    late = [step for s in recursive for step in s.steps[-max(1, len(s.steps) // 10) :]]
-    names = dict.fromkeys(n for step in late for n in step if n.startswith(SHOWN))
-    return {f"Last steps, {name}": mean_of(late, name) for name in names}
 
 
 if __name__ == "__main__":

@@ -1,0 +1,656 @@
+"""
+Packed sequences ("rows") on disk, and batches as a pure function of (rows, seed, step).
+
+    texts -> tokenizer -> Packer -> rows/<name>/<shard>.bin and .json -> Rows
+    conversations -> ids, or ~ids without loss -> Packer -> the same
+    Rows.batch(step) -> (rows, max_seq_len + 1) ids -> inputs_and_targets -> tokens, targets
+
+The order of rows: a run reads an endless sequence of epochs. Within an epoch, shards come in a
+fixed order and the rows of each are permuted by (seed, epoch, shard). Step s of a run with R rows
+per step reads rows s * R to (s + 1) * R - 1 of that sequence; every rank reads its slice. There is
+no state: a step gets the same rows after a resume or with a new number of ranks.
+
+A shard is complete once its .json exists, which is written last. Training can start while another
+process packs (scripts.data): a step waits for its shard.
+"""
+
+import hashlib
+import multiprocessing
+import os
+import signal
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from nanochat import common
+from nanochat.chat_format import Message, render
+from nanochat.common import StopRequest, StopRequested, UsageError
+from nanochat.dataset import Source
+from nanochat.loss import IGNORE
+from nanochat.tokenizer import Tokenizer
+
+# ---- Rows and their loss mask --------------------------------------------------------------------
+
+
+def signed_ids(ids: Sequence[int], mask: Sequence[int]) -> np.ndarray:
+    """Store a token with loss as its id and any other as ~id, which is negative; int32."""
+    plain = np.array(ids, np.int32)
+    return np.where(np.array(mask, bool), plain, ~plain)
+
+
+def inputs_and_targets(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """
+    Stored rows (B, T + 1) -> tokens and targets, (B, T) int64 each.
+
+    Every row starts with BOS. Targets are IGNORE for tokens stored as ~id and for padding: a BOS
+    after a BOS.
+    """
+    stored = rows.astype(np.int64)
+    ids = np.where(stored < 0, ~stored, stored)
+    is_bos = ids == ids[:, :1]
+    ignored = (stored[:, 1:] < 0) | (is_bos[:, 1:] & is_bos[:, :-1])
+    return ids[:, :-1], np.where(ignored, IGNORE, ids[:, 1:])
+
+
+# ---- Orders --------------------------------------------------------------------------------------
+# Both sort the raw PCG64 stream, which numpy guarantees will never change (unlike the output of
+# Generator.permutation), so a run can be resumed with another numpy version.
+
+
+@lru_cache(maxsize=64)
+def permutation(seed: int, epoch: int, shard: int, n: int) -> np.ndarray:
+    """Return the order of the `n` rows of a shard in an epoch."""
+    order = np.argsort(np.random.PCG64([seed, epoch, shard]).random_raw(n), kind="stable")
+    order.setflags(write=False)
+    return order
+
+
+def interleave(sizes: Sequence[np.ndarray], seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """
+    Mix buckets evenly; return an order of all items: index of the bucket and index within the
+    bucket, both (n,).
+
+    The items of each bucket divide [0, 1) in proportion to their `sizes`, each gets a random
+    position within its interval, and the order is that of the positions.
+    """
+    lengths = [len(each) for each in sizes]
+    raw = np.random.PCG64([seed, 0, len(sizes)]).random_raw(sum(lengths))
+    jitter = (raw >> np.uint64(11)) * 2.0**-53  # [0, 1)
+    when = []
+    for each, own in zip(sizes, np.split(jitter, np.cumsum(lengths)[:-1]), strict=True):
+        ends = np.cumsum(each)
+        when.append((ends - each + each * own) / ends[-1:])
+    order = np.argsort(np.concatenate(when), kind="stable")
+    bucket = np.repeat(np.arange(len(sizes)), lengths)
+    number = np.concatenate([np.arange(length) for length in lengths])
+    return bucket[order], number[order]
+
+
+# ---- Reading -------------------------------------------------------------------------------------
+
+POLL_SECONDS = 0.1
+SILENCE_SECONDS = 30.0  # how long a step waits for a shard that no process is packing
+
+
+@dataclass(eq=False)
+class Rows:
+    """The rows of one run: training shards in order, and a validation shard."""
+
+    folder: Path
+    """Directory; may contain more shards than this run reads."""
+    train_shards: list[str]
+    val_shard: str
+    dtype: np.dtype
+    recipe: Mapping[str, Any]
+    """JSON-ready settings that determine the rows, with their fingerprint and `max_seq_len`; saved
+    in every checkpoint."""
+    files: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Shard -> files of the source packed into it, in order."""
+    stop: StopRequest = field(default_factory=StopRequest)
+    """Waiting ends when it is asked; set by the training run."""
+
+    def __post_init__(self) -> None:
+        self.max_seq_len: int = self.recipe["max_seq_len"]
+        self.fingerprint: str = self.recipe["fingerprint"]
+        self.starts = [0]  # index within the epoch of each shard's first row, as far as known
+        self.opened: dict[str, np.ndarray] = {}
+
+    def row_ids(self, step: int, rows_per_step: int, seed: int) -> np.ndarray:
+        """
+        Return the ids of a step's rows, (rows_per_step, 3): epoch, index of the shard, index in the
+        shard. Waits and raises like `batch`.
+        """
+        numbers = step * rows_per_step + np.arange(rows_per_step, dtype=np.int64)
+        epochs = np.zeros_like(numbers)
+        for shard in self.train_shards[len(self.starts) - 1 :]:
+            if self.starts[-1] > numbers[-1]:
+                break
+            self.starts.append(self.starts[-1] + self.wait(shard)["rows"])
+        else:  # the length of an epoch is known
+            if not self.starts[-1]:
+                raise UsageError(f"{self.folder} has no training rows", "use more text")
+            epochs, numbers = np.divmod(numbers, self.starts[-1])
+        shards = np.searchsorted(self.starts, numbers, side="right") - 1
+        rows = numbers - np.array(self.starts)[shards]
+        for epoch, shard in sorted(set(zip(epochs.tolist(), shards.tolist(), strict=True))):
+            here = (epochs == epoch) & (shards == shard)
+            count = self.starts[shard + 1] - self.starts[shard]
+            rows[here] = permutation(seed, epoch, shard, count)[rows[here]]
+        return np.stack([epochs, shards, rows], axis=1)
+
+    def read(self, ids: np.ndarray) -> np.ndarray:
+        """Return the rows of `ids`, (n, max_seq_len + 1), in the stored dtype."""
+        out = np.empty((len(ids), self.max_seq_len + 1), self.dtype)
+        for shard in np.unique(ids[:, 1]).tolist():
+            here = ids[:, 1] == shard
+            out[here] = self.open(self.train_shards[shard])[ids[here, 2]]
+        return out
+
+    def batch(self, step: int, rows_per_step: int, seed: int) -> np.ndarray:
+        """
+        Return the rows of a step, (rows_per_step, max_seq_len + 1), in the stored dtype. Waits for
+        shards that are being packed.
+
+        Raises UsageError if no process is packing a missing shard or a shard is damaged, and
+        StopRequested if a stop is requested while waiting.
+        """
+        return self.read(self.row_ids(step, rows_per_step, seed))
+
+    def val_batches(
+        self, rows_per_batch: int, num_rows: int, rank: int = 0, world_size: int = 1, half: int = 0
+    ) -> Iterator[np.ndarray]:
+        """
+        Yield this rank's share of the first `num_rows` validation rows, in a fixed random order.
+
+        `half` 1 or 2 selects every other row of the shard. The rows do not depend on batch size,
+        ranks or number of training shards. Yields (at most rows_per_batch, max_seq_len + 1).
+        Raises like `batch`, and UsageError if there are no rows.
+        """
+        rows = self.open(self.val_shard)
+        if len(rows) < max(1, half):
+            problem = f"--eval_half={half} is empty: " if half else ""
+            raise UsageError(
+                f"{problem}{self.val_shard} has {len(rows)} validation rows",
+                f"use {'--eval_half=0, or ' if half else ''}more validation text",
+            )
+        order = permutation(0, 0, 0, len(rows))
+        order = (order[half - 1 :: 2] if half else order)[:num_rows]
+        first, last = (len(order) * r // world_size for r in (rank, rank + 1))
+        for i in range(first, last, rows_per_batch):
+            yield rows[order[i : min(i + rows_per_batch, last)]]
+
+    @property
+    def num_rows(self) -> int:
+        """Number of training rows in the shards before the first one that is not packed."""
+        total = 0
+        for shard in self.train_shards:
+            if not self.is_packed(shard):
+                break
+            total += self.counts(shard)["rows"]
+        return total
+
+    def open(self, shard: str) -> np.ndarray:
+        """
+        Return the rows of a shard, memory-mapped, (n, max_seq_len + 1). Its digest is checked when
+        a run first opens it; a damaged shard counts as not packed from then on.
+        """
+        if shard not in self.opened:
+            counts, path = self.wait(shard), self.bin_path(shard)
+            if not path.is_file() or common.sha256_file(path) != counts["sha256"]:
+                self.json_path(shard).unlink()
+                raise UsageError(
+                    f"{path} is damaged: its SHA-256 does not match the record; it was not used",
+                    "run the same command again, which packs it again",
+                )
+            flat = np.memmap(path, self.dtype, "r") if counts["rows"] else np.empty(0, self.dtype)
+            self.opened[shard] = flat.reshape(-1, self.max_seq_len + 1)
+        return self.opened[shard]
+
+    def wait(self, shard: str) -> dict[str, Any]:
+        """Return the record of a shard once it is packed. Raises like `batch`."""
+        if not self.is_packed(shard):
+            print(f"waiting for {shard} to be packed", flush=True)
+        heard = time.monotonic()
+        while not self.is_packed(shard):
+            if self.stop.asked:
+                raise StopRequested(f"stop requested while waiting for {shard}")
+            if self.is_being_packed():
+                heard = time.monotonic()
+            if time.monotonic() - heard > SILENCE_SECONDS:
+                raise UsageError(
+                    f"{shard} is not packed in {self.folder}, and no process is packing it",
+                    f"run: python -m scripts.data --max_seq_len={self.max_seq_len}",
+                )
+            time.sleep(POLL_SECONDS)
+        return self.counts(shard)
+
+    def is_packed(self, shard: str) -> bool:
+        """Whether the rows of a shard are complete."""
+        return self.json_path(shard).exists()
+
+    def is_being_packed(self) -> bool:
+        """Whether a process holds the lock of a shard."""
+        for path in self.folder.glob(".locks/*"):
+            with common.try_lock(path) as mine:
+                if not mine:
+                    return True
+        return False
+
+    def counts(self, shard: str) -> dict[str, Any]:
+        """The record of a packed shard: the counts of its `Packer`, and its SHA-256."""
+        return common.read_json(self.json_path(shard))
+
+    def totals(self, shards: Sequence[str] | None = None) -> Counter[str]:
+        """Sum the counts of packed shards; default: the training shards."""
+        total = Counter[str]()
+        for shard in filter(self.is_packed, shards or self.train_shards):
+            total.update({k: n for k, n in self.counts(shard).items() if isinstance(n, int)})
+            total["shards"] += 1
+        return total
+
+    def bin_path(self, shard: str) -> Path:
+        """Path of the rows of a shard."""
+        return self.folder / f"{file_name(shard)}.bin"
+
+    def json_path(self, shard: str) -> Path:
+        """Path of the record of a shard."""
+        return self.folder / f"{file_name(shard)}.json"
+
+    def lock_path(self, shard: str) -> Path:
+        """Lock file that a process holds while it packs a shard."""
+        return self.folder / ".locks" / f"{file_name(shard)}.lock"
+
+
+def file_name(shard: str) -> str:
+    """Map a shard's name to a file name without slashes, injectively."""
+    return shard.replace("%", "%25").replace("/", "%2F")
+
+
+# ---- Best-fit packing of documents into rows -----------------------------------------------------
+# Every row starts with BOS. The rest of a cut document goes into a later row, after a BOS.
+
+PACKING_RULE = 3  # part of fingerprints: increment it when the same input packs differently
+
+# A larger pool cuts fewer documents. Measured: 2026-11, rows of 2,049, lognormal lengths
+# (mean 820 tokens; 7.7% of documents are longer than a row): 256 pieces cut 16%, 1,024 cut 15%,
+# 8,192 cut 11%.
+POOL_PIECES = 8192
+POOL_TOKENS = 1 << 24  # limits the pool's memory for very long rows
+MAX_DROPPED = 0.005  # maximum fraction of a stream's tokens dropped at its end
+
+
+class Packer:
+    """
+    Packs a stream of documents into rows of `row_length` tokens, at least 2.
+
+    With `cut`, documents are split so that only the last row may be padded with more than one BOS;
+    without it, they stay whole and must not be longer than a row. Memory: the pool (at most
+    POOL_TOKENS tokens) and twice the current batch.
+    """
+
+    def __init__(self, row_length: int, bos_id: int, dtype: Any = np.uint16, cut: bool = True):
+        self.row_length = row_length
+        self.bos = np.array([bos_id], dtype)
+        self.cut = cut
+        self.pool_pieces = max(1, min(POOL_PIECES, POOL_TOKENS // row_length))
+        names = ("rows", "documents", "documents_cut", "tokens", "dropped")
+        self.counts = Counter[str](dict.fromkeys(names, 0))  # tokens without BOS
+        # Pool of pieces by length, oldest first: (tokens with BOS, rest of a cut document?)
+        self.pool: dict[int, deque[tuple[np.ndarray, bool]]] = defaultdict(deque)
+        self.lengths = 0  # bit n is set if the pool has a piece of length n
+        self.pooled_pieces = 0
+        self.pooled_tokens = 0  # with BOS
+        self.placed: list[np.ndarray] = []  # pieces of completed rows, in order
+
+    def add(self, ids: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+        """
+        Add documents `ids[offsets[i]:offsets[i + 1]]` and return the rows completed so far.
+
+        ids: token ids without BOS; offsets: (documents + 1,). Returns (n, row_length), n >= 0.
+        """
+        tokens = np.insert(ids.astype(self.bos.dtype), offsets[:-1], self.bos[0])
+        bounds = (offsets + np.arange(len(offsets))).tolist()
+        self.counts["documents"] += int(np.count_nonzero(np.diff(offsets)))
+        for start, end in pairwise(bounds):
+            if end - start > self.row_length:
+                self._put(self._cut_rows(tokens[start:end]), True)
+            elif end - start > 1:
+                self._put(tokens[start:end], False)
+            while self.pooled_pieces > self.pool_pieces and self.pooled_tokens >= self.row_length:
+                self._fill_row()
+        return self._lay_out()
+
+    def finish(self) -> np.ndarray:
+        """Empty the pool and return the last rows, (n, row_length)."""
+        while self.pooled_pieces:
+            self._fill_row()
+        return self._lay_out()
+
+    def _cut_rows(self, document: np.ndarray) -> np.ndarray:
+        """Place the full rows of a long document (with BOS); return the rest."""
+        whole = self.row_length - 1
+        n = (len(document) - 2) // whole  # leaves at least one token
+        rows = np.full((n, self.row_length), self.bos)
+        rows[:, 1:] = document[1 : 1 + n * whole].reshape(n, whole)
+        self.placed.append(rows.reshape(-1))
+        self.counts.update(documents_cut=1, tokens=n * whole)
+        return np.concatenate([self.bos, document[1 + n * whole :]])
+
+    def _put(self, piece: np.ndarray, is_rest: bool) -> None:
+        """Add a copy of a piece to the pool; a view would keep its batch in memory."""
+        length = len(piece)
+        self.pool[length].append((piece.copy(), is_rest))
+        self.lengths |= 1 << length
+        self.pooled_pieces += 1
+        self.pooled_tokens += length
+
+    def _pop(self, length: int) -> tuple[np.ndarray, bool]:
+        """Remove the oldest piece of a length; return it and whether it is a rest."""
+        if len(self.pool[length]) == 1:
+            self.lengths ^= 1 << length
+        self.pooled_pieces -= 1
+        self.pooled_tokens -= length
+        return self.pool[length].popleft()
+
+    def _fill_row(self) -> None:
+        """Fill one row. If the pool runs out, pad the row, or drop it if it has few tokens."""
+        counts, pieces, gap = self.counts, [], self.row_length
+        while gap and self.pooled_pieces:
+            if fitting := self.lengths & ((2 << gap) - 1):
+                piece, _ = self._pop(fitting.bit_length() - 1)  # the longest that fits
+            elif gap == 1 or not self.cut:
+                break
+            else:  # cut the shortest piece
+                piece, is_rest = self._pop((self.lengths & -self.lengths).bit_length() - 1)
+                self._put(np.concatenate([self.bos, piece[gap:]]), True)
+                counts["documents_cut"] += not is_rest
+                piece = piece[:gap]
+            pieces.append(piece)
+            gap -= len(piece)
+        tokens = self.row_length - gap - len(pieces)
+        all_tokens = counts["tokens"] + counts["dropped"] + tokens
+        if gap > 1 and self.cut and tokens <= MAX_DROPPED * all_tokens:
+            counts["dropped"] += tokens
+            return
+        counts["tokens"] += tokens
+        self.placed += [*pieces, self.bos.repeat(gap)]
+
+    def _lay_out(self) -> np.ndarray:
+        """Return the placed pieces as rows, (n, row_length), and clear them."""
+        rows = np.concatenate([self.bos[:0], *self.placed]).reshape(-1, self.row_length)
+        self.placed.clear()
+        self.counts["rows"] += len(rows)
+        return rows
+
+
+Batches = Iterable[tuple[np.ndarray, np.ndarray]]  # ids and offsets, as `Packer.add` takes them
+
+
+def write_shard(
+    rows: Rows, shard: str, packer: Packer, batches: Batches, about: Mapping[str, Any]
+) -> None:
+    """
+    Pack batches into a shard, atomically. `about` joins the shard's record; it may change while
+    `batches` is consumed.
+    """
+    path, digest = rows.bin_path(shard), hashlib.sha256()
+    part = path.with_name(f"{path.name}.part")
+    part.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with part.open("wb") as out:
+            for ids, offsets in batches:
+                digest.update(block := packer.add(ids, offsets).tobytes())
+                out.write(block)
+            digest.update(block := packer.finish().tobytes())
+            out.write(block)
+            out.flush()
+            os.fsync(out.fileno())
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+    record = {**packer.counts, **about, "sha256": digest.hexdigest()}
+    common.write_json(rows.json_path(shard), record)
+
+
+# ---- Text ----------------------------------------------------------------------------------------
+# A shard of rows is packed from one file of the source, or from several small ones. It depends only
+# on these, the tokenizer and the row length. Processes share the work through lock files.
+
+BATCH_CHARS = 1 << 22  # of texts encoded at a time
+GROUP_ROWS = 512  # small files are combined into shards of about this many rows
+# Rough: a token is about 4 bytes of text; a byte of parquet or gzip holds about 3.3 bytes of text
+TOKENS_PER_STORED_BYTE = {".parquet": 1.0, ".gz": 1.0}
+TOKENS_PER_BYTE = 0.3
+
+
+def open_rows(source: Source, tokenizer: Tokenizer, max_seq_len: int) -> Rows:
+    """
+    Open the rows of a source under rows/; they need not be packed yet.
+
+    The folder name is a hash of everything that determines the rows of a shard, so runs with more
+    or fewer shards share it. It has a copy of the tokenizer and, for reference only, the recipe.
+    """
+    made_of = {"tokenizer": tokenizer.fingerprint, "max_seq_len": max_seq_len}
+    made_of["packing_rule"] = PACKING_RULE
+    folder = common.base_dir() / "rows" / common.fingerprint({"text": source.identity, **made_of})
+    name = common.fingerprint({"source": source.fingerprint, **made_of})
+    recipe = {"fingerprint": name, "source": source.describe(), **made_of}
+    if not (folder / "tokenizer.json").exists():
+        tokenizer.save(folder)
+        common.write_json(folder / "index.json", recipe)
+    groups = group_files(source, max_seq_len + 1)
+    files = {**groups, source.val_shard: [source.val_shard]}
+    dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
+    return Rows(folder, list(groups), source.val_shard, dtype, recipe, files)
+
+
+def group_files(source: Source, row_length: int) -> dict[str, list[str]]:
+    """
+    Group the training files of a source into shards of rows: name -> files, in order.
+
+    Each group is the shortest run of consecutive files with about GROUP_ROWS rows of text; a
+    smaller one at the end joins the previous group. A group of one file keeps its name. Depends
+    only on row_length and on the ordered files and their sizes, so the first groups do not change
+    when more files are used.
+    """
+    runs, rows = [[]], 0.0
+    for file in source.train_shards:
+        if rows >= GROUP_ROWS:
+            runs.append([])
+            rows = 0.0
+        runs[-1].append(file)
+        tokens = TOKENS_PER_STORED_BYTE.get(Path(file).suffix, TOKENS_PER_BYTE)
+        rows += source.files[file]["bytes"] * tokens / row_length
+    if rows < GROUP_ROWS and len(runs) > 1:
+        runs[-2:] = [runs[-2] + runs[-1]]
+    names = [run[0] for run in runs]
+    for i, run in enumerate(runs):
+        if len(run) > 1:
+            names[i] += f"+{len(run) - 1}-{common.fingerprint(run)[:8]}"
+    return dict(zip(names, runs, strict=True))
+
+
+def missing_shards(rows: Rows, num_rows: int | None = None) -> list[str]:
+    """
+    Shards still to pack, by urgency: first training shard, validation shard, the others; only the
+    validation shard if there are `num_rows` training rows.
+    """
+    shards = [rows.val_shard]
+    if num_rows is None or rows.num_rows < num_rows:
+        shards = [*rows.train_shards[:1], *shards, *rows.train_shards[1:]]
+    return [shard for shard in shards if not rows.is_packed(shard)]
+
+
+def pack_text(
+    rows: Rows, source: Source, tokenizer: Tokenizer, num_rows: int | None = None
+) -> None:
+    """
+    Pack missing shards in order until there are `num_rows` training rows (default: all shards).
+
+    Shares the work with other processes that call it, and returns when all of it is done.
+    """
+    while todo := missing_shards(rows, num_rows):
+        for shard in todo:
+            with common.try_lock(rows.lock_path(shard)) as mine:
+                if mine and not rows.is_packed(shard):
+                    pack_shard(rows, shard, source, tokenizer)
+                    break
+        else:  # other processes are packing all of them: wait for the first
+            with common.hold_lock(rows.lock_path(todo[0]), f"packing {todo[0]}"):
+                pass
+
+
+def pack_shard(rows: Rows, shard: str, source: Source, tokenizer: Tokenizer) -> None:
+    """Pack one shard, in bounded memory. The caller must hold the shard's lock."""
+    skipped, about = Counter[str](), {"text_bytes": 0, "skipped": 0, "empty_files": 0}
+
+    def encoded() -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        for file in rows.files[shard]:
+            before = about["text_bytes"]
+            for texts in batch_texts(source.texts(file, skipped=skipped)):
+                about["text_bytes"] += sum(len(text.encode()) for text in texts)
+                yield tokenizer.encode_flat(texts)
+            about["empty_files"] += about["text_bytes"] == before
+        about["skipped"] = skipped.total()
+
+    packer = Packer(rows.max_seq_len + 1, tokenizer.bos_id, rows.dtype)
+    write_shard(rows, shard, packer, encoded(), about)
+    print(f"packed {common.printable(shard)}: {packer.counts['rows']:,} rows", flush=True)
+
+
+def start_packing(
+    rows: Rows, source: Source, num_rows: int | None = None, workers: int = 1
+) -> list[multiprocessing.process.BaseProcess]:
+    """
+    Run `pack_text` in processes of low priority that end with this one; meanwhile, `rows.batch`
+    waits for missing shards. An unfinished shard is packed again next time. A process that fails
+    prints its error.
+    """
+    if not missing_shards(rows, num_rows):
+        return []
+    spawn = multiprocessing.get_context("spawn")
+    args = (source, rows.folder / "tokenizer.json", rows.max_seq_len, num_rows)
+    processes = [spawn.Process(target=pack_alone, args=args, daemon=True) for _ in range(workers)]
+    for process in processes:
+        process.start()
+    return processes
+
+
+def pack_alone(source: Source, tokenizer: Path, max_seq_len: int, num_rows: int | None) -> None:
+    """The process of `start_packing`."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
+    os.environ["RAYON_NUM_THREADS"] = "1"  # encoding leaves the other cores to training
+    os.nice(10)
+    loaded = Tokenizer.read(tokenizer)
+    try:
+        pack_text(open_rows(source, loaded, max_seq_len), source, loaded, num_rows)
+    except (OSError, ValueError, UsageError) as error:
+        raise SystemExit(f"error: packing failed: {common.printable(error)}") from error
+
+
+def batch_texts(texts: Iterable[str]) -> Iterator[list[str]]:
+    """Group texts into lists of about BATCH_CHARS characters."""
+    batch: list[str] = []
+    chars = 0
+    for text in texts:
+        batch.append(text)
+        chars += len(text)
+        if chars >= BATCH_CHARS:
+            yield batch
+            batch, chars = [], 0
+    if batch:
+        yield batch
+
+
+# ---- Conversations -------------------------------------------------------------------------------
+# Only the answers have loss. A conversation stays in one row; padding is BOS without loss.
+
+CHAT_SHARD = "rows"  # the only one
+CHAT_BATCH = 256  # conversations handed to the packer at a time
+
+
+class ChatPart(NamedTuple):
+    """Conversations of a mixture."""
+
+    conversations: Iterable[Sequence[Message]]
+    identity: Mapping[str, Any]
+    """JSON-ready; determines the conversations and their order."""
+    repeats: float = 1.0
+    """How often each is used in an epoch; 1.5: all once, and a random half again."""
+
+
+def open_chat_rows(
+    parts: Mapping[str, ChatPart], seed: int, tokenizer: Tokenizer, max_seq_len: int
+) -> Rows:
+    """Open the rows of a mixture of conversations, which need not be packed yet."""
+    named = [{"name": n, "repeats": p.repeats, **p.identity} for n, p in parts.items()]
+    made_of = {"buckets": named, "seed": seed, "tokenizer": tokenizer.fingerprint}
+    made_of |= {"max_seq_len": max_seq_len, "packing_rule": PACKING_RULE}
+    made_of["fingerprint"] = common.fingerprint(made_of)
+    folder = common.base_dir() / "rows" / made_of["fingerprint"]
+    return Rows(folder, [CHAT_SHARD], CHAT_SHARD, np.dtype("<i4"), made_of)
+
+
+def pack_chats(rows: Rows, parts: Mapping[str, ChatPart], seed: int, tokenizer: Tokenizer) -> None:
+    """
+    Pack the rows of `open_chat_rows` unless that was done before. The record of the shard has, by
+    bucket, its conversations, their tokens (with BOS) and tokens with loss, and what was used.
+
+    Raises ValueError if a bucket has no token to train on.
+    """
+    with common.hold_lock(rows.lock_path(CHAT_SHARD), f"packing {', '.join(parts)}"):
+        if rows.is_packed(CHAT_SHARD):
+            return
+        buckets, about = [], {}
+        for number, (name, part) in enumerate(parts.items()):
+            every = encode_chats(name, part.conversations, tokenizer, rows.max_seq_len)
+            n = len(every)
+            passes = range(-int(-part.repeats // 1))
+            order = [i for time in passes for i in permutation(seed, time, number, n).tolist()]
+            used = [every[i] for i in order[: round(part.repeats * n)]]
+            buckets.append(used)
+            about[name] = {
+                "conversations": n,
+                "tokens": n + sum(map(len, every)),
+                "trained": sum(int((ids >= 0).sum()) for ids in every),
+                "used_tokens": len(used) + sum(map(len, used)),
+            }
+        sizes = [np.array([len(ids) + 1 for ids in used], np.int64) for used in buckets]
+        mixed = (buckets[b][i] for b, i in zip(*interleave(sizes, seed), strict=True))
+        packer = Packer(rows.max_seq_len + 1, ~tokenizer.bos_id, rows.dtype, cut=False)
+        write_shard(rows, CHAT_SHARD, packer, batch_chats(mixed), {"buckets": about})
+
+
+def encode_chats(
+    name: str, conversations: Iterable[Sequence[Message]], tokenizer: Tokenizer, max_seq_len: int
+) -> list[np.ndarray]:
+    """
+    Encode conversations as `signed_ids` without BOS. What is longer than a row is cut;
+    conversations without a token to train on are skipped. Prints the number of both.
+    """
+    print(f"encoding {name}", flush=True)
+    every = [signed_ids(*render(tokenizer, chat, max_seq_len + 1))[1:] for chat in conversations]
+    kept = [ids for ids in every if (ids >= 0).any()]
+    cut, skipped = sum(len(ids) == max_seq_len for ids in kept), len(every) - len(kept)
+    if cut or skipped:
+        print(
+            f"{name}: of {len(every):,} conversations, {cut:,} fill a row of {max_seq_len:,} "
+            f"tokens (what is longer is cut) and {skipped:,} have no token to train on (skipped)",
+            flush=True,
+        )
+    if not kept:
+        raise ValueError(f"no conversation to train on in {name}")
+    return kept
+
+
+def batch_chats(chats: Iterator[np.ndarray]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Concatenate CHAT_BATCH conversations at a time; yield ids and offsets."""
+    while batch := list(islice(chats, CHAT_BATCH)):
+        yield np.concatenate(batch), np.cumsum([0, *map(len, batch)])
