@@ -24,7 +24,7 @@ fi
 case "$DATA" in
 public)
     echo "study: public data from the Hub"
-    name=korean text=(--mixture=dev/korean_text.json) depths=${DEPTHS:-12 16} vocab=65536 T=4096
+    name=korean text=(--dataset=HAERAE-HUB/KOREAN-WEBTEXT) depths=${DEPTHS:-12 16} vocab=65536 T=4096
     base=() run=(--num_iterations=40 --total_batch_size=524288) train="--eval_tokens=1048576"
     tasks="KMMLU-Redux|KMMLU-Redux-10|HAE-RAE|MCLM-Ko|Clinical-QA" score="--max_new_tokens=3072"
     final="kmmlu_pro|gpqa|hrm8k|livecodebench|click|kobalt"
@@ -35,7 +35,7 @@ standins)
     echo "study: the Hub has no KOREAson/YiSang-HighQuality, or DATA=standins: using the built-in world"
     name=korean-standins text=(--dataset=embedded) depths=${DEPTHS:-2 3} vocab=2048 T=256
     base=(--num_iterations=300 --total_batch_size=4096 --eval_every=0 --eval_tokens=32768)
-    run=(--num_iterations=40 --total_batch_size=2048) train="--eval_tokens=32768 --canaries=off"
+    run=(--num_iterations=40 --total_batch_size=2048) train="--eval_tokens=32768"
     tasks="World-Choice" score="--max_problems=200"
     python -m scripts.lab.hold_out --mixture=dev/korean_standins.json --benchmarks="$tasks"
     ;;

@@ -15,6 +15,7 @@ process packs (scripts.data): a step waits for its shard.
 """
 
 import hashlib
+import math
 import multiprocessing
 import os
 import signal
@@ -584,18 +585,24 @@ class ChatPart(NamedTuple):
     """JSON-ready; determines the conversations and their order."""
     repeats: float = 1.0
     """How often each is used in an epoch; 1.5: all once, and a random half again."""
+    tokens: int | None = None
+    """Tokens used in an epoch, to the nearest conversation, instead of repeats."""
 
 
 def open_chat_rows(
     parts: Mapping[str, ChatPart], seed: int, tokenizer: Tokenizer, max_seq_len: int
 ) -> Rows:
     """Open the rows of a mixture of conversations, which need not be packed yet."""
-    named = [{"name": n, "repeats": p.repeats, **p.identity} for n, p in parts.items()]
+    named = [{"name": n, "amount": p[2:], **p.identity} for n, p in parts.items()]
     made_of = {"buckets": named, "seed": seed, "tokenizer": tokenizer.fingerprint}
     made_of |= {"max_seq_len": max_seq_len, "packing_rule": PACKING_RULE}
-    made_of["fingerprint"] = common.fingerprint(made_of)
-    folder = common.base_dir() / "rows" / made_of["fingerprint"]
-    return Rows(folder, [CHAT_SHARD], CHAT_SHARD, np.dtype("<i4"), made_of)
+    return reopen_chat_rows({**made_of, "fingerprint": common.fingerprint(made_of)})
+
+
+def reopen_chat_rows(recipe: Mapping[str, Any]) -> Rows:
+    """Open the rows with this `recipe`, as saved in a checkpoint."""
+    folder = common.base_dir() / "rows" / recipe["fingerprint"]
+    return Rows(folder, [CHAT_SHARD], CHAT_SHARD, np.dtype("<i4"), recipe)
 
 
 def pack_chats(rows: Rows, parts: Mapping[str, ChatPart], seed: int, tokenizer: Tokenizer) -> None:
@@ -611,16 +618,13 @@ def pack_chats(rows: Rows, parts: Mapping[str, ChatPart], seed: int, tokenizer: 
         buckets, about = [], {}
         for number, (name, part) in enumerate(parts.items()):
             every = encode_chats(name, part.conversations, tokenizer, rows.max_seq_len)
-            n = len(every)
-            passes = range(-int(-part.repeats // 1))
-            order = [i for time in passes for i in permutation(seed, time, number, n).tolist()]
-            used = [every[i] for i in order[: round(part.repeats * n)]]
-            buckets.append(used)
+            order, lengths = choose_chats(every, part, seed, number)
+            buckets.append([every[i] for i in order])
             about[name] = {
-                "conversations": n,
-                "tokens": n + sum(map(len, every)),
+                "conversations": len(every),
+                "tokens": int(lengths.sum()),
                 "trained": sum(int((ids >= 0).sum()) for ids in every),
-                "used_tokens": len(used) + sum(map(len, used)),
+                "used_tokens": int(lengths[order].sum()),
             }
         sizes = [np.array([len(ids) + 1 for ids in used], np.int64) for used in buckets]
         mixed = (buckets[b][i] for b, i in zip(*interleave(sizes, seed), strict=True))
@@ -648,6 +652,23 @@ def encode_chats(
     if not kept:
         raise ValueError(f"no conversation to train on in {name}")
     return kept
+
+
+def choose_chats(
+    every: Sequence[np.ndarray], part: ChatPart, seed: int, bucket: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """
+    Return the indices of the conversations used in an epoch, and the length of each conversation
+    with its BOS. Each pass over them has a random order; the last one may end early.
+    """
+    n, lengths = len(every), np.array([len(ids) + 1 for ids in every])
+    repeats = part.repeats if part.tokens is None else part.tokens / lengths.sum()
+    passes = [permutation(seed, time, bucket, n) for time in range(math.ceil(repeats))]
+    order = np.concatenate([np.empty(0, np.int64), *passes]).astype(np.int64)
+    if part.tokens is None:
+        return order[: round(repeats * n)], lengths
+    middles = np.cumsum(lengths[order]) - lengths[order] / 2  # to the nearest conversation
+    return order[: int(np.searchsorted(middles, part.tokens))], lengths
 
 
 def batch_chats(chats: Iterator[np.ndarray]) -> Iterator[tuple[np.ndarray, np.ndarray]]:

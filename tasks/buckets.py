@@ -26,10 +26,11 @@ from tasks.registry import TASKS, WITH_SOURCE, key_of, make_task
 
 PART = re.compile(
     r"(?P<name>[\w./-]+)(?::(?P<source>(?:[^,=*{}]|\{[^{}]*\})+))?"
-    r"(?:=(?P<rows>\d+))?(?:\*(?P<repeats>\d+\.?\d*|\.\d+))?"
+    r"(?:=(?:(?P<of>\d+)\*)?(?P<tokens>\d+)t"
+    r"|(?:=(?P<rows>\d+))?(?:\*(?P<repeats>\d+\.?\d*|\.\d+))?)"
 )
 COMMA = re.compile(r",(?![^{}]*\})")  # not inside braces
-FORM = "name[:source], then =<number of conversations>, *<repeats>, or both"
+FORM = "name[:source], then =<number of conversations>, *<repeats>, both, or =<tokens>t"
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,8 @@ class Part(NamedTuple):
     """Use the first N conversations; None = all."""
     repeats: float = 1.0
     """How often each is used in an epoch; 0 = not at all."""
+    tokens: int | None = None
+    """Tokens used in an epoch, instead of repeats."""
 
     @property
     def label(self) -> str:
@@ -60,10 +63,12 @@ def parse_mixture(spec: str) -> list[Part]:
     parts = []
     for words in COMMA.split(spec):
         found = PART.fullmatch(words.strip())
-        if found is None or found["rows"] == "0":
+        if found is None or "0" in (found["rows"], found["of"]):
             raise ValueError(f"{words!r} in the mixture {spec!r} must be {FORM}; *0 uses none")
-        rows = int(found["rows"]) if found["rows"] else None
-        parts.append(Part(found["name"], found["source"], rows, float(found["repeats"] or 1)))
+        numbers = found["rows"] or found["of"], found["tokens"]
+        rows, tokens = (int(number) if number else None for number in numbers)
+        repeats = float(found["repeats"] or 1)
+        parts.append(Part(found["name"], found["source"], rows, repeats, tokens))
     return parts
 
 
@@ -168,8 +173,8 @@ class Bucket(NamedTuple):
     tags: Tags
     train: Task
     val: Task
-    repeats: float
-    """How often each conversation is used in an epoch."""
+    part: Part
+    """Its amount."""
 
     @property
     def benchmark(self) -> str:
@@ -191,13 +196,16 @@ class ChatMixture:
     def description(self) -> dict[str, Any]:
         """JSON-ready; identical for the same conversations in the same proportions."""
         return {
-            "learned": {b.name: [b.train.identity, b.repeats] for b in self.train_buckets},
+            "learned": {b.name: [b.train.identity, b.part[2:]] for b in self.train_buckets},
             "measured": {b.name: b.val.identity for b in self.val_buckets},
         }
 
     def train_parts(self) -> dict[str, ChatPart]:
         """Conversations to train on, by bucket."""
-        return {b.name: ChatPart(b.train, b.train.identity, b.repeats) for b in self.train_buckets}
+        return {
+            b.name: ChatPart(b.train, b.train.identity, b.part.repeats, b.part.tokens)
+            for b in self.train_buckets
+        }
 
     def val_parts(self) -> dict[str, ChatPart]:
         """Conversations to validate on, by bucket."""
@@ -212,7 +220,8 @@ class ChatMixture:
             share = count["used_tokens"] / total
             named = ", ".join(value for value in tags.values() if value) or "-"
             numbers = [f"{count[k]:,}" for k in ("conversations", "tokens", "trained")]
-            rows.append([bucket.name, named, *numbers, f"{bucket.repeats:g}", f"{share:.1%}"])
+            repeats = f"{count['used_tokens'] / count['tokens']:.3g}"
+            rows.append([bucket.name, named, *numbers, repeats, f"{share:.1%}"])
             for tag, value in tags.items():
                 of_tag = shares.setdefault(tag, {})
                 of_tag[value] = of_tag.get(value, 0.0) + share
@@ -273,7 +282,7 @@ def chat_mixture(words: str, val_words: str | None = None) -> ChatMixture:
     chats = ChatMixture(spec, own, buckets(spec, own), buckets(val_words or spec, own))
     check_finetuning_buckets(chats.train_buckets, chats.val_buckets)
     for bucket in chats.train_buckets:
-        if bucket.repeats > MOST_REPEATS and is_main_process():
+        if bucket.part.repeats > MOST_REPEATS and is_main_process():
             print(f"warning: more than {MOST_REPEATS} repeats of {bucket.name} add little")
     return chats
 
@@ -294,7 +303,7 @@ def buckets(spec: str, declared: Mapping[str, Mapping[str, Any]] = {}) -> list[B
         train = task_of(part, "train", declared)
         train = train if part.rows is None else Subset(train, part.rows)
         val = Subset(task_of(part, "held out", declared), VAL_ROWS)
-        found.append(Bucket(part.label, tags(part, declared), train, val, part.repeats))
+        found.append(Bucket(part.label, tags(part, declared), train, val, part))
     return found
 
 
@@ -330,7 +339,7 @@ def rl_questions(spec: str, seed: int = 0) -> Mixture:
     """
     tasks = []
     for part in parse_scored_tasks(spec):
-        if part.repeats % 1:
+        if part.repeats % 1 or part.tokens is not None:
             raise ValueError(
                 f"{part.label!r} in {spec!r}: use a number of questions (=500) or repeats (*2)"
             )

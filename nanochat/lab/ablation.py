@@ -1,7 +1,7 @@
 """
 Ablation arms of a data mixture: the same total tokens in different proportions.
 
-    "drop:gsm8k" -> parse_arm -> counts of each bucket in the control -> counts in the arm
+    "drop:gsm8k", counts of each bucket in the control -> arm_counts -> counts in the arm
 
 Every arm has the same total as the control, and therefore the same number of steps: when one bucket
 grows, the others shrink in proportion to their counts. Pure functions of names, tags and counts.
@@ -15,19 +15,23 @@ grows, the others shrink in proportion to their counts. Pure functions of names,
     ARM then ARM        one change, then another
 """
 
+import math
 import re
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping, Sequence
 
-from nanochat.mixture import Tags, parse_mixture, round_to_total
+from tasks.buckets import Tags
 
-ARM_SYNTAX = (
+FORMS = {
+    "copy": r"(.+)",
+    "only": r"(.+)",
+    "drop": r"(.+)",
+    "swap": r"(.+?) *-> *(?!\1$)(.+)",
+    "scale": r"(.+)\*(\d+\.?\d*)",
+    "ratio": r"(\w+) ([^:=]+):([^:=]+)=([1-9]\d*):([1-9]\d*)",
+}
+SYNTAX = (
     "copy:name, only:x, drop:x, swap:a->b, scale:x*2, ratio:language ko:en=1:4, or one then another"
 )
-RATIO = re.compile(r"(\w+) ([^:=]+):([^:=]+)=([\d.]+):([\d.]+)")
-
-Counts = Mapping[str, float]
-"""Bucket -> number of rows or tokens."""
 
 
 def arm_counts(
@@ -37,138 +41,77 @@ def arm_counts(
     Return the counts of an arm, given those of the control; the total stays the same.
 
     tags: tags of each bucket. floor: bucket -> minimum share of the total in an `only` arm, so that
-    answers keep the format that evaluations parse. Raises ValueError like `parse_arm`, and for an
-    arm that changes nothing or whose change the other buckets cannot offset.
+    answers keep the format that evaluations parse. Raises ValueError for an unknown form, bucket or
+    tag, and for an arm that changes nothing or whose change the other buckets cannot offset.
     """
-    change = parse_arm(arm, tags, floor)
-    if change is None:
-        return dict(control)
-    found = dict(zip(control, round_to_total(list(change(control).values())), strict=True))
-    if found == dict(control):
+    counts: Mapping[str, float] = control
+    for change in arm.split(" then "):
+        wanted = wanted_counts(change, counts, tags, floor)
+        if unknown := wanted.keys() - counts.keys():
+            raise ValueError(
+                f"{arm!r}: {', '.join(unknown)} is not in the mixture ({', '.join(counts)}); if "
+                "only an arm uses it, list it as <name>=0t"
+            )
+        rest = sum(n for name, n in counts.items() if name not in wanted)
+        factor = (sum(counts.values()) - sum(wanted.values())) / rest if rest else 0.0
+        counts = {name: wanted.get(name, n * factor) for name, n in counts.items()}
+    if min(counts.values()) < 0 or not math.isclose(sum(counts.values()), sum(control.values())):
+        raise ValueError(f"{arm!r}: the other buckets cannot compensate; use another arm")
+    found = dict(zip(control, round_to_total(list(counts.values())), strict=True))
+    if found == control and not arm.startswith("copy:"):
         raise ValueError(f"{arm!r} equals the control, {found}: the changed buckets have count 0")
     return found
 
 
-def parse_arm(
-    arm: str, tags: Mapping[str, Tags], floor: Mapping[str, float]
-) -> Callable[[Counts], dict[str, float]] | None:
-    """
-    Return a function from the counts of the control to those of the arm; None for a copy.
-
-    Raises ValueError for an unknown form, bucket or tag, or a factor that is not positive.
-    """
-    for name in floor:
-        require_bucket(name, tags, f"floor {name}")
-    if " then " in arm:
-        one, other = (parse_arm(part, tags, floor) for part in arm.split(" then ", 1))
-        if one and other:
-            return lambda counts: other(one(counts))
-        raise ValueError(f"unknown ablation arm {arm!r}: a copy cannot be changed")
-    kind, _, words = arm.partition(":")
-    if kind == "copy" and words:
-        return None
-    if kind == "only":
-        require_bucket(words, tags, arm)
-        least = {name: share for name, share in floor.items() if name != words}
-        return partial(keep_only, bucket=words, floor=least, arm=arm)
-    if kind == "drop":
-        require_bucket(words, tags, arm)
-        return partial(scale_bucket, bucket=words, factor=0.0, arm=arm)
-    if kind == "swap" and words.count("->") == 1:
-        old, new = (require_bucket(name.strip(), tags, arm) for name in words.split("->"))
-        return partial(swap_buckets, old=old, new=new)
-    if kind == "scale" and "*" in words:
-        name, _, factor = words.rpartition("*")
-        require_bucket(name, tags, arm)
-        return partial(scale_bucket, bucket=name, factor=positive_number(factor, arm), arm=arm)
-    found = RATIO.fullmatch(words)
-    if kind == "ratio" and found and found[2] != found[3]:
-        tag, first, second, left, right = found.groups()
-        groups = [
-            (buckets_with(tag, value, tags, arm), positive_number(weight, arm))
-            for value, weight in ((first, left), (second, right))
-        ]
-        return partial(set_ratio, groups=groups)
-    raise ValueError(f"unknown ablation arm {arm!r}; use one of: {ARM_SYNTAX}")
-
-
-def keep_only(
-    counts: Counts, bucket: str, floor: Mapping[str, float], arm: str
+def wanted_counts(
+    change: str, counts: Mapping[str, float], tags: Mapping[str, Tags], floor: Mapping[str, float]
 ) -> dict[str, float]:
-    """Assign the whole total to one bucket, except for the floor shares."""
+    """Counts of the buckets that a change sets; the others keep their proportions."""
+    kind, _, words = change.partition(":")
+    found = re.fullmatch(FORMS.get(kind, ""), words)
     total = sum(counts.values())
-    wanted = {name: total * floor.get(name, 0.0) for name in counts}
-    wanted[bucket] = total - sum(wanted.values())
-    if wanted[bucket] <= 0:
-        raise ValueError(f"{arm!r}: the floor {dict(floor)} leaves nothing for {bucket}; lower it")
-    return wanted
+    match kind, found and found.groups():
+        case "copy", (_,):
+            return {}
+        case "only", (name,):
+            wanted = dict.fromkeys(counts, 0.0) | {n: total * share for n, share in floor.items()}
+            wanted[name] = 0.0
+            return wanted | {name: total - sum(wanted.values())}
+        case "drop", (name,):
+            return {name: 0.0}
+        case "swap", (old, new):
+            return {old: 0.0, new: counts.get(old, 0) + counts.get(new, 0)}
+        case "scale", (name, factor):
+            return {name: counts.get(name, 0) * float(factor)}
+        case "ratio", (tag, one, other, left, right):
+            values = {name: getattr(each, tag, None) for name, each in tags.items()}
+            a, b = (sum(n for x, n in counts.items() if values[x] == v) for v in (one, other))
+            if not (a and b):
+                raise ValueError(
+                    f"{change!r}: the mixture lacks tokens with {tag} {one} or {other}"
+                )
+            share = int(left) / (int(left) + int(right))
+            factor = {one: share * (a + b) / a, other: (1 - share) * (a + b) / b}
+            return {x: n * factor[values[x]] for x, n in counts.items() if values[x] in factor}
+    raise ValueError(f"unknown ablation arm {change!r}; use one of: {SYNTAX}")
 
 
-def scale_bucket(counts: Counts, bucket: str, factor: float, arm: str) -> dict[str, float]:
-    """Scale one bucket by a factor and the others in proportion; the total stays the same."""
-    total, wanted = sum(counts.values()), counts[bucket] * factor
-    left, rest = total - wanted, total - counts[bucket]
-    if left < 0 or (left and not rest):
-        raise ValueError(f"{arm!r}: the other buckets cannot compensate; use another arm")
-    others = {name: n * left / rest if rest else 0.0 for name, n in counts.items()}
-    return {**others, bucket: wanted}
-
-
-def swap_buckets(counts: Counts, old: str, new: str) -> dict[str, float]:
-    """Move the count of one bucket to another."""
-    if old == new:
-        return dict(counts)
-    return {**counts, old: 0, new: counts[new] + counts[old]}
-
-
-def set_ratio(counts: Counts, groups: list[tuple[list[str], float]]) -> dict[str, float]:
-    """Split the total of groups of buckets in proportion to the group weights."""
-    total = sum(counts[name] for names, _ in groups for name in names)
-    weights = sum(weight for _, weight in groups)
-    wanted = dict(counts)
-    for names, weight in groups:
-        own = sum(counts[name] for name in names)
-        for name in names:  # an empty group is divided evenly
-            share = counts[name] / own if own else 1 / len(names)
-            wanted[name] = total * weight / weights * share
-    return wanted
-
-
-def require_bucket(name: str, tags: Mapping[str, Tags], arm: str) -> str:
-    """Return `name`. Raises ValueError if the mixture has no such bucket."""
-    if name not in tags:
-        raise ValueError(
-            f"{arm!r}: bucket {name!r} is not in the mixture ({', '.join(tags)}); if only an "
-            "arm uses it, list it as <name>=0%"
-        )
-    return name
-
-
-def buckets_with(tag: str, value: str, tags: Mapping[str, Tags], arm: str) -> list[str]:
-    """Return the buckets with this value of a tag. Raises ValueError if there are none."""
-    if not hasattr(Tags(), tag):
-        raise ValueError(f"{arm!r}: unknown tag {tag}; use one of: {', '.join(vars(Tags()))}")
-    names = [name for name, each in tags.items() if getattr(each, tag) == value]
-    if not names:
-        raise ValueError(f"{arm!r}: no bucket of the mixture has {tag}={value!r}")
-    return names
-
-
-def positive_number(words: str, arm: str) -> float:
-    """Parse a positive, finite number. Raises ValueError for anything else."""
-    try:
-        value = float(words)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise ValueError(f"{arm!r}: {words!r} is not a positive number")
-    return value
+def round_to_total(wanted: Sequence[float]) -> list[int]:
+    """Round to integers that add up to the rounded sum, by the largest-remainder method."""
+    counts = [math.floor(x) for x in wanted]
+    order = sorted(range(len(wanted)), key=lambda i: counts[i] - wanted[i])
+    for i in order[: round(math.fsum(wanted)) - sum(counts)]:
+        counts[i] += 1
+    return counts
 
 
 def read_floor(spec: str) -> dict[str, float]:
-    """Parse "a=5%,b=2%" into bucket -> share. Raises ValueError for amounts other than shares."""
-    parts = parse_mixture(spec) if spec else []
-    floor = {part.label: part.share for part in parts if part.share is not None}
-    if len(floor) < len(parts):
-        raise ValueError(f"floor {spec!r} must consist of shares, as in arc_easy=5%")
+    """
+    Parse "a=5%,b=2%" into bucket -> share. Raises ValueError for anything but shares below 100% in
+    total.
+    """
+    found = [re.fullmatch(r"(.+)=(\d+\.?\d*)%", words) for words in filter(None, spec.split(","))]
+    floor = {each[1]: float(each[2]) / 100 for each in found if each}
+    if not all(found) or not all(floor.values()) or sum(floor.values()) >= 1:
+        raise ValueError(f"floor {spec!r} must be shares below 100% in total, as in arc_easy=5%")
     return floor

@@ -1,44 +1,32 @@
 """
-A study: run bases x ablation arms x seeds as jobs and compare their scores.
+A study: bases x ablation arms x seeds, all trained on the same number of tokens, compared.
 
-    StudyConfig, arms -> Study.jobs -> Sweep.run_all -> compare_arms -> contrasts, a table
+    StudyConfig, arms -> make_job -> Sweep.run_all -> compare_arms -> comparison_table
 
-An ablation arm ("arm") is one variant of a training run. All runs of a study train on the same
-number of tokens. Arms never share seeds: identical data order would make two arms look more alike
-than independent runs. Only the values of a search share theirs.
+An ablation arm ("arm") is one variant of a training run. Arms never share seeds: identical data
+order would make two arms look more alike than independent runs.
 """
 
 import csv
 import io
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from nanochat import records
-from nanochat.checkpoint import SCRIPTS, Checkpoint, find_checkpoint, newest_state, stage_folder
-from nanochat.common import UsageError, base_dir, fingerprint, write_json
-from nanochat.lab.ablation import arm_counts, parse_arm
-from nanochat.lab.significance import Contrast, Scores, comparison_table, contrasts, holm_correct
-from nanochat.lab.sweep import DoneRun, Job, collect_scores
-from nanochat.mixture import (
-    MixConfig,
-    Part,
-    Tags,
-    parse_mixture,
-    read_mixture,
-    round_to_total,
-    tags_of,
-)
+from nanochat.checkpoint import SCRIPTS, find_checkpoint
+from nanochat.common import base_dir, fingerprint, write_json
+from nanochat.dataset import load_last_source
+from nanochat.lab.ablation import arm_counts, read_floor
+from nanochat.lab.significance import CELLS, Contrast, Recorded, agreement, contrasts, holm
+from nanochat.lab.sweep import Job
 from nanochat.tokenizer import Tokenizer
-from tasks.buckets import parse_task_mixture as known_parts
-from tasks.buckets import tags as tags_of_part
+from tasks.buckets import Part, chat_mixture, parse_task_mixture, read_mixture, tags
+from tasks.held_out import reject_contaminated
 
 CONTROL = "control"
 SEEDS_OF_ARM = 100  # the seeds of arm n start at n times this
-SHARE_UNITS = 10**9  # turns mixture shares into counts for `arm_counts`
-FIRST_HALF, OTHER_HALF = "--eval_half=1", "--eval_half=2"  # of the validation rows
-PARENTS = {"mid": "base", "sft": "mid", "rl": "sft"}  # stage -> stage that it starts from
 
 
 @dataclass(frozen=True)
@@ -49,6 +37,8 @@ class StudyConfig:
     """Base models, separated by |: checkpoint tags; for --stage=base, depths such as d4|d6."""
     source: Literal["base", "mid", "sft"] | None = None
     """Stage of the checkpoints to start from. Default: mid for SFT, sft for RL."""
+    mixture: str = ""
+    """Mixture of the control, as in mid_train. For --arms, it sets tokens: gsm8k=40000t."""
     task: str = ""
     """Task or mixture of tasks that RL trains on. Default: that of scripts.chat_rl."""
     num_iterations: int = 100
@@ -62,15 +52,27 @@ class StudyConfig:
     eval_flags: str = ""
     """Extra flags for scripts.chat_eval."""
 
+    def __post_init__(self) -> None:
+        if self.stage == "base" and not re.fullmatch(r"d\d+(\|d\d+)*", self.bases):
+            raise ValueError(f"--bases={self.bases}: with --stage=base write depths, as in d4|d6")
+        if self.stage in ("base", "rl") and self.mixture:
+            raise ValueError(f"--stage={self.stage} has no --mixture={self.mixture}; RL has --task")
+
+    @property
+    def parent(self) -> str:
+        """Stage of the checkpoints to start from."""
+        return self.source or {"mid": "base", "sft": "mid", "rl": "sft"}[self.stage]
+
+
+Inputs = Mapping[str, Mapping[str, str]]
+"""Base -> fingerprints of what its runs start from."""
+
 
 class Arm(NamedTuple):
     """A variant: its name and its training flags."""
 
     name: str
     flags: tuple[str, ...]
-
-
-RunKey = tuple[str, str, int]  # base, arm, seed
 
 
 def split_arms(spec: str) -> list[str]:
@@ -84,254 +86,162 @@ def split_arms(spec: str) -> list[str]:
 def from_grid(spec: str) -> list[Arm]:
     """
     All combinations of flag values, from flag=a,b;flag=c,d; the first is the control. Values with
-    commas are separated by |, as in task=a,b|c. Arms with different RL tasks have the same held-out
-    questions, those of all tasks.
+    commas are separated by |, as in task=a,b|c.
     """
-    axes, shared = [], ()
+    axes = []
     for words in spec.split(";"):
-        flag, equals, values = words.strip().partition("=")
-        if not (flag and equals and values):
+        flag, _, values = words.strip().removeprefix("--").partition("=")
+        if not values:
             raise ValueError(f"{words!r} in --grid={spec!r} is not flag=value,value")
-        flag, separator = flag.removeprefix("--").replace("-", "_"), "|" if "|" in values else ","
-        axes.append([f"--{flag}={value.strip()}" for value in values.split(separator)])
-        if flag == "task":
-            shared = (f"--eval_task={values.replace('|', ',')}",)
-    arms = []
-    for flags in itertools.product(*axes):
-        name = ", ".join(flag.removeprefix("--") for flag in flags)
-        arms.append(Arm(name if arms else CONTROL, (*flags, *shared)))
-    return arms
+        separator = "|" if "|" in values else ","
+        axes.append([f"{flag.replace('-', '_')}={value}" for value in values.split(separator)])
+    flags = [tuple(f"--{flag}" for flag in each) for each in itertools.product(*axes)]
+    names = [", ".join(each).replace("--", "") for each in flags]
+    return [Arm(*each) for each in zip([CONTROL, *names[1:]], flags, strict=True)]
 
 
-class Study:
-    """Creates the jobs of a study. Raises MissingInput if a base does not exist."""
-
-    def __init__(
-        self,
-        cfg: StudyConfig,
-        mix: MixConfig,
-        data: str = "",
-        default_mixture: Callable[[str | None], str] = lambda dataset: "",
-    ):
-        """
-        data: fingerprint of training and validation data, if the flags do not identify them.
-        default_mixture: dataset of the base model -> mixture used when `mix` has none.
-        """
-        self.cfg, self.mix, self.default_mixture = cfg, mix, default_mixture
-        self.bases = cfg.bases.split("|")
-        self.parents: dict[str, Checkpoint] = {}
-        self.starts: dict[str, dict[str, str]] = {}
-        if cfg.stage == "rl" and mix.mixture:
-            raise ValueError(f"RL has no --mixture={mix.mixture}; set --task")
-        self.source = source = cfg.source or PARENTS.get(cfg.stage, "")
-        for base in self.bases:
-            if cfg.stage == "base":
-                if not (base.startswith("d") and base[1:].isdigit()):
-                    raise ValueError(f"--bases={cfg.bases}: write a depth as d4, not {base!r}")
-                self.starts[base] = {"tokenizer": Tokenizer.load().fingerprint}
-            else:
-                self.parents[base] = find_checkpoint(source, base)
-                self.starts[base] = {source: self.parents[base].fingerprint}
-        first, *others = self.starts.values()
-        self.run_id = records.inherited_run_id(first)
-        # The report looks up inputs by name, so several different bases need a name of their own.
-        same = all(start == first for start in others)
-        self.inputs = dict(first) if same else {"bases": fingerprint(self.starts)}
-        for start in self.starts.values() if data else ():
-            start["data"] = data
-
-    def jobs(
-        self, arms: Mapping[str, Sequence[Arm]], seeds: int, arm_seeds: int
-    ) -> dict[RunKey, Job]:
-        """
-        All jobs by (base, arm, seed), arm by arm with the control first, so that an early stop
-        leaves complete arms.
-        """
-        found = {}
-        for base in self.bases:
-            for number, arm in enumerate(arms[base]):
-                for i in range(arm_seeds if number else seeds):
-                    seed = number * SEEDS_OF_ARM + i
-                    found[base, arm.name, seed] = self.job(base, arm, seed)
-        return found
-
-    def job(self, base: str, arm: Arm, seed: int) -> Job:
-        """
-        One run: training, then evaluation on tasks. Arms with another batch size take more or fewer
-        steps, for equal tokens. Raises ValueError for an arm that sets num_iterations.
-        """
-        cfg, mix = self.cfg, self.mix
-        pairs = (flag.removeprefix("--").split("=", 1) for flag in arm.flags)
-        own = {name.replace("-", "_"): value for name, value in pairs}
-        if "num_iterations" in own:
-            raise ValueError(f"{arm.name}: all runs must be equally long; set --num_iterations")
-        batch = int(own.get("total_batch_size", cfg.total_batch_size))
-        steps = max(1, round(cfg.num_iterations * cfg.total_batch_size / batch))
-        start = f"--depth={base[1:]}" if cfg.stage == "base" else f"--source={self.source}:{base}"
-        size = [] if cfg.stage == "rl" else [f"--total_batch_size={cfg.total_batch_size}"]
-        words = [
-            *(f"scripts.{SCRIPTS[cfg.stage]}", f"--num_iterations={steps}", *size),
-            *"--eval_every=0 --keep=1 --resume=auto --skip_if_done".split(),
-            *("--model_tag={tag}", f"--seed={seed}", start),
-        ]
-        if mix.mixture and "mixture" not in own:
-            words.append(f"--mixture={mix.mixture}")
-        if cfg.task and "task" not in own:
-            words.append(f"--task={cfg.task}")
-        commands = [[*words, *cfg.flags.split(), *arm.flags]]
-        if cfg.tasks:
-            scored = ["scripts.chat_eval", f"--source={cfg.stage}", "--model_tag={tag}"]
-            tasks = ["--skip_if_done", f"--task_name={cfg.tasks}"]
-            commands.append([*scored, *tasks, *cfg.eval_flags.split()])
-        return Job(f"{base} {arm.name} seed {seed}", commands, self.starts[base])
-
-    # ---- data ablations ----------------------------------------------------------------------
-
-    def mixture(self, base: str) -> dict[str, tuple[Part, Tags]]:
-        """
-        Bucket -> (part, tags) in the control mixture of a base.
-
-        Raises ValueError for --stage=base without --mixture.
-        """
-        spec, declared = read_mixture(self.mix.mixture)
-        if self.cfg.stage == "base":
-            if not spec:
-                raise ValueError("--arms changes the proportions of a mixture; set --mixture")
-            parts = parse_mixture(spec)
-            return {part.label: (part, tags_of(declared.get(part.name, {}))) for part in parts}
-        spec = spec or self.default_mixture(self.parents[base].state["source"].get("dataset"))
-        parts = known_parts(spec, declared)
-        return {part.label: (part, tags_of_part(part, declared)) for part in parts}
-
-    def check_arms(self, arms: Sequence[str], floor: Mapping[str, float]) -> None:
-        """
-        Validate data ablations before any training.
-
-        Raises ValueError if `parse_arm` rejects an arm or, for a mixture of shares, if `arm_counts`
-        does.
-        """
-        for base in self.bases:
-            mixture = self.mixture(base)
-            named = {name: tags for name, (_, tags) in mixture.items()}
-            shares = [part.share for part, _ in mixture.values() if part.share is not None]
-            for arm in arms:
-                parse_arm(arm, named, floor)
-                if len(shares) == len(mixture):
-                    counts = round_to_total([share * SHARE_UNITS for share in shares])
-                    arm_counts(arm, dict(zip(named, counts, strict=True)), named, floor)
-
-    def ablation(
-        self, base: str, control: Sequence[DoneRun], arms: Sequence[str], floor: Mapping[str, float]
-    ) -> list[Arm]:
-        """
-        The control and the data ablation arms of a base; flags set the tokens of every bucket.
-
-        control: finished control runs. Raises UsageError if their checkpoints were deleted.
-        """
-        runs = [run for run in control if not run.is_broken]
-        if not runs:
-            raise ValueError(no_control(base))
-        state = newest_state(stage_folder(self.cfg.stage) / runs[0].tag)
-        if state is None:
-            raise UsageError(
-                f"the checkpoints of {runs[0].job.name} are gone, so its mixture is unknown",
-                f"delete {runs[0].folder} and rerun the same command to train it again",
-            )
-        is_base = self.cfg.stage == "base"
-        resolved = state["mixture"] if is_base else state["mixture"]["resolved"]
-        unit = state["model"]["max_seq_len"] if is_base else 1  # text is sampled in whole rows
-        counts = {each["name"]: each["tokens"] // unit for each in resolved["buckets"]}
-        mixture = self.mixture(base)
-        if counts.keys() != mixture.keys():
-            raise ValueError(
-                f"{runs[0].job.name} was trained on {', '.join(counts)}, not on "
-                f"{', '.join(mixture)}; set --mixture on the sweep, not in --flags"
-            )
-        named = {name: tags for name, (_, tags) in mixture.items()}
-        found = [Arm(CONTROL, ())]
-        for arm in arms:
-            wanted = arm_counts(arm, counts, named, floor)
-            parts = [with_tokens(part, wanted[name] * unit) for name, (part, _) in mixture.items()]
-            _, declared = read_mixture(self.mix.mixture)
-            found.append(Arm(arm, (mixture_flag(",".join(parts), declared),)))
-        return found
-
-    # ---- searches ----------------------------------------------------------------------------
-
-    def confirmation(self, run: DoneRun) -> Job:
-        """Job that re-evaluates a model on validation rows not used to select it."""
-        words = [word for word in run.job.commands[0] if word not in ("--skip_if_done", FIRST_HALF)]
-        words = [word.replace("{tag}", run.tag) for word in words]
-        return Job(f"{run.job.name}, re-evaluated", [[*words, OTHER_HALF]], run.job.starts_from)
+# ---- Jobs ----------------------------------------------------------------------------------------
 
 
-def mixture_flag(spec: str, declared: Mapping[str, Any]) -> str:
-    """Flag that sets a mixture; a mixture with declared buckets is written to a file."""
+def find_inputs(cfg: StudyConfig, grid: str) -> Inputs:
+    """
+    Fingerprints of the bases, and of the data of all mixtures in the flags and the grid, whose
+    names do not identify it. Raises MissingInput if a base does not exist.
+    """
+    specs = [cfg.mixture] if cfg.mixture else []
+    for words in re.findall(r"mixture=([^\s;]+)", f"{cfg.flags} {grid}"):
+        specs += words.split("|")
+    bases = cfg.bases.split("|")
+    if cfg.stage == "base":
+        text = load_last_source("main") or {"fingerprint": ""}
+        found = {"tokenizer": Tokenizer.load().fingerprint, "data": text["fingerprint"]}
+        return dict.fromkeys(bases, found)
+    data = fingerprint([chat_mixture(cfg.mixture or spec, spec).description for spec in specs])
+    return {
+        base: {cfg.parent: find_checkpoint(cfg.parent, base).fingerprint, "data": data}
+        for base in bases
+    }
+
+
+def make_job(cfg: StudyConfig, inputs: Inputs, base: str, arm: Arm, seed: int) -> Job:
+    """
+    One run: training, then evaluation on tasks. Arms with another batch size take more or fewer
+    steps, for equal tokens. Raises ValueError for an arm that sets num_iterations.
+    """
+    own = dict(flag.removeprefix("--").split("=", 1) for flag in arm.flags)
+    if "num_iterations" in own:
+        raise ValueError(f"{arm.name}: all runs must be equally long; set --num_iterations")
+    batch = int(own.get("total_batch_size", cfg.total_batch_size))
+    steps = max(1, round(cfg.num_iterations * cfg.total_batch_size / batch))
+    words = [f"scripts.{SCRIPTS[cfg.stage]}", f"--num_iterations={steps}", f"--seed={seed}"]
+    words += "--model_tag={tag} --eval_every=0 --keep=1 --resume=auto --skip_if_done".split()
+    words.append(f"--depth={base[1:]}" if cfg.stage == "base" else f"--source={cfg.parent}:{base}")
+    words += [f"--total_batch_size={cfg.total_batch_size}"] if cfg.stage != "rl" else []
+    words += [f"--mixture={cfg.mixture}"] if cfg.mixture else []
+    words += [f"--task={cfg.task}"] if cfg.task else []
+    commands = [[*words, *cfg.flags.split(), *arm.flags]]
+    if cfg.tasks:
+        scored = ["scripts.chat_eval", f"--source={cfg.stage}", "--model_tag={tag}"]
+        scored += ["--skip_if_done", f"--task_name={cfg.tasks}", *cfg.eval_flags.split()]
+        commands.append(scored)
+    return Job(f"{base} {arm.name} seed {seed}", commands, inputs[base])
+
+
+# ---- Data ablations ------------------------------------------------------------------------------
+
+
+def data_arms(cfg: StudyConfig, arms: Sequence[str], arm_floor: str) -> list[Arm]:
+    """
+    The control and the data ablation arms; flags set the tokens of every bucket.
+
+    Raises ValueError for an unsuitable mixture or arm, UsageError for data of final benchmarks.
+    """
+    spec, declared = read_mixture(cfg.mixture)
+    parts = parse_task_mixture(spec, declared)
+    tags_of = {part.label: tags(part, declared) for part in parts}
+    reject_contaminated(tags_of)
+    counts, floor = {}, read_floor(arm_floor)
+    for part in parts:
+        if part.tokens is None:
+            raise ValueError(f"--arms needs tokens in --mixture, as in {part.label}=40000t")
+        counts[part.label] = part.tokens
+    found = [Arm(CONTROL, (mixture_flag(parts, counts, declared),))]
+    for arm in arms:
+        changed = arm_counts(arm, counts, tags_of, floor)
+        found.append(Arm(arm, (mixture_flag(parts, changed, declared),)))
+    return found
+
+
+def mixture_flag(
+    parts: Sequence[Part], tokens: Mapping[str, int], declared: Mapping[str, Any]
+) -> str:
+    """
+    Flag that sets a mixture with these tokens of each bucket, from the same conversations; with
+    declared buckets, it is written to a file.
+    """
+    amounts = []
+    for part in parts:
+        rows = "" if part.rows is None else f"{part.rows}*"
+        amounts.append(f"{part.label}={rows}{tokens[part.label]}t")
     if not declared:
-        return f"--mixture={spec}"
-    content = {"mixture": spec, "buckets": declared}
+        return f"--mixture={','.join(amounts)}"
+    content = {"mixture": ",".join(amounts), "buckets": declared}
     path = base_dir() / "sweeps" / "mixtures" / f"{fingerprint(content)}.json"
     write_json(path, content)
     return f"--mixture={path}"
 
 
-def with_tokens(part: Part, tokens: int) -> str:
-    """A part as written in a mixture, with this number of tokens from the same conversations."""
-    rows = "" if part.rows is None else f"{part.rows}*"
-    return f"{part.label}={rows}{tokens}t" if tokens or rows else f"{part.label}=0%"
-
-
-def no_control(base: str) -> str:
-    """Error message for a base without a finished control."""
-    return f"all control runs of {base} broke; there is nothing to compare with"
+# ---- Results -------------------------------------------------------------------------------------
 
 
 def compare_arms(
-    runs: Mapping[RunKey, DoneRun], million_tokens: float | None, first: str
-) -> tuple[list[Contrast], dict[str, Any]]:
-    """Compare every arm with the control of its base on every metric, `first` being the first."""
-    whole = {key: run for key, run in runs.items() if not run.is_broken}
-    if not whole:
-        raise ValueError(f"all {len(runs)} runs broke; see the end of their log.txt")
-    found: list[Contrast] = []
-    controls: dict[tuple[str, str], Scores] = {}
-    for metric in list_metrics(list(whole.values()), first):
-        for base in dict.fromkeys(base for base, _, _ in runs):
-            by_arm: dict[str, list[DoneRun]] = {}
-            for (_, arm, _), run in ((p, run) for p, run in whole.items() if p[0] == base):
-                by_arm.setdefault(arm, []).append(run)
-            if CONTROL not in by_arm:
-                raise ValueError(no_control(base))
-            arms = {arm: collect_scores(mine, metric) for arm, mine in by_arm.items()}
-            controls[base, metric] = arms[CONTROL]
-            found += contrasts(base, metric, arms, CONTROL)
-    found = holm_correct(found)
-    return found, comparison_table(found, controls, million_tokens)
+    runs: Mapping[str, Mapping[str, Sequence[Recorded]]], first: str
+) -> list[Contrast]:
+    """
+    Compare base -> arm -> runs with the control of the base on every metric, `first` being first.
+
+    Raises ValueError if a base has no control run.
+    """
+    for base, arms in runs.items():
+        if not arms[CONTROL]:
+            raise ValueError(f"all control runs of {base} broke; see the end of their log.txt")
+    every = [run for arms in runs.values() for each in arms.values() for run in each]
+    found = []
+    for metric, base in itertools.product(list_metrics(every, first), runs):
+        arms = {arm: each for arm, each in runs[base].items() if each}
+        found += contrasts(base, metric, arms)
+    return holm(found)
 
 
-def list_metrics(runs: Sequence[DoneRun], first: str) -> list[str]:
+def list_metrics(runs: Sequence[Recorded], first: str) -> list[str]:
     """
     Metrics that all runs share: `first`, bits per byte by bucket, and scores. Not those before RL
-    and their change, nor the reward of runs on different tasks.
+    and their change, nor rewards, which differ between tasks.
     """
-    tasks = {word for run in runs for word in run.job.commands[0] if word.startswith("--task=")}
-    left_out = (" before", " change", *(["Mean reward after"] if len(tasks) > 1 else []))
-    every = [run.values() for run in runs]
-    if not all(first in values for values in every):
-        raise ValueError(f"some runs did not record {first!r}; the first has {', '.join(every[0])}")
+    values = runs[0].values
+    shared = [name for name in values if all(name in run.values for run in runs)]
+    if first not in shared:
+        raise ValueError(f"some runs did not record {first!r}; the first has {', '.join(values)}")
     others = [
         name
-        for name, value in every[0].items()
-        if (name.startswith("val_bpb:") or isinstance(value, Mapping))
-        and all(name in values for values in every)
-        and not name.endswith(left_out)
+        for name in shared
+        if name.startswith("val_bpb:")
+        or (isinstance(values[name], Mapping) and not re.search(" before$| change$|reward", name))
     ]
     return list(dict.fromkeys([first, *others]))
 
 
-def measured_on_rows(metric: str) -> bool:
-    """Whether a metric is measured on validation rows rather than answers."""
-    return "validation" in metric.lower() or metric.startswith("val_bpb:")
+def comparison_table(found: Sequence[Contrast], million_tokens: float | None) -> dict[str, Any]:
+    """
+    Table of corrected contrasts. million_tokens: training tokens of each run, in millions; None in
+    RL.
+    """
+    columns = ["Metric", "Base", "Name", *CELLS, "Bases", "Per Mtok"]
+    rows = []
+    for c in found:
+        per_million = f"{c.difference / million_tokens:+.4f}" if million_tokens else "-"
+        rows.append([c.metric, c.base, c.arm, *c.cells(), agreement(found, c), per_million])
+    return {"title": "Arms", "columns": columns, "rows": rows}
 
 
 def as_csv(found: Mapping[str, Any]) -> str:

@@ -1,86 +1,80 @@
 """
-Measure how much scores vary when the same model answers the same questions repeatedly.
+Show how much scores vary when the same model answers the same questions repeatedly.
 
-    python -m scripts.lab.eval_variance                                  # newest SFT and RL models
-    python -m scripts.lab.eval_variance --checkpoints="sft:d4|rl:d4:50" --runs=5 --max_problems=200
+    python -m scripts.chat_eval -i sft -t 1 -n 5     # five sampled answers per question
+    python -m scripts.lab.eval_variance --checkpoints="sft|rl:d4:50"
 
-Reads   checkpoints as stage[:tag[:step]] and the evaluation splits of the tasks
+This is sampling noise only: weights and items stay the same. The classes, in accuracy points, are
+those of the Olmo 3 tables (post-training chapter of the RLHF book).
+
+Reads   records of scripts.chat_eval with several sampled answers per question
 Writes  the section "Evaluation variance", with the num_samples that each task needs in
-        scripts.chat_eval. Tasks scored by logits are skipped: they are deterministic
+        scripts.chat_eval
 """
 
-from dataclasses import dataclass, replace
+import math
+from dataclasses import dataclass
+from statistics import fmean
 
 from nanochat import records, report
-from nanochat.checkpoint import Checkpoint, parse_checkpoint_ref
+from nanochat.checkpoint import parse_checkpoint_ref
 from nanochat.config import start
-from nanochat.distributed import DistContext, init_distributed
-from nanochat.engine import Sampling
-from nanochat.eval_chat import score_by_generation
-from nanochat.lab import variance
-from scripts.chat_eval import TaskEval, default_tasks, open_engine, open_tasks
-from tasks.base import Task
-from tasks.held_out import require_access
+from scripts.lab.compare import recorded_scores
 
 SECTION = "Evaluation variance"
+STABLE, VERY_STABLE = 0.006, 0.003  # upper bounds of the classes
+MAX_REPEATS = 16
+SHARE = 0.5  # target ratio of sampling error to item error
 
 
 @dataclass(frozen=True)
-class EvalVariance(TaskEval):
+class EvalVariance:
     checkpoints: str = "sft|rl"
     """Checkpoints as stage[:tag[:step]], separated by |."""
-    runs: int = 3
-    """Number of sampled answers per question, at a temperature above 0."""
-    sampling: Sampling = replace(TaskEval.sampling, temperature=1.0)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.runs < 2 or self.sampling.temperature <= 0:
-            raise ValueError(
-                f"runs must be at least 2 (got {self.runs}) and temperature above 0 (got "
-                f"{self.sampling.temperature}); otherwise nothing varies"
-            )
+    report_dir: str | None = None
+    """Folder of records. Default: report/ under the base directory."""
 
 
 def main(cfg: EvalVariance) -> None:
-    machine = init_distributed(cfg.machine, cfg.sampling.seed)
-    names = cfg.checkpoints.split("|")
-    models = machine.on_node(lambda: [parse_checkpoint_ref(name) for name in names])
-    every, _ = open_tasks(cfg, default_tasks(models[0].state["source"]), machine)
-    tasks = [task for task in every if task.kind == "generate"]
-    if not tasks:
-        names = ", ".join(task.name for task in every)
-        raise ValueError(f"none of {names} is scored by generation; choose other tasks")
-    who = {"checkpoint": cfg.checkpoints, "section": SECTION}
-    asked = [task.name for task in tasks]
-    machine.on_main(lambda: require_access(asked, cfg.final, who))
-    scores = [sample_answers(cfg, model, tasks, machine) for model in models]
-    found = [
-        variance.measure(task.name, [by_task[task.name] for by_task in scores]) for task in tasks
-    ]
-    table = variance.variance_table(found, names)
-    if machine.is_main:
-        values = {v.task: f"{100 * v.std:.2f} points, {v.label}" for v in found}
-        run_id = models[0].state["provenance"]["run_id"]
-        inputs = {name: m.fingerprint for name, m in zip(names, models, strict=True)}
-        provenance = records.Provenance(run_id, cfg.sampling.seed, inputs)
-        cost = records.Cost.so_far(machine)
-        report.append_section(SECTION, cfg, values, provenance, cost, tables=[table])
-    machine.close()
+    models = {name: parse_checkpoint_ref(name) for name in cfg.checkpoints.split("|")}
+    scores = [recorded_scores(model, cfg.report_dir).values for model in models.values()]
+    rows, values = [], {}
+    for task, first in scores[0].items():
+        each = [by_task.get(task) for by_task in scores]
+        each = [x for x in each if isinstance(x, dict) and x.get("k", 1) > 1]
+        if len(each) < len(models):
+            continue
+        stds = [x["repeat_se"] * math.sqrt(x["k"]) for x in each]  # of a single run
+        std, item_se = fmean(stds), math.sqrt(fmean(x["item_se"] ** 2 for x in each))
+        points = [f"{100 * x:.2f}" for x in (std, *stds, item_se)]
+        counts = [first["n"], first["k"]]
+        rows.append([classify(std), task, *counts, *points, needed_repeats(std, item_se)])
+        values[task] = f"{points[0]} points, {classify(std)}"
+    if not rows:
+        raise ValueError(
+            f"{cfg.checkpoints} share no task with several sampled answers per question; evaluate "
+            "each with scripts.chat_eval --temperature=1 --num_samples=5"
+        )
+    columns = ["Class", "Task", "Items", "Runs", "Std", *models, "Item SE", "Repeats"]
+    table = {"title": f"{SECTION} (points)", "columns": columns, "rows": rows}
+    inputs = {name: model.fingerprint for name, model in models.items()}
+    origin = records.Provenance(records.inherited_run_id(inputs), 0, inputs)
+    report.append_section(SECTION, cfg, values, origin, tables=[table])
 
 
-def sample_answers(
-    cfg: EvalVariance, checkpoint: Checkpoint, tasks: list[Task], machine: DistContext
-) -> dict[str, list[list[float]]]:
-    """Return scores[item][run] by task name."""
-    engine = open_engine(cfg, checkpoint, machine, sum(map(cfg.count, tasks)) * cfg.runs)
-    found = {}
-    for task in tasks:
-        count = cfg.count(task)
-        graded = score_by_generation(engine, task, count, cfg.sampling, cfg.runs, machine)
-        found[task.name] = graded.outcomes
-        machine.print0(f"{checkpoint.folder}: {task.name}, {count} items, {cfg.runs} runs")
-    return found
+def classify(std: float) -> str:
+    """Variance class of a standard deviation between runs: high, stable or very stable."""
+    return "very stable" if std < VERY_STABLE else "stable" if std < STABLE else "high"
+
+
+def needed_repeats(std: float, item_se: float) -> int:
+    """
+    Answers per item, at most MAX_REPEATS, to keep the sampling error within SHARE times the item
+    error. Holds for any number of items, since both errors shrink at the same rate.
+    """
+    if std == 0 or item_se == 0:
+        return MAX_REPEATS if std else 1
+    return min(MAX_REPEATS, max(1, math.ceil((std / item_se / SHARE) ** 2)))
 
 
 if __name__ == "__main__":

@@ -14,19 +14,20 @@ Writes  --out, and the section "Filters <name of the file>"
 """
 
 import json
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from nanochat import records, report
-from nanochat.common import fingerprint, printable, sha256_file, write_atomic
+from nanochat.common import fingerprint, printable, write_atomic
 from nanochat.config import start
 from nanochat.dataset import read_json_lines
-from nanochat.mixture import BUDGET, parse_mixture, read_mixture
 from nanochat.tokenizer import Tokenizer
 from tasks.base import assistant, find_error, user
-from tasks.buckets import Bucket, buckets
-from tasks.filters import FilterRow, apply_filters, parse_all
+from tasks.buckets import buckets, read_mixture
+from tasks.filters import apply_filters, parse_all
 from tasks.registry import BENCHMARKS, eval_task
 
 
@@ -41,77 +42,53 @@ class Filter:
     """Bucket to filter, as in --mixture of mid_train: smoltalk=1000."""
     rows: str = ""
     """JSONL file to filter, instead of --bucket."""
-    tokenizer_tag: str = "main"
-    """Tokenizer for lengths in tokens; without it, lengths are in characters."""
+    tokenizer_tag: str = ""
+    """Tokenizer, such as main, for lengths in tokens. Default: lengths are in characters."""
     report_dir: str | None = None
     """Folder of records. Default: report/ under the base directory."""
 
-    def __post_init__(self) -> None:
-        if self.out and bool(self.bucket) == bool(self.rows):
-            raise ValueError("set either --bucket or --rows")
-
 
 def main(cfg: Filter) -> None:
-    if not cfg.out:
-        raise ValueError("--out is required: the file to write")
-    benchmarks = BENCHMARKS if "no_overlap" in cfg.filters else []
-    rules = parse_all(cfg.filters, length_in(cfg.tokenizer_tag), [eval_task(b) for b in benchmarks])
-    bucket = open_bucket(cfg) if cfg.bucket else None
-    rows = list(read_rows(cfg.rows, bucket))
+    if not cfg.out or bool(cfg.bucket) == bool(cfg.rows):
+        raise ValueError("set --out, and either --bucket or --rows")
+    encode = Tokenizer.load(cfg.tokenizer_tag).encode if cfg.tokenizer_tag else str
+    tests = [eval_task(name) for name in BENCHMARKS if "no_overlap" in cfg.filters]
+    rules = parse_all(cfg.filters, lambda text: len(encode(text)), tests)
+    if cfg.bucket:
+        spec, declared = read_mixture(cfg.bucket)
+        if re.search(r"[*%,@]|\dt$", spec):
+            raise ValueError(f"--bucket={cfg.bucket!r} must be one bucket, optionally with =rows")
+        [bucket] = buckets(spec, declared)
+        rows = [{"messages": conversation} for conversation in bucket.train]
+        source = fingerprint(bucket.train.identity)
+    else:
+        rows = list(read_rows(cfg.rows))
+        source = fingerprint(rows)
     kept, table = apply_filters(rows, rules)
     if not kept:
         raise ValueError(f"the filters {cfg.filters} drop all of {cfg.bucket or cfg.rows}")
     out = Path(cfg.out).expanduser()
-    text = (json.dumps(dict(row), ensure_ascii=False) for row in kept)
-    write_atomic(out, "".join(f"{line}\n" for line in text))
+    write_atomic(out, "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in kept))
     print(printable(f"wrote {len(kept):,} conversations to {out}"))
     values = {"Kept": len(kept), "Dropped": len(rows) - len(kept)}
-    if bucket:
-        source = fingerprint(bucket.train.identity)
-    else:
-        source = sha256_file(Path(cfg.rows).expanduser())[:16]
     provenance = records.Provenance(records.new_run_id(), 0, {"before": source})
     report.append_section(f"Filters {out.stem}", cfg, values, provenance, tables=[table])
 
 
-def length_in(tag: str) -> Callable[[str], int]:
-    """Return a function: text -> length in tokens, or in characters without a tokenizer."""
-    try:
-        tokenizer = Tokenizer.load(tag)
-    except FileNotFoundError:
-        print("no tokenizer found: lengths are in characters")
-        return len
-    return lambda text: len(tokenizer.encode(text))
-
-
-def open_bucket(cfg: Filter) -> Bucket:
-    """Open the bucket to filter. Raises ValueError unless it is one bucket, name[=rows]."""
-    spec, declared = read_mixture(cfg.bucket)
-    part, *others = parse_mixture(spec)
-    if others or part.share or part.tokens or part.repeats or BUDGET.search(spec):
-        raise ValueError(f"--bucket={cfg.bucket!r} must be one bucket, optionally with =rows")
-    [bucket] = buckets(spec, declared)
-    return bucket
-
-
-def read_rows(path: str, bucket: Bucket | None) -> Iterator[FilterRow]:
+def read_rows(path: str) -> Iterator[dict[str, Any]]:
     """
-    Yield the rows to filter: those of the bucket, else of the file. Raises ValueError for a line
-    that is not a conversation.
+    Yield the rows of a file, {"messages": [...]} or {"prompt": "..."}, answered or not. Raises
+    ValueError for a line that is not a conversation.
     """
-    if bucket:
-        yield from ({"messages": conversation} for conversation in bucket.train)
-        return
-    for number, line in read_json_lines(Path(path).expanduser()):
-        problem = "not an object"
-        if isinstance(line, dict):
-            messages = line.get("messages")
-            if messages is None and "prompt" in line:  # not answered yet
-                messages = [user(line["prompt"]), assistant("-")]
-            problem = find_error(messages)
+    for number, row in read_json_lines(Path(path).expanduser()):
+        found = row if isinstance(row, dict) else {}
+        messages = found.get("messages") or [user(found.get("prompt", ""))]
+        problem = find_error(messages)
+        if problem and isinstance(messages, list):  # not answered yet
+            problem = find_error([*messages, assistant("-")])
         if problem:
             raise ValueError(f"{path}, line {number}: {problem}")
-        yield line
+        yield found
 
 
 if __name__ == "__main__":

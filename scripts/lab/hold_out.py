@@ -10,59 +10,51 @@ Reads   held_out.json and held_out_access.jsonl under the base directory; with -
 Writes  held_out.json with --final; the section "Overlap" with --mixture
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from nanochat import records, report
 from nanochat.common import fingerprint, printable
 from nanochat.config import start
-from nanochat.mixture import MixConfig, read_mixture
 from tasks import held_out
-from tasks.buckets import TAGS, buckets
+from tasks.buckets import TAGS, buckets, read_mixture
 from tasks.overlap import overlaps
-from tasks.registry import BENCHMARKS, TASKS, eval_task, key_of, overlapping_tasks
-
-SECTION = "Overlap"
+from tasks.registry import BENCHMARKS, TASKS, eval_task, key_of, overlapping_tasks, question_source
 
 
 @dataclass(frozen=True)
 class HoldOut:
     final: str = ""
     """Tasks to declare final, separated by |; includes other tasks with the same questions."""
-    benchmarks: str = ""
-    """Tasks to compare a mixture with, separated by |. Default: ARC, MMLU, KMMLU, GSM8K, AQuA,
-    HumanEval, and final ones."""
+    mixture: str = ""
+    """Buckets to compare with benchmarks, as in smoltalk,gsm8k, or a JSON file; see docs/data.md.
+    Default: none."""
+    benchmarks: str = "|".join(BENCHMARKS)
+    """Tasks to compare a mixture with, separated by |, besides the final ones."""
     report_dir: str | None = None
     """Folder of records. Default: report/ under the base directory."""
-    mix: MixConfig = field(default_factory=MixConfig)
 
 
 def main(cfg: HoldOut) -> None:
-    if cfg.final:
-        keys = [k for name in cfg.final.split("|") for k in overlapping_tasks(check_task(name))]
-        print(f"wrote {held_out.declare({TASKS[k].name: TAGS[k].parent for k in keys})}")
-    if cfg.mix.mixture:
-        return scan(cfg)
+    keys = [key_of(name) for name in cfg.final.split("|")] if cfg.final else []
+    for key in keys:
+        if TASKS[key].kind == "talk" or key not in TAGS:
+            raise ValueError(f"--final: {key!r} is not scored; use {', '.join(BENCHMARKS)}")
+    if keys:
+        every = [other for key in keys for other in overlapping_tasks(key)]
+        print(f"wrote {held_out.declare({TASKS[k].name: TAGS[k].parent for k in every})}")
+    if cfg.mixture:
+        scan(cfg)
     for name, parent in held_out.final_benchmarks().items():
         print(printable(f"final: {name}, made from {parent or '?'}"))
     print(report.render_table(held_out.access_table()))
 
 
-def check_task(name: str) -> str:
-    """Return the key of a task that can be scored. Raises ValueError otherwise."""
-    key = key_of(name)
-    if TASKS[key].kind == "talk" or key not in TAGS:
-        raise ValueError(f"--final: {name!r} is not scored; use {', '.join(BENCHMARKS)}")
-    return key
-
-
 def scan(cfg: HoldOut) -> None:
     """Record the overlap of a mixture with benchmarks: 13-grams of words, or whole questions."""
-    learned = buckets(*read_mixture(cfg.mix.mixture))
-    final = map(key_of, held_out.final_benchmarks())
-    same = (key.removesuffix("_10").removesuffix("_letter") for key in final)  # same questions
-    default = [*BENCHMARKS, *same]
-    names = cfg.benchmarks.split("|") if cfg.benchmarks else dict.fromkeys(default)
-    tests = [eval_task(name) for name in names]
+    learned = buckets(*read_mixture(cfg.mixture))
+    names = [*cfg.benchmarks.split("|"), *held_out.final_benchmarks()]
+    keys = dict.fromkeys(question_source(key_of(name)) for name in names)
+    tests = [eval_task(key) for key in keys]
     found = overlaps([bucket.train for bucket in learned], tests)
     owners = (bucket.name for bucket in learned for _ in tests)
     rows = [
@@ -75,7 +67,7 @@ def scan(cfg: HoldOut) -> None:
     values = {"Items with overlap": sum(len(o.shared) + len(o.whole) for o in found)}
     inputs = {"before": fingerprint({bucket.name: bucket.train.identity for bucket in learned})}
     provenance = records.Provenance(records.new_run_id(), 0, inputs)
-    report.append_section(SECTION, cfg, values, provenance, tables=[table])
+    report.append_section("Overlap", cfg, values, provenance, tables=[table])
 
 
 if __name__ == "__main__":

@@ -1,86 +1,80 @@
 """
 Train models of several depths at several FLOP budgets and fit a scaling law to each variant.
 
-    python -m scripts.lab.scaling_laws --hours=6                         # the default recipe
+    python -m scripts.lab.scaling_laws                                   # the default recipe
     python -m scripts.lab.scaling_laws --name=windows --arms="default|--window_pattern=SL"
 
 No run repeats training text. Every run uses the recipe of its depth and number of tokens; an
 ablation arm ("arm") adds flags of base_train. Finished runs are kept: if a series is interrupted,
 rerun the same command.
 
-Reads   the tokenizer and text (scripts.tok_train, scripts.data)
+Reads   the tokenizer and its text (scripts.tok_train)
 Writes  sweeps/<name>/ under the base directory (points.csv, scaling-laws.svg, ledger),
         sweeps/runs/, and the section "Scaling laws <name>"; deletes the checkpoints of its runs
 """
 
+import itertools
 import math
-import re
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from statistics import fmean
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
 from nanochat import records, report
 from nanochat.checkpoint import stage_folder
-from nanochat.common import UsageError, read_json, write_atomic, write_json
-from nanochat.config import parse, require_at_least, require_positive, settings, start
-from nanochat.distributed import DistContext, init_distributed
+from nanochat.common import UsageError, write_atomic
+from nanochat.config import require_at_least, start
+from nanochat.dataset import DataConfig, load_last_source
+from nanochat.distributed import init_distributed
 from nanochat.gpt import GPT
-from nanochat.hardware import training_rate
 from nanochat.lab.scaling_law import (
     EXPONENTS,
+    MIN_POINTS,
     Law,
-    Minimum,
     Point,
-    Projection,
-    best_by_budget,
+    best_sizes,
     fit_law,
-    fit_minima,
+    losses,
     scaling_figure,
+    show_interval,
 )
 from nanochat.lab.study import as_csv, split_arms
 from nanochat.lab.sweep import DoneRun, Job, Sweep, SweepConfig, ledger_table
-from nanochat.mixture import Corpus
-from nanochat.scaling import plan_horizon
-from scripts.base_train import BaseTrain, open_text
+from nanochat.rows import open_rows, pack_text
+from nanochat.scaling import default_windows, plan_horizon, shape_for_depth
+from nanochat.tokenizer import Tokenizer
+from tasks.builtin import open_text
 
-SECTION = "Scaling laws"
-METRIC = "Final validation bpb"
-NUM_BUDGETS, BUDGET_STEP = 4, 10**0.5  # each FLOP budget is this many times the one before
-USED_SHARE = 0.6  # of the hours that planned FLOPs may take: evaluation and start take the rest
-TOKENS_PER_N = 5.0  # depths whose tokens per parameter are closest to this are trained
-ROWS_PER_RUN = 256  # fewest rows of text that a run may train on
-# Flags that the plan sets, and flags that must be equal in all arms
-PLANNED = ("depth", "seed", "num_iterations", "target_flops", "model_tag", "report_dir", "resume")
-PLANNED += ("eval_tokens", "skip_if_done", "target_param_data_ratio")
-SHARED = ("max_seq_len", "dataset", "mixture", "tokenizer_tag", "num_shards", "eval_half")
+MIN_ROWS = 256  # of text that a run trains on
+# Flags that the series sets, or that would make runs incomparable
+FIXED = (
+    "depth seed num_iterations target_flops target_param_data_ratio max_seq_len model_tag resume "
+    "skip_if_done report_dir eval_tokens eval_half dataset num_shards mixture tokenizer_tag".split()
+)
 
 
 @dataclass(frozen=True)
 class ScalingLaws:
     name: str = "scaling"
-    """Folder under sweeps/; each name has its own plan and ledger."""
+    """Folder under sweeps/; each name has its own ledger."""
     arms: str = "default"
     """Ablation arms, separated by |: default, or flags of base_train, as in --a=1 --b=2. The first
     is the control."""
-    hours: float = 6.0
-    """Approximate hours of training, which set the FLOP budgets. No run starts beyond them."""
-    budgets: tuple[float, ...] = ()
-    """FLOP budgets, as in 1e13,3e13. Default: four that fit into the hours, fewer on a slow
-    machine."""
-    depths: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 8)
-    """Depths to choose from."""
-    depths_per_budget: int = 5
-    """Maximum number of depths at each budget; at least 3."""
+    budgets: tuple[float, ...] = (3e12, 1e13, 3e13, 1e14)
+    """FLOP budgets. The default takes about five hours on two CPU cores; use larger ones on a
+    GPU."""
+    depths: tuple[int, ...] = (1, 2, 3, 4, 5)
+    """Depths to train at each budget, except those that would see too little text."""
     project: tuple[int, ...] = (12, 20, 24)
     """Depths to predict the loss of at their default number of tokens."""
     seeds: int = 1
     """Number of seeds of each run."""
-    flags: str = "--max_seq_len=512"
-    """Flags of base_train for all runs; replaces the default."""
+    max_seq_len: int = 512
+    """Context length of all runs."""
+    flags: str = ""
+    """Further flags of base_train for all runs."""
     eval_tokens: int = 262_144
     """Validation tokens to score at the end of each run."""
     report_dir: str | None = None
@@ -88,18 +82,13 @@ class ScalingLaws:
     sweep: SweepConfig = field(default_factory=SweepConfig)
 
     def __post_init__(self) -> None:
-        require_at_least(self, depths_per_budget=3, seeds=1, eval_tokens=1)
-        require_positive(self, "hours")
+        require_at_least(self, seeds=1, max_seq_len=1, eval_tokens=1)
         for name in ("budgets", "depths", "project"):
             if not all(0 < each < math.inf for each in getattr(self, name)):
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        arms = split_arms(self.arms)
-        for flags, rejected in [(self.flags, PLANNED), *((arm, PLANNED + SHARED) for arm in arms)]:
-            for flag in re.findall(r"--([\w-]+)", flags):
-                name = flag.replace("-", "_")
-                if name in rejected:
-                    where = "is set by the series" if name in PLANNED else "belongs in --flags"
-                    raise ValueError(f"--{flag} in {flags!r} {where}; remove it")
+        given = f"{self.flags} {self.arms}".replace("-", "_")
+        if wrong := [name for name in FIXED if f"__{name}" in given]:
+            raise ValueError(f"--flags and --arms cannot set {', '.join(wrong)}: equal in all runs")
 
 
 class Planned(NamedTuple):
@@ -112,253 +101,104 @@ class Planned(NamedTuple):
 
 
 def main(cfg: ScalingLaws) -> None:
-    arms, problem = split_arms(cfg.arms), None
-    first = [arm_config(cfg, arm, 1) for arm in arms][0]  # exits for an unknown flag
-    machine = init_distributed(first.train.machine)
-    corpus, inputs = open_text(first, machine)
-    limit = replace(cfg.sweep, cap_hours=cfg.sweep.cap_hours or cfg.hours * cfg.sweep.devices)
+    arms, machine = split_arms(cfg.arms), init_distributed(steady=False)
+    tokenizer = Tokenizer.load()
+    source = open_text(DataConfig(), load_last_source("main"))
+    text = open_rows(source, tokenizer, cfg.max_seq_len)
+    inputs = {"rows": text.fingerprint, "tokenizer": tokenizer.fingerprint}
+    size, windows = (tokenizer.vocab_size, cfg.max_seq_len), default_windows(machine.device.type)
+    with torch.device("meta"):  # to count FLOPs, without weights
+        every = {*cfg.depths, *cfg.project}
+        models = {d: GPT(shape_for_depth(d, *size, "default", windows)) for d in every}
 
-    # Train every arm, smallest budgets first; if that ends early, use what there is
-    found: dict[Planned, DoneRun] = {}
-    with Sweep(limit, cfg.name) as sweep:
-        budgets = choose_budgets(cfg, sweep, corpus, machine)
-        planned = plan_runs(cfg, budgets, corpus, machine)
-        for budget in budgets:
+    # Runs on enough text that do not repeat it
+    planned = []
+    for budget, depth in sorted(itertools.product(set(cfg.budgets), set(cfg.depths))):
+        rows = math.ceil(budget / models[depth].flops_per_token() / cfg.max_seq_len)
+        pack_text(text, source, tokenizer, rows)
+        if MIN_ROWS <= rows <= text.num_rows:  # so that no text is repeated
+            planned += [
+                Planned(arm, budget, depth, 100 * number + seed)
+                for number, arm in enumerate(arms)
+                for seed in range(cfg.seeds)
+            ]
+    if len(planned) < MIN_POINTS * len(arms) or planned[0].budget == planned[-1].budget:
+        raise UsageError(
+            f"only {len(planned)} runs can train on {MIN_ROWS} rows or more without repeating text;"
+            f" a law needs {MIN_POINTS} of each arm, at two budgets",
+            "use other --budgets, more --depths, or more text (scripts.tok_train --num_shards)",
+        )
+
+    # Train them, smallest budgets first
+    found: dict[str, list[Point]] = {arm: [] for arm in arms}
+    with Sweep(cfg.sweep, cfg.name) as sweep:
+        for budget in sorted(set(cfg.budgets)):
             jobs = {run: make_job(cfg, run, inputs) for run in planned if run.budget == budget}
-            try:
-                sweep.run_all(list(jobs.values()))
-            except UsageError as error:  # the cap, or a failed run
-                problem = error
-            done = {run: sweep.finished(job) for run, job in jobs.items()}
-            found |= {run: each for run, each in done.items() if each}
-            for each in found.values():
-                shutil.rmtree(stage_folder("base") / each.tag, ignore_errors=True)
-            if problem:
-                break
+            done = sweep.run_all(list(jobs.values()))
+            for run, job in jobs.items():
+                found[run.arm].append(measure(run, done[job.name]))
+                shutil.rmtree(stage_folder("base") / done[job.name].tag, ignore_errors=True)
 
-        # Fit, project and write
-        points = {arm: measured_points(found, arm) for arm in arms}
-        if problem and not all(points.values()):
-            raise problem
-        minima = {arm: fit_minima(points[arm]) for arm in arms}
-        laws = {arm: law for arm in arms if (law := fit_law(points[arm]))}
-        largest = max(point.budget for mine in points.values() for point in mine)
-        projections = [
-            project(arm, law, depth, meta_model(cfg, arm, depth, corpus, machine), largest)
-            for arm, law in laws.items()
-            for depth in cfg.project
-        ]
-        tables = make_tables(points, minima, laws, projections)
-        tables.append(ledger_table(sweep.ledger()))
-        write_atomic(sweep.folder / "points.csv", as_csv(tables[0]))
-        figure = scaling_figure(points, minima, projections)
-        write_atomic(sweep.folder / "scaling-laws.svg", figure)
-    print(f"{len(found)} of {len(planned)} runs; figure: {sweep.folder / 'scaling-laws.svg'}")
-    values = {"Planned runs": len(planned), "Runs": sum(map(len, points.values()))}
+    # Fit, project and write
+    laws = {arm: law for arm in arms if (law := fit_law(found[arm])) is not None}
+    beyond = [project(arm, laws[arm], d, models[d]) for arm in laws for d in cfg.project]
+    tables = make_tables(found, laws, beyond)
+    write_atomic(sweep.folder / "points.csv", as_csv(tables[0]))
+    write_atomic(sweep.folder / "scaling-laws.svg", scaling_figure(found, laws))
+    print(f"{len(planned)} runs; figure: {sweep.folder / 'scaling-laws.svg'}")
     provenance = records.Provenance(records.inherited_run_id(inputs), 0, inputs)
-    section = SECTION if cfg.name == "scaling" else f"{SECTION} {cfg.name}"
+    section = "Scaling laws" if cfg.name == "scaling" else f"Scaling laws {cfg.name}"
+    tables.append(ledger_table(sweep.ledger()))
+    values = {"Runs": len(planned)}
     report.append_section(section, cfg, values, provenance, sweep.cost(), tables=tables)
-    machine.close()
-    if problem:
-        raise problem
-
-
-# ---- The plan ------------------------------------------------------------------------------------
-
-
-def arm_flags(cfg: ScalingLaws, arm: str) -> list[str]:
-    """Flags of base_train that all runs of an arm share."""
-    return [*cfg.flags.split(), *(() if arm == "default" else arm.split())]
-
-
-def arm_config(cfg: ScalingLaws, arm: str, depth: int) -> BaseTrain:
-    """Settings of an arm's runs of one depth."""
-    return parse(BaseTrain(), args=[*arm_flags(cfg, arm), f"--depth={depth}"])
-
-
-def meta_model(cfg: ScalingLaws, arm: str, depth: int, corpus: Corpus, machine: DistContext) -> GPT:
-    """The model of a run without weights, to count parameters and FLOPs."""
-    run = arm_config(cfg, arm, depth)
-    with torch.device("meta"):
-        return GPT(run.model_config(corpus.tokenizer.vocab_size, machine.device.type))
-
-
-def choose_budgets(
-    cfg: ScalingLaws, sweep: Sweep, corpus: Corpus, machine: DistContext
-) -> list[float]:
-    """
-    FLOP budgets in order: those of --budgets, those of an earlier call with the same settings, or
-    four that fit into the hours at an estimated throughput: on a CPU measured on matmuls, on a
-    known GPU a share of its peak, which small models do not reach. Three or two larger ones where
-    the smallest of four would be too small for three depths. Raises like `plan_runs`.
-    """
-    if cfg.budgets:
-        return sorted(set(cfg.budgets))
-    path = sweep.folder / "plan.json"
-    names = "hours arms seeds depths depths_per_budget flags devices".split()
-    wanted = {name: settings(cfg)[name] for name in names}
-    saved = read_json(path) if path.exists() else {}
-    if saved.get("wanted") == wanted:
-        return saved["budgets"]
-    arms, middle = split_arms(cfg.arms), sorted(cfg.depths)[len(cfg.depths) // 2]
-    model = meta_model(cfg, arms[0], middle, corpus, machine)
-    rate = training_rate(machine.device, machine.dtype, model.cfg.d_model)
-    devices = cfg.sweep.devices if machine.device.type == "cuda" else 1
-    flops = USED_SHARE * 3600 * cfg.hours * rate * devices / (len(arms) * cfg.seeds)
-    problems = []
-    for count in range(NUM_BUDGETS, 1, -1):
-        shares = [BUDGET_STEP**-i for i in range(count)]
-        largest = float(f"{flops / (cfg.depths_per_budget * sum(shares)):.1g}")
-        budgets = sorted(float(f"{largest * share:.2g}") for share in shares)
-        try:
-            plan_runs(cfg, budgets, corpus, machine)
-        except UsageError as error:
-            problems.append(error)
-            continue
-        write_json(path, {"wanted": wanted, "budgets": budgets})
-        return budgets
-    raise problems[0]
-
-
-def plan_runs(
-    cfg: ScalingLaws, budgets: Sequence[float], corpus: Corpus, machine: DistContext
-) -> list[Planned]:
-    """
-    The runs of all arms. At each budget, the depths whose tokens per parameter are closest to
-    TOKENS_PER_N, of those that neither repeat text nor train on fewer than ROWS_PER_RUN rows.
-
-    Raises UsageError if a budget has fewer than three such depths.
-    """
-    arms, planned = split_arms(cfg.arms), []
-    T = next(iter(corpus.rows.values())).max_seq_len
-    for budget in budgets:
-        most_tokens = {}
-        for depth in cfg.depths:
-            models = [meta_model(cfg, arm, depth, corpus, machine) for arm in arms]
-            most_tokens[depth] = max(budget / model.flops_per_token() for model in models)
-        distance = {  # tokens / N, where N = budget / (6 tokens)
-            d: abs(math.log(6 * tokens**2 / budget / TOKENS_PER_N))
-            for d, tokens in most_tokens.items()
-        }
-        chosen, reasons = [], []
-        for depth in sorted(distance, key=lambda d: distance[d]):
-            rows = math.ceil(most_tokens[depth] / T)
-            if rows < ROWS_PER_RUN:
-                reasons.append(
-                    f"depth {depth} would train on {rows} rows, fewer than {ROWS_PER_RUN}"
-                )
-            elif len(chosen) < cfg.depths_per_budget:
-                if repeats_text(corpus, rows, machine):
-                    reasons.append(f"depth {depth} would repeat the text")
-                else:
-                    chosen.append(depth)
-        if len(chosen) < 3:
-            raise UsageError(
-                f"{len(chosen)} depths can train at {budget:.1e} FLOPs, but a parabola needs three"
-                + "".join(f"; {reason}" for reason in reasons),
-                "use other --budgets or --hours, more --depths or, if text would be repeated, more "
-                "text (scripts.tok_train --num_shards)",
-            )
-        planned += [
-            Planned(arm, budget, depth, number * 100 + i)
-            for depth in sorted(chosen)
-            for number, arm in enumerate(arms)
-            for i in range(cfg.seeds)
-        ]
-    return planned
-
-
-def repeats_text(corpus: Corpus, rows: int, machine: DistContext) -> bool:
-    """Whether a run over this many rows would repeat text; packs rows until that is known."""
-    _, needed = corpus.resolve_amounts(rows, machine)
-    corpus.pack(needed, machine)
-    return any((corpus.rows[name].epochs_for(n) or 0) > 1 for name, n in needed.items())
 
 
 def make_job(cfg: ScalingLaws, run: Planned, inputs: Mapping[str, str]) -> Job:
     """The training job of a run."""
-    words = ["scripts.base_train", "--eval_every=0", "--keep=1", "--resume=auto", "--skip_if_done"]
-    words += [f"--eval_tokens={cfg.eval_tokens}", *arm_flags(cfg, run.arm)]
+    words = "scripts.base_train --eval_every=0 --keep=1 --resume=auto --skip_if_done".split()
+    words += [f"--eval_tokens={cfg.eval_tokens}", f"--max_seq_len={cfg.max_seq_len}"]
+    words += [*cfg.flags.split(), *(run.arm.split() if run.arm != "default" else ())]
     words += [f"--depth={run.depth}", f"--target_flops={run.budget:g}", f"--seed={run.seed}"]
     name = f"{run.arm}, {run.budget:.1e} FLOPs, depth {run.depth}, seed {run.seed}"
     return Job(name, [[*words, "--model_tag={tag}"]], inputs)
 
 
-# ---- Results -------------------------------------------------------------------------------------
+def measure(run: Planned, done: DoneRun) -> Point:
+    """Size, tokens and loss of a finished run."""
+    n = done.metric("Number of FLOPs per token") / 6
+    tokens, loss = done.metric("Number of training tokens"), done.metric("Final validation bpb")
+    return Point(run.budget, run.depth, n, tokens, loss)
 
 
-def measured_points(found: Mapping[Planned, DoneRun], arm: str) -> list[Point]:
-    """The runs of an arm, each the mean of its seeds."""
-    seeds: dict[tuple[float, int], list[DoneRun]] = {}
-    for run, done in found.items():
-        if run.arm == arm and not done.is_broken:
-            seeds.setdefault((run.budget, run.depth), []).append(done)
-    points = []
-    for (budget, depth), runs in sorted(seeds.items()):
-        n = runs[0].metric("Number of FLOPs per token") / 6
-        tokens = runs[0].metric("Number of training tokens")
-        points.append(Point(budget, depth, n, tokens, fmean(run.metric(METRIC) for run in runs)))
-    return points
-
-
-def project(arm: str, law: Law, depth: int, model: GPT, largest: float) -> Projection:
-    """
-    Predicted loss of a depth at its default number of tokens, on the same text and context length.
-    largest: FLOPs of the largest measured budget.
-    """
+def project(arm: str, law: Law, depth: int, model: GPT) -> list[Any]:
+    """Row of a table: loss of a depth at its default number of tokens, on the same text."""
     horizon, each = plan_horizon(model), model.flops_per_token()
     tokens = horizon.num_steps * horizon.batch_tokens
-    loss = law.loss(each / 6, tokens)
-    return Projection(arm, depth, each * tokens, loss, math.log10(each * tokens / largest))
+    return [arm, depth, f"{each * tokens:.2e}", show_interval(losses(law, each / 6, tokens))]
 
 
 def make_tables(
-    points: Mapping[str, Sequence[Point]],
-    minima: Mapping[str, Sequence[Minimum]],
-    laws: Mapping[str, Law],
-    projections: Sequence[Projection],
+    points: Mapping[str, Sequence[Point]], laws: Mapping[str, Law], beyond: Sequence[list[Any]]
 ) -> list[dict[str, Any]]:
-    """Tables of runs, minima, laws and projections."""
-    runs = [
-        [arm, f"{p.budget:.1e}", p.depth, f"{p.n:.4g}", f"{p.tokens:.4g}", f"{p.loss:.4f}"]
-        for arm, mine in points.items()
-        for p in mine
+    """Tables of runs, laws, best sizes and projections."""
+    runs = [[arm, *(f"{x:.6g}" for x in p)] for arm, mine in points.items() for p in mine]
+    fits, sizes, control = [], [], laws.get(next(iter(points)))
+    for arm, law in laws.items():
+        fits.append([arm, *map(show_interval, law.T)])
+        for budget in sorted({p.budget for p in points[arm]}):
+            n, lowest = best_sizes(law, budget)
+            row = [arm, f"{budget:.1e}", show_interval(n), show_interval(lowest), "-"]
+            if control is not None and control is not law:
+                row[-1] = show_interval(lowest - best_sizes(control, budget)[1])
+            sizes.append(row)
+    limits = f"alpha and beta from {EXPONENTS[0]:.3g} to {EXPONENTS[-1]:.3g}"
+    tables = [
+        ("Runs", "Arm|FLOPs|Depth|FLOPs per token / 6|Tokens|Loss", runs),
+        (f"Law: loss = E + A N^-alpha + B D^-beta, {limits}", "Arm|E|A|alpha|B|beta", fits),
+        ("Best size by FLOPs", "Arm|FLOPs|Best N|Loss there|Minus the control", sizes),
+        ("Projections", "Arm|Depth|FLOPs|Loss", beyond),
     ]
-    columns = ["Arm", "FLOPs", "Depth", "FLOPs per token / 6", "Tokens", METRIC]
-    tables: list[dict[str, Any]] = [{"title": "Runs", "columns": columns, "rows": runs}]
-    control = next(iter(points))
-    lowest = {arm: best_by_budget(mine) for arm, mine in points.items()}
-    rows = []
-    for arm, mine in minima.items():
-        for each in mine:
-            gain = "-"
-            if arm != control and each.budget in lowest[control]:
-                gain = f"{lowest[arm][each.budget] - lowest[control][each.budget]:+.4f}"
-                if {arm, control} <= laws.keys():  # the noise of two runs
-                    noise = math.hypot(laws[arm].residual, laws[control].residual)
-                    gain += f" +- {noise * lowest[control][each.budget]:.4f}"
-            n, loss = (str(each.n), str(each.loss)) if each.inside else ("outside", "-")
-            measured = f"{lowest[arm][each.budget]:.4f}"
-            rows.append([arm, f"{each.budget:.1e}", n, loss, measured, gain])
-    columns = ["Arm", "FLOPs", "Best N", "Loss there", "Lowest measured", "Minus the control"]
-    tables.append({"title": "Best size by FLOPs", "columns": columns, "rows": rows})
-    if laws:
-        names = list(next(iter(laws.values())).parameters())
-        rows = [
-            [arm, *map(str, law.parameters().values()), f"{100 * law.residual:.2f}%"]
-            for arm, law in laws.items()
-        ]
-        columns = ["Arm", *names, "Residual"]
-        limits = f"alpha and beta from {EXPONENTS[0]:.3g} to {EXPONENTS[-1]:.3g}"
-        title = f"Fitted law: loss = E + A N^-alpha + B D^-beta, {limits}"
-        tables.append({"title": title, "columns": columns, "rows": rows})
-        rows = [
-            [p.arm, p.depth, f"{p.flops:.2e}", str(p.loss), f"{p.magnitudes:.1f}"]
-            for p in projections
-        ]
-        columns = ["Arm", "Depth", "FLOPs", "Predicted loss", "Orders of magnitude beyond the runs"]
-        tables.append({"title": "Projections", "columns": columns, "rows": rows})
-    return tables
+    return [{"title": t, "columns": c.split("|"), "rows": rows} for t, c, rows in tables if rows]
 
 
 if __name__ == "__main__":

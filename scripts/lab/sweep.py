@@ -2,14 +2,15 @@
 Train many variants with the standard scripts and test which differ by more than noise.
 
     python -m scripts.lab.sweep --bases="d4|d6" --num_iterations=200 --total_batch_size=4096 \
-        --mixture="smoltalk=60%,gsm8k=40%" --arms="only:gsm8k|drop:gsm8k"       # a data ablation
+        --mixture="smoltalk=60000t,gsm8k=40000t" --arms="only:gsm8k|drop:gsm8k"    # data
     python -m scripts.lab.sweep --grid="init_lr_frac=0.3,1;weight_decay=0,0.1" ...  # combinations
     python -m scripts.lab.sweep --search=init_lr_frac --low=0.01 --high=3 ...      # the best value
-    python -m scripts.lab.sweep --stage=rl --grid="task=gsm8k|gsm8k,aqua" ...      # tasks of RL
+    python -m scripts.lab.sweep --stage=rl --grid="task=gsm8k|gsm8k,aqua" \
+        --flags="--eval_task=gsm8k,aqua" ...                                       # tasks of RL
 
-All runs train on the same number of tokens; every variant ("arm") has its own seeds. A data
-ablation trains the control first; arms divide its token total differently. Finished runs are
-kept: if a sweep is interrupted, rerun the same command.
+All runs train on the same number of tokens; every variant ("arm") has its own seeds. A search
+tries a wide grid with one seed, then a tight grid around the best value, then the best few with new
+seeds. Finished runs are kept: if a sweep is interrupted, rerun the same command.
 
 Reads   checkpoints to start from, and the inputs of the scripts
 Writes  sweeps/<name>/ under the base directory (ledger, CSV), sweeps/runs/, and the section "Sweep
@@ -17,54 +18,60 @@ Writes  sweeps/<name>/ under the base directory (ledger, CSV), sweeps/runs/, and
 """
 
 import itertools
-import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from functools import partial
+from statistics import fmean, stdev
 from typing import Any
 
 from nanochat import records, report
-from nanochat.common import fingerprint, write_atomic
+from nanochat.common import UsageError, fingerprint, write_atomic
 from nanochat.config import require_at_least, start
-from nanochat.lab import search
-from nanochat.lab.ablation import read_floor
-from nanochat.lab.search import SearchConfig
-from nanochat.lab.significance import lower_is_better, over_seeds
+from nanochat.lab.significance import expected_maximum, lower_is_better, over_seeds
 from nanochat.lab.study import (
-    CONTROL,
-    FIRST_HALF,
+    SEEDS_OF_ARM,
     Arm,
-    Study,
+    Inputs,
     StudyConfig,
     as_csv,
     compare_arms,
+    comparison_table,
+    data_arms,
+    find_inputs,
     from_grid,
-    measured_on_rows,
+    make_job,
     split_arms,
 )
-from nanochat.lab.sweep import DoneRun, Sweep, SweepConfig, ledger_table
-from nanochat.mixture import MixConfig, read_mixture
-from scripts import chat_sft, mid_train
-from tasks.buckets import buckets
-from tasks.held_out import reject_contaminated
+from nanochat.lab.sweep import DoneRun, Job, Sweep, SweepConfig, ledger_table
 
 
 @dataclass(frozen=True)
-class SweepScript:
+class SweepScript(StudyConfig):
     name: str = "sweep"
     """Folder under sweeps/; each name has its own ledger."""
     arms: str = ""
     """Data ablations, separated by |; each has as many total tokens as the control, in other
     proportions: copy:name, only:x, drop:x, swap:a->b, scale:x*2, ratio:language ko:en=1:4, or two
     of these as in drop:x then scale:y*2. A bucket that is used only by arms must be listed in
-    --mixture, with =0%."""
+    --mixture, with =0t."""
     arm_floor: str = ""
     """Minimum shares of other buckets in every `only` arm, as in arc_easy=5%, so that
     models still learn to answer in the format that evaluations parse."""
     grid: str = ""
     """Flag values to combine, as in init_lr_frac=0.3,1;weight_decay=0,0.1; the first combination
     is the control. Values with commas are separated by |, as in task=gsm8k|gsm8k,aqua."""
+    search: str = ""
+    """Flag whose best value is searched: wide grid, tight grid, then several seeds."""
+    low: float = 0.01
+    """Smallest value of the wide grid."""
+    high: float = 3.0
+    """Largest value of the wide grid."""
+    wide: int = 10
+    """Size of the wide grid, evenly spaced on a log scale."""
+    tight: int = 5
+    """Size of the tight grid around the best value."""
+    finalists: int = 2
+    """Number of values to rerun with several new seeds."""
     seeds: int = 3
     """Number of seeds for the control and for each search finalist; at least 3."""
     arm_seeds: int = 2
@@ -74,143 +81,171 @@ class SweepScript:
     RL, pass@1 after."""
     report_dir: str | None = None
     """Folder of the sweep's record. Default: report/ under the base directory."""
-    searching: SearchConfig = field(default_factory=SearchConfig)
-    study: StudyConfig = field(default_factory=StudyConfig)
-    mix: MixConfig = field(default_factory=MixConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
 
     def __post_init__(self) -> None:
-        require_at_least(self, seeds=3, arm_seeds=2)  # fewer cannot estimate the noise
+        super().__post_init__()
+        require_at_least(self, seeds=3, arm_seeds=2, finalists=1, wide=3, tight=1)
+        if self.arms and (not self.mixture or "--mixture" in self.flags):
+            raise ValueError(
+                "--arms changes the proportions of --mixture: set that, and not in --flags; RL has "
+                'no mixture, use --grid="task=a|b"'
+            )
+        for flag, held_out in (("mixture", "val_mixture"), ("task", "eval_task")):
+            if re.search(rf"\b{flag}=", self.grid) and f"{held_out}=" not in self.flags:
+                raise ValueError(
+                    f"--grid={self.grid!r}: each {flag} would be measured on its own held-out "
+                    f"data; add --{held_out}=... to --flags"
+                )
+        if self.search and ("|" in self.bases or not 0 < self.low < self.high):
+            raise ValueError(
+                f"--search needs one base and 0 < low < high, got --bases={self.bases}, "
+                f"--low={self.low:g}, --high={self.high:g}"
+            )
 
 
-def default_mixture(stage: str, dataset: str | None) -> str:
-    """Default mixture of mid or sft for a base model trained on `dataset`."""
-    script = {"mid": mid_train, "sft": chat_sft}[stage]
-    return script.BUILTIN_MIXTURES.get(dataset, script.MIXTURE)
+Findings = tuple[dict[str, Any], dict[str, Any], dict[str, list[list[float]]]]
+"""Values, a table and series of the record."""
 
 
 def main(cfg: SweepScript) -> None:
-    if sum(map(bool, [cfg.arms, cfg.grid, cfg.searching.search])) != 1:
+    if sum(map(bool, [cfg.arms, cfg.grid, cfg.search])) != 1:
         raise ValueError("set exactly one of --arms, --grid and --search")
-    is_rl = cfg.study.stage == "rl"
-    if is_rl and cfg.arms:
-        raise ValueError('RL has no mixture for --arms to change; use --grid="task=a|b"')
-    if re.search(r"(^|[;\s-])mixture=", cfg.grid) and not re.search(
-        "--val[-_]mixture=", cfg.study.flags
-    ):
-        raise ValueError(
-            f"--grid={cfg.grid!r}: each mixture would be measured on its own held-out data; use "
-            "--arms, or add --val_mixture=... to --flags"
-        )
-    if cfg.searching.search and "|" in cfg.study.bases:
-        raise ValueError(f"--search takes one base, got --bases={cfg.study.bases!r}")
+    is_rl = cfg.stage == "rl"
     cfg = replace(cfg, metric=cfg.metric or ("pass@1 after" if is_rl else "Final validation bpb"))
-    sweep = Sweep(cfg.sweep, cfg.name)
-    study = Study(cfg.study, cfg.mix, data_of(cfg), partial(default_mixture, cfg.study.stage))
-    if cfg.arms:
-        study.check_arms(split_arms(cfg.arms), read_floor(cfg.arm_floor))
-        if cfg.study.stage == "base":  # other stages check for contamination themselves
-            mixture = study.mixture(study.bases[0])
-            reject_contaminated({name: tags for name, (_, tags) in mixture.items()})
-    with sweep:
-        values, tables, series = (tune if cfg.searching.search else run_arms)(cfg, study, sweep)
-    tables.append(ledger_table(sweep.ledger()))
-    for table in tables:
-        write_atomic(sweep.folder / f"{records.slug(table['title'])}.csv", as_csv(table))
-    section = "Sweep" if cfg.name == "sweep" else f"Sweep {cfg.name}"
-    provenance = records.Provenance(study.run_id, 0, study.inputs)
-    cost = sweep.cost()
+    inputs = find_inputs(cfg, cfg.grid)
+    with Sweep(cfg.sweep, cfg.name) as sweep:
+        findings = search(cfg, inputs, sweep) if cfg.search else compare(cfg, inputs, sweep)
+    values, table, series = findings
+    tables = [table, ledger_table(sweep.ledger())]
+    write_atomic(sweep.folder / f"{records.slug(table['title'])}.csv", as_csv(table))
+    first, *others = inputs.values()
+    origin = {"bases": fingerprint(inputs)} if others else first
+    provenance = records.Provenance(records.inherited_run_id(first), 0, origin)
+    section, cost = f"Sweep {cfg.name}".removesuffix(" sweep"), sweep.cost()
     report.append_section(section, cfg, values, provenance, cost, tables=tables, series=series)
 
 
-def data_of(cfg: SweepScript) -> str:
-    """Fingerprint of training and validation data; empty if the flags identify them."""
-    own, given = read_mixture(cfg.mix.mixture), re.split("[ ;]+", f"{cfg.study.flags};{cfg.grid}")
-    texts = [word.split("=", 1)[1] for word in given if re.match("(--)?(val[-_])?mixture=", word)]
-    found = [own, *(read_mixture(each) for text in texts for each in text.split("|"))]
-    found = [(spec, declared or own[1]) for spec, declared in found if spec]
-    if not found:
-        return ""
-    if cfg.study.stage == "base":
-        return fingerprint(found)
-    every = [bucket for mixture in found for bucket in buckets(*mixture)]
-    identities = {b.name: [b.train.identity, b.val.identity] for b in every}
-    return fingerprint([sorted({spec for spec, _ in found}), identities])
-
-
-Findings = tuple[dict[str, Any], list[dict[str, Any]], dict[str, list[list[float]]]]
-"""Values, tables and series of the record."""
-
-
-def run_arms(cfg: SweepScript, study: Study, sweep: Sweep) -> Findings:
+def compare(cfg: SweepScript, inputs: Inputs, sweep: Sweep) -> Findings:
     """Train all arms and compare each with the control."""
-    arms = (
-        dict.fromkeys(study.bases, from_grid(cfg.grid)) if cfg.grid else ablate(cfg, study, sweep)
-    )
-    jobs = study.jobs(arms, cfg.seeds, cfg.arm_seeds)
-    done = sweep.run_all(list(jobs.values()))
-    runs = {key: done[job.name] for key, job in jobs.items()}
-    million_tokens = None  # unknown in RL
-    if cfg.study.stage != "rl":
-        million_tokens = cfg.study.num_iterations * cfg.study.total_batch_size / 1e6
-    found, table = compare_arms(runs, million_tokens, cfg.metric)
-    first = [c for c in found if c.metric == cfg.metric]
+    if cfg.grid:
+        arms = from_grid(cfg.grid)
+    else:
+        arms = data_arms(cfg, split_arms(cfg.arms), cfg.arm_floor)
+    jobs = [  # arm by arm with the control first, so that an early stop leaves complete arms
+        (base, arm.name, make_job(cfg, inputs, base, arm, SEEDS_OF_ARM * number + i))
+        for base in inputs
+        for number, arm in enumerate(arms)
+        for i in range(cfg.arm_seeds if number else cfg.seeds)
+    ]
+    done = sweep.run_all([job for _, _, job in jobs])
+    runs = {base: {arm.name: [] for arm in arms} for base in inputs}
+    for base, arm, job in jobs:
+        if not done[job.name].is_broken:
+            runs[base][arm].append(done[job.name].recorded())
+    found = compare_arms(runs, cfg.metric)
+    million_tokens = None if cfg.stage == "rl" else cfg.num_iterations * cfg.total_batch_size / 1e6
+    first = {f"{c.arm}, {c.base}": c for c in found if c.metric == cfg.metric}
     values: dict[str, Any] = {
-        f"{c.arm}, {c.base}": f"{c.difference:+.4f} ({c.verdict})" for c in first
+        name: f"{c.difference:+.4f} ({c.verdict})" for name, c in first.items()
     }
     values["Comparisons"] = len(found)
-    values["Verdicts that hold after Holm correction"] = sum(c.stands for c in found)
-    if broken := [name for name, run in done.items() if run.is_broken]:
-        values["Broken runs"] = ", ".join(broken)
-    return values, [table], {f"{c.arm}, {c.base}": [[c.difference, c.bar]] for c in first}
+    values["Beyond noise"] = sum(c.verdict != "within noise" for c in found)
+    values["Broken runs"] = ", ".join(name for name, run in done.items() if run.is_broken) or None
+    series = {name: [[c.difference, c.bar]] for name, c in first.items()}
+    return values, comparison_table(found, million_tokens), series
 
 
-def ablate(cfg: SweepScript, study: Study, sweep: Sweep) -> dict[str, list[Arm]]:
-    """Train the controls of a data ablation; return controls and arms by base."""
-    jobs = study.jobs(dict.fromkeys(study.bases, [Arm(CONTROL, ())]), cfg.seeds, arm_seeds=0)
-    done = sweep.run_all(list(jobs.values()))
-    arms, floor = split_arms(cfg.arms), read_floor(cfg.arm_floor)
-    found = {}
-    for base in study.bases:
-        control = [done[job.name] for (of, *_), job in jobs.items() if of == base]
-        found[base] = study.ablation(base, control, arms, floor)
-    return found
+# ---- The search for the best value of a flag -----------------------------------------------------
 
 
-def tune(cfg: SweepScript, study: Study, sweep: Sweep) -> Findings:
-    """Search a flag on the first base; re-evaluate the best value on other validation rows."""
-    flag, runs = cfg.searching.search, {}
+def search(cfg: SweepScript, inputs: Inputs, sweep: Sweep) -> Findings:
+    """
+    Search the best value of a flag; evaluate its models on validation rows that did not choose it.
 
-    def tried(values: Sequence[float], seeds: Sequence[int]) -> dict[float, list[float]]:
-        jobs = {}
-        for value, seed in itertools.product(values, seeds):
-            setting = f"{flag}={search.show_setting(value)}"
-            half = [] if cfg.study.stage == "rl" else [FIRST_HALF]  # RL has no validation rows
-            arm = Arm(setting, (f"--{setting}", *half))
-            jobs[value, seed] = study.job(study.bases[0], arm, seed)
-        done = sweep.run_all(list(jobs.values()))
-        runs.update({key: done[job.name] for key, job in jobs.items()})
-        return {value: [score(runs[value, seed]) for seed in seeds] for value in values}
+    Raises UsageError for an optimum at the edge of the wide grid.
+    """
+    wide = [grid_value(cfg, i) for i in range(cfg.wide)]
+    runs = train_values(cfg, inputs, sweep, wide, [0])
+    i = wide.index(rank(cfg, runs)[0])
+    if i in (0, cfg.wide - 1):
+        raise UsageError(
+            f"the best {cfg.search} is at the edge of the wide grid, {wide[i]:g}: the optimum may "
+            "be outside the grid",
+            f"extend it with {'--high' if i else '--low'} and rerun; finished runs are reused",
+        )
+    tight = [grid_value(cfg, i - 1 + 2 * k / (cfg.tight + 1)) for k in range(1, cfg.tight + 1)]
+    runs |= train_values(cfg, inputs, sweep, tight, [0])
+    finalists, seeds = rank(cfg, runs)[: cfg.finalists], range(1, 1 + cfg.seeds)
+    again = train_values(cfg, inputs, sweep, finalists, seeds)
+    runs |= again
 
-    def score(run: DoneRun) -> float:
-        return math.nan if run.is_broken else run.metric(cfg.metric)
-
-    found = search.run_search(cfg.searching, tried, lower_is_better(cfg.metric), cfg.seeds)
-    scores = found.finals[found.chosen]
-    seeds = [i for i, score in enumerate(scores) if math.isfinite(score)]  # indices, not broken
+    chosen = rank(cfg, again)[0]
+    mine = {seed: run for (value, seed), run in again.items() if value == chosen}
+    scores = {seed: run.metric(cfg.metric) for seed, run in mine.items()}
+    best = (min if lower_is_better(cfg.metric) else max)(scores, key=lambda seed: scores[seed])
+    found = [*scores.values()]
+    spread = stdev(found) if len(found) > 1 else 0.0
     values = {
-        f"Chosen {flag}": found.chosen,
-        f"{cfg.metric}, mean of {len(seeds)} seeds": over_seeds([scores[i] for i in seeds]),
-        "Score of the best seed when it was chosen": scores[found.best_seed],
-        "Expected inflation of the best score": found.inflation,
+        f"Chosen {cfg.search}": chosen,
+        f"{cfg.metric}, mean of {len(found)} seeds": over_seeds(found),
+        "Score of the best seed when it was chosen": scores[best],
+        "Expected inflation of the best score": expected_maximum(len(found)) * spread,
     }
-    if measured_on_rows(cfg.metric):  # re-evaluated greedy answers would be identical
-        jobs = {i: study.confirmation(runs[found.chosen, 1 + i]) for i in seeds}
+    if re.match("Final validation|val_bpb:", cfg.metric):  # measured on rows
+        jobs = {seed: confirmation(run) for seed, run in mine.items()}
         done = sweep.run_all(list(jobs.values()))
-        anew = {i: done[job.name].metric(cfg.metric) for i, job in jobs.items()}
+        anew = {seed: done[job.name].metric(cfg.metric) for seed, job in jobs.items()}
         values["Mean of the same seeds on other validation rows"] = over_seeds([*anew.values()])
-        values["The best seed on other validation rows"] = anew[found.best_seed]
-    return values, [found.table()], found.series()
+        values["The best seed on other validation rows"] = anew[best]
+    rows = []
+    for value in sorted({*wide, *tight}):
+        cells = [runs.get((value, seed)) for seed in (0, *seeds)]
+        row = [f"{run.metric(cfg.metric):.4f}" if run else "-" for run in cells]
+        rows.append([f"{value:g}", *row, "chosen" if value == chosen else ""])
+    columns = [cfg.search, *(f"Seed {seed}" for seed in (0, *seeds)), ""]
+    curve = [[v, run.metric(cfg.metric)] for (v, seed), run in sorted(runs.items()) if seed == 0]
+    return values, {"title": "Search", "columns": columns, "rows": rows}, {"seed 0": curve}
+
+
+def grid_value(cfg: SweepScript, i: float) -> float:
+    """Value at a position of the wide grid, to four digits; between its values for a fraction."""
+    return float(f"{cfg.low * (cfg.high / cfg.low) ** (i / (cfg.wide - 1)):.4g}")
+
+
+Runs = dict[tuple[float, int], DoneRun]  # (value, seed) -> run, without broken ones
+
+
+def train_values(
+    cfg: SweepScript, inputs: Inputs, sweep: Sweep, values: Iterable[float], seeds: Iterable[int]
+) -> Runs:
+    """Train every value with every seed."""
+    [base], jobs = inputs, {}
+    half = [] if cfg.stage == "rl" else ["--eval_half=1"]  # RL has no validation rows
+    for value, seed in itertools.product(values, seeds):
+        setting = f"{cfg.search}={value:g}"
+        arm = Arm(setting, (f"--{setting}", *half))
+        jobs[value, seed] = make_job(cfg, inputs, base, arm, seed)
+    done = sweep.run_all(list(jobs.values()))
+    runs = {key: done[job.name] for key, job in jobs.items() if not done[job.name].is_broken}
+    if not runs:
+        raise ValueError(f"every run of {cfg.search} broke; use other --low and --high")
+    return runs
+
+
+def rank(cfg: SweepScript, runs: Runs) -> list[float]:
+    """Values, the best mean over seeds first, but values with broken seeds last."""
+    scores: dict[float, list[float]] = {}
+    for (value, _), run in runs.items():
+        scores.setdefault(value, []).append(run.metric(cfg.metric))
+    sign = 1 if lower_is_better(cfg.metric) else -1
+    return sorted(scores, key=lambda value: (-len(scores[value]), sign * fmean(scores[value])))
+
+
+def confirmation(run: DoneRun) -> Job:
+    """Job that evaluates a trained model again, on validation rows that did not choose it."""
+    words = [word.replace("{tag}", run.tag) for word in run.job.commands[0]]
+    return Job(f"{run.job.name}, again", [[*words, "--eval_half=2"]], run.job.starts_from)
 
 
 if __name__ == "__main__":

@@ -19,11 +19,11 @@ from nanochat.records import Cost, Provenance, estimate, item_scores, write_reco
 
 module, *words = sys.argv[1:]
 flags = dict(word.lstrip("-").split("=", 1) for word in words if "=" in word)
-print("threads:", os.environ.get("OMP_NUM_THREADS"))
 faults = Path(os.environ["NANOCHAT_BASE_DIR"], "faults.json")
 fault = json.loads(faults.read_text()).get(flags.get("seed")) if faults.exists() else None
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+print("threads:", os.environ.get("OMP_NUM_THREADS"), flush=True)
 if fault == "sleep":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
     time.sleep(60)
 elif fault:
     sys.exit(fault)

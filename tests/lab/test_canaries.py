@@ -7,10 +7,18 @@ import pytest
 
 from nanochat.chat_format import render
 from nanochat.common import read_json
-from nanochat.lab.canaries import BROKEN, CANARIES, CanaryMonitor, CanarySuite, open_suite
-from nanochat.loss import IGNORE
+from nanochat.lab.canaries import (
+    BROKEN,
+    CANARIES,
+    LEVELS,
+    CanaryMonitor,
+    mask_errors,
+    open_suite,
+    rises,
+)
+from nanochat.rows import signed_ids
 from nanochat.tokenizer import Tokenizer
-from tasks.base import Subset
+from tasks.base import assistant, text, tool_call, user
 from tasks.held_out import declare
 from tasks.registry import TASKS, make_task
 from tests.training_runs import python
@@ -19,19 +27,19 @@ TOKENIZER = Tokenizer.train(["what is it"], 265)
 
 
 USUAL = {
-    "text_bpb": 1.0, "uniform_bpb": 3.0, "train_chat_loss": 1.0, "no_end": 0.0, "unparsable": 0.1,
-    "repeated": 0.0, "one_letter": 0.3, "length": 1.1, "accuracy_drop": 0.0,
+    "text_bpb": 1.0, "uniform_bpb": 3.0, "no_end": 0.0, "unparsable": 0.1, "repeated": 0.0,
+    "one_letter": 0.3, "length": 1.1, "accuracy": 0.5,
 }  # fmt: skip
 
 
-def check_twice(parent=USUAL, smooth_loss=1.0, step=10, **changes):
+def check_twice(parent, **changes):
     """{canary: level} of two checkpoints in a row with the same metrics, without "fine"."""
-    monitor = CanaryMonitor(parent, epoch_steps=50.0)
-    for n in (step - 1, step):
-        monitor.check(n, {**parent, **changes}, {"smooth_loss": smooth_loss})
+    monitor = CanaryMonitor()
+    for step in (9, 10):
+        monitor.record(step, rises(parent, {**parent, **changes}))
     return [
-        {f.name: f.level for f in monitor.history if f.step == n and f.level != "fine"}
-        for n in (step - 1, step)
+        {f.name: LEVELS[f.severity] for f in monitor.findings if f.step == step and f.severity}
+        for step in (9, 10)
     ]
 
 
@@ -44,21 +52,20 @@ def check_twice(parent=USUAL, smooth_loss=1.0, step=10, **changes):
         ({"repeated": 0.6}, "repeated"),
         ({"one_letter": 1.0}, "one_letter"),
         ({"length": 9.0}, "length"),
-        ({"accuracy_drop": 0.3}, "accuracy"),
+        ({"accuracy": 0.2}, "accuracy"),
     ],
 )
 def test_seven_broken_runs_are_found_at_the_second_checkpoint(capsys, changes, name):
-    assert check_twice(**changes) == [{name: "warn"}, {name: "broken"}]
+    assert check_twice(USUAL, **changes) == [{name: "warn"}, {name: "broken"}]
     assert f"canary broken at step 10: {CANARIES[name].meaning}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     "parent, changes",
     [
-        ({}, {"text_bpb": 1.2, "train_chat_loss": 0.9, "length": 1.3, "no_end": 0.1}),
+        ({}, {"text_bpb": 1.2, "length": 1.3, "no_end": 0.1, "accuracy": 0.45}),
         ({"length": 20.0}, {"length": 200.0, "no_end": 1.0, "repeated": 1.0}),  # cannot answer
         ({"text_bpb": 2.9}, {"text_bpb": 5.0}),  # untrained: nothing to forget
-        ({}, {"step": 60, "smooth_loss": 0.1, "train_chat_loss": 3.0}),  # memorized, second epoch
     ],
 )
 def test_healthy_runs_are_fine(capsys, parent, changes):
@@ -66,32 +73,25 @@ def test_healthy_runs_are_fine(capsys, parent, changes):
     assert capsys.readouterr().out == ""
 
 
-def test_loss_gap_in_the_first_epoch_warns():
-    found = check_twice(smooth_loss=0.1, train_chat_loss=3.0)
-    assert found == [{"train_loss": "warn"}] * 2
-
-
 @pytest.mark.parametrize(
-    "count, right",
+    "change, right",
     [
-        (lambda ids, mask: mask, True),
-        (lambda ids, mask: ~mask & (ids != TOKENIZER.bos_id), False),  # inverted
-        (lambda ids, mask: np.roll(mask, -1), False),  # shifted by one
-        (lambda ids, mask: np.zeros_like(mask), False),
-        (lambda ids, mask: np.ones_like(mask), False),
+        (lambda own: own, True),
+        (lambda own: ~own, False),  # inverted
+        (lambda own: np.roll(own, -1), False),  # shifted by one
+        (np.zeros_like, False),
+        (np.ones_like, False),
     ],
 )
-def test_wrong_loss_mask_shows_in_the_rows(count, right):
-    chats = Subset(make_task("world_facts", "train"), 64)
-    rows = np.full((2, 64, 257), [[[TOKENIZER.bos_id]], [[IGNORE]]])
-    for i in range(64):
-        ids, mask = map(np.array, render(TOKENIZER, chats[i], 257))
-        rows[:, i, : len(ids)] = ids, np.where(count(ids, mask == 1), ids, IGNORE)
-    suite = CanarySuite(TOKENIZER, [], {}, {"x": chats}, {"x": 1.0})
-    found = suite.compare_rows(rows[0, :, :-1], rows[1, :, 1:])
-    levels = {name: CANARIES[name].level(value) for name, value in found.items()}
-    assert (levels["template"] == "broken") != right
-    assert not right or levels == {"loss_mask": "fine", "template": "fine"}
+def test_wrong_loss_mask_shows_in_the_rows(change, right):
+    chats = [make_task("world_facts", "train")[i] for i in range(64)]
+    chats.append([user("2*3?"), assistant([text("So "), *tool_call("2*3", "6"), text("6")])])
+    rows = np.full((65, 257), ~TOKENIZER.bos_id)
+    for row, chat in zip(rows, chats, strict=True):
+        ids, mask = render(TOKENIZER, [*chat, user("?"), assistant("x")], 257)
+        row[: len(ids)] = signed_ids(ids, change(np.array(mask) == 1).tolist())
+    found = mask_errors(rows, TOKENIZER)
+    assert found == 0 if right else found >= CANARIES["loss_mask"].broken
 
 
 def test_static_suite_asks_unseen_questions_that_are_not_final(base):
@@ -124,9 +124,12 @@ def test_healthy_run_passes_and_30x_learning_rate_does_not(trained, command):
     command.works(*WATCH)
     record = read_json(trained / "report" / "canaries-sft.json")
     [table] = record["tables"]
-    found = {row[0] for row in table["rows"]}
-    assert {"forgotten", "first_loss", "loss_mask", "template", "train_loss"} <= found
+    worst = {row[0]: row[2] for row in table["rows"]}
+    assert {"forgotten", "accuracy"} < worst.keys()
+    assert worst["loss_mask"] == "+0.0000" and float(worst["first_loss"]) < 1e-3
     assert record["values"]["Canaries"] != "broken" and record["values"]["Checkpoints"] == 2
+    out = command("lab.watch", "--run=sft:tuned", "--parent=sft:tuned", "--dtype=float32").text
+    assert "canary broken at step 1: the first training loss is not the parent's" in out
     command.works(*TUNE, "--init_lr_frac=21")
     status, text = command(*WATCH, "--follow")
     assert status == BROKEN and "pretraining is forgotten" in text

@@ -13,17 +13,10 @@ from nanochat.checkpoint import build_model
 from nanochat.common import read_json
 from nanochat.engine import Completion, Sampling
 from nanochat.gpt import GPTConfig
-from nanochat.lab.dpo import (
-    dpo_loss,
-    encode_completion,
-    encode_conversation,
-    encode_pairs,
-    pair_batches,
-)
+from nanochat.lab.dpo import dpo_loss, encode_completion, encode_conversation, pair_batches
 from nanochat.logger import read_metrics
 from nanochat.tokenizer import Tokenizer
 from tasks.base import assistant, text, tool_call, user
-from tasks.preferences import Preference
 from tests.conftest import lively
 
 CPU = torch.device("cpu")
@@ -37,42 +30,40 @@ def model_of(seed=0) -> Any:
 def test_only_the_last_answer_is_trained_on():
     answer = assistant([text("So "), *tool_call("2*3", "6"), text("6")])
     signed = encode_conversation(TOKENIZER, [user("?"), assistant("first"), user("2*3?"), answer])
-    learned = TOKENIZER.decode([i for i in signed.tolist() if i >= 0])
+    learned = TOKENIZER.decode([i for i in signed if i >= 0])
     assert learned == "So <|python_start|>2*3<|python_end|>6<|assistant_end|>"
     assert signed[0] == ~TOKENIZER.bos_id
     for end, tail in ((264, [264]), (None, [])):  # ended, or cut off; tool output is not sampled
         sampled = Completion([5], Sampling(), 0, [10, 11, 12], [True, False, True], "stop", end)
-        assert encode_completion(sampled).tolist() == [~5, 10, ~11, 12, *tail]
+        assert encode_completion(sampled) == [~5, 10, ~11, 12, *tail]
 
 
-def plain_loss(model, reference, pairs, beta):
-    """The definition, on full logits, one answer at a time."""
-    total = torch.zeros(())
-    for pair in pairs:
-        ratios = []
-        for signed in map(torch.tensor, pair):
-            ids = torch.where(signed < 0, ~signed, signed).long()
-            with torch.no_grad():
-                theirs = reference(ids[None, :-1])[0].log_softmax(-1)
-            logp = model(ids[None, :-1])[0].log_softmax(-1)
-            steps = [t for t in range(len(ids) - 1) if signed[t + 1] >= 0]
-            ratios.append(sum(logp[t, ids[t + 1]] - theirs[t, ids[t + 1]] for t in steps))
-        total = total - torch.nn.functional.logsigmoid(beta * (ratios[0] - ratios[1]))
-    return total
+def log_ratio(model, reference, signed):
+    """Log-probability of an answer under the model minus that under the reference."""
+    signed = torch.tensor(signed)
+    ids = torch.where(signed < 0, ~signed, signed)[None]
+    steps = [t for t in range(len(signed) - 1) if signed[t + 1] >= 0]
+    with torch.no_grad():
+        theirs = reference(ids[:, :-1])[0].log_softmax(-1)
+    ours = model(ids[:, :-1])[0].log_softmax(-1)
+    return (ours - theirs)[steps, signed[1:][steps]].sum()
 
 
 @pytest.mark.parametrize("beta", [0.1, 2.0])
 def test_loss_and_gradients_match_autograd_on_full_logits(beta):
-    asked = (user("?" * n + "what") for n in range(5))
-    made = [Preference([one, assistant("yes")], [one, assistant("no no")]) for one in asked]
-    model, reference, (pairs, _) = model_of(0), model_of(1), encode_pairs(made, TOKENIZER, 48)
-    want = plain_loss(model, reference, pairs, beta)
+    pairs = [
+        [encode_conversation(TOKENIZER, [user("?" * n), assistant(a)]) for a in ("yes", "no no")]
+        for n in range(1, 6)
+    ]
+    model, reference = model_of(0), model_of(1)
+    margins = [log_ratio(model, reference, a) - log_ratio(model, reference, b) for a, b in pairs]
+    want = -torch.nn.functional.logsigmoid(beta * torch.stack(margins)).sum()
     wanted = torch.autograd.grad(want, list(model.parameters()), allow_unused=True)
     for device_rows in (1, 5, 16):
         model.zero_grad()
         total = 0.0
         for batch in pair_batches(pairs, device_rows, TOKENIZER.bos_id, CPU):
-            loss = dpo_loss(model, reference, beta, batch.tokens, batch.targets)
+            loss = dpo_loss(model, reference, beta, *batch)
             (loss / 7).backward()  # the loop divides by a constant
             total += loss.item()
         assert total == pytest.approx(want.item(), rel=1e-5)
@@ -96,29 +87,21 @@ def pair_file(trained):
 
 
 def test_training_on_pairs_prefers_the_chosen_answers(pair_file, base, command):
-    words = [
-        *DPO,
-        "--source=base:one",
-        f"--pairs={pair_file}",
-        "--init_lr_frac=0.3",
-        "--num_epochs=2",
-    ]
+    words = [*DPO, "--source=base:one", f"--pairs={pair_file}", "--num_epochs=2"]
+    words.append("--init_lr_frac=0.3")
     out = command.works(*words)
     assert "1 of more than 32 tokens, 0 invalid" in out
     assert "chat_cli --source=dpo --model_tag=tuned" in out
-    record = read_json(base / "report" / "chat-dpo.json")
-    values, trained = record["values"], record["values"]["Training pairs"]
+    values = read_json(base / "report" / "chat-dpo.json")["values"]
+    trained = values["Training pairs"]
     assert values["Number of iterations"] == round(2 * trained / 16)
-    before, after = ({n: values[f"Held-out {n} {when}"] for n in ("loss", "accuracy", "margin")}
-                     for when in ("before", "after"))  # fmt: skip
-    assert before["accuracy"]["value"] == 0.5 and before["margin"]["value"] == 0.0
-    assert before["loss"]["value"] == pytest.approx(math.log(2), rel=1e-6)
+    after = {name: values[f"Held-out {name} after"] for name in ("loss", "accuracy", "margin")}
     assert after["accuracy"]["value"] > 0.9 and after["margin"]["se"] > 0
-    assert after["loss"]["value"] < before["loss"]["value"] and after["loss"]["n"] + trained == 100
+    assert after["loss"]["value"] < math.log(2) and after["loss"]["n"] + trained == 100
     log = read_metrics(base / "chatdpo_checkpoints/tuned/metrics.jsonl")
     losses = [entry["loss"] for entry in log if "loss" in entry]
-    assert losses[0] == pytest.approx(math.log(2), rel=1e-6)  # the mean per pair
-    assert sum("held_out_loss" in entry for entry in log) == 2
+    assert losses[0] == pytest.approx(math.log(2), rel=1e-6)  # the mean per pair; no margin yet
+    assert sum("held_out_loss" in entry for entry in log) == 1
     assert "finished already" in command.works(*words, "--skip_if_done")
     again = command.rejects(*DPO, "--source=dpo:tuned", f"--pairs={pair_file}")
     assert "would replace its parent dpo:tuned; use --source=dpo:tuned and another" in again

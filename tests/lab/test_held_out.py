@@ -6,9 +6,8 @@ from dataclasses import replace
 import pytest
 
 from nanochat.common import UsageError
-from nanochat.mixture import Tags
 from tasks import held_out
-from tasks.buckets import TAGS
+from tasks.buckets import TAGS, Tags
 
 SCORE = "chat_eval -i base -g one -x 4 --max_new_tokens=4 --dtype=float32".split()
 
