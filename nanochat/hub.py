@@ -8,7 +8,6 @@ variables apply (HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE, HF_HUB_DOWNLOAD_TIMEOUT)
 the commit, checks the SHA-256 of every file, and turns failures into one sentence with a fix.
 """
 
-import itertools
 import os
 import time
 from collections.abc import Callable
@@ -22,7 +21,7 @@ from huggingface_hub.hf_api import RepoFile
 from nanochat.common import UsageError, hold_lock, printable, read_json, sha256_file, write_json
 
 X = TypeVar("X")
-ATTEMPTS = 6  # of a request that fails for now; the pauses between them double from a second
+MAX_PAUSE_SECONDS = 30.0  # between attempts of a request; pauses double from a second
 OFFLINE = "work offline: --dataset=embedded or <folder>, or conversations from jsonl:<file>"
 LOGIN = "log in with `hf auth login`, or unset HF_TOKEN"
 
@@ -32,17 +31,19 @@ def call_hub(repo: str, revision: str, file: str | None, request: Callable[[], X
     Return `request()`, repeated if the Hub is busy or the network fails. Raises UsageError with
     cause and fix if it fails for good.
     """
-    for attempt in itertools.count(1):
+    pause = 1.0
+    while True:
         try:
             return request()
         except Exception as raised:
             if isinstance(raised, OSError) and raised.errno:  # the disk
                 raise
             error, for_good = explain(raised, repo, revision, file)
-            if for_good or attempt == ATTEMPTS:
+            if for_good or pause > MAX_PAUSE_SECONDS:
                 raise error from raised
-            print(f"{error.args[0]}; trying again", flush=True)
-            time.sleep(2 ** (attempt - 1))
+        print(f"{error.args[0]}; trying again", flush=True)
+        time.sleep(pause)
+        pause *= 2
 
 
 def explain(

@@ -165,7 +165,7 @@ def draw_stages(records: Sequence[Record]) -> bytes:
             x = [columns.index(c) for c in columns if c in by]
             y = [float(plain_value(by[c])) for c in columns if c in by]
             error = [standard_error(by[c]) for c in columns if c in by]
-            how = {"color": INK, "linewidth": 2.2} if name in LAST else {"linewidth": 1.2}
+            how: Any = {"color": INK, "linewidth": 2.2} if name in LAST else {"linewidth": 1.2}
             label = printable(f"{name} {y[-1]:.3f}")
             axes.errorbar(x, y, error, marker="o", capsize=2, label=label, **how)
         axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))

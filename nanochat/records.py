@@ -351,7 +351,7 @@ def read_if_sound(path: Path) -> dict[str, Any] | None:
         return None
 
 
-def read_history(report_dir: Folder = None) -> list[Record]:
+def read_history(report_dir: Folder = None) -> Sequence[Record]:
     """All records ever written to the folder, oldest first."""
     return read_lines(report_folder(report_dir) / "records.jsonl")
 

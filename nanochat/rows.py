@@ -25,6 +25,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import islice, pairwise
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -528,7 +529,7 @@ def pack_shard(rows: Rows, shard: str, source: Source, tokenizer: Tokenizer) -> 
 
 def start_packing(
     rows: Rows, source: Source, num_rows: int | None = None, workers: int = 1
-) -> list[multiprocessing.process.BaseProcess]:
+) -> Sequence[BaseProcess]:
     """
     Run `pack_text` in processes of low priority that end with this one; meanwhile, `rows.batch`
     waits for missing shards. An unfinished shard is packed again next time. A process that fails

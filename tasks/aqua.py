@@ -8,17 +8,8 @@ Source: Ling et al., "Program Induction by Rationale Generation", arXiv:1705.041
 
 import re
 
-from tasks.base import (
-    LETTERS,
-    Conversation,
-    MCQuestion,
-    answer_text,
-    assistant,
-    choice_question,
-    user,
-    visible,
-)
-from tasks.hub import HubQuestions, TaskRow
+from tasks.base import LETTERS, Conversation, MCQuestion, assistant, choice_question, user
+from tasks.hub import HubQuestions, TaskRow, make_question
 
 NUM_OPTIONS = 5
 INSTRUCTION = "Reason step by step, then end with a line that says Answer: and the letter."
@@ -28,17 +19,16 @@ MARKER = re.compile(r"Answer: ([A-E])\b")
 class AQuALetter(HubQuestions):
     """Algebraic word problems, answered with the letter only and scored by logits."""
 
-    name = "AQUA-Letter"
-    baseline = 0.2
+    name, baseline = "AQUA-Letter", 0.2
     repo = "deepmind/aqua_rat"
-    stems = {"train": "raw/train", "val": "raw/validation", "test": "raw/test"}
-    columns = ("question", "options", "rationale", "correct")
+    splits = {"train": "raw/train", "val": "raw/validation", "test": "raw/test"}
 
     def parse(self, row: TaskRow) -> MCQuestion:
-        options = tuple(option.partition(")")[2].strip() for option in row["options"])  # no `A)`
+        options = [option.partition(")")[2] for option in row["options"]]  # without `A)`
         if len(options) != NUM_OPTIONS:
             raise ValueError(f"not {NUM_OPTIONS} options")
-        return MCQuestion(row["question"], options, LETTERS.index(row["correct"]))
+        right = LETTERS.index(row["correct"])
+        return make_question(row["question"], options, right, row["rationale"])
 
 
 class AQuA(AQuALetter):
@@ -47,18 +37,13 @@ class AQuA(AQuALetter):
     letter is wrong. `letters` are those that may follow `Answer: `.
     """
 
-    name = "AQUA"
-    kind = "generate"
+    name, kind = "AQUA", "generate"
 
     def conversation(self, i: int) -> Conversation:
-        text, options, right = self.question(i)
-        asked = choice_question(text, options, self.letters(i), INSTRUCTION)
-        rationale = self.row(i)["rationale"].strip()
-        return [user(asked), assistant(f"{rationale}\nAnswer: {LETTERS[right]}")]
+        asked = self.question(i)
+        listed = choice_question(asked.text, asked.options, self.letters(i), INSTRUCTION)
+        return [user(listed), assistant(f"{asked.rationale}\nAnswer: {LETTERS[asked.right]}")]
 
-    def score(self, conversation: Conversation, answer: str) -> float:
-        right = MARKER.findall(answer_text(conversation[-1]))[-1:]
-        return float(MARKER.findall(visible(answer))[-1:] == right)
-
-    def answered(self, answer: str) -> bool:
-        return MARKER.search(visible(answer)) is not None
+    def extract(self, answer: str) -> str | None:
+        found = MARKER.findall(answer)
+        return found[-1] if found else None

@@ -4,37 +4,25 @@ ARC: grade-school science questions with three to five options, an easy and a ch
 Source: Clark et al., "Think you have Solved Question Answering? Try ARC", arXiv:1803.05457.
 """
 
-from tasks.base import MCQuestion, QuestionTask
-from tasks.hub import HubTask
+from tasks.base import MCQuestion
+from tasks.hub import HubQuestions, TaskRow, make_question
 
 
-def stems_in(folder: str) -> dict[str, str]:
-    """Split -> file stem."""
-    return {"train": f"{folder}/train", "val": f"{folder}/validation", "test": f"{folder}/test"}
+class ARCEasy(HubQuestions):
+    """Questions that simple methods can answer; lettered by position, also if a row has numbers."""
 
-
-class ARC(HubTask, QuestionTask):
-    """Options are lettered by position, although some rows number them."""
-
-    baseline = 0.25
+    name, baseline = "ARC-Easy", 0.25
     repo = "allenai/ai2_arc"
-    columns = ("question", "choices", "answerKey")
+    splits = {"train": "ARC-Easy/train", "val": "ARC-Easy/validation", "test": "ARC-Easy/test"}
 
-    def question(self, i: int) -> MCQuestion:
-        row = self.row(i)
-        right = row["choices"]["label"].index(row["answerKey"])
-        return MCQuestion(row["question"], tuple(row["choices"]["text"]), right)
-
-
-class ARCEasy(ARC):
-    """Questions that simple methods can answer."""
-
-    name = "ARC-Easy"
-    stems = stems_in("ARC-Easy")
+    def parse(self, row: TaskRow) -> MCQuestion:
+        choices = row["choices"]
+        right = choices["label"].index(row["answerKey"])
+        return make_question(row["question"], choices["text"], right)
 
 
-class ARCChallenge(ARC):
+class ARCChallenge(ARCEasy):
     """Questions that both a retrieval and a co-occurrence method answered incorrectly."""
 
     name = "ARC-Challenge"
-    stems = stems_in("ARC-Challenge")
+    splits = {split: stem.replace("Easy", "Challenge") for split, stem in ARCEasy.splits.items()}

@@ -8,16 +8,16 @@ Also the two answer formats that several tasks share: an option letter, and a nu
 Tasks work on text only, independent of tokenizer and model.
 """
 
-import bisect
-import itertools
 import random
 import re
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from decimal import Decimal
-from typing import Any, ClassVar, Literal, NamedTuple
+from functools import cached_property
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from nanochat.common import fingerprint
+
+X = TypeVar("X")
 
 Message = dict[str, Any]
 Conversation = list[Message]
@@ -27,12 +27,12 @@ TaskKind = Literal["choice", "generate", "talk"]
 LETTERS = tuple("ABCDEFGHIJKLMNOPQRSTUVWXYZ")
 BY_LETTER = "Answer with the letter only."
 SAMPLE = 8  # conversations hashed into `identity` to detect wording changes
+PART_TYPES = ("text", "python", "python_output")
+SURROGATE = re.compile("[\ud800-\udfff]")  # JSON allows it, UTF-8 cannot encode it
 TOOL_USE = re.compile(r"<\|(python|output)_start\|>.*?(<\|\1_end\|>|$)", re.DOTALL)
 SPECIAL = re.compile(r"<\|\w+\|>")
-CALCULATION = re.compile(r"<<([^<>=]*)=([^<>=]*)>>")
-FINAL_NUMBER = re.compile(r"#### *\$?(-?\d[\d,]*(?:\.\d+)?|-?\.\d+)")
-
-
+# Not the beginning of a fraction or of another number
+NUMBER = re.compile(r"[*\s]*((?:-\$?|\$-?)?(?:\d[\d,]*(?:\.\d+)?|\.\d+))(?![.,]?\d|\s*/\s*\d)")
 ALIASES = {
     "gpqadiamond": "gpqa",
     "haeraebench": "haerae",
@@ -70,13 +70,6 @@ def tool_call(code: str, output: str) -> list[ContentPart]:
     return [{"type": "python", "text": code}, {"type": "python_output", "text": output}]
 
 
-def with_tool_calls(notation: str) -> list[ContentPart]:
-    """Split GSM8K notation into parts; `<<3*4=12>>` becomes a calculator call."""
-    kinds = itertools.cycle(("text", "python", "python_output"))
-    pieces = zip(kinds, CALCULATION.split(notation), strict=False)
-    return [{"type": kind, "text": piece} for kind, piece in pieces if piece]
-
-
 def find_error(messages: Any) -> str | None:
     """Why `messages` is not a valid training conversation; None if it is valid."""
     if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
@@ -87,22 +80,20 @@ def find_error(messages: Any) -> str | None:
         return f"roles must alternate user/assistant and end with assistant; got {roles}"
     for number, message in enumerate(messages, 1):
         content = message.get("content")
-        parts = content if isinstance(content, list) and message["role"] == "assistant" else None
-        if not (isinstance(content, str) if parts is None else all(map(is_part, parts))):
-            return f"message {number}: content must be a string or, for assistant, a list of parts"
-        if not content:
-            return f"message {number} is empty"
-        try:
-            "".join(part["text"] for part in parts or [{"text": content}]).encode()
-        except UnicodeEncodeError:  # JSON allows lone surrogates
-            return f"message {number} contains a lone surrogate, which UTF-8 cannot encode"
+        is_list = isinstance(content, list) and message["role"] == "assistant"
+        parts: Any = content if is_list else [{"type": "text", "text": content}]
+        if not content or not all(map(is_part, parts)):
+            return (
+                f"message {number}: content must be text or, for assistant, a list of parts; not "
+                "empty, and without lone surrogates"
+            )
     return None
 
 
 def is_part(part: Any) -> bool:
     """Whether `part` is a valid part of an assistant message."""
-    known = isinstance(part, dict) and part.get("type") in ("text", "python", "python_output")
-    return known and isinstance(part.get("text"), str)
+    known = isinstance(part, dict) and part.get("type") in PART_TYPES
+    return known and isinstance(part.get("text"), str) and not SURROGATE.search(part["text"])
 
 
 def answer_text(message: Message) -> str:
@@ -119,9 +110,14 @@ def visible(answer: str) -> str:
 
 
 def final_number(answer: str) -> Decimal | None:
-    """The number after the last `####`, without commas or dollar sign; None if there is none."""
-    found = FINAL_NUMBER.findall(answer)
-    return Decimal(found[-1].replace(",", "")) if found else None
+    """
+    The number after the last `####`; None if there is none, or a fraction such as 5/2.
+
+    Commas, a dollar sign and bold type (`**18**`) are ignored.
+    """
+    _, marker, rest = answer.rpartition("####")
+    found = NUMBER.match(rest) if marker else None
+    return Decimal(re.sub(r"[,$]", "", found[1])) if found else None
 
 
 def choice_question(
@@ -137,7 +133,7 @@ def choice_question(
     return "\n".join([question, *lines, "", instruction])
 
 
-class Task(ABC):
+class Task:
     """
     Conversations 0 to len - 1 of a split, in the same order on every machine.
 
@@ -149,11 +145,11 @@ class Task(ABC):
     kind: TaskKind
     """choice: scored by the logits of the letters right after <|assistant_start|>; generate: by
     the generated answer; talk: training only."""
-    splits: ClassVar[tuple[str, ...]]
+    splits: Collection[str]
     """Available splits. Fine-tuning trains only on "train", RL on `rl_split`."""
-    rl_split: ClassVar[str] = "train"
+    rl_split = "train"
     """Split whose questions RL trains on."""
-    baseline: float = 0.0
+    baseline = 0.0
     """Chance accuracy."""
 
     def __init__(self, split: str):
@@ -170,20 +166,15 @@ class Task(ABC):
     def identity(self) -> dict[str, Any]:
         """A JSON value that changes with the data, the options and the wording."""
         wording = fingerprint([self.conversation(i) for i in range(min(SAMPLE, len(self)))])
-        return {
-            "task": self.name,
-            "split": self.split,
-            "conversations": len(self),
-            "wording": wording,
-            **self.origin,
-        }
+        about = {"task": self.name, "split": self.split, "conversations": len(self)}
+        return {**about, "wording": wording, **self.origin}
 
-    @abstractmethod
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        raise NotImplementedError
 
-    @abstractmethod
     def conversation(self, i: int) -> Conversation:
         """Conversation i, 0 <= i < len; the last message is the reference answer."""
+        raise NotImplementedError
 
     def __getitem__(self, i: int) -> Conversation:
         """Conversation i. Raises IndexError if i is out of range."""
@@ -213,9 +204,12 @@ class Task(ABC):
         """Content of conversation i without instructions, for overlap.py."""
         return "\n".join(answer_text(message) for message in self.conversation(i))
 
-    def asked(self, i: int) -> str:
-        """The question of conversation i without its options; empty for tasks without options."""
-        return ""
+    def extract(self, answer: str) -> Any:
+        """
+        What an answer without tool calls says, in a form that can be compared; None if it lacks the
+        required format. Default: the whole answer.
+        """
+        return answer.strip()
 
     def score(self, conversation: Conversation, answer: str) -> float:
         """
@@ -224,44 +218,39 @@ class Task(ABC):
         answer: a completion with special tokens as text. Raises ValueError for a task of kind
         "talk".
         """
-        raise ValueError(f"{self.name} is training-only: it has no reference answers to score")
+        if self.kind == "talk":
+            raise ValueError(f"{self.name} is training-only: it has no reference answers to score")
+        right = self.extract(answer_text(conversation[-1]))
+        assert right is not None, f"{self.name}: a reference answer has the wrong format"
+        return float(self.extract(visible(answer)) == right)
 
     def answered(self, answer: str) -> bool:
         """Whether `answer` has the required format, right or wrong."""
-        return True
-
-
-class ChoiceTask(Task):
-    """A task whose answers are a single option letter."""
-
-    kind = "choice"
-
-    def score(self, conversation: Conversation, answer: str) -> float:
-        return float(visible(answer).strip() == answer_text(conversation[-1]))
-
-    def answered(self, answer: str) -> bool:
-        return visible(answer).strip() in LETTERS
+        return self.extract(visible(answer)) is not None
 
 
 class MCQuestion(NamedTuple):
-    """A multiple-choice question: text, options and the index of the correct option."""
+    """A multiple-choice question: text, options, index of the correct one, and its rationale."""
 
     text: str
     options: tuple[str, ...]
     right: int
+    rationale: str = ""
 
 
-class QuestionTask(ChoiceTask):
-    """A choice task made of `MCQuestion`s with options lettered by position."""
+class QuestionTask(Task):
+    """Multiple-choice questions with options lettered by position, answered by the letter."""
 
-    @abstractmethod
+    kind = "choice"
+
     def question(self, i: int) -> MCQuestion:
         """Question i."""
+        raise NotImplementedError
 
     def conversation(self, i: int) -> Conversation:
-        text, options, right = self.question(i)
-        asked = choice_question(text, options, LETTERS[: len(options)])
-        return [user(asked), assistant(LETTERS[right])]
+        asked = self.question(i)
+        listed = choice_question(asked.text, asked.options, LETTERS[: len(asked.options)])
+        return [user(listed), assistant(LETTERS[asked.right])]
 
     def letters(self, i: int) -> tuple[str, ...]:
         return LETTERS[: len(self.question(i).options)]
@@ -270,8 +259,9 @@ class QuestionTask(ChoiceTask):
         asked = self.question(i)
         return "\n".join([asked.text, *asked.options])
 
-    def asked(self, i: int) -> str:
-        return self.question(i).text
+    def extract(self, answer: str) -> str | None:
+        letter = answer.strip()
+        return letter if letter in LETTERS else None
 
 
 class NumberTask(Task):
@@ -279,38 +269,8 @@ class NumberTask(Task):
 
     kind = "generate"
 
-    def score(self, conversation: Conversation, answer: str) -> float:
-        right = final_number(answer_text(conversation[-1]))
-        assert right is not None, f"{self.name}: a reference answer has no number"
-        return float(final_number(visible(answer)) == right)
-
-    def answered(self, answer: str) -> bool:
-        return final_number(visible(answer)) is not None
-
-
-class Subset(Task):
-    """
-    The first `count` conversations of a task, or all if it has fewer. For letters and scores of a
-    question, use the task returned by `locate`.
-    """
-
-    def __init__(self, task: Task, count: int):
-        self.task, self.count = task, count
-        self.name, self.kind, self.split = task.name, task.kind, task.split
-        self.baseline = task.baseline
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        return {"subset": self.task.identity, "start": 0, "stop": self.count}
-
-    def __len__(self) -> int:
-        return min(self.count, len(self.task))
-
-    def locate(self, i: int) -> tuple[Task, int]:
-        return self.task.locate(i)
-
-    def conversation(self, i: int) -> Conversation:
-        return self.task.conversation(i)
+    def extract(self, answer: str) -> Decimal | None:
+        return final_number(answer)
 
 
 class Mixture(Task):
@@ -329,31 +289,48 @@ class Mixture(Task):
         self.tasks, self.seed = tuple(tasks), seed
         self.name = "+".join(task.name for task in tasks)
         self.split = "+".join(sorted({task.split for task in tasks}))
-        self.ends: list[int] = []  # cumulative lengths; empty until `len` is called
-        self.order: list[int] = []
 
-    def __len__(self) -> int:
-        if not self.ends:
-            self.ends = list(itertools.accumulate(map(len, self.tasks)))
-            self.order = shuffled(self.ends[-1], self.seed)
-        return self.ends[-1]
-
-    def locate(self, i: int) -> tuple[Task, int]:
-        assert i < len(self), f"{self.name} has no conversation {i}"
-        number = self.order[i]
-        part = bisect.bisect_right(self.ends, number)
-        return self.tasks[part].locate(number - (self.ends[part - 1] if part else 0))
+    @cached_property
+    def order(self) -> list[tuple[Task, int]]:
+        """Task and index of each conversation."""
+        every = [task.locate(i) for task in self.tasks for i in range(len(task))]
+        return shuffled(every, self.seed)
 
     @property
-    def identity(self) -> dict[str, Any]:
-        return {"mixture": [task.identity for task in self.tasks], "seed": self.seed}
+    def origin(self) -> dict[str, Any]:
+        return {"of": [task.identity for task in self.tasks], "seed": self.seed}
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def locate(self, i: int) -> tuple[Task, int]:
+        return self.order[i]
 
     def conversation(self, i: int) -> Conversation:
-        task, number = self.locate(i)
+        task, number = self.order[i]
         return task.conversation(number)
 
+    def extract(self, answer: str) -> Any:
+        raise NotImplementedError("use the task returned by `locate`")
 
-def shuffled(n: int, seed: int) -> list[int]:
-    """0 to n - 1 in random order. Only `random()` is stable across Python versions."""
+
+class Subset(Mixture):
+    """
+    The first `count` conversations of a task, or all if it has fewer. For letters and scores of a
+    question, use the task returned by `locate`.
+    """
+
+    def __init__(self, task: Task, count: int):
+        super().__init__([task])
+        self.count, self.kind, self.baseline = count, task.kind, task.baseline
+
+    @cached_property
+    def order(self) -> list[tuple[Task, int]]:
+        [task] = self.tasks
+        return [task.locate(i) for i in range(min(self.count, len(task)))]
+
+
+def shuffled(values: Sequence[X], seed: int | str) -> list[X]:
+    """The values in random order. Only `random()` is stable across Python versions."""
     rng = random.Random(seed)
-    return sorted(range(n), key=lambda _: rng.random())
+    return sorted(values, key=lambda _: rng.random())

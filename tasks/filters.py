@@ -11,19 +11,22 @@ ended). A row without a field that a rule needs is kept and counted as not judge
 import math
 import re
 import unicodedata
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from statistics import median
 from typing import Any
 
 import numpy as np
 
-from nanochat.common import fingerprint
-from tasks.base import Conversation, Task, answer_text, user
-from tasks.overlap import BATCH, LENGTHS, WORD, is_in, ngrams_by_length, query_ngrams
+from tasks.base import Task, answer_text, user
+from tasks.korean import final_value
+from tasks.overlap import find_passages, index_passages, ngrams, split_words
 
 FilterRow = Mapping[str, Any]
-FilterRule = Callable[[Sequence[FilterRow]], "list[bool | None]"]
-"""Rows -> whether to keep each; None if it cannot be judged."""
+Verdicts = Iterable[bool | None]  # whether to keep each row; None if it cannot be judged
+FilterRule = Callable[[Sequence[FilterRow]], Verdicts]
+Count = Callable[[str], int]  # length of a text, in characters or tokens
 
 NUM_SHOWN = 3  # dropped rows shown per filter
 SHOWN_CHARS = 120
@@ -40,7 +43,6 @@ IMAGE = re.compile(
     r"( (above|below|shown|attached))?)\b|첨부|다음 (그림|사진|이미지)|아래 (그림|사진|이미지)",
     re.IGNORECASE,
 )
-NUMBER = re.compile(r"\$?(-?\d[\d,]*(?:\.\d+)?)\.?")
 LINK_ONLY = re.compile(r"\s*https?://\S+\s*")
 
 
@@ -51,235 +53,162 @@ def apply_filters(
     Apply rules in order; each sees the rows kept by the previous ones. Returns the kept rows and a
     table of a record: counts of each filter, and the beginnings of some dropped prompts.
     """
-    left, done = list(rows), []
+    left, table = list(rows), []
     for name, rule in rules.items():
-        verdicts = rule(left)
-        gone = [row for row, kept in zip(left, verdicts, strict=True) if kept is False]
-        left = [row for row, kept in zip(left, verdicts, strict=True) if kept is not False]
-        samples = " / ".join(preview(prompt(row)) for row in gone[:NUM_SHOWN])
-        counts = len(left), len(gone), verdicts.count(None)
-        done.append([name, *(f"{n:,}" for n in counts), samples])
+        judged = list(zip(left, rule(left), strict=True))
+        left = [row for row, kept in judged if kept is not False]
+        gone = [texts_of(row)[0] for row, kept in judged if kept is False]
+        unknown = sum(kept is None for _, kept in judged)
+        samples = " / ".join(" ".join(text.split())[:SHOWN_CHARS] for text in gone[:NUM_SHOWN])
+        table.append([name, f"{len(left):,}", f"{len(gone):,}", f"{unknown:,}", samples])
     columns = ["Filter", "Kept", "Dropped", "Not judged", "Such as"]
-    return left, {"title": "Filters", "columns": columns, "rows": done}
+    return left, {"title": "Filters", "columns": columns, "rows": table}
 
 
-def messages_of(row: FilterRow) -> Conversation:
-    """The messages of a row, or its prompt as the only one."""
-    return row.get("messages") or [user(row["prompt"])]
+def texts_of(row: FilterRow) -> tuple[str, str | None]:
+    """All user messages, and the last assistant message; None if there is no answer yet."""
+    messages = row.get("messages") or [user(row["prompt"])]
+    last = messages[-1]
+    asked = "\n".join(m["content"] for m in messages if m["role"] == "user")
+    return asked, answer_text(last) if last["role"] == "assistant" else None
 
 
-def prompt(row: FilterRow) -> str:
-    """All user messages."""
-    return "\n".join(m["content"] for m in messages_of(row) if m["role"] == "user")
-
-
-def last_reply(row: FilterRow) -> str:
-    """The last assistant message, without tool calls."""
-    last = messages_of(row)[-1]
-    return answer_text(last) if last["role"] == "assistant" else ""
-
-
-def preview(text: str) -> str:
-    """The beginning of a text, on one line."""
-    flat = " ".join(text.split())
-    return flat if len(flat) <= SHOWN_CHARS else flat[: SHOWN_CHARS - 3] + "..."
+def whole(row: FilterRow) -> str:
+    """Prompt and answer."""
+    return "\n".join(filter(None, texts_of(row)))
 
 
 # ------------------------------------------------------------------------------------------------
 # Rules
 
 
-def judge_each(keep: Callable[[FilterRow], bool | None]) -> FilterRule:
-    """The rule that judges every row by itself, with `keep`."""
-    return lambda rows: [keep(row) for row in rows]
-
-
-def length_shift(rows: Sequence[FilterRow]) -> list[bool | None]:
+def length_shift(rows: Sequence[FilterRow]) -> Verdicts:
     """
     Keep translations of typical length: |r - median| <= 3 sigma (estimated by MAD), where
     r = ln(length / length of the original).
     """
-    ratios = [
-        math.log(len(prompt(row)) / len(row["original"]))
-        if row.get("original") and prompt(row)
-        else None
-        for row in rows
-    ]
-    known = [r for r in ratios if r is not None]
-    if not known:
-        return [None] * len(rows)
+    pairs = [(texts_of(row)[0], row.get("original")) for row in rows]
+    ratios = [math.log(len(text) / len(old)) if text and old else None for text, old in pairs]
+    known = [r for r in ratios if r is not None] or [0.0]
     middle = median(known)
     most = MOST_SHIFT * MAD_SIGMA * median(abs(r - middle) for r in known)
     return [None if r is None else abs(r - middle) <= most for r in ratios]
 
 
-def length_between(least: int, most: int, count: Callable[[str], int] = len) -> FilterRule:
-    """Keep rows with `least` <= count(prompt) + count(answer) <= `most`. Default: characters."""
-    return judge_each(lambda row: least <= count(prompt(row)) + count(last_reply(row)) <= most)
+def length(count: Count, least: str, most: str, rows: Sequence[FilterRow]) -> Verdicts:
+    """Keep rows with `least` <= length of prompt and answer <= `most`."""
+    return (int(least) <= count(whole(row)) <= int(most) for row in rows)
 
 
-def length_below_quantile(share: float, count: Callable[[str], int] = len) -> FilterRule:
-    """Keep rows up to the `share` quantile of the length of prompt plus answer."""
-
-    def rule(rows: Sequence[FilterRow]) -> list[bool | None]:
-        sizes = [count(prompt(row)) + count(last_reply(row)) for row in rows]
-        if not sizes:
-            return []
-        bound = sorted(sizes)[min(len(sizes) - 1, max(1, math.ceil(share * len(sizes))) - 1)]
-        return [size <= bound for size in sizes]
-
-    return rule
+def longest(count: Count, percent: str, rows: Sequence[FilterRow]) -> Verdicts:
+    """Keep the shortest `percent` of the rows, by the length of prompt and answer."""
+    sizes = [count(whole(row)) for row in rows]
+    kept = sorted(sizes)[: max(1, math.ceil(int(percent) / 100 * len(sizes)))]
+    return (size <= kept[-1] for size in sizes)
 
 
-@judge_each
-def no_image(row: FilterRow) -> bool:
+def no_image(rows: Sequence[FilterRow]) -> Verdicts:
     """Drop prompts that refer to an image or attachment, or are only a link."""
-    return not (IMAGE.search(prompt(row)) or LINK_ONLY.fullmatch(prompt(row)))
+    for row in rows:
+        asked, _ = texts_of(row)
+        yield not (IMAGE.search(asked) or LINK_ONLY.fullmatch(asked))
 
 
-def script_share(script: str, least: float) -> FilterRule:
-    """Keep rows whose prompt and answer each have a share >= `least` of letters in `script`."""
-    if not any(unicodedata.name(chr(c), "").startswith(script.upper()) for c in range(0xFFFF)):
-        raise ValueError(f"unknown script {script!r}; use a Unicode name such as HANGUL or LATIN")
-
-    def share(text: str) -> float | None:
-        letters = [c for c in text if c.isalpha()]
-        mine = sum(unicodedata.name(c, "").startswith(script.upper()) for c in letters)
-        return mine / len(letters) if letters else None
-
-    def keep(row: FilterRow) -> bool | None:
-        shares = [s for s in (share(prompt(row)), share(last_reply(row))) if s is not None]
-        return min(shares) >= least if shares else None
-
-    return judge_each(keep)
+def script(count: Count, name: str, percent: str, rows: Sequence[FilterRow]) -> Verdicts:
+    """Keep rows whose prompt and answer each have at least `percent` of letters in a script."""
+    for row in rows:
+        letters = [[c for c in text if c.isalpha()] for text in texts_of(row) if text]
+        shares = [sum(map(partial(is_of, name), each)) / len(each) for each in letters if each]
+        yield min(shares) >= int(percent) / 100 if shares else None
 
 
-@judge_each
-def not_degenerate(row: FilterRow) -> bool | None:
+def is_of(name: str, letter: str) -> bool:
+    """Whether a letter is of a script, such as hangul."""
+    return unicodedata.name(letter, "").startswith(name.upper())
+
+
+def not_degenerate(rows: Sequence[FilterRow]) -> Verdicts:
     """Keep answers that are complete, not empty and not repetitive."""
-    if messages_of(row)[-1]["role"] != "assistant":
-        return None
-    words = WORD.findall(last_reply(row).lower())
-    runs = [tuple(words[i : i + NGRAM]) for i in range(len(words) - NGRAM + 1)]
-    repeated = 1 - len(set(runs)) / len(runs) if len(runs) >= LEAST_RUNS else 0.0
-    ended = row.get("finish") in (None, "stop")
-    return bool(last_reply(row).strip()) and ended and repeated < MOST_REPEATED
+    for row in rows:
+        _, answer = texts_of(row)
+        runs = list(ngrams(split_words(answer or ""), NGRAM))
+        repeats = len(runs) >= LEAST_RUNS and len(set(runs)) <= (1 - MOST_REPEATED) * len(runs)
+        ended = row.get("finish") in (None, "stop")
+        yield None if answer is None else bool(answer.strip()) and ended and not repeats
 
 
-@judge_each
-def matches_gold(row: FilterRow) -> bool | None:
+def verified(rows: Sequence[FilterRow]) -> Verdicts:
     """Keep rows whose answer (after the last ####) equals "gold", as a number or as text."""
-    gold = row.get("gold")
-    if gold is None or messages_of(row)[-1]["role"] != "assistant":
-        return None
-    return value(last_reply(row).rpartition("####")[2]) == value(str(gold))
+    for row in rows:
+        _, answer = texts_of(row)
+        gold = row.get("gold")
+        if answer is None or gold is None:
+            yield None
+        else:
+            yield final_value(answer.lower()) == final_value(str(gold).lower())
 
 
-def value(answer: str) -> float | str:
-    """The number that an answer is, else the answer in lower case."""
-    number = NUMBER.fullmatch(answer.strip())
-    return float(number[1].replace(",", "")) if number else answer.strip().lower()
-
-
-def no_duplicate(rows: Sequence[FilterRow]) -> list[bool | None]:
+def no_duplicate(rows: Sequence[FilterRow]) -> Verdicts:
     """Keep the first of any rows with the same words, ignoring case and punctuation."""
-    texts = [f"{prompt(row)}\n{last_reply(row)}".lower() for row in rows]
-    prints = [fingerprint(WORD.findall(text)) for text in texts]
-    first = {each: number for number, each in reversed([*enumerate(prints)])}
-    return [first[each] == number for number, each in enumerate(prints)]
+    seen = set()
+    for row in rows:
+        words = split_words(whole(row))
+        yield words not in seen
+        seen.add(words)
 
 
-def no_near_duplicate(rows: Sequence[FilterRow]) -> list[bool | None]:
+def no_near_duplicate(rows: Sequence[FilterRow]) -> Verdicts:
     """
     Drop rows whose n-grams have a Jaccard index of at least NEAR with those of an earlier kept row,
     estimated by MinHash (Broder, "On the resemblance and containment of documents", 1997).
     """
-    rng = np.random.default_rng(0)
-    odd, plus = (rng.integers(1 << 63, size=HASHES, dtype=np.uint64) for _ in range(2))
-    buckets: dict[tuple[int, bytes], list[int]] = {}
-    signatures: list[np.ndarray | None] = []
-    found: list[bool | None] = []
-    for number, row in enumerate(rows):
-        text = f"{prompt(row)}\n{last_reply(row)}"
-        runs = ngrams_by_length([text], [NGRAM])[NGRAM].hashes
-        if not len(runs):
-            signatures.append(None)
-            found.append(True)
+    odd = 2 * np.random.default_rng(0).integers(1 << 63, size=HASHES, dtype=np.uint64) + 1
+    kept: dict[bytes, list[np.ndarray]] = {}  # part of a signature -> signatures of rows
+    for row in rows:
+        runs = {" ".join(run).encode() for run in ngrams(split_words(whole(row)), NGRAM)}
+        if not runs:
+            yield True
             continue
-        mine = (np.unique(runs)[:, None] * (2 * odd + 1) + plus).min(axis=0)
-        keys = [(band, part.tobytes()) for band, part in enumerate(np.split(mine, BANDS))]
-        others = {other for key in keys for other in buckets.get(key, ())}
-        near = any((signatures[other] == mine).mean() >= NEAR for other in others)
-        signatures.append(mine)
-        found.append(not near)
-        for key in keys if not near else ():
-            buckets.setdefault(key, []).append(number)
-    return found
+        mine = (np.array([*map(zlib.crc32, runs)], np.uint64)[:, None] * odd).min(axis=0)
+        bands = [band.tobytes() for band in np.split(mine, BANDS)]
+        others = [other for band in bands for other in kept.get(band, ())]
+        near = any((other == mine).mean() >= NEAR for other in others)
+        yield not near
+        for band in bands if not near else ():
+            kept.setdefault(band, []).append(mine)
 
 
-def no_overlap(benchmarks: Sequence[Task]) -> FilterRule:
+def no_overlap(benchmarks: Sequence[Task], rows: Sequence[FilterRow]) -> Verdicts:
     """Drop rows that contain 13 consecutive words of a benchmark item, or a whole shorter item."""
-
-    def rule(rows: Sequence[FilterRow]) -> list[bool | None]:
-        sought = [query_ngrams(task) for task in benchmarks]
-        every = {n: np.sort(np.concatenate([s[n].hashes for s in sought])) for n in LENGTHS}
-        found: list[bool | None] = []
-        for first in range(0, len(rows), BATCH):
-            some = rows[first : first + BATCH]
-            ours = ngrams_by_length(f"{prompt(row)}\n{last_reply(row)}" for row in some)
-            hit = {
-                i for n in LENGTHS for i in ours[n].items[is_in(ours[n].hashes, every[n])].tolist()
-            }
-            found += [number not in hit for number in range(len(some))]
-        return found
-
-    return rule
+    index = index_passages(benchmarks)
+    return (not any(find_passages(whole(row), index)) for row in rows)
 
 
-def parse_all(
-    spec: str, count: Callable[[str], int], benchmarks: Sequence[Task]
-) -> dict[str, FilterRule]:
+PLAIN = (length_shift, no_image, not_degenerate, verified, no_duplicate, no_near_duplicate)
+WITH_VALUES = {
+    r"length=(\d+):(\d+)": length,
+    r"longest=(\d+)%": longest,
+    r"script=(hangul|latin|cjk|hiragana|katakana|cyrillic|arabic|greek|hebrew|thai):(\d+)%": script,
+}
+
+
+def parse_all(spec: str, count: Count, benchmarks: Sequence[Task]) -> dict[str, FilterRule]:
     """
     Parse comma-separated filters, in the order they are applied:
 
     length_shift, length=10:2000, longest=99%, no_image, script=hangul:30%, not_degenerate,
     verified, no_duplicate, no_near_duplicate, no_overlap. Raises ValueError for any other.
     """
-    plain: dict[str, FilterRule] = {
-        "length_shift": length_shift,
-        "no_image": no_image,
-        "not_degenerate": not_degenerate,
-        "verified": matches_gold,
-        "no_duplicate": no_duplicate,
-        "no_near_duplicate": no_near_duplicate,
-        "no_overlap": no_overlap(benchmarks),
-    }
-    rules: dict[str, FilterRule] = {}
-    for words in filter(None, (word.strip() for word in spec.split(","))):
-        name, _, value = words.partition("=")
-        try:
-            if name in plain and not value:
-                rules[words] = plain[name]
-            elif name == "length":
-                least, most = map(int, value.split(":"))
-                rules[words] = length_between(least, most, count)
-            elif name == "longest":
-                rules[words] = length_below_quantile(percent(value), count)
-            elif name == "script":
-                script, least_share = value.split(":")
-                rules[words] = script_share(script, percent(least_share))
-            else:
-                raise ValueError("unknown name")
-        except ValueError as error:
+    known: dict[str, FilterRule] = {rule.__name__: rule for rule in PLAIN}
+    known["no_overlap"] = partial(no_overlap, benchmarks)
+    names, wanted = ", ".join(known), list(filter(None, map(str.strip, spec.split(","))))
+    for words in wanted:
+        for form, rule in WITH_VALUES.items():
+            if found := re.fullmatch(form, words):
+                known[words] = partial(rule, count, *found.groups())
+        if words not in known:
             raise ValueError(
-                f"invalid filter {words!r} ({error}); use {', '.join(plain)}, length=10:2000, "
-                "longest=99% or script=hangul:30%"
-            ) from error
-    return rules
-
-
-def percent(words: str) -> float:
-    """Parse "30%" to 0.3. Raises ValueError without the % sign or outside 0 to 100%."""
-    if not words.endswith("%") or not 0 <= float(words[:-1]) <= 100:
-        raise ValueError(f"{words!r} is not a percentage like 30%")
-    return float(words[:-1]) / 100
+                f"invalid filter {words!r}; use {names}, length=10:2000, longest=99% or "
+                "script=hangul:30% (or latin, cyrillic, ...)"
+            )
+    return {words: known[words] for words in wanted}

@@ -6,19 +6,29 @@ GSM8K: grade-school word problems, solved step by step with a calculator.
 Source: Cobbe et al., "Training Verifiers to Solve Math Word Problems", arXiv:2110.14168.
 """
 
-from tasks.base import Conversation, NumberTask, assistant, user, with_tool_calls
-from tasks.hub import HubTask
+import re
+from itertools import cycle
+
+from tasks.base import PART_TYPES, Conversation, NumberTask, assistant, user
+from tasks.hub import HubTask, TaskRow
+
+CALCULATION = re.compile(r"<<([^<>=]*)=([^<>=]*)>>")
 
 
 class GSM8K(HubTask, NumberTask):
+    """A calculation `<<3*4=12>>` of an answer becomes a tool call."""
+
     name = "GSM8K"
     repo = "openai/gsm8k"
-    stems = {"train": "main/train", "test": "main/test"}
-    columns = ("question", "answer")
+    splits = {"train": "main/train", "test": "main/test"}
+
+    def parse(self, row: TaskRow) -> Conversation:
+        pieces = zip(cycle(PART_TYPES), CALCULATION.split(row["answer"]), strict=False)
+        parts = [{"type": kind, "text": piece} for kind, piece in pieces if piece]
+        return [user(row["question"]), assistant(parts)]
 
     def conversation(self, i: int) -> Conversation:
-        row = self.row(i)
-        return [user(row["question"]), assistant(with_tool_calls(row["answer"]))]
+        return self.items[i]
 
     def material(self, i: int) -> str:
-        return self.row(i)["question"]
+        return self.items[i][0]["content"]

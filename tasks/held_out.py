@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanochat.common import UsageError, base_dir, hold_lock, read_json, write_json
-from nanochat.records import append_line, read_lines, to_json_types
+from nanochat.records import append_line, read_lines
 from tasks.base import plain_name
 
 if TYPE_CHECKING:
@@ -25,20 +25,11 @@ FILE, ACCESS_LOG = "held_out.json", "held_out_access.jsonl"
 
 def final_benchmarks() -> dict[str, str]:
     """
-    Final benchmarks: name -> datasets it is made from, separated by +. Raises UsageError if the
+    Final benchmarks: name -> datasets it is made from, separated by +. Raises ValueError if the
     file is damaged.
     """
     path = base_dir() / FILE
-    if not path.exists():
-        return {}
-    try:
-        return read_json(path)["final"]
-    except ValueError as error:
-        raise UsageError(
-            f"{error}; this file lists the held-out benchmarks",
-            "restore the file, or delete it and declare the final benchmarks again: "
-            'python -m scripts.lab.hold_out --final="..."',
-        ) from error
+    return read_json(path)["final"] if path.exists() else {}
 
 
 def declare(final: Mapping[str, str]) -> Path:
@@ -75,17 +66,15 @@ def require_access(names: Iterable[str], allowed: bool, who: Mapping[str, Any]) 
 
     who: fields that identify the reader in the access log.
     """
-    wanted = [name for name in names if is_final(name)]
-    if wanted and not allowed:
-        raise UsageError(
-            f"{', '.join(wanted)} is final: held out until the end and not used for selection",
-            "leave it out, or pass --final if the script has it; every access is logged",
-        )
-    folder = base_dir()
-    for name in wanted:
+    for name in filter(is_final, names):
+        if not allowed:
+            raise UsageError(
+                f"{name} is final: held out until the end and not used for selection",
+                "leave it out, or pass --final if the script has it; every access is logged",
+            )
         entry = {"benchmark": name, "when": time.strftime("%Y-%m-%d %H:%M:%S"), **who}
-        with hold_lock(folder / ".lock", "the log of accesses"):
-            append_line(folder / ACCESS_LOG, to_json_types(entry))
+        with hold_lock(base_dir() / ".lock", "the log of accesses"):
+            append_line(base_dir() / ACCESS_LOG, entry)
 
 
 def read_access_log() -> list[dict[str, Any]]:
@@ -94,8 +83,8 @@ def read_access_log() -> list[dict[str, Any]]:
 
 
 def families(parents: str) -> set[str]:
-    """Normalized names of the datasets in a tag, separated by +."""
-    return {plain_name(name) for name in parents.split("+") if name.strip()}
+    """Normalized names of the datasets in a tag, separated by +; empty for an empty tag."""
+    return set(map(plain_name, parents.split("+"))) - {""}
 
 
 def reject_contaminated(buckets: Mapping[str, "Tags"]) -> None:
@@ -105,8 +94,8 @@ def reject_contaminated(buckets: Mapping[str, "Tags"]) -> None:
     """
     for bucket, tags in buckets.items():
         for name, parents in final_benchmarks().items():
-            shared = families(tags.parent) & families(parents)
-            if shared and plain_name(name) not in families(tags.waived):
+            is_waived = plain_name(name) in families(tags.waived)
+            if families(tags.parent) & families(parents) and not is_waived:
                 raise UsageError(
                     f"{bucket} is made from {tags.parent}, as is final benchmark {name} (from "
                     f"{parents}): training on the same source and style would invalidate it",
@@ -120,15 +109,12 @@ def check_finetuning_buckets(train: Sequence["Bucket"], val: Sequence["Bucket"])
     bucket's benchmark is final.
     """
     reject_contaminated({bucket.name: bucket.tags for bucket in train})
-    every = [*val, *train]
-    require_access((bucket.benchmark for bucket in every if bucket.benchmark), False, {})
+    require_access((bucket.benchmark for bucket in [*val, *train]), False, {})
 
 
 def access_table() -> dict[str, Any]:
     """The access log as a table for the record."""
-    rows = [
-        [e["when"], e["benchmark"], str(e.get("checkpoint", "")), str(e.get("section", ""))]
-        for e in read_access_log()
-    ]
+    keys = ("when", "benchmark", "checkpoint", "section")
+    rows = [[str(entry.get(key, "")) for key in keys] for entry in read_access_log()]
     columns = ["When", "Benchmark", "Checkpoint", "By"]
     return {"title": "Access to final benchmarks", "columns": columns, "rows": rows}

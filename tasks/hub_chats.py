@@ -9,110 +9,115 @@ in 20 are held out.
 """
 
 import re
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from nanochat.common import base_dir, fingerprint
-from tasks import hub
-from tasks.base import Conversation, assistant, find_error, shuffled, user
-from tasks.hub import AS_PARQUET, ROW_ORDER, HubTask, TaskData, TaskRow
-from tasks.jsonl import select_split
+from nanochat.common import fingerprint, sha256_file
+from nanochat.dataset import read_json_lines
+from tasks.base import Conversation, assistant, find_error, user
+from tasks.hub import HubTask, TaskData, TaskRow
 
+HOLD_OUT_EVERY = 20  # hold out one prompt in 20
 SOURCE = re.compile(r"([^{}]+?)\s*(?:\{([^{}]*)\})?")
 KEYS = ("messages", "prompt", "answer", "where", "train", "val", "revision")
 ROLES = {"human": "user", "gpt": "assistant"}  # names in conversations of the form from, value
 
 
-class HubChats(HubTask):
+class Chats(HubTask):
     """
-    `source`: <owner>/<name>, then in braces what the columns and files are called.
-
-    messages: column of messages, {role, content} or {from, value}; or prompt and answer: columns of
-    text. where: column=value selects rows. train, val: file stems in the format of
-    `tasks.hub.load_split`; default: train, and no file for val. revision: branch, tag or commit.
+    Conversations of a repository or of a local file. If "train" and "val" share a file, about one
+    prompt in 20, and at least one, is held out, chosen by a hash.
     """
 
-    name = "Hub"
     kind = "talk"
-    splits = ("train", "val")
-    stems: Mapping[str, str] = {}
-    mapping: Mapping[str, str] = {}
-
-    def __init__(self, split: str, source: str | None = None):
-        super().__init__(split)
-        if source is None and not self.mapping:
-            raise ValueError("hub needs a repository; use hub:<owner>/<name>{messages: <column>}")
-        if source is not None:
-            self.repo, given = parse_source(source)
-            known = {} if given.keys() & {"messages", "prompt"} else self.mapping
-            self.mapping = {**known, **given}
-        named = self.mapping.keys() & {"messages", "prompt", "answer"}
-        if named not in ({"messages"}, {"prompt", "answer"}):
-            raise ValueError(
-                f"{self.repo}: which columns hold the conversations? use {{messages: <column>}} or "
-                "{prompt: <column>, answer: <column>}"
-            )
-        train = self.mapping.get("train", "train")
-        self.stems = {"val": train, **self.stems, "train": train}
-        if "val" in self.mapping:
-            self.stems |= {name: self.mapping["val"] for name in self.splits if name != "train"}
-        self.revision = self.mapping.get("revision")
-        self.column, _, self.value = self.mapping.get("where", "").partition("=")
-        columns = [self.mapping.get(key) for key in ("messages", "prompt", "answer")]
-        self.columns = tuple(dict.fromkeys(filter(None, [*columns, self.column])))
-
-    def selects(self, row: TaskRow) -> bool:
-        return not self.column or str(row[self.column]) == self.value
-
-    def find_problem(self, row: TaskRow) -> str | None:
-        return find_error(self.parse(row))
-
-    def hint(self) -> str:
-        if not self.column:
-            return ""
-        values = Counter(str(row[self.column]) for row in self.data.rows)
-        usual = ", ".join(value for value, _ in values.most_common(20))
-        return f" among those with {self.column}={self.value}; the most frequent values are {usual}"
+    splits = {"train": "train", "val": "train"}
+    path: Path | None = None
+    """Local file, instead of a repository."""
 
     @cached_property
     def data(self) -> TaskData:
-        stem = self.stems[self.split]
-        return load_shared(base_dir(), self.repo, stem, self.columns, self.revision)
+        if self.path is None:
+            return super().data
+        rows = []
+        for number, line in read_json_lines(self.path):
+            try:
+                self.parse(line)
+            except ValueError as error:
+                raise ValueError(f"{self.path}, line {number}: {error}") from error
+            rows.append(line)
+        if not rows:
+            raise ValueError(f"{self.path} contains no conversations")
+        return TaskData(rows, {"sha256": sha256_file(self.path)})
 
-    @cached_property
-    def order(self) -> Sequence[int]:
-        rows = self.kept
-        if "val" in self.splits and self.stems["val"] == self.stems["train"]:
-            every, kept = enumerate(self.data.rows), set(rows)
-            prints = [fingerprint(self.parse(row)[:-1]) for n, row in every if n in kept]
-            rows = select_split(rows, prints, self.split, self.where, "prompt")
-        return [rows[n] for n in shuffled(len(rows), ROW_ORDER)]
+    def select(self, items: list[Any]) -> list[Any]:
+        if self.splits["val"] != self.splits["train"]:
+            return items
+        names = [self.prompt_of(item) for item in items]
+        different = sorted(set(names))
+        if len(different) < 2:
+            raise ValueError(
+                f"{self.path or self.repo} has one prompt; at least two are needed, because one is "
+                "held out for validation"
+            )
+        held_out = set(different[: max(1, len(different) // HOLD_OUT_EVERY)])  # least hashes
+        pairs = zip(items, names, strict=True)
+        return [item for item, name in pairs if (name in held_out) == (self.split == "val")]
+
+    def prompt_of(self, item: Any) -> str:
+        """Fingerprint of all messages but the last."""
+        return fingerprint(item[:-1])
+
+    def conversation(self, i: int) -> Conversation:
+        return self.items[i]
+
+
+class HubChats(Chats):
+    """
+    `source`: <owner>/<name>, then in braces what the columns and files are called.
+
+    messages: column of messages, {role, content} or {from, value}, by default messages; or prompt
+    and answer: columns of text. where: column=value selects rows. train, val: file stems in the
+    format of `tasks.hub.match_files`; default: train, and no file for val. revision: branch, tag or
+    commit. Without columns, those of the class are used.
+    """
+
+    name = "Hub"
+    source = ""
+    """Repository and names that a subclass knows."""
+
+    def __init__(self, split: str, source: str | None = None):
+        super().__init__(split)
+        self.repo, names = parse_source(source or self.source)
+        if self.source and not names.keys() & {"messages", "prompt"}:
+            names = parse_source(self.source)[1] | names
+        train = names.get("train", "train")
+        self.splits = {"train": train, "val": names.get("val", train)}
+        self.names, self.revision = names, names.get("revision")
 
     @property
     def origin(self) -> dict[str, Any]:
-        own = {} if self.mapping == type(self).mapping else {"mapping": dict(self.mapping)}
-        return {**super().origin, "left_out": self.left_out, **own}
-
-    def conversation(self, i: int) -> Conversation:
-        return self.parse(self.row(i))
+        return {**super().origin, "names": self.names}
 
     def parse(self, row: TaskRow) -> Conversation:
-        """Conversation of a row, which may be invalid."""
-        if "messages" in self.mapping:
-            found = row[self.mapping["messages"]]
-            return [rename(each) for each in found] if isinstance(found, list) else []
-        return [user(row[self.mapping["prompt"]]), assistant(row[self.mapping["answer"]])]
+        column, _, value = self.names.get("where", "").partition("=")
+        if column and str(row[column]) != value:
+            raise ValueError(f"{column} is {str(row[column])[:40]}")
+        if "prompt" in self.names:
+            answer = row[self.names.get("answer", "answer")]
+            messages = [user(row[self.names["prompt"]]), assistant(answer)]
+        else:
+            messages = list(map(rename, row[self.names.get("messages", "messages")]))
+        if problem := find_error(messages):
+            raise ValueError(problem)
+        return messages
 
 
-@lru_cache(maxsize=16)
-def load_shared(
-    folder: Path, repo: str, stem: str, columns: Sequence[str], revision: str | None
-) -> TaskData:
-    """`load_split`, once for both splits and all buckets of a file. folder: base directory."""
-    return hub.load_split(repo, stem, columns, revision)
+class SmolTalk(HubChats):
+    """General conversations. Source: Ben Allal et al., "SmolLM2", arXiv:2502.02737."""
+
+    name = "SmolTalk"
+    source = "HuggingFaceTB/smol-smoltalk{val: test}"
 
 
 class OpenThoughts3(HubChats):
@@ -123,8 +128,7 @@ class OpenThoughts3(HubChats):
     """
 
     name = "OpenThoughts3"
-    repo = "open-thoughts/OpenThoughts3-1.2M"
-    mapping = {"messages": "conversations", "train": "data/train-0000*"}
+    source = "open-thoughts/OpenThoughts3-1.2M{messages: conversations, train: data/train-0000*}"
 
 
 class RStarCoder(HubChats):
@@ -135,48 +139,43 @@ class RStarCoder(HubChats):
     """
 
     name = "rStar-Coder"
-    repo = "microsoft/rStar-Coder"
-    mapping = {
-        **{"prompt": "question", "answer": "response"},
-        **{"train": "seed_sft/data-0000*", "where": "is_passed=True"},
-    }
+    source = (
+        "microsoft/rStar-Coder{prompt: question, answer: response, train: seed_sft/data-0000*, "
+        "where: is_passed=True}"
+    )
 
 
 class YiSang(HubChats):
     """
     Korean prompts from the web with reasoning traces: code, exams, science and OpenThoughts. The
     other categories are in KOREAson/YiSang-3.7M. The columns are those that the first author's
-    scripts read (guijinSON/ko-reason, prepare_dataset.py); the data were not at hand.
+    scripts read (guijinSON/ko-reason, prepare_dataset.py); the data were not at hand. The Hub
+    converts the first 5 GB of a larger dataset, to default/partial-train.
 
     Source: Son et al., "Pushing on Multilingual Reasoning Models", arXiv:2510.04230.
     """
 
     name = "YiSang"
-    repo = "KOREAson/YiSang-HighQuality"
-    mapping = {
-        **{"prompt": "instruction", "answer": "response"},
-        # the Hub converts the first 5 GB of a larger dataset, to default/partial-train
-        **{"train": "default/*train/*", "revision": AS_PARQUET},
-    }
+    source = (
+        "KOREAson/YiSang-HighQuality{prompt: instruction, answer: response, "
+        "train: default/*train/*, revision: refs/convert/parquet}"
+    )
 
 
-def rename(message: Any) -> Any:
-    """A message with the keys role and content; what is not a message unchanged."""
-    if not isinstance(message, dict):
-        return message
-    role: Any = message.get("role", message.get("from"))
-    known = ROLES.get(role, role) if isinstance(role, str) else role
-    return {"role": known, "content": message.get("content", message.get("value"))}
+def rename(message: Any) -> dict[str, Any]:
+    """A message with the keys role and content."""
+    role = message.get("role", message.get("from"))
+    return {"role": ROLES.get(role, role), "content": message.get("content", message.get("value"))}
 
 
 def parse_source(source: str) -> tuple[str, dict[str, str]]:
     """Parse "owner/name{key: value, ...}". Raises ValueError for an unknown key."""
     found = SOURCE.fullmatch(source)
     pairs = [pair.partition(":") for pair in (found and found[2] or "").split(",") if pair.strip()]
-    given = {key.strip(): value.strip() for key, _, value in pairs}
-    if found is None or not all(given.values()) or given.keys() - set(KEYS):
+    names = {key.strip(): value.strip() for key, _, value in pairs}
+    if found is None or not all(names.values()) or names.keys() - set(KEYS):
         raise ValueError(
             f"invalid source {source!r}; use <owner>/<name>{{key: value, ...}} with the keys "
             f"{', '.join(KEYS)}"
         )
-    return found[1], given
+    return found[1], names

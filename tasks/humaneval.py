@@ -18,6 +18,7 @@ from tasks.hub import HubTask, TaskRow
 LIMITS = sandbox.Limits()
 # A fence begins a line, or names a language: other ones in a line are quotes
 BLOCK = re.compile(r"(?:^[ \t]*|(?=```\w))```([\w+-]*)[^\n`]*\n(.*?)(?:```|\Z)", re.S | re.M)
+COLUMNS = ("prompt", "canonical_solution", "test", "entry_point")
 INSTRUCTION = "Complete this function. Answer with the whole function in a block of Python code."
 
 
@@ -36,9 +37,13 @@ class CodeTask(HubTask):
         self.unsafe = unsafe
 
     @cached_property
-    def by_question(self) -> dict[str, int]:
-        """User message -> problem."""
-        return {asked["content"]: i for i, (asked, _) in enumerate(self)}
+    def by_question(self) -> dict[str, TaskRow]:
+        """User message -> row."""
+        return {self.conversation(i)[0]["content"]: row for i, row in enumerate(self.items)}
+
+    def row_of(self, conversation: Conversation) -> TaskRow:
+        """The row that a conversation is made from."""
+        return self.by_question[conversation[0]["content"]]
 
 
 class HumanEval(CodeTask):
@@ -46,29 +51,26 @@ class HumanEval(CodeTask):
 
     name = "HumanEval"
     repo = "openai/openai_humaneval"
-    stems = {"test": "openai_humaneval/test"}
-    columns = ("prompt", "canonical_solution", "test", "entry_point")
+    splits = {"test": "openai_humaneval/test"}
+
+    def parse(self, row: TaskRow) -> TaskRow:
+        return {name: row[name] for name in COLUMNS}
 
     def conversation(self, i: int) -> Conversation:
-        return [user(question(self.row(i))), assistant(f"```python\n{self.material(i)}```")]
+        asked = f"{INSTRUCTION}\n\n```python\n{self.items[i]['prompt']}```"
+        return [user(asked), assistant(f"```python\n{self.material(i)}```")]
 
     def material(self, i: int) -> str:
-        row = self.row(i)
-        return row["prompt"] + row["canonical_solution"]
+        return self.items[i]["prompt"] + self.items[i]["canonical_solution"]
 
     def score(self, conversation: Conversation, answer: str) -> float:
-        row = self.row(self.by_question[conversation[0]["content"]])
+        row = self.row_of(conversation)
         entry, prompt = row["entry_point"], row["prompt"]
         # The prompt has imports, helpers and a function without a body: a whole function replaces
         # that function, and a bare body completes it
         program = prompt + "\n" + final_code(visible(answer), entry)
         test = f"{row['test']}\ncheck({entry})"
         return float(run_test(program, test, entry, setup=prompt, unsafe=self.unsafe))
-
-
-def question(row: TaskRow) -> str:
-    """The user message."""
-    return f"{INSTRUCTION}\n\n```python\n{row['prompt']}```"
 
 
 def final_code(answer: str, entry: str | None) -> str:

@@ -14,17 +14,16 @@ from typing import Any
 
 from nanochat.common import fingerprint
 from tasks.base import Conversation, Task, assistant, user
+from tasks.world.words import blocks
 
 SIZES = {"train": 2_000, "val": 200}
 GREETINGS = ("Hello! ", "Hi! ", "Hey, ", "Good morning! ")
 
 
 @cache
-def topics() -> tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]:
-    """(question variants, answers) of each topic."""
-    text = (Path(__file__).parent / "identity.txt").read_text(encoding="utf-8")
-    blocks = [block.splitlines() for block in text.strip().split("\n\n")]
-    return tuple((tuple(asked.split(" | ")), tuple(answers)) for asked, *answers in blocks)
+def topics() -> list[list[str]]:
+    """Lines of each topic: question variants separated by |, then answers."""
+    return blocks((Path(__file__).parent / "identity.txt").read_text(encoding="utf-8"))
 
 
 class Identity(Task):
@@ -43,8 +42,9 @@ class Identity(Task):
     def conversation(self, i: int) -> Conversation:
         rng = Random(f"identity-{self.split}-{i}")
         messages = []
-        for questions, answers in rng.sample(topics(), rng.choice((1, 1, 2, 3))):
-            variants = questions[:-1] if self.split == "train" else questions[-1:]
+        for questions, *answers in rng.sample(topics(), rng.choice((1, 1, 2, 3))):
+            *variants, last = questions.split(" | ")
+            variants = variants if self.split == "train" else [last]
             greeting = "" if messages or rng.random() < 0.7 else rng.choice(GREETINGS)
             messages += [user(greeting + rng.choice(variants)), assistant(rng.choice(answers))]
         return messages

@@ -12,7 +12,6 @@ import io
 import json
 import pickle
 import zlib
-from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from nanochat.sandbox import Limits
@@ -20,10 +19,10 @@ from tasks.base import Conversation, assistant, user, visible
 from tasks.hub import TaskRow
 from tasks.humaneval import CodeTask, final_code, run_test
 
+COLUMNS = "question_content starter_code metadata public_test_cases private_test_cases".split()
 ENTRY = "solve"  # function that the tests call
 SECONDS = 5.0  # per test, on average over those of a sandboxed program
 PROGRAM_TESTS = 12  # at most: a program that never ends costs a minute
-PROGRAM_CHARS = 2**22  # at most, of its tests; bounds the memory of a sandbox
 READ = "Write a Python program that reads stdin and prints to stdout."
 COMPLETE = "Complete this Python class:\n\n```python\n{starter}\n```"
 INSTRUCTION = "Answer with the whole program in a block of Python code."
@@ -89,44 +88,39 @@ class LiveCodeBench(CodeTask):
 
     name = "LiveCodeBench"
     repo = "livecodebench/code_generation_lite"
-    stems = {"test": "test*"}
-    columns = (
-        *("question_content", "starter_code", "metadata"),
-        *("public_test_cases", "private_test_cases"),
-    )
+    splits = {"test": "test*"}
 
-    def find_problem(self, row: TaskRow) -> str | None:
-        """Why a row cannot be used. Hidden tests are large, so they are read when scored."""
-        columns = [name for name in self.columns if not isinstance(row[name], str)]
-        if columns:
-            return f"no {columns[0]}"
-        try:
-            method, tests = method_of(row), json.loads(row["public_test_cases"])
-            for test in tests:
-                describe_test(test, bool(method))
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            return f"metadata or public tests are not as published ({type(error).__name__})"
-        return None
+    def parse(self, row: TaskRow) -> TaskRow:
+        """Checks the public tests only: hidden ones are large, so they are read when scored."""
+        if not all(isinstance(row[name], str) for name in COLUMNS):
+            raise ValueError("a column is not text")
+        for test in json.loads(row["public_test_cases"]):
+            describe_test(test, method_of(row))
+        return row
 
     def conversation(self, i: int) -> Conversation:
-        return [user(question(self.row(i))), assistant("```python\n```")]
+        row = self.items[i]
+        starter = row["starter_code"].strip()
+        task = COMPLETE.format(starter=starter) if starter else READ
+        asked = f"{row['question_content'].strip()}\n\n{task}\n\n{INSTRUCTION}"
+        return [user(asked), assistant("```python\n```")]
 
     def material(self, i: int) -> str:
-        return self.row(i)["question_content"]
+        return self.items[i]["question_content"]
 
     def score(self, conversation: Conversation, answer: str) -> float:
-        row = self.row(self.by_question[conversation[0]["content"]])
+        row = self.row_of(conversation)
         method = method_of(row)
-        source = final_code(visible(answer), method)
         form = METHOD_PROGRAM if method else STDIN_PROGRAM
+        source = final_code(visible(answer), method)
         program = form.format(entry=ENTRY, source=source, method=method, imports=IMPORTS)
         tests = [*json.loads(row["public_test_cases"]), *read_private(row["private_test_cases"])]
-        lines = [f"assert {describe_test(test, bool(method))}" for test in tests]
-        for part in split_tests(lines):
-            memory = 2**29 + 64 * sum(map(len, part))  # tests are code
-            limits = Limits(SECONDS * len(part), memory_bytes=memory)
-            test = [COMPARE, *part]
-            if not run_test(program, "\n".join(test), ENTRY, unsafe=self.unsafe, limits=limits):
+        lines = [f"assert {describe_test(test, method)}" for test in tests]
+        for n in range(0, len(lines), PROGRAM_TESTS):
+            test = "\n".join([COMPARE, *lines[n : n + PROGRAM_TESTS]])
+            memory = 2**29 + 64 * len(test)  # tests are code
+            limits = Limits(SECONDS * PROGRAM_TESTS, memory_bytes=memory)
+            if not run_test(program, test, ENTRY, unsafe=self.unsafe, limits=limits):
                 return 0.0
         return 1.0
 
@@ -136,32 +130,12 @@ def method_of(row: TaskRow) -> str | None:
     return json.loads(row["metadata"]).get("func_name")
 
 
-def question(row: TaskRow) -> str:
-    """The user message."""
-    starter = row["starter_code"].strip()
-    task = COMPLETE.format(starter=starter) if starter else READ
-    return f"{row['question_content'].strip()}\n\n{task}\n\n{INSTRUCTION}"
-
-
-def describe_test(test: dict[str, str], method: bool) -> str:
+def describe_test(test: dict[str, str], method: str | None) -> str:
     """Condition of a test: arguments and result are JSON for a method, else stdin and stdout."""
-    if not method:
+    if method is None:
         return f"same_text({ENTRY}({test['input']!r}), {test['output']!r})"
     arguments = ", ".join(repr(json.loads(line)) for line in test["input"].splitlines())
     return f"same({ENTRY}({arguments}), {json.loads(test['output'])!r})"
-
-
-def split_tests(lines: Sequence[str]) -> list[list[str]]:
-    """Tests of one program each: at most PROGRAM_TESTS of PROGRAM_CHARS characters, or one test."""
-    parts: list[list[str]] = [[]]
-    size = 0
-    for line in lines:
-        size += len(line)
-        if parts[-1] and (size > PROGRAM_CHARS or len(parts[-1]) == PROGRAM_TESTS):
-            parts.append([])
-            size = len(line)
-        parts[-1].append(line)
-    return parts
 
 
 class TextUnpickler(pickle.Unpickler):
@@ -177,10 +151,8 @@ def read_private(encoded: str) -> list[dict[str, Any]]:
     ValueError if they are neither.
     """
     try:
-        return json.loads(encoded)
-    except json.JSONDecodeError:
-        pass
-    try:
+        if encoded.startswith("["):
+            return json.loads(encoded)
         pickled = zlib.decompress(base64.b64decode(encoded))
         return json.loads(TextUnpickler(io.BytesIO(pickled)).load())
     except Exception as error:  # a damaged pickle may raise almost anything

@@ -1,22 +1,32 @@
 """
-MMLU: questions with four options from exams in 57 subjects.
+MMLU: questions with four options from exams in 57 subjects; KMMLU: from Korean exams in 45.
 
-Source: Hendrycks et al., "Measuring Massive Multitask Language Understanding", arXiv:2009.03300.
+Sources: Hendrycks et al., "Measuring Massive Multitask Language Understanding", arXiv:2009.03300;
+Son et al., "KMMLU: Measuring Massive Multitask Language Understanding in Korean", arXiv:2402.11548.
 """
 
-from tasks.base import MCQuestion, QuestionTask
-from tasks.hub import HubTask
+from tasks.base import MCQuestion
+from tasks.hub import HubQuestions, TaskRow, make_question
 
 
-class MMLU(HubTask, QuestionTask):
+class MMLU(HubQuestions):
     """Train split: `auxiliary_train`, questions from other datasets."""
 
-    name = "MMLU"
-    baseline = 0.25
+    name, baseline = "MMLU", 0.25
     repo = "cais/mmlu"
-    stems = {"train": "all/auxiliary_train", "val": "all/validation", "test": "all/test"}
-    columns = ("question", "choices", "answer")
+    splits = {"train": "all/auxiliary_train", "val": "all/validation", "test": "all/test"}
 
-    def question(self, i: int) -> MCQuestion:
-        row = self.row(i)
-        return MCQuestion(row["question"].strip(), tuple(row["choices"]), row["answer"])
+    def parse(self, row: TaskRow) -> MCQuestion:
+        return make_question(row["question"], row["choices"], row["answer"])
+
+
+class KMMLU(HubQuestions):
+    """All subjects, each with one file per split."""
+
+    name, baseline = "KMMLU", 0.25
+    repo = "HAERAE-HUB/KMMLU"
+    splits = {"train": "data/*-train", "val": "data/*-dev", "test": "data/*-test"}
+
+    def parse(self, row: TaskRow) -> MCQuestion:
+        options = [row[letter] for letter in "ABCD"]
+        return make_question(row["question"], options, int(row["answer"]) - 1)

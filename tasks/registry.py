@@ -7,35 +7,23 @@ Data is downloaded on first use.
 """
 
 import difflib
+import re
 
 from nanochat.common import MissingInput
 from nanochat.sandbox import SandboxUnavailable, is_confined
+from tasks import korean
 from tasks.aqua import AQuA, AQuALetter
 from tasks.arc import ARCChallenge, ARCEasy
 from tasks.augment import ARCChallengeTen, ARCEasyTen
 from tasks.base import Task, plain_name
 from tasks.gsm8k import GSM8K
-from tasks.hub_chats import HubChats, OpenThoughts3, RStarCoder, YiSang
+from tasks.hub_chats import Chats, HubChats, OpenThoughts3, RStarCoder, SmolTalk, YiSang
 from tasks.humaneval import CodeTask, HumanEval
 from tasks.identity import Identity
 from tasks.jsonl import JSONL
-from tasks.kmmlu import KMMLU
-from tasks.korean import (
-    GPQA,
-    HAERAE,
-    HRM8K,
-    CLIcK,
-    ClinicalQA,
-    KMMLUPro,
-    KMMLURedux,
-    KMMLUReduxTen,
-    KoBALT,
-    MCLMKorean,
-)
 from tasks.livecodebench import LiveCodeBench
-from tasks.mmlu import MMLU
-from tasks.smoltalk import SmolTalk
-from tasks.spelling import SimpleSpelling, SpellingBee, WordTask, english_words, word_file
+from tasks.mmlu import KMMLU, MMLU
+from tasks.spelling import SimpleSpelling, SpellingBee, WordTask, read_words
 from tasks.world.task import WorldChat, WorldChoice, WorldFacts, WorldProblems, WorldSpelling
 
 TASKS: dict[str, type[Task]] = {
@@ -58,16 +46,16 @@ TASKS: dict[str, type[Task]] = {
     "simple_spelling": SimpleSpelling,
     "identity": Identity,
     "jsonl": JSONL,
-    "kmmlu_redux": KMMLURedux,
-    "kmmlu_redux_10": KMMLUReduxTen,
-    "kmmlu_pro": KMMLUPro,
-    "hae_rae": HAERAE,
-    "clinical_qa": ClinicalQA,
-    "click": CLIcK,
-    "kobalt": KoBALT,
-    "gpqa": GPQA,
-    "mclm_ko": MCLMKorean,
-    "hrm8k": HRM8K,
+    "kmmlu_redux": korean.KMMLURedux,
+    "kmmlu_redux_10": korean.KMMLUReduxTen,
+    "kmmlu_pro": korean.KMMLUPro,
+    "hae_rae": korean.HAERAE,
+    "clinical_qa": korean.ClinicalQA,
+    "click": korean.CLIcK,
+    "kobalt": korean.KoBALT,
+    "gpqa": korean.GPQA,
+    "mclm_ko": korean.MCLMKorean,
+    "hrm8k": korean.HRM8K,
     "livecodebench": LiveCodeBench,
     "world_chat": WorldChat,
     "world_facts": WorldFacts,
@@ -75,7 +63,7 @@ TASKS: dict[str, type[Task]] = {
     "world_problems": WorldProblems,
     "world_spelling": WorldSpelling,
 }
-WITH_SOURCE = (HubChats, JSONL, WordTask)  # take a data source, `jsonl:<source>` in a mixture
+WITH_SOURCE = (Chats, WordTask)  # take a data source, `jsonl:<source>` in a mixture
 # Overlap with these is checked by default; the others download much, are gated, have the same
 # questions, or are invented here
 BENCHMARKS = ("arc_easy", "arc_challenge", "mmlu", "kmmlu", "gsm8k", "aqua", "humaneval")
@@ -83,12 +71,11 @@ BENCHMARKS = ("arc_easy", "arc_challenge", "mmlu", "kmmlu", "gsm8k", "aqua", "hu
 
 def key_of(name: str) -> str:
     """The key in TASKS for a key or report name. Raises ValueError for an unknown task."""
-    known = {plain_name(task.name): key for key, task in TASKS.items()}
-    known |= {plain_name(key): key for key in TASKS}
+    known = {plain_name(word): key for key, task in TASKS.items() for word in (task.name, key)}
     if plain_name(name) not in known:
-        near = difflib.get_close_matches(plain_name(name), known, n=1, cutoff=0.0)
+        [near] = difflib.get_close_matches(plain_name(name), known, n=1, cutoff=0.0)
         raise ValueError(
-            f"unknown task {name!r}; did you mean {known[near[0]]}? Available: {', '.join(TASKS)}"
+            f"unknown task {name!r}; did you mean {known[near]}? Available: {', '.join(TASKS)}"
         )
     return known[plain_name(name)]
 
@@ -103,11 +90,10 @@ def eval_task(name: str, unsafe: bool = False) -> Task:
     The test split of a task, to score a model on. `unsafe`: run generated code unsandboxed, with
     your permissions, if this machine has no sandbox. Raises ValueError for a training-only task.
     """
-    runs_code = issubclass(TASKS[key_of(name)], CodeTask)
-    task = make_task(name, "test", **({"unsafe": unsafe} if runs_code else {}))
-    if task.kind == "talk":
-        raise ValueError(f"{task.name} is training-only: it has no reference answers to score")
-    return task
+    kind = TASKS[key_of(name)]
+    if kind.kind == "talk":
+        raise ValueError(f"{kind.name} is training-only: it has no reference answers to score")
+    return kind("test", unsafe) if issubclass(kind, CodeTask) else kind("test")
 
 
 def why_unavailable(name: str, unsafe: bool = False) -> str | None:
@@ -115,12 +101,12 @@ def why_unavailable(name: str, unsafe: bool = False) -> str | None:
     Why a task cannot be scored here; None if it can. Generated code needs a sandbox, spelling a
     word list.
     """
-    key = key_of(name)
+    kind = TASKS[key_of(name)]
     try:
-        if issubclass(TASKS[key], CodeTask):
+        if issubclass(kind, CodeTask):
             is_confined(unsafe)
-        elif issubclass(TASKS[key], WordTask):
-            english_words(word_file(), "test")
+        elif issubclass(kind, WordTask):
+            read_words(None, "test")
     except (SandboxUnavailable, MissingInput, ValueError) as error:
         return " ".join(str(error).split())
     return None
@@ -128,10 +114,5 @@ def why_unavailable(name: str, unsafe: bool = False) -> str | None:
 
 def overlapping_tasks(key: str) -> list[str]:
     """Keys of the tasks with the same questions in any form, including the task itself."""
-    first = question_source(key)
-    return [other for other in TASKS if question_source(other) == first]
-
-
-def question_source(key: str) -> str:
-    """Key of the task that provides the questions."""
-    return key.removesuffix("_10").removesuffix("_letter").removesuffix("_redux")
+    source = {each: re.sub("(_redux)?(_10|_letter)?$", "", each) for each in TASKS}
+    return [other for other in TASKS if source[other] == source[key]]

@@ -7,26 +7,15 @@ A tokenizer hides the letters of a word from the model. These tasks teach them. 
 frequent ones in the text that the tokenizer was trained on; scripts.tok_train writes them.
 """
 
-from collections.abc import Sequence
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from random import Random
 from string import ascii_lowercase
 from typing import Any, cast
 
-from nanochat.common import MissingInput, base_dir, sha256_file
-from tasks.base import (
-    Conversation,
-    NumberTask,
-    Task,
-    answer_text,
-    assistant,
-    text,
-    tool_call,
-    user,
-    visible,
-)
-from tasks.world.drills import spelled, spelling_words
+from nanochat.common import MissingInput, base_dir, fingerprint
+from tasks.base import Conversation, NumberTask, Task, assistant, text, tool_call, user
+from tasks.world.drills import letter_questions, spelled
 from tasks.world.facts import Split, pick, split_of
 
 SIZES = {"train": 100_000, "val": 1_000, "test": 1_000}
@@ -47,31 +36,21 @@ SPELL_QUESTIONS = (
 )
 
 
-def word_file(path: str | None = None) -> Path:
-    """`path`, by default the words of the main tokenizer's training text. Raises MissingInput."""
-    if path:
-        return Path(path).expanduser()
-    default = base_dir() / "tokenizer" / "main" / "words.txt"
-    if not default.exists():
-        more = "or use spelling:<file with one word per line>"
-        raise MissingInput(f"no word list {default}", f"python -m scripts.tok_train; {more}")
-    return default
-
-
-@cache
-def english_words(path: Path, split: Split) -> tuple[str, ...]:
+def read_words(source: str | None, split: Split) -> tuple[str, ...]:
     """
-    The words of a split, from a file with one word per line.
+    The words of a split in lower case, from a file with one word per line; by default those of the
+    main tokenizer's training text.
 
     Words with characters other than ASCII letters, or shorter than MIN_LETTERS, are skipped. Raises
-    ValueError if none are left.
+    MissingInput without a file, ValueError if no words are left.
     """
-    words = tuple(
-        word
-        for word in path.read_text("utf-8").split()
-        if word.isascii() and word.isalpha() and len(word) >= MIN_LETTERS
-        if split_of("word", word.lower()) == split
-    )
+    path = Path(source or base_dir() / "tokenizer" / "main" / "words.txt").expanduser()
+    if not path.exists():
+        more = "or use spelling:<file with one word per line>"
+        raise MissingInput(f"no word list {path}", f"python -m scripts.tok_train; {more}")
+    every = path.read_text("utf-8").lower().split()
+    plain = (w for w in every if w.isascii() and w.isalpha() and len(w) >= MIN_LETTERS)
+    words = tuple(word for word in plain if split_of("word", word) == split)
     if not words:
         raise ValueError(
             f"no words for split {split} in {path}; use one alphabetic word per line, or leave "
@@ -81,30 +60,31 @@ def english_words(path: Path, split: Split) -> tuple[str, ...]:
 
 
 @cache
-def spellings() -> dict[str, set[str]]:
-    """Word in lower case -> its forms in the documents of the embedded world."""
-    forms: dict[str, set[str]] = {}
-    for word in spelling_words():
-        forms.setdefault(word.lower(), set()).add(word)
-    return forms
+def counted_elsewhere(split: Split) -> set[tuple[str, str]]:
+    """(word, letter) of the letter counts in the other splits of the embedded world."""
+    others = [other for other in SIZES if other != split]
+    counts = [each for other in others for each in letter_questions(cast(Split, other))]
+    return {(word.lower(), letter) for word, letter, _ in counts}
 
 
 class WordTask(Task):
     """Questions about words. `source`: word file. Default: that of the main tokenizer."""
 
-    splits = ("train", "val", "test")
+    splits = tuple(SIZES)
+    split: Split
 
     def __init__(self, split: str, source: str | None = None):
         super().__init__(split)
-        self.path = source
+        self.source = source
+
+    @cached_property
+    def words(self) -> tuple[str, ...]:
+        """The words that are asked about."""
+        return read_words(self.source, self.split)
 
     @property
     def origin(self) -> dict[str, Any]:
-        return {"words": sha256_file(word_file(self.path))}
-
-    @property
-    def words(self) -> Sequence[str]:
-        return english_words(word_file(self.path), cast(Split, self.split))
+        return {"words": fingerprint(self.words)}
 
     def __len__(self) -> int:
         return SIZES[self.split]
@@ -120,37 +100,24 @@ class SpellingBee(WordTask, NumberTask):
     name = "SpellingBee"
 
     def draw(self, rng: Random) -> tuple[str, str]:
-        """
-        A word and a letter, which is in the word with probability 0.8.
-
-        Documents of the embedded world also count letters: without a word file, this task
-        holds out the same (word, letter) pairs as they do.
-        """
+        """A word and a letter, which is in the word with probability 0.8."""
         while True:
-            word = pick(rng, self.words)
-            forms = spellings().get(word.lower(), {word})
-            inside = rng.random() < 0.8
-            letters = [
-                letter
-                for letter in ascii_lowercase
-                if (letter in word.lower()) == inside
-                and (self.path or {split_of("letter", w, letter) for w in forms} == {self.split})
-            ]
-            if letters:
-                return word.lower(), pick(rng, letters)
+            word, inside = pick(rng, self.words), rng.random() < 0.8
+            taken = counted_elsewhere(self.split)
+            letters = [c for c in ascii_lowercase if (c in word) == inside]
+            if letters := [c for c in letters if (word, c) not in taken]:
+                return word, pick(rng, letters)
 
     def conversation(self, i: int) -> Conversation:
         rng = self.generator(i)
         word, letter = self.draw(rng)
-        counted, lines = 0, []
+        counted, lines = 0, [spelled(word)]
         for each in word:
             counted += each == letter
             lines.append(f"{each} {counted}" if each == letter else each)
-        answer = [
-            text(f"{spelled(word)}\n" + "\n".join(lines) + f"\nThat makes {counted}. Checked: "),
-            *tool_call(f'"{word}".count("{letter}")', str(counted)),
-            text(f"{counted}\n#### {counted}"),
-        ]
+        lines.append(f"That makes {counted}. Checked: ")
+        call = tool_call(f'"{word}".count("{letter}")', str(counted))
+        answer = [text("\n".join(lines)), *call, text(f"{counted}\n#### {counted}")]
         question = pick(rng, COUNT_QUESTIONS).format(word=word, letter=letter)
         return [user(question), assistant(answer)]
 
@@ -158,13 +125,9 @@ class SpellingBee(WordTask, NumberTask):
 class SimpleSpelling(WordTask):
     """Spell a word."""
 
-    name = "SimpleSpelling"
-    kind = "generate"
+    name, kind = "SimpleSpelling", "generate"
 
     def conversation(self, i: int) -> Conversation:
         rng = self.generator(i)
-        word = pick(rng, self.words).lower()
+        word = pick(rng, self.words)
         return [user(pick(rng, SPELL_QUESTIONS).format(word=word)), assistant(spelled(word))]
-
-    def score(self, conversation: Conversation, answer: str) -> float:
-        return float(visible(answer).strip() == answer_text(conversation[-1]))

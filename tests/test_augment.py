@@ -6,6 +6,8 @@ from tasks.augment import BM25, STYLES, MoreOptions, Reordered, Styled, read_let
 from tasks.base import LETTERS, MCQuestion, QuestionTask
 from tasks.buckets import buckets
 from tasks.gsm8k import GSM8K
+from tasks.registry import eval_task, make_task
+from tests.published import publish
 
 ANIMALS = "cat dog horse mouse whale eagle salmon frog spider beetle".split()
 
@@ -30,12 +32,7 @@ TASK = Animals("train")
 
 
 @pytest.mark.parametrize(
-    ("task", "sizes"),
-    [
-        (Reordered(TASK), {4}),
-        (MoreOptions(TASK, most=8, exactly=True), {8}),
-        (MoreOptions(TASK), {4, 5, 6, 7, 8, 9, 10}),
-    ],
+    ("task", "sizes"), [(Reordered(TASK), {4}), (MoreOptions(TASK), {4, 5, 6, 7, 8, 9, 10})]
 )
 def test_right_option_survives_new_orders_and_options(task, sizes):
     questions = [task.question(i) for i in range(30)]
@@ -49,22 +46,37 @@ def test_right_option_survives_new_orders_and_options(task, sizes):
 
 
 def test_every_style_is_parsed_and_scored():
-    found = Styled(TASK)
+    found, used = Styled(TASK), set()
     for i in range(30):
         asked, answer = (message["content"] for message in found[i])
         letter = LETTERS[TASK.question(i).right]
-        assert asked.endswith(found.style(i).instruction) and read_letter(answer) == letter
-        assert sum(style.instruction in asked for style in STYLES) == 1  # no second instruction
-        for style in STYLES:  # any format is accepted
-            assert found.score(found[i], style.form.format(letter)) == 1
-            assert found.score(found[i], style.form.format("Z")) == 0
-    assert {found.style(i) for i in range(30)} == set(STYLES)
+        [instruction] = [each for each in STYLES if each in asked]  # no second one
+        assert answer == STYLES[instruction].replace("X", letter)
+        for form in STYLES.values():  # any format is accepted
+            assert found.score(found[i], form.replace("X", letter)) == 1
+            assert found.score(found[i], form.replace("X", "Z")) == 0
+        used.add(instruction)
+    assert used == set(STYLES)
     assert read_letter("A, or maybe (B) or Option C is correct") is read_letter("no idea") is None
 
 
-def test_extra_options_come_only_from_training_questions():
-    questions, _ = MoreOptions(Animals("test"), exactly=True).corpus
-    assert questions == [TASK.question(i) for i in range(30)]
+def test_ten_options_come_from_training_questions(tmp_path, monkeypatch):
+    test = {"question": "물은?", "options": ["가", "나", "다", "라"], "solution": "3"}
+    train = [
+        dict(question=f"{n}번 물은?", answer=1, A="얼음", B=f"바다 {n}", C=f"강 {n}", D=f"비 {n}")
+        for n in range(8)
+    ]
+    files = {"kmmlu_redux/test/0000.parquet": [test], "data/Math-train.csv": train}
+    publish(files, tmp_path, monkeypatch)
+    task = eval_task("KMMLU-Redux-10")
+    assert isinstance(task, QuestionTask)
+    asked = task.question(0)
+    assert asked.options[asked.right] == "다" and task.baseline == 0.1
+    assert len(set(asked.options)) == 10 and set("가나다라") <= set(asked.options)
+    assert "얼음" not in asked.options  # right in another question
+    assert "강" not in task.material(0) and task.identity["pool"]["commit"]
+    with pytest.raises(ValueError, match="no split 'train'; it has val, test"):
+        make_task("arc_easy_10", "train")
 
 
 def test_bm25_ranks_by_shared_rare_words():

@@ -1,94 +1,145 @@
-"""Conversations from Hub repositories: published layouts, skipped rows, and the notation."""
+"""Conversations from files and Hub repositories: layouts, splits, invalid rows, notation."""
 
 import json
-from collections.abc import Callable
 
 import pytest
 
+from tasks.base import Task, assistant, text, user
 from tasks.buckets import buckets
-from tasks.hub_chats import HubChats, OpenThoughts3
+from tasks.hub_chats import HOLD_OUT_EVERY, HubChats
+from tasks.jsonl import JSONL
+from tasks.registry import make_task
 from tests.published import publish
 
-CHAT = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+
+def chat(question: str, answer: str = "a") -> list[dict]:
+    return [user(question), assistant(answer)]
 
 
-@pytest.fixture
-def published(tmp_path, monkeypatch) -> Callable:
-    return lambda files: publish(files, tmp_path / "hub", monkeypatch)
+def questions(*splits: Task) -> list[str]:
+    """The first message of each conversation, sorted."""
+    return sorted(conversation[0]["content"] for task in splits for conversation in task)
 
 
-def pairs(*splits) -> list[tuple[str, str]]:
-    """Question and answer of each conversation, sorted."""
-    return sorted((c[0]["content"], c[1]["content"]) for task in splits for c in task)
-
-
-def thought(question: str, answer: str, role: str = "gpt") -> dict:
+def thought(question: str, answer: str = "a", role: str = "gpt") -> dict:
     pair = [{"from": "human", "value": question}, {"from": role, "value": answer}]
     return {"domain": "math", "conversations": pair}
 
 
-def test_openthoughts3_is_read_and_its_bad_rows_are_counted(published, capsys):
-    rows = [thought(f"q{i}", f"<think>\n\n</think>\n{i}") for i in range(40)]
-    bad = [thought("q", ""), thought("q", "a", "system"), {**rows[0], "conversations": None}]
-    files = {"data/train-00000-of-00120.parquet": [*rows, *bad]}
-    published({**files, "data/train-00010-of-00120.parquet": rows})  # the eleventh file
-    train, val = OpenThoughts3("train"), OpenThoughts3("val")
-    expected = [(f"q{i}", f"<think>\n\n</think>\n{i}") for i in range(40)]
-    assert pairs(train, val) == sorted(expected) and len(val) >= 1
-    assert train.left_out == train.identity["left_out"] == 3
-    assert "skipped 3 of 43 rows of open-thoughts/OpenThoughts3-1.2M" in capsys.readouterr().out
+def passed(question: str, **change) -> dict:
+    return {"question": question, "response": "a", "is_passed": True, **change}
 
 
-def test_lines_that_are_no_conversations_are_skipped_and_counted(published, capsys):
-    good = [{"messages": [{**CHAT[0], "content": f"q{i}"}, CHAT[1]]} for i in range(30)]
-    wrong_user = {"role": ["user"], "content": "q"}
-    contents = [3, None, [], [1], [None, *CHAT], json.dumps(CHAT), CHAT[:1], [wrong_user, CHAT[1]]]
-    contents += [[{**CHAT[0], "content": wrong}, CHAT[1]] for wrong in (None, "", "\ud800")]
-    bad = [None, [1], {"other": 1}, *({"messages": content} for content in contents)]
-    published({f"train-0000{n}-of-00002.jsonl": [*bad, *good][n::2] for n in range(2)})
-    train, val = (HubChats(split, "me/mine{messages: messages}") for split in ("train", "val"))
-    assert pairs(train, val) == sorted((f"q{i}", "a") for i in range(30))
-    assert train.left_out == len(bad)
-    assert f"Hub: skipped {len(bad)} of {30 + len(bad)} rows of me/mine" in capsys.readouterr().out
+WRONG = [3, [], [1], [None, *chat("q")], json.dumps(chat("q")), chat("q")[:1], chat("\ud800")]
+WRONG += [[{"role": ["user"], "content": "q"}, assistant("a")], chat("q", ""), None]
+# task: file, function that makes a row, rows that are no valid conversations of the task
+LAYOUTS = {
+    "smoltalk": ("train.jsonl", lambda q: {"messages": chat(q)},
+        [None, [1], {"other": 1}, *({"messages": wrong} for wrong in WRONG)]),
+    "openthoughts3": ("data/train-00000-of-00120.parquet", thought,
+        [thought("q", ""), thought("q", "a", "system"), {**thought("q"), "conversations": None}]),
+    "rstar_coder": ("seed_sft/data-00001-of-00020.parquet", passed,
+        [passed("q", is_passed=False), passed("q", response="")]),
+    "yisang": ("default/partial-train/0000.parquet", lambda q: {"instruction": q, "response": "a"},
+        [{"instruction": "q", "response": None}]),
+}  # fmt: skip
 
 
-def test_any_columns_files_and_rows_are_selected_in_a_mixture(published, capsys):
-    rows = [{"inquiry": f"q{i}", "reply": f"a{i}", "kind": f"k{i % 2}"} for i in range(8)]
-    rows += [{"inquiry": "", "reply": "a", "kind": kind} for kind in ("k0", "k1")]
-    published({"more/own.parquet": rows, "held.parquet": rows[1:2]})
+@pytest.mark.parametrize("key", LAYOUTS)
+def test_R27_published_chats_are_read_and_split(key, tmp_path, monkeypatch, capsys):
+    file, make, bad = LAYOUTS[key]
+    known = [f"q{i}" for i in range(40)]
+    files = {file: [*map(make, known), *bad], "data/train-00010-of-00120.parquet": [make("other")]}
+    if key == "smoltalk":
+        files = {file: [*map(make, known[1:]), *bad], "test.jsonl": [make("q0")]}
+    publish(files, tmp_path, monkeypatch)
+    train, val = make_task(key, "train"), make_task(key, "val")
+    assert questions(train, val) == sorted(known) and 1 <= len(val) < len(train)
+    assert train[0][1] == assistant("a") and (key != "smoltalk" or questions(val) == ["q0"])
+    assert f"{train.name}: skipped {len(bad)} of " in capsys.readouterr().out
+    with pytest.raises(ValueError, match="training-only"):
+        train.score(train[0], "a")
+
+
+def test_any_columns_files_and_rows_are_selected_in_a_mixture(tmp_path, monkeypatch, capsys):
+    rows = [{"inquiry": f"q{i}", "reply": "a" * 3_000_000, "kind": f"k{i % 2}"} for i in range(4)]
+    publish({"more/own.csv": rows, "held.parquet": rows[1:2]}, tmp_path, monkeypatch)
     columns = "prompt: inquiry, answer: reply, train: own, val: held"
     [bucket] = buckets(f"hub:me/mine{{{columns}, where: kind=k1}}=2")
-    assert len(bucket.train) == 2 and all(q[1:] in "1357" for q, _ in pairs(bucket.train))
-    assert pairs(bucket.val) == [("q1", "a1")]
-    assert "skipped 1 of 5 rows of me/mine own: message 1 is empty" in capsys.readouterr().out
+    assert questions(bucket.train) == ["q1", "q3"] and questions(bucket.val) == ["q1"]
+    assert "skipped 2 of 4 rows of me/mine: 2 x kind is k0" in capsys.readouterr().out
     [bucket] = buckets(f"smoltalk:me/mine{{{columns}}}")
-    assert pairs(bucket.val) == [("q1", "a1")]  # instead of the task's own file
+    assert questions(bucket.val) == ["q1"]  # instead of the task's own file
 
 
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        (None, "hub needs a repository"),
-        ("me/mine", "me/mine: which columns hold the conversations"),
+        (None, "invalid source ''; use <owner>/<name>"),
+        ("me/mine", r"3 x KeyError\('messages'\); it has the columns inquiry, reply"),
         ("me/mine{message: a}", "use <owner>/<name>.*with the keys messages, prompt"),
-        ("me/mine{prompt: question, answer: reply}", "no column question, only inquiry, reply"),
-        ("me/mine{prompt: c, answer: a, train: x}", "x.csv has no column c, only a, b"),
+        ("me/mine{prompt: c, answer: a, train: x}", r"KeyError\('c'\); it has the columns a, b"),
         ("me/mine{prompt: inquiry, answer: reply, train: own}", "no own among its files train.par"),
-        (
-            "me/mine{prompt: inquiry, answer: reply, where: inquiry=x}",
-            "no row .* inquiry=x; .* values are q",
-        ),
-        ("me/mine{prompt: inquiry, answer: reply}", "has one prompt; at least two"),
+        ("me/mine{prompt: inquiry, answer: reply, where: inquiry=x}", "3 x inquiry is q"),
+        ("me/mine{prompt: inquiry, answer: reply}", "me/mine has one prompt; at least two"),
     ],
 )
-def test_wrong_source_gets_an_error_that_names_what_there_is(published, source, message):
-    published({"train.parquet": [{"inquiry": "q", "reply": "a"}], "x.csv": [{"a": 1, "b": 2}]})
+def test_wrong_source_error_names_what_there_is(tmp_path, monkeypatch, source, message):
+    files = {"train.parquet": [{"inquiry": "q", "reply": "a"}] * 3, "x.csv": [{"a": 1, "b": 2}]}
+    publish(files, tmp_path, monkeypatch)
     with pytest.raises(ValueError, match=message):
         len(HubChats("train", source))
 
 
-@pytest.mark.xfail(strict=True, reason="a CSV cell must fit in a block of 1 MB")
-def test_csv_cell_of_several_megabytes_is_read(published):
-    published({"train.csv": [{"q": "one", "a": "x" * 3_000_000}, {"q": "two", "a": "b"}]})
-    source = "me/mine{prompt: q, answer: a}"
-    assert len(pairs(HubChats("train", source), HubChats("val", source))) == 2
+# ------------------------------------------------------------------------------------------------
+# A file of your own
+
+
+def write_lines(path, *lines: object) -> str:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(path)
+
+
+@pytest.mark.parametrize("count", [2, 3, 10, 400])
+def test_R27_file_of_conversations_has_disjoint_splits(tmp_path, count):
+    both = [chat(f"q{i}", answer) for i in range(count) for answer in "ab"]
+    lines = [c if i % 2 else {"messages": c} for i, c in enumerate(both)]
+    path = write_lines(tmp_path / "own.jsonl", *lines)
+    train, val = questions(JSONL("train", path)), questions(JSONL("val", path))
+    assert train and val and len(train) + len(val) == 2 * count and not {*train} & {*val}
+    assert count < 400 or 0.5 < len(val) * HOLD_OUT_EVERY / 2 / count < 2
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ({"text": "Hi"}, "expected a list"),
+        (["Hi"], "expected a list"),
+        ([], "alternate"),
+        ([user("Hi")], "alternate.*'user'"),
+        (chat("Hi")[::-1], "alternate"),
+        ([user("Hi"), *chat("Hi")], "alternate"),
+        ([{"role": "robot", "content": "Hi"}, assistant("Hi")], "'robot'"),
+        (chat("Hi", ""), "message 2: content must be text"),
+        ([user("Hi"), {"role": "assistant", "content": 7}], "message 2"),
+        ([{"role": "user", "content": [text("Hi")]}, assistant("Hi")], "message 1"),
+        ([user("Hi"), assistant([{"type": "image", "text": "Hi"}])], "message 2"),
+    ],
+)
+def test_invalid_line_is_reported_with_file_and_reason(tmp_path, line, message):
+    path = write_lines(tmp_path / "own.jsonl", chat("q"), line)
+    with pytest.raises(ValueError, match=rf"own\.jsonl, line 2: .*{message}"):
+        len(JSONL("train", path))
+
+
+def test_missing_empty_broken_or_short_file_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"nowhere\.jsonl"):
+        len(JSONL("train", str(tmp_path / "nowhere.jsonl")))
+    for content, message in (
+        ("", "contains no conversations"),
+        ('[{"role"\n', "line 1: not JSON"),
+        (2 * f"{json.dumps(chat('q'))}\n", "has one prompt; at least two are needed"),
+    ):
+        (tmp_path / "own.jsonl").write_text(content)
+        with pytest.raises(ValueError, match=rf"own\.jsonl.*{message}"):
+            len(JSONL("train", str(tmp_path / "own.jsonl")))

@@ -1,12 +1,11 @@
 """Preference pairs: layouts, invalid lines, held-out prompts, rows of the Hub."""
 
-import json
-
 import pytest
 
 from tasks.base import assistant, text, tool_call, user
-from tasks.preferences import Preferences, parse_pair
+from tasks.preferences import Preferences
 from tests.published import publish
+from tests.test_hub_chats import write_lines
 
 GOOD, BAD = [user("Hi"), assistant("Yes.")], [user("Hi"), assistant("No.")]
 
@@ -15,35 +14,32 @@ def row(i: int = 0, chosen="Yes.", rejected="No.") -> dict:
     return {"prompt": f"Is {i} a number?", "chosen": chosen, "rejected": rejected}
 
 
-def write_lines(path, *lines: object) -> str:
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return str(path)
+PROMPT, PARTS = [*GOOD, user("2*3?")], [*tool_call("2*3", "6"), text("6")]
 
 
 @pytest.mark.parametrize(
-    "line",
+    ("line", "pair"),
     [
-        {"prompt": "Hi", "chosen": "Yes.", "rejected": "No."},
-        {"prompt": GOOD[:1], "chosen": "Yes.", "rejected": BAD[1:]},
-        {"prompt": "Hi", "chosen": GOOD, "rejected": BAD},  # UltraFeedback Binarized
-        {"chosen": GOOD, "rejected": BAD},
+        ({"prompt": "Hi", "chosen": "Yes.", "rejected": "No."}, (GOOD, BAD)),
+        ({"prompt": GOOD[:1], "chosen": "Yes.", "rejected": BAD[1:]}, (GOOD, BAD)),
+        ({"prompt": "Hi", "chosen": GOOD, "rejected": BAD}, (GOOD, BAD)),  # as UltraFeedback
+        ({"chosen": GOOD, "rejected": BAD}, (GOOD, BAD)),
+        (
+            {"prompt": PROMPT, "chosen": [assistant(PARTS)], "rejected": "7"},
+            ([*PROMPT, assistant(PARTS)], [*PROMPT, assistant("7")]),
+        ),
     ],
 )
-def test_all_layouts_give_the_same_pair(line):
-    assert parse_pair(line) == (GOOD, BAD)
-
-
-def test_prompt_may_have_several_turns_and_answer_may_call_tools():
-    prompt, parts = [*GOOD, user("2*3?")], [*tool_call("2*3", "6"), text("6")]
-    pair = parse_pair({"prompt": prompt, "chosen": [assistant(parts)], "rejected": "7"})
-    assert pair == ([*prompt, assistant(parts)], [*prompt, assistant("7")])
+def test_every_layout_gives_a_pair(tmp_path, line, pair):
+    path = write_lines(tmp_path / "pairs.jsonl", *map(row, range(9)), line)
+    assert pair in Preferences("train", path).pairs + Preferences("val", path).pairs
 
 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
         (["Hi"], "expected"),
-        ({**row(), "rejected": ""}, "rejected: message 2 is empty"),
+        ({**row(), "rejected": ""}, "rejected: message 2"),
         ({**row(), "chosen": 7}, "chosen: expected a list"),
         (row(chosen="No."), "chosen and rejected are equal"),
         ({**row(), "chosen": GOOD}, "different prompts"),
@@ -55,19 +51,16 @@ def test_invalid_line_is_reported_with_file_and_reason(tmp_path, line, message):
         len(Preferences("train", path))
 
 
-def test_pairs_of_a_prompt_are_in_one_split(tmp_path):
+def test_R27_pairs_of_a_prompt_are_in_one_split(tmp_path):
     lines = [row(i, chosen) for i in range(400) for chosen in ("Yes.", "It is.")]
     path = write_lines(tmp_path / "pairs.jsonl", *lines)
     train, val = Preferences("train", path), Preferences("val", path)
     prompts = [{c[0]["content"] for c in split} for split in (train, val)]
     assert len(train) + len(val) == 800 and not prompts[0] & prompts[1]
     assert 10 < len(prompts[1]) < 40  # about one in 20
-    assert [pair for pair in map(parse_pair, lines) if pair in train.pairs] == train.pairs
     assert list(val) == [pair.chosen for pair in val.pairs]
     other = write_lines(tmp_path / "other.jsonl", *lines[1:], row(0, "Yes.", "Never."))
     assert Preferences("train", other).identity != train.identity
-    with pytest.raises(ValueError, match=r"one\.jsonl has one prompt; at least two"):
-        len(Preferences("val", write_lines(tmp_path / "one.jsonl", *lines[:2])))
     with pytest.raises(ValueError, match="invalid hub repository 'nowhere'"):
         len(Preferences("train", "nowhere"))
 
@@ -80,4 +73,4 @@ def test_invalid_rows_of_the_hub_are_skipped_and_counted(tmp_path, monkeypatch):
     files = {f"data/test_prefs-{end}": rows, f"data/train_prefs-{end}": rows[:1]}
     publish({f"data/train_gen-{end}": [], **files}, tmp_path, monkeypatch)
     train, val = (Preferences(split, "own/pairs") for split in ("train", "val"))
-    assert list(val) == [GOOD, BAD] and val.num_skipped == 2 and list(train) == [GOOD]
+    assert GOOD in val and BAD in val and len(val) == 2 == val.num_skipped and list(train) == [GOOD]

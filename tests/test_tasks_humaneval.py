@@ -4,12 +4,10 @@ import itertools
 
 import pytest
 
-from nanochat.sandbox import SandboxUnavailable, choose_layer
-from tasks import hub as hub_tasks
-from tasks.base import Task
-from tasks.hub import TaskData, TaskRows
+from nanochat.sandbox import SandboxUnavailable, is_confined
 from tasks.humaneval import HumanEval, final_code, run_test
 from tests.hub_server import hub_served
+from tests.published import publish
 
 ROW = {
     "prompt": 'import math\n\n\ndef area(r: float) -> float:\n    """Area of a circle."""\n',
@@ -25,16 +23,15 @@ ROW = {
 def sandbox() -> None:
     """Skip if no sandbox can run programs."""
     try:
-        choose_layer()
+        is_confined()
     except SandboxUnavailable as error:
         pytest.skip(str(error))
 
 
 @pytest.fixture
-def task(sandbox, monkeypatch) -> HumanEval:
+def task(sandbox, tmp_path, monkeypatch) -> HumanEval:
     """The task with one row."""
-    table = hub_tasks.pa.Table.from_pylist([ROW])
-    monkeypatch.setattr(hub_tasks, "load_split", lambda *_: TaskData(TaskRows(table), "c0ffee", {}))
+    publish({"openai_humaneval/test.parquet": [ROW]}, tmp_path, monkeypatch)
     return HumanEval("test")
 
 
@@ -81,17 +78,22 @@ def test_reference_is_the_whole_function_in_a_code_block(task):
     assert task.score(task[0], answer["content"]) == 1.0
 
 
-def test_block_that_defines_the_function_is_run():
-    blocks = "```python\nf(1)\n```\nand\n```python\ndef f(x):\n    return x\n```"
-    assert final_code(blocks, "f") == "def f(x):\n    return x\n"
-    assert final_code(blocks[: blocks.index("and")], "g") == "f(1)\n"
-    assert final_code("    return 1", "f") == "    return 1"
-    assert final_code("```Python\nx\n```\nThis works.", "f") == "x\n"
-    assert (
-        final_code("Here: ```python\ndef f():\n    1```\nDone ``` so.\n", "f") == "def f():\n    1"
-    )
-    twice = "```py\ndef f():\n    1\n```\n```py\ndef f():\n    2\n```\n```py\nf()\n```"
-    assert final_code(twice, "f") == "def f():\n    2\n", "the last definition"
+@pytest.mark.parametrize(
+    ("answer", "entry", "code"),
+    [
+        ("```python\nf(1)\n```\nand\n```python\ndef f(x):\n```", "f", "def f(x):\n"),
+        ("```python\nf(1)\n```\n", "g", "f(1)\n"),
+        ("    return 1", "f", "    return 1"),
+        ("```Python\nx\n```\nThis works.", "f", "x\n"),
+        ("Here: ```python\ndef f():\n    1```\nDone ``` so.\n", "f", "def f():\n    1"),
+        ("```py\ndef f():\n    1\n```\n```py\ndef f():\n```\n```py\nf()\n```", "f", "def f():\n"),
+        ("```python\na\n```\nBetter:\n```python\nb\n```\nIt prints:\n```\n3\n```", None, "b\n"),
+        ("First:\n```cpp\nx\n```\n```cpp\ny\n```\n```python3\na\n```", None, "a\n"),
+        ("```python\na\nb", None, "a\nb"),
+    ],
+)
+def test_program_is_the_last_block_that_defines_the_function(answer, entry, code):
+    assert final_code(answer, entry) == code
 
 
 def test_main_guard_of_an_answer_does_not_run(sandbox):
@@ -99,26 +101,21 @@ def test_main_guard_of_an_answer_does_not_run(sandbox):
     assert run_test(program, "assert f(2) == 2", "f")
 
 
-@pytest.fixture
-def real(sandbox, hub, monkeypatch):
-    """The task with its real rows."""
+def check_solutions(hub, monkeypatch, count: int | None) -> None:
+    """Reference solutions pass; a function without a body fails."""
     with hub_served(hub, monkeypatch) as start:
         start()
-        yield HumanEval("test")
+        task = HumanEval("test")
+        for conversation in itertools.islice(task, count):
+            asked, solution = (message["content"] for message in conversation)
+            assert task.score(conversation, solution) == 1.0, solution
+            assert task.score(conversation, asked) == 0.0, asked
 
 
-def check_solutions(task: Task, count: int) -> None:
-    """Reference solutions pass; a function without a body fails."""
-    for conversation in itertools.islice(task, count):
-        asked, solution = (message["content"] for message in conversation)
-        assert task.score(conversation, solution) == 1.0, solution
-        assert task.score(conversation, asked) == 0.0, asked
-
-
-def test_reference_solutions_pass_their_tests(real):
-    check_solutions(real, 8)
+def test_reference_solutions_pass_their_tests(sandbox, hub, monkeypatch):
+    check_solutions(hub, monkeypatch, 8)
 
 
 @pytest.mark.slow
-def test_all_reference_solutions_pass_their_tests(real):
-    check_solutions(real, len(real))
+def test_all_reference_solutions_pass_their_tests(sandbox, hub, monkeypatch):
+    check_solutions(hub, monkeypatch, None)

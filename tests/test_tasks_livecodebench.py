@@ -7,9 +7,8 @@ import zlib
 
 import pytest
 
-from nanochat.sandbox import SandboxUnavailable, choose_layer
+from nanochat.sandbox import SandboxUnavailable, is_confined
 from tasks import livecodebench
-from tasks.humaneval import final_code
 from tasks.livecodebench import LiveCodeBench, read_private
 from tests.published import publish
 
@@ -48,7 +47,7 @@ CUT = "class Solution:\n    def cut(self, x: List[int], k: int):\n        return
 def task(monkeypatch, tmp_path) -> LiveCodeBench:
     """The task with two rows, in two of its files; skips if no sandbox can run programs."""
     try:
-        choose_layer()
+        is_confined()
     except SandboxUnavailable as error:
         pytest.skip(str(error))
     publish({"test.jsonl": ROWS[:1], "test2.jsonl": ROWS[1:]}, tmp_path, monkeypatch)
@@ -64,14 +63,8 @@ def test_invalid_rows_are_skipped_and_counted(tmp_path, monkeypatch, capsys):
         None,
     ]
     publish({"test.jsonl": ROWS, "test2.jsonl": bad}, tmp_path, monkeypatch)
-    task = LiveCodeBench("test")
-    assert len(task) == 2 and task.left_out == 5
-    printed = "skipped 5 of 7 rows of livecodebench/code_generation_lite test*: metadata or public"
-    assert f"LiveCodeBench: {printed}" in capsys.readouterr().out
-    rows = [{k: v for k, v in row.items() if k != "metadata"} for row in ROWS]
-    publish({"test.jsonl": rows}, tmp_path, monkeypatch)
-    with pytest.raises(ValueError, match="test.jsonl has no column metadata, only question_cont"):
-        len(LiveCodeBench("test"))
+    assert len(LiveCodeBench("test")) == 2
+    assert "LiveCodeBench: skipped 5 of 7 rows of livecodebench" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -105,32 +98,13 @@ def test_program_must_pass_public_and_hidden_tests(task, kind, code, score):
     assert task.score(asked, f"Here it is:\n```python\n{code}\n```") == score
 
 
-@pytest.mark.parametrize(
-    ("answer", "method", "code"),
-    [
-        ("```python\na\n```\nBetter:\n```python\nb\n```\nIt prints:\n```\n3\n```", None, "b\n"),
-        ("First:\n```cpp\nx\n```\n```cpp\ny\n```\n```python3\na\n```", None, "a\n"),
-        ("```python\ndef solve(n):\n    0\n```\n```python\nsolve(1)\n```", None, "solve(1)\n"),
-        ("```python\ndef cut(n):\n```\n```python\ncut(1)\n```", "cut", "def cut(n):\n"),
-        ("```\na\n```", None, "a\n"),
-        ("```python\na\nb", None, "a\nb"),
-        ("a", "cut", "a"),
-    ],
-)
-def test_last_block_of_python_is_the_program(answer, method, code):
-    assert final_code(answer, method) == code
-
-
-def test_many_tests_run_in_several_programs(task, monkeypatch):
-    lines = ["a" * 3, "b" * 3, "c" * 9, "d"]
-    monkeypatch.setattr(livecodebench, "PROGRAM_CHARS", 6)
-    assert livecodebench.split_tests(lines) == [lines[:2], [lines[2]], [lines[3]]]
-    assert list(map(len, livecodebench.split_tests([""] * 30))) == [12, 12, 6]
-    monkeypatch.setattr(livecodebench, "PROGRAM_CHARS", 1)
-    asked = next(c for c in task if "sum" in c[0]["content"])
-    answers = {SUM.format("float"): 1.0, SUM.format("int"): 0.0, "print(3)": 0.0}
-    for code, score in answers.items():  # the hidden test, which both wrong ones fail, is last
-        assert task.score(asked, f"```python\n{code}\n```") == score
+def test_many_tests_run_in_several_programs(tmp_path, monkeypatch, task):
+    tests = [case(f"1\n{n}\n", f"{n}\n", "stdin") for n in range(30)]
+    row = {**ROWS[0], "public_test_cases": json.dumps(tests)}  # its last, hidden one is 0.5
+    publish({"many/test.jsonl": [row]}, tmp_path / "many", monkeypatch)
+    many = LiveCodeBench("test")
+    for code, score in ((SUM.format("float"), 1.0), (SUM.format("int"), 0.0)):
+        assert many.score(many[0], f"```python\n{code}\n```") == score
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from nanochat.config import start
 from tasks import held_out
 from tasks.buckets import TAGS, buckets, read_mixture
 from tasks.overlap import overlaps
-from tasks.registry import BENCHMARKS, TASKS, eval_task, key_of, overlapping_tasks, question_source
+from tasks.registry import BENCHMARKS, TASKS, eval_task, key_of, overlapping_tasks
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def scan(cfg: HoldOut) -> None:
     """Record the overlap of a mixture with benchmarks: 13-grams of words, or whole questions."""
     learned = buckets(*read_mixture(cfg.mixture))
     names = [*cfg.benchmarks.split("|"), *held_out.final_benchmarks()]
-    keys = dict.fromkeys(question_source(key_of(name)) for name in names)
+    keys = dict.fromkeys(overlapping_tasks(key_of(name))[0] for name in names)  # same questions
     tests = [eval_task(key) for key in keys]
     found = overlaps([bucket.train for bucket in learned], tests)
     owners = (bucket.name for bucket in learned for _ in tests)
