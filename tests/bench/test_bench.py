@@ -1,24 +1,15 @@
 """Benchmarks: measurements add up, missing peers are reported, peers get equal results."""
 
 import importlib.util
-import json
-from dataclasses import replace
-from itertools import count
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
-from nanochat.bench import engine, evals, tokenizer, train
+from nanochat.bench import engine, evals, tokenizer
 from nanochat.bench.table import BenchLog, Detail, Note, TableLine, render_findings
-from nanochat.bench.train import matmul_seconds
-from nanochat.config import parse
 from nanochat.distributed import DistConfig, init_distributed
-from nanochat.gpt import GPT
-from nanochat.hardware import peak_memory_bytes
 from nanochat.scaling import shape_for_depth
 from nanochat.train import KernelConfig
-from scripts import bench
 from scripts.bench import Bench, DataConfig, main
 
 CPU = DistConfig("cpu", "float32")
@@ -48,36 +39,17 @@ def test_tokenizer_bench_works_without_peers(monkeypatch, capsys, tmp_path):
     assert reference.ratio is not None and min(reference.ours) > 0
 
 
-def test_training_bench_times_add_up(capsys, tmp_path, monkeypatch):
-    """Uses a mock clock that advances one second per call."""
-    ticks = count()
-    monkeypatch.setattr(train, "clock", lambda machine: float(next(ticks)))
+def test_training_bench_measures_speed_and_its_parts(capsys, tmp_path):
     path = tmp_path / "found.json"
     main(Bench("train", depth=1, max_seq_len=16, rows=2, vocab_size=64, steps=2, machine=CPU,
                kernels=KernelConfig(compile=False), findings=path))  # fmt: skip
     assert "TFLOP/s" in capsys.readouterr().out
     found = BenchLog.read(path)
-    (line,) = found.lines
-    assert line.unit == "tokens/s" and line.ours == [32 / 3] * 3  # one second for each part
-    model = GPT(shape_for_depth(1, 64, 16)).requires_grad_(False)
-    assert line.roofline == pytest.approx(matmul_seconds(model, 2, init_distributed(CPU)) / 3)
-    (detail,) = found.details
-    memory = float(detail.cells["peak memory (MiB)"].replace(",", ""))
-    assert 0 < memory <= peak_memory_bytes(torch.device("cpu")) / 2**20 + 1
-    assert [v for k, v in detail.cells.items() if "% of step" in k] == ["33%", "33%", "33%"]
-    assert detail.cells["step (ms)"] == "3,000" and detail.cells["tokens per step"] == "32"
-
-
-def test_matmul_time_grows_with_the_model(monkeypatch):
-    machine, spent = init_distributed(CPU), []
-    for depth in (1, 4):
-        model = GPT(shape_for_depth(depth, 256, 64)).requires_grad_(False)
-        with FlopCounterMode(display=False) as counted:  # count FLOPs as seconds
-            monkeypatch.setattr(train, "clock", lambda _, c=counted: c.get_total_flops())
-            spent.append(matmul_seconds(model, 4, machine))
-        layers_and_head = 6 * 4 * 64 * model.num_matmul_params()
-        assert spent[-1] > layers_and_head  # the rest: attention and optimizer
-    assert spent[1] > 4 * spent[0]
+    (line,), (detail,) = found.lines, found.details
+    assert line.unit == "tokens/s" and min(line.ours) > 0 and 0 < line.roofline < 1
+    shares = [int(v.removesuffix("%")) for k, v in detail.cells.items() if "% of step" in k]
+    assert len(shares) == 3 and sum(shares) == pytest.approx(100, abs=2)
+    assert detail.cells["tokens per step"] == "32"
 
 
 @interop
@@ -163,58 +135,3 @@ def test_page_shows_values_ratio_roofline_and_missing_peer():
     assert page.count("## Training\n\nnoisy\n\n| case") == 1
     assert page.index("- Failed: x") < page.index("## Training") > page.index("## Method")
     assert "12 minutes" in page
-
-
-def test_page_lists_details_below_their_table():
-    found = BenchLog(
-        [TableLine("Training", "d4", "ms", [2.0]), TableLine("Decode", "b", "ms", [1])]
-    )
-    for case in ("d4", "d8"):
-        found.detail(Detail("Training", "Parts", {"case": case, "step (ms)": "3"}))
-    page = render_findings(found, "command", "a machine", 1.0)
-    expected = "Parts:\n\n| case | step (ms) |\n| --- | --- |\n| d4 | 3 |\n| d8 | 3 |\n\n## Decode"
-    assert expected in page
-
-
-def test_each_bench_runs_separately_and_may_fail(monkeypatch, tmp_path, capsys):
-    commands = []
-
-    def fake(command, cwd, env):
-        commands.append(command)
-        if "torch.distributed.run" in command:  # scaling runs use one thread per rank
-            assert env["OMP_NUM_THREADS"] == "1"
-        path = next(word for word in command if word.startswith("--findings=")).split("=")[1]
-        if "--what=engine" in command:
-            return type("Ended", (), {"returncode": 3})
-        found = BenchLog()
-        found.line(TableLine("Path", " ".join(command[-3:-1]), "per second", [1.0]))
-        found.write(tmp_path.__class__(path))
-        return type("Ended", (), {"returncode": 0})
-
-    monkeypatch.setattr(bench.subprocess, "run", fake)
-    monkeypatch.setattr(bench, "REPOSITORY", tmp_path)
-    monkeypatch.setattr(bench.sys, "argv", ["bench", "--what", "all", "--repeats=2"])
-    main(replace(Bench(), machine=CPU))
-    page = (tmp_path / "dev" / "bench-cpu.md").read_text()
-    assert "Failed: --what=engine, exit code 3" in page and "--depth=12" in page
-    assert all("--repeats=2" in command for command in commands)
-    assert sum("torch.distributed.run" in command for command in commands) == 2
-    assert "--what all --repeats=2" in page
-    assert json.dumps(commands).count("--what=") == len(commands)
-    page = (tmp_path / "dev" / "bench-cpu.md").read_text()
-    monkeypatch.setattr(
-        bench.subprocess, "run", lambda *_, **__: type("Ended", (), {"returncode": 3})
-    )
-    with pytest.raises(SystemExit, match="all benchmarks failed"):
-        main(replace(Bench(), machine=CPU))
-    assert (tmp_path / "dev" / "bench-cpu.md").read_text() == page
-
-
-@pytest.mark.parametrize(("gpus", "ranks"), [(1, []), (2, [1, 2]), (8, [1, 2, 4, 8])])
-def test_scaling_series_matches_the_number_of_gpus(monkeypatch, gpus, ranks):
-    monkeypatch.setattr(bench.torch.cuda, "device_count", lambda: gpus)
-    assert [num for num, _ in bench.jobs("cuda") if num] == ranks
-
-
-def test_last_duplicate_flag_wins():
-    assert parse(Bench(), args=["--what", "all", "--what=peer", "--depth=8"]).what == "peer"
