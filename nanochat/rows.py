@@ -98,7 +98,7 @@ def interleave(sizes: Sequence[np.ndarray], seed: int) -> tuple[np.ndarray, np.n
 # ---- Reading -------------------------------------------------------------------------------------
 
 POLL_SECONDS = 0.1
-SILENCE_SECONDS = 30.0  # how long a step waits for a shard that no process is packing
+SILENCE_SECONDS = 60.0  # how long a step waits for a shard that no process is packing
 
 
 @dataclass(eq=False)
