@@ -206,7 +206,7 @@ class Rows:
         if shard not in self.opened:
             counts, path = self.wait(shard), self.bin_path(shard)
             if not path.is_file() or common.sha256_file(path) != counts["sha256"]:
-                self.json_path(shard).unlink()
+                self.json_path(shard).unlink(missing_ok=True)  # several ranks may find it
                 raise UsageError(
                     f"{path} is damaged: its SHA-256 does not match the record; it was not used",
                     "run the same command again, which packs it again",

@@ -36,6 +36,7 @@ IGNORED = {
     *("user", "metadata", "store", "service_tier", "safety_identifier", "verbosity"),
     *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
     *("parallel_tool_calls", "reasoning_effort", "tools", "functions"),
+    *("num_ctx", "keep_alive", "cache_prompt", "chat_template_kwargs", "session_id", "chat_id"),
 }
 # Unsupported fields, each with the values that change nothing (null never does)
 NEUTRAL: dict[str, list[Any]] = {
@@ -44,6 +45,7 @@ NEUTRAL: dict[str, list[Any]] = {
     "repetition_penalty": [1],
     "length_penalty": [1],
     "min_p": [0],
+    "mirostat": [0],
     "logit_bias": [{}],
     "tool_choice": ["none", "auto"],
     "function_call": ["none", "auto"],
@@ -124,6 +126,9 @@ def read_request(kind: type[R], body: bytes) -> R:
         raise ApiError(400, f"the request body is not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise ApiError(400, f"the request body must be a JSON object, not {json_type(value)}")
+    for name in ("max_tokens", "max_completion_tokens"):
+        if value.get(name) == -1:  # as llama.cpp writes "no limit"
+            del value[name]
     try:
         neutral = {**kind.neutral, "best_of": [1, value.get("n")]}  # best_of = n: no selection
         return kind.model_validate(drop_neutral_fields(value, "", IGNORED, neutral))
