@@ -1,9 +1,10 @@
 """
 Files, locks and stop signals. Does not import other modules of the project.
 
-    base directory, atomic writes | locks, free space | SIGTERM -> flag
+    base directory, atomic writes | locks | SIGTERM -> flag
 """
 
+import fcntl
 import hashlib
 import json
 import os
@@ -146,7 +147,7 @@ def cpu_info(name: str) -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), "")
 
 
-# ---- Locks and free space ------------------------------------------------------------------------
+# ---- Locks ---------------------------------------------------------------------------------------
 # The operating system releases the locks of a process when it exits.
 
 
@@ -161,6 +162,16 @@ def try_lock(path: Path, patience_seconds: float = 0.0) -> Iterator[bool]:
         yield lock.is_locked
     finally:
         lock.release()
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a process holds a lock file. Processes that ask do not see each other."""
+    with suppress(FileNotFoundError), path.open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 @contextmanager

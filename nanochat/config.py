@@ -175,13 +175,16 @@ def normalize(args: Sequence[str], cfg: Any) -> list[str]:
     known = {name: kinds for name, kinds, _ in iter_settings(cfg)}
     result, rest = [], list(args)
     while rest:
+        if not rest[0].startswith("-"):  # the value of the flag before
+            result.append(rest.pop(0))
+            continue
         flag, equals, value = rest.pop(0).partition("=")
         name = flag.lstrip("-").replace("-", "_")
         kinds = known.get(name, ())
         if not equals and rest[:1] in (["-1"], ["-1.0"]):
             equals, value = "=", rest.pop(0)
         if not flag.startswith("--"):
-            result += [flag, value] if equals else [flag]
+            result += [flag, value] if equals and len(flag) == 2 else [flag + equals + value]
         elif bool in kinds and not equals:
             result += [flag, "True"]
         elif bool in known.get(name.removeprefix("no_"), ()) and not kinds:
@@ -197,6 +200,8 @@ def normalize(args: Sequence[str], cfg: Any) -> list[str]:
         elif bool in kinds:
             result += [flag, BOOLEANS.get(value.lower(), value)]
         elif any(typing.get_origin(kind) is tuple for kind in kinds):
+            while not equals and rest and not rest[0].startswith("-"):
+                value += f",{rest.pop(0)}"
             result += [flag, *filter(None, value.split(","))]
         else:
             result.append(flag + equals + value)

@@ -377,7 +377,7 @@ def open_folder(cfg: FirstUseConfig, recorded: str | None) -> Source:
         if changes := sorted(known.keys() ^ set(names)):
             raise ValueError(
                 f"{folder} does not match {path}: {', '.join(changes[:5])} added or removed; "
-                "restore the old files, or delete that manifest to start over"
+                "restore the old files, or delete that manifest and set --dataset again"
             )
         _, val_shard = split_shards(cfg, names, old.get("val_shard"), path)
         files = {file: check_file(folder / file, known[file], path) for file in names}
@@ -401,7 +401,7 @@ def open_folder(cfg: FirstUseConfig, recorded: str | None) -> Source:
 def require_unchanged(path: Path, known: dict[str, Any], manifest: Path) -> None:
     """Raise ValueError if a file is missing or its SHA-256 is not the one in the `manifest`."""
     if not path.is_file() or sha256_file(path) != known["sha256"]:
-        fix = "restore the old file, or delete that manifest to accept the new one"
+        fix = "restore the old file, or delete that manifest and set --dataset again"
         raise ValueError(f"{path} is missing or does not match its SHA-256 in {manifest}; {fix}")
 
 
@@ -476,6 +476,10 @@ def open_hub(cfg: FirstUseConfig, path: Path) -> Source:
             print(f"{name}: validates on {val_shard}", flush=True)
     repo = HubRepo(name, path.parent, manifest["commit"])
     if val_shard.startswith(TAIL) and "tail_start" not in manifest:
-        manifest["tail_start"] = find_tail(repo.fetch(files[0]))
+        try:
+            manifest["tail_start"] = find_tail(repo.fetch(files[0]))
+        except ValueError:
+            path.unlink()  # so that a later commit can be used
+            raise
         repo.record({"tail_start": manifest["tail_start"]})
     return make_source(cfg, manifest, path, repo.folder, repo)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
-from huggingface_hub import HfApi, constants, errors, hf_hub_url
+from huggingface_hub import HfApi, constants, errors, get_session, hf_hub_url
 from huggingface_hub.hf_api import RepoFile
 
 from nanochat.common import UsageError, hold_lock, printable, read_json, sha256_file, write_json
@@ -31,7 +31,9 @@ def call_hub(repo: str, revision: str, file: str | None, request: Callable[[], X
     Return `request()`, repeated if the Hub is busy or the network fails. Raises UsageError with
     cause and fix if it fails for good.
     """
-    pause = 1.0
+    hooks, pause = get_session().event_hooks["request"], 1.0
+    if set_timeouts not in hooks:
+        hooks.append(set_timeouts)
     while True:
         try:
             return request()
@@ -46,6 +48,12 @@ def call_hub(repo: str, revision: str, file: str | None, request: Callable[[], X
         pause *= 2
 
 
+def set_timeouts(request: Any) -> None:
+    """Set the timeouts that a request of huggingface_hub lacks; it would wait forever."""
+    limits, default = request.extensions["timeout"], constants.HF_HUB_DOWNLOAD_TIMEOUT
+    request.extensions["timeout"] = {kind: limit or default for kind, limit in limits.items()}
+
+
 def explain(
     raised: BaseException, repo: str, revision: str, file: str | None
 ) -> tuple[UsageError, bool]:
@@ -54,7 +62,7 @@ def explain(
     error = (local and raised.__cause__) or raised
     line = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     code = getattr(getattr(error, "response", None), "status_code", None)
-    for_good = code is not None and code != 429 and code < 500
+    for_good = code is not None and code not in (408, 425, 429) and code < 500
     fix = f"check the network and HF_ENDPOINT, then run the same command again, or {OFFLINE}"
     if isinstance(error, errors.HFValidationError):
         why, fix = f"{repo!r} is not a valid repository name ({line})", "use <owner>/<name>"
@@ -71,7 +79,7 @@ def explain(
     elif code == 404:
         why = f"{repo} has no {file or 'such revision'} at revision {revision}"
         fix = "choose another revision; if it was pinned, delete its folder under "
-        fix += "NANOCHAT_BASE_DIR/data to start over"
+        fix += "NANOCHAT_BASE_DIR/data and set --dataset again"
     else:
         why = f"the request to {constants.ENDPOINT} for {file or repo} failed ({line})"
     return UsageError(printable(why), fix), for_good
@@ -171,8 +179,10 @@ class HubRepo:
     def remote_digest(self, file: str) -> str | None:
         """SHA-256 of a file on the Hub; None for small text files, which have none there."""
         url = hf_hub_url(self.name, file, repo_type="dataset", revision=self.commit)
+        limit = constants.HF_HUB_ETAG_TIMEOUT
         about = call_hub(
-            self.name, self.commit, file, lambda: HfApi().get_hf_file_metadata(url=url)
+            *(self.name, self.commit, file),
+            lambda: HfApi().get_hf_file_metadata(url=url, timeout=limit),
         )
         return about.etag if about.etag and len(about.etag) == 64 else None
 

@@ -19,6 +19,8 @@ import math
 import multiprocessing
 import os
 import signal
+import sys
+import threading
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -34,6 +36,7 @@ import numpy as np
 from nanochat import common
 from nanochat.chat_format import Message, render
 from nanochat.common import StopRequest, StopRequested, UsageError
+from nanochat.config import Console
 from nanochat.dataset import Source
 from nanochat.loss import IGNORE
 from nanochat.tokenizer import Tokenizer
@@ -98,7 +101,7 @@ def interleave(sizes: Sequence[np.ndarray], seed: int) -> tuple[np.ndarray, np.n
 # ---- Reading -------------------------------------------------------------------------------------
 
 POLL_SECONDS = 0.1
-SILENCE_SECONDS = 60.0  # how long a step waits for a shard that no process is packing
+SILENCE_SECONDS = 60.0  # how long a step waits while no process is packing
 
 
 @dataclass(eq=False)
@@ -116,7 +119,7 @@ class Rows:
     files: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Shard -> files of the source packed into it, in order."""
     stop: StopRequest = field(default_factory=StopRequest)
-    """Waiting ends when it is asked; set by the training run."""
+    """Waiting ends when it is asked; a training script sets its run's."""
 
     def __post_init__(self) -> None:
         self.max_seq_len: int = self.recipe["max_seq_len"]
@@ -160,8 +163,8 @@ class Rows:
         Return the rows of a step, (rows_per_step, max_seq_len + 1), in the stored dtype. Waits for
         shards that are being packed.
 
-        Raises UsageError if no process is packing a missing shard or a shard is damaged, and
-        StopRequested if a stop is requested while waiting.
+        Raises UsageError if a shard is missing while no process is packing rows of this folder, or
+        is damaged, and StopRequested if a stop is requested while waiting.
         """
         return self.read(self.row_ids(step, rows_per_step, seed))
 
@@ -228,7 +231,8 @@ class Rows:
             if time.monotonic() - heard > SILENCE_SECONDS:
                 raise UsageError(
                     f"{shard} is not packed in {self.folder}, and no process is packing it",
-                    f"run: python -m scripts.data --max_seq_len={self.max_seq_len}",
+                    "run the same command again; an error of the packing process is printed above "
+                    "or, with several nodes, by the first process of each node",
                 )
             time.sleep(POLL_SECONDS)
         return self.counts(shard)
@@ -238,12 +242,8 @@ class Rows:
         return self.json_path(shard).exists()
 
     def is_being_packed(self) -> bool:
-        """Whether a process holds the lock of a shard."""
-        for path in self.folder.glob(".locks/*"):
-            with common.try_lock(path) as mine:
-                if not mine:
-                    return True
-        return False
+        """Whether a process holds the lock of a shard that is not packed."""
+        return any(common.is_locked(self.lock_path(shard)) for shard in missing_shards(self))
 
     def counts(self, shard: str) -> dict[str, Any]:
         """The record of a packed shard: the counts of its `Packer`, and its SHA-256."""
@@ -496,17 +496,24 @@ def pack_text(
     """
     Pack missing shards in order until there are `num_rows` training rows (default: all shards).
 
-    Shares the work with other processes that call it, and returns when all of it is done.
+    Shares the work with other processes that call it, and returns when all of it is done. Raises
+    ValueError for unreadable files, after the other shards.
     """
-    while todo := missing_shards(rows, num_rows):
+    failed: dict[str, ValueError] = {}
+    while todo := [each for each in missing_shards(rows, num_rows) if each not in failed]:
         for shard in todo:
             with common.try_lock(rows.lock_path(shard)) as mine:
                 if mine and not rows.is_packed(shard):
-                    pack_shard(rows, shard, source, tokenizer)
+                    try:
+                        pack_shard(rows, shard, source, tokenizer)
+                    except ValueError as error:
+                        failed[shard] = error
                     break
         else:  # other processes are packing all of them: wait for the first
             with common.hold_lock(rows.lock_path(todo[0]), f"packing {todo[0]}"):
                 pass
+    for error in failed.values():
+        raise error
 
 
 def pack_shard(rows: Rows, shard: str, source: Source, tokenizer: Tokenizer) -> None:
@@ -531,9 +538,9 @@ def start_packing(
     rows: Rows, source: Source, num_rows: int | None = None, workers: int = 1
 ) -> Sequence[BaseProcess]:
     """
-    Run `pack_text` in processes of low priority that end with this one; meanwhile, `rows.batch`
-    waits for missing shards. An unfinished shard is packed again next time. A process that fails
-    prints its error.
+    Run `pack_text` in processes of low priority, which end if this one does; meanwhile,
+    `rows.batch` waits for missing shards. An unfinished shard is packed again next time. A process
+    that fails prints its error.
     """
     if not missing_shards(rows, num_rows):
         return []
@@ -547,7 +554,9 @@ def start_packing(
 
 def pack_alone(source: Source, tokenizer: Path, max_seq_len: int, num_rows: int | None) -> None:
     """The process of `start_packing`."""
+    sys.stdout, sys.stderr = Console(sys.stdout), Console(sys.stderr)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
+    threading.Thread(target=exit_with_parent, daemon=True).start()
     os.environ["RAYON_NUM_THREADS"] = "1"  # encoding leaves the other cores to training
     os.nice(10)
     loaded = Tokenizer.read(tokenizer)
@@ -555,6 +564,13 @@ def pack_alone(source: Source, tokenizer: Path, max_seq_len: int, num_rows: int 
         pack_text(open_rows(source, loaded, max_seq_len), source, loaded, num_rows)
     except (OSError, ValueError, UsageError) as error:
         raise SystemExit(f"error: packing failed: {common.printable(error)}") from error
+
+
+def exit_with_parent() -> None:
+    """End this process when its parent has ended, also by a signal."""
+    if parent := multiprocessing.parent_process():
+        parent.join()
+        os._exit(1)
 
 
 def batch_texts(texts: Iterable[str]) -> Iterator[list[str]]:

@@ -481,7 +481,7 @@ class Run:
         mask_documents: attention stays within each document or conversation. If the rows cannot be
         read, the batch is empty, and `update` raises the error on all ranks.
         """
-        dist, device, rows.stop = self.dist, self.dist.device, self.stop
+        dist, device = self.dist, self.dist.device
         number = self.batch_tokens // rows.max_seq_len
         ids, mine = np.zeros((0, 3), np.int64), np.zeros((0, rows.max_seq_len + 1), np.int64)
         try:

@@ -125,6 +125,7 @@ def main(cfg: BaseTrain) -> None:
     with run:
         if dist.local_rank == 0:  # a step waits for its rows
             start_packing(rows, source, num_steps * batch_tokens // cfg.max_seq_len)
+        rows.stop = run.stop
         validation = Validation(cfg.validation, {source.name: rows}, tokenizer, dist)
         for step in run.steps():  # from the last checkpoint on
             if run.due(cfg.train.eval_every):

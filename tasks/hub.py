@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow.parquet as pq
+from pyarrow import ArrowException
 
 from nanochat.common import base_dir, hold_lock, is_main_process, printable, read_json, write_json
 from nanochat.dataset import read_json_lines
@@ -82,15 +83,18 @@ def match_files(stem: str, files: Iterable[str], repo: str) -> list[str]:
     return [match[0] for match in found]
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=4)
 def read_rows(path: Path) -> list[Any]:
     """The rows of a file, read once for the splits and buckets that share it. CSV holds text."""
-    if path.suffix == ".parquet":
-        return pq.read_table(path).to_pylist()
-    if path.suffix == ".csv":
-        csv.field_size_limit(sys.maxsize)
-        with path.open(encoding="utf-8-sig", newline="") as stream:
-            return list(csv.DictReader(stream))
+    try:
+        if path.suffix == ".parquet":
+            return pq.read_table(path).to_pylist()
+        if path.suffix == ".csv":
+            csv.field_size_limit(sys.maxsize)
+            with path.open(encoding="utf-8-sig", newline="") as stream:
+                return list(csv.DictReader(stream))
+    except (ArrowException, csv.Error, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not readable ({error}); use another revision") from error
     return [line for _, line in read_json_lines(path)]
 
 

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -390,7 +389,7 @@ def cut(handler) -> None:
 
 
 def silence(handler) -> None:
-    threading.Event().wait(0.5)
+    handler.rfile.read(1)  # until the client gives up
     handler.close_connection = True
 
 

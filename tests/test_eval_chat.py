@@ -119,14 +119,14 @@ def test_S10_humaneval_without_a_sandbox_is_skipped_and_recorded(
     evaluate, base, hub, capsys, monkeypatch, word_list
 ):
     save_model("sft", "owner/text")
-    monkeypatch.setattr(sandbox, "LAYERS", ())
+    monkeypatch.setattr(sandbox, "find_problem", lambda: "the kernel has no Landlock")
     with hub_served(hub, monkeypatch) as serve:
         serve()
-        for expected in ("skipping humaneval: no sandbox works", "finished already, skipped"):
+        for expected in ("skipping humaneval: the sandbox does not work", "finished already, skipped"):
             values = evaluate(skip_if_done=True, max_problems=1)["values"]
             assert expected in capsys.readouterr().out
     assert "HumanEval" not in values and values["ChatCORE"]["n"] == 6
-    assert values["ChatCORE without"].startswith("HumanEval: no sandbox works")
+    assert values["ChatCORE without"].startswith("HumanEval: the sandbox does not work")
     assert "ChatCORE without" in (base / "report.md").read_text()
     with pytest.raises(UsageError, match="humaneval cannot be scored here"):
         evaluate(task_name="gsm8k|humaneval")

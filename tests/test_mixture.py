@@ -37,7 +37,7 @@ def test_tables_report_shares_by_bucket_and_tag(tmp_path, capsys):
     by_bucket, by_tag = chats.tables(
         {"en": {**counts, "used_tokens": 1000}, "ko": {**counts, "used_tokens": 3000}}
     )
-    assert by_bucket["rows"][1] == ["ko", "chat, ko", "9", "200", "60", "5", "75.0%"]
+    assert by_bucket["rows"][1] == ["ko", "chat, ko", "9", "200", "60", "15", "75.0%"]
     assert by_tag["rows"] == [["language", "en", "25.0%"], ["language", "ko", "75.0%"]]
     assert "more than 4 repeats of ko" in capsys.readouterr().out
 

@@ -2,20 +2,26 @@
 
 import copy
 import json
+import os
 import random
 import re
 import shutil
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nanochat import common
 from nanochat import rows as rows_module
 from nanochat.chat_format import render
 from nanochat.checkpoint import list_changes
@@ -28,6 +34,7 @@ from nanochat.rows import (
     Packer,
     Rows,
     inputs_and_targets,
+    missing_shards,
     open_chat_rows,
     open_rows,
     pack_chats,
@@ -380,8 +387,49 @@ def test_step_waits_for_its_shard_and_reports_failures(folder, tokenizer, monkey
     process.join()
     assert "shard_1.jsonl is missing or does not match" in capfd.readouterr().err
     monkeypatch.setattr(rows_module, "SILENCE_SECONDS", 0.3)
-    with pytest.raises(UsageError, match="no process is packing it(.|\n)*scripts.data"):
+    with pytest.raises(UsageError, match="no process is packing it(.|\n)*same command again"):
         rows.batch(0, 20 * ROWS, SEED)
+
+
+def test_unreadable_file_does_not_keep_other_shards_from_being_packed(folder, tokenizer):
+    rows, source = opened(folder, tokenizer)
+    (folder / "shard_1.jsonl").write_text('{"text": "cut of')
+    with pytest.raises(ValueError, match="shard_1.jsonl is missing or does not match"):
+        pack_text(rows, source, tokenizer)
+    assert missing_shards(rows) == ["shard_1.jsonl"]
+
+
+def test_processes_that_wait_are_not_taken_for_one_that_packs(folder, tokenizer):
+    rows, _ = opened(folder, tokenizer)
+    for shard in missing_shards(rows):  # lock files that an earlier process left
+        with common.try_lock(rows.lock_path(shard)):
+            assert rows.is_being_packed()
+    with ThreadPoolExecutor(8) as pool:
+        assert not any(pool.map(lambda _: rows.is_being_packed(), range(2000)))
+
+
+def test_packing_ends_with_a_killed_run(folder, tokenizer, saved, base):
+    rows, source = opened(folder, tokenizer)
+    run = f"""
+import time
+from nanochat import rows, tokenizer, dataset
+if __name__ == "__main__":
+    source = dataset.open_source(dataset.DataConfig({str(folder)!r}))
+    opened = rows.open_rows(source, tokenizer.Tokenizer.load("main"), {T})
+    print(rows.start_packing(opened, source)[0].pid, flush=True)
+    time.sleep(600)
+"""
+    with ExitStack() as held:
+        for shard in missing_shards(rows):  # the packing process waits for these
+            assert held.enter_context(common.try_lock(rows.lock_path(shard)))
+        script = base / "run.py"
+        script.write_text(run)
+        env = os.environ | {"PYTHONPATH": str(common.REPOSITORY)}
+        with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, env=env) as process:
+            assert process.stdout
+            packer = psutil.Process(int(process.stdout.readline()))
+            process.kill()
+        packer.wait(60)  # raises if it still runs
 
 
 # ------------------------------------------------------------------------------------------------

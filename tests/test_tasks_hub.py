@@ -96,14 +96,17 @@ def test_formats_and_parts_load_the_same_rows(tmp_path, monkeypatch):
         ("own/data", "train", r"train as all/\*.jsonl, easy/\*.csv among .*; name one"),
         ("own/data", "dev", "no dev among its files all/train.jsonl, easy/train.csv"),
         ("own/data", "test", r"test\.jsonl, line 1: not JSON"),
+        ("own/data", "val", r"val\.parquet is not readable"),
+        ("own/data", "latin", r"latin\.csv is not readable"),
         ("data", "train", "invalid hub repository 'data'"),
     ],
 )
 def test_missing_or_ambiguous_files_raise(tmp_path, monkeypatch, repo, stem, message):
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "base"))
-    names = ("all/train.jsonl", "easy/train.csv", "test.jsonl")
+    names = ("all/train.jsonl", "easy/train.csv", "test.jsonl", "val.parquet", "latin.csv")
     publish({name: [{"text": "a"}] for name in names}, tmp_path, monkeypatch)
-    (tmp_path / "test.jsonl").write_text('{"text"\n')
+    for name in ("test.jsonl", "val.parquet", "latin.csv"):
+        (tmp_path / name).write_text('{"text" \xe9\n', encoding="latin-1")
     with pytest.raises(ValueError, match=message):
         load_split(repo, stem)
 

@@ -159,6 +159,7 @@ def main(cfg: GolfTrain) -> None:
     with run:
         if dist.local_rank == 0:  # a step waits for its rows
             start_packing(rows, source, num_rows)
+        rows.stop = run.stop
         validation = Validation(cfg.validation, {source.name: rows}, tokenizer, dist)
         spent = run.progress.clock_seconds  # of training, without evaluations and saves
         if max_seconds is not None and spent >= max_seconds:  # finished by time

@@ -51,7 +51,7 @@ MIN_ROWS = 256  # of text that a run trains on
 # Flags that the series sets, or that would make runs incomparable
 FIXED = (
     "depth seed num_iterations target_flops target_param_data_ratio max_seq_len model_tag resume "
-    "skip_if_done report_dir eval_tokens eval_half dataset num_shards mixture tokenizer_tag".split()
+    "skip_if_done report_dir eval_tokens eval_half dataset num_shards tokenizer_tag".split()
 )
 
 

@@ -76,7 +76,7 @@ def test_planted_effect_is_found_and_nulls_are_within_noise(planted_runs, base, 
 def test_finished_runs_are_kept_until_their_data_changes(planted_runs, base, command, tmp_path):
     rows = tmp_path / "own.jsonl"
     talks = [
-        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": x}]}
+        {"messages": [{"role": "user", "content": x}, {"role": "assistant", "content": x}]}
         for x in "bcd"
     ]
     rows.write_text("".join(json.dumps(talk) + "\n" for talk in talks))
@@ -204,16 +204,19 @@ def test_search_finds_the_planted_optimum_on_new_seeds(planted_runs, base, comma
     [
         ("", "exactly one of --arms, --grid and --search"),
         ("--stage=rl --arms=drop:a", 'use --grid="task=a|b"'),
-        ("--stage=rl --grid=seed=1,2 --mixture=world_chat", "RL has no --mixture=world_chat; set"),
+        (
+            "--stage=rl --grid=seed=1,2 --mixture=world_chat",
+            "has no --mixture=world_chat; RL has --task",
+        ),
         ("--stage=base --grid=lr=1,2", "--bases=one: with --stage=base write depths"),
         ("--grid=mixture=a|b", "own held-out data; add --val_mixture"),
         ("--search=lr --bases=one|two", "one base and 0 < low < high, got --bases=one|two"),
         ("--grid=lr", "'lr' in --grid='lr' is not flag=value,value"),
         ("--grid=num_iterations=1,2", "all runs must be equally long"),
         ("--arms=copy:a", "set that, and not in --flags"),
-        ("--arms=copy:a|copy:a --mixture=world_chat=100%", "lists an arm twice"),
-        ("--arms=copy:a --mixture=world_chat=20", "world_chat has neither"),
-        ("--arms=other:a --mixture=world_chat=100%", "use one of: copy:name"),
+        ("--arms=copy:a|copy:a --mixture=world_chat=100t", "lists an arm twice"),
+        ("--arms=copy:a --mixture=world_chat=20", "--arms needs tokens in --mixture"),
+        ("--arms=other:a --mixture=world_chat=100t", "use one of: copy:name"),
         ("--grid=lr=1,2 --seeds=2", "seeds must be at least 3, got 2"),
         ("--search=init_lr_frac --low=1 --high=3 --wide=3", "extend it with --low"),
         ("--search=init_lr_frac --low=0.01 --high=0.2 --wide=3", "extend it with --high"),
@@ -227,7 +230,7 @@ def test_unusable_sweep_is_rejected(planted_runs, command, flags, message):
 @pytest.mark.timeout(1800)
 def test_data_ablation_finds_a_planted_effect(trained, command):
     """Real runs: without world_facts, their loss is worse; a copy is within noise."""
-    mixture = "world_facts=60%,world_choice=40%,world_problems=0%"
+    mixture = "world_facts=3072t,world_choice=2048t,world_problems=0t"
     flags = ["--total_batch_size=512", f"--mixture={mixture}", "--name=planted"]
     flags += ["--arms=copy:again|drop:world_facts|swap:world_choice->world_problems"]
     training = "--max_seq_len=128 --eval_tokens=2048 --init_lr_frac=1 --dtype=float32"
