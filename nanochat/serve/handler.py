@@ -4,7 +4,7 @@ Submits validated requests to the engines; collects metrics.
     ChatRequest or TextRequest, Engine -> prompts, Sampling -> Worker.submit -> Reply
     steps, replies -> Metrics -> GET /metrics in the Prometheus text format
 
-A prompt that exceeds the context is rejected, or loses its oldest turns (`truncation: "auto"`).
+A conversation that exceeds the context loses its oldest turns, unless `truncation` is "error".
 A completion ends when the context is full.
 """
 
@@ -42,7 +42,7 @@ class RequestHandler:
             message = f"{n * len(prompts)} completions requested; the limit is {limit}"
             raise ApiError(400, message, param="n")
         requests = []
-        for prompt, num_added in prompts:
+        for prompt, num_added, _ in prompts:
             room = context - len(prompt)
             if room < 1:
                 raise ApiError(
@@ -64,7 +64,9 @@ class RequestHandler:
                 logprobs=asked.num_logprobs,
             )
             requests.append(request)
-        return self.worker.submit(engine, requests)
+        reply = self.worker.submit(engine, requests)
+        reply.num_dropped = sum(prompt.num_dropped for prompt in prompts)
+        return reply
 
     def close(self, reply: Reply) -> None:
         """Free the slots of a finished or aborted reply and count it."""

@@ -11,6 +11,7 @@ import asyncio
 import gc
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from nanochat.checkpoint import FOLDERS, load_inference, parse_checkpoint_ref, stage_folder
@@ -40,6 +41,8 @@ class ModelLibrary:
     """Compile the engines."""
     loaded: dict[str, Engine] = field(default_factory=dict, init=False)
     """Least recently used first."""
+    saved_at: dict[str, float] = field(default_factory=dict, init=False)
+    """Time of the save that each loaded model is from."""
     loading: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
     def listed(self) -> dict[str, int]:
@@ -50,18 +53,29 @@ class ModelLibrary:
         """
         found = {self.default: 0}
         for stage in reversed(FOLDERS):
-            paths = stage_folder(stage).glob("*/latest")
-            times = {f"{stage}:{path.parent.name}": int(path.stat().st_mtime) for path in paths}
+            names = [f"{stage}:{p.parent.name}" for p in stage_folder(stage).glob("*/latest")]
+            times = {name: int(time_of_save(name)) for name in names}
             found |= {name: times[name] for name in sorted(times, key=lambda n: -times[n])}
         return found
 
+    def context_length(self, name: str) -> int | None:
+        """Context length of a listed model in tokens; None if its checkpoint cannot be read."""
+        with suppress(ValueError, OSError, RuntimeError):
+            return parse_checkpoint_ref(name).state["model"]["max_seq_len"]
+        return None
+
     async def get(self, name: str, busy: Callable[[Engine], bool]) -> Engine:
         """
-        Return a model's engine, loading the model on first use.
+        Return a model's engine, loading the model on first use, and again when it is idle and its
+        tag was trained further.
 
         Raises ApiError for an unknown name, for a checkpoint that fails to load, and if all loaded
         models are busy.
         """
+        if name in self.loaded and self.saved_at.get(name) != time_of_save(name):
+            if not busy(self.loaded[name]):
+                print(printable(f"{name} was saved again; loading it"), flush=True)
+                del self.loaded[name]
         if name not in self.loaded:
             known = await asyncio.to_thread(self.listed)
             if name not in known:
@@ -98,6 +112,7 @@ class ModelLibrary:
 
     def load(self, name: str) -> Engine:
         """Load a checkpoint and warm up its engine. Raises if the checkpoint is damaged."""
+        self.saved_at[name] = time_of_save(name)
         checkpoint = parse_checkpoint_ref(name)
         model, tokenizer = load_inference(checkpoint, self.machine)
         slots = self.slots or most_slots(model, free_memory_bytes(self.machine.device))
@@ -105,3 +120,10 @@ class ModelLibrary:
         for num in (1, min(2, slots)):  # batch size 1 and larger ones compile separately
             engine.generate([[tokenizer.bos_id] * 2] * num, Sampling(max_new_tokens=2))
         return engine
+
+
+def time_of_save(name: str) -> float:
+    """Unix time of the last save of a model's tag; 0 if there is none."""
+    stage, tag = name.split(":")[:2]
+    path = stage_folder(stage) / tag / "latest"
+    return path.stat().st_mtime if path.exists() else 0.0

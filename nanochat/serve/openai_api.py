@@ -316,6 +316,15 @@ class Generation(Strict):
         return replace(defaults, **given, max_new_tokens=length)
 
 
+class Prompt(NamedTuple):
+    """Token ids of a prompt, and how many of them were added at its start."""
+
+    ids: list[int]
+    num_added: int
+    num_dropped: int = 0
+    """Tokens of the oldest turns that were left out."""
+
+
 class ChatRequest(Generation):
     """POST /v1/chat/completions."""
 
@@ -327,7 +336,7 @@ class ChatRequest(Generation):
     max_completion_tokens: Annotated[int, Field(ge=1, le=LARGEST_COUNT)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    truncation: Literal["auto", "disabled"] | None = None
+    truncation: Literal["auto", "disabled", "error"] | None = None
 
     @property
     def num_logprobs(self) -> int | None:
@@ -339,15 +348,13 @@ class ChatRequest(Generation):
         """Maximum number of new tokens; None: up to the context length."""
         return self.max_completion_tokens or self.max_tokens
 
-    def prompts(self, tokenizer: Tokenizer, context: int) -> list[tuple[list[int], int]]:
-        """
-        Return, for each prompt, its token ids and the number of tokens added at its start.
-
-        Raises ValueError if the messages cannot be rendered.
-        """
-        if self.truncation == "auto":
-            return [(render_fitting(tokenizer, self.messages, context * 3 // 4), 1)]
-        return [(render_prompt(tokenizer, self.messages, continue_last=True), 1)]
+    def prompts(self, tokenizer: Tokenizer, context: int) -> list[Prompt]:
+        """Return the prompts. Raises ValueError if the messages cannot be rendered."""
+        whole = render_prompt(tokenizer, self.messages, continue_last=True)
+        if self.truncation in ("disabled", "error"):
+            return [Prompt(whole, 1)]
+        ids = render_fitting(tokenizer, self.messages, context * 3 // 4)
+        return [Prompt(ids, 1, len(whole) - len(ids))]
 
 
 class TextRequest(Generation):
@@ -367,7 +374,7 @@ class TextRequest(Generation):
     def length(self) -> int:
         return TEXT_TOKENS if self.max_tokens is None else max(1, self.max_tokens)
 
-    def prompts(self, tokenizer: Tokenizer, context: int) -> list[tuple[list[int], int]]:
+    def prompts(self, tokenizer: Tokenizer, context: int) -> list[Prompt]:
         """Like `ChatRequest.prompts`; adds BOS if a prompt does not begin with it."""
         found = []
         for prompt in self.prompt:
@@ -375,7 +382,7 @@ class TextRequest(Generation):
             if ids and not 0 <= min(ids) <= max(ids) < tokenizer.vocab_size:
                 raise ValueError(f"token ids must lie in [0, {tokenizer.vocab_size})")
             missing = [] if ids[:1] == [tokenizer.bos_id] else [tokenizer.bos_id]
-            found.append(([*missing, *ids], len(missing)))
+            found.append(Prompt([*missing, *ids], len(missing)))
         return found
 
 
@@ -524,7 +531,13 @@ def choice_entry(
     return {"index": index, **content, "logprobs": logprobs, "finish_reason": finish}
 
 
-def model_entry(name: str, created: int) -> dict[str, Any]:
-    """A model's entry in /v1/models; `stage` is an extension of OpenAI's format."""
+def model_entry(name: str, created: int, context: int | None) -> dict[str, Any]:
+    """
+    A model's entry in /v1/models. Beyond OpenAI's fields: stage, description, and the context
+    length in tokens under the names of vLLM and llama.cpp.
+    """
+    stage = name.partition(":")[0]
+    kind = "continues text" if stage == "base" else "answers in chats"
     owned = {"id": name, "object": "model", "created": created, "owned_by": "nanochat"}
-    return {**owned, "stage": name.partition(":")[0]}
+    lengths = {"max_model_len": context, "meta": {"n_ctx_train": context}}
+    return {**owned, "stage": stage, "description": kind, **lengths}

@@ -228,6 +228,7 @@ class Reply:
         self.ready = asyncio.Event()
         self.total = self.unfinished = sum(request.n for request in requests)
         self.prompt_tokens = sum(len(request.prompt) for request in requests)
+        self.num_dropped = 0  # tokens of old turns that were left out
         self.error: ApiError | None = None
         self.submitted_at = time.perf_counter()
         self.first_seconds: float | None = None

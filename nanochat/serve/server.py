@@ -23,6 +23,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from nanochat.common import printable
 from nanochat.config import require_at_least, short
 from nanochat.serve.handler import RequestHandler
 from nanochat.serve.openai_api import (
@@ -114,7 +115,11 @@ def add_api(app: FastAPI, handler: RequestHandler, suggestions: Sequence[str]) -
         engine = await handler.library.get(name, handler.worker.busy)
         writer = Writer(asked, name, engine.tokenizer)
         reply = await handler.submit(asked, engine)
-        return await respond(reply, writer, asked, request, lambda: handler.close(reply))
+        response = await respond(reply, writer, asked, request, lambda: handler.close(reply))
+        if dropped := reply.num_dropped:
+            print(f"{printable(name)}: left out {dropped} tokens of the oldest turns", flush=True)
+            response.headers["X-Dropped-Tokens"] = str(dropped)
+        return response
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
@@ -126,7 +131,8 @@ def add_api(app: FastAPI, handler: RequestHandler, suggestions: Sequence[str]) -
 
     @app.get("/v1/models")
     def models() -> dict[str, Any]:
-        data = [model_entry(name, created) for name, created in handler.library.listed().items()]
+        listed = handler.library.listed()
+        data = [model_entry(n, listed[n], handler.library.context_length(n)) for n in listed]
         sampling = handler.defaults
         defaults = {"temperature": sampling.temperature, "top_p": sampling.top_p}
         defaults |= {"top_k": sampling.top_k or 0, "max_tokens": sampling.max_new_tokens}
@@ -138,7 +144,7 @@ def add_api(app: FastAPI, handler: RequestHandler, suggestions: Sequence[str]) -
         listed = handler.library.listed()
         if name not in listed:
             raise ApiError(404, f"model {name!r} not found", "model_not_found", "model")
-        return model_entry(name, listed[name])
+        return model_entry(name, listed[name], handler.library.context_length(name))
 
 
 def add_pages(app: FastAPI, handler: RequestHandler) -> None:
@@ -211,7 +217,7 @@ class Server(uvicorn.Server):
                 allow_methods=["GET", "POST"],
                 allow_headers=["*"],
                 allow_private_network=True,
-                expose_headers=["Retry-After"],
+                expose_headers=["Retry-After", "X-Dropped-Tokens"],
             )
         super().__init__(
             uvicorn.Config(

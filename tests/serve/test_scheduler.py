@@ -94,7 +94,6 @@ def test_V10_seeded_answer_does_not_depend_on_the_batch(site, monkeypatch):
 # ---- models, tools and failures ------------------------------------------------------------------
 
 
-@pytest.mark.xfail(strict=True, reason="a loaded model stays until the server ends")
 def test_retrained_model_answers_with_its_new_weights(base):
     write_model("sft:again")
     write_model("mid:new", seed=4)
