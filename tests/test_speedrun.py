@@ -69,7 +69,7 @@ def kill_in(base: Path, label: str, seconds: float) -> None:
 def check_fixed_keys(report: str, tasks: Sequence[str]) -> None:
     """
     Sections and keys of the October 2025 report appear in its order, values before settings. Scores
-    of tasks that were not evaluated are missing; `tasks` must not be.
+    that were not measured are missing; `tasks` must not be.
     """
     text = (REPOSITORY / "tests" / "report_keys.txt").read_text()
     parts = [part.split("]", 1) for part in text.removeprefix("[").split("\n[")]
@@ -85,7 +85,7 @@ def check_fixed_keys(report: str, tasks: Sequence[str]) -> None:
         found = sum(ordered, [])
         every |= set(found)
         missing = [key for key in keys if key not in found]
-        assert "evaluation" in name or not missing, (name, missing)
+        assert "evaluation" in name or set(missing) <= {"CORE metric estimate"}, (name, missing)
         for part in ordered:
             assert [k for k in part if k in keys] == [k for k in keys if k in part], name
         if name.startswith("Chat evaluation"):
