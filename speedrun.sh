@@ -27,12 +27,7 @@ esac
 # ---- Hardware -----------------------------------------------------------------------------------
 source dev/profile.sh
 
-# Flags of each stage per profile. plan: minutes of all stages except the base model, which dev.plan
-# estimates (tokenizer, its evaluation, base loss, base evaluation, mid, SFT, RL, four chat
-# evaluations), and the depth, processes and training FLOP/s they refer to. cpu: measured on 2 cores
-# with bfloat16, 2026-11; the FLOP/s are between those that fit this run and one in float32. GPUs:
-# estimated from published throughput; utilization by dev.time_model, for 8 H100: one small GPU may
-# reach less.
+# Flags of each stage per profile
 score=() core=() mid=() sft=() rl=() chat=()
 case "$PROFILE" in
 h100x8)
@@ -41,8 +36,6 @@ h100x8)
     tokenizer=(--vocab_size=32768 --max_chars=2000000000)
     shape=(--max_seq_len=2048 --target_param_data_ratio=8 --save_every=500)
     rl=(--examples_per_step="$(whole 32)") # a rank decodes 4 questions x 16 samples at a time
-    plan=(--minutes="3 2 5 10 15 5 40 20" --minutes_depth=24 --minutes_processes=8 --minutes_rate=4.846e14
-        --utilization=0.49)
     ;;
 gpu)
     depth=${DEPTH:-12}
@@ -53,7 +46,6 @@ gpu)
     rl=(--num_iterations=100 --num_samples=8 --examples_per_step="$(whole 16)")
     chat=(--max_problems=500)
     core=(--max_per_task=500)
-    plan=(--minutes="3 2 5 10 20 10 40 30" --minutes_depth=12 --minutes_rate=3.857e14 --utilization=0.39)
     ;;
 cpu)
     depth=${DEPTH:-4}
@@ -67,7 +59,6 @@ cpu)
     rl=(--num_iterations=120 --init_lr_frac=0.04 --resample_zero_signal=1 --num_samples=8 --max_new_tokens=96
         --eval_examples=200 --eval_every=40)
     chat=(--max_problems=200 --max_new_tokens=96)
-    plan=(--minutes="0.1 0.1 0.2 0.2 3.1 1.5 3.3 0.5" --minutes_depth=4 --minutes_rate=2.1e11)
     ;;
 smoke)
     depth=${DEPTH:-2}
@@ -81,7 +72,6 @@ smoke)
     rl=(--num_iterations=2 --examples_per_step=2 --num_samples=2 --max_new_tokens=8
         --eval_examples=2 --eval_samples=2)
     chat=(--max_problems=3 --max_new_tokens=8)
-    plan=(--minutes="1 1 1 1 1 1 1 1" --minutes_depth=2)
     ;;
 *)
     echo "error: unknown PROFILE '$PROFILE'; use h100x8, gpu, cpu or smoke" >&2
@@ -106,10 +96,8 @@ fi
 # ---- Installation and plan ----------------------------------------------------------------------
 echo "speedrun: profile $PROFILE, $gpus GPUs found, depth $depth"
 source dev/setup.sh
-words() { [ $# -eq 0 ] || printf '%q ' "$@"; } # quotes flags as one string, for dev.plan
 shape+=(--depth="$depth")
-python -m dev.plan --profile="$PROFILE" --processes="$processes" --gpu="$gpu_name" "${plan[@]}" \
-    --tokenizer="$(words "${text[@]}" "${tokenizer[@]}")" --base="$(words "${shape[@]}")"
+python -m dev.plan --profile="$PROFILE" --depth="$depth" --processes="$processes" --gpu="$gpu_name"
 [ "${1:-}" != --plan ] || exit 0
 
 # ---- Stages -------------------------------------------------------------------------------------

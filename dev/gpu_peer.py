@@ -100,7 +100,7 @@ def build_ours(job: Job) -> Any:
 def prepare_ours(job: Job) -> Parts:
     """Our model and its optimizer with the rules and schedules of scripts.base_train."""
     from nanochat import attention, optim
-    from nanochat.distributed import DistContext
+    from nanochat.dist import DistContext
     from nanochat.fp8 import enable_fp8
     from nanochat.scaling import Horizon, scaled_rules
 
@@ -110,9 +110,9 @@ def prepare_ours(job: Job) -> Parts:
         optim.fix_norm = lambda g: g
         optim.muon_momentum = lambda step, n, cfg: 0.85 + 0.1 * min(1.0, step / min(300, n / 3))
         optim.decay_factor = lambda step, n: 1 - step / n
-    model, machine = build_ours(job), DistContext(0, 0, 1, DEVICE, DTYPE)
+    model, dist = build_ours(job), DistContext(0, 0, 1, DEVICE, DTYPE)
     if job.fp8 and DEVICE.type == "cuda":
-        enable_fp8(model, machine.device)
+        enable_fp8(model, dist.device)
     if job.fa3:
         attention.load_fa3(DEVICE)
     for block in model.blocks:
@@ -121,7 +121,7 @@ def prepare_ours(job: Job) -> Parts:
     model.compile(**({"mode": job.mode} if job.mode else {}))
     horizon = Horizon(job.steps, job.batch_rows * job.T)
     rules = scaled_rules(optim.OptimConfig(), horizon, model.cfg.d_model)
-    optimizer, cfg = optim.MuonAdamW(model, rules, machine), optim.ScheduleConfig()
+    optimizer, cfg = optim.MuonAdamW(model, rules, dist), optim.ScheduleConfig()
     optimizer.compiled = True
 
     def schedule(step: int) -> None:

@@ -1,150 +1,100 @@
 """
-Print the plan of a speedrun: time, cost, and chat evaluations that will be skipped.
+Print the plan of a speedrun: minutes of each stage, and the cost of all.
 
-    python -m dev.plan --base="--depth=4 --max_seq_len=256 --dataset=embedded"
-    bash speedrun.sh --plan      # the plan for this machine
+    bash speedrun.sh --plan
 
-The flags of each stage are passed as one string.
+A stage that is recorded for this depth takes as long as it did then. The minutes of the others are
+those of the profile's reference run (REFERENCE), scaled to this depth and number of processes.
 """
 
-import shlex
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
-from nanochat.config import parse, start
-from nanochat.distributed import DistContext, default_dtype
+from nanochat.config import start
 from nanochat.gpt import GPT
-from nanochat.hardware import GPU_EFFICIENCY, MATMUL_EFFICIENCY, peak_flops, training_rate
-from nanochat.records import default_rate
-from nanochat.scaling import Horizon, plan_horizon
-from nanochat.train import describe_dtype
-from scripts import chat_eval
-from scripts.base_train import BaseTrain
-from scripts.tok_train import TokTrain
-from tasks.humaneval import CodeTask
-from tasks.registry import TASKS, why_unavailable
+from nanochat.records import default_rate, read_records
+from nanochat.scaling import HorizonConfig, plan_horizon, shape_for_depth
 
-CUDNN_GPUS = ("H100", "H200", "GH200", "B200", "B300")  # PyTorch selects cuDNN attention on these
 STAGES = (
-    "tokenizer",
-    "tokenizer evaluation",
-    "base model loss",
-    "base model evaluation",
-    "midtraining",
-    "chat sft",
-    "chat rl",
-    "chat evaluations",
-)
+    "Tokenizer training", "Tokenizer evaluation", "Base model training", "Base model loss",
+    "Base model evaluation", "Chat evaluation base", "Midtraining", "Chat evaluation mid",
+    "Chat SFT", "Chat evaluation sft", "Chat RL", "Chat evaluation rl",
+)  # fmt: skip
+
+
+class Reference(NamedTuple):
+    """A run of a profile."""
+
+    about: str
+    depth: int
+    processes: int
+    minutes: tuple[float, ...]
+    """Of each of STAGES."""
+
+
+REFERENCE = {
+    "h100x8": Reference(
+        "base model: 8 H100 in fp8 by measured steps (2026-11); others estimated",
+        *(24, 8, (3, 2, 103, 5, 10, 5, 15, 5, 5, 5, 40, 5)),
+    ),
+    "gpu": Reference(
+        "estimated for one H100 in bfloat16 from published throughput",
+        *(12, 1, (3, 2, 43, 5, 10, 7, 20, 7, 10, 8, 40, 8)),
+    ),
+    "cpu": Reference(
+        "measured on 2 cores with bfloat16 (2026-11); without it, about three times as long",
+        *(4, 1, (0.1, 0.1, 3.6, 0.2, 0.1, 0.2, 3.1, 0.1, 1.5, 0.1, 3.3, 0.1)),
+    ),
+    "smoke": Reference("measured on 2 cores (2026-11)", 2, 1, (0.2,) * len(STAGES)),
+}
 
 
 @dataclass(frozen=True)
 class Plan:
-    profile: str = ""
-    """Profile name, for messages."""
+    profile: str = "cpu"
+    """Profile of speedrun.sh."""
+    depth: int = 4
+    """Depth of the model."""
     processes: int = 1
     """Number of training processes, one per GPU."""
     gpu: str = ""
-    """GPU name from nvidia-smi; empty = train on CPU."""
-    utilization: float = GPU_EFFICIENCY
-    """Assumed fraction of the GPU's peak FLOP/s, to estimate base training time."""
-    minutes: str = "0 0 0 0 0 0 0 0"
-    """Minutes of all stages but base training, in order: tokenizer, its evaluation, base loss, base
-    evaluation, mid, SFT, RL, all chat evaluations."""
-    minutes_depth: int = 4
-    """Depth that `minutes` assumes; the times of stages that run the model scale with its FLOPs."""
-    minutes_processes: int = 1
-    """Number of processes that `minutes` refers to; the time is inversely proportional to it."""
-    minutes_rate: float | None = None
-    """Training FLOP/s of the device that `minutes` refers to; the time is inversely proportional to
-    it. Default: those of this device."""
-    tokenizer: str = ""
-    """Flags of scripts.tok_train."""
-    base: str = ""
-    """Flags of scripts.base_train."""
+    """Name of the GPUs; empty = CPU."""
 
-    def __post_init__(self) -> None:
-        if len(self.minutes.split()) != len(STAGES):
-            raise ValueError(f"minutes must be {len(STAGES)} numbers, got {self.minutes!r}")
+
+def flops_of(depth: int) -> tuple[float, float]:
+    """FLOPs of a training token, and of base training with the default horizon, of this depth."""
+    with torch.device("meta"):
+        model = GPT(shape_for_depth(depth, 32768, 2048))
+    horizon = plan_horizon(model, HorizonConfig(), 1)
+    each = model.flops_per_token()
+    return each, each * horizon.num_steps * horizon.batch_tokens
 
 
 def main(cfg: Plan) -> None:
-    base = parse(BaseTrain(), args=shlex.split(cfg.base))
-    tokenizer = parse(TokTrain(), args=shlex.split(cfg.tokenizer))
-    model = meta_model(base, tokenizer.vocab_size, cfg.gpu)
-    horizon = plan_horizon(model, base.horizon, cfg.processes)
-    print_time(cfg, base, model, horizon)
-    embedded = (base.data.dataset or tokenizer.data.dataset) == "embedded"
-    for name in chat_eval.default_tasks({"dataset": "embedded"} if embedded else {}):
-        if issubclass(TASKS[name], CodeTask) and (why := why_unavailable(name)):
-            print(f"  chat evaluations skip {TASKS[name].name}: {why}")
-
-
-def meta_model(base: BaseTrain, vocab_size: int, gpu: str) -> GPT:
-    """The base model on the meta device; `gpu` is the name of the GPU that will train it."""
-    with torch.device("meta"):
-        return GPT(base.model_config(vocab_size, "cuda" if gpu else "cpu"))
-
-
-# ------------------------------------------------------------------------------------------------
-# Time and cost
-
-
-def print_time(cfg: Plan, base: BaseTrain, model: GPT, horizon: Horizon) -> None:
-    """Print the minutes of every stage, their assumptions, and the total cost."""
-    flops = model.flops_per_token()
-    reference = meta_model(replace(base, depth=cfg.minutes_depth), model.cfg.vocab_size, cfg.gpu)
-    scale = flops / reference.flops_per_token() * cfg.minutes_processes / cfg.processes
-    rate, assumed = flops_per_second(cfg, model)
-    if cfg.minutes_rate and rate:
-        scale *= cfg.minutes_rate / rate
-    minutes = {
-        name: float(n) * (1 if name.startswith("tokenizer") else scale)
-        for name, n in zip(STAGES, cfg.minutes.split(), strict=True)
-    }
-    tokens = horizon.num_steps * horizon.batch_tokens
-    total_flops = model.flops_per_token() * tokens
-    base_minutes = total_flops / (rate * cfg.processes) / 60 if rate else None
-    everything = sum(minutes.values()) + (base_minutes or 0)
-    dollars_per_hour = default_rate([cfg.gpu] * cfg.processes if cfg.gpu else [])
-    devices = f"{cfg.processes} x {cfg.gpu or 'CPU'}"
-    print(f"plan: profile {cfg.profile}, depth {base.depth} on {devices}")
-    for name in STAGES:
-        if name == "base model loss":
-            estimate = "unknown" if base_minutes is None else f"about {base_minutes:.0f} min"
-            print(f"  {'base model':<21} {estimate}: {assumed}")
-            print(
-                f"    {model.num_params():,} parameters, {horizon.num_steps:,} steps of "
-                f"{horizon.batch_tokens:,} tokens = {tokens:.3g} tokens, {total_flops:.3g} FLOPs"
-            )
-        size = f"about {minutes[name]:.0f}" if minutes[name] >= 1 else "under 1"
-        print(f"  {name:<21} {size} min")
-    precision = "at least" if base_minutes is None else "about"
-    print(
-        f"  total                 {precision} {everything:.0f} min, "
-        f"${everything / 60 * dollars_per_hour:.2f} at ${dollars_per_hour:.2f} an hour"
+    reference = REFERENCE[cfg.profile]
+    token, horizon = (
+        a / b for a, b in zip(flops_of(cfg.depth), flops_of(reference.depth), strict=True)
     )
-
-
-def flops_per_second(cfg: Plan, model: GPT) -> tuple[float | None, str]:
-    """Assumed FLOP/s of one device (None for a GPU of unknown peak) and a text explaining it."""
-    if not cfg.gpu:
-        device = torch.device("cpu")
-        cpu = DistContext(0, 0, 1, device, default_dtype(device))
-        efficiency = MATMUL_EFFICIENCY[cpu.dtype]
-        return training_rate(device, cpu.dtype, model.cfg.d_model), (
-            f"assuming {efficiency:.0%} of this CPU's measured matmul throughput in "
-            f"{describe_dtype(cpu)}"
-        )
-    peak = peak_flops(cfg.gpu)
-    if peak is None:
-        return None, f"the peak FLOP/s of {cfg.gpu} is unknown"
-    cudnn = any(name in cfg.gpu for name in CUDNN_GPUS)
-    kernel = "cuDNN attention (torch >= 2.11)" if cudnn else "FlashAttention 2"
-    return peak * cfg.utilization, (
-        f"assuming {cfg.utilization:.0%} of {peak / 1e12:.0f} TFLOP/s (bf16) per GPU, "
-        f"torch.compile and {kernel}"
-    )
+    share = reference.processes / cfg.processes
+    records = {record["section"]: record for record in read_records()}
+    depth, total = None, 0.0
+    if base := records.get("Base model training"):
+        depth = base["settings"]["depth"]
+    print(f"plan: profile {cfg.profile}, depth {cfg.depth} on {cfg.processes} x {cfg.gpu or 'CPU'}")
+    for stage, minutes in zip(STAGES, reference.minutes, strict=True):
+        how = "scaled" if token != 1 or share != 1 else ""
+        if stage in records and depth == cfg.depth:
+            minutes, how = records[stage]["cost"]["wall_seconds"] / 60, "recorded"
+        elif not stage.startswith("Tokenizer"):
+            minutes *= share * (horizon if stage == "Base model training" else token)
+        total += minutes
+        size = f"about {minutes:.0f}" if minutes >= 1 else "under 1"
+        print(f"  {stage:<22} {size} min {how}".rstrip())
+    rate = default_rate([cfg.gpu] * cfg.processes if cfg.gpu else [])
+    print(f"  {'total':<22} about {total:.0f} min, ${total / 60 * rate:.2f} at ${rate:.2f} an hour")
+    print(f"  reference: depth {reference.depth}, {reference.about}")
 
 
 if __name__ == "__main__":

@@ -83,6 +83,8 @@ keep_torch=${TORCH_BACKEND:+--no-install-package torch --no-install-package trit
 uv sync --quiet --inexact --compile-bytecode $keep_torch ${GROUPS_WANTED-}
 [ -e .venv/bin/uv ] || ln -sf "$(command -v uv)" .venv/bin/uv # found wherever the environment is active
 source .venv/bin/activate
+# Scripts can also be started by their path, and from other folders
+pwd >"$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/nanochat.pth"
 torch_works() { # torch_works <auto, cpu or cuNNN>: whether this build is installed and, except cpu, finds a GPU
     python -c '
 import sys, torch

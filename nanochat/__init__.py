@@ -6,8 +6,7 @@ scripts/base_train.py, then train, gpt, attention, loss, optim and scaling.
 
     common          files, locks, stop signals
     config          command-line flags from config dataclasses
-    hardware        peak FLOPS and memory of devices
-    distributed     ranks, devices, dtypes, collectives
+    dist            ranks, devices, dtypes, collectives
     stats           means, standard errors, paired tests
     sandbox_child   the sandboxed child process
     sandbox         untrusted Python execution; calculator and Python tools
@@ -31,7 +30,7 @@ scripts/base_train.py, then train, gpt, attention, loss, optim and scaling.
     summary         results of a run: scores by stage, differences, verdict, cost
     plots           figures of the report
     report          report.md from the records
-    checkpoint      checkpoints of a run
+    checkpoint      saved steps: write, verify, find, load
     train           the run around a training loop: resume, steps, log, save, stop
     finetune        what midtraining and SFT share
     rl              rollouts, advantages, evaluation before and after RL

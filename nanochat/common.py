@@ -14,11 +14,9 @@ import socket
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
-
-from filelock import FileLock, Timeout
+from typing import IO, Any
 
 # ---- Files and names -----------------------------------------------------------------------------
 
@@ -151,79 +149,74 @@ def cpu_info(name: str) -> str:
 # The operating system releases the locks of a process when it exits.
 
 
-@contextmanager
-def try_lock(path: Path, patience_seconds: float = 0.0) -> Iterator[bool]:
-    """Yield True while holding a lock file, or False if it cannot be acquired in time."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(path)
-    with suppress(Timeout):
-        lock.acquire(patience_seconds)
+def take_lock(file: IO, kind: int = fcntl.LOCK_EX) -> bool:
+    """Lock an open file until it is closed. Returns False if another process has locked it."""
     try:
-        yield lock.is_locked
-    finally:
-        lock.release()
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+@contextmanager
+def try_lock(path: Path) -> Iterator[bool]:
+    """Yield True while holding a lock file, or False if another process holds it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        yield take_lock(file)
 
 
 def is_locked(path: Path) -> bool:
     """Whether a process holds a lock file. Processes that ask do not see each other."""
     with suppress(FileNotFoundError), path.open() as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
+        return not take_lock(file, fcntl.LOCK_SH)
     return False
 
 
 @contextmanager
 def hold_lock(path: Path, what: str) -> Iterator[None]:
     """Hold a lock file; if another process holds it, print `what` and wait."""
-    with try_lock(path, patience_seconds=2.0) as mine:
-        if not mine:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        if not take_lock(file):
             print(f"waiting for another process: {printable(what)}", flush=True)
-        with nullcontext() if mine else FileLock(path):
-            yield
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
-class RunLock:
+@contextmanager
+def hold_run_lock(
+    path: Path, flag: str = "--model_tag", patience_seconds: int = 0
+) -> Iterator[None]:
     """
-    Lock of a run folder: a lock file and an owner file that describes the process that holds it.
+    Hold the lock of a run's folder; the lock file describes this process. What a killed process
+    left there is stale: the next run takes over.
 
-    The lock ends with its process. Files left by a killed run are stale; the next run takes over.
+    flag: gives a run its own folder. patience_seconds: on a shared disk, the lock of a crashed host
+    persists for a while. Raises UsageError with process and host if another run holds it.
     """
-
-    def __init__(self, path: Path, own: str = "--model_tag"):
-        """own: flag that gives a run its own folder."""
-        self.path, self.own = path, own
-        self.lock, self.owner = FileLock(path), path.with_name(f"{path.name}.owner")
-
-    def acquire(self, launch: str = "", patience_seconds: float = 180.0) -> None:
-        """
-        Acquire the lock. Raises UsageError with process and host if another run holds it.
-
-        Waits up to `patience_seconds` if the holder has the same `launch`: on a shared disk, the
-        lock of a crashed host persists for a while.
-        """
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        text = self.owner.read_text() if self.owner.exists() else ""
-        owner, _, launch_of_owner = text.partition("\n")
-        try:
-            self.lock.acquire(patience_seconds if launch and launch == launch_of_owner else 0)
-        except Timeout:
-            raise UsageError(
-                f"another run is using this folder: {owner} holds {self.path}",
-                f"wait for it or stop it, or give this run another {self.own}",
-            ) from None
-        if self.owner.exists():
-            print(f"taking over stale lock: {owner}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a+") as file:
+        deadline = time.monotonic() + patience_seconds
+        while not take_lock(file):
+            if time.monotonic() >= deadline:
+                file.seek(0)
+                raise UsageError(
+                    f"another run is using this folder: {file.read()} holds {path}",
+                    f"wait for it or stop it, or give this run another {flag}",
+                )
+            time.sleep(1)
+        file.seek(0)
+        if owner := file.read():
+            print(f"taking over stale lock: {printable(owner)}")
+            file.truncate(0)
         since = time.strftime("%Y-%m-%d %H:%M:%S")
-        me = f"process {os.getpid()} on {socket.gethostname()}, since {since}"
-        self.owner.write_text(f"{me}\n{launch}")
-
-    def release(self) -> None:
-        """Release the lock if this process holds it."""
-        if self.lock.is_locked:
-            self.owner.unlink(missing_ok=True)
-            self.lock.release()
+        file.write(f"process {os.getpid()} on {socket.gethostname()}, since {since}")
+        file.flush()
+        try:
+            yield
+        finally:
+            file.truncate(0)
 
 
 # ---- Exit statuses and stop signals --------------------------------------------------------------

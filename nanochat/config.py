@@ -14,7 +14,6 @@ import dataclasses
 import difflib
 import errno
 import gc
-import io
 import os
 import signal
 import sys
@@ -65,7 +64,7 @@ def start(main: Callable[[C], Any], default: C, doc: str | None):
         raise SystemExit(getattr(error, "status", 2)) from error
 
 
-class Console(io.TextIOBase):
+class Console:
     """
     A stream for a console that may be gone, on a full disk, or not UTF-8: what cannot be written is
     escaped or lost, and never an error.
@@ -76,6 +75,9 @@ class Console(io.TextIOBase):
         with suppress(AttributeError, ValueError):  # a replaced stream
             stream.reconfigure(errors="backslashreplace")
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
     def write(self, text: str) -> int:
         with suppress(OSError):
             self.stream.write(text)
@@ -84,21 +86,6 @@ class Console(io.TextIOBase):
     def flush(self) -> None:
         with suppress(OSError):
             self.stream.flush()
-
-    def isatty(self) -> bool:
-        return self.stream.isatty()
-
-    def fileno(self) -> int:
-        return self.stream.fileno()
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        return self.stream.encoding
-
-    @property
-    def buffer(self) -> Any:
-        """The stream of bytes below."""
-        return self.stream.buffer
 
 
 def user_message(error: BaseException) -> str | None:

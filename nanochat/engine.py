@@ -26,8 +26,8 @@ from torch import Tensor
 from nanochat.attention import BLOCK, CacheView, KVCache, fill_batches, pad_right
 from nanochat.common import printable
 from nanochat.config import require_at_least, short
+from nanochat.dist import has_compiler, memory_bytes
 from nanochat.gpt import GPT, inference_copy
-from nanochat.hardware import has_compiler, total_memory_bytes
 from nanochat.tokenizer import Tokenizer
 
 # ---- Sampling: temperature, top-k, top-p per sequence --------------------------------------------
@@ -341,7 +341,7 @@ class Engine:
         compiled: bool = False,
     ):
         self.model, self.tokenizer, self.tool = model, tokenizer, tool
-        self.slots = slots or most_slots(model, total_memory_bytes(model.device))
+        self.slots = slots or most_slots(model, memory_bytes(model.device)[1])
         self.device = model.device
         on_cpu = self.device.type == "cpu"
         self.prefill_tokens = CPU_PREFILL_TOKENS if on_cpu else GPU_PREFILL_TOKENS

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from nanochat.common import StopRequest, StopRequested, UsageError
 from nanochat.config import require_at_least
-from nanochat.distributed import DistContext
+from nanochat.dist import DistContext
 from nanochat.gpt import GPT
 from nanochat.loss import IGNORE
 from nanochat.rows import Rows, inputs_and_targets
@@ -67,7 +67,7 @@ def bits_per_byte(
     score: Callable[[Tensor, Tensor], Tensor],
     batches: Iterable[Batch],
     token_bytes: np.ndarray,
-    machine: DistContext,
+    dist: DistContext,
     stop: StopRequest | None = None,
     n: int = 1,
 ) -> list[Bpb]:
@@ -87,13 +87,13 @@ def bits_per_byte(
         if stopped := stop is not None and stop.asked:
             break
         lengths = np.where(targets == IGNORE, 0, token_bytes[targets.clip(min=0)])  # (B, T)
-        x, y = (torch.from_numpy(each).to(machine.device) for each in (tokens, targets))
+        x, y = (torch.from_numpy(each).to(dist.device) for each in (tokens, targets))
         losses = score(x, y).to(torch.float32).reshape(n, *y.shape).cpu().double().numpy()
         for i, counted in enumerate((lengths > 0, targets != IGNORE)):
             nats[i] += np.where(counted, losses, 0.0).sum(axis=(1, 2))
             counts[i] += counted.sum()
         num_bytes += int(lengths.sum())
-    sums = machine.sum(*nats.flat, *counts.tolist(), num_bytes, float(stopped))
+    sums = dist.sum(*nats.flat, *counts.tolist(), num_bytes, float(stopped))
     if sums.pop():
         raise StopRequested
     *total, count, every, size = sums
@@ -240,7 +240,7 @@ def document_bpb(
     tokenizer: Tokenizer,
     stride: int,
     rows: int,
-    machine: DistContext,
+    dist: DistContext,
 ) -> Bpb:
     """
     Score documents separately, in windows of max_seq_len tokens that advance by `stride`; `rows`
@@ -254,9 +254,9 @@ def document_bpb(
         raise ValueError(f"stride must be in 1..{T}, got {stride}")
     documents = (np.array([tokenizer.bos_id, *tokenizer.encode(text)]) for text in texts)
     pieces = itertools.chain.from_iterable(make_windows(ids, T, stride) for ids in documents)
-    mine = itertools.islice(pieces, machine.rank, None, machine.world_size)
+    mine = itertools.islice(pieces, dist.rank, None, dist.world_size)
     batches = window_batches(mine, T, rows)
-    [found] = bits_per_byte(model.token_losses, batches, tokenizer.token_bytes(), machine)
+    [found] = bits_per_byte(model.token_losses, batches, tokenizer.token_bytes(), dist)
     num_bytes = sum(len(text.encode()) for text in texts)
     assert found.bytes == num_bytes, f"scored {found.bytes} bytes, but the texts have {num_bytes}"
     return found

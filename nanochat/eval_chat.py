@@ -16,7 +16,7 @@ import torch
 from nanochat import records, stats
 from nanochat.attention import fill_batches, pad_right
 from nanochat.chat_format import Message, render_prompt
-from nanochat.distributed import DistContext
+from nanochat.dist import DistContext
 from nanochat.engine import Engine, Sampling
 from nanochat.gpt import GPT
 from nanochat.tokenizer import Tokenizer
@@ -64,21 +64,21 @@ Score = Callable[[list[int], list[list[int]]], list[list[float]]]  # items, prom
 
 
 def score_items(
-    task: Questions, count: int, tokenizer: Tokenizer, most: int, score: Score, machine: DistContext
+    task: Questions, count: int, tokenizer: Tokenizer, most: int, score: Score, dist: DistContext
 ) -> TaskResult:
     """
     Score items 0 to count - 1, split among ranks; the result is the same on every rank.
 
     Prompts are truncated to `most` tokens.
     """
-    mine = list(range(machine.rank, count, machine.world_size))
+    mine = list(range(dist.rank, count, dist.world_size))
     whole = [render_prompt(tokenizer, task[i]) for i in mine]
     prompts = [trim(prompt, most) for prompt in whole]
     truncated = sum(len(full) > len(kept) for full, kept in zip(whole, prompts, strict=True))
     scores = dict(zip(mine, score(mine, prompts), strict=True))
-    for other in machine.gather(scores):
+    for other in dist.gather(scores):
         scores |= other
-    return TaskResult([scores[i] for i in range(count)], round(machine.sum(float(truncated))[0]))
+    return TaskResult([scores[i] for i in range(count)], round(dist.sum(float(truncated))[0]))
 
 
 def longest_prompt(engine: Engine, max_new_tokens: int) -> int:
@@ -94,7 +94,7 @@ def trim(prompt: list[int], most: int) -> list[int]:
 
 @torch.no_grad()
 def score_by_logits(
-    model: GPT, tokenizer: Tokenizer, task: Questions, count: int, machine: DistContext
+    model: GPT, tokenizer: Tokenizer, task: Questions, count: int, dist: DistContext
 ) -> TaskResult:
     """
     Answer the first `count` items with the option letter that has the highest logit at the start of
@@ -117,11 +117,11 @@ def score_by_logits(
                 found[n] = [score_answer(task, items[n], best)]
         return found
 
-    return score_items(task, count, tokenizer, model.cfg.max_seq_len - 1, score, machine)
+    return score_items(task, count, tokenizer, model.cfg.max_seq_len - 1, score, dist)
 
 
 def score_by_generation(
-    engine: Engine, task: Questions, count: int, settings: Sampling, n: int, machine: DistContext
+    engine: Engine, task: Questions, count: int, settings: Sampling, n: int, dist: DistContext
 ) -> TaskResult:
     """
     Generate `n` answers to each of the first `count` items and score the text.
@@ -137,7 +137,7 @@ def score_by_generation(
         ]
 
     most = longest_prompt(engine, settings.max_new_tokens)
-    return score_items(task, count, engine.tokenizer, most, score, machine)
+    return score_items(task, count, engine.tokenizer, most, score, dist)
 
 
 def item_means(outcomes: Outcomes) -> list[float]:

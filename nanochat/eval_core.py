@@ -37,7 +37,7 @@ from nanochat.common import (
     sha256_file,
 )
 from nanochat.dataset import line_error, read_json_lines
-from nanochat.distributed import DistContext
+from nanochat.dist import DistContext
 from nanochat.gpt import GPT
 from nanochat.hub import is_inside
 from nanochat.records import SECTIONS
@@ -287,7 +287,7 @@ class TaskScore:
 def evaluate_task(
     subject: EvalModel,
     task: FewShotTask,
-    machine: DistContext,
+    dist: DistContext,
     max_items: int | None = None,
     stop: StopRequest | None = None,
 ) -> TaskScore:
@@ -299,7 +299,7 @@ def evaluate_task(
     """
     begun = time.perf_counter()
     task = task.shuffled(max_items)
-    mine = range(machine.rank, len(task.items), machine.world_size)
+    mine = range(dist.rank, len(task.items), dist.world_size)
     found: dict[int, tuple[list[OptionScore], bool]] = {}
     stopped = False
     questions = [tokenize(task, number, subject.tokenizer, subject.context) for number in mine]
@@ -307,7 +307,7 @@ def evaluate_task(
         if stopped := stop is not None and stop.asked:
             break
         found[q.number] = scores, q.truncated
-    for others, stopped_too in machine.gather((found, stopped)):
+    for others, stopped_too in dist.gather((found, stopped)):
         found |= others
         stopped |= stopped_too
     for number, (scores, _) in found.items():
@@ -531,11 +531,11 @@ class HFLanguageModel:
 
 
 def find_hf_model(
-    path: str, machine: DistContext, trust_remote_code: bool = False
+    path: str, dist: DistContext, trust_remote_code: bool = False
 ) -> tuple[str, Callable[[], EvalModel]]:
     """
     Read a model's configuration. Returns its revision (the commit on the Hub, or a fingerprint of
-    the files in the folder) and a function that loads it on the machine's device in its compute
+    the files in the folder) and a function that loads it on the device in its compute
     dtype.
 
     Raises OSError or ValueError if the model does not exist, requires remote code, or does not
@@ -558,10 +558,10 @@ def find_hf_model(
     def load() -> EvalModel:
         encoder = HFEncoder(AutoTokenizer.from_pretrained(path, **options))
         loader: Any = AutoModelForCausalLM
-        model = loader.from_pretrained(path, dtype=machine.dtype, **options)
-        model = model.to(machine.device).eval().requires_grad_(False)
-        per_token = model.config.vocab_size * torch.finfo(machine.dtype).bits // 8
+        model = loader.from_pretrained(path, dtype=dist.dtype, **options)
+        model = model.to(dist.device).eval().requires_grad_(False)
+        per_token = model.config.vocab_size * torch.finfo(dist.dtype).bits // 8
         most = max(context, LOGIT_BYTES // per_token)
-        return EvalModel(HFLanguageModel(model), encoder, context, None, most, machine.device)
+        return EvalModel(HFLanguageModel(model), encoder, context, None, most, dist.device)
 
     return revision, load

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 from nanochat.checkpoint import FOLDERS, Checkpoint, load_model, parse_checkpoint_ref, stage_folder
 from nanochat.common import MissingInput
 from nanochat.config import require_positive
-from nanochat.distributed import DistContext
+from nanochat.dist import DistContext
 from nanochat.eval_bpb import Validation, ValidationConfig
 from nanochat.optim import MuonAdamW, ScheduleConfig
 from nanochat.rows import CHAT_SHARD, ChatPart, Rows, open_chat_rows, pack_chats

@@ -15,10 +15,9 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
-from nanochat.distributed import DistContext
+from nanochat.dist import DistContext
 from nanochat.loss import compiled_version
 
 # ---- Schedules: pure functions of (step, num_steps) ----------------------------------------------
@@ -256,8 +255,8 @@ class MuonAdamW(torch.optim.Optimizer):
     sharded. Set `compiled` to compile the update rules.
     """
 
-    def __init__(self, model: nn.Module, rules: Mapping[str, Rule], machine: DistContext):
-        self.machine, self.compiled, self.steps_taken = machine, False, 0
+    def __init__(self, model: nn.Module, rules: Mapping[str, Rule], dist: DistContext):
+        self.dist, self.compiled, self.steps_taken = dist, False, 0
         self.gradients: list[Tensor] = []
         groups: dict[Any, dict[str, Any]] = {}
         for name, param in model.named_parameters():
@@ -269,7 +268,7 @@ class MuonAdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             first, stacked = group["params"][0], group["kind"] == "muon"
             large = stacked or (first.ndim == 2 and first.size(0) >= SHARDED_ROWS)
-            group["sharded"] = machine.world_size > 1 and large
+            group["sharded"] = dist.world_size > 1 and large
             weight = self.local_shard(group, group["params"])
             moments = {"first": torch.zeros_like(weight), "second": torch.zeros_like(weight)}
             if stacked:  # see `equalize_variance`
@@ -282,15 +281,13 @@ class MuonAdamW(torch.optim.Optimizer):
     def stack(self, group: dict[str, Any], tensors: Sequence[Tensor]) -> Tensor:
         """Tensors of a group as one tensor, padded to equal slices if sharded."""
         x = torch.stack(list(tensors)) if group["kind"] == "muon" else tensors[0]
-        missing = -x.size(0) % self.machine.world_size if group["sharded"] else 0
+        missing = -x.size(0) % self.dist.world_size if group["sharded"] else 0
         return torch.cat((x, x.new_zeros(missing, *x.shape[1:]))) if missing else x
 
     def local_shard(self, group: dict[str, Any], tensors: Sequence[Tensor]) -> Tensor:
         """This rank's slice of the `stack` of tensors."""
         whole = self.stack(group, [x.detach() for x in tensors])
-        return (
-            whole.chunk(self.machine.world_size)[self.machine.rank] if group["sharded"] else whole
-        )
+        return whole.chunk(self.dist.world_size)[self.dist.rank] if group["sharded"] else whole
 
     def unstack(self, group: dict[str, Any], whole: Tensor) -> Sequence[Tensor]:
         """Views of the parameters of a group in their `stack`."""
@@ -317,20 +314,20 @@ class MuonAdamW(torch.optim.Optimizer):
             grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
             grad = self.stack(group, grads)
             if group["sharded"]:
-                grad, work = reduce_scatter(grad, self.machine)
+                grad, work = reduce_scatter(grad, self.dist)
                 pending.append(work)
-            elif self.machine.world_size > 1:
-                pending.append(dist.all_reduce(grad, async_op=True))
+            elif self.dist.world_size > 1:
+                pending.append(distributed.all_reduce(grad, async_op=True))
             self.gradients.append(grad)
             for param in params:
                 param.grad = None
         for work in pending:
-            self.machine.wait(work.wait)
+            self.dist.wait(work.wait)
         squares = {True: [], False: []}
         for group, grad in zip(self.param_groups, self.gradients, strict=True):
             squares[group["sharded"]].append(torch.linalg.vector_norm(grad).square())
         mine, common = (sum(squares[sharded]) for sharded in (True, False))
-        return (self.machine.sum_on_device(mine)[0] + common).sqrt()
+        return (self.dist.sum_on_device(mine)[0] + common).sqrt()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard all gradients, reduced or not."""
@@ -350,12 +347,12 @@ class MuonAdamW(torch.optim.Optimizer):
             weight = self.local_shard(group, params)
             self.update(group, weight, grad)
             if group["sharded"]:  # gathered while the next groups are updated
-                launched.append((group, *all_gather(weight, self.machine)))
+                launched.append((group, *all_gather(weight, self.dist)))
             elif group["kind"] == "muon":
                 self.assign(group, weight)
         self.gradients = []
         for group, whole, work in launched:
-            self.machine.wait(work.wait)
+            self.dist.wait(work.wait)
             self.assign(group, whole)
 
     def update(self, group: dict[str, Any], weight: Tensor, grad: Tensor) -> None:
@@ -363,7 +360,7 @@ class MuonAdamW(torch.optim.Optimizer):
         state = self.state[group["params"][0]]
         args = (weight, grad, state["first"], state["second"])
         if group["kind"] == "muon":
-            dtype = self.machine.dtype
+            dtype = self.dist.dtype
             if dtype == torch.float16:  # entries of a gradient can be below its range
                 dtype = torch.float32
             tall = max(1.0, weight.size(-2) / weight.size(-1)) ** 0.5
@@ -386,7 +383,7 @@ class MuonAdamW(torch.optim.Optimizer):
         """
         for group in self.param_groups:
             for moment, mine in self.state[group["params"][0]].items():
-                whole = gather(mine, self.machine) if group["sharded"] else mine
+                whole = gather(mine, self.dist) if group["sharded"] else mine
                 for name, x in zip(group["param_names"], self.unstack(group, whole), strict=True):
                     yield f"{name}.{moment}", x
         yield "steps_taken", torch.tensor(self.steps_taken)
@@ -413,7 +410,7 @@ class MuonAdamW(torch.optim.Optimizer):
 
 
 def reduce_gradients(
-    optimizer: torch.optim.Optimizer, machine: DistContext
+    optimizer: torch.optim.Optimizer, dist: DistContext
 ) -> tuple[Tensor, list[Tensor]]:
     """
     Sum the gradients over ranks. Returns the global norm, a scalar on the device, and the tensors
@@ -423,8 +420,8 @@ def reduce_gradients(
         return optimizer.reduce_gradients(), optimizer.gradients
     params = [p for group in optimizer.param_groups for p in group["params"]]
     grads = [p.grad for p in params if p.grad is not None]
-    for grad in grads if machine.world_size > 1 else ():
-        dist.all_reduce(grad)
+    for grad in grads if dist.world_size > 1 else ():
+        distributed.all_reduce(grad)
     return torch.nn.utils.get_total_norm(grads), grads
 
 
@@ -454,23 +451,25 @@ def as_tensors(*numbers: float) -> list[Tensor]:
     return [torch.tensor(x, dtype=torch.float32) for x in numbers]
 
 
-def reduce_scatter(whole: Tensor, machine: DistContext) -> tuple[Tensor, Any]:
+def reduce_scatter(whole: Tensor, dist: DistContext) -> tuple[Tensor, Any]:
     """Start summing `whole` over ranks; the slice of this rank is valid after `.wait()`."""
-    if machine.device.type == "cuda":
-        mine = whole.new_empty(whole.size(0) // machine.world_size, *whole.shape[1:])
-        return mine, dist.reduce_scatter_tensor(mine, whole, async_op=True)
-    work = dist.all_reduce(whole, async_op=True)  # gloo: sums everything, which is fine on CPUs
-    return whole.chunk(machine.world_size)[machine.rank], work
+    if dist.device.type == "cuda":
+        mine = whole.new_empty(whole.size(0) // dist.world_size, *whole.shape[1:])
+        return mine, distributed.reduce_scatter_tensor(mine, whole, async_op=True)
+    work = distributed.all_reduce(
+        whole, async_op=True
+    )  # gloo: sums everything, which is fine on CPUs
+    return whole.chunk(dist.world_size)[dist.rank], work
 
 
-def all_gather(mine: Tensor, machine: DistContext) -> tuple[Tensor, Any]:
+def all_gather(mine: Tensor, dist: DistContext) -> tuple[Tensor, Any]:
     """Start collecting the ranks' slices into one tensor, valid after `.wait()`."""
-    whole = mine.new_empty(mine.size(0) * machine.world_size, *mine.shape[1:])
-    return whole, dist.all_gather_into_tensor(whole, mine.contiguous(), async_op=True)
+    whole = mine.new_empty(mine.size(0) * dist.world_size, *mine.shape[1:])
+    return whole, distributed.all_gather_into_tensor(whole, mine.contiguous(), async_op=True)
 
 
-def gather(mine: Tensor, machine: DistContext) -> Tensor:
+def gather(mine: Tensor, dist: DistContext) -> Tensor:
     """Collect the ranks' slices into one tensor."""
-    whole, work = all_gather(mine, machine)
+    whole, work = all_gather(mine, dist)
     work.wait()
     return whole

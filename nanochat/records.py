@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 from nanochat import common
 
 if TYPE_CHECKING:  # imports torch, which records do not need
-    from nanochat.distributed import DistContext
+    from nanochat.dist import DistContext
 
 # ---- Sections of the report, in order ------------------------------------------------------------
 # These names must not change: reports are compared line by line.
@@ -119,13 +119,13 @@ class Cost:
     """Sum over devices. Default: wall_seconds x devices."""
 
     @classmethod
-    def so_far(cls, machine: "DistContext | None" = None, started: float = STARTED) -> "Cost":
+    def so_far(cls, dist: "DistContext | None" = None, started: float = STARTED) -> "Cost":
         """
-        Cost of all devices of `machine` since `started`, a value of `time.perf_counter()`. Default:
+        Cost of all devices of `dist` since `started`, a value of `time.perf_counter()`. Default:
         of one CPU, since the start of the process.
         """
         seconds = time.perf_counter() - started
-        return cls(seconds, machine.world_size, machine.device_name) if machine else cls(seconds)
+        return cls(seconds, dist.world_size, dist.device_name) if dist else cls(seconds)
 
 
 def new_run_id() -> str:

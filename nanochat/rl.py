@@ -24,7 +24,7 @@ from nanochat import records, stats
 from nanochat.attention import pad_right
 from nanochat.chat_format import render_prompt
 from nanochat.config import require_at_least, require_positive
-from nanochat.distributed import DistContext
+from nanochat.dist import DistContext
 from nanochat.engine import Completion, Engine, Sampling
 from nanochat.eval_chat import (
     Questions,

@@ -22,28 +22,32 @@ import math
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, NamedTuple, Self
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nanochat import checkpoint, common, hardware, optim, records, report
+from nanochat import common, optim, records, report
 from nanochat.attention import choose_backend
 from nanochat.checkpoint import (
+    SCRIPTS,
     Checkpoint,
-    CheckpointManager,
-    NonFiniteError,
-    Progress,
-    SavingConfig,
+    CorruptCheckpoint,
     Stage,
-    require_equal_ranks,
+    newest_state,
+    open_checkpoint,
+    save_checkpoint,
+    stage_folder,
+    step_folders,
 )
 from nanochat.common import StopRequest, StopRequested, UsageError
 from nanochat.config import require_at_least
-from nanochat.distributed import DistConfig, DistContext
+from nanochat.dist import DistConfig, DistContext, has_compiler, memory_bytes
 from nanochat.fp8 import enable_fp8
 from nanochat.gpt import GPT
 from nanochat.logger import METRICS_FILE, RunLog
@@ -54,6 +58,10 @@ from nanochat.tokenizer import Tokenizer
 UNTIMED_STEPS = 3  # first steps of each attempt, which compile and allocate
 CHECK_RANKS_EVERY = 100  # steps between checks that the weights are equal on all ranks
 MAX_BAD_STEPS = 5  # consecutive non-finite steps, each skipped, that stop the run
+LOSS_BETA = 0.9  # decay of the moving average of the training loss
+FLOAT16_LOSS_SCALE = 2.0**14  # at the start of training
+RAISE_SCALE_AFTER = 2000  # finite steps
+SMALLER = "a smaller --depth or --max_seq_len, or a larger machine"
 
 
 @dataclass(frozen=True)
@@ -68,21 +76,37 @@ class TrainConfig:
     """Evaluate every N steps; 0 = only at the end."""
     save_every: int = 0
     """Save a checkpoint every N steps; 0 = only at the end or when preempted."""
+    keep: int = 2
+    """Number of checkpoints to keep."""
+    resume: Literal["never", "auto"] = "never"
+    """auto: resume from the newest checkpoint of this tag, if any. A run that torchrun restarts
+    after a failure always resumes."""
+    allow_data_change: bool = False
+    """Resume even if text, tokenizer or rows have changed."""
+    on_save_error: Literal["stop", "continue"] = "stop"
+    """If a save fails: stop, or continue without that checkpoint (the final save must succeed)."""
     skip_if_done: bool = False
     """Do nothing if the run has finished."""
     report_dir: str | None = None
     """Directory for records. Default: report/ under the base directory."""
-    saving: SavingConfig = field(default_factory=SavingConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
-    machine: DistConfig = field(default_factory=DistConfig)
+    dist: DistConfig = field(default_factory=DistConfig)
     run: str = "dummy"
     """Weights & Biases run name; dummy = no tracking. WANDB_MODE is respected."""
 
     def __post_init__(self) -> None:
         common.require_name("model_tag", self.model_tag)
-        require_at_least(self, device_batch_size=1, seed=0, eval_every=0, save_every=0)
+        require_at_least(self, device_batch_size=1, seed=0, eval_every=0, save_every=0, keep=1)
         if self.seed >= 1 << 63:
             raise ValueError(f"seed {self.seed} is too large; use one below 2^63")
+
+
+class NonFiniteError(RuntimeError):
+    """The loss, gradients or weights are not finite, and the run cannot continue."""
+
+
+class RankMismatchError(RuntimeError):
+    """Weights differ between ranks."""
 
 
 # ---- Kernels: what the device can do decides -----------------------------------------------------
@@ -90,7 +114,7 @@ class TrainConfig:
 
 COMPILE_FLOPS = 1.5e13  # from which compilation pays on a CPU: 3 minutes of training at depth 4
 AUTOTUNED = ("H100", "H200")  # +2.5% at depth 16 on H100 (nanochat's pull request 747)
-AUTOTUNE_SECONDS = 3600.0  # shortest run that is autotuned by default
+AUTOTUNE_FLOPS = 1.4e18  # per GPU, from which it pays: an hour at 40% of their peak
 
 
 @dataclass(frozen=True)
@@ -110,22 +134,18 @@ def set_kernels(
     Choose the attention kernel and compile, if worthwhile for a run of `flops`. Returns what was
     chosen. Raises UsageError if a GPU would train without the compiler that it needs.
     """
-    compiled, autotuned = cfg.compile, cfg.autotune
+    compiled, autotuned, kind = cfg.compile, cfg.autotune, dist.device.type
     if compiled is None:
-        compiled = dist.device.type == "cuda" or (
-            dist.device.type == "cpu" and flops > COMPILE_FLOPS and hardware.has_compiler()
-        )
-        if compiled and not hardware.has_compiler():
+        compiled = kind == "cuda" or (kind == "cpu" and flops > COMPILE_FLOPS and has_compiler())
+        if compiled and not has_compiler():
             raise UsageError(
                 "torch.compile needs a C++ compiler and Python's headers",
                 "apt-get install g++ python3-dev, or use --compile=0, which is several times "
                 "slower",
             )
     if autotuned is None:
-        peak = hardware.peak_flops(dist.device_name) or math.inf
-        seconds = flops / (peak * hardware.GPU_EFFICIENCY * dist.world_size)
         known = any(name in dist.device_name for name in AUTOTUNED)
-        autotuned = known and seconds > AUTOTUNE_SECONDS
+        autotuned = known and flops > AUTOTUNE_FLOPS * dist.world_size
     backend = choose_backend(dist, compiled)
     for block in model.blocks:
         block.attention.backend = backend
@@ -168,24 +188,21 @@ def choose_device_rows(asked: int | None, rows: int, limit: int) -> int:
 
 def rows_to_try(model: GPT, dist: DistContext) -> int:
     """
-    Micro-batch size to try first, equal on all ranks: on a CPU, about CPU_TOKENS tokens; on a GPU
-    or MPS, what an eager forward pass of one and two rows says would fit.
+    Micro-batch size to try first, equal on all ranks: on a GPU, what an eager forward pass of one
+    and of two rows says would fit, else about CPU_TOKENS tokens.
     """
-    T, device = model.cfg.max_seq_len, dist.device
-    if device.type == "cpu":
+    T, device, used = model.cfg.max_seq_len, dist.device, []
+    if device.type != "cuda":
         return max(1, CPU_TOKENS // T)
-    used = []
     with suppress(torch.OutOfMemoryError):
         for rows in (1, 2):  # the difference is the activation memory per row
             ids = torch.zeros(rows, T, dtype=torch.int64, device=device)
             loss = model.loss(ids, ids)
-            used.append(hardware.used_memory_bytes(device))
+            used.append(torch.cuda.memory_allocated(device))
             del loss
-    room = hardware.free_memory_bytes(device) - GPU_RESERVE - 4 * model.num_params()  # gradients
-    each = max(1, used[1] - used[0]) if len(used) == 2 else room / 2
-    each *= COMPILED_SHARE if device.type == "cuda" else 1
-    most = CPU_TOKENS // T if device.type == "mps" else room
-    return int(min(dist.gather(max(1, int(min(room / each, most))))))
+    room = memory_bytes(device)[0] - GPU_RESERVE - 4 * model.num_params()  # gradients
+    each = max(1, used[1] - used[0]) * COMPILED_SHARE if len(used) == 2 else room
+    return int(min(dist.gather(max(1, room / each))))
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
@@ -216,9 +233,7 @@ class Batch(NamedTuple):
         """Micro-batches of `rows` rows."""
         for first in range(0, len(self.counts), rows):
             part = slice(first, first + rows)
-            tokens, targets, counts, *others = self
-            masks = (None if x is None else x[part] for x in others[:2])
-            yield Batch(tokens[part], targets[part], counts[part], *masks)
+            yield Batch(*(None if x is None else x[part] for x in self[:5]))  # type: ignore
 
 
 def to_device(x: np.ndarray, device: torch.device) -> Tensor:
@@ -237,7 +252,47 @@ def document_segments(tokens: Tensor, bos_id: int) -> Tensor:
     return (tokens == bos_id).cumsum(dim=1)
 
 
-# ---- The run around a training loop --------------------------------------------------------------
+# ---- The state of a run --------------------------------------------------------------------------
+
+
+@dataclass
+class Progress:
+    """State of a run other than weights and settings; saved with each checkpoint."""
+
+    step: int = 0
+    """Completed steps."""
+    finished: bool = False
+    """All planned steps are done."""
+    loss_average: float = 0.0
+    """Moving average of the training loss, biased towards 0 (see `smooth_loss`)."""
+    min_val: float | None = None
+    last_val: float | None = None
+    flops: float = 0.0
+    """FLOPs of all steps, forward and backward."""
+    train_seconds: float = 0.0
+    """Time of all steps, without the first UNTIMED_STEPS of each attempt."""
+    wall_seconds: float = 0.0
+    """Time of all attempts from the start of each process to its last save."""
+    device_seconds: float = 0.0
+    """`wall_seconds` times the number of devices."""
+    compiled: bool | None = None
+    """Whether the run is compiled; kept when it resumes, because rounding differs."""
+    autotuned: bool | None = None
+    """The same for autotuning."""
+    device_rows: int | None = None
+    """Rows of a micro-batch; kept, because sums round differently."""
+    loss_scale: float = 1.0
+    """Factor on the loss in the backward pass. Above 1 in float16, whose range is too small for
+    most gradients otherwise: halved after a bad step, doubled after RAISE_SCALE_AFTER good ones."""
+    steps_at_scale: int = 0
+    """Finite steps since `loss_scale` last changed."""
+    bad_steps: int = 0
+    """Number of steps skipped as non-finite."""
+
+    @property
+    def smooth_loss(self) -> float:
+        """Bias-corrected moving average of the loss; NaN before the first step."""
+        return self.loss_average / (1 - LOSS_BETA**self.step) if self.step else math.nan
 
 
 class Totals(NamedTuple):
@@ -255,6 +310,54 @@ class Totals(NamedTuple):
     """Reduced gradients; under MuonAdamW, this rank's slices."""
 
 
+def first_not_finite(named: Mapping[str, Tensor]) -> str | None:
+    """Name of the first tensor with a NaN or infinity, or None."""
+    floats = {name: x for name, x in named.items() if x.is_floating_point()}
+    finite = torch.stack([x.detach().isfinite().all() for x in floats.values()]).tolist()
+    return next((name for name, good in zip(floats, finite, strict=True) if not good), None)
+
+
+def require_equal_ranks(named: Mapping[str, Tensor], dist: DistContext, step: int) -> None:
+    """
+    Raise RankMismatchError on every rank, naming the first parameter that differs.
+
+    named: float32 or bfloat16 tensors. Compares sums of their bits, so it detects a single flipped
+    bit.
+    """
+    if dist.world_size == 1:
+        return
+    bits = {2: torch.int16, 4: torch.int32}
+    sums = [x.detach().view(bits[x.element_size()]).sum(dtype=torch.int64) for x in named.values()]
+    found = dist.gather(torch.stack(sums).tolist())
+    for name, *values in zip(named, *found, strict=True):
+        usual = max(values, key=values.count)  # rank 0 wins ties
+        if others := [rank for rank, value in enumerate(values) if value != usual]:
+            raise RankMismatchError(
+                f"weights differ between ranks before step {step}: {name} differs on rank "
+                f"{', '.join(map(str, others))} of {dist.world_size}; check that device and "
+                "its links, and restart with --resume=auto, preferably without that device"
+            )
+
+
+def list_changes(was: Mapping[str, Any], now: Mapping[str, Any], at: str = "") -> list[str]:
+    """
+    Differences between two identities of a run, one line per setting. Parts with the same
+    fingerprint are equal, even if the text is in another folder.
+    """
+    lines = []
+    for name in sorted(was.keys() | now.keys()):
+        old, new = was.get(name), now.get(name)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            if "fingerprint" not in old or old["fingerprint"] != new.get("fingerprint"):
+                lines += list_changes(old, new, f"{at}{name}.")
+        elif old != new:
+            lines.append(f"{at}{name}: was {old!r}, now {new!r}")
+    return lines
+
+
+# ---- The run around a training loop --------------------------------------------------------------
+
+
 class Run:
     """
     The run around a training loop: lock and resume, steps, log, saves, stop signal, record.
@@ -267,6 +370,7 @@ class Run:
     inputs        name -> fingerprint of each input, closest parent first
     identity      further settings that must match for a checkpoint to be resumed
     state         further checkpoint state
+    keep_optimizer  whether the last checkpoint has the optimizer's state; all others do
 
     As a context manager it leaves no step behind: a stop request, five bad steps in a row, data
     that cannot be read or a lack of memory end the loop after saving the completed steps. A stop
@@ -294,7 +398,7 @@ class Run:
         state: Mapping[str, Any],
         keep_optimizer: bool = True,
     ):
-        self.stage, self.tag, self.cfg = stage, tag, cfg
+        self.stage, self.folder, self.cfg = stage, stage_folder(stage) / tag, cfg
         self.model, self.optimizer, self.tokenizer, self.dist = model, optimizer, tokenizer, dist
         self.num_steps, self.batch_tokens, self.kernels = num_steps, batch_tokens, kernels
         self.settings, self.inputs, self.keep_optimizer = settings, inputs, keep_optimizer
@@ -306,33 +410,49 @@ class Run:
             **({"fp8": True} if dist.fp8 else {}),
             **identity,
         }
-        self.state = {"stage": stage, "identity": self.identity, "settings": settings, **state}
+        self.state = {
+            "stage": stage,
+            "identity": self.identity,
+            "settings": settings,
+            "launch": dist.launch,
+            **state,
+        }
         self.rows = max(1, batch_tokens // model.cfg.max_seq_len // dist.world_size)  # per rank
         self.device_rows = cfg.device_batch_size or 1
         if kernels is not None:
             self.device_rows = choose_device_rows(cfg.device_batch_size, self.rows, self.rows)
         self.stop = StopRequest()
         self.progress = Progress()
-        self.logger: RunLog | None = None
+        self.extendable = True
+        """Whether the newest checkpoint has the optimizer's state."""
         self.checkpoint: Checkpoint | None = None
+        """Newest checkpoint saved by this process; main rank only."""
+        self.saving: tuple[int, Future[Checkpoint]] | None = None
+        """Step being saved, and its result."""
+        self.writer = ThreadPoolExecutor(1)
+        self.logger: RunLog | None = None
+        self.step_seconds: list[float] = []
+        """Times of the timed steps of this attempt."""
+        self.charged = records.STARTED  # until when the cost of this attempt is counted
         self.bad_in_a_row, self.failure = 0, None
         self.discard()
 
     # ---- beginning and end -----------------------------------------------------------------------
 
     def __enter__(self) -> Self:
-        cfg, dist, model = self.cfg, self.dist, self.model
+        cfg, dist = self.cfg, self.dist
         run_id = dist.broadcast(records.inherited_run_id(self.inputs, cfg.report_dir))
-        origin = {"run_id": run_id, "seed": cfg.seed, "inputs": self.inputs}
-        self.state["provenance"] = origin
-        folder = checkpoint.stage_folder(self.stage) / self.tag
+        self.state["provenance"] = {"run_id": run_id, "seed": cfg.seed, "inputs": self.inputs}
         with ExitStack() as stack:
-            manager = CheckpointManager(folder, dist, cfg.saving, self.keep_optimizer)
-            self.checkpoints = stack.enter_context(manager)
-            self.progress = manager.begin(self.identity, model, self.optimizer, self.num_steps)
-            self.first_step = self.progress.step
-            self.note_code(manager.resumed)
-            self.progress.begin_loss_scale(dist.dtype)
+            lock = self.folder.parent / f".{self.folder.name}.lock"
+            patience = 180 if dist.restarts else 0
+            dist.on_main(
+                lambda: stack.enter_context(
+                    common.hold_run_lock(lock, "--model_tag", patience_seconds=patience)
+                )
+            )
+            stack.enter_context(self.writer)
+            self.resume()
             if self.kernels is not None:
                 self.choose_kernels(self.kernels)
             self.describe()
@@ -340,24 +460,76 @@ class Run:
             self.open = stack.pop_all()
         return self
 
-    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Write metrics to the log. The first entry moves an earlier run with this name aside."""
-        if self.logger is None and self.dist.is_main:
-            self.checkpoints.move_aside()
-            name, run_id = self.cfg.run, self.state["provenance"]["run_id"]
-            about = (name, run_id, self.settings, self.first_step, self.num_steps)
-            self.logger = self.open.enter_context(RunLog(self.checkpoints.folder, *about))
-        if self.logger and metrics:
-            self.logger.log(step, metrics)
+    def resume(self) -> None:
+        """
+        Load the newest good checkpoint if --resume=auto or if torchrun restarted this run after a
+        failure; otherwise, the run starts at step 0 and replaces an earlier one (`write`).
 
-    def note_code(self, resumed: Checkpoint | None) -> None:
-        """Note code and commit of this attempt; report what changed since the last one."""
+        Raises CorruptCheckpoint if all are corrupt, and ValueError listing the differences if the
+        checkpoint has a different `identity` (model, batch, seed, rows). Rows alone may differ if
+        `allow_data_change` is set.
+        """
+        progress, dist = self.progress, self.dist
+        found = self.newest_checkpoint()
+        if found is not None:
+            changed = list_changes(found.state["identity"], self.identity)
+            rows_only = all(line.startswith("rows.") for line in changed)
+            if changed and not (self.cfg.allow_data_change and rows_only):
+                raise ValueError(
+                    f"{found.folder} was trained with different settings:\n  "
+                    + "\n  ".join(changed)
+                    + "\nuse another --model_tag, or --allow_data_change if only rows differ; with "
+                    "speedrun.sh, rename that folder"
+                )
+            for line in changed:
+                dist.print0(f"resuming despite {line}")
+            self.model.load_state_dict(found.model_tensors())
+            progress = self.progress = Progress(**found.state["progress"])
+            moments = found.optim_tensors()
+            self.extendable = moments is not None
+            if moments is not None:
+                optim.load_full_state(self.optimizer, moments)
+            dist.print0(f"resumed {found.folder}")
+        self.first_step = progress.step
+        if progress.step < self.num_steps and not self.extendable:
+            raise UsageError(
+                f"the run ended after step {progress.step} without optimizer state (or with "
+                "averaged weights) and cannot be extended",
+                "retrain all steps with --resume=never, with --save_optimizer or without "
+                "--ema_decay",
+            )
+        if dist.dtype != torch.float16:
+            progress.loss_scale = 1.0
+        elif progress.loss_scale == 1.0:
+            progress.loss_scale = FLOAT16_LOSS_SCALE
         code = records.git_state()
         commit = code["commit"] + " (dirty)" * bool(code["dirty"])
-        earlier = resumed.state["commits"] if resumed else []
+        earlier = found.state["commits"] if found else []
         self.state |= {"code": records.code_digests(), "commits": [*earlier, commit]}
-        if resumed and (changed := records.changed_code(resumed.state["code"])):
-            self.dist.print0(f"resuming with changed code: {', '.join(changed)}")
+        if found and (changed := records.changed_code(found.state["code"])):
+            dist.print0(f"resuming with changed code: {', '.join(changed)}")
+
+    def newest_checkpoint(self) -> Checkpoint | None:
+        """
+        The checkpoint to resume, verified by one rank per node; None to start at step 0. Raises
+        CorruptCheckpoint, on every rank, if all are corrupt or the nodes' files differ.
+        """
+        dist, folder = self.dist, self.folder
+        newest = dist.on_main(lambda: newest_state(folder)) or {}
+        restarted = dist.any(dist.restarts > 0)
+        unfinished = bool(dist.launch and newest) and not newest["progress"]["finished"]
+        again = newest.get("launch") == dist.launch and (restarted or unfinished)
+        self.replaces = self.cfg.resume == "never" and not again
+        if self.replaces:
+            return None
+        found = dist.on_node(lambda: open_checkpoint(folder))
+        name = f"step {found.step} ({found.fingerprint})" if found else "no checkpoint"
+        names = dist.gather(name)
+        for rank, other in enumerate(names):
+            if other != names[0]:
+                message = f"rank {rank} finds {other} in {folder}, rank 0 {names[0]}"
+                raise CorruptCheckpoint(f"{message}; all nodes need a shared disk")
+        return found
 
     def choose_kernels(self, kernels: KernelConfig) -> None:
         """Set kernels and micro-batch size; a resumed run keeps its kernels."""
@@ -367,8 +539,9 @@ class Run:
         if dist.fp8:
             enable_fp8(self.model, dist.device)
         if self.cfg.device_batch_size is None:
-            limit = rows_to_try(self.model, dist)
+            limit = progress.device_rows or rows_to_try(self.model, dist)
             self.device_rows = choose_device_rows(None, self.rows, limit)
+        progress.device_rows = self.device_rows
         left = (self.num_steps - progress.step) * self.batch_tokens
         flops = left * self.model.flops_per_token()
         chosen = set_kernels(kernels, self.model, flops, dist, self.optimizer)
@@ -390,22 +563,22 @@ class Run:
         dist.print0("\n".join(f"{name:<10}{text}" for name, text in lines.items()))
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        dist, finished = self.dist, self.progress.finished
-        stopped = isinstance(error, StopRequested)
-        lacking, alone = is_out_of_memory(error), dist.world_size == 1
+        dist, step, finished = self.dist, self.progress.step, self.progress.finished
+        stopped, lacking = isinstance(error, StopRequested), is_out_of_memory(error)
         # an error of a single rank must not start a save that the other ranks do not join
         shared = stopped or error is self.failure or isinstance(error, NonFiniteError)
-        broken = alone and (lacking or isinstance(error, UsageError | OSError))
+        alone = dist.world_size == 1 and (lacking or isinstance(error, UsageError | OSError))
         with self.open:
-            if error is not None and (shared or broken) and not finished:
-                if self.progress.step > self.first_step:
+            if error is not None and (shared or alone) and not finished:
+                text = "no step was completed, nothing saved"
+                if step > self.first_step:
                     self.discard()
                     self.save(final=True)
                     why = "stop requested" if stopped else "training ended"
-                    dist.print0(f"{why}: saved step {self.progress.step} (continue with "
-                                "--resume=auto)")  # fmt: skip
-                else:
-                    dist.print0("no step was completed, nothing saved")
+                    text = f"{why}: saved step {step} (continue with --resume=auto)"
+                dist.print0(text)
+            elif problem := self.finish_save():
+                print(common.printable(problem), flush=True)
         if stopped:
             dist.close()
             raise SystemExit(common.PREEMPTED) from error
@@ -417,7 +590,7 @@ class Run:
             )
             raise SystemExit(common.UNEVALUATED) from error
         if lacking:
-            raise UsageError(f"out of memory at step {self.progress.step}", SMALLER) from error
+            raise UsageError(f"out of memory at step {step}", SMALLER) from error
 
     # ---- the loop --------------------------------------------------------------------------------
 
@@ -432,8 +605,7 @@ class Run:
         saved, their number, for the last evaluation.
         """
         progress, every = self.progress, self.cfg.save_every
-        if progress.step < self.num_steps:
-            progress.require_resumable()
+        progress.finished = progress.finished and progress.step >= self.num_steps
         while progress.step < self.num_steps:
             if progress.step % CHECK_RANKS_EVERY == 0:
                 named = dict(self.model.named_parameters())
@@ -460,17 +632,89 @@ class Run:
         self.write(progress.step, metrics)
         self.started = time.perf_counter()  # evaluations do not count as training
 
-    def save(self, final: bool = False) -> None:
-        """Save a checkpoint; `final` waits until it is on disk. Call on every rank."""
-        self.write(self.progress.step, {})
-        arguments = (self.model, self.optimizer, self.tokenizer, self.state, self.progress)
-        self.checkpoints.save(*arguments, final=final)
-        self.checkpoint = self.checkpoints.saved  # None on all ranks but the main one
+    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """
+        Write metrics to the log. The first call moves the checkpoints of an earlier run that this
+        one replaces aside: everything has been checked then.
+        """
+        if self.logger is None and self.dist.is_main:
+            if self.replaces and step_folders(self.folder):
+                aside = self.folder.rename(f"{self.folder}.before-{records.new_run_id()}")
+                self.dist.print0(f"moved the checkpoints of an earlier run to {aside}")
+            name, run_id = self.cfg.run, self.state["provenance"]["run_id"]
+            about = (name, run_id, self.settings, self.first_step, self.num_steps)
+            self.logger = self.open.enter_context(RunLog(self.folder, *about))
+        if self.logger and metrics:
+            self.logger.log(step, metrics)
 
     def raise_if_stopped(self) -> None:
         """Raise StopRequested on every rank if any was asked to stop. Waits for all ranks."""
         if self.dist.any(self.stop.asked):
             raise StopRequested
+
+    # ---- saving ----------------------------------------------------------------------------------
+
+    def save(self, final: bool = False) -> None:
+        """
+        Save the state of all ranks: on a GPU, a thread writes a copy while training goes on;
+        `final` waits until it is on disk. Call on every rank.
+
+        Raises NonFiniteError naming the first non-finite tensor, RankMismatchError if the weights
+        differ between ranks, and OSError if the disk fails (unless `on_save_error` allows it).
+        """
+        dist, progress, model = self.dist, self.progress, self.model
+        self.write(progress.step, {})
+        self.require_finite()
+        require_equal_ranks(dict(model.named_parameters()), dist, progress.step)
+        problem = dist.broadcast(self.finish_save())  # of the previous one
+        moments = None
+        if not progress.finished or (self.keep_optimizer and self.extendable):
+            gathered = optim.full_state(self.optimizer)  # by all ranks; the main rank copies
+            moments = {n: x.detach().cpu() for n, x in gathered if dist.is_main}
+        self.add_cost()
+        if dist.is_main:
+            weights = {name: x.detach().cpu() for name, x in model.state_dict().items()}
+            state = {**self.state, "progress": asdict(progress)}
+            job = (self.folder, progress.step, model, moments, self.tokenizer, state)
+            future = self.writer.submit(save_checkpoint, *job, self.cfg.keep, weights)
+            self.saving = progress.step, future
+        if final or dist.device.type == "cpu":  # where it would slow down training, or see updates
+            if problem:
+                dist.print0(problem)
+            problem = dist.broadcast(self.finish_save())
+        if problem and (final or self.cfg.on_save_error == "stop"):
+            raise OSError(problem)
+        if problem:
+            dist.print0(f"{problem}; continuing")
+
+    def finish_save(self) -> str | None:
+        """Wait for the save in progress. Returns an error message if the disk failed."""
+        if self.saving is None:
+            return None
+        (step, future), self.saving = self.saving, None
+        try:
+            self.checkpoint = future.result()
+        except OSError as error:
+            return f"saving step {step} failed: {error}"
+        return None
+
+    def require_finite(self) -> None:
+        """Raise NonFiniteError on all ranks, naming the first non-finite tensor of any rank."""
+        names: dict[Tensor, str] = {p: name for name, p in self.model.named_parameters()}
+        named = self.model.state_dict()
+        for param, moments in self.optimizer.state.items():  # this rank's shards
+            named |= {f"{names[param]}.{moment}": x for moment, x in moments.items()}
+        mine = first_not_finite(named)
+        if found := [name for name in self.dist.gather(mine) if name]:
+            last = max(step_folders(self.folder), default="none")
+            fix = f"--resume=auto resumes from the last good step: {last}"
+            raise NonFiniteError(f"{found[0]} has non-finite values and was not saved; {fix}")
+
+    def add_cost(self) -> None:
+        """Add the time since the last call to the cost of the run."""
+        seconds, self.charged = time.perf_counter() - self.charged, time.perf_counter()
+        self.progress.wall_seconds += seconds
+        self.progress.device_seconds += seconds * self.dist.world_size
 
     # ---- one step --------------------------------------------------------------------------------
 
@@ -535,6 +779,7 @@ class Run:
         if self.dist.device.type == "cuda":
             torch.cuda.empty_cache()
         self.device_rows = choose_device_rows(None, self.rows, self.device_rows // 2)
+        self.progress.device_rows = self.device_rows
         self.dist.print0(f"out of memory; trying --device_batch_size={self.device_rows}")
 
     def accumulate(self, loss: Tensor, count: int, tokens: int) -> None:
@@ -594,56 +839,70 @@ class Run:
             self.optimizer.step()
         ids = self.batch_ids
         self.discard()
-        seconds = time.perf_counter() - self.started
-        timed = progress.step - self.first_step >= UNTIMED_STEPS
-        flops = totals.tokens * self.model.flops_per_token()
-        progress.add_step(totals.loss if finite else None, flops, seconds, timed)
-        self.log_step(totals, seconds, {"lr": lr, **metrics})
+        self.count_step(totals, finite, {"lr": lr, **metrics})
         if progress.step == self.first_step + 1:
             gc.collect()
             gc.freeze()  # exclude long-lived objects from later collections
         self.handle_bad_step(finite, totals, ids)
 
-    def log_step(self, totals: Totals, seconds: float, metrics: Mapping[str, Any]) -> None:
-        """Log a completed step."""
-        speed = totals.tokens / seconds
-        used = self.dist.utilization(speed * self.model.flops_per_token())
+    def count_step(self, totals: Totals, finite: bool, metrics: Mapping[str, Any]) -> None:
+        """Count a completed step in the progress and log it."""
+        progress, seconds = self.progress, time.perf_counter() - self.started
+        flops = totals.tokens * self.model.flops_per_token()
+        loss = totals.loss if finite else progress.smooth_loss if progress.step else 0.0
+        progress.loss_average = LOSS_BETA * progress.loss_average + (1 - LOSS_BETA) * loss
+        progress.flops += flops
+        if progress.step - self.first_step >= UNTIMED_STEPS:
+            progress.train_seconds += seconds
+            self.step_seconds.append(seconds)
+        progress.step += 1
+        used = self.dist.utilization(flops / seconds)
         values = {
             "loss": totals.loss,
             "grad_norm": totals.norm,
             **optim.learning_rates(self.optimizer),
             **metrics,
-            "smooth_loss": self.progress.smooth_loss,
-            "tokens_per_second": speed,
+            "smooth_loss": progress.smooth_loss,
+            "tokens_per_second": totals.tokens / seconds,
             "step_seconds": seconds,
             **({} if used is None else {"mfu": used}),
         }
-        self.write(self.progress.step - 1, values)
+        self.write(progress.step - 1, values)
 
     def handle_bad_step(self, finite: bool, totals: Totals, ids: Any) -> None:
-        """Count and report a step that was skipped; end the run after too many of them."""
+        """
+        Report a step that was skipped, adjust the loss scale, and end the run after too many bad
+        steps. ids: the rows of the step.
+        """
         progress, step = self.progress, self.progress.step - 1
-        self.bad_in_a_row = 0 if finite else self.bad_in_a_row + 1
-        if not finite:
-            progress.bad_steps += 1
-            rows = f"; rows {ids.tolist()}" if len(ids) else ""
-            self.dist.print0(
-                f"step {step}: loss {totals.loss:.4f}, gradient norm {totals.norm:.4g}: skipped on "
-                f"all ranks ({self.bad_in_a_row} consecutive){rows}"
-            )
+        float16 = self.dist.dtype == torch.float16
+        if finite:
+            self.bad_in_a_row = 0
+            progress.steps_at_scale += 1
+            if float16 and progress.steps_at_scale == RAISE_SCALE_AFTER:
+                progress.loss_scale, progress.steps_at_scale = progress.loss_scale * 2, 0
+            return
+        self.bad_in_a_row += 1
+        progress.bad_steps += 1
+        rows = f"; rows {ids.tolist()}" if len(ids) else ""
+        self.dist.print0(
+            f"step {step}: loss {totals.loss:.4f}, gradient norm {totals.norm:.4g}: skipped on "
+            f"all ranks ({self.bad_in_a_row} consecutive){rows}"
+        )
         if self.bad_in_a_row >= MAX_BAD_STEPS and progress.loss_scale == 1.0:
             raise NonFiniteError(
                 f"{MAX_BAD_STEPS} consecutive non-finite steps, the last at step {step}; inspect "
                 "the logged rows or lower the learning rates"
             )
-        progress.adjust_loss_scale(self.dist.dtype, finite)
+        if float16:
+            progress.loss_scale, progress.steps_at_scale = max(1.0, progress.loss_scale / 2), 0
 
     # ---- the record ------------------------------------------------------------------------------
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Median throughput of the latest timed steps; None if there are none."""
-        seconds = self.progress.step_seconds
+        """Median throughput of the timed steps of this attempt; None if there are none."""
+        seconds = self.step_seconds
         return self.batch_tokens / statistics.median(seconds) if seconds else None
 
     def measurements(self) -> dict[str, Any]:
@@ -668,7 +927,8 @@ class Run:
         """Write the record of the finished run, update the report and print the next commands."""
         saved, dist = self.checkpoint, self.dist
         if saved is not None:
-            spent = self.progress.add_cost(dist.world_size)
+            self.add_cost()
+            devices, spent = dist.world_size, self.progress
             records.write_record(
                 section,
                 self.settings,
@@ -676,20 +936,29 @@ class Run:
                 records.Provenance(
                     **saved.state["provenance"], outputs={self.stage: saved.fingerprint}
                 ),
-                replace(records.Cost.so_far(dist), **spent),
+                records.Cost(spent.wall_seconds, devices, dist.device_name, spent.device_seconds),
                 self.cfg.report_dir,
                 items=items,
                 tables=tables,
-                metrics=saved.folder.parent / METRICS_FILE,
+                metrics=self.folder / METRICS_FILE,
                 files=[saved.folder],
                 commits=list(dict.fromkeys(saved.state["commits"])),
             )
             report.update(self.cfg.report_dir, renew=True)
-            dist.print0(saved.next_commands(dist))
+            dist.print0(self.next_commands())
         dist.close()
 
-
-SMALLER = "a smaller --depth or --max_seq_len, or a larger machine"
+    def next_commands(self) -> str:
+        """Lines printed after training: the checkpoint folder and the next commands."""
+        stage, tag, ranks = self.stage, self.folder.name, self.dist.world_size
+        many = f"torchrun --nproc_per_node={ranks} -m scripts.{{}} --"
+        command = many if ranks > 1 else "python -m scripts.{}"
+        lines = [f"checkpoint: {self.folder}/step_{self.progress.step:06d}"]
+        if following := dict(pairwise(s for s in SCRIPTS if s != "dpo")).get(stage):
+            lines.append(f"next: {command.format(SCRIPTS[following])} --model_tag={tag}")
+        if stage in ("sft", "dpo", "rl"):
+            lines.append(f"chat: python -m scripts.chat_cli --source={stage} --model_tag={tag}")
+        return "\n".join(lines)
 
 
 def describe_dtype(dist: DistContext) -> str:

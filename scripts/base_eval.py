@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, NamedTuple
 
 from nanochat import records, report
-from nanochat.checkpoint import find_checkpoint_on_node, load_inference
+from nanochat.checkpoint import find_checkpoint, load_inference
 from nanochat.common import MissingInput
 from nanochat.config import require_at_least, settings, short, start
-from nanochat.distributed import DistConfig, DistContext, init_distributed
+from nanochat.dist import DistConfig, DistContext, init_dist
 from nanochat.eval_core import (
     EvalModel,
     Suite,
@@ -64,7 +64,7 @@ class BaseEval:
     """Skip tasks that were already evaluated with this checkpoint and these settings."""
     report_dir: str | None = None
     """Folder for records. Default: report/ under the base directory."""
-    machine: DistConfig = field(default_factory=DistConfig)
+    dist: DistConfig = field(default_factory=DistConfig)
 
     def __post_init__(self) -> None:
         require_at_least(self, max_per_task=1)
@@ -91,37 +91,37 @@ def main(cfg: BaseEval) -> None:
 
     if cfg.only_fetch:
         return print(open_for(None).about)
-    machine = init_distributed(cfg.machine)
-    candidate = (make_hf_candidate if cfg.hf_path else find_own_model)(cfg, machine)
-    suite = machine.on_main(lambda: open_for(candidate.dataset))
+    dist = init_dist(cfg.dist)
+    candidate = (make_hf_candidate if cfg.hf_path else find_own_model)(cfg, dist)
+    suite = dist.on_main(lambda: open_for(candidate.dataset))
     candidate.inputs["suite"] = suite.fingerprint
     scores: list[TaskScore] = []
     if cfg.skip_if_done:
-        scores = machine.on_main(lambda: load_scores(cfg, candidate, suite))
+        scores = dist.on_main(lambda: load_scores(cfg, candidate, suite))
     if len(scores) == len(suite.tasks):
-        machine.print0(f"{candidate.section}: finished already, skipped")
-        return machine.close()
+        dist.print0(f"{candidate.section}: finished already, skipped")
+        return dist.close()
 
     names = [task.name for task in suite.tasks]
     who = {"checkpoint": candidate.name, "section": candidate.section}
-    machine.on_main(lambda: require_access(names, cfg.final, who))
-    machine.print0(f"{candidate.name} on {suite.about}")
+    dist.on_main(lambda: require_access(names, cfg.final, who))
+    dist.print0(f"{candidate.name} on {suite.about}")
     model = candidate.load()
     for task in suite.tasks[len(scores) :]:
-        scores.append(evaluate_task(model, task, machine, cfg.max_per_task))
-        machine.print0(describe_score(scores[-1]))
-        if machine.is_main:  # record each task, so that an abort keeps finished ones
+        scores.append(evaluate_task(model, task, dist, cfg.max_per_task))
+        dist.print0(describe_score(scores[-1]))
+        if dist.is_main:  # record each task, so that an abort keeps finished ones
             values, items = record_parts(candidate.name, suite, scores)
             origin = records.Provenance(candidate.run_id, candidate.seed, candidate.inputs)
-            cost, folder = records.Cost.so_far(machine, started), cfg.report_dir
+            cost, folder = records.Cost.so_far(dist, started), cfg.report_dir
             extra = {"items": items, "tables": [task_table(scores)], "extend": len(scores) > 1}
             name, flags = candidate.section, settings(cfg)
             records.write_record(name, flags, values, origin, cost, folder, **extra)
         started = time.perf_counter()
     total = core(scores)
-    machine.print0(f"CORE {total.value:.4f} +- {total.se:.4f} over {len(scores)} tasks")
-    machine.on_main(lambda: report.update(cfg.report_dir))
-    machine.close()
+    dist.print0(f"CORE {total.value:.4f} +- {total.se:.4f} over {len(scores)} tasks")
+    dist.on_main(lambda: report.update(cfg.report_dir))
+    dist.close()
 
 
 def load_scores(cfg: BaseEval, candidate: Candidate, suite: Suite) -> list[TaskScore]:
@@ -137,12 +137,12 @@ def load_scores(cfg: BaseEval, candidate: Candidate, suite: Suite) -> list[TaskS
     return found
 
 
-def find_own_model(cfg: BaseEval, machine: DistContext) -> Candidate:
+def find_own_model(cfg: BaseEval, dist: DistContext) -> Candidate:
     """A checkpoint trained with this project."""
-    checkpoint = find_checkpoint_on_node(machine, "base", cfg.model_tag, cfg.model_step)
+    checkpoint = dist.on_node(lambda: find_checkpoint("base", cfg.model_tag, cfg.model_step))
 
     def load() -> EvalModel:
-        return eval_model_of(*load_inference(checkpoint, machine))
+        return eval_model_of(*load_inference(checkpoint, dist))
 
     name, origin = f"base_model (step {checkpoint.step})", checkpoint.state["provenance"]
     inputs = {**origin["inputs"], "base": checkpoint.fingerprint}
@@ -150,13 +150,13 @@ def find_own_model(cfg: BaseEval, machine: DistContext) -> Candidate:
     return Candidate(SECTION, name, origin["run_id"], origin["seed"], inputs, dataset, load)
 
 
-def make_hf_candidate(cfg: BaseEval, machine: DistContext) -> Candidate:
+def make_hf_candidate(cfg: BaseEval, dist: DistContext) -> Candidate:
     """
     A Hugging Face model; its training data is unknown. Raises MissingInput if the interop packages
     are not installed.
     """
     try:
-        revision, load = find_hf_model(str(cfg.hf_path), machine, cfg.trust_remote_code)
+        revision, load = find_hf_model(str(cfg.hf_path), dist, cfg.trust_remote_code)
     except ModuleNotFoundError as error:
         raise MissingInput(f"--hf_path needs {error.name}", INSTALL) from error
     name = str(cfg.hf_path)

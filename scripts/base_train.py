@@ -14,12 +14,11 @@ from typing import Any, Literal
 from nanochat.checkpoint import build_model
 from nanochat.config import require_at_least, settings, start
 from nanochat.dataset import DataConfig, Source, load_last_source
-from nanochat.distributed import DistContext, init_distributed
+from nanochat.dist import DistContext, init_dist, is_hopper
 from nanochat.engine import generate_samples
 from nanochat.eval_bpb import Validation, ValidationConfig
 from nanochat.eval_core import Suite, core, eval_model_of, evaluate_task, open_suite
 from nanochat.gpt import GPTConfig, inference_copy
-from nanochat.hardware import is_hopper, peak_memory_bytes
 from nanochat.optim import MuonAdamW, ScheduleConfig, decay_factor, lr_factor, muon_momentum
 from nanochat.records import estimate
 from nanochat.rows import Rows, open_rows, start_packing
@@ -89,8 +88,8 @@ class BaseTrain:
 
 def main(cfg: BaseTrain) -> None:
     seed, schedule = cfg.train.seed, cfg.schedule
-    dist = init_distributed(cfg.train.machine, seed)
-    if cfg.train.machine.dtype is None and cfg.depth >= FP8_DEPTH and is_hopper(dist.device):
+    dist = init_dist(cfg.train.dist, seed)
+    if cfg.train.dist.dtype is None and cfg.depth >= FP8_DEPTH and is_hopper(dist.device):
         dist = replace(dist, fp8=True)
 
     # Tokenizer, text and rows; exit if this run has already finished
@@ -196,7 +195,7 @@ def summarize(run: Run, schedule: ScheduleConfig) -> dict[str, Any]:
         "MFU %": "-" if mfu is None else f"{100 * mfu:.2f}%",
         "Total training flops": f"{progress.flops:e}",
         "Total training time": f"{progress.train_seconds / 60:.2f}m",
-        "Peak memory usage": f"{peak_memory_bytes(dist.device) / 2**20:.2f}MiB",
+        "Peak memory usage": f"{dist.peak_memory_bytes() / 2**20:.2f}MiB",
         "Final training loss": progress.smooth_loss,
     }
 

@@ -43,7 +43,7 @@ from nanochat.bench.train import bench_against, bench_training
 from nanochat.common import REPOSITORY, write_atomic
 from nanochat.config import require_at_least, start
 from nanochat.dataset import DataConfig, Source, load_last_source
-from nanochat.distributed import DistConfig, init_distributed
+from nanochat.dist import DistConfig, init_dist
 from nanochat.scaling import default_windows, shape_for_depth
 from nanochat.train import KernelConfig
 from tasks.builtin import open_text
@@ -78,7 +78,7 @@ class Bench:
     findings: Path | None = None
     """Also write results as JSON; used by --what=all. Default: no file."""
     data: DataConfig = field(default_factory=DataConfig)
-    machine: DistConfig = field(default_factory=DistConfig)
+    dist: DistConfig = field(default_factory=DistConfig)
     kernels: KernelConfig = field(default_factory=KernelConfig)
 
     def __post_init__(self) -> None:
@@ -99,21 +99,21 @@ def main(cfg: Bench) -> None:
 
 def bench_model(cfg: Bench, found: BenchLog) -> None:
     """Benchmark training, generation or evaluation with an untrained model."""
-    machine = init_distributed(cfg.machine)
+    dist = init_dist(cfg.dist)
     arch = "default" if cfg.what == "train" else "classic"  # implemented by transformers too
-    windows = default_windows(machine.device.type)
+    windows = default_windows(dist.device.type)
     shape = shape_for_depth(cfg.depth, cfg.vocab_size, cfg.max_seq_len, arch, windows)
     peers = None if cfg.what == "train" else find_peers()
     if cfg.what == "train":
-        bench_training(shape, cfg.rows, machine, cfg.kernels, cfg.steps, cfg.repeats, found)
+        bench_training(shape, cfg.rows, dist, cfg.kernels, cfg.steps, cfg.repeats, found)
     elif cfg.what == "peer":
         theirs = peers and peers.make_train_step
-        bench_against(shape, cfg.rows, machine, cfg.kernels, cfg.repeats, found, theirs)
+        bench_against(shape, cfg.rows, dist, cfg.kernels, cfg.repeats, found, theirs)
     elif cfg.what == "engine":
-        bench_engine(shape, machine, cfg.repeats, found, peers and peers.make_generate)
+        bench_engine(shape, dist, cfg.repeats, found, peers and peers.make_generate)
     else:
-        bench_evaluation(shape, machine, cfg.repeats, found, peers and peers.make_scorer)
-    machine.close()
+        bench_evaluation(shape, dist, cfg.repeats, found, peers and peers.make_scorer)
+    dist.close()
 
 
 def find_peers() -> Any:
@@ -155,8 +155,8 @@ def load_texts(source: Source, max_megabytes: float) -> list[str]:
 
 def bench_all(cfg: Bench) -> None:
     """Run each benchmark in its own process, so that none holds memory during another."""
-    began, machine = time.perf_counter(), init_distributed(cfg.machine)
-    kind, argv = machine.device.type, sys.argv[1:]
+    began, dist = time.perf_counter(), init_dist(cfg.dist)
+    kind, argv = dist.device.type, sys.argv[1:]
     found = BenchLog()
     for num_processes, flags in jobs(kind):
         print(f"\n--- {num_processes or ''} {' '.join(flags)}", flush=True)

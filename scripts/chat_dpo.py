@@ -12,10 +12,10 @@ Writes  chatdpo_checkpoints/<tag>/ with metrics.jsonl, chatdpo_checkpoints/pairs
 
 from dataclasses import asdict, dataclass, replace
 
-from nanochat.checkpoint import FOLDERS, Checkpoint, SavingConfig, load_model, stage_folder
+from nanochat.checkpoint import FOLDERS, Checkpoint, load_model, stage_folder
 from nanochat.common import fingerprint, read_json, write_json
 from nanochat.config import require_at_least, require_positive, settings, start
-from nanochat.distributed import DistContext, init_distributed
+from nanochat.dist import DistContext, init_dist
 from nanochat.engine import Engine, choose_engine_compile
 from nanochat.finetune import choose_tag, open_parent, parent_inputs
 from nanochat.gpt import inference_copy
@@ -77,7 +77,7 @@ class ChatDPO:
         device_batch_size=8,
         eval_every=60,
         save_every=60,
-        saving=SavingConfig(keep=1),
+        keep=1,
         optim=OptimConfig(weight_decay=0.0),
     )
 
@@ -86,13 +86,13 @@ class ChatDPO:
         require_positive(self, "num_iterations", "num_epochs", "init_lr_frac", "beta")
         if self.pairs and self.task:
             raise ValueError("--pairs and --task are both set; use one of them")
-        if self.train.machine.dtype == "fp8":  # GPUs multiply multiples of 16 rows only
+        if self.train.dist.dtype == "fp8":  # GPUs multiply multiples of 16 rows only
             raise ValueError("fp8 needs rows of one length, unlike DPO; omit --dtype=fp8")
 
 
 def main(cfg: ChatDPO) -> None:
     seed, per_step = cfg.train.seed, cfg.rollouts.examples_per_step
-    dist = init_distributed(cfg.train.machine, seed)
+    dist = init_dist(cfg.train.dist, seed)
     require_divisible(per_step, dist)
     parent = open_parent(cfg.source, tuple(FOLDERS), cfg.train, dist)
     tag, dataset = choose_tag("dpo", parent, cfg.train), parent.state["source"].get("dataset")

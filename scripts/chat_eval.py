@@ -16,10 +16,10 @@ from typing import Annotated, Any
 
 from nanochat import records, report, stats
 from nanochat.chat_format import render_prompt
-from nanochat.checkpoint import Checkpoint, Stage, find_checkpoint_on_node, load_inference
+from nanochat.checkpoint import Checkpoint, Stage, find_checkpoint, load_inference
 from nanochat.common import UsageError, fingerprint
 from nanochat.config import require_at_least, settings, short, start
-from nanochat.distributed import DistConfig, DistContext, init_distributed
+from nanochat.dist import DistConfig, DistContext, init_dist
 from nanochat.engine import Engine, Sampling, choose_engine_compile
 from nanochat.eval_chat import (
     TaskResult,
@@ -70,7 +70,7 @@ class TaskEval:
     Without it, they are skipped, or rejected if listed in task_name."""
     report_dir: str | None = None
     """Folder for records. Default: report/ under the base directory."""
-    machine: DistConfig = field(default_factory=DistConfig)
+    dist: DistConfig = field(default_factory=DistConfig)
 
     def __post_init__(self) -> None:
         require_at_least(self, batch_size=1, max_problems=1)
@@ -114,73 +114,73 @@ def default_tasks(source: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def open_tasks(
-    cfg: TaskEval, default: Sequence[str], machine: DistContext
+    cfg: TaskEval, default: Sequence[str], dist: DistContext
 ) -> tuple[list[Task], dict[str, str]]:
     """
     Return the tasks that every rank can score, and name -> reason for the skipped ones, which are
     logged. Raises UsageError if a task in `task_name` cannot be scored.
     """
     report_names = {name: TASKS[key_of(name)].name for name in default}
-    selected = select_tasks(cfg.task_name, report_names, cfg.final, machine.print0)
+    selected = select_tasks(cfg.task_name, report_names, cfg.final, dist.print0)
     names = list({key_of(name): name for name in selected}.values())
     reasons = {name: why_unavailable(name, cfg.unsafe_exec) for name in names}
-    missing = {n: why for rank in machine.gather(reasons) for n, why in rank.items() if why}
+    missing = {n: why for rank in dist.gather(reasons) for n, why in rank.items() if why}
     for name, why in missing.items():
         if cfg.task_name:
             raise UsageError(f"{name} cannot be scored here: {why}", "remove it from --task_name")
-        machine.print0(f"skipping {name}: {why}")
+        dist.print0(f"skipping {name}: {why}")
     if not cfg.task_name:
         missing |= {name: "final benchmark" for name in default if name not in selected}
     return [eval_task(name, cfg.unsafe_exec) for name in names if name not in missing], missing
 
 
 def open_engine(
-    cfg: TaskEval, checkpoint: Checkpoint, machine: DistContext, num_answers: int
+    cfg: TaskEval, checkpoint: Checkpoint, dist: DistContext, num_answers: int
 ) -> Engine:
     """Engine for a checkpoint; compiled if `num_answers` is enough to amortize compile time."""
-    model, tokenizer = load_inference(checkpoint, machine)
+    model, tokenizer = load_inference(checkpoint, dist)
     tool = Tools(cfg.python, unsafe=cfg.unsafe_exec)
     num_tokens = num_answers * cfg.sampling.max_new_tokens
-    compiled = choose_engine_compile(cfg.compile_engine, machine.device, num_tokens)
+    compiled = choose_engine_compile(cfg.compile_engine, dist.device, num_tokens)
     return Engine(model, tokenizer, cfg.batch_size, tool=tool, compiled=compiled)
 
 
 def main(cfg: ChatEval) -> None:
     started = time.perf_counter()
-    machine = init_distributed(cfg.machine, cfg.sampling.seed)
-    checkpoint = find_checkpoint_on_node(machine, cfg.source, cfg.model_tag, cfg.step)
+    dist = init_dist(cfg.dist, cfg.sampling.seed)
+    checkpoint = dist.on_node(lambda: find_checkpoint(cfg.source, cfg.model_tag, cfg.step))
     default = default_tasks(checkpoint.state["source"])
-    tasks, missing = open_tasks(cfg, default, machine)
+    tasks, missing = open_tasks(cfg, default, dist)
     counted = [task for task in tasks if key_of(task.name) in map(key_of, default)]
     inputs = parent_inputs(checkpoint)
     key = records.stage_key({**all_flags(cfg), "task_name": None}, inputs)  # identifies a score
     path = records.report_folder(cfg.report_dir) / f"{records.slug(cfg.section)}.json"
-    found = machine.on_main(lambda: records.read_if_sound(path))
+    found = dist.on_main(lambda: records.read_if_sound(path))
     recorded = found or {"values": {}, "items": {}}
     averaged = recorded["items"].get(MEAN, {}).get("weights", {})  # tasks of the recorded ChatCORE
     known = load_scores(recorded, key) if cfg.skip_if_done else {}
     if known and found:
-        machine.on_main(lambda: records.require_same_code(cfg.section, found))
+        dist.on_main(lambda: records.require_same_code(cfg.section, found))
     todo = [task for task in tasks if task.name not in known]
     if not todo and (cfg.task_name or MEAN in known or not counted):
-        machine.print0(f"{cfg.section}: finished already, skipped")
-        return machine.close()
+        dist.print0(f"{cfg.section}: finished already, skipped")
+        return dist.close()
 
     names = [task.name for task in todo]
     who = {"checkpoint": str(checkpoint.folder), "section": cfg.section}
-    machine.on_main(lambda: require_access(names, cfg.final, who))
+    dist.on_main(lambda: require_access(names, cfg.final, who))
     counts = {task.name: cfg.count(task) for task in todo}
     generated = [task for task in todo if task.kind == "generate"]
     answers = sum(counts[task.name] * cfg.repeats for task in generated)
-    engine = open_engine(cfg, checkpoint, machine, answers)
+    engine = open_engine(cfg, checkpoint, dist, answers)
 
     def record(values: Mapping[str, Any], items: Mapping[str, Any], *tables: Any) -> None:
         """Add to the section, so that an abort keeps finished tasks."""
         nonlocal started
-        if machine.is_main:
+        if dist.is_main:
             run_id = checkpoint.state["provenance"]["run_id"]
             origin = records.Provenance(run_id, cfg.sampling.seed, inputs)
-            cost, folder = records.Cost.so_far(machine, started), cfg.report_dir
+            cost, folder = records.Cost.so_far(dist, started), cfg.report_dir
             more = {"items": items, "tables": tables, "extend": True}
             records.write_record(cfg.section, all_flags(cfg), values, origin, cost, folder, **more)
         started = time.perf_counter()
@@ -189,26 +189,26 @@ def main(cfg: ChatEval) -> None:
         begun = time.perf_counter()
         if task.kind == "choice":
             model, tokenizer = engine.model, engine.tokenizer
-            graded = score_by_logits(model, tokenizer, task, counts[task.name], machine)
+            graded = score_by_logits(model, tokenizer, task, counts[task.name], dist)
         else:
             n, repeats = counts[task.name], cfg.repeats
-            graded = score_by_generation(engine, task, n, cfg.sampling, repeats, machine)
+            graded = score_by_generation(engine, task, n, cfg.sampling, repeats, dist)
         clusters = clusters_of(task, len(graded.outcomes))
         known[task.name] = stats.mean(item_means(graded.outcomes), clusters)
         seconds = time.perf_counter() - begun
-        machine.print0(describe_task(task, graded, known[task.name], seconds))
+        dist.print0(describe_task(task, graded, known[task.name], seconds))
         values, items = task_record(task, graded, clusters, key, cfg)
         if task.name in averaged:  # recorded again when all tasks are scored
             values |= dict.fromkeys((MEAN, f"{MEAN} without"))
         record(values, items)
     scored = {key_of(name) for name in (*missing, *(task.name for task in counted))}
     if counted and scored >= set(map(key_of, default)):
-        samples = [sample_conversations(engine, cfg, tasks)] if machine.is_main else []
+        samples = [sample_conversations(engine, cfg, tasks)] if dist.is_main else []
         record(*mean_record(counted, known, missing), *samples)
     elif any(task.name in averaged for task in todo):
-        machine.print0(f"{MEAN} deleted; it is computed again without --task_name")
-    machine.on_main(lambda: report.update(cfg.report_dir))
-    machine.close()
+        dist.print0(f"{MEAN} deleted; it is computed again without --task_name")
+    dist.on_main(lambda: report.update(cfg.report_dir))
+    dist.close()
 
 
 def load_scores(record: Mapping[str, Any], key: str) -> dict[str, Estimate]:

@@ -12,9 +12,9 @@ import math
 import time
 from dataclasses import asdict, dataclass, field
 
-from nanochat.checkpoint import FOLDERS, Checkpoint, SavingConfig, load_model
+from nanochat.checkpoint import FOLDERS, Checkpoint, load_model
 from nanochat.config import require_at_least, require_positive, settings, start
-from nanochat.distributed import DistContext, init_distributed
+from nanochat.dist import DistContext, init_dist
 from nanochat.engine import Engine, choose_engine_compile
 from nanochat.eval_chat import item_means, score_by_generation
 from nanochat.finetune import choose_tag, open_parent, parent_inputs
@@ -68,13 +68,13 @@ class AnswerTuning:
         device_batch_size=8,
         eval_every=60,
         save_every=60,
-        saving=SavingConfig(keep=1),
+        keep=1,
         optim=OptimConfig(weight_decay=0.0),
     )
 
     def __post_init__(self) -> None:
         require_positive(self, "num_iterations", "num_epochs", "init_lr_frac")
-        if self.train.machine.dtype == "fp8":  # GPUs multiply multiples of 16 rows only
+        if self.train.dist.dtype == "fp8":  # GPUs multiply multiples of 16 rows only
             raise ValueError("fp8 needs rows of one length, unlike RL and DPO; omit --dtype=fp8")
 
 
@@ -104,7 +104,7 @@ class ChatRL(AnswerTuning):
 
 def main(cfg: ChatRL) -> None:
     rl, seed = cfg.rl, cfg.train.seed
-    dist = init_distributed(cfg.train.machine, seed)
+    dist = init_dist(cfg.train.dist, seed)
     parent = open_parent(cfg.source, tuple(FOLDERS), cfg.train, dist)
     spec = cfg.task or BUILTIN_TASKS.get(parent.state["source"].get("dataset"), TASK)
     resolved, inputs = {**settings(cfg), "task": spec}, parent_inputs(parent)
@@ -178,7 +178,7 @@ def main(cfg: ChatRL) -> None:
                 run.accumulate(loss, sum(batch.counts), batch.tokens.numel())
             decay = decay_factor(step, num_steps)
             run.update(lr_factor(step, num_steps, SCHEDULE), MOMENTUM, decay, **metrics)
-    entries = read_metrics(run.checkpoints.folder / METRICS_FILE) if dist.is_main else []
+    entries = read_metrics(run.folder / METRICS_FILE) if dist.is_main else []
     values = step_values([entry for entry in entries if "reward" in entry]) if entries else {}
     values |= compare_results(before, after, held_out)
     run.finish(SECTION, values, items=held_out_items(after, held_out))

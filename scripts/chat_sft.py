@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from nanochat.common import fingerprint
 from nanochat.config import settings, start
-from nanochat.distributed import init_distributed
+from nanochat.dist import init_dist
 from nanochat.finetune import (
     FinetuneConfig,
     finetuning_values,
@@ -43,7 +43,7 @@ class ChatSft:
 
 
 def main(cfg: ChatSft) -> None:
-    dist = init_distributed(cfg.train.machine, cfg.train.seed)
+    dist = init_dist(cfg.train.dist, cfg.train.seed)
     parent = open_parent(cfg.source, ("base", "mid"), cfg.train, dist)
     default = BUILTIN_MIXTURES.get(parent.state["source"].get("dataset"), MIXTURE)
     chats = chat_mixture(cfg.mix.mixture or default, cfg.tuning.val_mixture)

@@ -19,7 +19,7 @@ import torch
 
 from nanochat.checkpoint import Checkpoint, CheckpointChoice
 from nanochat.config import short, start
-from nanochat.distributed import DistConfig, init_distributed
+from nanochat.dist import DistConfig, init_dist
 from nanochat.engine import Sampling, choose_engine_compile
 from nanochat.sandbox import Tools
 from nanochat.serve.handler import RequestHandler
@@ -45,7 +45,7 @@ class ChatWeb(CheckpointChoice):
     compile_engine: bool | None = None
     """Compile the decode step: faster answers, slower start. Default: on a GPU."""
     server: ServerConfig = field(default_factory=ServerConfig)
-    machine: DistConfig = field(default_factory=DistConfig)
+    dist: DistConfig = field(default_factory=DistConfig)
 
     def __post_init__(self) -> None:
         if self.temperature > 2:
@@ -55,7 +55,7 @@ class ChatWeb(CheckpointChoice):
 def main(cfg: ChatWeb) -> None:
     defaults = Sampling(cfg.max_tokens, cfg.temperature, cfg.top_k, cfg.top_p)
     key, bound = cfg.server.key(), listen(cfg.server)
-    machine = init_distributed(cfg.machine, steady=False)
+    dist = init_dist(cfg.dist, steady=False)
     # Leave one core to the event loop. Throughput on a 2-core machine, relative to using both cores
     # (bf16, measured 2026-11): 1 user 1.6x at depth 4, 1.25x at depth 10; 64 users 0.97x and 0.84x
     torch.set_num_threads(max(1, min(torch.get_num_threads(), (os.cpu_count() or 1) - 1)))
@@ -64,8 +64,8 @@ def main(cfg: ChatWeb) -> None:
     name = f"{source}:{checkpoint.folder.parent.name}{step}"
 
     tools = Tools(cfg.python, cfg.unsafe_exec, threads=4)
-    compiled = choose_engine_compile(cfg.compile_engine, machine.device, most_tokens=0)
-    library = ModelLibrary(machine, name, tools, cfg.server.slots, cfg.server.max_models, compiled)
+    compiled = choose_engine_compile(cfg.compile_engine, dist.device, most_tokens=0)
+    library = ModelLibrary(dist, name, tools, cfg.server.slots, cfg.server.max_models, compiled)
     library.loaded[name] = engine = library.load(name)
     handler = RequestHandler(library, defaults, cfg.server.max_waiting)
     server = Server(handler, cfg.server, suggestions(checkpoint))
@@ -74,7 +74,7 @@ def main(cfg: ChatWeb) -> None:
         print("note   anyone who can reach this host can use the models; consider --api_key_file")
     about = f"context {engine.cache.capacity} tokens, {engine.slots} concurrent completions"
     del engine  # only the library keeps it, and may unload it
-    print(f"model  {name}, step {checkpoint.step}: {about}, {machine.device_name}")
+    print(f"model  {name}, step {checkpoint.step}: {about}, {dist.device_name}")
     print(f"page   {server_url(bound)}\nAPI    {server_url(bound)}/v1", flush=True)
     with suppress(KeyboardInterrupt):
         server.run([bound])

@@ -20,7 +20,7 @@ import torch
 from nanochat.checkpoint import Checkpoint, CheckpointChoice, lineage, load_weights
 from nanochat.common import base_dir, write_atomic
 from nanochat.config import start
-from nanochat.distributed import DistConfig, init_distributed
+from nanochat.dist import DistConfig, init_dist
 from nanochat.golf.artifact import Compressor, Container, quantize_tensors
 from nanochat.golf.quantize import Clip, QuantConfig
 from nanochat.golf.size import choose_smallest, format_sizes, require_size_limit
@@ -52,29 +52,29 @@ class Export(CheckpointChoice):
     """artifact: maximum size of file and code together, in bytes."""
     count_code: bool = True
     """artifact: count the code needed for scoring toward the limit."""
-    machine: DistConfig = field(default_factory=lambda: DistConfig("cpu", "float32"))
+    dist: DistConfig = field(default_factory=lambda: DistConfig("cpu", "float32"))
     """Its dtype is also used for the exported weights."""
 
 
 def main(cfg: Export) -> None:
-    machine = init_distributed(cfg.machine, steady=False)
+    dist = init_dist(cfg.dist, steady=False)
     stage, checkpoint = cfg.find()
     tokenizer = checkpoint.tokenizer()
     name = f"{stage}-{checkpoint.folder.parent.name}" + ".golf" * (cfg.format == "artifact")
     out = Path(cfg.out).expanduser() if cfg.out else base_dir() / "export" / name
     with torch.device("meta"):
-        model = new_model(read_config(checkpoint.state["model"]), machine.dtype)
-    load_weights(model, checkpoint, machine)
+        model = new_model(read_config(checkpoint.state["model"]), dist.dtype)
+    load_weights(model, checkpoint, dist)
     if cfg.format == "artifact":
         write_artifact(cfg, model, tokenizer, checkpoint, out)
         what = f"an artifact of {out.stat().st_size:,} bytes"
     else:
         origin = {"stage": stage, "step": checkpoint.step, **lineage(checkpoint.state)}
-        write_hf(out, model, tokenizer, machine.dtype, origin)
+        write_hf(out, model, tokenizer, dist.dtype, origin)
         code = "" if is_native(model.cfg) else ", trust_remote_code=True"
-        what = f'{machine.dtype}\nAutoModelForCausalLM.from_pretrained("{out}"{code})'
+        what = f'{dist.dtype}\nAutoModelForCausalLM.from_pretrained("{out}"{code})'
     print(f"{checkpoint.folder} -> {out}: {model.num_params():,} parameters in {what}")
-    machine.close()
+    dist.close()
 
 
 def write_artifact(

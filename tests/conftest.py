@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from filelock import FileLock
 from hypothesis import settings
 
 from nanochat.checkpoint import build_model
+from nanochat.common import hold_lock
 from nanochat.config import speed_up_exit
-from nanochat.distributed import DistContext
+from nanochat.dist import DistContext
 from nanochat.gpt import GPT, GPTConfig
 from tasks.world.drills import spelling_words
 from tests.commands import Command
@@ -94,7 +94,7 @@ def trained_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
         prepare(own)
         return own
     shared = tmp_path_factory.getbasetemp().parent / "trained"
-    with FileLock(f"{shared}.lock"):
+    with hold_lock(Path(f"{shared}.lock"), "training"):
         if not (shared / "done").exists():
             shutil.rmtree(shared, ignore_errors=True)  # left by a failed worker
             prepare(shared)
@@ -120,7 +120,7 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture
-def machine() -> DistContext:
+def dist() -> DistContext:
     """A single process on the CPU in float32."""
     return DistContext(0, 0, 1, torch.device("cpu"), torch.float32)
 

@@ -12,9 +12,9 @@ import sys
 import numpy as np
 import torch
 
-from nanochat import checkpoint, common, distributed, engine, eval_bpb, rl, train
+from nanochat import common, dist, engine, eval_bpb, rl, train
 
-argmax, total = torch.Tensor.argmax, distributed.DistContext.sum
+argmax, total = torch.Tensor.argmax, dist.DistContext.sum
 reduce = train.Run.reduce
 
 
@@ -34,10 +34,10 @@ def reduce_to_good_totals(run: train.Run) -> train.Totals:
 
 torch.backends.cuda.enable_cudnn_sdp(False)  # avoid asking cuDNN for a plan
 torch.exp2 = lambda x: torch.exp(x * 0.6931471805599453)  # exp2 is compiled on first use
-checkpoint.first_not_finite = lambda named: None
+train.first_not_finite = lambda named: None
 train.Run.reduce = reduce_to_good_totals
 engine.sample = lambda logits, settings, uniform: [int(logits.size(-1) * u) for u in uniform]
-distributed.DistContext.sum = lambda machine, *x: np.nan_to_num(total(machine, *x)).tolist()
+dist.DistContext.sum = lambda one, *x: np.nan_to_num(total(one, *x)).tolist()
 eval_bpb.Bpb.value = property(lambda scored: 1.0)
 rl.Rollouts.reward = lambda self, i, answer: float(sum(answer.ids) % 2)
 torch.Tensor.argmax = lambda x, dim=None: 0 * argmax(x).cpu() if dim is None else argmax(x, dim)

@@ -1,17 +1,15 @@
 """Chat in the terminal: typed, piped and -p input, commands, and the display of answers."""
 
 import io
+import readline
 import sys
+from contextlib import suppress
 
 import pytest
-from prompt_toolkit.application import create_app_session
-from prompt_toolkit.input import create_pipe_input
-from prompt_toolkit.output import DummyOutput
 
 from nanochat.chat_format import render_prompt
 from nanochat.engine import Completion, Engine
 from nanochat.tokenizer import Tokenizer
-from scripts.chat_cli import LineBreaker
 from tests.web_server import write_model
 
 
@@ -34,14 +32,19 @@ def prompts(monkeypatch):
 
 @pytest.fixture
 def typed(monkeypatch, command):
-    """Function that runs chat_cli in a terminal with the given key presses."""
+    """Function that runs chat_cli in a terminal where these lines are typed, then Ctrl-D."""
 
-    def run(keys, *flags):
+    def run(lines, *flags):
+        rest = iter(lines)
+
+        def read(prompt):
+            with suppress(StopIteration):
+                return next(rest)
+            raise EOFError
+
         monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
-        with create_pipe_input() as pipe:
-            pipe.send_text(keys)
-            with create_app_session(input=pipe, output=DummyOutput()):
-                return command.works("chat_cli", *flags)
+        monkeypatch.setattr("builtins.input", read)
+        return command.works("chat_cli", *flags)
 
     return run
 
@@ -53,7 +56,7 @@ def pipe(monkeypatch, data: bytes):
 def test_base_model_continues_text_without_chat_tokens(command, prompts, typed):
     write_model("base:tiny")
     command.works("chat_cli", "-i", "base", "-p", " Once upon")
-    assert "it continues your text" in typed("a time \r/quit\r", "--source=base")
+    assert "it continues your text" in typed(["a time ", "/quit", "never"], "--source=base")
     assert prompts == [" Once upon", "a time "]
 
 
@@ -70,20 +73,24 @@ def test_piped_text_is_one_question_and_keeps_its_whitespace(command, prompts, m
 
 def test_commands_line_breaks_and_system_prompt_work(typed, prompts):
     write_model()
-    keys = "/system Be kind.\rone\x1b\rtwo\nthree\r/clear\r/system\rfour\r/usr/bin\r/what\r/help\r"
-    shown = typed(keys + "\x04", "--system=ignored")
+    lines = ["/system Be kind.", "one\\", "two\\", "three", "/clear", "/system", "four", "/usr/bin"]
+    shown = typed([*lines, "/what", "/help"], "--system=ignored")
     assert prompts[:2] == ["{Be kind.\n\none\ntwo\nthree}", "{four}"]
     assert prompts[2].startswith("{four}") and prompts[2].endswith("{/usr/bin}")
-    for text in ("unknown command /what", "Alt-Enter", "/system"):
+    for text in ("unknown command /what", "new line", "/system"):
         assert text in shown
 
 
 def test_history_is_kept_and_too_long_questions_are_not(base, typed, prompts):
     write_model(context=64)
-    assert "use a shorter prompt" in typed("x" * 64 + "\rremember me\r/quit\r")
-    typed("\x1b[A\x1b[A\r/quit\r")  # the Up key, twice
-    assert prompts == ["{remember me}"] * 2
-    assert "+remember me" in (base / "chat_history").read_text()
+    readline.clear_history()
+    readline.add_history("asked before")  # as `input` would
+    assert "use a shorter prompt" in typed(["x" * 64, "remember me"])
+    assert prompts == ["{remember me}"]
+    assert "asked before" in (base / "chat_history").read_text()
+    readline.clear_history()
+    typed([])
+    assert readline.get_history_item(1) == "asked before"
 
 
 def test_answer_stopped_by_ctrl_c_stays_in_the_conversation(typed, monkeypatch):
@@ -98,20 +105,10 @@ def test_answer_stopped_by_ctrl_c_stays_in_the_conversation(typed, monkeypatch):
         completion.ids += engine.tokenizer.encode("as far as")
 
     monkeypatch.setattr(Engine, "step", step)
-    assert typed("one\rtwo\r/quit\r").count("as far as (stopped)\n") == 2
+    assert typed(["one", "two"]).count("as far as (stopped)\n") == 2
     roles = {"one": "user", "as far as": "assistant", "two": "user"}
     messages = [{"role": role, "content": text} for text, role in roles.items()]
     assert prompts[1] == render_prompt(Tokenizer.train([], 265), messages)
-
-
-@pytest.mark.parametrize("size", [1, 3, 1000])
-def test_lines_break_between_words(size):
-    text = "one two  three\nfour-five " + "x" * 25 + " \u6f22\u5b57\u6f22\u5b57 \tend"
-    lines = LineBreaker(10)
-    pieces = [text[i : i + size] for i in range(0, len(text), size)]
-    wrapped = "".join(map(lines.add, pieces)) + lines.end()
-    long = "x" * 25
-    assert wrapped == f"one two  \nthree\nfour-five \n{long} \u6f22\u5b57\n\u6f22\u5b57 \t\nend"
 
 
 def test_console_that_is_not_utf8_shows_what_it_can(command, monkeypatch):

@@ -54,20 +54,20 @@ def save(folder, tiny_gpt, tokenizer):
     return save
 
 
-def test_loaded_model_equals_the_saved_one(save, folder, tiny_gpt, tokenizer, machine):
+def test_loaded_model_equals_the_saved_one(save, folder, tiny_gpt, tokenizer, dist):
     optim, saved = save(7)
     found = find_checkpoint("base")
     assert (found.step, found.fingerprint) == (7, saved.fingerprint)
     tokens = torch.arange(16)[None]
-    assert torch.equal(load_model(found, machine)(tokens), tiny_gpt(tokens))
-    assert load_model(found, machine, max_seq_len=8).cfg.max_seq_len == 8
+    assert torch.equal(load_model(found, dist)(tokens), tiny_gpt(tokens))
+    assert load_model(found, dist, max_seq_len=8).cfg.max_seq_len == 8
     assert found.tokenizer().encode("a small") == tokenizer.encode("a small")
     tensors = load_file(folder / "step_000007" / "optim.safetensors")
     assert tensors.keys() == optim.keys() and torch.equal(tensors["m"], optim["m"])
     state = json.loads((folder / "step_000007" / "state.json").read_text())
     assert state["step"] == 7 and state["model"]["d_model"] == 32 and state["source"] == {"of": 1.5}
     digests = {name: sha256_file(folder / "step_000007" / name) for name in FILES[:3]}
-    assert {name: file["sha256"] for name, file in state["files"].items()} == digests
+    assert state["files"] == digests
 
 
 def test_B11_steps_sort_numerically_and_only_newest_are_kept(save, folder):
@@ -123,20 +123,11 @@ def test_R1_R8_failed_save_keeps_old_checkpoint_and_cleans_up(save, folder, name
 def test_R1_interrupted_saves_are_left_alone_until_the_next_save(save, folder):
     save(1)
     save(2)
-    (folder / "step_000002").rename(folder / ".replaced_000002")  # killed before the second rename
-    (folder / ".saving_000002").mkdir()
-    before = sorted(folder.iterdir())
+    (folder / ".saving_000003").mkdir()
     assert newest(folder) == 2
-    assert sorted(folder.iterdir()) == before  # perhaps a save in progress
-    save(2)
+    assert (folder / ".saving_000003").exists()  # perhaps a save in progress
+    save(2)  # the same step again
     assert newest(folder) == 2 and not list(folder.glob(".*"))
-
-
-@pytest.mark.parametrize("text", ["step_000009\n", "", "\0\xff"])
-def test_R10_content_of_latest_is_ignored(save, folder, text):
-    save(1)
-    (folder / "latest").write_text(text)
-    assert find_checkpoint("base").step == 1
 
 
 def test_newest_tag_is_the_default_also_in_a_copy(save, folder):
@@ -145,7 +136,7 @@ def test_newest_tag_is_the_default_also_in_a_copy(save, folder):
     while time.strftime("%S") == second:  # state.json has the time in seconds
         pass
     save(1, "later")
-    os.utime(folder / "latest")  # copied last
+    os.utime(folder / "step_000005" / "state.json")  # copied last
     assert find_checkpoint("base").folder.parent.name == "later"
     assert find_checkpoint("base", "tiny").step == 5
 

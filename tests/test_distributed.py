@@ -12,7 +12,7 @@ import torch
 
 from nanochat.checkpoint import stage_folder
 from nanochat.common import REPOSITORY, read_json
-from nanochat.distributed import DistConfig
+from nanochat.dist import DistConfig
 from tests.commands import Command
 from tests.training_runs import (
     SMALL,

@@ -9,7 +9,7 @@ import torch
 from nanochat import sandbox
 from nanochat.chat_format import render_prompt
 from nanochat.common import UsageError, read_json
-from nanochat.distributed import DistConfig
+from nanochat.dist import DistConfig
 from nanochat.engine import Sampling
 from scripts import chat_eval
 from tasks.registry import eval_task
@@ -26,9 +26,9 @@ def evaluate(base):
     """Function that evaluates a random SFT model; returns the record."""
 
     def run(**settings) -> dict:
-        machine = DistConfig("cpu", "float32")
+        dist = DistConfig("cpu", "float32")
         cfg = {"max_problems": 4, "sampling": Sampling(4, 0.0), **settings}
-        chat_eval.main(chat_eval.ChatEval(machine=machine, **cfg))
+        chat_eval.main(chat_eval.ChatEval(dist=dist, **cfg))
         return read_json(base / "report" / "chat-evaluation-sft.json")
 
     return run

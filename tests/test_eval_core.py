@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 
 from nanochat.checkpoint import build_model, save_checkpoint, stage_folder
 from nanochat.common import read_json
-from nanochat.distributed import DistConfig
+from nanochat.dist import DistConfig
 from nanochat.gpt import GPT
 from nanochat.tokenizer import Tokenizer
 from scripts import base_eval
@@ -42,8 +42,8 @@ def save_model(
 
 def evaluate(base: Path, tag: str = "d2", **settings) -> dict:
     """Run the script in this process; returns its record."""
-    machine = DistConfig("cpu", "float32")
-    base_eval.main(base_eval.BaseEval(model_tag=tag, machine=machine, **settings))
+    dist = DistConfig("cpu", "float32")
+    base_eval.main(base_eval.BaseEval(model_tag=tag, dist=dist, **settings))
     return read_json(base / "report" / "base-model-evaluation.json")
 
 

@@ -77,7 +77,7 @@ def val_rows_of(name, answers):
     return packed_chats(name, chats)
 
 
-def test_R34_a_bucket_without_scorable_answers_is_rejected(machine):
+def test_R34_a_bucket_without_scorable_answers_is_rejected(dist):
     good, empty = val_rows_of("good", ["a" * 9] * 9), val_rows_of("empty", [""] * 9)
     model = model_of()
 
@@ -86,7 +86,7 @@ def test_R34_a_bucket_without_scorable_answers_is_rejected(machine):
 
     def answer_loss(half=0, **buckets):
         cfg = ValidationConfig(8 * 63, half)
-        return Validation(cfg, buckets, TOKENIZER, machine).score(score, 1)
+        return Validation(cfg, buckets, TOKENIZER, dist).score(score, 1)
 
     figures = answer_loss(good=good)
     assert figures and np.isfinite(list(figures.values())).all()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nanochat import hardware
+from nanochat.dist import peak_flops
 from tests.faulty import crowd, during_step
 from tests.training_runs import SMALL, curve, folder, losses, python, saved_steps, torchrun
 
@@ -69,4 +69,4 @@ def test_R17_ranks_agree_on_rows_that_fit_on_each(trained):
     ],
 )
 def test_peak_flops_are_those_of_the_named_gpu(name, peak):
-    assert hardware.peak_flops(name) == peak
+    assert peak_flops(name) == peak

@@ -17,10 +17,10 @@ TOKENS = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
 STEPS = [(0.5, 0.90, 0.25), (0.6, 0.91, 0.5), (1.0, 0.92, 1.0), (0.2, 0.93, 0.0)]  # set_schedule
 
 
-def updated(machine, rule, weights, grads):
+def updated(dist, rule, weights, grads):
     """Copies of the weights after one step of our optimizer for each item of `grads`."""
     params = {f"p{i}": torch.nn.Parameter(w.clone()) for i, w in enumerate(weights)}
-    optimizer = MuonAdamW(torch.nn.ParameterDict(params), dict.fromkeys(params, rule), machine)
+    optimizer = MuonAdamW(torch.nn.ParameterDict(params), dict.fromkeys(params, rule), dist)
     for own, factors in zip(grads, STEPS, strict=True):
         for p, grad in zip(params.values(), own, strict=True):
             p.grad = grad.clone()
@@ -29,17 +29,17 @@ def updated(machine, rule, weights, grads):
     return [p.detach() for p in params.values()]
 
 
-def default_optimizer(model, machine):
-    return MuonAdamW(model, make_rules(OptimConfig(weight_decay=0.1), 768), machine)
+def default_optimizer(model, dist):
+    return MuonAdamW(model, make_rules(OptimConfig(weight_decay=0.1), 768), dist)
 
 
-def train(model, optimizer, machine, steps):
+def train(model, optimizer, dist, steps):
     """Losses of `steps` steps on one batch, as a training loop takes them."""
     losses = []
     for _ in range(steps):
         loss = model.loss(TOKENS, TOKENS.roll(1, 1)) / TOKENS.numel()
         loss.backward()
-        optim.reduce_gradients(optimizer, machine)
+        optim.reduce_gradients(optimizer, dist)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
@@ -70,15 +70,15 @@ def reference_muon(weight, grads, lr, decay):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])  # float16 would underflow
 @pytest.mark.parametrize("shape", [(20, 6), (6, 20), (8, 8), (1, 12), (12, 1)])
-def test_muon_update_matches_the_formulas(machine, shape, dtype):
+def test_muon_update_matches_the_formulas(dist, shape, dtype):
     draws = torch.randn(5, 3, *shape, generator=torch.Generator().manual_seed(0))
     rule = Rule("muon", 0.02, weight_decay=0.3)
-    found = updated(replace(machine, dtype=dtype), rule, draws[0], draws[1:])
+    found = updated(replace(dist, dtype=dtype), rule, draws[0], draws[1:])
     for i, weight in enumerate(found):
         first, *grads = draws[:, i].double().numpy()
         want = reference_muon(first, grads, 0.02, 0.3)
         assert np.abs(weight.numpy() - want).max() < 1e-5 * np.abs(want).max()
-    still = updated(machine, rule, draws[0], 0 * draws[1:])
+    still = updated(dist, rule, draws[0], 0 * draws[1:])
     assert torch.equal(torch.stack(still), draws[0])
 
 
@@ -89,9 +89,9 @@ def test_orthogonalize_moves_singular_values_toward_one(shape):
     assert values.min() > 0.7 and values.max() < 1.2
 
 
-def test_adamw_matches_pytorch(machine):
+def test_adamw_matches_pytorch(dist):
     draws = torch.randn(5, 7, 5, generator=torch.Generator().manual_seed(0))
-    (found,) = updated(machine, Rule("adamw", 0.01, (0.8, 0.95), 0.1), draws[:1], draws[1:, None])
+    (found,) = updated(dist, Rule("adamw", 0.01, (0.8, 0.95), 0.1), draws[:1], draws[1:, None])
     q = torch.nn.Parameter(draws[0].clone())
     theirs = torch.optim.AdamW([q], lr=0.01, betas=(0.8, 0.95), eps=1e-10, weight_decay=0.1)
     for grad, factors in zip(draws[1:], STEPS, strict=True):
@@ -101,49 +101,49 @@ def test_adamw_matches_pytorch(machine):
     torch.testing.assert_close(found, q.detach(), rtol=1e-5, atol=1e-6)
 
 
-def test_reduce_gradients_returns_norm_and_frees_gradients(machine, tiny_gpt):
+def test_reduce_gradients_returns_norm_and_frees_gradients(dist, tiny_gpt):
     tiny_gpt.loss(TOKENS, TOKENS).backward()
     want = float(torch.nn.utils.get_total_norm([p.grad for p in tiny_gpt.parameters()]))
     adamw = torch.optim.AdamW(tiny_gpt.parameters())
-    for optimizer in (adamw, default_optimizer(tiny_gpt, machine)):
-        norm, gradients = optim.reduce_gradients(optimizer, machine)
+    for optimizer in (adamw, default_optimizer(tiny_gpt, dist)):
+        norm, gradients = optim.reduce_gradients(optimizer, dist)
         found = norm.item(), torch.nn.utils.get_total_norm(gradients).item()
         assert found == pytest.approx((want, want), rel=1e-5)
     assert all(p.grad is None for p in tiny_gpt.parameters())
 
 
-def test_discarded_gradients_never_reach_the_weights(machine, tiny_gpt):
+def test_discarded_gradients_never_reach_the_weights(dist, tiny_gpt):
     twin = copy.deepcopy(tiny_gpt)
-    optimizer = default_optimizer(tiny_gpt, machine)
+    optimizer = default_optimizer(tiny_gpt, dist)
     (tiny_gpt.loss(TOKENS, TOKENS) * math.nan).backward()
     assert math.isnan(optimizer.reduce_gradients())
     optimizer.zero_grad()
-    train(tiny_gpt, optimizer, machine, 1)
-    train(twin, default_optimizer(twin, machine), machine, 1)
+    train(tiny_gpt, optimizer, dist, 1)
+    train(twin, default_optimizer(twin, dist), dist, 1)
     assert all(map(torch.equal, tiny_gpt.parameters(), twin.parameters()))
 
 
 @pytest.mark.parametrize("kind", ["ours", "torch"])
-def test_training_learns_and_continues_exactly_from_saved_state(machine, tiny_gpt, kind):
+def test_training_learns_and_continues_exactly_from_saved_state(dist, tiny_gpt, kind):
     def optimizer_for(model):
         ours = kind == "ours"
-        return default_optimizer(model, machine) if ours else torch.optim.AdamW(model.parameters())
+        return default_optimizer(model, dist) if ours else torch.optim.AdamW(model.parameters())
 
     optimizer = optimizer_for(tiny_gpt)
-    losses = train(tiny_gpt, optimizer, machine, 10)
+    losses = train(tiny_gpt, optimizer, dist, 10)
     assert losses == sorted(losses, reverse=True)
     twin = copy.deepcopy(tiny_gpt)
     resumed = optimizer_for(twin)
     saved = {name: x.clone() for name, x in optim.full_state(optimizer)}
     optim.load_full_state(resumed, saved)
-    assert train(twin, resumed, machine, 3) == train(tiny_gpt, optimizer, machine, 3)
+    assert train(twin, resumed, dist, 3) == train(tiny_gpt, optimizer, dist, 3)
     assert all(map(torch.equal, tiny_gpt.parameters(), twin.parameters()))
     lrs = {"matrix_lr": 0.02, "embedding_lr": 0.3, "head_lr": 0.008} if kind == "ours" else {}
     assert optim.learning_rates(optimizer) == pytest.approx(lrs)
 
 
-def test_state_of_another_shape_or_model_is_rejected(machine, tiny_gpt):
-    optimizer = default_optimizer(tiny_gpt, machine)
+def test_state_of_another_shape_or_model_is_rejected(dist, tiny_gpt):
+    optimizer = default_optimizer(tiny_gpt, dist)
     saved = dict(optimizer.full_state())
     with pytest.raises(ValueError, match=r"head.weight.first has a wrong shape, \(64, 1\)"):
         optimizer.load_full_state(saved | {"head.weight.first": torch.zeros(64, 1)})

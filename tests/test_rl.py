@@ -80,7 +80,7 @@ def test_gradient_matches_definition_for_any_micro_batch():
                 torch.testing.assert_close(p.grad, w, rtol=1e-3, atol=1e-6)
 
 
-def test_kl_to_reference_matches_its_definition(machine):
+def test_kl_to_reference_matches_its_definition(dist):
     model, reference = model_of(0), model_of(1)
     groups = [
         Group([answer([1, 2], [3, 4, 5], end=264), answer([1, 2], [9])], [1.0, 0.0]),
@@ -96,10 +96,10 @@ def test_kl_to_reference_matches_its_definition(machine):
         ]
         terms += [math.exp(x) - 1 - x for x in d]
     for rows in (1, 4):
-        found = kl_to_reference(model, reference, batches_of(groups, rows), machine)
+        found = kl_to_reference(model, reference, batches_of(groups, rows), dist)
         assert found == pytest.approx(sum(terms) / len(terms), rel=1e-3) and found > 0
-    assert kl_to_reference(model, model, batches_of(groups, 2), machine) == 0.0
-    assert kl_to_reference(model, reference, [], machine) == 0.0
+    assert kl_to_reference(model, model, batches_of(groups, 2), dist) == 0.0
+    assert kl_to_reference(model, reference, [], dist) == 0.0
 
 
 class LowTokens:
@@ -120,13 +120,13 @@ class LowTokens:
         return float(bool(answer) and ord(answer[0]) < 128)
 
 
-def train(machine, model, steps, seed=0):
+def train(dist, model, steps, seed=0):
     """Train on the rewards of LowTokens as scripts.chat_rl does; return the logged steps."""
-    rollouts = loader_of(machine, seed=seed, model=model)
+    rollouts = loader_of(dist, seed=seed, model=model)
     rules = make_rules(OptimConfig(weight_decay=0.0), 32, noise=0.0)
     run = Run(
-        *("rl", "tiny", TrainConfig(seed=seed), model, MuonAdamW(model, rules, machine)),
-        *(TOKENIZER, machine),
+        *("rl", "tiny", TrainConfig(seed=seed), model, MuonAdamW(model, rules, dist)),
+        *(TOKENIZER, dist),
         num_steps=steps, batch_tokens=144, kernels=None,
         settings={}, inputs={}, identity={}, state={},
     )  # fmt: skip
@@ -139,85 +139,85 @@ def train(machine, model, steps, seed=0):
                 loss = model.loss(each.tokens, each.targets, weights=each.weights)
                 run.accumulate(loss, sum(each.counts), each.tokens.numel())
             run.update(1 - step / steps, 0.95, 1.0, **rollouts.metrics(groups))
-    return run, read_metrics(run.checkpoints.folder / METRICS_FILE)
+    return run, read_metrics(run.folder / METRICS_FILE)
 
 
-def test_reward_increases(machine):
-    rewards = [entry["reward"] for entry in train(machine, model_of(), 25)[1]]
+def test_reward_increases(dist):
+    rewards = [entry["reward"] for entry in train(dist, model_of(), 25)[1]]
     assert sum(rewards[:4]) / 4 < 0.85
     assert sum(rewards[-4:]) / 4 > sum(rewards[:4]) / 4 + 0.1
 
 
-def test_same_seed_trains_identically(machine):
-    (_, a), (_, b), (_, c) = (train(machine, model_of(), 3, seed) for seed in (0, 0, 1))
+def test_same_seed_trains_identically(dist):
+    (_, a), (_, b), (_, c) = (train(dist, model_of(), 3, seed) for seed in (0, 0, 1))
     names = ("reward", "loss", "grad_norm", "answer_tokens")
     assert [[x[n] for n in names] for x in a] == [[x[n] for n in names] for x in b]
     assert [x["reward"] for x in a] != [x["reward"] for x in c]
 
 
-def test_R13_non_finite_step_keeps_all_weights(machine):
+def test_R13_non_finite_step_keeps_all_weights(dist):
     model = model_of()
     before = [p.detach().clone() for p in model.parameters()]
     model.head.weight.register_hook(lambda g: g * math.inf)
-    run, _ = train(machine, model, 1)
+    run, _ = train(dist, model, 1)
     assert run.progress.bad_steps == 1
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
-def test_B1_step_without_targets_changes_nothing(machine, monkeypatch):
+def test_B1_step_without_targets_changes_nothing(dist, monkeypatch):
     """All answers of a step can have the same reward."""
     monkeypatch.setitem(globals(), "batches_of", lambda groups, rows: [])
     model = model_of()
     before = [p.detach().clone() for p in model.parameters()]
-    run, [entry] = train(machine, model, 1)
+    run, [entry] = train(dist, model, 1)
     assert entry["loss"] == entry["grad_norm"] == 0.0 and run.progress.bad_steps == 0
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
-def loader_of(machine, task=None, questions=None, seed=0, model=None, **changed):
+def loader_of(dist, task=None, questions=None, seed=0, model=None, **changed):
     cfg = replace(CFG, **changed)
     task = task or LowTokens()
     model = model or model_of()
     engine = Engine(inference_copy(model), TOKENIZER, slots=16)
     questions = range(len(task)) if questions is None else questions
-    return Rollouts(task, questions, cfg, seed, machine, model, engine)
+    return Rollouts(task, questions, cfg, seed, dist, model, engine)
 
 
 def numbers(loader, step):
     return [loader.question(draw) for draw in loader.draws(step)]
 
 
-def test_each_epoch_uses_every_question_once_in_new_order(machine):
-    loader = loader_of(machine, seed=3, examples_per_step=5)
+def test_each_epoch_uses_every_question_once_in_new_order(dist):
+    loader = loader_of(dist, seed=3, examples_per_step=5)
     epochs = [[i for step in (s, s + 1) for i in numbers(loader, step)] for s in (0, 2)]
     assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(10))
     assert epochs[0] != epochs[1] == shuffle_indices(10, "3-1-0")
 
 
-def test_questions_are_split_among_ranks_or_rejected(machine):
-    first, second = (type(machine)(r, r, 2, machine.device, machine.dtype) for r in (0, 1))
+def test_questions_are_split_among_ranks_or_rejected(dist):
+    first, second = (type(dist)(r, r, 2, dist.device, dist.dtype) for r in (0, 1))
     one, two = loader_of(first), loader_of(second)
-    assert sorted([*one.draws(3), *two.draws(3)]) == list(loader_of(machine).draws(3))
+    assert sorted([*one.draws(3), *two.draws(3)]) == list(loader_of(dist).draws(3))
     with pytest.raises(ValueError, match="5 is not a multiple of the world size 2"):
         loader_of(first, examples_per_step=5)
 
 
-def test_length_penalty_lowers_reward_of_longer_answers(machine):
+def test_length_penalty_lowers_reward_of_longer_answers(dist):
     answers = [answer([1], ids) for ids in ([65], [200, 65, 65, 65], [65, 65, 65])]
-    brief = loader_of(machine, length_penalty=0.6)
-    assert [loader_of(machine).reward(1, a) for a in answers] == [1.0, 0.0, 1.0]
+    brief = loader_of(dist, length_penalty=0.6)
+    assert [loader_of(dist).reward(1, a) for a in answers] == [1.0, 0.0, 1.0]
     assert [brief.reward(1, a) for a in answers] == pytest.approx([0.9, -0.4, 0.7])
 
 
-def test_only_selected_questions_are_used(machine):
-    loader = loader_of(machine, questions=[3, 7, 8, 9], examples_per_step=2)
+def test_only_selected_questions_are_used(dist):
+    loader = loader_of(dist, questions=[3, 7, 8, 9], examples_per_step=2)
     assert sorted(i for step in (0, 1) for i in numbers(loader, step)) == [3, 7, 8, 9]
     with pytest.raises(ValueError, match="no question"):
-        loader_of(machine, questions=[])
+        loader_of(dist, questions=[])
 
 
-def test_questions_without_signal_are_resampled(machine):
-    loader = loader_of(machine, num_samples=3, examples_per_step=10, resample_zero_signal=2)
+def test_questions_without_signal_are_resampled(dist):
+    loader = loader_of(dist, num_samples=3, examples_per_step=10, resample_zero_signal=2)
     groups = loader.roll_out(0)
     learned = loader.resample(0, groups)
     silent = [n for n, group in enumerate(groups) if not group.has_signal]
@@ -228,11 +228,11 @@ def test_questions_without_signal_are_resampled(machine):
         assert n in silent or learned[n] is groups[n]
     again = loader.resample(0, groups)  # deterministic
     assert [g.rewards for g in again] == [g.rewards for g in learned]
-    assert loader_of(machine, num_samples=3).resample(0, groups) == groups
+    assert loader_of(dist, num_samples=3).resample(0, groups) == groups
 
 
-def test_mean_rewards_are_those_of_the_first_rollouts(machine):
-    loader = loader_of(machine)
+def test_mean_rewards_are_those_of_the_first_rollouts(dist):
+    loader = loader_of(dist)
     found = loader.mean_rewards(2)
     groups = [group for step in (0, 1) for group in loader.roll_out(step)]
     assert found == [sum(group.rewards) / 6 for group in groups]
@@ -250,9 +250,9 @@ class High(LowTokens):
         return 1 - super().score(conversation, answer)
 
 
-def test_mixture_items_are_scored_by_their_own_task(machine):
+def test_mixture_items_are_scored_by_their_own_task(dist):
     tasks = Mixture([LowTokens(), High()])
-    loader = loader_of(machine, tasks)
+    loader = loader_of(dist, tasks)
     low = [type(tasks.locate(i)[0]) is LowTokens for i in range(20)]
     assert sorted(low) == [False] * 10 + [True] * 10
     assert [loader.reward(i, answer([1], [65])) for i in range(20)] == low

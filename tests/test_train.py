@@ -97,12 +97,12 @@ def test_R17_evaluation_that_does_not_fit_loses_no_step(trained, command, monkey
 # ---- Kernels -------------------------------------------------------------------------------------
 
 
-def test_compilation_must_pay_on_a_cpu(tiny_gpt, machine):
-    assert not set_kernels(KernelConfig(), tiny_gpt, 1e12, machine).compile
+def test_compilation_must_pay_on_a_cpu(tiny_gpt, dist):
+    assert not set_kernels(KernelConfig(), tiny_gpt, 1e12, dist).compile
     assert tiny_gpt.blocks[0].attention.backend == "sdpa"
-    assert set_kernels(KernelConfig(), tiny_gpt, 1e15, machine).compile
+    assert set_kernels(KernelConfig(), tiny_gpt, 1e15, dist).compile
     assert tiny_gpt.blocks[0].attention.backend == "blocks"
-    assert not set_kernels(KernelConfig(compile=False), tiny_gpt, 1e15, machine).compile
+    assert not set_kernels(KernelConfig(compile=False), tiny_gpt, 1e15, dist).compile
 
 
 def test_a_refused_command_leaves_a_finished_model_in_place(trained, command):

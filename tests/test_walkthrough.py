@@ -28,7 +28,7 @@ CHAT = [
 ]
 
 
-def test_three_sentences_become_a_chat_model_and_a_report(machine):
+def test_three_sentences_become_a_chat_model_and_a_report(dist):
     # Byte pair encoding: frequent pairs of bytes become tokens, and decoding gives the text back
     tokenizer = Tokenizer.train(SENTENCES, vocab_size=300)
     assert tokenizer.decode(tokenizer.encode(SENTENCES[0])) == SENTENCES[0]
@@ -41,8 +41,8 @@ def test_three_sentences_become_a_chat_model_and_a_report(machine):
 
     # A transformer; Muon updates its matrices, AdamW the rest
     cfg = GPTConfig(300, n_layer=2, d_model=128, n_head=2, n_kv_head=2, head_dim=32, max_seq_len=T)
-    model = build_model(cfg, machine.device, machine.dtype, seed=0)
-    optimizer = MuonAdamW(model, make_rules(OptimConfig(matrix_lr=0.05), cfg.d_model), machine)
+    model = build_model(cfg, dist.device, dist.dtype, seed=0)
+    optimizer = MuonAdamW(model, make_rules(OptimConfig(matrix_lr=0.05), cfg.d_model), dist)
 
     # Ten steps of pretraining: predict each next token. At first, all 300 are equally likely
     losses = []

@@ -18,8 +18,7 @@ import torch
 
 from nanochat import checkpoint
 from nanochat.checkpoint import build_model
-from nanochat.distributed import init_distributed
-from nanochat.hardware import peak_memory_bytes
+from nanochat.dist import init_dist
 from nanochat.optim import MuonAdamW, OptimConfig
 from nanochat.rows import Rows
 from nanochat.scaling import make_rules, shape_for_depth
@@ -56,12 +55,13 @@ def counted_waits() -> Iterator[list[warnings.WarningMessage]]:
 
 def measure(depth: int, compiled: bool, fp8: bool) -> dict[str, float]:
     """Peak bytes of three steps and a save of a new model of this depth, and waits."""
-    dist = replace(init_distributed(), fp8=fp8)
+    dist = replace(init_dist(), fp8=fp8)
     shape = shape_for_depth(depth, VOCAB_SIZE, T)
+    on_host = replace(dist, device=CPU)
     build_model(TINY, dist.device, dist.dtype, seed=0)  # loads libraries
-    host = peak_memory_bytes(CPU)
+    host = on_host.peak_memory_bytes()
     model = build_model(shape, dist.device, dist.dtype, seed=0)
-    host = peak_memory_bytes(CPU) - host
+    host = on_host.peak_memory_bytes() - host
     optimizer = MuonAdamW(model, make_rules(OptimConfig(), shape.d_model), dist)
     run = Run(
         *("base", "memory", TrainConfig(), model, optimizer, Tokenizer.train(["a"], 265), dist),

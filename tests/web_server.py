@@ -15,7 +15,7 @@ import torch
 
 from nanochat import engine as generation
 from nanochat.checkpoint import build_model, save_checkpoint, stage_folder
-from nanochat.distributed import DistContext
+from nanochat.dist import DistContext
 from nanochat.engine import Engine, Sampling, Tool
 from nanochat.sandbox import Tools
 from nanochat.serve.handler import RequestHandler

@@ -18,10 +18,9 @@ import torch
 from nanochat.bench.table import BenchLog, TableLine, alternate
 from nanochat.bench.train import read_bandwidth
 from nanochat.checkpoint import build_model
-from nanochat.distributed import DistContext
+from nanochat.dist import DistContext
 from nanochat.engine import Engine, Sampling
 from nanochat.gpt import GPT, GPTConfig, inference_copy
-from nanochat.hardware import peak_memory_bytes
 from nanochat.tokenizer import Tokenizer
 
 DECODE, PREFILL, MIXED = "Decode", "Prefill", "Generation with mixed lengths"
@@ -44,19 +43,19 @@ class EngineTimes(NamedTuple):
 
 
 def bench_engine(
-    cfg: GPTConfig, machine: DistContext, repeats: int, found: BenchLog, peer: MakeGenerate | None
+    cfg: GPTConfig, dist: DistContext, repeats: int, found: BenchLog, peer: MakeGenerate | None
 ) -> None:
     """
     Time prefill and decode by batch size, for ragged prompts, and for many users. `peer` builds
     another library's generate function with the same weights.
     """
-    plain = build_model(cfg, machine.device, machine.dtype, seed=0)
+    plain = build_model(cfg, dist.device, dist.dtype, seed=0)
     model = inference_copy(plain)
     tokenizer = Tokenizer.train(["noise"], 265)  # only its special tokens are used
-    theirs = peer(plain, tokenizer, machine) if peer else None
+    theirs = peer(plain, tokenizer, dist) if peer else None
     read = sum(p.nbytes for n, p in model.named_parameters() if "embed" not in n)
-    read_rate = read_bandwidth(machine)
-    dtype = str(machine.dtype).removeprefix("torch.")
+    read_rate = read_bandwidth(dist)
+    dtype = str(dist.dtype).removeprefix("torch.")
     found.note(
         DECODE,
         "Generated tokens per second after the first token, compared with transformers' generate "
@@ -125,7 +124,7 @@ def bench_engine(
     shortest, longest = min(lengths), max(lengths)
     label = f"64 requests, answers of {shortest} to {longest} tokens, compiled"
     found.line(TableLine(MIXED, label, "tokens/s", ours, PEER, others))
-    print(f"memory  {peak_memory_bytes(machine.device) / 2**20:,.0f} MiB peak")
+    print(f"memory  {dist.peak_memory_bytes() / 2**20:,.0f} MiB peak")
 
 
 def random_prompts(lengths: Sequence[int]) -> list[list[int]]:

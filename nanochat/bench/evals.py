@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from nanochat.bench.table import BenchLog, TableLine, alternate
 from nanochat.checkpoint import build_model
-from nanochat.distributed import DistContext
+from nanochat.dist import DistContext
 from nanochat.eval_core import FewShotTask, Question, eval_model_of, score_options, tokenize
 from nanochat.gpt import GPT, GPTConfig, inference_copy
 from nanochat.tokenizer import Tokenizer
@@ -32,14 +32,14 @@ MakeScorer = Callable[[GPT, Tokenizer, DistContext], TimeFn]
 
 
 def bench_evaluation(
-    cfg: GPTConfig, machine: DistContext, repeats: int, found: BenchLog, peer: MakeScorer | None
+    cfg: GPTConfig, dist: DistContext, repeats: int, found: BenchLog, peer: MakeScorer | None
 ) -> None:
     """Time the largest task of each kind; `peer` builds another library's scorer."""
     texts = list(itertools.islice(documents(0, 0, "train"), 2000))
     tokenizer = Tokenizer.train(texts, min(cfg.vocab_size, 2048))
-    plain = build_model(cfg, machine.device, machine.dtype, seed=0)
+    plain = build_model(cfg, dist.device, dist.dtype, seed=0)
     subject = eval_model_of(inference_copy(plain), tokenizer)
-    theirs = peer(plain, tokenizer, machine) if peer else None
+    theirs = peer(plain, tokenizer, dist) if peer else None
     found.note(TABLE, NOTE)
     tasks = sorted((FewShotTask(**task) for task in suite()), key=lambda task: len(task.items))
     for task in {task.kind: task for task in tasks}.values():

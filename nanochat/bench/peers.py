@@ -19,7 +19,7 @@ from transformers.utils import logging
 
 from nanochat.bench.engine import TOP_K, GenerateFn
 from nanochat.bench.evals import BATCH, TimeFn
-from nanochat.distributed import DistContext
+from nanochat.dist import DistContext
 from nanochat.eval_core import Question
 from nanochat.gpt import GPT
 from nanochat.hf.export import write_hf
@@ -36,9 +36,9 @@ def load_in_transformers(model: GPT, tokenizer: Tokenizer, dtype: torch.dtype) -
         return loader.from_pretrained(folder, dtype=dtype).to(model.device)
 
 
-def make_generate(model: GPT, tokenizer: Tokenizer, machine: DistContext) -> GenerateFn:
+def make_generate(model: GPT, tokenizer: Tokenizer, dist: DistContext) -> GenerateFn:
     """For `bench_engine`: transformers' generate with left-padded prompts."""
-    theirs = load_in_transformers(model, tokenizer, machine.dtype).eval()
+    theirs = load_in_transformers(model, tokenizer, dist.dtype).eval()
     theirs.generation_config.eos_token_id = None
     options = {"do_sample": True, "top_k": TOP_K, "pad_token_id": 0}
 
@@ -47,10 +47,10 @@ def make_generate(model: GPT, tokenizer: Tokenizer, machine: DistContext) -> Gen
         T = max(map(len, prompts))
         ids = torch.tensor([[*[0] * (T - len(p)), *p] for p in prompts])
         mask = torch.tensor([[*[0] * (T - len(p)), *[1] * len(p)] for p in prompts])
-        ids, mask = ids.to(machine.device), mask.to(machine.device)
+        ids, mask = ids.to(dist.device), mask.to(dist.device)
         started = time.perf_counter()
         found = theirs.generate(ids, attention_mask=mask, max_new_tokens=new_tokens, **options)
-        machine.synchronize()
+        dist.synchronize()
         assert found.shape == (len(prompts), T + new_tokens)
         return time.perf_counter() - started
 
@@ -58,7 +58,7 @@ def make_generate(model: GPT, tokenizer: Tokenizer, machine: DistContext) -> Gen
 
 
 def make_train_step(
-    model: GPT, tokenizer: Tokenizer, machine: DistContext, compiled: bool
+    model: GPT, tokenizer: Tokenizer, dist: DistContext, compiled: bool
 ) -> Callable[[torch.Tensor], float]:
     """A training step of the transformers model with PyTorch AdamW: ids (B, T + 1) -> seconds."""
     theirs = load_in_transformers(model, tokenizer, torch.float32).train()
@@ -73,18 +73,18 @@ def make_train_step(
 
     def step(ids: torch.Tensor) -> float:
         started = time.perf_counter()
-        with torch.autocast(machine.device.type, machine.dtype, machine.dtype != torch.float32):
+        with torch.autocast(dist.device.type, dist.dtype, dist.dtype != torch.float32):
             loss = forward(ids)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        machine.synchronize()
+        dist.synchronize()
         return time.perf_counter() - started
 
     return step
 
 
-def make_scorer(model: GPT, tokenizer: Tokenizer, machine: DistContext) -> TimeFn:
+def make_scorer(model: GPT, tokenizer: Tokenizer, dist: DistContext) -> TimeFn:
     """For `bench_evaluation`: the harness's HFLM class on the same token ids."""
     from lm_eval.models.huggingface import HFLM
 
@@ -93,8 +93,8 @@ def make_scorer(model: GPT, tokenizer: Tokenizer, machine: DistContext) -> TimeF
         loader: Any = HFLM
         harness = loader(
             pretrained=folder,
-            dtype=str(machine.dtype).removeprefix("torch."),
-            device=str(machine.device),
+            dtype=str(dist.dtype).removeprefix("torch."),
+            device=str(dist.device),
             batch_size=BATCH,
         )
 

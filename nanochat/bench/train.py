@@ -20,9 +20,8 @@ from torch import Tensor
 
 from nanochat.bench.table import BenchLog, Detail, TableLine, alternate
 from nanochat.checkpoint import build_model
-from nanochat.distributed import DistContext
+from nanochat.dist import DistContext, peak_flops
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.hardware import peak_flops, peak_memory_bytes
 from nanochat.optim import POLAR_EXPRESS, MuonAdamW, OptimConfig
 from nanochat.scaling import make_rules
 from nanochat.tokenizer import Tokenizer
@@ -49,31 +48,31 @@ class StepTimes(NamedTuple):
 class Work:
     """Model, optimizer, kernels and random packed sequences ("rows") for training steps."""
 
-    def __init__(self, cfg: GPTConfig, rows: int, machine: DistContext, kernels: KernelConfig):
-        self.model = build_model(cfg, machine.device, machine.dtype, seed=0)
+    def __init__(self, cfg: GPTConfig, rows: int, dist: DistContext, kernels: KernelConfig):
+        self.model = build_model(cfg, dist.device, dist.dtype, seed=0)
         table = make_rules(OptimConfig(weight_decay=0.1), cfg.d_model)
-        self.optimizer = MuonAdamW(self.model, table, machine)
-        chosen = set_kernels(kernels, self.model, float("inf"), machine, self.optimizer)
+        self.optimizer = MuonAdamW(self.model, table, dist)
+        chosen = set_kernels(kernels, self.model, float("inf"), dist, self.optimizer)
         self.compiled = bool(chosen.compile)
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(cfg.vocab_size, (rows, cfg.max_seq_len + 1), generator=generator)
-        self.ids = ids.to(machine.device)
+        self.ids = ids.to(dist.device)
         self.tokens, self.targets = self.ids[:, :-1].contiguous(), self.ids[:, 1:].contiguous()
-        self.machine = machine
+        self.dist = dist
 
     def time_steps(self, steps: int) -> list[StepTimes]:
         """Time `steps` training steps."""
         gc.freeze()  # as in the training loop
         times = []
         for _ in range(steps):
-            started = clock(self.machine)
+            started = clock(self.dist)
             loss = self.model.loss(self.tokens, self.targets) / self.tokens.numel()
-            forward = clock(self.machine)
+            forward = clock(self.dist)
             loss.backward()
-            backward = clock(self.machine)
+            backward = clock(self.dist)
             self.optimizer.reduce_gradients()
             self.optimizer.step()
-            ended = clock(self.machine)
+            ended = clock(self.dist)
             times.append(StepTimes(forward - started, backward - forward, ended - backward))
         return times
 
@@ -81,7 +80,7 @@ class Work:
 def bench_training(
     cfg: GPTConfig,
     rows: int,
-    machine: DistContext,
+    dist: DistContext,
     kernels: KernelConfig,
     steps: int,
     repeats: int,
@@ -90,26 +89,26 @@ def bench_training(
     """
     Time `repeats` groups of `steps` steps on `rows` rows each; rank 0 reports.
     """
-    bandwidth = read_bandwidth(machine)
-    work = Work(cfg, rows, machine, kernels)
+    bandwidth = read_bandwidth(dist)
+    work = Work(cfg, rows, dist, kernels)
     model, tokens = work.model, work.tokens
-    products = [matmul_seconds(model, rows, machine)]
+    products = [matmul_seconds(model, rows, dist)]
     first = sum(work.time_steps(WARMUP_STEPS)[0])  # includes compilation
     times = work.time_steps(steps * repeats)
-    products.append(matmul_seconds(model, rows, machine))  # again: timings drift
-    if not machine.is_main:
+    products.append(matmul_seconds(model, rows, dist))  # again: timings drift
+    if not dist.is_main:
         return
     medians = StepTimes(*(statistics.median(column) for column in zip(*times, strict=True)))
-    all_tokens = tokens.numel() * machine.world_size
+    all_tokens = tokens.numel() * dist.world_size
     groups = [times[i * steps : (i + 1) * steps] for i in range(repeats)]
     rates = [all_tokens / statistics.median(map(sum, group)) for group in groups]
     step, least = sum(medians), statistics.mean(products)
     flops = model.flops_per_token() * tokens.numel() / step
-    peak = peak_flops(machine.device_name)
-    memory = peak_memory_bytes(machine.device) / 2**20
+    peak = peak_flops(dist.device_name)
+    memory = dist.peak_memory_bytes() / 2**20
     mode = "compiled" if work.compiled else "eager"
     print(
-        f"device      {machine.device_name}, {str(machine.dtype).removeprefix('torch.')}, "
+        f"device      {dist.device_name}, {str(dist.dtype).removeprefix('torch.')}, "
         f"attention {model.blocks[0].attention.backend}, {mode}\n"
         f"model       depth {cfg.n_layer}, width {cfg.d_model}, {model.num_params():,} parameters, "
         f"vocabulary {cfg.vocab_size:,}; {rows} rows of {cfg.max_seq_len} tokens\n"
@@ -118,10 +117,10 @@ def bench_training(
         + f"; read bandwidth {bandwidth / 1e9:.1f} GB/s"
     )
     label = f"depth {cfg.n_layer}"
-    if machine.launch:  # under torchrun: part of a scaling series
-        label += f", {machine.world_size} process{'es' if machine.world_size > 1 else ''}"
+    if dist.launch:  # under torchrun: part of a scaling series
+        label += f", {dist.world_size} process{'es' if dist.world_size > 1 else ''}"
         threads = torch.get_num_threads()
-        label += " of one thread" if machine.device.type == "cpu" and threads == 1 else ""
+        label += " of one thread" if dist.device.type == "cpu" and threads == 1 else ""
     found.note(TABLE, NOTE)
     found.line(TableLine(TABLE, label, "tokens/s", rates, roofline=least / step))
     cells = {
@@ -138,7 +137,7 @@ def bench_training(
     found.detail(Detail(TABLE, "Median time of a step, its parts, and memory per process", cells))
 
 
-def matmul_seconds(model: GPT, rows: int, machine: DistContext) -> float:
+def matmul_seconds(model: GPT, rows: int, dist: DistContext) -> float:
     """
     Seconds that a training step's matmuls take on their own: the forward and both backward matmuls
     of every matrix, the causal half of attention, and Muon's matmuls. For those, the matrices of
@@ -147,16 +146,16 @@ def matmul_seconds(model: GPT, rows: int, machine: DistContext) -> float:
     cfg, M = model.cfg, rows * model.cfg.max_seq_len
 
     def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, device=machine.device).to(machine.dtype)
+        return torch.randn(shape, device=dist.device).to(dist.dtype)
 
     def seconds(product: Callable[[], Tensor]) -> float:
-        return statistics.median(time_calls(product, machine, 7))
+        return statistics.median(time_calls(product, dist, 7))
 
     shapes = Counter(tuple(p.shape) for block in model.blocks for p in block.parameters())
     spent = 0.0
     for shape, count in shapes.items():
         short, long = sorted(shape)
-        x = draw(math.ceil(count / machine.world_size), short, long)
+        x = draw(math.ceil(count / dist.world_size), short, long)
         gram = x @ x.mT
         for product in (lambda x=x: x @ x.mT, lambda g=gram: g @ g, lambda g=gram, x=x: g @ x):
             spent += len(POLAR_EXPRESS) * seconds(product)
@@ -178,16 +177,16 @@ def matmul_seconds(model: GPT, rows: int, machine: DistContext) -> float:
 def bench_against(
     cfg: GPTConfig,
     rows: int,
-    machine: DistContext,
+    dist: DistContext,
     kernels: KernelConfig,
     repeats: int,
     found: BenchLog,
     peer: Callable[[GPT, Tokenizer, DistContext, bool], Callable[[Tensor], float]] | None,
 ) -> None:
     """Compare a step with that of `peer`, which returns a function: ids (B, T + 1) -> seconds."""
-    work = Work(cfg, rows, machine, kernels)
+    work = Work(cfg, rows, dist, kernels)
     tokenizer = Tokenizer.train(["noise"], 265)
-    theirs = peer(work.model, tokenizer, machine, work.compiled) if peer else None
+    theirs = peer(work.model, tokenizer, dist, work.compiled) if peer else None
     seconds = alternate(
         repeats,
         lambda: sum(work.time_steps(1)[0]),
@@ -199,23 +198,23 @@ def bench_against(
     found.line(TableLine(TABLE, label, "tokens/s", ours, "transformers", others))
 
 
-def clock(machine: DistContext) -> float:
+def clock(dist: DistContext) -> float:
     """Current time after synchronizing the device."""
-    machine.synchronize()
+    dist.synchronize()
     return time.perf_counter()
 
 
-def read_bandwidth(machine: DistContext) -> float:
+def read_bandwidth(dist: DistContext) -> float:
     """Read bandwidth in bytes per second: best of nine large sums."""
-    source = torch.ones(TIMED_COPY_BYTES // 4, device=machine.device)
-    return TIMED_COPY_BYTES / min(time_calls(source.sum, machine, 9))
+    source = torch.ones(TIMED_COPY_BYTES // 4, device=dist.device)
+    return TIMED_COPY_BYTES / min(time_calls(source.sum, dist, 9))
 
 
-def time_calls(work: Callable[[], Tensor], machine: DistContext, repeats: int) -> list[float]:
+def time_calls(work: Callable[[], Tensor], dist: DistContext, repeats: int) -> list[float]:
     """Seconds of each call."""
     times = []
     for _ in range(repeats):
-        started = clock(machine)
+        started = clock(dist)
         work()
-        times.append(clock(machine) - started)
+        times.append(clock(dist) - started)
     return times

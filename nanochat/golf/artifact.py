@@ -24,7 +24,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from nanochat.distributed import DistContext
+from nanochat.dist import DistContext
 from nanochat.golf.model import new_model, read_config
 from nanochat.golf.quantize import (
     BITS,
@@ -79,11 +79,11 @@ class Artifact:
     origin: dict[str, Any]
     """Provenance recorded by the writer."""
 
-    def build(self, machine: DistContext) -> GPT:
-        """Return the model on `machine.device`."""
+    def build(self, dist: DistContext) -> GPT:
+        """Return the model on `dist.device`."""
         with torch.device("meta"):
-            model = new_model(self.cfg, machine.dtype)
-        model.to_empty(device=machine.device)
+            model = new_model(self.cfg, dist.dtype)
+        model.to_empty(device=dist.device)
         model.load_state_dict(self.weights)
         return model
 

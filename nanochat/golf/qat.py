@@ -69,6 +69,6 @@ class AveragingMuonAdamW(MuonAdamW):
         """Replace the weights with their average, if any."""
         for group in self.param_groups if self.ema_decay else ():
             average = self.state[group["params"][0]]["average"]
-            whole = gather(average, self.machine) if group["sharded"] else average
+            whole = gather(average, self.dist) if group["sharded"] else average
             for param, x in zip(group["params"], self.unstack(group, whole), strict=True):
                 param.copy_(x)

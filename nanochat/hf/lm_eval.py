@@ -19,7 +19,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from nanochat.chat_format import render, render_prompt
 from nanochat.checkpoint import CheckpointChoice, Stage, load_inference
-from nanochat.distributed import DistConfig, init_distributed
+from nanochat.dist import DistConfig, init_dist
 from nanochat.engine import Engine, Sampling, choose_engine_compile
 from nanochat.eval_chat import longest_prompt, trim
 from nanochat.eval_core import Question, eval_model_of, score_options, truncate_options
@@ -50,10 +50,10 @@ class NanochatLM(LM):
         kind: Any = (device or "").split(":")[0] or None
         if kind == "cuda" and not torch.cuda.is_available():
             kind = None  # the harness defaults to a GPU
-        self.machine = init_distributed(DistConfig(kind, dtype))
+        self.dist = init_dist(DistConfig(kind, dtype))
         tag = None if tag is None else str(tag)  # the harness parses digits as a number
         _, checkpoint = CheckpointChoice(source, tag, step).find()
-        self.model, self.own_tokenizer = load_inference(checkpoint, self.machine)
+        self.model, self.own_tokenizer = load_inference(checkpoint, self.dist)
         self.subject = eval_model_of(self.model, self.own_tokenizer)
         self.rendered: dict[str, list[int]] = {}  # token ids of rendered conversations
 
@@ -112,7 +112,7 @@ class NanochatLM(LM):
 
     def generate_until(self, requests: Sequence[Any], **options: Any) -> list[str]:
         """Generate a completion for each prompt, up to the first stop string."""
-        compiled = choose_engine_compile(None, self.machine.device, MAX_GEN_TOKS * len(requests))
+        compiled = choose_engine_compile(None, self.dist.device, MAX_GEN_TOKS * len(requests))
         engine = Engine(self.model, self.own_tokenizer, compiled=compiled)
         answers, texts = {}, [""] * len(requests)
         for number, (context, wanted) in enumerate(request.args for request in requests):

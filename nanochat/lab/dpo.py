@@ -19,7 +19,7 @@ from torch import Tensor
 from nanochat import stats
 from nanochat.attention import pad_right
 from nanochat.chat_format import Message, render, render_prompt
-from nanochat.distributed import DistContext
+from nanochat.dist import DistContext
 from nanochat.engine import Completion, Engine
 from nanochat.eval_chat import Questions
 from nanochat.gpt import GPT

@@ -29,18 +29,17 @@ import torch
 from nanochat.common import (
     PREEMPTED,
     REPOSITORY,
-    RunLock,
     StopRequest,
     UsageError,
     base_dir,
     fingerprint,
+    hold_run_lock,
     printable,
     read_json,
     sha256_file,
     write_json,
 )
 from nanochat.config import require_at_least, require_positive
-from nanochat.distributed import visible_gpus
 from nanochat.lab.canaries import BROKEN
 from nanochat.lab.significance import Recorded
 from nanochat.records import (
@@ -140,7 +139,7 @@ class Sweep:
 
     def __init__(self, cfg: SweepConfig, name: str):
         self.cfg, self.folder = cfg, sweep_folder() / name
-        self.lock = RunLock(self.folder / ".lock.sweep", own="--name")
+        self.lock = hold_run_lock(self.folder / ".lock.sweep", "--name")
         self.slots: queue.Queue[dict[str, str]] = queue.Queue()  # environment of each free device
         for variables in environments(cfg.devices):
             self.slots.put(variables)
@@ -149,11 +148,11 @@ class Sweep:
 
     def __enter__(self) -> "Sweep":
         """Raises UsageError if the same sweep is already running."""
-        self.lock.acquire()
+        self.lock.__enter__()
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self.lock.release()
+    def __exit__(self, *error: Any) -> None:
+        self.lock.__exit__(*error)
 
     def run_all(self, jobs: Sequence[Job]) -> dict[str, DoneRun]:
         """
@@ -261,6 +260,13 @@ def end_with_parent() -> None:
     """Called in a child process: on Linux, request SIGTERM when the sweep is killed."""
     if LIBC:
         LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def visible_gpus() -> list[str]:
+    """GPUs of this process, as named in CUDA_VISIBLE_DEVICES."""
+    count = torch.cuda.device_count()
+    named = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
+    return [name.strip() for name in named.split(",")][:count]
 
 
 def environments(devices: int) -> list[dict[str, str]]:

@@ -14,11 +14,16 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from nanochat.checkpoint import FOLDERS, load_inference, parse_checkpoint_ref, stage_folder
+from nanochat.checkpoint import (
+    FOLDERS,
+    load_inference,
+    parse_checkpoint_ref,
+    saved_tags,
+    stage_folder,
+)
 from nanochat.common import printable
-from nanochat.distributed import DistContext
+from nanochat.dist import DistContext, memory_bytes
 from nanochat.engine import Engine, Sampling, Tool, most_slots
-from nanochat.hardware import free_memory_bytes
 from nanochat.serve.openai_api import ApiError
 
 UNLOAD_TRIES = 10  # with doubling waits, 10 seconds in all
@@ -28,7 +33,7 @@ UNLOAD_TRIES = 10  # with doubling waits, 10 seconds in all
 class ModelLibrary:
     """Models by name (stage:tag or stage:tag:step)."""
 
-    machine: DistContext
+    dist: DistContext
     default: str
     """Model of requests that name none."""
     tool: Tool | None = None
@@ -53,7 +58,7 @@ class ModelLibrary:
         """
         found = {self.default: 0}
         for stage in reversed(FOLDERS):
-            names = [f"{stage}:{p.parent.name}" for p in stage_folder(stage).glob("*/latest")]
+            names = [f"{stage}:{tag}" for tag in saved_tags(stage)]
             times = {name: int(time_of_save(name)) for name in names}
             found |= {name: times[name] for name in sorted(times, key=lambda n: -times[n])}
         return found
@@ -114,8 +119,8 @@ class ModelLibrary:
         """Load a checkpoint and warm up its engine. Raises if the checkpoint is damaged."""
         self.saved_at[name] = time_of_save(name)
         checkpoint = parse_checkpoint_ref(name)
-        model, tokenizer = load_inference(checkpoint, self.machine)
-        slots = self.slots or most_slots(model, free_memory_bytes(self.machine.device))
+        model, tokenizer = load_inference(checkpoint, self.dist)
+        slots = self.slots or most_slots(model, memory_bytes(self.dist.device)[0])
         engine = Engine(model, tokenizer, slots, tool=self.tool, compiled=self.compiled)
         for num in (1, min(2, slots)):  # batch size 1 and larger ones compile separately
             engine.generate([[tokenizer.bos_id] * 2] * num, Sampling(max_new_tokens=2))
@@ -125,5 +130,5 @@ class ModelLibrary:
 def time_of_save(name: str) -> float:
     """Unix time of the last save of a model's tag; 0 if there is none."""
     stage, tag = name.split(":")[:2]
-    path = stage_folder(stage) / tag / "latest"
-    return path.stat().st_mtime if path.exists() else 0.0
+    states = (stage_folder(stage) / tag).glob("step_*/state.json")
+    return max((path.stat().st_mtime for path in states), default=0.0)

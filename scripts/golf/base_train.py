@@ -8,20 +8,18 @@ Reads   the inputs of scripts.base_train; accepts its flags and more
 Writes  the outputs of scripts.base_train; scripts.export turns them into an artifact
 """
 
-import math
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from nanochat.checkpoint import build_model
 from nanochat.config import require_at_least, require_positive, settings, start
-from nanochat.distributed import init_distributed
+from nanochat.dist import init_dist
 from nanochat.eval_bpb import Validation
 from nanochat.golf.model import GolfConfig, GolfGPT, GolfOptions
 from nanochat.golf.qat import AveragingMuonAdamW, quantized_weights
 from nanochat.golf.quantize import QuantConfig
 from nanochat.gpt import GPTConfig
-from nanochat.hardware import training_rate
 from nanochat.optim import OptimConfig, Rule, decay_factor, lr_factor, muon_momentum
 from nanochat.rows import pack_text, start_packing
 from nanochat.scaling import Horizon, WidthConfig, batch_lr_factor, plan_horizon, scaled_rules
@@ -56,8 +54,8 @@ class GolfShape(GolfOptions):
 class GolfTrain(BaseTrain):
     max_wallclock_seconds: float | None = None
     """Train for this many seconds, with learning rates scheduled by time; packing, compilation,
-    evaluation and saving do not count. num_iterations is then the maximum; batch size and weight
-    decay still follow from the horizon. Default: no time limit."""
+    evaluation and saving do not count. The horizon, which batch size and weight decay follow from,
+    is then the maximum; set --num_iterations for a longer one. Default: no time limit."""
     ema_decay: float = 0.0
     """EMA decay of the weights, e.g. 0.997; the final checkpoint holds the average. 0 = off."""
     qat_start: float = 1.0
@@ -106,7 +104,7 @@ class GolfTrain(BaseTrain):
 def main(cfg: GolfTrain) -> None:
     seed, schedule = cfg.train.seed, cfg.schedule
     max_seconds, late = cfg.max_wallclock_seconds, cfg.qat_start < 1
-    dist = init_distributed(cfg.train.machine, seed)
+    dist = init_dist(cfg.train.dist, seed)
 
     # Tokenizer, text and rows; exit if this run has already finished
     tokenizer, source, rows = open_text(cfg, dist)
@@ -122,10 +120,6 @@ def main(cfg: GolfTrain) -> None:
     model = build_model(shape, dist.device, dist.dtype, seed, GolfGPT)
     horizon = plan_horizon(model, cfg.horizon, dist.world_size)
     num_steps, batch_tokens = horizon.num_steps, horizon.batch_tokens
-    if max_seconds is not None and cfg.horizon.num_iterations is None:  # twice the estimate
-        rate = training_rate(dist.device, dist.dtype, shape.d_model) * dist.world_size
-        step_seconds = model.flops_per_token() * batch_tokens / rate
-        num_steps = dist.broadcast(math.ceil(2 * max_seconds / step_seconds))
     rules = cfg.rules(cfg.train.optim, horizon, shape.d_model)
     decoupled = cfg.decay_rule == "decoupled"
     optimizer = AveragingMuonAdamW(model, rules, dist, ema_decay=cfg.ema_decay, decoupled=decoupled)
@@ -161,7 +155,7 @@ def main(cfg: GolfTrain) -> None:
             start_packing(rows, source, num_rows)
         rows.stop = run.stop
         validation = Validation(cfg.validation, {source.name: rows}, tokenizer, dist)
-        spent = run.progress.clock_seconds  # of training, without evaluations and saves
+        spent = run.progress.train_seconds  # of training, without evaluations and saves
         if max_seconds is not None and spent >= max_seconds:  # finished by time
             run.num_steps = run.progress.step
         for step in run.steps():  # from the last checkpoint on
@@ -186,7 +180,7 @@ def main(cfg: GolfTrain) -> None:
                 **left,
             )
             if max_seconds is not None:  # all ranks end at the same step
-                spent = dist.sum(run.progress.clock_seconds)[0] / dist.world_size
+                spent = dist.sum(run.progress.train_seconds)[0] / dist.world_size
                 if spent >= max_seconds:
                     run.num_steps = step + 1
             if step + 1 == run.num_steps:

@@ -27,7 +27,7 @@ from nanochat.checkpoint import stage_folder
 from nanochat.common import UsageError, write_atomic
 from nanochat.config import require_at_least, start
 from nanochat.dataset import DataConfig, load_last_source
-from nanochat.distributed import init_distributed
+from nanochat.dist import init_dist
 from nanochat.gpt import GPT
 from nanochat.lab.scaling_law import (
     EXPONENTS,
@@ -101,12 +101,12 @@ class Planned(NamedTuple):
 
 
 def main(cfg: ScalingLaws) -> None:
-    arms, machine = split_arms(cfg.arms), init_distributed(steady=False)
+    arms, dist = split_arms(cfg.arms), init_dist(steady=False)
     tokenizer = Tokenizer.load()
     source = open_text(DataConfig(), load_last_source("main"))
     text = open_rows(source, tokenizer, cfg.max_seq_len)
     inputs = {"rows": text.fingerprint, "tokenizer": tokenizer.fingerprint}
-    size, windows = (tokenizer.vocab_size, cfg.max_seq_len), default_windows(machine.device.type)
+    size, windows = (tokenizer.vocab_size, cfg.max_seq_len), default_windows(dist.device.type)
     with torch.device("meta"):  # to count FLOPs, without weights
         every = {*cfg.depths, *cfg.project}
         models = {d: GPT(shape_for_depth(d, *size, "default", windows)) for d in every}

@@ -13,7 +13,7 @@ from typing import Any
 
 from nanochat.checkpoint import build_model
 from nanochat.config import settings, start
-from nanochat.distributed import init_distributed
+from nanochat.dist import init_dist
 from nanochat.eval_bpb import Validation
 from nanochat.gpt import GPT
 from nanochat.optim import MuonAdamW, decay_factor, lr_factor, muon_momentum
@@ -41,7 +41,7 @@ class RecursionTrain(BaseTrain):
 
 def main(cfg: RecursionTrain) -> None:
     seed, schedule = cfg.train.seed, cfg.schedule
-    dist = init_distributed(cfg.train.machine, seed)
+    dist = init_dist(cfg.train.dist, seed)
     if warning := cfg.recursion.warning():
         dist.print0(warning)
 

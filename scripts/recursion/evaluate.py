@@ -24,7 +24,7 @@ from nanochat.checkpoint import Checkpoint, find_checkpoint, load_model, load_we
 from nanochat.common import UsageError
 from nanochat.config import require_at_least, start
 from nanochat.dataset import DataConfig
-from nanochat.distributed import DistConfig, DistContext, init_distributed
+from nanochat.dist import DistConfig, DistContext, init_dist
 from nanochat.eval_bpb import bits_per_byte, row_batches
 from nanochat.gpt import GPT
 from nanochat.lab.significance import over_seeds
@@ -55,7 +55,7 @@ class RecursionEval:
     report_dir: str | None = None
     """Folder for records. Default: report/ under the base directory."""
     data: DataConfig = field(default_factory=DataConfig)
-    machine: DistConfig = field(default_factory=DistConfig)
+    dist: DistConfig = field(default_factory=DistConfig)
     kernels: KernelConfig = field(default_factory=KernelConfig)
 
     def __post_init__(self) -> None:
@@ -79,23 +79,23 @@ class LoopScores(NamedTuple):
 
 
 def main(cfg: RecursionEval) -> None:
-    machine = init_distributed(cfg.machine)
+    dist = init_dist(cfg.dist)
 
     def find(tags: Sequence[str | None]) -> list[Checkpoint]:
         return [find_checkpoint("base", tag) for tag in tags]
 
     tags = (cfg.model_tags or (None,), cfg.plain_tags)
-    recursive, plain = machine.on_node(lambda: [find(t) for t in tags])
+    recursive, plain = dist.on_node(lambda: [find(t) for t in tags])
     require_comparable([*recursive, *plain])
     require_one_recipe(recursive, plain)
-    recursive = [score_loops(cfg, checkpoint, machine) for checkpoint in recursive]
-    plain = [score_loops(cfg, checkpoint, machine) for checkpoint in plain]
+    recursive = [score_loops(cfg, checkpoint, dist) for checkpoint in recursive]
+    plain = [score_loops(cfg, checkpoint, dist) for checkpoint in plain]
     criteria = find_criteria(recursive, plain)
     for criterion in criteria:
-        machine.print0(f"{criterion.name}: {criterion.summary}")
-    if machine.is_main:
-        write_record(cfg, machine, recursive, plain, criteria)
-    machine.close()
+        dist.print0(f"{criterion.name}: {criterion.summary}")
+    if dist.is_main:
+        write_record(cfg, dist, recursive, plain, criteria)
+    dist.close()
 
 
 def require_comparable(checkpoints: Sequence[Checkpoint]) -> None:
@@ -137,25 +137,25 @@ def recipe_of(checkpoint: Checkpoint) -> str:
     return json.dumps([identity, None if by_clock else checkpoint.step], sort_keys=True)
 
 
-def score_loops(cfg: RecursionEval, checkpoint: Checkpoint, machine: DistContext) -> LoopScores:
+def score_loops(cfg: RecursionEval, checkpoint: Checkpoint, dist: DistContext) -> LoopScores:
     """Score a checkpoint; a recursive one after each loop, up to twice n_loops."""
     tokenizer = checkpoint.tokenizer()
     if "n_loops" in (values := checkpoint.state["model"]):
         with torch.device("meta"):
-            model = RecursiveGPT(RecursiveConfig(**values), machine.dtype)
-        load_weights(model, checkpoint, machine)
+            model = RecursiveGPT(RecursiveConfig(**values), dist.dtype)
+        load_weights(model, checkpoint, dist)
     else:
-        model = load_model(checkpoint, machine)
-    T, on_cpu = model.cfg.max_seq_len, machine.device.type == "cpu"
+        model = load_model(checkpoint, dist)
+    T, on_cpu = model.cfg.max_seq_len, dist.device.type == "cpu"
     source = open_text(cfg.data, checkpoint.state["source"])
     rows = open_rows(source, tokenizer, T)
     tokens = cfg.eval_tokens or (262_144 if on_cpu else 20 * 524_288)
-    default = prepare_scoring(cfg.kernels, model, 2 * tokens, GPU_ROWS, machine)
+    default = prepare_scoring(cfg.kernels, model, 2 * tokens, GPU_ROWS, dist)
     size = cfg.device_batch_size or default
     token_bytes, states = tokenizer.token_bytes(), {}
 
     def batches():
-        mine = rows.val_batches(size, max(1, tokens // T), machine.rank, machine.world_size)
+        mine = rows.val_batches(size, max(1, tokens // T), dist.rank, dist.world_size)
         return row_batches(mine, size)
 
     score, loops = model.token_losses, 1
@@ -163,13 +163,13 @@ def score_loops(cfg: RecursionEval, checkpoint: Checkpoint, machine: DistContext
         loops = 2 * model.cfg.n_loops
         score = partial(model.losses_by_loop, loops=loops)
         states = state_metrics(model, batches())
-    bpb = bits_per_byte(score, batches(), token_bytes, machine, n=loops)
+    bpb = bits_per_byte(score, batches(), token_bytes, dist, n=loops)
     by_loop = {k: found.value for k, found in enumerate(bpb, start=1)}
     metrics = read_metrics(checkpoint.folder.parent / METRICS_FILE)
     steps = [line for line in metrics if "loss" in line]
     scored = LoopScores(checkpoint, model, by_loop, states, steps)
     values = ", ".join(f"{value:.4f}" for value in by_loop.values())
-    machine.print0(f"{scored.tag}: bpb {values}")
+    dist.print0(f"{scored.tag}: bpb {values}")
     return scored
 
 
@@ -226,7 +226,7 @@ def arms_of(plain: Sequence[LoopScores]) -> list[LoopArm]:
 
 def write_record(
     cfg: RecursionEval,
-    machine: DistContext,
+    dist: DistContext,
     recursive: Sequence[LoopScores],
     plain: Sequence[LoopScores],
     criteria: Sequence[Criterion],
@@ -271,7 +271,7 @@ def write_record(
         {"title": "By number of loops", "columns": by_loop, "rows": loop_rows},
     ]
     series = {"bpb by loops": curve}
-    cost = records.Cost.so_far(machine)
+    cost = records.Cost.so_far(dist)
     report.append_section(SECTION, cfg, values, provenance, cost, tables=tables, series=series)
 
 

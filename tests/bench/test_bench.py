@@ -7,7 +7,7 @@ import torch
 
 from nanochat.bench import engine, evals, tokenizer
 from nanochat.bench.table import BenchLog, Detail, Note, TableLine, render_findings
-from nanochat.distributed import DistConfig, init_distributed
+from nanochat.dist import DistConfig, init_dist
 from nanochat.scaling import shape_for_depth
 from nanochat.train import KernelConfig
 from scripts.bench import Bench, DataConfig, main
@@ -41,7 +41,7 @@ def test_tokenizer_bench_works_without_peers(monkeypatch, capsys, tmp_path):
 
 def test_training_bench_measures_speed_and_its_parts(capsys, tmp_path):
     path = tmp_path / "found.json"
-    main(Bench("train", depth=1, max_seq_len=16, rows=2, vocab_size=64, steps=2, machine=CPU,
+    main(Bench("train", depth=1, max_seq_len=16, rows=2, vocab_size=64, steps=2, dist=CPU,
                kernels=KernelConfig(compile=False), findings=path))  # fmt: skip
     assert "TFLOP/s" in capsys.readouterr().out
     found = BenchLog.read(path)
@@ -72,7 +72,7 @@ def test_few_shot_losses_match_lm_eval(monkeypatch):
     from nanochat.bench import peers
 
     monkeypatch.setattr(evals, "ITEMS", 3)
-    machine, seen = init_distributed(CPU), []
+    dist, seen = init_dist(CPU), []
 
     def watched(*args):
         score = peers.make_scorer(*args)
@@ -92,7 +92,7 @@ def test_few_shot_losses_match_lm_eval(monkeypatch):
     )
     found = BenchLog()
     shape = shape_for_depth(1, 400, 512, "classic")
-    evals.bench_evaluation(shape, machine, 1, found, watched)
+    evals.bench_evaluation(shape, dist, 1, found, watched)
     assert {line.peer for line in found.lines} == {"lm-eval"} and len(found.lines) == 3
     questions, theirs = seen[-1]
     ours = {q.number: scores for q, scores in evals.score_options(subjects[0], questions)}

@@ -83,7 +83,7 @@ def model_for(tokenizer: Tokenizer) -> Any:
     return lively(model)
 
 
-def test_every_file_restores_the_weights_and_the_smallest_is_kept(tokenizer, tmp_path, machine):
+def test_every_file_restores_the_weights_and_the_smallest_is_kept(tokenizer, tmp_path, dist):
     model, cfg = model_for(tokenizer), QuantConfig("embed.*=int8,*.mlp.*=int5,*.q.*=fp16,*=int6")
     stored = quantize_tensors(model.state_dict(), cfg)
     best = choose_smallest(stored, model.cfg, tokenizer, {})
@@ -99,7 +99,7 @@ def test_every_file_restores_the_weights_and_the_smallest_is_kept(tokenizer, tmp
             assert found.tokenizer.fingerprint == tokenizer.fingerprint
             for name, p in model.named_parameters():
                 assert torch.equal(found.weights[name], quantize_dequantize(p, formats[name], cfg))
-            built = found.build(machine)
+            built = found.build(dist)
             assert not torch.equal(built(tokens), model(tokens))
 
 

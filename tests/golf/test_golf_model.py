@@ -81,7 +81,7 @@ def test_invalid_option_is_rejected_with_its_value(change):
 
 
 @pytest.mark.parametrize(("stride", "rows"), [(16, 4), (8, 3), (1, 7), (3, 2)])
-def test_document_bpb_matches_a_token_by_token_reference(stride, rows, machine):
+def test_document_bpb_matches_a_token_by_token_reference(stride, rows, dist):
     """The reference scores each token separately: 16 in the first window, then `stride` in each."""
     texts = ["Zoë walks \N{SNOWMAN} home, slowly, to 1,234 \t letters.\n", "a", "Tom is. " * 4]
     tokenizer, nats = Tokenizer.train(texts, 300), 0.0
@@ -92,9 +92,9 @@ def test_document_bpb_matches_a_token_by_token_reference(stride, rows, machine):
             begin = -(-max(0, i - 16) // stride) * stride
             logits = model(torch.tensor([ids[begin:i]]))[0, -1].detach()
             nats -= float(logits.log_softmax(-1)[ids[i]])
-    found = document_bpb(model, texts, tokenizer, stride, rows, machine)
+    found = document_bpb(model, texts, tokenizer, stride, rows, dist)
     assert found.bytes == sum(len(text.encode()) for text in texts)
     assert found.nats == pytest.approx(nats, rel=1e-5)
     for wrong in (0, 17):
         with pytest.raises(ValueError, match=str(wrong)):
-            document_bpb(model, texts, tokenizer, wrong, rows, machine)
+            document_bpb(model, texts, tokenizer, wrong, rows, dist)

@@ -16,7 +16,7 @@ from nanochat.checkpoint import (
     stage_folder,
 )
 from nanochat.common import MissingInput
-from nanochat.distributed import DistConfig, init_distributed
+from nanochat.dist import DistConfig, init_dist
 from nanochat.engine import Engine, Sampling
 from nanochat.hf.export import write_hf
 from nanochat.tokenizer import Tokenizer
@@ -85,8 +85,8 @@ def ours(checkpoint):
 @pytest.fixture
 def exported(checkpoint, tokenizer, tmp_path):
     """The same model, exported and loaded by the harness's own Hugging Face class."""
-    machine = init_distributed(DistConfig("cpu", "float32"))
-    write_hf(tmp_path / "model", load_model(checkpoint, machine), tokenizer)
+    dist = init_dist(DistConfig("cpu", "float32"))
+    write_hf(tmp_path / "model", load_model(checkpoint, dist), tokenizer)
     return HFLM(
         pretrained=str(tmp_path / "model"),
         trust_remote_code=True,
@@ -116,7 +116,7 @@ def test_rolling_loglikelihood_equals_the_harness(ours, exported, texts):
 
 def test_default_cuda_device_falls_back_without_gpu(checkpoint, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert NanochatLM(source="base", device="cuda:0").machine.device.type != "cuda"
+    assert NanochatLM(source="base", device="cuda:0").dist.device.type != "cuda"
 
 
 def test_tag_that_the_harness_parsed_as_a_number_is_a_name(checkpoint):

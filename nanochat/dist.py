@@ -1,35 +1,37 @@
 """
-Ranks, devices and dtypes of a run.
+One process of a run: its rank, device and dtype, sums over ranks, and what the device can do.
 
-    torchrun's environment -> init_distributed -> DistContext: rank, world_size, device, dtype, sum,
-    gather
+    flags, environment of torchrun -> init_dist -> DistContext
 
-A single process has world size 1. Two limits end a run that hangs: sums, which all ranks reach at
-about the same time, wait for `collective_timeout_minutes`; ranks that wait for work of another one
-(a download, an evaluation, a save), in `broadcast`, `gather`, `on_main` and `on_node`, wait for a
-day. The error names the ranks that did not answer.
+Collectives on tensors time out after `collective_timeout_minutes`; those on objects, `broadcast`,
+`gather`, `on_main` and `on_node`, wait a day for long work of one rank. The error of a collective
+that fails names the ranks that do not answer.
 """
 
+import ctypes
 import datetime
 import os
 import pickle
+import re
+import resource
+import shutil
 import signal
-import socket
+import sys
+import sysconfig
 import time
-import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
+import psutil
 import torch
-import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.distributed.rendezvous import rendezvous
 
 from nanochat.common import HUNG, UsageError, cpu_info, printable
 from nanochat.config import require_positive, short
-from nanochat.hardware import device_name, keep_freed_memory, peak_flops
 
 T = TypeVar("T")
 LONG_WORK = datetime.timedelta(days=1)
@@ -69,18 +71,16 @@ class DistContext:
     world_size: int
     device: torch.device
     dtype: torch.dtype
-    launch: str = ""
-    """Id of the torchrun launch; the same after torchrun restarts the ranks."""
-    restarts: int = 0
-    """Number of restarts by torchrun."""
-    local_size: int = 1
-    """Number of processes on this host."""
-    store: Any = None
-    """Key-value store of the process group."""
-    long_group: Any = None
-    """Process group of objects, whose collectives may wait for long work."""
     fp8: bool = False
     """Whether training runs the matmuls inside the layers in fp8."""
+    launch: str = ""
+    """Id that torchrun was given for this launch; the same after it restarts the ranks."""
+    restarts: int = 0
+    """Number of restarts by torchrun; 0 on a node that joins late."""
+    store: Any = None
+    """Key-value store of the process group."""
+    objects: Any = None
+    """Process group of collectives on objects."""
 
     @property
     def is_main(self) -> bool:
@@ -90,17 +90,15 @@ class DistContext:
     @property
     def device_name(self) -> str:
         """Name of the GPU as reported by its driver; otherwise `cpu` or `mps`."""
-        return device_name(self.device)
-
-    def utilization(self, flops_per_second: float) -> float | None:
-        """Model FLOPs utilization (MFU) as a fraction of the peak; None if the peak is unknown."""
-        peak = peak_flops(self.device_name)
-        return flops_per_second / (peak * self.world_size) if peak else None
+        on_gpu = self.device.type == "cuda"
+        return torch.cuda.get_device_name(self.device) if on_gpu else self.device.type
 
     def print0(self, *words: Any) -> None:
         """Print on the main rank only."""
         if self.is_main:
             print(*map(printable, words), flush=True)
+
+    # ---- collectives -----------------------------------------------------------------------------
 
     def sum(self, *values: float) -> list[float]:
         """Sum each value over ranks, in float64 (MPS: float32)."""
@@ -113,19 +111,11 @@ class DistContext:
         Sum each value over ranks, in float64 (MPS: float32). Returns (len(values),) on the device,
         without waiting for it.
         """
-        kind: Any = {"device": self.device, "dtype": self.widest_dtype}
-        scalars = [
-            v.to(**kind) if isinstance(v, Tensor) else torch.full((), v, **kind) for v in values
-        ]
-        total = torch.stack(scalars)
+        widest = torch.float32 if self.device.type == "mps" else torch.float64
+        total = torch.stack([torch.as_tensor(v, dtype=widest, device=self.device) for v in values])
         if self.world_size > 1:
-            self.wait(lambda: dist.all_reduce(total))
+            self.wait(lambda: distributed.all_reduce(total))
         return total
-
-    @property
-    def widest_dtype(self) -> torch.dtype:
-        """float64, or float32 on devices without it."""
-        return torch.float32 if self.device.type == "mps" else torch.float64
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any rank."""
@@ -136,15 +126,14 @@ class DistContext:
         if self.world_size == 1:
             return value
         box = [value]
-        self.wait(lambda: dist.broadcast_object_list(box, src=0, group=self.long_group))
+        self.wait(lambda: distributed.broadcast_object_list(box, src=0, group=self.objects))
         return box[0]
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks, in rank order, on every rank."""
-        if self.world_size == 1:
-            return [value]
-        box: list[Any] = [None] * self.world_size
-        self.wait(lambda: dist.all_gather_object(box, value, group=self.long_group))
+        box: list[Any] = [value] * self.world_size
+        if self.world_size > 1:
+            self.wait(lambda: distributed.all_gather_object(box, value, group=self.objects))
         return box
 
     def wait(self, work: Callable[[], T]) -> T:
@@ -154,30 +143,18 @@ class DistContext:
         """
         try:
             return work()
-        except RankHung:
-            raise
         except RuntimeError as error:
-            if self.store is None or self.world_size == 1:
+            if self.store is None or isinstance(error, RankHung):
                 raise
-            missing = self.ranks_without_answer()
+            args = ("failed", self.rank, self.world_size, ANSWER_SECONDS)
+            missing, why = silent_ranks(self.store, *args), printable(error).splitlines()[0]
             if not missing:
                 raise
             raise RankHung(
-                f"rank {', '.join(map(str, missing))} of {self.world_size} did not answer "
-                f"({printable(error).splitlines()[0]})",
+                f"rank {missing} of {self.world_size} did not answer ({why})",
                 "check that process and its device; restart with --resume=auto to resume from the "
                 "last checkpoint",
             ) from error
-
-    def ranks_without_answer(self) -> list[int]:
-        """Ranks that did not notice, within ANSWER_SECONDS, that a collective operation failed."""
-        self.store.set(f"failed/{self.rank}", "")
-        others = [rank for rank in range(self.world_size) if rank != self.rank]
-        deadline = time.monotonic() + ANSWER_SECONDS
-        while others and time.monotonic() < deadline:
-            others = [rank for rank in others if not self.store.check([f"failed/{rank}"])]
-            time.sleep(0.1)
-        return others
 
     def on_main(self, work: Callable[[], T]) -> T:
         """Run `work` on the main rank; every rank returns its result or raises its error."""
@@ -207,16 +184,30 @@ class DistContext:
 
     def synchronize(self) -> None:
         """Wait until the device has finished queued work, for correct timings."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        elif self.device.type == "mps":
-            torch.mps.synchronize()
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
 
     def close(self) -> None:
         """Leave the process group after a barrier, so no rank exits while another works."""
-        if dist.is_initialized():
+        if distributed.is_initialized():
             self.gather(None)
-            dist.destroy_process_group()
+            distributed.destroy_process_group()
+
+    # ---- limits of the device --------------------------------------------------------------------
+
+    def utilization(self, flops_per_second: float) -> float | None:
+        """Model FLOPs utilization (MFU) as a fraction of the peak; None if the peak is unknown."""
+        peak = peak_flops(self.device_name)
+        return flops_per_second / (peak * self.world_size) if peak else None
+
+    def peak_memory_bytes(self) -> int:
+        """Peak memory in bytes: of this process's tensors on a GPU, else of the process."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        if sys.platform == "linux":  # getrusage would include memory used before the exec
+            found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+            return int(found[1]) * 1024 if found else 0
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # on macOS, in bytes
 
 
 def as_picklable(error: Exception) -> Exception:
@@ -228,16 +219,10 @@ def as_picklable(error: Exception) -> Exception:
     return RuntimeError(f"{type(error).__name__}: {error}").with_traceback(error.__traceback__)
 
 
-def visible_gpus() -> list[str]:
-    """GPUs of this process, as named in CUDA_VISIBLE_DEVICES."""
-    count = torch.cuda.device_count()
-    named = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
-    return [name.strip() for name in named.split(",")][:count]
+# ---- Joining -------------------------------------------------------------------------------------
 
 
-def init_distributed(
-    cfg: DistConfig = DistConfig(), seed: int = 0, steady: bool = True
-) -> DistContext:
+def init_dist(cfg: DistConfig = DistConfig(), seed: int = 0, steady: bool = True) -> DistContext:
     """
     Join the process group (under torchrun), pick device and dtype, and seed torch's generator.
 
@@ -247,8 +232,10 @@ def init_distributed(
     Raises ValueError if the requested device is not available.
     """
     env = os.environ
-    rank, local_rank = int(env.get("RANK", 0)), int(env.get("LOCAL_RANK", 0))
-    world_size = int(env.get("WORLD_SIZE", 1))
+    rank, local_rank, world_size = (
+        int(env.get(name, default))
+        for name, default in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1))
+    )
     mps = torch.backends.mps.is_available()
     present = {"cuda": torch.cuda.is_available(), "mps": mps, "cpu": True}
     kind = cfg.device_type or next(kind for kind in present if present[kind])
@@ -265,59 +252,31 @@ def init_distributed(
         torch.set_float32_matmul_precision("high")  # allow TF32 in the few fp32 matmuls
     if kind == "cpu" and steady:
         keep_freed_memory()
-    store = long_group = None
-    if world_size > 1 and not dist.is_initialized():
+    store = objects = None
+    if world_size > 1 and not distributed.is_initialized():
         minutes = datetime.timedelta(minutes=cfg.collective_timeout_minutes)
-        store, long_group = join(device, rank, world_size, minutes)
+        store, objects = join(device, rank, world_size, minutes)
     if cfg.deterministic:
         env.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
         torch.use_deterministic_algorithms(True)
     torch.manual_seed(seed)
-    fp8 = cfg.dtype == "fp8"  # preflight enables it
+    fp8 = cfg.dtype == "fp8"
     name = "bfloat16" if fp8 else cfg.dtype
     dtype = getattr(torch, name) if name else default_dtype(device)
-    launch = env.get("TORCHELASTIC_RUN_ID", "")
-    if launch == "none":  # no run ID: use host, torchrun's process ID and its random log folder
-        logs = env.get("TORCHELASTIC_ERROR_FILE", "").split("/attempt_")[0]
-        launch = f"{socket.gethostname()}-{os.getppid()}-{logs}"
-    restarts = int(env.get("TORCHELASTIC_RESTART_COUNT", 0))
-    local_size = int(env.get("LOCAL_WORLD_SIZE", world_size))
+    launch, restarts = env.get("TORCHELASTIC_RUN_ID", ""), env.get("TORCHELASTIC_RESTART_COUNT", 0)
+    launch = "" if launch == "none" else launch  # torchrun's default
     return DistContext(
-        *(rank, local_rank, world_size, device, dtype, launch, restarts, local_size),
-        *(store, long_group, fp8),
+        *(rank, local_rank, world_size, device, dtype, fp8, launch, int(restarts), store, objects)
     )
 
 
-def name_attempt(store: Any, rank: int, world_size: int, timeout: datetime.timedelta) -> str:
-    """
-    Agree on a unique name for this attempt. Raises RankHung, on rank 0 naming the missing ranks, if
-    not all ranks join within `timeout`.
-
-    torchrun keeps one store for all attempts of a launch, and a rank that finds the address of a
-    dead rank there waits for it (pytorch#135712); attempt counters differ, because a node that
-    joins late starts at zero. So each rank sends a unique token and accepts only a reply to it.
-    """
-    token, deadline = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
-    if rank:
-        store.set(f"greeting/{rank}", token)
-        try:
-            store.wait([token], timeout)
-        except RuntimeError as error:
-            raise RankHung("rank 0 did not join", "start all processes") from error
-        name = store.get(token).decode()
-        store.set(f"{name}/{rank}", "")
-        return name
-    missing = list(range(1, world_size))
-    while missing:
-        if time.monotonic() > deadline:
-            ranks = ", ".join(map(str, missing))
-            raise RankHung(f"rank {ranks} of {world_size} did not join", "start all processes")
-        for each in missing:  # also replies to tokens of dead ranks
-            if store.check([f"greeting/{each}"]):
-                store.set(store.get(f"greeting/{each}").decode(), token)
-        time.sleep(0.02)
-        missing = [each for each in missing if not store.check([f"{token}/{each}"])]
-    return token
+def default_dtype(device: torch.device) -> torch.dtype:
+    """bfloat16 if the device has native bfloat16 matmuls, else float32."""
+    if device.type == "cuda":
+        native = torch.cuda.get_device_capability(device) >= (8, 0)
+    else:
+        native = device.type == "cpu" and re.search(r"avx512_bf16|amx_bf16", cpu_info("flags"))
+    return torch.bfloat16 if native else torch.float32
 
 
 def join(
@@ -332,11 +291,15 @@ def join(
     else:
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         options: Any = {"is_master": rank == 0, "wait_for_workers": False, "timeout": timeout}
-        store = dist.TCPStore(address, port, **options)  # pyright: ignore
-    attempt = name_attempt(store, rank, world_size, timeout)
-    store = dist.PrefixStore(attempt, store)  # pyright: ignore
+        store = distributed.TCPStore(address, port, **options)  # pyright: ignore
+    if os.environ.get("LOCAL_WORLD_SIZE") == str(world_size):
+        # On one node, torchrun keeps the store, with addresses of dead ranks, when it restarts them
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = distributed.PrefixStore(attempt, store)  # pyright: ignore
+    if missing := silent_ranks(store, "joined", rank, world_size, timeout.total_seconds()):
+        raise RankHung(f"rank {missing} of {world_size} did not join", "start all processes")
     on_gpu = device.type == "cuda"
-    dist.init_process_group(
+    distributed.init_process_group(
         "nccl" if on_gpu else "gloo",
         store=store,
         rank=rank,
@@ -346,14 +309,84 @@ def join(
     )
     if on_gpu:  # Python's handler would not run during NCCL's waits
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    return store, dist.new_group(timeout=LONG_WORK, backend="gloo")
+    return store, distributed.new_group(timeout=LONG_WORK, backend="gloo")
 
 
-def default_dtype(device: torch.device) -> torch.dtype:
-    """bfloat16 if the device has native bfloat16 matmuls, else float32."""
-    if device.type == "cuda":
-        native = torch.cuda.get_device_capability(device) >= (8, 0)
-    else:
-        flags = cpu_info("flags").split() if device.type == "cpu" else []
-        native = "avx512_bf16" in flags or "amx_bf16" in flags
-    return torch.bfloat16 if native else torch.float32
+def silent_ranks(store: Any, key: str, rank: int, world_size: int, seconds: float) -> str:
+    """
+    Tell the other ranks through the store that this one has reached `key`. Returns the ranks that
+    do not within `seconds`, as text; empty if all do.
+    """
+    store.set(f"{key}/{rank}", "")
+    others, deadline = list(range(world_size)), time.monotonic() + seconds
+    while others and time.monotonic() < deadline:
+        others = [each for each in others if not store.check([f"{key}/{each}"])]
+        time.sleep(0.02)
+    return ", ".join(map(str, others))
+
+
+# ---- The device ----------------------------------------------------------------------------------
+
+PEAK_FLOPS = {  # pattern of names -> dense bf16 FLOP/s of the data sheet, most specific first
+    "H100 NVL": 835e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "H200": 989e12,  # GH200 too
+    "B200": 2250e12,
+    "B300": 2250e12,
+    "A100[DX]?": 312e12,
+    "L40S": 362e12,
+    "L40": 181e12,
+    "L4": 121e12,
+    "A10": 125e12,
+    "RTX 5090": 209e12,
+    "RTX 4090": 165e12,
+    "RTX 3090": 71e12,
+}
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # parameters of glibc's mallopt
+
+
+def peak_flops(name: str) -> float | None:
+    """Peak FLOP/s of a device by name; None if unknown, as for CPUs."""
+    known = PEAK_FLOPS.items()
+    return next((peak for part, peak in known if re.search(rf"{part}(?![\dA-Z])", name)), None)
+
+
+def is_hopper(device: torch.device) -> bool:
+    """Whether this is a GPU of the generation of H100 and H200."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
+def memory_bytes(device: torch.device) -> tuple[int, int]:
+    """
+    Free and total memory in bytes, of a GPU or else of the host. Memory that PyTorch's allocator
+    has cached is free.
+    """
+    if device.type != "cuda":
+        host = psutil.virtual_memory()
+        return host.available, host.total
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    free, total = torch.cuda.mem_get_info(device)
+    return free + cached, total
+
+
+def has_compiler() -> bool:
+    """Whether a C++ compiler and Python's headers, which torch.compile needs, are installed."""
+    headers = Path(sysconfig.get_path("include"), "Python.h")
+    return any(map(shutil.which, ("g++", "c++", "clang++"))) and headers.exists()
+
+
+def keep_freed_memory() -> None:
+    """
+    Keep freed memory in this process for later allocations (glibc only).
+
+    By default, glibc returns large blocks to the system, and every training step faults all its
+    pages in again: 48,000 faults per step at depth 4, a tenth of the time (measured, dev/LOG.md).
+    Use it for repeated, equal steps, where peak memory grows by up to 5%. In a server, which
+    allocates blocks of all sizes, it grows by two thirds.
+    """
+    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if libc is not None and hasattr(libc, "gnu_get_libc_version"):
+        libc.mallopt(M_MMAP_MAX, 0)  # no mmapped blocks: they would be unmapped when freed
+        libc.mallopt(M_TRIM_THRESHOLD, -1)  # never trim
+        libc.mallopt(M_TOP_PAD, 1 << 26)
