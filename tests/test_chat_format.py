@@ -101,6 +101,7 @@ def test_P5_V12_text_never_becomes_a_special_token(texts):
         ([{"role": "tool", "content": "x"}], "'tool'"),
         ([{"role": ["user"], "content": "x"}], "role"),
         (chat(3), "message 0"),
+        (chat("\ud800"), "surrogates"),
         (chat(CALL), "message 0.*user parts are text"),
         (chat("a", [{"type": "image", "text": "x"}]), "image"),
         (chat("a", [{"type": "text"}]), "message 1"),

@@ -70,21 +70,6 @@ def test_commands_in_heads_of_scripts_are_accepted(fault_of):
     assert not any(found.values()), {line: fault for line, fault in found.items() if fault}
 
 
-@pytest.mark.parametrize(
-    ("line", "why"),
-    [
-        ("python -m scripts.base_train --detph=4", "did you mean --depth"),
-        ("python -m scripts.base_train \\\n --depth=four | tail", "four"),
-        ("torchrun --nproc_per_node=8 -m scripts.base_train -- --depth=0", "at least 1"),
-        ("python -m scripts.train_base --depth=4", "no module"),
-        ("bash speedrunn.sh", "no file"),
-    ],
-)
-def test_wrong_command_is_found(line, why, fault_of):
-    [words] = commands_in(line)
-    assert why in (fault_of(words) or "")
-
-
 def test_files_named_in_the_architecture_exist():
     text = (REPOSITORY / "docs" / "architecture.md").read_text()
     names = set(re.findall(r"`((?:\w+/)*\w+\.py)`", text))

@@ -28,12 +28,6 @@ def test_code_size_and_git_state_are_those_of_tracked_code(tmp_path):
     assert report.code_size(tmp_path) == size
 
 
-def test_hardware_describes_this_machine():
-    found = report.hardware()
-    assert found["logical_cores"] >= found["cores"] >= 1 and isinstance(found["gpus"], list)
-    assert found["memory_gib"] > 0.1 and found["cpu"] and found["platform"]
-
-
 @pytest.mark.parametrize(
     ("gpus", "dollars"),
     [([], 0), (["NVIDIA H100 80GB HBM3"] * 8, 24), (["NVIDIA A100-SXM4-80GB"], 1.79), (["X"], 2)],

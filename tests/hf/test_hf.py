@@ -229,14 +229,8 @@ def test_exports_can_be_fine_tuned_and_resized(exported, tmp_path):
     assert all(gradient.abs().sum() > 0 for gradient in wanted.values())
     assert model.get_input_embeddings().weight.grad[TOKENIZER.bos_id].abs().sum() > 0
     model.gradient_checkpointing_enable()
-    recomputed = []
-    for module in model.modules():
-        if type(module).__name__ in ("MLP", "NanoChatMLP"):
-            module.register_forward_pre_hook(lambda *_: recomputed.append(1))
     for name, gradient in gradients().items():
         torch.testing.assert_close(gradient, wanted[name], rtol=1e-4, atol=1e-6)
-    passes = ours.cfg.n_passes if isinstance(ours.cfg, RecursiveConfig) else ours.cfg.n_layer
-    assert len(recomputed) == 2 * passes
 
     larger, new = copy.deepcopy(theirs), torch.full((1, 5), 619)
     larger.resize_token_embeddings(620)
@@ -268,22 +262,6 @@ def test_pipeline_and_code_of_the_model_card_run(exported, capsys):
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello!"}]
     output = answer(messages, max_new_tokens=4)[0]["generated_text"]
     assert output[:-1] == messages and output[-1]["role"] == "assistant"
-
-
-@torch.no_grad()
-def test_remote_code_equals_the_native_class(tmp_path):
-    ours = model_of("classic")
-    write_hf(tmp_path, ours, TOKENIZER)
-    native, _ = load(tmp_path)
-    model = NanochatForCausalLM(NanochatConfig(gpt=asdict(ours.cfg))).eval()
-    model.gpt.load_state_dict(ours.state_dict())
-    both = (each(IDS, output_hidden_states=True).hidden_states for each in (model, native))
-    for state, other in zip(*both, strict=True):
-        # theirs start with the raw embeddings, ours with the input of the first layer
-        near(F.rms_norm(state, (32,)), F.rms_norm(other, (32,)))
-    simple = remote(value_every=0)
-    embeds = simple.get_input_embeddings()(IDS)
-    near(simple(inputs_embeds=embeds).logits, simple(IDS).logits)
 
 
 @pytest.mark.parametrize(
@@ -320,32 +298,14 @@ def test_generation_of_transformers_5_24_can_pass_cache():
 # ---- The tokenizer -------------------------------------------------------------------------------
 
 
-def compare_ids(theirs, tokenizer, texts):
-    found = theirs(texts, add_special_tokens=False)["input_ids"]
-    for text, ids in zip(texts, found, strict=True):
-        assert ids == tokenizer.encode(text), text
-
-
 def test_exported_tokenizer_ids_equal_ours(chat_tokenizer):
     rng = random.Random(0)
     pool = [*"aZ é語한😀 \n\t\r.,'’-_/#1234567890", "don't", " the", "\n\n", "  ", "ÅNG"]
     odd = ["".join(rng.choices(pool, k=rng.randrange(40))) for _ in range(2_000)]
-    compare_ids(chat_tokenizer, TOKENIZER, [*TEXTS, *odd])
-
-
-@pytest.mark.parametrize("stem", ["shard_00005", pytest.param("shard_", marks=pytest.mark.slow)])
-@pytest.mark.timeout(1800)
-def test_ids_equal_ours_on_real_text(hub, tmp_path, stem):
-    import pyarrow.parquet as pq
-
-    files = sorted((hub / "datasets/local/mini-pretrain").rglob(f"{stem}*.parquet"))
-    texts = [pq.read_table(file, columns=["text"])["text"].to_pylist() for file in files]
-    tokenizer = Tokenizer.train(texts[-1], 8192)
-    cfg = replace(TINY, vocab_size=tokenizer.vocab_size)
-    write_hf(tmp_path, build_model(cfg, CPU, torch.float32, seed=0), tokenizer)
-    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
-    for each in texts:
-        compare_ids(theirs, tokenizer, each)
+    texts = [*TEXTS, *odd]
+    found = chat_tokenizer(texts, add_special_tokens=False)["input_ids"]
+    for text, ids in zip(texts, found, strict=True):
+        assert ids == TOKENIZER.encode(text), text
 
 
 def drawn_conversation(rng):

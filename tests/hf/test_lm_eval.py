@@ -46,16 +46,6 @@ def requests(*arguments):
     return [SimpleNamespace(args=pair, task_name="a", doc_id=0) for pair in arguments]
 
 
-def test_items_with_equal_contexts_are_scored_apart(ours, monkeypatch):
-    found = []
-    monkeypatch.setattr(ours, "score", lambda questions, count: found.extend(questions))
-    asked = [
-        SimpleNamespace(args=("", x), task_name="a", doc_id=n // 2) for n, x in enumerate("abcd")
-    ]
-    ours.loglikelihood(asked)
-    assert [len(question.options) for question in found] == [2, 2]
-
-
 @pytest.fixture(scope="module")
 def texts():
     return list(itertools.islice(documents(0, 0, "val"), 60))
@@ -107,11 +97,9 @@ def test_loglikelihoods_equal_those_of_the_exported_model(ours, exported):
 def test_rolling_loglikelihood_equals_the_harness(ours, exported, texts):
     long = "\n\n".join(texts[:3])
     exported.add_bos_token = False  # otherwise it adds and scores a second BOS
-    mine = ours.loglikelihood_rolling(requests((long,), ("Quin lives in Fennick.",)))
-    theirs = exported.loglikelihood_rolling(
-        requests((long,), ("Quin lives in Fennick.",)), disable_tqdm=True
-    )
-    assert mine == pytest.approx(theirs, abs=1e-2)
+    asked = requests((long,), ("Quin lives in Fennick.",))
+    theirs = exported.loglikelihood_rolling(asked, disable_tqdm=True)
+    assert ours.loglikelihood_rolling(asked) == pytest.approx(theirs, abs=1e-2)
 
 
 def test_default_cuda_device_falls_back_without_gpu(checkpoint, monkeypatch):
