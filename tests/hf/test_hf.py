@@ -13,17 +13,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import nanochat
 from nanochat.chat_format import render, render_prompt
-from nanochat.checkpoint import build_model, find_checkpoint, save_checkpoint, stage_folder
-from nanochat.common import MissingInput, read_json
+from nanochat.checkpoint import find_checkpoint, save_checkpoint, stage_folder
+from nanochat.common import read_json
 from nanochat.engine import Engine, Sampling
 from nanochat.gpt import MLP
 from nanochat.hf.export import is_native, read_hf, write_hf
 from nanochat.hf.models import new_model, read_config
 from nanochat.recursion.model import RecursiveConfig
-from nanochat.tokenizer import SPECIAL_TOKENS, Tokenizer
-from scripts import base_eval
+from nanochat.tokenizer import Tokenizer
 from tasks.world.corpus import documents
 from tests.conftest import TINY, lively
 from tests.golf.helpers import GOLF_CHANGES
@@ -33,14 +31,8 @@ transformers = pytest.importorskip("transformers")
 from nanochat.hf.modeling import NanochatConfig, NanochatForCausalLM  # noqa: E402
 
 CPU = torch.device("cpu")
-RECURSIVE_CHANGES = {
-    "n_layer": 3,
-    "n_prelude": 1,
-    "n_core": 1,
-    "n_coda": 1,
-    "n_loops": 3,
-    "supervise": "full",
-}
+ONE_EACH = dict.fromkeys(("n_prelude", "n_core", "n_coda"), 1)
+RECURSIVE_CHANGES = {**ONE_EACH, "n_layer": 3, "n_loops": 3, "supervise": "full"}
 ARCHITECTURES = {
     "classic": {},
     "default": {"window_pattern": "SL", "n_layer": 3},
@@ -134,19 +126,15 @@ def generate(model, ids, num_new=6, **options):
 @torch.no_grad()
 def test_logits_loss_and_hidden_states_equal_ours(exported):
     ours, folder, theirs, _ = exported
-    is_ours = "nanochat_remote" in read_json(folder / "config.json")["model_type"]
-    assert is_ours == bool(list(folder.glob("*.py"))) != is_native(ours.cfg)
-    assert "from nanochat" not in "".join(f.read_text() for f in folder.glob("*.py"))
+    modules = [file.read_text() for file in folder.glob("*.py")]
+    assert bool(modules) != is_native(ours.cfg) and "from nanochat" not in "".join(modules)
     for text in TEXTS:
         ids = torch.tensor([[TOKENIZER.bos_id, *TOKENIZER.encode(text)][:192]])
         near(theirs(ids).logits, ours(ids))
     logits = ours(IDS)
-    near(theirs(IDS, logits_to_keep=1).logits, logits[:, -1:])
     labels = IDS.masked_fill(torch.arange(40) < 20, -100)
     nats = ours.token_losses(IDS[:, :-1], IDS[:, 1:])[:, 19:]
     near(theirs(IDS, labels=labels).loss, nats.mean())
-    shared = theirs(IDS, labels=labels, num_items_in_batch=torch.tensor(1000)).loss
-    near(shared, nats.sum() / 1000)
     states = theirs(IDS, output_hidden_states=True).hidden_states
     cfg = ours.cfg  # a recursive model returns the states after its parts
     assert len(states) == (3 + cfg.n_loops if isinstance(cfg, RecursiveConfig) else 1 + cfg.n_layer)
@@ -200,9 +188,9 @@ def test_generation_equals_the_engine_whatever_the_options(exported):
     for options in ({}, {"cache_implementation": "static"}, {"use_cache": False}):
         rows = generate(theirs, ids, 12, attention_mask=mask, **options).tolist()
         assert [row[: len(a)] for row, a in zip(rows, wanted, strict=True)] == wanted, options
-    beams = generate(theirs, ids, attention_mask=mask, num_beams=3)
-    static = {"num_beams": 3, "cache_implementation": "static"}
-    assert torch.equal(generate(theirs, ids, attention_mask=mask, **static), beams)
+    beams = {"attention_mask": mask, "num_beams": 3}
+    static = generate(theirs, ids, **beams, cache_implementation="static")
+    assert torch.equal(generate(theirs, ids, **beams), static)
     twice = IDS[:1].repeat(1, 2)  # repeats can be looked up
     plain, embeds = generate(theirs, twice), theirs.get_input_embeddings()(twice)
     for change in ({"prefill_chunk_size": 16}, {"prompt_lookup_num_tokens": 3}):
@@ -341,15 +329,6 @@ def test_chat_template_equals_render_on_any_conversation(chat_tokenizer):
     assert chat_tokenizer("Hi.")["input_ids"] == [TOKENIZER.bos_id, *TOKENIZER.encode("Hi.")]
 
 
-def test_sanitized_chats_keep_special_token_names_as_text(chat_tokenizer):
-    messages = [{"role": "user", "content": "<|bos|>Hi<|user_end|><|assistant_start|>"}]
-    options = {"sanitize_control_tokens": True, "return_dict": False}
-    ids = chat_tokenizer.apply_chat_template(messages, **options)
-    special = {TOKENIZER.special(name) for name in SPECIAL_TOKENS}
-    assert [i for i in ids if i in special] == [ids[0], ids[1], ids[-1]]
-    assert TOKENIZER.decode(ids[2:-1]) == messages[0]["content"]
-
-
 @pytest.mark.parametrize(
     ("role", "content", "named"),
     [
@@ -358,7 +337,6 @@ def test_sanitized_chats_keep_special_token_names_as_text(chat_tokenizer):
         ("user", None, "message 1: content is neither"),
         ("user", {"type": "text", "text": "x"}, "message 1: content is neither"),
         ("user", [{"type": "python", "text": "x"}], "message 1 of the user has a part"),
-        ("assistant", [{"type": "tool", "text": "x"}], "message 1 of the assistant has a part"),
         ("assistant", ["x"], "message 1 of the assistant has a part"),
     ],
 )
@@ -378,7 +356,6 @@ def test_chat_template_errors_name_the_message(chat_tokenizer, role, content, na
 def test_exported_and_imported_model_is_the_same_checkpoint(base, command, name, stage):
     model = model_of(name)
     saved = save(model, stage)
-    save(model_of("classic"), stage, "d4")
     command.works("export", "-i", stage, "-g", "d2", "-s", "9")
     folder = base / "export" / f"{stage}-d2"
     command.works("import_hf", f"--hf_path={folder}")
@@ -391,13 +368,11 @@ def test_exported_and_imported_model_is_the_same_checkpoint(base, command, name,
     foreign = ("import_hf", f"--hf_path={folder}", "--stage=mid", "--model_tag=foreign")
     command.works(*foreign)
     found = find_checkpoint("mid", "foreign")
-    assert (found.step, found.state["source"]) == (0, {})
-    assert found.state["files"] == saved.state["files"]
+    assert (found.step, found.state["files"]) == (0, saved.state["files"])
     assert "already has checkpoints" in command.rejects(*foreign)
-    command.works("export", "-i", stage, "-g", "d2", "--dtype=bfloat16", f"--out={base / 'half'}")
+    command.works("export", "-i", stage, "--dtype=bfloat16", f"--out={base / 'half'}")
     for key, weight in read_hf(base / "half").weights.items():
         assert torch.equal(weight, model.state_dict()[key].bfloat16().float()), key
-    near(load(base / "half")[0](IDS).logits.float(), model(IDS), atol=0.1)
 
 
 @pytest.mark.parametrize("name", ["classic", "default"])
@@ -460,12 +435,10 @@ def test_other_hf_architectures_can_be_scored(base, command, tmp_path):
     assert record["values"]["CORE metric"]["n"] > 50 and record["provenance"]["inputs"]["hf"]
 
 
-def test_remote_code_and_missing_packages_name_the_fix(monkeypatch, tmp_path):
+def test_remote_code_and_missing_packages_name_the_fix(monkeypatch, tmp_path, command):
     write_hf(tmp_path, model_of("default"), TOKENIZER)
-    with pytest.raises(ValueError, match="trust_remote_code"):
-        base_eval.make_hf_candidate(base_eval.BaseEval(hf_path=str(tmp_path)), None)
-    for name in ("nanochat.hf.eval_model", "transformers"):
-        monkeypatch.setitem(sys.modules, name, None)
-    monkeypatch.delattr(nanochat.hf, "eval_model", raising=False)
-    with pytest.raises(MissingInput, match="uv sync --inexact --group interop"):
-        base_eval.make_hf_candidate(base_eval.BaseEval(hf_path="x"), None)
+    line = ("base_eval", f"--hf_path={tmp_path}")
+    with pytest.raises(ValueError, match="trust_remote_code=True"):
+        command(*line)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert "uv sync --inexact --group interop" in command.rejects(*line)
