@@ -254,13 +254,10 @@ def test_sampling_follows_the_probabilities_of_kept_tokens(settings, kept):
     assert set(drawn) == set(kept)
 
 
-def test_each_row_uses_its_own_settings():
-    logits = 3 * torch.randn(5, 30, generator=torch.Generator().manual_seed(2))
-    settings = [Sampling(temperature=t) for t in (0, 1e-37, 1e-300)]
-    settings += [Sampling(top_k=1, temperature=3), Sampling(top_k=5, temperature=9)]
-    *greedy, last = sample(logits, settings, [0.99] * 5)
-    assert greedy == logits[:4].argmax(1).tolist()
-    assert last == int(logits[4].topk(5).indices[-1])
+def test_tiny_temperatures_are_greedy():
+    logits = 3 * torch.randn(3, 30, generator=torch.Generator().manual_seed(2))
+    found = sample(logits, [Sampling(temperature=t) for t in (0, 1e-37, 1e-300)], [0.99] * 3)
+    assert found == logits.argmax(1).tolist()
 
 
 @pytest.mark.parametrize("settings", [Sampling(), Sampling(top_p=0.9), Sampling(top_k=50)])

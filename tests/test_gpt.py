@@ -214,9 +214,7 @@ def test_B15_rope_is_correct_after_meta_device_loading(tiny_gpt):
 @torch.no_grad()
 def test_inference_copy_gives_equal_logits_and_takes_new_weights():
     model = build(FOUR, torch.bfloat16)
-    twin, dtypes = inference_copy(model), set()
-    for block in (*model.blocks, *twin.blocks):
-        block.register_forward_hook(lambda _, __, y: dtypes.add(y.dtype))
+    twin = inference_copy(model)
     addresses = {weight.data_ptr() for weight in twin.parameters()}
     for factor in (1.0, 1.25):
         for weight in model.parameters():
@@ -224,15 +222,8 @@ def test_inference_copy_gives_equal_logits_and_takes_new_weights():
         copy_weights(twin, model)
         assert torch.equal(model(TOKENS), twin(TOKENS))
     assert addresses == {weight.data_ptr() for weight in twin.parameters()}
-    dtypes |= {weight.dtype for weight in twin.parameters() if weight.ndim > 1}
+    dtypes = {weight.dtype for weight in twin.parameters() if weight.ndim > 1}
     assert dtypes == {torch.bfloat16} and twin(TOKENS).dtype == torch.float32
-
-
-def test_params_and_flops_match_reference_report():
-    with torch.device("meta"):
-        model = GPT(GPTConfig(65_536, 8, 512, 4, 4, 128, 2048).classic())
-    assert model.num_params() == 92_274_688
-    assert model.flops_per_token() == 452_984_832
 
 
 @pytest.mark.parametrize(

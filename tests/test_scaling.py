@@ -9,7 +9,6 @@ from nanochat.scaling import (
     MIN_STEPS,
     Horizon,
     HorizonConfig,
-    auto_batch,
     default_windows,
     plan_horizon,
     scaled_rules,
@@ -58,15 +57,6 @@ def test_defaults_are_those_of_the_published_recipe(depth, params, gflops, batch
     assert model.flops_per_token() / 1e9 == pytest.approx(gflops, rel=0.02)
     horizon = plan_horizon(model)
     assert horizon.batch_tokens == batch and horizon.num_steps == pytest.approx(steps, rel=0.01)
-
-
-def test_batch_grows_with_the_run_and_leaves_enough_steps():
-    sizes = [10.0**e for e in range(5, 13)]
-    rows = [auto_batch(tokens, 512) // 512 for tokens in sizes]
-    assert rows == sorted(rows) and rows[0] == 1
-    for tokens, n in zip(sizes, rows, strict=True):
-        assert n & (n - 1) == 0, "not a power of two"
-        assert n == 1 or tokens / (512 * n) >= MIN_STEPS / 2**0.5
 
 
 def test_horizon_precedence_is_iterations_flops_ratio(d12):
