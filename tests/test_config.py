@@ -71,8 +71,6 @@ DEFAULTS = {
         ("--no-once --cautious", {}),
         ("--once=0 --cautious=false", {"cautious": False}),
         ("--compile", {"compile": True}),
-        ("--compile=0", {"compile": False}),
-        ("--threads=4,8", {"threads": [4, 8]}),
         ("--threads=8 --tag=x", {"threads": [8], "tag": "x"}),
         ("--threads 4,8 --tag x", {"threads": [4, 8], "tag": "x"}),
         ("--threads 4 8", {"threads": [4, 8]}),
@@ -111,12 +109,9 @@ def test_help_shows_docstrings_and_defaults(capsys):
     assert "(default: 20)" in shown
 
 
-@pytest.mark.parametrize(
-    "script", ["tok_train", "base_train", "base_loss", "export", "report", "bench"]
-)
-def test_help_of_a_script_shows_its_command_and_outputs(script, command):
-    text = command.works(script, "--help")
-    assert f"python -m scripts.{script}" in text and "Writes " in text
+def test_help_of_a_script_shows_its_command_and_outputs(command):
+    text = command.works("tok_train", "--help")
+    assert "python -m scripts.tok_train" in text and "Writes " in text
 
 
 def test_only_errors_raised_by_our_code_are_user_errors():

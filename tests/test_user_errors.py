@@ -48,6 +48,8 @@ BAD_FLAGS = {
     "base_train --collective_timeout_minutes=0": "collective_timeout_minutes must be positive",
     "base_train --weight_decay=nan": "weight_decay must be finite.*at least 0",
     "base_train --seed=-7": "seed must be at least 0, got -7",
+    f"base_train --seed={10**23}": f"{10**23}",
+    f"chat_cli -p hi --seed={10**23}": f"{10**23}",
     "base_train --tokenizer_tag=none": "no tokenizer 'none'.*--tokenizer_tag=none",
     "base_loss --model_tag=none": "no checkpoint in.*base_train --depth=4 --model_tag=none",
     "base_loss --split_tokens=0": "split_tokens must be at least 1, got 0",
@@ -100,19 +102,12 @@ def test_bad_flag_is_rejected_without_a_traceback(command, tmp_path, line):
     assert re.search(named, command.rejects(*line.split()), re.DOTALL)
 
 
-@pytest.mark.parametrize("line", ["base_train", "chat_cli -p hi"])
-def test_huge_seed_is_rejected_without_a_traceback(command, line):
-    assert f"{10**23}" in command.rejects(*line.split(), f"--seed={10**23}")
-
-
-def test_damaged_tokenizer_is_named_with_the_command_to_retrain(base, command):
-    path = base / "tokenizer" / "main" / "tokenizer.json"
+@pytest.mark.parametrize("content", ["", "[]", '{"format": 1}'])
+def test_damaged_tokenizer_is_named_with_the_command_to_retrain(base, command, content):
+    path = base / "tokenizer/main/tokenizer.json"
     path.parent.mkdir(parents=True)
-    contents = {"data": "", "tok_eval": "[]", "base_train": '{"format": 1}'}
-    for script, content in contents.items():
-        path.write_text(content)
-        text = command.rejects(script, *TEXT)
-        assert str(path) in text and "python -m scripts.tok_train" in text
+    path.write_text(content)
+    assert re.search(f"{path}.*python -m scripts.tok_train", command.rejects("data", *TEXT), re.S)
 
 
 def test_full_disk_is_reported_with_a_fix(command, monkeypatch):
@@ -147,21 +142,16 @@ def test_training_prints_the_next_command_and_it_checks_files(base, command, tmp
     assert "next: python -m scripts.base_train --depth=4 --tokenizer_tag=own" in text
     text = command.works("base_train", *SMALL, *FEW, "--tokenizer_tag=own")
     folder = base / "base_checkpoints/d1/step_000001"
-    next_command = ["mid_train", "--model_tag=d1"]
-    assert text.rstrip().endswith(
-        f"checkpoint: {folder}\nnext: python -m scripts.{' '.join(next_command)}"
-    )
+    next_command = "mid_train --model_tag=d1"
+    assert f"checkpoint: {folder}\nnext: python -m scripts.{next_command}\n" in text
     values = read_json(base / "report/base-model-training.json")["values"]
-    per_token, params = float(values["Number of FLOPs per token"]), values["Number of parameters"]
-    assert values["Number of training tokens"] == 64
-    assert float(values["Total training flops"]) == pytest.approx(64 * per_token, rel=1e-5)
-    assert values["Tokens : Params ratio"] == pytest.approx(64 / params, rel=0.01)
+    flops = 64 * float(values["Number of FLOPs per token"])
+    assert float(values["Total training flops"]) == pytest.approx(flops, rel=1e-5)
 
     own = tmp_path / "own.jsonl"
     for content, problem in BAD_CONVERSATIONS.items():
-        if content is None:
-            own.unlink()
-        else:
+        own.unlink(missing_ok=True)
+        if content is not None:
             own.write_text(content)
-        text = command.rejects(*next_command, f"--mixture=jsonl:{own}")
+        text = command.rejects(*next_command.split(), f"--mixture=jsonl:{own}")
         assert re.search(f"{own}.*{problem}", text, re.DOTALL)
