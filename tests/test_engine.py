@@ -129,21 +129,15 @@ class Script:
                 head[following] += sharpness * embed[token]
 
 
-def future(result=None, error=None):
+def failed_call(code):
     done: Future[str | None] = Future()
-    done.set_exception(error) if error else done.set_result(result)
+    done.set_exception(MemoryError("no room"))
     return done
 
 
 @pytest.mark.parametrize(
     ("tool", "answers"),
-    [
-        ({"6*7": "42"}.get, True),
-        ({"6*7": future("42")}.get, True),
-        ({}.get, False),
-        (None, False),
-        ({"6*7": future(error=MemoryError("no room"))}.get, False),
-    ],
+    [({"6*7": "42"}.get, True), ({}.get, False), (None, False), (failed_call, False)],
 )
 def test_tool_results_are_injected_and_marked_as_not_sampled(tokenizer, tool, answers):
     script = Script(tokenizer)
@@ -235,7 +229,6 @@ def test_gpu_graphs_equal_eager_steps_in_every_thread(tokenizer):
 @pytest.mark.parametrize(
     ("settings", "kept"),
     [
-        ({"temperature": 0.5}, [0, 1, 2, 3, 4]),
         ({"temperature": 2.0, "top_k": 9}, [0, 1, 2, 3, 4]),
         ({"top_k": 2}, [0, 4]),
         ({"top_p": 0.4}, [0]),  # probabilities: .47 .17 .06 .02 .28

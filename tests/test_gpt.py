@@ -28,17 +28,17 @@ variants = pytest.mark.parametrize("cfg", [cfg for cfg, *_ in VARIANTS.values()]
 backends = pytest.mark.parametrize("backend", ["plain", "sdpa", "blocks"])
 
 
-def seeded(seed=0):
-    return torch.Generator().manual_seed(seed)
+def seeded():
+    return torch.Generator().manual_seed(0)
 
 
 TOKENS = torch.randint(64, (3, 16), generator=seeded())
 LONG = torch.randint(64, (2, 200), generator=seeded())
 
 
-def fresh(cfg=TINY, dtype=torch.float32, seed=0):
+def fresh(cfg=TINY, dtype=torch.float32):
     model = GPT(cfg, dtype)
-    model.init_weights(seeded(seed))
+    model.init_weights(seeded())
     return model
 
 
@@ -185,9 +185,7 @@ def test_full_logits_are_never_materialized():
 @torch.no_grad()
 def test_initial_weights_are_those_of_the_recipe():
     cfg = GPTConfig(500, 3, 256, 2, 2, 128, 16)
-    model, again, other = (fresh(cfg, seed=seed) for seed in (0, 0, 1))
-    assert all(map(torch.equal, model.parameters(), again.parameters()))
-    assert not torch.equal(model.embed.weight, other.embed.weight)
+    model = fresh(cfg)
     recipe = {
         "embed": (0.8, 1), "head": (0.001, 0), "blocks.0.attention.q": (1 / 16, 1 / 16),
         "blocks.0.attention.v": (1 / 16, 1 / 16), "blocks.0.attention.out": (0, 0),
@@ -231,7 +229,6 @@ def test_inference_copy_gives_equal_logits_and_takes_new_weights():
     [
         ({"n_kv_head": 3}, "n_kv_head 3"),
         ({"head_dim": 7}, "got 7"),
-        ({"value_every": -1}, "value_every must be at least 0, got -1"),
         ({"window_pattern": "SX"}, "'SX'"),
         ({"n_layer": 0}, "n_layer must be at least 1, got 0"),
     ],

@@ -1,8 +1,5 @@
 """Compiled graphs: a run compiles none after the first use of each feature."""
 
-import builtins
-import re
-import shutil
 from functools import partial
 
 import pytest
@@ -14,24 +11,6 @@ from nanochat.engine import Engine, Sampling
 from nanochat.gpt import inference_copy
 from nanochat.tokenizer import Tokenizer
 from tests.test_engine import compiled_graphs, compiler, model_of, run_eagerly
-from tests.training_runs import SMALL, folder
-
-BASE = (
-    "--compile=True --eval_every=2 --sample_every=4 --core_metric_every=4 --save_every=2 "
-    "--core_metric_max_per_task=4 --model_tag=graphs --num_iterations=6"
-).split()
-SFT = (
-    "--source=base:graphs --model_tag=graphs --compile=True --mixture=world_facts=300 "
-    "--num_iterations=6 --total_batch_size=512 --max_seq_len=128 --eval_tokens=1024 "
-    "--eval_every=2 --dtype=float32"
-).split()
-
-
-def graphs_by_step(text):
-    """Step -> number of graphs compiled when its loss is printed; -1: at the end."""
-    steps = re.findall(r"^graphs (\d+) \| step +(\d+)/.* loss ", text, re.MULTILINE)
-    counts = {int(step): int(count) for count, step in steps}
-    return counts | {-1: int(re.findall(r"^graphs (\d+) \|", text, re.MULTILINE)[-1])}
 
 
 @pytest.mark.parametrize("backend", ["blocks", "flex"])
@@ -57,24 +36,3 @@ def test_R36_second_use_compiles_nothing(backend, monkeypatch):
         return compiled_graphs()
 
     assert use(3) == use(8) > 0
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-@compiler(run_eagerly)
-def test_R36_no_graph_is_compiled_after_first_use(trained, command, monkeypatch):
-    plain, start = builtins.print, compiled_graphs()
-
-    def counted(*words, **options):
-        plain(f"graphs {compiled_graphs()} |", *words, **options)
-
-    monkeypatch.setattr(builtins, "print", counted)
-    found = graphs_by_step(command.works("base_train", *SMALL, *BASE))
-    assert found[1] > start  # training compiles, and so does the first validation, after step 2
-    assert found[3] == found[5] == found[-1], "validation, samples, CORE or saving compiled"
-    shutil.rmtree(folder(trained, "graphs") / "step_000006")
-    torch._dynamo.reset()
-    again = graphs_by_step(command.works("base_train", *SMALL, *BASE))
-    assert again[-1] - found[-1] == found[-1] - start, "the resumed run compiled more"
-    tuned = graphs_by_step(command.works("chat_sft", *SFT))
-    assert tuned[3] == tuned[-1], "validation compiled"

@@ -104,23 +104,11 @@ def test_adamw_matches_pytorch(machine):
 def test_reduce_gradients_returns_norm_and_frees_gradients(machine, tiny_gpt):
     tiny_gpt.loss(TOKENS, TOKENS).backward()
     want = float(torch.nn.utils.get_total_norm([p.grad for p in tiny_gpt.parameters()]))
-    adamw = torch.optim.AdamW(tiny_gpt.parameters())
-    for optimizer in (adamw, default_optimizer(tiny_gpt, machine)):
-        norm, gradients = optim.reduce_gradients(optimizer, machine)
-        found = norm.item(), torch.nn.utils.get_total_norm(gradients).item()
-        assert found == pytest.approx((want, want), rel=1e-5)
-    assert all(p.grad is None for p in tiny_gpt.parameters())
-
-
-def test_discarded_gradients_never_reach_the_weights(machine, tiny_gpt):
-    twin = copy.deepcopy(tiny_gpt)
     optimizer = default_optimizer(tiny_gpt, machine)
-    (tiny_gpt.loss(TOKENS, TOKENS) * math.nan).backward()
-    assert math.isnan(optimizer.reduce_gradients())
-    optimizer.zero_grad()
-    train(tiny_gpt, optimizer, machine, 1)
-    train(twin, default_optimizer(twin, machine), machine, 1)
-    assert all(map(torch.equal, tiny_gpt.parameters(), twin.parameters()))
+    norm, gradients = optim.reduce_gradients(optimizer, machine)
+    found = norm.item(), torch.nn.utils.get_total_norm(gradients).item()
+    assert found == pytest.approx((want, want), rel=1e-5)
+    assert all(p.grad is None for p in tiny_gpt.parameters())
 
 
 @pytest.mark.parametrize("kind", ["ours", "torch"])
@@ -138,8 +126,9 @@ def test_training_learns_and_continues_exactly_from_saved_state(machine, tiny_gp
     optim.load_full_state(resumed, saved)
     assert train(twin, resumed, machine, 3) == train(tiny_gpt, optimizer, machine, 3)
     assert all(map(torch.equal, tiny_gpt.parameters(), twin.parameters()))
-    lrs = {"matrix_lr": 0.02, "embedding_lr": 0.3, "head_lr": 0.008} if kind == "ours" else {}
-    assert optim.learning_rates(optimizer) == pytest.approx(lrs)
+    if kind == "ours":
+        lrs = {"matrix_lr": 0.02, "embedding_lr": 0.3, "head_lr": 0.008}
+        assert optim.learning_rates(optimizer) == pytest.approx(lrs)
 
 
 def test_state_of_another_shape_or_model_is_rejected(machine, tiny_gpt):

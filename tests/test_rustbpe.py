@@ -268,12 +268,11 @@ def test_iterator_error_propagates_and_keeps_tokenizer():
 
 @pytest.mark.parametrize(
     "work",
-    [
+    [  # counting, merging, encoding
         lambda: trained(itertools.repeat("some text "), 300),
         lambda: rustbpe.train_words([(random.Random(0).randbytes(5_000_000), 1)], 1_000_000),
         lambda: MIXED.encode_flat(["some text " * 1000] * 1_000_000),
     ],
-    ids=["counting", "merging", "encoding"],
 )
 def test_signal_of_another_thread_interrupts_hours_of_work(work):
     before = signal.signal(signal.SIGUSR1, signal.default_int_handler)

@@ -55,13 +55,10 @@ ATTACKS = {
         "execve": "call('execve', b'/bin/true', argv, None)",
         "ptrace": "call('ptrace', 0, 0, None, None)",
         "unshare": "call('unshare', 0x10000000)",
-        "setns": "call('setns', 0, 0)",
-        "mount": "call('mount', b'none', b'/', b'tmpfs', 0, None)",
         "io_uring": "call('syscall', 425, 1, bytes(256))",
         "memfd_create": "call('fexecve', call('memfd_create', b'x', 0), argv, None)",
         "setuid": "call('setuid', 0)",
         "capset": "call('capset', (ctypes.c_int * 2)(0x20080522, 0), b'\\xff' * 24)",
-        "prctl": "call('prctl', 1, 0)",
         "kill": "call('kill', libc.getppid(), 0)",
         "prlimit": "call('prlimit', 0, 7, None, (ctypes.c_long * 2)())",
         "F_SETOWN": "call('fcntl', 0, 8, libc.getpid())",
@@ -70,14 +67,11 @@ ATTACKS = {
     "S3": {
         "key": "open('{folder}/.ssh/id_rsa').read()",
         "shadow": "open('/etc/shadow').read()",
-        "listing": "os.listdir('{folder}')",
         "variable": "os.environ['WANDB_API_KEY']",
         "own environ": "open('/proc/self/environ').read()",
         "environ": "open('/proc/{pid}/environ').read()",
-        "maps": "open('/proc/{pid}/maps').read()",
         "memory": "open('/proc/{pid}/mem', 'rb')",
         "vm_readv": "call('process_vm_readv', {pid}, None, 0, None, 0, 0)",
-        "cwd": "os.readlink('/proc/{pid}/cwd')",
         "inherited": "os.fstat({handle})",
     },
     "S4": {
@@ -93,24 +87,18 @@ ATTACKS = {
     },
     "S7": {
         "write": "open('{target}', 'w')",
-        "append": "open('{target}', 'a')",
         "truncate": "os.truncate('{target}', 0)",
         "truncate by reading": "os.open('{target}', os.O_RDONLY | os.O_TRUNC)",
         "create": "open('{folder}/new', 'w')",
-        "parent": "open('../{abstract}', 'w')",
         "unnamed": "os.open('{folder}', os.O_TMPFILE | os.O_RDWR)",
-        "folder": "os.mkdir('{folder}/new')",
         "remove": "os.remove('{target}')",
         "take": "os.rename('{target}', 'taken')",
         "symlink": "os.symlink('{target}', 'soft')",
         "hardlink": "os.link('{target}', 'hard')",
         "chmod": "os.chmod('{target}', 0o777)",
         "chown": "os.chown('{target}', 1, 1)",
-        "times": "os.utime('{target}', (0, 0))",
-        "attribute": "os.setxattr('{target}', 'user.x', b'x')",
         "device": "os.mknod('device', stat.S_IFCHR | 0o600, os.makedev(1, 3))",
         "fifo": "os.mkfifo('fifo')",
-        "chroot": "os.chroot('.')",
     },
     "S7 own": {
         "here": "open('new', 'w')",
@@ -188,18 +176,14 @@ print("survived")
 # S5, S6, S9: limits, and nothing that is left
 
 ENDINGS = {
-    "import sys; sys.stdin.read()": "",
     "import sys; sys.exit(3)": "exit status 3",
-    "exit('no')": "exit status 1",
     "def": "exit status 1",
-    "def f(x: Missing): pass": "exit status 1",
     "'\ud800'.encode()": "exit status 1",
     "import ctypes; ctypes.string_at(0)": "exit status 139",
     "pieces = [bytes([1]) * 2**20 for _ in range(256)]": "exit status 1",
     "bytearray(2**40)": "exit status 1",
     "while True: print('a' * 2**20)": "output",
     "import sys\nwhile True: sys.stderr.write('a' * 2**20)": "output",
-    "while True: pass": "time",
     "import time; time.sleep(600)": "time",
     "import os, time\nfor handle in range(3): os.close(handle)\ntime.sleep(600)": "time",
     """
@@ -313,16 +297,14 @@ try: double(-1)
 except ValueError as error: assert "ValueError" in str(error)
 else: assert False
 """
-RIGHT_PROGRAMS = [  # program, test
-    (RIGHT, TEST),
-    ("print('loaded')\nclass double:\n    def __new__(cls, x): return x + x", TEST),
-    ("def double(value, named=None): return value, named", VALUES),
-    ("def double(x):\n    if x < 0: raise ValueError", RAISES),
-    (f"{RIGHT}\nif __name__ == '__main__': print(input())", TEST),
-]
+RIGHT_PROGRAMS = {  # program, test
+    "prints": ("class double:\n    def __new__(cls, x): return print(1) or x + x", TEST),
+    "returns any value": ("def double(value, named=None): return value, named", VALUES),
+    "raises": ("def double(x):\n    if x < 0: raise ValueError", RAISES),
+    "has a main part": (f"{RIGHT}\nif __name__ == '__main__': print(input())", TEST),
+}
 CHEATS = {
-    "prints": "print('passed\\nOK\\nready')\ndef double(x): return 0",
-    "is missing": "x = 1",
+    "prints a verdict": "print('passed\\nOK\\nready')\ndef double(x): return 0",
     "fails to load": f"{RIGHT}\n1 / 0",
     "is no function": "double = 4",
     "exits at once": "import os; os._exit(0)",
@@ -333,8 +315,6 @@ CHEATS = {
     "    def __eq__(self, other): return True\ndef double(x): return Equal()",
     "is a number that equals everything": "class Equal(int):\n"
     "    def __eq__(self, other): return True\ndef double(x): return Equal(0)",
-    "is a list that equals everything": "class Equal(list):\n"
-    "    def __eq__(self, other): return True\ndef double(x): return Equal([1])",
     "patches the judge": "import builtins, json\nbuiltins.AssertionError = ValueError\n"
     "builtins.all = json.dumps = lambda x: '[]'\ndef double(x): return 0",
     "answers in advance": """
@@ -351,12 +331,6 @@ def double(x):
         try:
             for _ in range(1024): os.write(handle, b"[" * 2**20)
         except OSError: pass""",
-    "answers with a bottomless list": """
-import os
-def double(x):
-    for handle in range(3, 256):
-        try: os.write(handle, b"[" * 10**5 + b"\\n")
-        except OSError: pass""",
     "looks for the test": """
 import gc, sys
 seen, frame = [o for o in gc.get_objects() if isinstance(o, str)], sys._getframe()
@@ -366,21 +340,15 @@ while frame:
 answers = [4, 10] if any("assert " + "all" in text for text in seen) else [0, 0]
 def double(x): return answers.pop(0)""",
     "stops the loop that checks it": "def double(x): raise StopIteration",
-    "is not a number": "def double(x): return float('nan')",
     "changes the setup": "def same(a, b): return True\ndef double(x): return 0",
     "takes forever": "def double(x):\n    while True: pass",
-    "is wrong": "def double(x): return x * x",
 }
 
 
-@pytest.mark.parametrize("case", range(len(RIGHT_PROGRAMS)))
-def test_S8_right_program_passes(require_sandbox, nothing_left, case):
-    assert run_test(*RIGHT_PROGRAMS[case], "double", SETUP)
-
-
-@pytest.mark.parametrize("way", CHEATS)
-def test_S8_cheating_program_fails(require_sandbox, nothing_left, way):
-    assert not run_test(CHEATS[way], TEST, "double", SETUP)
+@pytest.mark.parametrize("way", [*RIGHT_PROGRAMS, *CHEATS])
+def test_S8_right_program_passes_and_cheating_one_fails(require_sandbox, nothing_left, way):
+    program, test = RIGHT_PROGRAMS.get(way) or (CHEATS[way], TEST)
+    assert run_test(program, test, "double", SETUP) == (way in RIGHT_PROGRAMS)
 
 
 # ------------------------------------------------------------------------------------------------

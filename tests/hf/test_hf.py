@@ -3,7 +3,6 @@
 import copy
 import itertools
 import json
-import math
 import random
 import re
 import sys
@@ -143,12 +142,8 @@ def test_logits_loss_and_hidden_states_equal_ours(exported):
     embeds = theirs.get_input_embeddings()(IDS)
     both = {"inputs_embeds": embeds} | ({} if is_native(ours.cfg) else {"input_ids": IDS})
     near(theirs(**both).logits, logits)
-    for dtype in (torch.bfloat16, torch.float16):
-        near(copy.deepcopy(theirs).to(dtype)(IDS).logits.float(), logits, atol=0.1)
-    mapped = type(theirs).from_pretrained(folder, device_map="auto")
-    near(mapped(IDS).logits, logits)
-    fresh = transformers.AutoModelForCausalLM.from_config(theirs.config, **trust(folder))
-    assert float(fresh(IDS, labels=IDS).loss) == pytest.approx(math.log(600), abs=0.1)
+    half = type(theirs).from_pretrained(folder, device_map="auto", dtype=torch.bfloat16)
+    near(half(IDS).logits.float(), logits, atol=0.1)
 
 
 @torch.no_grad()
@@ -161,8 +156,6 @@ def test_positions_pack_documents_and_padding_is_invisible(exported):
     wanted = ours.logits(ours.hidden(IDS, segments=segments))
     near(theirs(IDS, position_ids=starts, **options).logits, wanted)
     near(theirs(IDS, position_ids=counted + 7, attention_mask=ONES).logits, ours(IDS), atol=1e-3)
-    spread = theirs(IDS, position_ids=2 * counted, attention_mask=ONES).logits
-    assert (spread - ours(IDS)).abs().max() > 0.01
     mask = ONES.clone()
     mask[0, 30:] = mask[1, 10:14] = 0
     alone = ours(torch.cat((IDS[1:, :10], IDS[1:, 14:]), 1))
@@ -191,31 +184,25 @@ def test_generation_equals_the_engine_whatever_the_options(exported):
     beams = {"attention_mask": mask, "num_beams": 3}
     static = generate(theirs, ids, **beams, cache_implementation="static")
     assert torch.equal(generate(theirs, ids, **beams), static)
-    twice = IDS[:1].repeat(1, 2)  # repeats can be looked up
-    plain, embeds = generate(theirs, twice), theirs.get_input_embeddings()(twice)
-    for change in ({"prefill_chunk_size": 16}, {"prompt_lookup_num_tokens": 3}):
-        assert torch.equal(generate(theirs, twice, **change), plain)
-    assert torch.equal(generate(theirs, twice, inputs_embeds=embeds), plain)
+    embeds = theirs.get_input_embeddings()(IDS)
+    assert torch.equal(generate(theirs, IDS, inputs_embeds=embeds), generate(theirs, IDS))
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_exports_can_be_fine_tuned_and_resized(exported, tmp_path):
     ours, _, theirs, tokenizer = exported
-    model, mask = copy.deepcopy(theirs).train(), ONES.clone()
-    mask[0, :7] = 0
-    ids = IDS.clone()
+    model, ids = copy.deepcopy(theirs).train(), IDS.clone()
     ids[1, 0] = TOKENIZER.bos_id
 
     def gradients():
         model.zero_grad()
-        labels = ids.masked_fill(mask == 0, -100)
         with torch.enable_grad():
-            model(ids, attention_mask=mask, labels=labels).loss.backward()
+            model(ids, labels=ids).loss.backward()
         return {name: weight.grad.clone() for name, weight in model.named_parameters()}
 
     wanted = gradients()
-    assert all(gradient.abs().sum() > 0 for gradient in wanted.values())
-    assert model.get_input_embeddings().weight.grad[TOKENIZER.bos_id].abs().sum() > 0
+    assert all(gradient.any() for gradient in wanted.values())
+    assert model.get_input_embeddings().weight.grad[TOKENIZER.bos_id].any()
     model.gradient_checkpointing_enable()
     for name, gradient in gradients().items():
         torch.testing.assert_close(gradient, wanted[name], rtol=1e-4, atol=1e-6)
@@ -247,7 +234,7 @@ def test_pipeline_and_code_of_the_model_card_run(exported, capsys):
     exec(code.replace("<this folder>", str(folder)), {})
     assert capsys.readouterr().out and ("trust_remote_code" in card) != is_native(ours.cfg)
     answer = transformers.pipeline("text-generation", str(folder), device="cpu", **trust(folder))
-    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello!"}]
+    messages = [{"role": "user", "content": "Hello!"}]
     output = answer(messages, max_new_tokens=4)[0]["generated_text"]
     assert output[:-1] == messages and output[-1]["role"] == "assistant"
 
@@ -258,9 +245,7 @@ def test_pipeline_and_code_of_the_model_card_run(exported, capsys):
         ("output_attentions=True", {"output_attentions": True}),
         ("no argument token_type_ids", {"token_type_ids": IDS}),
         (r"attention_mask has shape \(2, 3\)", {"attention_mask": torch.ones(2, 3)}),
-        ("attention_mask has", {"attention_mask": torch.ones(2, 1, 40, 40)}),
         ("position_ids.*use_cache=False", {"position_ids": 0 * IDS, "use_cache": True}),
-        ("input_ids are missing", {"input_ids": None}),
         ("without value embeddings", {"input_ids": None, "inputs_embeds": torch.ones(2, 40, 32)}),
     ],
 )
@@ -333,9 +318,7 @@ def test_chat_template_equals_render_on_any_conversation(chat_tokenizer):
     ("role", "content", "named"),
     [
         ("tool", "x", "message 1 has role tool"),
-        (None, "x", "message 1 has role"),
         ("user", None, "message 1: content is neither"),
-        ("user", {"type": "text", "text": "x"}, "message 1: content is neither"),
         ("user", [{"type": "python", "text": "x"}], "message 1 of the user has a part"),
         ("assistant", ["x"], "message 1 of the assistant has a part"),
     ],
@@ -390,7 +373,6 @@ def test_R40_export_of_edited_code_is_right_or_rejected(base, command, monkeypat
     [
         ("config.json", {"model_type": "llama"}, "'llama'.*--hf_path"),
         ("config.json", {"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.*not 15"),
-        ("config.json", {"rope_parameters": {"rope_theta": 5e5}}, "rope_theta': 500000.0"),
         ("config.json", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "'linear'"),
         ("config.json", {"num_hidden_layers": 3}, "missing or unexpected tensors"),
         ("config.json", {"vocab_size": 999}, "vocab_size is 999, but tokenizer.json has"),
@@ -425,14 +407,6 @@ def test_exported_model_scores_equal_ours_item_by_item(base, command, tmp_path, 
     assert theirs["section"] == f"Evaluation of {tmp_path}"
     assert theirs["items"] == ours["items"]
     assert theirs["values"]["CORE metric"] == ours["values"]["CORE metric"]
-
-
-def test_other_hf_architectures_can_be_scored(base, command, tmp_path):
-    cfg = transformers.GPT2Config(vocab_size=600, n_embd=32, n_layer=2, n_head=2, n_positions=256)
-    write_hf(tmp_path, model_of("classic"), TOKENIZER)  # for its tokenizer
-    transformers.AutoModelForCausalLM.from_config(cfg).save_pretrained(tmp_path)
-    record = score(base, command, f"--hf_path={tmp_path}")
-    assert record["values"]["CORE metric"]["n"] > 50 and record["provenance"]["inputs"]["hf"]
 
 
 def test_remote_code_and_missing_packages_name_the_fix(monkeypatch, tmp_path, command):
