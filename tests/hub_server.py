@@ -54,9 +54,9 @@ def small_hub(hub: Path, folder: Path, rows: int = 100, whole: tuple[str, ...] =
     names = {
         "karpathy/climbmix-400b-shuffle": "local/mini-pretrain",
         "HuggingFaceTB/smol-smoltalk": "local/chat-instruct",
-        **{name: name for name in ("cais/mmlu", "openai/gsm8k", "openai/openai_humaneval")},
-        **{name: name for name in ("allenai/ai2_arc", "deepmind/aqua_rat")},
     }
+    own = "cais/mmlu openai/gsm8k openai/openai_humaneval allenai/ai2_arc deepmind/aqua_rat"
+    names |= {name: name for name in own.split()}
     for name, source in names.items():
         root = hub / "datasets" / source
         for path in sorted(root.rglob("*.parquet")):

@@ -63,9 +63,7 @@ def test_B13_gpu_kernels_match_reference(backend, window, segmented):
     check("cuda", torch.bfloat16, backend, window, 2, segmented, 0.02)
 
 
-def test_default_scale_and_large_scores():
-    q = torch.randn(1, 5, 2, 16, generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(attend(q, q, q), attend(q, q, q, scale=0.25))
+def test_large_scores_stay_finite():
     large = torch.full((1, 130, 1, 4), 1e3)
     for q in (large, -large):
         assert attend(q, large, large, backend="blocks").equal(large)

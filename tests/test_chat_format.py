@@ -56,7 +56,6 @@ def test_V14_messages_of_one_speaker_in_any_order_are_merged():
 @pytest.mark.parametrize(
     ("messages", "prompt", "continued"),
     [
-        (chat("hi"), "^[hi]{", "^[hi]{"),
         (chat("hi", ""), "^[hi]{", "^[hi]{"),
         (chat("hi", "hello"), "^[hi]{", "^[hi]{hello"),
         ([SYSTEM], "^[Be kind.]{", "^[Be kind.]{"),

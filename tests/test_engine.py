@@ -1,6 +1,5 @@
 """Engine output equals that of the plain model and does not depend on the rest of the batch."""
 
-import math
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -185,9 +184,8 @@ def test_completion_stops_at_max_new_tokens_or_context_end(tokenizer):
     for most, expected in ((5, 5), (500, 14)):
         ((row,),) = engine.generate([[1, 9]], replace(GREEDY, max_new_tokens=most))
         assert (row.ids, row.finish) == ([9] * expected, "length")
-    for length in (0, 16):
-        with pytest.raises(ValueError, match=f"the prompt has {length} tokens.* 1 to 15"):
-            engine.check([1] * length)
+    with pytest.raises(ValueError, match="the prompt has 16 tokens.* 1 to 15"):
+        engine.check([1] * 16)
 
 
 # ---- Dtypes and compilation ----------------------------------------------------------------------
@@ -264,12 +262,3 @@ def test_deterministic_mode_samples_the_same_tokens(settings, monkeypatch):
     got = sample(logits, [settings] * 500, uniform)
     # a uniform number may lie within rounding error of a boundary
     assert sum(map(int.__ne__, got, want)) < 5 and max(got + want) < 5000
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("temperature", -1), ("temperature", math.nan), ("top_k", 0), ("top_p", 1.1)],
-)
-def test_invalid_settings_raise_and_name_the_field(name, value):
-    with pytest.raises(ValueError, match=name):
-        Sampling(**{name: value})

@@ -86,8 +86,3 @@ def test_model_trains_in_fp8_and_infers_without():
     assert torch.equal(twin(TOKENS), exact(TOKENS))
     with torch.no_grad():
         assert torch.equal(rounded(TOKENS), exact(TOKENS))
-
-
-@pytest.mark.parametrize("script", ["chat_rl", "chat_dpo"])
-def test_stages_with_rows_of_any_length_reject_fp8(command, script):
-    assert "fp8 needs rows of one length" in command.rejects(script, "--dtype=fp8")

@@ -128,8 +128,6 @@ def test_cached_pieces_equal_one_forward_pass(cfg):
         found.append(model.hidden(tokens[:, first:last], cache.view(slots, last - first)))
         cache.lengths = [last, 0, last]
     torch.testing.assert_close(torch.cat(found, 1), model.hidden(tokens), rtol=1e-4, atol=1e-4)
-    with pytest.raises(ValueError, match=f"{T + 1} tokens exceed the cache capacity of {T}"):
-        cache.view(slots, 1)
 
 
 @pytest.mark.parametrize(

@@ -178,22 +178,14 @@ def test_all_encode_methods_return_the_same_ids(texts, num_threads):
     assert flat(iter(texts), prefix=70_000) == [[70_000, *ids] for ids in expected]
 
 
-def encode_in_child(texts, results) -> None:
-    results.put(flat(texts, num_threads=2))
-
-
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_threads_and_forks_do_not_change_ids_of_long_texts():
     rng = random.Random(0)
     texts = [random_text(rng, "etao'1 \n\u00e9", n) for n in [300_000, 0, 5, 120_000]]
     expected = flat(texts, num_threads=1)
     assert flat(texts, num_threads=4) == expected
-    context = multiprocessing.get_context("fork")
-    results = context.SimpleQueue()
-    child = context.Process(target=encode_in_child, args=(texts, results))
-    child.start()
-    assert results.get() == expected
-    child.join()
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        assert pool.apply(flat, (texts,), {"num_threads": 2}) == expected
 
 
 def test_custom_pattern_skips_unmatched_text_and_is_kept():
