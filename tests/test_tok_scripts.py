@@ -101,9 +101,8 @@ def test_rival_counts_and_table_are_right(monkeypatch):
         pytest.skip("TIKTOKEN_CACHE_DIR is not set")
     # famously one token in GPT-2, but not in GPT-4
     texts = {"news": " SolidGoldMagikarp"}
-    counts = tok_eval.rival_counts([*texts.values()])
-    assert counts == {"GPT-2": [1], "GPT-4": [5]}
-    table = tok_eval.compare_tokenizers("GPT-4", texts, counts["GPT-4"], {"news": 4})
+    assert tok_eval.rival_counts([*texts.values()]) == {"GPT-2": [1], "GPT-4": [5]}
+    table = tok_eval.compare_tokenizers("GPT-4", texts, [5], {"news": 4})
     names = "Text Type,Bytes,GPT-4 Tokens,GPT-4 Ratio,Ours Tokens,Ours Ratio,Relative Diff %"
     assert table["columns"] == names.split(",")
     assert table["rows"] == [["news", 18, 5, "3.60", 4, "4.50", "+20.0%"]]
