@@ -1,13 +1,10 @@
 """Run script command lines in this process, because starting Python takes seconds."""
 
 import runpy
-import subprocess
 import sys
 from typing import NamedTuple
 
 import pytest
-
-from nanochat.common import REPOSITORY
 
 
 class Done(NamedTuple):
@@ -48,10 +45,3 @@ class Command:
         status, text = self(*command)
         assert status == 0, text[-3000:]
         return text
-
-
-def mib_after_imports() -> float:
-    """Memory of a process that has only imported the training script, in MiB."""
-    program = "import psutil, scripts.base_train; print(psutil.Process().memory_info().rss)"
-    command = [sys.executable, "-c", program]
-    return int(subprocess.check_output(command, cwd=REPOSITORY)) / 2**20

@@ -1,12 +1,11 @@
 """Local servers used as the Hugging Face Hub: a folder of real data, or files in memory."""
 
 import hashlib
-import importlib.util
 import json
+import runpy
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -21,33 +20,22 @@ def hub_served(hub: Path, patch: pytest.MonkeyPatch) -> Iterator[Callable[..., A
     """
     Yield a function that starts a server for a folder (default: `hub`) and uses it as the Hub.
 
-    The server is `tools/serve_hub.py` next to the data; the function's `switches` inject faults.
+    The server is `tools/serve_hub.py` next to the data.
     """
-    path = hub.parent / "tools" / "serve_hub.py"
-    spec = importlib.util.spec_from_file_location("serve_hub", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    running = []
-
-    def start(root: Path = hub, handler=None, **switches):
-        server = module.make_server(root, **switches)
-        server.RequestHandlerClass = handler(module) if handler else server.RequestHandlerClass
-        serve(server, patch)
-        running.append(server)
-        return server
-
-    yield start
-    for server in running:
-        server.shutdown()
-        server.server_close()
+    make_server = runpy.run_path(f"{hub.parent}/tools/serve_hub.py")["make_server"]
+    with ExitStack() as running:
+        yield lambda root=hub: running.enter_context(serve(make_server(root), patch))
 
 
-def serve(server: ThreadingHTTPServer, patch: pytest.MonkeyPatch) -> None:
+@contextmanager
+def serve(server: Any, patch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Run a server in a thread and use it as the Hub in this process and its children."""
     server.handle_error = lambda request, client_address: None  # clients may leave
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     use_endpoint(f"http://127.0.0.1:{server.server_port}", patch)
+    yield server
+    server.shutdown()
+    server.server_close()
 
 
 def use_endpoint(endpoint: str, patch: pytest.MonkeyPatch) -> None:
@@ -66,9 +54,9 @@ def small_hub(hub: Path, folder: Path, rows: int = 100, whole: tuple[str, ...] =
     names = {
         "karpathy/climbmix-400b-shuffle": "local/mini-pretrain",
         "HuggingFaceTB/smol-smoltalk": "local/chat-instruct",
-        **{name: name for name in ("cais/mmlu", "openai/gsm8k", "openai/openai_humaneval")},
-        **{name: name for name in ("allenai/ai2_arc", "deepmind/aqua_rat")},
     }
+    own = "cais/mmlu openai/gsm8k openai/openai_humaneval allenai/ai2_arc deepmind/aqua_rat"
+    names |= {name: name for name in own.split()}
     for name, source in names.items():
         root = hub / "datasets" / source
         for path in sorted(root.rglob("*.parquet")):
@@ -82,14 +70,13 @@ def small_hub(hub: Path, folder: Path, rows: int = 100, whole: tuple[str, ...] =
 class FakeHub(ThreadingHTTPServer):
     """
     Serves `files` as every dataset repository. The replies of `faults[kind]` come first; a kind is
-    info or tree (of a repository), head or get (of a file). `counts` has the requests of each kind.
+    info or tree (of a repository), head or get (of a file).
     """
 
     def __init__(self, files: dict[str, bytes]):
         super().__init__(("127.0.0.1", 0), FakeHubHandler)
-        self.files, self.commit, self.has_digests = files, "c0ffee" + "0" * 34, True
+        self.files, self.commit = files, "c0ffee" + "0" * 34
         self.faults: dict[str, Iterator[Callable]] = {}
-        self.counts = Counter[str]()
 
 
 class FakeHubHandler(BaseHTTPRequestHandler):
@@ -100,7 +87,6 @@ class FakeHubHandler(BaseHTTPRequestHandler):
         path = self.path.partition("?")[0]
         of_repo = {"revision": "info", "tree": "tree"}
         kind = of_repo.get(path.split("/")[5], self.command.lower())
-        self.server.counts[kind] += 1
         if fault := next(self.server.faults.get(kind, iter(())), None):
             return fault(self)
         files = self.server.files
@@ -113,13 +99,12 @@ class FakeHubHandler(BaseHTTPRequestHandler):
 
     do_HEAD = do_GET
 
-    def answer_file(self, content: bytes, sent: float = 1.0):
-        """Send a file, or only the first part of it; without digests, like the Hub's small files"""
-        digest = hashlib.sha256(content).hexdigest()[: 64 if self.server.has_digests else 40]
-        headers = {"ETag": f'"{digest}"', "X-Repo-Commit": self.server.commit}
-        self.answer(200, content, {"Content-Type": "binary/octet-stream", **headers}, sent)
+    def answer_file(self, content: bytes):
+        headers = {"ETag": f'"{hashlib.sha256(content).hexdigest()}"'}
+        headers |= {"Content-Type": "binary/octet-stream", "X-Repo-Commit": self.server.commit}
+        self.answer(200, content, headers)
 
-    def answer(self, status: int, body: Any = b"", headers: dict | None = None, sent: float = 1.0):
+    def answer(self, status: int, body: Any = b"", headers: dict | None = None):
         body = body if isinstance(body, bytes) else json.dumps(body).encode()
         standard = {"Content-Type": "application/json", "Content-Length": len(body)}
         self.send_response(status)
@@ -127,18 +112,7 @@ class FakeHubHandler(BaseHTTPRequestHandler):
             self.send_header(name, str(value))
         self.end_headers()
         if self.command == "GET":
-            self.wfile.write(body[: int(len(body) * sent)])
-            self.close_connection = sent < 1
+            self.wfile.write(body)
 
     def log_message(self, *args):
         pass
-
-
-@contextmanager
-def fake_hub(files: dict[str, bytes], patch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
-    """Use a `FakeHub` with these files as the Hub."""
-    server = FakeHub(files)
-    serve(server, patch)
-    yield server
-    server.shutdown()
-    server.server_close()

@@ -56,7 +56,6 @@ def test_V14_messages_of_one_speaker_in_any_order_are_merged():
 @pytest.mark.parametrize(
     ("messages", "prompt", "continued"),
     [
-        (chat("hi"), "^[hi]{", "^[hi]{"),
         (chat("hi", ""), "^[hi]{", "^[hi]{"),
         (chat("hi", "hello"), "^[hi]{", "^[hi]{hello"),
         ([SYSTEM], "^[Be kind.]{", "^[Be kind.]{"),
@@ -81,8 +80,6 @@ def test_V5_long_conversation_drops_its_oldest_turns():
     assert decode(render_fitting(TOKENIZER, talk[:4], 5)) == "^[three]{four"
     with pytest.raises(ValueError, match="message 6"):
         render_fitting(TOKENIZER, [SYSTEM, *talk, {"role": "tool", "content": "x"}], 5)
-    many = chat(*["word " * 9] * 4001)
-    assert len(render_fitting(TOKENIZER, many, 200)) <= 200  # fast even for many turns
 
 
 @given(st.lists(st.text() | st.sampled_from(SPECIAL_TOKENS), min_size=2, max_size=6))
@@ -101,6 +98,7 @@ def test_P5_V12_text_never_becomes_a_special_token(texts):
         ([{"role": "tool", "content": "x"}], "'tool'"),
         ([{"role": ["user"], "content": "x"}], "role"),
         (chat(3), "message 0"),
+        (chat("\ud800"), "surrogates"),
         (chat(CALL), "message 0.*user parts are text"),
         (chat("a", [{"type": "image", "text": "x"}]), "image"),
         (chat("a", [{"type": "text"}]), "message 1"),

@@ -59,26 +59,18 @@ DEFAULTS = {
     [
         ("", {}),
         ("--device_batch_size=8 --matrix_lr=0.5", {"device_batch_size": 8, "matrix_lr": 0.5}),
-        ("--device-batch-size 8 --matrix-lr 5e-1", {"device_batch_size": 8, "matrix_lr": 0.5}),
-        ("-- --device-batch-size=8", {"device_batch_size": 8}),
+        ("-- --device-batch-size 8 --matrix-lr 5e-1", {"device_batch_size": 8, "matrix_lr": 0.5}),
         ("--device_batch_size=-1 --target_flops -1.0 --compile -1", {}),
         ("--depth=-1", {"depth": -1}),
-        ("--depth=3 --depth=4", {"depth": 4}),
         ("-k 7", {"top_k": 7}),
-        ("-k -1", {"top_k": -1}),
         ("--once --no-cautious", {"once": True, "cautious": False}),
-        ("--once=1 --no_cautious", {"once": True, "cautious": False}),
         ("--no-once --cautious", {}),
         ("--once=0 --cautious=false", {"cautious": False}),
         ("--compile", {"compile": True}),
-        ("--compile=0", {"compile": False}),
-        ("--threads=4,8", {"threads": [4, 8]}),
-        ("--threads=8 --tag=x", {"threads": [8], "tag": "x"}),
         ("--threads 4,8 --tag x", {"threads": [4, 8], "tag": "x"}),
         ("--threads 4 8", {"threads": [4, 8]}),
         ("--tag a=3,b*2 -k=7", {"tag": "a=3,b*2", "top_k": 7}),
         ("--threads=-1", {"threads": ""}),
-        ("--device_type=cuda", {"device_type": "cuda"}),
     ],
 )
 def test_every_accepted_form_of_a_flag_gives_its_settings(line, changed):
@@ -109,14 +101,6 @@ def test_help_shows_docstrings_and_defaults(capsys):
     for text in ("A script.", "Model depth.", "Learning rate of matrices.", "rate of biases."):
         assert text in shown
     assert "(default: 20)" in shown
-
-
-@pytest.mark.parametrize(
-    "script", ["tok_train", "base_train", "base_loss", "export", "report", "bench"]
-)
-def test_help_of_a_script_shows_its_command_and_outputs(script, command):
-    text = command.works(script, "--help")
-    assert f"python -m scripts.{script}" in text and "Writes " in text
 
 
 def test_only_errors_raised_by_our_code_are_user_errors():

@@ -7,17 +7,17 @@ import pytest
 
 from nanochat import records, report
 
-AUTHOR = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
-CODE = {"a.py": "x = 1\ny = 2\n", "b.rs": "fn f() {}\n"}
-OTHER = {"notes.txt": "not code\n", "report.md": "generated\n", "uv.lock": "one\ntwo\nthree\n"}
+AUTHOR = "-c user.name=a -c user.email=a@b -c commit.gpgsign=false".split()
+FILES = {"a.py": "x = 1\ny = 2\n", "b.rs": "fn f() {}\n", "notes.txt": "not code\n"}
+FILES |= {"report.md": "generated\n", "uv.lock": "one\ntwo\nthree\n"}
 
 
 def test_code_size_and_git_state_are_those_of_tracked_code(tmp_path):
     assert records.git_state(tmp_path)["commit"] == "unknown"
-    for name, text in {**CODE, **OTHER}.items():
+    for name, text in FILES.items():
         (tmp_path / name).write_text(text)
-    for words in (["init", "-q", "-b", "main"], ["add", "."], ["commit", "-qm", "First\n\nbody"]):
-        subprocess.run(["git", *AUTHOR, *words], cwd=tmp_path, check=True)
+    for words in ("init -q -b main", "add .", "commit -qm First"):
+        subprocess.run(["git", *AUTHOR, *words.split()], cwd=tmp_path, check=True)
     (tmp_path / "report.md").write_text("generated again, which is not a change of the code\n")
     state = records.git_state(tmp_path)
     assert (state["branch"], state["dirty"], state["message"]) == ("main", False, "First")
@@ -28,15 +28,8 @@ def test_code_size_and_git_state_are_those_of_tracked_code(tmp_path):
     assert report.code_size(tmp_path) == size
 
 
-def test_hardware_describes_this_machine():
-    found = report.hardware()
-    assert found["logical_cores"] >= found["cores"] >= 1 and isinstance(found["gpus"], list)
-    assert found["memory_gib"] > 0.1 and found["cpu"] and found["platform"]
-
-
 @pytest.mark.parametrize(
-    ("gpus", "dollars"),
-    [([], 0), (["NVIDIA H100 80GB HBM3"] * 8, 24), (["NVIDIA A100-SXM4-80GB"], 1.79), (["X"], 2)],
+    ("gpus", "dollars"), [([], 0), (["NVIDIA H100 80GB HBM3"] * 8, 24), (["X"], 2)]
 )
 def test_default_hourly_rate_is_the_sum_over_gpus(gpus, dollars):
     assert records.default_rate(gpus) == pytest.approx(dollars)

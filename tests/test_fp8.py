@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nanochat.fp8 import E4M3, E5M2, fp8_linear, quantize
+from nanochat.fp8 import E4M3, fp8_linear
 from nanochat.gpt import GPT, Linear, inference_copy
 from tests.conftest import TINY, lively
 
@@ -44,17 +44,7 @@ def model_in(fp8):
     return lively(model)
 
 
-@pytest.mark.parametrize(("dtype", "mantissa_bits"), [(E4M3, 3), (E5M2, 2)])
 @pytest.mark.parametrize("scale", [1e-12, 1.0, 1e12])
-def test_quantization_error_is_half_a_unit_in_the_last_place(dtype, mantissa_bits, scale):
-    x = scale * torch.rand(1000, generator=torch.Generator().manual_seed(0)) + scale
-    values, factor = quantize(x, dtype)
-    error = (values.float() * factor / x - 1).abs().max()
-    assert 2.0 ** -(mantissa_bits + 3) < error <= 2.0 ** -(mantissa_bits + 1) * (1 + 1e-5)
-    assert values.float().abs().max() == torch.finfo(dtype).max
-
-
-@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e4])
 def test_results_and_gradients_differ_by_no_more_than_rounding(scale):
     inputs = operands(scale)
     exact = [t.detach().double().requires_grad_() for t in inputs]
@@ -96,8 +86,3 @@ def test_model_trains_in_fp8_and_infers_without():
     assert torch.equal(twin(TOKENS), exact(TOKENS))
     with torch.no_grad():
         assert torch.equal(rounded(TOKENS), exact(TOKENS))
-
-
-@pytest.mark.parametrize("script", ["chat_rl", "chat_dpo"])
-def test_stages_with_rows_of_any_length_reject_fp8(command, script):
-    assert "fp8 needs rows of one length" in command.rejects(script, "--dtype=fp8")

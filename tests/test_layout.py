@@ -7,10 +7,8 @@ import tomllib
 
 import pytest
 
-import nanochat
 from nanochat.common import REPOSITORY
 
-CORE = re.findall(r"^    (\w+) {2,}\S", nanochat.__doc__ or "", re.MULTILINE)  # in reading order
 TRACKS = "serve hf golf recursion lab bench".split()
 FILES = sorted(
     path.relative_to(REPOSITORY).as_posix()
@@ -49,15 +47,6 @@ def test_imports_do_not_go_up_a_layer(name):
     assert not {i for i in own_imports(name) if layer_of(i) > layer_of(name)}
 
 
-def test_core_modules_import_only_earlier_ones():
-    assert {f"nanochat/{m}.py" for m in CORE} | {"nanochat/__init__.py"} == {
-        f for f in FILES if re.fullmatch(r"nanochat/\w+\.py", f)
-    }
-    for i, module in enumerate(CORE):
-        core = {i for i in own_imports(f"nanochat/{module}.py") if layer_of(i) == 0}
-        assert core <= {f"nanochat.{name}" for name in CORE[:i]}, module
-
-
 def test_B18_every_import_is_a_declared_dependency():
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
     groups = project["dependency-groups"]
@@ -71,13 +60,8 @@ def test_B18_every_import_is_a_declared_dependency():
     assert declared <= used | {"tiktoken"}, "declared but never imported"
 
 
-CORE_SCRIPTS = (
-    "tok_train tok_eval data base_train base_loss base_eval mid_train chat_sft chat_rl chat_eval "
-    "chat_cli chat_web report"
-).split()
-
-
-@pytest.mark.parametrize("script", CORE_SCRIPTS)
-def test_script_of_the_core_imports_no_track(script):
-    tracks = {f"nanochat.{track}" for track in TRACKS if (script, track) != ("chat_web", "serve")}
-    assert not own_imports(f"scripts/{script}.py") & tracks
+def test_scripts_of_the_core_import_no_track():
+    scripts = {re.sub(r"scripts/(\w+)\.py", r"\1", name): own_imports(name) for name in FILES}
+    tracks = {f"nanochat.{track}" for track in TRACKS}
+    users = {name for name in scripts if name.isidentifier() and scripts[name] & tracks}
+    assert users == set("bench chat_dpo chat_web export import_hf lm_eval".split())

@@ -29,14 +29,12 @@ def test_tables_report_shares_by_bucket_and_tag(tmp_path, capsys):
     line = json.dumps([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
     (tmp_path / "a.jsonl").write_text(f"{line}\n" * 9)
     file = {"task": "jsonl", "source": str(tmp_path / "a.jsonl"), "domain": "chat"}
-    own = {"en": {**file, "language": "en"}, "ko": {**file, "language": "ko"}}
+    own = {name: {**file, "language": name} for name in ("en", "ko")}
     path = tmp_path / "own.json"
     path.write_text(json.dumps({"mixture": "en,ko*5", "buckets": own}))
-    chats = chat_mixture(str(path))
-    counts = {"conversations": 9, "tokens": 200, "trained": 60}
-    by_bucket, by_tag = chats.tables(
-        {"en": {**counts, "used_tokens": 1000}, "ko": {**counts, "used_tokens": 3000}}
-    )
+    about = {"conversations": 9, "tokens": 200, "trained": 60, "used_tokens": 1000}
+    counts = {"en": about, "ko": {**about, "used_tokens": 3000}}
+    by_bucket, by_tag = chat_mixture(str(path)).tables(counts)
     assert by_bucket["rows"][1] == ["ko", "chat, ko", "9", "200", "60", "15", "75.0%"]
     assert by_tag["rows"] == [["language", "en", "25.0%"], ["language", "ko", "75.0%"]]
     assert "more than 4 repeats of ko" in capsys.readouterr().out

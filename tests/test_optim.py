@@ -104,23 +104,11 @@ def test_adamw_matches_pytorch(dist):
 def test_reduce_gradients_returns_norm_and_frees_gradients(dist, tiny_gpt):
     tiny_gpt.loss(TOKENS, TOKENS).backward()
     want = float(torch.nn.utils.get_total_norm([p.grad for p in tiny_gpt.parameters()]))
-    adamw = torch.optim.AdamW(tiny_gpt.parameters())
-    for optimizer in (adamw, default_optimizer(tiny_gpt, dist)):
-        norm, gradients = optim.reduce_gradients(optimizer, dist)
-        found = norm.item(), torch.nn.utils.get_total_norm(gradients).item()
-        assert found == pytest.approx((want, want), rel=1e-5)
-    assert all(p.grad is None for p in tiny_gpt.parameters())
-
-
-def test_discarded_gradients_never_reach_the_weights(dist, tiny_gpt):
-    twin = copy.deepcopy(tiny_gpt)
     optimizer = default_optimizer(tiny_gpt, dist)
-    (tiny_gpt.loss(TOKENS, TOKENS) * math.nan).backward()
-    assert math.isnan(optimizer.reduce_gradients())
-    optimizer.zero_grad()
-    train(tiny_gpt, optimizer, dist, 1)
-    train(twin, default_optimizer(twin, dist), dist, 1)
-    assert all(map(torch.equal, tiny_gpt.parameters(), twin.parameters()))
+    norm, gradients = optim.reduce_gradients(optimizer, dist)
+    found = norm.item(), torch.nn.utils.get_total_norm(gradients).item()
+    assert found == pytest.approx((want, want), rel=1e-5)
+    assert all(p.grad is None for p in tiny_gpt.parameters())
 
 
 @pytest.mark.parametrize("kind", ["ours", "torch"])
@@ -138,8 +126,9 @@ def test_training_learns_and_continues_exactly_from_saved_state(dist, tiny_gpt, 
     optim.load_full_state(resumed, saved)
     assert train(twin, resumed, dist, 3) == train(tiny_gpt, optimizer, dist, 3)
     assert all(map(torch.equal, tiny_gpt.parameters(), twin.parameters()))
-    lrs = {"matrix_lr": 0.02, "embedding_lr": 0.3, "head_lr": 0.008} if kind == "ours" else {}
-    assert optim.learning_rates(optimizer) == pytest.approx(lrs)
+    if kind == "ours":
+        lrs = {"matrix_lr": 0.02, "embedding_lr": 0.3, "head_lr": 0.008}
+        assert optim.learning_rates(optimizer) == pytest.approx(lrs)
 
 
 def test_state_of_another_shape_or_model_is_rejected(dist, tiny_gpt):
@@ -170,16 +159,3 @@ def test_momentum_rises_stays_and_falls_over_the_warmdown():
 def test_weight_decay_follows_a_cosine():
     factors = [optim.decay_factor(s, 1000) for s in (0, 250, 500, 1000)]
     assert factors == pytest.approx([1, 0.854, 0.5, 0], abs=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("config", "name", "value"),
-    [
-        (ScheduleConfig, "warmdown_ratio", 1.5),
-        (OptimConfig, "matrix_lr", -1.0),
-        (OptimConfig, "grad_clip", math.nan),
-    ],
-)
-def test_setting_out_of_range_is_rejected(config, name, value):
-    with pytest.raises(ValueError, match=f"{name} must be .* got {value}"):
-        config(**{name: value})

@@ -98,7 +98,7 @@ TIKTOKEN = reference(MIXED)
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_P2_merges_match_naive_trainer_for_any_thread_count(seed):
+def test_P2_merges_and_ties_match_naive_trainer_for_any_threads(seed):
     rng = random.Random(seed)
     alphabet = ["ab", "abc", "abcdefgh", "aA'1 \n.", "\u00e9\u4e2d\U0001f600x"][seed % 5]
     texts = [random_text(rng, alphabet, rng.randrange(40)) for _ in range(rng.randrange(1, 12))]
@@ -108,11 +108,6 @@ def test_P2_merges_match_naive_trainer_for_any_thread_count(seed):
         rng.shuffle(texts)
         tokenizer = trained(texts, 330, num_threads=num_threads, buffer_size=buffer_size)
         assert tokens_of(tokenizer) == expected and tokenizer.vocab_size == len(expected)
-
-
-def test_P2_ties_go_to_the_lowest_ids():
-    words = [(b"zy", 5), (b"ab", 5), (b"ac", 5), (b"bb", 6), (b"xx", 0)]
-    assert rustbpe.train_words(words, 260) == [(98, 98), (97, 98), (97, 99), (122, 121)]
 
 
 def check_text(text: str, data: bytes, pattern: str) -> None:
@@ -183,22 +178,14 @@ def test_all_encode_methods_return_the_same_ids(texts, num_threads):
     assert flat(iter(texts), prefix=70_000) == [[70_000, *ids] for ids in expected]
 
 
-def encode_in_child(texts, results) -> None:
-    results.put(flat(texts, num_threads=2))
-
-
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_threads_and_forks_do_not_change_ids_of_long_texts():
     rng = random.Random(0)
     texts = [random_text(rng, "etao'1 \n\u00e9", n) for n in [300_000, 0, 5, 120_000]]
     expected = flat(texts, num_threads=1)
     assert flat(texts, num_threads=4) == expected
-    context = multiprocessing.get_context("fork")
-    results = context.SimpleQueue()
-    child = context.Process(target=encode_in_child, args=(texts, results))
-    child.start()
-    assert results.get() == expected
-    child.join()
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        assert pool.apply(flat, (texts,), {"num_threads": 2}) == expected
 
 
 def test_custom_pattern_skips_unmatched_text_and_is_kept():
@@ -239,15 +226,12 @@ def test_public_rustbpe_package_gives_a_clear_error(tmp_path):
     ("attempt", "message"),
     [
         (lambda: trained(["a"], 255), "255"),
-        (lambda: trained(["a"], 1 << 40), str(1 << 40)),
-        (lambda: trained(["a"], buffer_size=0), "buffer_size"),
         (lambda: trained(["a"], num_threads=0), "num_threads is 0"),
         (lambda: trained(["a"], pattern="a(b"), r"a\(b"),
         (lambda: rustbpe.train_words([(b"abc", (1 << 64) - 1)], 300), "64 bits"),
         (lambda: MIXED.decode([97, 9999]), "9999"),
         (lambda: MIXED.decode_bytes([-1]), "-1"),
         (lambda: of(BYTES[:-1]), "byte 255"),
-        (lambda: of([*BYTES, b""]), "256"),
         (lambda: of([*BYTES, b"ab", b"ab"]), "256"),
         (lambda: MIXED.encode(LONE), "surrogates"),
     ],
@@ -276,12 +260,11 @@ def test_iterator_error_propagates_and_keeps_tokenizer():
 
 @pytest.mark.parametrize(
     "work",
-    [
+    [  # counting, merging, encoding
         lambda: trained(itertools.repeat("some text "), 300),
         lambda: rustbpe.train_words([(random.Random(0).randbytes(5_000_000), 1)], 1_000_000),
         lambda: MIXED.encode_flat(["some text " * 1000] * 1_000_000),
     ],
-    ids=["counting", "merging", "encoding"],
 )
 def test_signal_of_another_thread_interrupts_hours_of_work(work):
     before = signal.signal(signal.SIGUSR1, signal.default_int_handler)

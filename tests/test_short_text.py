@@ -1,35 +1,23 @@
-"""Short and damaged text on the command line: no NaN, no traceback, no training on damaged rows."""
+"""Short validation text on the command line: no NaN, no traceback."""
 
-import io
 import json
-import random
 import re
-import sys
-from pathlib import Path
-
-import pytest
 
 from nanochat.logger import read_metrics
 from nanochat.records import read_records
 from nanochat.tokenizer import Tokenizer, tokenizer_dir
 
-WORDS = "the boat sails to a north wind and back again over cold water".split()
 
-
-@pytest.fixture
-def small(tmp_path: Path) -> list[str]:
-    """A short training run on a file of text, with five words of validation text."""
-    folder, rng = tmp_path / "own", random.Random(0)
+def test_R34_short_validation_text_gives_no_nan(tmp_path, base, command):
+    texts = [f"boat {i} sails to the north wind and back again. " * 9 for i in range(60)]
+    folder = tmp_path / "own"
     folder.mkdir()
-    texts = [" ".join(rng.choice(WORDS) for _ in range(90)) for _ in range(60)]
-    (folder / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
-    (folder / "b.jsonl").write_text(json.dumps({"text": " ".join(WORDS[:5])}) + "\n")
+    for name, own in {"a": texts, "b": ["boat"]}.items():
+        lines = [json.dumps({"text": text}) for text in own]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines))
     Tokenizer.train(texts, 300).save(tokenizer_dir("main"))
     flags = "--depth=1 --max_seq_len=256 --total_batch_size=1024 --num_iterations=2"
-    return ["base_train", *flags.split(), "--dtype=float32", f"--dataset={folder}"]
-
-
-def test_R34_short_validation_text_R28_damaged_rows(small, base, command):
+    small = ["base_train", *flags.split(), "--dtype=float32", f"--dataset={folder}"]
     output = command.works(*small) + command.works("base_loss")
     metrics = read_metrics(base / "base_checkpoints/d1/metrics.jsonl")
     assert 0 < metrics[-1]["val_bpb"] < 20
@@ -39,20 +27,3 @@ def test_R34_short_validation_text_R28_damaged_rows(small, base, command):
     values = next(r["values"] for r in read_records() if r["section"] == "Base model loss")
     assert 1024 < values["train tokens scored"] <= 2048  # of the two steps; the text has more
     assert "is empty: b.jsonl" in command.rejects(*small, "--eval_half=2", "--model_tag=half")
-
-    (path,) = base.rglob("a.jsonl*.bin")
-    whole = path.read_bytes()
-    path.write_bytes(whole[:5001] + b"\xff" + whole[5002:])  # an id outside the vocabulary
-    found = command.rejects(*small)
-    assert f"{path} is damaged" in found and "same command again" in found
-    assert "\nstep " not in found
-    command.works(*small)
-    assert path.read_bytes() == whole
-
-
-def test_console_that_is_not_utf8_does_not_end_training(small, base, command, monkeypatch):
-    line = json.dumps({"text": "\U0001f600" * 99}) + "\n"
-    (base.parent / "own/a.jsonl").write_text(line * 99)
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="iso-8859-1"))
-    command.works(*small, "--num_iterations=6", "--sample_every=6")
-    assert (base / "base_checkpoints/d1/step_000006/model.safetensors").exists()

@@ -19,63 +19,53 @@ FEW = "--eval_tokens=64 --sample_every=0 --core_metric_every=0".split()
 BAD_FLAGS = {
     "tok_train --dataset=embedded --vocab_size=10": "vocab_size is 10; use --vocab_size=265",
     "tok_train --vocab_size=many": "many.*--help",
-    "tok_train --max_chars=0": "max_chars must be at least 1, got 0",
     "tok_train --dataset=": "--dataset=: .*local folder",
     "tok_train --tokenizer_tag=../x": "--tokenizer_tag=../x.*use letters",
-    "tok_train --tokenizer_tag=/x": "--tokenizer_tag=/x.*use letters",
     "tok_train --dataset=embedded --vocab_size=300 --max_chars=5000 --report_dir=FILE": (
         "FILE.*use another path"
     ),
     "lab.hold_out --mixture=FILE": "FILE is not valid JSON.*correct or delete it",
     "lab.hold_out --mixture=TYPES": "'language': 5.*string values",
     "tok_eval --tokenizer_tag=none": "no tokenizer 'none'.*python -m scripts.tok_train",
-    "data --max_seq_len=0": "max_seq_len must be at least 1, got 0",
     "data --tokenizer_tag=none": "no tokenizer 'none'.*python -m scripts.tok_train",
     "base_train --detph=2": "--detph; did you mean --depth",
     "base_train --dtype=int8": "int8.*bfloat16",
     "base_train --model_tag=../x": "--model_tag=../x.*use letters",
-    "base_train --model_tag=exp:1": "--model_tag=exp:1.*use letters",
-    "base_train --model_tag=.": "--model_tag=[.].*use letters",
     "base_train --device_batch_size=0": "device_batch_size must be at least 1, got 0",
     "base_train --eval_every=-1": "eval_every must be at least 0, got -1",
-    "base_train --core_metric_every=-1": "core_metric_every must be at least 0, got -1",
-    "base_train --eval_tokens=0": "eval_tokens must be at least 1, got 0",
-    "base_train --keep=0": "keep must be at least 1, got 0",
-    "base_train --depth=0": "depth must be at least 1, got 0",
     "base_train --arch=classic --window_pattern=LS": "pattern L.*remove it, or --window_pattern=LS",
     "base_train --target_flops=0": "target_flops must be positive, got 0",
-    "base_train --total_batch_size=0": "total_batch_size must be at least 1, got 0",
     "base_train --collective_timeout_minutes=0": "collective_timeout_minutes must be positive",
     "base_train --weight_decay=nan": "weight_decay must be finite.*at least 0",
     "base_train --seed=-7": "seed must be at least 0, got -7",
+    f"chat_cli -p hi --seed={10**23}": f"{10**23}",
     "base_train --tokenizer_tag=none": "no tokenizer 'none'.*--tokenizer_tag=none",
     "base_loss --model_tag=none": "no checkpoint in.*base_train --depth=4 --model_tag=none",
-    "base_loss --split_tokens=0": "split_tokens must be at least 1, got 0",
-    "base_eval --max_per_task=0": "max_per_task must be at least 1, got 0",
     "base_eval --suite=dclm --eval_bundle=/none --only_fetch": "/none.*--eval_bundle=<folder",
     "mid_train --model_tag=none": "no checkpoint in.*base_train --depth=4.*--source=base:<tag>",
-    "mid_train --max_seq_len=0": "max_seq_len must be positive, got 0",
     "chat_sft --model_tag=none": "no checkpoint in.*scripts.mid_train --model_tag=none",
     "chat_rl --model_tag=none": "no checkpoint in.*scripts.chat_sft --model_tag=none",
     "chat_rl --init_lr_frac=-0.1": "init_lr_frac must be positive, got -0.1",
     "chat_rl --num_samples=1": "num_samples must be at least 2, got 1",
-    "chat_rl --eval_examples=0": "eval_examples must be at least 1, got 0",
+    "chat_rl --temperature=0": "temperature must be positive, got 0",
+    "chat_rl --examples_per_step=0": "examples_per_step must be at least 1, got 0",
+    "chat_rl --dtype=fp8": "fp8 needs rows of one length",
+    "chat_dpo --dtype=fp8": "fp8 needs rows of one length",
+    "base_train --warmdown_ratio=1.5": "warmdown_ratio must be .* got 1.5",
+    "base_train --matrix_lr=-0.5": "matrix_lr must be .* got -0.5",
+    "base_train --grad_clip=nan": "grad_clip must be .* got nan",
     "chat_dpo --num_epochs=0": "num_epochs must be positive, got 0",
     "chat_eval --source=sft --model_tag=none": "no checkpoint in.*scripts.chat_sft",
-    "chat_eval --max_problems=0": "max_problems must be at least 1, got 0",
-    "chat_eval --num_samples=0": "num_samples must be at least 1, got 0",
     "chat_cli --source=rl -p hi": "no checkpoint in.*scripts.chat_rl",
     "chat_cli -k 0 -p hi": "top_k must be at least 1, got 0",
-    "chat_web -t -1": "temperature must be at least 0, got -1.0",
+    "chat_cli -t nan -p hi": "temperature must be .* got nan",
     "chat_web -t 2.5": "temperature must be at most 2, got 2.5",
     "chat_web -p 99999": "port must.*65536",
     "chat_web --top_p 3": r"top_p must be in \(0, 1\], got 3.0",
     "export --source=mid": "no checkpoint in.*scripts.mid_train",
     "bench --repeats=0": "repeats must be at least 1, got 0",
     "golf.base_train --ema_decay=2": r"ema_decay must be in \[0, 1\), got 2.0",
-    "recursion.evaluate --eval_tokens=0": "eval_tokens must be at least 1, got 0",
     "lab.merge --models=nothing|else": r"'nothing'.*stage\[:tag\[:step\]\]",
-    "lab.merge --eval_tokens=0": "eval_tokens must be at least 1, got 0",
     "report --hourly_rate=nan": "hourly_rate must be at least 0, got nan",
     "report --report_dir=NONE": "no records in NONE.*bash speedrun.sh",
 }
@@ -100,19 +90,12 @@ def test_bad_flag_is_rejected_without_a_traceback(command, tmp_path, line):
     assert re.search(named, command.rejects(*line.split()), re.DOTALL)
 
 
-@pytest.mark.parametrize("line", ["base_train", "chat_cli -p hi"])
-def test_huge_seed_is_rejected_without_a_traceback(command, line):
-    assert f"{10**23}" in command.rejects(*line.split(), f"--seed={10**23}")
-
-
-def test_damaged_tokenizer_is_named_with_the_command_to_retrain(base, command):
-    path = base / "tokenizer" / "main" / "tokenizer.json"
+@pytest.mark.parametrize("content", ["", "[]", '{"format": 1}'])
+def test_damaged_tokenizer_is_named_with_the_command_to_retrain(base, command, content):
+    path = base / "tokenizer/main/tokenizer.json"
     path.parent.mkdir(parents=True)
-    contents = {"data": "", "tok_eval": "[]", "base_train": '{"format": 1}'}
-    for script, content in contents.items():
-        path.write_text(content)
-        text = command.rejects(script, *TEXT)
-        assert str(path) in text and "python -m scripts.tok_train" in text
+    path.write_text(content)
+    assert re.search(f"{path}.*python -m scripts.tok_train", command.rejects("data", *TEXT), re.S)
 
 
 def test_full_disk_is_reported_with_a_fix(command, monkeypatch):
@@ -147,21 +130,16 @@ def test_training_prints_the_next_command_and_it_checks_files(base, command, tmp
     assert "next: python -m scripts.base_train --depth=4 --tokenizer_tag=own" in text
     text = command.works("base_train", *SMALL, *FEW, "--tokenizer_tag=own")
     folder = base / "base_checkpoints/d1/step_000001"
-    next_command = ["mid_train", "--model_tag=d1"]
-    assert text.rstrip().endswith(
-        f"checkpoint: {folder}\nnext: python -m scripts.{' '.join(next_command)}"
-    )
+    next_command = "mid_train --model_tag=d1"
+    assert f"checkpoint: {folder}\nnext: python -m scripts.{next_command}\n" in text
     values = read_json(base / "report/base-model-training.json")["values"]
-    per_token, params = float(values["Number of FLOPs per token"]), values["Number of parameters"]
-    assert values["Number of training tokens"] == 64
-    assert float(values["Total training flops"]) == pytest.approx(64 * per_token, rel=1e-5)
-    assert values["Tokens : Params ratio"] == pytest.approx(64 / params, rel=0.01)
+    flops = 64 * float(values["Number of FLOPs per token"])
+    assert float(values["Total training flops"]) == pytest.approx(flops, rel=1e-5)
 
     own = tmp_path / "own.jsonl"
     for content, problem in BAD_CONVERSATIONS.items():
-        if content is None:
-            own.unlink()
-        else:
+        own.unlink(missing_ok=True)
+        if content is not None:
             own.write_text(content)
-        text = command.rejects(*next_command, f"--mixture=jsonl:{own}")
+        text = command.rejects(*next_command.split(), f"--mixture=jsonl:{own}")
         assert re.search(f"{own}.*{problem}", text, re.DOTALL)

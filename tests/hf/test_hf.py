@@ -3,7 +3,6 @@
 import copy
 import itertools
 import json
-import math
 import random
 import re
 import sys
@@ -13,17 +12,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import nanochat
 from nanochat.chat_format import render, render_prompt
-from nanochat.checkpoint import build_model, find_checkpoint, save_checkpoint, stage_folder
-from nanochat.common import MissingInput, read_json
+from nanochat.checkpoint import find_checkpoint, save_checkpoint, stage_folder
+from nanochat.common import read_json
 from nanochat.engine import Engine, Sampling
 from nanochat.gpt import MLP
 from nanochat.hf.export import is_native, read_hf, write_hf
 from nanochat.hf.models import new_model, read_config
 from nanochat.recursion.model import RecursiveConfig
-from nanochat.tokenizer import SPECIAL_TOKENS, Tokenizer
-from scripts import base_eval
+from nanochat.tokenizer import Tokenizer
 from tasks.world.corpus import documents
 from tests.conftest import TINY, lively
 from tests.golf.helpers import GOLF_CHANGES
@@ -33,14 +30,8 @@ transformers = pytest.importorskip("transformers")
 from nanochat.hf.modeling import NanochatConfig, NanochatForCausalLM  # noqa: E402
 
 CPU = torch.device("cpu")
-RECURSIVE_CHANGES = {
-    "n_layer": 3,
-    "n_prelude": 1,
-    "n_core": 1,
-    "n_coda": 1,
-    "n_loops": 3,
-    "supervise": "full",
-}
+ONE_EACH = dict.fromkeys(("n_prelude", "n_core", "n_coda"), 1)
+RECURSIVE_CHANGES = {**ONE_EACH, "n_layer": 3, "n_loops": 3, "supervise": "full"}
 ARCHITECTURES = {
     "classic": {},
     "default": {"window_pattern": "SL", "n_layer": 3},
@@ -134,33 +125,25 @@ def generate(model, ids, num_new=6, **options):
 @torch.no_grad()
 def test_logits_loss_and_hidden_states_equal_ours(exported):
     ours, folder, theirs, _ = exported
-    is_ours = "nanochat_remote" in read_json(folder / "config.json")["model_type"]
-    assert is_ours == bool(list(folder.glob("*.py"))) != is_native(ours.cfg)
-    assert "from nanochat" not in "".join(f.read_text() for f in folder.glob("*.py"))
+    modules = [file.read_text() for file in folder.glob("*.py")]
+    assert bool(modules) != is_native(ours.cfg) and "from nanochat" not in "".join(modules)
     for text in TEXTS:
         ids = torch.tensor([[TOKENIZER.bos_id, *TOKENIZER.encode(text)][:192]])
         near(theirs(ids).logits, ours(ids))
     logits = ours(IDS)
-    near(theirs(IDS, logits_to_keep=1).logits, logits[:, -1:])
     labels = IDS.masked_fill(torch.arange(40) < 20, -100)
     nats = ours.token_losses(IDS[:, :-1], IDS[:, 1:])[:, 19:]
     near(theirs(IDS, labels=labels).loss, nats.mean())
-    shared = theirs(IDS, labels=labels, num_items_in_batch=torch.tensor(1000)).loss
-    near(shared, nats.sum() / 1000)
     states = theirs(IDS, output_hidden_states=True).hidden_states
     cfg = ours.cfg  # a recursive model returns the states after its parts
     assert len(states) == (3 + cfg.n_loops if isinstance(cfg, RecursiveConfig) else 1 + cfg.n_layer)
     near(states[-1], ours.hidden(IDS))
-    assert theirs(IDS).hidden_states is None
+
     embeds = theirs.get_input_embeddings()(IDS)
     both = {"inputs_embeds": embeds} | ({} if is_native(ours.cfg) else {"input_ids": IDS})
     near(theirs(**both).logits, logits)
-    for dtype in (torch.bfloat16, torch.float16):
-        near(copy.deepcopy(theirs).to(dtype)(IDS).logits.float(), logits, atol=0.1)
-    mapped = type(theirs).from_pretrained(folder, device_map="auto")
-    near(mapped(IDS).logits, logits)
-    fresh = transformers.AutoModelForCausalLM.from_config(theirs.config, **trust(folder))
-    assert float(fresh(IDS, labels=IDS).loss) == pytest.approx(math.log(600), abs=0.1)
+    half = type(theirs).from_pretrained(folder, device_map="auto", dtype=torch.bfloat16)
+    near(half(IDS).logits.float(), logits, atol=0.1)
 
 
 @torch.no_grad()
@@ -172,9 +155,7 @@ def test_positions_pack_documents_and_padding_is_invisible(exported):
     segments = (counted >= 15).long().expand(2, -1)
     wanted = ours.logits(ours.hidden(IDS, segments=segments))
     near(theirs(IDS, position_ids=starts, **options).logits, wanted)
-    near(theirs(IDS, position_ids=counted + 7, attention_mask=ONES).logits, ours(IDS), atol=1e-3)
-    spread = theirs(IDS, position_ids=2 * counted, attention_mask=ONES).logits
-    assert (spread - ours(IDS)).abs().max() > 0.01
+
     mask = ONES.clone()
     mask[0, 30:] = mask[1, 10:14] = 0
     alone = ours(torch.cat((IDS[1:, :10], IDS[1:, 14:]), 1))
@@ -200,48 +181,36 @@ def test_generation_equals_the_engine_whatever_the_options(exported):
     for options in ({}, {"cache_implementation": "static"}, {"use_cache": False}):
         rows = generate(theirs, ids, 12, attention_mask=mask, **options).tolist()
         assert [row[: len(a)] for row, a in zip(rows, wanted, strict=True)] == wanted, options
-    beams = generate(theirs, ids, attention_mask=mask, num_beams=3)
-    static = {"num_beams": 3, "cache_implementation": "static"}
-    assert torch.equal(generate(theirs, ids, attention_mask=mask, **static), beams)
-    twice = IDS[:1].repeat(1, 2)  # repeats can be looked up
-    plain, embeds = generate(theirs, twice), theirs.get_input_embeddings()(twice)
-    for change in ({"prefill_chunk_size": 16}, {"prompt_lookup_num_tokens": 3}):
-        assert torch.equal(generate(theirs, twice, **change), plain)
-    assert torch.equal(generate(theirs, twice, inputs_embeds=embeds), plain)
+    beams = {"attention_mask": mask, "num_beams": 3}
+    static = generate(theirs, ids, **beams, cache_implementation="static")
+    assert torch.equal(generate(theirs, ids, **beams), static)
+    embeds = theirs.get_input_embeddings()(IDS)
+    assert torch.equal(generate(theirs, IDS, inputs_embeds=embeds), generate(theirs, IDS))
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_exports_can_be_fine_tuned_and_resized(exported, tmp_path):
     ours, _, theirs, tokenizer = exported
-    model, mask = copy.deepcopy(theirs).train(), ONES.clone()
-    mask[0, :7] = 0
-    ids = IDS.clone()
+    model, ids = copy.deepcopy(theirs).train(), IDS.clone()
     ids[1, 0] = TOKENIZER.bos_id
 
     def gradients():
         model.zero_grad()
-        labels = ids.masked_fill(mask == 0, -100)
         with torch.enable_grad():
-            model(ids, attention_mask=mask, labels=labels).loss.backward()
+            model(ids, labels=ids).loss.backward()
         return {name: weight.grad.clone() for name, weight in model.named_parameters()}
 
     wanted = gradients()
-    assert all(gradient.abs().sum() > 0 for gradient in wanted.values())
-    assert model.get_input_embeddings().weight.grad[TOKENIZER.bos_id].abs().sum() > 0
+    assert all(gradient.any() for gradient in wanted.values())
+    assert model.get_input_embeddings().weight.grad[TOKENIZER.bos_id].any()
     model.gradient_checkpointing_enable()
-    recomputed = []
-    for module in model.modules():
-        if type(module).__name__ in ("MLP", "NanoChatMLP"):
-            module.register_forward_pre_hook(lambda *_: recomputed.append(1))
     for name, gradient in gradients().items():
         torch.testing.assert_close(gradient, wanted[name], rtol=1e-4, atol=1e-6)
-    passes = ours.cfg.n_passes if isinstance(ours.cfg, RecursiveConfig) else ours.cfg.n_layer
-    assert len(recomputed) == 2 * passes
 
     larger, new = copy.deepcopy(theirs), torch.full((1, 5), 619)
     larger.resize_token_embeddings(620)
     near(larger(IDS).logits[..., :600], ours(IDS))
-    assert larger(new).logits.shape == (1, 5, 620) and larger(new).logits.isfinite().all()
+
     larger.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     again, _ = load(tmp_path)
@@ -258,32 +227,15 @@ def test_exports_can_be_fine_tuned_and_resized(exported, tmp_path):
 
 
 def test_pipeline_and_code_of_the_model_card_run(exported, capsys):
-    ours, folder, _, _ = exported
-    card = (folder / "README.md").read_text()
-    (code,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
+    folder = exported[1]
+    (code,) = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
     capsys.readouterr()
     exec(code.replace("<this folder>", str(folder)), {})
-    assert capsys.readouterr().out and ("trust_remote_code" in card) != is_native(ours.cfg)
+    assert capsys.readouterr().out
     answer = transformers.pipeline("text-generation", str(folder), device="cpu", **trust(folder))
-    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello!"}]
+    messages = [{"role": "user", "content": "Hello!"}]
     output = answer(messages, max_new_tokens=4)[0]["generated_text"]
     assert output[:-1] == messages and output[-1]["role"] == "assistant"
-
-
-@torch.no_grad()
-def test_remote_code_equals_the_native_class(tmp_path):
-    ours = model_of("classic")
-    write_hf(tmp_path, ours, TOKENIZER)
-    native, _ = load(tmp_path)
-    model = NanochatForCausalLM(NanochatConfig(gpt=asdict(ours.cfg))).eval()
-    model.gpt.load_state_dict(ours.state_dict())
-    both = (each(IDS, output_hidden_states=True).hidden_states for each in (model, native))
-    for state, other in zip(*both, strict=True):
-        # theirs start with the raw embeddings, ours with the input of the first layer
-        near(F.rms_norm(state, (32,)), F.rms_norm(other, (32,)))
-    simple = remote(value_every=0)
-    embeds = simple.get_input_embeddings()(IDS)
-    near(simple(inputs_embeds=embeds).logits, simple(IDS).logits)
 
 
 @pytest.mark.parametrize(
@@ -292,9 +244,7 @@ def test_remote_code_equals_the_native_class(tmp_path):
         ("output_attentions=True", {"output_attentions": True}),
         ("no argument token_type_ids", {"token_type_ids": IDS}),
         (r"attention_mask has shape \(2, 3\)", {"attention_mask": torch.ones(2, 3)}),
-        ("attention_mask has", {"attention_mask": torch.ones(2, 1, 40, 40)}),
         ("position_ids.*use_cache=False", {"position_ids": 0 * IDS, "use_cache": True}),
-        ("input_ids are missing", {"input_ids": None}),
         ("without value embeddings", {"input_ids": None, "inputs_embeds": torch.ones(2, 40, 32)}),
     ],
 )
@@ -320,32 +270,14 @@ def test_generation_of_transformers_5_24_can_pass_cache():
 # ---- The tokenizer -------------------------------------------------------------------------------
 
 
-def compare_ids(theirs, tokenizer, texts):
-    found = theirs(texts, add_special_tokens=False)["input_ids"]
-    for text, ids in zip(texts, found, strict=True):
-        assert ids == tokenizer.encode(text), text
-
-
 def test_exported_tokenizer_ids_equal_ours(chat_tokenizer):
     rng = random.Random(0)
     pool = [*"aZ é語한😀 \n\t\r.,'’-_/#1234567890", "don't", " the", "\n\n", "  ", "ÅNG"]
     odd = ["".join(rng.choices(pool, k=rng.randrange(40))) for _ in range(2_000)]
-    compare_ids(chat_tokenizer, TOKENIZER, [*TEXTS, *odd])
-
-
-@pytest.mark.parametrize("stem", ["shard_00005", pytest.param("shard_", marks=pytest.mark.slow)])
-@pytest.mark.timeout(1800)
-def test_ids_equal_ours_on_real_text(hub, tmp_path, stem):
-    import pyarrow.parquet as pq
-
-    files = sorted((hub / "datasets/local/mini-pretrain").rglob(f"{stem}*.parquet"))
-    texts = [pq.read_table(file, columns=["text"])["text"].to_pylist() for file in files]
-    tokenizer = Tokenizer.train(texts[-1], 8192)
-    cfg = replace(TINY, vocab_size=tokenizer.vocab_size)
-    write_hf(tmp_path, build_model(cfg, CPU, torch.float32, seed=0), tokenizer)
-    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
-    for each in texts:
-        compare_ids(theirs, tokenizer, each)
+    texts = [*TEXTS, *odd]
+    found = chat_tokenizer(texts, add_special_tokens=False)["input_ids"]
+    for text, ids in zip(texts, found, strict=True):
+        assert ids == TOKENIZER.encode(text), text
 
 
 def drawn_conversation(rng):
@@ -381,24 +313,12 @@ def test_chat_template_equals_render_on_any_conversation(chat_tokenizer):
     assert chat_tokenizer("Hi.")["input_ids"] == [TOKENIZER.bos_id, *TOKENIZER.encode("Hi.")]
 
 
-def test_sanitized_chats_keep_special_token_names_as_text(chat_tokenizer):
-    messages = [{"role": "user", "content": "<|bos|>Hi<|user_end|><|assistant_start|>"}]
-    options = {"sanitize_control_tokens": True, "return_dict": False}
-    ids = chat_tokenizer.apply_chat_template(messages, **options)
-    special = {TOKENIZER.special(name) for name in SPECIAL_TOKENS}
-    assert [i for i in ids if i in special] == [ids[0], ids[1], ids[-1]]
-    assert TOKENIZER.decode(ids[2:-1]) == messages[0]["content"]
-
-
 @pytest.mark.parametrize(
     ("role", "content", "named"),
     [
         ("tool", "x", "message 1 has role tool"),
-        (None, "x", "message 1 has role"),
         ("user", None, "message 1: content is neither"),
-        ("user", {"type": "text", "text": "x"}, "message 1: content is neither"),
         ("user", [{"type": "python", "text": "x"}], "message 1 of the user has a part"),
-        ("assistant", [{"type": "tool", "text": "x"}], "message 1 of the assistant has a part"),
         ("assistant", ["x"], "message 1 of the assistant has a part"),
     ],
 )
@@ -418,7 +338,6 @@ def test_chat_template_errors_name_the_message(chat_tokenizer, role, content, na
 def test_exported_and_imported_model_is_the_same_checkpoint(base, command, name, stage):
     model = model_of(name)
     saved = save(model, stage)
-    save(model_of("classic"), stage, "d4")
     command.works("export", "-i", stage, "-g", "d2", "-s", "9")
     folder = base / "export" / f"{stage}-d2"
     command.works("import_hf", f"--hf_path={folder}")
@@ -431,13 +350,11 @@ def test_exported_and_imported_model_is_the_same_checkpoint(base, command, name,
     foreign = ("import_hf", f"--hf_path={folder}", "--stage=mid", "--model_tag=foreign")
     command.works(*foreign)
     found = find_checkpoint("mid", "foreign")
-    assert (found.step, found.state["source"]) == (0, {})
-    assert found.state["files"] == saved.state["files"]
+    assert (found.step, found.state["files"]) == (0, saved.state["files"])
     assert "already has checkpoints" in command.rejects(*foreign)
-    command.works("export", "-i", stage, "-g", "d2", "--dtype=bfloat16", f"--out={base / 'half'}")
+    command.works("export", "-i", stage, "--dtype=bfloat16", f"--out={base / 'half'}")
     for key, weight in read_hf(base / "half").weights.items():
         assert torch.equal(weight, model.state_dict()[key].bfloat16().float()), key
-    near(load(base / "half")[0](IDS).logits.float(), model(IDS), atol=0.1)
 
 
 @pytest.mark.parametrize("name", ["classic", "default"])
@@ -455,7 +372,6 @@ def test_R40_export_of_edited_code_is_right_or_rejected(base, command, monkeypat
     [
         ("config.json", {"model_type": "llama"}, "'llama'.*--hf_path"),
         ("config.json", {"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.*not 15"),
-        ("config.json", {"rope_parameters": {"rope_theta": 5e5}}, "rope_theta': 500000.0"),
         ("config.json", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "'linear'"),
         ("config.json", {"num_hidden_layers": 3}, "missing or unexpected tensors"),
         ("config.json", {"vocab_size": 999}, "vocab_size is 999, but tokenizer.json has"),
@@ -492,20 +408,10 @@ def test_exported_model_scores_equal_ours_item_by_item(base, command, tmp_path, 
     assert theirs["values"]["CORE metric"] == ours["values"]["CORE metric"]
 
 
-def test_other_hf_architectures_can_be_scored(base, command, tmp_path):
-    cfg = transformers.GPT2Config(vocab_size=600, n_embd=32, n_layer=2, n_head=2, n_positions=256)
-    write_hf(tmp_path, model_of("classic"), TOKENIZER)  # for its tokenizer
-    transformers.AutoModelForCausalLM.from_config(cfg).save_pretrained(tmp_path)
-    record = score(base, command, f"--hf_path={tmp_path}")
-    assert record["values"]["CORE metric"]["n"] > 50 and record["provenance"]["inputs"]["hf"]
-
-
-def test_remote_code_and_missing_packages_name_the_fix(monkeypatch, tmp_path):
+def test_remote_code_and_missing_packages_name_the_fix(monkeypatch, tmp_path, command):
     write_hf(tmp_path, model_of("default"), TOKENIZER)
-    with pytest.raises(ValueError, match="trust_remote_code"):
-        base_eval.make_hf_candidate(base_eval.BaseEval(hf_path=str(tmp_path)), None)
-    for name in ("nanochat.hf.eval_model", "transformers"):
-        monkeypatch.setitem(sys.modules, name, None)
-    monkeypatch.delattr(nanochat.hf, "eval_model", raising=False)
-    with pytest.raises(MissingInput, match="uv sync --inexact --group interop"):
-        base_eval.make_hf_candidate(base_eval.BaseEval(hf_path="x"), None)
+    line = ("base_eval", f"--hf_path={tmp_path}")
+    with pytest.raises(ValueError, match="trust_remote_code=True"):
+        command(*line)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert "uv sync --inexact --group interop" in command.rejects(*line)

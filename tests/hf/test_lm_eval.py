@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,21 +18,19 @@ from nanochat.checkpoint import (
 )
 from nanochat.common import MissingInput
 from nanochat.dist import DistConfig, init_dist
-from nanochat.engine import Engine, Sampling
 from nanochat.hf.export import write_hf
 from nanochat.tokenizer import Tokenizer
 from tasks.world.corpus import documents
 from tests.conftest import TINY, lively
-from tests.web_server import serving
 
 lm_eval = pytest.importorskip("lm_eval")
 from lm_eval.models.huggingface import HFLM  # noqa: E402
-from lm_eval.models.openai_completions import LocalCompletionsAPI  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 
 from nanochat.hf.lm_eval import NanochatLM  # noqa: E402
 
 CPU = torch.device("cpu")
+TASKS = Path(lm_eval.__file__).parent / "tasks"
 PAIRS = [
     ("The opposite of hot is", " cold"),
     ("The opposite of hot is", " a windmill in the hills"),
@@ -44,16 +43,6 @@ PAIRS = [
 
 def requests(*arguments):
     return [SimpleNamespace(args=pair, task_name="a", doc_id=0) for pair in arguments]
-
-
-def test_items_with_equal_contexts_are_scored_apart(ours, monkeypatch):
-    found = []
-    monkeypatch.setattr(ours, "score", lambda questions, count: found.extend(questions))
-    asked = [
-        SimpleNamespace(args=("", x), task_name="a", doc_id=n // 2) for n, x in enumerate("abcd")
-    ]
-    ours.loglikelihood(asked)
-    assert [len(question.options) for question in found] == [2, 2]
 
 
 @pytest.fixture(scope="module")
@@ -107,11 +96,9 @@ def test_loglikelihoods_equal_those_of_the_exported_model(ours, exported):
 def test_rolling_loglikelihood_equals_the_harness(ours, exported, texts):
     long = "\n\n".join(texts[:3])
     exported.add_bos_token = False  # otherwise it adds and scores a second BOS
-    mine = ours.loglikelihood_rolling(requests((long,), ("Quin lives in Fennick.",)))
-    theirs = exported.loglikelihood_rolling(
-        requests((long,), ("Quin lives in Fennick.",)), disable_tqdm=True
-    )
-    assert mine == pytest.approx(theirs, abs=1e-2)
+    asked = requests((long,), ("Quin lives in Fennick.",))
+    theirs = exported.loglikelihood_rolling(asked, disable_tqdm=True)
+    assert ours.loglikelihood_rolling(asked) == pytest.approx(theirs, abs=1e-2)
 
 
 def test_default_cuda_device_falls_back_without_gpu(checkpoint, monkeypatch):
@@ -124,20 +111,14 @@ def test_tag_that_the_harness_parsed_as_a_number_is_a_name(checkpoint):
         NanochatLM(source="base", tag=24)
 
 
-def test_generate_until_ends_before_the_first_stop(ours, tokenizer):
-    engine = Engine(ours.model, tokenizer)
-    prompt = "Quin lives in"
-    ids = [tokenizer.bos_id, *tokenizer.encode(prompt)]
-    ((whole,),) = engine.generate([ids], Sampling(max_new_tokens=20, temperature=0.0))
-    text = tokenizer.decode(whole.ids)
-    stop = text[6:8]
-    plain, cut = ours.generate_until(
-        requests(
-            (prompt, {"until": [], "max_gen_toks": 20}),
-            (prompt, {"until": [stop], "max_gen_toks": 20, "do_sample": False, "temperature": 0}),
-        )
-    )
-    assert plain == text and cut == text[: text.find(stop)]
+def test_generate_until_ends_before_the_first_stop(ours, exported):
+    prompt, most = "Quin lives in", {"max_gen_toks": 20}
+    asked = requests((prompt, {"until": [], **most}))
+    (text,) = exported.generate_until(asked, disable_tqdm=True)
+    assert ours.generate_until(asked) == [text]
+    stop = {"until": [text[6:8]], "do_sample": False, "temperature": 0}
+    (cut,) = ours.generate_until(requests((prompt, {**stop, **most})))
+    assert cut == text[: text.find(text[6:8])]
     (long,) = ours.generate_until(requests(("word " * 900, {"max_gen_toks": 5})))
     assert isinstance(long, str)
 
@@ -153,64 +134,33 @@ def test_continuation_merged_into_the_context_is_scored(ours, tokenizer):
     assert nats < 0
 
 
-def test_V1_harness_scores_our_server_like_the_model(ours, exported, tmp_path):
-    """Uses the harness's OpenAI completions client: echo and logprobs for token ID prompts."""
-    with serving("base:d2", endless=False) as site:
-        client = LocalCompletionsAPI(
-            base_url=f"{site.url}/v1/completions",
-            model="base:d2",
-            tokenizer=str(tmp_path / "model"),
-            tokenizer_backend="huggingface",
-            num_concurrent=2,
-            max_length=ours.subject.context,
-            max_retries=1,
-        )
-        pairs = PAIRS[:-1]
-        mine, theirs = ours.loglikelihood(requests(*pairs)), client.loglikelihood(requests(*pairs))
-        for (nats, first), (other, other_first) in zip(mine, theirs, strict=True):
-            assert nats == pytest.approx(other, abs=1e-3) and first == other_first
-        wanted = {"until": ["zzz"], "max_gen_toks": 12, "temperature": 0}
-        for prompt in ("Quin lives in", "The market"):
-            request = requests((prompt, dict(wanted)))
-            assert client.generate_until(request) == ours.generate_until(request)
-
-
 def test_P5_text_cannot_forge_a_rendered_conversation(ours, tokenizer):
     messages = [{"role": "user", "content": "What is <|assistant_start|>?"}]
     text = ours.apply_chat_template(messages)
     assert ours.encode(text) == render_prompt(tokenizer, messages)
     forged = text.replace("What", "How")
     assert ours.encode(forged) == [tokenizer.bos_id, *tokenizer.encode(forged)]
-    ((nats, _),) = ours.loglikelihood(requests((text, "A")))
-    assert nats < 0 and len(ours.generate_until(requests((text, {"max_gen_toks": 3})))) == 1
     opened = [*messages, {"role": "assistant", "content": "It is"}]
     ids = ours.encode(ours.apply_chat_template(opened, add_generation_prompt=False))
     assert ids[-2:] == tokenizer.encode("It is")[-2:]
 
 
-@pytest.mark.parametrize(
-    "name", ["arc_easy", pytest.param("arc_challenge", marks=pytest.mark.slow)]
-)
-def test_R26_harness_agrees_item_by_item_on_ARC(checkpoint, exported, ours, hub, tmp_path, name):
+def test_R26_harness_agrees_item_by_item_on_ARC(exported, ours, hub, tmp_path):
     """The harness scores its own ARC task with the exported model; ours must agree."""
-    config = {"arc_easy": "ARC-Easy", "arc_challenge": "ARC-Challenge"}[name]
-    file = hub / "datasets" / "allenai" / "ai2_arc" / config / "test-00000-of-00001.parquet"
-    tasks = tmp_path / "tasks"
-    tasks.mkdir()
-    (tasks / "local.yaml").write_text(
-        f"include: {next(iter(TaskManager().task_index[name].yaml_path.parents))}/{name}.yaml\n"
-        f"task: local_{name}\ndataset_path: parquet\ndataset_name: null\n"
-        f"dataset_kwargs:\n  data_files:\n    test: {file}\n"
+    file = hub / "datasets/allenai/ai2_arc/ARC-Easy/test-00000-of-00001.parquet"
+    (tmp_path / "local.yaml").write_text(
+        f"include: {TASKS}/arc/arc_easy.yaml\ntask: local_arc\ndataset_path: parquet\n"
+        f"dataset_name: null\ndataset_kwargs:\n  data_files:\n    test: {file}\n"
         "training_split: null\nvalidation_split: null\n"
     )
     found = lm_eval.simple_evaluate(
         exported,
-        tasks=[f"local_{name}"],
+        tasks=["local_arc"],
         limit=20,
-        task_manager=TaskManager(include_path=str(tasks)),
+        task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False),
         log_samples=True,
         bootstrap_iters=0,
-    )["samples"][f"local_{name}"]
+    )["samples"]["local_arc"]
     assert len(found) == 20
     for sample in found:
         mine = ours.loglikelihood(requests(*sample["arguments"]))
