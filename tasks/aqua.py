@@ -7,8 +7,9 @@ Source: Ling et al., "Program Induction by Rationale Generation", arXiv:1705.041
 """
 
 import re
+from dataclasses import replace
 
-from tasks.base import LETTERS, Conversation, MCQuestion, assistant, choice_question, user
+from tasks.base import LETTERS, Conversation, MCQuestion, Tags, assistant, choice_question, user
 from tasks.hub import HubQuestions, TaskRow, make_question
 
 NUM_OPTIONS = 5
@@ -20,6 +21,7 @@ class AQuALetter(HubQuestions):
     """Algebraic word problems, answered with the letter only and scored by logits."""
 
     name, baseline = "AQUA-Letter", 0.2
+    tags = Tags("math", "en", "native", "Apache-2.0", "letter", "aqua")
     repo = "deepmind/aqua_rat"
     splits = {"train": "raw/train", "val": "raw/validation", "test": "raw/test"}
 
@@ -38,12 +40,12 @@ class AQuA(AQuALetter):
     """
 
     name, kind = "AQUA", "generate"
+    tags = replace(AQuALetter.tags, answer_format="marker")
 
     def conversation(self, i: int) -> Conversation:
         asked = self.question(i)
-        listed = choice_question(asked.text, asked.options, self.letters(i), INSTRUCTION)
+        listed = choice_question(*asked[:2], INSTRUCTION)
         return [user(listed), assistant(f"{asked.rationale}\nAnswer: {LETTERS[asked.right]}")]
 
     def extract(self, answer: str) -> str | None:
-        found = MARKER.findall(answer)
-        return found[-1] if found else None
+        return (MARKER.findall(answer) or [None])[-1]

@@ -110,7 +110,7 @@ class Styled(Augmented):
     def conversation(self, i: int) -> Conversation:
         asked = self.question(i)
         instruction = shuffled([*STYLES], self.seed(i))[0]
-        text = choice_question(asked.text, asked.options, self.letters(i), instruction)
+        text = choice_question(*asked[:2], instruction)
         return [user(text), assistant(STYLES[instruction].replace("X", LETTERS[asked.right]))]
 
     def extract(self, answer: str) -> str | None:
@@ -179,13 +179,13 @@ class TenOptions(MoreOptions):
 class ARCEasyTen(TenOptions):
     """ARC-Easy with ten options."""
 
-    name, of = "ARC-Easy-10", ARCEasy
+    name, of, tags = "ARC-Easy-10", ARCEasy, ARCEasy.tags
 
 
 class ARCChallengeTen(TenOptions):
     """ARC-Challenge with ten options."""
 
-    name, of = "ARC-Challenge-10", ARCChallenge
+    name, of, tags = "ARC-Challenge-10", ARCChallenge, ARCChallenge.tags
 
 
 AUGMENTERS = {"styles": Styled, "order": Reordered, "options": MoreOptions}

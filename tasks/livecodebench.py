@@ -15,7 +15,7 @@ import zlib
 from typing import Any, NoReturn
 
 from nanochat.sandbox import Limits
-from tasks.base import Conversation, assistant, user, visible
+from tasks.base import Conversation, Tags, assistant, user, visible
 from tasks.hub import TaskRow
 from tasks.humaneval import CodeTask, final_code, run_test
 
@@ -87,6 +87,7 @@ class LiveCodeBench(CodeTask):
     """
 
     name = "LiveCodeBench"
+    tags = Tags("code", "en", "native", "", "code", "livecodebench")
     repo = "livecodebench/code_generation_lite"
     splits = {"test": "test*"}
 

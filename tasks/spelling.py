@@ -7,6 +7,7 @@ A tokenizer hides the letters of a word from the model. These tasks teach them. 
 frequent ones in the text that the tokenizer was trained on; scripts.tok_train writes them.
 """
 
+from dataclasses import replace
 from functools import cache, cached_property
 from pathlib import Path
 from random import Random
@@ -14,7 +15,7 @@ from string import ascii_lowercase
 from typing import Any, cast
 
 from nanochat.common import MissingInput, base_dir, fingerprint
-from tasks.base import Conversation, NumberTask, Task, assistant, text, tool_call, user
+from tasks.base import Conversation, NumberTask, Tags, Task, assistant, text, tool_call, user
 from tasks.world.drills import letter_questions, spelled
 from tasks.world.facts import Split, pick, split_of
 
@@ -72,6 +73,7 @@ class WordTask(Task):
 
     splits = tuple(SIZES)
     split: Split
+    tags = Tags("spelling", "en", "synthetic", answer_format="free", parent="spelling")
 
     def __init__(self, split: str, source: str | None = None):
         super().__init__(split)
@@ -97,7 +99,7 @@ class WordTask(Task):
 class SpellingBee(WordTask, NumberTask):
     """Count a letter in a word, letter by letter, and check the count with the tool."""
 
-    name = "SpellingBee"
+    name, tags = "SpellingBee", replace(WordTask.tags, answer_format="number")
 
     def draw(self, rng: Random) -> tuple[str, str]:
         """A word and a letter, which is in the word with probability 0.8."""

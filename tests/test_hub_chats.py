@@ -6,8 +6,7 @@ import pytest
 
 from tasks.base import Task, assistant, text, user
 from tasks.buckets import buckets
-from tasks.hub_chats import HOLD_OUT_EVERY, HubChats
-from tasks.jsonl import JSONL
+from tasks.chats import HOLD_OUT_EVERY, JSONL, HubChats
 from tasks.registry import make_task
 from tests.published import publish
 
