@@ -53,4 +53,3 @@ def test_R27_ngrams_do_not_cross_items():
     [found] = overlaps([Texts("whole", words(0, 14))], [split])
     assert (found.shared, found.whole) == ((2,), (0, 1))
     assert overlaps([split], [Texts("long", words(1, 14))])[0].shared == ()
-    assert overlaps([Texts("a", words(0, 20)), split], [split, split])[3].shared == (2,)
