@@ -63,8 +63,8 @@ def read_words(source: str | None, split: Split) -> tuple[str, ...]:
 @cache
 def counted_elsewhere(split: Split) -> set[tuple[str, str]]:
     """(word, letter) of the letter counts in the other splits of the embedded world."""
-    others = [other for other in SIZES if other != split]
-    counts = [each for other in others for each in letter_questions(cast(Split, other))]
+    others = [cast(Split, other) for other in SIZES if other != split]
+    counts = [count for other in others for count in letter_questions(other)]
     return {(word.lower(), letter) for word, letter, _ in counts}
 
 
@@ -103,9 +103,9 @@ class SpellingBee(WordTask, NumberTask):
 
     def draw(self, rng: Random) -> tuple[str, str]:
         """A word and a letter, which is in the word with probability 0.8."""
+        taken = counted_elsewhere(self.split)
         while True:
             word, inside = pick(rng, self.words), rng.random() < 0.8
-            taken = counted_elsewhere(self.split)
             letters = [c for c in ascii_lowercase if (c in word) == inside]
             if letters := [c for c in letters if (word, c) not in taken]:
                 return word, pick(rng, letters)
