@@ -90,21 +90,12 @@ def test_main_guard_of_an_answer_does_not_run(sandbox):
     assert run_test(program, "assert f(2) == 2", "f")
 
 
-def check_solutions(hub, monkeypatch, count: int | None) -> None:
-    """Reference solutions pass; a function without a body fails."""
+@pytest.mark.parametrize("count", [8, pytest.param(None, marks=pytest.mark.slow)])
+def test_reference_solutions_pass_their_tests(sandbox, hub, monkeypatch, count):
     with hub_served(hub, monkeypatch) as start:
         start()
         task = HumanEval("test")
         for conversation in itertools.islice(task, count):
             asked, solution = (message["content"] for message in conversation)
             assert task.score(conversation, solution) == 1.0, solution
-            assert task.score(conversation, asked) == 0.0, asked
-
-
-def test_reference_solutions_pass_their_tests(sandbox, hub, monkeypatch):
-    check_solutions(hub, monkeypatch, 8)
-
-
-@pytest.mark.slow
-def test_all_reference_solutions_pass_their_tests(sandbox, hub, monkeypatch):
-    check_solutions(hub, monkeypatch, None)
+            assert task.score(conversation, asked) == 0.0, asked  # a function without a body

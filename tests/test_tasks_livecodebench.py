@@ -100,6 +100,8 @@ def test_many_tests_run_in_several_programs(tmp_path, monkeypatch, task):
     ("found", "right", "same"),
     [
         ("nan", "nan", True),
+        ("nan", "NaN", False),
+        ("sNaN", "1", False),
         ("1.50 x\n", "1.5  x", True),
         ("inf", "Infinity", False),
         ("1", "1 1", False),
@@ -116,10 +118,9 @@ def test_pickled_tests_cannot_run_code():
         def __reduce__(self):
             return print, ("harm",)
 
-    harmful = base64.b64encode(zlib.compress(pickle.dumps(Harmful()))).decode()
-    with pytest.raises(ValueError, match="unexpected builtins.print"):
-        read_private(harmful)
-    for damaged in (b"[", b"\x80\xd7.", pickle.dumps("text").replace(b"text", b"te\xfft")):
-        with pytest.raises(ValueError, match="cannot read hidden tests 'eJ"):
-            read_private(base64.b64encode(zlib.compress(damaged)).decode())
+    messages = "unexpected builtins.print", "cannot read", "cannot read"
+    texts = pickle.dumps(Harmful()), b"[", pickle.dumps("text").replace(b"text", b"te\xfft")
+    for pickled, message in zip(texts, messages, strict=True):
+        with pytest.raises(ValueError, match=message):
+            read_private(base64.b64encode(zlib.compress(pickled)).decode())
     assert read_private(ROWS[0]["private_test_cases"])[0]["output"] == "0.5\n"

@@ -1,26 +1,17 @@
 """Contamination check: evaluation items that occur in training data."""
 
-from tasks.base import Task, assistant, user
+from tasks.base import assistant, user
+from tasks.chats import JSONL
 from tasks.overlap import RUN, Overlap, overlaps
 
 WORDS = [f"w{i}" for i in range(100)]
 
 
-class Texts(Task):
+class Texts(JSONL):
     """One conversation per text."""
 
-    kind = "talk"
-    splits = ("train",)
-
     def __init__(self, name: str, *texts: str):
-        super().__init__("train")
-        self.name, self.texts = name, texts
-
-    def __len__(self) -> int:
-        return len(self.texts)
-
-    def conversation(self, i: int):
-        return [user(self.texts[i]), assistant("")]
+        self.name, self.items = name, [[user(text), assistant("")] for text in texts]
 
 
 def words(first: int, count: int) -> str:
