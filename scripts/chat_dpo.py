@@ -35,10 +35,9 @@ from nanochat.sandbox import calculate
 from nanochat.scaling import make_rules
 from nanochat.train import Run, TrainConfig, skip_if_finished
 from tasks.base import Task
-from tasks.buckets import TAGS, held_out_questions, rl_questions
+from tasks.buckets import held_out_questions, rl_questions
 from tasks.held_out import reject_contaminated, require_access
 from tasks.preferences import Preferences
-from tasks.registry import key_of
 
 SECTION = "Chat DPO"
 MOMENTUM = 0.95  # of Muon, constant
@@ -162,7 +161,7 @@ def open_data(cfg: ChatDPO) -> tuple[Task, Task]:
     train = rl_questions(cfg.task, cfg.train.seed)
     held_out = held_out_questions(cfg.task, cfg.eval_examples)
     require_access({task.name for task in held_out.tasks}, False, {})
-    reject_contaminated({task.name: TAGS[key_of(task.name)] for task in train.tasks})
+    reject_contaminated({task.name: task.tags for task in train.tasks})
     return train, held_out
 
 

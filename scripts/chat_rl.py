@@ -37,9 +37,8 @@ from nanochat.sandbox import calculate
 from nanochat.scaling import make_rules
 from nanochat.train import Run, TrainConfig, skip_if_finished
 from tasks.base import Mixture
-from tasks.buckets import Part, held_out_questions, rl_questions, tags
+from tasks.buckets import held_out_questions, rl_questions
 from tasks.held_out import reject_contaminated, require_access
-from tasks.registry import key_of
 
 SECTION = "Chat RL"
 TASK = "gsm8k"
@@ -191,7 +190,7 @@ def open_questions(spec: str, eval_spec: str, count: int, seed: int) -> tuple[Mi
     """
     questions, held_out = rl_questions(spec, seed), held_out_questions(eval_spec, count)
     require_access({task.name for task in held_out.tasks}, False, {})
-    reject_contaminated({t.name: tags(Part(key_of(t.name))) for t in questions.tasks})
+    reject_contaminated({task.name: task.tags for task in questions.tasks})
     return questions, held_out
 
 

@@ -7,11 +7,11 @@ Source: Ling et al., "Program Induction by Rationale Generation", arXiv:1705.041
 """
 
 import re
+from dataclasses import replace
 
-from tasks.base import LETTERS, Conversation, MCQuestion, assistant, choice_question, user
+from tasks.base import LETTERS, Conversation, MCQuestion, Tags, assistant, choice_question, user
 from tasks.hub import HubQuestions, TaskRow, make_question
 
-NUM_OPTIONS = 5
 INSTRUCTION = "Reason step by step, then end with a line that says Answer: and the letter."
 MARKER = re.compile(r"Answer: ([A-E])\b")
 
@@ -20,13 +20,12 @@ class AQuALetter(HubQuestions):
     """Algebraic word problems, answered with the letter only and scored by logits."""
 
     name, baseline = "AQUA-Letter", 0.2
+    tags = Tags("math", "en", "native", "Apache-2.0", "letter", "aqua")
     repo = "deepmind/aqua_rat"
     splits = {"train": "raw/train", "val": "raw/validation", "test": "raw/test"}
 
     def parse(self, row: TaskRow) -> MCQuestion:
         options = [option.partition(")")[2] for option in row["options"]]  # without `A)`
-        if len(options) != NUM_OPTIONS:
-            raise ValueError(f"not {NUM_OPTIONS} options")
         right = LETTERS.index(row["correct"])
         return make_question(row["question"], options, right, row["rationale"])
 
@@ -38,12 +37,12 @@ class AQuA(AQuALetter):
     """
 
     name, kind = "AQUA", "generate"
+    tags = replace(AQuALetter.tags, answer_format="marker")
 
     def conversation(self, i: int) -> Conversation:
         asked = self.question(i)
-        listed = choice_question(asked.text, asked.options, self.letters(i), INSTRUCTION)
+        listed = choice_question(*asked[:2], INSTRUCTION)
         return [user(listed), assistant(f"{asked.rationale}\nAnswer: {LETTERS[asked.right]}")]
 
     def extract(self, answer: str) -> str | None:
-        found = MARKER.findall(answer)
-        return found[-1] if found else None
+        return (MARKER.findall(answer) or [None])[-1]

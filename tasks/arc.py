@@ -4,7 +4,7 @@ ARC: grade-school science questions with three to five options, an easy and a ch
 Source: Clark et al., "Think you have Solved Question Answering? Try ARC", arXiv:1803.05457.
 """
 
-from tasks.base import MCQuestion
+from tasks.base import MCQuestion, Tags
 from tasks.hub import HubQuestions, TaskRow, make_question
 
 
@@ -12,6 +12,7 @@ class ARCEasy(HubQuestions):
     """Questions that simple methods can answer; lettered by position, also if a row has numbers."""
 
     name, baseline = "ARC-Easy", 0.25
+    tags = Tags("science", "en", "native", "CC BY-SA 4.0", "letter", "arc")
     repo = "allenai/ai2_arc"
     splits = {"train": "ARC-Easy/train", "val": "ARC-Easy/validation", "test": "ARC-Easy/test"}
 

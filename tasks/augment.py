@@ -46,14 +46,17 @@ STYLES = {
     "Finish with the letter after ####.": "#### X",
 }
 """Instruction -> answer, with X for the letter."""
-PATTERNS = [re.escape(form.rstrip(".")).replace("X", "([A-Z])") for form in STYLES.values()]
+PATTERNS = [
+    re.escape(form.rstrip(".")).replace("X", "([A-Z])") for form in STYLES.values() if form != "X"
+]
 
 
 def read_letter(answer: str) -> str | None:
     """The letter of an answer in any style; None if there is none or several."""
     said = answer.strip().rstrip(".")
-    found = {match[1] for each in PATTERNS if (match := re.fullmatch(each, said))}
-    found = found or {letter for each in PATTERNS[1:] for letter in re.findall(each, said)}
+    if said in LETTERS:
+        return said
+    found = {letter for each in PATTERNS for letter in re.findall(each, said)}
     return found.pop() if len(found) == 1 else None
 
 
@@ -77,6 +80,9 @@ class Augmented(QuestionTask):
 
     def __len__(self) -> int:
         return len(self.task)
+
+    def question(self, i: int) -> MCQuestion:
+        return self.task.question(i)
 
     def seed(self, i: int) -> str:
         """Seed of item i."""
@@ -104,13 +110,10 @@ class Styled(Augmented):
 
     augmentation = "styled"
 
-    def question(self, i: int) -> MCQuestion:
-        return self.task.question(i)
-
     def conversation(self, i: int) -> Conversation:
         asked = self.question(i)
         instruction = shuffled([*STYLES], self.seed(i))[0]
-        text = choice_question(asked.text, asked.options, self.letters(i), instruction)
+        text = choice_question(*asked[:2], instruction)
         return [user(text), assistant(STYLES[instruction].replace("X", LETTERS[asked.right]))]
 
     def extract(self, answer: str) -> str | None:
@@ -126,6 +129,8 @@ class MoreOptions(Augmented):
     """
 
     augmentation = "more options"
+    fewest = 0
+    """Minimum number of options."""
     pool: type[QuestionTask] | None = None
     """Task whose training questions are searched. Default: the augmented one."""
 
@@ -139,20 +144,16 @@ class MoreOptions(Augmented):
         train = (self.pool or type(self.task))("train")
         return train, BM25([train.question(i).text for i in range(len(train))])
 
-    def num_options(self, least: int, i: int) -> int:
-        """Number of options of item i, which has `least`: uniform from there to MAX_OPTIONS."""
-        return shuffled(range(least, MAX_OPTIONS + 1), f"{self.seed(i)} options")[0]
-
     def question(self, i: int) -> MCQuestion:
         asked = self.task.question(i)
         train, index = self.corpus
         options = [*asked.options]
-        wanted = self.num_options(len(options), i)
-        for n in index.search(asked.text, NUM_SIMILAR):
-            other = train.question(n)
-            for position, option in enumerate(other.options):
-                is_wrong = position != other.right and other.text != asked.text
-                if len(options) < wanted and is_wrong and not is_near(option, options):
+        sizes = range(max(len(options), self.fewest), MAX_OPTIONS + 1)
+        wanted = shuffled(sizes, f"{self.seed(i)} options")[0]
+        for other in map(train.question, index.search(asked.text, NUM_SIMILAR)):
+            wrong = [each for n, each in enumerate(other.options) if n != other.right]
+            for option in wrong if other.text != asked.text else ():
+                if len(options) < wanted and not is_near(option, options):
                     options.append(option)
         return shuffle_options(asked._replace(options=tuple(options)), self.seed(i))
 
@@ -160,16 +161,12 @@ class MoreOptions(Augmented):
 class TenOptions(MoreOptions):
     """A task with ten options per question, for evaluation."""
 
-    splits = ("val", "test")
+    splits, baseline, fewest = ("val", "test"), 1 / MAX_OPTIONS, MAX_OPTIONS
     of: type[QuestionTask]
 
     def __init__(self, split: str):
         Task.__init__(self, split)  # rejects "train"
-        super().__init__(self.of(split))
-        self.name, self.baseline = type(self).name, 1 / MAX_OPTIONS
-
-    def num_options(self, least: int, i: int) -> int:
-        return MAX_OPTIONS
+        self.task = self.of(split)
 
     def material(self, i: int) -> str:
         """That of the original question: the other options are text of training questions."""
@@ -179,13 +176,13 @@ class TenOptions(MoreOptions):
 class ARCEasyTen(TenOptions):
     """ARC-Easy with ten options."""
 
-    name, of = "ARC-Easy-10", ARCEasy
+    name, of, tags = "ARC-Easy-10", ARCEasy, ARCEasy.tags
 
 
 class ARCChallengeTen(TenOptions):
     """ARC-Challenge with ten options."""
 
-    name, of = "ARC-Challenge-10", ARCChallenge
+    name, of, tags = "ARC-Challenge-10", ARCChallenge, ARCChallenge.tags
 
 
 AUGMENTERS = {"styles": Styled, "order": Reordered, "options": MoreOptions}

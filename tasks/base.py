@@ -11,6 +11,7 @@ Tasks work on text only, independent of tokenizer and model.
 import random
 import re
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from decimal import Decimal
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -42,6 +43,29 @@ ALIASES = {
     "mtmath100": "mclmko",
 }
 """Other names of benchmarks -> name, both as `plain_name` gives them."""
+
+
+@dataclass(frozen=True)
+class Tags:
+    """Properties of a task or bucket; empty if not declared."""
+
+    domain: str = ""
+    language: str = ""
+    origin: str = ""
+    """native, translated, synthetic or mixed."""
+    licence: str = ""
+    """As stated by the owner of the dataset."""
+    answer_format: str = ""
+    """letter, number, marker, code or free."""
+    parent: str = ""
+    """Datasets it was derived from, separated by +. Evaluations that share one are in the same
+    family."""
+    teacher: str = ""
+    """Model that generated the answers, if any."""
+    augmented: str = ""
+    """How its questions were modified: styles, order or options."""
+    waived: str = ""
+    """Final benchmarks of its family, separated by +, that do not block training on it."""
 
 
 def plain_name(name: str) -> str:
@@ -120,16 +144,14 @@ def final_number(answer: str) -> Decimal | None:
     return Decimal(re.sub(r"[,$]", "", found[1])) if found else None
 
 
-def choice_question(
-    question: str, options: Sequence[str], letters: Sequence[str], instruction: str = BY_LETTER
-) -> str:
+def choice_question(question: str, options: Sequence[str], instruction: str = BY_LETTER) -> str:
     """
     Format a multiple-choice question. The default instruction asks for the letter only.
 
     The letter follows `=` without a space, because an answer begins without one. A large vocabulary
     may merge `=A` into one token.
     """
-    lines = [f"- {option}={letter}" for option, letter in zip(options, letters, strict=True)]
+    lines = [f"- {option}={letter}" for letter, option in zip(LETTERS, options, strict=False)]
     return "\n".join([question, *lines, "", instruction])
 
 
@@ -151,6 +173,8 @@ class Task:
     """Split whose questions RL trains on."""
     baseline = 0.0
     """Chance accuracy."""
+    tags = Tags()
+    """Properties of its data, reported for mixtures."""
 
     def __init__(self, split: str):
         if split not in self.splits:
@@ -249,8 +273,7 @@ class QuestionTask(Task):
 
     def conversation(self, i: int) -> Conversation:
         asked = self.question(i)
-        listed = choice_question(asked.text, asked.options, LETTERS[: len(asked.options)])
-        return [user(listed), assistant(LETTERS[asked.right])]
+        return [user(choice_question(*asked[:2])), assistant(LETTERS[asked.right])]
 
     def letters(self, i: int) -> tuple[str, ...]:
         return LETTERS[: len(self.question(i).options)]
@@ -310,9 +333,6 @@ class Mixture(Task):
         task, number = self.order[i]
         return task.conversation(number)
 
-    def extract(self, answer: str) -> Any:
-        raise NotImplementedError("use the task returned by `locate`")
-
 
 class Subset(Mixture):
     """
@@ -322,7 +342,8 @@ class Subset(Mixture):
 
     def __init__(self, task: Task, count: int):
         super().__init__([task])
-        self.count, self.kind, self.baseline = count, task.kind, task.baseline
+        self.count, self.kind, self.tags = count, task.kind, task.tags
+        self.baseline = task.baseline
 
     @cached_property
     def order(self) -> list[tuple[Task, int]]:

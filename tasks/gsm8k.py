@@ -9,7 +9,7 @@ Source: Cobbe et al., "Training Verifiers to Solve Math Word Problems", arXiv:21
 import re
 from itertools import cycle
 
-from tasks.base import PART_TYPES, Conversation, NumberTask, assistant, user
+from tasks.base import PART_TYPES, Conversation, NumberTask, Tags, assistant, user
 from tasks.hub import HubTask, TaskRow
 
 CALCULATION = re.compile(r"<<([^<>=]*)=([^<>=]*)>>")
@@ -19,6 +19,7 @@ class GSM8K(HubTask, NumberTask):
     """A calculation `<<3*4=12>>` of an answer becomes a tool call."""
 
     name = "GSM8K"
+    tags = Tags("math", "en", "native", "MIT", "number", "gsm8k")
     repo = "openai/gsm8k"
     splits = {"train": "main/train", "test": "main/test"}
 
@@ -26,9 +27,6 @@ class GSM8K(HubTask, NumberTask):
         pieces = zip(cycle(PART_TYPES), CALCULATION.split(row["answer"]), strict=False)
         parts = [{"type": kind, "text": piece} for kind, piece in pieces if piece]
         return [user(row["question"]), assistant(parts)]
-
-    def conversation(self, i: int) -> Conversation:
-        return self.items[i]
 
     def material(self, i: int) -> str:
         return self.items[i][0]["content"]

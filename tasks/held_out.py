@@ -9,16 +9,13 @@ belongs to its family and is rejected, unless its declaration waives that.
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nanochat.common import UsageError, base_dir, hold_lock, read_json, write_json
 from nanochat.records import append_line, read_lines
-from tasks.base import plain_name
-
-if TYPE_CHECKING:
-    from tasks.buckets import Bucket, Tags
+from tasks.base import Tags, plain_name
 
 FILE, ACCESS_LOG = "held_out.json", "held_out_access.jsonl"
 
@@ -77,25 +74,20 @@ def require_access(names: Iterable[str], allowed: bool, who: Mapping[str, Any]) 
             append_line(base_dir() / ACCESS_LOG, entry)
 
 
-def read_access_log() -> list[dict[str, Any]]:
-    """All accesses to final benchmarks, in order."""
-    return read_lines(base_dir() / ACCESS_LOG)
+def names_in(tag: str) -> set[str]:
+    """The normalized names in a tag, separated by +."""
+    return {plain_name(name) for name in tag.split("+") if name}
 
 
-def families(parents: str) -> set[str]:
-    """Normalized names of the datasets in a tag, separated by +; empty for an empty tag."""
-    return set(map(plain_name, parents.split("+"))) - {""}
-
-
-def reject_contaminated(buckets: Mapping[str, "Tags"]) -> None:
+def reject_contaminated(buckets: Mapping[str, Tags]) -> None:
     """
     Raise UsageError if a bucket and a final benchmark are made from the same dataset, unless the
     bucket's tag `waived` names the benchmark.
     """
     for bucket, tags in buckets.items():
         for name, parents in final_benchmarks().items():
-            is_waived = plain_name(name) in families(tags.waived)
-            if families(tags.parent) & families(parents) and not is_waived:
+            is_waived = plain_name(name) in names_in(tags.waived)
+            if names_in(tags.parent) & names_in(parents) and not is_waived:
                 raise UsageError(
                     f"{bucket} is made from {tags.parent}, as is final benchmark {name} (from "
                     f"{parents}): training on the same source and style would invalidate it",
@@ -103,18 +95,10 @@ def reject_contaminated(buckets: Mapping[str, "Tags"]) -> None:
                 )
 
 
-def check_finetuning_buckets(train: Sequence["Bucket"], val: Sequence["Bucket"]) -> None:
-    """
-    Raise UsageError if a training bucket belongs to the family of a final benchmark, or if any
-    bucket's benchmark is final.
-    """
-    reject_contaminated({bucket.name: bucket.tags for bucket in train})
-    require_access((bucket.benchmark for bucket in [*val, *train]), False, {})
-
-
 def access_table() -> dict[str, Any]:
-    """The access log as a table for the record."""
+    """All accesses to final benchmarks, in order, as a table for the record."""
     keys = ("when", "benchmark", "checkpoint", "section")
-    rows = [[str(entry.get(key, "")) for key in keys] for entry in read_access_log()]
+    log = read_lines(base_dir() / ACCESS_LOG)
+    rows = [[str(entry.get(key, "")) for key in keys] for entry in log]
     columns = ["When", "Benchmark", "Checkpoint", "By"]
     return {"title": "Access to final benchmarks", "columns": columns, "rows": rows}

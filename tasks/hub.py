@@ -19,7 +19,7 @@ from pyarrow import ArrowException
 from nanochat.common import base_dir, hold_lock, is_main_process, printable, read_json, write_json
 from nanochat.dataset import read_json_lines
 from nanochat.hub import HubRepo, pin_repo
-from tasks.base import MCQuestion, QuestionTask, Task, shuffled
+from tasks.base import Conversation, MCQuestion, QuestionTask, Task, shuffled
 
 SUFFIXES = (".parquet", ".csv", ".jsonl", ".jsonl.gz")
 ROW_ORDER = 0  # shuffle seed: datasets are sorted by subject, so the first n rows are biased
@@ -162,9 +162,26 @@ class HubTask(Task):
     def __len__(self) -> int:
         return len(self.items)
 
+    def conversation(self, i: int) -> Conversation:
+        return self.items[i]
 
-class HubQuestions(HubTask, QuestionTask):
-    """Multiple-choice questions; `parse` makes them with `make_question`."""
+
+class HubQuestions(QuestionTask, HubTask):
+    """
+    Multiple-choice questions. A subclass names the columns, or has a `parse` of its own if a row
+    needs more than that.
+    """
+
+    columns: tuple[str, str | tuple[str, ...], str] = "question", "options", "answer"
+    """Columns of the question, of the options (a list, or a column each), and of the answer."""
+    labels = "12345"
+    """What the answer says for the first option, the second, ...; in lower case."""
+
+    def parse(self, row: TaskRow) -> MCQuestion:
+        question, options, answer = self.columns
+        listed = row[options] if isinstance(options, str) else [row[name] for name in options]
+        right = [*self.labels].index(str(row[answer]).strip().lower())
+        return make_question(row[question], listed, right)
 
     def question(self, i: int) -> MCQuestion:
         return self.items[i]

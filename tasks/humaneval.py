@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 
 from nanochat import sandbox
-from tasks.base import Conversation, assistant, user, visible
+from tasks.base import Conversation, Tags, assistant, user, visible
 from tasks.hub import HubTask, TaskRow
 
 LIMITS = sandbox.Limits()
@@ -50,6 +50,7 @@ class HumanEval(CodeTask):
     """Functions in Python; the reference answer is the published solution."""
 
     name = "HumanEval"
+    tags = Tags("code", "en", "native", "MIT", "code", "humaneval")
     repo = "openai/openai_humaneval"
     splits = {"test": "openai_humaneval/test"}
 

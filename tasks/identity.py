@@ -13,7 +13,7 @@ from random import Random
 from typing import Any
 
 from nanochat.common import fingerprint
-from tasks.base import Conversation, Task, assistant, user
+from tasks.base import Conversation, Tags, Task, assistant, user
 from tasks.world.words import blocks
 
 SIZES = {"train": 2_000, "val": 200}
@@ -30,6 +30,7 @@ class Identity(Task):
     """One to three questions about the model; sometimes the first one follows a greeting."""
 
     name, kind = "Identity", "talk"
+    tags = Tags("chat", "en", "synthetic", "MIT", "free", "identity")
     splits = ("train", "val")  # the last variant of each question is held out for "val"
 
     @property

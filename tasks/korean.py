@@ -8,9 +8,10 @@ All are for evaluation only. Some are gated: the error says where to request acc
 
 import ast
 import re
+from dataclasses import replace
 
 from tasks.augment import TenOptions, shuffle_options
-from tasks.base import LETTERS, Conversation, MCQuestion, assistant, user
+from tasks.base import LETTERS, Conversation, MCQuestion, Tags, assistant, user
 from tasks.hub import AS_PARQUET, HubQuestions, HubTask, TaskRow, make_question
 from tasks.mmlu import KMMLU
 
@@ -33,23 +34,23 @@ class KMMLURedux(HubQuestions):
     """
 
     name, baseline = "KMMLU-Redux", 0.25
+    tags = Tags("exams", "ko", "native", "CC BY-NC-ND 4.0", "letter", "kmmlu")
     repo, revision = "LGAI-EXAONE/KMMLU-Redux", AS_PARQUET
-    splits = {"test": "*/test/*"}
-
-    def parse(self, row: TaskRow) -> MCQuestion:
-        return make_question(row["question"], row["options"], int(row["solution"]) - 1)
+    splits, columns = {"test": "*/test/*"}, ("question", "options", "solution")
 
 
 class KMMLUReduxTen(TenOptions):
     """KMMLU-Redux with ten options, the further ones from training questions of KMMLU."""
 
     name, of, pool, splits = "KMMLU-Redux-10", KMMLURedux, KMMLU, ("test",)
+    tags = KMMLURedux.tags
 
 
 class KMMLUPro(KMMLURedux):
     """Professional licensure exams with five options. Gated. Source: arXiv:2507.08924."""
 
     name, baseline = "KMMLU-Pro", 0.2
+    tags = replace(KMMLURedux.tags, parent="kmmlu-pro")
     repo = "LGAI-EXAONE/KMMLU-Pro"
 
 
@@ -61,18 +62,17 @@ class HAERAE(HubQuestions):
     """
 
     name, baseline = "HAE-RAE", 0.2
+    tags = Tags("culture", "ko", "native", "CC BY-NC-ND 4.0", "letter", "hae-rae")
     repo = "HAERAE-HUB/HAE_RAE_BENCH_1.0"
     splits = {"test": "data/HAERAE-Bench-v1-*"}
-
-    def parse(self, row: TaskRow) -> MCQuestion:
-        right = "abcde".index(row["answer"].strip().lower())
-        return make_question(row["question"], [row[letter] for letter in "abcde"], right)
+    columns, labels = ("question", tuple("abcde"), "answer"), "abcde"
 
 
 class ClinicalQA(HubQuestions):
     """Questions in the form of the Korean medical licensing exam (Seoul National University)."""
 
     name, baseline = "Clinical-QA", 0.2
+    tags = Tags("medicine", "ko", "synthetic", "", "letter", "clinical-qa")
     repo = "snuh/ClinicalQA"
     splits = {"test": "data/train"}  # the only split
 
@@ -92,6 +92,7 @@ class CLIcK(HubQuestions):
     """
 
     name, baseline = "CLIcK", 0.25
+    tags = Tags("culture", "ko", "native", "", "letter", "click")
     repo, revision = "EunsuKim/CLIcK", AS_PARQUET
     splits = {"test": "default/train/*"}  # the only split
 
@@ -109,6 +110,7 @@ class KoBALT(HubQuestions):
     """
 
     name, baseline = "KoBALT", 0.1
+    tags = Tags("language", "ko", "native", "CC BY-NC 4.0", "letter", "kobalt")
     repo, revision = "snunlp/KoBALT-700", AS_PARQUET
     splits = {"test": "kobalt_v1/raw/*"}
 
@@ -126,8 +128,8 @@ class GPQA(HubQuestions):
     """
 
     name, baseline = "GPQA", 0.25
-    repo = "Idavidrein/gpqa"
-    splits = {"test": "gpqa_diamond"}
+    tags = Tags("science", "en", "native", "CC BY 4.0", "letter", "gpqa")
+    repo, splits = "Idavidrein/gpqa", {"test": "gpqa_diamond"}
 
     def parse(self, row: TaskRow) -> MCQuestion:
         wrong = [row[f"Incorrect Answer {n}"] for n in (1, 2, 3)]
@@ -145,20 +147,18 @@ class HRM8K(HubTask):
     """
 
     name, kind = "HRM8K", "generate"
+    tags = Tags("math", "ko", "translated", "MIT", "number", "gsm8k+math+omni-math+mmlu+ksm")
     repo = "HAERAE-HUB/HRM8K"
     splits, column = {"test": "HRM8K/*_test"}, "question"
 
-    def parse(self, row: TaskRow) -> tuple[str, str]:
+    def parse(self, row: TaskRow) -> Conversation:
         if row["answer"] is None:
             raise ValueError("no answer")
-        return row[self.column].strip(), str(row["answer"])
-
-    def conversation(self, i: int) -> Conversation:
-        question, answer = self.items[i]
-        return [user(f"{question}\n\n{INSTRUCTION}"), assistant(f"#### {answer}")]
+        asked = f"{row[self.column].strip()}\n\n{INSTRUCTION}"
+        return [user(asked), assistant(f"#### {row['answer']}")]
 
     def material(self, i: int) -> str:
-        return self.items[i][0]
+        return self.items[i][0]["content"].removesuffix(f"\n\n{INSTRUCTION}")
 
     def extract(self, answer: str) -> float | str | None:
         return final_value(answer) if "####" in answer else None
@@ -172,6 +172,7 @@ class MCLMKorean(HRM8K):
     """
 
     name = "MCLM-Ko"
+    tags = replace(HRM8K.tags, parent="math")
     repo = "amphora/MCLM"
     splits, column = {"test": "mt-math100"}, "ko"
 
@@ -180,15 +181,10 @@ def final_value(answer: str) -> float | str:
     """What follows the last ####: a number without unit, or a formula without spaces and $."""
     line = answer.rpartition("####")[2].strip().partition("\n")[0]
     line = re.sub(r"₩|\\?\$", "", re.sub(r"\\boxed\{(.*)\}", r"\1", line)).strip()
-    if amount := NUMBER_AND_UNIT.fullmatch(line):
-        return to_number(amount[1])
-    said = re.sub(r"\s|\\[!,;]|\\(left|right)", "", line)
-    return to_number(re.sub(r"\\[dt]frac", r"\\frac", said.rstrip(".")))
-
-
-def to_number(text: str) -> float | str:
-    """The number that a text is; else the text."""
+    amount = NUMBER_AND_UNIT.fullmatch(line)
+    said = re.sub(r"\s|\\[!,;]|\\(left|right)", "", line).rstrip(".")
+    found = amount[1] if amount else re.sub(r"\\[dt]frac", r"\\frac", said)
     try:
-        return float(re.sub(r"(?<=\d),(?=\d{3})", "", text))
+        return float(re.sub(r"(?<=\d),(?=\d{3})", "", found))
     except ValueError:
-        return text
+        return found

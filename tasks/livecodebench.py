@@ -15,7 +15,7 @@ import zlib
 from typing import Any, NoReturn
 
 from nanochat.sandbox import Limits
-from tasks.base import Conversation, assistant, user, visible
+from tasks.base import Conversation, Tags, assistant, user, visible
 from tasks.hub import TaskRow
 from tasks.humaneval import CodeTask, final_code, run_test
 
@@ -60,22 +60,18 @@ def {entry}(*arguments):
 COMPARE = """
 import decimal
 def same_text(found, right):
-    return type(found) is str and same_words(found.split(), right.split())
-def same_words(found, right):
-    return len(found) == len(right) and all(map(same_word, found, right))
-def same_word(found, right):
-    return found == right or number(found) is not None and number(found) == number(right)
+    return type(found) is str and list(map(value, found.split())) == list(map(value, right.split()))
+def value(word):
+    try:
+        number = decimal.Decimal(word)
+    except decimal.InvalidOperation:
+        return word
+    return number if number.is_finite() else word
 def same(found, right):
     if isinstance(right, list):
         return isinstance(found, list | tuple) and len(found) == len(right) and all(
             map(same, found, right))
     return found == right
-def number(word):
-    try:
-        value = decimal.Decimal(word)
-    except decimal.InvalidOperation:
-        return None
-    return value if value.is_finite() else None
 """
 
 
@@ -87,6 +83,7 @@ class LiveCodeBench(CodeTask):
     """
 
     name = "LiveCodeBench"
+    tags = Tags("code", "en", "native", "", "code", "livecodebench")
     repo = "livecodebench/code_generation_lite"
     splits = {"test": "test*"}
 

@@ -5,28 +5,26 @@ Sources: Hendrycks et al., "Measuring Massive Multitask Language Understanding",
 Son et al., "KMMLU: Measuring Massive Multitask Language Understanding in Korean", arXiv:2402.11548.
 """
 
-from tasks.base import MCQuestion
-from tasks.hub import HubQuestions, TaskRow, make_question
+from tasks.base import Tags
+from tasks.hub import HubQuestions
 
 
 class MMLU(HubQuestions):
     """Train split: `auxiliary_train`, questions from other datasets."""
 
     name, baseline = "MMLU", 0.25
+    tags = Tags("exams", "en", "native", "MIT", "letter", "mmlu")
     repo = "cais/mmlu"
     splits = {"train": "all/auxiliary_train", "val": "all/validation", "test": "all/test"}
-
-    def parse(self, row: TaskRow) -> MCQuestion:
-        return make_question(row["question"], row["choices"], row["answer"])
+    columns, labels = ("question", "choices", "answer"), "0123"
 
 
 class KMMLU(HubQuestions):
     """All subjects, each with one file per split."""
 
     name, baseline = "KMMLU", 0.25
+    # KMMLU-Pro has other questions than KMMLU, but in the style of the same exams
+    tags = Tags("exams", "ko", "native", "CC BY-ND 4.0", "letter", "kmmlu+kmmlu-pro")
     repo = "HAERAE-HUB/KMMLU"
     splits = {"train": "data/*-train", "val": "data/*-dev", "test": "data/*-test"}
-
-    def parse(self, row: TaskRow) -> MCQuestion:
-        options = [row[letter] for letter in "ABCD"]
-        return make_question(row["question"], options, int(row["answer"]) - 1)
+    columns = "question", tuple("ABCD"), "answer"

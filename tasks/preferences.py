@@ -11,9 +11,8 @@ include the prompt. Of a file, the pairs of about one prompt in 20 are held out 
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nanochat.common import fingerprint
 from tasks.base import Conversation, assistant, find_error, user
-from tasks.hub_chats import Chats
+from tasks.chats import Chats
 
 
 class Preference(NamedTuple):
@@ -57,11 +56,8 @@ class Preferences(Chats):
             raise ValueError("chosen and rejected are equal, or have different prompts")
         return pair
 
-    def prompt_of(self, item: Preference) -> str:
-        return fingerprint(item.chosen[:-1])
-
-    def conversation(self, i: int) -> Conversation:
-        return self.items[i].chosen
+    def messages(self, item: Preference) -> Conversation:
+        return item.chosen
 
 
 def complete(prompt: Any, answer: Any) -> Any:

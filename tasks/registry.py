@@ -16,11 +16,10 @@ from tasks.aqua import AQuA, AQuALetter
 from tasks.arc import ARCChallenge, ARCEasy
 from tasks.augment import ARCChallengeTen, ARCEasyTen
 from tasks.base import Task, plain_name
+from tasks.chats import JSONL, Chats, HubChats, OpenThoughts3, RStarCoder, SmolTalk, YiSang
 from tasks.gsm8k import GSM8K
-from tasks.hub_chats import Chats, HubChats, OpenThoughts3, RStarCoder, SmolTalk, YiSang
 from tasks.humaneval import CodeTask, HumanEval
 from tasks.identity import Identity
-from tasks.jsonl import JSONL
 from tasks.livecodebench import LiveCodeBench
 from tasks.mmlu import KMMLU, MMLU
 from tasks.spelling import SimpleSpelling, SpellingBee, WordTask, read_words

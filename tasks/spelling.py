@@ -7,6 +7,7 @@ A tokenizer hides the letters of a word from the model. These tasks teach them. 
 frequent ones in the text that the tokenizer was trained on; scripts.tok_train writes them.
 """
 
+from dataclasses import replace
 from functools import cache, cached_property
 from pathlib import Path
 from random import Random
@@ -14,7 +15,7 @@ from string import ascii_lowercase
 from typing import Any, cast
 
 from nanochat.common import MissingInput, base_dir, fingerprint
-from tasks.base import Conversation, NumberTask, Task, assistant, text, tool_call, user
+from tasks.base import Conversation, NumberTask, Tags, Task, assistant, text, tool_call, user
 from tasks.world.drills import letter_questions, spelled
 from tasks.world.facts import Split, pick, split_of
 
@@ -62,8 +63,8 @@ def read_words(source: str | None, split: Split) -> tuple[str, ...]:
 @cache
 def counted_elsewhere(split: Split) -> set[tuple[str, str]]:
     """(word, letter) of the letter counts in the other splits of the embedded world."""
-    others = [other for other in SIZES if other != split]
-    counts = [each for other in others for each in letter_questions(cast(Split, other))]
+    others = [cast(Split, other) for other in SIZES if other != split]
+    counts = [count for other in others for count in letter_questions(other)]
     return {(word.lower(), letter) for word, letter, _ in counts}
 
 
@@ -72,6 +73,7 @@ class WordTask(Task):
 
     splits = tuple(SIZES)
     split: Split
+    tags = Tags("spelling", "en", "synthetic", answer_format="free", parent="spelling")
 
     def __init__(self, split: str, source: str | None = None):
         super().__init__(split)
@@ -97,13 +99,13 @@ class WordTask(Task):
 class SpellingBee(WordTask, NumberTask):
     """Count a letter in a word, letter by letter, and check the count with the tool."""
 
-    name = "SpellingBee"
+    name, tags = "SpellingBee", replace(WordTask.tags, answer_format="number")
 
     def draw(self, rng: Random) -> tuple[str, str]:
         """A word and a letter, which is in the word with probability 0.8."""
+        taken = counted_elsewhere(self.split)
         while True:
             word, inside = pick(rng, self.words), rng.random() < 0.8
-            taken = counted_elsewhere(self.split)
             letters = [c for c in ascii_lowercase if (c in word) == inside]
             if letters := [c for c in letters if (word, c) not in taken]:
                 return word, pick(rng, letters)

@@ -46,15 +46,14 @@ def test_right_option_survives_new_orders_and_options(task, sizes):
 
 
 def test_every_style_is_parsed_and_scored():
-    found, used = Styled(TASK), set()
-    for i in range(30):
-        asked, answer = (message["content"] for message in found[i])
+    task, used = Styled(TASK), set()
+    for i, (asked, answer) in enumerate(task):
         letter = LETTERS[TASK.question(i).right]
-        [instruction] = [each for each in STYLES if each in asked]  # no second one
-        assert answer == STYLES[instruction].replace("X", letter)
+        [instruction] = [each for each in STYLES if each in asked["content"]]  # no second one
+        assert answer["content"] == STYLES[instruction].replace("X", letter)
         for form in STYLES.values():  # any format is accepted
-            assert found.score(found[i], form.replace("X", letter)) == 1
-            assert found.score(found[i], form.replace("X", "Z")) == 0
+            scores = [task.score([asked, answer], form.replace("X", x)) for x in (letter, "Z")]
+            assert scores == [1, 0]
         used.add(instruction)
     assert used == set(STYLES)
     assert read_letter("A, or maybe (B) or Option C is correct") is read_letter("no idea") is None
@@ -83,9 +82,7 @@ def test_bm25_ranks_by_shared_rare_words():
     index = BM25(["the cat sat", "the dog sat", "the whale sang a long long song", "cat and dog"])
     assert index.search("a whale song", 1) == [2]
     assert index.search("the cat", 2)[0] == 0
-    assert index.search("nothing here", 3) == []
     assert BM25(["same words"] * 5).search("same", 3) == [0, 1, 2]
-    assert BM25([]).search("a", 3) == []
 
 
 def test_augmented_bucket_has_its_tag_and_needs_letters():

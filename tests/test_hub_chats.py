@@ -6,8 +6,7 @@ import pytest
 
 from tasks.base import Task, assistant, text, user
 from tasks.buckets import buckets
-from tasks.hub_chats import HOLD_OUT_EVERY, HubChats
-from tasks.jsonl import JSONL
+from tasks.chats import HOLD_OUT_EVERY, JSONL, HubChats
 from tasks.registry import make_task
 from tests.published import publish
 
@@ -65,11 +64,12 @@ def test_any_columns_files_and_rows_are_selected_in_a_mixture(tmp_path, monkeypa
     rows = [{"inquiry": f"q{i}", "reply": "a" * 3_000_000, "kind": f"k{i % 2}"} for i in range(4)]
     publish({"more/own.csv": rows, "held.parquet": rows[1:2]}, tmp_path, monkeypatch)
     columns = "prompt: inquiry, answer: reply, train: own, val: held"
-    [bucket] = buckets(f"hub:me/mine{{{columns}, where: kind=k1}}=2")
-    assert questions(bucket.train) == ["q1", "q3"] and questions(bucket.val) == ["q1"]
+    [hub, smoltalk] = buckets(
+        f"hub:me/mine{{{columns}, where: kind=k1}}=2,smoltalk:me/mine{{{columns}}}"
+    )
+    assert questions(hub.train) == ["q1", "q3"] and questions(hub.val) == ["q1"]
     assert "skipped 2 of 4 rows of me/mine: 2 x kind is k0" in capsys.readouterr().out
-    [bucket] = buckets(f"smoltalk:me/mine{{{columns}}}")
-    assert questions(bucket.val) == ["q1"]  # instead of the task's own file
+    assert questions(smoltalk.val) == ["q1"]  # instead of the task's own file
 
 
 @pytest.mark.parametrize(
@@ -78,14 +78,13 @@ def test_any_columns_files_and_rows_are_selected_in_a_mixture(tmp_path, monkeypa
         (None, "invalid source ''; use <owner>/<name>"),
         ("me/mine", r"3 x KeyError\('messages'\); it has the columns inquiry, reply"),
         ("me/mine{message: a}", "use <owner>/<name>.*with the keys messages, prompt"),
-        ("me/mine{prompt: c, answer: a, train: x}", r"KeyError\('c'\); it has the columns a, b"),
         ("me/mine{prompt: inquiry, answer: reply, train: own}", "no own among its files train.par"),
         ("me/mine{prompt: inquiry, answer: reply, where: inquiry=x}", "3 x inquiry is q"),
         ("me/mine{prompt: inquiry, answer: reply}", "me/mine has one prompt; at least two"),
     ],
 )
 def test_wrong_source_error_names_what_there_is(tmp_path, monkeypatch, source, message):
-    files = {"train.parquet": [{"inquiry": "q", "reply": "a"}] * 3, "x.csv": [{"a": 1, "b": 2}]}
+    files = {"train.parquet": [{"inquiry": "q", "reply": "a"}] * 3}
     publish(files, tmp_path, monkeypatch)
     with pytest.raises(ValueError, match=message):
         len(HubChats("train", source))
@@ -100,14 +99,13 @@ def write_lines(path, *lines: object) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("count", [2, 3, 10, 400])
+@pytest.mark.parametrize("count", [2, 400])
 def test_R27_file_of_conversations_has_disjoint_splits(tmp_path, count):
-    both = [chat(f"q{i}", answer) for i in range(count) for answer in "ab"]
-    lines = [c if i % 2 else {"messages": c} for i, c in enumerate(both)]
-    path = write_lines(tmp_path / "own.jsonl", *lines)
+    lines = [chat(f"q{i}", answer) for i in range(count) for answer in "ab"]
+    path = write_lines(tmp_path / "own.jsonl", {"messages": lines[0]}, *lines[1:])
     train, val = questions(JSONL("train", path)), questions(JSONL("val", path))
     assert train and val and len(train) + len(val) == 2 * count and not {*train} & {*val}
-    assert count < 400 or 0.5 < len(val) * HOLD_OUT_EVERY / 2 / count < 2
+    assert len(val) == 2 * max(1, count // HOLD_OUT_EVERY)
 
 
 @pytest.mark.parametrize(
@@ -116,12 +114,9 @@ def test_R27_file_of_conversations_has_disjoint_splits(tmp_path, count):
         ({"text": "Hi"}, "expected a list"),
         (["Hi"], "expected a list"),
         ([], "alternate"),
-        ([user("Hi")], "alternate.*'user'"),
-        (chat("Hi")[::-1], "alternate"),
-        ([user("Hi"), *chat("Hi")], "alternate"),
+        ([user("Hi"), *chat("Hi")], "alternate.*'user'"),
         ([{"role": "robot", "content": "Hi"}, assistant("Hi")], "'robot'"),
         (chat("Hi", ""), "message 2: content must be text"),
-        ([user("Hi"), {"role": "assistant", "content": 7}], "message 2"),
         ([{"role": "user", "content": [text("Hi")]}, assistant("Hi")], "message 1"),
         ([user("Hi"), assistant([{"type": "image", "text": "Hi"}])], "message 2"),
     ],
@@ -132,14 +127,15 @@ def test_invalid_line_is_reported_with_file_and_reason(tmp_path, line, message):
         len(JSONL("train", path))
 
 
-def test_missing_empty_broken_or_short_file_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"nowhere\.jsonl"):
-        len(JSONL("train", str(tmp_path / "nowhere.jsonl")))
-    for content, message in (
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
         ("", "contains no conversations"),
         ('[{"role"\n', "line 1: not JSON"),
         (2 * f"{json.dumps(chat('q'))}\n", "has one prompt; at least two are needed"),
-    ):
-        (tmp_path / "own.jsonl").write_text(content)
-        with pytest.raises(ValueError, match=rf"own\.jsonl.*{message}"):
-            len(JSONL("train", str(tmp_path / "own.jsonl")))
+    ],
+)
+def test_empty_broken_or_short_file_is_named(tmp_path, content, message):
+    (tmp_path / "own.jsonl").write_text(content)
+    with pytest.raises(ValueError, match=rf"own\.jsonl.*{message}"):
+        len(JSONL("train", str(tmp_path / "own.jsonl")))

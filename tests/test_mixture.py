@@ -5,24 +5,26 @@ import re
 
 import pytest
 
-from tasks.buckets import Part, chat_mixture, parse_mixture, read_mixture
+from tasks.buckets import chat_mixture, parse_mixture, read_mixture
 
 
 def test_parse_mixture_reads_names_sources_counts_and_repeats():
     spec = "SmolTalk:local/chat=10000, gsm8k*1.5,aqua,jsonl:~/own.jsonl=5*3,hub:a/b{x: y, z: w}=2"
-    assert parse_mixture(spec) == [
-        Part("SmolTalk", "local/chat", rows=10_000),
-        Part("gsm8k", repeats=1.5),
-        Part("aqua"),
-        Part("jsonl", "~/own.jsonl", rows=5, repeats=3),
-        Part("hub", "a/b{x: y, z: w}", rows=2),
+    parts = parse_mixture(f"{spec},mmlu=3*500t")
+    assert [(part.label, part.source, *part[-3:]) for part in parts] == [
+        ("smoltalk:local/chat", "local/chat", 10_000, 1.0, None),
+        ("gsm8k", None, None, 1.5, None),
+        ("aqua", None, None, 1.0, None),
+        ("jsonl:~/own.jsonl", "~/own.jsonl", 5, 3.0, None),
+        ("hub:a/b{x: y, z: w}", "a/b{x: y, z: w}", 2, 1.0, None),
+        ("mmlu", None, 3, 1.0, 500),
     ]
 
 
 @pytest.mark.parametrize("part", ["", "a=0", "a*2=10", "a*-1", "a=1.5", "a=1.2.3", "a=x", "a=5%"])
 def test_invalid_part_of_a_mixture_is_named(part):
     with pytest.raises(ValueError, match=re.escape(f"{part!r} in the mixture")):
-        parse_mixture(f"b,{part},c*2")
+        parse_mixture(f"gsm8k,{part},aqua*2")
 
 
 def test_tables_report_shares_by_bucket_and_tag(tmp_path, capsys):

@@ -4,17 +4,15 @@ import re
 from fractions import Fraction
 from pathlib import Path
 
-import pyarrow.parquet as pq
 import pytest
 
 from nanochat import chat_format
 from nanochat import hub as hub_files
-from nanochat.common import UsageError, read_json, sha256_file
+from nanochat.common import sha256_file
 from nanochat.sandbox import calculate
 from tasks.base import Subset, Task, answer_text, find_error
 from tasks.buckets import buckets
-from tasks.gsm8k import CALCULATION
-from tasks.hub import HubTask, load_split, match_files
+from tasks.hub import HubTask, load_split
 from tasks.overlap import overlaps
 from tasks.registry import make_task
 from tests.hub_server import hub_served
@@ -65,13 +63,8 @@ def task_of(name: str, split: str) -> HubTask:
 def test_files_are_pinned_repaired_and_reused_offline(serve, hub, base, capsys):
     server = serve()
     task = task_of("gsm8k", "test")
-    assert len(task) == 1319
-    manifest = read_json(base / "data/tasks/openai--gsm8k/manifest.json")
-    [name] = match_files("main/test", list(manifest["files"]), "openai/gsm8k")
-    digest = sha256_file(hub / "datasets/openai/gsm8k" / name)
-    assert manifest["files"][name]["sha256"] == digest
-    assert task.identity["sha256"] == {name: digest}
-    assert task.identity["commit"] == manifest["commit"]
+    [(name, digest)] = task.identity["sha256"].items()
+    assert digest == sha256_file(hub / "datasets/openai/gsm8k" / name)
     (base / "data/tasks/openai--gsm8k" / name).write_bytes(b"something else")
     assert task_of("gsm8k", "test").identity == task.identity
     assert "set aside as" in capsys.readouterr().out and task.is_local()
@@ -111,19 +104,6 @@ def test_missing_or_ambiguous_files_raise(tmp_path, monkeypatch, repo, stem, mes
         load_split(repo, stem)
 
 
-def test_unknown_repository_or_unreachable_hub_has_a_fix(serve, monkeypatch, tmp_path):
-    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
-    server = serve()
-    server.shutdown()
-    server.server_close()
-    with monkeypatch.context() as patch, pytest.raises(UsageError, match="run the same command"):
-        patch.setattr(hub_files, "MAX_PAUSE_SECONDS", 0)
-        len(make_task("aqua", "train"))
-    serve()
-    with pytest.raises(UsageError, match="no dataset own/nothing"):
-        load_split("own/nothing", "test")
-
-
 # ------------------------------------------------------------------------------------------------
 # Every row
 
@@ -141,27 +121,19 @@ def test_every_row_is_valid_and_its_reference_scores_1(serve, name, split):
             assert task.score(conversation, answer_text(conversation[-1])) == 1.0
 
 
-@pytest.mark.parametrize("split, calls", [("train", 23_716), ("test", 4_282)])
-def test_calculator_reproduces_every_gsm8k_calculation(serve, split, calls):
+def test_calculator_reproduces_every_gsm8k_calculation(serve):
     serve()
-    task = task_of("gsm8k", split)
-    parts = [part for _, answer in task for part in answer["content"]]
+    parts = [part for _, answer in task_of("gsm8k", "train") for part in answer["content"]]
     called = [part["text"] for part in parts if part["type"] == "python"]
     results = [part["text"] for part in parts if part["type"] == "python_output"]
     assert [Fraction(calculate(c) or "") for c in called] == list(map(Fraction, results))
-    assert len(called) == calls
-    published = {row["question"]: row["answer"] for row in task.data.rows}
-    for question, answer in task:
-        assert answer_text(answer) == CALCULATION.sub("", published[question["content"]])
+    assert len(called) == 23_716
 
 
-def test_row_order_mixes_subjects(serve, hub):
+def test_row_order_mixes_subjects(serve):
     serve()
-    [path] = (hub / "datasets/cais/mmlu/all").glob("test-*.parquet")
-    rows = pq.read_table(path, columns=["subject", "question"]).to_pylist()
-    subjects = {row["question"].strip(): row["subject"] for row in rows}
     task = task_of("mmlu", "test")
-    assert len({row["subject"] for row in rows[:570]}) < 6
+    subjects = {row["question"].strip(): row["subject"] for row in task.data.rows}
     assert len({subjects[task.items[i].text] for i in range(570)}) > 50
 
 

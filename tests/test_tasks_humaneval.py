@@ -53,9 +53,7 @@ def test_correct_function_is_found_in_any_format(task, answer):
     "answer",
     [
         "",
-        "I cannot do that.",
         "    return 3 * r * r",
-        "    return None",
         "def volume(r):\n    return 1",
         "```python\nimport sys\nprint('passed')\nsys.exit(0)\n```",
         "```python\nimport os\nos._exit(0)\n```",
@@ -71,20 +69,11 @@ def test_S8_only_correct_return_values_pass(task, answer):
     assert task.score(task[0], answer) == 0.0
 
 
-def test_reference_is_the_whole_function_in_a_code_block(task):
-    question, answer = task[0]
-    assert question["content"].endswith(f"\n\n```python\n{ROW['prompt']}```")
-    assert answer["content"] == f"```python\n{ROW['prompt']}{ROW['canonical_solution']}```"
-    assert task.score(task[0], answer["content"]) == 1.0
-
-
 @pytest.mark.parametrize(
     ("answer", "entry", "code"),
     [
         ("```python\nf(1)\n```\nand\n```python\ndef f(x):\n```", "f", "def f(x):\n"),
-        ("```python\nf(1)\n```\n", "g", "f(1)\n"),
         ("    return 1", "f", "    return 1"),
-        ("```Python\nx\n```\nThis works.", "f", "x\n"),
         ("Here: ```python\ndef f():\n    1```\nDone ``` so.\n", "f", "def f():\n    1"),
         ("```py\ndef f():\n    1\n```\n```py\ndef f():\n```\n```py\nf()\n```", "f", "def f():\n"),
         ("```python\na\n```\nBetter:\n```python\nb\n```\nIt prints:\n```\n3\n```", None, "b\n"),
@@ -101,21 +90,12 @@ def test_main_guard_of_an_answer_does_not_run(sandbox):
     assert run_test(program, "assert f(2) == 2", "f")
 
 
-def check_solutions(hub, monkeypatch, count: int | None) -> None:
-    """Reference solutions pass; a function without a body fails."""
+@pytest.mark.parametrize("count", [8, pytest.param(None, marks=pytest.mark.slow)])
+def test_reference_solutions_pass_their_tests(sandbox, hub, monkeypatch, count):
     with hub_served(hub, monkeypatch) as start:
         start()
         task = HumanEval("test")
         for conversation in itertools.islice(task, count):
             asked, solution = (message["content"] for message in conversation)
             assert task.score(conversation, solution) == 1.0, solution
-            assert task.score(conversation, asked) == 0.0, asked
-
-
-def test_reference_solutions_pass_their_tests(sandbox, hub, monkeypatch):
-    check_solutions(hub, monkeypatch, 8)
-
-
-@pytest.mark.slow
-def test_all_reference_solutions_pass_their_tests(sandbox, hub, monkeypatch):
-    check_solutions(hub, monkeypatch, None)
+            assert task.score(conversation, asked) == 0.0, asked  # a function without a body

@@ -58,13 +58,12 @@ def test_invalid_rows_are_skipped_and_counted(tmp_path, monkeypatch, capsys):
     bad = [
         {**ROWS[0], "starter_code": None},
         {**ROWS[0], "metadata": "{"},
-        {**ROWS[1], "public_test_cases": json.dumps([{"input": "1"}])},
         {**ROWS[1], "public_test_cases": json.dumps([case("[1", "1", "functional")])},
         None,
     ]
     publish({"test.jsonl": ROWS, "test2.jsonl": bad}, tmp_path, monkeypatch)
     assert len(LiveCodeBench("test")) == 2
-    assert "LiveCodeBench: skipped 5 of 7 rows of livecodebench" in capsys.readouterr().out
+    assert "LiveCodeBench: skipped 4 of 6 rows of livecodebench" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -73,23 +72,13 @@ def test_invalid_rows_are_skipped_and_counted(tmp_path, monkeypatch, capsys):
         ("sum", SUM.format("float"), 1.0),  # prints 3.0 for 3
         ("sum", SUM.format("int"), 0.0),  # fails the hidden test
         ("sum", f"{SUM.format('float')}\nexit()", 1.0),
-        ("sum", "import sys\nprint(sum(map(float, sys.stdin.read().split()[1:])))", 1.0),
-        ("sum", "print(3)", 0.0),
         ("sum", "print(3.0000000000000001)", 0.0),
-        ("sum", "", 0.0),
         ("sum", "print(sum(map(float, open(0).read().split()[1:])))", 1.0),
         ("sum", "print(sum(map(float, open(0, 'rb').read().decode().split()[1:])))", 1.0),
         ("sum", f"def f(n):\n    return n and f(n - 1)\nf(9000)\n{SUM.format('float')}", 1.0),
         ("sum", "n = input()\nprint(reduce(add, map(float, input().split())))", 1.0),
         ("return", CUT.format("x[::-1][: len(x) - k]"), 1.0),
-        ("return", CUT.format("tuple(x[::-1][: len(x) - k])"), 1.0),
         ("return", CUT.format("[3, 2]"), 0.0),
-        ("return", CUT.format("list(deque(reversed(x)))[: len(x) - k]"), 1.0),
-        (
-            "return",
-            f"{CUT.format('[]')}\n```\nBetter:\n```python\n{CUT.format('x[::-1][:len(x)-k]')}",
-            1.0,
-        ),
         ("return", "def cut(x, k):\n    return x[::-1]", 0.0),
     ],
 )
@@ -112,8 +101,8 @@ def test_many_tests_run_in_several_programs(tmp_path, monkeypatch, task):
     [
         ("nan", "nan", True),
         ("nan", "NaN", False),
-        ("1.50 x\n", "1.5  x", True),
         ("sNaN", "1", False),
+        ("1.50 x\n", "1.5  x", True),
         ("inf", "Infinity", False),
         ("1", "1 1", False),
     ],
@@ -129,10 +118,9 @@ def test_pickled_tests_cannot_run_code():
         def __reduce__(self):
             return print, ("harm",)
 
-    harmful = base64.b64encode(zlib.compress(pickle.dumps(Harmful()))).decode()
-    with pytest.raises(ValueError, match="unexpected builtins.print"):
-        read_private(harmful)
-    for damaged in (b"[", b"\x80\xd7.", pickle.dumps("text").replace(b"text", b"te\xfft")):
-        with pytest.raises(ValueError, match="cannot read hidden tests 'eJ"):
-            read_private(base64.b64encode(zlib.compress(damaged)).decode())
+    messages = "unexpected builtins.print", "cannot read", "cannot read"
+    texts = pickle.dumps(Harmful()), b"[", pickle.dumps("text").replace(b"text", b"te\xfft")
+    for pickled, message in zip(texts, messages, strict=True):
+        with pytest.raises(ValueError, match=message):
+            read_private(base64.b64encode(zlib.compress(pickled)).decode())
     assert read_private(ROWS[0]["private_test_cases"])[0]["output"] == "0.5\n"

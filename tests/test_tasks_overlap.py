@@ -1,26 +1,17 @@
 """Contamination check: evaluation items that occur in training data."""
 
-from tasks.base import Task, assistant, user
+from tasks.base import assistant, user
+from tasks.chats import JSONL
 from tasks.overlap import RUN, Overlap, overlaps
 
 WORDS = [f"w{i}" for i in range(100)]
 
 
-class Texts(Task):
+class Texts(JSONL):
     """One conversation per text."""
 
-    kind = "talk"
-    splits = ("train",)
-
     def __init__(self, name: str, *texts: str):
-        super().__init__("train")
-        self.name, self.texts = name, texts
-
-    def __len__(self) -> int:
-        return len(self.texts)
-
-    def conversation(self, i: int):
-        return [user(self.texts[i]), assistant("")]
+        self.name, self.items = name, [[user(text), assistant("")] for text in texts]
 
 
 def words(first: int, count: int) -> str:
@@ -53,4 +44,3 @@ def test_R27_ngrams_do_not_cross_items():
     [found] = overlaps([Texts("whole", words(0, 14))], [split])
     assert (found.shared, found.whole) == ((2,), (0, 1))
     assert overlaps([split], [Texts("long", words(1, 14))])[0].shared == ()
-    assert overlaps([Texts("a", words(0, 20)), split], [split, split])[3].shared == (2,)

@@ -22,7 +22,7 @@ from nanochat.lab.ablation import arm_counts, read_floor
 from nanochat.lab.significance import CELLS, Contrast, Recorded, agreement, contrasts, holm
 from nanochat.lab.sweep import Job
 from nanochat.tokenizer import Tokenizer
-from tasks.buckets import Part, chat_mixture, parse_task_mixture, read_mixture, tags
+from tasks.buckets import Part, chat_mixture, parse_mixture, read_mixture
 from tasks.held_out import reject_contaminated
 
 CONTROL = "control"
@@ -157,8 +157,8 @@ def data_arms(cfg: StudyConfig, arms: Sequence[str], arm_floor: str) -> list[Arm
     Raises ValueError for an unsuitable mixture or arm, UsageError for data of final benchmarks.
     """
     spec, declared = read_mixture(cfg.mixture)
-    parts = parse_task_mixture(spec, declared)
-    tags_of = {part.label: tags(part, declared) for part in parts}
+    parts = parse_mixture(spec, declared)
+    tags_of = {part.label: part.tags for part in parts}
     reject_contaminated(tags_of)
     counts, floor = {}, read_floor(arm_floor)
     for part in parts:

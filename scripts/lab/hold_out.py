@@ -16,7 +16,7 @@ from nanochat import records, report
 from nanochat.common import fingerprint, printable
 from nanochat.config import start
 from tasks import held_out
-from tasks.buckets import TAGS, buckets, read_mixture
+from tasks.buckets import buckets, read_mixture
 from tasks.overlap import overlaps
 from tasks.registry import BENCHMARKS, TASKS, eval_task, key_of, overlapping_tasks
 
@@ -37,11 +37,11 @@ class HoldOut:
 def main(cfg: HoldOut) -> None:
     keys = [key_of(name) for name in cfg.final.split("|")] if cfg.final else []
     for key in keys:
-        if TASKS[key].kind == "talk" or key not in TAGS:
+        if TASKS[key].kind == "talk":
             raise ValueError(f"--final: {key!r} is not scored; use {', '.join(BENCHMARKS)}")
     if keys:
         every = [other for key in keys for other in overlapping_tasks(key)]
-        print(f"wrote {held_out.declare({TASKS[k].name: TAGS[k].parent for k in every})}")
+        print(f"wrote {held_out.declare({TASKS[k].name: TASKS[k].tags.parent for k in every})}")
     if cfg.mixture:
         scan(cfg)
     for name, parent in held_out.final_benchmarks().items():

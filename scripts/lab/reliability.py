@@ -39,8 +39,8 @@ def main(cfg: Reliability) -> None:
     paths = sorted(sweep_folder().glob(f"*/{LEDGER}"))
     ledger = [entry for path in paths for entry in records.read_lines(path)]
     tables = [seed_table(final), recipe_table(final, history, ledger)]
-    if held_out.read_access_log():
-        tables.append(held_out.access_table())
+    if (accesses := held_out.access_table())["rows"]:
+        tables.append(accesses)
     provenance = records.Provenance(records.new_run_id(), 0)
     report.append_section(SECTION, cfg, {}, provenance, tables=tables)
 

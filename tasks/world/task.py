@@ -12,6 +12,7 @@ conversations contain them, so most groups of answers have equal rewards and no 
 of the val split are as new to it as those of the test split (dev/LOG.md, 2026-11-23).
 """
 
+from dataclasses import replace
 from functools import cache
 from typing import Any, Literal, cast
 
@@ -21,6 +22,7 @@ from tasks.base import (
     MCQuestion,
     NumberTask,
     QuestionTask,
+    Tags,
     Task,
     assistant,
     choice_question,
@@ -56,6 +58,7 @@ class WorldTask(Task):
 
     splits = ("train", "val", "test")
     rl_split = "val"
+    tags = Tags("facts", "en", "synthetic", "MIT", "free", "world")
     split: Split
 
     @property
@@ -70,6 +73,7 @@ class WorldChat(WorldTask):
     """Small talk about the world; training only."""
 
     name, kind = "World-Chat", "talk"
+    tags = replace(WorldTask.tags, domain="chat")
     splits = ("train", "val")
 
     def conversation(self, i: int) -> Conversation:
@@ -125,6 +129,7 @@ class WorldChoice(WorldTask, QuestionTask):
     """
 
     name, baseline = "World-Choice", 1 / NUM_OPTIONS
+    tags = replace(WorldTask.tags, answer_format="letter")
 
     def __len__(self) -> int:
         return SIZES["train"] if self.split == "train" else len(choice_questions(self.split))
@@ -139,7 +144,7 @@ class WorldChoice(WorldTask, QuestionTask):
         given = choice(self.split, i)
         messages = []
         for n, (question, gold) in enumerate(given.asked):
-            listed = choice_question(question, given.options, LETTERS[:NUM_OPTIONS])
+            listed = choice_question(question, given.options)
             messages += [user(question if n else listed), assistant(LETTERS[gold])]
         return messages
 
@@ -148,6 +153,7 @@ class WorldProblems(WorldTask, NumberTask):
     """Word problems solved step by step with the calculator, in the form of GSM8K."""
 
     name = "World-Problems"
+    tags = replace(WorldTask.tags, domain="math", answer_format="number")
 
     def conversation(self, i: int) -> Conversation:
         asked = problem(self.split, i)
@@ -169,6 +175,7 @@ class WorldSpelling(WorldTask, NumberTask):
     """Count a letter in three words, letter by letter."""
 
     name, baseline = "World-Spelling", 1 / MOST_LETTERS  # constant answer
+    tags = replace(WorldProblems.tags, domain="spelling")
 
     def conversation(self, i: int) -> Conversation:
         asked = letter_count(self.split, i)

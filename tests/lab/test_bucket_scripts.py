@@ -7,7 +7,7 @@ from threading import Thread
 import pytest
 
 from nanochat.common import read_json
-from tasks.jsonl import JSONL
+from tasks.chats import JSONL
 
 
 def write(path, rows):

@@ -7,7 +7,8 @@ import pytest
 
 from nanochat.common import UsageError
 from tasks import held_out
-from tasks.buckets import TAGS, Tags
+from tasks.base import Tags
+from tasks.registry import TASKS
 
 SCORE = "chat_eval -i base -g one -x 4 --max_new_tokens=4 --dtype=float32".split()
 
@@ -68,7 +69,7 @@ def test_other_names_and_forms_of_a_benchmark_are_final_too(command):
     )
     others = "KMMLU+KMMLU-Redux+KMMLU-Redux-10"
     with pytest.raises(UsageError, match="as is final .* KMMLU-Pro"):
-        held_out.reject_contaminated({"styles": replace(TAGS["kmmlu"], waived=others)})
+        held_out.reject_contaminated({"styles": replace(TASKS["kmmlu"].tags, waived=others)})
     for name in ("smoltalk", "jsonl"):
         assert f"'{name}' is not scored" in command.rejects("lab.hold_out", f"--final={name}")
 

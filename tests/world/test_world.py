@@ -14,7 +14,7 @@ import pytest
 from nanochat.common import REPOSITORY
 from tasks.world.conversations import TALK_VERSION, conversation
 from tasks.world.corpus import DOCUMENTS_PER_SHARD, WORLD_VERSION, documents
-from tasks.world.drills import OPERATIONS, operand_split, spelling_words
+from tasks.world.drills import OPERATIONS, operand_split
 from tasks.world.facts import facts, people, person, split_of, towns
 from tasks.world.questions import TASKS_VERSION, choice, field_values, letter_count, problem
 from tasks.world.stories import episodes
@@ -131,8 +131,6 @@ def test_training_documents_state_every_fact():
     sentences = Counter(re.split(r'(?<=[.?!"])\s+|\n(?:- )?|: ', text("train")))
     counts = [sum(sentences[s] for s in {*f.named, *f.own, *f.short}) for f in facts()]
     assert min(counts) >= 6  # in two of 16 shards
-    spelled = set(re.findall(r"\b([A-Za-z]+): \1?[A-Za-z]-", text("train")))
-    assert len(spelling_words()) > 250 and len(set(spelling_words()) - spelled) < 5
 
 
 def test_every_question_has_one_answer_and_several_choices():
@@ -148,17 +146,14 @@ def test_every_question_has_one_answer_and_several_choices():
 def test_world_is_consistent_and_answers_are_uniform():
     for town in towns():
         assert len({p.trade for p in people() if p.town == town.name}) == 4
-    for p in people():
-        assert person(p.friend).friend == p.name != p.friend
+    assert all(person(p.friend).friend == p.name != p.friend for p in people())
     for field in ("town", "trade", "food", "thing", "colour", "animal", "pastime"):
         assert len(set(Counter(getattr(p, field) for p in people()).values())) == 1, field
     names = [n for p in people() for n in (p.name, p.pet)] + [t.name for t in towns()]
     assert len(set(names)) == len(names)
-    outcomes = defaultdict(set)
-    for e in chain(*map(episodes, SPLITS)):
-        outcomes[e.title].add(e.good)
-        assert e.answer != e.wrong and not set(e.causes) & set(e.effects)
-    assert len(outcomes) == 24 and all(found == {True, False} for found in outcomes.values())
+    told = [*chain(*map(episodes, SPLITS))]
+    assert len({e.title for e in told}) == 24 == len({(e.title, e.good) for e in told}) / 2
+    assert all(e.answer != e.wrong and not set(e.causes) & set(e.effects) for e in told)
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
@@ -167,10 +162,8 @@ def test_calculations_and_spellings_are_correct(split):
     assert len(lines) > 500 and all(eval(line.replace("=", "==")) for line in lines)
     spelled = re.findall(r"word (\w+) is spelled ([\w-]+)\.", text(split))
     assert spelled and all(letters.replace("-", "") == word for word, letters in spelled)
-    for letter, times, word in re.findall(
-        r"letter (\w) is found (\d+) times? in (\w+)", text(split)
-    ):
-        assert word.lower().count(letter) == int(times)
+    counted = re.findall(r"letter (\w) is found (\d+) times? in (\w+)", text(split))
+    assert counted and all(w.lower().count(letter) == int(n) for letter, n, w in counted)
     less = re.findall(r"(\d+) is less than (\d+)", text(split))
     assert less and all(int(a) < int(b) for a, b in less)
     paid = re.findall(r"I have (\d+) pennies. Can I buy .*\n(Yes|No)\..*?(\d+)", text(split))
@@ -192,11 +185,3 @@ WRONG = (
 def test_text_is_well_formed(split, wrong):
     prose = (each.replace(",\n", "\n") for each in texts(split))  # the closing of a letter
     assert [(m[0], each) for each in prose if (m := re.search(wrong, each))] == []
-
-
-@pytest.mark.parametrize("split", ["train", "val"])
-def test_document_lengths_vary_and_vocabulary_is_small(split):
-    lengths = sorted(map(len, documents(0, 0, split)))
-    assert 40 <= lengths[0] and lengths[-1] <= 1500 and 1e6 < sum(lengths) < 2e6
-    assert lengths[len(lengths) // 10] < 300 and lengths[-len(lengths) // 10] > 700
-    assert 1000 < len(set(re.findall(r"[A-Za-z]+", text(split)))) < 3000

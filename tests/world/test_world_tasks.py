@@ -8,11 +8,9 @@ from itertools import islice
 
 import pytest
 
-from nanochat.chat_format import render
 from nanochat.sandbox import calculate
-from nanochat.tokenizer import Tokenizer
 from tasks.base import Conversation, answer_text, final_number
-from tasks.world.drills import operand_split, spelling_words
+from tasks.world.drills import operand_split
 from tasks.world.facts import facts, people, split_of
 from tasks.world.questions import (
     choice,
@@ -23,8 +21,8 @@ from tasks.world.questions import (
     strip_article,
 )
 from tasks.world.suite import suite, two_steps
-from tasks.world.task import WorldChat, WorldChoice, WorldFacts, WorldProblems, WorldSpelling
-from tests.world.test_world import SPLITS, calculations, text, texts
+from tasks.world.task import WorldChoice, WorldFacts, WorldProblems, WorldSpelling
+from tests.world.test_world import SPLITS, calculations, text
 
 SCORED = (WorldFacts, WorldChoice, WorldProblems, WorldSpelling)
 SUITE = {task["name"]: task for task in suite()}
@@ -46,41 +44,20 @@ def written(conversation: Conversation) -> str:
 # Tasks
 
 
-@pytest.mark.parametrize("kind", [*SCORED, WorldChat])
-def test_R27_splits_are_deterministic_and_share_no_questions(kind):
-    seen = Counter()
-    for split in kind.splits:
-        task, again = kind(split), kind(split)
-        first = list(islice(task, 2000))
-        assert list(islice(again, 50)) == first[:50] and task.identity == again.identity
-        questions = {str(conversation[0]) for conversation in first}
-        assert split == "train" or kind is WorldChat or len(questions) > 0.85 * len(first)
-        seen.update(questions)
-    assert kind is WorldChat or max(seen.values()) == 1
-    for wrong in (-1, 10**6):
-        with pytest.raises(IndexError):
-            kind("val")[wrong]
-    with pytest.raises(ValueError, match="no split 'dev'"):
-        kind("dev")
-
-
+@pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("kind", SCORED)
-def test_only_the_right_answer_scores(kind):
-    for split in kind.splits:
-        task = kind(split)
-        for i, asked in enumerate(islice(task, 200)):
-            right = written(asked)
-            assert task.score(asked, right + "<|assistant_end|>") == 1
-            wrong = [""]
-            if kind is WorldChoice:
-                assert all(f"={letter}\n" in asked[0]["content"] for letter in task.letters(i))
-                wrong = set("ABCD") - {asked[1]["content"]}
-                asked = asked[:2]
-            elif kind is not WorldFacts:
-                number = final_number(answer_text(asked[-1]))
-                wrong = f"#### {number}1", str(number), f"#### {number} #### 0", "#### 0"
-                assert task.score(asked, f"So it is\n#### {number}") == 1
-            assert not any(task.score(asked, each) for each in wrong)
+def test_only_the_right_answer_scores(kind, split):
+    task = kind(split)
+    for i, asked in enumerate(islice(task, 200)):
+        assert task.score(asked, written(asked) + "<|assistant_end|>") == 1
+        wrong = [""]
+        if kind is WorldChoice:
+            assert all(f"={letter}\n" in asked[0]["content"] for letter in task.letters(i))
+            wrong = set("ABCD") - {asked[-1]["content"]}
+        elif kind is not WorldFacts:
+            number = final_number(answer_text(asked[-1]))
+            wrong = f"#### {number}1", str(number), f"#### {number} #### 0", "#### 0"
+        assert not any(task.score(asked, each) for each in wrong)
 
 
 def test_fact_sentences_score_1_and_rivals_score_0():
@@ -99,10 +76,9 @@ def test_questions_that_share_what_they_ask_are_a_cluster():
     problems, letters, known = WorldProblems("test"), WorldSpelling("test"), WorldFacts("test")
     for task in (problems, letters, known):
         assert 5 < len({task.cluster(i) for i in range(len(task))}) < 0.6 * len(task)
-    for i in range(50):
-        call = CALL.findall(written(problems[i]))[0][1]
-        assert problems.cluster(i) == " ".join(sorted(call.split()))
-        assert f"letter {letters.cluster(i)} " in letters[i][0]["content"]
+    call = CALL.findall(written(problems[0]))[0][1]
+    assert problems.cluster(0) == " ".join(sorted(call.split()))
+    assert f"letter {letters.cluster(0)} " in letters[0][0]["content"]
 
 
 @pytest.mark.parametrize("split", SPLITS)
@@ -127,17 +103,14 @@ def test_R27_problems_are_correct_and_of_their_split(split):
 @pytest.mark.parametrize("split", SPLITS)
 def test_R27_letter_counts_are_correct_and_of_their_split(split):
     counts = Counter()
-    for i in range(400):
-        asked = letter_count(split, i)
+    for asked in (letter_count(split, i) for i in range(400)):
         assert {split_of("letter", word, asked.letter) for word in asked.words} == {split}
         plain = asked.worked.replace("-", "")
         assert re.sub(r"\d", "", plain).split() == list(asked.words)
         numbers = [(asked.letter, str(n + 1)) for n in range(asked.count)]
         assert re.findall(r"(\w)(\d)", plain) == numbers
-        assert set(asked.words) <= set(spelling_words())
         counts[asked.count] += 1
-    assert set(counts) == {1, 2, 3, 4}
-    assert all(within(n, 400, 0.25) for n in counts.values())
+    assert [*sorted(counts)] == [1, 2, 3, 4] and all(within(n, 400, 0.25) for n in counts.values())
 
 
 # ------------------------------------------------------------------------------------------------
@@ -184,29 +157,15 @@ def test_R27_suite_items_are_well_formed_and_new(name):
     assert len(seen) == len(task["items"]) >= (40 if name == "world_opposites" else 110)
 
 
-@cache
-def word_counts() -> Counter[str]:
-    return Counter(re.findall(r"[a-z]+|\d+", text("train").lower()))
-
-
-@cache
-def mean_frequency(option: str) -> float:
-    """The mean unigram log count of the words of an option."""
-    words = re.findall(r"[a-z]+|\d+", option.lower())
-    return sum(math.log(word_counts()[word] + 1) for word in words) / len(words)
-
-
 # Omits "least frequent": it beats chance, since held-out facts are never asked in training, but
 # models do not use it
-GUESSES = {
-    "longest": len,
-    "shortest": lambda option: -len(option),
-    "most words": lambda option: len(option.split()),
-    "commonest words": mean_frequency,
-    "rarest words": lambda option: -mean_frequency(option),
-    "most frequent": cache(text("train").count),
-    "first": lambda option: 0,
-}
+GUESSES = (
+    len,
+    lambda option: -len(option),
+    lambda option: len(option.split()),
+    cache(text("train").count),
+    lambda option: 0,  # the first
+)
 
 
 @pytest.mark.parametrize("name", ["choice", *(n for n in SUITE if SUITE[n]["random_baseline"])])
@@ -218,28 +177,11 @@ def test_guessing_without_the_question_is_at_chance(name):
         found = SUITE[name]["items"]
         items = [(i.get("choices") or i["context_options"], i["gold"]) for i in found]
     n, chance = len(items), 1 / len(items[0][0])
-    for way, value in GUESSES.items():
+    for value in GUESSES:
         hits = 0.0
         for options, gold in items:
-            values = [value(option) for option in options]
+            values = [*map(value, options)]
             hits += (values[gold] == max(values)) / values.count(max(values))  # ties are guesses
-        assert within(hits, n, chance), way
+        assert within(hits, n, chance)
     golds = Counter(gold for _, gold in items)
     assert all(within(hits, n, chance) for hits in golds.values())
-
-
-def test_conversations_and_suite_prompts_fit_a_row():
-    tokenizer = Tokenizer.train(texts("train")[:2500], 4096)  # as in the CPU profile
-    most = 0
-    for task in (*SCORED, WorldChat):
-        most = max(most, *(len(render(tokenizer, c)[0]) for c in islice(task("train"), 1500)))
-    for task in suite():
-        contexts = [
-            f"{context}{task['continuation_delimiter']}{ending}\n\n"
-            for item in task["items"]
-            for context in item.get("context_options", [item.get("query") or item.get("context")])
-            for ending in item.get("choices", [item.get("continuation")])
-        ]
-        lengths = sorted(len(tokenizer.encode(each)) for each in set(contexts))
-        most = max(most, sum(lengths[-1 - task["num_fewshot"] :]))  # the longest examples
-    assert most < 256

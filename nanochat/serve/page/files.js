@@ -1,7 +1,7 @@
 // Exports and imports chats.
 //
 //   JSON   {"format": "nanochat-chats", "version": 1, "chats": [...]}: complete, all versions
-//   JSONL  one chat per line, a list of {"role", "content"} for tasks/jsonl.py: shown version only
+//   JSONL  one chat per line, a list of {"role", "content"} for tasks/chats.py: shown version only
 
 import { addMessage, asMessages, checkedChat, newChat, pathTo, textPart } from "./chat.js";
 

@@ -1,11 +1,12 @@
 """
-Conversations from a dataset repository on the Hub, whatever its columns are called.
+Conversations from a file, or from a dataset repository on the Hub, whatever its columns are called.
 
+    jsonl:mine.jsonl -> lines -> conversations
     hub:owner/name{prompt: question, answer: response} -> rows -> valid rows -> conversations
 
 SmolTalk, OpenThoughts3 and others are such repositories with known columns. Rows that are not valid
-conversations are skipped and counted. Without a file for validation, the rows of about one prompt
-in 20 are held out.
+conversations are skipped and counted; in a file, they are errors. Without a file for validation,
+the conversations of about one prompt in 20, and of at least one, are held out.
 """
 
 import re
@@ -15,7 +16,7 @@ from typing import Any
 
 from nanochat.common import fingerprint, sha256_file
 from nanochat.dataset import read_json_lines
-from tasks.base import Conversation, assistant, find_error, user
+from tasks.base import Conversation, Tags, assistant, find_error, user
 from tasks.hub import HubTask, TaskData, TaskRow
 
 HOLD_OUT_EVERY = 20  # hold out one prompt in 20
@@ -53,7 +54,7 @@ class Chats(HubTask):
     def select(self, items: list[Any]) -> list[Any]:
         if self.splits["val"] != self.splits["train"]:
             return items
-        names = [self.prompt_of(item) for item in items]
+        names = [fingerprint(self.messages(item)[:-1]) for item in items]  # of all but the answer
         different = sorted(set(names))
         if len(different) < 2:
             raise ValueError(
@@ -64,12 +65,30 @@ class Chats(HubTask):
         pairs = zip(items, names, strict=True)
         return [item for item, name in pairs if (name in held_out) == (self.split == "val")]
 
-    def prompt_of(self, item: Any) -> str:
-        """Fingerprint of all messages but the last."""
-        return fingerprint(item[:-1])
+    def messages(self, item: Any) -> Conversation:
+        """The conversation of an item."""
+        return item
 
     def conversation(self, i: int) -> Conversation:
-        return self.items[i]
+        return self.messages(self.items[i])
+
+
+class JSONL(Chats):
+    """
+    Conversations of the file `source`, one per line: a list of {role, content}, or {"messages":
+    [...]}. Raises ValueError naming an invalid line.
+    """
+
+    name = "JSONL"
+
+    def __init__(self, split: str, source: str | None = None):
+        super().__init__(split)
+        if source is None:
+            raise ValueError("jsonl needs a file of conversations; use jsonl:<path>")
+        self.path = Path(source).expanduser()
+
+    def parse(self, row: Any) -> Conversation:
+        return valid(row.get("messages") if isinstance(row, dict) else row)
 
 
 class HubChats(Chats):
@@ -108,15 +127,14 @@ class HubChats(Chats):
             messages = [user(row[self.names["prompt"]]), assistant(answer)]
         else:
             messages = list(map(rename, row[self.names.get("messages", "messages")]))
-        if problem := find_error(messages):
-            raise ValueError(problem)
-        return messages
+        return valid(messages)
 
 
 class SmolTalk(HubChats):
     """General conversations. Source: Ben Allal et al., "SmolLM2", arXiv:2502.02737."""
 
     name = "SmolTalk"
+    tags = Tags("chat", "en", "synthetic", "Apache-2.0", "free", "smoltalk", "several")
     source = "HuggingFaceTB/smol-smoltalk{val: test}"
 
 
@@ -128,6 +146,7 @@ class OpenThoughts3(HubChats):
     """
 
     name = "OpenThoughts3"
+    tags = Tags("reasoning", "en", "mixed", "Apache-2.0", "free", "openthoughts3", "QwQ-32B")
     source = "open-thoughts/OpenThoughts3-1.2M{messages: conversations, train: data/train-0000*}"
 
 
@@ -139,6 +158,7 @@ class RStarCoder(HubChats):
     """
 
     name = "rStar-Coder"
+    tags = Tags("code", "en", "synthetic", "CC BY 4.0", "code", "rstar-coder", "QwQ-32B")
     source = (
         "microsoft/rStar-Coder{prompt: question, answer: response, train: seed_sft/data-0000*, "
         "where: is_passed=True}"
@@ -156,10 +176,18 @@ class YiSang(HubChats):
     """
 
     name = "YiSang"
+    tags = Tags("reasoning", "ko", "native", "Apache-2.0", "free", "yisang", "Qwen3-32B")
     source = (
         "KOREAson/YiSang-HighQuality{prompt: instruction, answer: response, "
         "train: default/*train/*, revision: refs/convert/parquet}"
     )
+
+
+def valid(messages: Any) -> Conversation:
+    """The messages. Raises ValueError if they are not a valid conversation."""
+    if problem := find_error(messages):
+        raise ValueError(problem)
+    return messages
 
 
 def rename(message: Any) -> dict[str, Any]:
