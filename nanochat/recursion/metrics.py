@@ -52,19 +52,19 @@ def step_metrics(model: RecursiveGPT, optimizer: MuonAdamW, scale: float) -> dic
 @torch.no_grad()
 def gradient_norms(cfg: RecursiveConfig, optimizer: MuonAdamW) -> dict[str, float]:
     """Norms of the reduced gradients by model part, {"grad_norm_core": ...}."""
-    machine, groups = optimizer.machine, optimizer.param_groups
+    dist, groups = optimizer.machine, optimizer.param_groups
     names = [name for group in groups for name in group["param_names"]]
     parts = {name: f"grad_norm_{part_of(name, cfg)}" for name in names}
     squares = dict.fromkeys(sorted(set(parts.values())), 0.0)
     for group, grad in zip(groups, optimizer.gradients, strict=True):
         stacked, sharded = group["kind"] == "muon", group["sharded"]
         rows = grad.flatten(1) if stacked else grad.flatten()[None]
-        first = machine.rank * len(rows) if sharded and stacked else 0
-        mine = sharded or machine.is_main  # replicated gradients count once
+        first = dist.rank * len(rows) if sharded and stacked else 0
+        mine = sharded or dist.is_main  # replicated gradients count once
         sums = rows.square().sum(1).tolist()
         for name, square in zip(group["param_names"][first:], sums, strict=False):
             squares[parts[name]] += square * mine
-    summed = machine.sum(*squares.values())
+    summed = dist.sum(*squares.values())
     return {part: total**0.5 for part, total in zip(squares, summed, strict=True)}
 
 

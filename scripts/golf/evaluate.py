@@ -51,7 +51,7 @@ class GolfEval:
     report_dir: str | None = None
     """Folder for records. Default: report/ under the base directory."""
     data: DataConfig = field(default_factory=DataConfig)
-    machine: DistConfig = field(default_factory=DistConfig)
+    dist: DistConfig = field(default_factory=DistConfig)
     kernels: KernelConfig = field(default_factory=KernelConfig)
 
 
@@ -69,7 +69,7 @@ class ScoredArtifact(NamedTuple):
 
 
 def main(cfg: GolfEval) -> None:
-    machine = init_distributed(cfg.machine)
+    dist = init_distributed(cfg.dist)
     paths = cfg.artifacts or sorted((base_dir() / "export").glob("*.golf"))
     if not paths:
         raise MissingInput(
@@ -80,30 +80,30 @@ def main(cfg: GolfEval) -> None:
         raise ValueError("artifacts are listed by file name, but two have the same; rename one")
     artifacts = {path: read_artifact(path) for path in (each.expanduser() for each in paths)}
     require_one_recipe(artifacts)
-    scored = [score_artifact(cfg, path, each, machine) for path, each in artifacts.items()]
+    scored = [score_artifact(cfg, path, each, dist) for path, each in artifacts.items()]
     if len({s.plain.bytes for s in scored}) > 1:
         raise UsageError("the artifacts were scored on different text", ONE_AT_A_TIME)
-    machine.on_main(lambda: write_scores(cfg, machine, scored))
-    machine.close()
+    dist.on_main(lambda: write_scores(cfg, dist, scored))
+    dist.close()
 
 
 def score_artifact(
-    cfg: GolfEval, path: Path, artifact: Artifact, machine: DistContext
+    cfg: GolfEval, path: Path, artifact: Artifact, dist: DistContext
 ) -> ScoredArtifact:
     """Score an artifact, then load its source checkpoint into the same model and score it."""
-    model = artifact.build(machine)
-    parent = find_source_checkpoint(artifact, machine)
+    model = artifact.build(dist)
+    parent = find_source_checkpoint(artifact, dist)
     recorded = parent.state["source"] if parent else None
     source = open_text(cfg.data, recorded)
     texts = list(source.texts(source.val_shard, cfg.max_documents))
     T = model.cfg.max_seq_len
     stride = max(1, T // 4) if cfg.eval_stride is None else cfg.eval_stride
-    passes = 1 + (T / stride if stride else 0) + (parent is not None)
+    passes = 2 + (T / stride if stride else 0)
     tokens = sum(map(len, texts)) / CHARS_PER_TOKEN * passes
-    windows = prepare_scoring(cfg.kernels, model, int(tokens), GPU_SEQS, machine)
+    windows = prepare_scoring(cfg.kernels, model, int(tokens), GPU_SEQS, dist)
 
     def bpb(stride: int) -> Bpb:
-        return document_bpb(model, texts, artifact.tokenizer, stride, windows, machine)
+        return document_bpb(model, texts, artifact.tokenizer, stride, windows, dist)
 
     plain = bpb(T)
     parts = [f"{path}: roundtrip {plain.value:.5f} bpb on {plain.bytes:,} bytes"]
@@ -116,7 +116,7 @@ def score_artifact(
         baseline = bpb(T)
         gap = plain.value - baseline.value
         parts.append(f"before {baseline.value:.5f}, gap {gap:+.5f}")
-    machine.print0(", ".join(parts))
+    dist.print0(", ".join(parts))
     return ScoredArtifact(path, artifact, parent, baseline, plain, sliding)
 
 
@@ -134,34 +134,32 @@ def require_one_recipe(artifacts: Mapping[Path, Artifact]) -> None:
             raise UsageError(why, "list only one of them in --artifacts")
 
 
-def find_source_checkpoint(artifact: Artifact, machine: DistContext) -> Checkpoint | None:
+def find_source_checkpoint(artifact: Artifact, dist: DistContext) -> Checkpoint | None:
     """Return the source checkpoint of an artifact; None if it is missing or has changed."""
     origin = artifact.origin
     try:
-        found = find_checkpoint_on_node(machine, origin["stage"], origin["tag"], origin["step"])
+        found = find_checkpoint_on_node(dist, origin["stage"], origin["tag"], origin["step"])
     except (FileNotFoundError, ValueError):
         return None
     return found if found.fingerprint == origin["checkpoint"] else None
 
 
-def write_scores(cfg: GolfEval, machine: DistContext, scored: list[ScoredArtifact]) -> None:
+def write_scores(cfg: GolfEval, dist: DistContext, scored: list[ScoredArtifact]) -> None:
     """Write the record and update the report."""
     plain = np.array([s.plain.value for s in scored])
     sliding = np.array([s.sliding.value for s in scored if s.sliding])
-    baseline = np.array([s.baseline.value for s in scored if s.baseline])
-    figures = {"Pre-quantization bpb": baseline, "Roundtrip bpb": plain}
+    before = np.array([s.baseline.value for s in scored if s.baseline])
+    figures = {"Roundtrip bpb": plain}
     if len(sliding):
         figures |= {"Roundtrip sliding bpb": sliding, "Sliding gain bpb": sliding - plain}
-    if len(baseline) == len(scored):
-        figures["Quantization gap bpb"] = plain - baseline
-    else:
-        del figures["Pre-quantization bpb"]
+    if len(before) == len(scored):
+        figures |= {"Pre-quantization bpb": before, "Quantization gap bpb": plain - before}
     code, largest = sum(code_bytes().values()), max(s.path.stat().st_size for s in scored)
     total = largest + (code if cfg.count_code else 0)
     values: dict[str, Any] = {
         "Seeds": len(scored),
         **{name: over_seeds(found.tolist()) for name, found in figures.items()},
-        **({"Spread over seeds (std)": float(plain.std(ddof=1))} if len(scored) > 1 else {}),
+        "Spread over seeds (std)": float(plain.std(ddof=1)) if len(scored) > 1 else None,
         "Parameters": sum(w.numel() for w in scored[0].artifact.weights.values()),
         "Model bytes": largest,
         "Code bytes": code,
@@ -175,14 +173,14 @@ def write_scores(cfg: GolfEval, machine: DistContext, scored: list[ScoredArtifac
     origin = scored[0].artifact.origin
     inputs = {s.path.name: sha256_file(s.path)[:16] for s in scored}
     provenance = records.Provenance(origin["run_id"], origin["seed"], inputs)
-    report.append_section(SECTION, cfg, values, provenance, records.Cost.so_far(machine))
+    report.append_section(SECTION, cfg, values, provenance, records.Cost.so_far(dist))
 
 
 def format_scores(s: ScoredArtifact) -> str:
     """Return a one-line summary of an artifact."""
     parts = [f"seed {s.artifact.origin['seed']}"]
-    seconds = s.parent.state.get("progress", {}).get("clock_seconds") if s.parent else None
-    if s.parent and seconds:
+    if s.parent and "progress" in s.parent.state:  # else imported
+        seconds = s.parent.state["progress"]["clock_seconds"]
         parts.append(f"{s.parent.step} steps in {seconds:.0f} s")
     scores = {"before": s.baseline, "roundtrip": s.plain, "sliding": s.sliding}
     parts += [f"{name} {bpb.value:.4f}" for name, bpb in scores.items() if bpb]

@@ -26,7 +26,6 @@ from nanochat.config import require_at_least, start
 from nanochat.dataset import DataConfig
 from nanochat.distributed import DistConfig, DistContext, init_distributed
 from nanochat.eval_bpb import bits_per_byte, row_batches
-from nanochat.gpt import GPT
 from nanochat.lab.significance import over_seeds
 from nanochat.logger import METRICS_FILE, read_metrics
 from nanochat.recursion import verdict
@@ -50,23 +49,21 @@ class RecursionEval:
     """Folders of plain models to compare at equal cost: FLOPs, tokens or parameters."""
     eval_tokens: int | None = None
     """Validation tokens to score. Default: 10,485,760; 262,144 on a CPU."""
-    device_batch_size: int | None = None
-    """Batch size per forward pass; does not change the result. Default: by device."""
     report_dir: str | None = None
     """Folder for records. Default: report/ under the base directory."""
     data: DataConfig = field(default_factory=DataConfig)
-    machine: DistConfig = field(default_factory=DistConfig)
+    dist: DistConfig = field(default_factory=DistConfig)
     kernels: KernelConfig = field(default_factory=KernelConfig)
 
     def __post_init__(self) -> None:
-        require_at_least(self, eval_tokens=1, device_batch_size=1)
+        require_at_least(self, eval_tokens=1)
 
 
 class LoopScores(NamedTuple):
     """One checkpoint and its metrics."""
 
     checkpoint: Checkpoint
-    model: GPT
+    model: Any
     by_loop: dict[int, float]
     """Bits per byte after N loops; a plain model has one entry."""
     states: dict[str, float]
@@ -79,23 +76,23 @@ class LoopScores(NamedTuple):
 
 
 def main(cfg: RecursionEval) -> None:
-    machine = init_distributed(cfg.machine)
+    dist = init_distributed(cfg.dist)
 
     def find(tags: Sequence[str | None]) -> list[Checkpoint]:
         return [find_checkpoint("base", tag) for tag in tags]
 
     tags = (cfg.model_tags or (None,), cfg.plain_tags)
-    recursive, plain = machine.on_node(lambda: [find(t) for t in tags])
+    recursive, plain = dist.on_node(lambda: [find(t) for t in tags])
     require_comparable([*recursive, *plain])
     require_one_recipe(recursive, plain)
-    recursive = [score_loops(cfg, checkpoint, machine) for checkpoint in recursive]
-    plain = [score_loops(cfg, checkpoint, machine) for checkpoint in plain]
+    recursive = [score_loops(cfg, checkpoint, dist) for checkpoint in recursive]
+    plain = [score_loops(cfg, checkpoint, dist) for checkpoint in plain]
     criteria = find_criteria(recursive, plain)
     for criterion in criteria:
-        machine.print0(f"{criterion.name}: {criterion.summary}")
-    if machine.is_main:
-        write_record(cfg, machine, recursive, plain, criteria)
-    machine.close()
+        dist.print0(f"{criterion.name}: {criterion.summary}")
+    if dist.is_main:
+        write_record(cfg, dist, recursive, plain, criteria)
+    dist.close()
 
 
 def require_comparable(checkpoints: Sequence[Checkpoint]) -> None:
@@ -132,30 +129,27 @@ def require_one_recipe(recursive: Sequence[Checkpoint], plain: Sequence[Checkpoi
 
 def recipe_of(checkpoint: Checkpoint) -> str:
     """Key shared by all seeds of an arm."""
-    identity = {**checkpoint.state["identity"], "seed": None}
-    by_clock = "max_wallclock_seconds" in identity
-    return json.dumps([identity, None if by_clock else checkpoint.step], sort_keys=True)
+    return json.dumps([{**checkpoint.state["identity"], "seed": None}, checkpoint.step])
 
 
-def score_loops(cfg: RecursionEval, checkpoint: Checkpoint, machine: DistContext) -> LoopScores:
+def score_loops(cfg: RecursionEval, checkpoint: Checkpoint, dist: DistContext) -> LoopScores:
     """Score a checkpoint; a recursive one after each loop, up to twice n_loops."""
     tokenizer = checkpoint.tokenizer()
     if "n_loops" in (values := checkpoint.state["model"]):
         with torch.device("meta"):
-            model = RecursiveGPT(RecursiveConfig(**values), machine.dtype)
-        load_weights(model, checkpoint, machine)
+            model = RecursiveGPT(RecursiveConfig(**values), dist.dtype)
+        load_weights(model, checkpoint, dist)
     else:
-        model = load_model(checkpoint, machine)
-    T, on_cpu = model.cfg.max_seq_len, machine.device.type == "cpu"
+        model = load_model(checkpoint, dist)
+    T, on_cpu = model.cfg.max_seq_len, dist.device.type == "cpu"
     source = open_text(cfg.data, checkpoint.state["source"])
     rows = open_rows(source, tokenizer, T)
     tokens = cfg.eval_tokens or (262_144 if on_cpu else 20 * 524_288)
-    default = prepare_scoring(cfg.kernels, model, 2 * tokens, GPU_ROWS, machine)
-    size = cfg.device_batch_size or default
+    size = prepare_scoring(cfg.kernels, model, 2 * tokens, GPU_ROWS, dist)
     token_bytes, states = tokenizer.token_bytes(), {}
 
     def batches():
-        mine = rows.val_batches(size, max(1, tokens // T), machine.rank, machine.world_size)
+        mine = rows.val_batches(size, max(1, tokens // T), dist.rank, dist.world_size)
         return row_batches(mine, size)
 
     score, loops = model.token_losses, 1
@@ -163,19 +157,19 @@ def score_loops(cfg: RecursionEval, checkpoint: Checkpoint, machine: DistContext
         loops = 2 * model.cfg.n_loops
         score = partial(model.losses_by_loop, loops=loops)
         states = state_metrics(model, batches())
-    bpb = bits_per_byte(score, batches(), token_bytes, machine, n=loops)
+    bpb = bits_per_byte(score, batches(), token_bytes, dist, n=loops)
     by_loop = {k: found.value for k, found in enumerate(bpb, start=1)}
     metrics = read_metrics(checkpoint.folder.parent / METRICS_FILE)
     steps = [line for line in metrics if "loss" in line]
     scored = LoopScores(checkpoint, model, by_loop, states, steps)
     values = ", ".join(f"{value:.4f}" for value in by_loop.values())
-    machine.print0(f"{scored.tag}: bpb {values}")
+    dist.print0(f"{scored.tag}: bpb {values}")
     return scored
 
 
 def find_criteria(recursive: Sequence[LoopScores], plain: Sequence[LoopScores]) -> list[Criterion]:
     """Evaluate all criteria."""
-    arm, others, cfg = arm_of(recursive), arms_of(plain), config_of(recursive[0])
+    arm, others, cfg = arm_of(recursive), arms_of(plain), recursive[0].model.cfg
     by_loop = [[s.by_loop[k] for s in recursive] for k in range(1, cfg.n_loops + 1)]
     norms = [step["grad_norm"] for s in recursive for step in s.steps]
     bad = sum(s.checkpoint.state["progress"]["bad_steps"] for s in recursive)
@@ -186,12 +180,6 @@ def find_criteria(recursive: Sequence[LoopScores], plain: Sequence[LoopScores]) 
         verdict.check_first_loop(arm, by_loop[0], others, cfg.sampled_chance(1) > 0),
         verdict.check_equal_flops(arm, others),
     ]
-
-
-def config_of(scored: LoopScores) -> RecursiveConfig:
-    """Return the configuration of a recursive model."""
-    assert isinstance(scored.model.cfg, RecursiveConfig)
-    return scored.model.cfg
 
 
 def arm_of(seeds: Sequence[LoopScores]) -> LoopArm:
@@ -226,20 +214,20 @@ def arms_of(plain: Sequence[LoopScores]) -> list[LoopArm]:
 
 def write_record(
     cfg: RecursionEval,
-    machine: DistContext,
+    dist: DistContext,
     recursive: Sequence[LoopScores],
     plain: Sequence[LoopScores],
     criteria: Sequence[Criterion],
 ) -> None:
     """Print the tables, write the record and update the report."""
-    arm, others, shape = arm_of(recursive), arms_of(plain), config_of(recursive[0])
+    arm, others, shape = arm_of(recursive), arms_of(plain), recursive[0].model.cfg
     loops, r = list(recursive[0].by_loop), shape.n_loops
     curve = [[k, mean(s.by_loop[k] for s in recursive)] for k in loops]
     states = {k: mean(s.states[k] for s in recursive) for k in recursive[0].states}
     runs = (f"{s.tag} ({s.checkpoint.state['provenance']['run_id']})" for s in (*recursive, *plain))
     values: dict[str, Any] = {
         "Final bpb": over_seeds(arm.bpb),
-        **({"Spread over seeds (std)": arm.sd} if arm.sd is not None else {}),
+        "Spread over seeds (std)": arm.sd,
         **{criterion.name: criterion.summary for criterion in reversed(criteria)},
         "Seeds": len(recursive),
         "Layers": f"{shape.n_prelude} + {r} x {shape.n_core} + {shape.n_coda}",
@@ -271,7 +259,7 @@ def write_record(
         {"title": "By number of loops", "columns": by_loop, "rows": loop_rows},
     ]
     series = {"bpb by loops": curve}
-    cost = records.Cost.so_far(machine)
+    cost = records.Cost.so_far(dist)
     report.append_section(SECTION, cfg, values, provenance, cost, tables=tables, series=series)
 
 
