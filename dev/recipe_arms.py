@@ -69,7 +69,7 @@ def train(arm: str, seed: int, args: argparse.Namespace) -> dict[str, object]:
     """Train one model and score it."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = getattr(torch, args.dtype) if args.dtype else default_dtype(device)
-    machine = DistContext(0, 0, 1, device, dtype)
+    dist = DistContext(0, 0, 1, device, dtype)
     tokenizer = Tokenizer.load("main")
     source = open_text(DataConfig(), load_last_source("main"))
     rows = open_rows(source, tokenizer, 512)
@@ -83,7 +83,7 @@ def train(arm: str, seed: int, args: argparse.Namespace) -> dict[str, object]:
             torch.nn.init.zeros_(block.attention.gate.weight)
     horizon = Horizon(args.steps, ROWS * 512)
     rules = rules_of(arm, scaled_rules(OptimConfig(), horizon, cfg.d_model))
-    optimizer, schedule = MuonAdamW(model, rules, machine), ScheduleConfig()
+    optimizer, schedule = MuonAdamW(model, rules, dist), ScheduleConfig()
     for block in model.blocks:
         block.attention.backend = "flex" if device.type == "cuda" else "blocks"
     model.compile()
@@ -107,7 +107,7 @@ def train(arm: str, seed: int, args: argparse.Namespace) -> dict[str, object]:
                   f"{seconds:.0f} s", flush=True)  # fmt: skip
     train_seconds = time.perf_counter() - started
     documents = list(source.texts(source.val_shard, args.documents))
-    found = document_bpb(model, documents, tokenizer, 512, 16, machine).value
+    found = document_bpb(model, documents, tokenizer, 512, 16, dist).value
     return {
         "arm": arm,
         "seed": seed,
