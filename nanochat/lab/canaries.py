@@ -52,7 +52,7 @@ MAX_ANSWER_TOKENS = 128
 NGRAM = 4  # tokens per n-gram when counting repetition
 
 
-def open_pretraining_rows(checkpoint: Checkpoint, machine: DistContext) -> Rows:
+def open_pretraining_rows(checkpoint: Checkpoint, dist: DistContext) -> Rows:
     """
     Packed validation rows of the text that a model was pretrained on. Raises OSError, ValueError or
     UsageError if the text cannot be opened.
@@ -60,14 +60,14 @@ def open_pretraining_rows(checkpoint: Checkpoint, machine: DistContext) -> Rows:
     source, tokenizer = checkpoint.state["source"], checkpoint.tokenizer()
     text = builtin.open_text(DataConfig(), source)
     rows = open_rows(text, tokenizer, checkpoint.state["model"]["max_seq_len"])
-    machine.on_node(lambda: pack_text(rows, text, tokenizer, num_rows=0))
+    dist.on_node(lambda: pack_text(rows, text, tokenizer, num_rows=0))
     return rows
 
 
-def open_text(checkpoint: Checkpoint, machine: DistContext) -> list[Batch]:
+def open_text(checkpoint: Checkpoint, dist: DistContext) -> list[Batch]:
     """Some of these rows; none, with a message, if the text cannot be opened."""
     try:
-        rows = open_pretraining_rows(checkpoint, machine)
+        rows = open_pretraining_rows(checkpoint, dist)
     except (OSError, ValueError, UsageError) as error:
         print(f"canaries skip the pretraining text, which cannot be opened: {error}", flush=True)
         return []
@@ -80,7 +80,7 @@ def measure(
     tokenizer: Tokenizer,
     text: Sequence[Batch],
     suite: Sequence[Task],
-    machine: DistContext,
+    dist: DistContext,
 ) -> dict[str, float]:
     """
     Metrics of a model by name: format of greedy answers to the suite; accuracy on its
@@ -88,11 +88,11 @@ def measure(
     """
     found = measure_answers(model, tokenizer, suite)
     if choice := [task for task in suite if task.kind == "choice"]:
-        scores = sum(score_suite(model, tokenizer, choice, machine).values(), [])
+        scores = sum(score_suite(model, tokenizer, choice, dist).values(), [])
         found["accuracy"] = sum(scores) / len(scores)
     if text:
         sizes = tokenizer.token_bytes()
-        [bpb] = bits_per_byte(model.token_losses, text, sizes, machine)
+        [bpb] = bits_per_byte(model.token_losses, text, sizes, dist)
         found["text_bpb"] = bpb.value
         found["uniform_bpb"] = math.log2(len(sizes)) * bpb.tokens / bpb.bytes
     return found
@@ -141,7 +141,7 @@ MAX_ROWS = 32
 
 
 def check_rows(
-    state: Mapping[str, Any], first_loss: float, parent: Checkpoint, machine: DistContext
+    state: Mapping[str, Any], first_loss: float, parent: Checkpoint, dist: DistContext
 ) -> dict[str, float]:
     """
     Canaries of the packed conversations of a run's first step: the share of wrong targets, and the
@@ -150,8 +150,8 @@ def check_rows(
     every, tokenizer = reopen_chat_rows(state["identity"]["rows"]), parent.tokenizer()
     count = min(MAX_ROWS, state["identity"]["batch_tokens"] // every.max_seq_len)
     rows = every.batch(0, count, state["identity"]["seed"])
-    x, y = (torch.from_numpy(each).to(machine.device) for each in inputs_and_targets(rows))
-    model = load_model(parent, machine, every.max_seq_len)
+    x, y = (torch.from_numpy(each).to(dist.device) for each in inputs_and_targets(rows))
+    model = load_model(parent, dist, every.max_seq_len)
     nats = model.token_losses(x, y, document_segments(x, tokenizer.bos_id)).sum()
     gap = first_loss / (nats / (y != IGNORE).sum()).item() - 1
     return {"loss_mask": mask_errors(rows, tokenizer), "first_loss": abs(gap)}
@@ -209,19 +209,19 @@ def first_items(counts: Mapping[str, int]) -> list[Task]:
 
 
 def score_suite(
-    model: GPT, tokenizer: Tokenizer, suite: Sequence[Task], machine: DistContext
+    model: GPT, tokenizer: Tokenizer, suite: Sequence[Task], dist: DistContext
 ) -> ItemScores:
     """
     Score a model (ideally `gpt.inference_copy(model)`): by logits, or by greedy answers with a
-    calculator. Every rank of `machine` must call it.
+    calculator. Every rank of `dist` must call it.
     """
     found = {}
     for task in suite:
         if task.kind == "choice":
-            graded = score_by_logits(model, tokenizer, task, len(task), machine)
+            graded = score_by_logits(model, tokenizer, task, len(task), dist)
         else:
             engine = Engine(model, tokenizer, tool=calculate)
-            graded = score_by_generation(engine, task, len(task), GREEDY, 1, machine)
+            graded = score_by_generation(engine, task, len(task), GREEDY, 1, dist)
         found[task.name] = [score for (score,) in graded.outcomes]
     return found
 

@@ -129,8 +129,8 @@ def recorded_scores(checkpoint: Checkpoint, report_dir: str | None) -> Recorded:
 
 def compare_all(cfg: Compare) -> None:
     """Score all checkpoints of runs on the suite, print a table and record it."""
-    machine = init_distributed()
-    checkpoints = machine.on_main(
+    dist = init_distributed()
+    checkpoints = dist.on_main(
         lambda: [each for run in cfg.all.split(",") for each in saved_steps(run.strip())]
     )
     suite = open_suite(checkpoints[0].state["source"].get("dataset"))
@@ -139,7 +139,7 @@ def compare_all(cfg: Compare) -> None:
     names, scored, values, rows = {}, {}, {}, []  # names and scores by fingerprint
     for each in checkpoints:
         key, run = each.fingerprint, f"{each.state['stage']}:{each.folder.parent.name}"
-        by_task = score_suite(*load_inference(each, machine), suite, machine)
+        by_task = score_suite(*load_inference(each, dist), suite, dist)
         names[key] = f"{run}:{each.step}"
         scored[key] = [score for scores in by_task.values() for score in scores]
         mean = stats.mean(scored[key])
@@ -155,10 +155,10 @@ def compare_all(cfg: Compare) -> None:
     table = {"title": None, "columns": [*columns, "Verdict"], "rows": rows}
     run_id = checkpoints[-1].state["provenance"]["run_id"]
     origin = records.Provenance(run_id, 0, {"before": fingerprint(list(scored))})
-    if machine.is_main:
-        cost = records.Cost.so_far(machine)
+    if dist.is_main:
+        cost = records.Cost.so_far(dist)
         report.append_section("Suite", cfg, values, origin, cost, tables=[table])
-    machine.close()
+    dist.close()
 
 
 def saved_steps(run: str) -> list[Checkpoint]:

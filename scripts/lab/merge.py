@@ -61,7 +61,7 @@ class MergeScript:
     report_dir: str | None = None
     """Folder of records. Default: report/ under the base directory."""
     merging: MergeConfig = field(default_factory=MergeConfig)
-    machine: DistConfig = field(default_factory=DistConfig)
+    dist: DistConfig = field(default_factory=DistConfig)
 
     def __post_init__(self) -> None:
         require_at_least(self, eval_tokens=1)
@@ -70,20 +70,20 @@ class MergeScript:
 class RowScorer:
     """Scores weights on fixed packed validation sequences ("rows")."""
 
-    def __init__(self, cfg: MergeScript, first: Checkpoint, machine: DistContext):
-        self.model, self.tokenizer = load_model(first, machine), first.tokenizer()
+    def __init__(self, cfg: MergeScript, first: Checkpoint, dist: DistContext):
+        self.model, self.tokenizer = load_model(first, dist), first.tokenizer()
         self.is_text = first.state["stage"] == "base" and not cfg.val_mixture
         if self.is_text:
-            opened = {"text": open_pretraining_rows(first, machine)}
+            opened = {"text": open_pretraining_rows(first, dist)}
         else:
-            opened = open_chat_rows(cfg, first, machine)
+            opened = open_chat_rows(cfg, first, dist)
         count = max(1, cfg.eval_tokens // self.model.cfg.max_seq_len // len(opened))
         self.batches = [
-            [torch.from_numpy(x).to(machine.device) for x in inputs_and_targets(batch)]
+            [torch.from_numpy(x).to(dist.device) for x in inputs_and_targets(batch)]
             for rows in opened.values()
             for batch in rows.val_batches(8, count)
         ]
-        self.token_bytes = torch.from_numpy(self.tokenizer.token_bytes()).to(machine.device)
+        self.token_bytes = torch.from_numpy(self.tokenizer.token_bytes()).to(dist.device)
 
     def score(self, tensors: Tensors) -> list[float]:
         """Bits of each row over the mean bytes of a row; their mean is the bits per byte."""
@@ -98,7 +98,7 @@ class RowScorer:
         return [each / math.log(2) / fmean(sizes) for each in nats]
 
 
-def open_chat_rows(cfg: MergeScript, first: Checkpoint, machine: DistContext) -> dict[str, Rows]:
+def open_chat_rows(cfg: MergeScript, first: Checkpoint, dist: DistContext) -> dict[str, Rows]:
     """Held-out conversations of --val_mixture, or of the first model's training run, as rows."""
     state = first.state
     if not (cfg.val_mixture or "declared" in state):
@@ -108,11 +108,11 @@ def open_chat_rows(cfg: MergeScript, first: Checkpoint, machine: DistContext) ->
     require_access((bucket.benchmark for bucket in found if bucket.benchmark), False, {})
     tokenizer, T = first.tokenizer(), state["model"]["max_seq_len"]
     parts = {bucket.name: ChatPart(bucket.val, bucket.val.identity) for bucket in found}
-    return {n: packed_chats({n: part}, 0, tokenizer, T, machine) for n, part in parts.items()}
+    return {n: packed_chats({n: part}, 0, tokenizer, T, dist) for n, part in parts.items()}
 
 
 def main(cfg: MergeScript) -> None:
-    machine = init_distributed(cfg.machine, steady=False)
+    dist = init_distributed(cfg.dist, steady=False)
     names = cfg.models.split("|")
     parents = [parse_checkpoint_ref(name) for name in names]
     base = parse_checkpoint_ref(cfg.merging.base) if cfg.merging.base else None
@@ -123,7 +123,7 @@ def main(cfg: MergeScript) -> None:
         raise UsageError(f"{folder} exists", "choose another --tag, or delete the folder")
 
     # Score every parent, the lines from the first to the others, and the merge
-    scorer = RowScorer(cfg, first, machine)
+    scorer = RowScorer(cfg, first, dist)
     tensors = [parent.model_tensors() for parent in parents]
     scores = [scorer.score(each) for each in tensors]
     lines, rises = {}, {}
@@ -134,7 +134,7 @@ def main(cfg: MergeScript) -> None:
         lines[f"{names[0]} to {name}"] = [(0, low), *line, (1, high)]
         rises[f"Rise from {names[0]} to {name}"] = f"{rise:+.4f}"
         if rise > MAX_RISE * low:
-            machine.print0(
+            dist.print0(
                 f"warning: loss on the line from {names[0]} to {name} rises {rise:.4f} bpb above "
                 "its ends: the models lie in different basins, and their mean lies in neither"
             )
@@ -146,7 +146,7 @@ def main(cfg: MergeScript) -> None:
 
     # Save it as an ordinary checkpoint, and compare it with the parents
     saved = save_merge(cfg, folder, parents, shares, scorer)
-    machine.print0(f"wrote {saved.folder}")
+    dist.print0(f"wrote {saved.folder}")
     change = compare(score, min(scores, key=fmean))  # the bits that the merge saves
     rows = [
         [n, f"{w:.3f}", f"{fmean(x):.4f}"] for n, w, x in zip(names, shares, scores, strict=True)

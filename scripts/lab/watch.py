@@ -53,11 +53,11 @@ class Watch:
     without a new one."""
     report_dir: str | None = None
     """Folder of records. Default: report/ under the base directory."""
-    machine: DistConfig = field(default_factory=DistConfig)
+    dist: DistConfig = field(default_factory=DistConfig)
 
 
 def main(cfg: Watch) -> None:
-    machine = init_distributed(cfg.machine, steady=False)
+    dist = init_distributed(cfg.dist, steady=False)
     stage, _, tag = cfg.run.partition(":")
     if not tag or not cfg.parent:
         raise ValueError("name the run and its parent, as in --run=sft:d4 --parent=mid:d4")
@@ -69,14 +69,14 @@ def main(cfg: Watch) -> None:
 
     # The first step, then every checkpoint; a canary must trigger at two of them
     suite = open_suite(parent.state["source"].get("dataset"))
-    shared = open_text(parent, machine), suite, machine
-    before = measure(*load_inference(parent, machine), *shared)
+    shared = open_text(parent, dist), suite, dist
+    before = measure(*load_inference(parent, dist), *shared)
     monitor, num_checked = CanaryMonitor(), 0
     if "rows" in first.state["identity"]:
         loss = read_log(folder)[0]["loss"]
-        monitor.record(1, check_rows(first.state, loss, parent, machine), at_once=True)
+        monitor.record(1, check_rows(first.state, loss, parent, dist), at_once=True)
     for checkpoint in chain([first], checkpoints):
-        found = rises(before, measure(*load_inference(checkpoint, machine), *shared))
+        found = rises(before, measure(*load_inference(checkpoint, dist), *shared))
         logged = read_log(folder).get(checkpoint.step - 1, {})
         if "without_signal" in logged:  # RL
             found["no_signal"] = logged["without_signal"]
