@@ -42,7 +42,7 @@ from nanochat.scaling import default_windows, shape_for_depth
 from nanochat.train import KernelConfig
 from tasks.builtin import open_text
 
-DEPTHS = {"cpu": (4, 8, 12), "cuda": (4, 12, 20)}
+DEPTHS = (4, 8, 12)
 EMBEDDED_VOCAB = 2048  # largest that the small built-in text can train
 HINT = "install with:  uv sync --inexact --group interop"
 
@@ -115,9 +115,9 @@ def tokenizer(cfg: Bench) -> None:
 def bench_all(cfg: Bench) -> None:
     """Run each benchmark in its own process, so that none holds memory during another."""
     command = ["-m", "scripts.bench", *sys.argv[1:]]
-    print(f"# Benchmarks\n\nOn one machine, `{' '.join(['python', *command])}`.\n\n{METHOD}\n")
-    depths = DEPTHS.get(init_distributed(cfg.dist).device.type, (4,))
-    jobs = [["--what=train", f"--depth={depth}"] for depth in depths]
+    name = f"{init_distributed(cfg.dist).device_name}, {os.cpu_count()} CPU cores"
+    print(f"# Benchmarks on {name}\n\n`{' '.join(['python', *command])}`\n\n{METHOD}\n")
+    jobs = [["--what=train", f"--depth={depth}"] for depth in DEPTHS]
     jobs += [[f"--what={what}"] for what in ("peer", "engine", "evaluation")]
     failed = []
     for flags in [*jobs, ["--what=tokenizer", "--vocab_size=32768"]]:
