@@ -26,17 +26,14 @@ GOLF = (
     "--value_every=2 --qk_gain_init=1.5 --ema_decay=0.9 "
     "--quantize=embed.*=int8,*=int6"
 )
-TRACKS = Path("scripts/golf/base_train.py").exists()  # older commits have no scripts for tracks
-GOLF_SCRIPT = "golf.base_train" if TRACKS else "base_train"
-RECURSION_SCRIPT = "recursion.base_train" if TRACKS else "base_train"
 RL = "--examples_per_step=4 --num_samples=4 --max_new_tokens=24 --eval_examples=8 --eval_samples=2"
 RUNS = {  # tag -> stage, script and its flags
     "plain": ("base", f"base_train {SMALL}"),
     "classic": ("base", f"base_train {SMALL} --arch=classic"),
     "windows": ("base", f"base_train {SMALL} --window_pattern=SL --max_seq_len=256"),
-    "share2": ("base", f"{RECURSION_SCRIPT} {SMALL} --recursion_preset=share2"),
-    "sampled": ("base", f"{RECURSION_SCRIPT} {SMALL} --n_loops=3 --supervise=sampled"),
-    "golf": ("base", f"{GOLF_SCRIPT} {SMALL} {GOLF}"),
+    "share2": ("base", f"recursion.base_train {SMALL} --recursion_preset=share2"),
+    "sampled": ("base", f"recursion.base_train {SMALL} --n_loops=3 --supervise=sampled"),
+    "golf": ("base", f"golf.base_train {SMALL} {GOLF}"),
     "mid": ("mid", f"mid_train {CHAT} --source=base:plain --mixture=world_chat=300"),
     "sft": ("sft", f"chat_sft {CHAT} --source=mid:mid --mixture=world_facts=400"),
     "rl": ("rl", f"chat_rl {RL} --source=sft:sft --task=world_facts"),

@@ -53,15 +53,12 @@ DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
 class Job:
     """Model and kernels of one side."""
 
-    side: Literal["ours", "before", "upstream"]
-    """before: ours without smear, backout and July's changes of Muon and schedules."""
+    side: Literal["ours", "upstream"]
     folder: Path
     depth: int
     windows: str = "SSSL"
     fp8: bool = False
     fa3: bool = False
-    mode: str | None = None
-    """Mode of torch.compile."""
     T: int = T
     steps: int = STEPS
     batch_rows: int = BATCH_ROWS
@@ -89,10 +86,7 @@ def build_ours(job: Job) -> Any:
     from nanochat.gpt import GPT
     from nanochat.scaling import shape_for_depth
 
-    cfg = shape_for_depth(job.depth, V, job.T, "default", job.windows)
-    if job.side == "before":
-        cfg = replace(cfg, smear=False, backout=False)
-    model = GPT(cfg, DTYPE).to(DEVICE)
+    model = GPT(shape_for_depth(job.depth, V, job.T, "default", job.windows), DTYPE).to(DEVICE)
     model.init_weights(torch.Generator(DEVICE).manual_seed(0))
     return model
 
@@ -104,21 +98,15 @@ def prepare_ours(job: Job) -> Parts:
     from nanochat.fp8 import enable_fp8
     from nanochat.scaling import Horizon, scaled_rules
 
-    if job.side == "before":
-        optim.equalize_rows = lambda g: g
-        optim.equalize_variance = lambda g, second: g
-        optim.fix_norm = lambda g: g
-        optim.muon_momentum = lambda step, n, cfg: 0.85 + 0.1 * min(1.0, step / min(300, n / 3))
-        optim.decay_factor = lambda step, n: 1 - step / n
     model, dist = build_ours(job), DistContext(0, 0, 1, DEVICE, DTYPE)
     if job.fp8 and DEVICE.type == "cuda":
-        enable_fp8(model, dist.device)
+        enable_fp8(model, DEVICE)
     if job.fa3:
         attention.load_fa3(DEVICE)
     for block in model.blocks:
         kernel = "flex" if DEVICE.type == "cuda" else "blocks"
         block.attention.backend = "fa3" if job.fa3 else kernel
-    model.compile(**({"mode": job.mode} if job.mode else {}))
+    model.compile()
     horizon = Horizon(job.steps, job.batch_rows * job.T)
     rules = scaled_rules(optim.OptimConfig(), horizon, model.cfg.d_model)
     optimizer, cfg = optim.MuonAdamW(model, rules, dist), optim.ScheduleConfig()
@@ -253,10 +241,8 @@ class Trainer:
         rate = x.numel() / (synchronize() - started)
         return float(torch.stack(losses).mean()), rate
 
-    def measure(self, head_fp8: bool | None = None) -> float:
-        """Tokens per second of a step after an untimed one. head_fp8: switches our LM head."""
-        if head_fp8 is not None:
-            self.parts.model.head.fp8 = head_fp8  # type: ignore
+    def measure(self) -> float:
+        """Tokens per second of a step after an untimed one."""
         x, y = read_rows(self.job, "train", 0, self.job.batch_rows)
         self.step(x, y)
         started = synchronize()
@@ -266,23 +252,22 @@ class Trainer:
         return x.numel() / seconds
 
     @torch.no_grad()
-    def score(self) -> tuple[float, float]:
-        """Mean nats per token and bits per byte of the held-out rows, without compiled code."""
+    def score(self) -> float:
+        """Bits per byte of the held-out rows, without compiled code."""
         model, job = self.parts.model, self.job
         lengths = torch.from_numpy(np.load(job.folder / "token_bytes.npy")).to(DEVICE)  # (V,)
         for block in getattr(model, "blocks", ()):  # ours; FlexAttention needs the compiler
             block.attention.backend = "sdpa"
-        sums = torch.zeros(4, dtype=torch.float64, device=DEVICE)
+        all_nats = num_bytes = 0.0
         with torch.compiler.set_stance("force_eager"):
             for i in range(0, HELD_OUT_ROWS * job.T // T, 4):
                 x, y = read_rows(job, "held_out", i, i + 4)
                 logits, y = model(x).float().flatten(0, 1), y.flatten()
-                nats = F.cross_entropy(logits, y, ignore_index=IGNORE, reduction="none").double()
+                nats = F.cross_entropy(logits, y, ignore_index=IGNORE, reduction="none")
                 size = torch.where(y == IGNORE, 0, lengths[y.clamp(min=0)])  # 0: special token
-                parts = nats.sum(), (y != IGNORE).sum(), (nats * (size > 0)).sum(), size.sum()
-                sums += torch.stack([x.double() for x in parts])
-        all_nats, tokens, text_nats, text_bytes = sums.tolist()
-        return all_nats / tokens, text_nats / text_bytes / math.log(2)
+                all_nats += float((nats * (size > 0)).double().sum())
+                num_bytes += float(size.sum())
+        return all_nats / num_bytes / math.log(2)
 
 
 class Decoder:
@@ -450,21 +435,13 @@ def compare_learning(ours: Job, report: Report) -> None:
             losses, rates = zip(*(side.call("train", first, last) for side in sides), strict=True)
             report.row(f"{name}, loss of steps {first} to {last - 1}", *losses)
             report.row(f"{name}, tokens/s of these steps", *rates)
-        nats, bpb = zip(*(side.call("score") for side in sides), strict=True)
-        report.row(f"{name}, held-out nats per token", *nats)
-        report.row(f"{name}, held-out bits per byte", *bpb)
-    with run_sides(replace(ours, side="before")) as [side]:
-        warm_up([side])
-        for first, last in chunks:
-            loss, _ = side.call("train", first, last)
-            report.row(f"{name} before, loss of steps {first} to {last - 1}", loss)
-        report.row(f"{name} before, held-out bits per byte", side.call("score")[1])
+        report.row(f"{name}, held-out bits per byte", *(side.call("score") for side in sides))
 
 
 def compare_training(ours: Job, report: Report) -> None:
     """
-    Part 2: tokens per second of a step of two micro-batches, then switches of ours alone, each next
-    to the default. Without FlashAttention 3, upstream recommends full windows.
+    Part 2: tokens per second of a step of two micro-batches, then of ours with FlashAttention 3;
+    without it, upstream recommends full windows.
     """
     case = f"d{ours.depth}, {ours.batch_rows} rows, tokens/s"
     for fp8 in (False, True):
@@ -473,22 +450,15 @@ def compare_training(ours: Job, report: Report) -> None:
             warm_up(sides)
             rates = alternate(*((side,) for side in sides))
             report.row(f"{case}, {'fp8' if fp8 else 'bf16'}, windows L", *rates)
-            if fp8:
-                on, off = alternate((sides[0], True), (sides[0], False))
-                report.row(f"{case}, fp8, windows L, LM head in fp8", on)
-                report.row(f"{case}, fp8, windows L, LM head in bf16", off)
-    switches = {"autotuned": replace(ours, mode="max-autotune-no-cudagraphs")}
-    if find_spec("flash_attn_interface") or find_spec("kernels"):
-        switches = {"FlashAttention 3": replace(ours, fa3=True), **switches}
     with run_sides(ours) as [default]:
         warm_up([default])
         report.row(f"{case}, bf16, windows SSSL", *alternate((default,)))
-        for name, job in switches.items():
-            with run_sides(job) as [other]:
+        if find_spec("flash_attn_interface") or find_spec("kernels"):
+            with run_sides(replace(ours, fa3=True)) as [other]:
                 warm_up([other])
                 before, after = alternate((default,), (other,))
                 report.row(f"{case}, bf16, windows SSSL, default", before)
-                report.row(f"{case}, bf16, windows SSSL, {name}", after)
+                report.row(f"{case}, bf16, windows SSSL, FlashAttention 3", after)
 
 
 def compare_decoding(ours: Job, report: Report) -> None:

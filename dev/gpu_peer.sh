@@ -3,7 +3,7 @@
 #
 #   bash dev/gpu_peer.sh prepare <clone of upstream>   here: packs what travels into out/peer/
 #   bash dev/gpu_peer.sh 1    learning: depth 12, 180 steps of 131,072 tokens, held-out rows
-#   bash dev/gpu_peer.sh 2    training speed: depth 16, bf16 and fp8; then switches of ours alone
+#   bash dev/gpu_peer.sh 2    training speed: depth 16, bf16 and fp8; then FlashAttention 3
 #   bash dev/gpu_peer.sh 3    decoding: depths 12 and 24, batches of 1 and 64
 #
 # A part takes at most 4 minutes and needs no network, only PyTorch and NumPy: prepare copies other

@@ -1,7 +1,7 @@
 """
 Peer libraries for benchmarks: transformers and EleutherAI's lm-evaluation-harness.
 
-    GPT, Tokenizer -> load_in_transformers -> their model -> training step, generation, scoring
+    GPT -> export -> their model -> training step, generation, scoring
 
 They use the same weights in a plain architecture that transformers implements natively, so none
 of our code runs. Requires the dependency group `interop`.
@@ -14,64 +14,66 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lm_eval.models.huggingface import HFLM
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
-from nanochat.bench.engine import TOP_K, GenerateFn
-from nanochat.bench.evals import BATCH, TimeFn
 from nanochat.dist import DistContext
 from nanochat.eval_core import Question
 from nanochat.gpt import GPT
 from nanochat.hf.export import write_hf
 from nanochat.tokenizer import Tokenizer
 
+BATCH = 32  # options per batch of the harness; fastest of 16 to 128
 
-def load_in_transformers(model: GPT, tokenizer: Tokenizer, dtype: torch.dtype) -> Any:
-    """Load the weights into a native transformers model."""
+
+def load_exported(model: GPT, loader: Any, **options: Any) -> Any:
+    """Export the weights and load them with `loader(folder, **options)`."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    loader: Any = AutoModelForCausalLM
     with tempfile.TemporaryDirectory() as folder:
-        write_hf(Path(folder), model, tokenizer)
-        return loader.from_pretrained(folder, dtype=dtype).to(model.device)
+        write_hf(Path(folder), model, Tokenizer.train(["noise"], 265))
+        return loader(folder, **options)
 
 
-def make_generate(model: GPT, tokenizer: Tokenizer, dist: DistContext) -> GenerateFn:
-    """For `bench_engine`: transformers' generate with left-padded prompts."""
-    theirs = load_in_transformers(model, tokenizer, dist.dtype).eval()
-    theirs.generation_config.eos_token_id = None
-    options = {"do_sample": True, "top_k": TOP_K, "pad_token_id": 0}
+def make_generate(
+    model: GPT, dist: DistContext, top_k: int
+) -> Callable[[Sequence[Sequence[int]], int], float]:
+    """transformers' generate with left-padded prompts: prompts, number of tokens -> seconds."""
+    loader = AutoModelForCausalLM.from_pretrained
+    theirs = load_exported(model, loader, dtype=dist.dtype).to(dist.device).eval()
+    theirs.generation_config.update(eos_token_id=None, pad_token_id=0)
 
     @torch.inference_mode()
     def generate(prompts: Sequence[Sequence[int]], new_tokens: int) -> float:
-        T = max(map(len, prompts))
-        ids = torch.tensor([[*[0] * (T - len(p)), *p] for p in prompts])
-        mask = torch.tensor([[*[0] * (T - len(p)), *[1] * len(p)] for p in prompts])
-        ids, mask = ids.to(dist.device), mask.to(dist.device)
+        rows = [torch.tensor([1 + token for token in prompt]) for prompt in prompts]
+        padded = pad_sequence(rows, batch_first=True, padding_side="left").to(dist.device)
+        ids, mask = (padded - 1).clamp(min=0), (padded > 0).long()
+        options = {"do_sample": True, "top_k": top_k, "max_new_tokens": new_tokens}
         started = time.perf_counter()
-        found = theirs.generate(ids, attention_mask=mask, max_new_tokens=new_tokens, **options)
+        theirs.generate(ids, attention_mask=mask, **options)
         dist.synchronize()
-        assert found.shape == (len(prompts), T + new_tokens)
         return time.perf_counter() - started
 
     return generate
 
 
-def make_train_step(
-    model: GPT, tokenizer: Tokenizer, dist: DistContext, compiled: bool
-) -> Callable[[torch.Tensor], float]:
+def make_train_step(model: GPT, dist: DistContext, compiled: bool) -> Callable[[Tensor], float]:
     """A training step of the transformers model with PyTorch AdamW: ids (B, T + 1) -> seconds."""
-    theirs = load_in_transformers(model, tokenizer, torch.float32).train()
+    loader = AutoModelForCausalLM.from_pretrained
+    theirs = load_exported(model, loader, dtype=torch.float32).to(dist.device).train()
     theirs.config.use_cache = False
     optimizer = torch.optim.AdamW(theirs.parameters(), lr=1e-3, fused=True)
 
-    def loss_of(ids: torch.Tensor) -> torch.Tensor:
+    def loss_of(ids: Tensor) -> Tensor:
         logits = theirs(input_ids=ids[:, :-1]).logits.float()
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
 
     forward = torch.compile(loss_of, dynamic=False) if compiled else loss_of
 
-    def step(ids: torch.Tensor) -> float:
+    def step(ids: Tensor) -> float:
         started = time.perf_counter()
         with torch.autocast(dist.device.type, dist.dtype, dist.dtype != torch.float32):
             loss = forward(ids)
@@ -84,21 +86,15 @@ def make_train_step(
     return step
 
 
-def make_scorer(model: GPT, tokenizer: Tokenizer, dist: DistContext) -> TimeFn:
-    """For `bench_evaluation`: the harness's HFLM class on the same token ids."""
-    from lm_eval.models.huggingface import HFLM
+def make_scorer(
+    model: GPT, dist: DistContext
+) -> Callable[[Sequence[Question]], tuple[float, list[float]]]:
+    """The harness's HFLM class: questions -> seconds, nats of every option, in order."""
+    dtype = str(dist.dtype).removeprefix("torch.")
+    options = {"dtype": dtype, "device": str(dist.device), "batch_size": BATCH}
+    harness = load_exported(model, HFLM, **options)
 
-    with tempfile.TemporaryDirectory() as folder:
-        write_hf(Path(folder), model, tokenizer)
-        loader: Any = HFLM
-        harness = loader(
-            pretrained=folder,
-            dtype=str(dist.dtype).removeprefix("torch."),
-            device=str(dist.device),
-            batch_size=BATCH,
-        )
-
-    def score(questions: Sequence[Question]) -> tuple[float, list[list[float]]]:
+    def score(questions: Sequence[Question]) -> tuple[float, list[float]]:
         requests = [
             ((str(q.number), str(n)), ids[:start], ids[start:])
             for q in questions
@@ -106,8 +102,6 @@ def make_scorer(model: GPT, tokenizer: Tokenizer, dist: DistContext) -> TimeFn:
         ]
         started = time.perf_counter()
         found = harness._loglikelihood_tokens(requests, disable_tqdm=True)
-        seconds = time.perf_counter() - started
-        nats = iter(-value for value, _ in found)
-        return seconds, [[next(nats) for _ in q.options] for q in questions]
+        return time.perf_counter() - started, [-value for value, _ in found]
 
     return score

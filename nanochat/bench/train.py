@@ -1,5 +1,5 @@
 """
-Benchmark a training step and compare it with a measured roofline.
+Benchmark a training step and compare it with a measured roofline, and with transformers.
 
     shape, random rows -> steps -> seconds of forward, backward and update; share of the roofline
 
@@ -9,72 +9,32 @@ depend on token values, so this needs neither data nor tokenizer.
 
 import gc
 import math
-import statistics
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import NamedTuple
+from functools import partial
+from statistics import mean, median
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from nanochat.bench.table import BenchLog, Detail, TableLine, alternate
+from nanochat.bench.table import alternate, compare, print_table
 from nanochat.checkpoint import build_model
 from nanochat.dist import DistContext, peak_flops
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.optim import POLAR_EXPRESS, MuonAdamW, OptimConfig
 from nanochat.scaling import make_rules
-from nanochat.tokenizer import Tokenizer
 from nanochat.train import KernelConfig, set_kernels
 
 TIMED_COPY_BYTES = 256 << 20  # larger than any cache
 WARMUP_STEPS = 2
-TIMED_HEAD_TOKENS = 512  # for timing LM head matmuls
-TABLE = "Training"
 NOTE = """\
 Tokens per second of a training step (forward, loss, backward, update) on random tokens. Plain
 architecture: the one that transformers implements too, compared with its model, autocast and
-PyTorch's AdamW. All other rows are the default architecture with Muon, without a peer."""
-
-
-class StepTimes(NamedTuple):
-    """Seconds of one step."""
-
-    forward: float
-    backward: float
-    update: float
-
-
-class Work:
-    """Model, optimizer, kernels and random packed sequences ("rows") for training steps."""
-
-    def __init__(self, cfg: GPTConfig, rows: int, dist: DistContext, kernels: KernelConfig):
-        self.model = build_model(cfg, dist.device, dist.dtype, seed=0)
-        table = make_rules(OptimConfig(weight_decay=0.1), cfg.d_model)
-        self.optimizer = MuonAdamW(self.model, table, dist)
-        chosen = set_kernels(kernels, self.model, float("inf"), dist, self.optimizer)
-        self.compiled = bool(chosen.compile)
-        generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(cfg.vocab_size, (rows, cfg.max_seq_len + 1), generator=generator)
-        self.ids = ids.to(dist.device)
-        self.tokens, self.targets = self.ids[:, :-1].contiguous(), self.ids[:, 1:].contiguous()
-        self.dist = dist
-
-    def time_steps(self, steps: int) -> list[StepTimes]:
-        """Time `steps` training steps."""
-        gc.freeze()  # as in the training loop
-        times = []
-        for _ in range(steps):
-            started = clock(self.dist)
-            loss = self.model.loss(self.tokens, self.targets) / self.tokens.numel()
-            forward = clock(self.dist)
-            loss.backward()
-            backward = clock(self.dist)
-            self.optimizer.reduce_gradients()
-            self.optimizer.step()
-            ended = clock(self.dist)
-            times.append(StepTimes(forward - started, backward - forward, ended - backward))
-        return times
+PyTorch's AdamW. All other rows are the default architecture with Muon, without a peer. Times are
+medians; memory is per process."""
 
 
 def bench_training(
@@ -82,59 +42,62 @@ def bench_training(
     rows: int,
     dist: DistContext,
     kernels: KernelConfig,
-    steps: int,
     repeats: int,
-    found: BenchLog,
+    peer: str = "",
+    peers: ModuleType | None = None,
 ) -> None:
-    """
-    Time `repeats` groups of `steps` steps on `rows` rows each; rank 0 reports.
-    """
-    bandwidth = read_bandwidth(dist)
-    work = Work(cfg, rows, dist, kernels)
-    model, tokens = work.model, work.tokens
-    products = [matmul_seconds(model, rows, dist)]
-    first = sum(work.time_steps(WARMUP_STEPS)[0])  # includes compilation
-    times = work.time_steps(steps * repeats)
+    """Time steps on `rows` rows of random tokens, ours and those of a peer; rank 0 reports."""
+    model = build_model(cfg, dist.device, dist.dtype, seed=0)
+    optimizer = MuonAdamW(model, make_rules(OptimConfig(weight_decay=0.1), cfg.d_model), dist)
+    compiled = bool(set_kernels(kernels, model, math.inf, dist, optimizer).compile)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(cfg.vocab_size, (rows, cfg.max_seq_len + 1), generator=generator)
+    ids = ids.to(dist.device)
+    x, y = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+    gc.freeze()  # as in the training loop
+
+    def step() -> tuple[float, float, float]:
+        """Seconds of forward, backward and update."""
+        started = clock(dist)
+        loss = model.loss(x, y) / y.numel()
+        forward = clock(dist)
+        loss.backward()
+        backward = clock(dist)
+        optimizer.reduce_gradients()
+        optimizer.step()
+        return forward - started, backward - forward, clock(dist) - backward
+
+    products, first = [matmul_seconds(model, rows, dist)], sum(step())  # includes compilation
+    train_step = peers and peers.make_train_step(model, dist, compiled)
+    works: list[Any] = [step, partial(train_step, ids) if train_step else None]
+    times, others = alternate(repeats, *works, num_warmup=WARMUP_STEPS)
     products.append(matmul_seconds(model, rows, dist))  # again: timings drift
     if not dist.is_main:
         return
-    medians = StepTimes(*(statistics.median(column) for column in zip(*times, strict=True)))
-    all_tokens = tokens.numel() * dist.world_size
-    groups = [times[i * steps : (i + 1) * steps] for i in range(repeats)]
-    rates = [all_tokens / statistics.median(map(sum, group)) for group in groups]
-    step, least = sum(medians), statistics.mean(products)
-    flops = model.flops_per_token() * tokens.numel() / step
+    tokens = y.numel() * dist.world_size
+    forward, backward, update = map(median, zip(*times, strict=True))
+    seconds, least = forward + backward + update, mean(products)
+    flops = model.flops_per_token() * y.numel() / seconds
     peak = peak_flops(dist.device_name)
-    memory = dist.peak_memory_bytes() / 2**20
-    mode = "compiled" if work.compiled else "eager"
-    print(
-        f"device      {dist.device_name}, {str(dist.dtype).removeprefix('torch.')}, "
-        f"attention {model.blocks[0].attention.backend}, {mode}\n"
-        f"model       depth {cfg.n_layer}, width {cfg.d_model}, {model.num_params():,} parameters, "
-        f"vocabulary {cfg.vocab_size:,}; {rows} rows of {cfg.max_seq_len} tokens\n"
-        f"achieved    {flops / 1e12:.3f} TFLOP/s"
-        + (f", {flops / peak:.1%} MFU" if peak else "")
-        + f"; read bandwidth {bandwidth / 1e9:.1f} GB/s"
-    )
-    label = f"depth {cfg.n_layer}"
-    if dist.launch:  # under torchrun: part of a scaling series
-        label += f", {dist.world_size} process{'es' if dist.world_size > 1 else ''}"
-        threads = torch.get_num_threads()
-        label += " of one thread" if dist.device.type == "cpu" and threads == 1 else ""
-    found.note(TABLE, NOTE)
-    found.line(TableLine(TABLE, label, "tokens/s", rates, roofline=least / step))
+    case = f"depth {cfg.n_layer}{', plain architecture' if peer else ''}"
+    if dist.world_size > 1:  # under torchrun
+        case += f", {dist.world_size} processes"
+    rates, other_rates = [tokens / sum(t) for t in times], [tokens / t for t in others]
     cells = {
-        "case": label,
-        "tokens per step": f"{all_tokens:,}",
-        "step (ms)": f"{step * 1e3:,.0f}",
-        "forward and loss (% of step)": f"{medians.forward / step:.0%}",
-        "backward (% of step)": f"{medians.backward / step:.0%}",
-        "update (% of step)": f"{medians.update / step:.0%}",
+        "kernels": f"{model.blocks[0].attention.backend}, {'compiled' if compiled else 'eager'}",
+        "tokens per step": f"{tokens:,}",
+        "step (ms)": f"{seconds * 1e3:,.0f}",
+        "forward and loss (% of step)": f"{forward / seconds:.0%}",
+        "backward (% of step)": f"{backward / seconds:.0%}",
+        "update (% of step)": f"{update / seconds:.0%}",
         "matmuls alone (ms)": f"{least * 1e3:,.0f}",
+        "TFLOP/s": f"{flops / 1e12:.3f}",
+        "MFU": f"{flops / peak:.1%}" if peak else "",
         "first step (s)": f"{first:.0f}",
-        "peak memory (MiB)": f"{memory:,.0f}",
+        "peak memory (MiB)": f"{dist.peak_memory_bytes() / 2**20:,.0f}",
     }
-    found.detail(Detail(TABLE, "Median time of a step, its parts, and memory per process", cells))
+    found = compare(case, "tokens/s", rates, peer, other_rates, least / seconds)
+    print_table("Training", NOTE, [found | cells])
 
 
 def matmul_seconds(model: GPT, rows: int, dist: DistContext) -> float:
@@ -148,54 +111,25 @@ def matmul_seconds(model: GPT, rows: int, dist: DistContext) -> float:
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, device=dist.device).to(dist.dtype)
 
-    def seconds(product: Callable[[], Tensor]) -> float:
-        return statistics.median(time_calls(product, dist, 7))
+    def seconds(a: Tensor, b: Tensor) -> float:
+        return median(time_calls(lambda: a @ b, dist, 7))
 
     shapes = Counter(tuple(p.shape) for block in model.blocks for p in block.parameters())
     spent = 0.0
     for shape, count in shapes.items():
-        short, long = sorted(shape)
-        x = draw(math.ceil(count / dist.world_size), short, long)
+        x = draw(math.ceil(count / dist.world_size), min(shape), max(shape))
         gram = x @ x.mT
-        for product in (lambda x=x: x @ x.mT, lambda g=gram: g @ g, lambda g=gram, x=x: g @ x):
-            spent += len(POLAR_EXPRESS) * seconds(product)
+        for a, b in ((x, x.mT), (gram, gram), (gram, x)):
+            spent += len(POLAR_EXPRESS) * seconds(a, b)
     shapes[tuple(model.head.weight.shape)] += 1
     for (N, K), count in shapes.items():
-        m = M if N != cfg.vocab_size else min(M, TIMED_HEAD_TOKENS)
-        x, weight, slope = draw(m, K), draw(N, K), draw(m, N)
-        three = seconds(lambda x=x, weight=weight: x @ weight.mT)
-        three += seconds(lambda slope=slope, weight=weight: slope @ weight)
-        three += seconds(lambda slope=slope, x=x: slope.mT @ x)
-        spent += count * three * M / m
+        x, weight, slope = draw(M, K), draw(N, K), draw(M, N)
+        for a, b in ((x, weight.mT), (slope, weight), (slope.mT, x)):
+            spent += count * seconds(a, b)
     heads, T, D = rows * cfg.n_head, cfg.max_seq_len, cfg.head_dim
     q, scores = draw(heads, T, D), draw(heads, T, T)
     # two matmuls have an output (T, T): scores or their gradient; four have an output (T, D)
-    both = 2 * seconds(lambda: q @ q.mT) + 4 * seconds(lambda: scores @ q)
-    return spent + cfg.n_layer * both / 2
-
-
-def bench_against(
-    cfg: GPTConfig,
-    rows: int,
-    dist: DistContext,
-    kernels: KernelConfig,
-    repeats: int,
-    found: BenchLog,
-    peer: Callable[[GPT, Tokenizer, DistContext, bool], Callable[[Tensor], float]] | None,
-) -> None:
-    """Compare a step with that of `peer`, which returns a function: ids (B, T + 1) -> seconds."""
-    work = Work(cfg, rows, dist, kernels)
-    tokenizer = Tokenizer.train(["noise"], 265)
-    theirs = peer(work.model, tokenizer, dist, work.compiled) if peer else None
-    seconds = alternate(
-        repeats,
-        lambda: sum(work.time_steps(1)[0]),
-        theirs and (lambda: theirs(work.ids)),
-        num_warmup=WARMUP_STEPS,
-    )
-    ours, others = ([work.tokens.numel() / x for x in each] for each in seconds)
-    label = f"depth {cfg.n_layer}, plain architecture, {'compiled' if work.compiled else 'eager'}"
-    found.line(TableLine(TABLE, label, "tokens/s", ours, "transformers", others))
+    return spent + cfg.n_layer / 2 * (2 * seconds(q, q.mT) + 4 * seconds(scores, q))
 
 
 def clock(dist: DistContext) -> float:

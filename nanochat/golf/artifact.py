@@ -10,11 +10,12 @@ Tensors are stored in state_dict order; names and shapes follow from the configu
 one byte each or are packed to their bit width; the writer picks whichever is smaller.
 """
 
+import io
 import json
 import lzma
 import struct
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
@@ -199,47 +200,41 @@ def decompress(data: bytes, compressor: Compressor, size: int) -> bytes:
 
 def parse_body(body: bytes, container: Container) -> Artifact:
     """Parse a decompressed body."""
-    (length,) = struct.unpack_from("<I", body)
-    head = json.loads(body[4 : 4 + length])
+    stream = io.BytesIO(body)
+    (length,) = struct.unpack("<I", stream.read(4))
+    head = json.loads(stream.read(length))
     cfg = read_config(head["model"])
     with torch.device("meta"):
         shapes = {name: tuple(p.shape) for name, p in new_model(cfg).state_dict().items()}
     formats: dict[str, Format] = dict(zip(shapes, head["formats"], strict=True))
-    offset = 4 + length
-
-    def take(size: int) -> bytes:
-        nonlocal offset
-        offset += size
-        return body[offset - size : offset]
-
-    floats = {n: read_floats(take, shapes[n], form) for n, form in formats.items()}
+    floats = {n: read_floats(stream, shapes[n], form) for n, form in formats.items()}
     weights = {}
     for name, form in formats.items():
         weights[name] = floats[name].float()
         if form in BITS:
-            level = read_levels(take, shapes[name], form, container)
+            level = read_levels(stream, shapes[name], form, container)
             weights[name] = dequantize_rows(floats[name], level)
-    if offset != len(body):
-        raise ValueError(f"{len(body) - offset} unexpected bytes after the last tensor")
+    if rest := stream.read():
+        raise ValueError(f"{len(rest)} unexpected bytes after the last tensor")
     return Artifact(cfg, Tokenizer(head["tokenizer"]), weights, formats, head["origin"])
 
 
-def read_floats(take: Callable[[int], bytes], shape: tuple[int, ...], form: Format) -> Tensor:
+def read_floats(stream: io.BytesIO, shape: tuple[int, ...], form: Format) -> Tensor:
     """Read the float16 scales (M,) of a quantized tensor, or all values of any other tensor."""
     dtype, shape = FLOATS["fp16" if form in BITS else form], shape[:1] if form in BITS else shape
-    values = np.frombuffer(take(dtype.itemsize * int(np.prod(shape))), dtype)
+    values = np.frombuffer(stream.read(dtype.itemsize * int(np.prod(shape))), dtype)
     return torch.from_numpy(values.reshape(shape).copy())
 
 
 def read_levels(
-    take: Callable[[int], bytes], shape: tuple[int, ...], form: Format, container: Container
+    stream: io.BytesIO, shape: tuple[int, ...], form: Format, container: Container
 ) -> Tensor:
     """Read the next levels, int8 in the tensor's shape. Raises ValueError if out of range."""
     n, bits = int(np.prod(shape)), BITS[form]
     if container == "bytes":
-        values = np.frombuffer(take(n), np.int8)
+        values = np.frombuffer(stream.read(n), np.int8)
     else:
-        values = unpack_levels(take(-(-n * bits // 8)), bits, n)
+        values = unpack_levels(stream.read(-(-n * bits // 8)), bits, n)
     if n and np.abs(values.astype(np.int16)).max() > largest_level(form):
         raise ValueError(f"level out of range for {form}")
     return torch.from_numpy(values.reshape(shape).copy())

@@ -31,17 +31,6 @@ EVALUATORS = ("golf.artifact", "eval_bpb")  # read a file, score its model
 COSTLIEST = 5  # number of tensors listed in the error
 
 
-class TensorSize(NamedTuple):
-    """Bytes of one tensor: as float32, as stored, and compressed on its own."""
-
-    name: str
-    shape: tuple[int, ...]
-    form: str
-    raw: int
-    payload: int
-    compressed: int
-
-
 class SmallestFile(NamedTuple):
     """The smallest file and the alternatives."""
 
@@ -50,7 +39,8 @@ class SmallestFile(NamedTuple):
     compressor: Compressor
     tried: dict[tuple[Container, Compressor], int]
     """File size in bytes of each combination."""
-    tensors: list[TensorSize]
+    tensors: list[tuple[StoredTensor, int, int]]
+    """Each tensor with its bytes as stored, and compressed on its own."""
     code: dict[str, int]
     """Bytes of each module required to score the file."""
 
@@ -80,9 +70,8 @@ def choose_smallest(
     packing, by = min(files, key=lambda k: len(files[k]))
     tensors = []
     for s in stored:
-        payload, raw = s.floats + s.level_bytes(packing), 4 * math.prod(s.shape)
-        alone = len(compress(payload, by))
-        tensors.append(TensorSize(s.name, s.shape, s.form, raw, len(payload), alone))
+        payload = s.floats + s.level_bytes(packing)
+        tensors.append((s, len(payload), len(compress(payload, by))))
     tried = {which: len(data) for which, data in files.items()}
     return SmallestFile(files[packing, by], packing, by, tried, tensors, code_bytes())
 
@@ -119,16 +108,18 @@ def format_sizes(written: SmallestFile, limit: int, count_code: bool) -> str:
     """Return a table of tensors, file sizes by combination, modules and totals."""
     row = "{:<34} {:>12} {:>6} {:>12} {:>11} {:>11}".format
     lines = [row("tensor", "shape", "format", "raw", "payload", "alone")]
-    for t in written.tensors:
-        sizes = (f"{n:,}" for n in (t.raw, t.payload, t.compressed))
-        lines.append(row(t.name, "x".join(map(str, t.shape)), t.form, *sizes))
+    raw = payload = 0
+    for s, stored, alone in written.tensors:
+        size = 4 * math.prod(s.shape)
+        raw, payload = raw + size, payload + stored
+        sizes = (f"{n:,}" for n in (size, stored, alone))
+        lines.append(row(s.name, "x".join(map(str, s.shape)), s.form, *sizes))
     lines += ["", "container and compressor"]
     for (packing, by), size in sorted(written.tried.items(), key=lambda item: item[1]):
         chosen = "  <- chosen" if (packing, by) == (written.container, written.compressor) else ""
         lines.append(f"  {packing + ' ' + by:<14} {size:>12,}{chosen}")
     listed = ", ".join(f"{name} {size:,}" for name, size in written.code.items())
     charged = "" if count_code else " (not counted)"
-    raw, payload = (sum(getattr(t, kind) for t in written.tensors) for kind in ("raw", "payload"))
     return "\n".join(lines) + (
         f"\n\ncode: {listed}\n\n"
         f"raw        {raw:>12,}  float32\n"
@@ -144,8 +135,8 @@ def require_size_limit(written: SmallestFile, limit: int, count_code: bool) -> N
     total = written.total_bytes(count_code)
     if total <= limit:
         return
-    costly = sorted(written.tensors, key=lambda t: -t.compressed)[:COSTLIEST]
-    named = ", ".join(f"{t.name} {t.compressed:,} ({t.form})" for t in costly)
+    costly = sorted(written.tensors, key=lambda each: -each[2])[:COSTLIEST]
+    named = ", ".join(f"{s.name} {alone:,} ({s.form})" for s, _, alone in costly)
     code = f" ({written.code_bytes:,} of them code)" if count_code else ""
     raise UsageError(
         f"{total:,} bytes{code} exceed the limit of {limit:,} by {total - limit:,}; "

@@ -13,7 +13,7 @@ import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from nanochat.checkpoint import SCRIPTS, find_checkpoint
 from nanochat.common import base_dir, fingerprint, write_json
@@ -68,11 +68,8 @@ Inputs = Mapping[str, Mapping[str, str]]
 """Base -> fingerprints of what its runs start from."""
 
 
-class Arm(NamedTuple):
-    """A variant: its name and its training flags."""
-
-    name: str
-    flags: tuple[str, ...]
+Arms = Mapping[str, Sequence[str]]
+"""Variants by name, the control first: their training flags."""
 
 
 def split_arms(spec: str) -> list[str]:
@@ -83,7 +80,7 @@ def split_arms(spec: str) -> list[str]:
     return arms
 
 
-def from_grid(spec: str) -> list[Arm]:
+def from_grid(spec: str) -> Arms:
     """
     All combinations of flag values, from flag=a,b;flag=c,d; the first is the control. Values with
     commas are separated by |, as in task=a,b|c.
@@ -95,9 +92,9 @@ def from_grid(spec: str) -> list[Arm]:
             raise ValueError(f"{words!r} in --grid={spec!r} is not flag=value,value")
         separator = "|" if "|" in values else ","
         axes.append([f"{flag.replace('-', '_')}={value}" for value in values.split(separator)])
-    flags = [tuple(f"--{flag}" for flag in each) for each in itertools.product(*axes)]
-    names = [", ".join(each).replace("--", "") for each in flags]
-    return [Arm(*each) for each in zip([CONTROL, *names[1:]], flags, strict=True)]
+    control, *others = itertools.product(*axes)
+    found = {CONTROL: control} | {", ".join(each): each for each in others}
+    return {name: [f"--{flag}" for flag in each] for name, each in found.items()}
 
 
 # ---- Jobs ----------------------------------------------------------------------------------------
@@ -123,14 +120,16 @@ def find_inputs(cfg: StudyConfig, grid: str) -> Inputs:
     }
 
 
-def make_job(cfg: StudyConfig, inputs: Inputs, base: str, arm: Arm, seed: int) -> Job:
+def make_job(
+    cfg: StudyConfig, inputs: Inputs, base: str, arm: str, flags: Sequence[str], seed: int
+) -> Job:
     """
     One run: training, then evaluation on tasks. Arms with another batch size take more or fewer
     steps, for equal tokens. Raises ValueError for an arm that sets num_iterations.
     """
-    own = dict(flag.removeprefix("--").split("=", 1) for flag in arm.flags)
+    own = dict(flag.removeprefix("--").split("=", 1) for flag in flags)
     if "num_iterations" in own:
-        raise ValueError(f"{arm.name}: all runs must be equally long; set --num_iterations")
+        raise ValueError(f"{arm}: all runs must be equally long; set --num_iterations")
     batch = int(own.get("total_batch_size", cfg.total_batch_size))
     steps = max(1, round(cfg.num_iterations * cfg.total_batch_size / batch))
     words = [f"scripts.{SCRIPTS[cfg.stage]}", f"--num_iterations={steps}", f"--seed={seed}"]
@@ -139,18 +138,18 @@ def make_job(cfg: StudyConfig, inputs: Inputs, base: str, arm: Arm, seed: int) -
     words += [f"--total_batch_size={cfg.total_batch_size}"] if cfg.stage != "rl" else []
     words += [f"--mixture={cfg.mixture}"] if cfg.mixture else []
     words += [f"--task={cfg.task}"] if cfg.task else []
-    commands = [[*words, *cfg.flags.split(), *arm.flags]]
+    commands = [[*words, *cfg.flags.split(), *flags]]
     if cfg.tasks:
         scored = ["scripts.chat_eval", f"--source={cfg.stage}", "--model_tag={tag}"]
         scored += ["--skip_if_done", f"--task_name={cfg.tasks}", *cfg.eval_flags.split()]
         commands.append(scored)
-    return Job(f"{base} {arm.name} seed {seed}", commands, inputs[base])
+    return Job(f"{base} {arm} seed {seed}", commands, inputs[base])
 
 
 # ---- Data ablations ------------------------------------------------------------------------------
 
 
-def data_arms(cfg: StudyConfig, arms: Sequence[str], arm_floor: str) -> list[Arm]:
+def data_arms(cfg: StudyConfig, arms: Sequence[str], arm_floor: str) -> Arms:
     """
     The control and the data ablation arms; flags set the tokens of every bucket.
 
@@ -165,11 +164,8 @@ def data_arms(cfg: StudyConfig, arms: Sequence[str], arm_floor: str) -> list[Arm
         if part.tokens is None:
             raise ValueError(f"--arms needs tokens in --mixture, as in {part.label}=40000t")
         counts[part.label] = part.tokens
-    found = [Arm(CONTROL, (mixture_flag(parts, counts, declared),))]
-    for arm in arms:
-        changed = arm_counts(arm, counts, tags_of, floor)
-        found.append(Arm(arm, (mixture_flag(parts, changed, declared),)))
-    return found
+    found = {CONTROL: counts} | {arm: arm_counts(arm, counts, tags_of, floor) for arm in arms}
+    return {arm: [mixture_flag(parts, tokens, declared)] for arm, tokens in found.items()}
 
 
 def mixture_flag(

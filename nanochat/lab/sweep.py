@@ -1,7 +1,7 @@
 """
 Run training jobs with the standard scripts, one or several at a time, each only once.
 
-    jobs -> Sweep.run_all -> sweeps/runs/<key>/: log.txt, report/, done.json -> scores
+    jobs -> Sweep.run_all -> sweeps/runs/<key>/: log.txt, report/, done.json -> Job.recorded
 
 A job is the commands of one run (training and evaluations), each run in its own process. Its key is
 the fingerprint of commands, inputs and code, but not of the device and the installed packages: use
@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -63,8 +63,8 @@ class SweepConfig:
     devices: int = 1
     """Number of parallel runs: one GPU each; on CPU they share the cores."""
     cap_hours: float | None = None
-    """Maximum device hours for this sweep, including earlier runs; jobs that would exceed it are
-    not started. Default: no limit."""
+    """Device hours, including earlier runs, after which this sweep starts no further run. Default:
+    no limit."""
 
     def __post_init__(self) -> None:
         require_at_least(self, devices=1)
@@ -79,12 +79,9 @@ def sweep_folder() -> Path:
 @cache
 def code_fingerprint() -> str:
     """Fingerprint of the code and the texts that runs use; docstrings do not count."""
-    code = [
-        path
-        for pattern in ("nanochat/*.py", "scripts/*.py", "tasks/**/*.py")
-        for path in REPOSITORY.glob(pattern)
-    ]
-    digests = [code_digest(p.read_text()) for p in sorted(code) if p.stem not in NOT_IN_CODE]
+    patterns = ("nanochat/*.py", "scripts/*.py", "tasks/**/*.py")
+    code = sorted(path for each in patterns for path in REPOSITORY.glob(each))
+    digests = [code_digest(path.read_text()) for path in code if path.stem not in NOT_IN_CODE]
     texts = sorted(REPOSITORY.glob("tasks/world/data/*"))
     return fingerprint([*digests, *map(sha256_file, texts)])
 
@@ -96,7 +93,7 @@ class Job:
     name: str
     """Display name."""
     commands: Sequence[Sequence[str]]
-    starts_from: Mapping[str, str] = field(default_factory=dict)
+    starts_from: Mapping[str, str]
     """Fingerprints of its inputs."""
 
     @property
@@ -105,24 +102,21 @@ class Job:
         key = fingerprint([code_fingerprint(), self.commands, self.starts_from])
         return sweep_folder() / "runs" / key
 
-
-@dataclass(frozen=True)
-class DoneRun:
-    """A finished run."""
-
-    job: Job
-    is_broken: bool
-    """Stopped by its canaries; has no scores."""
-
     @property
     def tag(self) -> str:
         """Tag of its checkpoints."""
-        return f"sweep-{self.job.folder.name}"
+        return f"sweep-{self.folder.name}"
+
+    @property
+    def is_broken(self) -> bool | None:
+        """Whether the finished run was stopped by its canaries; None = not finished."""
+        path = self.folder / DONE
+        return read_json(path)["is_broken"] if path.exists() else None
 
     def recorded(self) -> Recorded:
-        """Values and item scores of all its records."""
+        """Values and item scores of all records of the run."""
         found = Recorded({}, {})
-        for record in read_records(self.job.folder / "report"):
+        for record in read_records(self.folder / "report"):
             found = Recorded(found.values | record["values"], found.items | record["items"])
         return found
 
@@ -130,7 +124,7 @@ class DoneRun:
         """Return a recorded value as a number. Raises ValueError if it is missing."""
         values = self.recorded().values
         if name not in values:
-            raise ValueError(f"{self.job.name} did not record {name!r}; it has {', '.join(values)}")
+            raise ValueError(f"{self.name} did not record {name!r}; it has {', '.join(values)}")
         return float(plain_value(values[name]))
 
 
@@ -154,58 +148,52 @@ class Sweep:
     def __exit__(self, *error: Any) -> None:
         self.lock.__exit__(*error)
 
-    def run_all(self, jobs: Sequence[Job]) -> dict[str, DoneRun]:
+    def run_all(self, jobs: Sequence[Job]) -> None:
         """
-        Run all unfinished jobs; return name -> finished run for every job.
+        Run all unfinished jobs.
 
         Raises UsageError, once the running jobs end, if the cap is reached or a command fails, and
         SystemExit(PREEMPTED) if a stop was requested.
         """
-        todo = [job for job in jobs if not self.finished(job)]
+        todo = [job for job in jobs if job.is_broken is None]
         print(f"{len(jobs)} runs: {len(jobs) - len(todo)} done, {len(todo)} to go", flush=True)
         with self.stop, ThreadPoolExecutor(self.cfg.devices) as pool:
             list(pool.map(self.run, todo))  # raises what a thread raised
-        done = {job.name: run for job in jobs if (run := self.finished(job))}
+        left = sum(job.is_broken is None for job in jobs)
         if self.stop.asked:
-            print(f"stopped with {len(done)} of {len(jobs)} runs done; rerun the same command")
+            print(f"stopped, {left} of {len(jobs)} runs unfinished; rerun the same command")
             raise SystemExit(PREEMPTED)
         if self.problem:
             raise UsageError(
-                f"{len(jobs) - len(done)} of {len(jobs)} runs unfinished: {self.problem}",
+                f"{left} of {len(jobs)} runs unfinished: {self.problem}",
                 "rerun the same command to continue; --cap_hours raises the cap",
             )
-        return done
-
-    def finished(self, job: Job) -> DoneRun | None:
-        """Return the earlier result of a job, or None."""
-        path = job.folder / DONE
-        return DoneRun(job, read_json(path)["is_broken"]) if path.exists() else None
 
     def run(self, job: Job) -> None:
         """Run the commands of a job on a free device, unless there is a problem."""
-        variables, status = self.slots.get(), 0
-        try:
-            self.problem = self.problem or self.beyond_cap()
-            if self.problem:
-                return
-            job.folder.mkdir(parents=True, exist_ok=True)
-            for words in job.commands:
-                if status == 0 and not self.stop.asked:
-                    status = self.call(job, words, variables)
-            if self.stop.asked:
-                return
-            if status in (0, BROKEN):
-                write_json(job.folder / DONE, {"is_broken": status == BROKEN})
-                print(f"done: {printable(job.name)}", flush=True)
-            else:
-                self.problem = f"{job.name} failed with status {status}; see {job.folder}/log.txt"
-        finally:
-            self.slots.put(variables)
+        hours, status = sum(entry["seconds"] for entry in self.ledger()) / 3600, 0
+        if self.cfg.cap_hours is not None and hours >= self.cfg.cap_hours:
+            self.problem = f"{hours:.2f} device hours used, the cap is {self.cfg.cap_hours:g}"
+        if self.problem:
+            return
+        variables = self.slots.get()
+        job.folder.mkdir(parents=True, exist_ok=True)
+        for words in job.commands:
+            if status == 0 and not self.stop.asked:
+                status = self.call(job, words, variables)
+        self.slots.put(variables)
+        if self.stop.asked:
+            return
+        if status in (0, BROKEN):
+            write_json(job.folder / DONE, {"is_broken": status == BROKEN})
+            print(f"done: {printable(job.name)}", flush=True)
+        else:
+            self.problem = f"{job.name} failed with status {status}; see {job.folder}/log.txt"
 
     def call(self, job: Job, words: Sequence[str], variables: Mapping[str, str]) -> int:
         """Run one command in its own process group; forward a stop request to it."""
         folder, started = job.folder, time.perf_counter()
-        filled = [word.replace("{tag}", f"sweep-{folder.name}") for word in words]
+        filled = [word.replace("{tag}", job.tag) for word in words]
         command = [sys.executable, "-m", *filled, f"--report_dir={folder / 'report'}"]
         with (folder / "log.txt").open("a") as log:
             print("$", *map(printable, command[1:]), file=log, flush=True)
@@ -222,9 +210,8 @@ class Sweep:
                 time.sleep(POLL_SECONDS)
             process.terminate()  # only a stop request finds it running
             status = process.wait()  # until it has saved
-        seconds = time.perf_counter() - started
-        entry = {"job": job.name, "key": folder.name, "command": words[0]}
-        entry |= {"seconds": seconds, "status": status}
+        entry = {"job": job.name, "command": words[0], "status": status}
+        entry["seconds"] = time.perf_counter() - started
         append_line(self.folder / LEDGER, entry)
         return status
 
@@ -232,28 +219,12 @@ class Sweep:
 
     def ledger(self) -> list[dict[str, Any]]:
         """Ledger entries of all commands so far."""
-        path = self.folder / LEDGER
-        return read_lines(path)
+        return read_lines(self.folder / LEDGER)
 
     def cost(self) -> Cost:
         """Time of the sweep. Its device time is 0, because the runs record it."""
         seconds = sum(entry["seconds"] for entry in self.ledger())
         return Cost(seconds / self.cfg.devices, self.cfg.devices, device_seconds=0.0)
-
-    def beyond_cap(self) -> str:
-        """Why another run, as long as the average, would exceed the cap; empty if it fits."""
-        if self.cfg.cap_hours is None:
-            return ""
-        ledger = self.ledger()
-        hours = sum(entry["seconds"] for entry in ledger) / 3600
-        each = hours / max(1, len({entry["key"] for entry in ledger}))
-        num_running = self.cfg.devices - self.slots.qsize()  # with the next one
-        if hours + num_running * each <= self.cfg.cap_hours:
-            return ""
-        return (
-            f"{hours:.2f} device hours used, about {each:.2f} each run; another would exceed the "
-            f"cap of {self.cfg.cap_hours:g}"
-        )
 
 
 def end_with_parent() -> None:

@@ -98,7 +98,7 @@ def score_artifact(
     texts = list(source.texts(source.val_shard, cfg.max_documents))
     T = model.cfg.max_seq_len
     stride = max(1, T // 4) if cfg.eval_stride is None else cfg.eval_stride
-    passes = 1 + (T / stride if stride else 0) + (parent is not None)
+    passes = 2 + (T / stride if stride else 0)
     tokens = sum(map(len, texts)) / CHARS_PER_TOKEN * passes
     windows = prepare_scoring(cfg.kernels, model, int(tokens), GPU_SEQS, dist)
 
@@ -137,10 +137,9 @@ def require_one_recipe(artifacts: Mapping[Path, Artifact]) -> None:
 def find_source_checkpoint(artifact: Artifact, dist: DistContext) -> Checkpoint | None:
     """Return the source checkpoint of an artifact; None if it is missing or has changed."""
     origin = artifact.origin
+    place = origin["stage"], origin["tag"], origin["step"]
     try:
-        found = dist.on_node(
-            lambda: find_checkpoint(origin["stage"], origin["tag"], origin["step"])
-        )
+        found = dist.on_node(lambda: find_checkpoint(*place))
     except (FileNotFoundError, ValueError):
         return None
     return found if found.fingerprint == origin["checkpoint"] else None
@@ -150,20 +149,18 @@ def write_scores(cfg: GolfEval, dist: DistContext, scored: list[ScoredArtifact])
     """Write the record and update the report."""
     plain = np.array([s.plain.value for s in scored])
     sliding = np.array([s.sliding.value for s in scored if s.sliding])
-    baseline = np.array([s.baseline.value for s in scored if s.baseline])
-    figures = {"Pre-quantization bpb": baseline, "Roundtrip bpb": plain}
+    before = np.array([s.baseline.value for s in scored if s.baseline])
+    figures = {"Roundtrip bpb": plain}
     if len(sliding):
         figures |= {"Roundtrip sliding bpb": sliding, "Sliding gain bpb": sliding - plain}
-    if len(baseline) == len(scored):
-        figures["Quantization gap bpb"] = plain - baseline
-    else:
-        del figures["Pre-quantization bpb"]
+    if len(before) == len(scored):
+        figures |= {"Pre-quantization bpb": before, "Quantization gap bpb": plain - before}
     code, largest = sum(code_bytes().values()), max(s.path.stat().st_size for s in scored)
     total = largest + (code if cfg.count_code else 0)
     values: dict[str, Any] = {
         "Seeds": len(scored),
         **{name: over_seeds(found.tolist()) for name, found in figures.items()},
-        **({"Spread over seeds (std)": float(plain.std(ddof=1))} if len(scored) > 1 else {}),
+        "Spread over seeds (std)": float(plain.std(ddof=1)) if len(scored) > 1 else None,
         "Parameters": sum(w.numel() for w in scored[0].artifact.weights.values()),
         "Model bytes": largest,
         "Code bytes": code,
@@ -183,8 +180,8 @@ def write_scores(cfg: GolfEval, dist: DistContext, scored: list[ScoredArtifact])
 def format_scores(s: ScoredArtifact) -> str:
     """Return a one-line summary of an artifact."""
     parts = [f"seed {s.artifact.origin['seed']}"]
-    seconds = s.parent.state.get("progress", {}).get("train_seconds") if s.parent else None
-    if s.parent and seconds:
+    if s.parent and "progress" in s.parent.state:  # else imported
+        seconds = s.parent.state["progress"]["train_seconds"]
         parts.append(f"{s.parent.step} steps in {seconds:.0f} s")
     scores = {"before": s.baseline, "roundtrip": s.plain, "sliding": s.sliding}
     parts += [f"{name} {bpb.value:.4f}" for name, bpb in scores.items() if bpb]

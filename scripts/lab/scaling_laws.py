@@ -41,18 +41,14 @@ from nanochat.lab.scaling_law import (
     show_interval,
 )
 from nanochat.lab.study import as_csv, split_arms
-from nanochat.lab.sweep import DoneRun, Job, Sweep, SweepConfig, ledger_table
+from nanochat.lab.sweep import Job, Sweep, SweepConfig, ledger_table
 from nanochat.rows import open_rows, pack_text
 from nanochat.scaling import default_windows, plan_horizon, shape_for_depth
 from nanochat.tokenizer import Tokenizer
 from tasks.builtin import open_text
 
 MIN_ROWS = 256  # of text that a run trains on
-# Flags that the series sets, or that would make runs incomparable
-FIXED = (
-    "depth seed num_iterations target_flops target_param_data_ratio max_seq_len model_tag resume "
-    "skip_if_done report_dir eval_tokens eval_half dataset num_shards tokenizer_tag".split()
-)
+MEASURED = ("Number of FLOPs per token", "Number of training tokens", "Final validation bpb")
 
 
 @dataclass(frozen=True)
@@ -86,9 +82,6 @@ class ScalingLaws:
         for name in ("budgets", "depths", "project"):
             if not all(0 < each < math.inf for each in getattr(self, name)):
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        given = f"{self.flags} {self.arms}".replace("-", "_")
-        if wrong := [name for name in FIXED if f"__{name}" in given]:
-            raise ValueError(f"--flags and --arms cannot set {', '.join(wrong)}: equal in all runs")
 
 
 class Planned(NamedTuple):
@@ -134,10 +127,11 @@ def main(cfg: ScalingLaws) -> None:
     with Sweep(cfg.sweep, cfg.name) as sweep:
         for budget in sorted(set(cfg.budgets)):
             jobs = {run: make_job(cfg, run, inputs) for run in planned if run.budget == budget}
-            done = sweep.run_all(list(jobs.values()))
+            sweep.run_all([*jobs.values()])
             for run, job in jobs.items():
-                found[run.arm].append(measure(run, done[job.name]))
-                shutil.rmtree(stage_folder("base") / done[job.name].tag, ignore_errors=True)
+                n, tokens, loss = map(job.metric, MEASURED)
+                found[run.arm].append(Point(budget, run.depth, n / 6, tokens, loss))
+                shutil.rmtree(stage_folder("base") / job.tag, ignore_errors=True)
 
     # Fit, project and write
     laws = {arm: law for arm in arms if (law := fit_law(found[arm])) is not None}
@@ -155,19 +149,13 @@ def main(cfg: ScalingLaws) -> None:
 
 def make_job(cfg: ScalingLaws, run: Planned, inputs: Mapping[str, str]) -> Job:
     """The training job of a run."""
-    words = "scripts.base_train --eval_every=0 --keep=1 --resume=auto --skip_if_done".split()
+    words = ["scripts.base_train", *cfg.flags.split()]
+    words += run.arm.split() if run.arm != "default" else []
+    words += "--eval_every=0 --keep=1 --resume=auto --skip_if_done".split()  # the last flag wins
     words += [f"--eval_tokens={cfg.eval_tokens}", f"--max_seq_len={cfg.max_seq_len}"]
-    words += [*cfg.flags.split(), *(run.arm.split() if run.arm != "default" else ())]
     words += [f"--depth={run.depth}", f"--target_flops={run.budget:g}", f"--seed={run.seed}"]
     name = f"{run.arm}, {run.budget:.1e} FLOPs, depth {run.depth}, seed {run.seed}"
     return Job(name, [[*words, "--model_tag={tag}"]], inputs)
-
-
-def measure(run: Planned, done: DoneRun) -> Point:
-    """Size, tokens and loss of a finished run."""
-    n = done.metric("Number of FLOPs per token") / 6
-    tokens, loss = done.metric("Number of training tokens"), done.metric("Final validation bpb")
-    return Point(run.budget, run.depth, n, tokens, loss)
 
 
 def project(arm: str, law: Law, depth: int, model: GPT) -> list[Any]:

@@ -30,7 +30,6 @@ from nanochat.config import require_at_least, start
 from nanochat.lab.significance import expected_maximum, lower_is_better, over_seeds
 from nanochat.lab.study import (
     SEEDS_OF_ARM,
-    Arm,
     Inputs,
     StudyConfig,
     as_csv,
@@ -42,7 +41,7 @@ from nanochat.lab.study import (
     make_job,
     split_arms,
 )
-from nanochat.lab.sweep import DoneRun, Job, Sweep, SweepConfig, ledger_table
+from nanochat.lab.sweep import Job, Sweep, SweepConfig, ledger_table
 
 
 @dataclass(frozen=True)
@@ -128,21 +127,18 @@ def main(cfg: SweepScript) -> None:
 
 def compare(cfg: SweepScript, inputs: Inputs, sweep: Sweep) -> Findings:
     """Train all arms and compare each with the control."""
-    if cfg.grid:
-        arms = from_grid(cfg.grid)
-    else:
-        arms = data_arms(cfg, split_arms(cfg.arms), cfg.arm_floor)
+    arms = from_grid(cfg.grid) if cfg.grid else data_arms(cfg, split_arms(cfg.arms), cfg.arm_floor)
     jobs = [  # arm by arm with the control first, so that an early stop leaves complete arms
-        (base, arm.name, make_job(cfg, inputs, base, arm, SEEDS_OF_ARM * number + i))
+        (base, arm, make_job(cfg, inputs, base, arm, flags, SEEDS_OF_ARM * number + i))
         for base in inputs
-        for number, arm in enumerate(arms)
+        for number, (arm, flags) in enumerate(arms.items())
         for i in range(cfg.arm_seeds if number else cfg.seeds)
     ]
-    done = sweep.run_all([job for _, _, job in jobs])
-    runs = {base: {arm.name: [] for arm in arms} for base in inputs}
+    sweep.run_all([job for _, _, job in jobs])
+    runs = {base: {arm: [] for arm in arms} for base in inputs}
     for base, arm, job in jobs:
-        if not done[job.name].is_broken:
-            runs[base][arm].append(done[job.name].recorded())
+        if not job.is_broken:
+            runs[base][arm].append(job.recorded())
     found = compare_arms(runs, cfg.metric)
     million_tokens = None if cfg.stage == "rl" else cfg.num_iterations * cfg.total_batch_size / 1e6
     first = {f"{c.arm}, {c.base}": c for c in found if c.metric == cfg.metric}
@@ -151,7 +147,7 @@ def compare(cfg: SweepScript, inputs: Inputs, sweep: Sweep) -> Findings:
     }
     values["Comparisons"] = len(found)
     values["Beyond noise"] = sum(c.verdict != "within noise" for c in found)
-    values["Broken runs"] = ", ".join(name for name, run in done.items() if run.is_broken) or None
+    values["Broken runs"] = ", ".join(job.name for *_, job in jobs if job.is_broken) or None
     series = {name: [[c.difference, c.bar]] for name, c in first.items()}
     return values, comparison_table(found, million_tokens), series
 
@@ -193,9 +189,9 @@ def search(cfg: SweepScript, inputs: Inputs, sweep: Sweep) -> Findings:
         "Expected inflation of the best score": expected_maximum(len(found)) * spread,
     }
     if re.match("Final validation|val_bpb:", cfg.metric):  # measured on rows
-        jobs = {seed: confirmation(run) for seed, run in mine.items()}
-        done = sweep.run_all(list(jobs.values()))
-        anew = {seed: done[job.name].metric(cfg.metric) for seed, job in jobs.items()}
+        jobs = {seed: confirmation(job) for seed, job in mine.items()}
+        sweep.run_all([*jobs.values()])
+        anew = {seed: job.metric(cfg.metric) for seed, job in jobs.items()}
         values["Mean of the same seeds on other validation rows"] = over_seeds([*anew.values()])
         values["The best seed on other validation rows"] = anew[best]
     rows = []
@@ -213,7 +209,7 @@ def grid_value(cfg: SweepScript, i: float) -> float:
     return float(f"{cfg.low * (cfg.high / cfg.low) ** (i / (cfg.wide - 1)):.4g}")
 
 
-Runs = dict[tuple[float, int], DoneRun]  # (value, seed) -> run, without broken ones
+Runs = dict[tuple[float, int], Job]  # (value, seed) -> finished run, without broken ones
 
 
 def train_values(
@@ -224,10 +220,9 @@ def train_values(
     half = [] if cfg.stage == "rl" else ["--eval_half=1"]  # RL has no validation rows
     for value, seed in itertools.product(values, seeds):
         setting = f"{cfg.search}={value:g}"
-        arm = Arm(setting, (f"--{setting}", *half))
-        jobs[value, seed] = make_job(cfg, inputs, base, arm, seed)
-    done = sweep.run_all(list(jobs.values()))
-    runs = {key: done[job.name] for key, job in jobs.items() if not done[job.name].is_broken}
+        jobs[value, seed] = make_job(cfg, inputs, base, setting, [f"--{setting}", *half], seed)
+    sweep.run_all([*jobs.values()])
+    runs = {key: job for key, job in jobs.items() if not job.is_broken}
     if not runs:
         raise ValueError(f"every run of {cfg.search} broke; use other --low and --high")
     return runs
@@ -242,10 +237,10 @@ def rank(cfg: SweepScript, runs: Runs) -> list[float]:
     return sorted(scores, key=lambda value: (-len(scores[value]), sign * fmean(scores[value])))
 
 
-def confirmation(run: DoneRun) -> Job:
+def confirmation(job: Job) -> Job:
     """Job that evaluates a trained model again, on validation rows that did not choose it."""
-    words = [word.replace("{tag}", run.tag) for word in run.job.commands[0]]
-    return Job(f"{run.job.name}, again", [[*words, "--eval_half=2"]], run.job.starts_from)
+    words = [word.replace("{tag}", job.tag) for word in job.commands[0]]
+    return Job(f"{job.name}, again", [[*words, "--eval_half=2"]], job.starts_from)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,6 @@ from nanochat.config import require_at_least, start
 from nanochat.dataset import DataConfig
 from nanochat.dist import DistConfig, DistContext, init_dist
 from nanochat.eval_bpb import bits_per_byte, row_batches
-from nanochat.gpt import GPT
 from nanochat.lab.significance import over_seeds
 from nanochat.logger import METRICS_FILE, read_metrics
 from nanochat.recursion import verdict
@@ -50,8 +49,6 @@ class RecursionEval:
     """Folders of plain models to compare at equal cost: FLOPs, tokens or parameters."""
     eval_tokens: int | None = None
     """Validation tokens to score. Default: 10,485,760; 262,144 on a CPU."""
-    device_batch_size: int | None = None
-    """Batch size per forward pass; does not change the result. Default: by device."""
     report_dir: str | None = None
     """Folder for records. Default: report/ under the base directory."""
     data: DataConfig = field(default_factory=DataConfig)
@@ -59,14 +56,14 @@ class RecursionEval:
     kernels: KernelConfig = field(default_factory=KernelConfig)
 
     def __post_init__(self) -> None:
-        require_at_least(self, eval_tokens=1, device_batch_size=1)
+        require_at_least(self, eval_tokens=1)
 
 
 class LoopScores(NamedTuple):
     """One checkpoint and its metrics."""
 
     checkpoint: Checkpoint
-    model: GPT
+    model: Any
     by_loop: dict[int, float]
     """Bits per byte after N loops; a plain model has one entry."""
     states: dict[str, float]
@@ -132,9 +129,7 @@ def require_one_recipe(recursive: Sequence[Checkpoint], plain: Sequence[Checkpoi
 
 def recipe_of(checkpoint: Checkpoint) -> str:
     """Key shared by all seeds of an arm."""
-    identity = {**checkpoint.state["identity"], "seed": None}
-    by_clock = "max_wallclock_seconds" in identity
-    return json.dumps([identity, None if by_clock else checkpoint.step], sort_keys=True)
+    return json.dumps([{**checkpoint.state["identity"], "seed": None}, checkpoint.step])
 
 
 def score_loops(cfg: RecursionEval, checkpoint: Checkpoint, dist: DistContext) -> LoopScores:
@@ -150,8 +145,7 @@ def score_loops(cfg: RecursionEval, checkpoint: Checkpoint, dist: DistContext) -
     source = open_text(cfg.data, checkpoint.state["source"])
     rows = open_rows(source, tokenizer, T)
     tokens = cfg.eval_tokens or (262_144 if on_cpu else 20 * 524_288)
-    default = prepare_scoring(cfg.kernels, model, 2 * tokens, GPU_ROWS, dist)
-    size = cfg.device_batch_size or default
+    size = prepare_scoring(cfg.kernels, model, 2 * tokens, GPU_ROWS, dist)
     token_bytes, states = tokenizer.token_bytes(), {}
 
     def batches():
@@ -175,7 +169,7 @@ def score_loops(cfg: RecursionEval, checkpoint: Checkpoint, dist: DistContext) -
 
 def find_criteria(recursive: Sequence[LoopScores], plain: Sequence[LoopScores]) -> list[Criterion]:
     """Evaluate all criteria."""
-    arm, others, cfg = arm_of(recursive), arms_of(plain), config_of(recursive[0])
+    arm, others, cfg = arm_of(recursive), arms_of(plain), recursive[0].model.cfg
     by_loop = [[s.by_loop[k] for s in recursive] for k in range(1, cfg.n_loops + 1)]
     norms = [step["grad_norm"] for s in recursive for step in s.steps]
     bad = sum(s.checkpoint.state["progress"]["bad_steps"] for s in recursive)
@@ -186,12 +180,6 @@ def find_criteria(recursive: Sequence[LoopScores], plain: Sequence[LoopScores]) 
         verdict.check_first_loop(arm, by_loop[0], others, cfg.sampled_chance(1) > 0),
         verdict.check_equal_flops(arm, others),
     ]
-
-
-def config_of(scored: LoopScores) -> RecursiveConfig:
-    """Return the configuration of a recursive model."""
-    assert isinstance(scored.model.cfg, RecursiveConfig)
-    return scored.model.cfg
 
 
 def arm_of(seeds: Sequence[LoopScores]) -> LoopArm:
@@ -232,14 +220,14 @@ def write_record(
     criteria: Sequence[Criterion],
 ) -> None:
     """Print the tables, write the record and update the report."""
-    arm, others, shape = arm_of(recursive), arms_of(plain), config_of(recursive[0])
+    arm, others, shape = arm_of(recursive), arms_of(plain), recursive[0].model.cfg
     loops, r = list(recursive[0].by_loop), shape.n_loops
     curve = [[k, mean(s.by_loop[k] for s in recursive)] for k in loops]
     states = {k: mean(s.states[k] for s in recursive) for k in recursive[0].states}
     runs = (f"{s.tag} ({s.checkpoint.state['provenance']['run_id']})" for s in (*recursive, *plain))
     values: dict[str, Any] = {
         "Final bpb": over_seeds(arm.bpb),
-        **({"Spread over seeds (std)": arm.sd} if arm.sd is not None else {}),
+        "Spread over seeds (std)": arm.sd,
         **{criterion.name: criterion.summary for criterion in reversed(criteria)},
         "Seeds": len(recursive),
         "Layers": f"{shape.n_prelude} + {r} x {shape.n_core} + {shape.n_coda}",

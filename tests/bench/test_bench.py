@@ -1,137 +1,111 @@
 """Benchmarks: measurements add up, missing peers are reported, peers get equal results."""
 
 import importlib.util
+import itertools
 
 import pytest
 import torch
 
-from nanochat.bench import engine, evals, tokenizer
-from nanochat.bench.table import BenchLog, Detail, Note, TableLine, render_findings
+from nanochat.bench import engine, tokenizer
+from nanochat.bench.table import compare, print_table
+from nanochat.checkpoint import build_model
 from nanochat.dist import DistConfig, init_dist
+from nanochat.eval_core import FewShotTask, eval_model_of, score_options, tokenize
+from nanochat.gpt import inference_copy
 from nanochat.scaling import shape_for_depth
+from nanochat.tokenizer import Tokenizer
 from nanochat.train import KernelConfig
 from scripts.bench import Bench, DataConfig, main
+from tasks.world.corpus import documents
+from tasks.world.suite import suite
 
 CPU = DistConfig("cpu", "float32")
+EAGER = KernelConfig(compile=False)
 interop = pytest.mark.skipif(
     not importlib.util.find_spec("lm_eval"), reason="dependency group interop is not installed"
 )
 
 
-def test_tokenizer_bench_works_without_peers(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(tokenizer.shutil, "which", lambda _: None)
+@pytest.fixture
+def read_tables(capsys):
+    """Run a benchmark; return its rows by table, each a dictionary by column."""
+
+    def run(*args, **options):
+        main(Bench(*args, dist=CPU, kernels=EAGER, **options))
+        found = {}
+        for block in capsys.readouterr().out.split("## ")[1:]:
+            lines = [
+                line.strip("| ").split(" | ") for line in block.splitlines() if line[:1] == "|"
+            ]
+            found[block.splitlines()[0]] = [
+                dict(zip(lines[0], line, strict=False)) for line in lines[2:]
+            ]
+        return found
+
+    return run
+
+
+def test_tokenizer_bench_works_without_peers(monkeypatch, read_tables):
+    monkeypatch.setattr(tokenizer.shutil, "which", lambda _: "/no/uv")
     data = DataConfig(dataset="embedded", num_shards=1)
-    path = tmp_path / "found.json"
-    main(
-        Bench(
-            "tokenizer", repeats=1, max_megabytes=0.3, vocab_sizes=(400,), threads=(1, 2),
-            data=data, findings=path,
-        )
-    )  # fmt: skip
-    text = capsys.readouterr().out
+    rows = read_tables("tokenizer", repeats=1, documents=500, vocab_size=400, data=data)
+    by_peer = {row["peer"]: row for row in rows["Tokenizer"]}
     for peer in ("rustbpe", "tokenizers", "gigatoken"):
-        assert f"{peer} is missing: uv is not installed" in text
-    found = BenchLog.read(path)
-    by_peer = {(line.table, line.case, line.peer): line for line in found.lines}
-    assert by_peer["Tokenizer training", "vocabulary 400, 2 threads", "rustbpe"].theirs == []
-    case = ("Tokenizer encoding", "vocabulary 400, 1 thread", "tiktoken (equal output)")
-    reference = by_peer[case]
-    assert reference.ratio is not None and min(reference.ours) > 0
+        assert by_peer[peer]["peer (MB/s)"] == "missing"
+    assert "**" in by_peer["tiktoken (equal output)"]["ratio, ours / peer"]
 
 
-def test_training_bench_measures_speed_and_its_parts(capsys, tmp_path):
-    path = tmp_path / "found.json"
-    main(Bench("train", depth=1, max_seq_len=16, rows=2, vocab_size=64, steps=2, dist=CPU,
-               kernels=KernelConfig(compile=False), findings=path))  # fmt: skip
-    assert "TFLOP/s" in capsys.readouterr().out
-    found = BenchLog.read(path)
-    (line,), (detail,) = found.lines, found.details
-    assert line.unit == "tokens/s" and min(line.ours) > 0 and 0 < line.roofline < 1
-    shares = [int(v.removesuffix("%")) for k, v in detail.cells.items() if "% of step" in k]
+def test_training_bench_measures_speed_and_its_parts(read_tables):
+    [row] = read_tables("train", depth=1, max_seq_len=16, rows=2, vocab_size=64)["Training"]
+    assert row["case"] == "depth 1" and 0 < int(row["% of roofline"].rstrip("%")) < 100
+    shares = [int(cell.rstrip("%")) for name, cell in row.items() if "% of step" in name]
     assert len(shares) == 3 and sum(shares) == pytest.approx(100, abs=2)
-    assert detail.cells["tokens per step"] == "32"
+    assert row["tokens per step"] == "32" and float(row["TFLOP/s"]) >= 0
 
 
 @interop
 @pytest.mark.slow
-def test_generation_and_training_are_compared_with_transformers(monkeypatch, tmp_path):
+@pytest.mark.parametrize("what", ["engine", "peer"])
+def test_generation_and_training_are_compared_with_transformers(monkeypatch, read_tables, what):
     monkeypatch.setattr(engine, "BATCHES", (1, 2))
     monkeypatch.setattr(engine, "NEW_TOKENS", 20)
-    common = {"depth": 1, "max_seq_len": 192, "vocab_size": 512, "repeats": 1, "machine": CPU}
-    for what in ("engine", "peer"):
-        path = tmp_path / f"{what}.json"
-        kernels = KernelConfig(compile=False)
-        main(Bench(what, rows=1, kernels=kernels, findings=path, **common))
-        lines = BenchLog.read(path).lines
-        assert lines and all(line.ratio is not None for line in lines)
+    found = read_tables(what, depth=1, max_seq_len=192, vocab_size=512, repeats=1, rows=1)
+    rows = [row for table in found.values() for row in table]
+    assert rows and all("**" in row["ratio, ours / peer"] for row in rows)
 
 
 @interop
-def test_few_shot_losses_match_lm_eval(monkeypatch):
+def test_few_shot_losses_match_lm_eval():
     """Same token ids, so the same losses up to rounding."""
-    from nanochat.bench import peers
+    from nanochat.bench.peers import make_scorer
 
-    monkeypatch.setattr(evals, "ITEMS", 3)
-    dist, seen = init_dist(CPU), []
-
-    def watched(*args):
-        score = peers.make_scorer(*args)
-
-        def noted(questions):
-            seconds, nats = score(questions)
-            seen.append((questions, nats))
-            return seconds, nats
-
-        return noted
-
-    subjects = []
-    monkeypatch.setattr(
-        evals,
-        "eval_model_of",
-        lambda *args, plain=evals.eval_model_of: subjects.append(plain(*args)) or subjects[0],
-    )
-    found = BenchLog()
-    shape = shape_for_depth(1, 400, 512, "classic")
-    evals.bench_evaluation(shape, dist, 1, found, watched)
-    assert {line.peer for line in found.lines} == {"lm-eval"} and len(found.lines) == 3
-    questions, theirs = seen[-1]
-    ours = {q.number: scores for q, scores in evals.score_options(subjects[0], questions)}
-    for q, nats in zip(questions, theirs, strict=True):
-        readings = ours[q.number]
-        lengths = [len(ids) - start for ids, start in zip(q.options, q.starts, strict=True)]
-        sums = [r.nats * n for r, n in zip(readings, lengths, strict=True)]
-        torch.testing.assert_close(torch.tensor(sums), torch.tensor(nats), rtol=1e-3, atol=1e-3)
-
-
-def test_findings_round_trip_through_a_file(tmp_path):
-    found = BenchLog()
-    found.line(
-        TableLine("Training", "depth 4", "tokens/s", [3.0, 2.0, 4.0], "peer", [2.0, 1.0, 3.0])
-    )
-    found.line(TableLine("Training", "depth 8", "tokens/s", [1.0], theirs=[], roofline=0.5))
-    found.note("Training", "a noisy machine")
-    found.detail(Detail("Training", "Parts", {"step (ms)": "3", "case": "depth 4"}))
-    found.write(tmp_path / "found.json")
-    again = BenchLog.read(tmp_path / "found.json")
-    assert again == found and again.lines[0].ratio == 1.5
-    assert [*again.details[0].cells] == ["step (ms)", "case"]  # the order of the columns
-    again.add(found)
-    assert len(again.lines) == 4
-
-
-def test_page_shows_values_ratio_roofline_and_missing_peer():
-    lines = [
-        TableLine("Training", "depth 4", "tokens/s", [9000, 12000, 10000], roofline=0.615),
-        TableLine("Tokenizer", "trained", "MB/s", [50, 40, 60], "rustbpe", [20, 19, 21]),
-        TableLine("Tokenizer", "trained", "MB/s", [50, 40, 60], "gone"),
+    dist = init_dist(CPU)
+    words = Tokenizer.train(list(itertools.islice(documents(0, 0, "train"), 200)), 400)
+    plain = build_model(shape_for_depth(1, 400, 512, "classic"), dist.device, dist.dtype, seed=0)
+    task = FewShotTask(**suite()[0]).shuffled(3)
+    questions = [tokenize(task, n, words, 512) for n in range(3)]
+    _, theirs = make_scorer(plain, dist)(questions)
+    found = score_options(eval_model_of(inference_copy(plain), words), questions)
+    ours = {q.number: scores for q, scores in found}
+    sums = [
+        score.nats * (len(ids) - start)
+        for q in questions
+        for score, ids, start in zip(ours[q.number], q.options, q.starts, strict=True)
     ]
-    notes = [Note("Training", "noisy"), Note("Training", "noisy"), Note("", "Failed: x")]
-    page = render_findings(BenchLog(lines, notes), "python -m scripts.bench", "a machine", 12.4)
-    assert "| case | ours (tokens/s) | % of roofline |" in page
-    assert "| depth 4 | 10,000 (9,000 to 12,000) | 62% |" in page
+    torch.testing.assert_close(torch.tensor(sums), torch.tensor(theirs), rtol=1e-3, atol=1e-3)
+
+
+def test_table_shows_values_ratio_roofline_and_missing_peer(capsys):
+    print_table("A", "noisy", [compare("d4", "tokens/s", [9000, 12000, 10000], roofline=0.615)])
+    ours = [50, 40, 60]
+    peers = [
+        compare("x", "MB/s", ours, "rustbpe", [20, 19, 21]),
+        compare("x", "MB/s", ours, "gone"),
+    ]
+    print_table("B", "", peers)
+    page = capsys.readouterr().out
+    assert "## A\n\nnoisy\n\n| case | ours (tokens/s) | % of roofline |" in page
+    assert "| d4 | 10,000 (9,000 to 12,000) | 62% |" in page
     assert "| case | ours (MB/s) | peer | peer (MB/s) | ratio, ours / peer |" in page
     assert "| rustbpe | 20.0 (19.0 to 21.0) | **2.50** |" in page
     assert "| gone | missing |  |" in page
-    assert page.count("## Training\n\nnoisy\n\n| case") == 1
-    assert page.index("- Failed: x") < page.index("## Training") > page.index("## Method")
-    assert "12 minutes" in page

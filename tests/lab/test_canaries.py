@@ -137,7 +137,7 @@ def test_healthy_run_passes_and_30x_learning_rate_does_not(trained, command):
 
 @pytest.mark.parametrize("plant", ["template", "mask"])
 def test_bug_in_the_rows_is_found_at_the_first_step(trained, command, plant):
-    python(trained, "-m", "dev.plant", plant, f"scripts.{TUNE[0]}", *TUNE[1:])
+    python(trained, "-m", "tests.lab.planted_bug", plant, f"scripts.{TUNE[0]}", *TUNE[1:])
     status, text = command(*WATCH)
     assert status == BROKEN and "canary broken at step 1:" in text
     assert read_json(trained / "report" / "canaries-sft.json")["values"]["Canaries"] == "broken"

@@ -95,8 +95,6 @@ def test_series_trains_its_plan_and_recovers_the_planted_losses(planted_runs, ba
         ("--depths=4,0", "depths must be positive"),
         ("--budgets=nan", "budgets must be positive"),
         ("--arms=default|default", "lists an arm twice"),
-        ("--arms=default|--num-iterations=20", "cannot set num_iterations"),
-        ("--flags=--depth=4", "cannot set depth"),
     ],
 )
 def test_unusable_series_is_rejected(trained, command, flags, message):

@@ -1,7 +1,7 @@
 """
 Run a training script with an injected bug.
 
-    python -m dev.plant template scripts.chat_sft --source=mid
+    python -m tests.lab.planted_bug template scripts.chat_sft --source=mid
 
 Reads and writes the script's files; rows with an injected bug have their own folder.
 """
