@@ -17,8 +17,8 @@ from playwright.sync_api import Browser, Page, sync_playwright
 
 FOLDER = Path(__file__).parent / "chat_page"
 VIEWS = {
-    "light": {"color_scheme": "light", "viewport": {"width": 1200, "height": 1060}},
-    "dark": {"color_scheme": "dark", "viewport": {"width": 1200, "height": 1060}},
+    "light": {"color_scheme": "light", "viewport": {"width": 900, "height": 900}},
+    "dark": {"color_scheme": "dark", "viewport": {"width": 900, "height": 900}},
     "phone": {
         "color_scheme": "light",
         "viewport": {"width": 390, "height": 780},
@@ -83,7 +83,8 @@ def import_chats(page: Page) -> None:
         count = page.locator("#chats a").count()
         page.set_input_files("#file", files=[file])
         page.wait_for_function("(n) => document.querySelectorAll('#chats a').length > n", arg=count)
-    page.locator("#toast [aria-label=Dismiss]").click()
+    page.get_by_role("button", name="Dismiss").click()
+    page.locator("#log pre, #log table").last.wait_for()  # the server rendered the Markdown
 
 
 def take_picture(browser: Browser, url: str, name: str) -> None:

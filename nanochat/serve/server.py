@@ -3,29 +3,33 @@ HTTP server for the OpenAI-compatible API and the chat page.
 
     request -> SecurityMiddleware -> FastAPI -> RequestHandler -> Reply -> respond
 
-Routes: / is the chat page with its files under /page; /v1 has chat completions, completions and
-models; /health and /metrics are for monitoring. On shutdown, running completions have
+Routes: / is the chat page, ui.html; /v1 has chat completions, completions, models, and Markdown for
+the page; /health and /metrics are for monitoring. On shutdown, running completions have
 DRAIN_SECONDS to finish, then their streams end with an error.
 """
 
 import asyncio
+import base64
 import errno
+import re
 import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
 from typing import Annotated, Any
 
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import HTMLResponse, JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from nanochat.common import printable
 from nanochat.config import require_at_least, short
 from nanochat.serve.handler import RequestHandler
+from nanochat.serve.markdown import render_answers
 from nanochat.serve.openai_api import (
     ApiError,
     ChatRequest,
@@ -37,20 +41,7 @@ from nanochat.serve.openai_api import (
 from nanochat.serve.responses import respond
 from nanochat.serve.security import SecurityConfig, SecurityMiddleware, TimeoutProtocol
 
-PAGE = Path(__file__).with_name("page")
-PAGE_TYPES = {
-    ".html": "text/html; charset=utf-8",
-    ".js": "text/javascript; charset=utf-8",
-    ".css": "text/css; charset=utf-8",
-    ".svg": "image/svg+xml",
-}
-# The page loads only its own files and calls only its own server. There is no inline script or
-# style, and no string becomes markup, so that generated text cannot run anywhere in the page.
-PAGE_POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
-    "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
-    "require-trusted-types-for 'script'; trusted-types 'none'"
-)
+PAGE = Path(__file__).with_name("ui.html")
 DRAIN_SECONDS = 5.0  # time for running completions to finish on shutdown
 CLOSE_SECONDS = 8  # wait before closing open connections on shutdown
 
@@ -129,6 +120,10 @@ def add_api(app: FastAPI, handler: RequestHandler, suggestions: Sequence[str]) -
     async def completions(request: Request) -> Response:
         return await complete(TextRequest, request)
 
+    @app.post("/v1/markdown")
+    async def markdown(request: Request) -> dict[str, list[str]]:
+        return {"html": await asyncio.to_thread(render_answers, await request.body())}
+
     @app.get("/v1/models")
     def models() -> dict[str, Any]:
         listed = handler.library.listed()
@@ -149,18 +144,12 @@ def add_api(app: FastAPI, handler: RequestHandler, suggestions: Sequence[str]) -
 
 def add_pages(app: FastAPI, handler: RequestHandler) -> None:
     """Add the routes for the chat page and monitoring."""
-    files = {path.name: path.read_bytes() for path in PAGE.iterdir() if path.suffix in PAGE_TYPES}
+    page = PAGE.read_text("utf-8")
+    headers = {"Content-Security-Policy": page_policy(page), "Cache-Control": "no-cache"}
 
     @app.get("/")
     def chat_page() -> Response:
-        return page_file("index.html")
-
-    @app.get("/page/{name}")
-    def page_file(name: str) -> Response:
-        if name not in files:
-            raise ApiError(404, f"page file {name!r} not found")
-        headers = {"Content-Security-Policy": PAGE_POLICY, "Cache-Control": "no-cache"}
-        return Response(files[name], media_type=PAGE_TYPES[Path(name).suffix], headers=headers)
+        return HTMLResponse(page, headers=headers)
 
     @app.get("/health")
     def health() -> JSONResponse:
@@ -172,6 +161,24 @@ def add_pages(app: FastAPI, handler: RequestHandler) -> None:
     def metrics() -> Response:
         text = handler.metrics.render(*handler.worker.counts())
         return Response(text, media_type=CONTENT_TYPE_LATEST)
+
+
+def page_policy(page: str) -> str:
+    """
+    Content security policy that allows the page's own script and style, by their digests, and calls
+    of its own server. Nothing else runs: no other script, no handler or style in an element.
+    """
+    allowed = {}
+    for tag in ("script", "style"):
+        found = re.search(f"<{tag}[^>]*>(.*?)</{tag}>", page, re.DOTALL)
+        assert found, f"no <{tag}> in {PAGE}"
+        allowed[tag] = base64.b64encode(sha256(found[1].encode()).digest()).decode()
+    return (
+        f"default-src 'none'; script-src 'sha256-{allowed['script']}'; "
+        f"style-src 'sha256-{allowed['style']}'; connect-src 'self'; img-src data:; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+        "require-trusted-types-for 'script'; trusted-types markdown"
+    )
 
 
 def add_errors(app: FastAPI) -> None:
