@@ -12,6 +12,7 @@ import asyncio
 import base64
 import errno
 import re
+import resource
 import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -42,6 +43,7 @@ from nanochat.serve.responses import respond
 from nanochat.serve.security import SecurityConfig, SecurityMiddleware, TimeoutProtocol
 
 PAGE = Path(__file__).with_name("ui.html")
+BACKLOG = 64
 DRAIN_SECONDS = 5.0  # time for running completions to finish on shutdown
 CLOSE_SECONDS = 8  # wait before closing open connections on shutdown
 
@@ -226,17 +228,20 @@ class Server(uvicorn.Server):
                 allow_private_network=True,
                 expose_headers=["Retry-After", "X-Dropped-Tokens"],
             )
+        # asyncio accepts BACKLOG connections before it makes or closes one
+        most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        limits = {"cfg": cfg.security, "most_connections": max(16, most_files // 2 - BACKLOG)}
         super().__init__(
             uvicorn.Config(
                 app,
-                http=type("ConfiguredProtocol", (TimeoutProtocol,), {"cfg": cfg.security}),
+                http=type("ConfiguredProtocol", (TimeoutProtocol,), limits),
                 ws="none",
                 lifespan="on",
                 log_level="warning",
                 access_log=False,
                 server_header=False,
                 proxy_headers=False,
-                backlog=512,
+                backlog=BACKLOG,
                 timeout_graceful_shutdown=CLOSE_SECONDS,
             )
         )
