@@ -191,15 +191,9 @@ def add_errors(app: FastAPI) -> None:
         return JSONResponse(error.body, error.status, error.headers)
 
     async def unknown_path(request: Request, error: Any) -> Response:
-        headers = dict(error.headers or {})
-        if error.status_code == 405:  # HEAD is allowed where GET is; OPTIONS always
-            methods = {*headers.get("Allow", "").split(", "), "OPTIONS"} - {""}
-            methods |= {"HEAD"} if "GET" in methods else set()
-            headers["Allow"] = ", ".join(sorted(methods))
-            if request.method == "OPTIONS":
-                return Response(status_code=204, headers=headers)
         message = f"{error.detail}: {request.method} {request.url.path}"
-        return JSONResponse(ApiError(error.status_code, message).body, error.status_code, headers)
+        body = ApiError(error.status_code, message).body
+        return JSONResponse(body, error.status_code, error.headers)
 
     for status in (400, 404, 405):  # raised by the framework itself
         app.add_exception_handler(status, unknown_path)
