@@ -52,7 +52,9 @@ def test_B18_every_import_is_a_declared_dependency():
     groups = project["dependency-groups"]
     listed = [*project["project"]["dependencies"], *groups["interop"], *groups["fa3"]]
     names = [re.split(r"[<>=\[; ]", line)[0].replace("-", "_") for line in listed]
-    declared = {{"pyyaml": "yaml"}.get(name, name) for name in names}
+    declared = {
+        {"pyyaml": "yaml", "markdown_it_py": "markdown_it"}.get(name, name) for name in names
+    }
     optional = {"flash_attn_interface"}  # used if installed, see attention.py
     ours = {"nanochat", "scripts", "tasks"}
     used = {i.split(".")[0] for f in FILES for i in imports_of(f)} - set(sys.stdlib_module_names)

@@ -18,7 +18,8 @@ from nanochat.serve.models import ModelLibrary
 from nanochat.serve.openai_api import ApiError, ChatRequest, TextRequest
 from nanochat.serve.scheduler import GenerationRequest, Reply, Worker
 
-PATHS = {"/", "/health", "/metrics", "/v1/chat/completions", "/v1/completions", "/v1/models"}
+ROUTES = ("chat/completions", "completions", "markdown", "models")
+PATHS = {"/", "/health", "/metrics", *(f"/v1/{route}" for route in ROUTES)}
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
 

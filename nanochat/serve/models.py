@@ -9,7 +9,6 @@ number of loaded models, the least recently used idle one is unloaded.
 
 import asyncio
 import gc
-import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -25,8 +24,6 @@ from nanochat.common import printable
 from nanochat.dist import DistContext, memory_bytes
 from nanochat.engine import Engine, Sampling, Tool, most_slots
 from nanochat.serve.openai_api import ApiError
-
-UNLOAD_TRIES = 10  # with doubling waits, 10 seconds in all
 
 
 @dataclass(eq=False)
@@ -88,7 +85,7 @@ class ModelLibrary:
                 raise ApiError(404, message, "model_not_found", "model")
             async with self.loading:
                 if name not in self.loaded:
-                    await self.make_room(busy)
+                    self.make_room(busy)
                     try:
                         self.loaded[name] = await asyncio.to_thread(self.load, name)
                     except (ValueError, OSError, RuntimeError) as error:
@@ -99,21 +96,15 @@ class ModelLibrary:
         self.loaded[name] = engine
         return engine
 
-    async def make_room(self, busy: Callable[[Engine], bool]) -> None:
+    def make_room(self, busy: Callable[[Engine], bool]) -> None:
         """Unload idle models until one more fits. Raises ApiError if all of them are busy."""
         while len(self.loaded) >= self.most:
             idle = [name for name, engine in self.loaded.items() if not busy(engine)]
             if not idle:
                 message = f"all loaded models are busy ({', '.join(self.loaded)}); try again later"
                 raise ApiError(503, message, headers={"Retry-After": "5"})
-            unloaded = weakref.ref(self.loaded.pop(idle[0]))
-            for n in range(UNLOAD_TRIES):
-                gc.collect()  # an engine is part of reference cycles
-                if unloaded() is None:
-                    break
-                await asyncio.sleep(0.01 * 2**n)  # a response in progress may hold it
-            else:
-                print(printable(f"{idle[0]} is still in use; loading the next model anyway"))
+            del self.loaded[idle[0]]
+            gc.collect()  # an engine is part of reference cycles
 
     def load(self, name: str) -> Engine:
         """Load a checkpoint and warm up its engine. Raises if the checkpoint is damaged."""

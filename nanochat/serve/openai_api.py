@@ -120,12 +120,7 @@ def read_request(kind: type[R], body: bytes) -> R:
 
     Raises ApiError (status 400) at the first error.
     """
-    try:
-        value = json.loads(body, parse_constant=reject_constant)
-    except (ValueError, RecursionError) as error:
-        raise ApiError(400, f"the request body is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ApiError(400, f"the request body must be a JSON object, not {json_type(value)}")
+    value = read_object(body)
     for name in ("max_tokens", "max_completion_tokens"):
         if value.get(name) == -1:  # as llama.cpp writes "no limit"
             del value[name]
@@ -138,6 +133,17 @@ def read_request(kind: type[R], body: bytes) -> R:
         if first["type"] == "extra_forbidden":
             raise unknown_field_error(where) from error
         raise bad_field(where, first["msg"].removeprefix("Value error, ")) from error
+
+
+def read_object(body: bytes) -> dict[str, Any]:
+    """Parse a JSON object. Raises ApiError (status 400) if it is none."""
+    try:
+        value = json.loads(body, parse_constant=reject_constant)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"the request body is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ApiError(400, f"the request body must be a JSON object, not {json_type(value)}")
+    return value
 
 
 def reject_constant(name: str) -> None:
@@ -172,21 +178,13 @@ def drop_neutral_fields(
             continue
         if name not in neutral:
             kept[name] = given
-        elif given not in neutral[name] and not allows_no_tool_call(name, given):
+        elif given not in neutral[name]:
             path = f"{where}.{name}" if where else name
             calls = "tool" in name or "function" in name
             raise bad_field(path, NO_FUNCTIONS if calls else "not supported; omit this field")
     if known is not None and (unknown := kept.keys() - set(known)):
         raise unknown_field_error(f"{where}.{min(unknown)}")
     return kept
-
-
-def allows_no_tool_call(name: str, given: Any) -> bool:
-    """Whether a tool_choice only restricts the tools and requires no call."""
-    if name != "tool_choice" or not isinstance(given, dict):
-        return False
-    allowed = given.get("allowed_tools")
-    return isinstance(allowed, dict) and allowed.get("mode") == "auto"
 
 
 def read_messages(value: Any) -> list[dict[str, Any]]:

@@ -25,7 +25,7 @@ from nanochat.engine import TOOL_WAIT_SECONDS, Completion, Engine, Sampling
 from nanochat.serve.openai_api import ApiError, Delta, FinishReason, TokenInfo, TokenLogprob
 from nanochat.tokenizer import Tokenizer
 
-LONGEST_RETRY_SECONDS = 60
+RETRY_SECONDS = 2  # what a client is told to wait for when the queue is full
 LOGITS_TOKENS = 512  # prompt tokens per logits chunk when recording log-probabilities
 
 # ---- Stop strings --------------------------------------------------------------------------------
@@ -288,7 +288,6 @@ class Worker:
         self.inbox: deque[Callable[[], None]] = deque()  # calls to make before the next step
         self.open: set[Reply] = set()  # replies that a task may be waiting for
         self.load: Counter[Engine] = Counter()  # queued and running completions
-        self.seconds = 1.0  # moving average of completion time, for Retry-After
         self.deadline: float | None = None  # set during shutdown
         self.closed = self.ended = False
         # Used only by the generation thread
@@ -317,8 +316,7 @@ class Worker:
                 raise shutdown_error("the generation thread crashed; restart the server")
             load = self.load[engine]
             if load + reply.total > engine.slots + self.max_waiting:
-                seconds = max(1, round(self.seconds * (1 + load / engine.slots)))
-                wait = {"Retry-After": str(min(LONGEST_RETRY_SECONDS, seconds))}
+                wait = {"Retry-After": str(RETRY_SECONDS)}
                 message = f"{load} completions are running or queued"
                 raise ApiError(429, message, "rate_limit_exceeded", headers=wait)
             self.load[engine] += reply.total
@@ -419,8 +417,6 @@ class Worker:
                 if deltas := answer.advance():
                     news.setdefault(reply, []).extend(deltas)
                 if answer.finish:
-                    seconds = time.perf_counter() - reply.submitted_at
-                    self.seconds += 0.1 * (seconds - self.seconds)
                     ended.append(completion)
         except Exception as error:  # fails this engine's replies, not the server
             traceback.print_exc()

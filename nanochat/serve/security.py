@@ -174,14 +174,25 @@ def hostname(host: str) -> str:
 class TimeoutProtocol(H11Protocol):
     """
     A uvicorn connection that closes if request headers do not arrive in time or the client does
-    not read.
+    not read. Of more than `most_connections`, those that have waited longest for a request close.
     """
 
     cfg = SecurityConfig()
+    most_connections = 1000
+    is_reported = False
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self.await_request(self.cycle)
+        present: Any = [c for c in self.connections if not c.transport.is_closing()]
+        if len(present) > self.most_connections:
+            idle = [c for c in present if c.cycle is None or c.cycle.response_complete]
+            min(idle, key=lambda c: c.idle_since).transport.abort()
+            if not self.is_reported:
+                print(
+                    f"more than {self.most_connections} connections; closing idle ones", flush=True
+                )
+                type(self).is_reported = True
 
     def on_response_complete(self) -> None:
         ended = self.cycle
@@ -190,6 +201,7 @@ class TimeoutProtocol(H11Protocol):
 
     def await_request(self, last: Any) -> None:
         """Close the connection after a timeout unless another request follows `last`."""
+        self.idle_since = self.loop.time()
         self.loop.call_later(self.cfg.request_seconds, self.close_idle, last)
 
     def close_idle(self, last: Any) -> None:

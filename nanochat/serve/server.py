@@ -3,29 +3,34 @@ HTTP server for the OpenAI-compatible API and the chat page.
 
     request -> SecurityMiddleware -> FastAPI -> RequestHandler -> Reply -> respond
 
-Routes: / is the chat page with its files under /page; /v1 has chat completions, completions and
-models; /health and /metrics are for monitoring. On shutdown, running completions have
+Routes: / is the chat page, ui.html; /v1 has chat completions, completions, models, and Markdown for
+the page; /health and /metrics are for monitoring. On shutdown, running completions have
 DRAIN_SECONDS to finish, then their streams end with an error.
 """
 
 import asyncio
+import base64
 import errno
+import re
+import resource
 import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
 from typing import Annotated, Any
 
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import HTMLResponse, JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from nanochat.common import printable
 from nanochat.config import require_at_least, short
 from nanochat.serve.handler import RequestHandler
+from nanochat.serve.markdown import render_answers
 from nanochat.serve.openai_api import (
     ApiError,
     ChatRequest,
@@ -37,20 +42,8 @@ from nanochat.serve.openai_api import (
 from nanochat.serve.responses import respond
 from nanochat.serve.security import SecurityConfig, SecurityMiddleware, TimeoutProtocol
 
-PAGE = Path(__file__).with_name("page")
-PAGE_TYPES = {
-    ".html": "text/html; charset=utf-8",
-    ".js": "text/javascript; charset=utf-8",
-    ".css": "text/css; charset=utf-8",
-    ".svg": "image/svg+xml",
-}
-# The page loads only its own files and calls only its own server. There is no inline script or
-# style, and no string becomes markup, so that generated text cannot run anywhere in the page.
-PAGE_POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
-    "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
-    "require-trusted-types-for 'script'; trusted-types 'none'"
-)
+PAGE = Path(__file__).with_name("ui.html")
+BACKLOG = 64
 DRAIN_SECONDS = 5.0  # time for running completions to finish on shutdown
 CLOSE_SECONDS = 8  # wait before closing open connections on shutdown
 
@@ -129,6 +122,10 @@ def add_api(app: FastAPI, handler: RequestHandler, suggestions: Sequence[str]) -
     async def completions(request: Request) -> Response:
         return await complete(TextRequest, request)
 
+    @app.post("/v1/markdown")
+    async def markdown(request: Request) -> dict[str, list[str]]:
+        return {"html": await asyncio.to_thread(render_answers, await request.body())}
+
     @app.get("/v1/models")
     def models() -> dict[str, Any]:
         listed = handler.library.listed()
@@ -149,18 +146,12 @@ def add_api(app: FastAPI, handler: RequestHandler, suggestions: Sequence[str]) -
 
 def add_pages(app: FastAPI, handler: RequestHandler) -> None:
     """Add the routes for the chat page and monitoring."""
-    files = {path.name: path.read_bytes() for path in PAGE.iterdir() if path.suffix in PAGE_TYPES}
+    page = PAGE.read_text("utf-8")
+    headers = {"Content-Security-Policy": page_policy(page), "Cache-Control": "no-cache"}
 
     @app.get("/")
     def chat_page() -> Response:
-        return page_file("index.html")
-
-    @app.get("/page/{name}")
-    def page_file(name: str) -> Response:
-        if name not in files:
-            raise ApiError(404, f"page file {name!r} not found")
-        headers = {"Content-Security-Policy": PAGE_POLICY, "Cache-Control": "no-cache"}
-        return Response(files[name], media_type=PAGE_TYPES[Path(name).suffix], headers=headers)
+        return HTMLResponse(page, headers=headers)
 
     @app.get("/health")
     def health() -> JSONResponse:
@@ -174,6 +165,24 @@ def add_pages(app: FastAPI, handler: RequestHandler) -> None:
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 
+def page_policy(page: str) -> str:
+    """
+    Content security policy that allows the page's own script and style, by their digests, and calls
+    of its own server. Nothing else runs: no other script, no handler or style in an element.
+    """
+    allowed = {}
+    for tag in ("script", "style"):
+        found = re.search(f"<{tag}[^>]*>(.*?)</{tag}>", page, re.DOTALL)
+        assert found, f"no <{tag}> in {PAGE}"
+        allowed[tag] = base64.b64encode(sha256(found[1].encode()).digest()).decode()
+    return (
+        f"default-src 'none'; script-src 'sha256-{allowed['script']}'; "
+        f"style-src 'sha256-{allowed['style']}'; connect-src 'self'; img-src data:; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+        "require-trusted-types-for 'script'; trusted-types markdown"
+    )
+
+
 def add_errors(app: FastAPI) -> None:
     """Format all errors as OpenAI clients expect."""
 
@@ -182,15 +191,9 @@ def add_errors(app: FastAPI) -> None:
         return JSONResponse(error.body, error.status, error.headers)
 
     async def unknown_path(request: Request, error: Any) -> Response:
-        headers = dict(error.headers or {})
-        if error.status_code == 405:  # HEAD is allowed where GET is; OPTIONS always
-            methods = {*headers.get("Allow", "").split(", "), "OPTIONS"} - {""}
-            methods |= {"HEAD"} if "GET" in methods else set()
-            headers["Allow"] = ", ".join(sorted(methods))
-            if request.method == "OPTIONS":
-                return Response(status_code=204, headers=headers)
         message = f"{error.detail}: {request.method} {request.url.path}"
-        return JSONResponse(ApiError(error.status_code, message).body, error.status_code, headers)
+        body = ApiError(error.status_code, message).body
+        return JSONResponse(body, error.status_code, error.headers)
 
     for status in (400, 404, 405):  # raised by the framework itself
         app.add_exception_handler(status, unknown_path)
@@ -219,17 +222,20 @@ class Server(uvicorn.Server):
                 allow_private_network=True,
                 expose_headers=["Retry-After", "X-Dropped-Tokens"],
             )
+        # asyncio accepts BACKLOG connections before it makes or closes one
+        most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        limits = {"cfg": cfg.security, "most_connections": max(16, most_files // 2 - BACKLOG)}
         super().__init__(
             uvicorn.Config(
                 app,
-                http=type("ConfiguredProtocol", (TimeoutProtocol,), {"cfg": cfg.security}),
+                http=type("ConfiguredProtocol", (TimeoutProtocol,), limits),
                 ws="none",
                 lifespan="on",
                 log_level="warning",
                 access_log=False,
                 server_header=False,
                 proxy_headers=False,
-                backlog=512,
+                backlog=BACKLOG,
                 timeout_graceful_shutdown=CLOSE_SECONDS,
             )
         )

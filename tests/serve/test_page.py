@@ -151,9 +151,8 @@ def test_regenerate_and_edit_keep_earlier_versions(page, site, story, monkeypatc
     press(page, 1, "Previous version")
     assert said(page) == ["First", STORY, "Second", STORY]
     press(page, 0, "Edit")
-    page.get_by_role("log").get_by_role("textbox").fill("Changed")
-    page.keyboard.press("Enter")
-    finish(page)
+    assert page.get_by_role("textbox", name="Message").input_value() == "First"
+    send(page, "Changed")
     assert said(page) == ["Changed", "Another answer"]
     page.reload()
     press(page, 0, "Previous version")
@@ -170,7 +169,7 @@ def test_V15_chats_go_on_while_another_is_open(page, site, story, monkeypatch):
     page.reload()
     for title in ("First chat", "Second chat"):
         page.get_by_role("navigation").get_by_role("link", name=title).click()
-        assert said(page) == [title, STORY]
+        until(lambda title=title: said(page) == [title, STORY])
 
 
 def test_settings_and_chosen_model_reach_the_server(page, site, story):
@@ -191,6 +190,74 @@ def test_settings_and_chosen_model_reach_the_server(page, site, story):
     with page.expect_request("**/v1/completions") as request:
         send(page, "Continue this")
     assert json.loads(request.value.post_data)["prompt"].endswith("Continue this")
+
+
+def test_out_of_range_settings_are_marked_and_not_used(page, site, story):
+    button(page, "Settings").click()
+    page.get_by_label("Temperature").fill("3")
+    button(page, "Done").click()
+    hint = page.locator("input:invalid + small")
+    assert "0 to 2" in hint.inner_text()
+    assert "Out of range" in hint.evaluate("(e) => getComputedStyle(e, '::before').content")
+    page.keyboard.press("Escape")
+    with page.expect_request("**/v1/chat/completions") as request:
+        send(page, "Hello")
+    assert json.loads(request.value.post_data)["temperature"] == 1.0
+
+
+def test_chats_open_with_their_model_and_answers_name_it(page, site, story):
+    model = page.get_by_role("combobox", name="Model")
+    for name in ("base:tiny", "sft:tiny"):
+        model.select_option(name)
+        send(page, f"To {name}")
+        assert name in messages(page).last.inner_text()
+        button(page, "New chat").click()
+    page.get_by_role("link", name="To base:tiny").click()
+    until(lambda: model.input_value() == "base:tiny")
+
+
+def test_V5_dropped_history_and_a_full_context_are_marked(page, site, story):
+    send(page, "x" * 980)
+    last = messages(page).last
+    assert "context is full" in last.inner_text() and not button(page, "Continue").count()
+    send(page, "Hello")
+    assert "oldest" in last.inner_text() and said(page)[-1] == STORY
+
+
+def test_draft_survives_a_reload(page, site, story):
+    message = page.get_by_role("textbox", name="Message")
+    message.fill("Half a ques")
+    page.reload()
+    assert message.input_value() == "Half a ques"
+    send(page, "Hello")
+    assert not message.input_value()
+
+
+def test_chats_are_exported_imported_and_deleted(page, site, story):
+    turns = [("user", "What is 6*7?"), ("assistant", [{"type": "python", "text": "6*7"}])]
+    line = json.dumps([{"role": role, "content": content} for role, content in turns])
+    file = {"name": "chats.jsonl", "mimeType": "", "buffer": line.encode()}
+    page.set_input_files("#file", files=[file])
+    until(lambda: said(page) == ["What is 6*7?", "6*7"])
+    exported = {}
+    for name in ("JSONL", "Export"):
+        with page.expect_download() as download:
+            button(page, name).click()
+        exported[name] = download.value.path().read_text()
+    assert json.loads(exported["JSONL"]) == json.loads(line)
+    link = page.get_by_role("link", name="What is")
+    other = open_page(page.context, page.url)
+    button(page, "Delete What is 6*7?").click()
+    for tab in (page, other):
+        until(lambda tab=tab: not tab.get_by_role("link", name="What is").count())
+    page.reload()
+    assert not link.count()
+    for text in ("[]", "{", '[{"role": "root", "content": "x"}]'):
+        page.set_input_files("#file", files=[{**file, "buffer": text.encode()}])
+        page.get_by_text("Failed to import").wait_for()
+        button(page, "Dismiss").click()
+    page.set_input_files("#file", files=[{**file, "buffer": exported["Export"].encode()}])
+    link.wait_for()
 
 
 def test_phone_needs_no_sideways_scrolling(browser, site, story):

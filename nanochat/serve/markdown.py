@@ -1,0 +1,58 @@
+"""
+Markdown of the chat page, rendered as HTML that cannot run code.
+
+    {"answers": [[{"type", "text"}, ...], ...]} -> render_answers -> HTML of each answer
+
+HTML in a text is escaped, images become links, and only web and mail links are kept. There is no
+inline style, which the page's policy would block.
+"""
+
+from collections.abc import Sequence
+from html import escape
+
+from markdown_it import MarkdownIt
+
+from nanochat.serve.openai_api import ApiError, bad_field, read_object, read_parts
+
+MOST_CHARACTERS = 20_000  # as in ui.html. That many "[" take 2 s, and twice as many 8 s
+MARK = "\ufdd0{}\ufdd1"  # place of a tool's call or result while its answer is Markdown
+
+
+def render_answers(body: bytes) -> list[str]:
+    """
+    Return the HTML of each answer of a request. Takes seconds at most; call it off the event loop.
+
+    Raises ApiError for an invalid body, and for more than MOST_CHARACTERS in all.
+    """
+    given = read_object(body).get("answers")
+    if not isinstance(given, list) or not all(isinstance(parts, list) for parts in given):
+        raise bad_field("answers", "must be an array of answers, each an array of parts")
+    answers = [read_parts(parts, "assistant", f"answers.{i}") for i, parts in enumerate(given)]
+    if (size := sum(len(part["text"]) for parts in answers for part in parts)) > MOST_CHARACTERS:
+        raise ApiError(413, f"{size:,} characters; the limit is {MOST_CHARACTERS:,}", "too_large")
+    return [render_answer(parts) for parts in answers]
+
+
+def render_answer(parts: Sequence[dict[str, str]]) -> str:
+    """Return the HTML of one answer; a tool's call and result become code elements."""
+    parser = MarkdownIt("js-default", {"breaks": True}).disable("image")
+    parser.validateLink = lambda url: url.lower().startswith(("http://", "https://", "mailto:"))
+    text, tools = "", {}
+    for i, part in enumerate(parts):
+        if part["type"] == "text":
+            text += part["text"].replace("\ufdd0", "\ufffd")
+        else:
+            name = "call" if part["type"] == "python" else "result"
+            code = f'<code class="{name}" title="Tool {name}">{escape(part["text"])}</code>'
+            text, tools[MARK.format(i)] = text + MARK.format(i), code
+    tokens = parser.parse(text)
+    for token in tokens:
+        if style := token.attrs.pop("style", None):  # text-align:right, of a table's cell
+            token.attrs["class"] = str(style).partition(":")[2]
+        for child in token.children or ():
+            if child.type == "link_open":
+                child.attrs |= {"target": "_blank", "rel": "noopener noreferrer"}
+    html = parser.renderer.render(tokens, parser.options, {})
+    for mark, code in tools.items():
+        html = html.replace(mark, code)
+    return html
