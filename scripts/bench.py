@@ -34,7 +34,7 @@ from typing import Any, Literal
 
 import torch
 
-from nanochat import report, summary
+from nanochat import report
 from nanochat.bench.engine import bench_engine
 from nanochat.bench.evals import bench_evaluation
 from nanochat.bench.table import FIRST_CHECKS, BenchLog, Note, render_findings
@@ -166,7 +166,7 @@ def bench_all(cfg: Bench) -> None:
     minutes = (time.perf_counter() - began) / 60
     page = REPOSITORY / "dev" / f"bench-{'gpu' if kind == 'cuda' else 'cpu'}.md"
     command = " ".join(("python -m scripts.bench", *argv))
-    name = summary.machine({"hardware": report.hardware()})
+    name = report.describe_machine(report.hardware())
     text = render_findings(found, command, name, minutes)
     _, heading, checks = (page.read_text() if page.exists() else "").partition(FIRST_CHECKS)
     write_atomic(page, f"{text}\n{heading}{checks}" if heading else text)

@@ -44,8 +44,6 @@ def test_record_on_disk_has_values_in_order_origin_and_cost(base):
     assert record["metrics"] == "base/metrics.jsonl"
     assert record["provenance"]["inputs"] == INPUTS and record["provenance"]["commit"]
     assert (record["cost"]["wall_seconds"], record["cost"]["device_seconds"]) == (60.0, 480.0)
-    with pytest.raises(TypeError, match="not object"):
-        write(values={"x": object()})
 
 
 def test_rerun_replaces_the_record_and_history_keeps_both(base):
@@ -62,7 +60,7 @@ def test_rerun_replaces_the_record_and_history_keeps_both(base):
 def test_extend_adds_to_the_record_of_the_same_model_only():
     gsm, aqua = ({name: item_scores([name], [1])} for name in ("GSM8K", "AQUA"))
     m1, m2 = {"sft": "m1"}, {"sft": "m2"}
-    write(CHAT, {"GSM8K": 0.1}, inputs=m1, items=gsm, extend=True)
+    write(CHAT, {"GSM8K": 0.1}, inputs=m1, items=gsm)
     both = read(write(CHAT, {"AQUA": 0.2}, inputs=m1, items=aqua, extend=True))
     assert both["values"] == {"GSM8K": 0.1, "AQUA": 0.2} and both["items"] == gsm | aqua
     assert both["cost"]["wall_seconds"] == 120.0
@@ -82,7 +80,7 @@ def test_item_scores_round_trip_with_item_fingerprint():
     assert found["of"] != item_scores(items[::-1], scores)["of"]
     assert records.read_clusters(found) is None
     assert records.read_clusters(item_scores(items, scores, list("abcd"))) is None
-    assert records.read_clusters(item_scores(items, scores, list("baba"))) == list("0101")
+    assert records.read_clusters(item_scores(items, scores, list("abab"))) == list("0101")
 
 
 def append_many(report_dir, section):
