@@ -143,10 +143,8 @@ def weights_of(name: str, items: Record) -> Mapping[str, float]:
 
 def sampled_alike(name: str, before: Record, after: Record) -> bool:
     """Whether a metric was scored with the same sampling settings."""
-    first, second = (
-        [by.get(part, {}).get("how") for part in weights_of(name, after)] for by in (before, after)
-    )
-    return first == second
+    parts = weights_of(name, after)
+    return all(before.get(x, {}).get("how") == after.get(x, {}).get("how") for x in parts)
 
 
 def compare_items(name: str, before: Record, after: Record) -> stats.Comparison | None:
