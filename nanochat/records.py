@@ -168,7 +168,7 @@ def item_scores(
     same name must be the mean of the scores. clusters: the cluster of each item (`stats.mean`).
     """
     entry = {"of": common.fingerprint(list(items)), "scores": " ".join(f"{x:g}" for x in scores)}
-    names, numbers = np.unique(clusters, return_inverse=True)
+    names, numbers = np.unique(list(clusters), return_inverse=True)
     if len(names) < len(clusters):
         entry["clusters"] = " ".join(map(str, numbers))
     return entry
