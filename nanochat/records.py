@@ -9,7 +9,6 @@ belong to the same run.
 """
 
 import ast
-import contextlib
 import json
 import math
 import os
@@ -20,11 +19,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from functools import lru_cache
-from itertools import chain, product
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from nanochat import common
 
@@ -121,8 +122,8 @@ class Cost:
     @classmethod
     def so_far(cls, dist: "DistContext | None" = None, started: float = STARTED) -> "Cost":
         """
-        Cost of all devices of `dist` since `started`, a value of `time.perf_counter()`. Default:
-        of one CPU, since the start of the process.
+        Cost of all devices of `dist` since `started`, a value of `time.perf_counter()`. Default: of
+        one CPU, since the start of the process.
         """
         seconds = time.perf_counter() - started
         return cls(seconds, dist.world_size, dist.device_name) if dist else cls(seconds)
@@ -140,9 +141,11 @@ def inherited_run_id(inputs: Mapping[str, str], report_dir: Folder = None) -> st
     inputs: name -> fingerprint, closest parent first (a checkpoint before its tokenizer).
     """
     history = [record["provenance"] for record in read_history(report_dir)]
-    made = product(inputs.items(), reversed(history))
-    found = (by["run_id"] for (name, print_), by in made if by["outputs"].get(name) == print_)
-    return next(found, None) or new_run_id()
+    for name, wanted in inputs.items():
+        for made in reversed(history):
+            if made["outputs"].get(name) == wanted:
+                return made["run_id"]
+    return new_run_id()
 
 
 def estimate(value: float, n: int, se: float, *repeats: float | None) -> dict[str, Any]:
@@ -165,8 +168,9 @@ def item_scores(
     same name must be the mean of the scores. clusters: the cluster of each item (`stats.mean`).
     """
     entry = {"of": common.fingerprint(list(items)), "scores": " ".join(f"{x:g}" for x in scores)}
-    if len(numbers := {name: i for i, name in enumerate(dict.fromkeys(clusters))}) < len(clusters):
-        entry["clusters"] = " ".join(str(numbers[name]) for name in clusters)
+    names, numbers = np.unique(list(clusters), return_inverse=True)
+    if len(names) < len(clusters):
+        entry["clusters"] = " ".join(map(str, numbers))
     return entry
 
 
@@ -177,7 +181,7 @@ def read_scores(entry: Mapping[str, Any]) -> list[float]:
 
 def read_clusters(entry: Mapping[str, Any]) -> list[str] | None:
     """Read the cluster of each item of an `item_scores` entry; None if items are independent."""
-    return entry["clusters"].split() if "clusters" in entry else None
+    return entry.get("clusters", "").split() or None
 
 
 def stage_key(settings: Mapping[str, Any], inputs: Mapping[str, str]) -> str:
@@ -198,33 +202,32 @@ def code_digests() -> dict[str, str]:
     """
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     script = f"{spec.name.replace('.', '/')}.py" if spec else ""
-    of_track = script.count("/") > 1
-    paths = common.REPOSITORY.glob("nanochat/**/*.py" if of_track else "nanochat/*.py")
-    found = [path for path in paths if path.stem not in NOT_IN_CODE]
-    found += [*common.REPOSITORY.glob("tasks/*.py"), common.REPOSITORY / script]
+    core = "nanochat/**/*.py" if script.count("/") > 1 else "nanochat/*.py"
+    patterns = [core, "tasks/*.py", *([script] if script.startswith("scripts/") else [])]
     return {
         path.relative_to(common.REPOSITORY).as_posix(): code_digest(path.read_text())
-        for path in sorted(found)
-        if path.suffix == ".py" and path.is_file()
+        for pattern in patterns
+        for path in common.REPOSITORY.glob(pattern)
+        if path.stem not in NOT_IN_CODE
     }
 
 
-@lru_cache(maxsize=256)
+class TextRemover(ast.NodeTransformer):
+    """Removes docstrings and help texts from a syntax tree."""
+
+    def visit_Expr(self, node: ast.Expr) -> ast.Expr | None:
+        return None if isinstance(node.value, ast.Constant) else node
+
+
+@cache
 def code_digest(source: str) -> str:
-    """Digest of the syntax tree of Python code, without docstrings."""
-    tree = ast.parse(source)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and node.body:
-            first = node.body[0]
-            if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
-                node.body = node.body[1:] or [ast.Pass()]
-    return common.fingerprint(ast.dump(tree))
+    """Digest of the syntax tree of Python code, without docstrings and help texts."""
+    return common.fingerprint(ast.dump(TextRemover().visit(ast.parse(source))))
 
 
 def changed_code(recorded: Mapping[str, str]) -> list[str]:
     """Files of `code_digests` that differ from the recorded ones, or are new or missing."""
-    now = code_digests()
-    return sorted(name for name in now.keys() | recorded if now.get(name) != recorded.get(name))
+    return sorted({name for name, _ in code_digests().items() ^ recorded.items()})
 
 
 def require_same_code(section: str, record: Record) -> None:
@@ -249,9 +252,9 @@ def write_record(
     cost: Cost,
     report_dir: Folder = None,
     *,
-    items: Mapping[str, Mapping[str, Any]] | None = None,
+    items: Mapping[str, Mapping[str, Any]] = {},
     tables: Sequence[Mapping[str, Any]] = (),
-    series: Mapping[str, Sequence[Sequence[float]]] | None = None,
+    series: Mapping[str, Sequence[Sequence[float]]] = {},
     metrics: Path | None = None,
     files: Iterable[Path] = (),
     commits: Sequence[str] = (),
@@ -268,9 +271,7 @@ def write_record(
     metrics     the run's metrics.jsonl (`logger`), for the figures
     files       output files or directories; `find_finished` checks their content later
     commits     commits of all attempts of a run, by default the current one
-    extend      merge into the section's last record if it has the same inputs: keep its values,
-                items, tables, series and files, and add up the costs. A value of None deletes the
-                old value and its items.
+    extend      merge into the section's last record if it has the same inputs (`extend_record`)
 
     Safe to call from concurrent processes. Returns the path of the record.
     """
@@ -283,9 +284,9 @@ def write_record(
         "key": stage_key(settings, provenance.inputs),
         "settings": settings,
         "values": values,
-        "items": items or {},
+        "items": items,
         "tables": tables,
-        "series": series or {},
+        "series": series,
         "metrics": relative_path(metrics) if metrics else None,
         "files": hash_files(files),
         "code": code_digests(),
@@ -293,22 +294,34 @@ def write_record(
             **asdict(provenance),
             "commit": ", ".join(commits) or code["commit"],
             "dirty": code["dirty"],
-            "command": command_line(cost.devices),
+            "command": shlex.join(["python", *sys.orig_argv[1:]]),
         },
         "cost": {**asdict(cost), "device_seconds": busy, "own_device_seconds": busy},
     }
     path = folder / f"{slug(section)}.json"
     with common.hold_lock(folder / ".lock", f"recording {section}"):
-        if extend and (old := read_if_sound(path)):
-            record = extend_record(old, record)
-        if extend:
-            gone = {name for name, value in record["values"].items() if value is None}
-            for part in ("values", "items"):
-                record[part] = {k: v for k, v in record[part].items() if k not in gone}
-        record = to_json_types(record)
+        record = to_json_types(extend_record(read_if_sound(path), record) if extend else record)
         append_line(folder / "records.jsonl", record)
         common.write_atomic(path, json.dumps(record, indent=1, ensure_ascii=False) + "\n")
     return path
+
+
+def extend_record(old: Record | None, new: dict[str, Any]) -> dict[str, Any]:
+    """
+    The record `new`, with the values, items, tables and costs of `old` if it has the same inputs.
+    Values of None are deleted, with their items.
+    """
+    gone = {name for name, value in new["values"].items() if value is None}
+    if old and old["provenance"]["inputs"] == new["provenance"]["inputs"]:
+        for part in ("values", "items"):
+            kept = {name: x for name, x in old[part].items() if name not in new[part]}
+            new[part] = kept | new[part]
+        tables = {table["title"]: table for table in (*old["tables"], *new["tables"])}
+        new["tables"] = [*tables.values()]
+        new["cost"] |= {name: old["cost"][name] + new["cost"][name] for name in ADDED_COSTS}
+    for part in ("values", "items"):
+        new[part] = {name: x for name, x in new[part].items() if name not in gone}
+    return new
 
 
 def find_finished(section: str, key: str, report_dir: Folder = None) -> dict[str, Any] | None:
@@ -316,20 +329,18 @@ def find_finished(section: str, key: str, report_dir: Folder = None) -> dict[str
     Record of the section if its `stage_key` is `key` and its output files are intact, else None.
     Raises UsageError if it was made by other code (`require_same_code`).
 
-    Size and SHA-256 of every recorded file must match. A stage that has outputs but recorded no
+    The SHA-256 of every recorded file must match. A stage that has outputs but recorded no
     files cannot be checked and is not finished. Only the section's current record is considered, so
     that the report shows the results of a skipped stage, not those of another run. In a script:
 
         if cfg.skip_if_done and records.find_finished(SECTION, stage_key(settings(cfg), inputs)):
-            return machine.print0(f"{SECTION}: finished already, skipped")
+            return dist.print0(f"{SECTION}: finished already, skipped")
     """
     record = read_if_sound(report_folder(report_dir) / f"{slug(section)}.json")
     if record is None or record["key"] != key:
         return None
     files = [common.base_dir() / name for name in record["files"]]
-    checked = files or not record["provenance"]["outputs"]
-    intact = checked and all(map(Path.is_file, files)) and hash_files(files) == record["files"]
-    if not intact:
+    if (record["provenance"]["outputs"] and not files) or hash_files(files) != record["files"]:
         return None
     require_same_code(section, record)
     return record
@@ -343,11 +354,11 @@ def read_records(report_dir: Folder = None) -> list[Record]:
 
 
 def read_if_sound(path: Path) -> dict[str, Any] | None:
-    """Read a record; None if it is missing or damaged. Prints any damage."""
+    """Read a record or header; None if it is missing or damaged. Prints any damage."""
     try:
         return common.read_json(path) if path.exists() else None
     except ValueError as error:
-        print(f"skipped: {common.printable(error)} and rerun that stage", flush=True)
+        print(f"skipped: {common.printable(error)}, or rerun that stage", flush=True)
         return None
 
 
@@ -358,7 +369,7 @@ def read_history(report_dir: Folder = None) -> Sequence[Record]:
 
 def report_folder(report_dir: Folder = None) -> Path:
     """Folder of the records: `report_dir`, default report/ under the base directory. Creates it."""
-    folder = Path(report_dir).expanduser() if report_dir else common.base_dir() / "report"
+    folder = Path(report_dir or common.base_dir() / "report").expanduser()
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
@@ -372,43 +383,15 @@ def slug(section: str) -> str:
 # Parts of a record
 
 
-def hash_files(files: Iterable[Path]) -> dict[str, dict[str, Any]]:
-    """Size and SHA-256 of each file, by `relative_path`; searches folders recursively."""
-    below = [sorted(filter(Path.is_file, p.rglob("*"))) if p.is_dir() else [p] for p in files]
-    return {
-        relative_path(path): {"bytes": path.stat().st_size, "sha256": common.sha256_file(path)}
-        for path in chain.from_iterable(below)
-    }
-
-
-def command_line(devices: int = 1) -> str:
-    """The command that runs this process; empty if it is not a script of this project."""
-    spec = getattr(sys.modules["__main__"], "__spec__", None)
-    if spec is None or not spec.name.startswith("scripts."):
-        return ""
-    words = ["python", "-m", spec.name]
-    if devices > 1:
-        words = ["torchrun", f"--nproc_per_node={devices}", "-m", spec.name, "--"]
-    return shlex.join([*words, *sys.argv[1:]])
+def hash_files(paths: Iterable[Path]) -> dict[str, str]:
+    """SHA-256 of each file at or below `paths`, by `relative_path`."""
+    found = [file for path in paths for file in (path, *path.rglob("*")) if file.is_file()]
+    return {relative_path(file): common.sha256_file(file) for file in sorted(found)}
 
 
 def relative_path(path: Path) -> str:
-    """Path relative to the base directory if it is inside it, else absolute."""
-    path, base = path.resolve(), common.base_dir()
-    return str(path.relative_to(base) if path.is_relative_to(base) else path)
-
-
-def extend_record(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """If the inputs are equal, add the values, items, tables, series, files and costs of `old`."""
-    if old["provenance"]["inputs"] != dict(new["provenance"]["inputs"]):
-        return new
-    both = {part: {**old[part], **new[part]} for part in ("values", "items", "series", "files")}
-    if new["values"].keys() >= old["values"].keys():
-        both["values"] = new["values"]  # use the new order
-    titles = {table["title"] for table in new["tables"]}
-    tables = [table for table in old["tables"] if table["title"] not in titles]
-    cost = new["cost"] | {name: old["cost"][name] + new["cost"][name] for name in ADDED_COSTS}
-    return {**new, **both, "tables": [*tables, *new["tables"]], "cost": cost}
+    """Path relative to the base directory, so that records stay valid when that is moved."""
+    return os.path.relpath(path.resolve(), common.base_dir())
 
 
 # ------------------------------------------------------------------------------------------------
@@ -416,11 +399,7 @@ def extend_record(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
 
 
 def to_json_types(value: Any) -> Any:
-    """
-    Convert to JSON types, keeping order. Non-finite numbers become "nan", "inf" or "-inf".
-
-    Raises TypeError for unsupported types.
-    """
+    """Convert to JSON types, keeping order. Non-finite numbers become "nan", "inf" or "-inf"."""
     if isinstance(value, Mapping):
         return {str(name): to_json_types(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
@@ -429,9 +408,7 @@ def to_json_types(value: Any) -> Any:
         return str(value)
     if isinstance(value, str | bool | int | float | None):
         return value
-    if hasattr(value, "item"):  # a scalar of numpy or torch
-        return to_json_types(value.item())
-    raise TypeError(f"a record holds numbers, strings, lists and dicts, not {type(value).__name__}")
+    return to_json_types(value.item())  # a scalar of numpy or torch
 
 
 def append_line(path: Path, value: Any) -> None:
@@ -446,9 +423,8 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     """JSON objects in a file, one per line; skips damaged lines. Empty without the file."""
     found = []
     for line in path.read_bytes().splitlines() if path.exists() else ():
-        with contextlib.suppress(ValueError, RecursionError):
-            if isinstance(value := json.loads(line), dict):
-                found.append(value)
+        with suppress(ValueError):
+            found.append(json.loads(line))
     return found
 
 
@@ -464,20 +440,20 @@ OTHER_PER_HOUR = 2.00
 def git(repository: Path, *words: str) -> str:
     """Output of a git command in a repository; empty if it fails."""
     command = ["git", "-C", str(repository), *words]
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        return subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL, timeout=30)
+    with suppress(OSError):  # git is not installed
+        return subprocess.run(command, capture_output=True, text=True).stdout
     return ""
 
 
 def git_state(repository: Path = common.REPOSITORY) -> dict[str, Any]:
     """Branch, short commit hash, whether there are changes (None = unknown), commit subject."""
-    commit = git(repository, "rev-parse", "--short=7", "HEAD").strip()
+    commit, _, message = git(repository, "log", "-1", "--abbrev=7", "--format=%h %s").partition(" ")
     changes = git(repository, "status", "--porcelain", "--", ".", *WITHOUT_REPORT)
     return {
         "branch": git(repository, "rev-parse", "--abbrev-ref", "HEAD").strip() or "unknown",
         "commit": commit or "unknown",
         "dirty": bool(changes) if commit else None,
-        "message": git(repository, "log", "-1", "--format=%s").strip(),
+        "message": message.strip(),
     }
 
 
@@ -497,10 +473,16 @@ def plain_value(value: Any) -> Any:
 
 def standard_error(value: Any) -> float:
     """Standard error of an estimate; NaN if unknown."""
-    known = isinstance(value, Mapping) and value.get("se") is not None
-    return float(value["se"]) if known else math.nan
+    return float(value["se"]) if isinstance(value, Mapping) else math.nan
 
 
 def seconds(timestamp: str) -> float:
     """Convert a timestamp to seconds since the epoch."""
     return time.mktime(time.strptime(timestamp, TIME_FORMAT))
+
+
+def readable_time(seconds: float) -> str:
+    """Seconds as 0.8 s, 2.7 min or 3.4 h."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.1f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"

@@ -10,31 +10,22 @@ compared line by line; additions come after them. Reports are never parsed. Name
 values are untrusted text (from models, data and users) and are escaped for Markdown.
 """
 
+import json
 import platform
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import psutil
 
 from nanochat import records, summary
-from nanochat.common import (
-    REPOSITORY,
-    MissingInput,
-    base_dir,
-    cpu_info,
-    printable,
-    read_json,
-    write_atomic,
-    write_json,
-)
+from nanochat.common import REPOSITORY, MissingInput, base_dir, cpu_info, printable, write_atomic
 from nanochat.config import settings
 from nanochat.records import SECTIONS, Folder, Record, plain_value, seconds, slug
-from nanochat.summary import Difference, shown_name
 
 RULE_DASHES = {"GPT-2 Ratio": 14, "GPT-4 Ratio": 14}  # one too many, as published
 # Inline Markdown syntax (CommonMark and GitHub's extensions)
@@ -53,11 +44,7 @@ MARKDOWN_SYNTAX = re.compile(
 BLOCK_START = re.compile(  # headings, lists, rules, quotes, numbered lists
     r"^((?=#{1,6}(\s|$)|[-+*](\s|$)|[-=]+\s*$|>)|\d{1,9}(?=[.)](\s|$)))"
 )
-LINE_BREAKS = re.compile(r"\r\n|[\r\n\v\f\x85\u2028\u2029]")
 SAMPLES = "Sample conversations"  # table of a record shown at the top of the report
-
-
-Figure = tuple[str, str]  # title, path relative to the report
 
 
 # ------------------------------------------------------------------------------------------------
@@ -82,94 +69,104 @@ def append_section(
 def update(
     report_dir: Folder = None,
     hourly_rate: float | None = None,
-    draw: Callable[[Path, Sequence[Record]], Mapping[Path, str]] | None = None,
     renew: bool = False,
+    draw: bool = False,
 ) -> Path:
     """
     Render the report of a record folder. Returns the path of report.md, which is in the base
     directory for the main report, else in the record folder.
 
-    hourly_rate: dollars per hour for the whole machine, saved for later calls.
-    draw(figure folder, records) -> {path: title} of the figures, e.g. `plots.draw_figures`;
-    default: keep the existing figures. renew: set by a stage that has run on this machine, which
-    the header describes from then on. Raises MissingInput if there are no records.
+    hourly_rate: dollars per hour for the whole machine, saved for later calls. renew: set by a
+    stage that has run on this machine, which the header describes from then on. draw: draw the
+    figures again. Raises MissingInput if there are no records.
     """
     folder = records.report_folder(report_dir)
     home = folder if report_dir else base_dir()
     written = records.read_records(folder)
     if not written:
         raise MissingInput(f"no records in {folder}", "bash speedrun.sh")
-    header = read_header(folder, written, hourly_rate, renew)
-    figures: dict[str, list[Figure]] = {}
-    existing = {path: path.stem for path in sorted(folder.glob("figures/*.svg"))}
-    for path, title in (draw(folder / "figures", written) if draw else existing).items():
-        section, link = path.stem.rpartition("-")[0], path.relative_to(home).as_posix()
-        figures.setdefault(section, []).append((title, link))
+    if draw:
+        from nanochat.plots import draw_figures  # slow to import
+
+        draw_figures(folder / "figures", written)
+    header = read_header(folder, hourly_rate, renew)
+    figures = [path.relative_to(home) for path in sorted(folder.glob("figures/*.svg"))]
     now = time.strftime(records.TIME_FORMAT)
     write_atomic(home / "report.md", render_report(written, header, now, figures))
     return home / "report.md"
 
 
-# ------------------------------------------------------------------------------------------------
-# Header
-
+# ---- Header --------------------------------------------------------------------------------------
 
 GIB = 1024**3
-HEADER = {"run_started", "git", "hardware", "software", "bloat", "hourly_rate"}
 CODE = ("*.py", "*.md", "*.rs", "*.html", "*.js", "*.css", "*.toml", "*.sh")
+HEADER = {"git", "hardware", "software", "gpus", "bloat", "hourly_rate"}
 
 
-def read_header(
-    folder: Path, written: Sequence[Record], rate: float | None = None, renew: bool = False
-) -> dict[str, Any]:
+def read_header(folder: Path, rate: float | None = None, renew: bool = False) -> dict[str, Any]:
     """
-    Read the header (start time, hardware, code version), creating it on the first call and if
+    Read the header (code version, machine, hourly rate), creating it on the first call and if
     `renew` is set: it describes the machine of the newest stage, not that of a later evaluation.
 
-    rate: dollars per hour, kept from then on. The run starts at the earliest start of a recorded
-    stage.
+    rate: dollars per hour, kept from then on. Default: the rental price of the GPUs.
     """
     path = folder / "header.json"
-    header = read_json(path) if path.exists() else {}
-    if header and (missing := HEADER - header.keys()):
+    header = records.read_if_sound(path) or {}
+    missing = HEADER - header.keys()
+    if header and missing:
         print(printable(f"{path} has no {', '.join(sorted(missing))}: written again"), flush=True)
-        header = {}
-    if header and header["hourly_rate"] != records.default_rate(header["hardware"]["gpus"]):
-        rate = header["hourly_rate"] if rate is None else rate  # set by the user
-    if is_new := renew or not header:
-        starts = [seconds(r["timestamp"]) - r["cost"]["wall_seconds"] for r in written]
-        started = time.localtime(min(starts, default=time.time()))
-        machine = hardware()
-        header = {
-            "run_started": time.strftime(records.TIME_FORMAT, started),
-            "git": records.git_state(),
-            "hardware": machine,
-            "software": {"python": platform.python_version(), "torch": version("torch")},
+    if renew or missing:
+        header |= {
+            "git": show_git(),
+            "hardware": hardware(),
+            "software": {"Python": platform.python_version(), "PyTorch": version("torch")},
+            "gpus": gpu_names(),
             "bloat": code_size(),
-            "hourly_rate": records.default_rate(machine["gpus"]),
         }
-    if rate is not None:
-        header["hourly_rate"] = rate
-    if rate is not None or is_new:
-        write_json(path, header)
+    header["hourly_rate"] = header.get("hourly_rate") if rate is None else rate
+    write_atomic(path, json.dumps(header, indent=1))  # in order
+    if header["hourly_rate"] is None:
+        header["hourly_rate"] = records.default_rate(header["gpus"])
     return header
 
 
-def hardware() -> dict[str, Any]:
-    """Operating system, CPUs, memory, and the GPUs visible to PyTorch."""
-    import torch  # slow to import; not needed for --help
+def show_git() -> dict[str, str]:
+    """Branch, commit and its state, and commit subject."""
+    code = records.git_state()
+    state = {True: " (dirty)", False: " (clean)", None: ""}[code["dirty"]]
+    commit, message = f"{code['commit']}{state}", code["message"][:80]
+    return {"Branch": code["branch"], "Commit": commit, "Message": message}
 
-    cards = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-    return {
-        "platform": platform.system(),
-        "cpu": cpu_info("model name") or platform.processor() or platform.machine(),
-        "cores": psutil.cpu_count(logical=False) or psutil.cpu_count() or 1,
-        "logical_cores": psutil.cpu_count() or 1,
-        "memory_gib": psutil.virtual_memory().total / GIB,
-        "gpus": [card.name for card in cards],
-        "gpu_memory_gib": sum(card.total_memory for card in cards) / GIB,
-        "cuda": torch.version.cuda or "unknown",
+
+def gpu_names() -> list[str]:
+    """Names of the GPUs visible to PyTorch."""
+    from torch import cuda  # slow to import; not needed for --help
+
+    return [cuda.get_device_name(i) for i in range(cuda.device_count())]
+
+
+def hardware() -> dict[str, Any]:
+    """Facts about this machine, as shown in the report."""
+    import torch
+
+    cores = psutil.cpu_count(logical=False) or psutil.cpu_count()
+    facts = {
+        "Platform": platform.system(),
+        "CPUs": f"{cores} cores ({psutil.cpu_count()} logical)",
+        "Memory": f"{psutil.virtual_memory().total / GIB:.1f} GB",
+        "GPUs": ", ".join(f"{n}x {name}" for name, n in Counter(gpu_names()).items()) or "None",
+        "CPU Model": cpu_info("model name") or platform.processor(),
     }
+    if count := torch.cuda.device_count():
+        memory = sum(torch.cuda.get_device_properties(i).total_memory for i in range(count))
+        facts |= {"GPU Memory": f"{memory / GIB:.1f} GB total", "CUDA Version": torch.version.cuda}
+    return facts
+
+
+def describe_machine(hardware: Mapping[str, str]) -> str:
+    """GPUs, or CPU cores and their type."""
+    cpu = f"{hardware['CPUs']} of {hardware['CPU Model']}"
+    return cpu if hardware["GPUs"] == "None" else hardware["GPUs"]
 
 
 def code_size(repository: Path = REPOSITORY) -> dict[str, int]:
@@ -177,152 +174,111 @@ def code_size(repository: Path = REPOSITORY) -> dict[str, int]:
     Size of the code: characters, lines, files, tokens (characters // 4), lines of uv.lock.
 
     Counts tracked py, md, rs, html, js, css, toml and sh files except generated reports; 0 without
-    git. `lock_lines` is 0 without uv.lock.
+    git. Dependencies are 0 without uv.lock.
     """
     names = records.git(repository, "ls-files", "-z", "--", *CODE, *records.WITHOUT_REPORT)
     paths = [repository / name for name in names.split("\0")]
     texts = [path.read_text("utf-8", "replace") for path in paths if path.is_file()]
-    characters = sum(map(len, texts))
-    lock = repository / "uv.lock"
+    characters, lock = sum(map(len, texts)), repository / "uv.lock"
     return {
-        "characters": characters,
-        "lines": sum(len(text.splitlines()) for text in texts),
-        "files": len(texts),
-        "tokens": characters // 4,
-        "lock_lines": len(lock.read_text().splitlines()) if lock.exists() else 0,
+        "Characters": characters,
+        "Lines": sum(text.count("\n") for text in texts),
+        "Files": len(texts),
+        "Tokens (approx)": characters // 4,
+        "Dependencies (uv.lock lines)": lock.read_text().count("\n") if lock.exists() else 0,
     }
 
 
-# ------------------------------------------------------------------------------------------------
-# Rendering
+# ---- Rendering -----------------------------------------------------------------------------------
 
 
 def render_report(
-    written: Sequence[Record],
-    header: Record,
-    generated: str,
-    figures: Mapping[str, Sequence[Figure]] = {},
+    written: Sequence[Record], header: Record, generated: str, figures: Sequence[Path] = ()
 ) -> str:
     """
     Text of report.md, a pure function of its arguments.
 
-    Order: results, environment, fixed sections, others oldest first, the summary. figures: by
-    section slug; "results" for the top. generated: date and time.
+    Order: results, environment, fixed sections, others oldest first, the summary. figures:
+    <section>-<kind>.svg, relative to the report; those of the section "results" are at the top.
+    generated: date and time.
     """
     order = {name: i for i, name in enumerate(SECTIONS)}
-    ordered = sorted(written, key=lambda r: (order.get(r["section"], len(order)), r["timestamp"]))
-    sections = [render_section(r, figures.get(slug(r["section"]), ())) for r in ordered]
-    parents = summary.parent_columns(ordered)
-    changes = summary.differences(*summary.result_metrics(ordered), parents)
-    top = [f"# nanochat training report\n\nGenerated: {generated}"]
-    top.append(render_results(ordered, header, figures.get("results", ()), changes))
-    top.append(render_header(header))
-    if faults := summary.find_faults(ordered):
-        lines = ["> [!WARNING]", "> **Provenance: these sections are inconsistent.**"]
-        top.append("\n".join([*lines, *(f"> - {escape(fault)}" for fault in faults)]))
-    sections.append(render_summary(ordered, header, changes))
-    return "\n\n".join([*top, "\n\n\n".join(sections)]) + "\n"
+    written = sorted(written, key=lambda r: (order.get(r["section"], len(order)), r["timestamp"]))
+    scores = summary.collect_scores(written)
+    changes = summary.differences(scores, summary.parent_stages(written))
+    hardware, rate = header["hardware"], f"${header['hourly_rate']:.2f}/hour"
+    bloat = bullets({name: f"{number:,}" for name, number in header["bloat"].items()})
+    started = min(seconds(r["timestamp"]) - r["cost"]["wall_seconds"] for r in written)
+    costs = summary.cost_table(written, header["hourly_rate"])
+    _, spent, _, price = costs["rows"][-1]
+    spent += f" on {describe_machine(hardware)}, {price}"
+    samples = [
+        {**table, "title": f"{SAMPLES} ({record['section'].split()[-1]})"}
+        for record in written
+        for table in record["tables"]
+        if table["title"] == SAMPLES
+    ]
+    blocks = [
+        f"# nanochat training report\n\nGenerated: {generated}",
+        "## Results",
+        escape(summary.verdict(written, scores, changes, spent)),
+        render_table(summary.score_table(scores, summary.show_score)),
+        render_figures(figures, "results"),
+        *map(render_table, samples[-1:]),  # of the last stage
+        render_table(costs),
+        "## Environment",
+        f"### Git Information\n{bullets(header['git'])}",
+        f"### Hardware\n{bullets({**hardware, 'Hourly Rate': rate})}",
+        f"### Software\n{bullets(header['software'])}",
+        f"\n### Bloat\n{bloat}",
+        f"Run started: {time.strftime(records.TIME_FORMAT, time.localtime(started))}",
+        "---",
+    ]
+    if faults := summary.find_faults(written):
+        warning = "> [!WARNING]\n> **Provenance: these sections are inconsistent.**"
+        blocks.append("\n".join([warning, *(f"> - {escape(fault)}" for fault in faults)]))
+    blocks.append("\n\n\n".join(render_section(record, figures) for record in written))
+    plain = summary.score_table(scores, lambda value: f"{float(plain_value(value)):.4f}")
+    blocks += ["\n## Summary", bloat, render_table(plain)]
+    fixed = [r for r in written if r["section"] in SECTIONS]
+    ends = [seconds(r["timestamp"]) for r in fixed if not r["section"].lower().endswith("rl")]
+    if ends:  # without RL, as in the original
+        minutes = int(max(ends) - started) // 60
+        blocks.append(f"Total wall clock time: {minutes // 60}h{minutes % 60}m")
+    if changes:
+        blocks.append(render_table(summary.difference_table(changes)))
+    return "\n\n".join(filter(None, blocks)) + "\n"
 
 
-def render_header(header: Record) -> str:
-    """Code version, hardware and software."""
-    code, machine, software = header["git"], header["hardware"], header["software"]
-    gpus = machine["gpus"]
-    state = {True: " (dirty)", False: " (clean)", None: ""}[code["dirty"]]
-    facts = {
-        "Git Information": {
-            "Branch": code["branch"],
-            "Commit": f"{code['commit']}{state}",
-            "Message": code["message"][:80],
-        },
-        "Hardware": {
-            "Platform": machine["platform"],
-            "CPUs": f"{machine['cores']} cores ({machine['logical_cores']} logical)",
-            "Memory": f"{machine['memory_gib']:.1f} GB",
-            "GPUs": summary.machine(header) if gpus else "None",
-            "GPU Memory": f"{machine['gpu_memory_gib']:.1f} GB total" if gpus else None,
-            "CUDA Version": machine["cuda"] if gpus else None,
-            "Hourly Rate": f"${header['hourly_rate']:.2f}/hour",
-            "CPU Model": machine["cpu"],
-        },
-        "Software": {"Python": software["python"], "PyTorch": software["torch"]},
-    }
-    blocks = ["## Environment"]
-    for title, entries in facts.items():
-        lines = [bullet(key, value) for key, value in entries.items() if value is not None]
-        blocks.append("\n".join([f"### {title}", *lines]))
-    blocks.append(f"\n### Bloat\n{render_bloat(header['bloat'])}")
-    return "\n\n".join([*blocks, f"Run started: {header['run_started']}", "---"])
-
-
-def render_bloat(bloat: Mapping[str, int]) -> str:
-    """Size of the code, for the header and the summary."""
-    names = ("characters", "lines", "files", "tokens", "lock_lines")
-    labels = ("Characters", "Lines", "Files", "Tokens (approx)", "Dependencies (uv.lock lines)")
-    shown = dict(zip(labels, names, strict=True))
-    return "\n".join(f"- {label}: {bloat[name]:,}" for label, name in shown.items())
-
-
-def render_section(record: Record, figures: Sequence[Figure] = ()) -> str:
+def render_section(record: Record, figures: Sequence[Path]) -> str:
     """
-    A section: results, tables, figures, command; then, folded, the settings, provenance and cost.
+    A section: results, tables, figures; then, folded, the settings, command, provenance and cost.
     Keys of SECTIONS come first, in their order.
     """
-    name, values = record["section"], record["values"]
-    entries, fixed = {**record["settings"], **values}, SECTIONS.get(name, "").split(", ")
-    front, folded = [], []
-    for key in [*fixed, *(key for key in entries if key not in fixed)]:
-        if key in entries:
-            is_auto = key not in values and entries[key] in ("", -1)
-            text = bullet(shown_name(record, key), "auto" if is_auto else entries[key])
-            (front if key in values else folded).append(text)
-    cost = record["cost"]
+    name, values, settings = record["section"], record["values"], record["settings"]
+    origin, cost, fixed = record["provenance"], record["cost"], SECTIONS.get(name, "").split(", ")
+    keys = [*fixed, *values, *settings]
+    shown = {summary.shown_name(record, key): values[key] for key in keys if key in values}
+    folded = {key: settings[key] for key in keys if key in settings and key not in values}
+    folded = {key: "auto" if x in ("", -1) else x for key, x in folded.items()}
     spent = f"{cost['wall_seconds'] / 60:.2f}m on {cost['devices']}x {cost['device']}"
-    folded += [bullet("provenance", show_provenance(record["provenance"])), bullet("cost", spent)]
-    blocks = ["\n".join(front)]
-    blocks += [render_table(table) for table in record["tables"] if table["title"] != SAMPLES]
-    blocks.append("\n".join(f"![{escape(title)}]({quote(link)})" for title, link in figures))
-    if command := record["provenance"].get("command"):
-        code = printable(LINE_BREAKS.sub(" ", command)).replace("`", "'")  # cannot end the span
-        blocks.append(f"`{code}`")
-    lines = "\n".join(folded)
-    blocks.append(f"<details><summary>Settings and provenance</summary>\n\n{lines}\n\n</details>")
-    body = "\n\n".join(filter(None, blocks))
-    return f"## {escape(name)}\ntimestamp: {record['timestamp']}\n\n{body}"
+    end = {"command": origin["command"], "provenance": show_provenance(origin), "cost": spent}
+    blocks = [
+        f"## {escape(name)}\ntimestamp: {record['timestamp']}",
+        bullets(shown),
+        *(render_table(table) for table in record["tables"] if table["title"] != SAMPLES),
+        render_figures(figures, slug(name)),
+        "<details><summary>Settings and provenance</summary>",
+        bullets({**folded, **end}),
+        "</details>",
+    ]
+    return "\n\n".join(filter(None, blocks))
 
 
-def bullet(key: str, value: Any) -> str:
-    """A list item. Key and value are escaped together, so markup cannot span both."""
-    return "- " + BLOCK_START.sub(r"\1\\", escape(f"{key}: {format_value(value)}").lstrip())
-
-
-def cell(value: Any) -> str:
-    """A table cell."""
-    return escape(format_value(value)).replace("|", r"\|")
-
-
-def escape(text: str) -> str:
-    """Escape text as one line of Markdown; markup at the start of a block is not escaped."""
-    return MARKDOWN_SYNTAX.sub(r"\\\g<0>", printable(LINE_BREAKS.sub(r"\\n", text)))
-
-
-def format_value(value: Any) -> str:
-    """Format a value for the report."""
-    if isinstance(value, Mapping):
-        error = "" if value.get("se") is None else f" +- {format_value(value['se'])}"
-        count = "" if value.get("n") is None else f"n={value['n']:,}"
-        if (value.get("k") or 1) > 1:  # items sampled k times, and the parts of the error
-            parts = (format_value(value[name]) for name in ("item_se", "repeat_se"))
-            count += f", k={value['k']}"
-            count += "; items {}, repeats {}".format(*parts) if value["item_se"] is not None else ""
-        return f"{format_value(value['value'])}{error}" + (count and f" ({count})")
-    if isinstance(value, float):
-        return f"{value:.4f}"
-    if isinstance(value, int) and not isinstance(value, bool):
-        return f"{value:,}" if value >= 10_000 else str(value)
-    if isinstance(value, list | tuple):
-        return ", ".join(format_value(item) for item in value)
-    return str(value)
+def render_figures(figures: Sequence[Path], section: str) -> str:
+    """Links to the figures of a section, given its slug."""
+    own = [path for path in figures if path.stem.rpartition("-")[0] == section]
+    return "\n".join(f"![{path.stem}]({path.as_posix()})" for path in own)
 
 
 def show_provenance(origin: Record) -> str:
@@ -333,6 +289,41 @@ def show_provenance(origin: Record) -> str:
     return f"run {origin['run_id']}, commit {commit}, seed {origin['seed']}{flow}"
 
 
+# ---- Markdown ------------------------------------------------------------------------------------
+
+
+def bullets(entries: Mapping[str, Any]) -> str:
+    """A list. Key and value are escaped together, so markup cannot span both."""
+    lines = [escape(f"{key}: {format_value(value)}").lstrip() for key, value in entries.items()]
+    return "\n".join("- " + BLOCK_START.sub(r"\1\\", line) for line in lines)
+
+
+def cell(value: Any) -> str:
+    """A table cell."""
+    return escape(format_value(value)).replace("|", r"\|")
+
+
+def escape(text: str) -> str:
+    """Escape text as one line of Markdown; markup at the start of a block is not escaped."""
+    return MARKDOWN_SYNTAX.sub(r"\\\g<0>", printable(text).replace("\n", r"\n"))
+
+
+def format_value(value: Any) -> str:
+    """Format a value for the report."""
+    if isinstance(value, Mapping):  # an estimate
+        text, n = " +- ".join(format_value(value[name]) for name in ("value", "se")), value["n"]
+        if value.get("k", 1) == 1:
+            return f"{text} (n={n:,})"
+        items, repeats = (format_value(value[name]) for name in ("item_se", "repeat_se"))
+        return f"{text} (n={n:,}, k={value['k']}; items {items}, repeats {repeats})"
+    if isinstance(value, list | tuple):
+        return ", ".join(map(format_value, value))
+    if isinstance(value, float):
+        return f"{value:.4f}"
+    is_large = isinstance(value, int) and value >= 10_000
+    return f"{value:,}" if is_large else str(value)
+
+
 def render_table(table: Record) -> str:
     """A Markdown table with its title. Integers are printed as is, floats with 4 decimals."""
     columns, title = [cell(column) for column in table["columns"]], table.get("title")
@@ -340,56 +331,3 @@ def render_table(table: Record) -> str:
     rows = [[str(c) if isinstance(c, int) else cell(c) for c in row] for row in table["rows"]]
     lines = [f"| {' | '.join(columns)} |", f"|{rule}|", *(f"| {' | '.join(r)} |" for r in rows)]
     return "\n".join([f"### {escape(title)}\n", *lines] if title else lines)
-
-
-# ------------------------------------------------------------------------------------------------
-# Top of the report and summary
-
-
-def render_results(
-    written: Sequence[Record], header: Record, figures: Sequence[Figure], changes: Sequence
-) -> str:
-    """What a reader wants first: verdict, scores by stage, figure, sample conversations, cost."""
-    found, _ = summary.result_metrics(written)
-    columns = summary.shown_stages(found)
-    rows = [
-        [name, *(summary.with_error(by[c]) if c in by else "-" for c in columns)]
-        for name, by in found.items()
-    ]
-    blocks = ["## Results", escape(summary.verdict(written, header, changes))]
-    if rows:
-        names = [summary.STAGE_NAMES[c] for c in columns]
-        blocks.append(render_table({"columns": ["", *names], "rows": rows}))
-    blocks.append("\n".join(f"![{escape(title)}]({quote(link)})" for title, link in figures))
-    samples = [(r, t) for r in written for t in r["tables"] if t["title"] == SAMPLES]
-    if samples:
-        record, table = samples[-1]  # of the last stage
-        title = f"{SAMPLES} ({record['section'].removeprefix('Chat evaluation ')})"
-        rows = [[" ".join(text.split()) for text in row] for row in table["rows"]]
-        blocks.append(render_table({**table, "title": title, "rows": rows}))
-    blocks.append(render_table(summary.cost_table(written, header["hourly_rate"])))
-    return "\n\n".join(filter(None, blocks))
-
-
-def render_summary(written: Sequence[Record], header: Record, changes: Sequence[Difference]) -> str:
-    """
-    Size of the code, metrics by stage, wall clock time from the start to the last fixed section
-    (without RL and, if it ran, with RL), and differences.
-    """
-    found, _ = summary.result_metrics(written)
-    columns = summary.shown_stages(found)
-    rows = [["Metric", *columns]]
-    for name, by in found.items():
-        rows.append([name, *(format_value(plain_value(by.get(column, "-"))) for column in columns)])
-    head, *body = [[f"{row[0]:<15}", *(f"{text:<8}" for text in row[1:])] for row in rows]
-    table = render_table({"columns": head, "rows": body})
-    blocks = ["## Summary", render_bloat(header["bloat"]), table]
-    ends = {r["section"]: seconds(r["timestamp"]) for r in written if r["section"] in SECTIONS}
-    before_rl = {n: e for n, e in ends.items() if n not in ("Chat RL", "Chat evaluation rl")}
-    for label, each in ("", before_rl), (" with RL", ends if ends != before_rl else {}):
-        if each:
-            minutes = int(max(each.values()) - seconds(header["run_started"])) // 60
-            blocks.append(f"Total wall clock time{label}: {minutes // 60}h{minutes % 60}m")
-    if changes:
-        blocks.append(render_table(summary.difference_table(changes)))
-    return "\n\n".join(blocks)

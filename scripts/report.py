@@ -15,14 +15,13 @@ from pathlib import Path
 from nanochat import report
 from nanochat.common import base_dir, write_atomic
 from nanochat.config import require_at_least, start
-from nanochat.plots import draw_figures
 from nanochat.records import Folder, new_run_id, report_folder
 
 
 @dataclass(frozen=True)
 class Report:
     reset: bool = False
-    """Start a new report; move the old records to report/archive-<time>/."""
+    """Start a new report; move the old one to report-<time>/."""
     out: str | None = None
     """Folder for a copy of report.md, with figures in dev/report/. Default: no copy."""
     hourly_rate: float | None = None
@@ -35,29 +34,23 @@ class Report:
 def main(cfg: Report) -> None:
     require_at_least(cfg, hourly_rate=0)
     if cfg.reset:
-        archive = reset(cfg.report_dir, cfg.hourly_rate)
-        return print(f"new report; moved the old one to {archive}" if archive else "new report")
+        print(f"new report; moved the old one to {reset(cfg.report_dir)}")
+        report.read_header(report_folder(cfg.report_dir), cfg.hourly_rate)
+        return
 
-    path = report.update(cfg.report_dir, cfg.hourly_rate, draw_figures)
+    path = report.update(cfg.report_dir, cfg.hourly_rate, draw=True)
     print(path)
     if cfg.out:
         print(copy(path, report_folder(cfg.report_dir) / "figures", Path(cfg.out)))
 
 
-def reset(report_dir: Folder, hourly_rate: float | None) -> Path | None:
-    """
-    Start a new report and write its header. Moves the old report to a subfolder archive-<time> and
-    returns that folder; None if there was no old report.
-    """
+def reset(report_dir: Folder) -> Path:
+    """Move the records, figures and text of a report to a new folder beside it; returns it."""
     folder = report_folder(report_dir)
-    old = {path for path in folder.iterdir() if not path.name.startswith((".", "archive-"))}
-    old |= set((folder if report_dir else base_dir()).glob("report.md"))
-    archive = folder / f"archive-{new_run_id()}"
-    for path in old:
-        archive.mkdir(exist_ok=True)
-        shutil.move(path, archive / path.name)
-    report.read_header(folder, [], hourly_rate)
-    return archive if old else None
+    archive = folder.rename(folder.with_name(f"{folder.name}-{new_run_id()}"))
+    for page in () if report_dir else base_dir().glob("report.md"):
+        page.rename(archive / page.name)
+    return archive
 
 
 def copy(report: Path, figures: Path, out: Path) -> Path:

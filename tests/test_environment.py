@@ -24,8 +24,13 @@ def test_code_size_and_git_state_are_those_of_tracked_code(tmp_path):
     assert re.fullmatch("[0-9a-f]{7}", state["commit"])
     (tmp_path / "untracked.py").write_text("z = 3\n")
     assert records.git_state(tmp_path)["dirty"]
-    size = {"characters": 22, "lines": 3, "files": 2, "tokens": 5, "lock_lines": 3}
-    assert report.code_size(tmp_path) == size
+    assert list(report.code_size(tmp_path).values()) == [22, 3, 2, 5, 3]
+
+
+def test_hardware_describes_this_machine():
+    found = report.hardware()
+    assert re.fullmatch(r"[1-9]\d* cores \([1-9]\d* logical\)", found["CPUs"])
+    assert re.fullmatch(r"\d+\.\d GB", found["Memory"]) and found["CPU Model"] and found["Platform"]
 
 
 @pytest.mark.parametrize(

@@ -12,18 +12,12 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from nanochat import logger
 from nanochat.logger import RunLog, read_metrics
 
 
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-def log_steps(folder, steps, out=None, **more):
+def log_steps(folder, steps, **more):
     """Log the given steps and an evaluation after them. Returns the console output."""
-    out = out or io.StringIO()
+    out = io.StringIO()
     with contextlib.redirect_stdout(out), RunLog(folder, **more) as log:
         for step in steps:
             log.log(step, {"loss": 5.0 - step / 100, "lr": 0.5})
@@ -55,7 +49,7 @@ def test_resumed_run_replaces_later_steps_and_skips_torn_lines(tmp_path):
     log_steps(tmp_path, range(4))
     log_steps(tmp_path, range(10))
     with (tmp_path / "metrics.jsonl").open("a") as stream:
-        stream.write('{"step": "x"}\n{"step": 11, "lo')  # of a killed process
+        stream.write('{"step": 11, "lo')  # of a killed process
     with RunLog(tmp_path, first_step=4) as log:
         log.log(4, {"loss": 40.0})
         log.log(5, {"loss": 50.0})
@@ -67,22 +61,11 @@ def test_resumed_run_replaces_later_steps_and_skips_torn_lines(tmp_path):
     assert losses(tmp_path) == {0: 5.0, 1: 4.99, 2: None}
 
 
-def test_pipe_gets_plain_lines_a_terminal_a_progress_bar(tmp_path):
+def test_console_gets_a_line_of_each_step_and_evaluation(tmp_path):
     *lines, last = log_steps(tmp_path, range(11), total_steps=11).splitlines()
-    assert len(lines) == 11 and lines[7].endswith(" left")
+    assert len(lines) == 11 and lines[7].endswith(" s left")
     assert lines[7].startswith("step     7/11 | loss 4.9300 | lr x0.500 | ")
-    assert all(line.isascii() and "\x1b" not in line for line in lines)
     assert last.startswith("step    11/11 | val bpb 1.2346 | core 0.01235")
-    shown = log_steps(tmp_path, range(5), Terminal(), total_steps=5)
-    assert "\x1b" in shown and "5/5" in shown and "loss 4.9600" in shown
-    assert shown.count("step     5/5 | val bpb 1.2346") == 1 and "step     4/5" not in shown
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(42.4, "42s"), (59.6, "1m00s"), (190, "3m10s"), (7500, "2h05m")]
-)
-def test_durations_are_human_readable(seconds, text):
-    assert logger.duration(seconds) == text
 
 
 @pytest.mark.parametrize("fault", ["none", "raises", "hangs"])
@@ -97,22 +80,20 @@ def test_R21_failing_tracker_neither_stops_nor_slows_the_run(
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     run = wandb.init.return_value
     (wandb if call == "init" else run).configure_mock(**{f"{call}.side_effect": effects[fault]})
-    begun, num = time.monotonic(), 100 if fault == "none" else 1500  # more than the queue holds
-    log = RunLog(tmp_path, "named")
-    for step in range(num):
+    begun, log = time.monotonic(), RunLog(tmp_path, "named")
+    for step in range(50):
         log.log(step, {"loss": 1.0})
     log.finish(20 if fault == "none" else 0.5)
     assert time.monotonic() - begun < 50, "the run waited for the tracker"
     release.set()
-    assert len(losses(tmp_path)) == num
-    printed = capsys.readouterr()
+    assert len(losses(tmp_path)) == 50
+    printed = "".join(capsys.readouterr())
     if fault == "none":
-        assert [each.kwargs["step"] for each in run.log.call_args_list] == list(range(num))
-        assert "tracker" not in printed.out
+        assert [each.kwargs["step"] for each in run.log.call_args_list] == list(range(50))
+        assert "tracker" not in printed
     else:
-        assert f"of {num} entries were dropped" in printed.out
-        assert ("gone" in printed.err) if fault == "raises" else ("no answer within" in printed.out)
-        assert str(tmp_path / "metrics.jsonl") in printed.out
+        assert ("continues (ConnectionError: gone)" in printed) == (fault == "raises")
+        assert ("tracker: no answer within 0.5 s; all entries" in printed) == (fault == "hangs")
 
 
 @pytest.mark.parametrize("name", ["dummy", "named"])

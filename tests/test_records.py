@@ -44,8 +44,6 @@ def test_record_on_disk_has_values_in_order_origin_and_cost(base):
     assert record["metrics"] == "base/metrics.jsonl"
     assert record["provenance"]["inputs"] == INPUTS and record["provenance"]["commit"]
     assert (record["cost"]["wall_seconds"], record["cost"]["device_seconds"]) == (60.0, 480.0)
-    with pytest.raises(TypeError, match="not object"):
-        write(values={"x": object()})
 
 
 def test_rerun_replaces_the_record_and_history_keeps_both(base):
@@ -62,7 +60,7 @@ def test_rerun_replaces_the_record_and_history_keeps_both(base):
 def test_extend_adds_to_the_record_of_the_same_model_only():
     gsm, aqua = ({name: item_scores([name], [1])} for name in ("GSM8K", "AQUA"))
     m1, m2 = {"sft": "m1"}, {"sft": "m2"}
-    write(CHAT, {"GSM8K": 0.1}, inputs=m1, items=gsm, extend=True)
+    write(CHAT, {"GSM8K": 0.1}, inputs=m1, items=gsm)
     both = read(write(CHAT, {"AQUA": 0.2}, inputs=m1, items=aqua, extend=True))
     assert both["values"] == {"GSM8K": 0.1, "AQUA": 0.2} and both["items"] == gsm | aqua
     assert both["cost"]["wall_seconds"] == 120.0
@@ -74,15 +72,14 @@ def test_extend_adds_to_the_record_of_the_same_model_only():
 
 
 def test_item_scores_round_trip_with_item_fingerprint():
-    scores = [1, 0, 0.125, 1 / 3]
-    items = [{"query": f"{i} + {i}?"} for i in range(4)]
-    found = read(write(items={"GSM8K": item_scores(items, scores)}))["items"]["GSM8K"]
+    scores, items = [1, 0, 0.125, 1 / 3], ["a", "b", "c", "d"]
+    found = read(write(items={"GSM8K": item_scores(items, scores, "ghgh")}))["items"]["GSM8K"]
     assert records.read_scores(found) == pytest.approx(scores, abs=1e-6)
+    assert records.read_clusters(found) == ["0", "1", "0", "1"]
     assert found["of"] == item_scores(iter(items), [0] * 4)["of"]
     assert found["of"] != item_scores(items[::-1], scores)["of"]
-    assert records.read_clusters(found) is None
-    assert records.read_clusters(item_scores(items, scores, list("abcd"))) is None
-    assert records.read_clusters(item_scores(items, scores, list("baba"))) == list("0101")
+    for alone in ((), "ghij"):
+        assert records.read_clusters(item_scores(items, scores, alone)) is None
 
 
 def append_many(report_dir, section):
@@ -109,8 +106,7 @@ def test_stage_inherits_the_run_id_of_its_closest_input():
     write(run_id="run-2", inputs={}, outputs={"base": "b1"})
     assert records.inherited_run_id({"tokenizer": "t1"}) == "run-1"
     assert records.inherited_run_id({"base": "b1", "tokenizer": "t1"}) == "run-2"
-    new = {records.inherited_run_id({"base": "unknown"}) for _ in range(50)}
-    assert len(new) == 50 and not new & {"run-1", "run-2"}
+    assert len({records.inherited_run_id({"base": "unknown"}) for _ in range(50)}) == 50
 
 
 def finished(section=SECTION, key=KEY):

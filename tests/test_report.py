@@ -1,6 +1,7 @@
 """The report, from records on disk to the Markdown that a reader sees."""
 
 import json
+import math
 import random
 import re
 import time
@@ -13,25 +14,18 @@ from nanochat.common import REPOSITORY, read_json
 from nanochat.logger import RunLog
 from nanochat.records import Cost, Provenance, estimate, item_scores, write_record
 
-HARDWARE = {"platform": "Linux", "cpu": "Some CPU", "cores": 104, "logical_cores": 208}
-HARDWARE |= {"memory_gib": 1007.44, "gpus": ["H100"] * 8, "gpu_memory_gib": 633.66, "cuda": "12.8"}
+HARDWARE = {"CPUs": "104 cores (208 logical)", "GPUs": "8x H100", "CPU Model": "Some CPU"}
 HEADER = {
-    "run_started": "2025-10-23 22:27:01",
-    "git": {"branch": "main", "commit": "f1e8954", "dirty": True, "message": "Fix RL"},
+    "git": {"Branch": "main", "Commit": "f1e8954 (dirty)"},
     "hardware": HARDWARE,
-    "software": {"python": "3.10.12", "torch": "2.8.0+cu128"},
-    "bloat": {"characters": 4742, "lines": 12350, "files": 57, "tokens": 1185, "lock_lines": 22},
-    "hourly_rate": 24.0,
+    "software": {"PyTorch": "2.8.0+cu128"},
+    "gpus": ["H100"] * 8,
+    "bloat": {"Lines": 12350},
+    "hourly_rate": None,
 }
-BLOAT = (
-    "Characters: 4,742, Lines: 12,350, Files: 57, Tokens (approx): 1,185, "
-    "Dependencies (uv.lock lines): 22"
-)
 ENVIRONMENT = (
-    "Branch: main, Commit: f1e8954 (dirty), Message: Fix RL, "
-    "Platform: Linux, CPUs: 104 cores (208 logical), Memory: 1007.4 GB, GPUs: 8x H100, "
-    "GPU Memory: 633.7 GB total, CUDA Version: 12.8, Hourly Rate: $24.00/hour, "
-    "CPU Model: Some CPU, Python: 3.10.12, PyTorch: 2.8.0+cu128, " + BLOAT
+    "Branch: main, Commit: f1e8954 (dirty), CPUs: 104 cores (208 logical), GPUs: 8x H100, "
+    "CPU Model: Some CPU, Hourly Rate: $24.00/hour, PyTorch: 2.8.0+cu128, Lines: 12,350"
 )
 HALF, OTHER_HALF, MOST = [0, 1] * 50, [1, 0] * 50, [1] * 12 + [0, 1] * 44
 FOLDED = "<details><summary>Settings and provenance</summary>\n"
@@ -45,7 +39,7 @@ PRINTED = {
     "": "",
     "21.07%": "21.07%",
     (0.8, 0.95): "0.8000, 0.9500",
-    "two\nlines\r\nand\u2028three": "two\\nlines\\nand\\nthree",
+    "two\nlines\r": "two\\nlines\\r",
 }
 K = "0.5000 +- 0.1000 (n=9, k=8; items 0.0600, repeats 0.0800)"
 
@@ -78,7 +72,7 @@ HARMLESS = (
     "\U0001f468\u200d\U0001f469\u200d\U0001f467 \u2764\ufe0f",
     "C:\\Users\\me & you, HuggingFaceFW/fineweb-edu, snake_case_d12, ~5%, $24.00/hour, #1, (n=3)",
 )
-CONTROL = "[\x00-\x1f\x7f-\x9f\u200b\u202e\u2066\u2069\ufeff]"
+CONTROL = "[\x00-\x1f\x7f-\x9f\u200b\u2028\u202e\u2066\u2069\ufeff]"
 MARKUP = "html_inline link_open code_block fence s_open em_open ordered_list_open hardbreak"
 
 
@@ -103,12 +97,11 @@ class Report:
 
     def chat(self, stage, arc, gsm, of="the same questions", how="greedy"):
         """A chat evaluation of two tasks, scored item by item, and their centered mean."""
-        arc_mean, gsm_mean = (sum(scores) / len(scores) for scores in (arc, gsm))
-        core = (arc_mean - 0.25) / 0.75 / 2 + gsm_mean / 2
-        values = {"ARC-Easy": arc_mean, "GSM8K": gsm_mean, "ChatCORE": core}
-        values = {name: estimate(value, 100, 0.05) for name, value in values.items()}
         items = {"ARC-Easy": item_scores([of, "a"], arc), "GSM8K": item_scores([of, "g"], gsm)}
         items = {name: {**each, "how": how} for name, each in items.items()}
+        values = {"ARC-Easy": sum(arc) / 100, "GSM8K": sum(gsm) / 100}
+        values["ChatCORE"] = (values["ARC-Easy"] - 0.25) / 0.75 / 2 + values["GSM8K"] / 2
+        values = {name: estimate(value, 100, 0.05) for name, value in values.items()}
         items["ChatCORE"] = {"weights": {"ARC-Easy": 1 / 2 / 0.75, "GSM8K": 1 / 2}}
         self.write(f"Chat evaluation {stage}", values, items=items)
 
@@ -149,7 +142,9 @@ def test_sections_stand_in_order_with_their_keys_and_values(report):
     for name, values in rng.sample(list(expected.items()), len(expected)):
         shuffled = dict(rng.sample(list(values.items()), len(values)))
         hour = "03" if name == "Chat evaluation rl" else "01"
-        report.write(name, {**shuffled, "more": 0}, at=f"2025-10-24 {hour}:52:40")
+        seconds = 12339 if name == "Midtraining" else 1
+        at = f"2025-10-24 {hour}:52:40"
+        report.write(name, {**shuffled, "more": 0}, {"depth": 4}, at, seconds=seconds)
     for day, name in (("26", "Own"), ("25", "Golf")):
         report.write(name, {"score": 0.5}, {"left": -1, "text": ""}, f"2025-10-{day} 00:00:00")
     text = report.render()
@@ -165,9 +160,7 @@ def test_sections_stand_in_order_with_their_keys_and_values(report):
     environment, end = section_of(text, "Environment"), section_of(text, "Summary")
     assert ", ".join(bullets(environment)) == ENVIRONMENT
     assert environment.rstrip().endswith("Run started: 2025-10-23 22:27:01")
-    assert ", ".join(bullets(end)) == BLOAT
-    assert "Total wall clock time: 3h25m\n" in end
-    assert "Total wall clock time with RL: 5h25m\n" in end
+    assert "Total wall clock time: 3h25m\n" in end and "- Lines: 12,350\n" in end
 
 
 def test_values_and_tables_are_printed_as_in_the_original(report):
@@ -179,12 +172,12 @@ def test_values_and_tables_are_printed_as_in_the_original(report):
     values = {f"v{i}": value for i, value in enumerate(PRINTED)} | scores
     report.write("Golf", values, tables=[table], **origin)
     section = section_of(report.render(), "Golf")
-    *shown, provenance, cost = bullets(section)
+    *shown, command, provenance, cost = bullets(section)  # without settings
     wanted = [f"v{i}: {text}" for i, text in enumerate(PRINTED.values())]
     assert shown == [*wanted, "a: 0.2756 +- 0.0280 (n=254)", f"k: {K}"]
     assert provenance.startswith("provenance: run run-1, commit ")
     assert provenance.endswith("seed 0; tokenizer t1, data d1 -> base b1")
-    assert cost == "cost: 1.50m on 8x H100"
+    assert cost == "cost: 1.50m on 8x H100" and command.startswith("command: python ")
     assert (
         "### Comparison with GPT-2\n\n"
         "| Text Type | Bytes | GPT-2 Tokens | GPT-2 Ratio | Relative Diff % |\n"
@@ -200,7 +193,7 @@ def test_verdict_table_and_cost_of_a_run(report):
     report.chat("sft", [1] * 90 + [0] * 10, [1] * 100)
     text = section_of(report.render(), "Results")
     assert text.split("\n\n")[1] == (
-        "A model of depth 4 (9.44 M parameters, 1.64 M pretraining tokens): 63.0 min on "
+        "A model of depth 4 (9,437,704 parameters, 1,638,400 pretraining tokens): 63.0 min on "
         "8x H100, $25.20. "
         "Best scores: ChatCORE 0.933 ± 0.050 (SFT). "
         "ChatCORE changed by +0.433 ± 0.020 from mid to SFT (better). "
@@ -209,14 +202,12 @@ def test_verdict_table_and_cost_of_a_run(report):
         "Means over tasks are rescaled so that 0 is chance."
     )
     for row in (
-        "|  | base | mid | SFT | RL |",
-        "| ARC-Easy | - | 1.000 ± 0.050 | 0.900 ± 0.050 | - |",
-        "| Base model training | 60.0 min | 8.0 h | 8x H100 | $24.00 |",
-        "| Chat evaluation sft | 1.5 min | 12.0 min | 8x H100 | $0.60 |",
-        "| Total | 63.0 min | 8.4 h |  | $25.20 |",
+        "| Metric          | BASE     | MID      | SFT      | RL       |",
+        "| ARC-Easy        | -        | 1.000 ± 0.050 | 0.900 ± 0.050 | -        |",
+        "| Base model training | 60.0 min | 8x H100 | $24.00 |",
+        "| Total | 63.0 min |  | $25.20 |",
     ):
         assert row in text
-    assert text.index("base | mid") < text.index("Scores after each stage") < text.index("Total")
 
 
 def test_stages_with_the_same_items_are_compared_in_pairs(report):
@@ -226,84 +217,72 @@ def test_stages_with_the_same_items_are_compared_in_pairs(report):
     noise = "within noise"
     assert report.differences() == [
         # 6 of 100 changed, all better: se = sqrt(0.06 * 0.94 / 99)
-        "ARC-Easy | MID to SFT | +0.0600 | 0.0239 | better | 6 won, 0 lost of 100 (p = 0.031)",
+        "ARC-Easy | mid to SFT | +0.0600 | 0.0239 | better | 6 won, 0 lost of 100 (p = 0.031)",
         f"ARC-Easy | SFT to RL | +0.0000 | 0.0707 | {noise} | -",
         # all changed, half of them worse: se = sqrt(1 / 99)
-        f"GSM8K | MID to SFT | +0.0000 | 0.1005 | {noise} | 50 won, 50 lost of 100 (p = 1)",
+        f"GSM8K | mid to SFT | +0.0000 | 0.1005 | {noise} | 50 won, 50 lost of 100 (p = 1)",
         f"GSM8K | SFT to RL | +0.0000 | 0.0707 | {noise} | -",
         # 0.06 / 1.5, with the errors of both parts propagated
-        f"ChatCORE | MID to SFT | +0.0400 | 0.0527 | {noise} | 56 won, 50 lost of 200 (p = 0.45)",
+        f"ChatCORE | mid to SFT | +0.0400 | 0.0527 | {noise} | 56 won, 50 lost of 200 (p = 0.45)",
         f"ChatCORE | SFT to RL | +0.0000 | 0.0707 | {noise} | -",
     ]
-    text = report.path.read_text()
-    assert "Worse by more than 2 standard errors: no task." in text
-    assert "The stages below: " in text  # no model was trained
+    assert "Worse by more than 2 standard errors: no task." in report.path.read_text()
     report.chat("sft", MOST, OTHER_HALF, how="temperature 1")
     assert report.differences() == []
 
 
 def test_changes_are_from_the_parent_that_has_the_metric(report):
     scores = {
-        "base": {"MMLU": 0.2},
+        "base": {"MMLU": estimate(0.2, 9, math.nan)},
         "mid": {"AQUA": estimate(0.3, 254, 0.03)},
-        "sft": {"MMLU": 0.4, "AQUA": estimate(0.5, 254, 0.04), "seconds": 12.0},
+        "sft": {"MMLU": estimate(0.4, 9, 0.1), "AQUA": estimate(0.5, 254, 0.04), "seconds": 12.0},
         "dpo": {"AQUA": estimate(0.7, 254, 0.1)},
         "rl": {"AQUA": estimate(0.3, 254, 0.04)},
     }
     for stage, values in scores.items():
         report.write(f"Chat evaluation {stage}", values)
     wanted = [
-        "AQUA | MID to SFT | +0.2000 | 0.0500 | better | -",
+        "AQUA | mid to SFT | +0.2000 | 0.0500 | better | -",
         "AQUA | SFT to DPO | +0.2000 | 0.1077 | within noise | -",
         "AQUA | DPO to RL | -0.4000 | 0.1077 | worse | -",
-        "MMLU | BASE to SFT | +0.2000 | - | noise unknown | -",
+        "MMLU | base to SFT | +0.2000 | - | noise unknown | -",
     ]
     assert report.differences() == wanted
     report.write("Chat RL", {}, inputs={"sft": "f"}, outputs={"rl": "g"})
     wanted[2] = "AQUA | SFT to RL | -0.2000 | 0.0566 | worse | -"
     assert report.differences() == wanted
-    text = report.path.read_text()
-    assert "|  | base | mid | SFT | DPO | RL |" in text
-    assert "| AQUA            | -        | 0.3000   | 0.5000   | 0.7000   | 0.3000   |" in text
+    row = "| AQUA            | -        | 0.3000   | 0.5000   | 0.7000   | 0.3000   |"
+    assert row in report.path.read_text()
 
 
 def test_built_in_world_is_no_core_and_samples_are_on_top(report):
-    rows = [["Two\nlines", "a | b"]]
     table = {"title": "Sample conversations", "columns": ["User", "Model"]}
-    core = {"CORE metric": estimate(0.7, 100, 0.01), "Suite": "embedded world"}
-    report.write("Base model evaluation", core)
-    items = {"ChatCORE": {"weights": {"World-Facts": 0.5, "World-Choice": 0.5}}}
-    old = {**table, "rows": [["Hi", "Old."]]}
-    mean = {"ChatCORE": estimate(0.8, 100, 0.01)}
-    report.write("Chat evaluation mid", mean, items=items, tables=[old])
-    report.write("Chat evaluation rl", {}, tables=[{**table, "rows": rows}])
+    for section, name, task in (
+        ("Base model evaluation", "CORE metric", "world_sums"),
+        ("Chat evaluation mid", "ChatCORE", "World-Facts"),
+    ):
+        items, old = {name: {"weights": {task: 1.0}}}, {**table, "rows": [["Hi", "Old."]]}
+        report.write(section, {name: estimate(0.7, 100, 0.01)}, items=items, tables=[old])
+    report.write("Chat evaluation rl", {}, tables=[{**table, "rows": [["Two\nlines", "a | b"]]}])
     report.write("Base model loss", {"val bpb": 1.5})
     text = report.render()
-    assert "CORE" not in text and "Old." not in text and text.count("Two lines") == 1
+    assert "CORE" not in text and "Old." not in text and text.count(r"Two\nlines") == 1
     assert "| World few-shot  | 0.7000   | -        | -        | -        |" in text
-    assert "| World chat      | -        | 0.8000   | -        | -        |" in text
+    assert "| World chat      | -        | 0.7000   | -        | -        |" in text
     assert "- World few-shot: 0.7000" in section_of(text, "Base model evaluation")
     top = section_of(text, "Results")
-    assert "Best scores: World few-shot 0.700 ± 0.010 (base), World chat 0.8" in top
-    assert "val bpb 1.500 (base)" in top
-    assert "### Sample conversations (rl)\n" in top and "| Two lines | a \\| b |" in top
+    assert "Best scores: World few-shot 0.700 ± 0.010 (base), val bpb 1.500 (base), World" in top
+    assert "### Sample conversations (rl)\n" in top and r"| Two\nlines | a \| b |" in top
 
 
-@pytest.mark.parametrize(
-    ("used", "run_id", "warning"),
-    [
-        ("t1", "run-1", None),
-        ("t0", "run-1", "Base training used tokenizer t0, but Tokenizer training produced t1."),
-        ("t1", "run-2", "from 2 runs: run-1 (Tokenizer training); run-2 (Base training)."),
-    ],
-)
-def test_stages_that_do_not_belong_together_give_a_warning(report, used, run_id, warning):
+@pytest.mark.parametrize("used", ["t1", "t0"])
+def test_stages_that_do_not_belong_together_give_a_warning(report, used):
     report.write("Tokenizer training", {}, outputs={"tokenizer": "t1"})
-    report.write("Base training", {}, inputs={"tokenizer": used}, run_id=run_id)
-    report.write("Evaluation of gpt2", {}, inputs={"hf": "x"}, run_id="other")
-    text = report.render()
-    assert ("> **Provenance: these sections are inconsistent.**\n> - " in text) == bool(warning)
-    assert not warning or f"{warning}\n\n" in text
+    report.write("Base training", {}, inputs={"tokenizer": used})
+    report.write("Evaluation of gpt2", {}, inputs={"hf": "x", "tokenizer": "t2"})
+    warning = "Base training used tokenizer t0, but Tokenizer training produced t1.\n\n"
+    shown = f"> **Provenance: these sections are inconsistent.**\n> - {warning}"
+    assert (shown in report.render()) == (used == "t0")
 
 
 def figures_of(path):
@@ -313,30 +292,28 @@ def figures_of(path):
 
 
 def test_figures_are_linked_kept_copied_and_reset(report, base):
+    with RunLog(base / "d4") as log:
+        log.log(0, {"loss": 5.0})
     for name in ("d4", "gone"):
-        with RunLog(base / name) as log:
-            log.log(0, {"loss": 5.0})
         report.write(f"Run {name}", {}, metrics=base / name / "metrics.jsonl")
-    (base / "gone" / "metrics.jsonl").unlink()
     report.write("Sweep", {}, series={"seed 0": [[0, 1.0], [1, float("nan")], [2, 0.5]]})
     old = base / "copy" / "dev" / "report" / "old.svg"
     old.parent.mkdir(parents=True)
     old.touch()
     text = report.render(f"--out={base / 'copy'}")
-    assert "gone/metrics.jsonl: it does not exist" in report.output
+    assert "gone/metrics.jsonl: it has no metrics" in report.output
     figures = figures_of(report.path)
     assert list(figures) == ["run-d4-training.svg", "sweep-series.svg"]
     assert figures_of(base / "copy" / "report.md") == figures
     assert {path.name for path in old.parent.iterdir()} == set(figures)
     assert report.render().partition("\n\n##")[2] == text.partition("\n\n##")[2]
-    assert figures_of(report.path) == figures
     report.write("Golf", {}, report_dir=base / "own")
     report.command.works("report", f"--report_dir={base / 'own'}")
     assert "## Golf" in (base / "own" / "report.md").read_text() and "Golf" not in text
-    num_files = len(list(report.folder.glob("[!.]*")))
     report.command.works("report", "--reset", "--hourly_rate=3")
-    (archive,) = report.folder.glob("archive-*")
-    assert len(list(archive.iterdir())) == num_files + 1 and not report.path.exists()
+    [archive] = base.glob("report-*")
+    assert (archive / "sweep.json").exists() and not report.path.exists()
+    assert read_json(report.header)["hourly_rate"] == 3
     assert "bash speedrun.sh" in report.command.rejects("report")
 
 
@@ -345,32 +322,26 @@ def test_header_describes_the_machine_and_rate_of_the_run(report):
     report.render("--hourly_rate=16")
     text = report.render()
     assert "- Hourly Rate: $16.00/hour" in text and "- GPUs: 8x H100" in text
-    assert "| Golf | 60.0 min | 8.0 h | 8x H100 | $16.00 |" in text
+    assert "| Golf | 60.0 min | 8x H100 | $16.00 |" in text
     tiny = "--dataset=embedded --num_shards=1 --max_chars=9 --vocab_size=265".split()
     report.command.works("tok_train", *tiny)  # a stage that runs on this machine
     header = read_json(report.header)
     assert header["hardware"] != HARDWARE and header["hourly_rate"] == 16
 
 
-@pytest.mark.parametrize("key", ["git", "hardware", "bloat", "hourly_rate"])
-def test_damaged_header_is_named_and_written_again(report, key):
+@pytest.mark.parametrize("damaged", ["{", "{}", '{"git": {}}'])
+def test_damaged_header_is_named_and_written_again(report, damaged, monkeypatch):
     report.write("Golf", {})
-    report.header.write_text(json.dumps({k: v for k, v in HEADER.items() if k != key}))
-    assert "## Environment" in report.render() and str(report.header) in report.output
-    assert key in read_json(report.header)
-
-
-def test_commit_without_git_data_is_not_called_clean(report, monkeypatch):
-    report.header.unlink()
-    report.write("Golf", {})
+    report.header.write_text(damaged)
     monkeypatch.setenv("PATH", "")
-    text = report.render()
-    assert "- Commit: unknown" in text and "unknown (clean)" not in text
+    assert "- Commit: unknown\n" in report.render()  # without git not called clean
+    assert report.output.count(str(report.header)) == (damaged != "{}")
+    assert read_json(report.header).keys() == HEADER.keys()
 
 
 def plain(text):
     """The text a reader should see: one line, with control and invisible characters escaped."""
-    lines = re.sub("\r\n|[\n\r\u2028]", r"\\n", text)
+    lines = text.replace("\n", r"\n")
     escaped = re.sub(CONTROL, lambda found: ascii(found[0])[1:-1], lines)
     return " ".join(escaped.split(" ")).strip()
 
@@ -378,19 +349,17 @@ def plain(text):
 def test_S13_report_shows_untrusted_text_literally(report):
     texts = [*HOSTILE, *HARMLESS]
     for n, text in enumerate(texts):
-        rows = [[text, text], [1, text]]
         report.write(
             f"Own {n} {text}",
             {f"value {text}": text},
             {"run": text, text: text},
             run_id=text,
             inputs={text: text, "hf": ""},
-            tables=[{"title": text, "columns": [text, "other"], "rows": rows}],
-            series={text: [[0, 1.0], [1, 0.5]], "other": [[0, 1.0]]},
+            tables=[{"title": text, "columns": [text, "other"], "rows": [[text, 1]]}],
         )
         report.write("Chat evaluation sft", {text: estimate(0.5, 10, 0.1)}, extend=True)
-    git = {**HEADER["git"], "branch": HOSTILE[0], "message": HOSTILE[2]}
-    hardware = {**HARDWARE, "cpu": HOSTILE[3], "gpus": HOSTILE[1:2]}
+    report.write("Drawn", {}, series={text: [[0, 1.0], [1, 0.5]] for text in texts})
+    git, hardware = {"Branch": HOSTILE[0]}, {**HARDWARE, "GPUs": HOSTILE[1]}
     report.header.write_text(json.dumps({**HEADER, "git": git, "hardware": hardware}))
     written = report.render()
     assert not re.search(CONTROL, written.replace("\n", " "))
@@ -410,11 +379,9 @@ def test_S13_report_shows_untrusted_text_literally(report):
         shown = plain(text)
         wanted = {f"Own {n} {shown}", f"run: {shown}", f"{shown}: {shown}"}
         assert wanted | {f"value {shown}: {shown}"} <= set(seen)
-        assert seen.count(shown) >= 6
-    assert {f"GPUs: 1x {plain(HOSTILE[1])}", f"Branch: {plain(HOSTILE[0])}"} <= set(seen)
+        assert seen.count(shown) >= 5
+    assert {f"GPUs: {plain(HOSTILE[1])}", f"Branch: {plain(HOSTILE[0])}"} <= set(seen)
     assert all(f"\n- run: {text}\n" in written for text in HARMLESS), "not escaped"
-    drawings = list((report.folder / "figures").glob("own-*"))
-    assert len(drawings) == len(texts)
-    for drawing in drawings:
-        tags = {element.tag.rpartition("}")[2] for element in ElementTree.parse(drawing).iter()}
-        assert "svg" in tags and not tags & {"script", "a", "image", "foreignObject"}
+    [drawing] = (report.folder / "figures").glob("drawn-*")
+    tags = {element.tag.rpartition("}")[2] for element in ElementTree.parse(drawing).iter()}
+    assert "svg" in tags and not tags & {"script", "a", "image", "foreignObject"}

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from nanochat.plots import as_svg, set_log_scale
+from nanochat.plots import as_svg, new_figure, set_log_scale
 
 EXPONENTS = np.geomspace(0.05, 1.2, 48)  # values of alpha and beta that a fit tries
 BOOTSTRAPS = 200
@@ -98,17 +98,15 @@ def least_squares(n: np.ndarray, tokens: np.ndarray, loss: np.ndarray) -> Law:
 
 def scaling_figure(points: Mapping[str, Sequence[Point]], laws: Mapping[str, Law]) -> bytes:
     """SVG of loss over FLOPs by arm: all runs, and the lowest loss by the law."""
-
-    def draw(axes: Any) -> None:
-        for i, (arm, mine) in enumerate(points.items()):
-            x, y = [p.budget for p in mine], [p.loss for p in mine]
-            axes.plot(x, y, "o", color=f"C{i}", label=arm)
-            if arm in laws:
-                x = np.geomspace(min(x), max(x), 30)
-                lowest = [best_sizes(laws[arm], flops)[1][0] for flops in x]
-                axes.plot(x, lowest, color=f"C{i}")
-        axes.set(title="Validation bpb: runs, and lowest by law", xlabel="FLOPs")
-        axes.legend()
-        set_log_scale(axes, "x")
-
-    return as_svg(draw, height=3.6)
+    figure, [[axes]] = new_figure(height=3.6)
+    for i, (arm, mine) in enumerate(points.items()):
+        x, y = [p.budget for p in mine], [p.loss for p in mine]
+        axes.plot(x, y, "o", color=f"C{i}", label=arm)
+        if arm in laws:
+            x = np.geomspace(min(x), max(x), 30)
+            lowest = [best_sizes(laws[arm], flops)[1][0] for flops in x]
+            axes.plot(x, lowest, color=f"C{i}")
+    axes.set(title="Validation bpb: runs, and lowest by law", xlabel="FLOPs")
+    axes.legend()
+    set_log_scale(axes.xaxis)
+    return as_svg(figure)

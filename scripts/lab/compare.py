@@ -81,7 +81,8 @@ def main(cfg: Compare) -> None:
     if len(others) == 1:
         values = {name: {side: run.values[name] for side, [run] in runs.items()} for name in names}
         items = {side: run.items for side, [run] in runs.items()}
-        changes = summary.differences(values, items, {cfg.after: cfg.before})
+        scores = summary.Scores(values, items)
+        changes = summary.differences(scores, {cfg.after: cfg.before})
         table = {**summary.difference_table(changes), "title": None}
         verdicts = {row[0]: f"{row[2]} ({row[4]})" for row in table["rows"]}
     else:
@@ -115,7 +116,7 @@ def recorded_scores(checkpoint: Checkpoint, report_dir: str | None) -> Recorded:
             scores = {
                 summary.metric_name(record, key): value
                 for key, value in values.items()
-                if isinstance(value, Mapping) or summary.is_metric(record["section"], key, value)
+                if isinstance(value, Mapping) or key in summary.BASE_METRICS
             }
             items = {
                 summary.metric_name(record, key): each for key, each in record["items"].items()

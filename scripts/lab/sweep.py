@@ -201,7 +201,8 @@ def search(cfg: SweepScript, inputs: Inputs, sweep: Sweep) -> Findings:
         rows.append([f"{value:g}", *row, "chosen" if value == chosen else ""])
     columns = [cfg.search, *(f"Seed {seed}" for seed in (0, *seeds)), ""]
     curve = [[v, run.metric(cfg.metric)] for (v, seed), run in sorted(runs.items()) if seed == 0]
-    return values, {"title": "Search", "columns": columns, "rows": rows}, {"seed 0": curve}
+    table = {"title": "Search", "columns": columns, "rows": rows}
+    return values, table, {f"{cfg.metric} by {cfg.search}, seed 0": curve}
 
 
 def grid_value(cfg: SweepScript, i: float) -> float:
