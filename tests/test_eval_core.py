@@ -42,8 +42,8 @@ def save_model(
 
 def evaluate(base: Path, tag: str = "d2", **settings) -> dict:
     """Run the script in this process; returns its record."""
-    machine = DistConfig("cpu", "float32")
-    base_eval.main(base_eval.BaseEval(model_tag=tag, machine=machine, **settings))
+    dist = DistConfig("cpu", "float32")
+    base_eval.main(base_eval.BaseEval(model_tag=tag, dist=dist, **settings))
     return read_json(base / "report" / "base-model-evaluation.json")
 
 

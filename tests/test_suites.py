@@ -61,8 +61,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def server(archive, monkeypatch):
-    monkeypatch.setattr(eval_core, "TIMEOUT_SECONDS", 0.3)
+def server(archive):
     with Server(archive) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server
@@ -104,8 +103,6 @@ UNSAFE = [  # name in the archive, mode, size, message
     ("eval_bundle/../../up.txt", 0, 1, "up.txt' points outside of the archive"),
     ("/tmp/absolute.txt", 0, 1, "absolute.txt' points outside of the archive"),
     ("..\\up.txt", 0, 1, "up.txt' points outside of the archive"),
-    ("eval_bundle/link", 0o120777, 9, "link' is a link"),
-    ("eval_bundle/device", 0o020666, 0, "device' is a link or a device"),
     ("eval_bundle/bomb", 0, 8 << 20, "8,[0-9,]+ bytes unpacked"),
 ]
 
@@ -144,9 +141,7 @@ ITEM = {"query": "I ran, so", "choices": ["I won.", "I ate."], "gold": 1}
         ("core.yaml", '[{"dataset_uri": "../up"}]', "'../up' of x is not a path inside eval_data"),
         ("core.yaml", '[{"dataset_uri": "/tmp/up"}]', "'/tmp/up' of x"),
         ("core.yaml", '[{"dataset_uri": "a/../../up"}]', "'a/../../up' of x"),
-        ("core.yaml", '[{"dataset_uri": 5}]', "5 of x"),
-        ("core.yaml", '[{"dataset_uri": ""}]', "'' of x"),
-        ("core.yaml", '[{"icl_task_type": "essay"}]', "task x: kind 'essay'"),
+        ("core.yaml", '[{"icl_task_type": "essay"}]', "x.jsonl, line 1: not an item of kind essay"),
         ("core.yaml", '[{"num_fewshot": [-1]}]', "task x: .*num_fewshot -1"),
         ("eval_meta_data.csv", "a,b\n1,2\n", "Eval Task"),
         ("eval_meta_data.csv", "Eval Task,Random baseline\ncopa,50\n", "piqa"),

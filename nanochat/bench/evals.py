@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from nanochat.bench.table import BenchLog, TableLine, alternate
 from nanochat.checkpoint import build_model
 from nanochat.distributed import DistContext
-from nanochat.eval_core import FewShotTask, Question, eval_model_of, score_options, tokenize
+from nanochat.eval_core import FewShotTask, Question, score_options, tokenize
 from nanochat.gpt import GPT, GPTConfig, inference_copy
 from nanochat.tokenizer import Tokenizer
 from tasks.world.corpus import documents
@@ -38,7 +38,7 @@ def bench_evaluation(
     texts = list(itertools.islice(documents(0, 0, "train"), 2000))
     tokenizer = Tokenizer.train(texts, min(cfg.vocab_size, 2048))
     plain = build_model(cfg, machine.device, machine.dtype, seed=0)
-    subject = eval_model_of(inference_copy(plain), tokenizer)
+    model = inference_copy(plain)
     theirs = peer(plain, tokenizer, machine) if peer else None
     found.note(TABLE, NOTE)
     tasks = sorted((FewShotTask(**task) for task in suite()), key=lambda task: len(task.items))
@@ -48,7 +48,7 @@ def bench_evaluation(
 
         def score(questions: Sequence[Question] = questions) -> float:
             started = time.perf_counter()
-            for _ in score_options(subject, questions):
+            for _ in score_options(model, questions):
                 pass
             return time.perf_counter() - started
 

@@ -72,10 +72,11 @@ def test_few_shot_losses_match_lm_eval(monkeypatch):
     from nanochat.bench import peers
 
     monkeypatch.setattr(evals, "ITEMS", 3)
-    machine, seen = init_distributed(CPU), []
+    machine, models, seen = init_distributed(CPU), [], []
 
-    def watched(*args):
-        score = peers.make_scorer(*args)
+    def watched(model, *args):
+        score = peers.make_scorer(model, *args)
+        models.append(evals.inference_copy(model))
 
         def noted(questions):
             seconds, nats = score(questions)
@@ -84,18 +85,12 @@ def test_few_shot_losses_match_lm_eval(monkeypatch):
 
         return noted
 
-    subjects = []
-    monkeypatch.setattr(
-        evals,
-        "eval_model_of",
-        lambda *args, plain=evals.eval_model_of: subjects.append(plain(*args)) or subjects[0],
-    )
     found = BenchLog()
     shape = shape_for_depth(1, 400, 512, "classic")
     evals.bench_evaluation(shape, machine, 1, found, watched)
     assert {line.peer for line in found.lines} == {"lm-eval"} and len(found.lines) == 3
     questions, theirs = seen[-1]
-    ours = {q.number: scores for q, scores in evals.score_options(subjects[0], questions)}
+    ours = {q.number: scores for q, scores in evals.score_options(models[0], questions)}
     for q, nats in zip(questions, theirs, strict=True):
         readings = ours[q.number]
         lengths = [len(ids) - start for ids, start in zip(q.options, q.starts, strict=True)]

@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import nanochat
 from nanochat.chat_format import render, render_prompt
 from nanochat.checkpoint import build_model, find_checkpoint, save_checkpoint, stage_folder
 from nanochat.common import MissingInput, read_json
@@ -500,12 +499,10 @@ def test_other_hf_architectures_can_be_scored(base, command, tmp_path):
     assert record["values"]["CORE metric"]["n"] > 50 and record["provenance"]["inputs"]["hf"]
 
 
-def test_remote_code_and_missing_packages_name_the_fix(monkeypatch, tmp_path):
+def test_remote_code_and_missing_packages_name_the_fix(monkeypatch, tmp_path, machine):
     write_hf(tmp_path, model_of("default"), TOKENIZER)
     with pytest.raises(ValueError, match="trust_remote_code"):
-        base_eval.make_hf_candidate(base_eval.BaseEval(hf_path=str(tmp_path)), None)
-    for name in ("nanochat.hf.eval_model", "transformers"):
-        monkeypatch.setitem(sys.modules, name, None)
-    monkeypatch.delattr(nanochat.hf, "eval_model", raising=False)
+        base_eval.HFModel(str(tmp_path), machine, False)
+    monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(MissingInput, match="uv sync --inexact --group interop"):
-        base_eval.make_hf_candidate(base_eval.BaseEval(hf_path="x"), None)
+        base_eval.HFModel("x", machine, False)

@@ -162,7 +162,7 @@ def test_V1_harness_scores_our_server_like_the_model(ours, exported, tmp_path):
             tokenizer=str(tmp_path / "model"),
             tokenizer_backend="huggingface",
             num_concurrent=2,
-            max_length=ours.subject.context,
+            max_length=ours.model.cfg.max_seq_len,
             max_retries=1,
         )
         pairs = PAIRS[:-1]
