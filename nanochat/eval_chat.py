@@ -154,7 +154,7 @@ def estimate_score(outcomes: Outcomes, clusters: list[str], sampled: bool) -> di
     value, n, se = stats.mean(item_means(outcomes), clusters)
     k = len(outcomes[0])
     if k > 1 and n > 1:
-        repeat_se = stats.split_error(outcomes).repeat_se
+        repeat_se = stats.repeat_error(outcomes)
         item_se = math.sqrt(max(se**2 - repeat_se**2, 0.0))  # NaN stays NaN
         return records.estimate(value, n, math.hypot(item_se, repeat_se), k, item_se, repeat_se)
     return records.estimate(value, n, se, k, *((None, None) if sampled else (se, 0.0)))

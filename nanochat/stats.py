@@ -160,25 +160,10 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
     return (total - math.comb(n - correct, k)) / total
 
 
-class Repeats(NamedTuple):
-    """The two sources of error of a mean over repeated runs of the same items."""
-
-    item_se: float
-    """Standard error from the choice of items; repeats do not reduce it."""
-    repeat_se: float
-    """Standard error from sampling answers; scales as 1 / sqrt(number of repeats)."""
-
-
-def split_error(scores: Sequence[Sequence[float]]) -> Repeats:
+def repeat_error(scores: Sequence[Sequence[float]]) -> float:
     """
-    Split the error of `scores[item][repeat]` by one-way analysis of variance.
-
-    Raises ValueError for fewer than two items or two repeats, or for missing repeats.
+    Part of the standard error of the mean of `scores[item][repeat]` that comes from sampling the
+    answers, by one-way analysis of variance; scales as 1 / sqrt(number of repeats).
     """
-    if len(scores) < 2 or len({len(row) for row in scores}) != 1 or len(scores[0]) < 2:
-        raise ValueError("need at least two items and two repeats, with equal repeats per item")
     table = np.asarray(scores, dtype=np.float64)  # (n, k)
-    n, k = table.shape
-    within = float(table.var(axis=1, ddof=1).mean())
-    between = max(0.0, float(table.mean(axis=1).var(ddof=1)) - within / k)
-    return Repeats(math.sqrt(between / n), math.sqrt(within / (n * k)))
+    return math.sqrt(float(table.var(axis=1, ddof=1).mean()) / table.size)
