@@ -10,7 +10,7 @@ to Evals", arXiv:2411.00640.
 """
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
@@ -30,7 +30,9 @@ class Estimate(NamedTuple):
     se: float
 
 
-def mean(scores: Sequence[float], clusters: Sequence[Hashable] | None = None) -> Estimate:
+def mean(
+    scores: Sequence[float], clusters: Sequence[str] | Sequence[int] | None = None
+) -> Estimate:
     """
     Mean of scores. clusters: the cluster of each item; default: its own.
 
@@ -40,10 +42,9 @@ def mean(scores: Sequence[float], clusters: Sequence[Hashable] | None = None) ->
     n = len(values)
     if n == 0:
         raise ValueError("mean needs at least one score")
-    deviations: dict[Hashable, float] = {}  # sum of each cluster
-    for cluster, deviation in zip(clusters or range(n), values - values.mean(), strict=True):
-        deviations[cluster] = deviations.get(cluster, 0.0) + float(deviation)
-    groups, squares = len(deviations), math.fsum(x * x for x in deviations.values())
+    _, index = np.unique(list(clusters or range(n)), return_inverse=True)
+    deviations = np.bincount(index, values - values.mean())  # sum of each cluster
+    groups, squares = len(deviations), math.fsum(deviations**2)
     se = math.sqrt(groups / (groups - 1) * squares) / n if groups > 1 else math.nan
     return Estimate(float(values.mean()), n, se)
 
@@ -99,7 +100,9 @@ def verdict(difference: float, se: float, p: float = 0.0) -> Verdict:
 
 
 def compare(
-    before: Sequence[float], after: Sequence[float], clusters: Sequence[Hashable] | None = None
+    before: Sequence[float],
+    after: Sequence[float],
+    clusters: Sequence[str] | Sequence[int] | None = None,
 ) -> Comparison:
     """
     Compare two runs item by item, which removes item difficulty from the standard error.

@@ -48,7 +48,7 @@ class BaseLoss:
     report_dir: str | None = None
     """Folder for records. Default: report/ under the base directory."""
     data: DataConfig = field(default_factory=DataConfig)
-    machine: DistConfig = field(default_factory=DistConfig)
+    dist: DistConfig = field(default_factory=DistConfig)
     kernels: KernelConfig = field(default_factory=KernelConfig)
 
     def __post_init__(self) -> None:
@@ -56,25 +56,25 @@ class BaseLoss:
 
 
 def main(cfg: BaseLoss) -> None:
-    machine = init_distributed(cfg.machine)
-    checkpoint = find_checkpoint_on_node(machine, "base", cfg.model_tag, cfg.model_step)
+    dist = init_distributed(cfg.dist)
+    checkpoint = find_checkpoint_on_node(dist, "base", cfg.model_tag, cfg.model_step)
     origin = checkpoint.state["provenance"]
     inputs = {**origin["inputs"], "base": checkpoint.fingerprint}
-    if skip_if_finished(SECTION, settings(cfg), inputs, cfg, machine):
-        return machine.close()
+    if skip_if_finished(SECTION, settings(cfg), inputs, cfg, dist):
+        return dist.close()
 
     # Model and text
     tokenizer = checkpoint.tokenizer()
-    model = load_model(checkpoint, machine)
+    model = load_model(checkpoint, dist)
     source = open_text(cfg.data, checkpoint.state["source"])
     documents = list(source.texts(source.val_shard, cfg.max_documents))
     T = model.cfg.max_seq_len
     rows = open_rows(source, tokenizer, T)
-    on_cpu = machine.device.type == "cpu"
+    on_cpu = dist.device.type == "cpu"
     split_tokens = cfg.split_tokens or (262_144 if on_cpu else 20 * 524_288)
     chars = sum(map(len, documents))
     tokens = 2 * split_tokens + int(chars / CHARS_PER_TOKEN)
-    default = prepare_scoring(cfg.kernels, model, tokens, GPU_ROWS, machine)
+    default = prepare_scoring(cfg.kernels, model, tokens, GPU_ROWS, dist)
     step_rows = cfg.device_batch_size or default
 
     # bpb on packed rows: those trained on first, and held-out text
@@ -82,18 +82,18 @@ def main(cfg: BaseLoss) -> None:
     trained = 0 if cfg.data.dataset else count_trained_rows(checkpoint)
     most = min(num_rows, trained or num_rows)
     needed = -(-most // step_rows) * step_rows
-    machine.on_node(lambda: pack_text(rows, source, tokenizer, needed))
+    dist.on_node(lambda: pack_text(rows, source, tokenizer, needed))
 
     def packed_bpb(batches: Iterator[np.ndarray]) -> Bpb:
         scored, sizes = row_batches(batches, step_rows), tokenizer.token_bytes()
-        return bits_per_byte(model.token_losses, scored, sizes, machine)[0]
+        return bits_per_byte(model.token_losses, scored, sizes, dist)[0]
 
     most = min(most, rows.num_rows)
-    train = packed_bpb(train_batches(rows, most, step_rows, seed, machine))
-    val = packed_bpb(rows.val_batches(step_rows, num_rows, machine.rank, machine.world_size))
+    train = packed_bpb(train_batches(rows, most, step_rows, seed, dist))
+    val = packed_bpb(rows.val_batches(step_rows, num_rows, dist.rank, dist.world_size))
 
     # bpb on whole documents: comparable across packing methods and tokenizers
-    plain = document_bpb(model, documents, tokenizer, T, step_rows, machine)
+    plain = document_bpb(model, documents, tokenizer, T, step_rows, dist)
     values = {
         "train bpb": train.value,
         "val bpb": val.value,
@@ -103,12 +103,12 @@ def main(cfg: BaseLoss) -> None:
         "train tokens scored": train.tokens,
         "val tokens scored": val.tokens,
     }
-    if machine.is_main:
+    if dist.is_main:
         provenance = records.Provenance(origin["run_id"], origin["seed"], inputs)
-        cost = records.Cost.so_far(machine)
+        cost = records.Cost.so_far(dist)
         table = bpb_table(train, val, plain, T, trained > 0)
         report.append_section(SECTION, cfg, values, provenance, cost, tables=[table])
-    machine.close()
+    dist.close()
 
 
 def bpb_table(train: Bpb, val: Bpb, plain: Bpb, max_seq_len: int, seen: bool) -> dict[str, Any]:
@@ -135,10 +135,10 @@ def count_trained_rows(checkpoint: Checkpoint) -> int:
 
 
 def train_batches(
-    rows: Rows, num_rows: int, step_rows: int, seed: int, machine: DistContext
+    rows: Rows, num_rows: int, step_rows: int, seed: int, dist: DistContext
 ) -> Iterator[np.ndarray]:
     """Yield this rank's batches of the first `num_rows` rows of a training run with this seed."""
-    for number in range(machine.rank, -(-num_rows // step_rows), machine.world_size):
+    for number in range(dist.rank, -(-num_rows // step_rows), dist.world_size):
         batch = rows.batch(number, step_rows, seed)
         yield batch[: num_rows - number * step_rows]
 

@@ -26,9 +26,9 @@ def evaluate(base):
     """Function that evaluates a random SFT model; returns the record."""
 
     def run(**settings) -> dict:
-        machine = DistConfig("cpu", "float32")
+        dist = DistConfig("cpu", "float32")
         cfg = {"max_problems": 4, "sampling": Sampling(4, 0.0), **settings}
-        chat_eval.main(chat_eval.ChatEval(machine=machine, **cfg))
+        chat_eval.main(chat_eval.ChatEval(dist=dist, **cfg))
         return read_json(base / "report" / "chat-evaluation-sft.json")
 
     return run

@@ -49,7 +49,7 @@ def test_only_sampled_tokens_are_trained():
     assert second.targets.tolist() == [[IGNORE, IGNORE, 20, 21]]
     assert (set(second.weights.flatten().tolist()), sum(second.counts)) == ({-0.5}, 2)
     (both,) = batches_of(groups, 2)
-    assert both.tokens.tolist() == [[5, 6, 7, 20, 256, 256], [5, 6, 7, 10, 11, 12]]
+    assert both.tokens.tolist() == [[5, 6, 7, 20, 21, 256], [5, 6, 7, 10, 11, 12]]
 
 
 def test_gradient_matches_definition_for_any_micro_batch():
