@@ -218,23 +218,24 @@ def prefill_shared(model: Any, questions: Sequence[Question], T: int) -> CacheVi
 def score_options(
     model: Any, questions: Sequence[Question]
 ) -> Iterator[tuple[Question, list[OptionScore]]]:
-    """Yield each question with its option scores, longest questions first, in batches that fit."""
+    """
+    Yield each question with its option scores, longest questions first, in batches that fit; a
+    batch that runs out of memory is halved.
+    """
     longest_first = sorted(questions, key=lambda q: q.shape[1], reverse=True)
     most = CPU_PASS_TOKENS if model.device.type == "cpu" else GPU_PASS_TOKENS
-    for batch in fill_batches(longest_first, lambda q: q.shape, most):
-        yield from zip(batch, score_or_split(model, batch), strict=True)
-
-
-def score_or_split(model: Any, questions: Sequence[Question]) -> list[list[OptionScore]]:
-    """`score_batch`, but halves the batch when out of memory."""
-    try:
-        return score_batch(model, questions)
-    except torch.OutOfMemoryError:
-        if len(questions) == 1:
-            raise
-    torch.cuda.empty_cache()  # outside `except`: the exception keeps tensors alive
-    half = len(questions) // 2
-    return score_or_split(model, questions[:half]) + score_or_split(model, questions[half:])
+    batches = list(fill_batches(longest_first, lambda q: q.shape, most))
+    while batches:
+        batch = batches.pop(0)
+        try:
+            scores = score_batch(model, batch)
+        except torch.OutOfMemoryError:
+            if len(batch) == 1:
+                raise
+            half = len(batch) // 2
+            batches[:0] = batch[:half], batch[half:]
+        else:
+            yield from zip(batch, scores, strict=True)
 
 
 # ---- Scores of tasks -----------------------------------------------------------------------------
@@ -273,8 +274,7 @@ def evaluate_task(
     started = time.perf_counter()
     task = task.shuffled(max_items)
     mine = range(dist.rank, len(task.items), dist.world_size)
-    context = model.cfg.max_seq_len
-    own = score_options(model, [tokenize(task, n, tokenizer, context) for n in mine])
+    own = score_options(model, [tokenize(task, n, tokenizer, model.cfg.max_seq_len) for n in mine])
     found = {q.number: (scores, q.truncated) for q, scores in own}
     for others in dist.gather(found):
         found |= others
@@ -346,8 +346,7 @@ def fetch(location: str) -> Path:
         return path
     known = f"sha256:{PUBLISHED_SHA256}" if location == PUBLISHED_URL else None
     try:
-        folder = base_dir() / "data" / "eval_bundle"
-        return Path(pooch.retrieve(location, known, path=folder))
+        return Path(pooch.retrieve(location, known, path=base_dir() / "data" / "eval_bundle"))
     except (OSError, ValueError) as error:  # ValueError: wrong hash
         raise UsageError(f"cannot download {location}: {error}", BUNDLE_HINT) from error
 

@@ -97,7 +97,7 @@ def open_tasks(
     Return the tasks that can be scored, and name -> reason for the skipped ones, which are
     logged. Raises UsageError if a task in `task_name` cannot be scored.
     """
-    report_names = {name: TASKS[key_of(name)].name for name in default}
+    report_names = {name: TASKS[name].name for name in default}
     selected = select_tasks(cfg.task_name, report_names, cfg.final, dist.print0)
     names = list({key_of(name): name for name in selected}.values())
     reasons = dist.on_main(lambda: {n: why_unavailable(n, cfg.unsafe_exec) for n in names})
@@ -117,9 +117,9 @@ def main(cfg: ChatEval) -> None:
     checkpoint = find_checkpoint_on_node(dist, cfg.source, cfg.model_tag, cfg.step)
     default = default_tasks(checkpoint.state["source"])
     tasks, missing = open_tasks(cfg, default, dist)
-    counted = [task for task in tasks if key_of(task.name) in map(key_of, default)]
-    covered = {key_of(name) for name in (*missing, *(task.name for task in counted))}
-    is_complete = bool(counted) and covered >= set(map(key_of, default))
+    counted = [task for task in tasks if key_of(task.name) in default]
+    names = [*missing, *(task.name for task in counted)]
+    is_complete = bool(counted) and set(map(key_of, names)) >= set(default)
 
     # Scores that are recorded already
     flags, inputs = all_flags(cfg), parent_inputs(checkpoint)
