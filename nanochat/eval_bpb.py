@@ -46,8 +46,8 @@ class Bpb(NamedTuple):
 
     @property
     def loss(self) -> float:
-        """Mean nats per target, like the training loss; NaN if there are no targets."""
-        return self.all_nats / self.all_tokens if self.all_tokens else math.nan
+        """Mean nats per target, like the training loss."""
+        return self.all_nats / self.all_tokens
 
 
 Batch = tuple[np.ndarray, np.ndarray]
@@ -56,11 +56,6 @@ Batch = tuple[np.ndarray, np.ndarray]
 def pool(parts: Iterable[Bpb]) -> Bpb:
     """Combine the results of several texts."""
     return Bpb(*map(sum, zip(*parts, strict=True)))
-
-
-def bucket_metrics(found: Mapping[str, Bpb]) -> dict[str, float]:
-    """Metrics of the buckets of a mixture, by name; empty for a single bucket."""
-    return {f"val_bpb:{name}": bpb.value for name, bpb in found.items()} if len(found) > 1 else {}
 
 
 def bits_per_byte(
@@ -81,32 +76,27 @@ def bits_per_byte(
     Raises StopRequested on every rank if `stop` is asked on any rank, and UsageError if a sum is
     not finite.
     """
-    nats, counts = np.zeros((2, n)), np.zeros(2, dtype=np.int64)  # with bytes, and of all targets
-    num_bytes, stopped = 0, False
+    nats, counts = np.zeros((2, n)), np.zeros(3)  # with bytes, and of all targets; and bytes
+    stopped = False
     for tokens, targets in batches:
         if stopped := stop is not None and stop.asked:
             break
         lengths = np.where(targets == IGNORE, 0, token_bytes[targets.clip(min=0)])  # (B, T)
         x, y = (torch.from_numpy(each).to(dist.device) for each in (tokens, targets))
         losses = score(x, y).to(torch.float32).reshape(n, *y.shape).cpu().double().numpy()
-        for i, counted in enumerate((lengths > 0, targets != IGNORE)):
-            nats[i] += np.where(counted, losses, 0.0).sum(axis=(1, 2))
-            counts[i] += counted.sum()
-        num_bytes += int(lengths.sum())
-    sums = dist.sum(*nats.flat, *counts.tolist(), num_bytes, float(stopped))
-    if sums.pop():
+        masks = lengths > 0, targets != IGNORE
+        nats += [np.where(mask, losses, 0.0).sum(axis=(1, 2)) for mask in masks]
+        counts += [each.sum() for each in (*masks, lengths)]
+    if dist.any(stopped):
         raise StopRequested
-    *total, count, every, size = sums
-    if not np.isfinite(total).all():
+    sums = dist.sum(*nats.flat, *counts)
+    tokens, all_tokens, num_bytes = map(round, sums[2 * n :])
+    if not np.isfinite(sums).all():
         raise UsageError(
-            f"the loss on {round(every):,} tokens is {sum(total[n:])}: the weights are corrupt",
+            f"the loss on {all_tokens:,} tokens is {sum(sums[n : 2 * n])}: the weights are corrupt",
             "use an earlier checkpoint or retrain with lower learning rates",
         )
-    own, whole = total[:n], total[n:]
-    return [
-        Bpb(nats, round(size), round(count), all_nats, round(every))
-        for nats, all_nats in zip(own, whole, strict=True)
-    ]
+    return [Bpb(sums[i], num_bytes, tokens, sums[n + i], all_tokens) for i in range(n)]
 
 
 # ---- Validation rows -----------------------------------------------------------------------------
@@ -127,15 +117,21 @@ class ValidationConfig:
         return self.eval_tokens or (131_072 if dist.device.type == "cpu" else 10_485_760)
 
 
+def fill_batch(tokens: np.ndarray, targets: np.ndarray, rows: int) -> Batch:
+    """
+    Repeat tokens and targets, (B, T) each, up to `rows` rows; the added targets are IGNORE. So a
+    compiled model sees a single shape.
+    """
+    shape = rows, tokens.shape[1]
+    filled = np.resize(targets, shape)
+    filled[len(targets) :] = IGNORE
+    return np.resize(tokens, shape), filled
+
+
 def row_batches(batches: Iterable[np.ndarray], rows: int) -> Iterator[Batch]:
-    """
-    Yield tokens and targets of exactly `rows` rows per batch. The last batch is padded with rows
-    whose targets are all ignored, so that a compiled model sees a single shape.
-    """
+    """Yield tokens and targets of exactly `rows` rows for each batch of stored rows."""
     for batch in batches:
-        tokens, targets = inputs_and_targets(np.resize(batch, (rows, batch.shape[1])))
-        targets[len(batch) :] = IGNORE
-        yield tokens, targets
+        yield fill_batch(*inputs_and_targets(batch), rows)
 
 
 class Validation:
@@ -197,7 +193,10 @@ class Validation:
 def val_metrics(found: Mapping[str, Bpb]) -> dict[str, float]:
     """Metrics of the validation rows of all buckets; see `Validation.score`."""
     whole = pool(found.values())
-    return {"val_bpb": whole.value, "val_loss": whole.loss, **bucket_metrics(found)}
+    metrics = {"val_bpb": whole.value, "val_loss": whole.loss}
+    if len(found) > 1:
+        metrics |= {f"val_bpb:{name}": bpb.value for name, bpb in found.items()}
+    return metrics
 
 
 # ---- Whole documents -----------------------------------------------------------------------------
@@ -212,25 +211,12 @@ def make_windows(ids: np.ndarray, T: int, stride: int) -> Iterator[Batch]:
     what remains. All other targets are IGNORE. Every token is scored exactly once; tokens after
     the first window have T - stride + 1 to T tokens of context. stride = T: no overlap.
     """
-    num_targets = len(ids) - 1
-    scored = 0
-    while scored < num_targets:
-        begin = max(0, scored + stride - T) if scored else 0
-        end = min(begin + T, num_targets)
-        tokens = np.full(T, ids[0], dtype=np.int64)
-        targets = np.full(T, IGNORE, dtype=np.int64)
-        tokens[: end - begin] = ids[begin:end]
-        targets[scored - begin : end - begin] = ids[scored + 1 : end + 1]
-        yield tokens, targets
-        scored = end
-
-
-def window_batches(pieces: Iterator[Batch], T: int, rows: int) -> Iterator[Batch]:
-    """Group windows of length T into batches of exactly `rows`, to avoid recompilation."""
-    while batch := list(itertools.islice(pieces, rows)):
-        blank = (batch[0][0], np.full(T, IGNORE, dtype=np.int64))
-        batch += [blank] * (rows - len(batch))
-        tokens, targets = map(np.stack, zip(*batch, strict=True))
+    for begin in range(0, max(1, len(ids) - 1 - T + stride), stride):
+        window = ids[begin : begin + T + 1]
+        n, first = len(window) - 1, T - stride if begin else 0
+        tokens, targets = np.full(T, ids[0]), np.full(T, IGNORE)
+        tokens[:n] = window[:-1]
+        targets[first:n] = window[first + 1 :]
         yield tokens, targets
 
 
@@ -255,7 +241,8 @@ def document_bpb(
     documents = (np.array([tokenizer.bos_id, *tokenizer.encode(text)]) for text in texts)
     pieces = itertools.chain.from_iterable(make_windows(ids, T, stride) for ids in documents)
     mine = itertools.islice(pieces, dist.rank, None, dist.world_size)
-    batches = window_batches(mine, T, rows)
+    grouped = iter(lambda: list(itertools.islice(mine, rows)), [])  # until none is left
+    batches = (fill_batch(*np.stack(group, axis=1), rows=rows) for group in grouped)
     [found] = bits_per_byte(model.token_losses, batches, tokenizer.token_bytes(), dist)
     num_bytes = sum(len(text.encode()) for text in texts)
     assert found.bytes == num_bytes, f"scored {found.bytes} bytes, but the texts have {num_bytes}"

@@ -8,8 +8,8 @@ nor on the batch size, except for rounding.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,18 +23,16 @@ from nanochat.tokenizer import Tokenizer
 
 PASS_TOKENS = 16_384  # tokens in a forward pass, with padding
 
+Questions = Any  # a `tasks.base.Task`; the core does not import tasks
+Outcomes = list[list[float]]  # for each item, the scores of its answers
 
-class Questions(Protocol):
-    """Interface of an evaluated task, implemented by `tasks.base.Task`."""
 
-    name: str
+class TaskResult(NamedTuple):
+    """Result of scoring a task."""
 
-    def __len__(self) -> int: ...
-    def __getitem__(self, i: int) -> Sequence[Message]: ...
-    def locate(self, i: int) -> "tuple[Questions, int]": ...
-    def letters(self, i: int) -> tuple[str, ...]: ...
-    def cluster(self, i: int) -> str: ...
-    def score(self, conversation: Any, answer: str) -> float: ...
+    outcomes: Outcomes
+    num_truncated: int
+    """Items whose prompt was truncated to fit the context."""
 
 
 def score_answer(questions: Questions, i: int, answer: str) -> float:
@@ -49,36 +47,7 @@ def clusters_of(questions: Questions, count: int) -> list[str]:
     return [f"{task.name} {task.cluster(number)}" for task, number in located]
 
 
-Outcomes = list[list[float]]  # for each item, the scores of its answers
-
-
-class TaskResult(NamedTuple):
-    """Result of scoring a task."""
-
-    outcomes: Outcomes
-    num_truncated: int
-    """Items whose prompt was truncated to fit the context."""
-
-
-Score = Callable[[list[int], list[list[int]]], list[list[float]]]  # items, prompts -> scores
-
-
-def score_items(
-    task: Questions, count: int, tokenizer: Tokenizer, most: int, score: Score, dist: DistContext
-) -> TaskResult:
-    """
-    Score items 0 to count - 1, split among ranks; the result is the same on every rank.
-
-    Prompts are truncated to `most` tokens.
-    """
-    mine = list(range(dist.rank, count, dist.world_size))
-    whole = [render_prompt(tokenizer, task[i]) for i in mine]
-    prompts = [trim(prompt, most) for prompt in whole]
-    truncated = sum(len(full) > len(kept) for full, kept in zip(whole, prompts, strict=True))
-    scores = dict(zip(mine, score(mine, prompts), strict=True))
-    for other in dist.gather(scores):
-        scores |= other
-    return TaskResult([scores[i] for i in range(count)], round(dist.sum(float(truncated))[0]))
+# ---- Prompts -------------------------------------------------------------------------------------
 
 
 def longest_prompt(engine: Engine, max_new_tokens: int) -> int:
@@ -92,6 +61,18 @@ def trim(prompt: list[int], most: int) -> list[int]:
     return prompt if len(prompt) <= most else prompt[:1] + prompt[1 - most :]
 
 
+def render_prompts(
+    tokenizer: Tokenizer, conversations: Iterable[Sequence[Message]], most: int
+) -> tuple[list[list[int]], int]:
+    """Prompts of at most `most` tokens, and how many of them were truncated."""
+    whole = [render_prompt(tokenizer, messages) for messages in conversations]
+    prompts = [trim(prompt, most) for prompt in whole]
+    return prompts, sum(a != b for a, b in zip(whole, prompts, strict=True))
+
+
+# ---- Scores --------------------------------------------------------------------------------------
+
+
 @torch.no_grad()
 def score_by_logits(
     model: GPT, tokenizer: Tokenizer, task: Questions, count: int, dist: DistContext
@@ -101,23 +82,21 @@ def score_by_logits(
     the assistant's turn, and score the answers. Raises ValueError if a letter is more than one
     token.
     """
-
-    def score(items: list[int], prompts: list[list[int]]) -> list[list[float]]:
-        by_length = sorted(range(len(items)), key=lambda n: len(prompts[n]))
-        found: list[list[float]] = [[] for _ in items]
-        for batch in fill_batches(by_length, lambda n: (1, len(prompts[n])), PASS_TOKENS):
-            tokens = pad_right([prompts[n] for n in batch], tokenizer.bos_id, model.device)
-            last = [len(prompts[n]) - 1 for n in batch]
-            hidden = model.hidden(tokens)[list(range(len(batch))), last]  # (B, C)
-            for n, row in zip(batch, model.logits(hidden), strict=True):
-                owner, number = task.locate(items[n])
-                letters = owner.letters(number)
-                [ids] = zip(*map(tokenizer.encode, letters), strict=True)  # one token each
-                best = letters[int(row[list(ids)].argmax())]
-                found[n] = [score_answer(task, items[n], best)]
-        return found
-
-    return score_items(task, count, tokenizer, model.cfg.max_seq_len - 1, score, dist)
+    mine, most = range(dist.rank, count, dist.world_size), model.cfg.max_seq_len - 1
+    prompts, num_truncated = render_prompts(tokenizer, (task[i] for i in mine), most)
+    by_length = sorted(zip(mine, prompts, strict=True), key=lambda item: len(item[1]))
+    scores = {}
+    for batch in fill_batches(by_length, lambda item: (1, len(item[1])), PASS_TOKENS):
+        items, ids = zip(*batch, strict=True)
+        last = [len(prompt) - 1 for prompt in ids]
+        hidden = model.hidden(pad_right(ids, tokenizer.bos_id, model.device))  # (B, T, C)
+        logits = model.logits(hidden[list(range(len(ids))), last])  # (B, V)
+        for i, row in zip(items, logits, strict=True):
+            owner, number = task.locate(i)
+            letters = owner.letters(number)
+            [options] = zip(*map(tokenizer.encode, letters), strict=True)  # one token each
+            scores[i] = [score_answer(task, i, letters[int(row[list(options)].argmax())])]
+    return gather_result(scores, num_truncated, dist)
 
 
 def score_by_generation(
@@ -128,16 +107,24 @@ def score_by_generation(
 
     Item i uses seed `settings.seed` + i.
     """
-
-    def score(items: list[int], prompts: list[list[int]]) -> list[list[float]]:
-        groups = engine.generate(prompts, settings, n, [settings.seed + i for i in items])
-        return [
-            [score_answer(task, i, engine.tokenizer.decode(answer.ids)) for answer in group]
-            for i, group in zip(items, groups, strict=True)
-        ]
-
+    mine = range(dist.rank, count, dist.world_size)
     most = longest_prompt(engine, settings.max_new_tokens)
-    return score_items(task, count, engine.tokenizer, most, score, dist)
+    prompts, num_truncated = render_prompts(engine.tokenizer, (task[i] for i in mine), most)
+    groups = engine.generate(prompts, settings, n, [settings.seed + i for i in mine])
+    scores = {
+        i: [score_answer(task, i, engine.tokenizer.decode(answer.ids)) for answer in group]
+        for i, group in zip(mine, groups, strict=True)
+    }
+    return gather_result(scores, num_truncated, dist)
+
+
+def gather_result(
+    scores: dict[int, list[float]], num_truncated: int, dist: DistContext
+) -> TaskResult:
+    """Join the scores of all ranks, by item; the result is the same on every rank."""
+    for other in dist.gather(scores):
+        scores |= other
+    return TaskResult([scores[i] for i in sorted(scores)], round(dist.sum(num_truncated)[0]))
 
 
 def item_means(outcomes: Outcomes) -> list[float]:
@@ -154,7 +141,7 @@ def estimate_score(outcomes: Outcomes, clusters: list[str], sampled: bool) -> di
     value, n, se = stats.mean(item_means(outcomes), clusters)
     k = len(outcomes[0])
     if k > 1 and n > 1:
-        repeat_se = stats.split_error(outcomes).repeat_se
+        repeat_se = stats.repeat_error(outcomes)
         item_se = math.sqrt(max(se**2 - repeat_se**2, 0.0))  # NaN stays NaN
         return records.estimate(value, n, math.hypot(item_se, repeat_se), k, item_se, repeat_se)
     return records.estimate(value, n, se, k, *((None, None) if sampled else (se, 0.0)))

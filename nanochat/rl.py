@@ -22,7 +22,6 @@ import torch
 
 from nanochat import records, stats
 from nanochat.attention import pad_right
-from nanochat.chat_format import render_prompt
 from nanochat.config import require_at_least, require_positive
 from nanochat.dist import DistContext
 from nanochat.engine import Completion, Engine, Sampling
@@ -32,12 +31,13 @@ from nanochat.eval_chat import (
     estimate_score,
     item_means,
     longest_prompt,
+    render_prompts,
     score_answer,
     score_by_generation,
-    trim,
 )
 from nanochat.gpt import GPT, copy_weights
 from nanochat.loss import IGNORE
+from nanochat.rows import signed_ids
 from nanochat.train import Batch
 
 # ---- Rollouts and the policy gradient ------------------------------------------------------------
@@ -99,6 +99,22 @@ def advantages(rewards: Sequence[float]) -> list[float]:
     return [reward - mean for reward in rewards]
 
 
+def encode_completion(answer: Completion) -> list[int]:
+    """Encode a generated answer with its prompt: sampled tokens as their id, others as ~id."""
+    end = [] if answer.end is None else [answer.end]
+    mask = [False] * len(answer.prompt) + answer.sampled + [True] * len(end)
+    return signed_ids(answer.prompt + answer.ids + end, mask).tolist()
+
+
+def pad_signed(
+    rows: Sequence[list[int]], pad: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and targets, (B, T) each, of `signed_ids`, right-padded with `pad`."""
+    signed = pad_right(rows, ~pad, device)  # (B, T + 1)
+    tokens = torch.where(signed < 0, ~signed, signed)
+    return tokens[:, :-1], signed[:, 1:].clamp(min=IGNORE)
+
+
 def micro_batches(
     groups: Sequence[Group], rows: int, pad: int, device: torch.device
 ) -> Iterator[Batch]:
@@ -106,19 +122,16 @@ def micro_batches(
     Collate the answers of groups, sorted by length, into batches of at most `rows` rows,
     right-padded with `pad`. Targets are the sampled tokens; `weights` are the advantages.
     """
-    learned = []
-    for group in groups:
-        for answer, advantage in zip(group.answers, advantages(group.rewards), strict=True):
-            end = [] if answer.end is None else [answer.end]
-            ids, sampled = answer.ids + end, answer.sampled + [True] * len(end)
-            targets = [IGNORE] * (len(answer.prompt) - 1)
-            targets += [i if own else IGNORE for i, own in zip(ids, sampled, strict=True)]
-            learned.append(((answer.prompt + ids)[:-1], targets, advantage))
+    learned = [
+        (encode_completion(answer), advantage)
+        for group in groups
+        for answer, advantage in zip(group.answers, advantages(group.rewards), strict=True)
+    ]
     learned.sort(key=lambda each: len(each[0]))
     for i in range(0, len(learned), rows):
-        ids, targets, advantage = zip(*learned[i : i + rows], strict=True)
-        x, y = pad_right(ids, pad, device), pad_right(targets, IGNORE, device)  # (B, T)
-        counts = [sum(target != IGNORE for target in row) for row in targets]
+        signed, advantage = zip(*learned[i : i + rows], strict=True)
+        x, y = pad_signed(signed, pad, device)  # (B, T)
+        counts = [sum(number >= 0 for number in row) for row in signed]
         weights = torch.tensor(advantage, device=device)[:, None].expand_as(x)
         yield Batch(x, y, counts, weights=weights)
 
@@ -183,9 +196,9 @@ class Rollouts:
 
     def metrics(self, groups: Sequence[Group]) -> dict[str, float]:
         """Return means over the groups and answers of all ranks."""
-        answers = [answer for group in groups for answer in group.answers]
         num_groups = self.cfg.examples_per_step
         num_answers = num_groups * self.cfg.num_samples
+        answers = [answer for group in groups for answer in group.answers]
         mine = {
             "reward": sum(sum(group.rewards) for group in groups) / num_answers,
             "answer_tokens": sum(len(answer.ids) for answer in answers) / num_answers,
@@ -197,8 +210,8 @@ class Rollouts:
 
     def draws(self, step: int) -> range:
         """This rank's question draws in a step, numbered over the run."""
-        first, per_step = step * self.cfg.examples_per_step, self.cfg.examples_per_step
-        return range(first + self.dist.rank, first + per_step, self.dist.world_size)
+        count, rank = self.cfg.examples_per_step, self.dist.rank
+        return range(step * count + rank, (step + 1) * count, self.dist.world_size)
 
     def question(self, draw: int, attempt: int = 0) -> int:
         """Task index of a draw's question; each epoch and attempt has its own random order."""
@@ -231,7 +244,7 @@ class Rollouts:
         cfg, engine = self.cfg, self.engine
         questions = [self.question(draw, attempt) for draw in draws]
         most = longest_prompt(engine, cfg.max_new_tokens)
-        prompts = [trim(render_prompt(engine.tokenizer, self.task[i]), most) for i in questions]
+        prompts, _ = render_prompts(engine.tokenizer, (self.task[i] for i in questions), most)
         first = self.seed * 1_000_003 + attempt * 1_000_000_007
         seeds = [first + draw for draw in draws]
         groups = engine.generate(prompts, cfg.sampling(0), cfg.num_samples, seeds)
@@ -252,8 +265,9 @@ class Rollouts:
             for step in range(num_steps)
             for draw, group in zip(self.draws(step), self.roll_out(step), strict=True)
         }
-        found = {k: v for other in self.dist.gather(mine) for k, v in other.items()}
-        return [found[draw] for draw in sorted(found)]
+        for others in self.dist.gather(mine):
+            mine |= others
+        return [mine[draw] for draw in sorted(mine)]
 
 
 # ---- Evaluation before and after RL --------------------------------------------------------------
@@ -272,9 +286,8 @@ def held_out_scores(rollouts: Rollouts, task: Questions, num_samples: int) -> li
     """Scores of `num_samples` answers of the current model to each held-out question."""
     engine, sampling = rollouts.engine, rollouts.cfg.sampling(rollouts.seed + 1)
     copy_weights(engine.model, rollouts.model)
-    return score_by_generation(
-        engine, task, len(task), sampling, num_samples, rollouts.dist
-    ).outcomes
+    graded = score_by_generation(engine, task, len(task), sampling, num_samples, rollouts.dist)
+    return graded.outcomes
 
 
 def measure(
@@ -286,10 +299,11 @@ def measure(
     """
     held_out = held_out_scores(rollouts, task, num_samples)
     result = EvalResult(rollouts.mean_rewards(reward_steps), held_out)
-    reward, right = stats.mean(result.rewards), pass_at(1, held_out, task)
+    reward, right = stats.mean(result.rewards), pass_metrics(held_out, task)
     rollouts.dist.print0(
         f"{when}: mean reward {reward.value:.4f} +- {reward.se:.4f} ({reward.n} questions), "
-        f"held-out pass@1 {right.value:.4f} +- {right.se:.4f} ({right.n} questions)"
+        f"held-out pass@1 {right['pass_at_1']:.4f} +- {right['pass_at_1_se']:.4f} "
+        f"({len(task)} questions)"
     )
     return result
 
@@ -299,14 +313,9 @@ def pass_rates(outcomes: Sequence[list[float]], k: int) -> list[float]:
     return [stats.pass_at_k(len(each), each.count(1), k) for each in outcomes]
 
 
-def pass_at(k: int, outcomes: Sequence[list[float]], task: Questions) -> stats.Estimate:
-    """Estimate pass@k over the held-out questions."""
-    return stats.mean(pass_rates(outcomes, k), clusters_of(task, len(task)))
-
-
 def pass_metrics(outcomes: Sequence[list[float]], task: Questions) -> dict[str, float]:
     """Metrics of an evaluation: pass@1 and its standard error."""
-    found = pass_at(1, outcomes, task)
+    found = stats.mean(pass_rates(outcomes, 1), clusters_of(task, len(task)))
     return {"pass_at_1": found.value, "pass_at_1_se": found.se}
 
 
@@ -325,44 +334,35 @@ def step_values(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def compare_results(before: EvalResult, after: EvalResult, task: Any) -> dict[str, Any]:
-    """Rewards and pass@k before and after RL; the change per task if there are several."""
-    clusters = clusters_of(task, len(task))
-    found: dict[str, Any] = {
+def compare_results(
+    before: EvalResult, after: EvalResult, task: Questions
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """
+    Values and items for the record: rewards and pass@k before and after RL, the change per task if
+    there are several, and pass@k after RL by question.
+    """
+    questions, clusters = [task[i] for i in range(len(task))], clusters_of(task, len(task))
+    values: dict[str, Any] = {
         "Mean reward before": records.estimate(*stats.mean(before.rewards)),
         "Mean reward after": records.estimate(*stats.mean(after.rewards)),
         **change("Mean reward", before.rewards, after.rewards),
     }
-    for k in sample_counts(after):
+    items = {}
+    for k in (k for k in (1, 2, 4, 8, 16) if k <= len(after.held_out[0])):
         for when, outcomes in (("before", before.held_out), ("after", after.held_out)):
-            found[f"pass@{k} {when}"] = (
-                estimate_score(outcomes, clusters, sampled=True)  # error of sampling too
-                if k == 1
-                else records.estimate(*pass_at(k, outcomes, task))
-            )
+            rates, name = pass_rates(outcomes, k), f"pass@{k} {when}"
+            values[name] = records.estimate(*stats.mean(rates, clusters))
+            if k == 1:
+                values[name] = estimate_score(outcomes, clusters, sampled=True)  # its two errors
+        items[name] = records.item_scores(questions, rates, clusters)
     old, new = item_means(before.held_out), item_means(after.held_out)
-    found |= change("pass@1", old, new, clusters)
-    by_task: dict[str, list[int]] = {}
-    for i in range(len(task)):
-        by_task.setdefault(task.locate(i)[0].name, []).append(i)
-    for name, own in sorted(by_task.items()) if len(by_task) > 1 else ():
-        some = [old[i] for i in own], [new[i] for i in own]
-        found |= change(f"pass@1 {name}", *some, [clusters[i] for i in own])
-    return found
-
-
-def held_out_items(after: EvalResult, task: Questions) -> dict[str, Any]:
-    """Held-out pass@k after RL by question."""
-    questions, clusters = [task[i] for i in range(len(task))], clusters_of(task, len(task))
-    return {
-        f"pass@{k} after": records.item_scores(questions, pass_rates(after.held_out, k), clusters)
-        for k in sample_counts(after)
-    }
-
-
-def sample_counts(result: EvalResult) -> list[int]:
-    """The k of pass@k that the number of answers per question allows."""
-    return [k for k in (1, 2, 4, 8, 16) if k <= len(result.held_out[0])]
+    values |= change("pass@1", old, new, clusters)
+    names = [task.locate(i)[0].name for i in range(len(task))]
+    for name in sorted(set(names)) if len(set(names)) > 1 else ():
+        own = [i for i, each in enumerate(names) if each == name]
+        parts: Any = ([column[i] for i in own] for column in (old, new, clusters))
+        values |= change(f"pass@1 {name}", *parts)
+    return values, items
 
 
 def change(

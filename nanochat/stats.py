@@ -10,7 +10,7 @@ to Evals", arXiv:2411.00640.
 """
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
@@ -30,7 +30,9 @@ class Estimate(NamedTuple):
     se: float
 
 
-def mean(scores: Sequence[float], clusters: Sequence[Hashable] | None = None) -> Estimate:
+def mean(
+    scores: Sequence[float], clusters: Sequence[str] | Sequence[int] | None = None
+) -> Estimate:
     """
     Mean of scores. clusters: the cluster of each item; default: its own.
 
@@ -40,10 +42,9 @@ def mean(scores: Sequence[float], clusters: Sequence[Hashable] | None = None) ->
     n = len(values)
     if n == 0:
         raise ValueError("mean needs at least one score")
-    deviations: dict[Hashable, float] = {}  # sum of each cluster
-    for cluster, deviation in zip(clusters or range(n), values - values.mean(), strict=True):
-        deviations[cluster] = deviations.get(cluster, 0.0) + float(deviation)
-    groups, squares = len(deviations), math.fsum(x * x for x in deviations.values())
+    _, index = np.unique(list(clusters or range(n)), return_inverse=True)
+    deviations = np.bincount(index, values - values.mean())  # sum of each cluster
+    groups, squares = len(deviations), math.fsum(deviations**2)
     se = math.sqrt(groups / (groups - 1) * squares) / n if groups > 1 else math.nan
     return Estimate(float(values.mean()), n, se)
 
@@ -99,7 +100,9 @@ def verdict(difference: float, se: float, p: float = 0.0) -> Verdict:
 
 
 def compare(
-    before: Sequence[float], after: Sequence[float], clusters: Sequence[Hashable] | None = None
+    before: Sequence[float],
+    after: Sequence[float],
+    clusters: Sequence[str] | Sequence[int] | None = None,
 ) -> Comparison:
     """
     Compare two runs item by item, which removes item difficulty from the standard error.
@@ -160,25 +163,10 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
     return (total - math.comb(n - correct, k)) / total
 
 
-class Repeats(NamedTuple):
-    """The two sources of error of a mean over repeated runs of the same items."""
-
-    item_se: float
-    """Standard error from the choice of items; repeats do not reduce it."""
-    repeat_se: float
-    """Standard error from sampling answers; scales as 1 / sqrt(number of repeats)."""
-
-
-def split_error(scores: Sequence[Sequence[float]]) -> Repeats:
+def repeat_error(scores: Sequence[Sequence[float]]) -> float:
     """
-    Split the error of `scores[item][repeat]` by one-way analysis of variance.
-
-    Raises ValueError for fewer than two items or two repeats, or for missing repeats.
+    Part of the standard error of the mean of `scores[item][repeat]` that comes from sampling the
+    answers, by one-way analysis of variance; scales as 1 / sqrt(number of repeats).
     """
-    if len(scores) < 2 or len({len(row) for row in scores}) != 1 or len(scores[0]) < 2:
-        raise ValueError("need at least two items and two repeats, with equal repeats per item")
     table = np.asarray(scores, dtype=np.float64)  # (n, k)
-    n, k = table.shape
-    within = float(table.var(axis=1, ddof=1).mean())
-    between = max(0.0, float(table.mean(axis=1).var(ddof=1)) - within / k)
-    return Repeats(math.sqrt(between / n), math.sqrt(within / (n * k)))
+    return math.sqrt(float(table.var(axis=1, ddof=1).mean()) / table.size)

@@ -11,25 +11,20 @@ Writes  the section "Base model evaluation"; for a Hugging Face model, "Evaluati
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, NamedTuple
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Annotated, Any
+
+from torch import Tensor
 
 from nanochat import records, report
 from nanochat.checkpoint import find_checkpoint, load_inference
-from nanochat.common import MissingInput
+from nanochat.common import MissingInput, fingerprint, sha256_file
 from nanochat.config import require_at_least, settings, short, start
 from nanochat.dist import DistConfig, DistContext, init_dist
-from nanochat.eval_core import (
-    EvalModel,
-    Suite,
-    TaskScore,
-    core,
-    eval_model_of,
-    evaluate_task,
-    find_hf_model,
-    open_suite,
-)
+from nanochat.eval_core import Suite, TaskScore, core, evaluate_task, open_suite
 from tasks.builtin import choose_bundle
 from tasks.held_out import require_access
 
@@ -70,53 +65,44 @@ class BaseEval:
         require_at_least(self, max_per_task=1)
 
 
-class Candidate(NamedTuple):
-    """The model to evaluate: its identity for the record, and a function that loads it."""
-
-    section: str
-    name: str
-    run_id: str
-    seed: int
-    inputs: dict[str, str]
-    dataset: str | None
-    """Dataset it was trained on; None if unknown."""
-    load: Callable[[], EvalModel]
-
-
 def main(cfg: BaseEval) -> None:
     started = time.perf_counter()
-
-    def open_for(dataset: str | None) -> Suite:
-        return open_suite(choose_bundle(cfg.suite, cfg.eval_bundle, dataset))
-
     if cfg.only_fetch:
-        return print(open_for(None).about)
+        return print(open_suite(choose_bundle(cfg.suite, cfg.eval_bundle, None)).about)
     dist = init_dist(cfg.dist)
-    candidate = (make_hf_candidate if cfg.hf_path else find_own_model)(cfg, dist)
-    suite = dist.on_main(lambda: open_for(candidate.dataset))
-    candidate.inputs["suite"] = suite.fingerprint
-    scores: list[TaskScore] = []
-    if cfg.skip_if_done:
-        scores = dist.on_main(lambda: load_scores(cfg, candidate, suite))
+    if cfg.hf_path:
+        section, name, dataset = f"Evaluation of {cfg.hf_path}", cfg.hf_path, None
+        model = tokenizer = HFModel(cfg.hf_path, dist, cfg.trust_remote_code)
+        run_id, seed, inputs = model.revision, 0, {"hf": model.revision}
+    else:
+        checkpoint = dist.on_node(lambda: find_checkpoint("base", cfg.model_tag, cfg.model_step))
+        section, name = SECTION, f"base_model (step {checkpoint.step})"
+        model, tokenizer = load_inference(checkpoint, dist)
+        dataset, origin = checkpoint.state["source"].get("dataset"), checkpoint.state["provenance"]
+        run_id, seed = origin["run_id"], origin["seed"]
+        inputs = {**origin["inputs"], "base": checkpoint.fingerprint}
+    suite = dist.on_main(lambda: open_suite(choose_bundle(cfg.suite, cfg.eval_bundle, dataset)))
+    inputs["suite"] = suite.fingerprint
+    scores = dist.on_main(lambda: load_scores(cfg, section, inputs, suite))
     if len(scores) == len(suite.tasks):
-        dist.print0(f"{candidate.section}: finished already, skipped")
+        dist.print0(f"{section}: finished already, skipped")
         return dist.close()
 
-    names = [task.name for task in suite.tasks]
-    who = {"checkpoint": candidate.name, "section": candidate.section}
+    names, who = [task.name for task in suite.tasks], {"checkpoint": name, "section": section}
     dist.on_main(lambda: require_access(names, cfg.final, who))
-    dist.print0(f"{candidate.name} on {suite.about}")
-    model = candidate.load()
+    dist.print0(f"{name} on {suite.about}")
     for task in suite.tasks[len(scores) :]:
-        scores.append(evaluate_task(model, task, dist, cfg.max_per_task))
+        scores.append(evaluate_task(model, tokenizer, task, dist, cfg.max_per_task))
         dist.print0(describe_score(scores[-1]))
         if dist.is_main:  # record each task, so that an abort keeps finished ones
-            values, items = record_parts(candidate.name, suite, scores)
-            origin = records.Provenance(candidate.run_id, candidate.seed, candidate.inputs)
-            cost, folder = records.Cost.so_far(dist, started), cfg.report_dir
-            extra = {"items": items, "tables": [task_table(scores)], "extend": len(scores) > 1}
-            name, flags = candidate.section, settings(cfg)
-            records.write_record(name, flags, values, origin, cost, folder, **extra)
+            values, items = record_parts(name, suite, scores)
+            records.write_record(
+                *(section, settings(cfg), values, records.Provenance(run_id, seed, inputs)),
+                *(records.Cost.so_far(dist, started), cfg.report_dir),
+                items=items,
+                tables=[task_table(scores)],
+                extend=len(scores) > 1,
+            )
         started = time.perf_counter()
     total = core(scores)
     dist.print0(f"CORE {total.value:.4f} +- {total.se:.4f} over {len(scores)} tasks")
@@ -124,10 +110,57 @@ def main(cfg: BaseEval) -> None:
     dist.close()
 
 
-def load_scores(cfg: BaseEval, candidate: Candidate, suite: Suite) -> list[TaskScore]:
-    """Recorded scores on some or all tasks with these settings."""
-    key = records.stage_key(settings(cfg), candidate.inputs)
-    record = records.find_finished(candidate.section, key, cfg.report_dir)
+class HFModel:
+    """
+    A causal language model of transformers and its tokenizer, with what `eval_core` uses of ours.
+
+    Raises MissingInput without transformers; OSError or ValueError if the model does not exist,
+    requires remote code, or lacks a context length or a token to start a text with.
+    """
+
+    new_cache = None
+
+    def __init__(self, path: str, dist: DistContext, trust_remote_code: bool):
+        try:
+            from transformers import AutoModelForCausalLM, AutoTokenizer  # optional package
+        except ModuleNotFoundError as error:
+            raise MissingInput(f"--hf_path needs {error.name}", INSTALL) from error
+        loader: Any = AutoModelForCausalLM
+        options = {"trust_remote_code": trust_remote_code}
+        self.model = loader.from_pretrained(path, dtype=dist.dtype, **options).to(dist.device)
+        self.tokenizer, self.device = AutoTokenizer.from_pretrained(path, **options), dist.device
+        config, bos_id = self.model.eval().config, self.tokenizer.bos_token_id
+        self.bos_id: Any = self.tokenizer.eos_token_id if bos_id is None else bos_id
+        self.cfg = SimpleNamespace(max_seq_len=getattr(config, "max_position_embeddings", None))
+        if None in (self.bos_id, self.cfg.max_seq_len):
+            raise ValueError(
+                f"{path} needs max_position_embeddings in config.json, and bos_token or eos_token "
+                "in tokenizer_config.json"
+            )
+        if Path(path).is_dir():
+            files = sorted(file for file in Path(path).iterdir() if file.is_file())
+            self.revision = fingerprint({file.name: sha256_file(file) for file in files})
+        else:
+            self.revision = config._commit_hash or path
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def hidden(self, tokens: Tensor, view: None) -> Tensor:
+        """tokens (B, T) -> logits (B, T, V): the steps before them differ by architecture."""
+        return self.model(input_ids=tokens, use_cache=False).logits
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return `hidden` (N, V) unchanged."""
+        return hidden
+
+
+def load_scores(
+    cfg: BaseEval, section: str, inputs: dict[str, str], suite: Suite
+) -> list[TaskScore]:
+    """With skip_if_done, recorded scores on some or all tasks with these settings."""
+    key = records.stage_key(settings(cfg), inputs)
+    record = records.find_finished(section, key, cfg.report_dir) if cfg.skip_if_done else None
     if record is None:
         return []
     found = []  # an aborted evaluation has scored the first tasks
@@ -135,33 +168,6 @@ def load_scores(cfg: BaseEval, candidate: Candidate, suite: Suite) -> list[TaskS
         outcomes = [int(x) for x in records.read_scores(record["items"][task.name])]
         found.append(TaskScore(task.shuffled(cfg.max_per_task), outcomes, row[3], float(row[-1])))
     return found
-
-
-def find_own_model(cfg: BaseEval, dist: DistContext) -> Candidate:
-    """A checkpoint trained with this project."""
-    checkpoint = dist.on_node(lambda: find_checkpoint("base", cfg.model_tag, cfg.model_step))
-
-    def load() -> EvalModel:
-        return eval_model_of(*load_inference(checkpoint, dist))
-
-    name, origin = f"base_model (step {checkpoint.step})", checkpoint.state["provenance"]
-    inputs = {**origin["inputs"], "base": checkpoint.fingerprint}
-    dataset = checkpoint.state["source"].get("dataset")
-    return Candidate(SECTION, name, origin["run_id"], origin["seed"], inputs, dataset, load)
-
-
-def make_hf_candidate(cfg: BaseEval, dist: DistContext) -> Candidate:
-    """
-    A Hugging Face model; its training data is unknown. Raises MissingInput if the interop packages
-    are not installed.
-    """
-    try:
-        revision, load = find_hf_model(str(cfg.hf_path), dist, cfg.trust_remote_code)
-    except ModuleNotFoundError as error:
-        raise MissingInput(f"--hf_path needs {error.name}", INSTALL) from error
-    name = str(cfg.hf_path)
-    section, inputs = f"Evaluation of {name}", {"hf": revision}
-    return Candidate(section, name, revision, 0, inputs, None, load)
 
 
 def describe_score(score: TaskScore) -> str:

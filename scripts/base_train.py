@@ -17,7 +17,7 @@ from nanochat.dataset import DataConfig, Source, load_last_source
 from nanochat.dist import DistContext, init_dist, is_hopper
 from nanochat.engine import generate_samples
 from nanochat.eval_bpb import Validation, ValidationConfig
-from nanochat.eval_core import Suite, core, eval_model_of, evaluate_task, open_suite
+from nanochat.eval_core import Suite, core, evaluate_task, open_suite
 from nanochat.gpt import GPTConfig, inference_copy
 from nanochat.optim import MuonAdamW, ScheduleConfig, decay_factor, lr_factor, muon_momentum
 from nanochat.records import estimate
@@ -168,9 +168,12 @@ def sample_and_score(run: Run, cfg: PretrainEvalConfig, suite: Suite | None) -> 
         texts = dist.on_main(lambda: generate_samples(run.model, run.tokenizer))
         dist.print0("\n".join(f"    {text!r}" for text in texts.values()))
     if suite and run.due(cfg.core_metric_every):
-        subject = eval_model_of(inference_copy(run.model), run.tokenizer)
-        args = (dist, cfg.core_metric_max_per_task, run.stop)
-        score = core([evaluate_task(subject, task, *args) for task in suite.tasks])
+        model, scores = inference_copy(run.model), []
+        for task in suite.tasks:
+            most = cfg.core_metric_max_per_task
+            scores.append(evaluate_task(model, run.tokenizer, task, dist, most))
+            run.raise_if_stopped()
+        score = core(scores)
         run.log({"core_metric": score.value})
         found = {"CORE metric estimate": estimate(*score)}
     return found

@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from nanochat import records, report, stats
-from nanochat.chat_format import render_prompt
-from nanochat.checkpoint import Checkpoint, Stage, find_checkpoint, load_inference
+from nanochat.checkpoint import Stage, find_checkpoint, load_inference
 from nanochat.common import UsageError, fingerprint
 from nanochat.config import require_at_least, settings, short, start
 from nanochat.dist import DistConfig, DistContext, init_dist
@@ -27,9 +26,9 @@ from nanochat.eval_chat import (
     estimate_score,
     item_means,
     longest_prompt,
+    render_prompts,
     score_by_generation,
     score_by_logits,
-    trim,
 )
 from nanochat.finetune import parent_inputs
 from nanochat.sandbox import Tools
@@ -47,9 +46,7 @@ BUILTIN_EVAL_TASKS = {  # dataset that the base model was trained on -> tasks
 
 
 @dataclass(frozen=True)
-class TaskEval:
-    """Settings shared by the scripts that evaluate chat models."""
-
+class ChatEval:
     task_name: Annotated[str | None, short("a")] = None
     """Tasks, separated by |. Default: a standard set that depends on the pretraining data."""
     sampling: Sampling = Sampling(max_new_tokens=512, temperature=0.0, top_k=50)
@@ -72,16 +69,6 @@ class TaskEval:
     """Folder for records. Default: report/ under the base directory."""
     dist: DistConfig = field(default_factory=DistConfig)
 
-    def __post_init__(self) -> None:
-        require_at_least(self, batch_size=1, max_problems=1)
-
-    def count(self, task: Task) -> int:
-        """Number of questions of a task to evaluate."""
-        return min(len(task), self.max_problems or len(task))
-
-
-@dataclass(frozen=True)
-class ChatEval(TaskEval):
     source: Annotated[Stage, short("i")] = "sft"
     """Stage of the model."""
     num_samples: Annotated[int | None, short("n")] = None
@@ -95,17 +82,7 @@ class ChatEval(TaskEval):
     """Skip tasks that were already evaluated with this checkpoint and these settings."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        require_at_least(self, num_samples=1)
-
-    @property
-    def section(self) -> str:
-        return f"Chat evaluation {self.source}"
-
-    @property
-    def repeats(self) -> int:
-        """Number of answers per question of a task that is scored by generation."""
-        return self.num_samples or 1
+        require_at_least(self, batch_size=1, max_problems=1, num_samples=1)
 
 
 def default_tasks(source: Mapping[str, Any]) -> tuple[str, ...]:
@@ -114,17 +91,17 @@ def default_tasks(source: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def open_tasks(
-    cfg: TaskEval, default: Sequence[str], dist: DistContext
+    cfg: ChatEval, default: Sequence[str], dist: DistContext
 ) -> tuple[list[Task], dict[str, str]]:
     """
-    Return the tasks that every rank can score, and name -> reason for the skipped ones, which are
+    Return the tasks that can be scored, and name -> reason for the skipped ones, which are
     logged. Raises UsageError if a task in `task_name` cannot be scored.
     """
-    report_names = {name: TASKS[key_of(name)].name for name in default}
+    report_names = {name: TASKS[name].name for name in default}
     selected = select_tasks(cfg.task_name, report_names, cfg.final, dist.print0)
     names = list({key_of(name): name for name in selected}.values())
-    reasons = {name: why_unavailable(name, cfg.unsafe_exec) for name in names}
-    missing = {n: why for rank in dist.gather(reasons) for n, why in rank.items() if why}
+    reasons = dist.on_main(lambda: {n: why_unavailable(n, cfg.unsafe_exec) for n in names})
+    missing = {name: why for name, why in reasons.items() if why}
     for name, why in missing.items():
         if cfg.task_name:
             raise UsageError(f"{name} cannot be scored here: {why}", "remove it from --task_name")
@@ -134,45 +111,44 @@ def open_tasks(
     return [eval_task(name, cfg.unsafe_exec) for name in names if name not in missing], missing
 
 
-def open_engine(
-    cfg: TaskEval, checkpoint: Checkpoint, dist: DistContext, num_answers: int
-) -> Engine:
-    """Engine for a checkpoint; compiled if `num_answers` is enough to amortize compile time."""
-    model, tokenizer = load_inference(checkpoint, dist)
-    tool = Tools(cfg.python, unsafe=cfg.unsafe_exec)
-    num_tokens = num_answers * cfg.sampling.max_new_tokens
-    compiled = choose_engine_compile(cfg.compile_engine, dist.device, num_tokens)
-    return Engine(model, tokenizer, cfg.batch_size, tool=tool, compiled=compiled)
-
-
 def main(cfg: ChatEval) -> None:
-    started = time.perf_counter()
+    started, section = time.perf_counter(), f"Chat evaluation {cfg.source}"
     dist = init_dist(cfg.dist, cfg.sampling.seed)
     checkpoint = dist.on_node(lambda: find_checkpoint(cfg.source, cfg.model_tag, cfg.step))
     default = default_tasks(checkpoint.state["source"])
     tasks, missing = open_tasks(cfg, default, dist)
-    counted = [task for task in tasks if key_of(task.name) in map(key_of, default)]
-    inputs = parent_inputs(checkpoint)
-    key = records.stage_key({**all_flags(cfg), "task_name": None}, inputs)  # identifies a score
-    path = records.report_folder(cfg.report_dir) / f"{records.slug(cfg.section)}.json"
-    found = dist.on_main(lambda: records.read_if_sound(path))
-    recorded = found or {"values": {}, "items": {}}
-    averaged = recorded["items"].get(MEAN, {}).get("weights", {})  # tasks of the recorded ChatCORE
-    known = load_scores(recorded, key) if cfg.skip_if_done else {}
-    if known and found:
-        dist.on_main(lambda: records.require_same_code(cfg.section, found))
-    todo = [task for task in tasks if task.name not in known]
-    if not todo and (cfg.task_name or MEAN in known or not counted):
-        dist.print0(f"{cfg.section}: finished already, skipped")
+    counted = [task for task in tasks if key_of(task.name) in default]
+    names = [*missing, *(task.name for task in counted)]
+    is_complete = bool(counted) and set(map(key_of, names)) >= set(default)
+
+    # Scores that are recorded already
+    flags, inputs = all_flags(cfg), parent_inputs(checkpoint)
+    key = records.stage_key({**flags, "task_name": None}, inputs)  # identifies a score
+    path = records.report_folder(cfg.report_dir) / f"{records.slug(section)}.json"
+    recorded = dist.on_main(lambda: records.read_if_sound(path)) or {"values": {}, "items": {}}
+    known: dict[str, Estimate] = {}
+    for name, entry in recorded["items"].items():
+        if cfg.skip_if_done and entry.get("key") == key:
+            score = recorded["values"][name]
+            known[name] = Estimate(score["value"], score["n"], float(score["se"]))  # may be "nan"
+    if known:
+        dist.on_main(lambda: records.require_same_code(section, recorded))
+    todo = {t: min(len(t), cfg.max_problems or len(t)) for t in tasks if t.name not in known}
+    if not todo and (MEAN in recorded["values"] or not is_complete):
+        dist.print0(f"{section}: finished already, skipped")
         return dist.close()
 
+    is_stale = MEAN in recorded["values"] and any(task in counted for task in todo)
     names = [task.name for task in todo]
-    who = {"checkpoint": str(checkpoint.folder), "section": cfg.section}
+    who = {"checkpoint": str(checkpoint.folder), "section": section}
     dist.on_main(lambda: require_access(names, cfg.final, who))
-    counts = {task.name: cfg.count(task) for task in todo}
-    generated = [task for task in todo if task.kind == "generate"]
-    answers = sum(counts[task.name] * cfg.repeats for task in generated)
-    engine = open_engine(cfg, checkpoint, dist, answers)
+    model, tokenizer = load_inference(checkpoint, dist)
+    repeats = cfg.num_samples or 1
+    answers = sum(n * repeats for task, n in todo.items() if task.kind == "generate")
+    num_tokens = answers * cfg.sampling.max_new_tokens
+    compiled = choose_engine_compile(cfg.compile_engine, dist.device, num_tokens)
+    tool = Tools(cfg.python, unsafe=cfg.unsafe_exec)
+    engine = Engine(model, tokenizer, cfg.batch_size, tool=tool, compiled=compiled)
 
     def record(values: Mapping[str, Any], items: Mapping[str, Any], *tables: Any) -> None:
         """Add to the section, so that an abort keeps finished tasks."""
@@ -180,43 +156,32 @@ def main(cfg: ChatEval) -> None:
         if dist.is_main:
             run_id = checkpoint.state["provenance"]["run_id"]
             origin = records.Provenance(run_id, cfg.sampling.seed, inputs)
-            cost, folder = records.Cost.so_far(dist, started), cfg.report_dir
-            more = {"items": items, "tables": tables, "extend": True}
-            records.write_record(cfg.section, all_flags(cfg), values, origin, cost, folder, **more)
+            cost, more = records.Cost.so_far(dist, started), {"items": items, "tables": tables}
+            args = section, flags, values, origin, cost, cfg.report_dir
+            records.write_record(*args, **more, extend=True)
         started = time.perf_counter()
 
-    for task in todo:
+    for task, n in todo.items():
         begun = time.perf_counter()
         if task.kind == "choice":
-            model, tokenizer = engine.model, engine.tokenizer
-            graded = score_by_logits(model, tokenizer, task, counts[task.name], dist)
+            graded = score_by_logits(model, tokenizer, task, n, dist)
         else:
-            n, repeats = counts[task.name], cfg.repeats
             graded = score_by_generation(engine, task, n, cfg.sampling, repeats, dist)
-        clusters = clusters_of(task, len(graded.outcomes))
+        clusters = clusters_of(task, n)
         known[task.name] = stats.mean(item_means(graded.outcomes), clusters)
         seconds = time.perf_counter() - begun
         dist.print0(describe_task(task, graded, known[task.name], seconds))
         values, items = task_record(task, graded, clusters, key, cfg)
-        if task.name in averaged:  # recorded again when all tasks are scored
-            values |= dict.fromkeys((MEAN, f"{MEAN} without"))
+        if is_stale:  # recorded again when all tasks are scored
+            values |= {MEAN: None, f"{MEAN} without": None}
         record(values, items)
-    scored = {key_of(name) for name in (*missing, *(task.name for task in counted))}
-    if counted and scored >= set(map(key_of, default)):
+    if is_complete:
         samples = [sample_conversations(engine, cfg, tasks)] if dist.is_main else []
         record(*mean_record(counted, known, missing), *samples)
-    elif any(task.name in averaged for task in todo):
+    elif is_stale:
         dist.print0(f"{MEAN} deleted; it is computed again without --task_name")
     dist.on_main(lambda: report.update(cfg.report_dir))
     dist.close()
-
-
-def load_scores(record: Mapping[str, Any], key: str) -> dict[str, Estimate]:
-    """Scores in the record with this `key`, and ChatCORE if there are any."""
-    scored = [name for name, entry in record["items"].items() if entry.get("key") == key]
-    scored += [MEAN] if scored and MEAN in record["values"] else []
-    found = {name: record["values"][name] for name in scored}
-    return {n: Estimate(float(v["value"]), v["n"], float(v["se"])) for n, v in found.items()}
 
 
 def all_flags(cfg: ChatEval) -> dict[str, Any]:
@@ -243,22 +208,22 @@ def task_record(
     task: Task, graded: TaskResult, clusters: list[str], key: str, cfg: ChatEval
 ) -> Parts:
     """Score of a task, overall and per item; also pass@k if there are several answers."""
-    s, is_generated = cfg.sampling, task.kind == "generate"
+    s, name, outcomes = cfg.sampling, task.name, graded.outcomes
+    k, conversations = len(outcomes[0]), [task[i] for i in range(len(outcomes))]
     how = fingerprint([s.temperature, s.top_k, s.top_p, s.max_new_tokens, cfg.python])
+    is_generated = task.kind == "generate"
     shared = {"how": how} if is_generated else {}
-    name, outcomes = task.name, graded.outcomes
-    conversations, k = [task[i] for i in range(len(outcomes))], len(outcomes[0])
     sampled = is_generated and s.temperature > 0
     values: dict[str, Any] = {name: estimate_score(outcomes, clusters, sampled)}
     scores = records.item_scores(conversations, item_means(outcomes), clusters)
     items = {name: {**scores, **shared, "key": key}}
     for n in (2, 4, 8, 16, 32, 64):
-        if n > k:
-            values[f"{name} pass@{n}"] = None  # of an earlier evaluation with more answers
-            continue
-        each = [stats.pass_at_k(k, sum(score == 1 for score in scores), n) for scores in outcomes]
-        values[f"{name} pass@{n}"] = records.estimate(*stats.mean(each, clusters))
-        items[f"{name} pass@{n}"] = {**records.item_scores(conversations, each, clusters), **shared}
+        passed = f"{name} pass@{n}"
+        values[passed] = None  # deletes that of an earlier evaluation with more answers
+        if n <= k:
+            each = [stats.pass_at_k(k, scores.count(1), n) for scores in outcomes]
+            values[passed] = records.estimate(*stats.mean(each, clusters))
+            items[passed] = {**records.item_scores(conversations, each, clusters), **shared}
     values[f"{name} truncated prompts"] = graded.num_truncated or None
     return values, items
 
@@ -279,10 +244,10 @@ def sample_conversations(engine: Engine, cfg: ChatEval, tasks: Sequence[Task]) -
     Table of greedy answers to two questions about the model and to the first question of each
     generated task, whether right or wrong.
     """
-    generated = [task for task in tasks if task.kind == "generate"]
-    asked = [[user(text)] for text in OPENERS] + [task[0][:1] for task in generated]
+    asked = [[user(text)] for text in OPENERS]
+    asked += [task[0][:1] for task in tasks if task.kind == "generate"]
     most = longest_prompt(engine, cfg.sampling.max_new_tokens)
-    prompts = [trim(render_prompt(engine.tokenizer, messages), most) for messages in asked]
+    prompts, _ = render_prompts(engine.tokenizer, asked, most)
     groups = engine.generate(prompts, Sampling(min(cfg.sampling.max_new_tokens, 128), 0.0))
     answers = [visible(engine.tokenizer.decode(group[0].ids)) for group in groups]
     rows = [[m["content"], a] for [m], a in zip(asked, answers, strict=True)]

@@ -18,14 +18,13 @@ from nanochat.dist import DistContext, init_dist
 from nanochat.engine import Engine, choose_engine_compile
 from nanochat.eval_chat import item_means, score_by_generation
 from nanochat.finetune import choose_tag, open_parent, parent_inputs
-from nanochat.gpt import GPT, copy_weights, inference_copy
+from nanochat.gpt import GPT, inference_copy
 from nanochat.logger import METRICS_FILE, read_metrics
 from nanochat.optim import MuonAdamW, OptimConfig, ScheduleConfig, decay_factor, lr_factor
 from nanochat.rl import (
     RLConfig,
     Rollouts,
     compare_results,
-    held_out_items,
     held_out_scores,
     kl_to_reference,
     measure,
@@ -50,15 +49,13 @@ BUILTIN_TASKS = {  # dataset of the base model -> default task
 
 
 @dataclass(frozen=True)
-class AnswerTuning:
-    """Settings shared by the scripts that tune the answers of a chat model: RL and DPO."""
-
+class ChatRL:
     source: str = "sft"
     """Checkpoint to start from: stage[:tag[:step]], as in sft:d4:400."""
     num_iterations: int | None = None
     """Optimizer steps. Default: derived from num_epochs."""
     num_epochs: float = 1.0
-    """Epochs over the training questions or pairs."""
+    """Epochs over the training questions."""
     init_lr_frac: float = 0.05
     """Peak learning rates as a fraction of the pretraining ones; they decay linearly to 0."""
     save_optimizer: bool = False
@@ -70,15 +67,6 @@ class AnswerTuning:
         keep=1,
         optim=OptimConfig(weight_decay=0.0),
     )
-
-    def __post_init__(self) -> None:
-        require_positive(self, "num_iterations", "num_epochs", "init_lr_frac")
-        if self.train.dist.dtype == "fp8":  # GPUs multiply multiples of 16 rows only
-            raise ValueError("fp8 needs rows of one length, unlike RL and DPO; omit --dtype=fp8")
-
-
-@dataclass(frozen=True)
-class ChatRL(AnswerTuning):
     task: str | None = None
     """Task or mixture of tasks to train on, as in gsm8k or gsm8k,aqua=2000. Default: gsm8k, or
     all tasks of the built-in dataset if the model was trained on it."""
@@ -95,8 +83,10 @@ class ChatRL(AnswerTuning):
     rl: RLConfig = field(default_factory=RLConfig)
 
     def __post_init__(self) -> None:
-        super().__post_init__()
+        require_positive(self, "num_iterations", "num_epochs", "init_lr_frac")
         require_at_least(self, eval_examples=1, eval_samples=1)
+        if self.train.dist.dtype == "fp8":  # GPUs multiply multiples of 16 rows only
+            raise ValueError("fp8 needs rows of one length, unlike RL and DPO; omit --dtype=fp8")
         if self.pass_rates and not 0 <= self.pass_rates[0] <= self.pass_rates[1] <= 1:
             raise ValueError(f"pass_rates must rise within 0 to 1, got {self.pass_rates}")
 
@@ -162,8 +152,7 @@ def main(cfg: ChatRL) -> None:
 
             # Answers of the current model, and their rewards
             started = time.perf_counter()
-            copy_weights(rollouts.engine.model, model)
-            groups = rollouts.answer(rollouts.draws(step))
+            groups = rollouts.roll_out(step)
             metrics = rollouts.metrics(groups)
             groups = rollouts.resample(step, groups)
             metrics["rollout_seconds"] = time.perf_counter() - started
@@ -179,8 +168,8 @@ def main(cfg: ChatRL) -> None:
             run.update(lr_factor(step, num_steps, SCHEDULE), MOMENTUM, decay, **metrics)
     entries = read_metrics(run.folder / METRICS_FILE) if dist.is_main else []
     values = step_values([entry for entry in entries if "reward" in entry]) if entries else {}
-    values |= compare_results(before, after, held_out)
-    run.finish(SECTION, values, items=held_out_items(after, held_out))
+    compared, items = compare_results(before, after, held_out)
+    run.finish(SECTION, {**values, **compared}, items=items)
 
 
 def open_questions(spec: str, eval_spec: str, count: int, seed: int) -> tuple[Mixture, Mixture]:

@@ -1,6 +1,5 @@
 """Few-shot scores equal an independent implementation, at any batch size and number of ranks."""
 
-import itertools
 import json
 import re
 from dataclasses import replace
@@ -40,10 +39,10 @@ def save_model(
     return model, tokenizer
 
 
-def evaluate(base: Path, tag: str = "d2", **settings) -> dict:
+def evaluate(base: Path, **settings) -> dict:
     """Run the script in this process; returns its record."""
     dist = DistConfig("cpu", "float32")
-    base_eval.main(base_eval.BaseEval(model_tag=tag, dist=dist, **settings))
+    base_eval.main(base_eval.BaseEval(dist=dist, **settings))
     return read_json(base / "report" / "base-model-evaluation.json")
 
 
@@ -215,15 +214,14 @@ def test_model_with_nan_losses_is_rejected(base, bundle, monkeypatch):
 
 def test_aborted_evaluation_resumes_with_the_next_task(base, bundle, capsys, monkeypatch):
     save_model()
-    calls, flags = itertools.count(), {"eval_bundle": str(bundle), "skip_if_done": True}
+    passes, flags = [], {"eval_bundle": str(bundle), "skip_if_done": True}
     with monkeypatch.context() as patch:
-        before_forward(patch, lambda tokens: next(calls))
+        before_forward(patch, passes.append)
         straight = evaluate(base, eval_bundle=str(bundle))
-    (base / "report" / "base-model-evaluation.json").unlink()
-    passes = [None] * (next(calls) - 1)  # one too few for the last task
+    passes.pop()  # one too few for the last task
     with monkeypatch.context() as patch, pytest.raises(IndexError):
         before_forward(patch, lambda tokens: passes.pop())
-        evaluate(base, **flags)
+        evaluate(base, eval_bundle=str(bundle))
     partial = read_json(base / "report" / "base-model-evaluation.json")
     assert "CORE metric" not in partial["values"] and len(partial["items"]) == 5
     assert partial["values"]["Tasks"].startswith("5 of 6, evaluation not finished")

@@ -48,7 +48,7 @@ def test_only_sampled_tokens_are_trained():
     assert first.targets.tolist() == [[IGNORE, IGNORE, 10, IGNORE, 12, 264]]
     assert second.targets.tolist() == [[IGNORE, IGNORE, 20, 21]]
     (both,) = batches_of(groups, 2)
-    assert both.tokens.tolist() == [[5, 6, 7, 20, 256, 256], [5, 6, 7, 10, 11, 12]]
+    assert both.tokens.tolist() == [[5, 6, 7, 20, 21, 256], [5, 6, 7, 10, 11, 12]]
     assert (both.counts, both.weights[:, 0].tolist()) == ([2, 3], [-0.5, 0.5])
 
 

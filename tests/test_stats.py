@@ -53,14 +53,6 @@ def test_items_of_a_cluster_count_as_one_draw():
     assert stats.compare([0] * 8, [1] * 8, "aaaabbbb").p == 0
 
 
-def test_false_positive_rate_is_about_5_percent():
-    rng = np.random.default_rng(2)
-    p = rng.random(300)  # probability of success of each item, the same for both runs
-    pairs = rng.random((1000, 2, 300)) < p
-    noise = sum(stats.compare(*pair).verdict == "within noise" for pair in pairs)
-    assert 0.02 < 1 - noise / 1000 < 0.08
-
-
 def test_comparison_without_an_error_or_a_pair_claims_nothing():
     assert stats.compare([0], [1]).verdict == stats.verdict(0.0, 0.0) == "within noise"
     with pytest.raises(ValueError, match="3 scores .* 2"):
@@ -89,9 +81,5 @@ def test_pass_at_k_equals_enumeration(n, k):
 def test_repeats_distinguish_item_from_sampling_error():
     rng = np.random.default_rng(4)
     scores = rng.normal(0, 0.3, (4000, 1)) + rng.normal(0, 0.6, (4000, 5))
-    found = stats.split_error(scores.tolist())
-    assert found == approx((0.3 / math.sqrt(4000), 0.6 / math.sqrt(20_000)), rel=0.05)
-    assert math.hypot(*found) == approx(stats.mean(scores.mean(axis=1)).se, rel=1e-9)
-    for few in ([[1, 0]], [[1], [0]], [[1, 0], [1]]):
-        with pytest.raises(ValueError, match="two items"):
-            stats.split_error(few)
+    found = stats.repeat_error(scores.tolist())
+    assert found == approx(0.6 / math.sqrt(20_000), rel=0.05)

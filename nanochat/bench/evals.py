@@ -15,16 +15,8 @@ from types import ModuleType
 from nanochat.bench.table import alternate, compare, print_table
 from nanochat.checkpoint import build_model
 from nanochat.dist import DistContext
-from nanochat.eval_core import (
-    EvalModel,
-    FewShotTask,
-    OptionScore,
-    Question,
-    eval_model_of,
-    score_options,
-    tokenize,
-)
-from nanochat.gpt import GPTConfig, inference_copy
+from nanochat.eval_core import FewShotTask, OptionScore, Question, score_options, tokenize
+from nanochat.gpt import GPT, GPTConfig, inference_copy
 from nanochat.tokenizer import Tokenizer
 from tasks.world.corpus import documents
 from tasks.world.suite import suite
@@ -42,7 +34,7 @@ def bench_evaluation(
     texts = list(itertools.islice(documents(0, 0, "train"), 2000))
     tokenizer = Tokenizer.train(texts, min(cfg.vocab_size, 2048))
     plain = build_model(cfg, dist.device, dist.dtype, seed=0)
-    subject = eval_model_of(inference_copy(plain), tokenizer)
+    model = inference_copy(plain)
     scorer = peers and peers.make_scorer(plain, dist)
     rows = []
     tasks = sorted((FewShotTask(**task) for task in suite()), key=lambda task: len(task.items))
@@ -51,7 +43,7 @@ def bench_evaluation(
         questions = [tokenize(task, n, tokenizer, cfg.max_seq_len) for n in range(len(task.items))]
 
         theirs = partial(scorer, questions) if scorer else None
-        seconds = alternate(repeats, partial(score, subject, questions), theirs)
+        seconds = alternate(repeats, partial(score, model, questions), theirs)
         ours, others = ([len(questions) / x for x, _ in each] for each in seconds)
         tokens = sum(len(ids) for q in questions for ids in q.options)
         options = len(questions[0].options)
@@ -64,9 +56,9 @@ def bench_evaluation(
 
 
 def score(
-    subject: EvalModel, questions: Sequence[Question]
+    model: GPT, questions: Sequence[Question]
 ) -> tuple[float, list[tuple[Question, list[OptionScore]]]]:
     """Seconds, and each question with its option scores."""
     started = time.perf_counter()
-    found = list(score_options(subject, questions))
+    found = list(score_options(model, questions))
     return time.perf_counter() - started, found

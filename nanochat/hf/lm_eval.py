@@ -22,7 +22,7 @@ from nanochat.checkpoint import CheckpointChoice, Stage, load_inference
 from nanochat.dist import DistConfig, init_dist
 from nanochat.engine import Engine, Sampling, choose_engine_compile
 from nanochat.eval_chat import longest_prompt, trim
-from nanochat.eval_core import Question, eval_model_of, score_options, truncate_options
+from nanochat.eval_core import Question, score_options, truncate_options
 from nanochat.serve.scheduler import Answer, GenerationRequest
 
 MAX_GEN_TOKS = 256  # default limit on generated tokens
@@ -54,7 +54,6 @@ class NanochatLM(LM):
         tag = None if tag is None else str(tag)  # the harness parses digits as a number
         _, checkpoint = CheckpointChoice(source, tag, step).find()
         self.model, self.own_tokenizer = load_inference(checkpoint, self.dist)
-        self.subject = eval_model_of(self.model, self.own_tokenizer)
         self.rendered: dict[str, list[int]] = {}  # token ids of rendered conversations
 
     # ---- likelihoods -------------------------------------------------------------------------
@@ -66,7 +65,7 @@ class NanochatLM(LM):
         for _, group in items:
             pairs = [self.split(*r.args) for r in group]
             ids, starts = zip(*pairs, strict=True)
-            questions.append(truncate_options(first, ids, starts, self.subject.context))
+            questions.append(truncate_options(first, ids, starts, self.model.cfg.max_seq_len))
             first += len(pairs)
         return self.score(questions, first)
 
@@ -86,7 +85,7 @@ class NanochatLM(LM):
     def score(self, questions: Sequence[Question], count: int) -> list[LogLikelihood]:
         """Scores of all options, in order; a question's `number` is that of its first option."""
         found: dict[int, LogLikelihood] = {}
-        for q, options in score_options(self.subject, questions):
+        for q, options in score_options(self.model, questions):
             for n, score in enumerate(options):
                 num_tokens = len(q.options[n]) - q.starts[n]
                 found[q.number + n] = (-score.nats * num_tokens, score.is_greedy)
@@ -94,14 +93,14 @@ class NanochatLM(LM):
 
     def loglikelihood_rolling(self, requests: Sequence[Any], **options: Any) -> list[float]:
         """Log-likelihood (nats) of whole texts, scored in windows, each token once."""
-        bos, context = self.own_tokenizer.bos_id, self.subject.context
+        bos, context = self.own_tokenizer.bos_id, self.model.cfg.max_seq_len
         questions, owners = [], []
         for number, request in enumerate(requests):
             ids = self.own_tokenizer.encode(request.args[0])
             for window in get_rolling_token_windows(ids, bos, context, context_len=1):
                 before, after = make_disjoint_window(window)
                 option = [*before, *after]
-                questions.append(Question(len(owners), [option], [len(before)], 0, False))
+                questions.append(Question(len(owners), [option], [len(before)]))
                 owners.append(number)
         sums = [0.0] * len(requests)
         for owner, (nats, _) in zip(owners, self.score(questions, len(owners)), strict=True):

@@ -17,14 +17,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanochat import stats
-from nanochat.attention import pad_right
 from nanochat.chat_format import Message, render, render_prompt
 from nanochat.dist import DistContext
-from nanochat.engine import Completion, Engine
+from nanochat.engine import Engine
 from nanochat.eval_chat import Questions
 from nanochat.gpt import GPT
-from nanochat.loss import IGNORE, chunked_cross_entropy, token_losses
-from nanochat.rl import RLConfig, RolloutConfig, Rollouts, shuffle_indices
+from nanochat.loss import chunked_cross_entropy, token_losses
+from nanochat.rl import (
+    RLConfig,
+    RolloutConfig,
+    Rollouts,
+    encode_completion,
+    pad_signed,
+    shuffle_indices,
+)
 from nanochat.rows import signed_ids
 from nanochat.tokenizer import Tokenizer
 
@@ -37,13 +43,6 @@ def encode_conversation(tokenizer: Tokenizer, messages: Sequence[Message]) -> li
     ids, mask = render(tokenizer, messages)
     start = len(render_prompt(tokenizer, messages))
     return signed_ids(ids, [0] * start + mask[start:]).tolist()
-
-
-def encode_completion(answer: Completion) -> list[int]:
-    """Encode a sampled answer with its prompt; the sampled tokens are trained on."""
-    end = [] if answer.end is None else [answer.end]
-    mask = [False] * len(answer.prompt) + answer.sampled + [True] * len(end)
-    return signed_ids(answer.prompt + answer.ids + end, mask).tolist()
 
 
 def sample_pairs(
@@ -86,9 +85,8 @@ def pair_batches(
     ordered = sorted(pairs, key=lambda pair: max(map(len, pair)))
     each = max(1, device_rows // 2)
     for i in range(0, len(ordered), each):
-        signed = pad_right([ids for pair in ordered[i : i + each] for ids in pair], ~filler, device)
-        tokens = torch.where(signed < 0, ~signed, signed)
-        yield tokens[:, :-1], signed[:, 1:].clamp(min=IGNORE)
+        rows = [ids for pair in ordered[i : i + each] for ids in pair]
+        yield pad_signed(rows, filler, device)
 
 
 def dpo_loss(model: GPT, reference: GPT, beta: float, tokens: Tensor, targets: Tensor) -> Tensor:

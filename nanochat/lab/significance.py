@@ -138,7 +138,7 @@ def item_variances(
         sides = np.split(scores, [len(before)])  # (seeds, items) each
         old, new = (side.mean(axis=0).tolist() for side in sides)
         paired = stats.compare(old, new, clusters)
-        repeats = sum(stats.split_error(s.T.tolist()).repeat_se ** 2 for s in sides if len(s) > 1)
+        repeats = sum(stats.repeat_error(s.T.tolist()) ** 2 for s in sides if len(s) > 1)
         parts.append((weight**2 * max(paired.se**2 - repeats, 0.0), draws - 1))
     return parts
 

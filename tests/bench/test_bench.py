@@ -10,7 +10,7 @@ from nanochat.bench import engine, tokenizer
 from nanochat.bench.table import compare, print_table
 from nanochat.checkpoint import build_model
 from nanochat.dist import DistConfig, init_dist
-from nanochat.eval_core import FewShotTask, eval_model_of, score_options, tokenize
+from nanochat.eval_core import FewShotTask, score_options, tokenize
 from nanochat.gpt import inference_copy
 from nanochat.scaling import shape_for_depth
 from nanochat.tokenizer import Tokenizer
@@ -85,7 +85,7 @@ def test_few_shot_losses_match_lm_eval():
     task = FewShotTask(**suite()[0]).shuffled(3)
     questions = [tokenize(task, n, words, 512) for n in range(3)]
     _, theirs = make_scorer(plain, dist)(questions)
-    found = score_options(eval_model_of(inference_copy(plain), words), questions)
+    found = score_options(inference_copy(plain), questions)
     ours = {q.number: scores for q, scores in found}
     sums = [
         score.nats * (len(ids) - start)
