@@ -3,8 +3,8 @@ Logging of a training run to metrics.jsonl, the console and, optionally, Weights
 
     log.log(step, values) -> metrics.jsonl and console, and queue -> thread -> wandb
 
-The tracker runs in a daemon thread: if it raises or hangs,
-training continues. Only rank 0 logs. Metric names are the same in all stages:
+The tracker runs in a daemon thread: if it raises or hangs, training continues. Only rank 0 logs.
+Metric names are the same in all stages:
 
     loss  val_bpb  reward  pass_at_1  lr (fraction of peak)  tokens_per_second  mfu (fraction)
 """
@@ -13,7 +13,7 @@ import contextlib
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -67,8 +67,10 @@ class RunLog(contextlib.AbstractContextManager):
         self.tracker = threading.Thread(target=track, args=about, daemon=True)
         if run != "dummy":
             self.tracker.start()
+        self.unwritten: list[Any] = []
+        """Entries that could not be written yet."""
         if self.path.exists():
-            self.write({"resumed_at": first_step})
+            self.write([{"resumed_at": first_step}])
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         """
@@ -76,7 +78,7 @@ class RunLog(contextlib.AbstractContextManager):
 
         An entry without loss or reward is an evaluation; its line shows all metrics.
         """
-        self.write({"step": step, **values})
+        self.write([{"step": step, **values}])
         if self.tracker.is_alive():
             self.entries.put((step, dict(values)))
         shown = [form.format(values[k]) for k, form in CONSOLE_FORMATS.items() if k in values]
@@ -88,12 +90,17 @@ class RunLog(contextlib.AbstractContextManager):
             line = " | ".join([f"step {step:>5}{total}", *shown, *self.time_left(step)])
             print(printable(line), flush=True)
 
-    def write(self, entry: Mapping[str, Any]) -> None:
-        """Append an entry; prints if the disk is full, which must not stop the run."""
+    def write(self, entries: Sequence[Mapping[str, Any]] = ()) -> None:
+        """Append entries. If the disk is full, warns once and tries again with the next ones."""
+        failed_before, self.unwritten = bool(self.unwritten), [*self.unwritten, *entries]
         try:
-            append_line(self.path, to_json_types(entry))
+            while self.unwritten:
+                append_line(self.path, to_json_types(self.unwritten[0]))
+                self.unwritten.pop(0)
         except OSError as error:
-            print(printable(f"{self.path} cannot be written: {error}"), flush=True)
+            if not failed_before:
+                problem = f"{self.path} cannot be written ({error}); trying again at each step"
+                print(printable(problem), flush=True)
 
     def time_left(self, step: int) -> list[str]:
         """Time left; empty if unknown. The pace excludes the first steps, because they compile."""
@@ -105,6 +112,7 @@ class RunLog(contextlib.AbstractContextManager):
 
     def finish(self, seconds: float = FINISH_SECONDS) -> None:
         """Close the log; waits up to `seconds` for the tracker, and reports if it lags."""
+        self.write()
         if self.tracker.is_alive():
             self.entries.put(None)
             self.tracker.join(seconds)

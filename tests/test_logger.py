@@ -5,6 +5,7 @@ import io
 import json
 import math
 import multiprocessing
+import resource
 import sys
 import threading
 import time
@@ -66,6 +67,17 @@ def test_console_gets_a_line_of_each_step_and_evaluation(tmp_path):
     assert len(lines) == 11 and lines[7].endswith(" s left")
     assert lines[7].startswith("step     7/11 | loss 4.9300 | lr x0.500 | ")
     assert last.startswith("step    11/11 | val bpb 1.2346 | core 0.01235")
+
+
+def test_entries_of_a_full_disk_are_written_later(tmp_path, capsys):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with RunLog(tmp_path) as log:
+        for step in range(6):
+            full = 10 if step in (2, 3) else limits[0]  # bytes
+            resource.setrlimit(resource.RLIMIT_FSIZE, (full, limits[1]))
+            log.log(step, {"loss": 1.0})
+    assert list(losses(tmp_path)) == list(range(6))
+    assert capsys.readouterr().out.count("cannot be written") == 1
 
 
 @pytest.mark.parametrize("fault", ["none", "raises", "hangs"])
