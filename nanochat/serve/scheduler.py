@@ -218,7 +218,6 @@ class Reply:
     The completions of a request, `n` per prompt, numbered consecutively.
 
     Owned by an event loop task; the generation thread adds `answers` and, through `put`, deltas.
-    `first_seconds` is the time to the first delta, None before that.
     """
 
     def __init__(self, requests: Sequence[GenerationRequest]):
@@ -230,8 +229,6 @@ class Reply:
         self.prompt_tokens = sum(len(request.prompt) for request in requests)
         self.num_dropped = 0  # tokens of old turns that were left out
         self.error: ApiError | None = None
-        self.submitted_at = time.perf_counter()
-        self.first_seconds: float | None = None
 
     async def news(self, timeout_seconds: float | None = None) -> list[Delta]:
         """
@@ -265,8 +262,6 @@ class Reply:
 
     def put(self, deltas: Sequence[Delta], error: ApiError | None = None) -> None:
         """Add deltas; called on the event loop."""
-        if deltas and self.first_seconds is None:
-            self.first_seconds = time.perf_counter() - self.submitted_at
         self.arrived += deltas
         self.error = self.error or error
         self.ready.set()
@@ -277,13 +272,10 @@ class Worker:
     The generation thread: runs all engines from `start` to `stop`.
 
     max_waiting: maximum number of queued completions per engine.
-    on_step: called after each step with its number of tokens and its duration in seconds.
     """
 
-    def __init__(
-        self, max_waiting: int = 64, on_step: Callable[[int, float], None] = lambda *_: None
-    ):
-        self.max_waiting, self.on_step = max_waiting, on_step
+    def __init__(self, max_waiting: int = 64):
+        self.max_waiting = max_waiting
         self.wake = threading.Condition()
         self.inbox: deque[Callable[[], None]] = deque()  # calls to make before the next step
         self.open: set[Reply] = set()  # replies that a task may be waiting for
@@ -406,7 +398,6 @@ class Worker:
 
     def step(self, engine: Engine, patience_seconds: float) -> None:
         """Step an engine and deliver the new deltas."""
-        started = time.perf_counter()
         try:
             grown = engine.step(patience_seconds)
             record_logprobs([self.owners[completion][2] for completion in grown], engine.logits)
@@ -426,8 +417,6 @@ class Worker:
             return
         self.drop(ended)
         self.deliver([(reply, deltas, None) for reply, deltas in news.items()])
-        if grown:
-            self.on_step(len(grown), time.perf_counter() - started)
 
     def drop(self, completions: Sequence[Completion]) -> None:
         """Forget completions: cancel the running ones and update the load."""

@@ -25,7 +25,7 @@ from nanochat.config import require_positive
 from nanochat.serve.openai_api import ApiError
 
 Scope = dict[str, Any]
-PROTECTED = ("/v1/", "/metrics")
+PROTECTED = "/v1/"
 HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\s:\[\]/?#@,]+)(:\d{1,5})?")
 ORIGIN = re.compile(rf"(?!http:.*:80$|https:.*:443$)https?://{HOST.pattern}")
 SINGLE = ("authorization", "content-length", "content-type", "host", "origin")
@@ -70,8 +70,6 @@ class SecurityMiddleware:
     app: Callable[..., Any]
     cfg: SecurityConfig
     key: str | None = field(repr=False)
-    on_response: Callable[[str, int], None]
-    """Called with the path and status of every response."""
 
     async def __call__(self, scope: Scope, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -79,7 +77,6 @@ class SecurityMiddleware:
 
         async def secure_send(message: Any) -> None:
             if message["type"] == "http.response.start":
-                self.on_response(scope["path"], message["status"])
                 message = {**message, "headers": [*message["headers"], *SECURITY_HEADERS]}
             await send(message)
 

@@ -4,7 +4,7 @@ HTTP server for the OpenAI-compatible API and the chat page.
     request -> SecurityMiddleware -> FastAPI -> RequestHandler -> Reply -> respond
 
 Routes: / is the chat page, ui.html; /v1 has chat completions, completions, models, and Markdown for
-the page; /health and /metrics are for monitoring. On shutdown, running completions have
+the page; /health is for monitoring. On shutdown, running completions have
 DRAIN_SECONDS to finish, then their streams end with an error.
 """
 
@@ -25,7 +25,6 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import HTMLResponse, JSONResponse, Response
-from prometheus_client import CONTENT_TYPE_LATEST
 
 from nanochat.common import printable
 from nanochat.config import require_at_least, short
@@ -55,7 +54,7 @@ class ServerConfig:
     port: Annotated[int, short("p")] = 8000
     """Port to listen on; 0 = any free port."""
     api_key_file: str | None = None
-    """File with the API key required for /v1 and /metrics. Default: no key."""
+    """File with the API key required for /v1. Default: no key."""
     slots: int | None = None
     """Concurrent completions per model. Default: 64, or fewer if a quarter of free memory holds
     fewer."""
@@ -108,7 +107,7 @@ def add_api(app: FastAPI, handler: RequestHandler, suggestions: Sequence[str]) -
         engine = await handler.library.get(name, handler.worker.busy)
         writer = Writer(asked, name, engine.tokenizer)
         reply = await handler.submit(asked, engine)
-        response = await respond(reply, writer, asked, request, lambda: handler.close(reply))
+        response = await respond(reply, writer, asked, request, lambda: handler.worker.close(reply))
         if dropped := reply.num_dropped:
             print(f"{printable(name)}: left out {dropped} tokens of the oldest turns", flush=True)
             response.headers["X-Dropped-Tokens"] = str(dropped)
@@ -159,11 +158,6 @@ def add_pages(app: FastAPI, handler: RequestHandler) -> None:
         content = {"status": status, "running": running, "waiting": waiting}
         return JSONResponse(content, 200 if status == "ok" else 503)
 
-    @app.get("/metrics")
-    def metrics() -> Response:
-        text = handler.metrics.render(*handler.worker.counts())
-        return Response(text, media_type=CONTENT_TYPE_LATEST)
-
 
 def page_policy(page: str) -> str:
     """
@@ -212,7 +206,7 @@ class Server(uvicorn.Server):
     def __init__(self, handler: RequestHandler, cfg: ServerConfig, suggestions: Sequence[str] = ()):
         self.handler = handler
         app: Any = build_app(handler, suggestions)
-        app = SecurityMiddleware(app, cfg.security, cfg.key(), handler.metrics.count_request)
+        app = SecurityMiddleware(app, cfg.security, cfg.key())
         if cfg.security.allow_origins:
             app = CORSMiddleware(
                 app,

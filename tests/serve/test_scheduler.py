@@ -165,14 +165,3 @@ def test_idle_stream_sends_keep_alive_comments(site, monkeypatch):
     with site.client.stream("POST", CHAT, json=body) as response:
         lines = list(response.iter_lines())
     assert ": keep-alive" in lines and lines[-2] == "data: [DONE]"
-
-
-def test_metrics_count_requests_and_tokens(base):
-    with serving() as site:
-        site.ask(max_tokens=7)
-        site.client.get("/nowhere")
-        lines = site.client.get("/metrics").text.splitlines()
-    for path, status in ((CHAT, 200), ("other", 404)):
-        assert f'nanochat_requests_total{{path="{path}",status="{status}"}} 1.0' in lines
-    for line in ("completion_tokens_total 7.0", "first_token_seconds_count 1.0", "running 0.0"):
-        assert f"nanochat_{line}" in lines
