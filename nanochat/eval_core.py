@@ -12,19 +12,20 @@ import time
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from hashlib import sha256
 from os.path import commonprefix  # also works on lists
 from pathlib import Path
 from random import Random
 from typing import Any, Literal, NamedTuple
+from urllib.request import urlopen
 
-import pooch
 import torch
 import torch.nn.functional as F
 import yaml
 
 from nanochat import stats
 from nanochat.attention import CacheView, fill_batches, pad_right
-from nanochat.common import UsageError, base_dir, fingerprint
+from nanochat.common import UsageError, base_dir, fingerprint, sha256_file, write_atomic
 from nanochat.dataset import line_error, read_json_lines
 from nanochat.dist import DistContext
 from nanochat.hub import is_inside
@@ -307,6 +308,7 @@ PUBLISHED_SHA256 = "90a7c19e28ee7a52b4f6e1f87658deb9fde7f63deba2379045bdb1fe9ea5
 PUBLISHED_ITEMS = 91_037  # over all tasks in the archive
 CORE_TASKS = SECTIONS["Base model evaluation"].split(", ")[2:]
 MAX_UNPACKED_BYTES = 1 << 30  # per archive
+TIMEOUT_SECONDS = 30.0  # of a download without news
 BUNDLE_HINT = "pass a local copy with --eval_bundle=<folder or zip>"
 
 
@@ -344,11 +346,18 @@ def fetch(location: str) -> Path:
         if not path.exists():
             raise FileNotFoundError(f"evaluation bundle {path} does not exist; {BUNDLE_HINT}")
         return path
-    known = f"sha256:{PUBLISHED_SHA256}" if location == PUBLISHED_URL else None
-    try:
-        return Path(pooch.retrieve(location, known, path=base_dir() / "data" / "eval_bundle"))
-    except (OSError, ValueError) as error:  # ValueError: wrong hash
-        raise UsageError(f"cannot download {location}: {error}", BUNDLE_HINT) from error
+    known = PUBLISHED_SHA256 if location == PUBLISHED_URL else None
+    path = base_dir() / "data" / "eval_bundle" / f"{fingerprint(location)}.zip"
+    if not path.exists() or known not in (None, sha256_file(path)):
+        try:
+            with urlopen(location, timeout=TIMEOUT_SECONDS) as response:
+                content = response.read()
+        except OSError as error:
+            raise UsageError(f"cannot download {location}: {error}", BUNDLE_HINT) from error
+        if known not in (None, found := sha256(content).hexdigest()):
+            raise UsageError(f"{location} has SHA-256 {found}, not {known}", BUNDLE_HINT)
+        write_atomic(path, content)
+    return path
 
 
 def open_archive(path: Path) -> zipfile.Path:

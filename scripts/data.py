@@ -16,9 +16,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-import rich
-from rich.table import Table
-
 from nanochat.common import UsageError, printable
 from nanochat.config import require_at_least, start
 from nanochat.dataset import FirstUseConfig, load_last_source, save_last_source
@@ -65,7 +62,7 @@ def main(cfg: Data) -> None:
         raise UsageError(f"{len(missing)} shards were not packed", "see the first error above")
     seconds = time.monotonic() - started
     speed = (rows.totals()["text_bytes"] - before) / 1e6 / seconds
-    rich.print(summary(rows))
+    print(summary(rows))
     if empty := rows.totals()["empty_files"]:
         print(f"{empty} of the training files without text")
     print(printable(f"{rows.folder}: {seconds:.1f} s, {speed:.1f} MB of text per second"))
@@ -81,17 +78,17 @@ def discard_damaged(rows: Rows) -> None:
             print(printable(error.args[0]), flush=True)
 
 
-def summary(rows: Rows) -> Table:
+def summary(rows: Rows) -> str:
     """Table of counts for the training and the validation rows."""
     totals = rows.totals(), rows.totals([rows.val_shard])
-    table = Table("", title=f"Rows of {rows.max_seq_len + 1:,} tokens")
-    for column in ("train", "validation"):
-        table.add_column(column, justify="right")
+    lines: list[tuple[str, ...]] = [
+        (f"rows of {rows.max_seq_len + 1:,} tokens", "train", "validation")
+    ]
     for name in ("shards", "documents", "rows", "tokens", "text_bytes", "skipped", "dropped"):
-        table.add_row(name.replace("_", " "), *(f"{t[name]:,}" for t in totals))
+        lines.append((name.replace("_", " "), *(f"{t[name]:,}" for t in totals)))
     cut = (f"{t['documents_cut'] / max(1, t['documents']):.1%}" for t in totals)
-    table.add_row("documents cut", *cut)
-    return table
+    lines.append(("documents cut", *cut))
+    return "\n".join("{:<24}{:>18}{:>18}".format(*line) for line in lines)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,6 @@ from hypothesis import strategies as st
 from nanochat import common
 from nanochat import rows as rows_module
 from nanochat.chat_format import render
-from nanochat.checkpoint import list_changes
 from nanochat.common import UsageError, sha256_file
 from nanochat.dataset import DataConfig, Source, load_last_source, open_source
 from nanochat.loss import IGNORE
@@ -43,6 +42,7 @@ from nanochat.rows import (
     start_packing,
 )
 from nanochat.tokenizer import Tokenizer, tokenizer_dir
+from nanochat.train import list_changes
 from tests.hub_server import FakeHub, serve
 from tests.test_dataset import parquet
 
@@ -223,7 +223,7 @@ def test_data_packs_once_with_any_number_of_processes(folder, saved, command):
     assert len(expected) == 5 and load_last_source("main") is None
     text = command.works("data", "--dataset", folder, "--max_seq_len=32")
     assert times(rows) == before
-    assert re.search(rf"rows *│ *{rows.num_rows:,} │", text)
+    assert re.search(rf"^rows +{rows.num_rows:,} ", text, re.M)
     assert load_last_source("main") == rows.recipe["source"]
     shutil.rmtree(rows.folder)
     text = command.works("data", "--max_seq_len=32", "--workers=3")  # uses the last source
