@@ -100,6 +100,8 @@ def open_tasks(
     report_names = {name: TASKS[name].name for name in default}
     selected = select_tasks(cfg.task_name, report_names, cfg.final, dist.print0)
     names = list({key_of(name): name for name in selected}.values())
+    if not cfg.final:  # before anything of them is downloaded
+        require_access((TASKS[key_of(name)].name for name in names), False, {})
     reasons = dist.on_main(lambda: {n: why_unavailable(n, cfg.unsafe_exec) for n in names})
     missing = {name: why for name, why in reasons.items() if why}
     for name, why in missing.items():

@@ -182,6 +182,7 @@ def test_counted_code_is_exactly_what_scoring_loads(tokenizer, tmp_path):
         path = Path("nanochat", *name.split(".")).with_suffix(".py")
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(REPOSITORY / path, folder / path)
+    (folder / "nanochat" / "__init__.py").touch()  # else another one on the path comes first
     shutil.copy(REPOSITORY / "tests/golf/score_artifact.py", folder)
     (folder / "model.golf").write_bytes(choose_smallest(stored, model.cfg, tokenizer, {}).data)
     (folder / "texts.json").write_text(json.dumps(["Tom is here.", "a"]))
