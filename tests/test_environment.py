@@ -1,11 +1,14 @@
-"""Code and hardware facts in the header of a report."""
+"""Code and hardware facts in the header of a report; settings of threads."""
 
+import os
 import re
 import subprocess
+import sys
 
 import pytest
 
 from nanochat import records, report
+from nanochat.common import REPOSITORY
 
 AUTHOR = "-c user.name=a -c user.email=a@b -c commit.gpgsign=false".split()
 FILES = {"a.py": "x = 1\ny = 2\n", "b.rs": "fn f() {}\n", "notes.txt": "not code\n"}
@@ -38,3 +41,12 @@ def test_hardware_describes_this_machine():
 )
 def test_default_hourly_rate_is_the_sum_over_gpus(gpus, dollars):
     assert records.default_rate(gpus) == pytest.approx(dollars)
+
+
+@pytest.mark.parametrize("given", [None, "7"])
+def test_R39_threads_wait_with_a_limit_on_spinning(given):
+    env = {name: x for name, x in os.environ.items() if name != "GOMP_SPINCOUNT"}
+    env |= {"OMP_DISPLAY_ENV": "verbose"} | ({"GOMP_SPINCOUNT": given} if given else {})
+    words = [sys.executable, "-m", "scripts.base_train", "--help"]
+    done = subprocess.run(words, cwd=REPOSITORY, env=env, capture_output=True, text=True)
+    assert f"GOMP_SPINCOUNT = '{given or 30000}'" in done.stderr
