@@ -7,9 +7,11 @@ import tomllib
 
 import pytest
 
+import nanochat
 from nanochat.common import REPOSITORY
 
 TRACKS = "serve hf golf recursion lab bench".split()
+CORE = re.findall(r"^    (\w+) {2,}\S", nanochat.__doc__ or "", re.MULTILINE)  # in reading order
 FILES = sorted(
     path.relative_to(REPOSITORY).as_posix()
     for folder in ("nanochat", "scripts", "tasks")
@@ -45,6 +47,15 @@ def layer_of(name: str) -> int:
 @pytest.mark.parametrize("name", FILES)
 def test_imports_do_not_go_up_a_layer(name):
     assert not {i for i in own_imports(name) if layer_of(i) > layer_of(name)}
+
+
+def test_core_modules_import_only_earlier_ones():
+    assert {f"nanochat/{m}.py" for m in CORE} | {"nanochat/__init__.py"} == {
+        f for f in FILES if re.fullmatch(r"nanochat/\w+\.py", f)
+    }
+    for i, module in enumerate(CORE):
+        core = {i for i in own_imports(f"nanochat/{module}.py") if layer_of(i) == 0}
+        assert core <= {f"nanochat.{name}" for name in CORE[:i]}, module
 
 
 def test_B18_every_import_is_a_declared_dependency():
