@@ -25,7 +25,7 @@ STAGES = (
 
 
 class Reference(NamedTuple):
-    """A run of a profile."""
+    """A run of a profile. Training of `cpu` and `smoke` has a fixed number of tokens."""
 
     about: str
     depth: int
@@ -63,10 +63,11 @@ class Plan:
     """Name of the GPUs; empty = CPU."""
 
 
-def flops_of(depth: int) -> tuple[float, float]:
+def flops_of(depth: int, profile: str) -> tuple[float, float]:
     """FLOPs of a training token, and of base training with the default horizon, of this depth."""
+    vocab_size, max_seq_len = (32768, 2048) if profile in ("gpu", "h100x8") else (4096, 256)
     with torch.device("meta"):
-        model = GPT(shape_for_depth(depth, 32768, 2048))
+        model = GPT(shape_for_depth(depth, vocab_size, max_seq_len))
     horizon = plan_horizon(model, HorizonConfig(), 1)
     each = model.flops_per_token()
     return each, each * horizon.num_steps * horizon.batch_tokens
@@ -74,9 +75,8 @@ def flops_of(depth: int) -> tuple[float, float]:
 
 def main(cfg: Plan) -> None:
     reference = REFERENCE[cfg.profile]
-    token, horizon = (
-        a / b for a, b in zip(flops_of(cfg.depth), flops_of(reference.depth), strict=True)
-    )
+    here, there = (flops_of(depth, cfg.profile) for depth in (cfg.depth, reference.depth))
+    token, horizon = (a / b for a, b in zip(here, there, strict=True))
     share = reference.processes / cfg.processes
     records = {record["section"]: record for record in read_records()}
     depth, total = None, 0.0
@@ -88,7 +88,8 @@ def main(cfg: Plan) -> None:
         if stage in records and depth == cfg.depth:
             minutes, how = records[stage]["cost"]["wall_seconds"] / 60, "recorded"
         elif not stage.startswith("Tokenizer"):
-            minutes *= share * (horizon if stage == "Base model training" else token)
+            grows = stage == "Base model training" and cfg.profile in ("gpu", "h100x8")
+            minutes *= share * (horizon if grows else token)
         total += minutes
         size = f"about {minutes:.0f}" if minutes >= 1 else "under 1"
         print(f"  {stage:<22} {size} min {how}".rstrip())

@@ -116,12 +116,13 @@ def save_checkpoint(
         }
         common.write_json(temporary / "state.json", {**record, "seal": seal_of(record)})
         if final.exists():  # the same step, saved again
-            shutil.rmtree(final)
+            final.rename(folder / f".saving_replaced_{step:06d}")
         temporary.rename(final)
         common.fsync(folder)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+    shutil.rmtree(folder / f".saving_replaced_{step:06d}", ignore_errors=True)
     for old, path in list(step_folders(folder).items())[:-keep]:
         if old != step:
             shutil.rmtree(path, ignore_errors=True)

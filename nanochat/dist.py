@@ -16,6 +16,7 @@ import re
 import resource
 import shutil
 import signal
+import socket
 import sys
 import sysconfig
 import time
@@ -73,8 +74,10 @@ class DistContext:
     dtype: torch.dtype
     fp8: bool = False
     """Whether training runs the matmuls inside the layers in fp8."""
+    local_size: int = 1
+    """Number of processes on this host."""
     launch: str = ""
-    """Id that torchrun was given for this launch; the same after it restarts the ranks."""
+    """Id of the torchrun launch; the same after it restarts the ranks."""
     restarts: int = 0
     """Number of restarts by torchrun; 0 on a node that joins late."""
     store: Any = None
@@ -112,7 +115,10 @@ class DistContext:
         without waiting for it.
         """
         widest = torch.float32 if self.device.type == "mps" else torch.float64
-        total = torch.stack([torch.as_tensor(v, dtype=widest, device=self.device) for v in values])
+        kind: Any = {"device": self.device, "dtype": widest}
+        total = torch.stack(  # as_tensor would wait for the device
+            [v.to(**kind) if isinstance(v, Tensor) else torch.full((), v, **kind) for v in values]
+        )
         if self.world_size > 1:
             self.wait(lambda: distributed.all_reduce(total))
         return total
@@ -264,9 +270,12 @@ def init_dist(cfg: DistConfig = DistConfig(), seed: int = 0, steady: bool = True
     name = "bfloat16" if fp8 else cfg.dtype
     dtype = getattr(torch, name) if name else default_dtype(device)
     launch, restarts = env.get("TORCHELASTIC_RUN_ID", ""), env.get("TORCHELASTIC_RESTART_COUNT", 0)
-    launch = "" if launch == "none" else launch  # torchrun's default
+    if launch == "none":  # torchrun's default: use the host and torchrun's process id
+        launch = f"{socket.gethostname()}-{os.getppid()}"
+    local_size = int(env.get("LOCAL_WORLD_SIZE", world_size))
     return DistContext(
-        *(rank, local_rank, world_size, device, dtype, fp8, launch, int(restarts), store, objects)
+        *(rank, local_rank, world_size, device, dtype, fp8),
+        *(local_size, launch, int(restarts), store, objects),
     )
 
 

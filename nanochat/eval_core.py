@@ -13,6 +13,7 @@ import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
+from http.client import HTTPException
 from os.path import commonprefix  # also works on lists
 from pathlib import Path
 from random import Random
@@ -352,7 +353,7 @@ def fetch(location: str) -> Path:
         try:
             with urlopen(location, timeout=TIMEOUT_SECONDS) as response:
                 content = response.read()
-        except OSError as error:
+        except (OSError, HTTPException) as error:
             raise UsageError(f"cannot download {location}: {error}", BUNDLE_HINT) from error
         if known not in (None, found := sha256(content).hexdigest()):
             raise UsageError(f"{location} has SHA-256 {found}, not {known}", BUNDLE_HINT)

@@ -294,7 +294,7 @@ def write_record(
             **asdict(provenance),
             "commit": ", ".join(commits) or code["commit"],
             "dirty": code["dirty"],
-            "command": shlex.join(["python", *sys.orig_argv[1:]]),
+            "command": command_line(),
         },
         "cost": {**asdict(cost), "device_seconds": busy, "own_device_seconds": busy},
     }
@@ -304,6 +304,16 @@ def write_record(
         append_line(folder / "records.jsonl", record)
         common.write_atomic(path, json.dumps(record, indent=1, ensure_ascii=False) + "\n")
     return path
+
+
+def command_line() -> str:
+    """The command that runs this process, or the torchrun that started it."""
+    words = [word for word in sys.orig_argv[1:] if word != "-u"]
+    ranks = os.environ.get("LOCAL_WORLD_SIZE")
+    if ranks and words[:1] == ["-m"]:
+        words = ["torchrun", f"--nproc_per_node={ranks}", *words[:2], "--", *words[2:]]
+        return shlex.join(words)
+    return shlex.join(["python", *words])
 
 
 def extend_record(old: Record | None, new: dict[str, Any]) -> dict[str, Any]:

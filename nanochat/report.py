@@ -62,7 +62,8 @@ def append_section(
     for table in shown.get("tables", ()):
         print(render_table(table), flush=True)
     cost = cost or records.Cost.so_far()
-    records.write_record(name, settings(cfg), values, origin, cost, cfg.report_dir, **shown)
+    known = {key: value for key, value in values.items() if value is not None}
+    records.write_record(name, settings(cfg), known, origin, cost, cfg.report_dir, **shown)
     update(cfg.report_dir, renew=bool(origin.outputs))
 
 

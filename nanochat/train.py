@@ -247,6 +247,11 @@ def to_device(x: np.ndarray, device: torch.device) -> Tensor:
     return tensor.to(device)
 
 
+def to_host(x: Tensor) -> Tensor:
+    """Copy of a tensor in host memory, which later updates do not change."""
+    return x.detach().to("cpu", copy=True)
+
+
 def document_segments(tokens: Tensor, bos_id: int) -> Tensor:
     """Index of each token's document within its row, (B, T); BOS starts a document."""
     return (tokens == bos_id).cumsum(dim=1)
@@ -445,13 +450,14 @@ class Run:
         self.state["provenance"] = {"run_id": run_id, "seed": cfg.seed, "inputs": self.inputs}
         with ExitStack() as stack:
             lock = self.folder.parent / f".{self.folder.name}.lock"
-            patience = 180 if dist.restarts else 0
+            patience = 180 if dist.any(dist.restarts > 0) else 0
             dist.on_main(
                 lambda: stack.enter_context(
                     common.hold_run_lock(lock, "--model_tag", patience_seconds=patience)
                 )
             )
             stack.enter_context(self.writer)
+            stack.callback(self.report_failed_save)
             self.resume()
             if self.kernels is not None:
                 self.choose_kernels(self.kernels)
@@ -491,13 +497,6 @@ class Run:
                 optim.load_full_state(self.optimizer, moments)
             dist.print0(f"resumed {found.folder}")
         self.first_step = progress.step
-        if progress.step < self.num_steps and not self.extendable:
-            raise UsageError(
-                f"the run ended after step {progress.step} without optimizer state (or with "
-                "averaged weights) and cannot be extended",
-                "retrain all steps with --resume=never, with --save_optimizer or without "
-                "--ema_decay",
-            )
         if dist.dtype != torch.float16:
             progress.loss_scale = 1.0
         elif progress.loss_scale == 1.0:
@@ -515,10 +514,14 @@ class Run:
         CorruptCheckpoint, on every rank, if all are corrupt or the nodes' files differ.
         """
         dist, folder = self.dist, self.folder
-        newest = dist.on_main(lambda: newest_state(folder)) or {}
         restarted = dist.any(dist.restarts > 0)
-        unfinished = bool(dist.launch and newest) and not newest["progress"]["finished"]
-        again = newest.get("launch") == dist.launch and (restarted or unfinished)
+
+        def saved_before() -> bool:  # by an earlier attempt of this launch
+            newest = newest_state(folder) or {}
+            same = bool(dist.launch) and newest.get("launch") == dist.launch
+            return same and (restarted or not newest["progress"]["finished"])
+
+        again = dist.on_main(saved_before)
         self.replaces = self.cfg.resume == "never" and not again
         if self.replaces:
             return None
@@ -577,8 +580,6 @@ class Run:
                     why = "stop requested" if stopped else "training ended"
                     text = f"{why}: saved step {step} (continue with --resume=auto)"
                 dist.print0(text)
-            elif problem := self.finish_save():
-                print(common.printable(problem), flush=True)
         if stopped:
             dist.close()
             raise SystemExit(common.PREEMPTED) from error
@@ -605,6 +606,13 @@ class Run:
         saved, their number, for the last evaluation.
         """
         progress, every = self.progress, self.cfg.save_every
+        if progress.step < self.num_steps and not self.extendable:
+            raise UsageError(
+                f"the run ended after step {progress.step} without optimizer state (or with "
+                "averaged weights) and cannot be extended",
+                "retrain all steps with --resume=never, with --save_optimizer or without "
+                "--ema_decay",
+            )
         progress.finished = progress.finished and progress.step >= self.num_steps
         while progress.step < self.num_steps:
             if progress.step % CHECK_RANKS_EVERY == 0:
@@ -670,10 +678,10 @@ class Run:
         moments = None
         if not progress.finished or (self.keep_optimizer and self.extendable):
             gathered = optim.full_state(self.optimizer)  # by all ranks; the main rank copies
-            moments = {n: x.detach().cpu() for n, x in gathered if dist.is_main}
+            moments = {n: to_host(x) for n, x in gathered if dist.is_main}
         self.add_cost()
         if dist.is_main:
-            weights = {name: x.detach().cpu() for name, x in model.state_dict().items()}
+            weights = {name: to_host(x) for name, x in model.state_dict().items()}
             state = {**self.state, "progress": asdict(progress)}
             job = (self.folder, progress.step, model, moments, self.tokenizer, state)
             future = self.writer.submit(save_checkpoint, *job, self.cfg.keep, weights)
@@ -697,6 +705,11 @@ class Run:
         except OSError as error:
             return f"saving step {step} failed: {error}"
         return None
+
+    def report_failed_save(self) -> None:
+        """Wait for the last save when the run ends; print an error of the disk."""
+        if problem := self.finish_save():
+            print(common.printable(problem), flush=True)
 
     def require_finite(self) -> None:
         """Raise NonFiniteError on all ranks, naming the first non-finite tensor of any rank."""
@@ -878,8 +891,8 @@ class Run:
         float16 = self.dist.dtype == torch.float16
         if finite:
             self.bad_in_a_row = 0
-            progress.steps_at_scale += 1
-            if float16 and progress.steps_at_scale == RAISE_SCALE_AFTER:
+            progress.steps_at_scale += float16
+            if progress.steps_at_scale == RAISE_SCALE_AFTER:
                 progress.loss_scale, progress.steps_at_scale = progress.loss_scale * 2, 0
             return
         self.bad_in_a_row += 1
@@ -950,9 +963,9 @@ class Run:
 
     def next_commands(self) -> str:
         """Lines printed after training: the checkpoint folder and the next commands."""
-        stage, tag, ranks = self.stage, self.folder.name, self.dist.world_size
-        many = f"torchrun --nproc_per_node={ranks} -m scripts.{{}} --"
-        command = many if ranks > 1 else "python -m scripts.{}"
+        stage, tag, dist = self.stage, self.folder.name, self.dist
+        many = f"torchrun --nproc_per_node={dist.local_size} -m scripts.{{}} --"
+        command = many if dist.world_size > 1 else "python -m scripts.{}"
         lines = [f"checkpoint: {self.folder}/step_{self.progress.step:06d}"]
         if following := dict(pairwise(s for s in SCRIPTS if s != "dpo")).get(stage):
             lines.append(f"next: {command.format(SCRIPTS[following])} --model_tag={tag}")

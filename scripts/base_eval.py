@@ -70,6 +70,7 @@ def main(cfg: BaseEval) -> None:
     if cfg.only_fetch:
         return print(open_suite(choose_bundle(cfg.suite, cfg.eval_bundle, None)).about)
     dist = init_dist(cfg.dist)
+    model = tokenizer = checkpoint = None
     if cfg.hf_path:
         section, name, dataset = f"Evaluation of {cfg.hf_path}", cfg.hf_path, None
         model = tokenizer = HFModel(cfg.hf_path, dist, cfg.trust_remote_code)
@@ -77,7 +78,6 @@ def main(cfg: BaseEval) -> None:
     else:
         checkpoint = dist.on_node(lambda: find_checkpoint("base", cfg.model_tag, cfg.model_step))
         section, name = SECTION, f"base_model (step {checkpoint.step})"
-        model, tokenizer = load_inference(checkpoint, dist)
         dataset, origin = checkpoint.state["source"].get("dataset"), checkpoint.state["provenance"]
         run_id, seed = origin["run_id"], origin["seed"]
         inputs = {**origin["inputs"], "base": checkpoint.fingerprint}
@@ -90,6 +90,8 @@ def main(cfg: BaseEval) -> None:
 
     names, who = [task.name for task in suite.tasks], {"checkpoint": name, "section": section}
     dist.on_main(lambda: require_access(names, cfg.final, who))
+    if checkpoint is not None:
+        model, tokenizer = load_inference(checkpoint, dist)
     dist.print0(f"{name} on {suite.about}")
     for task in suite.tasks[len(scores) :]:
         scores.append(evaluate_task(model, tokenizer, task, dist, cfg.max_per_task))

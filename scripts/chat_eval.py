@@ -102,8 +102,8 @@ def open_tasks(
     names = list({key_of(name): name for name in selected}.values())
     if not cfg.final:  # before anything of them is downloaded
         require_access((TASKS[key_of(name)].name for name in names), False, {})
-    reasons = dist.on_main(lambda: {n: why_unavailable(n, cfg.unsafe_exec) for n in names})
-    missing = {name: why for name, why in reasons.items() if why}
+    mine = dist.on_node(lambda: {n: why_unavailable(n, cfg.unsafe_exec) for n in names})
+    missing = {n: why for reasons in dist.gather(mine) for n, why in reasons.items() if why}
     for name, why in missing.items():
         if cfg.task_name:
             raise UsageError(f"{name} cannot be scored here: {why}", "remove it from --task_name")

@@ -177,11 +177,13 @@ class Sweep:
         if self.problem:
             return
         variables = self.slots.get()
-        job.folder.mkdir(parents=True, exist_ok=True)
-        for words in job.commands:
-            if status == 0 and not self.stop.asked:
-                status = self.call(job, words, variables)
-        self.slots.put(variables)
+        try:
+            job.folder.mkdir(parents=True, exist_ok=True)
+            for words in job.commands:
+                if status == 0 and not self.stop.asked:
+                    status = self.call(job, words, variables)
+        finally:
+            self.slots.put(variables)
         if self.stop.asked:
             return
         if status in (0, BROKEN):

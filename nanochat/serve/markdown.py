@@ -7,14 +7,16 @@ HTML in a text is escaped, images become links, and only web and mail links are 
 inline style, which the page's policy would block.
 """
 
+import re
 from collections.abc import Sequence
 from html import escape
 
 from markdown_it import MarkdownIt
 
-from nanochat.serve.openai_api import ApiError, bad_field, read_object, read_parts
+from nanochat.serve.openai_api import ApiError, bad_field, check_count, read_object, read_parts
 
 MOST_CHARACTERS = 20_000  # as in ui.html. That many "[" take 2 s, and twice as many 8 s
+MOST_ANSWERS = 256
 MARK = "\ufdd0{}\ufdd1"  # place of a tool's call or result while its answer is Markdown
 
 
@@ -27,6 +29,7 @@ def render_answers(body: bytes) -> list[str]:
     given = read_object(body).get("answers")
     if not isinstance(given, list) or not all(isinstance(parts, list) for parts in given):
         raise bad_field("answers", "must be an array of answers, each an array of parts")
+    check_count("answers", given, MOST_ANSWERS, "answers")
     answers = [read_parts(parts, "assistant", f"answers.{i}") for i, parts in enumerate(given)]
     if (size := sum(len(part["text"]) for parts in answers for part in parts)) > MOST_CHARACTERS:
         raise ApiError(413, f"{size:,} characters; the limit is {MOST_CHARACTERS:,}", "too_large")
@@ -53,6 +56,5 @@ def render_answer(parts: Sequence[dict[str, str]]) -> str:
             if child.type == "link_open":
                 child.attrs |= {"target": "_blank", "rel": "noopener noreferrer"}
     html = parser.renderer.render(tokens, parser.options, {})
-    for mark, code in tools.items():
-        html = html.replace(mark, code)
-    return html
+    # in one pass: a tool's text may contain marks
+    return re.sub(MARK.format(r"\d+"), lambda found: tools.get(found[0], ""), html)

@@ -121,5 +121,8 @@ class ModelLibrary:
 def time_of_save(name: str) -> float:
     """Unix time of the last save of a model's tag; 0 if there is none."""
     stage, tag = name.split(":")[:2]
-    states = (stage_folder(stage) / tag).glob("step_*/state.json")
-    return max((path.stat().st_mtime for path in states), default=0.0)
+    times = [0.0]
+    for path in (stage_folder(stage) / tag).glob("step_*/state.json"):
+        with suppress(FileNotFoundError):  # training has just deleted it
+            times.append(path.stat().st_mtime)
+    return max(times)

@@ -212,3 +212,12 @@ def test_V4_V6_large_bodies_and_clients_that_do_not_read(base):
             site.wait_until_idle()
             assert b"[DONE]" not in received(connection)
         assert site.content(max_tokens=1) is not None
+
+
+def test_V4_marks_in_tool_calls_are_not_expanded(site):
+    calls = [{"type": "python", "text": f"\ufdd0{i + 2}\ufdd1" * 8} for i in range(6)]
+    answer = [{"type": "text", "text": "x"}, *calls]
+    [html] = site.client.post("/v1/markdown", json={"answers": [answer]}).json()["html"]
+    assert len(html) < 1000 and html.count("<code") == 6
+    many = site.client.post("/v1/markdown", json={"answers": [[]] * 1000})
+    assert many.status_code == 400
