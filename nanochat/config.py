@@ -141,7 +141,7 @@ def parse(default: C, doc: str | None = None, args: Sequence[str] | None = None)
 
 
 def short(letter: str) -> Any:
-    """A one-letter flag beside the long one: `temperature: Annotated[float, short("t")] = 1.0`."""
+    """A one-letter alias of a flag: `temperature: Annotated[float, short("t")] = 1.0`."""
     return tyro.conf.arg(aliases=[f"-{letter}"])
 
 

@@ -3,7 +3,7 @@ Commands: `python -m scripts.<name>`. This file runs before torch is imported.
 
 Threads that wait for each other on a CPU spin before they sleep. GNU OpenMP's default, 300,000
 rounds, is slow if other processes need the cores. With 30,000, training at depth 4 is as fast on an
-idle machine and 1.18 times as fast beside one endless loop per core (python -m dev.thread_waits,
+idle machine and 1.18 times as fast with one endless loop per core (python -m dev.thread_waits,
 medians of 5, 2 cores, 2026-11).
 """
 

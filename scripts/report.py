@@ -45,7 +45,7 @@ def main(cfg: Report) -> None:
 
 
 def reset(report_dir: Folder) -> Path:
-    """Move the records, figures and text of a report to a new folder beside it; returns it."""
+    """Move the records, figures and text of a report to a new folder; returns it."""
     folder = report_folder(report_dir)
     archive = folder.rename(folder.with_name(f"{folder.name}-{new_run_id()}"))
     for page in () if report_dir else base_dir().glob("report.md"):

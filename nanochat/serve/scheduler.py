@@ -25,7 +25,7 @@ from nanochat.engine import TOOL_WAIT_SECONDS, Completion, Engine, Sampling
 from nanochat.serve.openai_api import ApiError, Delta, FinishReason, TokenInfo, TokenLogprob
 from nanochat.tokenizer import Tokenizer
 
-RETRY_SECONDS = 2  # what a client is told to wait for when the queue is full
+RETRY_SECONDS = 2  # Retry-After of a request that finds the queue full
 LOGITS_TOKENS = 512  # prompt tokens per logits chunk when recording log-probabilities
 
 # ---- Stop strings --------------------------------------------------------------------------------

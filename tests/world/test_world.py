@@ -151,9 +151,9 @@ def test_world_is_consistent_and_answers_are_uniform():
         assert len(set(Counter(getattr(p, field) for p in people()).values())) == 1, field
     names = [n for p in people() for n in (p.name, p.pet)] + [t.name for t in towns()]
     assert len(set(names)) == len(names)
-    told = [*chain(*map(episodes, SPLITS))]
-    assert len({e.title for e in told}) == 24 == len({(e.title, e.good) for e in told}) / 2
-    assert all(e.answer != e.wrong and not set(e.causes) & set(e.effects) for e in told)
+    found = [*chain(*map(episodes, SPLITS))]
+    assert len({e.title for e in found}) == 24 == len({(e.title, e.good) for e in found}) / 2
+    assert all(e.answer != e.wrong and not set(e.causes) & set(e.effects) for e in found)
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
