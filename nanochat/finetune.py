@@ -3,7 +3,7 @@ What midtraining and SFT share: the parent, the mixture of conversations, packed
 
     parent checkpoint, conversations -> packed rows, optimizer -> FineTuning -> the loop
 
-Attention stays within each conversation of a row, so packing changes neither loss nor gradients.
+Attention stays within each chat of a row, so packing chats changes neither loss nor gradients.
 """
 
 import math

@@ -18,6 +18,7 @@ import hashlib
 import math
 import multiprocessing
 import os
+import random
 import signal
 import sys
 import threading
@@ -588,9 +589,12 @@ def batch_texts(texts: Iterable[str]) -> Iterator[list[str]]:
 
 
 # ---- Conversations -------------------------------------------------------------------------------
-# Only the answers have loss. A conversation stays in one row; padding is BOS without loss.
+# Only the answers have loss. A conversation stays in one row; padding is BOS without loss. Most
+# conversations continue the one before: users change the topic, data sets have one topic a
+# conversation, and a model that only saw those falls apart after a few questions.
 
 CHAT_SHARD = "rows"  # the only one
+JOINED = 0.75  # share of the conversations that continue the one before, where both fit in a row
 CHAT_BATCH = 256  # conversations handed to the packer at a time
 
 
@@ -612,7 +616,7 @@ def open_chat_rows(
     """Open the rows of a mixture of conversations, which need not be packed yet."""
     named = [{"name": n, "amount": p[2:], **p.identity} for n, p in parts.items()]
     made_of = {"buckets": named, "seed": seed, "tokenizer": tokenizer.fingerprint}
-    made_of |= {"max_seq_len": max_seq_len, "packing_rule": PACKING_RULE}
+    made_of |= {"max_seq_len": max_seq_len, "packing_rule": PACKING_RULE, "joined": JOINED}
     return reopen_chat_rows({**made_of, "fingerprint": common.fingerprint(made_of)})
 
 
@@ -625,7 +629,8 @@ def reopen_chat_rows(recipe: Mapping[str, Any]) -> Rows:
 def pack_chats(rows: Rows, parts: Mapping[str, ChatPart], seed: int, tokenizer: Tokenizer) -> None:
     """
     Pack the rows of `open_chat_rows` unless that was done before. The record of the shard has, by
-    bucket, its conversations, their tokens (with BOS) and tokens with loss, and what was used.
+    bucket, its conversations, their tokens (with BOS) and tokens with loss, and how many
+    conversations and tokens are used.
 
     Raises ValueError if a bucket has no token to train on.
     """
@@ -639,6 +644,7 @@ def pack_chats(rows: Rows, parts: Mapping[str, ChatPart], seed: int, tokenizer: 
             buckets.append([every[i] for i in order])
             about[name] = {
                 "conversations": len(every),
+                "used": len(order),
                 "tokens": int(lengths.sum()),
                 "trained": sum(int((ids >= 0).sum()) for ids in every),
                 "used_tokens": int(lengths[order].sum()),
@@ -646,7 +652,8 @@ def pack_chats(rows: Rows, parts: Mapping[str, ChatPart], seed: int, tokenizer: 
         sizes = [np.array([len(ids) + 1 for ids in used], np.int64) for used in buckets]
         mixed = (buckets[b][i] for b, i in zip(*interleave(sizes, seed), strict=True))
         packer = Packer(rows.max_seq_len + 1, ~tokenizer.bos_id, rows.dtype, cut=False)
-        write_shard(rows, CHAT_SHARD, packer, batch_chats(mixed), {"buckets": about})
+        joined = join_chats(mixed, seed, rows.max_seq_len)
+        write_shard(rows, CHAT_SHARD, packer, batch_chats(joined), {"buckets": about})
 
 
 def encode_chats(
@@ -686,6 +693,18 @@ def choose_chats(
         return order[: round(repeats * n)], lengths
     middles = np.cumsum(lengths[order]) - lengths[order] / 2  # to the nearest conversation
     return order[: int(np.searchsorted(middles, part.tokens))], lengths
+
+
+def join_chats(chats: Iterator[np.ndarray], seed: int, longest: int) -> Iterator[np.ndarray]:
+    """Yield chats of one or more conversations, up to `longest` tokens if there are several."""
+    rng, joined = random.Random(seed), next(chats)
+    for ids in chats:
+        if rng.random() < JOINED and len(joined) + len(ids) <= longest:
+            joined = np.concatenate([joined, ids])
+        else:
+            yield joined
+            joined = ids
+    yield joined
 
 
 def batch_chats(chats: Iterator[np.ndarray]) -> Iterator[tuple[np.ndarray, np.ndarray]]:

@@ -21,7 +21,6 @@ from nanochat.finetune import (
     parent_inputs,
 )
 from nanochat.optim import OptimConfig, decay_factor, lr_factor, muon_momentum
-from nanochat.rows import CHAT_SHARD
 from nanochat.train import TrainConfig, document_segments, skip_if_finished
 from tasks.buckets import MixConfig, chat_mixture
 
@@ -59,7 +58,7 @@ def main(cfg: ChatSft) -> None:
     )
     model, num_steps, bos_id, metrics = run.model, run.num_steps, run.tokenizer.bos_id, {}
 
-    def score(x, y):  # attention stays within each conversation of a row
+    def score(x, y):  # attention stays within each chat of a row
         return model.token_losses(x, y, document_segments(x, bos_id))
 
     with run:
@@ -76,7 +75,7 @@ def main(cfg: ChatSft) -> None:
                 decay_factor(step, num_steps),
             )
     values = {
-        "Training rows": rows.counts(CHAT_SHARD)["documents"],
+        "Training rows": sum(count["used"] for count in counts.values()),
         "Training loss": run.progress.smooth_loss,
         **finetuning_values(run, metrics),
     }

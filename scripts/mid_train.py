@@ -57,7 +57,7 @@ def main(cfg: MidTrain) -> None:
     )
     model, num_steps, bos_id, metrics = run.model, run.num_steps, run.tokenizer.bos_id, {}
 
-    def score(x, y):  # attention stays within each conversation of a row
+    def score(x, y):  # attention stays within each chat of a row
         return model.token_losses(x, y, document_segments(x, bos_id))
 
     with run:
