@@ -15,7 +15,7 @@ import torch
 
 from nanochat import records, stats
 from nanochat.attention import fill_batches, pad_right
-from nanochat.chat_format import Message, render_prompt
+from nanochat.chat_format import Message, render_fitting
 from nanochat.dist import DistContext
 from nanochat.engine import Engine, Sampling
 from nanochat.gpt import GPT
@@ -64,10 +64,17 @@ def trim(prompt: list[int], most: int) -> list[int]:
 def render_prompts(
     tokenizer: Tokenizer, conversations: Iterable[Sequence[Message]], most: int
 ) -> tuple[list[list[int]], int]:
-    """Prompts of at most `most` tokens, and how many of them were truncated."""
-    whole = [render_prompt(tokenizer, messages) for messages in conversations]
-    prompts = [trim(prompt, most) for prompt in whole]
-    return prompts, sum(a != b for a, b in zip(whole, prompts, strict=True))
+    """
+    Prompts of at most `most` tokens, and how many of them lack a part of the question. The oldest
+    turns are dropped first, then the beginning of the question.
+    """
+    prompts, num_truncated = [], 0
+    for messages in conversations:
+        answered = len(messages) > 1 and messages[-1]["role"] == "assistant"
+        prompt = render_fitting(tokenizer, messages[:-1] if answered else messages, most)
+        num_truncated += len(prompt) > most
+        prompts.append(trim(prompt, most))
+    return prompts, num_truncated
 
 
 # ---- Scores --------------------------------------------------------------------------------------
