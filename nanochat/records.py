@@ -230,18 +230,21 @@ def changed_code(recorded: Mapping[str, str]) -> list[str]:
     return sorted({name for name, _ in code_digests().items() ^ recorded.items()})
 
 
-def require_same_code(section: str, record: Record) -> None:
+def require_same_code(what: str, changed: Sequence[str], fix: str) -> None:
     """
-    Raise UsageError if a finished stage was made by other code than the current one, unless the
-    environment variable ACCEPT_CODE_CHANGE is 1.
+    Raise UsageError if files of code that `what` was made with have changed, unless the environment
+    variable ACCEPT_CODE_CHANGE is 1.
     """
-    if os.environ.get("ACCEPT_CODE_CHANGE") == "1":
-        return
-    if changed := changed_code(record["code"]):
-        raise common.UsageError(
-            f"{section} was finished by other code: {', '.join(changed)} changed",
-            "run it again without --skip_if_done, or set ACCEPT_CODE_CHANGE=1 to keep its result",
-        )
+    if changed and os.environ.get("ACCEPT_CODE_CHANGE") != "1":
+        problem = f"{what} was made by other code: {', '.join(changed)} changed"
+        raise common.UsageError(problem, f"{fix}, or set ACCEPT_CODE_CHANGE=1")
+
+
+def require_finished_by_same_code(record: Record) -> None:
+    """Raise UsageError if a finished stage was made by other code than the current one."""
+    require_same_code(
+        record["section"], changed_code(record["code"]), "run it again without --skip_if_done"
+    )
 
 
 def write_record(
@@ -337,7 +340,7 @@ def extend_record(old: Record | None, new: dict[str, Any]) -> dict[str, Any]:
 def find_finished(section: str, key: str, report_dir: Folder = None) -> dict[str, Any] | None:
     """
     Record of the section if its `stage_key` is `key` and its output files are intact, else None.
-    Raises UsageError if it was made by other code (`require_same_code`).
+    Raises UsageError if it was made by other code.
 
     The SHA-256 of every recorded file must match. A stage that has outputs but recorded no
     files cannot be checked and is not finished. Only the section's current record is considered, so
@@ -352,7 +355,7 @@ def find_finished(section: str, key: str, report_dir: Folder = None) -> dict[str
     files = [common.base_dir() / name for name in record["files"]]
     if (record["provenance"]["outputs"] and not files) or hash_files(files) != record["files"]:
         return None
-    require_same_code(section, record)
+    require_finished_by_same_code(record)
     return record
 
 

@@ -874,11 +874,11 @@ class Run:
             "loss": totals.loss,
             "grad_norm": totals.norm,
             **optim.learning_rates(self.optimizer),
-            **metrics,
             "smooth_loss": progress.smooth_loss,
             "tokens_per_second": totals.tokens / seconds,
             "step_seconds": seconds,
             **({} if used is None else {"mfu": used}),
+            **metrics,
         }
         self.write(progress.step - 1, values)
 

@@ -134,7 +134,7 @@ def main(cfg: ChatEval) -> None:
             score = recorded["values"][name]
             known[name] = Estimate(score["value"], score["n"], float(score["se"]))  # may be "nan"
     if known:
-        dist.on_main(lambda: records.require_same_code(section, recorded))
+        dist.on_main(lambda: records.require_finished_by_same_code(recorded))
     todo = {t: min(len(t), cfg.max_problems or len(t)) for t in tasks if t.name not in known}
     if not todo and (MEAN in recorded["values"] or not is_complete):
         dist.print0(f"{section}: finished already, skipped")

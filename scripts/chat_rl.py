@@ -154,6 +154,8 @@ def main(cfg: ChatRL) -> None:
             started = time.perf_counter()
             groups = rollouts.roll_out(step)
             metrics = rollouts.metrics(groups)
+            generated = metrics["answer_tokens"] * rl.examples_per_step * rl.num_samples
+            metrics["tokens_per_second"] = generated / (time.perf_counter() - started)
             groups = rollouts.resample(step, groups)
             metrics["rollout_seconds"] = time.perf_counter() - started
             if reference is not None:  # both are inference copies, rounded alike

@@ -25,7 +25,7 @@ from nanochat.golf.artifact import Compressor, Container, quantize_tensors
 from nanochat.golf.quantize import Clip, QuantConfig
 from nanochat.golf.size import choose_smallest, format_sizes, require_size_limit
 from nanochat.gpt import GPT
-from nanochat.hf.export import is_native, write_hf
+from nanochat.hf.export import check_logits, is_native, require_model_code, write_hf
 from nanochat.hf.models import new_model, read_config
 from nanochat.tokenizer import Tokenizer
 
@@ -70,7 +70,10 @@ def main(cfg: Export) -> None:
         what = f"an artifact of {out.stat().st_size:,} bytes"
     else:
         origin = {"stage": stage, "step": checkpoint.step, **lineage(checkpoint.state)}
+        require_model_code(str(checkpoint.folder), checkpoint.state.get("code", {}))
         write_hf(out, model, tokenizer, dist.dtype, origin)
+        if not check_logits(out):
+            print("not compared with our logits: transformers is not installed", flush=True)
         code = "" if is_native(model.cfg) else ", trust_remote_code=True"
         what = f'{dist.dtype}\nAutoModelForCausalLM.from_pretrained("{out}"{code})'
     print(f"{checkpoint.folder} -> {out}: {model.num_params():,} parameters in {what}")

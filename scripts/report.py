@@ -12,10 +12,10 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from nanochat import report
+from nanochat import report, summary
 from nanochat.common import base_dir, write_atomic
 from nanochat.config import require_at_least, start
-from nanochat.records import Folder, new_run_id, report_folder
+from nanochat.records import Folder, new_run_id, read_records, report_folder
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,8 @@ def main(cfg: Report) -> None:
         return
 
     path = report.update(cfg.report_dir, cfg.hourly_rate, draw=True)
+    scores = summary.collect_scores(read_records(cfg.report_dir))
+    print(report.render_table(summary.score_table(scores, summary.show_score)))
     print(path)
     if cfg.out:
         print(copy(path, report_folder(cfg.report_dir) / "figures", Path(cfg.out)))

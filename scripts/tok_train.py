@@ -25,6 +25,7 @@ from tasks.builtin import open_text
 SECTION = "Tokenizer training"
 WORD = re.compile(r"\b[a-z]{3,}\b")
 WORD_CHARS = 20_000_000  # characters whose words are counted
+PROGRESS_SECONDS = 10  # between lines that say how much was read
 MAX_WORDS = 20_000  # words kept for tasks/spelling.py
 
 
@@ -57,8 +58,11 @@ def read_documents(
     Counts what it reads in `counts`, and the ASCII words of the first WORD_CHARS characters in
     `words`.
     """
+    shown = time.monotonic()
     for shard in source.train_shards:
-        print(f"reading {shard} | {counts['characters']:,} characters so far", flush=True)
+        if time.monotonic() - shown > PROGRESS_SECONDS:
+            print(f"reading {shard} | {counts['characters']:,} characters so far", flush=True)
+            shown = time.monotonic()
         counts["shards_read"] += 1
         for text in source.texts(shard):
             counts["documents_cut"] += len(text) > doc_cap

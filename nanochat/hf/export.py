@@ -5,7 +5,7 @@ Export to and import from the Hugging Face format: weights, config, tokenizer an
 
 The classic architecture (`GPTConfig.classic`) maps to transformers' NanoChat classes; all others
 ship their model classes as remote code (hf/modeling.py). The tokenizer is exact: same ids, same
-chat rendering. Requires no Hugging Face package except safetensors.
+chat rendering. Writing and reading require no Hugging Face package except safetensors.
 """
 
 import math
@@ -19,16 +19,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from nanochat.common import write_atomic, write_json
+from nanochat.common import REPOSITORY, UsageError, write_atomic, write_json
 from nanochat.golf.size import list_imported_modules, read_source
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.hf.models import read_config
+from nanochat.hf.models import new_model, read_config
 from nanochat.hf.tokenizer import BOS, END, read_object, read_tokenizer, write_tokenizer
 from nanochat.loss import SOFTCAP
+from nanochat.records import code_digest, require_same_code
 from nanochat.tokenizer import Tokenizer
 
 NATIVE, REMOTE = "nanochat", "nanochat_remote"  # model_type in config.json
 MODELING = "hf.modeling"  # entry module of the remote code
+MOST_DISTANCE = 1e-2  # between logits of an export and ours, both in float32
 CARD = """---
 library_name: transformers
 pipeline_tag: text-generation
@@ -73,12 +75,13 @@ print(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_t
 {loads}
 """
 NATIVE_LOADS = """\
-- transformers 5: yes, with its own NanoChat classes and no remote code.
+- transformers 5 (tried: 5.23 and 5.24): yes, with its own NanoChat classes and no remote code.
 - vLLM: not tested.
 - llama.cpp: no. The gguf package (0.19.0) has no matching architecture.
 """
 REMOTE_LOADS = """\
-- transformers 5: yes, with the code in this folder (`trust_remote_code=True`). Beam search, static
+- transformers 5 (tried: 5.23 and 5.24): yes, with the code in this folder
+  (`trust_remote_code=True`). Beam search, static
   caches, gradient checkpointing, packed sequences (`position_ids`), adapters and a resized
   vocabulary are supported. `output_attentions` is not supported. A model with value embeddings
   needs `input_ids` together with `inputs_embeds`.
@@ -187,6 +190,47 @@ def remote_config(cfg: GPTConfig) -> dict[str, Any]:
         },
         "gpt": asdict(cfg),
     }
+
+
+# ------------------------------------------------------------------------------------------------
+# Checks: an edited model is never exported as another one
+
+
+def require_model_code(what: str, recorded: Mapping[str, str]) -> None:
+    """Raise UsageError if the model's code differs from the `recorded` one that trained `what`."""
+    paths = [f"nanochat/{name.replace('.', '/')}.py" for name in list_imported_modules(MODELING)]
+    texts = {path: (REPOSITORY / path).read_text() for path in paths if path in recorded}
+    changed = [path for path, text in texts.items() if code_digest(text) != recorded[path]]
+    require_same_code(what, changed, "check out the commit that trained it")
+
+
+@torch.no_grad()
+def check_logits(folder: Path) -> bool:
+    """
+    Compare the logits that transformers computes from an export with those of our code; returns
+    False without transformers. Raises UsageError and removes the weights if they differ.
+    """
+    try:
+        from transformers import AutoModelForCausalLM  # optional package
+    except ModuleNotFoundError:
+        return False
+    loader: Any = AutoModelForCausalLM
+    found = read_hf(folder)
+    ours = new_model(found.cfg)
+    ours.load_state_dict(found.weights)
+    theirs = loader.from_pretrained(folder, dtype=torch.float32, trust_remote_code=True).eval()
+    ids = torch.arange(64).view(2, 32) % found.cfg.vocab_size
+    T = min(32, found.cfg.max_seq_len)
+    distance = float((theirs(ids[:, :T]).logits - ours(ids[:, :T])).abs().max())
+    if not distance < MOST_DISTANCE:
+        (folder / "model.safetensors").unlink()
+        raise UsageError(
+            f"{folder} computes other logits than this code, by up to {distance:.3g}; its weights "
+            "were deleted",
+            "a model with edited code is exported with it unless it was trained with "
+            "--arch=classic, which transformers computes with its own code",
+        )
+    return True
 
 
 # ------------------------------------------------------------------------------------------------

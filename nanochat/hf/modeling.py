@@ -26,6 +26,9 @@ from nanochat.hf.models import new_model, read_config
 from nanochat.loss import cap
 from nanochat.recursion.model import Inputs, RecursiveGPT
 
+# Name of the cache in outputs: "cache" from transformers 5.24 on, "past_key_values" before
+CACHE = {"cache", "past_key_values"} & {f.name for f in dataclasses.fields(CausalLMOutputWithPast)}
+
 
 class NanochatConfig(PretrainedConfig):
     """`gpt` has the fields of GPTConfig; the other attributes are those transformers expects."""
@@ -192,12 +195,17 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
 
     @staticmethod
     def create_masks_for_generate(
-        attention_mask: Tensor | None, past_key_values: Cache, **kwargs: Any
+        attention_mask: Tensor | None,
+        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
+        **kwargs: Any,
     ) -> Tensor | None:
         """Pad the mask to the size of a static cache, (B, M): the same shape at every step."""
-        if attention_mask is None:
-            return None
-        return F.pad(attention_mask, (0, room(past_key_values) - attention_mask.size(1)), value=1)
+        cache = cache or past_key_values
+        if attention_mask is None or cache is None:
+            return attention_mask
+        free = max(0, room(cache) - attention_mask.size(1))
+        return F.pad(attention_mask, (0, free), value=1)
 
     # ---- computation -------------------------------------------------------------------------
 
@@ -214,12 +222,14 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         logits_to_keep: int | Tensor = 0,
+        cache: Cache | None = None,
         **loss_kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """
         input_ids (B, T), attention_mask (B, past + T) with 0 for padding -> logits (B, T, V), or
         only those of the last `logits_to_keep` tokens. `labels`: (B, T), -100 is ignored.
 
+        cache: another name of past_key_values, used by transformers 5.24.
         position_ids: (B or 1, T), by default derived from the attention mask. Without a mask or
         past, each position that is not its predecessor plus 1 starts a new packed document;
         attention and smear do not cross documents.
@@ -248,9 +258,8 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
                     "inputs_embeds instead"
                 )
             tokens = inputs_embeds.new_zeros(inputs_embeds.shape[:2], dtype=torch.long)
-        adapter: Any = self.adapter(
-            tokens, attention_mask, position_ids, past_key_values, use_cache
-        )
+        past = past_key_values if cache is None else cache
+        adapter: Any = self.adapter(tokens, attention_mask, position_ids, past, use_cache)
         cache = adapter.cache
         recompute = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
         if recompute and cache is not None:
@@ -278,7 +287,7 @@ class NanochatForCausalLM(PreTrainedModel, GenerationMixin):
         return output(
             loss=loss,
             logits=logits,
-            past_key_values=cache,
+            **dict.fromkeys(CACHE, cache),
             hidden_states=tuple(states) if output_hidden_states else None,
         )
 

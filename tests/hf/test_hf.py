@@ -255,7 +255,6 @@ def test_remote_code_names_unsupported_arguments(named, wrong):
 
 
 @torch.no_grad()
-@pytest.mark.xfail(strict=True, reason="transformers 5.24 calls past_key_values cache")
 def test_generation_of_transformers_5_24_can_pass_cache():
     model, cache = remote(), transformers.DynamicCache()
     for part, seen in ((slice(0, 20), 20), (slice(20, 40), 40)):
@@ -358,7 +357,6 @@ def test_exported_and_imported_model_is_the_same_checkpoint(base, command, name,
 
 
 @pytest.mark.parametrize("name", ["classic", "default"])
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="exports another activation")
 def test_R40_export_of_edited_code_is_right_or_rejected(base, command, monkeypatch, name):
     monkeypatch.setattr(MLP, "forward", lambda self, x: self.down(F.gelu(self.up(x))))
     ours = model_of(name)
