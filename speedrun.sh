@@ -94,14 +94,13 @@ if [ -n "${DRY_RUN:-}" ]; then # a few steps of every stage; the last of duplica
 fi
 
 # ---- Installation and plan ----------------------------------------------------------------------
-echo "speedrun: profile $PROFILE, $gpus GPUs found, depth $depth"
+echo "speedrun: profile $PROFILE, ${gpu_name:+$gpus x $gpu_name, }depth $depth"
 source dev/setup.sh
 shape+=(--depth="$depth")
 python -m dev.plan --profile="$PROFILE" --depth="$depth" --processes="$processes" --gpu="$gpu_name"
 [ "${1:-}" != --plan ] || exit 0
 
 # ---- Stages -------------------------------------------------------------------------------------
-source dev/stages.sh
 case "$gpu_name" in # Hopper: FlashAttention 3; training works without it
 *H100* | *H800* | *H20*) # also H200
     uv sync --quiet --inexact $keep_torch ${GROUPS_WANTED-} --group fa3 ||

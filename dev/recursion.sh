@@ -42,21 +42,9 @@ smoke)
 esac
 shape+=(--window_pattern=L)
 
-rate= # --hourly_rate is passed to scripts.report, all other flags to base_train
-flags=()
-while [ $# -gt 0 ]; do
-    case "$1" in
-    --hourly_rate=* | --hourly-rate=*) rate=${1#*=} ;;
-    --hourly_rate | --hourly-rate) rate=${2:?"missing value of $1"} && shift ;;
-    *) flags+=("$1") ;;
-    esac
-    shift
-done
-mkdir -p logs
-exec > >(tee -a logs/train.log) 2>&1
-echo "$name: preset $preset, profile $PROFILE, seeds $seeds, $(date '+%Y-%m-%d %H:%M:%S')"
+flags=("$@")
+echo "$name: preset $preset, profile $PROFILE, seeds $seeds"
 source dev/setup.sh
-source dev/stages.sh
 export NANOCHAT_BASE_DIR="${NANOCHAT_BASE_DIR:-$PWD/out/recursion-$name}"
 
 # For every seed: the recursive model, then two plain ones with the same layers, one trained on the
@@ -86,10 +74,7 @@ done
 
 stage "recursion evaluation" train scripts.recursion.evaluate --model_tags="$recursive" \
     --plain_tags="$plain" "${judge[@]}"
-python -m scripts.report ${rate:+--hourly_rate="$rate"} >/dev/null
-echo
-echo "report: $NANOCHAT_BASE_DIR/report.md | log: logs/train.log"
-awk "BEGIN { printf \"%.0f minutes in this run, \$%.2f at \$%.2f an hour\n\", $SECONDS / 60, $SECONDS / 3600 * ${rate:-0}, ${rate:-0} }"
+python -m scripts.report
 if grep -q '"NOT MET' "$NANOCHAT_BASE_DIR/report/recursion.json"; then
     echo "finished, but not all criteria are met"
     exit 1

@@ -97,3 +97,16 @@ if [ -n "${TORCH_BACKEND:-}" ] && ! torch_works "$TORCH_BACKEND"; then
     # --no-config: not every file of PyTorch's package index has the date that exclude-newer needs
     uv pip install --quiet --no-config --reinstall-package torch "torch>=2.11,<3" --torch-backend="$TORCH_BACKEND"
 fi
+
+# Without this check, a PyTorch build that cannot use the GPUs would silently train on CPU.
+if [ "${gpus:-0}" -gt 0 ]; then # see dev/profile.sh
+    seen=$(python -W ignore -c 'import torch; print(torch.cuda.device_count(), torch.version.cuda)')
+    if [ "${seen% *}" -lt "$processes" ]; then
+        driver=$( (nvidia-smi --query-gpu=driver_version --format=csv,noheader || true) | head -n 1)
+        echo "error: nvidia-smi lists $gpus GPUs and profile $PROFILE needs $processes, but PyTorch finds ${seen% *} \
+(driver $driver, PyTorch built for CUDA ${seen#* })
+  fix:  update the driver; or set TORCH_BACKEND=auto (or cu126, cu128, ...), which installs another build with
+        \`uv pip install torch --torch-backend=auto\`; or use PROFILE=cpu" >&2
+        exit 2
+    fi
+fi

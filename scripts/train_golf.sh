@@ -12,18 +12,17 @@
 # rerun the same command.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-
 source dev/profile.sh
+export NANOCHAT_BASE_DIR="${NANOCHAT_BASE_DIR:-$PWD/out/golf}"
 SEEDS=${SEEDS:-0}
 
 # All profiles: tied embeddings, MLP ratio 3, quantization-aware training for the last 15%.
 # GPU profiles use the shape of the Parameter Golf record entry with a vocabulary of 4,096, and
 # weight decay to keep weights small; the CPU profile uses settings measured in dev/LOG.md.
 recipe=(--tie_embeddings=1 --mlp_ratio=3 --qat_start=0.85 --eval_every=0 --window_pattern=L)
-limit=(--limit_bytes=16000000)
 case "$PROFILE" in
-h100x8)
-    text=${TEXT:-karpathy/climbmix-400b-shuffle}
+h100x8 | gpu)
+    text=karpathy/climbmix-400b-shuffle
     tokenizer=(--vocab_size=4096 --max_chars=2000000000 --num_shards=140)
     row=(--max_seq_len=2048)
     shape=(--depth=8 --d_model=512 --head_dim=64 --n_kv_head=4 --value_every=0 --rope_dims=32
@@ -32,20 +31,15 @@ h100x8)
     rates=(--matrix_lr=0.03 --tied_lr=0.03 --decay_rule=decoupled --weight_decay=0.04
         --quantize="embed.*=int8,*=int6")
     eval=(--eval_stride=128 --max_documents=50000)
-    ;;
-gpu)
-    text=${TEXT:-karpathy/climbmix-400b-shuffle}
-    tokenizer=(--vocab_size=4096 --max_chars=1000000000 --num_shards=20)
-    row=(--max_seq_len=2048)
-    shape=(--depth=8 --d_model=512 --head_dim=64 --n_kv_head=4 --value_every=0 --rope_dims=32
-        --xsa_last_n=2 --qk_gain_init=1.5)
-    train=(--total_batch_size="$(($(whole 64) * 2048))" --max_wallclock_seconds=600 --num_iterations=20000)
-    rates=(--matrix_lr=0.03 --tied_lr=0.02 --decay_rule=decoupled --weight_decay=0.04
-        --quantize="embed.*=int8,*=int6")
-    eval=(--eval_stride=128 --max_documents=50000)
+    limit=(--limit_bytes=16000000)
+    if [ "$PROFILE" = gpu ]; then # the last of duplicate flags wins
+        tokenizer+=(--max_chars=1000000000 --num_shards=20)
+        train+=(--total_batch_size="$(($(whole 64) * 2048))")
+        rates+=(--tied_lr=0.02)
+    fi
     ;;
 cpu)
-    text=${TEXT:-embedded}
+    text=embedded
     tokenizer=(--vocab_size=1024 --max_chars=100000000)
     row=(--max_seq_len=512)
     shape=(--depth=4 --d_model=128 --head_dim=32 --n_kv_head=1)
@@ -56,7 +50,7 @@ cpu)
     limit=(--limit_bytes=500000 --no-count_code)
     ;;
 smoke)
-    text=${TEXT:-embedded}
+    text=embedded
     tokenizer=(--vocab_size=512 --num_shards=1)
     row=(--max_seq_len=64)
     shape=(--depth=2 --d_model=64 --n_kv_head=1 --head_dim=32 --xsa_last_n=1
@@ -71,10 +65,8 @@ smoke)
     exit 2
     ;;
 esac
-
+text=${TEXT:-$text}
 source dev/setup.sh
-source dev/stages.sh
-export NANOCHAT_BASE_DIR="${NANOCHAT_BASE_DIR:-$PWD/out/golf}"
 
 # The leaderboard scores the first 50,000 documents. The last file by name is the validation shard.
 if [ "$text" = fineweb ]; then
@@ -102,6 +94,4 @@ for seed in $SEEDS; do
     files="$files${files:+,}$NANOCHAT_BASE_DIR/export/$tag.golf"
 done
 stage "parameter golf" train scripts.golf.evaluate --artifacts="$files" "${eval[@]}" "${limit[@]}"
-python -m scripts.report >/dev/null
-echo
-echo "Report card: $NANOCHAT_BASE_DIR/report.md, models: $files"
+python -m scripts.report

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Recursion, phase 2: extreme preset on H100s, 5,000 steps, compared with plain models.
 #
-#   bash scripts/train_h100_extreme.sh --hourly_rate=24         # eight H100s; USD per hour
+#   bash scripts/train_h100_extreme.sh                          # eight H100s
 #   PROFILE=cpu bash scripts/train_h100_extreme.sh              # h100x8, gpu, cpu, smoke
 #
 # Otherwise like scripts/train_h100_fast.sh, with half as many rows per step. Both use enough shards

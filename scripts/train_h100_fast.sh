@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # Recursion, phase 1: aggressive preset on H100s, 1,000 steps, compared with plain models.
 #
-#   bash scripts/train_h100_fast.sh --hourly_rate=24            # eight H100s; USD per hour
+#   bash scripts/train_h100_fast.sh                             # eight H100s
 #   PROFILE=cpu bash scripts/train_h100_fast.sh                 # h100x8, gpu, cpu, smoke
 #
 # SEEDS="0 1 2" measures the spread too. Extra arguments are passed to base_train. Writes to
-# out/recursion-fast or NANOCHAT_BASE_DIR, and to logs/train.log. Exits with status 1 if a criterion
-# is not met: gradients finite, loss falling, loops improving, first loop unharmed, better than
-# an equal-FLOPs plain model. Uses the default learning rates; with the lower rates used earlier,
-# models learned less (dev/LOG.md). If interrupted, rerun the same command.
+# out/recursion-fast or NANOCHAT_BASE_DIR. Exits with status 1 if a criterion is not met: gradients
+# finite, loss falling, loops improving, first loop unharmed, better than an equal-FLOPs plain model.
+# Uses the default learning rates; with the lower rates used earlier, models learned less
+# (dev/LOG.md). If interrupted, rerun the same command.
 set -euo pipefail
 
 name=fast preset=aggressive

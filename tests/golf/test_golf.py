@@ -201,7 +201,8 @@ def test_counted_code_is_exactly_what_scoring_loads(tokenizer, tmp_path):
 @pytest.mark.parametrize("profile", ["h100x8", "gpu", "cpu", "smoke"])
 def test_script_passes_valid_flags(profile, tmp_path, command):
     found = dict(commands_of("scripts/train_golf.sh", tmp_path, PROFILE=profile, SEEDS="1"))
-    assert list(found) == ["tok_train", "data", "golf.base_train", "export", "golf.evaluate"]
+    names = ["tok_train", "data", "golf.base_train", "export", "golf.evaluate", "report"]
+    assert list(found) == names
     assert "tok_train" in command.rejects("golf.base_train", *found["golf.base_train"])
     limit = next(flag for flag in found["export"] if "limit_bytes" in flag)
     assert limit in found["golf.evaluate"]
