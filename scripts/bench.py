@@ -1,11 +1,11 @@
 """
-Benchmark speed against other libraries and against measured hardware limits.
+Benchmark speed against other libraries.
 
     python -m scripts.bench --what=all > dev/bench-cpu.md     # everything
     python -m scripts.bench --what=train --depth=4 --max_seq_len=512 --vocab_size=8192
     python -m scripts.bench --what=engine --depth=4
 
-train       a training step: forward, backward, update; tokens/s; % of roofline
+train       a training step: forward, backward, update; tokens/s
 
 peer        a training step of a plain architecture, compared with the transformers model
 

@@ -10,14 +10,12 @@ token values, so this needs neither data nor a trained model.
 import time
 from collections.abc import Sequence
 from functools import partial
-from statistics import mean, median
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 
 from nanochat.bench.table import alternate, compare, print_table
-from nanochat.bench.train import read_bandwidth
 from nanochat.checkpoint import build_model
 from nanochat.dist import DistContext
 from nanochat.engine import Engine, Sampling
@@ -34,7 +32,7 @@ Generated tokens per second after the first token, compared with transformers' g
 the same weights: plain architecture, {size}; prompts and answers of 128 tokens, top_k 50. Compiled:
 our decode step as with --compile_engine=True, the default on GPUs and in long RL and evaluation
 runs. Eager: the default of chat on a CPU. Mixed lengths: transformers pads prompts and decodes
-until the longest answer ends. Roofline: {rate:.0f} GB/s of memory bandwidth."""
+until the longest answer ends."""
 PREFILL_NOTE = """\
 Prompt tokens per second until every sequence has its first token; same model, prompts and peer as
 Decode."""
@@ -53,8 +51,6 @@ def bench_engine(cfg: GPTConfig, dist: DistContext, repeats: int, peers: ModuleT
     model = inference_copy(plain)
     tokenizer = Tokenizer.train(["noise"], 265)  # only its special tokens are used
     generate = peers and peers.make_generate(plain, dist, TOP_K)
-    read = sum(p.nbytes for n, p in model.named_parameters() if "embed" not in n)
-    read_rate = read_bandwidth(dist)
     decode, prefill = [], []
     cases = [(f"batch {n}", [PROMPT_TOKENS] * n, [NEW_TOKENS] * n) for n in BATCHES]
     spread = range(BATCHES[-1])  # a padded batch waits for the longest
@@ -64,22 +60,18 @@ def bench_engine(cfg: GPTConfig, dist: DistContext, repeats: int, peers: ModuleT
         prompts = [torch.randint(250, (n,), generator=generator).tolist() for n in sizes]
         room = PROMPT_TOKENS + NEW_TOKENS
         engines = [Engine(model, tokenizer, len(sizes), room, compiled=c) for c in (True, False)]
-        cache = engines[0].cache
         works = [partial(time_answers, engine, prompts, lengths) for engine in engines]
         theirs = partial(time_peer, generate, prompts, max(lengths)) if generate else None
         *ours, others = alternate(repeats, *works, theirs)
         tokens = sum(lengths) - len(lengths)
         other = [tokens / t.rest for t in others]
-        stored = cache.nbytes * (mean(sizes) + mean(lengths) / 2) / cache.room
-        seconds = (max(lengths) - 1) * (read + stored) / read_rate  # a step per token
         for name, times in zip(("compiled", "eager"), ours, strict=True):
-            share = seconds / median(t.rest for t in times)
             rates = [tokens / t.rest for t in times]
-            decode.append(compare(f"{case}, {name}", "tokens/s", rates, PEER, other, share))
+            decode.append(compare(f"{case}, {name}", "tokens/s", rates, PEER, other))
         first, other = ([sum(sizes) / t.first for t in each] for each in (ours[0], others))
         prefill.append(compare(case, "tokens/s", first, PEER, other))
-    size = f"depth {cfg.n_layer}, width {cfg.d_model}, {read / 2**20:,.0f} MiB in {dist.dtype}"
-    print_table("Decode", DECODE_NOTE.format(size=size, rate=read_rate / 1e9), decode)
+    size = f"depth {cfg.n_layer}, width {cfg.d_model}, {dist.dtype}"
+    print_table("Decode", DECODE_NOTE.format(size=size), decode)
     print_table("Prefill", PREFILL_NOTE, prefill)
 
 

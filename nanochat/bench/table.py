@@ -1,5 +1,5 @@
 """
-Tables of benchmarks: ours beside a peer, and a roofline.
+Tables of benchmarks: ours beside a peer.
 
     throughputs of each repeat -> compare -> rows -> print_table -> Markdown
 
@@ -20,24 +20,14 @@ METHOD = """\
 - Our code and the other library (peer) alternate in the same run, so that the noise of the machine
   affects both alike. Figures of different runs are not comparable.
 - Ratio: our median over the peer's. Throughput is work per second, so above 1 we are faster.
-- % of roofline: the share of a limit that is measured in the same run. Training: the time of the
-  step's matmuls alone, divided by the time of the step. Decode: the time to read weights and KV
-  cache once per step from memory, divided by the time of the step; data in CPU caches is read
-  faster, so this can exceed 100%.
 - missing: the peer could not be installed here."""
 
 
 def compare(
-    case: str,
-    unit: str,
-    ours: Sequence[float],
-    peer: str = "",
-    theirs: Sequence[float] = (),
-    roofline: float | None = None,
+    case: str, unit: str, ours: Sequence[float], peer: str = "", theirs: Sequence[float] = ()
 ) -> dict[str, str]:
     """
-    Cells of a row: throughputs in `unit` of each repeat, ours and those of `peer` (none: missing),
-    and the achieved fraction of a hardware limit that was measured in the same run.
+    Cells of a row: throughputs in `unit` of each repeat, ours and those of `peer` (none: missing).
     """
     return {
         "case": case,
@@ -45,7 +35,6 @@ def compare(
         "peer": peer,
         f"peer ({unit})": (spread(theirs) or "missing") if peer else "",
         "ratio, ours / peer": f"**{median(ours) / median(theirs):.2f}**" if theirs else "",
-        "% of roofline": "" if roofline is None else f"{roofline:.0%}",
     }
 
 

@@ -57,7 +57,7 @@ def test_tokenizer_bench_works_without_peers(monkeypatch, read_tables):
 
 def test_training_bench_measures_speed_and_its_parts(read_tables):
     [row] = read_tables("train", depth=1, max_seq_len=16, rows=2, vocab_size=64)["Training"]
-    assert row["case"] == "depth 1" and 0 < int(row["% of roofline"].rstrip("%")) < 100
+    assert row["case"] == "depth 1"
     shares = [int(cell.rstrip("%")) for name, cell in row.items() if "% of step" in name]
     assert len(shares) == 3 and sum(shares) == pytest.approx(100, abs=2)
     assert row["tokens per step"] == "32" and float(row["TFLOP/s"]) >= 0
@@ -95,8 +95,8 @@ def test_few_shot_losses_match_lm_eval():
     torch.testing.assert_close(torch.tensor(sums), torch.tensor(theirs), rtol=1e-3, atol=1e-3)
 
 
-def test_table_shows_values_ratio_roofline_and_missing_peer(capsys):
-    print_table("A", "noisy", [compare("d4", "tokens/s", [9000, 12000, 10000], roofline=0.615)])
+def test_table_shows_values_ratio_and_missing_peer(capsys):
+    print_table("A", "noisy", [compare("d4", "tokens/s", [9000, 12000, 10000])])
     ours = [50, 40, 60]
     peers = [
         compare("x", "MB/s", ours, "rustbpe", [20, 19, 21]),
@@ -104,8 +104,8 @@ def test_table_shows_values_ratio_roofline_and_missing_peer(capsys):
     ]
     print_table("B", "", peers)
     page = capsys.readouterr().out
-    assert "## A\n\nnoisy\n\n| case | ours (tokens/s) | % of roofline |" in page
-    assert "| d4 | 10,000 (9,000 to 12,000) | 62% |" in page
+    assert "## A\n\nnoisy\n\n| case | ours (tokens/s) |" in page
+    assert "| d4 | 10,000 (9,000 to 12,000) |" in page
     assert "| case | ours (MB/s) | peer | peer (MB/s) | ratio, ours / peer |" in page
     assert "| rustbpe | 20.0 (19.0 to 21.0) | **2.50** |" in page
     assert "| gone | missing |  |" in page
