@@ -47,7 +47,9 @@ def shown_name(record: Record, key: str) -> str:
     """Name of a recorded value in the report."""
     parts = weights_of(key, record["items"])
     is_world = all(part.lower().startswith("world") for part in parts)
-    return WORLD_NAMES.get(key, key) if is_world else key
+    for name, shown in WORLD_NAMES.items() if is_world else ():
+        key = key.replace(name, shown)
+    return key
 
 
 def metric_name(record: Record, key: str) -> str:

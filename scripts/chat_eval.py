@@ -33,11 +33,13 @@ from nanochat.eval_chat import (
 from nanochat.finetune import parent_inputs
 from nanochat.sandbox import Tools
 from nanochat.stats import Estimate
-from tasks.base import Task, user, visible
+from tasks.base import LaterTurns, Mixture, Task, user, visible
 from tasks.held_out import require_access, select_tasks
 from tasks.registry import TASKS, eval_task, key_of, why_unavailable
 
 MEAN = "ChatCORE"
+TURNS = 3  # before the questions that show what a model can do later in a chat
+LATER_PROBLEMS = 200  # such questions of each task
 OPENERS = ("Hello! Who are you?", "What can you do?")
 EVAL_TASKS = ("arc_easy", "arc_challenge", "mmlu", "gsm8k", "humaneval", "aqua", "spelling")
 BUILTIN_EVAL_TASKS = {  # dataset that the base model was trained on -> tasks
@@ -120,51 +122,34 @@ def main(cfg: ChatEval) -> None:
     default = default_tasks(checkpoint.state["source"])
     tasks, missing = open_tasks(cfg, default, dist)
     counted = [task for task in tasks if key_of(task.name) in default]
-    names = [*missing, *(task.name for task in counted)]
-    is_complete = bool(counted) and set(map(key_of, names)) >= set(default)
+    later: list[Task] = []
+    if not cfg.task_name and counted:
+        later = [LaterTurns(t, Mixture(counted), [TURNS], LATER_PROBLEMS) for t in counted]
 
-    # Scores that are recorded already
+    # Scores that are recorded already, with this checkpoint and these settings
     flags, inputs = all_flags(cfg), parent_inputs(checkpoint)
-    key = records.stage_key({**flags, "task_name": None}, inputs)  # identifies a score
-    path = records.report_folder(cfg.report_dir) / f"{records.slug(section)}.json"
-    recorded = dist.on_main(lambda: records.read_if_sound(path)) or {"values": {}, "items": {}}
-    known: dict[str, Estimate] = {}
-    for name, entry in recorded["items"].items():
-        if cfg.skip_if_done and entry.get("key") == key:
-            score = recorded["values"][name]
-            known[name] = Estimate(score["value"], score["n"], float(score["se"]))  # may be "nan"
-    if known:
-        dist.on_main(lambda: records.require_finished_by_same_code(recorded))
-    todo = {t: min(len(t), cfg.max_problems or len(t)) for t in tasks if t.name not in known}
-    if not todo and (MEAN in recorded["values"] or not is_complete):
+    key = records.stage_key({**flags, "task_name": None}, inputs)
+    known = dist.on_main(lambda: recorded_scores(section, key, cfg))
+    todo = [task for task in (*tasks, *later) if not (cfg.skip_if_done and task.name in known)]
+    if not todo:
         dist.print0(f"{section}: finished already, skipped")
         return dist.close()
 
-    is_stale = MEAN in recorded["values"] and any(task in counted for task in todo)
-    names = [task.name for task in todo]
+    names = [task.name for task in tasks]
     who = {"checkpoint": str(checkpoint.folder), "section": section}
     dist.on_main(lambda: require_access(names, cfg.final, who))
     model, tokenizer = load_inference(checkpoint, dist)
     repeats = cfg.num_samples or 1
-    answers = sum(n * repeats for task, n in todo.items() if task.kind == "generate")
+    sizes = {task.name: min(len(task), cfg.max_problems or len(task)) for task in todo}
+    answers = sum(sizes[task.name] for task in todo if task.kind == "generate") * repeats
     num_tokens = answers * cfg.sampling.max_new_tokens
     compiled = choose_engine_compile(cfg.compile_engine, dist.device, num_tokens)
     tool = Tools(cfg.python, unsafe=cfg.unsafe_exec)
     engine = Engine(model, tokenizer, cfg.batch_size, tool=tool, compiled=compiled)
 
-    def record(values: Mapping[str, Any], items: Mapping[str, Any], *tables: Any) -> None:
-        """Add to the section, so that an abort keeps finished tasks."""
-        nonlocal started
-        if dist.is_main:
-            run_id = checkpoint.state["provenance"]["run_id"]
-            origin = records.Provenance(run_id, cfg.sampling.seed, inputs)
-            cost, more = records.Cost.so_far(dist, started), {"items": items, "tables": tables}
-            args = section, flags, values, origin, cost, cfg.report_dir
-            records.write_record(*args, **more, extend=True)
-        started = time.perf_counter()
-
-    for task, n in todo.items():
-        begun = time.perf_counter()
+    values, items, tables = {}, {}, []
+    for task in todo:
+        begun, n = time.perf_counter(), sizes[task.name]
         if task.kind == "choice":
             graded = score_by_logits(model, tokenizer, task, n, dist)
         else:
@@ -173,17 +158,39 @@ def main(cfg: ChatEval) -> None:
         known[task.name] = stats.mean(item_means(graded.outcomes), clusters)
         seconds = time.perf_counter() - begun
         dist.print0(describe_task(task, graded, known[task.name], seconds))
-        values, items = task_record(task, graded, clusters, key, cfg)
-        if is_stale:  # recorded again when all tasks are scored
-            values |= {MEAN: None, f"{MEAN} without": None}
-        record(values, items)
-    if is_complete:
-        samples = [sample_conversations(engine, cfg, tasks)] if dist.is_main else []
-        record(*mean_record(counted, known, missing), *samples)
-    elif is_stale:
-        dist.print0(f"{MEAN} deleted; it is computed again without --task_name")
-    dist.on_main(lambda: report.update(cfg.report_dir))
+        more_values, more_items = task_record(task, graded, clusters, key, cfg)
+        values, items = values | more_values, items | more_items
+    is_complete = bool(counted) and {key_of(t.name) for t in counted} | missing.keys() >= set(
+        default
+    )
+    for name, parts in ((MEAN, counted), (f"{MEAN} after {TURNS} turns", later)):
+        if parts and is_complete:
+            more_values, more_items = mean_record(name, parts, known, missing)
+            values, items = values | more_values, items | more_items
+        elif any(task in parts for task in todo):
+            values |= {name: None, f"{name} without": None}  # deletes that of other scores
+    if is_complete and dist.is_main:
+        tables = [sample_conversations(engine, cfg, tasks)]
+    if dist.is_main:
+        origin = records.Provenance(
+            checkpoint.state["provenance"]["run_id"], cfg.sampling.seed, inputs
+        )
+        cost = records.Cost.so_far(dist, started)
+        args = section, flags, values, origin, cost, cfg.report_dir
+        records.write_record(*args, items=items, tables=tables, extend=True)
+        report.update(cfg.report_dir)
     dist.close()
+
+
+def recorded_scores(section: str, key: str, cfg: ChatEval) -> dict[str, Estimate]:
+    """Scores of the section's record that have this key. Raises UsageError for other code."""
+    path = records.report_folder(cfg.report_dir) / f"{records.slug(section)}.json"
+    record = records.read_if_sound(path) or {"values": {}, "items": {}}
+    names = [name for name, entry in record["items"].items() if entry.get("key") == key]
+    if names and cfg.skip_if_done:
+        records.require_finished_by_same_code(record)
+    scores = {name: record["values"][name] for name in names}
+    return {n: Estimate(s["value"], s["n"], float(s["se"])) for n, s in scores.items()}
 
 
 def all_flags(cfg: ChatEval) -> dict[str, Any]:
@@ -231,14 +238,14 @@ def task_record(
 
 
 def mean_record(
-    tasks: Sequence[Task], scores: Mapping[str, Estimate], missing: Mapping[str, str]
+    name: str, tasks: Sequence[Task], scores: Mapping[str, Estimate], missing: Mapping[str, str]
 ) -> Parts:
-    """ChatCORE: mean centered score of `tasks`; also lists the `missing` ones."""
+    """Mean centered score of `tasks`; also lists the `missing` ones."""
     centered = [stats.center_accuracy(scores[task.name], task.baseline) for task in tasks]
     weights = {task.name: 1 / len(tasks) / (1 - task.baseline) for task in tasks}
     without = "; ".join(f"{eval_task(name).name}: {why}" for name, why in missing.items())
-    values = {MEAN: records.estimate(*stats.average(centered)), f"{MEAN} without": without or None}
-    return values, {MEAN: {"weights": weights}}
+    values = {name: records.estimate(*stats.average(centered)), f"{name} without": without or None}
+    return values, {name: {"weights": weights}}
 
 
 def sample_conversations(engine: Engine, cfg: ChatEval, tasks: Sequence[Task]) -> dict[str, Any]:

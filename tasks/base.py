@@ -351,6 +351,31 @@ class Subset(Mixture):
         return [task.locate(i) for i in range(min(self.count, len(task)))]
 
 
+class LaterTurns(Mixture):
+    """
+    The questions of a task, at most `count`, as they are asked later in a chat: after other ones
+    with their reference answers, drawn from `earlier`. turns: numbers of these to choose from.
+    """
+
+    def __init__(self, task: Task, earlier: Task, turns: Sequence[int], count: int | None = None):
+        super().__init__(task.tasks if isinstance(task, Mixture) else [task])
+        self.task, self.earlier, self.turns, self.count = task, earlier, turns, count
+        self.name = f"{task.name} after {max(turns)} turns"
+        self.kind, self.baseline = task.kind, task.baseline
+
+    @cached_property
+    def order(self) -> list[tuple[Task, int]]:
+        return [self.task.locate(i) for i in range(len(self.task))][: self.count]
+
+    def conversation(self, i: int) -> Conversation:
+        asked, rng = super().conversation(i), random.Random(i)
+        before: Conversation = []
+        for _ in range(self.turns[int(rng.random() * len(self.turns))]):
+            other = self.earlier.conversation(int(rng.random() * len(self.earlier)))[:2]
+            before += other if other[0] != asked[0] else []
+        return before + asked
+
+
 def shuffled(values: Sequence[X], seed: int | str) -> list[X]:
     """The values in random order. Only `random()` is stable across Python versions."""
     rng = random.Random(seed)

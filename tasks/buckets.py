@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from nanochat.common import is_main_process, read_json
 from nanochat.rows import ChatPart
 from tasks.augment import AUGMENTERS
-from tasks.base import Mixture, Subset, Tags, Task
+from tasks.base import LaterTurns, Mixture, Subset, Tags, Task
 from tasks.held_out import reject_contaminated, require_access
 from tasks.registry import TASKS, WITH_SOURCE, key_of, make_task
 
@@ -31,6 +31,7 @@ PART = re.compile(
 COMMA = re.compile(r",(?![^{}]*\})")  # not inside braces
 FORM = "name[:source], then =<number of conversations>, *<repeats>, both, or =<tokens>t"
 MOST_REPEATS = 4  # more have diminishing returns: Muennighoff et al., arXiv:2305.16264
+RL_TURNS = (0, 0, 1, 3)  # numbers of earlier questions in RL, equally likely
 VAL_ROWS = 1_000  # per task: enough to measure a loss, without one task dominating
 
 Declared = Mapping[str, Mapping[str, str]]  # own buckets: name -> task, source, augment and tags
@@ -261,7 +262,8 @@ def scored_parts(spec: str) -> list[Part]:
 
 def rl_questions(spec: str, seed: int = 0) -> Mixture:
     """
-    Questions of a mixture of tasks that RL trains on, shuffled together.
+    Questions of a mixture of tasks that RL trains on, shuffled together; half of them are asked
+    after others, as later in a chat.
 
     Raises ValueError for an invalid spec, a training-only task, or amounts other than question
     counts and whole repeats.
@@ -273,7 +275,8 @@ def rl_questions(spec: str, seed: int = 0) -> Mixture:
                 f"{part.label!r} in {spec!r}: use a number of questions (=500) or repeats (*2)"
             )
         tasks += [first_rows(part, TASKS[part.task].rl_split)] * int(part.repeats)
-    return Mixture(tasks, seed)
+    every = Mixture(tasks, seed)
+    return LaterTurns(every, every, RL_TURNS)
 
 
 def held_out_questions(spec: str, count: int) -> Mixture:

@@ -12,6 +12,7 @@ from nanochat.common import UsageError, read_json
 from nanochat.dist import DistConfig
 from nanochat.engine import Sampling
 from scripts import chat_eval
+from tasks.base import LaterTurns
 from tasks.registry import eval_task
 from tasks.world.task import WorldFacts, WorldProblems
 from tests.hub_server import hub_served
@@ -81,7 +82,7 @@ def test_generation_scores_and_pass_rates_at_any_batch_size(evaluate, monkeypatc
     assert record["items"]["World-Facts"]["how"] != evaluate()["items"]["World-Facts"]["how"]
 
 
-def test_chatcore_is_the_mean_of_centered_scores_of_one_run(evaluate, word_list, capsys):
+def test_chatcore_is_the_mean_of_centered_scores_of_one_run(evaluate, word_list):
     save_model("sft", "embedded")
     values = evaluate()["values"]
     chance = dict(zip(NAMES, (0.25, 0, 0, 0.25), strict=True))
@@ -91,28 +92,36 @@ def test_chatcore_is_the_mean_of_centered_scores_of_one_run(evaluate, word_list,
     names = "|".join([*NAMES, "world_choice", "SimpleSpelling"])
     more = evaluate(task_name=names)["values"]
     assert more["ChatCORE"] == values["ChatCORE"] and "SimpleSpelling" in more
-    assert "ChatCORE deleted" not in capsys.readouterr().out
     assert "ChatCORE" not in evaluate(task_name="World-Choice", max_problems=3)["values"]
-    assert "ChatCORE deleted" in capsys.readouterr().out
     assert evaluate(max_problems=3, skip_if_done=True)["values"]["ChatCORE"]["n"] == 12
 
 
-def test_aborted_evaluation_resumes_with_the_next_task(evaluate, base, capsys, monkeypatch):
+def test_recorded_tasks_are_not_evaluated_again(evaluate, capsys):
     save_model("sft", "embedded")
     straight = evaluate()
-    evaluate(max_problems=3)  # other settings, so these scores are not reused
-    with monkeypatch.context() as patch, pytest.raises(TypeError):
-        patch.setattr(WorldProblems, "score", None)
-        evaluate(skip_if_done=True)
-    values = read_json(base / "report" / "chat-evaluation-sft.json")["values"]
-    assert [values[name]["n"] for name in NAMES] == [4, 4, 3, 3]
+    evaluate(task_name="World-Facts", max_problems=3)  # other settings: not reused
     capsys.readouterr()
-    resumed = evaluate(skip_if_done=True)
+    again = evaluate(skip_if_done=True)
     printed = capsys.readouterr().out
-    assert [name in printed for name in NAMES] == [False, False, True, True]
-    assert resumed["values"] == straight["values"] and resumed["items"] == straight["items"]
+    assert [f"{name}:" in printed for name in NAMES] == [False, True, False, False]
+    assert again["values"] == straight["values"] and again["items"] == straight["items"]
     evaluate(skip_if_done=True)
     assert "finished already, skipped" in capsys.readouterr().out
+
+
+def test_later_in_a_chat_the_same_questions_follow_others(evaluate):
+    save_model("sft", "embedded")
+    values, facts = evaluate()["values"], WorldFacts("test")
+    mean_of_later = mean(
+        (values[f"{n} after 3 turns"]["value"] - c) / (1 - c)
+        for n, c in zip(NAMES, (0.25, 0, 0, 0.25), strict=True)
+    )
+    assert values["ChatCORE after 3 turns"]["value"] == pytest.approx(mean_of_later)
+    later = LaterTurns(facts, WorldProblems("test"), [3], 9)
+    assert len(later) == 9 and later.locate(4) == (facts, 4)
+    for i in range(9):
+        assert len(later[i]) == 8 and later[i][-2:] == facts[i] and later[i] == later[i]
+        assert all("####" in message["content"][-1]["text"] for message in later[i][1:6:2])
 
 
 def test_S10_humaneval_without_a_sandbox_is_skipped_and_recorded(

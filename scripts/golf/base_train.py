@@ -68,16 +68,13 @@ class GolfTrain(BaseTrain):
     """cautious: fades over the run; decays only weights that the update also shrinks. decoupled:
     decays every matrix weight by learning rate times decay, without fading; the default decay is
     then a quarter of the cautious one, for about the same total decay."""
-    adam_wd: float | None = None
-    """AdamW weight decay of all other parameters: embeddings, LM head and scalars. Default: 0.001
-    to 0.01 for embeddings and LM head, 0 for scalars."""
     width: WidthConfig = field(default_factory=WidthConfig)
     golf_shape: GolfShape = field(default_factory=GolfShape)
     quant: QuantConfig = field(default_factory=QuantConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_at_least(self, tied_lr=0, adam_wd=0)
+        require_at_least(self, tied_lr=0)
         require_positive(self, "max_wallclock_seconds")
         if not 0 <= self.qat_start <= 1:
             raise ValueError(f"qat_start must be in [0, 1], got {self.qat_start}")
@@ -95,9 +92,6 @@ class GolfTrain(BaseTrain):
             # Cautious decay affects about half of the weights and fades to zero
             blocks = found["blocks"]
             found["blocks"] = replace(blocks, weight_decay=blocks.weight_decay / 4)
-        for name, rule in found.items():
-            if self.adam_wd is not None and rule.kind == "adamw":
-                found[name] = replace(rule, weight_decay=self.adam_wd)
         return found
 
 
@@ -141,7 +135,6 @@ def main(cfg: GolfTrain) -> None:
             "schedule": asdict(schedule),
             "tied_lr": cfg.tied_lr,
             "decay_rule": cfg.decay_rule,
-            "adam_wd": cfg.adam_wd,
             "max_wallclock_seconds": max_seconds,
             "ema_decay": cfg.ema_decay,
             "qat": {"start": cfg.qat_start, **asdict(cfg.quant)} if late else None,

@@ -60,10 +60,8 @@ class ScoredArtifact(NamedTuple):
 
     path: Path
     artifact: Artifact
-    parent: Checkpoint | None
-    """Source checkpoint, if it still exists."""
     baseline: Bpb | None
-    """Score of the source checkpoint."""
+    """Score of the source checkpoint, if it still exists."""
     plain: Bpb
     sliding: Bpb | None
 
@@ -117,7 +115,7 @@ def score_artifact(
         gap = plain.value - baseline.value
         parts.append(f"before {baseline.value:.5f}, gap {gap:+.5f}")
     dist.print0(", ".join(parts))
-    return ScoredArtifact(path, artifact, parent, baseline, plain, sliding)
+    return ScoredArtifact(path, artifact, baseline, plain, sliding)
 
 
 def require_one_recipe(artifacts: Mapping[Path, Artifact]) -> None:
@@ -179,10 +177,8 @@ def write_scores(cfg: GolfEval, dist: DistContext, scored: list[ScoredArtifact])
 
 def format_scores(s: ScoredArtifact) -> str:
     """Return a one-line summary of an artifact."""
-    parts = [f"seed {s.artifact.origin['seed']}"]
-    if s.parent and "progress" in s.parent.state:  # else imported
-        seconds = s.parent.state["progress"]["train_seconds"]
-        parts.append(f"{s.parent.step} steps in {seconds:.0f} s")
+    origin = s.artifact.origin
+    parts = [f"seed {origin['seed']}, {origin['step']} steps"]
     scores = {"before": s.baseline, "roundtrip": s.plain, "sliding": s.sliding}
     parts += [f"{name} {bpb.value:.4f}" for name, bpb in scores.items() if bpb]
     return ", ".join([*parts, f"{s.path.stat().st_size:,} bytes"])
