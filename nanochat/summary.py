@@ -248,8 +248,9 @@ def show_error(se: float) -> str:
 
 def find_faults(written: Sequence[Record]) -> list[str]:
     """
-    Stages whose input is not the recorded output of the stage that produced it. Sections that
-    evaluate or compare models from outside the run are ignored.
+    Stages whose input is not the recorded output of the stage that produced it, and code of which
+    sections were made with different versions. Sections that evaluate or compare models from
+    outside the run are ignored.
     """
     own = [r for r in written if not {"hf", "before"} & r["provenance"]["inputs"].keys()]
     faults = []
@@ -260,4 +261,9 @@ def find_faults(written: Sequence[Record]) -> list[str]:
             if made and used not in made:
                 makers = " and ".join(f"{by} produced {each}" for each, by in made.items())
                 faults.append(f"{record['section']} used {name} {used}, but {makers}.")
+    versions = defaultdict[str, set[str]](set)
+    for path, digest in (item for record in own for item in record["code"].items()):
+        versions[path].add(digest)
+    if changed := sorted(path for path, digests in versions.items() if len(digests) > 1):
+        faults.append(f"Sections were made by different versions of {', '.join(changed)}.")
     return faults
