@@ -8,6 +8,7 @@ viewer's light or dark color scheme; text is text, so that a figure is small.
 """
 
 import io
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -66,10 +67,11 @@ def new_figure(rows: int = 1, columns: int = 1, height: float = HEIGHT) -> tuple
 
 
 def as_svg(figure: Figure) -> bytes:
-    """The figure as SVG; the output is deterministic."""
+    """The figure as SVG, a line per element; the output is deterministic."""
     stream = io.BytesIO()
     figure.savefig(stream, format="svg", metadata={"Date": None})
-    return stream.getvalue().replace(b"<defs>", f"{DARK}<defs>".encode(), 1)
+    svg = re.sub(rb" ?\n(?=[A-Za-z\"])", b" ", stream.getvalue())  # within the data of paths
+    return svg.replace(b"<defs>", f"{DARK}<defs>".encode(), 1)
 
 
 def draw_curve(axes: Axes, points: Sequence[Sequence[float]], label: str = "") -> None:
