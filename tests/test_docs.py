@@ -65,6 +65,31 @@ def test_commands_in_heads_of_scripts_are_accepted(faults_in):
     assert len(lines) > 50 and not faults_in(lines)
 
 
+@pytest.mark.parametrize("page", [*PAGES, REPOSITORY / "dev" / "LOG.md"], ids=lambda p: p.name)
+def test_links_lead_to_files_and_headings(page: Path):
+    for target in re.findall(r"\]\((?!https?:)([^)]+)\)", page.read_text()):
+        name, _, anchor = target.partition("#")
+        file = (page.parent / name).resolve() if name else page
+        assert file.exists(), target
+        if anchor:
+            titles = re.findall(r"^#+ (.*)", file.read_text(), re.MULTILINE)
+            assert anchor in [
+                re.sub(r"[^\w -]", "", t.lower()).replace(" ", "-") for t in titles
+            ], target
+
+
+def test_quoted_code_stands_in_the_named_file():
+    text = (REPOSITORY / "docs" / "architecture.md").read_text()
+    quotes = re.findall(r"^```python\n# (\S+\.py)\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    assert len(quotes) > 10
+    for name, code in quotes:
+        known = (REPOSITORY / name).read_text().splitlines()
+        missing = [
+            line for line in code.splitlines() if line.strip() != "..." and line not in known
+        ]
+        assert not missing, name
+
+
 def test_task_example_works_for_training_and_scoring(monkeypatch):
     text = (REPOSITORY / "docs" / "architecture.md").read_text()
     [code] = re.findall(r"```python\n(PAIRS = \{.*?)```", text, re.DOTALL)
