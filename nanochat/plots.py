@@ -53,7 +53,7 @@ STYLE: Any = [
         "figure.constrained_layout.use": True,
     },
 ]
-DARK = f"""<style>@media (prefers-color-scheme: dark) {{
+DARK = f"""<style>text {{white-space: pre}} @media (prefers-color-scheme: dark) {{
  [style*="fill: {INK}"] {{fill: #e6edf3 !important}}
  [style*="stroke: {INK}"] {{stroke: #e6edf3 !important}}
 }}</style>"""
