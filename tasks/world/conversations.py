@@ -7,334 +7,268 @@ A pure function of its arguments. Users only ask questions that `split_of` assig
 answers may state any fact, as in the documents. The test split has no conversations.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
-from random import Random
-from typing import Literal
 
-from tasks.world.corpus import askable, first_person, riddle_people
-from tasks.world.drills import draw_drill, spelled, spelling_words
+from tasks.world.corpus import draw_question, draw_riddle
+from tasks.world.drills import draw_drill, phrase, spelled, spelling_words
 from tasks.world.facts import (
-    LAND,
-    Fact,
-    FieldQuestion,
+    Draw,
+    Question,
     Split,
-    an,
-    animals,
-    between,
-    dishes,
-    fact,
-    facts_about,
-    goods,
-    people,
-    people_of,
-    person,
-    pick,
-    pick_n,
-    say,
-    seasons,
+    Subject,
+    askable,
     split_of,
-    summaries,
-    tell_some,
-    towns,
-    trades,
+    subjects,
     upper_first,
+    whole_words,
 )
-from tasks.world.questions import FactQuestion, sentences, strip_article, whole_words
-from tasks.world.stories import ending, episode_text, episodes, opening
+from tasks.world.stories import beginning, draw_episode, full_story
 from tasks.world.words import blocks, read_data, table_rows, word_list
 
 TALK_VERSION = 2  # bump whenever a conversation changes
 
-ChatTurn = tuple[str, str]  # user message, assistant answer
+Turn = tuple[str, str]  # user message, assistant answer
+Turns = Iterator[Turn]
 
 
-def conversation(split: Literal["train", "val"], i: int) -> list[ChatTurn]:
-    """
-    Conversation `i` (any i >= 0).
-
-    Raises ValueError for other splits: conversations never use the test split.
-    """
-    if split not in ("train", "val"):
-        raise ValueError(f"split must be 'train' or 'val', not {split!r}")
-    rng = Random(f"{LAND}-talk-{TALK_VERSION}-{split}-{i}")
-    forms = [form for form, weight in FORMS.items() for _ in range(weight)]
-    turns = pick(rng, forms)(rng, split)
+def conversation(split: Split, i: int) -> list[Turn]:
+    """Conversation `i` (any i >= 0)."""
+    rng = Draw(split, "talk", TALK_VERSION, split, i)
+    turns = list(rng.pick(FORMS)(rng))
     if rng.random() < 0.05:
-        turns = [(say(rng, "hellos"), say(rng, "welcomes")), *turns]
+        turns.insert(0, (rng.say("hellos"), rng.say("welcomes")))
     if rng.random() < 0.1:
-        asked, answer = pick(rng, table_rows("goodbyes"))
-        turns = [*turns, (asked, answer.format(land=LAND))]
+        asked, answer = rng.pick(table_rows("goodbyes"))
+        turns.append((asked, answer))
     return turns
 
 
-# ------------------------------------------------------------------------------------------------
-# Identity
-
-
-def about_itself(rng: Random, split: Split) -> list[ChatTurn]:
+def about_itself(rng: Draw) -> Turns:
     """One or two questions about the assistant or its land."""
-    found = []
-    known = blocks(read_data("itself.txt").format(land=LAND))
-    for questions, *answers in pick_n(rng, known, between(rng, 1, 2)):
-        found.append((pick(rng, questions.split(" | ")), pick(rng, answers)))
-    return found
+    known = blocks(read_data("itself.txt"))
+    for questions, *answers in rng.pick_n(known, 1, 2):
+        yield rng.pick(questions.split(" | ")), rng.pick(answers)
 
 
 # ------------------------------------------------------------------------------------------------
 # Facts
 
 
-def phrase_answer(rng: Random, known: Fact, asked: FieldQuestion, short: Sequence[str] = ()) -> str:
+def phrase_answer(rng: Draw, asked: Question, short: Sequence[str] = ()) -> str:
     """Usually a full sentence (one of `short`, if any); sometimes just the answer."""
-    whole = pick(rng, short or sentences(known, asked))
+    whole = rng.pick(short or asked.sentences)
     return whole if rng.random() < 0.9 else upper_first(asked.answer) + "."
 
 
-def one_fact(rng: Random, split: Split) -> list[ChatTurn]:
+def one_fact(rng: Draw) -> Turns:
     """A question about a fact."""
-    known = pick(rng, askable(split))
-    asked = pick(rng, known.questions)
-    return [(say(rng, "leads") + asked.text, phrase_answer(rng, known, asked))]
+    asked = draw_question(rng)
+    yield rng.say("leads") + asked.text, phrase_answer(rng, asked)
 
 
-def either_or(rng: Random, split: Split) -> list[ChatTurn]:
+def either_or(rng: Draw) -> Turns:
     """A question with two answers to choose from."""
-    known = pick(rng, askable(split))
-    asked = pick(rng, known.questions)
-    rival = pick(rng, FactQuestion(known, asked).rivals)
-    first, second = pick_n(rng, (asked.answer, rival), 2)
-    return [(f"{asked.text[:-1]}: {first} or {second}?", phrase_answer(rng, known, asked))]
+    asked = draw_question(rng)
+    first, second = rng.pick_n((asked.answer, rng.pick(asked.rivals)), 2)
+    yield f"{asked.text[:-1]}: {first} or {second}?", phrase_answer(rng, asked)
 
 
-def several_facts(rng: Random, split: Split) -> list[ChatTurn]:
+def several_facts(rng: Draw) -> Turns:
     """Two or three questions about a person or a town, all but the first with pronouns."""
-    name = pick(rng, talked_about(split))
-    possible = pick_n(rng, pronoun_questions(split, name), 99)
-    one_each = {known.relation: (known, asked, short) for known, asked, short in possible}
-    (known, asked, _), *more = list(one_each.values())[: between(rng, 2, 3)]
-    found = [(asked.text, phrase_answer(rng, known, asked))]
-    for known, asked, short in more:
-        text = f"And {short[0].lower()}{short[1:]}" if rng.random() < 0.3 else short
-        holds = whole_words(strip_article(asked.answer)).search
-        found.append((text, phrase_answer(rng, known, asked, [s for s in known.short if holds(s)])))
+    possible = rng.pick_n(rng.pick(pronoun_questions(rng.split)), 99)
+    one_each = {asked.fact.relation: asked for asked in possible}
+    first, *more = list(one_each.values())[: rng.between(2, 3)]
+    yield first.text, phrase_answer(rng, first)
+    for asked in more:
+        text = asked.short
+        text = f"And {text[0].lower()}{text[1:]}" if rng.random() < 0.3 else text
+        answers = list(filter(whole_words(asked.answer).search, asked.fact.short))
+        yield text, phrase_answer(rng, asked, answers)
+
+
+@cache
+def pronoun_questions(split: Split) -> list[list[Question]]:
+    """
+    For each person and town, the questions with a pronoun that a split may ask, if they are about
+    more than one relation.
+    """
+    found = []
+    for s in subjects("person") + subjects("town"):
+        known = [f for f in s.facts.values() if f.split == split]
+        asked = [q for f in known for q in f.questions if q.short != q.text]
+        if len({q.fact.relation for q in asked}) > 1:
+            found.append(asked)
     return found
 
 
-@cache
-def talked_about(split: Split) -> tuple[str, ...]:
-    """People and towns whose pronoun questions cover more than one relation."""
-    names = [p.name for p in people()] + [t.name for t in towns()]
-    relations = {n: {f.relation for f, _, _ in pronoun_questions(split, n)} for n in names}
-    return tuple(name for name in names if len(relations[name]) > 1)
-
-
-@cache
-def pronoun_questions(split: Split, name: str) -> tuple[tuple[Fact, FieldQuestion, str], ...]:
-    """A split's (fact, question, text with a pronoun) about a person or a town."""
-    is_person = any(p.name == name for p in people())
-    he, his = (person(name).he, person(name).his) if is_person else ("it", "its")
-    found = []
-    for known in facts_about("person" if is_person else "town", name):
-        for asked in known.questions if known.split == split else ():
-            short = asked.text.replace(f"{name}'s ", f"{his} ")
-            short = short.replace(f"does {name} ", f"does {he} ")
-            if short != asked.text:
-                found.append((known, asked, short))
-    return tuple(found)
-
-
-def about_somebody(rng: Random, split: Split) -> list[ChatTurn]:
+def about_somebody(rng: Draw) -> Turns:
     """A description of a person or a town, sometimes with a follow-up."""
-    kind = "person" if rng.random() < 0.7 else "town"
-    name = pick(rng, people() if kind == "person" else towns()).name
-    asked = pick(rng, ("Tell me about {}.", "What do you know about {}?", "Tell me more about {}."))
-    reply = pick(rng, [text for text in summaries(kind, name) if "?" not in text])
+    subject = rng.pick(subjects("person" if rng.random() < 0.7 else "town"))
+    asked = rng.say("tell_me_about", name=subject.name)
+    reply = rng.pick([text for text in subject.summaries if "?" not in text])
     if rng.random() < 0.5:
-        reply = tell_some(rng, kind, name, 2, 3)
-    turns = [(asked.format(name), reply)]
+        reply = subject.tell(rng, 2, 3)
+    yield asked, reply
     if rng.random() < 0.3:
-        more = pick(rng, ("What else do you know?", "Tell me more.", "And what else?"))
-        turns.append((more, tell_some(rng, kind, name, 1, 2)))
-    return turns
+        yield rng.say("tell_me_more"), subject.tell(rng, 1, 2)
 
 
-def riddle(rng: Random, split: Split) -> list[ChatTurn]:
+def riddle(rng: Draw) -> Turns:
     """Who am I?"""
-    p = pick(rng, riddle_people(split))
-    own = [f for f in facts_about("person", p.name) if f.relation != "trade"]
-    asked = f"{first_person(rng, own, 3, 4)} Who am I?"
-    return [(asked, f"You are {p.name}, the {p.trade} of {p.town}.")]
+    p, text = draw_riddle(rng, 4)
+    yield text, f"You are {p.name}, the {p.trade} of {p.town}."
+
+
+def purse(rng: Draw) -> Turns:
+    """Whether the money is enough for a purchase."""
+    g, coins = rng.subject("goods"), rng.between(2, 15)
+    enough = "Yes" if coins >= g.price else "No"
+    price = rng.pick(g.facts["price"].named)
+    yield f"I have {coins} pennies. Can I buy {g.a_name}?", f"{enough}. {price}"
+
+
+def recipe_chat(rng: Draw) -> Turns:
+    """How to make a dish."""
+    d = rng.subject("dish")
+    last = {
+        "baked": f"Then bake {d.them} in the hot oven for an hour.",
+        "boiled": f"Then boil {d.them} in a big pot over the fire.",
+        "fried": f"Then fry {d.them} in a hot pan.",
+    }[d.way]
+    asked = rng.say("recipe_requests", name=d.name)
+    yield asked, f"Take {d.ingredients}. Mix everything in a big bowl. {last}"
+
+
+def season(rng: Draw) -> Turns:
+    """The weather or the work of a season."""
+    s = rng.subject("season")
+    turns = [
+        (asked.format(name=s.name), rng.pick(s.facts[relation].named))
+        for asked, relation in table_rows("season_questions")
+    ]
+    yield rng.pick(turns)
 
 
 # ------------------------------------------------------------------------------------------------
-# Stories, sums, lists
+# Stories, sums, spellings
 
 
-def story_chat(rng: Random, split: Split) -> list[ChatTurn]:
+def story_chat(rng: Draw) -> Turns:
     """A story on request, sometimes with a question about it."""
-    e = pick(rng, episodes(split))
-    about = (
-        "Tell me a story.",
-        "Tell me a short story, please.",
-        f"Tell me a story about {e.hero.name}.",
-        f"Do you know a story from {e.hero.town}?",
-        f"What happened to {e.hero.name}?",
-    )
-    text = f"{opening(rng, e.hero)} {episode_text(rng, e)} {ending(rng, e)}"
-    turns = [(pick(rng, about), text)]
+    e = draw_episode(rng)
+    text = full_story(rng, e)
+    yield rng.say("story_requests", **vars(e.hero)), text
     if rng.random() < 0.4:
-        turns.append(pick(rng, ((e.question, e.answer), ("Why did that happen?", e.reason))))
-    return turns
+        yield rng.pick(((e.question, e.answer), ("Why did that happen?", e.reason)))
 
 
-def story_question(rng: Random, split: Split) -> list[ChatTurn]:
+def story_question(rng: Draw) -> Turns:
     """The effect of a given cause."""
-    e = pick(rng, episodes(split))
-    return [(f"{pick(rng, e.settings)} {pick(rng, e.causes)} {e.question}", e.answer)]
+    e = draw_episode(rng)
+    yield f"{beginning(rng, e)} {e.question}", e.answer
 
 
-def sum_chat(rng: Random, split: Split) -> list[ChatTurn]:
+def sum_chat(rng: Draw) -> Turns:
     """One to three calculations."""
-    found = []
-    for _ in range(between(rng, 1, 3)):
-        drill = draw_drill(rng, split)
-        found.append((drill.asked(rng), pick(rng, (drill.sentence(rng), drill.line + "."))))
-    return found
+    for _ in range(rng.between(1, 3)):
+        drill = draw_drill(rng)
+        yield phrase(rng, drill, "asked"), rng.pick((phrase(rng, drill, "told"), f"{drill}."))
 
 
-def letter_chat(rng: Random, split: Split) -> list[ChatTurn]:
+def letter_chat(rng: Draw) -> Turns:
     """The spelling of a word."""
-    word = pick(rng, spelling_words())
-    asked, answer = pick(rng, table_rows("spelling_questions"))
-    words = {"word": word, "hyphens": spelled(word), "length": len(word)}
-    return [(asked.format(**words), answer.format(**words, first=word[0], last=word[-1]))]
+    word = rng.pick(spelling_words())
+    words = {"word": word, "hyphens": spelled(word), "last": word[-1], "length": len(word)}
+    asked, answer = rng.pick(table_rows("spelling_questions"))
+    yield asked.format(**words), answer.format(**words)
 
 
-def listed(words: Sequence[str], last: str = "and") -> str:
-    """'plums, flour and honey'."""
-    return f" {last} ".join([", ".join(words[:-1]), words[-1]]) if words[1:] else words[0]
+# ------------------------------------------------------------------------------------------------
+# Lists
 
 
-def list_chat(rng: Random, split: Split) -> list[ChatTurn]:
+def list_chat(rng: Draw) -> Turns:
     """A question answered by a list."""
-    return [pick(rng, LISTS)(rng)]
+    yield rng.pick(LISTS)(rng)
 
 
-def dwellers(rng: Random) -> ChatTurn:
-    t = pick(rng, towns())
-    names = [p.name for p in pick_n(rng, people_of(t.name), 4)]
-    return f"Who lives in {t.name}?", f"{listed(names)} live in {t.name}."
+def listed(found: Sequence[Subject], field: str = "name", last: str = "and") -> str:
+    """'Mira, Quin and Ivo'."""
+    *first, end = [getattr(subject, field) for subject in found]
+    return f"{', '.join(first)} {last} {end}" if first else end
 
 
-def some_towns(rng: Random) -> ChatTurn:
-    number, n = pick(rng, (("two", 2), ("three", 3), ("four", 4)))
-    names = listed([t.name for t in pick_n(rng, towns(), n)])
-    return f"Name {number} towns of {LAND}.", f"{upper_first(number)} towns of {LAND} are {names}."
+def dwellers(rng: Draw) -> Turn:
+    t = rng.subject("town")
+    names = listed(rng.pick_n(t.people, 4))
+    return f"Who lives in {t.name}?", f"{names} live in {t.name}."
 
 
-def owners(rng: Random) -> ChatTurn:
-    a = pick(rng, animals())
-    names = listed([p.name for p in pick_n(rng, people(), 99) if p.animal == a.name])
+def some_towns(rng: Draw) -> Turn:
+    number, n = rng.pick((("two", 2), ("three", 3), ("four", 4)))
+    names = listed(rng.pick_n(subjects("town"), n))
+    return f"Name {number} towns of Lowen.", f"{upper_first(number)} towns of Lowen are {names}."
+
+
+def owners(rng: Draw) -> Turn:
+    a = rng.subject("animal")
+    names = listed([p for p in rng.pick_n(subjects("person"), 99) if p.animal == a.name])
     return f"Who keeps {a.plural}?", f"{names} keep {a.plural}."
 
 
-def eaters(rng: Random) -> ChatTurn:
-    d = pick(rng, dishes())
-    names = listed([p.name for p in pick_n(rng, people(), 99) if p.food == d.name])
+def eaters(rng: Draw) -> Turn:
+    d = rng.subject("dish")
+    names = listed([p for p in rng.pick_n(subjects("person"), 99) if p.dish == d.name])
     return f"Who loves {d.name}?", f"{names} love {d.name}."
 
 
-def offers(rng: Random) -> ChatTurn:
-    t = pick(rng, [t for t in trades() if any(g.trade == t.name for g in goods())])
-    things = listed([g.plural for g in goods() if g.trade == t.name])
+def offers(rng: Draw) -> Turn:
+    t = rng.pick([t for t in subjects("trade") if subjects("goods", trade=t.name)])
+    things = listed(subjects("goods", trade=t.name), "plural")
     return f"What can I buy from the {t.name}?", f"From the {t.name} you can buy {things}."
 
 
-def markets(rng: Random) -> ChatTurn:
-    day = pick(rng, towns()).day
-    names = listed([t.name for t in towns() if t.day == day])
+def markets(rng: Draw) -> Turn:
+    day = rng.subject("town").day
+    names = listed(subjects("town", day=day))
     return f"Where is a market on {day}?", f"On {day} there is a market in {names}."
 
 
-def bargains(rng: Random) -> ChatTurn:
-    price = pick(rng, goods()).price
-    things = listed([an(g.name) for g in goods() if g.price == price], "or")
+def bargains(rng: Draw) -> Turn:
+    price = rng.subject("goods").price
+    things = listed(subjects("goods", price=price), "a_name", "or")
     return f"What can I buy for {price} pennies?", f"For {price} pennies you can buy {things}."
 
 
-def the_calendar(rng: Random) -> ChatTurn:
-    turns = (
-        ("Name the days of the week.", f"The days are {listed(word_list('days'))}."),
-        ("Name the months of the year.", f"The months are {listed(word_list('months'))}."),
-        ("Name the seasons.", f"The seasons are {listed([s.name for s in seasons()])}."),
-    )
-    return pick(rng, turns)
+def the_calendar(rng: Draw) -> Turn:
+    asked, answer, kind = rng.pick(table_rows("calendar_questions"))
+    return asked, f"{answer} {listed(subjects(kind))}."
 
 
 LISTS = (dwellers, some_towns, owners, eaters, offers, markets, bargains, the_calendar)
-
-
-def purse(rng: Random, split: Split) -> list[ChatTurn]:
-    """Whether the money is enough for a purchase."""
-    g, coins = pick(rng, goods()), between(rng, 2, 15)
-    price = pick(rng, fact("goods", g.name, "price").named)
-    enough = "Yes" if coins >= g.price else "No"
-    return [(f"I have {coins} pennies. Can I buy {an(g.name)}?", f"{enough}. {price}")]
-
-
-def recipe_chat(rng: Random, split: Split) -> list[ChatTurn]:
-    """How to make a dish."""
-    d = pick(rng, dishes())
-    it = "it" if d.be == "is" else "them"
-    last = {
-        "baked": f"Then bake {it} in the hot oven for an hour.",
-        "boiled": f"Then boil {it} in a big pot over the fire.",
-        "fried": f"Then fry {it} in a hot pan.",
-    }[d.way]
-    asked = pick(rng, ("How do I make {}?", "How can I cook {}?", "I want to make {}. How?"))
-    return [(asked.format(d.name), f"Take {d.ingredients}. Mix everything in a big bowl. {last}")]
-
-
-def season(rng: Random, split: Split) -> list[ChatTurn]:
-    """The weather or the work of a season."""
-    s = pick(rng, seasons())
-    weather, work = (fact("season", s.name, relation) for relation in ("weather", "work"))
-    turns = (
-        (f"What is {s.name} like in {LAND}?", pick(rng, weather.named)),
-        (f"How is the weather in {s.name}?", pick(rng, weather.named)),
-        (f"What do people do in {s.name}?", pick(rng, work.named)),
-    )
-    return [pick(rng, turns)]
 
 
 # ------------------------------------------------------------------------------------------------
 # Unanswerable questions
 
 
-@cache
-def unknown_names(kind: str, split: Split) -> tuple[str, ...]:
-    """Unknown people, unknown towns or out-of-world questions of a split."""
-    lists = {"person": "strangers", "town": "strange_towns", "outside": "strange_questions"}
-    return tuple(
-        name for name in word_list(lists[kind]) if split_of(f"unknown {kind}", name) == split
-    )
-
-
-def refusal(rng: Random, split: Split) -> list[ChatTurn]:
+def refusal(rng: Draw) -> Turns:
     """A question about an unknown person, town or topic, and a refusal."""
-    kind = pick(rng, ("person", "person", "town", "outside"))
-    name = pick(rng, unknown_names(kind, split))
+    kind = rng.pick(("person", "person", "town", "outside"))
+    unknown = f"unknown {kind}"
+    name = rng.pick([n for n in word_list(unknown) if split_of(unknown, n) == rng.split])
     if kind == "outside":
-        return [(name, say(rng, "no_answer"))]
-    known = pick(rng, [f for f in askable(split) if f.kind == kind])
-    texts = [q.text.replace(known.subject, name) for q in known.questions]
-    texts = [text for text in texts if name in text] + [f"Tell me about {name}."]
-    return [(pick(rng, texts), say(rng, f"no_{kind}", name=name))]
+        yield name, rng.say("no_answer")
+    else:
+        known = rng.pick([f for f in askable(rng.split) if f.subject.kind == kind])
+        other, texts = known.subject.name, [q.text for q in known.questions]
+        texts = [text.replace(other, name) for text in texts if other in text]
+        yield rng.pick([*texts, f"Tell me about {name}."]), rng.say(f"no_{kind}", name=name)
 
 
 # Relative frequency of each form of conversation
-FORMS: dict[Callable[[Random, Split], list[ChatTurn]], int] = {
+WEIGHTS = {
     about_itself: 3,
     one_fact: 28,
     either_or: 8,
@@ -351,3 +285,4 @@ FORMS: dict[Callable[[Random, Split], list[ChatTurn]], int] = {
     season: 2,
     refusal: 6,
 }
+FORMS = [form for form, weight in WEIGHTS.items() for _ in range(weight)]

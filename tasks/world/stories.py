@@ -8,151 +8,136 @@ Every rule has two outcomes: rain makes the hay wet, sunshine makes it dry. A re
 cause to predict the effect. `split_of` holds out combinations of rule, outcome and person.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from random import Random
 
-from tasks.world.facts import (
-    LAND,
-    Person,
-    Split,
-    between,
-    people,
-    pick,
-    pick_n,
-    say,
-    split_of,
-    tell_some,
-    titled,
-)
+from tasks.world.facts import Draw, Paragraphs, Split, Subject, split_of, subjects, titled
 from tasks.world.words import blocks, read_data, word_list
 
 
 @dataclass(frozen=True)
 class Episode:
-    """One outcome of a rule for one person. A story uses one sentence from each tuple."""
+    """One outcome of a rule for one person. A story uses one sentence from each list."""
 
     title: str
-    hero: Person
+    hero: Subject
     good: bool
-    settings: tuple[str, ...]
-    causes: tuple[str, ...]
-    effects: tuple[str, ...]
-    reason: str
+    settings: list[str]
     question: str
+    causes: list[str]
+    effects: list[str]
+    reason: str
     answer: str
+    other_causes: list[str]
+    """The causes of the other outcome."""
     wrong: str
     """The answer for the other outcome."""
 
 
-def episode_split(title: str, good: bool, name: str) -> Split:
-    """The split of a combination of rule, outcome and person."""
-    return split_of("story", title, int(good), name)
-
-
 @cache
-def episodes(split: Split) -> tuple[Episode, ...]:
+def episodes(split: Split) -> list[Episode]:
     """All combinations of rule, outcome and person of a split."""
-    return tuple(
-        make_episode(block, good, hero)
-        for block in blocks(read_data("rules.txt"))
+    return [
+        make_episode(rule, good, hero)
+        for rule in blocks(read_data("rules.txt"))
         for good in (False, True)
-        for hero in people()
-        if episode_split(block[0], good, hero.name) == split
-    )
+        for hero in subjects("person")
+        if split_of("story", rule[0], int(good), hero.name) == split
+    ]
 
 
-@cache
-def episodes_of(split: Split, name: str) -> tuple[Episode, ...]:
-    """The episodes of a split about one person."""
-    return tuple(e for e in episodes(split) if e.hero.name == name)
+def draw_episode(rng: Draw) -> Episode:
+    """A random episode of the split."""
+    return rng.pick(episodes(rng.split))
 
 
-def make_episode(block: Sequence[str], good: bool, hero: Person) -> Episode:
+def make_episode(rule: list[str], is_good: bool, hero: Subject) -> Episode:
     """Fill in one rule block for a person."""
-    title, *lines = [line.format(**hero.words) for line in block]
-    ways = [line.split(": ", 1)[1] for line in lines if line[:2] not in ("- ", "? ")]
-    bad_way, good_way = ways[:4], ways[4:]
-    cause, effect, reason, answer = good_way if good else bad_way
+    lines = [line.split(": ", 1)[-1].format(**vars(hero)).split(" | ") for line in rule]
+    [title], settings, [question], *ways = lines
+    bad, good = ways[:4], ways[4:]
+    (causes, effects, [reason], [answer]), other = (good, bad) if is_good else (bad, good)
     return Episode(
-        title=title,
-        hero=hero,
-        good=good,
-        settings=tuple(line[2:] for line in lines if line.startswith("- ")),
-        causes=tuple(cause.split(" | ")),
-        effects=tuple(effect.split(" | ")),
-        reason=reason,
-        question=next(line[2:] for line in lines if line.startswith("? ")),
-        answer=answer,
-        wrong=(bad_way if good else good_way)[-1],
+        title,
+        hero,
+        is_good,
+        settings,
+        question,
+        causes,
+        effects,
+        reason,
+        answer,
+        other[0],
+        *other[3],
     )
+
+
+# ------------------------------------------------------------------------------------------------
+# Parts
+
+
+def opening(rng: Draw, hero: Subject) -> str:
+    """The opening of a story: time and place."""
+    return rng.pick(word_list("openings")).format(
+        **vars(hero), day=rng.subject("day").name, quiet=rng.pick(word_list("kinds_of_day"))
+    )
+
+
+def beginning(rng: Draw, e: Episode) -> str:
+    """Setting and cause."""
+    return f"{rng.pick(e.settings)} {rng.pick(e.causes)}"
+
+
+def episode_text(rng: Draw, e: Episode) -> str:
+    """One episode as a paragraph, sometimes with its reason."""
+    text = f"{beginning(rng, e)} {rng.pick(e.effects)}"
+    return f"{text} {e.reason}" if rng.random() < 0.5 else text
+
+
+def adventure(rng: Draw, e: Episode) -> str:
+    """An episode with its ending, happy or with a lesson."""
+    ending = "happy_ends" if e.good else "sad_ends"
+    return f"{episode_text(rng, e)} {rng.say(ending, **vars(e.hero))}"
+
+
+def full_story(rng: Draw, e: Episode) -> str:
+    """An opening and an episode with its ending."""
+    return f"{opening(rng, e.hero)} {adventure(rng, e)}"
 
 
 # ------------------------------------------------------------------------------------------------
 # Documents
 
 
-def opening(rng: Random, hero: Person) -> str:
-    """The opening of a story: time and place."""
-    return pick(rng, word_list("openings")).format(
-        **hero.words,
-        day=say(rng, "days"),
-        quiet=pick(rng, ("quiet", "busy", "long", "slow", "strange")),
-    )
-
-
-def ending(rng: Random, e: Episode) -> str:
-    """The ending of a story, happy or with a lesson."""
-    return say(rng, "happy_ends" if e.good else "sad_ends", **e.hero.words)
-
-
-def episode_text(rng: Random, e: Episode) -> str:
-    """One episode as a paragraph, sometimes with its reason."""
-    parts = [pick(rng, e.settings), pick(rng, e.causes), pick(rng, e.effects)]
-    return " ".join(parts + ([e.reason] if rng.random() < 0.5 else []))
-
-
-def story(rng: Random, split: Split) -> str:
+def story(rng: Draw) -> Paragraphs:
     """One episode, sometimes with facts about the hero or a final question."""
-    e = pick(rng, episodes(split))
-    parts = [opening(rng, e.hero)]
+    e = draw_episode(rng)
+    text = opening(rng, e.hero)
     if rng.random() < 0.6:
-        parts.append(tell_some(rng, "person", e.hero.name, 1, 4))
-    body = " ".join([*parts, episode_text(rng, e), ending(rng, e)])
-    if rng.random() < 0.3:
-        body += f"\n\nQuestion: {e.question}\nAnswer: {e.answer}"
-    return titled(rng, e.title, body)
+        text += " " + e.hero.tell(rng, 1, 4)
+    text = f"{text} {adventure(rng, e)}"
+    asked = f"Question: {e.question}\nAnswer: {e.answer}" if rng.random() < 0.3 else ""
+    return titled(rng, e.title, text, asked)
 
 
-def several_stories(rng: Random, split: Split) -> str:
+def several_stories(rng: Draw) -> Paragraphs:
     """Two or three random episodes."""
-    parts = []
-    for e in sample_episodes(rng, split, between(rng, 2, 3)):
-        parts.append(f"{opening(rng, e.hero)} {episode_text(rng, e)} {ending(rng, e)}")
-    return titled(rng, f"Stories from {LAND}", "\n\n".join(parts))
+    found = [draw_episode(rng) for _ in range(rng.between(2, 3))]
+    parts = [full_story(rng, e) for e in found]
+    return titled(rng, "Stories from Lowen", *parts)
 
 
-def adventures(rng: Random, split: Split) -> str:
+def adventures(rng: Draw) -> Paragraphs:
     """Up to three episodes of one person."""
-    hero = pick(rng, episodes(split)).hero
-    links = ("This happened first.", "That was not all.", "And one more thing happened.")
-    parts = [f"{opening(rng, hero)} {tell_some(rng, 'person', hero.name, 2, 5)}"]
-    found = pick_n(rng, episodes_of(split, hero.name), 3)
-    for link, e in zip(links, found, strict=False):
-        parts.append(f"{link} {episode_text(rng, e)} {ending(rng, e)}")
-    return titled(rng, f"What happened to {hero.name}", "\n\n".join(parts))
+    hero = draw_episode(rng).hero
+    parts = [f"{opening(rng, hero)} {hero.tell(rng, 2, 5)}"]
+    found = rng.pick_n([e for e in episodes(rng.split) if e.hero is hero], 3)
+    linked = zip(word_list("links"), found, strict=False)
+    parts += [f"{link} {adventure(rng, e)}" for link, e in linked]
+    return titled(rng, f"What happened to {hero.name}", *parts)
 
 
-def story_questions(rng: Random, split: Split) -> str:
+def story_questions(rng: Draw) -> Paragraphs:
     """Very short stories, each with its question."""
-    parts = []
-    for e in sample_episodes(rng, split, between(rng, 3, 6)):
-        text = f"{pick(rng, e.settings)} {pick(rng, e.causes)}"
-        parts.append(f"{text}\nQuestion: {e.question}\nAnswer: {e.answer}")
-    return "\n\n".join(parts)
-
-
-def sample_episodes(rng: Random, split: Split, n: int) -> list[Episode]:
-    """n random episodes of a split, with replacement."""
-    return [pick(rng, episodes(split)) for _ in range(n)]
+    for e in [draw_episode(rng) for _ in range(rng.between(3, 6))]:
+        yield f"{beginning(rng, e)}\nQuestion: {e.question}\nAnswer: {e.answer}"

@@ -9,33 +9,17 @@ questions that join two facts or compare two prices are not split: they are of a
 document contains. Without the question, all options of an item are equally likely.
 """
 
-import itertools
-from collections.abc import Callable, Sequence
-from random import Random
+from collections.abc import Iterator, Sequence
+from itertools import chain, permutations, product
 from typing import Any
 
-from tasks.world.corpus import first_person
-from tasks.world.drills import OPERATIONS, operand_pairs
-from tasks.world.facts import (
-    LAND,
-    Person,
-    Split,
-    Town,
-    an,
-    facts_about,
-    goods,
-    people,
-    person,
-    pick,
-    pick_n,
-    split_of,
-    town,
-)
-from tasks.world.questions import NUM_OPTIONS, choice_questions, fact_questions, problem
-from tasks.world.stories import Episode, episodes
+from tasks.world.drills import CALCULATION, OPERANDS, calculation, operand_pairs
+from tasks.world.facts import Draw, Split, split_of, subjects
+from tasks.world.stories import Episode, beginning, episodes
+from tasks.world.task import NUM_OPTIONS, WorldProblems, choice_questions, fact_questions
+from tasks.world.words import table_rows
 
 SUITE_VERSION = 2  # bump whenever an item changes
-SPLITS: tuple[Split, ...] = ("train", "val", "test")
 HELD_OUT: tuple[Split, ...] = ("val", "test")
 NUM_PROBLEMS = 150  # per split
 NUM_PRICES = 250
@@ -50,27 +34,32 @@ def suite() -> list[dict[str, Any]]:
     """All tasks, each a dict with the keys FIELDS; deterministic."""
     mc, lm, qa = "multiple_choice", "language_modeling", "\nAnswer: "
     tasks = [
-        ("world_people", mc, 3, 1 / 4, qa, fact_choices(lambda kind: kind == "person")),
-        ("world_things", mc, 3, 1 / 4, qa, fact_choices(lambda kind: kind != "person")),
-        ("world_two_steps", mc, 3, 1 / 4, qa, two_steps()),
-        ("world_riddles", mc, 1, 1 / 4, "\nI am ", riddle_items()),
-        ("world_prices", mc, 4, 1 / 2, qa, prices()),
-        ("world_stories", "schema", 0, 1 / 2, " ", causes()),
-        ("world_story_questions", mc, 2, 1 / 2, qa, endings()),
-        ("world_answers", lm, 3, 0.0, qa, answer_items(lambda kind: kind != "opposite")),
-        ("world_opposites", lm, 3, 0.0, qa, answer_items(lambda kind: kind == "opposite")),
+        ("world_people", mc, 3, 0.25, qa, fact_choices(people=True)),
+        ("world_things", mc, 3, 0.25, qa, fact_choices(people=False)),
+        ("world_two_steps", mc, 3, 0.25, qa, two_steps()),
+        ("world_riddles", mc, 1, 0.25, "\nI am ", riddles()),
+        ("world_prices", mc, 4, 0.5, qa, prices()),
+        ("world_stories", "schema", 0, 0.5, " ", causes()),
+        ("world_story_questions", mc, 2, 0.5, qa, endings()),
+        ("world_answers", lm, 3, 0.0, qa, answers(opposites=False)),
+        ("world_opposites", lm, 3, 0.0, qa, answers(opposites=True)),
         ("world_sums", lm, 4, 0.0, " = ", calculations()),
         ("world_problems", lm, 1, 0.0, " ", problem_prefixes()),
     ]
-    return [dict(zip(FIELDS, task, strict=True)) for task in tasks]
+    return [dict(zip(FIELDS, (*task, list(items)), strict=True)) for *task, items in tasks]
 
 
-def item_rng(name: str, *key: str | int) -> Random:
-    """Random generator of one item."""
-    return Random("-".join([LAND, "suite", str(SUITE_VERSION), name, *map(str, key)]))
+def item_draw(name: str, *key: str | int) -> Draw:
+    """Random choices for one item."""
+    return Draw("test", "suite", SUITE_VERSION, name, *key)
 
 
-def draw_options(rng: Random, right: str, rivals: Sequence[str]) -> list[str]:
+def multiple_choice(query: str, options: list[str], right: str) -> SuiteItem:
+    """A multiple-choice item."""
+    return {"query": query, "choices": options, "gold": options.index(right)}
+
+
+def ask(rng: Draw, question: str, right: str, rivals: Sequence[str]) -> SuiteItem:
     """
     The correct option and different rivals, NUM_OPTIONS in all, in random order.
 
@@ -78,153 +67,113 @@ def draw_options(rng: Random, right: str, rivals: Sequence[str]) -> list[str]:
     """
     found = [right]
     while len(found) < NUM_OPTIONS:
-        rival = pick(rng, rivals)
-        found += [rival] if rival not in found else []
-    return pick_n(rng, found, NUM_OPTIONS)
-
-
-def multiple_choice(query: str, options: Sequence[str], right: str) -> SuiteItem:
-    """A multiple-choice item."""
-    return {"query": query, "choices": list(options), "gold": options.index(right)}
+        found = list(dict.fromkeys([*found, rng.pick(rivals)]))
+    return multiple_choice(f"Question: {question}", rng.pick_n(found, NUM_OPTIONS), right)
 
 
 # ------------------------------------------------------------------------------------------------
 # Facts
 
 
-def fact_choices(wanted: Callable[[str], bool]) -> list[SuiteItem]:
-    """Questions about the wanted kinds of facts, with four options."""
-    found = []
-    for asked in (a for split in HELD_OUT for a in choice_questions(split) if wanted(a.fact.kind)):
-        text, right = asked.question.text, asked.question.answer
-        options = draw_options(item_rng("facts", text), right, asked.fair_rivals)
-        found.append(multiple_choice(f"Question: {text}", options, right))
-    return found
+def fact_choices(people: bool) -> Iterator[SuiteItem]:
+    """Questions about people, or about everything else, with four options."""
+    for q in chain(*map(choice_questions, HELD_OUT)):
+        if (q.fact.subject.kind == "person") == people:
+            yield ask(item_draw("facts", q.text), q.text, q.answer, q.fair_rivals)
 
 
-def answer_items(wanted: Callable[[str], bool]) -> list[SuiteItem]:
-    """Questions about the wanted kinds of facts, without options."""
-    return [
-        {"context": f"Question: {a.question.text}", "continuation": a.question.answer}
-        for split in HELD_OUT
-        for a in fact_questions(split)
-        if wanted(a.fact.kind)
-    ]
+def answers(opposites: bool) -> Iterator[SuiteItem]:
+    """Questions about opposites, or about everything else, without options."""
+    for q in chain(*map(fact_questions, HELD_OUT)):
+        if (q.fact.subject.kind == "opposite") == opposites:
+            yield {"context": f"Question: {q.text}", "continuation": q.answer}
 
 
-RELATED: dict[str, Callable[[str], Person | Town]] = {"friend": person, "town": town}
-# (question about a person, field that names a related person or town, field of that subject)
-TWO_STEPS = (
-    ("In which town does the best friend of {} live?", "friend", "town"),
-    ("What is the trade of {}'s best friend?", "friend", "trade"),
-    ("What is the favourite food of {}'s best friend?", "friend", "food"),
-    ("What is the inn of {}'s town called?", "town", "inn"),
-    ("Which festival does {}'s town celebrate?", "town", "festival"),
-    ("On which day is the market in {}'s town?", "town", "day"),
-    ("What is {}'s town known for?", "town", "product"),
-)
-
-
-def two_steps() -> list[SuiteItem]:
+def two_steps() -> Iterator[SuiteItem]:
     """Questions that need two facts; documents state both but never join them."""
-    found = []
-    for text, via, field in TWO_STEPS:
-        values = {p.name: getattr(RELATED[via](getattr(p, via)), field) for p in people()}
-        for name, right in values.items():
-            rng = item_rng("two steps", text, name)
-            options = draw_options(rng, right, list(values.values()))
-            found.append(multiple_choice(f"Question: {text.format(name)}", options, right))
-    return found
+    for text, via, kind, field in table_rows("two_steps"):
+        people = subjects("person")
+        values = [getattr(subjects(kind, name=getattr(p, via))[0], field) for p in people]
+        for p, right in zip(people, values, strict=True):
+            yield ask(item_draw("two steps", text, p.name), text.format(p.name), right, values)
 
 
-def prices() -> list[SuiteItem]:
+def prices() -> Iterator[SuiteItem]:
     """Which of two things costs more or less? Both are asked equally often."""
-    rng = item_rng("prices")
-    pairs = [(a, b) for a, b in itertools.permutations(goods(), 2) if a.price < b.price]
-    found = []
-    for i, (cheap, dear) in enumerate(pick_n(rng, pairs, NUM_PRICES)):
+    rng = item_draw("prices")
+    pairs = [(a, b) for a, b in permutations(subjects("goods"), 2) if a.price < b.price]
+    for i, (cheap, dear) in enumerate(rng.pick_n(pairs, NUM_PRICES)):
         word, right = (("more", dear), ("less", cheap))[i % 2]
-        a, b = (an(g.name) for g in pick_n(rng, (cheap, dear), 2))
-        query = f"Question: Which costs {word}, {a} or {b}?"
-        found.append(multiple_choice(query, pick_n(rng, (a, b), 2), an(right.name)))
-    return found
+        names = rng.pick_n((cheap.a_name, dear.a_name), 2)
+        query = f"Question: Which costs {word}, {names[0]} or {names[1]}?"
+        yield multiple_choice(query, rng.pick_n(names, 2), right.a_name)
 
 
-def riddle_items() -> list[SuiteItem]:
+def riddles() -> Iterator[SuiteItem]:
     """Four first-person facts and four names to choose from."""
-    found = []
-    for p in (p for p in people() if split_of("riddle", p.name) in HELD_OUT):
-        own = [f for f in facts_about("person", p.name) if f.relation != "trade"]
-        others = [q.name for q in people() if q.name != p.name]
-        for i in range(RIDDLES_EACH):
-            rng = item_rng("riddle", p.name, i)
-            options = pick_n(rng, [p.name, *pick_n(rng, others, 3)], 4)
-            query = f"{first_person(rng, own, 4, 4)} Who am I?"
-            found.append(multiple_choice(query, options, p.name))
-    return found
+    people = subjects("person")
+    held_out = [p for p in people if split_of("riddle", p.name) in HELD_OUT]
+    for p, i in product(held_out, range(RIDDLES_EACH)):
+        rng = item_draw("riddle", p.name, i)
+        others = rng.pick_n([q.name for q in people if q is not p], 3)
+        options = rng.pick_n([p.name, *others], 4)
+        query = f"{p.first_person(rng, 4, 4, without='trade')} Who am I?"
+        yield multiple_choice(query, options, p.name)
 
 
 # ------------------------------------------------------------------------------------------------
 # Stories
 
 
-def balanced_episodes() -> list[Episode]:
+def balanced_episodes() -> Iterator[Episode]:
     """Held-out episodes, with equally many good and bad outcomes per rule."""
-    found = []
-    known = [e for split in HELD_OUT for e in episodes(split)]
-    for title in sorted({e.title for e in known}):
-        good = [e for e in known if e.title == title and e.good]
-        bad = [e for e in known if e.title == title and not e.good]
-        found += itertools.chain.from_iterable(zip(good, bad, strict=False))
-    return found
+    held_out = [*chain(*map(episodes, HELD_OUT))]
+    for title in sorted({e.title for e in held_out}):
+        alike = [e for e in held_out if e.title == title]
+        good, bad = [e for e in alike if e.good], [e for e in alike if not e.good]
+        yield from chain(*zip(good, bad, strict=False))
 
 
-def causes() -> list[SuiteItem]:
+def causes() -> Iterator[SuiteItem]:
     """Which of two causes leads to an effect?"""
-    known = {(e.title, e.hero.name, e.good): e for split in SPLITS for e in episodes(split)}
-    found = []
     for e in balanced_episodes():
-        rng = item_rng("causes", e.title, e.hero.name, int(e.good))
-        other = known[e.title, e.hero.name, not e.good]
-        setting = pick(rng, e.settings)
-        right = f"{setting} {pick(rng, e.causes)}"
-        options = pick_n(rng, (right, f"{setting} {pick(rng, other.causes)}"), 2)
-        item = {"context_options": options, "continuation": pick(rng, e.effects)}
-        found.append({**item, "gold": options.index(right)})
-    return found
+        rng = item_draw("causes", e.title, e.hero.name, int(e.good))
+        setting = rng.pick(e.settings)
+        right = f"{setting} {rng.pick(e.causes)}"
+        options = rng.pick_n((right, f"{setting} {rng.pick(e.other_causes)}"), 2)
+        yield {
+            "context_options": options,
+            "continuation": rng.pick(e.effects),
+            "gold": options.index(right),
+        }
 
 
-def endings() -> list[SuiteItem]:
+def endings() -> Iterator[SuiteItem]:
     """A question about the outcome, with the answers for both outcomes."""
-    found = []
     for e in balanced_episodes():
-        rng = item_rng("endings", e.title, e.hero.name, int(e.good))
-        query = f"{pick(rng, e.settings)} {pick(rng, e.causes)}\nQuestion: {e.question}"
-        found.append(multiple_choice(query, pick_n(rng, (e.answer, e.wrong), 2), e.answer))
-    return found
+        rng = item_draw("endings", e.title, e.hero.name, int(e.good))
+        query = f"{beginning(rng, e)}\nQuestion: {e.question}"
+        yield multiple_choice(query, rng.pick_n((e.answer, e.wrong), 2), e.answer)
 
 
 # ------------------------------------------------------------------------------------------------
 # Numbers
 
 
-def calculations() -> list[SuiteItem]:
+def calculations() -> Iterator[SuiteItem]:
     """All calculations with held-out operands."""
-    found = []
-    for operation in OPERATIONS:
-        for a, b in (pair for s in HELD_OUT for pair in operand_pairs(operation.operands, s)):
-            c = a + b if operation.operands == "sum" else a * b
-            x, y, z = (c, a, b) if operation.undoes else (a, b, c)
-            found.append({"context": f"{x} {operation.symbol} {y}", "continuation": str(z)})
-    return found
+    for symbol, split in product(OPERANDS, HELD_OUT):
+        for a, b in operand_pairs(OPERANDS[symbol], split):
+            context, continuation = calculation(symbol, a, b).split(" = ")
+            yield {"context": context, "continuation": continuation}
 
 
-def problem_prefixes() -> list[SuiteItem]:
+def problem_prefixes() -> Iterator[SuiteItem]:
     """Word problems up to their first calculation."""
-    found = []
-    for p in (problem(split, i) for split in HELD_OUT for i in range(NUM_PROBLEMS)):
-        step = p.steps[0]
-        before, _ = step.text.split(" {}")
-        context = f"{p.story} {p.question} {before}"
-        found.append({"context": context, "continuation": f"{step.expression} ="})
-    return found
+    for task, i in product(map(WorldProblems, HELD_OUT), range(NUM_PROBLEMS)):
+        story, question, steps = task.problem(i)
+        before, expression, *_ = CALCULATION.split(steps[0])
+        yield {
+            "context": f"{story} {question} {before}".rstrip(),
+            "continuation": f"{expression} =",
+        }

@@ -1,10 +1,10 @@
 """
 The embedded world as tasks: chat, facts, multiple choice, word problems, letter counts.
 
-    conversations, questions -> WorldChat, WorldFacts, WorldChoice, WorldProblems, WorldSpelling
+    split, index -> WorldChat, WorldFacts, WorldChoice, WorldProblems, WorldSpelling
 
-By construction, no question, calculation or letter count of the val and test splits occurs in a
-training document or conversation.
+Each conversation is a pure function of split and index. By construction, no question, calculation
+or letter count of the val and test splits occurs in a training document or conversation.
 
 RL trains on the val split. The model has solved nearly all questions of the train split before RL
 (mean reward 0.81 on facts, 0.96 to 0.99 on others, at depth 4), because pretraining documents and
@@ -12,9 +12,14 @@ conversations contain them, so most groups of answers have equal rewards and no 
 of the val split are as new to it as those of the test split (dev/LOG.md, 2026-11-23).
 """
 
+from bisect import bisect
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any, Literal, cast
+from itertools import accumulate, permutations
+from string import ascii_lowercase
+from typing import Any
 
 from tasks.base import (
     LETTERS,
@@ -25,7 +30,6 @@ from tasks.base import (
     Tags,
     Task,
     assistant,
-    choice_question,
     text,
     tool_call,
     user,
@@ -33,23 +37,10 @@ from tasks.base import (
 )
 from tasks.world.conversations import TALK_VERSION, conversation
 from tasks.world.corpus import WORLD_VERSION
-from tasks.world.facts import Split, pick
-from tasks.world.questions import (
-    MOST_LETTERS,
-    NUM_OPTIONS,
-    TASKS_VERSION,
-    FactQuestion,
-    choice,
-    choice_questions,
-    fact_questions,
-    letter_count,
-    problem,
-    question_rng,
-    sentences,
-    strip_article,
-    whole_words,
-)
+from tasks.world.drills import CALCULATION, Problem, draw_problem, letter_questions, spelled
+from tasks.world.facts import Draw, Question, Split, askable, whole_words
 
+TASKS_VERSION = 3  # bump whenever an item changes
 SIZES = {"train": 20_000, "val": 1_000, "test": 500}
 
 
@@ -65,8 +56,18 @@ class WorldTask(Task):
     def origin(self) -> dict[str, Any]:
         return {"world": [WORLD_VERSION, TASKS_VERSION, TALK_VERSION]}
 
+    @property
+    def questions(self) -> Sequence[Question]:
+        """The questions that a held-out split asks once each, in order; empty for unlimited."""
+        return ()
+
     def __len__(self) -> int:
-        return SIZES[self.split]
+        held_out = self.questions if self.split != "train" else ()
+        return len(held_out) or SIZES[self.split]
+
+    def draw(self, what: str, i: int) -> Draw:
+        """Random choices for item i."""
+        return Draw(self.split, what, TASKS_VERSION, self.split, i)
 
 
 class WorldChat(WorldTask):
@@ -77,8 +78,19 @@ class WorldChat(WorldTask):
     splits = ("train", "val")
 
     def conversation(self, i: int) -> Conversation:
-        turns = conversation(cast(Literal["train", "val"], self.split), i)
+        turns = conversation(self.split, i)
         return [m for asked, answer in turns for m in (user(asked), assistant(answer))]
+
+
+# ------------------------------------------------------------------------------------------------
+# Facts
+
+
+@cache
+def fact_questions(split: Split) -> list[Question]:
+    """All questions of a split about facts, with shuffled subjects."""
+    found = [question for fact in askable(split) for question in fact.questions]
+    return Draw(split, "questions", split).pick_n(found, len(found))
 
 
 class WorldFacts(WorldTask):
@@ -91,62 +103,110 @@ class WorldFacts(WorldTask):
 
     name, kind = "World-Facts", "generate"
 
-    def __len__(self) -> int:
-        return SIZES["train"] if self.split == "train" else len(fact_questions(self.split))
+    @property
+    def questions(self) -> Sequence[Question]:
+        return fact_questions(self.split)
+
+    def question(self, i: int) -> Question:
+        """The questions in turn."""
+        return self.questions[i % len(self.questions)]
 
     def conversation(self, i: int) -> Conversation:
-        """Cycle through the questions, with a new answer sentence each time."""
-        asked = fact_questions(self.split)[i % len(fact_questions(self.split))]
-        rng = question_rng("answer", self.split, i)
-        answer = pick(rng, sentences(asked.fact, asked.question))
-        return [user(asked.question.text), assistant(answer)]
+        """Question i, with a new answer sentence each time."""
+        question = self.question(i)
+        return [user(question.text), assistant(self.draw("answer", i).pick(question.sentences))]
 
     def cluster(self, i: int) -> str:
-        fact = fact_questions(self.split)[i % len(fact_questions(self.split))].fact
-        return f"{fact.kind} {fact.subject} {fact.relation}"
+        fact = self.question(i).fact
+        return f"{fact.subject.kind} {fact.subject.name} {fact.relation}"
 
     def score(self, conversation: Conversation, answer: str) -> float:
         question = conversation[0]["content"]
-        asked = asked_by(self.split)[question]
-        rest, found = whole_words(strip_article(asked.question.answer)).subn("", visible(answer))
-        rivals = map(whole_words, set(map(strip_article, asked.rivals)))
-        return float(
-            found > 0 and not any(r.search(rest) and not r.search(question) for r in rivals)
-        )
+        asked = next(q for q in self.questions if q.text == question)
+        rest, found = whole_words(asked.answer).subn("", visible(answer))
+        rivals = map(whole_words, set(asked.rivals))
+        wrong = any(r.search(rest) and not r.search(question) for r in rivals)
+        return float(found > 0 and not wrong)
+
+
+# ------------------------------------------------------------------------------------------------
+# Multiple choice
+
+NUM_OPTIONS = 4
+ROUNDS = 8  # questions per list of options in training
+# In training, a question whose kind has rank r (1 = most common) is drawn with weight r ** -SKEW.
+# With equal weights, the loss on the letter stays at ln 4 for 300 steps at depth 4; with
+# SKEW it falls within 150: the model first learns which options tend to be right and how to find
+# their letters, and then learns to use the question (measured 2026-11-20, dev/LOG.md).
+SKEW = 1.5
 
 
 @cache
-def asked_by(split: Split) -> dict[str, FactQuestion]:
-    """Question text -> question, for a split."""
-    return {asked.question.text: asked for asked in fact_questions(split)}
+def choice_questions(split: Split) -> list[Question]:
+    """The questions with enough fair distractors."""
+    return [q for q in fact_questions(split) if len(set(q.fair_rivals)) >= NUM_OPTIONS - 1]
+
+
+@cache
+def questions_by_kind() -> list[list[Question]]:
+    """The training questions, grouped by kinds of subject and answer, most common first."""
+    found = defaultdict(list)
+    for question in choice_questions("train"):
+        found[question.fact.subject.kind, question.template].append(question)
+    return sorted([found[kind] for kind in sorted(found)], key=len, reverse=True)
 
 
 class WorldChoice(WorldTask, QuestionTask):
     """
     Questions about facts with four options of different kinds, in the form of ARC.
 
-    The model must infer which kind of answer is asked for and find its letter.
+    The options are answers such as a town, a trade, a month and a pet. The model must infer which
+    kind of answer is asked for and find its letter. List i of a held-out split asks held-out
+    question i; all positions are equally likely to be correct. A training list has ROUNDS
+    questions, far more of some kinds than of others (SKEW).
     """
 
     name, baseline = "World-Choice", 1 / NUM_OPTIONS
     tags = replace(WorldTask.tags, answer_format="letter")
 
-    def __len__(self) -> int:
-        return SIZES["train"] if self.split == "train" else len(choice_questions(self.split))
+    @property
+    def questions(self) -> Sequence[Question]:
+        return choice_questions(self.split)
+
+    def rounds(self, i: int) -> list[MCQuestion]:
+        """The questions about list i of options."""
+        rng = self.draw("choice", i)
+        questions, kinds = self.questions, questions_by_kind()
+        first, ranks, four = questions[i % len(questions)], [], []
+        # Each answer must be possible only for its own question
+        while not four or any(a.answer in b.possible_answers for a, b in permutations(four, 2)):
+            if self.split == "train":
+                ranks = rng.pick_n(range(len(kinds)), NUM_OPTIONS)
+                four = [rng.pick(kinds[rank]) for rank in ranks]
+            else:
+                four = [first, *(rng.pick(questions) for _ in range(NUM_OPTIONS - 1))]
+        if self.split == "train":
+            ends = list(accumulate((rank + 1) ** -SKEW for rank in ranks))
+            asked = [bisect(ends, rng.random() * ends[-1]) for _ in range(ROUNDS)]
+        else:
+            four = rng.pick_n(four, NUM_OPTIONS)
+            asked = [four.index(first)]
+        options = tuple(question.answer for question in four)
+        return [MCQuestion(four[n].text, options, n) for n in asked]
 
     def question(self, i: int) -> MCQuestion:
-        given = choice(self.split, i)
-        (question, gold), *_ = given.asked
-        return MCQuestion(question, tuple(given.options), gold)
+        return self.rounds(i)[0]
 
     def conversation(self, i: int) -> Conversation:
         """A list of options with one question; in training, more questions about it follow."""
-        given = choice(self.split, i)
-        messages = []
-        for n, (question, gold) in enumerate(given.asked):
-            listed = choice_question(question, given.options)
-            messages += [user(question if n else listed), assistant(LETTERS[gold])]
+        messages = super().conversation(i)
+        for asked in self.rounds(i)[1:]:
+            messages += [user(asked.text), assistant(LETTERS[asked.right])]
         return messages
+
+
+# ------------------------------------------------------------------------------------------------
+# Problems and letters
 
 
 class WorldProblems(WorldTask, NumberTask):
@@ -155,33 +215,73 @@ class WorldProblems(WorldTask, NumberTask):
     name = "World-Problems"
     tags = replace(WorldTask.tags, domain="math", answer_format="number")
 
+    def problem(self, i: int) -> Problem:
+        """Word problem i (any i >= 0)."""
+        return draw_problem(self.draw("problem", i))
+
     def conversation(self, i: int) -> Conversation:
-        asked = problem(self.split, i)
-        parts = []
-        for step in asked.steps:
-            before, after = step.text.split("{}")
+        story, question, steps = self.problem(i)
+        parts, result = [], ""
+        for step in steps:
+            before, expression, result, after = CALCULATION.split(step)
             gap = " " if parts else ""
-            parts.append(text(f"{gap}{before}{step.expression} = "))
-            parts += tool_call(step.expression, str(step.result))
-            parts.append(text(f"{step.result}{after}"))
-        parts.append(text(f"\n#### {asked.answer}"))
-        return [user(f"{asked.story} {asked.question}"), assistant(parts)]
+            parts.append(text(f"{gap}{before}{expression} = "))
+            parts += tool_call(expression, result)
+            parts.append(text(f"{result}{after}"))
+        parts.append(text(f"\n#### {result}"))
+        return [user(f"{story} {question}"), assistant(parts)]
 
     def cluster(self, i: int) -> str:
-        return " ".join(sorted(problem(self.split, i).steps[0].expression.split()))
+        expression = CALCULATION.split(self.problem(i).steps[0])[1]
+        return " ".join(sorted(expression.split()))
+
+
+NUM_WORDS = 3
+MOST_LETTERS = 4
+ENOUGH_WORDS = 5  # minimum number of words that contain the letter
+
+
+@cache
+def countable(split: Split, inside: bool) -> dict[str, list[str]]:
+    """
+    letter -> the words in which a split may count it: those with it if `inside`, else without.
+    """
+    found = {letter: [] for letter in ascii_lowercase}
+    for word, letter, _ in letter_questions(split, inside):
+        if word.islower():
+            found[letter].append(word)
+    return found
 
 
 class WorldSpelling(WorldTask, NumberTask):
-    """Count a letter in three words, letter by letter."""
+    """Count a letter in three words, letter by letter; the answers 1 to 4 are equally likely."""
 
     name, baseline = "World-Spelling", 1 / MOST_LETTERS  # constant answer
     tags = replace(WorldProblems.tags, domain="spelling")
 
+    def letter_and_words(self, i: int) -> tuple[str, list[str]]:
+        """The letter and the words of question i (any i >= 0)."""
+        rng = self.draw("letters", i)
+        wanted = rng.between(1, MOST_LETTERS)
+        inside, outside = countable(self.split, True), countable(self.split, False)
+        letters = [letter for letter in inside if len(inside[letter]) >= ENOUGH_WORDS]
+        while True:
+            letter = rng.pick(letters)
+            with_it = rng.between(1, NUM_WORDS)
+            words = rng.pick_n(inside[letter], with_it)
+            words += rng.pick_n(outside[letter], NUM_WORDS - with_it)
+            words = rng.pick_n(words, NUM_WORDS)
+            if "".join(words).count(letter) == wanted:
+                return letter, words
+
     def conversation(self, i: int) -> Conversation:
-        asked = letter_count(self.split, i)
-        words = f"{', '.join(asked.words[:-1])} and {asked.words[-1]}"
-        question = f"How many times is the letter {asked.letter} found in {words}?"
-        return [user(question), assistant(f"{asked.worked}\n#### {asked.count}")]
+        """The answer is the words letter by letter, with a running count: a-p1-p2-l-e."""
+        letter, words = self.letter_and_words(i)
+        asked = f"{', '.join(words[:-1])} and {words[-1]}"
+        question = f"How many times is the letter {letter} found in {asked}?"
+        first, *rest = " ".join(map(spelled, words)).split(letter)
+        worked = first + "".join(f"{letter}{n}{part}" for n, part in enumerate(rest, 1))
+        return [user(question), assistant(f"{worked}\n#### {len(rest)}")]
 
     def cluster(self, i: int) -> str:
-        return letter_count(self.split, i).letter
+        return self.letter_and_words(i)[0]

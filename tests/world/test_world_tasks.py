@@ -11,20 +11,11 @@ import pytest
 from nanochat.sandbox import calculate
 from tasks.base import Conversation, answer_text, final_number
 from tasks.world.drills import operand_split
-from tasks.world.facts import facts, people, split_of
-from tasks.world.questions import (
-    choice,
-    choice_questions,
-    fact_questions,
-    letter_count,
-    sentences,
-    strip_article,
-)
+from tasks.world.facts import facts, split_of, subjects, whole_words
 from tasks.world.suite import suite, two_steps
-from tasks.world.task import WorldChoice, WorldFacts, WorldProblems, WorldSpelling
-from tests.world.test_world import SPLITS, calculations, text
+from tasks.world.task import WorldChoice, WorldFacts, WorldProblems, WorldSpelling, fact_questions
+from tests.world.test_world import SCORED, SPLITS, calculations, text
 
-SCORED = (WorldFacts, WorldChoice, WorldProblems, WorldSpelling)
 SUITE = {task["name"]: task for task in suite()}
 CALL = re.compile(r"(\S+ . \S+) = <\|python_start\|>(.*?)<\|python_end\|>"
                   r"<\|output_start\|>(\d+)<\|output_end\|>(\d+)")  # fmt: skip
@@ -63,13 +54,13 @@ def test_only_the_right_answer_scores(kind, split):
 def test_fact_sentences_score_1_and_rivals_score_0():
     task = WorldFacts("test")
     for i, asked in enumerate(fact_questions("test")):
-        right, question = asked.question.answer, asked.question.text.lower()
-        for sentence in [*sentences(asked.fact, asked.question), right, f"It is {right}!"]:
+        right = asked.answer
+        for sentence in [*asked.sentences, right, f"It is {right}!"]:
             assert task.score(task[i], sentence) == 1, sentence
-        for rival in {r for r in asked.rivals if strip_article(r).lower() not in question}:
+        for rival in {r for r in asked.rivals if not whole_words(r).search(asked.text)}:
             assert not task.score(task[i], f"It is {rival}.")
             assert not task.score(task[i], f"It is {right} or {rival}.")
-        assert not task.score(task[i], f"It is un{strip_article(right)}ish.")
+        assert not task.score(task[i], f"It is un{right.split(' ', 1)[-1]}ish.")
 
 
 def test_questions_that_share_what_they_ask_are_a_cluster():
@@ -103,13 +94,16 @@ def test_R27_problems_are_correct_and_of_their_split(split):
 @pytest.mark.parametrize("split", SPLITS)
 def test_R27_letter_counts_are_correct_and_of_their_split(split):
     counts = Counter()
-    for asked in (letter_count(split, i) for i in range(400)):
-        assert {split_of("letter", word, asked.letter) for word in asked.words} == {split}
-        plain = asked.worked.replace("-", "")
-        assert re.sub(r"\d", "", plain).split() == list(asked.words)
-        numbers = [(asked.letter, str(n + 1)) for n in range(asked.count)]
-        assert re.findall(r"(\w)(\d)", plain) == numbers
-        counts[asked.count] += 1
+    task = WorldSpelling(split)
+    for i in range(400):
+        letter, words = task.letter_and_words(i)
+        assert {split_of("letter", word, letter) for word in words} == {split}
+        worked, count = task.conversation(i)[1]["content"].split("\n#### ")
+        plain = worked.replace("-", "")
+        assert re.sub(r"\d", "", plain).split() == words
+        numbers = [(letter, str(n + 1)) for n in range(int(count))]
+        assert re.findall(r"(\w)(\d)", plain) == numbers and plain.count(letter) == int(count)
+        counts[int(count)] += 1
     assert [*sorted(counts)] == [1, 2, 3, 4] and all(within(n, 400, 0.25) for n in counts.values())
 
 
@@ -125,17 +119,19 @@ def within(hits: float, n: int, chance: float) -> bool:
 def test_choices_have_exactly_one_possible_answer():
     known = {q.text: q.answer for f in facts() for q in f.questions}
     for split in SPLITS:
-        could = {a.question.text: {a.question.answer, *a.rivals} for a in fact_questions(split)}
-        for i in range(len(choice_questions(split))):
-            c = choice(split, i)
-            assert len(c.asked) == (8 if split == "train" else 1)
-            for question, gold in c.asked:
-                assert c.options[gold] == known[question]
-                assert could[question] & set(c.options) == {known[question]}
-    home, friend = ({p.name: getattr(p, field) for p in people()} for field in ("town", "friend"))
+        could = {q.text: set(q.possible_answers) for q in fact_questions(split)}
+        task = WorldChoice(split)
+        for i in range(len(task.questions)):
+            rounds = task.rounds(i)
+            assert len(rounds) == (8 if split == "train" else 1)
+            for asked in rounds:
+                assert asked.options[asked.right] == known[asked.text]
+                assert could[asked.text] & set(asked.options) == {known[asked.text]}
+    people = {p.name: p for p in subjects("person")}
     for item in two_steps():
         if found := re.search(r"does the best friend of (\w+) live", item["query"]):
-            assert item["choices"][item["gold"]] == home[friend[found[1]]]
+            friend = people[people[found[1]].friend]
+            assert item["choices"][item["gold"]] == friend.town
 
 
 @pytest.mark.parametrize("name", SUITE)
@@ -171,8 +167,9 @@ GUESSES = (
 @pytest.mark.parametrize("name", ["choice", *(n for n in SUITE if SUITE[n]["random_baseline"])])
 def test_guessing_without_the_question_is_at_chance(name):
     if name == "choice":
-        lists = [choice(s, i) for s in SPLITS[1:] for i in range(len(choice_questions(s)))]
-        items = [(c.options, c.asked[0][1]) for c in lists]
+        tasks = [WorldChoice(split) for split in SPLITS[1:]]
+        asked = [task.question(i) for task in tasks for i in range(len(task))]
+        items = [(question.options, question.right) for question in asked]
     else:
         found = SUITE[name]["items"]
         items = [(i.get("choices") or i["context_options"], i["gold"]) for i in found]
