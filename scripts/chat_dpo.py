@@ -172,7 +172,7 @@ def make_pairs(cfg: ChatDPO, data: Task, parent: Checkpoint, dist: DistContext) 
     """
     tokenizer, T, seed = parent.tokenizer(), parent.state["model"]["max_seq_len"], cfg.train.seed
     if isinstance(data, Preferences):
-        every = [[encode_conversation(tokenizer, each) for each in pair] for pair in data.pairs]
+        every = [[encode_conversation(tokenizer, each) for each in pair] for pair in data.items]
         pairs = [pair for pair in every if max(map(len, pair)) <= T + 1]  # the last is no input
         num_long = len(every) - len(pairs)
         about = f"without {num_long:,} of more than {T:,} tokens, {data.num_skipped:,} invalid"

@@ -34,7 +34,7 @@ from nanochat.finetune import parent_inputs
 from nanochat.sandbox import Tools
 from nanochat.stats import Estimate
 from tasks.base import LaterTurns, Mixture, Task, user, visible
-from tasks.held_out import require_access, select_tasks
+from tasks.held_out import is_final, require_access
 from tasks.registry import TASKS, eval_task, key_of, why_unavailable
 
 MEAN = "ChatCORE"
@@ -99,8 +99,12 @@ def open_tasks(
     Return the tasks that can be scored, and name -> reason for the skipped ones, which are
     logged. Raises UsageError if a task in `task_name` cannot be scored.
     """
-    report_names = {name: TASKS[name].name for name in default}
-    selected = select_tasks(cfg.task_name, report_names, cfg.final, dist.print0)
+    left_out = [name for name in default if is_final(TASKS[name].name) and not cfg.final]
+    selected = [name for name in default if name not in left_out]
+    if cfg.task_name:
+        selected = cfg.task_name.split("|")
+    elif left_out:
+        dist.print0(f"skipping final benchmarks: {', '.join(left_out)}; --final evaluates them")
     names = list({key_of(name): name for name in selected}.values())
     if not cfg.final:  # before anything of them is downloaded
         require_access((TASKS[key_of(name)].name for name in names), False, {})
@@ -111,7 +115,7 @@ def open_tasks(
             raise UsageError(f"{name} cannot be scored here: {why}", "remove it from --task_name")
         dist.print0(f"skipping {name}: {why}")
     if not cfg.task_name:
-        missing |= {name: "final benchmark" for name in default if name not in selected}
+        missing |= dict.fromkeys(left_out, "final benchmark")
     return [eval_task(name, cfg.unsafe_exec) for name in names if name not in missing], missing
 
 

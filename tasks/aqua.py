@@ -12,7 +12,6 @@ from dataclasses import replace
 from tasks.base import LETTERS, Conversation, MCQuestion, Tags, assistant, choice_question, user
 from tasks.hub import HubQuestions, TaskRow, make_question
 
-NUM_OPTIONS = 5
 INSTRUCTION = "Reason step by step, then end with a line that says Answer: and the letter."
 MARKER = re.compile(r"Answer: ([A-E])\b")
 
@@ -27,8 +26,6 @@ class AQuALetter(HubQuestions):
 
     def parse(self, row: TaskRow) -> MCQuestion:
         options = [option.partition(")")[2] for option in row["options"]]  # without `A)`
-        if len(options) != NUM_OPTIONS:
-            raise ValueError(f"not {NUM_OPTIONS} options")
         right = LETTERS.index(row["correct"])
         return make_question(row["question"], options, right, row["rationale"])
 

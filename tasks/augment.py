@@ -64,19 +64,18 @@ class Augmented(QuestionTask):
     """Questions of another multiple-choice task, modified. Raises ValueError for other tasks."""
 
     augmentation: str
-    """Name in the identity and in the seed of an item."""
+    """Name in the seed of an item."""
     splits = ("train", "val", "test")
 
     def __init__(self, task: Task):
         if not isinstance(task, QuestionTask) or task.kind != "choice":
-            fix = "use a multiple-choice task, such as arc_easy"
-            raise ValueError(f"{task.name} is not answered with a letter; {fix}")
+            raise ValueError(f"{task.name} is not answered with a letter; use arc_easy or such")
         self.task = task
         self.name, self.split, self.baseline = task.name, task.split, task.baseline
 
     @property
     def origin(self) -> dict[str, Any]:
-        return {"augmented": self.augmentation, "seed": SEED, "of": self.task.identity}
+        return self.task.origin
 
     def __len__(self) -> int:
         return len(self.task)
@@ -134,10 +133,6 @@ class MoreOptions(Augmented):
     pool: type[QuestionTask] | None = None
     """Task whose training questions are searched. Default: the augmented one."""
 
-    @property
-    def origin(self) -> dict[str, Any]:
-        return {**super().origin, "pool": self.corpus[0].origin}
-
     @cached_property
     def corpus(self) -> "tuple[QuestionTask, BM25]":
         """The training questions and their index, whichever split is augmented."""
@@ -145,15 +140,14 @@ class MoreOptions(Augmented):
         return train, BM25([train.question(i).text for i in range(len(train))])
 
     def question(self, i: int) -> MCQuestion:
-        asked = self.task.question(i)
-        train, index = self.corpus
+        asked, (train, index) = self.task.question(i), self.corpus
         options = [*asked.options]
         sizes = range(max(len(options), self.fewest), MAX_OPTIONS + 1)
         wanted = shuffled(sizes, f"{self.seed(i)} options")[0]
         for other in map(train.question, index.search(asked.text, NUM_SIMILAR)):
-            wrong = [each for n, each in enumerate(other.options) if n != other.right]
-            for option in wrong if other.text != asked.text else ():
-                if len(options) < wanted and not is_near(option, options):
+            for n, option in enumerate(other.options):
+                is_wrong = n != other.right and other.text != asked.text
+                if is_wrong and len(options) < wanted and not is_near(option, options):
                     options.append(option)
         return shuffle_options(asked._replace(options=tuple(options)), self.seed(i))
 
@@ -164,7 +158,7 @@ class TenOptions(MoreOptions):
     splits, baseline, fewest = ("val", "test"), 1 / MAX_OPTIONS, MAX_OPTIONS
     of: type[QuestionTask]
 
-    def __init__(self, split: str):
+    def __init__(self, split: str, source: str | None = None):
         Task.__init__(self, split)  # rejects "train"
         self.task = self.of(split)
 
@@ -203,19 +197,21 @@ class BM25:
 
     def __init__(self, texts: Sequence[str]):
         bags = [Counter(split_words(text)) for text in texts]
-        self.size, self.weights = len(texts), defaultdict[str, dict[int, float]](dict)
-        mean = sum(bag.total() for bag in bags) / max(1, self.size)
+        mean = sum(bag.total() for bag in bags) / len(bags)
+        self.weights = defaultdict(dict)  # word -> text -> weight
         for n, bag in enumerate(bags):
             norm = K1 * (1 - B + B * bag.total() / mean)
             for word, count in bag.items():
                 self.weights[word][n] = count * (K1 + 1) / (count + norm)
+        for found in self.weights.values():
+            rarity = math.log(1 + (len(bags) - len(found) + 0.5) / (len(found) + 0.5))
+            for text in found:
+                found[text] *= rarity
 
     def search(self, query: str, n: int) -> list[int]:
         """Indices of the `n` texts most similar to the query, best first."""
-        scores: dict[int, float] = defaultdict(float)
+        scores = Counter[int]()
         for word in sorted({*split_words(query)} & self.weights.keys()):
-            found = self.weights[word]
-            rarity = math.log(1 + (self.size - len(found) + 0.5) / (len(found) + 0.5))
-            for text, weight in found.items() if len(found) <= MOST_TEXTS else ():
-                scores[text] += rarity * weight
+            if len(self.weights[word]) <= MOST_TEXTS:
+                scores.update(self.weights[word])  # adds
         return sorted(scores, key=lambda text: (-scores[text], text))[:n]

@@ -14,35 +14,23 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, TypeVar
+from itertools import islice
+from typing import Any, Literal, NamedTuple
 
+from nanochat.chat_format import merge_turns
 from nanochat.common import fingerprint
-
-X = TypeVar("X")
 
 Message = dict[str, Any]
 Conversation = list[Message]
 ContentPart = dict[str, str]
-TaskKind = Literal["choice", "generate", "talk"]
 
 LETTERS = tuple("ABCDEFGHIJKLMNOPQRSTUVWXYZ")
 BY_LETTER = "Answer with the letter only."
 SAMPLE = 8  # conversations hashed into `identity` to detect wording changes
-PART_TYPES = ("text", "python", "python_output")
-SURROGATE = re.compile("[\ud800-\udfff]")  # JSON allows it, UTF-8 cannot encode it
 TOOL_USE = re.compile(r"<\|(python|output)_start\|>.*?(<\|\1_end\|>|$)", re.DOTALL)
 SPECIAL = re.compile(r"<\|\w+\|>")
 # Not the beginning of a fraction or of another number
 NUMBER = re.compile(r"[*\s]*((?:-\$?|\$-?)?(?:\d[\d,]*(?:\.\d+)?|\.\d+))(?![.,]?\d|\s*/\s*\d)")
-ALIASES = {
-    "gpqadiamond": "gpqa",
-    "haeraebench": "haerae",
-    "kobalt700": "kobalt",
-    "lcb": "livecodebench",
-    "mclm": "mclmko",
-    "mtmath100": "mclmko",
-}
-"""Other names of benchmarks -> name, both as `plain_name` gives them."""
 
 
 @dataclass(frozen=True)
@@ -69,9 +57,8 @@ class Tags:
 
 
 def plain_name(name: str) -> str:
-    """A name in lower case without spaces and punctuation; that of the benchmark for an alias."""
-    plain = re.sub(r"[\W_]", "", name.lower())
-    return ALIASES.get(plain, plain)
+    """A name in lower case without spaces and punctuation."""
+    return re.sub(r"[\W_]", "", name.lower())
 
 
 def user(words: str) -> Message:
@@ -94,30 +81,19 @@ def tool_call(code: str, output: str) -> list[ContentPart]:
     return [{"type": "python", "text": code}, {"type": "python_output", "text": output}]
 
 
-def find_error(messages: Any) -> str | None:
-    """Why `messages` is not a valid training conversation; None if it is valid."""
-    if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
-        return 'expected a list of messages or {"messages": [...]}'
-    roles = [message.get("role") for message in messages]
-    turns = roles[1:] if roles[:1] == ["system"] else roles
-    if not turns or turns != ["user", "assistant"] * (len(turns) // 2):
-        return f"roles must alternate user/assistant and end with assistant; got {roles}"
-    for number, message in enumerate(messages, 1):
-        content = message.get("content")
-        is_list = isinstance(content, list) and message["role"] == "assistant"
-        parts: Any = content if is_list else [{"type": "text", "text": content}]
-        if not content or not all(map(is_part, parts)):
-            return (
-                f"message {number}: content must be text or, for assistant, a list of parts; not "
-                "empty, and without lone surrogates"
-            )
-    return None
-
-
-def is_part(part: Any) -> bool:
-    """Whether `part` is a valid part of an assistant message."""
-    known = isinstance(part, dict) and part.get("type") in PART_TYPES
-    return known and isinstance(part.get("text"), str) and not SURROGATE.search(part["text"])
+def check_conversation(messages: Any, is_answered: bool = True) -> Conversation:
+    """
+    Return `messages`. Raises ValueError if they are not a training conversation: from a user
+    message, or a system message before it, to an assistant message (unless not `is_answered`).
+    """
+    turns = merge_turns(messages)  # checks roles and contents; the turns alternate
+    speakers = [turn.speaker for turn in turns]
+    if speakers[0] != "user" or (is_answered and speakers[-1] != "assistant"):
+        raise ValueError(f"roles must alternate user/assistant and end with assistant: {speakers}")
+    if not all(turn.parts for turn in turns):
+        raise ValueError("a message is empty")
+    "".join(part["text"] for turn in turns for part in turn.parts).encode()  # no lone surrogates
+    return messages
 
 
 def answer_text(message: Message) -> str:
@@ -159,12 +135,13 @@ class Task:
     """
     Conversations 0 to len - 1 of a split, in the same order on every machine.
 
-    Data is downloaded on first use, not at construction. Raises ValueError for an unknown split.
+    Data is downloaded on first use, not at construction. Raises ValueError for an unknown split, or
+    for a source that it does not take.
     """
 
     name: str
     """Name in reports."""
-    kind: TaskKind
+    kind: Literal["choice", "generate", "talk"]
     """choice: scored by the logits of the letters right after <|assistant_start|>; generate: by
     the generated answer; talk: training only."""
     splits: Collection[str]
@@ -175,11 +152,18 @@ class Task:
     """Chance accuracy."""
     tags = Tags()
     """Properties of its data, reported for mixtures."""
+    takes_source = False
+    """Whether it reads `source`, a file or repository, instead of its own data."""
 
-    def __init__(self, split: str):
+    def __init__(self, split: str, source: str | None = None):
         if split not in self.splits:
             raise ValueError(f"{self.name} has no split {split!r}; it has {', '.join(self.splits)}")
-        self.split = split
+        if source and not self.takes_source:
+            raise ValueError(f"{self.name} takes no data source; remove {source!r}")
+        self.split, self.source = split, source
+
+    def require_input(self) -> None:
+        """Raise SandboxUnavailable or MissingInput if this machine cannot score the task."""
 
     @property
     def origin(self) -> dict[str, Any]:
@@ -189,9 +173,13 @@ class Task:
     @property
     def identity(self) -> dict[str, Any]:
         """A JSON value that changes with the data, the options and the wording."""
-        wording = fingerprint([self.conversation(i) for i in range(min(SAMPLE, len(self)))])
-        about = {"task": self.name, "split": self.split, "conversations": len(self)}
-        return {**about, "wording": wording, **self.origin}
+        return {
+            "task": self.name,
+            "split": self.split,
+            "conversations": len(self),
+            "wording": fingerprint(list(islice(self, SAMPLE))),
+            **self.origin,
+        }
 
     def __len__(self) -> int:
         raise NotImplementedError
@@ -201,9 +189,6 @@ class Task:
         raise NotImplementedError
 
     def __getitem__(self, i: int) -> Conversation:
-        """Conversation i. Raises IndexError if i is out of range."""
-        if not 0 <= i < len(self):
-            raise IndexError(f"{self.name} has no conversation {i}, only 0 to {len(self) - 1}")
         return self.conversation(i)
 
     def __iter__(self) -> Iterator[Conversation]:
@@ -239,18 +224,11 @@ class Task:
         """
         Return 1.0 if `answer` is right, else 0.0: the evaluation metric and the RL reward.
 
-        answer: a completion with special tokens as text. Raises ValueError for a task of kind
-        "talk".
+        answer: a completion with special tokens as text. Not for a task of kind "talk".
         """
-        if self.kind == "talk":
-            raise ValueError(f"{self.name} is training-only: it has no reference answers to score")
         right = self.extract(answer_text(conversation[-1]))
         assert right is not None, f"{self.name}: a reference answer has the wrong format"
         return float(self.extract(visible(answer)) == right)
-
-    def answered(self, answer: str) -> bool:
-        """Whether `answer` has the required format, right or wrong."""
-        return self.extract(visible(answer)) is not None
 
 
 class MCQuestion(NamedTuple):
@@ -301,17 +279,15 @@ class Mixture(Task):
     Several tasks as one, their conversations shuffled by `seed`.
 
     A task given twice is repeated. For letters and scores of a question, use the task returned by
-    `locate`. Raises ValueError for an empty list of tasks.
+    `locate`.
     """
 
     kind = "talk"
 
     def __init__(self, tasks: Sequence[Task], seed: int = 0):
-        if not tasks:
-            raise ValueError("a mixture needs at least one task")
         self.tasks, self.seed = tuple(tasks), seed
         self.name = "+".join(task.name for task in tasks)
-        self.split = "+".join(sorted({task.split for task in tasks}))
+        self.split = tasks[0].split
 
     @cached_property
     def order(self) -> list[tuple[Task, int]]:
@@ -343,7 +319,6 @@ class Subset(Mixture):
     def __init__(self, task: Task, count: int):
         super().__init__([task])
         self.count, self.kind, self.tags = count, task.kind, task.tags
-        self.baseline = task.baseline
 
     @cached_property
     def order(self) -> list[tuple[Task, int]]:
@@ -376,7 +351,7 @@ class LaterTurns(Mixture):
         return before + asked
 
 
-def shuffled(values: Sequence[X], seed: int | str) -> list[X]:
+def shuffled(values: Sequence[Any], seed: int | str) -> list[Any]:
     """The values in random order. Only `random()` is stable across Python versions."""
     rng = random.Random(seed)
     return sorted(values, key=lambda _: rng.random())

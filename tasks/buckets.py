@@ -1,7 +1,7 @@
 """
 Mixtures of conversations: notation, and the conversations of every bucket.
 
-    "smoltalk=10000,gsm8k*2,jsonl:mine.jsonl" -> parse_mixture -> buckets -> train and val of each
+    "smoltalk=10000,gsm8k*2,jsonl:mine.jsonl" -> buckets -> train and val of each
 
 A bucket is a task or one declared in a JSON file. Some tasks take a data source: jsonl:<file>,
 spelling:<word file>, smoltalk:<owner>/<name>. Training uses only the "train" split of a task. Data
@@ -10,23 +10,23 @@ is downloaded on first use.
 
 import math
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from nanochat.common import is_main_process, read_json
 from nanochat.rows import ChatPart
 from tasks.augment import AUGMENTERS
 from tasks.base import LaterTurns, Mixture, Subset, Tags, Task
 from tasks.held_out import reject_contaminated, require_access
-from tasks.registry import TASKS, WITH_SOURCE, key_of, make_task
+from tasks.registry import TASKS, key_of, scored_task
 
 PART = re.compile(
-    r"(?P<name>[\w./-]+)(?::(?P<source>(?:[^,=*{}]|\{[^{}]*\})+))?"
-    r"(?:=(?:(?P<of>\d+)\*)?(?P<tokens>\d+)t"
-    r"|(?:=(?P<rows>\d+))?(?:\*(?P<repeats>\d+\.?\d*|\.\d+))?)"
+    r"(?P<name>[\w./-]+(:(?P<source>([^,=*{}]|\{[^{}]*\})+))?)"
+    r"(=(?P<rows>[1-9]\d*))?(\*(?P<repeats>\d+\.?\d*|\.\d+)|[=*](?P<tokens>\d+)t)?"
 )
 COMMA = re.compile(r",(?![^{}]*\})")  # not inside braces
 FORM = "name[:source], then =<number of conversations>, *<repeats>, both, or =<tokens>t"
@@ -44,10 +44,11 @@ class MixConfig:
     buckets; see docs/data.md. Default: depends on the base model."""
 
 
-class Part(NamedTuple):
-    """A part of a mixture: its task and its amount."""
+@dataclass(frozen=True)
+class Bucket:
+    """A named set of conversations, and its amount in a mixture."""
 
-    label: str
+    name: str
     """Declared name, or task and source; unique in a mixture."""
     task: str
     """Key of the task."""
@@ -63,6 +64,31 @@ class Part(NamedTuple):
     tokens: int | None
     """Tokens used in an epoch, instead of repeats."""
 
+    def open(self, split: str) -> Task:
+        """A full split of its task."""
+        task = TASKS[self.task](split, self.source)
+        return AUGMENTERS[self.augment](task) if self.augment else task
+
+    def used(self, split: str) -> Task:
+        """The conversations of a split that the mixture uses."""
+        return self.open(split) if self.rows is None else Subset(self.open(split), self.rows)
+
+    @cached_property
+    def train(self) -> Task:
+        """The conversations to train on."""
+        return self.used("train")
+
+    @cached_property
+    def val(self) -> Task:
+        """Up to VAL_ROWS conversations of the "val" split, or "test" if there is none."""
+        split = "val" if "val" in TASKS[self.task].splits else "test"
+        return Subset(self.open(split), VAL_ROWS)
+
+    @property
+    def benchmark(self) -> str:
+        """Name of the benchmark if `val` is its test split, else empty."""
+        return self.val.name if self.val.split == "test" and self.val.kind != "talk" else ""
+
 
 def read_mixture(words: str) -> tuple[str, Declared]:
     """
@@ -75,106 +101,51 @@ def read_mixture(words: str) -> tuple[str, Declared]:
     if not re.fullmatch(r"[^:=,]+\.json", words):
         return words, {}
     file = Path(words).expanduser()
-    match read_json(file):
-        case {"mixture": str(spec), "buckets": dict(declared), **others} if not others:
-            pass
-        case _:
-            raise ValueError(f'{file} must be {{"mixture": "...", "buckets": {{name: {{...}}}}}}')
-    known = {"task", "source", "augment", *(tag.name for tag in fields(Tags))}
-    for name, entry in declared.items():
-        if not isinstance(entry, dict) or "task" not in entry:
-            raise ValueError(f"{file}: {name} must be an object with a task")
-        if wrong := {k: v for k, v in entry.items() if k not in known or not isinstance(v, str)}:
-            fix = f"use only these keys, with string values: {', '.join(sorted(known))}"
-            raise ValueError(f"{file}: {name} has invalid {wrong}; {fix}")
-    return spec, declared
-
-
-def parse_mixture(spec: str, declared: Mapping[str, Mapping[str, str]] = {}) -> list[Part]:
-    """
-    Parse the parts of a mixture. Raises ValueError naming one that is malformed, or whose task is
-    unknown, has no train split or takes no data source.
-    """
-    return [parse_part(words, spec, declared) for words in COMMA.split(spec)]
-
-
-def parse_part(words: str, spec: str, declared: Declared) -> Part:
-    """A part of the mixture `spec`."""
-    found = PART.fullmatch(words.strip())
-    if found is None or "0" in (found["rows"], found["of"]):
-        raise ValueError(f"{words!r} in the mixture {spec!r} must be {FORM}; *0 uses none")
-    label, source = found["name"], found["source"]
-    if label in declared:
-        entry = declared[label]
-        if source:
-            raise ValueError(f"'{label}:{source}': {label} is declared; remove {source!r}")
-        key, source = key_of(entry["task"]), entry.get("source")
-    else:
-        entry, key = {}, key_of(label)
-        label = f"{key}:{source}" if source else key
-    if "train" not in TASKS[key].splits:
-        raise ValueError(f"{key} is evaluation-only: it has no train split")
-    if source and not issubclass(TASKS[key], WITH_SOURCE):
-        raise ValueError(f"{label!r}: {key} takes no data source; remove it")
-    own = {tag.name: entry[tag.name] for tag in fields(Tags) if tag.name in entry}
-    if augment := entry.get("augment"):
-        if augment not in AUGMENTERS:
-            raise ValueError(f"{label}: augment {augment!r} is not one of {', '.join(AUGMENTERS)}")
-        own = {"augmented": augment} | own
-        own = {"answer_format": "several"} | own if augment == "styles" else own
-    tags = replace(Tags() if source else TASKS[key].tags, **own)
-    numbers = found["rows"] or found["of"], found["tokens"]
-    rows, tokens = (int(number) if number else None for number in numbers)
-    repeats = float(found["repeats"] or 1)
-    return Part(label, key, source, augment, tags, rows, repeats, tokens)
-
-
-def task_of(part: Part, split: str) -> Task:
-    """A full split of a part's task; "held out" selects the split for the validation loss."""
-    if split == "held out":
-        split = "val" if "val" in TASKS[part.task].splits else "test"
-    task = make_task(part.task, split, **({"source": part.source} if part.source else {}))
-    return AUGMENTERS[part.augment](task) if part.augment else task
-
-
-class Bucket(NamedTuple):
-    """A named set of conversations."""
-
-    name: str
-    tags: Tags
-    train: Task
-    val: Task
-    part: Part
-    """Its amount."""
-
-    @property
-    def benchmark(self) -> str:
-        """Name of the benchmark if `val` is its test split, else empty."""
-        return self.val.name if self.val.split == "test" and self.val.kind != "talk" else ""
+    content = read_json(file)
+    if content.keys() != {"mixture", "buckets"}:
+        raise ValueError(f'{file} must be {{"mixture": "...", "buckets": {{name: {{...}}}}}}')
+    known = {"task", "source", "augment", *Tags.__annotations__}
+    for name, entry in content["buckets"].items():
+        if "task" not in entry or not all(k in known and type(entry[k]) is str for k in entry):
+            fix = (
+                f"use task and others of these keys, with string values: {', '.join(sorted(known))}"
+            )
+            raise ValueError(f"{file}: {name} is {entry}; {fix}")
+    return content["mixture"], content["buckets"]
 
 
 def buckets(spec: str, declared: Mapping[str, Mapping[str, str]] = {}) -> list[Bucket]:
     """
-    The buckets of a mixture, one per part, in order.
-
-    val: up to VAL_ROWS conversations of the "val" split, or "test" if there is none. Raises
-    ValueError for an invalid spec or a duplicate bucket.
+    The buckets of a mixture, in order; a split that does not exist raises ValueError when it is
+    used. Raises ValueError for a part that is malformed or repeated, or has an unknown task.
     """
-    parts = parse_mixture(spec, declared)
-    [(most, times), *_] = Counter(part.label for part in parts).most_common()
-    if times > 1:
-        raise ValueError(f"{most} appears twice in the mixture {spec!r}; use {most}*2")
-    found = []
-    for part in parts:
-        val = Subset(task_of(part, "held out"), VAL_ROWS)
-        found.append(Bucket(part.label, part.tags, first_rows(part, "train"), val, part))
-    return found
+    found = {}
+    for words in COMMA.split(spec):
+        bucket = parse_bucket(words.strip(), spec, declared)
+        if found.setdefault(bucket.name, bucket) is not bucket:
+            name = bucket.name
+            raise ValueError(f"{name} appears twice in the mixture {spec!r}; use {name}*2")
+    return list(found.values())
 
 
-def first_rows(part: Part, split: str) -> Task:
-    """The conversations of a split that a part uses."""
-    task = task_of(part, split)
-    return task if part.rows is None else Subset(task, part.rows)
+def parse_bucket(words: str, spec: str, declared: Declared) -> Bucket:
+    """One part of the mixture `spec`."""
+    part = PART.fullmatch(words)
+    if part is None:
+        raise ValueError(f"{words!r} in the mixture {spec!r} must be {FORM}; *0 uses none")
+    name = part["name"]
+    entry = declared.get(name, {})
+    key = key_of(entry.get("task", name.partition(":")[0]))
+    source, augment = entry.get("source", part["source"]), entry.get("augment")
+    if not entry:
+        name = f"{key}:{source}" if source else key
+    if augment and augment not in AUGMENTERS:
+        raise ValueError(f"{name}: augment {augment!r} is not one of {', '.join(AUGMENTERS)}")
+    own = {tag: entry[tag] for tag in Tags.__annotations__ if tag in entry}
+    tags = replace(Tags() if source else TASKS[key].tags, **{"augmented": augment or "", **own})
+    rows, tokens = (int(number) if number else None for number in (part["rows"], part["tokens"]))
+    repeats = float(part["repeats"] or 1)
+    return Bucket(name, key, source, augment, tags, rows, repeats, tokens)
 
 
 @dataclass(frozen=True)
@@ -189,15 +160,15 @@ class ChatMixture:
     @property
     def description(self) -> dict[str, Any]:
         """JSON-ready; identical for the same conversations in the same proportions."""
-        return {
-            "learned": {b.name: [b.train.identity, b.part[-3:]] for b in self.train_buckets},
-            "measured": {b.name: b.val.identity for b in self.val_buckets},
-        }
+        learned = {name: part[1:] for name, part in self.train_parts().items()}
+        measured = {name: part.identity for name, part in self.val_parts().items()}
+        return {"learned": learned, "measured": measured}
 
     def train_parts(self) -> dict[str, ChatPart]:
         """Conversations to train on, by bucket."""
         return {
-            b.name: ChatPart(b.train, b.train.identity, *b.part[-2:]) for b in self.train_buckets
+            b.name: ChatPart(b.train, b.train.identity, b.repeats, b.tokens)
+            for b in self.train_buckets
         }
 
     def val_parts(self) -> dict[str, ChatPart]:
@@ -207,42 +178,35 @@ class ChatMixture:
     def tables(self, counts: Mapping[str, Mapping[str, int]]) -> list[dict[str, Any]]:
         """Tables for a record: amounts by bucket, and shares by every tag with several values."""
         total = sum(count["used_tokens"] for count in counts.values())
-        rows, shares = [], defaultdict[tuple[str, str], float](float)
+        rows, shares = [], Counter()
         for bucket in self.train_buckets:
             count, tags = counts[bucket.name], vars(bucket.tags)
-            share = count["used_tokens"] / total
+            used, named = count["used_tokens"], ", ".join(filter(None, tags.values())) or "-"
             numbers = [f"{count[k]:,}" for k in ("conversations", "tokens", "trained")]
-            repeats = f"{count['used_tokens'] / count['tokens']:.3g}"
-            named = ", ".join(filter(None, tags.values())) or "-"
-            rows.append([bucket.name, named, *numbers, repeats, f"{share:.1%}"])
-            for item in tags.items():
-                shares[item] += share
-        values = Counter(tag for tag, _ in shares)
+            repeats = f"{used / count['tokens']:.3g}"
+            rows.append([bucket.name, named, *numbers, repeats, f"{used / total:.1%}"])
+            shares.update({(tag, value or "-"): used for tag, value in tags.items()})
         by_tag = [
-            [tag, value or "-", f"{share:.1%}"]
-            for (tag, value), share in sorted(shares.items())
-            if values[tag] > 1
+            [*tag, f"{used / total:.1%}"] for tag, used in sorted(shares.items()) if used < total
         ]
         columns = "Bucket, Tags, Conversations, Tokens, With loss, Repeats, Share".split(", ")
-        tables = [
-            {"title": "Mixture", "columns": columns, "rows": rows},
-            {"title": "Mixture by tag", "columns": ["Tag", "Value", "Share"], "rows": by_tag},
-        ]
-        return tables if by_tag else tables[:1]
+        by_bucket = {"title": "Mixture", "columns": columns, "rows": rows}
+        shown = {"title": "Mixture by tag", "columns": ["Tag", "Value", "Share"], "rows": by_tag}
+        return [by_bucket, shown] if by_tag else [by_bucket]
 
 
 def chat_mixture(words: str, val_words: str | None = None) -> ChatMixture:
     """
     The conversations of a --mixture, and those of --val_mixture to validate on. Raises UsageError
-    if a training bucket belongs to the family of a final benchmark, or any bucket's benchmark is
-    final.
+    if a training bucket belongs to the family of a final benchmark, or a final benchmark would
+    validate.
     """
     spec, own = read_mixture(words)
     chats = ChatMixture(spec, own, buckets(spec, own), buckets(val_words or spec, own))
     reject_contaminated({bucket.name: bucket.tags for bucket in chats.train_buckets})
-    require_access((b.benchmark for b in (*chats.val_buckets, *chats.train_buckets)), False, {})
+    require_access((bucket.benchmark for bucket in chats.val_buckets), False, {})
     for bucket in chats.train_buckets:
-        if bucket.part.repeats > MOST_REPEATS and is_main_process():
+        if bucket.repeats > MOST_REPEATS and is_main_process():
             print(f"warning: more than {MOST_REPEATS} repeats of {bucket.name} add little")
     return chats
 
@@ -251,13 +215,12 @@ def chat_mixture(words: str, val_words: str | None = None) -> ChatMixture:
 # Questions for RL
 
 
-def scored_parts(spec: str) -> list[Part]:
-    """The parts of a mixture of tasks. Raises ValueError also for a training-only task."""
-    parts = parse_mixture(spec)
-    for part in parts:
-        if TASKS[part.task].kind == "talk":
-            raise ValueError(f"{part.task} is training-only: it has no reference answers to score")
-    return parts
+def scored_buckets(spec: str) -> list[Bucket]:
+    """The buckets of a mixture of tasks. Raises ValueError also for a training-only task."""
+    found = buckets(spec)
+    for bucket in found:
+        scored_task(bucket.task)
+    return found
 
 
 def rl_questions(spec: str, seed: int = 0) -> Mixture:
@@ -269,22 +232,22 @@ def rl_questions(spec: str, seed: int = 0) -> Mixture:
     counts and whole repeats.
     """
     tasks = []
-    for part in scored_parts(spec):
-        if part.repeats % 1 or part.tokens is not None:
+    for bucket in scored_buckets(spec):
+        if bucket.repeats % 1 or bucket.tokens is not None:
             raise ValueError(
-                f"{part.label!r} in {spec!r}: use a number of questions (=500) or repeats (*2)"
+                f"{bucket.name!r} in {spec!r}: use a number of questions (=500) or repeats (*2)"
             )
-        tasks += [first_rows(part, TASKS[part.task].rl_split)] * int(part.repeats)
+        tasks += [bucket.used(TASKS[bucket.task].rl_split)] * int(bucket.repeats)
     every = Mixture(tasks, seed)
     return LaterTurns(every, every, RL_TURNS)
 
 
 def held_out_questions(spec: str, count: int) -> Mixture:
     """
-    About `count` questions of the "test" split, equally many of each different task in a mixture.
+    About `count` questions of the "test" split, equally many of each task in a mixture.
 
     Raises ValueError for a training-only task.
     """
-    parts = {part.label: part for part in scored_parts(spec)}.values()
-    each = math.ceil(count / len(parts))
-    return Mixture([Subset(task_of(part, "test"), each) for part in parts])
+    found = scored_buckets(spec)
+    each = math.ceil(count / len(found))
+    return Mixture([Subset(bucket.open("test"), each) for bucket in found])

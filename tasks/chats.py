@@ -9,19 +9,15 @@ conversations are skipped and counted; in a file, they are errors. Without a fil
 the conversations of about one prompt in 20, and of at least one, are held out.
 """
 
-import re
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from nanochat.common import fingerprint, sha256_file
-from nanochat.dataset import read_json_lines
-from tasks.base import Conversation, Tags, assistant, find_error, user
-from tasks.hub import HubTask, TaskData, TaskRow
+from nanochat.common import fingerprint
+from tasks.base import Conversation, Tags, assistant, check_conversation, user
+from tasks.hub import HubTask, TaskRow
 
 HOLD_OUT_EVERY = 20  # hold out one prompt in 20
-SOURCE = re.compile(r"([^{}]+?)\s*(?:\{([^{}]*)\})?")
-KEYS = ("messages", "prompt", "answer", "where", "train", "val", "revision")
+KEYS = {"messages", "prompt", "answer", "where", "train", "val", "revision"}
 ROLES = {"human": "user", "gpt": "assistant"}  # names in conversations of the form from, value
 
 
@@ -33,23 +29,7 @@ class Chats(HubTask):
 
     kind = "talk"
     splits = {"train": "train", "val": "train"}
-    path: Path | None = None
-    """Local file, instead of a repository."""
-
-    @cached_property
-    def data(self) -> TaskData:
-        if self.path is None:
-            return super().data
-        rows = []
-        for number, line in read_json_lines(self.path):
-            try:
-                self.parse(line)
-            except ValueError as error:
-                raise ValueError(f"{self.path}, line {number}: {error}") from error
-            rows.append(line)
-        if not rows:
-            raise ValueError(f"{self.path} contains no conversations")
-        return TaskData(rows, {"sha256": sha256_file(self.path)})
+    takes_source = True
 
     def select(self, items: list[Any]) -> list[Any]:
         if self.splits["val"] != self.splits["train"]:
@@ -61,9 +41,9 @@ class Chats(HubTask):
                 f"{self.path or self.repo} has one prompt; at least two are needed, because one is "
                 "held out for validation"
             )
-        held_out = set(different[: max(1, len(different) // HOLD_OUT_EVERY)])  # least hashes
+        last = different[max(1, len(different) // HOLD_OUT_EVERY) - 1]  # least hashes are held out
         pairs = zip(items, names, strict=True)
-        return [item for item, name in pairs if (name in held_out) == (self.split == "val")]
+        return [item for item, name in pairs if (name <= last) == (self.split == "val")]
 
     def messages(self, item: Any) -> Conversation:
         """The conversation of an item."""
@@ -82,13 +62,13 @@ class JSONL(Chats):
     name = "JSONL"
 
     def __init__(self, split: str, source: str | None = None):
-        super().__init__(split)
-        if source is None:
+        super().__init__(split, source)
+        if not source:
             raise ValueError("jsonl needs a file of conversations; use jsonl:<path>")
         self.path = Path(source).expanduser()
 
     def parse(self, row: Any) -> Conversation:
-        return valid(row.get("messages") if isinstance(row, dict) else row)
+        return check_conversation(row.get("messages") if isinstance(row, dict) else row)
 
 
 class HubChats(Chats):
@@ -102,21 +82,17 @@ class HubChats(Chats):
     """
 
     name = "Hub"
-    source = ""
-    """Repository and names that a subclass knows."""
+    default = ""
+    """Source that a subclass knows."""
 
     def __init__(self, split: str, source: str | None = None):
-        super().__init__(split)
-        self.repo, names = parse_source(source or self.source)
-        if self.source and not names.keys() & {"messages", "prompt"}:
-            names = parse_source(self.source)[1] | names
+        super().__init__(split, source)
+        self.repo, names = parse_source(source or self.default)
+        if self.default and not names.keys() & {"messages", "prompt"}:
+            names = parse_source(self.default)[1] | names
         train = names.get("train", "train")
         self.splits = {"train": train, "val": names.get("val", train)}
         self.names, self.revision = names, names.get("revision")
-
-    @property
-    def origin(self) -> dict[str, Any]:
-        return {**super().origin, "names": self.names}
 
     def parse(self, row: TaskRow) -> Conversation:
         column, _, value = self.names.get("where", "").partition("=")
@@ -124,10 +100,8 @@ class HubChats(Chats):
             raise ValueError(f"{column} is {str(row[column])[:40]}")
         if "prompt" in self.names:
             answer = row[self.names.get("answer", "answer")]
-            messages = [user(row[self.names["prompt"]]), assistant(answer)]
-        else:
-            messages = list(map(rename, row[self.names.get("messages", "messages")]))
-        return valid(messages)
+            return check_conversation([user(row[self.names["prompt"]]), assistant(answer)])
+        return check_conversation([rename(m) for m in row[self.names.get("messages", "messages")]])
 
 
 class SmolTalk(HubChats):
@@ -135,7 +109,7 @@ class SmolTalk(HubChats):
 
     name = "SmolTalk"
     tags = Tags("chat", "en", "synthetic", "Apache-2.0", "free", "smoltalk", "several")
-    source = "HuggingFaceTB/smol-smoltalk{val: test}"
+    default = "HuggingFaceTB/smol-smoltalk{val: test}"
 
 
 class OpenThoughts3(HubChats):
@@ -147,7 +121,7 @@ class OpenThoughts3(HubChats):
 
     name = "OpenThoughts3"
     tags = Tags("reasoning", "en", "mixed", "Apache-2.0", "free", "openthoughts3", "QwQ-32B")
-    source = "open-thoughts/OpenThoughts3-1.2M{messages: conversations, train: data/train-0000*}"
+    default = "open-thoughts/OpenThoughts3-1.2M{messages: conversations, train: data/train-0000*}"
 
 
 class RStarCoder(HubChats):
@@ -159,7 +133,7 @@ class RStarCoder(HubChats):
 
     name = "rStar-Coder"
     tags = Tags("code", "en", "synthetic", "CC BY 4.0", "code", "rstar-coder", "QwQ-32B")
-    source = (
+    default = (
         "microsoft/rStar-Coder{prompt: question, answer: response, train: seed_sft/data-0000*, "
         "where: is_passed=True}"
     )
@@ -177,17 +151,10 @@ class YiSang(HubChats):
 
     name = "YiSang"
     tags = Tags("reasoning", "ko", "native", "Apache-2.0", "free", "yisang", "Qwen3-32B")
-    source = (
+    default = (
         "KOREAson/YiSang-HighQuality{prompt: instruction, answer: response, "
         "train: default/*train/*, revision: refs/convert/parquet}"
     )
-
-
-def valid(messages: Any) -> Conversation:
-    """The messages. Raises ValueError if they are not a valid conversation."""
-    if problem := find_error(messages):
-        raise ValueError(problem)
-    return messages
 
 
 def rename(message: Any) -> dict[str, Any]:
@@ -198,12 +165,12 @@ def rename(message: Any) -> dict[str, Any]:
 
 def parse_source(source: str) -> tuple[str, dict[str, str]]:
     """Parse "owner/name{key: value, ...}". Raises ValueError for an unknown key."""
-    found = SOURCE.fullmatch(source)
-    pairs = [pair.partition(":") for pair in (found and found[2] or "").split(",") if pair.strip()]
+    repo, _, listed = source.removesuffix("}").partition("{")
+    pairs = [pair.partition(":") for pair in listed.split(",") if listed]
     names = {key.strip(): value.strip() for key, _, value in pairs}
-    if found is None or not all(names.values()) or names.keys() - set(KEYS):
+    if not repo or not all(names.values()) or names.keys() - KEYS:
         raise ValueError(
             f"invalid source {source!r}; use <owner>/<name>{{key: value, ...}} with the keys "
-            f"{', '.join(KEYS)}"
+            f"{', '.join(sorted(KEYS))}"
         )
-    return found[1], names
+    return repo, names

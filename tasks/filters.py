@@ -19,11 +19,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tasks.base import Task, answer_text, user
+from tasks.base import answer_text, user
 from tasks.korean import final_value
-from tasks.overlap import find_passages, index_passages, ngrams, split_words
+from tasks.overlap import find_items, index_passages, ngrams, split_words
+from tasks.registry import BENCHMARKS, eval_task
 
 FilterRow = Mapping[str, Any]
+Verdicts = Iterable[bool | None]  # whether to keep each item; None if it cannot be judged
 
 
 class Item(NamedTuple):
@@ -34,16 +36,13 @@ class Item(NamedTuple):
     """All user messages."""
     answer: str | None
     """The last assistant message; None if there is no answer yet."""
+    text: str
+    """Prompt and answer."""
+    size: int
+    """Length of the text."""
 
-    @property
-    def text(self) -> str:
-        """Prompt and answer."""
-        return "\n".join(filter(None, self[1:]))
 
-
-Verdicts = Iterable[bool | None]  # whether to keep each item; None if it cannot be judged
 FilterRule = Callable[[Sequence[Item]], Verdicts]
-Count = Callable[[str], int]  # length of a text, in characters or tokens
 
 NUM_SHOWN = 3  # dropped rows shown per filter
 SHOWN_CHARS = 120
@@ -51,43 +50,48 @@ MAD_SIGMA = 1.4826  # standard deviation / median absolute deviation of a normal
 MOST_SHIFT = 3.0  # standard deviations; our choice, no published value
 NGRAM = 4  # words per n-gram in the repetition check
 MOST_REPEATED = 0.5  # share of repeated n-grams that makes an answer degenerate
-NEAR = 0.8  # minimum Jaccard index of near-duplicates
-HASHES, BANDS = 128, 16  # MinHash: rows that agree in any of 16 bands of 8 are compared
 LEAST_RUNS = 20  # minimum number of n-grams for the repetition check
+HASHES, BANDS = 132, 12  # MinHash: texts share a band of 11 if their Jaccard index is about 0.8
 IMAGE = re.compile(
     r"!\[[^\]]*\]\(|<img\b|data:image/|\b(attached|attachment|screenshot|"
     r"(see|in|shown in) (the|this) (image|picture|figure|photo|diagram|chart|graph)"
-    r"( (above|below|shown|attached))?)\b|첨부|다음 (그림|사진|이미지)|아래 (그림|사진|이미지)",
+    r"( (above|below|shown|attached))?)\b|첨부|다음 (그림|사진|이미지)|아래 (그림|사진|이미지)"
+    r"|\A\s*https?://\S+\s*\Z",
     re.IGNORECASE,
 )
-LINK_ONLY = re.compile(r"\s*https?://\S+\s*")
+SCRIPTS = "hangul|latin|cjk|hiragana|katakana|cyrillic|arabic|greek|hebrew|thai"
 
 
 def apply_filters(
-    rows: Iterable[FilterRow], rules: Mapping[str, FilterRule]
+    rows: Iterable[FilterRow], rules: Mapping[str, FilterRule], count: Callable = len
 ) -> tuple[list[FilterRow], dict[str, Any]]:
     """
     Apply rules in order; each sees the rows kept by the previous ones. Returns the kept rows and a
     table of a record: counts of each filter, and the beginnings of some dropped prompts.
+
+    count: length of a text, in characters or tokens.
     """
-    left, table = list(map(read_item, rows)), []
+    left, table = [read_item(row, count) for row in rows], []
     for name, rule in rules.items():
         judged = list(zip(left, rule(left), strict=True))
         left = [item for item, kept in judged if kept is not False]
-        gone = [item.asked for item, kept in judged if kept is False]
+        gone = [
+            " ".join(item.asked.split())[:SHOWN_CHARS] for item, kept in judged if kept is False
+        ]
         unknown = sum(kept is None for _, kept in judged)
-        samples = " / ".join(" ".join(text.split())[:SHOWN_CHARS] for text in gone[:NUM_SHOWN])
-        table.append([name, f"{len(left):,}", f"{len(gone):,}", f"{unknown:,}", samples])
+        counts = (f"{n:,}" for n in (len(left), len(gone), unknown))
+        table.append([name, *counts, " / ".join(gone[:NUM_SHOWN])])
     columns = ["Filter", "Kept", "Dropped", "Not judged", "Such as"]
     return [item.row for item in left], {"title": "Filters", "columns": columns, "rows": table}
 
 
-def read_item(row: FilterRow) -> Item:
+def read_item(row: FilterRow, count: Callable) -> Item:
     """A row with its text."""
     messages = row.get("messages") or [user(row["prompt"])]
     asked = "\n".join(m["content"] for m in messages if m["role"] == "user")
-    is_answered = messages[-1]["role"] == "assistant"
-    return Item(row, asked, answer_text(messages[-1]) if is_answered else None)
+    answer = answer_text(messages[-1]) if messages[-1]["role"] == "assistant" else None
+    text = "\n".join(filter(None, (asked, answer)))
+    return Item(row, asked, answer, text, count(text))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -107,28 +111,28 @@ def length_shift(items: Sequence[Item]) -> Verdicts:
     return [None if r is None else abs(r - middle) <= most for r in ratios]
 
 
-def length(count: Count, least: str, most: str, items: Sequence[Item]) -> Verdicts:
+def length(least: str, most: str, items: Sequence[Item]) -> Verdicts:
     """Keep rows with `least` <= length of prompt and answer <= `most`."""
-    return (int(least) <= count(item.text) <= int(most) for item in items)
+    return [int(least) <= item.size <= int(most) for item in items]
 
 
-def longest(count: Count, percent: str, items: Sequence[Item]) -> Verdicts:
+def longest(percent: str, items: Sequence[Item]) -> Verdicts:
     """Keep the shortest `percent` of the rows, by the length of prompt and answer."""
-    sizes = [count(item.text) for item in items]
-    kept = sorted(sizes)[: max(1, math.ceil(int(percent) / 100 * len(sizes)))]
-    return (size <= kept[-1] for size in sizes)
+    num_kept = max(1, math.ceil(int(percent) / 100 * len(items)))
+    most = sorted(item.size for item in items)[:num_kept][-1]
+    return [item.size <= most for item in items]
 
 
 def no_image(items: Sequence[Item]) -> Verdicts:
     """Drop prompts that refer to an image or attachment, or are only a link."""
-    return (not (IMAGE.search(i.asked) or LINK_ONLY.fullmatch(i.asked)) for i in items)
+    return [not IMAGE.search(item.asked) for item in items]
 
 
 def script(name: str, percent: str, items: Sequence[Item]) -> Verdicts:
     """Keep rows whose prompt and answer each have at least `percent` of letters in a script."""
     for item in items:
         shares = []
-        for text in filter(None, item[1:]):
+        for text in (item.asked, item.answer or ""):
             letters = [unicodedata.name(c, "") for c in text if c.isalpha()]
             hits = sum(letter.startswith(name.upper()) for letter in letters)
             shares += [hits / len(letters)] if letters else []
@@ -137,18 +141,19 @@ def script(name: str, percent: str, items: Sequence[Item]) -> Verdicts:
 
 def not_degenerate(items: Sequence[Item]) -> Verdicts:
     """Keep answers that are complete, not empty and not repetitive."""
-    for row, _, answer in items:
-        runs = list(ngrams(split_words(answer or ""), NGRAM))
+    for item in items:
+        runs = list(ngrams(split_words(item.answer or ""), NGRAM))
         repeats = len(runs) >= LEAST_RUNS and len(set(runs)) <= (1 - MOST_REPEATED) * len(runs)
-        ended = row.get("finish") in (None, "stop")
-        yield None if answer is None else bool(answer.strip()) and ended and not repeats
+        ended = item.row.get("finish", "stop") == "stop" and item.answer != ""
+        yield None if item.answer is None else ended and not repeats
 
 
 def verified(items: Sequence[Item]) -> Verdicts:
     """Keep rows whose answer (after the last ####) equals "gold", as a number or as text."""
-    for row, _, answer in items:
-        judged = None not in (answer, gold := row.get("gold"))
-        yield final_value(str(answer).lower()) == final_value(str(gold).lower()) if judged else None
+    for item in items:
+        both = item.answer, item.row.get("gold")
+        said, gold = (final_value(str(text).lower()) for text in both)
+        yield None if None in both else said == gold
 
 
 def no_duplicate(items: Sequence[Item]) -> Verdicts:
@@ -162,56 +167,56 @@ def no_duplicate(items: Sequence[Item]) -> Verdicts:
 
 def no_near_duplicate(items: Sequence[Item]) -> Verdicts:
     """
-    Drop rows whose n-grams have a Jaccard index of at least NEAR with those of an earlier kept row,
-    estimated by MinHash (Broder, "On the resemblance and containment of documents", 1997).
+    Drop rows whose n-grams have a Jaccard index of about 0.8 or more with those of an earlier kept
+    row, by locality-sensitive hashing of MinHash signatures (Broder, "On the resemblance and
+    containment of documents", 1997).
     """
     odd = 2 * np.random.default_rng(0).integers(1 << 63, size=HASHES, dtype=np.uint64) + 1
-    kept: dict[bytes, list[np.ndarray]] = {}  # part of a signature -> signatures of rows
+    seen = set()
     for item in items:
         runs = {" ".join(run).encode() for run in ngrams(split_words(item.text), NGRAM)}
-        if not runs:
-            yield True
-            continue
-        mine = (np.array([*map(zlib.crc32, runs)], np.uint64)[:, None] * odd).min(axis=0)
-        bands = [kept.setdefault(band.tobytes(), []) for band in np.split(mine, BANDS)]
-        near = any((other == mine).mean() >= NEAR for band in bands for other in band)
-        yield not near
-        for band in bands if not near else ():
-            band.append(mine)
+        hashes = np.array([*map(zlib.crc32, runs)], np.uint64)[:, None] * odd  # (n-grams, HASHES)
+        parts = enumerate(np.split(hashes.min(axis=0), BANDS)) if runs else ()
+        bands = {(n, part.tobytes()) for n, part in parts}
+        is_new = seen.isdisjoint(bands)
+        yield is_new
+        if is_new:
+            seen |= bands
 
 
-def no_overlap(benchmarks: Sequence[Task], items: Sequence[Item]) -> Verdicts:
+def no_overlap(items: Sequence[Item]) -> Verdicts:
     """Drop rows that contain 13 consecutive words of a benchmark item, or a whole shorter item."""
-    index = index_passages(benchmarks)
-    return (not any(find_passages(item.text, index)) for item in items)
+    index = index_passages([eval_task(key) for key in BENCHMARKS])
+    return [not find_items(item.text, index) for item in items]
 
 
-SCRIPTS = "hangul|latin|cjk|hiragana|katakana|cyrillic|arabic|greek|hebrew|thai"
+RULES: dict[str, Callable[..., Verdicts]] = {
+    "length_shift": length_shift,
+    r"length=(\d+):(\d+)": length,
+    r"longest=(\d+)%": longest,
+    "no_image": no_image,
+    rf"script=({SCRIPTS}):(\d+)%": script,
+    "not_degenerate": not_degenerate,
+    "verified": verified,
+    "no_duplicate": no_duplicate,
+    "no_near_duplicate": no_near_duplicate,
+    "no_overlap": no_overlap,
+}
+"""Pattern of a filter -> rule, which takes the groups of the pattern too."""
 
 
-def parse_all(spec: str, count: Count, benchmarks: Sequence[Task]) -> dict[str, FilterRule]:
+def parse_filters(spec: str) -> dict[str, FilterRule]:
     """
     Parse comma-separated filters, in the order they are applied:
 
     length_shift, length=10:2000, longest=99%, no_image, script=hangul:30%, not_degenerate,
     verified, no_duplicate, no_near_duplicate, no_overlap. Raises ValueError for any other.
     """
-    plain = (length_shift, no_image, not_degenerate, verified, no_duplicate, no_near_duplicate)
-    known: dict[str, Callable] = {rule.__name__: rule for rule in plain}
-    known["no_overlap"] = partial(no_overlap, benchmarks)
-    with_values = {
-        r"length=(\d+):(\d+)": partial(length, count),
-        r"longest=(\d+)%": partial(longest, count),
-        rf"script=({SCRIPTS}):(\d+)%": script,
-    }
     rules = {}
-    for words in filter(None, map(str.strip, spec.split(","))):
-        for form, rule in {**known, **with_values}.items():
+    for words in map(str.strip, spec.split(",")):
+        for form, rule in RULES.items():
             if found := re.fullmatch(form, words):
                 rules[words] = partial(rule, *found.groups())
         if words not in rules:
-            raise ValueError(
-                f"invalid filter {words!r}; use {', '.join(known)}, length=10:2000, longest=99% or "
-                "script=hangul:30% (or latin, cyrillic, ...)"
-            )
+            raise ValueError(f"invalid filter {words!r}; use {', '.join(RULES)}")
     return rules

@@ -9,9 +9,10 @@ Source: Cobbe et al., "Training Verifiers to Solve Math Word Problems", arXiv:21
 import re
 from itertools import cycle
 
-from tasks.base import PART_TYPES, Conversation, NumberTask, Tags, assistant, user
+from tasks.base import Conversation, NumberTask, Tags, assistant, user
 from tasks.hub import HubTask, TaskRow
 
+PART_TYPES = ("text", "python", "python_output")
 CALCULATION = re.compile(r"<<([^<>=]*)=([^<>=]*)>>")
 
 

@@ -9,7 +9,7 @@ belongs to its family and is rejected, unless its declaration waives that.
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,21 +42,6 @@ def is_final(name: str) -> bool:
     return plain_name(name) in map(plain_name, final_benchmarks())
 
 
-def select_tasks(
-    named: str | None, default: Mapping[str, str], final: bool, say: Callable[[str], None]
-) -> list[str]:
-    """
-    Tasks in `named`, separated by |; else those of `default` that may be evaluated. default: key ->
-    report name, by which benchmarks are declared final.
-    """
-    if named:
-        return named.split("|")
-    left_out = [key for key, name in default.items() if is_final(name) and not final]
-    if left_out:
-        say(f"skipping final benchmarks: {', '.join(left_out)}; --final evaluates them")
-    return [key for key in default if key not in left_out]
-
-
 def require_access(names: Iterable[str], allowed: bool, who: Mapping[str, Any]) -> None:
     """
     Raise UsageError for a final benchmark unless access is `allowed`; log every allowed access.
@@ -76,7 +61,7 @@ def require_access(names: Iterable[str], allowed: bool, who: Mapping[str, Any]) 
 
 def names_in(tag: str) -> set[str]:
     """The normalized names in a tag, separated by +."""
-    return {plain_name(name) for name in tag.split("+") if name}
+    return {plain_name(name) for name in tag.split("+")} - {""}
 
 
 def reject_contaminated(buckets: Mapping[str, Tags]) -> None:
@@ -86,8 +71,8 @@ def reject_contaminated(buckets: Mapping[str, Tags]) -> None:
     """
     for bucket, tags in buckets.items():
         for name, parents in final_benchmarks().items():
-            is_waived = plain_name(name) in names_in(tags.waived)
-            if names_in(tags.parent) & names_in(parents) and not is_waived:
+            is_related = names_in(tags.parent) & names_in(parents)
+            if is_related and plain_name(name) not in names_in(tags.waived):
                 raise UsageError(
                     f"{bucket} is made from {tags.parent}, as is final benchmark {name} (from "
                     f"{parents}): training on the same source and style would invalidate it",
@@ -97,8 +82,9 @@ def reject_contaminated(buckets: Mapping[str, Tags]) -> None:
 
 def access_table() -> dict[str, Any]:
     """All accesses to final benchmarks, in order, as a table for the record."""
-    keys = ("when", "benchmark", "checkpoint", "section")
-    log = read_lines(base_dir() / ACCESS_LOG)
-    rows = [[str(entry.get(key, "")) for key in keys] for entry in log]
-    columns = ["When", "Benchmark", "Checkpoint", "By"]
+    columns, log = (
+        ["when", "benchmark", "checkpoint", "section"],
+        read_lines(base_dir() / ACCESS_LOG),
+    )
+    rows = [[entry.get(column, "") for column in columns] for entry in log]
     return {"title": "Access to final benchmarks", "columns": columns, "rows": rows}

@@ -2,21 +2,23 @@
 Tasks whose rows come from a dataset repository on the hub, pinned on first use.
 
     repository, file stem -> HubRepo: manifest, verified files -> rows -> parse -> HubTask
+
+A multiple-choice dataset is a subclass of HubQuestions that names its repository, files and
+columns.
 """
 
 import csv
 import re
 import sys
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import cached_property, lru_cache
 from pathlib import Path
+from statistics import mode
 from typing import Any, NamedTuple
 
 import pyarrow.parquet as pq
-from pyarrow import ArrowException
 
-from nanochat.common import base_dir, hold_lock, is_main_process, printable, read_json, write_json
+from nanochat.common import base_dir, hold_lock, is_main_process, printable, sha256_file, write_json
 from nanochat.dataset import read_json_lines
 from nanochat.hub import HubRepo, pin_repo
 from tasks.base import Conversation, MCQuestion, QuestionTask, Task, shuffled
@@ -32,7 +34,8 @@ TaskRow = dict[str, Any]
 class TaskData(NamedTuple):
     """The rows of a split, and what determines them: dataset, commit and digests of files."""
 
-    rows: list[Any]
+    rows: dict[int, Any]
+    """Number of the row or line -> row."""
     origin: dict[str, Any]
 
 
@@ -48,8 +51,6 @@ def load_split(repo: str, stem: str, revision: str | None = None) -> TaskData:
     repo: <owner>/<name>. stem: see `match_files`. revision: branch, tag or commit; default: main.
     Raises ValueError if there are no such files.
     """
-    if not re.fullmatch("[^/]+/[^/]+", repo):
-        raise ValueError(f"invalid hub repository {repo!r}; use <owner>/<name>")
     folder = data_folder(repo)
     path = folder / "manifest.json"
     with hold_lock(folder / ".lock", f"resolving {repo}"):
@@ -58,7 +59,7 @@ def load_split(repo: str, stem: str, revision: str | None = None) -> TaskData:
             write_json(path, manifest)
     source = HubRepo(repo, folder, manifest["commit"])
     names = match_files(stem, manifest["files"], repo)
-    rows = [row for name in names for row in read_rows(source.fetch(name))]
+    rows = dict(enumerate(row for name in names for row in read_rows(source.fetch(name))))
     recorded = source.files()
     digests = {name: recorded[name]["sha256"] for name in names}
     return TaskData(rows, {"dataset": repo, "commit": source.commit, "sha256": digests})
@@ -75,9 +76,8 @@ def match_files(stem: str, files: Iterable[str], repo: str) -> list[str]:
     found = [match for match in map(pattern.fullmatch, files) if match]
     kinds = sorted({f"{match[1] or ''}*{match[3]}" for match in found})
     if len(kinds) != 1:
-        what = f"{stem} as {', '.join(kinds)}" if kinds else f"no {stem}"
         raise ValueError(
-            f"{repo} has {what} among its files {', '.join([*files][:20]) or '(0)'}; name one "
+            f"{repo} has {stem} as {kinds or 'no file'} among {[*files][:20]}; name one "
             f"(<folder>/{stem}), or another branch (revision: {AS_PARQUET})"
         )
     return [match[0] for match in found]
@@ -86,23 +86,21 @@ def match_files(stem: str, files: Iterable[str], repo: str) -> list[str]:
 @lru_cache(maxsize=4)
 def read_rows(path: Path) -> list[Any]:
     """The rows of a file, read once for the splits and buckets that share it. CSV holds text."""
-    try:
-        if path.suffix == ".parquet":
-            return pq.read_table(path).to_pylist()
-        if path.suffix == ".csv":
-            csv.field_size_limit(sys.maxsize)
-            with path.open(encoding="utf-8-sig", newline="") as stream:
-                return list(csv.DictReader(stream))
-    except (ArrowException, csv.Error, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not readable ({error}); use another revision") from error
+    if path.suffix == ".parquet":
+        return pq.read_table(path).to_pylist()
+    if path.suffix == ".csv":
+        csv.field_size_limit(sys.maxsize)
+        with path.open(encoding="utf-8-sig", newline="") as stream:
+            return list(csv.DictReader(stream))
     return [line for _, line in read_json_lines(path)]
 
 
 class HubTask(Task):
     """
-    A task from a dataset on the hub, its rows shuffled with a fixed seed.
+    A task from a dataset on the hub, or from a local file, its rows shuffled with a fixed seed.
 
-    Rows that `parse` rejects are skipped, counted and reported.
+    Rows of the hub that `parse` rejects are skipped, counted and reported; in a file, they are
+    errors.
     """
 
     repo: str
@@ -110,12 +108,16 @@ class HubTask(Task):
     """Branch, tag or commit. Default: main."""
     splits: Mapping[str, str]
     """Split -> file stem in the repository."""
+    path: Path | None = None
+    """JSON Lines file, instead of a repository."""
     num_skipped = 0
     """Number of rows that cannot be used, once `items` are read."""
 
     @cached_property
     def data(self) -> TaskData:
         """Rows and origin of the split."""
+        if self.path:
+            return TaskData(dict(read_json_lines(self.path)), {"sha256": sha256_file(self.path)})
         return load_split(self.repo, self.splits[self.split], self.revision)
 
     def parse(self, row: TaskRow) -> Any:
@@ -128,22 +130,23 @@ class HubTask(Task):
 
     @cached_property
     def items(self) -> list[Any]:
-        """The parsed rows. Raises ValueError if none can be used."""
-        items, problems = [], Counter[str]()
-        for row in self.data.rows:
+        """The parsed rows. Raises ValueError if none can be used, or for a line of a file."""
+        items, problems, rows = [], [], self.data.rows
+        for number, row in rows.items():
             try:
                 items.append(self.parse(row))
             except UNUSABLE as error:
-                problems[str(error) if type(error) is ValueError else repr(error)] += 1
-        self.num_skipped = problems.total()
-        why = "; ".join(f"{count:,} x {problem}" for problem, count in problems.most_common(3))
+                problems.append(str(error) if type(error) is ValueError else repr(error))
+                if self.path:
+                    raise ValueError(f"{self.path}, line {number}: {problems[0]}") from error
+        self.num_skipped = len(problems)
+        about = f"{self.name}: skipped {len(problems):,} of {len(rows):,} rows of "
+        about += f"{self.path or self.repo}: {mode(problems or ['it is empty'])}"
         if not items:
-            names = {name: 0 for row in self.data.rows if isinstance(row, dict) for name in row}
-            found = f"{why or 'it is empty'}; it has the columns {', '.join(map(str, names))}"
-            raise ValueError(f"{self.repo} has no row that {self.name} can use: {found}")
-        if why and is_main_process():
-            of = f"{self.num_skipped:,} of {len(self.data.rows):,} rows of {self.repo}"
-            print(printable(f"{self.name}: skipped {of}: {why}"), flush=True)
+            columns = {name: 0 for row in rows.values() if isinstance(row, dict) for name in row}
+            raise ValueError(f"{about}; it has the columns {', '.join(columns) or '(none)'}")
+        if problems and is_main_process():
+            print(printable(about), flush=True)
         return shuffled(self.select(items), ROW_ORDER)
 
     @property
@@ -151,13 +154,8 @@ class HubTask(Task):
         return self.data.origin
 
     def is_local(self) -> bool:
-        """Whether all files of the split are on this machine, so that nothing is downloaded."""
-        folder = data_folder(self.repo)
-        if not (folder / "manifest.json").exists():
-            return False
-        files = read_json(folder / "manifest.json")["files"]
-        names = match_files(self.splits[self.split], files, self.repo)
-        return all((folder / name).exists() for name in names)
+        """Whether the split is on this machine, so that nothing is downloaded."""
+        return any(data_folder(self.repo).glob(f"**/{self.splits[self.split]}*"))
 
     def __len__(self) -> int:
         return len(self.items)

@@ -9,41 +9,30 @@ Source: Chen et al., "Evaluating Large Language Models Trained on Code", arXiv:2
 import os
 import re
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
 
 from nanochat import sandbox
 from tasks.base import Conversation, Tags, assistant, user, visible
-from tasks.hub import HubTask, TaskRow
+from tasks.hub import HubTask
 
 LIMITS = sandbox.Limits()
 # A fence begins a line, or names a language: other ones in a line are quotes
 BLOCK = re.compile(r"(?:^[ \t]*|(?=```\w))```([\w+-]*)[^\n`]*\n(.*?)(?:```|\Z)", re.S | re.M)
-COLUMNS = ("prompt", "canonical_solution", "test", "entry_point")
 INSTRUCTION = "Complete this function. Answer with the whole function in a block of Python code."
 
 
 class CodeTask(HubTask):
     """
-    A task that runs generated code to score it. Evaluation only.
-
-    `unsafe`: if the machine has no sandbox, run programs unsandboxed instead of raising
-    SandboxUnavailable when scoring.
+    A task that runs generated code to score it. Evaluation only. User messages have the index of
+    their row as "row".
     """
 
     kind = "generate"
+    unsafe = False
+    """If the machine has no sandbox, run programs unsandboxed instead of raising
+    SandboxUnavailable when scoring."""
 
-    def __init__(self, split: str, unsafe: bool = False):
-        super().__init__(split)
-        self.unsafe = unsafe
-
-    @cached_property
-    def by_question(self) -> dict[str, TaskRow]:
-        """User message -> row."""
-        return {self.conversation(i)[0]["content"]: row for i, row in enumerate(self.items)}
-
-    def row_of(self, conversation: Conversation) -> TaskRow:
-        """The row that a conversation is made from."""
-        return self.by_question[conversation[0]["content"]]
+    def require_input(self) -> None:
+        sandbox.is_confined(self.unsafe)
 
 
 class HumanEval(CodeTask):
@@ -54,18 +43,15 @@ class HumanEval(CodeTask):
     repo = "openai/openai_humaneval"
     splits = {"test": "openai_humaneval/test"}
 
-    def parse(self, row: TaskRow) -> TaskRow:
-        return {name: row[name] for name in COLUMNS}
-
     def conversation(self, i: int) -> Conversation:
         asked = f"{INSTRUCTION}\n\n```python\n{self.items[i]['prompt']}```"
-        return [user(asked), assistant(f"```python\n{self.material(i)}```")]
+        return [user(asked) | {"row": i}, assistant(f"```python\n{self.material(i)}```")]
 
     def material(self, i: int) -> str:
         return self.items[i]["prompt"] + self.items[i]["canonical_solution"]
 
     def score(self, conversation: Conversation, answer: str) -> float:
-        row = self.row_of(conversation)
+        row = self.items[conversation[0]["row"]]
         entry, prompt = row["entry_point"], row["prompt"]
         # The prompt has imports, helpers and a function without a body: a whole function replaces
         # that function, and a bare body completes it

@@ -16,15 +16,11 @@ from typing import Any, NoReturn
 
 from nanochat.sandbox import Limits
 from tasks.base import Conversation, Tags, assistant, user, visible
-from tasks.hub import TaskRow
 from tasks.humaneval import CodeTask, final_code, run_test
 
-COLUMNS = "question_content starter_code metadata public_test_cases private_test_cases".split()
-ENTRY = "solve"  # function that the tests call
 SECONDS = 5.0  # per test, on average over those of a sandboxed program
 PROGRAM_TESTS = 12  # at most: a program that never ends costs a minute
 READ = "Write a Python program that reads stdin and prints to stdout."
-COMPLETE = "Complete this Python class:\n\n```python\n{starter}\n```"
 INSTRUCTION = "Answer with the whole program in a block of Python code."
 # Names that contest sites import for an answer. builtins last: math has another pow
 MODULES = (
@@ -32,46 +28,30 @@ MODULES = (
     "statistics string sys time typing builtins"
 ).split()
 IMPORTS = "\n".join(f"from {name} import *" for name in MODULES)
-IMPORTS += f"\nimport {', '.join(MODULES)}\nsys.setrecursionlimit(50_000)"
+IMPORTS += f"\nimport {', '.join(MODULES)}, contextlib\nsys.setrecursionlimit(50_000)\n"
 STDIN_PROGRAM = """
-import contextlib, io, sys
-def {entry}(text, source={source!r}, imports={imports!r}):
+def open_file(file, mode="r", *rest, **options):
+    if file in (0, "/dev/stdin"):
+        return sys.stdin.buffer if "b" in mode else sys.stdin
+    return open(file, mode, *rest, **options)
+def run_case(text):
     sys.stdin = io.TextIOWrapper(io.BytesIO(text.encode()))
     printed = io.TextIOWrapper(io.BytesIO())
-    def open_file(file, mode="r", *rest, **options):
-        if file in (0, "/dev/stdin"):
-            return sys.stdin.buffer if "b" in mode else sys.stdin
-        return open(file, mode, *rest, **options)
     with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
-        names = {{"__name__": "__main__"}}
-        exec(imports, names)
-        names.update(exit=sys.exit, quit=sys.exit, open=open_file)
-        exec(compile(source, "program", "exec"), names)
+        exec({source!r}, {{**globals(), "__name__": "__main__", "open": open_file}})
     printed.flush()
     return printed.buffer.getvalue().decode()
 """
-METHOD_PROGRAM = """
-names = {{}}
-exec({imports!r}, names)
-exec(compile({source!r}, "program", "exec"), names)
-def {entry}(*arguments):
-    return names["Solution"]().{method}(*arguments)
+METHOD_PROGRAM = """{source}
+def run_case(*arguments):
+    return Solution().{method}(*arguments)
 """
 COMPARE = """
-import decimal
+import json
+from decimal import Decimal
 def same_text(found, right):
-    return type(found) is str and list(map(value, found.split())) == list(map(value, right.split()))
-def value(word):
-    try:
-        number = decimal.Decimal(word)
-    except decimal.InvalidOperation:
-        return word
-    return number if number.is_finite() else word
-def same(found, right):
-    if isinstance(right, list):
-        return isinstance(found, list | tuple) and len(found) == len(right) and all(
-            map(same, found, right))
-    return found == right
+    pairs = zip(found.split(), right.split(), strict=True)
+    return all(a == b or Decimal(a) == Decimal(b) for a, b in pairs)
 """
 
 
@@ -87,52 +67,38 @@ class LiveCodeBench(CodeTask):
     repo = "livecodebench/code_generation_lite"
     splits = {"test": "test*"}
 
-    def parse(self, row: TaskRow) -> TaskRow:
-        """Checks the public tests only: hidden ones are large, so they are read when scored."""
-        if not all(isinstance(row[name], str) for name in COLUMNS):
-            raise ValueError("a column is not text")
-        for test in json.loads(row["public_test_cases"]):
-            describe_test(test, method_of(row))
-        return row
-
     def conversation(self, i: int) -> Conversation:
-        row = self.items[i]
-        starter = row["starter_code"].strip()
-        task = COMPLETE.format(starter=starter) if starter else READ
-        asked = f"{row['question_content'].strip()}\n\n{task}\n\n{INSTRUCTION}"
-        return [user(asked), assistant("```python\n```")]
+        starter = self.items[i]["starter_code"].strip()
+        complete = f"Complete this Python class:\n\n```python\n{starter}\n```"
+        asked = [self.material(i).strip(), complete if starter else READ, INSTRUCTION]
+        return [user("\n\n".join(asked)) | {"row": i}, assistant("```python\n```")]
 
     def material(self, i: int) -> str:
         return self.items[i]["question_content"]
 
     def score(self, conversation: Conversation, answer: str) -> float:
-        row = self.row_of(conversation)
-        method = method_of(row)
-        form = METHOD_PROGRAM if method else STDIN_PROGRAM
+        row = self.items[conversation[0]["row"]]
+        method = json.loads(row["metadata"]).get("func_name")  # None: a program that reads stdin
         source = final_code(visible(answer), method)
-        program = form.format(entry=ENTRY, source=source, method=method, imports=IMPORTS)
+        form = METHOD_PROGRAM if method else STDIN_PROGRAM
+        program = IMPORTS + form.format(source=source, method=method)
         tests = [*json.loads(row["public_test_cases"]), *read_private(row["private_test_cases"])]
-        lines = [f"assert {describe_test(test, method)}" for test in tests]
-        for n in range(0, len(lines), PROGRAM_TESTS):
-            test = "\n".join([COMPARE, *lines[n : n + PROGRAM_TESTS]])
-            memory = 2**29 + 64 * len(test)  # tests are code
-            limits = Limits(SECONDS * PROGRAM_TESTS, memory_bytes=memory)
-            if not run_test(program, test, ENTRY, unsafe=self.unsafe, limits=limits):
+        checks = [describe_test(test, method) for test in tests]
+        for n in range(0, len(checks), PROGRAM_TESTS):
+            test = "\n".join([COMPARE, *checks[n : n + PROGRAM_TESTS]])
+            limits = Limits(SECONDS * PROGRAM_TESTS, memory_bytes=2**29 + 64 * len(test))
+            if not run_test(program, test, "run_case", unsafe=self.unsafe, limits=limits):
                 return 0.0
         return 1.0
 
 
-def method_of(row: TaskRow) -> str | None:
-    """The method to complete; None for a program that reads stdin."""
-    return json.loads(row["metadata"]).get("func_name")
-
-
 def describe_test(test: dict[str, str], method: str | None) -> str:
-    """Condition of a test: arguments and result are JSON for a method, else stdin and stdout."""
+    """Code of a test: arguments and result are JSON for a method, else stdin and stdout."""
     if method is None:
-        return f"same_text({ENTRY}({test['input']!r}), {test['output']!r})"
+        return f"assert same_text(run_case({test['input']!r}), {test['output']!r})"
     arguments = ", ".join(repr(json.loads(line)) for line in test["input"].splitlines())
-    return f"same({ENTRY}({arguments}), {json.loads(test['output'])!r})"
+    result = f"json.loads(json.dumps(run_case({arguments})))"  # tuples become lists
+    return f"assert {result} == {json.loads(test['output'])!r}"
 
 
 class TextUnpickler(pickle.Unpickler):
@@ -143,14 +109,8 @@ class TextUnpickler(pickle.Unpickler):
 
 
 def read_private(encoded: str) -> list[dict[str, Any]]:
-    """
-    Hidden test cases: JSON, or JSON that was pickled, compressed and encoded in base 64. Raises
-    ValueError if they are neither.
-    """
-    try:
-        if encoded.startswith("["):
-            return json.loads(encoded)
-        pickled = zlib.decompress(base64.b64decode(encoded))
-        return json.loads(TextUnpickler(io.BytesIO(pickled)).load())
-    except Exception as error:  # a damaged pickle may raise almost anything
-        raise ValueError(f"cannot read hidden tests {encoded[:40]!r}...: {error}") from error
+    """Hidden test cases: JSON, or JSON that was pickled, compressed and encoded in base 64."""
+    if encoded.startswith("["):
+        return json.loads(encoded)
+    pickled = zlib.decompress(base64.b64decode(encoded))
+    return json.loads(TextUnpickler(io.BytesIO(pickled)).load())

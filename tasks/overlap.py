@@ -24,7 +24,8 @@ WORD = re.compile(r"[^\W_]+")
 LABEL = re.compile(r"=[A-Z]$", re.MULTILINE)  # option label in `base.choice_question`
 
 Words = tuple[str, ...]
-Index = dict[Words, list[tuple[int, int]]]  # passage -> (task, item) of each occurrence
+Items = set[tuple[int, int]]  # (task, item)
+Index = dict[Words, Items]  # passage -> where it occurs
 
 
 class Overlap(NamedTuple):
@@ -36,21 +37,20 @@ class Overlap(NamedTuple):
     """Number of items in the held-out task."""
     checked: int
     """Number of items long enough to check."""
-    shared: tuple[int, ...]
-    """Indices of items with a run of RUN words in the training task."""
-    whole: tuple[int, ...] = ()
-    """Indices of other items whose shorter text was found in full."""
+    shared: list[int]
+    """Indices of items with a run of RUN words in the training task, or shorter and found whole."""
 
 
 def passages(task: Task, i: int) -> Iterator[Words]:
     """Yield the passages of one item, of RUN words or fewer."""
     words = split_words(task.material(i))
-    asked = split_words(task.question(i).text) if isinstance(task, QuestionTask) else ()
     yield from ngrams(words, RUN)
     if LEAST <= len(words) < RUN:
         yield words
-    if LEAST_ASKED <= len(asked) < RUN:
-        yield asked
+    if isinstance(task, QuestionTask):
+        asked = split_words(task.question(i).text)
+        if LEAST_ASKED <= len(asked) < RUN:
+            yield asked
 
 
 def split_words(text: str) -> Words:
@@ -68,33 +68,31 @@ def index_passages(tasks: Sequence[Task]) -> Index:
     index: Index = {}
     for number, task in enumerate(tasks):
         for i in range(len(task)):
-            for passage in passages(*task.locate(i)):
-                index.setdefault(passage, []).append((number, i))
-                index.setdefault(passage[:LEAST], [])  # where a search begins
+            for passage in passages(task, i):
+                index.setdefault(passage, set()).add((number, i))
+                index.setdefault(passage[:LEAST], set())  # where a search begins
     return index
 
 
-def find_passages(text: str, index: Index) -> Iterator[tuple[int, int, int]]:
-    """Yield (number of words, task, item) of each indexed passage in a text."""
-    words = split_words(text)
+def find_items(text: str, index: Index) -> Items:
+    """The items with a passage that occurs in a text."""
+    words, found = split_words(text), set()
     for n, start in enumerate(ngrams(words, LEAST)):
         if start in index:
-            for size in range(LEAST, min(RUN, len(words) - n) + 1):
-                yield from ((size, *item) for item in index.get(words[n : n + size], ()))
+            for size in range(LEAST, RUN + 1):
+                found |= index.get(words[n : n + size], set())
+    return found
 
 
 def overlaps(train: Sequence[Task], held_out: Sequence[Task]) -> list[Overlap]:
     """Compare every training task with every held-out task."""
-    index = index_passages(held_out)
-    checked = {item for items in index.values() for item in items}
-    found = []
+    index, found = index_passages(held_out), []
+    checked = set[tuple[int, int]]().union(*index.values())
     for source in train:
         located = map(source.locate, range(len(source)))
-        hits = {hit for task, i in located for hit in find_passages(task.material(i), index)}
+        hits = {item for task, i in located for item in find_items(task.material(i), index)}
         for number, task in enumerate(held_out):
-            shared = {i for size, k, i in hits if k == number and size == RUN}
-            whole = {i for size, k, i in hits if k == number} - shared
             sizes = len(task), sum(k == number for k, _ in checked)
-            lists = tuple(sorted(shared)), tuple(sorted(whole))
-            found.append(Overlap(source.name, task.name, *sizes, *lists))
+            shared = sorted(i for k, i in hits if k == number)
+            found.append(Overlap(source.name, task.name, *sizes, shared))
     return found

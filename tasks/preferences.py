@@ -11,7 +11,7 @@ include the prompt. Of a file, the pairs of about one prompt in 20 are held out 
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tasks.base import Conversation, assistant, find_error, user
+from tasks.base import Conversation, assistant, check_conversation, user
 from tasks.chats import Chats
 
 
@@ -32,7 +32,7 @@ class Preferences(Chats):
     name = "Preferences"
 
     def __init__(self, split: str, source: str):
-        super().__init__(split)
+        super().__init__(split, source)
         path = Path(source).expanduser()
         if path.suffix == ".jsonl" or path.is_file():
             self.path = path
@@ -40,18 +40,11 @@ class Preferences(Chats):
             self.repo = source
             self.splits = {"train": "data/train_prefs-*", "val": "data/test_prefs-*"}
 
-    @property
-    def pairs(self) -> list[Preference]:
-        """The pairs of the split."""
-        return self.items
-
     def parse(self, row: Any) -> Preference:
-        if not isinstance(row, dict) or not {"chosen", "rejected"} <= row.keys():
-            raise ValueError('expected {"prompt": ..., "chosen": ..., "rejected": ...}')
-        pair = Preference(*(complete(row.get("prompt"), row[name]) for name in Preference._fields))
-        for name, messages in pair._asdict().items():
-            if problem := find_error(messages):
-                raise ValueError(f"{name}: {problem}")
+        answers = row["chosen"], row["rejected"]
+        pair = Preference(
+            *(check_conversation(complete(row.get("prompt"), answer)) for answer in answers)
+        )
         if pair.chosen[:-1] != pair.rejected[:-1] or pair.chosen == pair.rejected:
             raise ValueError("chosen and rejected are equal, or have different prompts")
         return pair
@@ -62,7 +55,8 @@ class Preferences(Chats):
 
 def complete(prompt: Any, answer: Any) -> Any:
     """The conversation of an answer: a string or one message needs the prompt before it."""
-    prompt = [user(prompt)] if isinstance(prompt, str) else prompt
-    answer = [assistant(answer)] if isinstance(answer, str) else answer
-    is_alone = isinstance(answer, list) and len(answer) == 1
-    return [*prompt, *answer] if is_alone and isinstance(prompt, list) else answer
+    if isinstance(answer, str):
+        answer = [assistant(answer)]
+    if len(answer) > 1:
+        return answer
+    return [*([user(prompt)] if isinstance(prompt, str) else prompt), *answer]

@@ -6,23 +6,22 @@ Tasks by name.
 Data is downloaded on first use.
 """
 
-import difflib
 import re
 
 from nanochat.common import MissingInput
-from nanochat.sandbox import SandboxUnavailable, is_confined
+from nanochat.sandbox import SandboxUnavailable
 from tasks import korean
 from tasks.aqua import AQuA, AQuALetter
 from tasks.arc import ARCChallenge, ARCEasy
 from tasks.augment import ARCChallengeTen, ARCEasyTen
 from tasks.base import Task, plain_name
-from tasks.chats import JSONL, Chats, HubChats, OpenThoughts3, RStarCoder, SmolTalk, YiSang
+from tasks.chats import JSONL, HubChats, OpenThoughts3, RStarCoder, SmolTalk, YiSang
 from tasks.gsm8k import GSM8K
 from tasks.humaneval import CodeTask, HumanEval
 from tasks.identity import Identity
 from tasks.livecodebench import LiveCodeBench
 from tasks.mmlu import KMMLU, MMLU
-from tasks.spelling import SimpleSpelling, SpellingBee, WordTask, read_words
+from tasks.spelling import SimpleSpelling, SpellingBee
 from tasks.world.task import WorldChat, WorldChoice, WorldFacts, WorldProblems, WorldSpelling
 
 TASKS: dict[str, type[Task]] = {
@@ -62,7 +61,6 @@ TASKS: dict[str, type[Task]] = {
     "world_problems": WorldProblems,
     "world_spelling": WorldSpelling,
 }
-WITH_SOURCE = (Chats, WordTask)  # take a data source, `jsonl:<source>` in a mixture
 # Overlap with these is checked by default; the others download much, are gated, have the same
 # questions, or are invented here
 BENCHMARKS = ("arc_easy", "arc_challenge", "mmlu", "kmmlu", "gsm8k", "aqua", "humaneval")
@@ -72,16 +70,21 @@ def key_of(name: str) -> str:
     """The key in TASKS for a key or report name. Raises ValueError for an unknown task."""
     known = {plain_name(word): key for key, task in TASKS.items() for word in (task.name, key)}
     if plain_name(name) not in known:
-        [near] = difflib.get_close_matches(plain_name(name), known, n=1, cutoff=0.0)
-        raise ValueError(
-            f"unknown task {name!r}; did you mean {known[near]}? Available: {', '.join(TASKS)}"
-        )
+        raise ValueError(f"unknown task {name!r}; use one of {', '.join(TASKS)}")
     return known[plain_name(name)]
 
 
-def make_task(name: str, split: str, **options) -> Task:
+def make_task(name: str, split: str, source: str | None = None) -> Task:
     """One split of a task. Raises ValueError for an unknown name or split."""
-    return TASKS[key_of(name)](split, **options)
+    return TASKS[key_of(name)](split, source)
+
+
+def scored_task(name: str) -> type[Task]:
+    """The class of a task. Raises ValueError if it is training-only."""
+    kind = TASKS[key_of(name)]
+    if kind.kind == "talk":
+        raise ValueError(f"{kind.name} is training-only: it has no reference answers to score")
+    return kind
 
 
 def eval_task(name: str, unsafe: bool = False) -> Task:
@@ -89,10 +92,10 @@ def eval_task(name: str, unsafe: bool = False) -> Task:
     The test split of a task, to score a model on. `unsafe`: run generated code unsandboxed, with
     your permissions, if this machine has no sandbox. Raises ValueError for a training-only task.
     """
-    kind = TASKS[key_of(name)]
-    if kind.kind == "talk":
-        raise ValueError(f"{kind.name} is training-only: it has no reference answers to score")
-    return kind("test", unsafe) if issubclass(kind, CodeTask) else kind("test")
+    task = scored_task(name)("test")
+    if isinstance(task, CodeTask):
+        task.unsafe = unsafe
+    return task
 
 
 def why_unavailable(name: str, unsafe: bool = False) -> str | None:
@@ -100,18 +103,14 @@ def why_unavailable(name: str, unsafe: bool = False) -> str | None:
     Why a task cannot be scored here; None if it can. Generated code needs a sandbox, spelling a
     word list.
     """
-    kind = TASKS[key_of(name)]
     try:
-        if issubclass(kind, CodeTask):
-            is_confined(unsafe)
-        elif issubclass(kind, WordTask):
-            read_words(None, "test")
-    except (SandboxUnavailable, MissingInput, ValueError) as error:
+        eval_task(name, unsafe).require_input()
+    except (SandboxUnavailable, MissingInput) as error:
         return " ".join(str(error).split())
     return None
 
 
 def overlapping_tasks(key: str) -> list[str]:
     """Keys of the tasks with the same questions in any form, including the task itself."""
-    source = {each: re.sub("(_redux)?(_10|_letter)?$", "", each) for each in TASKS}
-    return [other for other in TASKS if source[other] == source[key]]
+    same = re.sub("(_redux)?(_10|_letter)?$", "", key) + "(_redux)?(_10|_letter)?"
+    return [other for other in TASKS if re.fullmatch(same, other)]

@@ -7,20 +7,20 @@ A tokenizer hides the letters of a word from the model. These tasks teach them. 
 frequent ones in the text that the tokenizer was trained on; scripts.tok_train writes them.
 """
 
+import re
 from dataclasses import replace
 from functools import cache, cached_property
 from pathlib import Path
 from random import Random
 from string import ascii_lowercase
-from typing import Any, cast
+from typing import Any
 
 from nanochat.common import MissingInput, base_dir, fingerprint
 from tasks.base import Conversation, NumberTask, Tags, Task, assistant, text, tool_call, user
 from tasks.world.drills import letter_questions, spelled
 from tasks.world.facts import Split, pick, split_of
 
-SIZES = {"train": 100_000, "val": 1_000, "test": 1_000}
-MIN_LETTERS = 3
+SIZES: dict[Split, int] = {"train": 100_000, "val": 1_000, "test": 1_000}
 COUNT_QUESTIONS = (
     "How many times does the letter {letter} occur in the word {word}?",
     "How many times is the letter {letter} found in {word}?",
@@ -37,52 +37,40 @@ SPELL_QUESTIONS = (
 )
 
 
-def read_words(source: str | None, split: Split) -> tuple[str, ...]:
-    """
-    The words of a split in lower case, from a file with one word per line; by default those of the
-    main tokenizer's training text.
-
-    Words with characters other than ASCII letters, or shorter than MIN_LETTERS, are skipped. Raises
-    MissingInput without a file, ValueError if no words are left.
-    """
-    path = Path(source or base_dir() / "tokenizer" / "main" / "words.txt").expanduser()
-    if not path.exists():
-        more = "or use spelling:<file with one word per line>"
-        raise MissingInput(f"no word list {path}", f"python -m scripts.tok_train; {more}")
-    every = path.read_text("utf-8").lower().split()
-    plain = (w for w in every if w.isascii() and w.isalpha() and len(w) >= MIN_LETTERS)
-    words = tuple(word for word in plain if split_of("word", word) == split)
-    if not words:
-        raise ValueError(
-            f"no words for split {split} in {path}; use one alphabetic word per line, or leave "
-            "spelling out of --mixture"
-        )
-    return words
-
-
 @cache
 def counted_elsewhere(split: Split) -> set[tuple[str, str]]:
     """(word, letter) of the letter counts in the other splits of the embedded world."""
-    others = [cast(Split, other) for other in SIZES if other != split]
-    counts = [count for other in others for count in letter_questions(other)]
-    return {(word.lower(), letter) for word, letter, _ in counts}
+    others = (letter_questions(other) for other in SIZES if other != split)
+    return {(word.lower(), letter) for counts in others for word, letter, _ in counts}
 
 
 class WordTask(Task):
-    """Questions about words. `source`: word file. Default: that of the main tokenizer."""
+    """
+    Questions about words. `source`: file with one word per line. Default: the words of the main
+    tokenizer's training text.
+    """
 
     splits = tuple(SIZES)
     split: Split
     tags = Tags("spelling", "en", "synthetic", answer_format="free", parent="spelling")
-
-    def __init__(self, split: str, source: str | None = None):
-        super().__init__(split)
-        self.source = source
+    takes_source = True
 
     @cached_property
     def words(self) -> tuple[str, ...]:
-        """The words that are asked about."""
-        return read_words(self.source, self.split)
+        """
+        The words of the split in lower case, at least three ASCII letters each. Raises MissingInput
+        without a file or words.
+        """
+        path = Path(self.source or base_dir() / "tokenizer" / "main" / "words.txt").expanduser()
+        text = path.read_text("utf-8").lower() if path.exists() else ""
+        words = re.findall(r"(?<!\S)[a-z]{3,}(?!\S)", text)
+        if not (found := tuple(word for word in words if split_of("word", word) == self.split)):
+            fix = "python -m scripts.tok_train; or use spelling:<file with one word per line>"
+            raise MissingInput(f"no word list for split {self.split} in {path}", fix)
+        return found
+
+    def require_input(self) -> None:
+        len(self.words)
 
     @property
     def origin(self) -> dict[str, Any]:
@@ -106,8 +94,8 @@ class SpellingBee(WordTask, NumberTask):
         taken = counted_elsewhere(self.split)
         while True:
             word, inside = pick(rng, self.words), rng.random() < 0.8
-            letters = [c for c in ascii_lowercase if (c in word) == inside]
-            if letters := [c for c in letters if (word, c) not in taken]:
+            free = (c for c in ascii_lowercase if (word, c) not in taken)
+            if letters := [c for c in free if (c in word) == inside]:
                 return word, pick(rng, letters)
 
     def conversation(self, i: int) -> Conversation:

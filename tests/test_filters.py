@@ -2,7 +2,8 @@
 
 import pytest
 
-from tasks.filters import apply_filters, parse_all
+from tasks import filters
+from tasks.filters import apply_filters, parse_filters
 from tests.test_augment import Animals
 
 
@@ -13,7 +14,7 @@ def row(asked="How many?", said="Four of them.", **more):
 
 def kept(spec, *rows, count=len):
     """Whether each row is kept, and the rows of the table of filters."""
-    left, table = apply_filters(rows, parse_all(spec, count, [Animals("test")]))
+    left, table = apply_filters(rows, parse_filters(spec), count)
     return [any(each is one for one in left) for each in rows], table["rows"]
 
 
@@ -64,7 +65,8 @@ PROMPTS = [{"prompt": "2 + 2?", "gold": "4"}, {"messages": row()["messages"][:1]
         ),
     ],
 )
-def test_filter_keeps_and_drops_rows(spec, keeps, drops):
+def test_filter_keeps_and_drops_rows(spec, keeps, drops, monkeypatch):
+    monkeypatch.setattr(filters, "eval_task", lambda _: Animals("test"))
     keeps, drops = list(keeps), list(drops)
     assert kept(spec, *keeps, *drops)[0] == [True] * len(keeps) + [False] * len(drops)
 
@@ -82,4 +84,4 @@ def test_filters_apply_in_order_and_report_counts():
 )
 def test_invalid_filter_is_named(spec):
     with pytest.raises(ValueError, match=f"invalid filter '{spec}'"):
-        parse_all(f"no_image,{spec}", len, ())
+        parse_filters(f"no_image,{spec}")

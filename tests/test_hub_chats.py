@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from tasks.base import Task, assistant, text, user
+from tasks.base import Task, assistant, tool_call, user
 from tasks.buckets import buckets
 from tasks.chats import HOLD_OUT_EVERY, JSONL, HubChats
-from tasks.registry import make_task
+from tasks.registry import eval_task, make_task
 from tests.published import publish
 
 
@@ -57,7 +57,7 @@ def test_R27_published_chats_are_read_and_split(key, tmp_path, monkeypatch, caps
     assert train[0][1] == assistant("a") and (key != "smoltalk" or questions(val) == ["q0"])
     assert f"{train.name}: skipped {len(bad)} of " in capsys.readouterr().out
     with pytest.raises(ValueError, match="training-only"):
-        train.score(train[0], "a")
+        eval_task(key)
 
 
 def test_any_columns_files_and_rows_are_selected_in_a_mixture(tmp_path, monkeypatch, capsys):
@@ -68,7 +68,7 @@ def test_any_columns_files_and_rows_are_selected_in_a_mixture(tmp_path, monkeypa
         f"hub:me/mine{{{columns}, where: kind=k1}}=2,smoltalk:me/mine{{{columns}}}"
     )
     assert questions(hub.train) == ["q1", "q3"] and questions(hub.val) == ["q1"]
-    assert "skipped 2 of 4 rows of me/mine: 2 x kind is k0" in capsys.readouterr().out
+    assert "skipped 2 of 4 rows of me/mine: kind is k0" in capsys.readouterr().out
     assert questions(smoltalk.val) == ["q1"]  # instead of the task's own file
 
 
@@ -76,10 +76,13 @@ def test_any_columns_files_and_rows_are_selected_in_a_mixture(tmp_path, monkeypa
     ("source", "message"),
     [
         (None, "invalid source ''; use <owner>/<name>"),
-        ("me/mine", r"3 x KeyError\('messages'\); it has the columns inquiry, reply"),
-        ("me/mine{message: a}", "use <owner>/<name>.*with the keys messages, prompt"),
-        ("me/mine{prompt: inquiry, answer: reply, train: own}", "no own among its files train.par"),
-        ("me/mine{prompt: inquiry, answer: reply, where: inquiry=x}", "3 x inquiry is q"),
+        ("me/mine", r"KeyError\('messages'\); it has the columns inquiry, reply"),
+        ("me/mine{message: a}", "use <owner>/<name>.*with the keys answer, messages"),
+        (
+            "me/mine{prompt: inquiry, answer: reply, train: own}",
+            r"own as no file among \[.train.par",
+        ),
+        ("me/mine{prompt: inquiry, answer: reply, where: inquiry=x}", "inquiry is q"),
         ("me/mine{prompt: inquiry, answer: reply}", "me/mine has one prompt; at least two"),
     ],
 )
@@ -111,14 +114,14 @@ def test_R27_file_of_conversations_has_disjoint_splits(tmp_path, count):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ({"text": "Hi"}, "expected a list"),
-        (["Hi"], "expected a list"),
-        ([], "alternate"),
-        ([user("Hi"), *chat("Hi")], "alternate.*'user'"),
+        ({"text": "Hi"}, "must be a list of messages"),
+        (["Hi"], "message 0 is not an object"),
+        ([], "at least one message"),
+        (chat("Hi")[1:], "alternate.*'assistant'"),
         ([{"role": "robot", "content": "Hi"}, assistant("Hi")], "'robot'"),
-        (chat("Hi", ""), "message 2: content must be text"),
-        ([{"role": "user", "content": [text("Hi")]}, assistant("Hi")], "message 1"),
-        ([user("Hi"), assistant([{"type": "image", "text": "Hi"}])], "message 2"),
+        (chat("Hi", ""), "a message is empty"),
+        ([{"role": "user", "content": [tool_call("2", "2")[0]]}, assistant("Hi")], "message 0"),
+        ([user("Hi"), assistant([{"type": "image", "text": "Hi"}])], "message 1"),
     ],
 )
 def test_invalid_line_is_reported_with_file_and_reason(tmp_path, line, message):
@@ -130,7 +133,7 @@ def test_invalid_line_is_reported_with_file_and_reason(tmp_path, line, message):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("", "contains no conversations"),
+        ("", "it is empty"),
         ('[{"role"\n', "line 1: not JSON"),
         (2 * f"{json.dumps(chat('q'))}\n", "has one prompt; at least two are needed"),
     ],

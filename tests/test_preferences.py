@@ -31,14 +31,14 @@ PROMPT, PARTS = [*GOOD, user("2*3?")], [*tool_call("2*3", "6"), text("6")]
 )
 def test_every_layout_gives_a_pair(tmp_path, line, pair):
     path = write_lines(tmp_path / "pairs.jsonl", *map(row, range(9)), line)
-    assert pair in Preferences("train", path).pairs + Preferences("val", path).pairs
+    assert pair in Preferences("train", path).items + Preferences("val", path).items
 
 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (["Hi"], "expected"),
-        ({**row(), "rejected": ""}, "rejected: message 2"),
+        ({"prompt": "Hi", "chosen": "Yes."}, "KeyError.'rejected'"),
+        ({**row(), "rejected": ""}, "a message is empty"),
         (row(chosen="No."), "chosen and rejected are equal"),
         ({**row(), "chosen": GOOD}, "different prompts"),
     ],
@@ -55,11 +55,9 @@ def test_R27_pairs_of_a_prompt_are_in_one_split(tmp_path):
     train, val = Preferences("train", path), Preferences("val", path)
     assert (len(train), len(val)) == (190, 10)  # one prompt in 20
     assert not {str(c[0]) for c in train} & {str(c[0]) for c in val}
-    assert list(val) == [pair.chosen for pair in val.pairs]
+    assert list(val) == [pair.chosen for pair in val.items]
     other = write_lines(tmp_path / "other.jsonl", *lines[1:], row(0, "Yes.", "Never."))
     assert Preferences("train", other).identity != train.identity
-    with pytest.raises(ValueError, match="invalid hub repository 'nowhere'"):
-        len(Preferences("train", "nowhere"))
 
 
 def test_invalid_rows_of_the_hub_are_skipped_and_counted(tmp_path, monkeypatch):

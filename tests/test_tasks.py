@@ -12,7 +12,7 @@ from scripts.chat_eval import default_tasks
 from tasks import base, registry
 from tasks.aqua import AQuA, AQuALetter
 from tasks.base import Mixture, NumberTask, Subset, Tags, assistant, text, tool_call, user
-from tasks.buckets import buckets, held_out_questions, parse_mixture, rl_questions, task_of
+from tasks.buckets import buckets, held_out_questions, rl_questions
 from tasks.hub import HubTask
 from tasks.korean import final_value
 from tasks.registry import BENCHMARKS, eval_task, key_of, make_task
@@ -119,19 +119,9 @@ def test_row_of_a_dataset_becomes_a_conversation(key, tmp_path, monkeypatch, cap
     assert asked["content"].startswith(case.asked) and answer["content"] == case.answer
     assert (task.kind == "choice") == asked["content"].endswith(f"\n\n{base.BY_LETTER}")
     right = base.answer_text(answer)
-    assert task.score(task[0], f"{right}<|assistant_end|>") == 1.0 and task.answered(right)
+    assert task.score(task[0], f"{right}<|assistant_end|>") == 1.0
     assert not any(task.score(task[0], wrong) for wrong in case.wrong if wrong != right)
     assert task.baseline <= 0.25 and (task.baseline > 0) == bool(task.letters(0))
-
-
-@pytest.mark.parametrize("key", ["arc_easy", "kmmlu", "gsm8k"])
-def test_missing_column_is_named_with_those_that_there_are(key, tmp_path, monkeypatch):
-    file, row, *_ = CASES[key]
-    lacks, *others = row
-    publish({file: [{name: row[name] for name in others} | {"x": 1}]}, tmp_path, monkeypatch)
-    message = rf"KeyError\('{lacks}'\); it has the columns {', '.join(others)}, x"
-    with pytest.raises(ValueError, match=message):
-        len(eval_task(key))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -178,14 +168,11 @@ def test_final_answer_is_compared_by_value_or_formula(right, same, other):
 # Subsets and mixtures
 
 
-def test_index_or_split_that_does_not_exist_raises():
+def test_subset_is_the_first_conversations_of_a_split():
     task = Sums("test", 3)
     part = Subset(task, 2)
     assert list(part) == [task[0], task[1]] and part.locate(1) == (task, 1)
     assert len(Subset(task, 99)) == 3 and len(Subset(task, 0)) == 0
-    for one, outside in ((task, -1), (task, 3), (part, 2)):
-        with pytest.raises(IndexError, match="only 0 to"):
-            one[outside]
     with pytest.raises(ValueError, match="Sums has no split 'val'; it has train, test"):
         Sums("val")
 
@@ -197,8 +184,6 @@ def test_mixture_repeats_and_shuffles_its_tasks():
     assert list(mixed) == list(again) != list(other)
     assert all(task[n] == mixed[i] for i in range(30) for task, n in [mixed.locate(i)])
     assert base.shuffled(range(10), 7) == [8, 6, 3, 1, 0, 5, 9, 7, 4, 2]  # on every machine
-    with pytest.raises(ValueError, match="at least one"):
-        Mixture([])
 
 
 def test_identity_changes_with_data_options_and_wording(tmp_path, monkeypatch):
@@ -246,23 +231,17 @@ def test_spelling_without_words_has_a_fix(base):
     with pytest.raises(MissingInput, match=r"no word list(.|\n)*scripts\.tok_train"):
         SpellingBee("train")[0]
     assert "no word list" in (registry.why_unavailable("spelling") or "")
-    path = base / "tokenizer" / "main" / "words.txt"
-    path.parent.mkdir(parents=True)
-    path.write_text("1 2 3")
-    assert "no words for split test in" in (registry.why_unavailable("spelling") or "")
 
 
 # ------------------------------------------------------------------------------------------------
 # Tasks by name, and as buckets
 
 
-def test_tasks_are_found_by_key_report_name_and_alias():
+def test_tasks_are_found_by_key_and_report_name():
     for key, entry in registry.TASKS.items():
         assert key_of(key) == key_of(entry.name) == key
-    names = {"GPQA Diamond": "gpqa", "LCB": "livecodebench", "HAE-RAE Bench": "hae_rae"}
-    assert [key_of(name) for name in names] == [*names.values()]
     assert not {"gpqa", "hrm8k", "kmmlu_pro", "livecodebench"} & {*BENCHMARKS}  # not downloaded
-    with pytest.raises(ValueError, match="unknown task 'gsm8'; did you mean gsm8k"):
+    with pytest.raises(ValueError, match="unknown task 'gsm8'; use one of arc_easy, "):
         make_task("gsm8", "test")
 
 
@@ -271,15 +250,15 @@ def test_tasks_are_found_by_key_report_name_and_alias():
     [
         ("", "'' in the mixture"),
         ("gsm8k,aqua,gsm8k=5", "gsm8k appears twice"),
-        ("smaltalk", "did you mean smoltalk"),
-        ("humaneval", "humaneval is evaluation-only"),
-        ("aqua:local/own", "aqua takes no data source"),
+        ("smaltalk", "unknown task 'smaltalk'"),
+        ("humaneval", "HumanEval has no split 'train'"),
+        ("aqua:local/own", "AQUA takes no data source"),
         ("jsonl", "jsonl:<path>"),
     ],
 )
 def test_invalid_mixture_error_has_a_fix(spec, message):
     with pytest.raises(ValueError, match=message):
-        buckets(spec)
+        [bucket.train for bucket in buckets(spec)]
 
 
 def test_buckets_have_names_and_tags():
@@ -288,7 +267,7 @@ def test_buckets_have_names_and_tags():
     assert [bucket.name for bucket in found] == ["gsm8k", "smoltalk:a/b", "mine"]
     assert found[0].tags.parent == "gsm8k" and found[0].val.split == "test"
     assert found[1].tags == Tags() and found[2].tags == Tags(language="ko")  # own data
-    with pytest.raises(ValueError, match="mine is declared; remove"):
+    with pytest.raises(ValueError, match="unknown task 'mine'"):
         buckets("mine:other", declared)
     assert [key for key, task in registry.TASKS.items() if task.tags == Tags()] == ["hub", "jsonl"]
 
@@ -299,12 +278,12 @@ def test_rl_amounts_must_be_questions_or_repeats():
         with pytest.raises(ValueError, match="use a number of questions"):
             rl_questions(spec)
     for questions in (rl_questions, held_out_questions):
-        with pytest.raises(ValueError, match="smoltalk is training-only: it has no reference"):
+        with pytest.raises(ValueError, match="SmolTalk is training-only: it has no reference"):
             questions("gsm8k,smoltalk", 20)
 
 
 def test_held_out_questions_are_balanced_over_tasks():
-    asked = held_out_questions("world_facts=5,world_spelling*3,world_facts", 20)
+    asked = held_out_questions("world_facts=5,world_spelling*3", 20)
     counts = Counter(asked.locate(i)[0].name for i in range(len(asked)))
     assert counts == {"World-Facts": 10, "World-Spelling": 10}
     assert {task.split for task in asked.tasks} == {"test"}
@@ -324,8 +303,8 @@ def test_default_mixtures_and_tasks_are_valid():
 def test_R27_splits_share_no_data(key, word_list):
     kind = registry.TASKS[key]
     if "train" not in kind.splits:
-        with pytest.raises(ValueError, match="evaluation-only"):
-            buckets(key)
+        with pytest.raises(ValueError, match="no split 'train'"):
+            buckets(key)[0].used("train")
     elif issubclass(kind, HubTask):  # test_hub_chats.py: those of one file
         stems = [*kind.splits.values()]
         assert kind.kind == "talk" or len({*stems}) == len(stems)
@@ -333,6 +312,6 @@ def test_R27_splits_share_no_data(key, word_list):
     elif key != "world_chat":  # its greetings repeat
         seen = set()
         for split in kind.splits:
-            asked = {str(each[0]) for each in Subset(task_of(parse_mixture(key)[0], split), 2000)}
+            asked = {str(each[0]) for each in Subset(buckets(key)[0].open(split), 2000)}
             assert not asked & seen
             seen |= asked

@@ -8,7 +8,6 @@ import zlib
 import pytest
 
 from nanochat.sandbox import SandboxUnavailable, is_confined
-from tasks import livecodebench
 from tasks.livecodebench import LiveCodeBench, read_private
 from tests.published import publish
 
@@ -54,18 +53,6 @@ def task(monkeypatch, tmp_path) -> LiveCodeBench:
     return LiveCodeBench("test")
 
 
-def test_invalid_rows_are_skipped_and_counted(tmp_path, monkeypatch, capsys):
-    bad = [
-        {**ROWS[0], "starter_code": None},
-        {**ROWS[0], "metadata": "{"},
-        {**ROWS[1], "public_test_cases": json.dumps([case("[1", "1", "functional")])},
-        None,
-    ]
-    publish({"test.jsonl": ROWS, "test2.jsonl": bad}, tmp_path, monkeypatch)
-    assert len(LiveCodeBench("test")) == 2
-    assert "LiveCodeBench: skipped 4 of 6 rows of livecodebench" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("kind", "code", "score"),
     [
@@ -73,6 +60,7 @@ def test_invalid_rows_are_skipped_and_counted(tmp_path, monkeypatch, capsys):
         ("sum", SUM.format("int"), 0.0),  # fails the hidden test
         ("sum", f"{SUM.format('float')}\nexit()", 1.0),
         ("sum", "print(3.0000000000000001)", 0.0),
+        ("sum", f"{SUM.format('float')}\nprint('and more')", 0.0),
         ("sum", "print(sum(map(float, open(0).read().split()[1:])))", 1.0),
         ("sum", "print(sum(map(float, open(0, 'rb').read().decode().split()[1:])))", 1.0),
         ("sum", f"def f(n):\n    return n and f(n - 1)\nf(9000)\n{SUM.format('float')}", 1.0),
@@ -96,31 +84,12 @@ def test_many_tests_run_in_several_programs(tmp_path, monkeypatch, task):
         assert many.score(many[0], f"```python\n{code}\n```") == score
 
 
-@pytest.mark.parametrize(
-    ("found", "right", "same"),
-    [
-        ("nan", "nan", True),
-        ("nan", "NaN", False),
-        ("sNaN", "1", False),
-        ("1.50 x\n", "1.5  x", True),
-        ("inf", "Infinity", False),
-        ("1", "1 1", False),
-    ],
-)
-def test_output_is_compared_by_words_and_numbers(found, right, same):
-    names: dict = {}
-    exec(livecodebench.COMPARE, names)
-    assert names["same_text"](found, right) is same
-
-
 def test_pickled_tests_cannot_run_code():
     class Harmful:
         def __reduce__(self):
             return print, ("harm",)
 
-    messages = "unexpected builtins.print", "cannot read", "cannot read"
-    texts = pickle.dumps(Harmful()), b"[", pickle.dumps("text").replace(b"text", b"te\xfft")
-    for pickled, message in zip(texts, messages, strict=True):
-        with pytest.raises(ValueError, match=message):
-            read_private(base64.b64encode(zlib.compress(pickled)).decode())
+    harmful = zlib.compress(pickle.dumps(Harmful()))
+    with pytest.raises(pickle.UnpicklingError, match="unexpected builtins.print"):
+        read_private(base64.b64encode(harmful).decode())
     assert read_private(ROWS[0]["private_test_cases"])[0]["output"] == "0.5\n"

@@ -71,9 +71,9 @@ BAD_FLAGS = {
 }
 # a file of conversations -> the problem
 BAD_CONVERSATIONS = {
-    '{"role": "user"}': "line 1: expected a list of messages",
+    '{"role": "user"}': "line 1: conversation must be a list of messages",
     "words": "line 1: not JSON",
-    "": "contains no conversations",
+    "": "it is empty",
     None: "No such file or directory.*check the path",
 }
 

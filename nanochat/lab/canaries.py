@@ -39,7 +39,7 @@ from nanochat.sandbox import calculate
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import document_segments
 from tasks import builtin
-from tasks.base import Subset, Task
+from tasks.base import Subset, Task, visible
 from tasks.held_out import is_final
 from tasks.hub import HubTask
 from tasks.registry import TASKS, make_task
@@ -120,7 +120,7 @@ def measure_answers(model: GPT, tokenizer: Tokenizer, suite: Sequence[Task]) -> 
     found = {
         "length": max(ratio, 1 / ratio),
         "no_end": sum(answer.finish == "length" for answer in answers) / n,
-        "unparsable": sum(not task.answered(text) for (task, _), text in pairs) / n,
+        "unparsable": sum(task.extract(visible(text)) is None for (task, _), text in pairs) / n,
         "repeated": sum(repeated_share(answer.ids) for answer in answers) / n,
     }
     choices = [text.strip() for (task, i), text in pairs if task.letters(i)]
@@ -191,7 +191,7 @@ ItemScores = dict[str, list[float]]
 
 def open_suite(dataset: str | None) -> list[Task]:
     """Tasks of the suite for models that were pretrained on `dataset`."""
-    published = [] if dataset in builtin.WRITERS else first_items(PUBLISHED)
+    published = [] if dataset == builtin.EMBEDDED else first_items(PUBLISHED)
     has_choice = any(task.kind == "choice" for task in published)
     return published if has_choice else first_items(BUILTIN)
 

@@ -22,7 +22,7 @@ from nanochat.lab.ablation import arm_counts, read_floor
 from nanochat.lab.significance import CELLS, Contrast, Recorded, agreement, contrasts, holm
 from nanochat.lab.sweep import Job
 from nanochat.tokenizer import Tokenizer
-from tasks.buckets import Part, chat_mixture, parse_mixture, read_mixture
+from tasks.buckets import Bucket, buckets, chat_mixture, read_mixture
 from tasks.held_out import reject_contaminated
 
 CONTROL = "control"
@@ -156,20 +156,20 @@ def data_arms(cfg: StudyConfig, arms: Sequence[str], arm_floor: str) -> Arms:
     Raises ValueError for an unsuitable mixture or arm, UsageError for data of final benchmarks.
     """
     spec, declared = read_mixture(cfg.mixture)
-    parts = parse_mixture(spec, declared)
-    tags_of = {part.label: part.tags for part in parts}
+    parts = buckets(spec, declared)
+    tags_of = {part.name: part.tags for part in parts}
     reject_contaminated(tags_of)
     counts, floor = {}, read_floor(arm_floor)
     for part in parts:
         if part.tokens is None:
-            raise ValueError(f"--arms needs tokens in --mixture, as in {part.label}=40000t")
-        counts[part.label] = part.tokens
+            raise ValueError(f"--arms needs tokens in --mixture, as in {part.name}=40000t")
+        counts[part.name] = part.tokens
     found = {CONTROL: counts} | {arm: arm_counts(arm, counts, tags_of, floor) for arm in arms}
     return {arm: [mixture_flag(parts, tokens, declared)] for arm, tokens in found.items()}
 
 
 def mixture_flag(
-    parts: Sequence[Part], tokens: Mapping[str, int], declared: Mapping[str, Any]
+    parts: Sequence[Bucket], tokens: Mapping[str, int], declared: Mapping[str, Any]
 ) -> str:
     """
     Flag that sets a mixture with these tokens of each bucket, from the same conversations; with
@@ -178,7 +178,7 @@ def mixture_flag(
     amounts = []
     for part in parts:
         rows = "" if part.rows is None else f"{part.rows}*"
-        amounts.append(f"{part.label}={rows}{tokens[part.label]}t")
+        amounts.append(f"{part.name}={rows}{tokens[part.name]}t")
     if not declared:
         return f"--mixture={','.join(amounts)}"
     content = {"mixture": ",".join(amounts), "buckets": declared}

@@ -25,10 +25,9 @@ from nanochat.common import fingerprint, printable, write_atomic
 from nanochat.config import start
 from nanochat.dataset import read_json_lines
 from nanochat.tokenizer import Tokenizer
-from tasks.base import assistant, find_error, user
+from tasks.base import check_conversation, user
 from tasks.buckets import buckets, read_mixture
-from tasks.filters import apply_filters, parse_all
-from tasks.registry import BENCHMARKS, eval_task
+from tasks.filters import apply_filters, parse_filters
 
 
 @dataclass(frozen=True)
@@ -52,8 +51,7 @@ def main(cfg: Filter) -> None:
     if not cfg.out or bool(cfg.bucket) == bool(cfg.rows):
         raise ValueError("set --out, and either --bucket or --rows")
     encode = Tokenizer.load(cfg.tokenizer_tag).encode if cfg.tokenizer_tag else str
-    tests = [eval_task(name) for name in BENCHMARKS if "no_overlap" in cfg.filters]
-    rules = parse_all(cfg.filters, lambda text: len(encode(text)), tests)
+    rules = parse_filters(cfg.filters)
     if cfg.bucket:
         spec, declared = read_mixture(cfg.bucket)
         if re.search(r"[*%,@]|\dt$", spec):
@@ -64,7 +62,7 @@ def main(cfg: Filter) -> None:
     else:
         rows = list(read_rows(cfg.rows))
         source = fingerprint(rows)
-    kept, table = apply_filters(rows, rules)
+    kept, table = apply_filters(rows, rules, lambda text: len(encode(text)))
     if not kept:
         raise ValueError(f"the filters {cfg.filters} drop all of {cfg.bucket or cfg.rows}")
     out = Path(cfg.out).expanduser()
@@ -83,11 +81,10 @@ def read_rows(path: str) -> Iterator[dict[str, Any]]:
     for number, row in read_json_lines(Path(path).expanduser()):
         found = row if isinstance(row, dict) else {}
         messages = found.get("messages") or [user(found.get("prompt", ""))]
-        problem = find_error(messages)
-        if problem and isinstance(messages, list):  # not answered yet
-            problem = find_error([*messages, assistant("-")])
-        if problem:
-            raise ValueError(f"{path}, line {number}: {problem}")
+        try:
+            check_conversation(messages, is_answered=False)
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: {error}") from error
         yield found
 
 

@@ -58,13 +58,13 @@ def scan(cfg: HoldOut) -> None:
     found = overlaps([bucket.train for bucket in learned], tests)
     owners = (bucket.name for bucket in learned for _ in tests)
     rows = [
-        [name, o.held_out, *(f"{n:,}" for n in (o.items, o.checked, len(o.shared), len(o.whole)))]
+        [name, o.held_out, *(f"{n:,}" for n in (o.items, o.checked, len(o.shared)))]
         for name, o in zip(owners, found, strict=True)
-        if o.shared or o.whole
+        if o.shared
     ]
-    columns = ["Bucket", "Benchmark", "Items", "Checked", "Share 13 words", "Found in full"]
+    columns = ["Bucket", "Benchmark", "Items", "Checked", "Shared"]
     table = {"title": "Overlap with benchmarks", "columns": columns, "rows": rows}
-    values = {"Items with overlap": sum(len(o.shared) + len(o.whole) for o in found)}
+    values = {"Items with overlap": sum(len(o.shared) for o in found)}
     inputs = {"before": fingerprint({bucket.name: bucket.train.identity for bucket in learned})}
     provenance = records.Provenance(records.new_run_id(), 0, inputs)
     report.append_section("Overlap", cfg, values, provenance, tables=[table])

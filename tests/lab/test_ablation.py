@@ -4,7 +4,7 @@ import pytest
 
 from nanochat.common import REPOSITORY
 from nanochat.lab.ablation import arm_counts, read_floor
-from tasks.buckets import Tags, parse_mixture, read_mixture
+from tasks.buckets import Tags, buckets, read_mixture
 from tests.golf.helpers import commands_of
 
 COUNTS = {"chat": 500, "chat-korean": 300, "gsm8k": 150, "arc": 50, "spare": 0}
@@ -67,9 +67,9 @@ def test_every_arm_of_the_korean_study_changes_the_mixture(data, tmp_path):
     [sweep] = [flags for script, flags in commands if script == "lab.sweep"]
     flags = dict(flag.lstrip("-").split("=", 1) for flag in sweep)
     spec, declared = read_mixture(str(REPOSITORY / flags["mixture"]))
-    parts = parse_mixture(spec, declared)
-    named = {part.label: part.tags for part in parts}
-    counts = {part.label: part.tokens or 0 for part in parts}
+    parts = buckets(spec, declared)
+    named = {part.name: part.tags for part in parts}
+    counts = {part.name: part.tokens or 0 for part in parts}
     arms, floor = flags["arms"].split("|"), read_floor(flags["arm_floor"])
     found = {tuple(arm_counts(arm, counts, named, floor).values()) for arm in arms}
     assert len(found) == len(arms) == 21 and tuple(counts.values()) not in found

@@ -128,8 +128,8 @@ def test_failed_prompts_are_retried_and_wrong_ones_rejected(tmp_path, command, t
     found = [(r["prompt"], r["original"], r["gold"]) for r in read(tmp_path / "translated.jsonl")]
     assert sorted(found) == [("sage: old", "old", 1), ("sage: old", "old", 2)]
     for messages, message in (
-        ("hi", "line 2: expected a list of messages"),
-        ([{"content": "x"}], "line 2: roles must alternate"),
+        ("hi", "line 2: conversation must be a list of messages"),
+        ([{"content": "x"}], "line 2: message 0 has role None"),
         ([{"role": "assistant", "content": "x"}], "line 2: roles must alternate"),
     ):
         write(prompts, [{"prompt": "fine"}, {"messages": messages}])
