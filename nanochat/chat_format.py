@@ -7,11 +7,12 @@ Chat format: render conversations as token ids, with a mask of the tokens that c
     <|bos|> <|user_start|> text <|user_end|> <|assistant_start|> text <|assistant_end|> ...
     mask 0          0       0         0              0             1         1
 
-A message is {"role": "system", "user" or "assistant", "content": text or a list of parts}. A part
-is {"type", "text"} with type `text` or, in assistant messages, `python` (a tool call, with loss) or
-`python_output` (its result, no loss). System messages become user text. Consecutive messages of one
-speaker form one turn, with a blank line in between; consecutive text parts are concatenated. Text
-never encodes to special tokens, whatever a user types.
+A message is {"role": "system", "user" or "assistant", "content": text or a list of parts}; the
+role "developer" is the same as "system". A part is {"type", "text"} with type `text` or, in
+assistant messages, `python` (a tool call, with loss) or `python_output` (its result, no loss).
+System messages become user text. Consecutive messages of one speaker form one turn, with a blank
+line in between; consecutive text parts are concatenated. Text never encodes to special tokens,
+whatever a user types.
 """
 
 import codecs
@@ -26,7 +27,7 @@ PARTS = {  # type of a part -> start token, end token, 1 = trained on
     "python_output": ("<|output_start|>", "<|output_end|>", 0),
 }
 Message = Mapping[str, Any]
-SPEAKERS = {"system": "user", "user": "user", "assistant": "assistant"}
+SPEAKERS = {"system": "user", "developer": "user", "user": "user", "assistant": "assistant"}
 SEPARATOR = {"type": "text", "text": "\n\n"}  # between consecutive messages of one speaker
 
 
@@ -116,7 +117,7 @@ def validate_message(i: int, message: Message) -> tuple[str, list[Message]]:
         raise ValueError(f"message {i} is not an object with role and content: {message!r:.80}")
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or role not in SPEAKERS:
-        raise ValueError(f"message {i} has role {role!r:.80}; use system, user or assistant")
+        raise ValueError(f"message {i} has role {role!r:.80}; use {', '.join(SPEAKERS)}")
     if isinstance(content, str):
         content = [{"type": "text", "text": content}]
     if not isinstance(content, list):
@@ -144,7 +145,7 @@ def render_fitting(tokenizer: Tokenizer, messages: Sequence[Message], max_tokens
     that cannot be rendered.
     """
     merge_turns(messages)  # only for its errors, which give message numbers
-    num_opening = next((i for i, m in enumerate(messages) if m["role"] != "system"), 0)
+    num_opening = next((i for i, m in enumerate(messages) if m["role"] in ("user", "assistant")), 0)
     opening, spoken = messages[:num_opening], merge_turns(messages[num_opening:])
 
     def prompt(first: int) -> list[int]:
@@ -169,9 +170,11 @@ class Transcript:
 
     def add(self, token: int) -> list[tuple[str, str]]:
         """Add a token; returns the new text as at most two (kind, text) pieces."""
-        if token not in self.kinds:
+        if token < self.tokenizer.bos_id:
             return self.show(self.decoder.decode(self.tokenizer.decode_bytes([token])))
         shown = self.close()
+        if token not in self.kinds:  # of turns: no text
+            return shown
         self.kind = self.kinds[token]
         if self.kind != "text":
             self.parts.append({"type": self.kind, "text": ""})

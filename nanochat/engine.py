@@ -13,8 +13,8 @@ sequence does not depend on the rest of the batch, except for rounding.
 import math
 import random
 import threading
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -28,9 +28,9 @@ from nanochat.common import printable
 from nanochat.config import require_at_least, short
 from nanochat.dist import has_compiler, memory_bytes
 from nanochat.gpt import GPT, inference_copy
-from nanochat.tokenizer import Tokenizer
+from nanochat.tokenizer import SPECIAL_TOKENS, Tokenizer
 
-# ---- Sampling: temperature, top-k, top-p per sequence --------------------------------------------
+# ---- Sampling: temperature, top-k, top-p, min-p and penalties per sequence -----------------------
 # Each sequence has its own generator: its output does not depend on the rest of the batch.
 
 
@@ -49,25 +49,72 @@ class Sampling:
     """Sample from the k most likely tokens; -1 (None) = all tokens."""
     top_p: float = 1.0
     """Sample from the smallest set of tokens whose probabilities sum to at least this."""
+    min_p: float = 0.0
+    """Sample from tokens of at least this fraction of the highest probability; 0 = all tokens."""
     seed: int = 0
     """Random seed for sampling; sample i of a prompt uses (seed, i)."""
 
     def __post_init__(self) -> None:
-        require_at_least(self, max_new_tokens=1, temperature=0, top_k=1)
+        require_at_least(self, max_new_tokens=1, temperature=0, top_k=1, min_p=0)
         if not -(1 << 63) <= self.seed < 1 << 63:
             raise ValueError(f"seed {self.seed} is too large; use one of at most 63 bits")
         if not self.temperature < math.inf:
             raise ValueError(f"temperature must be finite, got {self.temperature}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
+        if self.min_p > 1:
+            raise ValueError(f"min_p must be at most 1, got {self.min_p}")
+
+
+@dataclass(frozen=True)
+class PenalizedSampling(Sampling):
+    """
+    Sampling with changed logits, which only requests of the API set.
+
+    Penalties apply to tokens that the completion already has, tool output included; the prompt
+    does not count. Sources: OpenAI API reference for frequency and presence penalty and logit_bias;
+    repetition penalty: CTRL, arXiv:1909.05858.
+    """
+
+    frequency_penalty: float = 0.0
+    """Subtracted from a token's logit once per occurrence."""
+    presence_penalty: float = 0.0
+    """Subtracted from a token's logit if it occurs."""
+    repetition_penalty: float = 1.0
+    """A token that occurs has its logit divided by this; a negative one is multiplied."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    """Added to the logits of these token ids."""
+
+
+def penalize(logits: Tensor, settings: Sequence[Sampling], ids: Sequence[Sequence[int]]) -> Tensor:
+    """
+    Return logits (B, V) with the penalties and biases of each row; `logits` itself if there are
+    none. ids: the tokens of each completion so far.
+    """
+    changes: list[tuple[int, int, float, float]] = []  # row, token, divisor, summand
+    for row, s in enumerate(settings):
+        if isinstance(s, PenalizedSampling):
+            counts = Counter(ids[row])
+            for token in counts.keys() | s.logit_bias.keys():
+                n = counts[token]
+                penalty = s.frequency_penalty * n + s.presence_penalty * (n > 0)
+                divisor = s.repetition_penalty if n else 1.0
+                changes.append((row, token, divisor, s.logit_bias.get(token, 0.0) - penalty))
+    if not changes:
+        return logits
+    rows, tokens, divisors, summands = map(list, zip(*changes, strict=True))
+    divisor, summand = torch.tensor([divisors, summands], device=logits.device)
+    x, logits = logits[rows, tokens], logits.clone()
+    logits[rows, tokens] = torch.where(x > 0, x / divisor, x * divisor) + summand
+    return logits
 
 
 def sample(logits: Tensor, settings: Sequence[Sampling], uniform: Sequence[float]) -> list[int]:
     """
     Sample the next token id of each row from logits (B, V), float32.
 
-    uniform: one number in [0, 1) per row. Temperature applies first, then top-k, then top-p. Among
-    tied tokens, top-k keeps exactly k tokens and top-p keeps all.
+    uniform: one number in [0, 1) per row. Temperature applies first, then top-k, top-p and min-p
+    (arXiv:2407.01082). Among tied tokens, top-k keeps exactly k tokens; the others keep all.
     """
     V = logits.size(1)
     groups: dict[int, list[int]] = {}  # number of candidate tokens -> rows
@@ -103,6 +150,8 @@ def draw(logits: Tensor, k: int, settings: Sequence[Sampling], uniform: Sequence
         kept = running_sum(ordered) - ordered < mass
         cutoff = torch.where(kept, ordered, torch.inf).amin(dim=-1, keepdim=True)
         weights = weights * ((weights >= cutoff) | (column(s.top_p for s in settings) == 1))
+    if any(s.min_p > 0 for s in settings):
+        weights = weights * (weights >= column(s.min_p for s in settings))
     total = running_sum(weights)
     threshold = column(uniform).clamp(max=1 - 2**-24) * total[:, -1:]  # below total in float32 too
     index = (total <= threshold).sum(dim=-1)
@@ -125,10 +174,6 @@ def running_sum(weights: Tensor) -> Tensor:
 # Kernel launches dominate the decode step of a small model; compilation fuses hundreds of kernels
 # into a few dozen. Sizes are dynamic: models of one architecture share one compilation for B = 1
 # and one for B > 1. On a GPU, each size is captured as a CUDA graph, which any thread may replay.
-
-
-# Largest accepted difference between the logits of the compiled and the eager step
-LOGIT_TOLERANCE = {torch.bfloat16: 1.0, torch.float16: 0.125, torch.float32: 0.01}
 
 
 def next_logits(
@@ -157,9 +202,8 @@ class DecodeStep:
     """
     Decode step over one KV cache, optionally compiled.
 
-    Compilation takes seconds (1-2 with a warm on-disk compiler cache). The first step
-    with B = 1, the first with B > 1 and every CUDA graph are checked against the eager step: if
-    compilation fails or the logits differ, this is logged and only the eager step is used.
+    Compilation takes seconds (1-2 with a warm on-disk compiler cache). If it fails, this is
+    printed, and all steps are eager from then on.
     """
 
     def __init__(self, model: GPT, cache: KVCache, compiled: bool = False):
@@ -167,33 +211,19 @@ class DecodeStep:
         self.compiled = compiled
         self.recorded = model.device.type == "cuda"
         self.key_positions = torch.arange(cache.room, device=model.device)
-        self.checked: set[tuple[int, int]] = set()
         self.recordings: dict[tuple[int, int], Callable[[Tensor, Tensor], Tensor]] = {}
         self.pool = torch.cuda.graph_pool_handle() if self.recorded else None
 
     def __call__(self, newest: Sequence[int]) -> Tensor:
         """Logits (B, V) after the newest tokens; the caller must update `cache.lengths`."""
         past = self.cache.lengths[: len(newest)]
-        if not self.compiled:
-            return self.eager(newest, past)
-        kind = self.recorded_size(past) if self.recorded else (min(2, len(past)), 0)
-        want = None if kind in self.checked else self.eager(newest, past)
-        self.checked.add(kind)
-        try:
-            logits = self.run_compiled(newest, past)
-            distance = 0.0 if want is None else float((logits - want).abs().max())
-            if distance < LOGIT_TOLERANCE[self.model.dtype]:
-                return logits
-            reason = f"logits differ by {distance:.3g}"
-        except Exception as error:  # a compiler may raise anything
-            reason = f"{type(error).__name__}: {error}"
-        print(f"decode step not compiled: {printable(reason)}", flush=True)
-        self.compiled = False
-        self.recordings.clear()
-        return self.eager(newest, past)  # overwrites what the compiled step stored in the cache
-
-    def eager(self, newest: Sequence[int], past: Sequence[int]) -> Tensor:
-        """Uncompiled step: newest token ids and lengths of B sequences -> logits (B, V)."""
+        if self.compiled:
+            try:
+                return self.run_compiled(newest, past)
+            except Exception as error:  # a compiler may raise anything
+                reason = f"{type(error).__name__}: {printable(error)}"
+                print(f"decode step not compiled: {reason}", flush=True)
+                self.compiled = False
         return next_logits(self.model, self.cache, *self.inputs(newest, past))
 
     def run_compiled(self, newest: Sequence[int], past: Sequence[int]) -> Tensor:
@@ -203,12 +233,14 @@ class DecodeStep:
         """
         if not self.recorded:
             return self.run_fused(*self.inputs(newest, past))
-        size = self.recorded_size(past)
-        unused = [0] * (size[0] - len(past))
+        rows = min(power_of_two(len(past)), len(self.cache.lengths))
+        read = min(power_of_two(num_positions_read(past)), self.cache.room - BLOCK)
+        unused = [0] * (rows - len(past))
         tokens, positions, _ = self.inputs([*newest, *unused], [*past, *unused])
-        if size not in self.recordings:
-            self.recordings[size] = self.record(tokens, positions, self.key_positions[: size[1]])
-        logits = self.recordings[size](tokens, positions)
+        if (rows, read) not in self.recordings:
+            recording = self.record(tokens, positions, self.key_positions[:read])
+            self.recordings[rows, read] = recording
+        logits = self.recordings[rows, read](tokens, positions)
         return logits[: len(past)].clone()  # the next replay overwrites them
 
     def record(
@@ -232,11 +264,6 @@ class DecodeStep:
             return logits
 
         return replay
-
-    def recorded_size(self, past: Sequence[int]) -> tuple[int, int]:
-        """Size of the CUDA graph for these lengths: (batch rows, cache positions read)."""
-        rows = min(power_of_two(len(past)), len(self.cache.lengths))
-        return rows, min(power_of_two(num_positions_read(past)), self.cache.room - BLOCK)
 
     def run_fused(self, tokens: Tensor, positions: Tensor, key_positions: Tensor) -> Tensor:
         """Compiled step with dynamic len(key_positions) and, if B > 1, dynamic B."""
@@ -272,6 +299,7 @@ Tool = Callable[[str], str | None | Future[str | None]]
 # CPU, small batches of similarly long prompts waste less on padding.
 CPU_PREFILL_TOKENS, GPU_PREFILL_TOKENS = 2048, 8192
 TOOL_WAIT_SECONDS = 0.01  # wait for a tool result when all sequences are idle
+TURN_TOKENS = SPECIAL_TOKENS[:5]  # <|bos|>, start and end of both speakers' turns
 
 
 @dataclass(eq=False)
@@ -279,7 +307,8 @@ class Completion:
     """
     One sample of a prompt; it is complete when `finish` is set.
 
-    `ids` excludes the stop token `end`; `sampled[i]` is False if ids[i] was injected by a tool.
+    A sampled turn token is the stop token `end`, which `ids` excludes; `sampled[i]` is False if
+    ids[i] was injected by a tool.
     """
 
     prompt: list[int]
@@ -289,7 +318,7 @@ class Completion:
     ids: list[int] = field(default_factory=list)
     sampled: list[bool] = field(default_factory=list)
     finish: Literal["stop", "length", "cancelled"] | None = None
-    """stop: the model emitted a stop token; length: max_new_tokens or the context is exhausted."""
+    """stop: the model sampled a stop token; length: max_new_tokens or the context is exhausted."""
     end: int | None = None
     """The sampled stop token."""
     code: list[int] | None = None
@@ -327,8 +356,7 @@ class Engine:
     capacity: maximum tokens of prompt plus completion; default: the model's context length.
     tool: executes the model's tool calls; None = calls get no result. compiled: compile the decode
     step, which pays off after thousands of tokens. `logits` (B, V) are those of the last step, one
-    row per completion it returned. `on_prefill(completion, hidden)` is called after each prefill
-    with the hidden states (T, C), right-padded to the longest prompt of the batch.
+    row per completion it returned.
     """
 
     def __init__(
@@ -350,9 +378,8 @@ class Engine:
         self.waiting: deque[Completion] = deque()
         self.active: list[Completion] = []  # active[i] occupies slot i
         self.calling: list[Completion] = []  # waiting for a tool, without a slot
-        self.ends = {tokenizer.bos_id, tokenizer.special("<|assistant_end|>")}
+        self.ends = set(map(tokenizer.special, TURN_TOKENS))
         self.logits = torch.empty(0)
-        self.on_prefill: Callable[[Completion, Tensor], None] = lambda completion, hidden: None
 
     # ---- public interface --------------------------------------------------------------------
 
@@ -416,7 +443,9 @@ class Engine:
         for slot in range(len(grown)):
             self.cache.lengths[slot] += 1
         uniform = [c.random.random() for c in grown]
-        picked = sample(self.logits, [c.settings for c in grown], uniform)
+        settings = [c.settings for c in grown]
+        logits = penalize(self.logits, settings, [c.ids for c in grown])
+        picked = sample(logits, settings, uniform)
         for completion, token in zip(grown, picked, strict=True):
             self.advance(completion, token)
         self.evict()
@@ -452,10 +481,9 @@ class Engine:
     def prefill(self, slots: Sequence[int], prompts: Sequence[Sequence[int]]) -> None:
         """Prefill several empty slots in one forward pass."""
         tokens = pad_right(prompts, self.tokenizer.bos_id, self.device)  # (B, T)
-        hidden = self.model.hidden(tokens, self.cache.view(slots, tokens.size(1)))  # (B, T, C)
-        for row, slot in enumerate(slots):
-            self.cache.lengths[slot] = len(prompts[row])
-            self.on_prefill(self.active[slot], hidden[row])
+        self.model.hidden(tokens, self.cache.view(slots, tokens.size(1)))
+        for slot, prompt in zip(slots, prompts, strict=True):
+            self.cache.lengths[slot] = len(prompt)
 
     def evict(self) -> None:
         """Free the slots of finished and tool-calling completions, filling gaps from the end."""

@@ -67,7 +67,7 @@ def main(cfg: ChatWeb) -> None:
     compiled = choose_engine_compile(cfg.compile_engine, dist.device, most_tokens=0)
     library = ModelLibrary(dist, name, tools, cfg.server.slots, cfg.server.max_models, compiled)
     library.loaded[name] = engine = library.load(name)
-    handler = RequestHandler(library, defaults, cfg.server.max_waiting)
+    handler = RequestHandler(library, defaults, cfg.server.max_waiting, cfg.server.truncation)
     server = Server(handler, cfg.server, suggestions(checkpoint))
 
     if key is None and cfg.server.host not in ("127.0.0.1", "::1", "localhost"):

@@ -59,6 +59,11 @@ def test_V14_messages_of_one_speaker_in_any_order_are_merged():
         (chat("hi", ""), "^[hi]{", "^[hi]{"),
         (chat("hi", "hello"), "^[hi]{", "^[hi]{hello"),
         ([SYSTEM], "^[Be kind.]{", "^[Be kind.]{"),
+        (
+            [{**SYSTEM, "role": "developer"}, *chat("a", "b")],
+            "^[Be kind.\n\na]{",
+            "^[Be kind.\n\na]{b",
+        ),
         (chat("well?", first="assistant"), "^{well?}{", "^{well?"),
     ],
 )
@@ -74,6 +79,8 @@ def test_V5_long_conversation_drops_its_oldest_turns():
     for most in range(len(fits[0]) + 2):
         prompt = decode(render_fitting(TOKENIZER, [SYSTEM, *talk], most))
         assert prompt == next((text for text in fits if len(text) <= most), last)
+        developer = [{**SYSTEM, "role": "developer"}, *talk]
+        assert decode(render_fitting(TOKENIZER, developer, most)) == prompt
     for messages in (talk[:4], talk[1:], [SYSTEM], [SYSTEM, SYSTEM, *talk[1:4]]):  # any order
         whole = render_prompt(TOKENIZER, messages, continue_last=True)
         assert render_fitting(TOKENIZER, messages, 999) == whole

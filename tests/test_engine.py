@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
-from nanochat.engine import Engine, Sampling, sample
+from nanochat.engine import TURN_TOKENS, Engine, PenalizedSampling, Sampling, penalize, sample
 from nanochat.gpt import GPT, inference_copy
 from nanochat.tokenizer import Tokenizer
 from tests.conftest import TINY, lively
@@ -80,7 +80,7 @@ def decode_without_cache(model, prompt, ends):
 @torch.no_grad()
 def test_greedy_decoding_equals_full_forward_without_cache(tokenizer, option):
     model = model_of(tokenizer, **OPTIONS[option])
-    ends = {tokenizer.bos_id, tokenizer.special("<|assistant_end|>")}
+    ends = set(map(tokenizer.special, TURN_TOKENS))
     prompts = [*PROMPTS, [9] * 200] if option == "windows" else PROMPTS
     found = complete(Engine(inference_copy(model), tokenizer, slots=3), prompts)
     assert found == [[decode_without_cache(model, prompt, ends)] for prompt in prompts]
@@ -90,7 +90,9 @@ def test_V10_completions_do_not_depend_on_the_batch(tokenizer):
     model, alone = model_of(tokenizer), Engine(model_of(tokenizer), tokenizer, slots=1)
     engine, groups = Engine(model, tokenizer, slots=4), []
     for i in range(9):  # completions end, and others take their slots, at different steps
-        settings = Sampling(3 + 2 * i, 0.8 + 0.1 * i, (None, 40)[i % 2], seed=i)
+        settings = Sampling(3 + 2 * i, 0.8 + 0.1 * i, (None, 40)[i % 2], min_p=i / 99, seed=i)
+        if i % 3 == 0:
+            settings = PenalizedSampling(**vars(settings), presence_penalty=2.0)
         groups.append(engine.submit([i + 1, 2 * i + 5, 9], settings, n=2))
     finish(engine)
     for one, other in groups:
@@ -231,6 +233,8 @@ def test_gpu_graphs_equal_eager_steps_in_every_thread(tokenizer):
         ({"top_k": 2}, [0, 4]),
         ({"top_p": 0.4}, [0]),  # probabilities: .47 .17 .06 .02 .28
         ({"top_k": 3, "top_p": 0.7}, [0, 4]),
+        ({"min_p": 0.3}, [0, 1, 4]),
+        ({"temperature": 2.0, "top_p": 0.9, "min_p": 0.5}, [0, 1, 4]),
         ({"temperature": 2.0, "top_p": 0.65}, [0, 1, 4]),  # .34 .21 .13 .08 .26
     ],
 )
@@ -243,6 +247,17 @@ def test_sampling_follows_the_probabilities_of_kept_tokens(settings, kept):
     found = torch.bincount(torch.tensor(drawn), minlength=5) / n
     torch.testing.assert_close(found, scaled.softmax(0), atol=0.03, rtol=0)
     assert set(drawn) == set(kept)
+
+
+def test_penalties_and_biases_change_logits_of_their_row_only():
+    logits = torch.tensor([[2.0, 1.0, -1.0, 0.5]] * 3)
+    one = PenalizedSampling(frequency_penalty=0.5, presence_penalty=0.25, repetition_penalty=2.0)
+    other = PenalizedSampling(presence_penalty=-1.0, logit_bias={3: 100.0, 0: -1.0})
+    ids = [[0, 2, 0], [0, 0], [0, 1, 2, 3]]
+    found = penalize(logits, [one, other, Sampling()], ids)
+    want = [[1 - 1.25, 1.0, -2 - 0.75, 0.5], [2 + 1.0 - 1, 1.0, -1.0, 100.5], logits[2].tolist()]
+    assert found.tolist() == want and logits[0, 0] == 2
+    assert penalize(logits, [Sampling()] * 3, ids) is logits
 
 
 def test_tiny_temperatures_are_greedy():

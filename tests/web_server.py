@@ -153,7 +153,9 @@ def serving(
     library.loaded[name] = library.load(name)
     if endless:
         library.loaded[name].ends = set()
-    server = Server(RequestHandler(library, Sampling(1000, temperature=1.0), cfg.max_waiting), cfg)
+    defaults = Sampling(1000, temperature=1.0)
+    handler = RequestHandler(library, defaults, cfg.max_waiting, cfg.truncation)
+    server = Server(handler, cfg)
     bound = listen(cfg)
     thread = threading.Thread(target=server.run, args=([bound],), daemon=True)
     thread.start()
@@ -172,13 +174,14 @@ def says(patch: pytest.MonkeyPatch, site: Site, *pieces: str | bytes) -> None:
     Tool results, which the server injects, are part of the script.
     """
     engine, script, plain = site.engine, site.ids(*pieces, "<|assistant_end|>"), generation.sample
+    turns = {engine.tokenizer.special(name) for name in generation.TURN_TOKENS}
 
     def sample(logits: Any, settings: Any, uniform: Any) -> list[int]:
         if len(engine.active) != len(logits):  # a step of another model
             return plain(logits, settings, uniform)
         return [script[min(len(row.ids), len(script) - 1)] for row in engine.active]
 
-    patch.setattr(engine, "ends", {script[-1]})
+    patch.setattr(engine, "ends", turns)
     patch.setattr("nanochat.engine.sample", sample)
 
 

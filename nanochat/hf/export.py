@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nanochat.common import REPOSITORY, UsageError, write_atomic, write_json
+from nanochat.engine import TURN_TOKENS
 from nanochat.golf.size import list_imported_modules, read_source
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.hf.models import new_model, read_config
@@ -116,8 +117,8 @@ def write_hf(
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     describe = native_config if native else remote_config
     config = {**describe(model.cfg), "dtype": str(dtype).removeprefix("torch.")}
-    ends = [tokenizer.special(END), tokenizer.bos_id]  # end of turn, end of document
-    ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": ends}
+    ends = (END, *(name for name in TURN_TOKENS if name != END))
+    ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": list(map(tokenizer.special, ends))}
     history = {"nanochat": dict(origin)} if origin else {}
     # With a pad_token_id, transformers would not train the embedding of that token (BOS)
     write_json(folder / "config.json", {**config, **ids, "pad_token_id": None, **history})

@@ -23,7 +23,8 @@ from nanochat.dist import DistConfig, init_dist
 from nanochat.engine import Engine, Sampling, choose_engine_compile
 from nanochat.eval_chat import longest_prompt, trim
 from nanochat.eval_core import Question, score_options, truncate_options
-from nanochat.serve.scheduler import Answer, GenerationRequest
+from nanochat.serve.openai_api import TextRequest
+from nanochat.serve.scheduler import Answer
 
 MAX_GEN_TOKS = 256  # default limit on generated tokens
 
@@ -116,17 +117,18 @@ class NanochatLM(LM):
         answers, texts = {}, [""] * len(requests)
         for number, (context, wanted) in enumerate(request.args for request in requests):
             until = wanted.get("until") or []
-            stop = (until,) if isinstance(until, str) else tuple(until)
+            stop = [until] if isinstance(until, str) else list(until)
             settings = sampling(wanted, number)  # repeated requests get different samples
             room = longest_prompt(engine, settings.max_new_tokens)
             prompt = trim(self.encode(context), room)
-            generation = GenerationRequest(prompt, settings, stop=stop, parts=False)
+            asked = TextRequest.model_construct(stop=stop)
             (completion,) = engine.submit(prompt, settings)
-            answers[completion] = Answer(completion, self.own_tokenizer, generation, number)
+            answers[completion] = Answer(completion, self.own_tokenizer, asked, number)
         while engine.busy:
-            for completion in engine.step():
+            for row, completion in enumerate(engine.step()):
                 answer = answers[completion]
-                texts[answer.index] += "".join(delta.text for delta in answer.advance())
+                deltas = answer.advance(engine.logits[row])
+                texts[answer.index] += "".join(delta.text for delta in deltas)
                 if answer.finish:
                     engine.cancel(completion)
         return texts

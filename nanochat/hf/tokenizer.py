@@ -124,9 +124,9 @@ CHAT_TEMPLATE = """\
 {%- set tag = "CONTINUE_FINAL_MESSAGE_TAG " -%}
 {%- set state = namespace(speaker="", trained="", filled=false, gap=false, asked=0, tag="") -%}
 {%- for message in messages -%}
-    {%- if message["role"] not in ["system", "user", "assistant"] -%}
+    {%- if message["role"] not in ["system", "developer", "user", "assistant"] -%}
         {{- raise_exception("message " ~ loop.index0 ~ " has role " ~ message["role"]
-            ~ ", not system, user or assistant") -}}
+            ~ ", not system, developer, user or assistant") -}}
     {%- elif message["role"] != "assistant" -%}
         {%- set state.asked = loop.index -%}
     {%- endif -%}

@@ -12,51 +12,43 @@ import secrets
 
 from nanochat.engine import Engine, Sampling
 from nanochat.serve.models import ModelLibrary
-from nanochat.serve.openai_api import ApiError, ChatRequest, TextRequest
-from nanochat.serve.scheduler import GenerationRequest, Reply, Worker
+from nanochat.serve.openai_api import ApiError, Asked, bad_field, check_ids
+from nanochat.serve.scheduler import Reply, Worker
 
 
 class RequestHandler:
-    """`defaults` apply to unset request fields; `max_waiting` as in `Worker`."""
+    """`defaults`, `truncation` apply to unset request fields; `max_waiting` as in `Worker`."""
 
-    def __init__(self, library: ModelLibrary, defaults: Sampling, max_waiting: int):
-        self.library, self.defaults = library, defaults
+    def __init__(
+        self, library: ModelLibrary, defaults: Sampling, max_waiting: int, truncation: str = "auto"
+    ):
+        self.library, self.defaults, self.truncation = library, defaults, truncation
         self.worker = Worker(max_waiting)
 
-    async def submit(self, asked: ChatRequest | TextRequest, engine: Engine) -> Reply:
+    async def submit(self, asked: Asked, engine: Engine) -> Reply:
         """Queue a request. Raises ApiError for an overlong prompt or too many completions."""
-        n, context = asked.n or 1, engine.cache.capacity
+        context, jobs = engine.cache.capacity, []
+        check_ids("logit_bias", asked.logit_bias or (), engine.tokenizer.vocab_size)
         try:
-            prompts = await asyncio.to_thread(asked.prompts, engine.tokenizer, context)
+            prompts = await asyncio.to_thread(
+                asked.prompts, engine.tokenizer, context, self.truncation
+            )
         except ValueError as error:
-            raise ApiError(400, str(error), param=asked.prompt_field) from error
-        limit = engine.slots + self.worker.max_waiting
-        if n * len(prompts) > limit:
-            message = f"{n * len(prompts)} completions requested; the limit is {limit}"
-            raise ApiError(400, message, param="n")
-        requests = []
-        for prompt, num_added, _ in prompts:
-            room = context - len(prompt)
+            raise bad_field(asked.prompt_field, str(error)) from error
+        total, limit = (asked.n or 1) * len(prompts), engine.slots + self.worker.max_waiting
+        if total > limit:
+            raise bad_field("n", f"{total} completions requested; the limit is {limit}")
+        for prompt in prompts:
+            room = context - len(prompt.ids)
             if room < 1:
                 raise ApiError(
                     400,
-                    f"the prompt has {len(prompt)} tokens; the model's context length is "
+                    f"the prompt has {len(prompt.ids)} tokens; the model's context length is "
                     f"{context}, of which the prompt may use {context - 1}",
                     "context_length_exceeded",
                     asked.prompt_field,
                 )
             length = min(asked.length or room, room)
-            request = GenerationRequest(
-                prompt,
-                asked.sampling(self.defaults, length, secrets.randbits(48)),
-                n,
-                asked.stop,
-                parts=asked.kind == "chat",
-                echo_from=num_added if asked.echo else None,
-                only_prompt=asked.max_tokens == 0,
-                logprobs=asked.num_logprobs,
-            )
-            requests.append(request)
-        reply = self.worker.submit(engine, requests)
-        reply.num_dropped = sum(prompt.num_dropped for prompt in prompts)
-        return reply
+            sampling = asked.sampling(self.defaults, length, secrets.randbits(48))
+            jobs.append((prompt, sampling))
+        return self.worker.submit(engine, asked, jobs)

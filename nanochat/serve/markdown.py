@@ -10,14 +10,28 @@ inline style, which the page's policy would block.
 import re
 from collections.abc import Sequence
 from html import escape
+from typing import Annotated, Literal
 
 from markdown_it import MarkdownIt
+from pydantic import BaseModel, Field
 
-from nanochat.serve.openai_api import ApiError, bad_field, check_count, read_object, read_parts
+from nanochat.serve.openai_api import ApiError, read_request
 
 MOST_CHARACTERS = 20_000  # as in ui.html. That many "[" take 2 s, and twice as many 8 s
-MOST_ANSWERS = 256
 MARK = "\ufdd0{}\ufdd1"  # place of a tool's call or result while its answer is Markdown
+
+
+class Part(BaseModel):
+    type: Literal["text", "python", "python_output"]
+    text: str
+
+
+class MarkdownRequest(BaseModel):
+    """POST /v1/markdown: the parts of each answer."""
+
+    answers: list[Annotated[list[Part], Field(fail_fast=True)]] = Field(
+        max_length=256, fail_fast=True
+    )
 
 
 def render_answers(body: bytes) -> list[str]:
@@ -26,27 +40,23 @@ def render_answers(body: bytes) -> list[str]:
 
     Raises ApiError for an invalid body, and for more than MOST_CHARACTERS in all.
     """
-    given = read_object(body).get("answers")
-    if not isinstance(given, list) or not all(isinstance(parts, list) for parts in given):
-        raise bad_field("answers", "must be an array of answers, each an array of parts")
-    check_count("answers", given, MOST_ANSWERS, "answers")
-    answers = [read_parts(parts, "assistant", f"answers.{i}") for i, parts in enumerate(given)]
-    if (size := sum(len(part["text"]) for parts in answers for part in parts)) > MOST_CHARACTERS:
+    answers = read_request(MarkdownRequest, body).answers
+    if (size := sum(len(part.text) for parts in answers for part in parts)) > MOST_CHARACTERS:
         raise ApiError(413, f"{size:,} characters; the limit is {MOST_CHARACTERS:,}", "too_large")
     return [render_answer(parts) for parts in answers]
 
 
-def render_answer(parts: Sequence[dict[str, str]]) -> str:
+def render_answer(parts: Sequence[Part]) -> str:
     """Return the HTML of one answer; a tool's call and result become code elements."""
     parser = MarkdownIt("js-default", {"breaks": True}).disable("image")
     parser.validateLink = lambda url: url.lower().startswith(("http://", "https://", "mailto:"))
     text, tools = "", {}
     for i, part in enumerate(parts):
-        if part["type"] == "text":
-            text += part["text"].replace("\ufdd0", "\ufffd")
+        if part.type == "text":
+            text += part.text.replace("\ufdd0", "\ufffd")
         else:
-            name = "call" if part["type"] == "python" else "result"
-            code = f'<code class="{name}" title="Tool {name}">{escape(part["text"])}</code>'
+            name = "call" if part.type == "python" else "result"
+            code = f'<code class="{name}" title="Tool {name}">{escape(part.text)}</code>'
             text, tools[MARK.format(i)] = text + MARK.format(i), code
     tokens = parser.parse(text)
     for token in tokens:

@@ -10,12 +10,13 @@ number of loaded models, the least recently used idle one is unloaded.
 import asyncio
 import gc
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 from nanochat.checkpoint import (
     FOLDERS,
     load_inference,
+    newest_state,
     parse_checkpoint_ref,
     saved_tags,
     stage_folder,
@@ -43,28 +44,14 @@ class ModelLibrary:
     """Compile the engines."""
     loaded: dict[str, Engine] = field(default_factory=dict, init=False)
     """Least recently used first."""
-    saved_at: dict[str, float] = field(default_factory=dict, init=False)
-    """Time of the save that each loaded model is from."""
+    states: dict[str, Any] = field(default_factory=dict, init=False)
+    """State of the checkpoint that each loaded model is from."""
     loading: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
-    def listed(self) -> dict[str, int]:
-        """
-        Map the name of each model to its save time (Unix seconds, 0 if unknown).
-
-        The default comes first, then the latest stage, with the newest tag first.
-        """
-        found = {self.default: 0}
-        for stage in reversed(FOLDERS):
-            names = [f"{stage}:{tag}" for tag in saved_tags(stage)]
-            times = {name: int(time_of_save(name)) for name in names}
-            found |= {name: times[name] for name in sorted(times, key=lambda n: -times[n])}
-        return found
-
-    def context_length(self, name: str) -> int | None:
-        """Context length of a listed model in tokens; None if its checkpoint cannot be read."""
-        with suppress(ValueError, OSError, RuntimeError):
-            return parse_checkpoint_ref(name).state["model"]["max_seq_len"]
-        return None
+    def listed(self) -> list[str]:
+        """Names of all models: the default, then the latest stage first, its newest tag first."""
+        names = [f"{stage}:{tag}" for stage in reversed(FOLDERS) for tag in saved_tags(stage)]
+        return list(dict.fromkeys([self.default, *names]))
 
     async def get(self, name: str, busy: Callable[[Engine], bool]) -> Engine:
         """
@@ -74,24 +61,23 @@ class ModelLibrary:
         Raises ApiError for an unknown name, for a checkpoint that fails to load, and if all loaded
         models are busy.
         """
-        if name in self.loaded and self.saved_at.get(name) != time_of_save(name):
-            if not busy(self.loaded[name]):
-                print(printable(f"{name} was saved again; loading it"), flush=True)
-                del self.loaded[name]
         if name not in self.loaded:
             known = await asyncio.to_thread(self.listed)
             if name not in known:
                 message = f"model {name!r} not found; available: {', '.join(known)}"
                 raise ApiError(404, message, "model_not_found", "model")
-            async with self.loading:
-                if name not in self.loaded:
-                    self.make_room(busy)
-                    try:
-                        self.loaded[name] = await asyncio.to_thread(self.load, name)
-                    except (ValueError, OSError, RuntimeError) as error:
-                        print(printable(f"failed to load {name}: {error}"), flush=True)
-                        message = f"failed to load {name}; see the server log"
-                        raise ApiError(503, message, "model_unavailable") from error
+        elif self.states.get(name) != newest_of(name) and not busy(self.loaded[name]):
+            print(printable(f"{name} was saved again; loading it"), flush=True)
+            del self.loaded[name]
+        async with self.loading:
+            if name not in self.loaded:
+                self.make_room(busy)
+                try:
+                    self.loaded[name] = await asyncio.to_thread(self.load, name)
+                except (ValueError, OSError, RuntimeError) as error:
+                    print(printable(f"failed to load {name}: {error}"), flush=True)
+                    message = f"failed to load {name}; see the server log"
+                    raise ApiError(503, message, "model_unavailable") from error
         engine = self.loaded.pop(name)
         self.loaded[name] = engine
         return engine
@@ -108,9 +94,8 @@ class ModelLibrary:
 
     def load(self, name: str) -> Engine:
         """Load a checkpoint and warm up its engine. Raises if the checkpoint is damaged."""
-        self.saved_at[name] = time_of_save(name)
-        checkpoint = parse_checkpoint_ref(name)
-        model, tokenizer = load_inference(checkpoint, self.dist)
+        self.states[name] = newest_of(name)
+        model, tokenizer = load_inference(parse_checkpoint_ref(name), self.dist)
         slots = self.slots or most_slots(model, memory_bytes(self.dist.device)[0])
         engine = Engine(model, tokenizer, slots, tool=self.tool, compiled=self.compiled)
         for num in (1, min(2, slots)):  # batch size 1 and larger ones compile separately
@@ -118,11 +103,7 @@ class ModelLibrary:
         return engine
 
 
-def time_of_save(name: str) -> float:
-    """Unix time of the last save of a model's tag; 0 if there is none."""
+def newest_of(name: str) -> dict[str, Any]:
+    """Newest readable state of a model's tag; empty if there is none."""
     stage, tag = name.split(":")[:2]
-    times = [0.0]
-    for path in (stage_folder(stage) / tag).glob("step_*/state.json"):
-        with suppress(FileNotFoundError):  # training has just deleted it
-            times.append(path.stat().st_mtime)
-    return max(times)
+    return newest_state(stage_folder(stage) / tag) or {}

@@ -1,7 +1,7 @@
 """
 Continuous batching: requests arrive on the event loop; one thread generates.
 
-    GenerationRequest -> Worker.submit -> Reply
+    request, prompts -> Worker.submit -> Reply
     generation thread: engine.step() -> Answer.advance -> deltas -> Reply.news()
 
 Each model has its own engine; one thread steps all engines in turn so that they do not compete for
@@ -13,50 +13,115 @@ import asyncio
 import threading
 import time
 import traceback
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
 
 import torch
 from torch import Tensor
 
 from nanochat.chat_format import Transcript
 from nanochat.engine import TOOL_WAIT_SECONDS, Completion, Engine, Sampling
-from nanochat.serve.openai_api import ApiError, Delta, FinishReason, TokenInfo, TokenLogprob
+from nanochat.serve.openai_api import ApiError, Asked, Delta, FinishReason, Prompt, TokenLogprob
 from nanochat.tokenizer import Tokenizer
 
 RETRY_SECONDS = 2  # Retry-After of a request that finds the queue full
 LOGITS_TOKENS = 512  # prompt tokens per logits chunk when recording log-probabilities
 
-# ---- Stop strings --------------------------------------------------------------------------------
-# Text that may be the start of a stop string is held back until later text settles it.
+
+def log_probabilities(logits: Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprob]:
+    """
+    For each row of float32 logits (B, V): the log-probability of its token and those of the `top`
+    most likely tokens, before temperature and sampling filters.
+    """
+    logprobs = logits.log_softmax(dim=-1)
+    chosen = logprobs.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
+    best = logprobs.topk(min(top, logits.size(1)), dim=-1)
+    ids, values = best.indices.tolist(), best.values.tolist()
+    tops = (list(zip(*pair, strict=True)) for pair in zip(ids, values, strict=True))
+    return list(map(TokenLogprob, tokens, chosen, tops))
 
 
-class StopFinder:
-    """Passes text on until the first of `stops` begins; then `found` is True."""
+@torch.inference_mode()
+def prompt_logprobs(engine: Engine, prompt: Sequence[int], top: int) -> list[TokenLogprob]:
+    """Like `log_probabilities`, for all tokens of a prompt; the first one has none."""
+    hidden = engine.model.hidden(torch.tensor([prompt], device=engine.device))[0]  # (T, C)
+    found = [TokenLogprob(prompt[0], None, [])]
+    for first in range(0, len(prompt) - 1, LOGITS_TOKENS):
+        tokens = prompt[first + 1 : first + 1 + LOGITS_TOKENS]
+        logits = engine.model.logits(hidden[first : first + len(tokens)])
+        found += log_probabilities(logits, tokens, top)
+    return found
 
-    def __init__(self, stops: Sequence[str]):
-        self.stops = [stop for stop in stops if stop]
-        self.held = ""
-        self.found = False
 
-    def add(self, text: str) -> str:
-        """Add a piece of text; returns the text that can be emitted now."""
-        text, self.held = self.held + text, ""
-        if self.found:
-            return ""
-        begins = min((at for stop in self.stops if (at := text.find(stop)) >= 0), default=None)
-        if begins is not None:
-            self.found = True
-            return text[:begins]
-        shown = len(text) - max((prefix_overlap(text, stop) for stop in self.stops), default=0)
-        self.held = text[shown:]
-        return text[:shown]
+class Answer:
+    """
+    Converts one completion to text deltas. Used only by the generation thread.
 
-    def close(self) -> str:
-        """End the text; returns what was held back."""
-        held, self.held = self.held, ""
-        return held
+    Text that may be the start of a stop string is held back until later text settles it. index:
+    number of the completion within its reply.
+    """
+
+    def __init__(self, completion: Completion, tokenizer: Tokenizer, asked: Asked, index: int):
+        self.completion, self.asked, self.index = completion, asked, index
+        self.transcript = Transcript(tokenizer)
+        self.num_tokens = 0  # completion tokens processed
+        self.text, self.sent = "", 0  # characters of text that were emitted
+        self.pending: deque[TokenLogprob] = deque()  # their text is held back or incomplete
+        self.stopped = False  # at a stop string
+        self.finish: FinishReason | None = None
+
+    def echo(self, tokenizer: Tokenizer, first: int, logprobs: Sequence[TokenLogprob]) -> Delta:
+        """Return the prompt from token `first` on. logprobs: of all its tokens; empty: unwanted."""
+        transcript, tokens = Transcript(tokenizer), []
+        for i, token in list(enumerate(self.completion.prompt))[first:]:
+            if logprobs:
+                tokens.append(logprobs[i]._replace(start=len(self.text)))
+            self.text += "".join(shown for _, shown in transcript.add(token))
+        self.text += "".join(shown for _, shown in transcript.close())
+        self.sent = len(self.text)
+        return Delta(self.index, "text", self.text, tokens)
+
+    def advance(self, logits: Tensor) -> list[Delta]:
+        """Return the deltas of a step of the completion. logits (V,): those of the step."""
+        c, asked, shown = self.completion, self.asked, []
+        if self.num_tokens < len(c.ids) and asked.max_tokens != 0:  # 0: only the prompt is wanted
+            token, self.num_tokens = c.ids[-1], len(c.ids)
+            shown = self.transcript.add(token)
+            is_text = asked.kind == "text" or self.transcript.is_text(token)
+            if asked.num_logprobs is not None and is_text:
+                [logprob] = log_probabilities(logits[None], [token], asked.num_logprobs)
+                self.pending.append(logprob._replace(start=len(self.text)))
+        if c.finish is not None:
+            shown += self.transcript.close()
+        deltas = [delta for kind, text in shown for delta in self.show(kind, text)]
+        if self.stopped:
+            self.finish, self.pending = "stop", deque()
+        elif c.finish is not None:
+            deltas += self.emit(len(self.text))
+            self.finish = "stop" if c.finish == "stop" else "length"
+        if self.finish:
+            deltas.append(Delta(self.index, tokens=list(self.pending), finish=self.finish))
+        return deltas
+
+    def show(self, kind: str, text: str) -> list[Delta]:
+        """Emit new text up to the first stop string, or up to a suffix that may start one."""
+        if self.stopped:
+            return []
+        if kind != "text" and self.asked.kind == "chat":
+            return [*self.emit(len(self.text)), Delta(self.index, kind, text)]
+        self.text += text
+        new, stops = self.text[self.sent :], list(filter(None, self.asked.stop))
+        begins = [at for stop in stops if (at := new.find(stop)) >= 0]
+        self.stopped = bool(begins)
+        held = max((prefix_overlap(new, stop) for stop in stops), default=0)
+        return self.emit(self.sent + min(begins, default=len(new) - held))
+
+    def emit(self, end: int) -> list[Delta]:
+        """Return the text up to character `end` and the tokens that begin in it, if any."""
+        text, self.sent, tokens = self.text[self.sent : end], end, []
+        while self.pending and self.pending[0].start < end:
+            tokens.append(self.pending.popleft())
+        return [Delta(self.index, "text", text, tokens)] if text else []
 
 
 def prefix_overlap(text: str, stop: str) -> int:
@@ -65,195 +130,44 @@ def prefix_overlap(text: str, stop: str) -> int:
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
 
 
-# ---- Continuous batching -------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class GenerationRequest:
-    """A prompt with `n` completions, each truncated before the first of the `stop` strings."""
-
-    prompt: list[int]
-    sampling: Sampling
-    n: int = 1
-    stop: tuple[str, ...] = ()
-    parts: bool = True
-    """Separate tool calls from text; otherwise everything is text."""
-    echo_from: int | None = None
-    """Echo the prompt, from this token on, before the completion. None: no echo."""
-    only_prompt: bool = False
-    """Discard the generated tokens."""
-    logprobs: int | None = None
-    """Number of alternatives to record with each token's log-probability, including echoed prompt
-    tokens. None: record nothing."""
-    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
-    """Log-probabilities of all prompt tokens but the first; set by prefill."""
-
-    def record_prompt(self, engine: Engine, hidden: Tensor) -> None:
-        """Record the log-probabilities of an echoed prompt; hidden: (T, C)."""
-        if self.logprobs is None or self.echo_from is None or self.prompt_logprobs:
-            return
-        for first in range(0, len(self.prompt) - 1, LOGITS_TOKENS):
-            tokens = self.prompt[first + 1 : first + 1 + LOGITS_TOKENS]
-            logits = engine.model.logits(hidden[first : first + len(tokens)])
-            top = [self.logprobs] * len(tokens)
-            self.prompt_logprobs.extend(log_probabilities(logits, tokens, top))
-
-
-def log_probabilities(
-    logits: Tensor, tokens: Sequence[int], top: Sequence[int]
-) -> list[TokenLogprob]:
-    """
-    For each row of float32 logits (B, V): the log-probability of its token and those of the
-    `top[row]` most likely tokens, before temperature and sampling filters.
-    """
-    logprobs = logits.log_softmax(dim=-1)
-    chosen = logprobs.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
-    best = logprobs.topk(min(max(top), logits.size(1)), dim=-1)
-    values, ids = best.values.tolist(), best.indices.tolist()
-    return [
-        TokenLogprob(token, chosen[row], list(zip(ids[row][:k], values[row][:k], strict=True)))
-        for row, (token, k) in enumerate(zip(tokens, top, strict=True))
-    ]
-
-
-class Answer:
-    """
-    Converts one completion to text deltas. Used only by the generation thread.
-
-    index: number of the completion within its reply.
-    """
-
-    def __init__(
-        self, completion: Completion, tokenizer: Tokenizer, request: GenerationRequest, index: int
-    ):
-        self.completion, self.tokenizer = completion, tokenizer
-        self.request, self.index = request, index
-        self.transcript = Transcript(tokenizer)
-        self.stops = StopFinder(request.stop)
-        self.num_tokens = 0  # completion tokens processed
-        self.logprobs: list[TokenLogprob] = []  # one per token if they are recorded
-        self.length = 0  # characters of text, including held-back ones
-        self.sent = 0  # characters of text emitted
-        self.pending: deque[TokenInfo] = deque()  # tokens whose text is held back or not complete
-        self.echoes = request.echo_from is not None
-        self.finish: FinishReason | None = None
-
-    def advance(self) -> list[Delta]:
-        """Return the deltas of the tokens added to the completion since the last call."""
-        c, request = self.completion, self.request
-        deltas = [self.echo_prompt()] if self.echoes else []
-        while self.num_tokens < len(c.ids) and not (self.stops.found or request.only_prompt):
-            token = c.ids[self.num_tokens]
-            shown = self.transcript.add(token)
-            if self.logprobs and (not request.parts or self.transcript.is_text(token)):
-                self.pending.append(TokenInfo(self.logprobs[self.num_tokens], self.length))
-            for kind, text in shown:
-                deltas += self.show(kind, text)
-            self.num_tokens += 1
-        return deltas + self.end() if self.stops.found or c.finish is not None else deltas
-
-    def echo_prompt(self) -> Delta:
-        """Return the prompt as text, with its log-probabilities if requested."""
-        transcript, text, tokens, self.echoes = Transcript(self.tokenizer), "", [], False
-        prompt = list(enumerate(self.request.prompt))
-        for i, token in prompt[self.request.echo_from :]:
-            if self.request.logprobs is not None:
-                noted = self.request.prompt_logprobs[i - 1] if i else None
-                tokens.append(TokenInfo(noted or TokenLogprob(token, None, []), len(text)))
-            if i or token != self.tokenizer.bos_id:
-                text += "".join(shown for _, shown in transcript.add(token))
-        text += "".join(shown for _, shown in transcript.close())
-        self.length = self.sent = len(text)
-        return Delta(self.index, "text", text, tokens)
-
-    def show(self, kind: str, text: str) -> list[Delta]:
-        """Emit text, except for a suffix that may start a stop string."""
-        if self.stops.found:
-            return []
-        if self.request.parts and kind != "text":
-            return [*self.pass_on(self.stops.close()), Delta(self.index, kind, text)]
-        self.length += len(text)
-        return self.pass_on(self.stops.add(text))
-
-    def pass_on(self, text: str) -> list[Delta]:
-        """Return text as a delta with the tokens that begin in it; no delta for empty text."""
-        if not text:
-            return []
-        self.sent += len(text)
-        tokens = []
-        while self.pending and self.pending[0].start < self.sent:
-            tokens.append(self.pending.popleft())
-        return [Delta(self.index, "text", text, tokens)]
-
-    def end(self) -> list[Delta]:
-        """Flush the transcript and return the last deltas."""
-        deltas = [d for kind, text in self.transcript.close() for d in self.show(kind, text)]
-        rest: list[TokenInfo] = []
-        if not self.stops.found:
-            deltas += self.pass_on(self.stops.close())
-            rest = list(self.pending)
-        stopped = self.stops.found or self.completion.finish == "stop"
-        self.finish = "stop" if stopped else "length"
-        return [*deltas, Delta(self.index, tokens=rest, finish=self.finish)]
-
-
-def record_logprobs(answers: Sequence[Answer], logits: Tensor) -> None:
-    """Record the log-probability of each newest token if requested; logits: (B, V)."""
-    wanted = {
-        row: answer
-        for row, answer in enumerate(answers)
-        if answer.request.logprobs is not None
-        and len(answer.completion.ids) > len(answer.logprobs)  # no new token if it just ended
-    }
-    if wanted:
-        newest = [answer.completion.ids[-1] for answer in wanted.values()]
-        top = [answer.request.logprobs or 0 for answer in wanted.values()]
-        found = log_probabilities(logits[list(wanted)], newest, top)
-        for answer, one in zip(wanted.values(), found, strict=True):
-            answer.logprobs.append(one)
-
-
 class Reply:
     """
-    The completions of a request, `n` per prompt, numbered consecutively.
+    The completions of a request, `asked.n` per prompt, numbered consecutively.
 
     Owned by an event loop task; the generation thread adds `answers` and, through `put`, deltas.
     """
 
-    def __init__(self, requests: Sequence[GenerationRequest]):
-        self.requests = requests
+    def __init__(self, engine: Engine, asked: Asked, prompts: Sequence[tuple[Prompt, Sampling]]):
+        self.engine, self.asked, self.prompts = engine, asked, prompts
         self.answers: list[Answer] = []
         self.arrived: list[Delta] = []
         self.ready = asyncio.Event()
-        self.total = self.unfinished = sum(request.n for request in requests)
-        self.prompt_tokens = sum(len(request.prompt) for request in requests)
-        self.num_dropped = 0  # tokens of old turns that were left out
+        self.total = self.unfinished = len(prompts) * (asked.n or 1)
         self.error: ApiError | None = None
 
-    async def news(self, timeout_seconds: float | None = None) -> list[Delta]:
+    async def news(self, timeout_seconds: float) -> AsyncIterator[list[Delta]]:
         """
-        Wait for deltas and return all since the last call; an empty list after the timeout.
+        Yield new deltas until the last one; an empty list after each timeout.
 
         Raises ApiError if the reply failed, after its last delta.
         """
-        try:
-            async with asyncio.timeout(timeout_seconds):
-                await self.ready.wait()
-        except TimeoutError:
-            return []
-        self.ready.clear()
-        deltas, self.arrived = self.arrived, []
-        self.unfinished -= sum(delta.finish is not None for delta in deltas)
-        if self.error and not deltas:
-            raise self.error
-        if self.error:
-            self.ready.set()
-        return deltas
+        while self.unfinished or self.arrived:
+            try:
+                async with asyncio.timeout(timeout_seconds):
+                    await self.ready.wait()
+            except TimeoutError:
+                pass
+            self.ready.clear()
+            deltas, self.arrived = self.arrived, []
+            yield deltas
+            if self.error and not self.arrived:
+                raise self.error
 
     @property
     def usage(self) -> dict[str, int]:
         """Token counts of all prompts and completions so far, including tool results."""
-        prompt, completion = self.prompt_tokens, sum(a.num_tokens for a in self.answers)
+        prompt = sum(len(prompt.ids) for prompt, _ in self.prompts)
+        completion = sum(answer.num_tokens for answer in self.answers)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
@@ -263,7 +177,8 @@ class Reply:
     def put(self, deltas: Sequence[Delta], error: ApiError | None = None) -> None:
         """Add deltas; called on the event loop."""
         self.arrived += deltas
-        self.error = self.error or error
+        self.unfinished -= sum(delta.finish is not None for delta in deltas)
+        self.error = error if self.unfinished else None
         self.ready.set()
 
 
@@ -276,14 +191,13 @@ class Worker:
 
     def __init__(self, max_waiting: int = 64):
         self.max_waiting = max_waiting
-        self.wake = threading.Condition()
-        self.inbox: deque[Callable[[], None]] = deque()  # calls to make before the next step
-        self.open: set[Reply] = set()  # replies that a task may be waiting for
-        self.load: Counter[Engine] = Counter()  # queued and running completions
+        self.open: list[Reply] = []  # changed by the event loop, read by the thread
+        self.wake = threading.Event()
         self.deadline: float | None = None  # set during shutdown
-        self.closed = self.ended = False
+        self.closed = False
         # Used only by the generation thread
-        self.owners: dict[Completion, tuple[Engine, Reply, Answer]] = {}
+        self.begun: set[Reply] = set()
+        self.owners: dict[Completion, tuple[Reply, Answer]] = {}
         self.thread = threading.Thread(target=self.run, name="engines", daemon=True)
 
     # ---- called on the event loop ------------------------------------------------------------
@@ -293,153 +207,122 @@ class Worker:
         self.loop = asyncio.get_running_loop()
         self.thread.start()
 
-    def submit(self, engine: Engine, requests: Sequence[GenerationRequest]) -> Reply:
-        """
-        Queue requests. Raises ApiError if the queue is full or the server is shutting down, and
-        ValueError for a prompt that does not fit the engine.
-        """
-        for request in requests:
-            engine.check(request.prompt)
-        reply = Reply(requests)
-        with self.wake:
-            if self.deadline is not None:
-                raise shutdown_error("the server is shutting down")
-            if self.ended:
-                raise shutdown_error("the generation thread crashed; restart the server")
-            load = self.load[engine]
-            if load + reply.total > engine.slots + self.max_waiting:
-                wait = {"Retry-After": str(RETRY_SECONDS)}
-                message = f"{load} completions are running or queued"
-                raise ApiError(429, message, "rate_limit_exceeded", headers=wait)
-            self.load[engine] += reply.total
-            self.open.add(reply)
-            self.enqueue(lambda: self.begin(engine, reply))
+    def submit(
+        self, engine: Engine, asked: Asked, prompts: Sequence[tuple[Prompt, Sampling]]
+    ) -> Reply:
+        """Queue a request. Raises ApiError if the queue is full or the server is shutting down."""
+        if self.deadline is not None:
+            raise ApiError(503, "the server is shutting down", "shutting_down")
+        reply, load = Reply(engine, asked, prompts), self.load(engine)
+        if load + reply.total > engine.slots + self.max_waiting:
+            wait = {"Retry-After": str(RETRY_SECONDS)}
+            message = f"{load} completions are running or queued"
+            raise ApiError(429, message, "rate_limit_exceeded", headers=wait)
+        self.open.append(reply)
+        self.wake.set()
         return reply
-
-    def enqueue(self, work: Callable[[], None]) -> None:
-        """Have the thread call `work` before its next step. The caller must hold `wake`."""
-        self.inbox.append(work)
-        self.wake.notify()
 
     def close(self, reply: Reply) -> None:
         """Stop generating a reply; frees its slots before the next step."""
-        with self.wake:
-            self.open.discard(reply)
-            self.enqueue(lambda: self.drop([a.completion for a in reply.answers]))
+        self.open.remove(reply)
+        self.wake.set()
 
     def drain(self, seconds: float) -> None:
         """Reject new requests, and abort completions that have not ended after `seconds`."""
-        with self.wake:
-            self.deadline = time.monotonic() + seconds
-            self.wake.notify()
+        self.deadline = time.monotonic() + seconds
 
     def stop(self) -> None:
         """Stop the thread and join it."""
-        with self.wake:
-            self.closed = True
-            self.wake.notify()
+        self.closed = True
+        self.wake.set()
         self.thread.join()
 
     def busy(self, engine: Engine) -> bool:
-        """Whether completions of this engine are queued or running."""
-        return engine in self.load
+        """Whether an engine has replies that are not complete or not sent yet."""
+        return any(reply.engine is engine for reply in self.open)
 
-    def status(self) -> str:
-        """ok, stopping, or broken (the generation thread has exited)."""
-        if self.deadline is not None:
-            return "stopping"
-        return "broken" if self.ended else "ok"
+    def load(self, engine: Engine) -> int:
+        """Number of queued and running completions of an engine."""
+        return sum(reply.unfinished for reply in self.open if reply.engine is engine)
 
     def counts(self) -> tuple[int, int]:
         """Numbers of running and queued completions across all engines."""
-        with self.wake:
-            running = sum(min(load, engine.slots) for engine, load in self.load.items())
-            return running, self.load.total() - running
+        engines = {reply.engine for reply in self.open}
+        running = sum(min(self.load(engine), engine.slots) for engine in engines)
+        return running, sum(reply.unfinished for reply in self.open) - running
 
     # ---- called on the generation thread -----------------------------------------------------
 
     def run(self) -> None:
-        """Thread body. When it exits, open replies end with an error instead of waiting."""
-        try:
-            self.work()
-        finally:
-            with self.wake:
-                self.ended, left = True, list(self.open)
-                self.load.clear()
-            error = ApiError(500, "the generation thread exited", "generation_failed")
-            self.deliver([(reply, [], error) for reply in left])
+        """Thread body: generate until stopped."""
+        while not self.closed:
+            self.wake.wait()
+            self.wake.clear()
+            self.step_all()
 
-    def work(self) -> None:
-        """Until closed: make the calls in the inbox, then step every busy engine."""
-        while True:
-            with self.wake:
-                while not (self.inbox or self.owners or self.closed):
-                    self.wake.wait()
-                todo, self.inbox = self.inbox, deque()
-                if self.closed:
-                    return
-            while todo:
-                todo.popleft()()
-            if self.deadline is not None and time.monotonic() > self.deadline:
-                self.fail(list(self.owners), shutdown_error("the server shut down"))
-            engines = {engine for engine, _, _ in self.owners.values()}
-            idle = not any(engine.active or engine.waiting for engine in engines)
-            while engines:  # keeps no reference to an engine, which may be unloaded
-                self.step(engines.pop(), TOOL_WAIT_SECONDS if idle else 0)
+    def step_all(self) -> None:
+        """Step the engines of all replies. Keeps no reference to an engine, which may unload."""
+        opened = list(self.open)
+        if self.deadline is not None and time.monotonic() > self.deadline:
+            for reply in opened:
+                self.deliver(reply, error=ApiError(503, "the server shut down", "shutting_down"))
+        engines = {reply.engine for reply in (*opened, *self.begun)}
+        idle = not any(engine.active or engine.waiting for engine in engines)
+        for engine in engines:
+            mine = [reply for reply in opened if reply.engine is engine]
+            try:
+                self.update(engine, mine)
+                self.step(engine, TOOL_WAIT_SECONDS if idle else 0)
+            except Exception as error:  # fails this engine's replies, not the server
+                traceback.print_exc()
+                cancel_all(engine)
+                failure = ApiError(500, f"generation failed: {error!r}", "generation_failed")
+                for reply in mine:
+                    self.deliver(reply, error=failure)
+        if any(engine.busy for engine in engines):
+            self.wake.set()
+
+    def update(self, engine: Engine, opened: Sequence[Reply]) -> None:
+        """Cancel the completions of replies that were closed, and begin new replies."""
+        for reply in [r for r in self.begun if r.engine is engine and r not in opened]:
+            self.begun.remove(reply)
+            for answer in reply.answers:
+                del self.owners[answer.completion]
+                engine.cancel(answer.completion)
+        for reply in opened:
+            if reply not in self.begun:
+                self.begun.add(reply)
+                self.begin(engine, reply)
 
     def begin(self, engine: Engine, reply: Reply) -> None:
-        """Submit the requests of a reply to their engine."""
-        engine.on_prefill = lambda c, h: self.owners[c][2].request.record_prompt(engine, h)
-        for request in reply.requests:
-            for completion in engine.submit(request.prompt, request.sampling, request.n):
-                answer = Answer(completion, engine.tokenizer, request, len(reply.answers))
+        """Submit the prompts of a reply to its engine, and echo them if requested."""
+        asked = reply.asked
+        for prompt, sampling in reply.prompts:
+            echoes, logprobs = prompt.echo_from is not None, []
+            if echoes and asked.num_logprobs is not None:
+                logprobs = prompt_logprobs(engine, prompt.ids, asked.num_logprobs)
+            for completion in engine.submit(prompt.ids, sampling, asked.n or 1):
+                answer = Answer(completion, engine.tokenizer, asked, len(reply.answers))
                 reply.answers.append(answer)
-                self.owners[completion] = (engine, reply, answer)
+                self.owners[completion] = (reply, answer)
+                if echoes:
+                    echo = answer.echo(engine.tokenizer, prompt.echo_from or 0, logprobs)
+                    self.deliver(reply, [echo])
 
     def step(self, engine: Engine, patience_seconds: float) -> None:
         """Step an engine and deliver the new deltas."""
-        try:
-            grown = engine.step(patience_seconds)
-            record_logprobs([self.owners[completion][2] for completion in grown], engine.logits)
-            news: dict[Reply, list[Delta]] = {}
-            ended = []
-            for completion in grown:
-                _, reply, answer = self.owners[completion]
-                if deltas := answer.advance():
-                    news.setdefault(reply, []).extend(deltas)
-                if answer.finish:
-                    ended.append(completion)
-        except Exception as error:  # fails this engine's replies, not the server
-            traceback.print_exc()
-            cancel_all(engine)
-            mine = [c for c, owner in self.owners.items() if owner[0] is engine]
-            self.fail(mine, ApiError(500, f"generation failed: {error!r}", "generation_failed"))
-            return
-        self.drop(ended)
-        self.deliver([(reply, deltas, None) for reply, deltas in news.items()])
-
-    def drop(self, completions: Sequence[Completion]) -> None:
-        """Forget completions: cancel the running ones and update the load."""
-        for completion in completions:
-            if owner := self.owners.pop(completion, None):
-                engine = owner[0]
+        for row, completion in enumerate(engine.step(patience_seconds)):
+            reply, answer = self.owners[completion]
+            if deltas := answer.advance(engine.logits[row]):
+                self.deliver(reply, deltas)
+            if answer.finish and completion.finish is None:  # at a stop string
                 engine.cancel(completion)
-                with self.wake:
-                    self.load[engine] -= 1
-                    if not self.load[engine]:
-                        del self.load[engine]  # an idle model can be unloaded
 
-    def fail(self, completions: Sequence[Completion], error: ApiError) -> None:
-        """End the replies of these completions with an error."""
-        self.deliver([(reply, [], error) for reply in {self.owners[c][1] for c in completions}])
-        self.drop(completions)
-
-    def deliver(self, news: Sequence[tuple[Reply, Sequence[Delta], ApiError | None]]) -> None:
-        """Pass deltas and errors to the event loop in a single call."""
-        if news and not self.loop.is_closed():
-            self.loop.call_soon_threadsafe(
-                lambda: [reply.put(deltas, error) for reply, deltas, error in news]
-            )
+    def deliver(
+        self, reply: Reply, deltas: Sequence[Delta] = (), error: ApiError | None = None
+    ) -> None:
+        """Pass deltas or an error to the event loop."""
+        self.loop.call_soon_threadsafe(reply.put, deltas, error)
 
 
 def cancel_all(engine: Engine) -> None:
@@ -449,7 +332,3 @@ def cancel_all(engine: Engine) -> None:
             completion.cancel()
         queue.clear()
     engine.cache.lengths = [0] * engine.slots
-
-
-def shutdown_error(message: str) -> ApiError:
-    return ApiError(503, message, "shutting_down")

@@ -10,7 +10,6 @@ DRAIN_SECONDS to finish, then their streams end with an error.
 
 import asyncio
 import base64
-import errno
 import re
 import resource
 import socket
@@ -19,7 +18,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import uvicorn
 from fastapi import FastAPI, Request
@@ -30,8 +29,10 @@ from nanochat.common import printable
 from nanochat.config import require_at_least, short
 from nanochat.serve.handler import RequestHandler
 from nanochat.serve.markdown import render_answers
+from nanochat.serve.models import newest_of
 from nanochat.serve.openai_api import (
     ApiError,
+    Asked,
     ChatRequest,
     TextRequest,
     Writer,
@@ -39,10 +40,15 @@ from nanochat.serve.openai_api import (
     read_request,
 )
 from nanochat.serve.responses import respond
-from nanochat.serve.security import SecurityConfig, SecurityMiddleware, TimeoutProtocol
+from nanochat.serve.security import (
+    SECURITY_HEADERS,
+    SecurityConfig,
+    SecurityMiddleware,
+    TimeoutProtocol,
+)
 
 PAGE = Path(__file__).with_name("ui.html")
-BACKLOG = 64
+BACKLOG = 64  # connections that asyncio accepts before it makes or closes one
 DRAIN_SECONDS = 5.0  # time for running completions to finish on shutdown
 CLOSE_SECONDS = 8  # wait before closing open connections on shutdown
 
@@ -60,6 +66,8 @@ class ServerConfig:
     fewer."""
     max_waiting: int = 64
     """Maximum number of queued completions per model; more are rejected with status 429."""
+    truncation: Literal["auto", "error"] = "auto"
+    """auto: drop the oldest turns of a conversation that is too long; error: reject it."""
     max_models: int = 4
     """Maximum number of loaded models."""
     security: SecurityConfig = field(default_factory=SecurityConfig)
@@ -101,14 +109,14 @@ def build_app(handler: RequestHandler, suggestions: Sequence[str] = ()) -> FastA
 def add_api(app: FastAPI, handler: RequestHandler, suggestions: Sequence[str]) -> None:
     """Add the routes of the OpenAI API."""
 
-    async def complete(kind: type[ChatRequest] | type[TextRequest], request: Request) -> Response:
+    async def complete(kind: type[Asked], request: Request) -> Response:
         asked = await asyncio.to_thread(read_request, kind, await request.body())
         name = asked.model or handler.library.default
         engine = await handler.library.get(name, handler.worker.busy)
         writer = Writer(asked, name, engine.tokenizer)
         reply = await handler.submit(asked, engine)
         response = await respond(reply, writer, asked, request, lambda: handler.worker.close(reply))
-        if dropped := reply.num_dropped:
+        if dropped := sum(prompt.num_dropped for prompt, _ in reply.prompts):
             print(f"{printable(name)}: left out {dropped} tokens of the oldest turns", flush=True)
             response.headers["X-Dropped-Tokens"] = str(dropped)
         return response
@@ -127,8 +135,7 @@ def add_api(app: FastAPI, handler: RequestHandler, suggestions: Sequence[str]) -
 
     @app.get("/v1/models")
     def models() -> dict[str, Any]:
-        listed = handler.library.listed()
-        data = [model_entry(n, listed[n], handler.library.context_length(n)) for n in listed]
+        data = [model_entry(name, newest_of(name)) for name in handler.library.listed()]
         sampling = handler.defaults
         defaults = {"temperature": sampling.temperature, "top_p": sampling.top_p}
         defaults |= {"top_k": sampling.top_k or 0, "max_tokens": sampling.max_new_tokens}
@@ -137,10 +144,10 @@ def add_api(app: FastAPI, handler: RequestHandler, suggestions: Sequence[str]) -
 
     @app.get("/v1/models/{name}")
     def model(name: str) -> dict[str, Any]:
-        listed = handler.library.listed()
-        if name not in listed:
-            raise ApiError(404, f"model {name!r} not found", "model_not_found", "model")
-        return model_entry(name, listed[name], handler.library.context_length(name))
+        for entry in models()["data"]:
+            if entry["id"] == name:
+                return entry
+        raise ApiError(404, f"model {name!r} not found", "model_not_found", "model")
 
 
 def add_pages(app: FastAPI, handler: RequestHandler) -> None:
@@ -154,7 +161,8 @@ def add_pages(app: FastAPI, handler: RequestHandler) -> None:
 
     @app.get("/health")
     def health() -> JSONResponse:
-        status, (running, waiting) = handler.worker.status(), handler.worker.counts()
+        status = "ok" if handler.worker.deadline is None else "stopping"
+        running, waiting = handler.worker.counts()
         content = {"status": status, "running": running, "waiting": waiting}
         return JSONResponse(content, 200 if status == "ok" else 503)
 
@@ -189,12 +197,8 @@ def add_errors(app: FastAPI) -> None:
         body = ApiError(error.status_code, message).body
         return JSONResponse(body, error.status_code, error.headers)
 
-    for status in (400, 404, 405):  # raised by the framework itself
+    for status in (404, 405):  # raised by the framework itself
         app.add_exception_handler(status, unknown_path)
-
-    @app.exception_handler(Exception)
-    async def internal_error(request: Request, error: Exception) -> JSONResponse:
-        return JSONResponse(ApiError(500, f"{type(error).__name__}: see the server log").body, 500)
 
 
 # ---- running the server ------------------------------------------------------------------------
@@ -216,9 +220,8 @@ class Server(uvicorn.Server):
                 allow_private_network=True,
                 expose_headers=["Retry-After", "X-Dropped-Tokens"],
             )
-        # asyncio accepts BACKLOG connections before it makes or closes one
-        most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        limits = {"cfg": cfg.security, "most_connections": max(16, most_files // 2 - BACKLOG)}
+        most = max(16, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2 - BACKLOG)
+        limits = {"cfg": cfg.security, "most_connections": most}
         super().__init__(
             uvicorn.Config(
                 app,
@@ -228,6 +231,7 @@ class Server(uvicorn.Server):
                 log_level="warning",
                 access_log=False,
                 server_header=False,
+                headers=SECURITY_HEADERS,
                 proxy_headers=False,
                 backlog=BACKLOG,
                 timeout_graceful_shutdown=CLOSE_SECONDS,
@@ -249,10 +253,8 @@ def listen(cfg: ServerConfig) -> socket.socket:
         found.bind((cfg.host, cfg.port))
     except OSError as error:
         found.close()
-        ports = {errno.EADDRINUSE: cfg.port + 1, errno.EACCES: 8000}  # else the host is wrong
-        port = ports.get(error.errno or 0)
-        fix = f"--port={port}" if port else "--host=127.0.0.1"
-        message = f"cannot listen on {cfg.host}:{cfg.port} ({error.strerror}); try {fix}"
+        address, fix = f"{cfg.host}:{cfg.port}", f"--port={cfg.port + 1} or --host=127.0.0.1"
+        message = f"cannot listen on {address} ({error.strerror}); try {fix}"
         raise ValueError(message) from error
     return found
 

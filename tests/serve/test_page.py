@@ -258,6 +258,26 @@ def test_chats_are_exported_imported_and_deleted(page, site, story):
         button(page, "Dismiss").click()
     page.set_input_files("#file", files=[{**file, "buffer": exported["Export"].encode()}])
     link.wait_for()
+    button(page, "Delete What is 6*7?").click()
+    page.set_input_files("#file", files=[{**file, "buffer": b"{"}])  # another message
+    page.get_by_text("Failed to import").wait_for()
+    button(page, "Undo").click()
+    until(lambda: said(page) == ["What is 6*7?", "6*7"])
+
+
+def test_one_malformed_answer_leaves_no_other_as_plain_text(page):
+    good, odd = ({"type": "text", "text": f"**{text}**"} for text in ("one", "\ud800"))
+    turns = [("user", "1"), ("assistant", [good]), ("user", "2"), ("assistant", [{**odd, "id": 5}])]
+    line = json.dumps([{"role": role, "content": content} for role, content in turns])
+    page.set_input_files("#file", [{"name": "a.jsonl", "mimeType": "", "buffer": line.encode()}])
+    until(lambda: page.locator("strong").count() == 2)
+    spoil = """() => {
+        const key = Object.keys(localStorage).find((key) => localStorage[key].includes("one"));
+        localStorage[key] = localStorage[key].replace("one", "\\\\ud800");
+    }"""
+    page.evaluate(spoil)  # as an older version of the page stored it
+    page.reload()
+    until(lambda: page.locator("strong").count() == 1)
 
 
 def test_phone_needs_no_sideways_scrolling(browser, site, story):

@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from nanochat.common import REPOSITORY
+from nanochat.tokenizer import SPECIAL_TOKENS
 from tests.web_server import CHAT, HELLO, Site, post, says, serving, slow_down, until, write_model
 
 LONG = post({"messages": HELLO, "max_tokens": 200})
@@ -123,7 +124,8 @@ def test_failed_step_ends_only_the_answers_of_its_model(site, monkeypatch):
         raise RuntimeError("device-side assert")
 
     slow_down(monkeypatch, 0.01)
-    healthy = {"model": "base:tiny", "max_tokens": 100, "seed": 1}
+    endless = dict.fromkeys(map(str, site.ids(*SPECIAL_TOKENS)), -100)
+    healthy = {"model": "base:tiny", "max_tokens": 100, "seed": 1, "logit_bias": endless}
     alone = site.content(**healthy)
     with ThreadPoolExecutor(2) as pool:
         failing = pool.submit(site.events, max_tokens=500, n=2)
