@@ -19,8 +19,7 @@ from nanochat.checkpoint import Checkpoint, find_checkpoint, load_model
 from nanochat.config import require_at_least, settings, short, start
 from nanochat.dataset import DataConfig
 from nanochat.dist import DistConfig, DistContext, init_dist
-from nanochat.engine import generate_samples
-from nanochat.eval_bpb import Bpb, bits_per_byte, document_bpb, row_batches
+from nanochat.eval_bpb import Bpb, bits_per_byte, document_bpb, generate_samples, row_batches
 from nanochat.rows import Rows, open_rows, pack_text
 from nanochat.train import KernelConfig, prepare_scoring, skip_if_finished
 from tasks.builtin import open_text

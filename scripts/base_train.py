@@ -15,8 +15,7 @@ from nanochat.checkpoint import build_model
 from nanochat.config import require_at_least, settings, start
 from nanochat.dataset import DataConfig, Source, load_last_source
 from nanochat.dist import DistContext, init_dist, is_hopper
-from nanochat.engine import generate_samples
-from nanochat.eval_bpb import Validation, ValidationConfig
+from nanochat.eval_bpb import Validation, ValidationConfig, generate_samples
 from nanochat.eval_core import Suite, core, evaluate_task, open_suite
 from nanochat.gpt import GPTConfig, inference_copy
 from nanochat.optim import MuonAdamW, ScheduleConfig, decay_factor, lr_factor, muon_momentum
