@@ -5,47 +5,46 @@ Preference tuning of a chat model by DPO, on pairs of a chosen and a rejected an
     python -m scripts.chat_dpo --pairs=HuggingFaceH4/ultrafeedback_binarized
     torchrun --nproc_per_node=8 -m scripts.chat_dpo -- --task=gsm8k
 
+The reward of an answer is beta times its log-probability ratio to the parent, the margin of a pair
+is the reward of the chosen answer minus that of the rejected one, and the loss is
+-log sigmoid(margin). Source: Rafailov et al., arXiv:2305.18290.
+
 Reads   chatsft_checkpoints/<tag>/ and preference pairs, or the questions of the tasks
 Writes  chatdpo_checkpoints/<tag>/ with metrics.jsonl, chatdpo_checkpoints/pairs_<hash>.json if the
         pairs are sampled, and the section "Chat DPO"
 """
 
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanochat import rl, stats
+from nanochat.chat_format import Message, render, render_prompt
 from nanochat.checkpoint import FOLDERS, Checkpoint, load_model, stage_folder
 from nanochat.common import fingerprint, read_json, write_json
 from nanochat.config import require_at_least, require_positive, settings, start
 from nanochat.dist import DistContext, init_dist
 from nanochat.engine import Engine, choose_engine_compile
 from nanochat.finetune import choose_tag, open_parent, parent_inputs
-from nanochat.gpt import inference_copy
-from nanochat.lab.dpo import (
-    Pair,
-    dpo_loss,
-    encode_conversation,
-    evaluate_pairs,
-    pair_batches,
-    pairs_of_step,
-    sample_pairs,
-)
-from nanochat.optim import MuonAdamW, OptimConfig, ScheduleConfig, decay_factor, lr_factor
+from nanochat.gpt import GPT, inference_copy
+from nanochat.loss import chunked_cross_entropy, token_losses
+from nanochat.optim import MuonAdamW, OptimConfig, decay_factor, lr_factor
 from nanochat.records import estimate
-from nanochat.rl import RolloutConfig, require_divisible
+from nanochat.rows import signed_ids
 from nanochat.sandbox import calculate
 from nanochat.scaling import make_rules
+from nanochat.tokenizer import Tokenizer
 from nanochat.train import Run, TrainConfig, skip_if_finished
+from scripts.chat_rl import BUILTIN_TASKS, MOMENTUM, SCHEDULE, TASK, open_questions
 from tasks.base import Task
-from tasks.buckets import held_out_questions, rl_questions
-from tasks.held_out import reject_contaminated, require_access
 from tasks.preferences import Preferences
 
 SECTION = "Chat DPO"
-MOMENTUM = 0.95  # of Muon, constant
-SCHEDULE = ScheduleConfig(0, warmdown_ratio=1.0, final_lr_frac=0.0)  # linear decay to 0
-TASK = "gsm8k"
-BUILTIN_TASKS = {  # dataset of the base model -> default task
-    "embedded": "world_facts*2,world_choice*4,world_problems=800,world_spelling=800"
-}
+Pair = list[list[int]]
+"""The chosen and the rejected conversation: the id of each trained token, ~id of the others."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ class ChatDPO:
     """Weight of the log-probability ratio to the parent; lower values allow larger changes."""
     save_optimizer: bool = False
     """Keep the optimizer state in the final checkpoint, so that the run can be extended."""
-    rollouts: RolloutConfig = RolloutConfig(num_samples=8)
+    rollouts: rl.RolloutConfig = rl.RolloutConfig(num_samples=8)
     train: TrainConfig = TrainConfig(
         device_batch_size=8,
         eval_every=60,
@@ -92,23 +91,24 @@ class ChatDPO:
 def main(cfg: ChatDPO) -> None:
     seed, per_step = cfg.train.seed, cfg.rollouts.examples_per_step
     dist = init_dist(cfg.train.dist, seed)
-    require_divisible(per_step, dist)
+    rl.require_divisible(per_step, dist)
     parent = open_parent(cfg.source, tuple(FOLDERS), cfg.train, dist)
-    tag, dataset = choose_tag("dpo", parent, cfg.train), parent.state["source"].get("dataset")
-    if not cfg.pairs:
-        cfg = replace(cfg, task=cfg.task or BUILTIN_TASKS.get(dataset, TASK))
-    data, inputs = open_data(cfg), parent_inputs(parent)
+    tag, inputs, task = choose_tag("dpo", parent, cfg.train), parent_inputs(parent), ""
     if cfg.pairs:
+        data = Preferences("train", cfg.pairs), Preferences("val", cfg.pairs)
         inputs["pairs"] = fingerprint(data[0].identity)
-    if skip_if_finished(SECTION, settings(cfg), inputs, cfg.train, dist):
+    else:
+        task = cfg.task or BUILTIN_TASKS.get(parent.state["source"].get("dataset"), TASK)
+        data = open_questions(task, task, cfg.eval_examples, seed)
+    resolved = {**settings(cfg), "task": task}
+    if skip_if_finished(SECTION, resolved, inputs, cfg.train, dist):
         return dist.close()
 
     # Model, frozen reference, pairs, optimizer
     model, reference = load_model(parent, dist), load_model(parent, dist)
     reference.to(dist.dtype).requires_grad_(False)
     pairs, held_out = (make_pairs(cfg, each, parent, dist) for each in data)
-    n = min(len(held_out), cfg.eval_examples)
-    held_out = [held_out[i * len(held_out) // n] for i in range(n)]
+    held_out = held_out[: cfg.eval_examples]
     num_steps = cfg.num_iterations or max(1, round(cfg.num_epochs * len(pairs) / per_step))
     rules = make_rules(cfg.train.optim, model.cfg.d_model, cfg.init_lr_frac)
     tokenizer, optimizer = parent.tokenizer(), MuonAdamW(model, rules, dist)
@@ -118,7 +118,7 @@ def main(cfg: ChatDPO) -> None:
         num_steps=num_steps,
         batch_tokens=per_step * 2 * model.cfg.max_seq_len,
         kernels=None,
-        settings=settings(cfg),
+        settings=resolved,
         inputs=inputs,
         identity={
             "dpo": asdict(cfg.rollouts),
@@ -151,18 +151,7 @@ def main(cfg: ChatDPO) -> None:
     run.finish(SECTION, {"Training pairs": len(pairs), "Number of iterations": num_steps, **values})
 
 
-def open_data(cfg: ChatDPO) -> tuple[Task, Task]:
-    """
-    Training and held-out pairs of --pairs, or questions of --task. Raises UsageError if a held-out
-    task is final, or if training tasks contaminate a final benchmark.
-    """
-    if cfg.pairs:
-        return Preferences("train", cfg.pairs), Preferences("val", cfg.pairs)
-    train = rl_questions(cfg.task, cfg.train.seed)
-    held_out = held_out_questions(cfg.task, cfg.eval_examples)
-    require_access({task.name for task in held_out.tasks}, False, {})
-    reject_contaminated({task.name: task.tags for task in train.tasks})
-    return train, held_out
+# ---- Pairs ---------------------------------------------------------------------------------------
 
 
 def make_pairs(cfg: ChatDPO, data: Task, parent: Checkpoint, dist: DistContext) -> list[Pair]:
@@ -170,7 +159,7 @@ def make_pairs(cfg: ChatDPO, data: Task, parent: Checkpoint, dist: DistContext) 
     Encoded pairs that fit into the model's context. Sampled ones are saved in the folder of DPO
     checkpoints, so that a resumed run trains on the same. Raises ValueError if there are none.
     """
-    tokenizer, T, seed = parent.tokenizer(), parent.state["model"]["max_seq_len"], cfg.train.seed
+    tokenizer, T = parent.tokenizer(), parent.state["model"]["max_seq_len"]
     if isinstance(data, Preferences):
         every = [[encode_conversation(tokenizer, each) for each in pair] for pair in data.items]
         pairs = [pair for pair in every if max(map(len, pair)) <= T + 1]  # the last is no input
@@ -178,7 +167,7 @@ def make_pairs(cfg: ChatDPO, data: Task, parent: Checkpoint, dist: DistContext) 
         about = f"without {num_long:,} of more than {T:,} tokens, {data.num_skipped:,} invalid"
         fix = "use shorter pairs, or a model with a larger max_seq_len"
     else:
-        rollouts = replace(cfg.rollouts, examples_per_step=1)  # has no influence
+        rollouts, seed = cfg.rollouts, cfg.train.seed
         key = fingerprint([parent.fingerprint, data.identity, asdict(rollouts), seed])
         path = stage_folder("dpo") / f"pairs_{key}.json"
         if not dist.on_main(path.exists):
@@ -186,7 +175,7 @@ def make_pairs(cfg: ChatDPO, data: Task, parent: Checkpoint, dist: DistContext) 
             compiled = choose_engine_compile(None, dist.device, tokens)
             model = inference_copy(load_model(parent, dist))
             engine = Engine(model, tokenizer, tool=calculate, compiled=compiled)
-            sampled = sample_pairs(engine, data, cfg.rollouts, seed, dist)
+            sampled = sample_pairs(engine, data, rollouts, seed, dist)
             dist.on_main(lambda: write_json(path, sampled))
         pairs = dist.on_main(lambda: read_json(path))
         about = f"from {rollouts.num_samples} answers to each of {len(data):,} questions, in {path}"
@@ -195,6 +184,101 @@ def make_pairs(cfg: ChatDPO, data: Task, parent: Checkpoint, dist: DistContext) 
     if not pairs:
         raise ValueError(f"no pairs in {data.name} ({data.split}), {about}; {fix}")
     return pairs
+
+
+def encode_conversation(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
+    """Encode a conversation; only its last answer is trained on."""
+    ids, mask = render(tokenizer, messages)
+    start = len(render_prompt(tokenizer, messages))
+    return signed_ids(ids, [0] * start + mask[start:]).tolist()
+
+
+def sample_pairs(
+    engine: Engine, task: Task, cfg: rl.RolloutConfig, seed: int, dist: DistContext
+) -> list[Pair]:
+    """
+    Answer each question of `task` `num_samples` times and pair the first of the best answers with
+    the first of the worst. Questions whose answers all have the same score give no pair. The result
+    is the same on every rank.
+    """
+    questions, found = range(len(task)), {}
+    own = rl.RLConfig(**asdict(cfg))
+    rollouts = rl.Rollouts(task, questions, own, seed, dist, engine.model, engine)
+    mine = questions[dist.rank :: dist.world_size]
+    for i, group in zip(mine, rollouts.answer(mine), strict=True):
+        if group.has_signal:
+            ends = [group.rewards.index(extreme(group.rewards)) for extreme in (max, min)]
+            found[i] = [rl.encode_completion(group.answers[n]) for n in ends]
+    every = {i: pair for part in dist.gather(found) for i, pair in part.items()}
+    return [every[i] for i in sorted(every)]
+
+
+def pairs_of_step(
+    pairs: Sequence[Pair], step: int, per_step: int, seed: int, dist: DistContext
+) -> list[Pair]:
+    """This rank's pairs of a step; each epoch has its own random order."""
+    found = []
+    for draw in range(step * per_step + dist.rank, (step + 1) * per_step, dist.world_size):
+        epoch, position = divmod(draw, len(pairs))
+        found.append(pairs[rl.shuffle_indices(len(pairs), f"{seed}-{epoch}")[position]])
+    return found
+
+
+def pair_batches(
+    pairs: Sequence[Pair], device_rows: int, filler: int, device: torch.device
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """
+    Yield tokens and targets (B, T) of at most `device_rows` rows, but at least one pair, sorted by
+    length; rows alternate chosen, rejected and are padded with `filler`.
+    """
+    ordered = sorted(pairs, key=lambda pair: max(map(len, pair)))
+    each = max(1, device_rows // 2)
+    for i in range(0, len(ordered), each):
+        rows = [ids for pair in ordered[i : i + each] for ids in pair]
+        yield rl.pad_signed(rows, filler, device)
+
+
+# ---- The loss ------------------------------------------------------------------------------------
+
+
+def dpo_loss(model: GPT, reference: GPT, beta: float, tokens: Tensor, targets: Tensor) -> Tensor:
+    """
+    Summed DPO loss of pairs; rows of tokens and targets (B, T) alternate chosen, rejected.
+
+    Its gradient is that of the cross-entropy of each answer weighted by the derivative of the
+    pair's loss, so the logits are never materialized and the body runs once.
+    """
+    hidden, head, compiled = model.hidden(tokens), model.head.weight, model.compiled
+    nats = token_losses(hidden.detach(), head, targets, compiled)
+    rewards = beta * (reference.token_losses(tokens, targets) - nats).sum(dim=1)
+    margins = rewards[0::2] - rewards[1::2]
+    slopes = beta * torch.sigmoid(-margins)
+    weights = torch.stack((slopes, -slopes), dim=1).view(-1, 1).expand_as(targets)
+    surrogate, _ = chunked_cross_entropy(hidden, head, targets, weights, compiled)
+    return -F.logsigmoid(margins).sum() + (surrogate - surrogate.detach())
+
+
+def evaluate_pairs(
+    model: GPT,
+    reference: GPT,
+    beta: float,
+    batches: Iterator[tuple[Tensor, Tensor]],
+    dist: DistContext,
+) -> dict[str, stats.Estimate]:
+    """Loss, accuracy, margin and reward of the chosen answer over the pairs of all ranks."""
+    mine = []
+    for batch in batches:
+        nats = reference.token_losses(*batch) - model.token_losses(*batch)
+        mine += (beta * nats.sum(dim=1)).tolist()
+    rewards = torch.tensor(sum(dist.gather(mine), [])).double()
+    margins = rewards[0::2] - rewards[1::2]
+    found = {
+        "loss": -F.logsigmoid(margins),
+        "accuracy": (margins.sign() + 1) / 2,  # a tie counts as half
+        "margin": margins,
+        "chosen_reward": rewards[0::2],
+    }
+    return {name: stats.mean(values.tolist()) for name, values in found.items()}
 
 
 if __name__ == "__main__":

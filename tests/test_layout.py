@@ -77,4 +77,4 @@ def test_scripts_of_the_core_import_no_track():
     scripts = {re.sub(r"scripts/(\w+)\.py", r"\1", name): own_imports(name) for name in FILES}
     tracks = {f"nanochat.{track}" for track in TRACKS}
     users = {name for name in scripts if name.isidentifier() and scripts[name] & tracks}
-    assert users == set("bench chat_dpo chat_web export import_hf lm_eval".split())
+    assert users == set("bench chat_web export import_hf lm_eval".split())

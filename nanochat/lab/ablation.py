@@ -1,10 +1,10 @@
 """
 Ablation arms of a data mixture: the same total tokens in different proportions.
 
-    "drop:gsm8k", counts of each bucket in the control -> arm_counts -> counts in the arm
+    mixture of the control, "drop:gsm8k" -> arm_counts -> data_arms -> --mixture of the arm
 
 Every arm has the same total as the control, and therefore the same number of steps: when one bucket
-grows, the others shrink in proportion to their counts. Pure functions of names, tags and counts.
+grows, the others shrink in proportion to their counts.
 
     copy:NAME           a copy of the control, to measure noise
     only:X              X alone, plus the floor shares of the other buckets
@@ -15,11 +15,19 @@ grows, the others shrink in proportion to their counts. Pure functions of names,
     ARM then ARM        one change, then another
 """
 
+import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-from tasks.buckets import Tags
+from nanochat.common import base_dir, fingerprint, write_json
+from tasks.buckets import Part, Tags, parse_mixture, read_mixture
+from tasks.held_out import reject_contaminated
+
+CONTROL = "control"
+Arms = Mapping[str, Sequence[str]]
+"""Variants by name, the control first: their training flags."""
 
 FORMS = {
     "copy": r"(.+)",
@@ -32,6 +40,42 @@ FORMS = {
 SYNTAX = (
     "copy:name, only:x, drop:x, swap:a->b, scale:x*2, ratio:language ko:en=1:4, or one then another"
 )
+
+
+def data_arms(mixture: str, arms: str, floor: str) -> Arms:
+    """
+    The control and the data ablation arms, separated by |; flags set the tokens of every bucket.
+
+    Raises ValueError for an unsuitable mixture or arm, UsageError for data of final benchmarks.
+    """
+    spec, declared = read_mixture(mixture)
+    parts = buckets(spec, declared)
+    if missing := [part.name for part in parts if part.tokens is None]:
+        raise ValueError(f"--arms needs tokens in --mixture, as in {missing[0]}=40000t")
+    tags, shares = {part.name: part.tags for part in parts}, read_floor(floor)
+    counts = {part.name: part.tokens or 0 for part in parts}
+    reject_contaminated(tags)
+    found = {CONTROL: counts} | {
+        arm: arm_counts(arm, counts, tags, shares) for arm in arms.split("|")
+    }
+    return {arm: [mixture_flag(parts, tokens, declared)] for arm, tokens in found.items()}
+
+
+def mixture_flag(
+    parts: Sequence[Bucket], tokens: Mapping[str, int], declared: Mapping[str, Any]
+) -> str:
+    """
+    Flag that sets a mixture with these tokens of each bucket, from the same conversations; with
+    declared buckets, it is written to a file.
+    """
+    rows = ("" if part.rows is None else f"{part.rows}*" for part in parts)
+    spec = ",".join(f"{p.name}={n}{tokens[p.name]}t" for p, n in zip(parts, rows, strict=True))
+    if not declared:
+        return f"--mixture={spec}"
+    content = {"mixture": spec, "buckets": declared}
+    path = base_dir() / "sweeps" / "mixtures" / f"{fingerprint(content)}.json"
+    write_json(path, content)
+    return f"--mixture={path}"
 
 
 def arm_counts(
@@ -57,7 +101,9 @@ def arm_counts(
         counts = {name: wanted.get(name, n * factor) for name, n in counts.items()}
     if min(counts.values()) < 0 or not math.isclose(sum(counts.values()), sum(control.values())):
         raise ValueError(f"{arm!r}: the other buckets cannot compensate; use another arm")
-    found = dict(zip(control, round_to_total(list(counts.values())), strict=True))
+    ends = [0, *map(round, itertools.accumulate(counts.values()))]  # so that the total is exact
+    sizes = (end - start for start, end in itertools.pairwise(ends))
+    found = dict(zip(control, sizes, strict=True))
     if found == control and not arm.startswith("copy:"):
         raise ValueError(f"{arm!r} equals the control, {found}: the changed buckets have count 0")
     return found
@@ -96,15 +142,6 @@ def wanted_counts(
     raise ValueError(f"unknown ablation arm {change!r}; use one of: {SYNTAX}")
 
 
-def round_to_total(wanted: Sequence[float]) -> list[int]:
-    """Round to integers that add up to the rounded sum, by the largest-remainder method."""
-    counts = [math.floor(x) for x in wanted]
-    order = sorted(range(len(wanted)), key=lambda i: counts[i] - wanted[i])
-    for i in order[: round(math.fsum(wanted)) - sum(counts)]:
-        counts[i] += 1
-    return counts
-
-
 def read_floor(spec: str) -> dict[str, float]:
     """
     Parse "a=5%,b=2%" into bucket -> share. Raises ValueError for anything but shares below 100% in
@@ -112,6 +149,6 @@ def read_floor(spec: str) -> dict[str, float]:
     """
     found = [re.fullmatch(r"(.+)=(\d+\.?\d*)%", words) for words in filter(None, spec.split(","))]
     floor = {each[1]: float(each[2]) / 100 for each in found if each}
-    if not all(found) or not all(floor.values()) or sum(floor.values()) >= 1:
+    if not all(found) or sum(floor.values()) >= 1:
         raise ValueError(f"floor {spec!r} must be shares below 100% in total, as in arc_easy=5%")
     return floor

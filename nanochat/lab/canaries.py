@@ -15,25 +15,23 @@ only if a canary triggers at two checkpoints in a row. Thresholds were tuned on 
 injected failures (dev/LOG.md), except for the accuracy and the first step.
 """
 
-import itertools
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
-from nanochat.chat_format import render, render_prompt
+from nanochat.chat_format import render
 from nanochat.checkpoint import Checkpoint, load_model
 from nanochat.common import UsageError
 from nanochat.dataset import DataConfig
 from nanochat.dist import DistContext
 from nanochat.engine import Engine, Sampling
 from nanochat.eval_bpb import Batch, bits_per_byte
-from nanochat.eval_chat import score_by_generation, score_by_logits
+from nanochat.eval_chat import longest_prompt, render_prompts, score_by_generation, score_by_logits
 from nanochat.gpt import GPT
-from nanochat.loss import IGNORE
 from nanochat.rows import Rows, inputs_and_targets, open_rows, pack_text, reopen_chat_rows
 from nanochat.sandbox import calculate
 from nanochat.tokenizer import Tokenizer
@@ -84,49 +82,40 @@ def measure(
 ) -> dict[str, float]:
     """
     Metrics of a model by name: format of greedy answers to the suite; accuracy on its
-    multiple-choice tasks; bits per byte on `text`, and those of a uniform distribution over tokens.
+    multiple-choice tasks; bits per byte on `text`, as a fraction of those of a uniform
+    distribution over tokens.
     """
     found = measure_answers(model, tokenizer, suite)
-    if choice := [task for task in suite if task.kind == "choice"]:
-        scores = sum(score_suite(model, tokenizer, choice, dist).values(), [])
+    choice = [task for task in suite if task.kind == "choice"]
+    if scores := sum(score_suite(model, tokenizer, choice, dist).values(), []):
         found["accuracy"] = sum(scores) / len(scores)
     if text:
         sizes = tokenizer.token_bytes()
         [bpb] = bits_per_byte(model.token_losses, text, sizes, dist)
-        found["text_bpb"] = bpb.value
-        found["uniform_bpb"] = math.log2(len(sizes)) * bpb.tokens / bpb.bytes
+        found["text"] = bpb.nats / bpb.tokens / math.log(len(sizes))
     return found
 
 
 def measure_answers(model: GPT, tokenizer: Tokenizer, suite: Sequence[Task]) -> dict[str, float]:
-    """Format metrics of greedy answers to the first items of each task; empty if none fit."""
-    T = model.cfg.max_seq_len
-    longest = min(MAX_ANSWER_TOKENS, T // 2)
-    questions, prompts, expected = [], [], 0
-    for task, i in itertools.product(suite, range(NUM_ANSWERS // len(suite))):
-        prompt = render_prompt(tokenizer, task[i])
-        size = len(render(tokenizer, task[i])[0]) - len(prompt)
-        if size <= longest / 2 and len(prompt) <= T - longest:  # so that a good answer fits
-            questions.append(task.locate(i))
-            prompts.append(prompt)
-            expected += size
-    if not questions:
-        return {}
-    engine, n = Engine(model, tokenizer, len(questions)), len(questions)
+    """Format metrics of greedy answers to the first items of each task."""
+    questions = [task.locate(i) for task in suite for i in range(NUM_ANSWERS // len(suite))]
+    chats = [task[i] for task, i in questions]
+    expected = sum(sum(render(tokenizer, chat)[1]) for chat in chats)  # tokens
+    engine = Engine(model, tokenizer, len(chats))
+    longest = min(MAX_ANSWER_TOKENS, model.cfg.max_seq_len // 2)
+    prompts, _ = render_prompts(tokenizer, chats, longest_prompt(engine, longest))
     answers = [a for (a,) in engine.generate(prompts, Sampling(longest, 0.0, None))]
-    texts = [tokenizer.decode(answer.ids) for answer in answers]
+    texts = [tokenizer.decode(answer.ids).strip() for answer in answers]
     pairs = list(zip(questions, texts, strict=True))
     ratio = max(1, sum(len(answer.ids) for answer in answers)) / expected
-    found = {
+    choices = Counter(text for (task, i), text in pairs if task.letters(i)) or Counter("?")
+    return {
         "length": max(ratio, 1 / ratio),
-        "no_end": sum(answer.finish == "length" for answer in answers) / n,
-        "unparsable": sum(task.extract(visible(text)) is None for (task, _), text in pairs) / n,
-        "repeated": sum(repeated_share(answer.ids) for answer in answers) / n,
+        "no_end": fmean(answer.finish == "length" for answer in answers),
+        "unparsable": fmean(task.extract(visible(text)) is None for (task, _), text in pairs),
+        "repeated": fmean(repeated_share(answer.ids) for answer in answers),
+        "one_letter": max(choices.values()) / choices.total(),
     }
-    choices = [text.strip() for (task, i), text in pairs if task.letters(i)]
-    if len(choices) >= 4:
-        found["one_letter"] = max(Counter(choices).values()) / len(choices)
-    return found
 
 
 def repeated_share(ids: Sequence[int]) -> float:
@@ -150,10 +139,13 @@ def check_rows(
     every, tokenizer = reopen_chat_rows(state["identity"]["rows"]), parent.tokenizer()
     count = min(MAX_ROWS, state["identity"]["batch_tokens"] // every.max_seq_len)
     rows = every.batch(0, count, state["identity"]["seed"])
-    x, y = (torch.from_numpy(each).to(dist.device) for each in inputs_and_targets(rows))
     model = load_model(parent, dist, every.max_seq_len)
-    nats = model.token_losses(x, y, document_segments(x, tokenizer.bos_id)).sum()
-    gap = first_loss / (nats / (y != IGNORE).sum()).item() - 1
+
+    def score(x, y):  # attention stays within each conversation of a row
+        return model.token_losses(x, y, document_segments(x, tokenizer.bos_id))
+
+    [found] = bits_per_byte(score, [inputs_and_targets(rows)], tokenizer.token_bytes(), dist)
+    gap = first_loss / found.loss - 1
     return {"loss_mask": mask_errors(rows, tokenizer), "first_loss": abs(gap)}
 
 
@@ -185,9 +177,6 @@ PUBLISHED = {"arc_easy": 60, "arc_challenge": 50, "mmlu": 70, "gsm8k": 20}  # ta
 BUILTIN = {"world_choice": 110, "world_facts": 40, "world_problems": 25, "world_spelling": 25}
 GREEDY = Sampling(max_new_tokens=256, temperature=0.0)
 
-ItemScores = dict[str, list[float]]
-"""Score of each item by task."""
-
 
 def open_suite(dataset: str | None) -> list[Task]:
     """Tasks of the suite for models that were pretrained on `dataset`."""
@@ -210,10 +199,10 @@ def first_items(counts: Mapping[str, int]) -> list[Task]:
 
 def score_suite(
     model: GPT, tokenizer: Tokenizer, suite: Sequence[Task], dist: DistContext
-) -> ItemScores:
+) -> dict[str, list[float]]:
     """
-    Score a model (ideally `gpt.inference_copy(model)`): by logits, or by greedy answers with a
-    calculator. Every rank of `dist` must call it.
+    Score of each item by task, of a model (ideally `gpt.inference_copy(model)`): by logits, or by
+    greedy answers with a calculator. Every rank of `dist` must call it.
     """
     found = {}
     for task in suite:
@@ -231,7 +220,7 @@ def score_suite(
 BROKEN = 78  # exit status of scripts.lab.watch for a broken run
 LEVELS = ("fine", "note", "warn", "broken")
 MAX_LENGTH_RATIO = 2.0  # above this, the parent cannot answer: skip format checks
-MAX_PARENT_SHARE = 0.9  # of a uniform model's bits per byte; above this, nothing to forget
+MAX_PARENT_TEXT = 0.9  # of a uniform model's bits per byte; above this, nothing to forget
 
 
 class Canary(NamedTuple):
@@ -262,49 +251,39 @@ def rises(parent: Mapping[str, float], now: Mapping[str, float]) -> dict[str, fl
     found = {}
     if parent.get("length", math.inf) <= MAX_LENGTH_RATIO:
         names = ("no_end", "unparsable", "repeated", "one_letter")
-        found = {name: now[name] - parent[name] for name in names if name in parent}
+        found = {name: now[name] - parent[name] for name in names}
         found["length"] = now["length"] / parent["length"]
-    before, uniform = (parent.get(name, math.inf) for name in ("text_bpb", "uniform_bpb"))
-    if before < MAX_PARENT_SHARE * uniform:
-        found["forgotten"] = (now["text_bpb"] - before) / (uniform - before)
+    before = parent.get("text", 1.0)
+    if before < MAX_PARENT_TEXT:
+        found["forgotten"] = (now["text"] - before) / (1 - before)
     if "accuracy" in parent:
         found["accuracy"] = parent["accuracy"] - now["accuracy"]
     return found
 
 
-class Finding(NamedTuple):
-    """Result of one canary at one step; sorts by severity."""
-
-    severity: int
-    """Index into LEVELS."""
-    value: float
-    step: int
-    name: str
-
-
 class CanaryMonitor:
-    """Findings about a run."""
+    """The worst finding of each canary."""
 
     def __init__(self) -> None:
-        self.findings: list[Finding] = []
-        self.triggered: set[str] = set()
+        self.worst: dict[str, tuple[int, float, int]] = {}  # index into LEVELS, value, step
+        self.triggered = {"first_loss", "loss_mask"}  # once is enough for these
 
     @property
-    def worst(self) -> str:
-        """Worst level of all findings."""
-        return LEVELS[max(self.findings)[0] if self.findings else 0]
+    def level(self) -> str:
+        """Worst level of all canaries."""
+        return LEVELS[max((severity for severity, *_ in self.worst.values()), default=0)]
 
-    def record(self, step: int, found: Mapping[str, float], at_once: bool = False) -> None:
+    def record(self, step: int, found: Mapping[str, float]) -> None:
         """
-        Classify the values of canaries at a step, and print those that are not fine. Unless
-        `at_once`, a canary that did not trigger at the step before is at most "warn", as a spike
-        may recover.
+        Classify the values of canaries at a step, and print those that are not fine. A canary that
+        did not trigger at the step before is at most "warn", as a spike may recover.
         """
         for name, value in found.items():
             severity = sum(value >= bound for bound in CANARIES[name][:3])
-            if not at_once and name not in self.triggered:
+            if name not in self.triggered:
                 severity = min(severity, LEVELS.index("warn"))
-            self.findings.append(Finding(severity, value, step, name))
+            finding = (severity, value, step)
+            self.worst[name] = max(self.worst.get(name, finding), finding)
             if severity:
                 meaning = f"{CANARIES[name].meaning} ({name} {value:+.4g})"
                 print(f"canary {LEVELS[severity]} at step {step}: {meaning}", flush=True)
@@ -312,10 +291,9 @@ class CanaryMonitor:
 
     def table(self) -> dict[str, Any]:
         """Table of the worst finding of every canary, for the record."""
-        worst = {finding.name: finding for finding in sorted(self.findings)}
         rows = [
-            [name, CANARIES[name].meaning, f"{f.value:+.4f}", f.step, LEVELS[f.severity]]
-            for name, f in worst.items()
+            [name, CANARIES[name].meaning, f"{value:+.4f}", step, LEVELS[severity]]
+            for name, (severity, value, step) in self.worst.items()
         ]
         columns = ["Canary", "Triggers when", "Worst", "At step", "Level"]
         return {"title": "Canaries", "columns": columns, "rows": rows}

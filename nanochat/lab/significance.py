@@ -1,7 +1,7 @@
 """
 Test whether ablation arms differ from their control by more than noise.
 
-    recorded runs of every arm -> contrasts -> holm -> verdicts
+    recorded runs of every arm -> compare_arms: contrasts, holm -> comparison_table
 
 There is one method, a t test. Its variance has two sources. The variance between seeds is pooled
 over all arms, since three seeds alone estimate it poorly. If all runs recorded scores of the same
@@ -11,10 +11,12 @@ of Estimates of Variance Components", 1946. P values are corrected for the numbe
 (Holm, "A Simple Sequentially Rejective Multiple Test Procedure", 1979).
 """
 
+import itertools
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from statistics import NormalDist, fmean
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,10 +43,7 @@ class Contrast(NamedTuple):
     arm: str
     metric: str
     control: float
-    num_control: int
-    """Number of seeds of the control."""
     value: float
-    num_seeds: int
     bar: float
     """Noise bar: the smallest difference that is significant in a single comparison."""
     p: float
@@ -57,8 +56,9 @@ class Contrast(NamedTuple):
 
     @property
     def gain(self) -> float:
-        """The difference, positive if the arm is better."""
-        return -self.difference if lower_is_better(self.metric) else self.difference
+        """The difference, positive if the arm is better, judged by the name of the metric."""
+        lower_is_better = any(word in self.metric.lower() for word in LOWER_IS_BETTER)
+        return -self.difference if lower_is_better else self.difference
 
     @property
     def verdict(self) -> Verdict:
@@ -70,8 +70,8 @@ class Contrast(NamedTuple):
     def cells(self) -> list[str]:
         """Table cells, see CELLS."""
         return [
-            f"{self.control:.4f} ({self.num_control} seeds)",
-            f"{self.value:.4f} ({self.num_seeds} seeds)",
+            f"{self.control:.4f}",
+            f"{self.value:.4f}",
             f"{self.difference:+.4f}",
             f"{self.bar:.4f}",
             f"{self.p:.2g}",
@@ -87,17 +87,12 @@ def over_seeds(values: Sequence[float]) -> Any:
     return values[0] if len(values) == 1 else estimate(*stats.mean(values))
 
 
-def lower_is_better(metric: str) -> bool:
-    """Whether lower values of a metric are better, judged by its name."""
-    return any(word in metric.lower() for word in LOWER_IS_BETTER)
-
-
 def contrasts(base: str, metric: str, arms: Mapping[str, Sequence[Recorded]]) -> list[Contrast]:
     """
     Compare every arm of a base with the first, the control; the largest gain comes first.
 
     The variance of a difference is s^2 (1/n_arm + 1/n_control), where s^2 is the pooled variance
-    between seeds, plus that of the items. Raises ValueError if no arm has two runs.
+    between seeds, plus that of the items. One arm must have two runs.
     """
     scores = {
         arm: [float(plain_value(run.values[metric])) for run in runs] for arm, runs in arms.items()
@@ -105,16 +100,13 @@ def contrasts(base: str, metric: str, arms: Mapping[str, Sequence[Recorded]]) ->
     means = {arm: fmean(values) for arm, values in scores.items()}
     squares = sum((x - means[arm]) ** 2 for arm, values in scores.items() for x in values)
     df = sum(map(len, scores.values())) - len(scores)
-    if df == 0:
-        raise ValueError(f"{base}: no arm has two runs, so the noise is unknown; use more seeds")
     control, *others = arms
-    n, found = len(scores[control]), []
+    found = []
     for arm in others:
-        num_seeds = len(scores[arm])
-        parts = [(squares / df * (1 / num_seeds + 1 / n), df)]
-        parts += item_variances(metric, arms[control], arms[arm])
+        counts = 1 / len(scores[arm]) + 1 / len(scores[control])
+        parts = [(squares / df * counts, df), *item_variances(metric, arms[control], arms[arm])]
         noise = t_test(means[arm] - means[control], parts)
-        found.append(Contrast(base, arm, metric, means[control], n, means[arm], num_seeds, *noise))
+        found.append(Contrast(base, arm, metric, means[control], means[arm], *noise))
     return sorted(found, key=lambda c: -c.gain)
 
 
@@ -168,17 +160,44 @@ def holm(found: Sequence[Contrast]) -> list[Contrast]:
     return corrected
 
 
-def agreement(found: Sequence[Contrast], one: Contrast) -> str:
-    """Number of bases by verdict on the arm and metric of a contrast, as in "2 worse"."""
-    same = Counter(c.verdict for c in found if (c.arm, c.metric) == (one.arm, one.metric))
-    return ", ".join(f"{n} {verdict}" for verdict, n in same.items())
+# ---- Comparison of all arms ----------------------------------------------------------------------
 
 
-def expected_maximum(n: int) -> float:
+def compare_arms(
+    runs: Mapping[str, Mapping[str, Sequence[Recorded]]], first: str
+) -> list[Contrast]:
     """
-    Expected maximum of `n` standard normal values: 0, 0.56, 0.85, 1.03, 1.16, 1.27 for n = 1 to 6.
-
-    The best of n runs overestimates their mean by this many standard deviations.
+    Compare base -> arm -> runs with the first arm of the base, the control, on every metric;
+    `first` comes first.
     """
-    quantile = NormalDist().inv_cdf
-    return fmean(quantile(((i + 0.5) / POINTS) ** (1 / n)) for i in range(POINTS))
+    every = [run for arms in runs.values() for each in arms.values() for run in each]
+    pairs = itertools.product(list_metrics(every, first), runs.items())
+    return holm([c for metric, (base, arms) in pairs for c in contrasts(base, metric, arms)])
+
+
+def list_metrics(runs: Sequence[Recorded], first: str) -> list[str]:
+    """
+    Metrics that all runs share: `first`, bits per byte by bucket, and scores. Not those before RL
+    and their change, nor rewards, which differ between tasks.
+    """
+    values = runs[0].values
+    shared = [name for name in values if all(name in run.values for run in runs)]
+    if first not in shared:
+        raise ValueError(f"some runs did not record {first!r}; the first has {', '.join(values)}")
+    others = [
+        name
+        for name in shared
+        if name.startswith("val_bpb:")
+        or (isinstance(values[name], Mapping) and not re.search(" before$| change$|reward", name))
+    ]
+    return list(dict.fromkeys([first, *others]))
+
+
+def comparison_table(found: Sequence[Contrast]) -> dict[str, Any]:
+    """Table of corrected contrasts. Its last column counts the bases by verdict on the same arm."""
+    rows = []
+    for c in found:
+        same = Counter(x.verdict for x in found if (x.arm, x.metric) == (c.arm, c.metric))
+        bases = ", ".join(f"{n} {verdict}" for verdict, n in same.items())
+        rows.append([c.metric, c.base, c.arm, *c.cells(), bases])
+    return {"title": "Arms", "columns": ["Metric", "Base", "Name", *CELLS, "Bases"], "rows": rows}

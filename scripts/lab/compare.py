@@ -42,8 +42,7 @@ class Compare:
     """Compared with `before`."""
     all: str = ""
     """Runs as stage:tag, separated by commas: scores every saved checkpoint on a fixed suite of
-    questions instead. Each is compared with its parent if that is listed before, else with the
-    first."""
+    questions instead. Each is compared with the first."""
     report_dir: str | None = None
     """Folder of records. Default: report/ under the base directory."""
 
@@ -74,27 +73,24 @@ def main(cfg: Compare) -> None:
     if left_out := first.values.keys() - names:
         print(f"not compared, missing or with other sampling settings: {', '.join(left_out)}")
     if not names:
-        found = "; ".join(", ".join(run.values) for run in (first, *others))
         raise ValueError(
-            f"they have {found}: evaluate all on the same tasks with the same settings"
+            f"{cfg.before} and {cfg.after} share no score: evaluate all on the same tasks with the "
+            "same settings"
         )
     if len(others) == 1:
         values = {name: {side: run.values[name] for side, [run] in runs.items()} for name in names}
         items = {side: run.items for side, [run] in runs.items()}
         scores = summary.Scores(values, items)
-        changes = summary.differences(scores, {cfg.after: cfg.before})
-        table = {**summary.difference_table(changes), "title": None}
-        verdicts = {row[0]: f"{row[2]} ({row[4]})" for row in table["rows"]}
+        table = summary.difference_table(summary.differences(scores, {cfg.after: cfg.before}))
     else:
         found = holm([c for name in names for c in contrasts("", name, runs)])
         rows = [[c.metric, *c.cells()] for c in found]
-        table = {"title": None, "columns": ["Metric", *CELLS], "rows": rows}
-        verdicts = {row[0]: f"{row[3]} ({row[6]}, noise bar {row[4]})" for row in rows}
-    prints = [fingerprint([each.fingerprint for each in side]) for side in sides.values()]
-    inputs: dict[str, str] = dict(zip(("before", "after"), prints, strict=True))
-    origin = records.Provenance(sides[cfg.after][0].state["provenance"]["run_id"], 0, inputs)
+        table = {"title": "Differences", "columns": ["Metric", *CELLS], "rows": rows}
+    compared = [each.fingerprint for side in sides.values() for each in side]
+    inputs = {"before": fingerprint(compared)}
+    origin = records.Provenance(records.new_run_id(), 0, inputs)
     section = f"Comparison of {cfg.before} and {cfg.after}"
-    report.append_section(section, cfg, verdicts, origin, tables=[table])
+    report.append_section(section, cfg, {}, origin, tables=[table])
 
 
 def recorded_scores(checkpoint: Checkpoint, report_dir: str | None) -> Recorded:
@@ -105,27 +101,23 @@ def recorded_scores(checkpoint: Checkpoint, report_dir: str | None) -> Recorded:
     Raises MissingInput with the evaluation command if there is none.
     """
     stage, tag, step = checkpoint.state["stage"], checkpoint.folder.parent.name, checkpoint.step
-    found = Recorded({}, {})
+    found, items = {}, {}
     for entry in read_metrics(checkpoint.folder.parent / METRICS_FILE) if stage == "base" else []:
         if entry["step"] == step and "val_bpb" in entry:
-            found = Recorded({"val_bpb": entry["val_bpb"]}, {})
+            found["val_bpb"] = entry["val_bpb"]
     for record in records.read_history(report_dir):
-        provenance, values = record["provenance"], record["values"]
-        is_evaluation = not provenance["outputs"] and "before" not in provenance["inputs"]
-        if is_evaluation and provenance["inputs"].get(stage) == checkpoint.fingerprint:
-            scores = {
-                summary.metric_name(record, key): value
-                for key, value in values.items()
-                if isinstance(value, Mapping) or key in summary.BASE_METRICS
-            }
-            items = {
-                summary.metric_name(record, key): each for key, each in record["items"].items()
-            }
-            found = Recorded(found.values | scores, found.items | items)
-    if not found.values:
+        inputs = record["provenance"]["inputs"]
+        is_evaluation = not record["provenance"]["outputs"] and "before" not in inputs
+        if is_evaluation and inputs.get(stage) == checkpoint.fingerprint:
+            for key, value in record["values"].items():
+                if isinstance(value, Mapping) or key in summary.BASE_METRICS:
+                    found[summary.metric_name(record, key)] = value
+            for key, each in record["items"].items():
+                items[summary.metric_name(record, key)] = each
+    if not found:
         maker = f"python -m scripts.chat_eval -i {stage} -g {tag} -s {step}"
         raise MissingInput(f"no recorded scores for {stage}:{tag}:{step}", maker)
-    return found
+    return Recorded(found, items)
 
 
 def compare_all(cfg: Compare) -> None:
@@ -137,28 +129,25 @@ def compare_all(cfg: Compare) -> None:
     suite = open_suite(checkpoints[0].state["source"].get("dataset"))
     if not suite:
         raise ValueError("all tasks of the suite are final benchmarks: there is nothing to score")
-    names, scored, values, rows = {}, {}, {}, []  # names and scores by fingerprint
+    first, rows = [], []
     for each in checkpoints:
-        key, run = each.fingerprint, f"{each.state['stage']}:{each.folder.parent.name}"
+        run = f"{each.state['stage']}:{each.folder.parent.name}"
         by_task = score_suite(*load_inference(each, dist), suite, dist)
-        names[key] = f"{run}:{each.step}"
-        scored[key] = [score for scores in by_task.values() for score in scores]
-        mean = stats.mean(scored[key])
-        values[names[key]] = records.estimate(*mean)
-        parents = [p for p in each.state["provenance"]["inputs"].values() if p in scored]
-        origin = [*parents, *scored][0]
-        change = stats.compare(scored[origin], scored[key])
-        versus = [f"{change.difference:+.3f} +- {change.se:.3f}", names[origin], change.verdict]
-        tasks = [f"{stats.mean(scores).value:.3f}" for scores in by_task.values()]
-        row = [run, str(each.step), *tasks, f"{mean.value:.3f} +- {mean.se:.3f}"]
-        rows.append([*row, *(versus if origin != key else "---")])
-    columns = ["Run", "Step", *(task.name for task in suite), "All", "Difference", "From"]
-    table = {"title": None, "columns": [*columns, "Verdict"], "rows": rows}
-    run_id = checkpoints[-1].state["provenance"]["run_id"]
-    origin = records.Provenance(run_id, 0, {"before": fingerprint(list(scored))})
+        scores = sum(by_task.values(), [])
+        first, mean = first or scores, stats.mean(scores)
+        change = stats.compare(first, scores)
+        versus = [f"{change.difference:+.3f} +- {change.se:.3f}", change.verdict]
+        tasks = [f"{stats.mean(task).value:.3f}" for task in by_task.values()]
+        rows.append([run, str(each.step), *tasks, f"{mean.value:.3f} +- {mean.se:.3f}", *versus])
+    columns = ["Run", "Step", *(task.name for task in suite), "All", "From the first", "Verdict"]
+    table = {"title": "Accuracy", "columns": columns, "rows": rows}
+    inputs = {"before": fingerprint([each.fingerprint for each in checkpoints])}
     if dist.is_main:
-        cost = records.Cost.so_far(dist)
-        report.append_section("Suite", cfg, values, origin, cost, tables=[table])
+        origin, cost = (
+            records.Provenance(records.new_run_id(), 0, inputs),
+            records.Cost.so_far(dist),
+        )
+        report.append_section("Suite", cfg, {}, origin, cost, tables=[table])
     dist.close()
 
 

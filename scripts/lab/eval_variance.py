@@ -38,7 +38,7 @@ class EvalVariance:
 def main(cfg: EvalVariance) -> None:
     models = {name: parse_checkpoint_ref(name) for name in cfg.checkpoints.split("|")}
     scores = [recorded_scores(model, cfg.report_dir).values for model in models.values()]
-    rows, values = [], {}
+    rows = []
     for task, first in scores[0].items():
         each = [by_task.get(task) for by_task in scores]
         each = [x for x in each if isinstance(x, dict) and x.get("k", 1) > 1]
@@ -49,7 +49,6 @@ def main(cfg: EvalVariance) -> None:
         points = [f"{100 * x:.2f}" for x in (std, *stds, item_se)]
         counts = [first["n"], first["k"]]
         rows.append([classify(std), task, *counts, *points, needed_repeats(std, item_se)])
-        values[task] = f"{points[0]} points, {classify(std)}"
     if not rows:
         raise ValueError(
             f"{cfg.checkpoints} share no task with several sampled answers per question; evaluate "
@@ -58,8 +57,8 @@ def main(cfg: EvalVariance) -> None:
     columns = ["Class", "Task", "Items", "Runs", "Std", *models, "Item SE", "Repeats"]
     table = {"title": f"{SECTION} (points)", "columns": columns, "rows": rows}
     inputs = {name: model.fingerprint for name, model in models.items()}
-    origin = records.Provenance(records.inherited_run_id(inputs), 0, inputs)
-    report.append_section(SECTION, cfg, values, origin, tables=[table])
+    origin = records.Provenance(records.new_run_id(), 0, inputs)
+    report.append_section(SECTION, cfg, {}, origin, tables=[table])
 
 
 def classify(std: float) -> str:

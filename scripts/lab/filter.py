@@ -14,7 +14,6 @@ Writes  --out, and the section "Filters <name of the file>"
 """
 
 import json
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +37,7 @@ class Filter:
     """Filters in the order they are applied: length_shift, length=10:2000, longest=99%, no_image,
     script=hangul:30%, not_degenerate, verified, no_duplicate, no_near_duplicate, no_overlap."""
     bucket: str = ""
-    """Bucket to filter, as in --mixture of mid_train: smoltalk=1000."""
+    """Buckets to filter, as in --mixture of mid_train: smoltalk=1000."""
     rows: str = ""
     """JSONL file to filter, instead of --bucket."""
     tokenizer_tag: str = ""
@@ -53,12 +52,9 @@ def main(cfg: Filter) -> None:
     encode = Tokenizer.load(cfg.tokenizer_tag).encode if cfg.tokenizer_tag else str
     rules = parse_filters(cfg.filters)
     if cfg.bucket:
-        spec, declared = read_mixture(cfg.bucket)
-        if re.search(r"[*%,@]|\dt$", spec):
-            raise ValueError(f"--bucket={cfg.bucket!r} must be one bucket, optionally with =rows")
-        [bucket] = buckets(spec, declared)
-        rows = [{"messages": conversation} for conversation in bucket.train]
-        source = fingerprint(bucket.train.identity)
+        found = buckets(*read_mixture(cfg.bucket))
+        rows = [{"messages": messages} for bucket in found for messages in bucket.train]
+        source = fingerprint([bucket.train.identity for bucket in found])
     else:
         rows = list(read_rows(cfg.rows))
         source = fingerprint(rows)

@@ -10,7 +10,7 @@ paying for the rest. If interrupted, rerun the same command: finished answers ar
 
 Reads   a file of rows {"messages": [...]} or {"prompt": "..."}; other fields are kept
 Writes  --out, the rows with answers and finish reasons ("finish"), or with --as_prompt new prompts;
-        <out>.pilot.json next to it, and the section "Generation <name of the file>"
+        <out>.pilot next to it, and the section "Generation <name of the file>"
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from nanochat import records, report
-from nanochat.common import UsageError, fingerprint, printable, read_json, write_json
+from nanochat.common import UsageError, fingerprint, printable
 from nanochat.config import require_at_least, start
 from nanochat.records import append_line, read_lines
 from scripts.lab.filter import read_rows
@@ -64,8 +64,8 @@ def main(cfg: Generate) -> None:
     if not (cfg.prompts and cfg.out):
         raise ValueError("--prompts and --out are required")
     out = Path(cfg.out).expanduser()
-    note = out.with_name(f"{out.name}.pilot.json")
-    if not cfg.pilot and not note.exists():
+    pilot = out.with_name(f"{out.name}.pilot")
+    if not cfg.pilot and not pilot.exists():
         fix = "run with --pilot=2000 first, train on it and compare, then answer the rest"
         raise UsageError("no pilot found: the value of these answers is unknown", fix)
     rows = {fingerprint(row): row for row in read_rows(cfg.prompts)}
@@ -73,9 +73,6 @@ def main(cfg: Generate) -> None:
     known = {row["key"] for row in read_lines(out)}
     todo = [{**rows[key], "key": key} for key in keys if key not in known]
     client, model = connect(cfg)
-    if not cfg.pilot and (teacher := read_json(note)["model"]) != model:
-        fix = "first run --pilot=2000 with this teacher and a new --out"
-        raise UsageError(f"the pilot used teacher {teacher}, not {model}", fix)
     print(f"{len(keys):,} prompts, {len(todo):,} to go, teacher {printable(model)}", flush=True)
 
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -94,9 +91,8 @@ def main(cfg: Generate) -> None:
     finally:
         pool.shutdown(cancel_futures=True)  # on interrupt, cancel the rest
     if counts["Failed"] == len(keys):
-        raise UsageError(f"all {len(todo):,} prompts failed", "see the first failure above")
-    if cfg.pilot:
-        write_json(note, {"model": model})
+        raise UsageError(f"all {len(keys):,} prompts failed", "see the first failure above")
+    pilot.touch()
     values = {"Teacher": model, "Prompts": len(keys), **counts}
     provenance = records.Provenance(records.new_run_id(), 0, {"before": fingerprint(keys)})
     report.append_section(f"Generation {out.stem}", cfg, values, provenance)

@@ -4,13 +4,18 @@ Train models of several depths at several FLOP budgets and fit a scaling law to 
     python -m scripts.lab.scaling_laws                                   # the default recipe
     python -m scripts.lab.scaling_laws --name=windows --arms="default|--window_pattern=SL"
 
+The law is loss = E + A N^-alpha + B D^-beta. N is the training FLOPs per token divided by 6, i.e.
+matmul parameters plus attention, so that a run takes 6 N D FLOPs. Source: approach 3 of Hoffmann et
+al., arXiv:2203.15556. Errors are a bootstrap over residuals, so they contain the noise of runs and
+the misfit of the curve inside the measured range, but not a law that changes outside of it.
+
 No run repeats training text. Every run uses the recipe of its depth and number of tokens; an
 ablation arm ("arm") adds flags of base_train. Finished runs are kept: if a series is interrupted,
 rerun the same command.
 
 Reads   the tokenizer and its text (scripts.tok_train)
-Writes  sweeps/<name>/ under the base directory (points.csv, scaling-laws.svg, ledger),
-        sweeps/runs/, and the section "Scaling laws <name>"; deletes the checkpoints of its runs
+Writes  sweeps/<name>/ under the base directory (ledger), sweeps/runs/, and the section "Scaling
+        laws <name>" with a figure; deletes the checkpoints of its runs
 """
 
 import itertools
@@ -18,35 +23,30 @@ import math
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
+import numpy as np
 import torch
 
 from nanochat import records, report
 from nanochat.checkpoint import stage_folder
-from nanochat.common import UsageError, write_atomic
+from nanochat.common import UsageError
 from nanochat.config import require_at_least, start
 from nanochat.dataset import DataConfig, load_last_source
 from nanochat.dist import init_dist
 from nanochat.gpt import GPT
-from nanochat.lab.scaling_law import (
-    EXPONENTS,
-    MIN_POINTS,
-    Law,
-    Point,
-    best_sizes,
-    fit_law,
-    losses,
-    scaling_figure,
-    show_interval,
-)
-from nanochat.lab.study import as_csv, split_arms
 from nanochat.lab.sweep import Job, Sweep, SweepConfig, ledger_table
 from nanochat.rows import open_rows, pack_text
 from nanochat.scaling import default_windows, plan_horizon, shape_for_depth
 from nanochat.tokenizer import Tokenizer
 from tasks.builtin import open_text
 
+EXPONENTS = np.geomspace(0.05, 1.2, 48)  # values of alpha and beta that a fit tries
+BOOTSTRAPS = 200
+MIN_POINTS = 7  # a law has five parameters
+
+Law = np.ndarray
+"""(1 + BOOTSTRAPS, 5), each row E, A, alpha, B, beta. Row 0 is the fit to the data."""
 MIN_ROWS = 256  # of text that a run trains on
 MEASURED = ("Number of FLOPs per token", "Number of training tokens", "Final validation bpb")
 
@@ -79,114 +79,149 @@ class ScalingLaws:
 
     def __post_init__(self) -> None:
         require_at_least(self, seeds=1, max_seq_len=1, eval_tokens=1)
-        for name in ("budgets", "depths", "project"):
-            if not all(0 < each < math.inf for each in getattr(self, name)):
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-
-
-class Planned(NamedTuple):
-    """One run: the model of an arm and depth at a FLOP budget."""
-
-    arm: str
-    budget: float
-    depth: int
-    seed: int
 
 
 def main(cfg: ScalingLaws) -> None:
-    arms, dist = split_arms(cfg.arms), init_dist(steady=False)
+    arms, device = cfg.arms.split("|"), init_dist(steady=False).device.type
     tokenizer = Tokenizer.load()
     source = open_text(DataConfig(), load_last_source("main"))
     text = open_rows(source, tokenizer, cfg.max_seq_len)
     inputs = {"rows": text.fingerprint, "tokenizer": tokenizer.fingerprint}
-    size, windows = (tokenizer.vocab_size, cfg.max_seq_len), default_windows(dist.device.type)
+    shape = tokenizer.vocab_size, cfg.max_seq_len, "default", default_windows(device)
     with torch.device("meta"):  # to count FLOPs, without weights
-        every = {*cfg.depths, *cfg.project}
-        models = {d: GPT(shape_for_depth(d, *size, "default", windows)) for d in every}
+        models = {d: GPT(shape_for_depth(d, *shape)) for d in {*cfg.depths, *cfg.project}}
 
-    # Runs on enough text that do not repeat it
-    planned = []
+    # Runs on enough text that do not repeat it, smallest budgets first
+    jobs: dict[tuple[str, float, int, int], Job] = {}
     for budget, depth in sorted(itertools.product(set(cfg.budgets), set(cfg.depths))):
         rows = math.ceil(budget / models[depth].flops_per_token() / cfg.max_seq_len)
         pack_text(text, source, tokenizer, rows)
-        if MIN_ROWS <= rows <= text.num_rows:  # so that no text is repeated
-            planned += [
-                Planned(arm, budget, depth, 100 * number + seed)
-                for number, arm in enumerate(arms)
-                for seed in range(cfg.seeds)
-            ]
-    if len(planned) < MIN_POINTS * len(arms) or planned[0].budget == planned[-1].budget:
+        if MIN_ROWS <= rows <= text.num_rows:
+            for (number, arm), i in itertools.product(enumerate(arms), range(cfg.seeds)):
+                run = (arm, budget, depth, 100 * number + i)
+                jobs[run] = make_job(cfg, *run, inputs)
+    budgets = sorted({budget for _, budget, *_ in jobs})
+    if len(jobs) < MIN_POINTS * len(arms) or len(budgets) < 2:
         raise UsageError(
-            f"only {len(planned)} runs can train on {MIN_ROWS} rows or more without repeating text;"
-            f" a law needs {MIN_POINTS} of each arm, at two budgets",
+            f"only {len(jobs)} runs can train on {MIN_ROWS} rows or more without repeating text; "
+            f"a law needs {MIN_POINTS} of each arm, at two budgets",
             "use other --budgets, more --depths, or more text (scripts.tok_train --num_shards)",
         )
 
-    # Train them, smallest budgets first
-    found: dict[str, list[Point]] = {arm: [] for arm in arms}
-    with Sweep(cfg.sweep, cfg.name) as sweep:
-        for budget in sorted(set(cfg.budgets)):
-            jobs = {run: make_job(cfg, run, inputs) for run in planned if run.budget == budget}
-            sweep.run_all([*jobs.values()])
-            for run, job in jobs.items():
-                n, tokens, loss = map(job.metric, MEASURED)
-                found[run.arm].append(Point(budget, run.depth, n / 6, tokens, loss))
-                shutil.rmtree(stage_folder("base") / job.tag, ignore_errors=True)
+    # Train them and fit
+    sweep = Sweep(cfg.sweep, cfg.name)
+    sweep.run_all([*jobs.values()])
+    runs: dict[str, list[list[float]]] = {arm: [] for arm in arms}
+    for (arm, budget, depth, _), job in jobs.items():
+        flops_per_token, tokens, loss = map(job.metric, MEASURED)
+        runs[arm].append([budget, depth, flops_per_token / 6, tokens, loss])
+        shutil.rmtree(stage_folder("base") / job.tag, ignore_errors=True)
+    laws = {arm: fit_law(*np.array(mine).T[2:]) for arm, mine in runs.items()}
 
-    # Fit, project and write
-    laws = {arm: law for arm in arms if (law := fit_law(found[arm])) is not None}
-    beyond = [project(arm, laws[arm], d, models[d]) for arm in laws for d in cfg.project]
-    tables = make_tables(found, laws, beyond)
-    write_atomic(sweep.folder / "points.csv", as_csv(tables[0]))
-    write_atomic(sweep.folder / "scaling-laws.svg", scaling_figure(found, laws))
-    print(f"{len(planned)} runs; figure: {sweep.folder / 'scaling-laws.svg'}")
-    provenance = records.Provenance(records.inherited_run_id(inputs), 0, inputs)
-    section = "Scaling laws" if cfg.name == "scaling" else f"Scaling laws {cfg.name}"
+    tables, series = make_tables(cfg, runs, laws, budgets, models)
     tables.append(ledger_table(sweep.ledger()))
-    values = {"Runs": len(planned)}
-    report.append_section(section, cfg, values, provenance, sweep.cost(), tables=tables)
+    section, values = f"Scaling laws {cfg.name}".removesuffix(" scaling"), {"Runs": len(jobs)}
+    made, cost = records.Provenance(records.new_run_id(), 0, inputs), sweep.cost()
+    report.append_section(section, cfg, values, made, cost, tables=tables, series=series)
 
 
-def make_job(cfg: ScalingLaws, run: Planned, inputs: Mapping[str, str]) -> Job:
-    """The training job of a run."""
-    words = ["scripts.base_train", *cfg.flags.split()]
-    words += run.arm.split() if run.arm != "default" else []
+def make_job(
+    cfg: ScalingLaws, arm: str, budget: float, depth: int, seed: int, inputs: Mapping[str, str]
+) -> Job:
+    """The training job of the model of an arm and depth at a FLOP budget."""
+    words = ["scripts.base_train", *cfg.flags.split(), *arm.removeprefix("default").split()]
     words += "--eval_every=0 --keep=1 --resume=auto --skip_if_done".split()  # the last flag wins
     words += [f"--eval_tokens={cfg.eval_tokens}", f"--max_seq_len={cfg.max_seq_len}"]
-    words += [f"--depth={run.depth}", f"--target_flops={run.budget:g}", f"--seed={run.seed}"]
-    name = f"{run.arm}, {run.budget:.1e} FLOPs, depth {run.depth}, seed {run.seed}"
+    words += [f"--depth={depth}", f"--target_flops={budget:g}", f"--seed={seed}"]
+    name = f"{arm}, {budget:.1e} FLOPs, depth {depth}, seed {seed}"
     return Job(name, [[*words, "--model_tag={tag}"]], inputs)
 
 
-def project(arm: str, law: Law, depth: int, model: GPT) -> list[Any]:
-    """Row of a table: loss of a depth at its default number of tokens, on the same text."""
-    horizon, each = plan_horizon(model), model.flops_per_token()
-    tokens = horizon.num_steps * horizon.batch_tokens
-    return [arm, depth, f"{each * tokens:.2e}", show_interval(losses(law, each / 6, tokens))]
-
-
 def make_tables(
-    points: Mapping[str, Sequence[Point]], laws: Mapping[str, Law], beyond: Sequence[list[Any]]
-) -> list[dict[str, Any]]:
-    """Tables of runs, laws, best sizes and projections."""
-    runs = [[arm, *(f"{x:.6g}" for x in p)] for arm, mine in points.items() for p in mine]
-    fits, sizes, control = [], [], laws.get(next(iter(points)))
+    cfg: ScalingLaws,
+    runs: Mapping[str, list[list[float]]],
+    laws: Mapping[str, Law],
+    budgets: Sequence[float],
+    models: Mapping[int, GPT],
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Tables of runs, laws, best sizes and projections; a series of the lowest losses."""
+    sizes, beyond, series = [], [], {}
+    control = next(iter(laws.values()))
     for arm, law in laws.items():
-        fits.append([arm, *map(show_interval, law.T)])
-        for budget in sorted({p.budget for p in points[arm]}):
+        for budget in budgets:
             n, lowest = best_sizes(law, budget)
-            row = [arm, f"{budget:.1e}", show_interval(n), show_interval(lowest), "-"]
-            if control is not None and control is not law:
-                row[-1] = show_interval(lowest - best_sizes(control, budget)[1])
-            sizes.append(row)
+            change = lowest - best_sizes(control, budget)[1]
+            sizes.append([arm, f"{budget:.1e}", *map(show_interval, (n, lowest, change))])
+            series.setdefault(arm, []).append([budget, lowest[0]])
+        for depth in cfg.project:  # at its default number of tokens, of the same text
+            horizon, each = plan_horizon(models[depth]), models[depth].flops_per_token()
+            tokens = horizon.num_steps * horizon.batch_tokens
+            loss = show_interval(losses(law, each / 6, tokens))
+            beyond.append([arm, depth, f"{each * tokens:.2e}", loss])
+    numbers = [[arm, *(f"{x:.6g}" for x in run)] for arm, mine in runs.items() for run in mine]
+    fits = [[arm, *map(show_interval, law.T)] for arm, law in laws.items()]
     limits = f"alpha and beta from {EXPONENTS[0]:.3g} to {EXPONENTS[-1]:.3g}"
     tables = [
-        ("Runs", "Arm|FLOPs|Depth|FLOPs per token / 6|Tokens|Loss", runs),
+        ("Runs", "Arm|FLOPs|Depth|FLOPs per token / 6|Tokens|Loss", numbers),
         (f"Law: loss = E + A N^-alpha + B D^-beta, {limits}", "Arm|E|A|alpha|B|beta", fits),
         ("Best size by FLOPs", "Arm|FLOPs|Best N|Loss there|Minus the control", sizes),
         ("Projections", "Arm|Depth|FLOPs|Loss", beyond),
     ]
-    return [{"title": t, "columns": c.split("|"), "rows": rows} for t, c, rows in tables if rows]
+    shown = [{"title": t, "columns": c.split("|"), "rows": rows} for t, c, rows in tables]
+    return shown, series
+
+
+# ---- The law -------------------------------------------------------------------------------------
+
+
+def show_interval(samples: np.ndarray) -> str:
+    """The first sample, and the 95% interval of the others unless some have no fit."""
+    low, high = np.percentile(samples[1:], (2.5, 97.5))
+    known = f"{low:.4g} to {high:.4g}" if math.isfinite(low) else "error unknown"
+    return f"{samples[0]:.4g} ({known})"
+
+
+def losses(law: Law, n: Any, tokens: Any) -> np.ndarray:
+    """Loss of a model of size `n` after `tokens` tokens, by each row of the law."""
+    e, a, alpha, b, beta = law.T
+    return e + a * n**-alpha + b * tokens**-beta
+
+
+def best_sizes(law: Law, flops: float) -> tuple[np.ndarray, np.ndarray]:
+    """Size with the lowest loss for a budget of `flops`, and its loss, by each row of the law."""
+    _, a, alpha, b, beta = law.T
+    n = (alpha * a / (beta * b) * (flops / 6) ** beta) ** (1 / (alpha + beta))
+    return n, losses(law, n, flops / 6 / n)
+
+
+def fit_law(n: np.ndarray, tokens: np.ndarray, loss: np.ndarray, seed: int = 0) -> Law:
+    """
+    Fit by least squares of relative errors: all pairs of exponents are tried, and E, A and B are
+    linear for a given pair; none is negative. `seed` is that of the bootstrap. The runs, (P,) each,
+    must have several FLOP budgets, which separate N from D. NaN if no such law describes them.
+    """
+    fit = least_squares(n, tokens, loss[:, None])
+    fitted = losses(fit, n[:, None], tokens[:, None])[:, 0]
+    errors = (loss / fitted - 1) * math.sqrt(len(loss) / (len(loss) - 5))
+    drawn = np.random.default_rng(seed).choice(errors, (len(loss), BOOTSTRAPS))
+    return np.vstack([fit, least_squares(n, tokens, fitted[:, None] * (1 + drawn))])
+
+
+def least_squares(n: np.ndarray, tokens: np.ndarray, loss: np.ndarray) -> Law:
+    """Parameters (R, 5) that fit each column of `loss` (P, R); NaN without a law that fits."""
+    best, found = np.full(loss.shape[1], np.inf), np.full((loss.shape[1], 5), np.nan)
+    weights = 1 / loss.mean(1, keepdims=True)  # for relative errors
+    target = loss * weights
+    for alpha, beta in itertools.product(EXPONENTS, EXPONENTS):
+        x = np.stack([np.ones_like(n), n**-alpha, tokens**-beta], 1) * weights  # (P, 3)
+        scale = x.mean(0)
+        e, a, b = solved = np.linalg.pinv(x / scale) @ target / scale[:, None]  # (3, R)
+        error = np.square(x @ solved - target).sum(0)
+        better = (error < best) & (solved >= 0).all(0)
+        best[better] = error[better]
+        row = np.stack([e, a, np.full_like(e, alpha), b, np.full_like(e, beta)], 1)
+        found[better] = row[better]
+    return found
 
 
 if __name__ == "__main__":

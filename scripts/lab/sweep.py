@@ -8,7 +8,8 @@ Train many variants with the standard scripts and test which differ by more than
     python -m scripts.lab.sweep --stage=rl --grid="task=gsm8k|gsm8k,aqua" \
         --flags="--eval_task=gsm8k,aqua" ...                                       # tasks of RL
 
-All runs train on the same number of tokens; every variant ("arm") has its own seeds. A search
+All runs train on the same number of tokens; every variant (ablation arm, "arm") has its own seeds,
+because an identical data order would make two arms look more alike than independent runs. A search
 tries a wide grid with one seed, then a tight grid around the best value, then the best few with new
 seeds. Finished runs are kept: if a sweep is interrupted, rerun the same command.
 
@@ -17,37 +18,38 @@ Writes  sweeps/<name>/ under the base directory (ledger, CSV), sweeps/runs/, and
         <name>"
 """
 
+import csv
 import itertools
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
-from statistics import fmean, stdev
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Literal
 
 from nanochat import records, report
-from nanochat.common import UsageError, fingerprint, write_atomic
+from nanochat.checkpoint import SCRIPTS, find_checkpoint
+from nanochat.common import UsageError, fingerprint
 from nanochat.config import require_at_least, start
-from nanochat.lab.significance import expected_maximum, lower_is_better, over_seeds
-from nanochat.lab.study import (
-    SEEDS_OF_ARM,
-    Inputs,
-    StudyConfig,
-    as_csv,
-    compare_arms,
-    comparison_table,
-    data_arms,
-    find_inputs,
-    from_grid,
-    make_job,
-    split_arms,
-)
+from nanochat.dataset import load_last_source
+from nanochat.lab.ablation import CONTROL, Arms, data_arms
+from nanochat.lab.significance import compare_arms, comparison_table, over_seeds
 from nanochat.lab.sweep import Job, Sweep, SweepConfig, ledger_table
+from nanochat.tokenizer import Tokenizer
+from tasks.buckets import chat_mixture
+
+SEEDS_OF_ARM = 100  # the seeds of arm n start at n times this
 
 
 @dataclass(frozen=True)
-class SweepScript(StudyConfig):
+class SweepScript:
     name: str = "sweep"
     """Folder under sweeps/; each name has its own ledger."""
+    stage: Literal["base", "mid", "sft", "rl"] = "sft"
+    """Training stage to study."""
+    bases: str = "d4"
+    """Base models, separated by |: checkpoint tags; for --stage=base, depths such as d4|d6."""
+    source: Literal["base", "mid", "sft"] | None = None
+    """Stage of the checkpoints to start from. Default: mid for SFT, sft for RL."""
     arms: str = ""
     """Data ablations, separated by |; each has as many total tokens as the control, in other
     proportions: copy:name, only:x, drop:x, swap:a->b, scale:x*2, ratio:language ko:en=1:4, or two
@@ -75,15 +77,30 @@ class SweepScript(StudyConfig):
     """Number of seeds for the control and for each search finalist; at least 3."""
     arm_seeds: int = 2
     """Number of seeds for each other arm; at least 2."""
-    metric: str = ""
-    """Metric that a search optimizes and that is listed first. Default: Final validation bpb; for
-    RL, pass@1 after."""
+    mixture: str = ""
+    """Mixture of the control, as in mid_train. For --arms, it sets tokens: gsm8k=40000t."""
+    task: str = ""
+    """Task or mixture of tasks that RL trains on. Default: that of scripts.chat_rl."""
+    num_iterations: int = 100
+    """Training steps per run."""
+    total_batch_size: int = 4096
+    """Tokens per step; unused in RL."""
+    flags: str = ""
+    """Extra flags for every training run."""
+    tasks: str = ""
+    """Tasks to evaluate every model on, separated by |. Default: none."""
+    eval_flags: str = ""
+    """Extra flags for scripts.chat_eval."""
     report_dir: str | None = None
     """Folder of the sweep's record. Default: report/ under the base directory."""
     sweep: SweepConfig = field(default_factory=SweepConfig)
 
+    @property
+    def metric(self) -> str:
+        """Metric that a search optimizes and that is listed first."""
+        return "pass@1 after" if self.stage == "rl" else "Final validation bpb"
+
     def __post_init__(self) -> None:
-        super().__post_init__()
         require_at_least(self, seeds=3, arm_seeds=2, finalists=1, wide=3, tight=1)
         if self.arms and (not self.mixture or "--mixture" in self.flags):
             raise ValueError(
@@ -103,67 +120,131 @@ class SweepScript(StudyConfig):
             )
 
 
-Findings = tuple[dict[str, Any], dict[str, Any], dict[str, list[list[float]]]]
-"""Values, a table and series of the record."""
+Inputs = Mapping[str, Mapping[str, str]]
+"""Base -> fingerprints of what its runs start from."""
 
 
 def main(cfg: SweepScript) -> None:
     if sum(map(bool, [cfg.arms, cfg.grid, cfg.search])) != 1:
         raise ValueError("set exactly one of --arms, --grid and --search")
-    is_rl = cfg.stage == "rl"
-    cfg = replace(cfg, metric=cfg.metric or ("pass@1 after" if is_rl else "Final validation bpb"))
-    inputs = find_inputs(cfg, cfg.grid)
-    with Sweep(cfg.sweep, cfg.name) as sweep:
-        findings = search(cfg, inputs, sweep) if cfg.search else compare(cfg, inputs, sweep)
-    values, table, series = findings
-    tables = [table, ledger_table(sweep.ledger())]
-    write_atomic(sweep.folder / f"{records.slug(table['title'])}.csv", as_csv(table))
-    first, *others = inputs.values()
-    origin = {"bases": fingerprint(inputs)} if others else first
-    provenance = records.Provenance(records.inherited_run_id(first), 0, origin)
-    section, cost = f"Sweep {cfg.name}".removesuffix(" sweep"), sweep.cost()
-    report.append_section(section, cfg, values, provenance, cost, tables=tables, series=series)
+    sweep = Sweep(cfg.sweep, cfg.name)
+    inputs = find_inputs(cfg)
+    values, table, series = (search if cfg.search else compare)(cfg, inputs, sweep)
+    with (sweep.folder / f"{table['title'].lower()}.csv").open("w") as out:
+        csv.writer(out).writerows([table["columns"], *table["rows"]])
+    provenance = records.Provenance(records.new_run_id(), 0, {"bases": fingerprint(inputs)})
+    section, tables = (
+        f"Sweep {cfg.name}".removesuffix(" sweep"),
+        [table, ledger_table(sweep.ledger())],
+    )
+    report.append_section(
+        section, cfg, values, provenance, sweep.cost(), tables=tables, series=series
+    )
 
 
-def compare(cfg: SweepScript, inputs: Inputs, sweep: Sweep) -> Findings:
-    """Train all arms and compare each with the control."""
-    arms = from_grid(cfg.grid) if cfg.grid else data_arms(cfg, split_arms(cfg.arms), cfg.arm_floor)
-    jobs = [  # arm by arm with the control first, so that an early stop leaves complete arms
-        (base, arm, make_job(cfg, inputs, base, arm, flags, SEEDS_OF_ARM * number + i))
+def find_inputs(cfg: SweepScript) -> Inputs:
+    """
+    Fingerprints of the bases, and of the data of all mixtures in the flags and the grid, whose
+    names do not identify it. Raises MissingInput if a base does not exist.
+    """
+    bases = cfg.bases.split("|")
+    if cfg.stage == "base":
+        text = load_last_source("main") or {"fingerprint": ""}
+        found = {"tokenizer": Tokenizer.load().fingerprint, "data": text["fingerprint"]}
+        return dict.fromkeys(bases, found)
+    specs = re.findall(r"mixture=([^\s;]+)", f"mixture={cfg.mixture} {cfg.flags} {cfg.grid}")
+    specs = [spec for words in specs for spec in words.split("|")]
+    data = fingerprint([chat_mixture(cfg.mixture or spec, spec).description for spec in specs])
+    stage = parent_stage(cfg)
+    return {base: {stage: find_checkpoint(stage, base).fingerprint, "data": data} for base in bases}
+
+
+def parent_stage(cfg: SweepScript) -> str:
+    """Stage of the checkpoints to start from."""
+    return cfg.source or {"mid": "base", "sft": "mid", "rl": "sft"}[cfg.stage]
+
+
+def make_job(
+    cfg: SweepScript, inputs: Inputs, base: str, arm: str, flags: Sequence[str], seed: int
+) -> Job:
+    """
+    One run: training, then evaluation on tasks. Arms with another batch size take more or fewer
+    steps, for equal tokens. Raises ValueError for an arm that sets num_iterations.
+    """
+    own = dict(flag.removeprefix("--").split("=", 1) for flag in flags)
+    if "num_iterations" in own:
+        raise ValueError(f"{arm}: all runs must be equally long; set --num_iterations")
+    batch = int(own.get("total_batch_size", cfg.total_batch_size))
+    steps = max(1, round(cfg.num_iterations * cfg.total_batch_size / batch))
+    words = [f"scripts.{SCRIPTS[cfg.stage]}", f"--num_iterations={steps}", f"--seed={seed}"]
+    words += "--model_tag={tag} --eval_every=0 --keep=1 --resume=auto --skip_if_done".split()
+    is_base = cfg.stage == "base"
+    words.append(f"--depth={base[1:]}" if is_base else f"--source={parent_stage(cfg)}:{base}")
+    words += [f"--total_batch_size={cfg.total_batch_size}"] if cfg.stage != "rl" else []
+    words += [f"--mixture={cfg.mixture}"] if cfg.mixture else []
+    words += [f"--task={cfg.task}"] if cfg.task else []
+    commands = [[*words, *cfg.flags.split(), *flags]]
+    if cfg.tasks:
+        scored = ["scripts.chat_eval", f"--source={cfg.stage}", "--model_tag={tag}"]
+        scored += ["--skip_if_done", f"--task_name={cfg.tasks}", *cfg.eval_flags.split()]
+        commands.append(scored)
+    return Job(f"{base} {arm} seed {seed}", commands, inputs[base])
+
+
+# ---- Arms compared with a control ----------------------------------------------------------------
+
+
+def compare(cfg: SweepScript, inputs: Inputs, sweep: Sweep) -> tuple[dict, dict, dict]:
+    """Train all arms and compare each with the control: values, a table and series to record."""
+    arms = from_grid(cfg.grid) if cfg.grid else data_arms(cfg.mixture, cfg.arms, cfg.arm_floor)
+    jobs = {  # arm by arm with the control first, so that an early stop leaves complete arms
+        (base, arm, i): make_job(cfg, inputs, base, arm, flags, SEEDS_OF_ARM * number + i)
         for base in inputs
         for number, (arm, flags) in enumerate(arms.items())
         for i in range(cfg.arm_seeds if number else cfg.seeds)
-    ]
-    sweep.run_all([job for _, _, job in jobs])
-    runs = {base: {arm: [] for arm in arms} for base in inputs}
-    for base, arm, job in jobs:
-        if not job.is_broken:
-            runs[base][arm].append(job.recorded())
-    found = compare_arms(runs, cfg.metric)
-    million_tokens = None if cfg.stage == "rl" else cfg.num_iterations * cfg.total_batch_size / 1e6
-    first = {f"{c.arm}, {c.base}": c for c in found if c.metric == cfg.metric}
-    values: dict[str, Any] = {
-        name: f"{c.difference:+.4f} ({c.verdict})" for name, c in first.items()
     }
-    values["Comparisons"] = len(found)
-    values["Beyond noise"] = sum(c.verdict != "within noise" for c in found)
-    values["Broken runs"] = ", ".join(job.name for *_, job in jobs if job.is_broken) or None
-    series = {name: [[c.difference, c.bar]] for name, c in first.items()}
-    return values, comparison_table(found, million_tokens), series
+    sweep.run_all([*jobs.values()])
+    runs = {base: {arm: [] for arm in arms} for base in inputs}
+    for (base, arm, _), job in jobs.items():
+        runs[base][arm].append(job.recorded())
+    found = compare_arms(runs, cfg.metric)
+    values = {
+        "Comparisons": len(found),
+        "Beyond noise": sum(c.verdict != "within noise" for c in found),
+    }
+    first = [c for c in found if c.metric == cfg.metric]
+    series = {f"{c.arm}, {c.base}": [[c.difference, c.bar]] for c in first}
+    return values, comparison_table(found), series
+
+
+def from_grid(spec: str) -> Arms:
+    """
+    All combinations of flag values, from flag=a,b;flag=c,d; the first is the control. Values with
+    commas are separated by |, as in task=a,b|c.
+    """
+    axes = []
+    for words in spec.split(";"):
+        flag, _, values = words.strip().removeprefix("--").partition("=")
+        if not values:
+            raise ValueError(f"{words!r} in --grid={spec!r} is not flag=value,value")
+        separator = "|" if "|" in values else ","
+        axes.append([f"{flag.replace('-', '_')}={value}" for value in values.split(separator)])
+    control, *others = itertools.product(*axes)
+    found = {CONTROL: control} | {", ".join(each): each for each in others}
+    return {name: [f"--{flag}" for flag in each] for name, each in found.items()}
 
 
 # ---- The search for the best value of a flag -----------------------------------------------------
 
 
-def search(cfg: SweepScript, inputs: Inputs, sweep: Sweep) -> Findings:
+def search(cfg: SweepScript, inputs: Inputs, sweep: Sweep) -> tuple[dict, dict, dict]:
     """
     Search the best value of a flag; evaluate its models on validation rows that did not choose it.
 
     Raises UsageError for an optimum at the edge of the wide grid.
     """
     wide = [grid_value(cfg, i) for i in range(cfg.wide)]
-    runs = train_values(cfg, inputs, sweep, wide, [0])
-    i = wide.index(rank(cfg, runs)[0])
+    i = wide.index(next(iter(train_values(cfg, inputs, sweep, wide, [0]))))
     if i in (0, cfg.wide - 1):
         raise UsageError(
             f"the best {cfg.search} is at the edge of the wide grid, {wide[i]:g}: the optimum may "
@@ -171,37 +252,22 @@ def search(cfg: SweepScript, inputs: Inputs, sweep: Sweep) -> Findings:
             f"extend it with {'--high' if i else '--low'} and rerun; finished runs are reused",
         )
     tight = [grid_value(cfg, i - 1 + 2 * k / (cfg.tight + 1)) for k in range(1, cfg.tight + 1)]
-    runs |= train_values(cfg, inputs, sweep, tight, [0])
-    finalists, seeds = rank(cfg, runs)[: cfg.finalists], range(1, 1 + cfg.seeds)
-    again = train_values(cfg, inputs, sweep, finalists, seeds)
-    runs |= again
+    first = train_values(cfg, inputs, sweep, [*wide, *tight], [0])
+    best, seeds = [*first][: cfg.finalists], range(1, 1 + cfg.seeds)
+    final = train_values(cfg, inputs, sweep, best, seeds)
 
-    chosen = rank(cfg, again)[0]
-    mine = {seed: run for (value, seed), run in again.items() if value == chosen}
-    scores = {seed: run.metric(cfg.metric) for seed, run in mine.items()}
-    best = (min if lower_is_better(cfg.metric) else max)(scores, key=lambda seed: scores[seed])
-    found = [*scores.values()]
-    spread = stdev(found) if len(found) > 1 else 0.0
-    values = {
-        f"Chosen {cfg.search}": chosen,
-        f"{cfg.metric}, mean of {len(found)} seeds": over_seeds(found),
-        "Score of the best seed when it was chosen": scores[best],
-        "Expected inflation of the best score": expected_maximum(len(found)) * spread,
-    }
-    if re.match("Final validation|val_bpb:", cfg.metric):  # measured on rows
-        jobs = {seed: confirmation(job) for seed, job in mine.items()}
-        sweep.run_all([*jobs.values()])
-        anew = {seed: job.metric(cfg.metric) for seed, job in jobs.items()}
-        values["Mean of the same seeds on other validation rows"] = over_seeds([*anew.values()])
-        values["The best seed on other validation rows"] = anew[best]
-    rows = []
-    for value in sorted({*wide, *tight}):
-        cells = [runs.get((value, seed)) for seed in (0, *seeds)]
-        row = [f"{run.metric(cfg.metric):.4f}" if run else "-" for run in cells]
-        rows.append([f"{value:g}", *row, "chosen" if value == chosen else ""])
-    columns = [cfg.search, *(f"Seed {seed}" for seed in (0, *seeds)), ""]
-    curve = [[v, run.metric(cfg.metric)] for (v, seed), run in sorted(runs.items()) if seed == 0]
-    table = {"title": "Search", "columns": columns, "rows": rows}
+    chosen, jobs = next(iter(final.items()))
+    mean = over_seeds([job.metric(cfg.metric) for job in jobs])
+    values = {f"Chosen {cfg.search}": chosen, f"{cfg.metric}, mean of {cfg.seeds} seeds": mean}
+    if cfg.stage != "rl":  # RL has no validation rows
+        others = [confirmation(job) for job in jobs]
+        sweep.run_all(others)
+        mean = over_seeds([job.metric(cfg.metric) for job in others])
+        values["Mean of the same seeds on other validation rows"] = mean
+    every = [job for each in (*first.values(), *final.values()) for job in each]
+    rows = [[job.name, job.metric(cfg.metric)] for job in every]
+    table = {"title": "Search", "columns": ["Run", cfg.metric], "rows": rows}
+    curve = [[value, job.metric(cfg.metric)] for value, [job] in sorted(first.items())]
     return values, table, {f"{cfg.metric} by {cfg.search}, seed 0": curve}
 
 
@@ -210,38 +276,26 @@ def grid_value(cfg: SweepScript, i: float) -> float:
     return float(f"{cfg.low * (cfg.high / cfg.low) ** (i / (cfg.wide - 1)):.4g}")
 
 
-Runs = dict[tuple[float, int], Job]  # (value, seed) -> finished run, without broken ones
-
-
 def train_values(
-    cfg: SweepScript, inputs: Inputs, sweep: Sweep, values: Iterable[float], seeds: Iterable[int]
-) -> Runs:
-    """Train every value with every seed."""
+    cfg: SweepScript, inputs: Inputs, sweep: Sweep, values: Sequence[float], seeds: Sequence[int]
+) -> dict[float, list[Job]]:
+    """Train every value with every seed. Returns the runs of each value, the best mean first."""
     [base], jobs = inputs, {}
-    half = [] if cfg.stage == "rl" else ["--eval_half=1"]  # RL has no validation rows
-    for value, seed in itertools.product(values, seeds):
+    half = [] if cfg.stage == "rl" else ["--eval_half=1"]
+    for value in values:
         setting = f"{cfg.search}={value:g}"
-        jobs[value, seed] = make_job(cfg, inputs, base, setting, [f"--{setting}", *half], seed)
-    sweep.run_all([*jobs.values()])
-    runs = {key: job for key, job in jobs.items() if not job.is_broken}
-    if not runs:
-        raise ValueError(f"every run of {cfg.search} broke; use other --low and --high")
-    return runs
-
-
-def rank(cfg: SweepScript, runs: Runs) -> list[float]:
-    """Values, the best mean over seeds first, but values with broken seeds last."""
-    scores: dict[float, list[float]] = {}
-    for (value, _), run in runs.items():
-        scores.setdefault(value, []).append(run.metric(cfg.metric))
-    sign = 1 if lower_is_better(cfg.metric) else -1
-    return sorted(scores, key=lambda value: (-len(scores[value]), sign * fmean(scores[value])))
+        flags = [f"--{setting}", *half]
+        jobs[value] = [make_job(cfg, inputs, base, setting, flags, seed) for seed in seeds]
+    sweep.run_all(sum(jobs.values(), []))
+    means = {v: fmean(job.metric(cfg.metric) for job in each) for v, each in jobs.items()}
+    order = sorted(means, key=lambda value: means[value], reverse=cfg.stage == "rl")
+    return {value: jobs[value] for value in order}
 
 
 def confirmation(job: Job) -> Job:
     """Job that evaluates a trained model again, on validation rows that did not choose it."""
     words = [word.replace("{tag}", job.tag) for word in job.commands[0]]
-    return Job(f"{job.name}, again", [[*words, "--eval_half=2"]], job.starts_from)
+    return Job(f"{job.name}, again", [[*words, "--eval_half=2"]], job.inputs)
 
 
 if __name__ == "__main__":

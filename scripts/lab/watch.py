@@ -12,7 +12,6 @@ Writes  the section "Canaries <stage>"; exits with status 78 if the run is broke
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -62,35 +61,30 @@ def main(cfg: Watch) -> None:
     if not tag or not cfg.parent:
         raise ValueError("name the run and its parent, as in --run=sft:d4 --parent=mid:d4")
     folder, parent = stage_folder(stage) / tag, parse_checkpoint_ref(cfg.parent)
-    checkpoints = saved_checkpoints(folder, cfg.follow)
-    first = next(checkpoints, None)
-    if first is None:
-        raise MissingInput(f"no checkpoint in {folder}", "a training run with --save_every")
-
-    # The first step, then every checkpoint; a canary must trigger at two of them
     suite = open_suite(parent.state["source"].get("dataset"))
     shared = open_text(parent, dist), suite, dist
     before = measure(*load_inference(parent, dist), *shared)
-    monitor, num_checked = CanaryMonitor(), 0
-    if "rows" in first.state["identity"]:
-        loss = read_log(folder)[0]["loss"]
-        monitor.record(1, check_rows(first.state, loss, parent, dist), at_once=True)
-    for checkpoint in chain([first], checkpoints):
-        found = rises(before, measure(*load_inference(checkpoint, dist), *shared))
-        logged = read_log(folder).get(checkpoint.step - 1, {})
-        if "without_signal" in logged:  # RL
-            found["no_signal"] = logged["without_signal"]
-        monitor.record(checkpoint.step, found)
-        num_checked += 1
-        print(f"step {checkpoint.step}: {monitor.worst}", flush=True)
-        if monitor.worst == "broken":
-            break
+    checkpoint, monitor = None, CanaryMonitor()
 
-    values = {"Canaries": monitor.worst, "Checkpoints": num_checked}
-    provenance = records.Provenance(**first.state["provenance"])
-    table = monitor.table()
-    report.append_section(f"Canaries {stage}", cfg, values, provenance, tables=[table])
-    if monitor.worst == "broken":
+    # The first step, then every checkpoint; a canary must trigger at two of them
+    for checkpoint in saved_checkpoints(folder, cfg.follow):
+        log, step = read_log(folder), checkpoint.step
+        if not monitor.worst and "rows" in checkpoint.state["identity"]:
+            monitor.record(1, check_rows(checkpoint.state, log[0]["loss"], parent, dist))
+        found = rises(before, measure(*load_inference(checkpoint, dist), *shared))
+        if "without_signal" in (logged := log.get(step - 1, {})):  # RL
+            found["no_signal"] = logged["without_signal"]
+        monitor.record(step, found)
+        print(f"step {step}: {monitor.level}", flush=True)
+        if monitor.level == "broken":
+            break
+    if checkpoint is None:
+        raise MissingInput(f"no checkpoint in {folder}", "a training run with --save_every")
+
+    values = {"Canaries": monitor.level, "Last step": checkpoint.step}
+    provenance = records.Provenance(**checkpoint.state["provenance"])
+    report.append_section(f"Canaries {stage}", cfg, values, provenance, tables=[monitor.table()])
+    if monitor.level == "broken":
         print("broken: check the template, loss mask, --init_lr_frac and checkpoint", flush=True)
         raise SystemExit(BROKEN)
 
@@ -104,13 +98,10 @@ def saved_checkpoints(folder: Path, follow: bool) -> Iterator[Checkpoint]:
     """Yield the checkpoints in order; with `follow`, also those to come until the run finishes."""
     step, changed = -1, time.monotonic()
     while True:
-        new = [(n, path) for n, path in step_folders(folder).items() if n > step]
-        if new:
-            step, path = new[0]
-            checkpoint = read_checkpoint(path)
-            yield checkpoint
+        if new := [path for n, path in step_folders(folder).items() if n > step]:
+            yield (checkpoint := read_checkpoint(new[0]))
+            step, changed = checkpoint.step, time.monotonic()
             follow = follow and not checkpoint.state["progress"]["finished"]
-            changed = time.monotonic()
         elif not follow or time.monotonic() > changed + GIVE_UP_SECONDS:
             return
         else:

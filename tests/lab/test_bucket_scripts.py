@@ -36,14 +36,10 @@ def test_filtered_file_is_a_bucket(tmp_path, base, command):
     assert found == [["no_image", "65", "1"], ["no_duplicate", "60", "5"]]
     command.works(*run, "--filters=longest=50%", "--bucket=world_problems=40")
     assert 20 <= len(read(out)) <= 25
+    assert "drop all of" in command.rejects(*run, f"--rows={source}", "--filters=length=50:60")
+    assert "either --bucket or --rows" in command.rejects(*run)
     bad = write(tmp_path / "bad.jsonl", [{"messages": talk("a", "b")[1:]}])
-    for flags, message in (
-        ((f"--rows={source}", "--filters=length=50:60"), "drop all of"),
-        ((f"--rows={bad}",), "bad.jsonl, line 1: roles must alternate user/assistant"),
-        ((), "either --bucket or --rows"),
-        (("--bucket=world_problems*2",), "must be one bucket"),
-    ):
-        assert message in command.rejects(*run, *flags)
+    assert "bad.jsonl, line 1: roles must alternate" in command.rejects(*run, f"--rows={bad}")
 
 
 class Teacher(BaseHTTPRequestHandler):
@@ -69,9 +65,8 @@ class Teacher(BaseHTTPRequestHandler):
             "message": message,
             "finish_reason": "length" if "7" in words else "stop",
         }
-        usage = {"prompt_tokens": 1, "completion_tokens": len(words), "total_tokens": 1}
-        self.reply(200, {"id": "x", "object": "chat.completion", "created": 0, "model": "sage",
-                         "choices": [choice], "usage": usage})  # fmt: skip
+        made = {"id": "x", "object": "chat.completion", "created": 0, "model": "sage"}
+        self.reply(200, {**made, "choices": [choice]})
 
     def reply(self, status, content):
         data = json.dumps(content).encode()
@@ -109,7 +104,6 @@ def test_pilot_comes_first_and_no_prompt_is_sent_twice(tmp_path, base, command, 
     assert {row["gold"] for row in made if row["finish"] == "length"} == {7, 17}
     values = read_json(base / "report" / "generation-made.json")["values"]
     assert (values["Prompts"], values["Answered"]) == (20, 15)
-    assert "the pilot used teacher sage, not fool" in command.rejects(*run, "--model=fool")
 
 
 def test_failed_prompts_are_retried_and_wrong_ones_rejected(tmp_path, command, teacher):
@@ -127,10 +121,5 @@ def test_failed_prompts_are_retried_and_wrong_ones_rejected(tmp_path, command, t
     assert "incomplete prompt" in command.works(*run, *translated)  # it is cut off
     found = [(r["prompt"], r["original"], r["gold"]) for r in read(tmp_path / "translated.jsonl")]
     assert sorted(found) == [("sage: old", "old", 1), ("sage: old", "old", 2)]
-    for messages, message in (
-        ("hi", "line 2: conversation must be a list of messages"),
-        ([{"content": "x"}], "line 2: message 0 has role None"),
-        ([{"role": "assistant", "content": "x"}], "line 2: roles must alternate"),
-    ):
-        write(prompts, [{"prompt": "fine"}, {"messages": messages}])
-        assert message in command.rejects(*run)
+    write(prompts, [{"prompt": "fine"}, {"messages": "hi"}])
+    assert "line 2: conversation must be a list of messages" in command.rejects(*run)

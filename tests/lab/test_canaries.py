@@ -7,15 +7,7 @@ import pytest
 
 from nanochat.chat_format import render
 from nanochat.common import read_json
-from nanochat.lab.canaries import (
-    BROKEN,
-    CANARIES,
-    LEVELS,
-    CanaryMonitor,
-    mask_errors,
-    open_suite,
-    rises,
-)
+from nanochat.lab.canaries import BROKEN, CANARIES, CanaryMonitor, mask_errors, open_suite, rises
 from nanochat.rows import signed_ids
 from nanochat.tokenizer import Tokenizer
 from tasks.base import assistant, text, tool_call, user
@@ -27,49 +19,48 @@ TOKENIZER = Tokenizer.train(["what is it"], 265)
 
 
 USUAL = {
-    "text_bpb": 1.0, "uniform_bpb": 3.0, "no_end": 0.0, "unparsable": 0.1, "repeated": 0.0,
+    "text": 0.3, "no_end": 0.0, "unparsable": 0.1, "repeated": 0.0,
     "one_letter": 0.3, "length": 1.1, "accuracy": 0.5,
 }  # fmt: skip
 
 
-def check_twice(parent, **changes):
-    """{canary: level} of two checkpoints in a row with the same metrics, without "fine"."""
-    monitor = CanaryMonitor()
+def check_twice(parent, changes):
+    """Levels after each of two checkpoints in a row with the same metrics."""
+    monitor, levels = CanaryMonitor(), []
     for step in (9, 10):
         monitor.record(step, rises(parent, {**parent, **changes}))
-    return [
-        {f.name: LEVELS[f.severity] for f in monitor.findings if f.step == step and f.severity}
-        for step in (9, 10)
-    ]
+        levels.append(monitor.level)
+    return levels
 
 
 @pytest.mark.parametrize(
-    "changes, name",
+    "name, value",
     [
-        ({"text_bpb": 2.6}, "forgotten"),
-        ({"no_end": 0.7}, "no_end"),
-        ({"unparsable": 0.8}, "unparsable"),
-        ({"repeated": 0.6}, "repeated"),
-        ({"one_letter": 1.0}, "one_letter"),
-        ({"length": 9.0}, "length"),
-        ({"accuracy": 0.2}, "accuracy"),
+        ("text", 0.9),
+        ("no_end", 0.7),
+        ("unparsable", 0.8),
+        ("repeated", 0.6),
+        ("one_letter", 1.0),
+        ("length", 9.0),
+        ("accuracy", 0.2),
     ],
 )
-def test_seven_broken_runs_are_found_at_the_second_checkpoint(capsys, changes, name):
-    assert check_twice(USUAL, **changes) == [{name: "warn"}, {name: "broken"}]
-    assert f"canary broken at step 10: {CANARIES[name].meaning}" in capsys.readouterr().out
+def test_seven_broken_runs_are_found_at_the_second_checkpoint(capsys, name, value):
+    assert check_twice(USUAL, {name: value}) == ["warn", "broken"]
+    canary = CANARIES[name.replace("text", "forgotten")]
+    assert f"canary broken at step 10: {canary.meaning}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     "parent, changes",
     [
-        ({}, {"text_bpb": 1.2, "length": 1.3, "no_end": 0.1, "accuracy": 0.45}),
+        ({}, {"text": 0.37, "length": 1.3, "no_end": 0.1, "accuracy": 0.45}),
         ({"length": 20.0}, {"length": 200.0, "no_end": 1.0, "repeated": 1.0}),  # cannot answer
-        ({"text_bpb": 2.9}, {"text_bpb": 5.0}),  # untrained: nothing to forget
+        ({"text": 0.95}, {"text": 1.5}),  # untrained: nothing to forget
     ],
 )
 def test_healthy_runs_are_fine(capsys, parent, changes):
-    assert check_twice({**USUAL, **parent}, **changes) == [{}, {}]
+    assert check_twice({**USUAL, **parent}, changes) == ["fine", "fine"]
     assert capsys.readouterr().out == ""
 
 
@@ -92,6 +83,7 @@ def test_wrong_loss_mask_shows_in_the_rows(change, right):
         row[: len(ids)] = signed_ids(ids, change(np.array(mask) == 1).tolist())
     found = mask_errors(rows, TOKENIZER)
     assert found == 0 if right else found >= CANARIES["loss_mask"].broken
+    assert mask_errors(np.full((2, 9), 70), TOKENIZER) == 1  # another template
 
 
 def test_static_suite_asks_unseen_questions_that_are_not_final(base):
@@ -127,7 +119,7 @@ def test_healthy_run_passes_and_30x_learning_rate_does_not(trained, command):
     worst = {row[0]: row[2] for row in table["rows"]}
     assert {"forgotten", "accuracy"} < worst.keys()
     assert worst["loss_mask"] == "+0.0000" and float(worst["first_loss"]) < 1e-3
-    assert record["values"]["Canaries"] != "broken" and record["values"]["Checkpoints"] == 2
+    assert record["values"]["Canaries"] != "broken" and record["values"]["Last step"] == 20
     out = command("lab.watch", "--run=sft:tuned", "--parent=sft:tuned", "--dtype=float32").text
     assert "canary broken at step 1: the first training loss is not the parent's" in out
     command.works(*TUNE, "--init_lr_frac=21")
@@ -135,9 +127,8 @@ def test_healthy_run_passes_and_30x_learning_rate_does_not(trained, command):
     assert status == BROKEN and "pretraining is forgotten" in text
 
 
-@pytest.mark.parametrize("plant", ["template", "mask"])
-def test_bug_in_the_rows_is_found_at_the_first_step(trained, command, plant):
-    python(trained, "-m", "tests.lab.planted_bug", plant, f"scripts.{TUNE[0]}", *TUNE[1:])
+def test_bug_in_the_rows_is_found_at_the_first_step(trained, command):
+    python(trained, "-m", "tests.lab.planted_bug", f"scripts.{TUNE[0]}", *TUNE[1:])
     status, text = command(*WATCH)
     assert status == BROKEN and "canary broken at step 1:" in text
     assert read_json(trained / "report" / "canaries-sft.json")["values"]["Canaries"] == "broken"

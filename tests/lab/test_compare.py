@@ -6,7 +6,7 @@ import pytest
 
 from nanochat.common import read_json
 from scripts.lab.eval_variance import classify, needed_repeats
-from scripts.lab.reliability import recipe_table, seed_table
+from scripts.lab.reliability import recipe_table
 
 EVAL = "chat_eval -x 12 --max_new_tokens=6 --dtype=float32".split()
 
@@ -27,7 +27,6 @@ def comparison(base):
     [
         (0.0029, 0.02, 1, "very stable"),
         (0.0031, 0.02, 1, "stable"),
-        (0.01, 0.02, 1, "high"),
         (0.02, 0.02, 4, "high"),  # so that std / sqrt(4) is half of the item error
         (0.5, 0.02, 16, "high"),
         (0.1, 0.0, 16, "high"),
@@ -73,13 +72,10 @@ def test_models_are_compared_on_paired_items(tuned, command):
     assert {row[4] for row in rows.values()} <= {"better", "worse", "within noise"}
     assert float(rows["World few-shot"][2]) == pytest.approx(core[20] - core[8], abs=1e-4)
     command.works(*EVAL, "-i", "sft", "-g", "s0", "-a", "world_facts")
-    for before, after, message in (
-        ("base:one:8", "sft:s0", "on the same tasks"),
-        ("sft:s0", "sft:s0", "is compared with itself"),
-        ("d4", "sft:s0", "use stage[:tag[:step]]"),
-    ):
-        out = command.rejects("lab.compare", f"--before={before}", f"--after={after}")
-        assert message in out
+    out = command.rejects("lab.compare", "--before=base:one:8", "--after=sft:s0")
+    assert "on the same tasks" in out
+    out = command.rejects("lab.compare", "--before=sft:s0", "--after=sft:s0")
+    assert "is compared with itself" in out
 
 
 def test_settings_are_compared_over_seeds(tuned, command):
@@ -92,7 +88,7 @@ def test_settings_are_compared_over_seeds(tuned, command):
     command.works("lab.compare", f"--before={before}", f"--after={after}")
     # bar: Student's t at 4 degrees of freedom x 0.01 x sqrt(2 / 3)
     row = comparison(tuned)["val_bpb"]
-    assert row[1:5] == ["1.0000 (3 seeds)", "0.8000 (3 seeds)", "-0.2000", "0.0227"]
+    assert row[1:5] == ["1.0000", "0.8000", "-0.2000", "0.0227"]
     assert row[6] == "better"
 
 
@@ -106,40 +102,23 @@ def test_checkpoints_of_runs_are_scored_on_the_static_suite(tuned, command):
         dict(zip(record["tables"][0]["columns"], row, strict=True))
         for row in record["tables"][0]["rows"]
     ]
-    assert [(row["Run"], row["Step"], row["From"]) for row in rows] == [
-        ("base:one", "20", "-"),
-        ("sft:s0", "20", "base:one:20"),
-    ]
-    assert record["values"]["sft:s0:20"]["n"] == 200
+    assert [(row["Run"], row["Step"]) for row in rows] == [("base:one", "20"), ("sft:s0", "20")]
+    assert rows[0]["From the first"] == "+0.000 +- 0.000"
     assert "no checkpoint in" in command.rejects("lab.compare", "--all=sft:none")
 
 
-def written(section, seconds=60.0, own=None, seed=0, **values):
-    cost = {"device_seconds": seconds, "own_device_seconds": own or seconds}
-    return {"section": section, "values": values, "provenance": {"seed": seed}, "cost": cost}
-
-
 def test_report_compares_the_final_run_with_all_runs():
-    base, evaluation = (
-        written("Base model training", 600.0),
-        written("Chat evaluation sft", 90.0, 30.0),
-    )
-    history = [base, base, written("Chat evaluation sft", 60.0), evaluation]
-    jobs = (("chat_sft", 300.0, 0), ("chat_eval", 60.0, 0), ("chat_sft", 120.0, 1))
-    ledger = [{"command": f"scripts.{c}", "seconds": s, "status": n} for c, s, n in jobs]
-    rows = recipe_table([base, evaluation], history, ledger)["rows"]
-    assert rows == [
-        ["Training", "10.00m", "25.00m", "2.5"],
-        ["Evaluation", "1.50m", "2.50m", "1.7"],
-        ["Lost to failures", "0.00m", "2.00m", "-"],
-        ["All", "11.50m", "29.50m", "2.6"],
+    def written(section, seconds, own):
+        cost = {"device_seconds": seconds, "own_device_seconds": own}
+        return {"section": section, "cost": cost}
+
+    base, evaluation = written("Base", 600.0, 600.0), written("Evaluation", 90.0, 30.0)
+    history = [base, base, written("Evaluation", 60.0, 60.0), evaluation]
+    rows = recipe_table([base, evaluation], history, [{"seconds": 300.0}, {"seconds": 180.0}])
+    assert rows["rows"] == [
+        ["Base", "10.00m", "20.00m"],
+        ["Evaluation", "1.50m", "1.50m"],
+        ["Sweeps", "0.00m", "8.00m"],
+        ["All", "11.50m", "29.50m"],
+        ["Ratio", "", "2.6 times"],
     ]
-
-
-def test_report_lists_seeds_and_what_measures_their_noise():
-    alone = [written("Chat SFT"), written("Merge", seed=3), written("Recursion", Seeds=1)]
-    assert seed_table(alone)["rows"] == [
-        ["several", "none: seed noise is unknown"], ["0", "Chat SFT, Recursion"], ["3", "Merge"],
-    ]  # fmt: skip
-    several = [written("Sweep lr"), written("Parameter golf", Seeds=3), *alone]
-    assert seed_table(several)["rows"][0] == ["several", "Sweep lr, Parameter golf"]

@@ -11,11 +11,10 @@ from safetensors.torch import load_file
 
 from nanochat.checkpoint import build_model
 from nanochat.common import read_json
-from nanochat.engine import Completion, Sampling
 from nanochat.gpt import GPTConfig
-from nanochat.lab.dpo import dpo_loss, encode_completion, encode_conversation, pair_batches
 from nanochat.logger import read_metrics
 from nanochat.tokenizer import Tokenizer
+from scripts.chat_dpo import dpo_loss, encode_conversation, pair_batches
 from tasks.base import assistant, text, tool_call, user
 from tests.conftest import lively
 
@@ -33,9 +32,6 @@ def test_only_the_last_answer_is_trained_on():
     learned = TOKENIZER.decode([i for i in signed if i >= 0])
     assert learned == "So <|python_start|>2*3<|python_end|>6<|assistant_end|>"
     assert signed[0] == ~TOKENIZER.bos_id
-    for end, tail in ((264, [264]), (None, [])):  # ended, or cut off; tool output is not sampled
-        sampled = Completion([5], Sampling(), 0, [10, 11, 12], [True, False, True], "stop", end)
-        assert encode_completion(sampled) == [~5, 10, ~11, 12, *tail]
 
 
 def log_ratio(model, reference, signed):
@@ -79,9 +75,9 @@ DPO = "chat_dpo --dtype=float32 --model_tag=tuned".split()
 @pytest.fixture
 def pair_file(trained):
     path = trained / "pairs.jsonl"
-    lines = [(f"What is {i}?", "A number.", "No idea.") for i in range(100)]
-    lines.append(("What?", "A number. " * 40, "No."))
-    rows = (dict(zip(("prompt", "chosen", "rejected"), line, strict=True)) for line in lines)
+    answers = {"chosen": "A number.", "rejected": "No idea."}
+    rows = [{"prompt": f"What is {i}?", **answers} for i in range(100)]
+    rows.append({"prompt": "What?", "chosen": "A number. " * 40, "rejected": "No."})
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
@@ -134,15 +130,8 @@ def test_right_answers_of_the_model_are_paired_with_wrong_ones(tuned, command):
 def test_sources_without_pairs_are_rejected(pair_file, command):
     run = [*DPO, "--source=base:one"]
     few = "--task=world_problems=4 --eval_examples=4 --num_samples=2 --max_new_tokens=4".split()
-    for flags, message in (
-        ([f"--pairs={pair_file}", "--task=world_facts"], "use one of them"),
-        (few, "raise --num_samples"),
-        (["--beta=0"], "beta must be positive, got 0.0"),
-        ([f"--pairs={pair_file}", "--eval_examples=0"], "eval_examples must be at least 1, got 0"),
-    ):
-        assert message in command.rejects(*run, *flags)
-    row = {"prompt": "x" * 99, "chosen": "a", "rejected": "b"}
-    pair_file.write_text(
-        "".join(json.dumps({**row, "prompt": f"{i} {'x' * 99}"}) + "\n" for i in range(4))
-    )
+    assert "raise --num_samples" in command.rejects(*run, *few)
+    assert "use one of them" in command.rejects(*run, f"--pairs={pair_file}", "--task=gsm8k")
+    rows = [{"prompt": f"{i} {'x' * 99}", "chosen": "a", "rejected": "b"} for i in range(4)]
+    pair_file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert "use shorter pairs" in command.rejects(*run, f"--pairs={pair_file}")

@@ -36,13 +36,9 @@ def test_final_benchmark_needs_permission_and_is_logged(trained, command):
 def test_training_on_the_family_of_a_final_benchmark_is_rejected(trained, command):
     command.works("lab.hold_out", "--final=world_facts")
     rows = trained / "mine.jsonl"
-    talk = [{"role": "user", "content": "a?"}, {"role": "assistant", "content": "b"}]
-    rows.write_text(
-        "".join(
-            json.dumps({"messages": [{**talk[0], "content": f"{i}?"}, talk[1]]}) + "\n"
-            for i in range(99)
-        )
-    )
+    answer = {"role": "assistant", "content": "b"}
+    chats = ([{"role": "user", "content": f"{i}?"}, answer] for i in range(99))
+    rows.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
     tune = "chat_sft --source=base:one --num_iterations=1 --eval_tokens=64".split()
     spec = trained / "mixture.json"
     for extra, rejected in (
