@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from nanochat.common import base_dir, fingerprint, write_json
-from tasks.buckets import Part, Tags, parse_mixture, read_mixture
+from tasks.buckets import Bucket, Tags, buckets, read_mixture
 from tasks.held_out import reject_contaminated
 
 CONTROL = "control"
