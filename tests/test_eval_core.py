@@ -16,6 +16,7 @@ from torch.nn.functional import cross_entropy
 from nanochat.checkpoint import build_model, save_checkpoint, stage_folder
 from nanochat.common import read_json
 from nanochat.dist import DistConfig
+from nanochat.eval_core import FewShotTask
 from nanochat.gpt import GPT
 from nanochat.tokenizer import Tokenizer
 from scripts import base_eval
@@ -25,9 +26,7 @@ from tests.training_runs import python, torchrun
 WORDS = "red green blue sun moon tree fish bird house river stone wind".split()
 
 
-def save_model(
-    stage: str = "base", dataset: str = "a/b", context: int = 200
-) -> tuple[GPT, Tokenizer]:
+def save_model(stage="base", dataset="a/b", context=200) -> tuple[GPT, Tokenizer]:
     """Save a random model whose base model was trained on `dataset`, as <stage>/d2."""
     tokenizer = Tokenizer.train([" ".join(WORDS)], 290)
     cfg = replace(TINY, vocab_size=290, max_seq_len=context, n_layer=3, window_pattern="SL")
@@ -46,47 +45,46 @@ def evaluate(base: Path, **settings) -> dict:
     return read_json(base / "report" / "base-model-evaluation.json")
 
 
-def words(rng: np.random.Generator, low: int, high: int) -> str:
-    return " ".join(rng.choice(WORDS, rng.integers(low, high)))
-
-
 def write_bundle(folder: Path) -> Path:
     """
     Write a bundle with all kinds of tasks and one without items. Lengths differ, some prompts
     exceed the context, and options may contain each other or be equal.
     """
     rng = np.random.default_rng(0)
+
+    def words(low: int, high: int) -> str:
+        return " ".join(rng.choice(WORDS, rng.integers(low, high)))
+
     choices = [
-        {"query": words(rng, 1, 9), "choices": [words(rng, 1, 5) for _ in range(4)], "gold": i % 4}
+        {"query": words(1, 9), "choices": [words(1, 5) for _ in range(4)], "gold": i % 4}
         for i in range(21)
     ]
     choices[3]["choices"] = ["red", "red green", "redgreen", "red"]
     schemas = [
-        {"context_options": [words(rng, 1, 20) for _ in "ab"], "continuation": words(rng, 1, 6)}
+        {"context_options": [words(1, 20), words(1, 20)], "continuation": words(1, 6)}
         for _ in range(11)
     ]
     schemas[2] |= {"context_options": ["it rained", "it was sunny!"], "continuation": ""}
-    endings = [
-        {"context": words(rng, 1, 30), "continuation": words(rng, 1, 2)[:1]} for _ in range(30)
-    ]
+    schemas = [schema | {"gold": i % 2} for i, schema in enumerate(schemas)]
+    endings = [{"context": words(1, 30), "continuation": words(1, 2)[:1]} for _ in range(30)]
     tasks = {
         "copa": ("multiple_choice", 5, 50, "\n", choices),
         "piqa": ("multiple_choice", 0, 25, " ", choices),
         "boolq": ("multiple_choice", 10, 25, ": ", choices[:3]),
-        "winograd": ("schema", 2, 50, " ", [s | {"gold": i % 2} for i, s in enumerate(schemas)]),
+        "winograd": ("schema", 2, 50, " ", schemas),
         "jeopardy": ("language_modeling", 2, 0, "\nAnswer: ", endings),
         "squad": ("language_modeling", 0, 0, "=", endings),
         "coqa": ("language_modeling", 0, 0, " ", []),
     }
     entries, baselines = [], ["Eval Task,Random baseline"]
-    (folder / "eval_data" / "sense").mkdir(parents=True)
+    (folder / "eval_data").mkdir(parents=True)
     for label, (kind, shots, baseline, delimiter, items) in tasks.items():
-        entry = {"label": label, "dataset_uri": f"sense/{label}.jsonl", "icl_task_type": kind}
+        entry = {"label": label, "dataset_uri": f"{label}.jsonl", "icl_task_type": kind}
         entries.append(entry | {"num_fewshot": [shots], "continuation_delimiter": delimiter})
         baselines.append(f"{label},{baseline}")
         if items:
             lines = "".join(json.dumps(item) + "\n" for item in items)
-            (folder / "eval_data" / entry["dataset_uri"]).write_text(lines)
+            (folder / "eval_data" / f"{label}.jsonl").write_text(lines)
     (folder / "core.yaml").write_text(json.dumps({"icl_tasks": entries}))
     (folder / "eval_meta_data.csv").write_text("\n".join(baselines))
     return folder
@@ -149,20 +147,19 @@ def test_R26_B10_scores_equal_an_independent_implementation(base, bundle, reques
     columns = table[0].split(",")
     for entry in yaml.safe_load((folder / "core.yaml").read_text())["icl_tasks"]:
         label, file = entry["label"], folder / "eval_data" / entry["dataset_uri"]
-        if not file.exists():
-            assert label == "coqa" and label in values["Tasks"]
+        if label == "coqa":  # has no items
+            assert label in values["Tasks"]
             continue
         items = [json.loads(line) for line in file.read_text().splitlines()]
         Random(1337).shuffle(items)
         outcomes, cut = outcomes_of(model, tokenizer, entry, items[: 2 if real else None])
         assert record["items"][label]["scores"] == " ".join(map(str, outcomes)), label
-        row = next(line for line in table if line.startswith(f"{label},")).split(",")
-        chance = float(row[columns.index("Random baseline")]) / 100
+        [row] = (line for line in table if line.startswith(f"{label},"))
+        chance = float(row.split(",")[columns.index("Random baseline")]) / 100
         n, accuracy, truncated = len(outcomes), np.mean(outcomes), truncated + cut
         centered.append((accuracy - chance) / (1 - chance))
-        found = [values[label][key] for key in ("value", "n", "se")]
         se = np.sqrt(accuracy * (1 - accuracy) / n) / (1 - chance)
-        assert found == pytest.approx([centered[-1], n, se])
+        assert [*values[label].values()] == pytest.approx([centered[-1], n, se])
     assert values["CORE metric"]["value"] == pytest.approx(np.mean(centered))
     assert values["Truncated items"] == truncated and (truncated > 0 or real)
     assert f"{len(centered)} of 22 tasks" in values["Suite"] and "not comparable" in values["Suite"]
@@ -181,46 +178,38 @@ def test_R24_scores_do_not_depend_on_the_number_of_ranks(base, bundle):
 # Faults, and evaluations that go on
 
 
-def before_forward(patch: pytest.MonkeyPatch, action) -> None:
-    """Call `action(tokens)` before each forward pass."""
-    plain = GPT.hidden
-
-    def hidden(model, tokens, *rest, **options):
-        action(tokens)
-        return plain(model, tokens, *rest, **options)
-
-    patch.setattr(GPT, "hidden", hidden)
-
-
 def test_R17_out_of_memory_splits_the_batch(base, bundle, monkeypatch):
     save_model()
-    expected = evaluate(base, eval_bundle=str(bundle))
+    expected, plain = evaluate(base, eval_bundle=str(bundle)), GPT.hidden
 
-    def check(tokens):
+    def hidden(model, tokens, *rest):
         if len(tokens) > 4:
             raise torch.OutOfMemoryError
+        return plain(model, tokens, *rest)
 
-    before_forward(monkeypatch, check)
+    monkeypatch.setattr(GPT, "hidden", hidden)
     assert evaluate(base, eval_bundle=str(bundle))["items"] == expected["items"]
 
 
 def test_model_with_nan_losses_is_rejected(base, bundle, monkeypatch):
     save_model()
-    logits = GPT.logits
-    monkeypatch.setattr(GPT, "logits", lambda model, hidden: logits(model, hidden) * np.nan)
+    monkeypatch.setattr(GPT, "logits", lambda model, x: x.new_full((len(x), 290), np.nan))
     with pytest.raises(ValueError, match="copa: losses of item [0-9]+ are .nan, nan, nan, nan."):
         evaluate(base, eval_bundle=str(bundle))
 
 
 def test_aborted_evaluation_resumes_with_the_next_task(base, bundle, capsys, monkeypatch):
     save_model()
-    passes, flags = [], {"eval_bundle": str(bundle), "skip_if_done": True}
-    with monkeypatch.context() as patch:
-        before_forward(patch, passes.append)
-        straight = evaluate(base, eval_bundle=str(bundle))
-    passes.pop()  # one too few for the last task
-    with monkeypatch.context() as patch, pytest.raises(IndexError):
-        before_forward(patch, lambda tokens: passes.pop())
+    flags = {"eval_bundle": str(bundle), "skip_if_done": True}
+    straight = evaluate(base, eval_bundle=str(bundle))
+    file = bundle / "eval_data" / "squad.jsonl"  # of the last task
+    plain = FewShotTask.examples
+
+    def examples(task, number):
+        return 1 / 0 if task.name == "squad" else plain(task, number)
+
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(FewShotTask, "examples", examples)
         evaluate(base, eval_bundle=str(bundle))
     partial = read_json(base / "report" / "base-model-evaluation.json")
     assert "CORE metric" not in partial["values"] and len(partial["items"]) == 5
@@ -232,9 +221,8 @@ def test_aborted_evaluation_resumes_with_the_next_task(base, bundle, capsys, mon
     assert scored == ["squad"]
     evaluate(base, **flags)
     assert "finished already" in capsys.readouterr().out
-    lines = (file := bundle / "eval_data" / "sense" / "copa.jsonl").read_text().splitlines()
-    file.write_text("\n".join(lines[1:]))
-    assert evaluate(base, **flags)["values"]["copa"]["n"] == 20
+    file.write_text("\n".join(file.read_text().splitlines()[1:]))
+    assert evaluate(base, **flags)["values"]["squad"]["n"] == 29
 
 
 def test_embedded_suite_is_the_default_for_its_models(base, bundle):
@@ -256,19 +244,8 @@ def test_embedded_suite_is_the_default_for_its_models(base, bundle):
         ("--eval_bundle=nowhere", "nowhere does not exist.*--eval_bundle"),
         ("--eval_bundle=README.md", "(?s)not a zip file.*--eval_bundle"),
         ("--eval_bundle=docs", "(?s)no core.yaml.*--eval_bundle"),
-        ("--max_per_task=0", "max_per_task must be at least 1"),
-        ("--model_tag=d9", "d9"),
     ],
 )
 def test_wrong_flag_is_rejected_with_a_fix(base, command, flags, message):
     save_model()
     assert re.search(message, command.rejects("base_eval", *flags.split(), "--device_type=cpu"))
-
-
-def test_damaged_built_in_suite_is_never_scored(base, command):
-    command.works("base_eval", "--suite=embedded", "--only_fetch")
-    [file] = base.rglob("world_people.jsonl")
-    text = file.read_text()
-    file.write_text(text.replace('"gold": 1', '"gold": 0', 1))
-    status, printed = command("base_eval", "--suite=embedded", "--only_fetch")
-    assert file.read_text() == text or (status == 2 and file.name in printed)

@@ -14,8 +14,8 @@ import pytest
 from nanochat import eval_core
 from nanochat.common import read_json, sha256_file
 from nanochat.eval_core import CORE_TASKS, open_suite
-from nanochat.logger import read_metrics
-from tests.test_eval_core import WORDS, save_model, write_bundle
+from tests.test_eval_core import write_bundle
+from tests.training_runs import SMALL, curve, folder
 
 FETCH = ("base_eval", "--suite=dclm", "--only_fetch")
 
@@ -56,7 +56,7 @@ def test_R35_folder_archive_and_url_hold_the_same_suite(bundle, archive, server)
     assert suite == open_suite(str(archive)) == open_suite(server.url)
     assert open_suite(server.url) == suite and len(server.asked) == 1, "downloaded once"
     assert len(suite.missing) == 16 and "coqa" in suite.missing
-    (bundle / "eval_data" / "sense" / "copa.jsonl").unlink()
+    (bundle / "eval_data" / "copa.jsonl").unlink()
     assert open_suite(str(bundle)).fingerprint != suite.fingerprint
 
 
@@ -81,72 +81,55 @@ def test_S14_published_bundle_with_wrong_digest_is_rejected(
     assert "6 of 22 tasks" in command.works(*FETCH) and len(server.asked) == 3
 
 
-UNSAFE = [  # name in the archive, mode, size, message
-    ("eval_bundle/../../up.txt", 0, 1, "up.txt' points outside of the archive"),
-    ("/tmp/absolute.txt", 0, 1, "absolute.txt' points outside of the archive"),
-    ("..\\up.txt", 0, 1, "up.txt' points outside of the archive"),
-    ("eval_bundle/bomb", 0, 8 << 20, "8,[0-9,]+ bytes unpacked"),
-]
-
-
-@pytest.mark.parametrize(("name", "mode", "size", "message"), UNSAFE)
-def test_S14_unsafe_archive_is_rejected_before_use(
-    archive, command, monkeypatch, tmp_path, name, mode, size, message
-):
-    info = zipfile.ZipInfo(name)
-    info.external_attr, info.compress_type = mode << 16, zipfile.ZIP_DEFLATED
-    with zipfile.ZipFile(archive, "a") as file:
-        file.writestr(info, bytes(size))
+@pytest.mark.parametrize(
+    ("name", "size", "message"),
+    [
+        ("eval_bundle/../../up.txt", 1, "up.txt' points outside of the archive"),
+        ("/tmp/absolute.txt", 1, "absolute.txt' points outside of the archive"),
+        ("..\\up.txt", 1, "up.txt' points outside of the archive"),
+        ("eval_bundle/bomb", 8 << 20, "8,[0-9,]+ bytes unpacked"),
+    ],
+)
+def test_S14_unsafe_archive_is_rejected(archive, command, monkeypatch, name, size, message):
+    with zipfile.ZipFile(archive, "a", zipfile.ZIP_DEFLATED) as file:
+        file.writestr(zipfile.ZipInfo(name), bytes(size))
     monkeypatch.setattr(eval_core, "MAX_UNPACKED_BYTES", 2**20)
-    before = set(tmp_path.rglob("*"))
     printed = command.rejects(*FETCH, f"--eval_bundle={archive}")
     assert re.search(f"(?s){message}.*--eval_bundle", printed)
-    assert set(tmp_path.rglob("*")) == before, "nothing is extracted"
 
 
 def test_S14_error_names_the_damaged_member(archive, command):
     content = bytearray(archive.read_bytes())
-    content[content.index(b"eval_data/sense/copa.jsonl") + 100] ^= 1
+    content[content.index(b"eval_data/copa.jsonl") + 100] ^= 1
     archive.write_bytes(content)
     assert re.search("(?s)bundle.zip.*copa", command.rejects(*FETCH, f"--eval_bundle={archive}"))
 
 
-COPA = "eval_data/sense/copa.jsonl"
+COPA = "eval_data/copa.jsonl"
 ITEM = {"query": "I ran, so", "choices": ["I won.", "I ate."], "gold": 1}
 
 
 @pytest.mark.parametrize(
-    ("file", "text", "message"),
+    ("file", "old", "new", "message"),
     [
-        ("core.yaml", "tasks: 3", "icl_tasks"),
-        ("core.yaml", "icl_tasks:\n- label: copa\n", "icl_task_type"),
-        ("core.yaml", '[{"dataset_uri": "../up"}]', "'../up' of x is not a path inside eval_data"),
-        ("core.yaml", '[{"dataset_uri": "/tmp/up"}]', "'/tmp/up' of x"),
-        ("core.yaml", '[{"dataset_uri": "a/../../up"}]', "'a/../../up' of x"),
-        ("core.yaml", '[{"icl_task_type": "essay"}]', "x.jsonl, line 1: not an item of kind essay"),
-        ("core.yaml", '[{"num_fewshot": [-1]}]', "task x: .*num_fewshot -1"),
-        ("eval_meta_data.csv", "a,b\n1,2\n", "Eval Task"),
-        ("eval_meta_data.csv", "Eval Task,Random baseline\ncopa,50\n", "piqa"),
-        ("eval_meta_data.csv", "Eval Task,Random baseline\ncopa,100\n", "copa.*random_baseline 1"),
-        (COPA, '{"query": 1}\n{"que', "copa.jsonl, line 2"),
-        (COPA, "", "copa.*0 items"),
-        (COPA, "[" * 100_000, "copa.jsonl, line 1"),
+        ("core.yaml", '"icl_tasks"', '"tasks"', "icl_tasks"),
+        ("core.yaml", '"copa.jsonl"', '"../up"', "'../up' of copa is not a path inside eval_data"),
+        ("core.yaml", '"schema"', '"essay"', "winograd.jsonl, line 1: not an item of kind essay"),
+        ("core.yaml", "[10]", "[-1]", "task boolq: .*num_fewshot -1"),
+        ("eval_meta_data.csv", "Eval Task", "a", "Eval Task"),
+        ("eval_meta_data.csv", "copa,50", "copa,100", "copa.*random_baseline 1"),
+        (COPA, None, '{"query": 1}\n{"que', "copa.jsonl, line 2"),
+        (COPA, None, "", "copa.*0 items"),
         *(
-            (COPA, f"{json.dumps(ITEM)}\n{json.dumps(ITEM | bad)}", "copa.jsonl, line 2")
-            for bad in ({"gold": 5}, {"gold": "1"}, {"gold": -1}, {"choices": []}, {"query": None})
+            (COPA, None, f"{json.dumps(ITEM)}\n{json.dumps(ITEM | bad)}", "copa.jsonl, line 2")
+            for bad in ({"gold": 2}, {"gold": "1"}, {"gold": -1}, {"choices": [1, 2]})
         ),
     ],
 )
-def test_invalid_bundle_file_is_named(bundle, base, command, file, text, message):
-    if text.startswith("[{"):
-        entry = {"label": "x", "dataset_uri": "x.jsonl", "icl_task_type": "schema"}
-        [change] = json.loads(text)
-        text = json.dumps({"icl_tasks": [entry | {"num_fewshot": [0]} | change]})
-        (bundle / "eval_meta_data.csv").write_text("Eval Task,Random baseline\nx,50\n")
-        (bundle / "eval_data" / "x.jsonl").write_text("{}")
-    (bundle / file).write_text(text)
-    save_model()
-    printed = command.rejects("base_eval", f"--eval_bundle={bundle}", "--device_type=cpu")
+def test_invalid_bundle_file_is_named(bundle, command, file, old, new, message):
+    text = (bundle / file).read_text()
+    (bundle / file).write_text(text.replace(old or text, new))
+    printed = command.rejects(*FETCH, f"--eval_bundle={bundle}")
     assert re.search(f"(?s){message}.*--eval_bundle", printed)
 
 
@@ -156,20 +139,10 @@ def test_published_bundle_has_the_tasks_in_report_order(hub):
     assert [task.name for task in suite.tasks] == [name for name in CORE_TASKS if name != "coqa"]
 
 
-def test_core_metric_runs_at_its_cadence_and_at_the_end(base, bundle, tmp_path, command):
-    (tmp_path / "text").mkdir()
-    for shard in "ab":
-        lines = [json.dumps({"text": " ".join(WORDS * (i % 9) + [shard])}) for i in range(60)]
-        (tmp_path / "text" / f"{shard}.jsonl").write_text("\n".join(lines))
-    command.works("tok_train", f"--dataset={tmp_path / 'text'}", "--vocab_size=290")
-    flags = (
-        f"--dataset={tmp_path / 'text'} --depth=1 --max_seq_len=32 --total_batch_size=64 "
-        "--num_iterations=5 --eval_every=0 --eval_tokens=64 --device_type=cpu "
-        f"--eval_bundle={bundle} --core_metric_every=2 --core_metric_max_per_task=3"
-    )
-    command.works("base_train", *flags.split())
-    metrics = read_metrics(base / "base_checkpoints" / "d1" / "metrics.jsonl")
-    found = {m["step"]: m["core_metric"] for m in metrics if "core_metric" in m}
-    values = read_json(base / "report" / "base-model-training.json")["values"]
-    assert list(found) == [2, 4, 5] and values["CORE metric estimate"]["n"] == 18
-    assert found[5] == values["CORE metric estimate"]["value"]
+def test_core_metric_runs_at_its_cadence_and_at_the_end(trained, bundle, command):
+    flags = "--num_iterations=5 --core_metric_every=2 --core_metric_max_per_task=3".split()
+    command.works("base_train", *SMALL, *flags, "--model_tag=core", f"--eval_bundle={bundle}")
+    found = curve(folder(trained, "core"), "core_metric")
+    values = read_json(trained / "report" / "base-model-training.json")["values"]
+    assert len(found) == 3 and values["CORE metric estimate"]["n"] == 18
+    assert found[-1] == values["CORE metric estimate"]["value"]
