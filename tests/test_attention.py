@@ -69,20 +69,18 @@ def test_large_scores_stay_finite():
         assert attend(q, large, large, backend="blocks").equal(large)
 
 
-def test_flash_attention_3_is_the_installed_package_or_a_build_of_the_hub(monkeypatch):
+@pytest.mark.parametrize(("window", "sizes"), [(2, (2, 0)), (None, (-1, 0))])
+def test_flash_attention_3_gets_scale_and_window(monkeypatch, window, sizes):
     q = torch.randn(1, 4, 2, 8)
     function = Mock(return_value=(q, None))
-    build = SimpleNamespace(flash_attn_func=function)
-    kernels = SimpleNamespace(get_kernel=Mock(side_effect=[FileNotFoundError("no variant"), build]))
+    package = SimpleNamespace(flash_attn_func=function)
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", package)
     monkeypatch.setattr(attention, "fa3_function", None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setitem(sys.modules, "kernels", kernels)
-    for installed, window, sizes in ((None, 2, (2, 0)), (build, None, (-1, 0))):
-        monkeypatch.setitem(sys.modules, "flash_attn_interface", installed)
-        attention.load_fa3(torch.device("cuda"))
-        assert attend(q, q, q, window, 0.7, "fa3") is q
-        wanted = {"softmax_scale": 0.7, "causal": True, "window_size": sizes}
-        assert function.call_args.kwargs == wanted
+    attention.load_fa3(torch.device("cuda"))
+    assert attend(q, q, q, window, 0.7, "fa3") is q
+    wanted = {"softmax_scale": 0.7, "causal": True, "window_size": sizes}
+    assert function.call_args.kwargs == wanted
 
 
 def test_batches_hold_at_most_max_tokens_after_padding():

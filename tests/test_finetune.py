@@ -18,13 +18,10 @@ from nanochat.train import document_segments
 from tests.conftest import lively
 
 TOKENIZER = Tokenizer.train(["what is it"], 265)
-CHATS = [
-    [
-        {"role": "user", "content": "q" * (3 + i % 7)},
-        {"role": "assistant", "content": "a" * (1 + i)},
-    ]
-    for i in range(14)
-]
+
+
+def chat(question, answer):
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
 def packed_chats(name, chats) -> Rows:
@@ -54,7 +51,8 @@ def gradient(model, batches):
 
 @pytest.mark.parametrize("changes", [{}, {"window_pattern": "SL"}])
 def test_packed_step_equals_separate_chats(changes):
-    packed = packed_chats("x", CHATS).open("rows")
+    chats = [chat("q" * (3 + i % 7), "a" * (1 + i)) for i in range(14)]
+    packed = packed_chats("x", chats).open("rows")
     starts = np.flatnonzero(packed == ~TOKENIZER.bos_id)
     separate = [each for each in np.split(packed.flatten(), starts) if len(each) > 1]
     assert len(packed) < len(separate)  # several per row
@@ -69,32 +67,24 @@ def test_packed_step_equals_separate_chats(changes):
     assert abs(plain.item() / count - loss) > 1e-4  # else the mask has no effect
 
 
-def val_rows_of(name, answers):
-    chats = [
-        [{"role": "user", "content": "q"}, {"role": "assistant", "content": answer}]
-        for answer in answers
-    ]
-    return packed_chats(name, chats)
-
-
 def test_R34_a_bucket_without_scorable_answers_is_rejected(dist):
-    good, empty = val_rows_of("good", ["a" * 9] * 9), val_rows_of("empty", [""] * 9)
     model = model_of()
 
     def score(x, y):
         return model.token_losses(x, y, document_segments(x, TOKENIZER.bos_id))
 
-    def answer_loss(half=0, **buckets):
+    def answer_loss(half=0, **answers):
         cfg = ValidationConfig(8 * 63, half)
-        return Validation(cfg, buckets, TOKENIZER, dist).score(score, 1)
+        rows = {n: packed_chats(n, [chat("q", a) for a in own]) for n, own in answers.items()}
+        return Validation(cfg, rows, TOKENIZER, dist).score(score, 1)
 
+    good = ["a" * 9] * 9
     figures = answer_loss(good=good)
     assert figures and np.isfinite(list(figures.values())).all()
     with pytest.raises(UsageError, match="no byte can be scored in the validation rows of empty"):
-        answer_loss(good=good, empty=empty)
-    one = val_rows_of("one", ["a"])
+        answer_loss(good=good, empty=[""] * 9)
     with pytest.raises(UsageError, match="--eval_half=2 is empty: rows has 1 validation rows"):
-        answer_loss(half=2, one=one)
+        answer_loss(half=2, one=["a"])
 
 
 def test_short_stage_uses_smaller_batches():

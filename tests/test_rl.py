@@ -12,7 +12,6 @@ from nanochat.gpt import GPTConfig, inference_copy
 from nanochat.loss import IGNORE
 from nanochat.rl import Group, RLConfig, Rollouts, kl_to_reference, micro_batches
 from nanochat.tokenizer import Tokenizer
-from tasks.base import Mixture
 from tests.conftest import lively
 
 TOKENIZER = Tokenizer.train(["what is it"], 265)
@@ -28,8 +27,8 @@ def batches_of(groups, rows):
     return list(micro_batches(groups, rows, TOKENIZER.bos_id, torch.device("cpu")))
 
 
-def answer(prompt, ids, sampled=None, end=None, finish="stop"):
-    return Completion(prompt, Sampling(), 0, ids, sampled or [True] * len(ids), finish, end)
+def answer(prompt, ids, sampled=None, end=None):
+    return Completion(prompt, Sampling(), 0, ids, sampled or [True] * len(ids), "stop", end)
 
 
 GROUPS = [
@@ -39,16 +38,12 @@ GROUPS = [
 
 
 def test_only_sampled_tokens_are_trained():
-    prompt = [5, 6, 7]
-    mixed = answer(prompt, [10, 11, 12], [True, False, True], end=264)
-    cut = answer(prompt, [20, 21], finish="length")
-    groups = [Group([mixed, cut], [1.0, 0.0])]
-    second, first = batches_of(groups, 1)
-    assert first.tokens.tolist() == [[5, 6, 7, 10, 11, 12]]
-    assert first.targets.tolist() == [[IGNORE, IGNORE, 10, IGNORE, 12, 264]]
-    assert second.targets.tolist() == [[IGNORE, IGNORE, 20, 21]]
+    mixed = answer([5, 6, 7], [10, 11, 12], [True, False, True], end=264)
+    groups = [Group([mixed, answer([5, 6, 7], [20, 21])], [1.0, 0.0])]
     (both,) = batches_of(groups, 2)
     assert both.tokens.tolist() == [[5, 6, 7, 20, 21, 256], [5, 6, 7, 10, 11, 12]]
+    targets = [[IGNORE, IGNORE, 20, 21, IGNORE, IGNORE], [IGNORE, IGNORE, 10, IGNORE, 12, 264]]
+    assert both.targets.tolist() == targets
     assert (both.counts, both.weights[:, 0].tolist()) == ([2, 3], [-0.5, 0.5])
 
 
@@ -83,6 +78,10 @@ def test_kl_to_reference_matches_its_definition(dist):
     assert kl_to_reference(model, reference, [], dist) == 0.0
 
 
+# ------------------------------------------------------------------------------------------------
+# Rollouts
+
+
 class LowTokens:
     """Rewards answers whose first character is below 128 (half of a new model's answers)."""
 
@@ -101,12 +100,10 @@ class LowTokens:
         return float(bool(answer) and ord(answer[0]) < 128)
 
 
-@pytest.mark.parametrize("reward", [0.0, 1.0])
-def test_B1_answers_of_equal_reward_change_nothing(reward):
-    model = model_of()
-    (batch,) = batches_of([Group(group.answers, [reward] * 2) for group in GROUPS], 4)
-    loss = model.loss(batch.tokens, batch.targets, weights=batch.weights)
-    assert not any(g.any() for g in torch.autograd.grad(loss, list(model.parameters())))
+def loader_of(dist, questions=range(10), model=None, **changed):
+    model = model or model_of()
+    engine = Engine(inference_copy(model), TOKENIZER, slots=16)
+    return Rollouts(LowTokens(), questions, replace(CFG, **changed), 3, dist, model, engine)
 
 
 def test_reward_increases(dist):
@@ -124,32 +121,20 @@ def test_reward_increases(dist):
     assert sum(rewards[-4:]) / 4 > sum(rewards[:4]) / 4 + 0.1
 
 
-def loader_of(dist, task=None, questions=None, model=None, **changed):
-    cfg, task, model = replace(CFG, **changed), task or LowTokens(), model or model_of()
-    engine = Engine(inference_copy(model), TOKENIZER, slots=16)
-    questions = range(len(task)) if questions is None else questions
-    return Rollouts(task, questions, cfg, 3, dist, model, engine)
-
-
-def numbers(loader, step):
-    return [loader.question(draw) for draw in loader.draws(step)]
-
-
 def test_each_epoch_uses_every_selected_question_in_new_order(dist):
     loader = loader_of(dist, questions=range(2, 10))
-    epochs = [numbers(loader, s) + numbers(loader, s + 1) for s in (0, 2)]
-    assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(2, 10))
-    assert epochs[0] != epochs[1]
+    first, second = ([*map(loader.question, range(n, n + 8))] for n in (0, 8))
+    assert sorted(first) == sorted(second) == list(range(2, 10)) and first != second
     with pytest.raises(ValueError, match="no question"):
         loader_of(dist, questions=[])
 
 
 def test_questions_are_split_among_ranks_or_rejected(dist):
-    first, second = (type(dist)(r, r, 2, dist.device, dist.dtype) for r in (0, 1))
-    one, two = loader_of(first), loader_of(second)
-    assert sorted([*one.draws(3), *two.draws(3)]) == list(loader_of(dist).draws(3))
+    ranks = [replace(dist, rank=r, world_size=2) for r in (0, 1)]
+    draws = sum(([*loader_of(rank).draws(3)] for rank in ranks), [])
+    assert sorted(draws) == list(loader_of(dist).draws(3)) == [12, 13, 14, 15]
     with pytest.raises(ValueError, match="5 is not a multiple of the world size 2"):
-        loader_of(first, examples_per_step=5)
+        loader_of(ranks[0], examples_per_step=5)
 
 
 def test_length_penalty_lowers_reward_of_longer_answers(dist):
@@ -172,22 +157,6 @@ def test_questions_without_signal_are_resampled(dist):
 
 def test_mean_rewards_are_those_of_the_first_rollouts(dist):
     loader = loader_of(dist)
+    groups = loader.roll_out(0) + loader.roll_out(1)
     found = loader.mean_rewards(2)
-    groups = [group for step in (0, 1) for group in loader.roll_out(step)]
-    assert found == [sum(group.rewards) / 6 for group in groups]
-    assert len(set(found)) > 1
-
-
-class High(LowTokens):
-    """Rewards the opposite of LowTokens."""
-
-    def score(self, conversation, answer):
-        return 1 - super().score(conversation, answer)
-
-
-def test_mixture_items_are_scored_by_their_own_task(dist):
-    tasks = Mixture([LowTokens(), High()])
-    loader = loader_of(dist, tasks)
-    low = [type(tasks.locate(i)[0]) is LowTokens for i in range(20)]
-    assert sorted(low) == [False] * 10 + [True] * 10
-    assert [loader.reward(i, answer([1], [65])) for i in range(20)] == low
+    assert found == [sum(group.rewards) / 6 for group in groups] and len(set(found)) > 1
