@@ -38,20 +38,7 @@ class Script:
     rates: MoreRates = field(default_factory=MoreRates)
 
 
-DEFAULTS = {
-    "depth": 20,
-    "device_batch_size": -1,
-    "target_flops": -1.0,
-    "device_type": "",
-    "tag": "",
-    "once": False,
-    "compile": "",
-    "top_k": 50,
-    "threads": [1, 2],
-    "matrix_lr": -1.0,
-    "cautious": True,
-    "bias_lr": 0.5,
-}
+DEFAULTS = {**settings(Script()), "device_batch_size": -1, "target_flops": -1.0, "compile": ""}
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from nanochat.hf.tokenizer import to_tiktoken
 from nanochat.tokenizer import SPECIAL_TOKENS, Tokenizer, tokenizer_dir
 
 ALPHABETS = ["etaoin", "\u00e9\u00e8\u00ea", "\u4e2d\u4e2e\u4e2f", "\U0001f600\U0001f601", "019.!"]
-LETTERS = [chr(byte) for byte in range(256)]
 PIECES = st.sampled_from([*SPECIAL_TOKENS, "<|", "|>", " ", "bos", "\n"]) | st.text()
 
 
@@ -58,8 +57,8 @@ def test_P6_training_and_its_file_are_deterministic(tokenizer, monkeypatch):
     for num_threads in "13":
         texts.reverse()
         monkeypatch.setenv("RAYON_NUM_THREADS", num_threads)
-        again = Tokenizer.train(iter(texts), 600)
-        assert again.save(path.parent / "again").read_bytes() == path.read_bytes()
+        again = Tokenizer.train(iter(texts), 600).save(path.parent / "again")
+        assert again.read_bytes() == path.read_bytes()
     content = json.loads(path.read_text())
     assert list(content) == sorted(content)
     read = Tokenizer.load("small")
@@ -72,10 +71,9 @@ def test_P6_training_and_its_file_are_deterministic(tokenizer, monkeypatch):
 @pytest.mark.parametrize(
     "change",
     [
+        {},
         {"format": 2},
-        {"tokens": LETTERS[1:]},
-        {"tokens": [*LETTERS, "\u4e2d"]},
-        {"tokens": [*LETTERS, 7]},
+        {"tokens": ["a"]},
         {"special_tokens": ["<|bos|>"]},
         {"pattern": "("},
         {"fingerprint": "0"},
@@ -87,9 +85,7 @@ def test_missing_or_damaged_file_names_the_command(change):
     path = Tokenizer.train([], 265).save(tokenizer_dir("x"))
     content = json.loads(path.read_text())
     del content["fingerprint"]
-    path.write_text(json.dumps(content))
-    assert Tokenizer.load("x").vocab_size == 265
-    path.write_text(json.dumps({**content, **change}))
+    path.write_text(json.dumps({**content, **change}) if change else "")
     with pytest.raises(ValueError, match=rf"(?s){path}.*scripts.tok_train --tokenizer_tag=x"):
         Tokenizer.load("x")
 
