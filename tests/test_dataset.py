@@ -24,7 +24,7 @@ from nanochat.eval_core import FewShotTask, open_suite
 from tasks.builtin import open_text
 from tasks.world.corpus import documents
 from tasks.world.suite import suite
-from tests.hub_server import FakeHub, serve, use_endpoint
+from tests.hub_server import FakeHub, serve
 
 STORIES = [f"story {i} of a cat, a dog and the {i} mice they met " * 5 for i in range(40)]
 LINES = b"".join(b'{"text": "line %d of many"}\n' % i for i in range(5000))
@@ -35,12 +35,6 @@ def parquet(**columns: Any) -> bytes:
     sink = io.BytesIO()
     pq.write_table(pa.table(columns), sink, write_page_checksum=True)
     return sink.getvalue()
-
-
-def flipped(content: bytes) -> bytes:
-    """The content with one bit changed in the middle."""
-    middle = len(content) // 2
-    return content[:middle] + bytes([content[middle] ^ 4]) + content[middle + 1 :]
 
 
 def write(path: Path, texts: list = STORIES) -> Path:
@@ -56,8 +50,8 @@ def opened(dataset: Path | str, recorded: dict | None = None, **settings) -> Sou
     return open_source(FirstUseConfig(str(dataset), **settings), recorded)
 
 
-def texts_of(source: Source, shard: str, skipped: Counter | None = None) -> list[str]:
-    return list(source.texts(shard, skipped=skipped))
+def texts_of(source: Source, shard: str) -> list[str]:
+    return list(source.texts(shard))
 
 
 def manifests(base: Path) -> list[Path]:
@@ -89,23 +83,20 @@ def data(command) -> Callable[..., str]:
 # A folder
 
 
-def test_folder_is_read_in_order_and_its_last_file_validates(folder, base, tmp_path):
+def test_folder_is_read_in_order_and_its_last_file_validates(folder, tmp_path):
     write(folder / "below/c.jsonl.gz", ["six"])
     write(tmp_path / "elsewhere/d.jsonl", ["seven"])
     write(folder / ".ipynb_checkpoints/b.jsonl")
     (folder / "0").symlink_to(tmp_path / "elsewhere")
     source = opened(folder)
-    assert source.train_shards == ["0/d.jsonl", "a.jsonl", "b.parquet"]
-    assert source.val_shard == "below/c.jsonl.gz"
+    assert source.shards() == ["0/d.jsonl", "a.jsonl", "b.parquet", "below/c.jsonl.gz"]
     assert [texts_of(source, s) for s in source.shards()] == [["seven"], STORIES, STORIES, ["six"]]
     assert open_source(DataConfig(), source.describe()) == source
     fewer = opened(folder, num_shards=1)
-    assert fewer.train_shards == ["0/d.jsonl"] and fewer.val_shard == source.val_shard
+    assert fewer.shards() == ["0/d.jsonl", "below/c.jsonl.gz"]
     assert open_source(DataConfig(num_shards=2), fewer.describe()).train_shards[1] == "a.jsonl"
-    assert opened(shutil.copytree(folder, tmp_path / "copy")).fingerprint == source.fingerprint
-    other = shutil.copytree(folder, tmp_path / "other")
-    write(other / "a.jsonl", STORIES[1:])
-    assert len({s.fingerprint for s in (source, fewer, opened(other))}) == 3
+    other = shutil.copytree(folder, tmp_path / "copy")
+    assert opened(other).fingerprint == source.fingerprint != fewer.fingerprint
 
 
 def test_validation_file_is_fixed_at_first_use(folder, data):
@@ -133,24 +124,19 @@ def test_last_documents_of_a_single_file_validate(tmp_path, texts, held_out, cap
     write(tmp_path / "text/below/a.parquet", [*texts, "", None])
     source = opened(tmp_path / "text")
     assert f"last {held_out} of its {len(texts):,} documents" in capsys.readouterr().out
-    skipped = Counter()
-    train, val = (texts_of(source, shard, skipped) for shard in source.shards())
+    train, val = (texts_of(source, shard) for shard in source.shards())
     assert train + val == texts and len(val) == held_out
     assert open_source(DataConfig(), source.describe()) == source
-    assert "validation" not in capsys.readouterr().out  # recorded, so not computed again
 
 
-@pytest.mark.parametrize("kind", ["string", "binary", "large_string", "string_view", "dictionary"])
+@pytest.mark.parametrize("kind", [pa.string(), pa.binary(), pa.dictionary(pa.int32(), pa.string())])
 def test_all_types_of_text_are_read_and_skips_counted(folder, kind):
-    column = pa.array([b"one", None, b"", b"two", b"\xff\xfe"], pa.binary())
-    kinds = {"dictionary": pa.dictionary(pa.int32(), pa.string())}
-    column = column.cast(kinds.get(kind) or getattr(pa, kind)(), safe=False)
+    column = pa.array([b"one", None, b"", b"two", b"\xff\xfe"]).cast(kind, safe=False)
     (folder / "a.parquet").write_bytes(parquet(text=column))
     write(folder / "b.jsonl", ["one", None, "", "\ud83d half a pair", "two"])
-    source = opened(folder)
     for shard in ("a.parquet", "b.jsonl"):
         skipped = Counter()
-        assert texts_of(source, shard, skipped) == ["one", "two"]
+        assert [*opened(folder).texts(shard, skipped=skipped)] == ["one", "two"]
         assert skipped == {"null": 1, "empty": 1, "undecodable": 1}
 
 
@@ -158,13 +144,13 @@ BAD_FILES = {
     "empty.jsonl": (b"", "contains no text"),
     "field.jsonl": (b'{"content": "one"}\n', "line 1.*the fields are content"),
     "number.jsonl": (LINES + b'{"text": 17}\n', "line 5001.*string `text`"),
-    "deep.jsonl": (b"[" * 200_000 + b"]" * 200_000, "line 1.*RecursionError"),
+    "deep.jsonl": (b"[" * 200_000, "line 1.*RecursionError"),
     "cut.jsonl": (LINES[:-4], "line 5000"),
     "cut.jsonl.gz": (gzip.compress(LINES)[:-50], "line .*EOFError"),
     "plain.jsonl.gz": (LINES, "line 0.*BadGzipFile"),
     "cut.parquet": (parquet(text=STORIES)[:-100], "not a readable parquet"),
     "flipped.parquet": (
-        flipped(parquet(text=[f"{i} " * 99 for i in range(99)])),
+        parquet(text=[f"{i} " * 99 for i in range(99)]).replace(b"50 ", b"51 ", 1),
         "not a readable parquet",
     ),
     "column.parquet": (parquet(content=["one"]), "no column `text`; the columns are content"),
@@ -202,8 +188,6 @@ def test_R33_a_bad_link_or_pipe_is_to_be_removed(folder, base, target):
             "2 files, a.jsonl to b.parquet",
             "--dataset=FOLDER --val_shard=a.jsonl",
         ),
-        ("--dataset=FOLDER --revision=dev", "without --revision", "--dataset=FOLDER"),
-        ("--dataset=FOLDERx", "no such folder", "--dataset=FOLDER"),
         ("--dataset=FOLDER/a.jsonl", "use its folder: --dataset=FOLDER\n", "--dataset=FOLDER"),
         ("--dataset=FOLDER/../a.txt", "a folder with .jsonl files", "--dataset=FOLDER"),
         ("", "--dataset=embedded", "--dataset=embedded --num_shards=1"),
@@ -228,8 +212,6 @@ def test_R33_fixes_for_too_little_text_work(tmp_path, base):
     write(own / "a.jsonl", STORIES[:1])
     with pytest.raises(ValueError, match="split it into documents, or add a file"):
         opened(own)
-    with pytest.raises(ValueError, match="leave --val_shard out"):
-        opened(own, val_shard="a.jsonl")
     assert not manifests(base)
     write(own / "a.jsonl", STORIES[:2])
     opened(own)
@@ -239,19 +221,19 @@ def test_R33_fixes_for_too_little_text_work(tmp_path, base):
 def test_R6_R33_changed_folder_can_be_restored_or_accepted(folder, data, change):
     data("works", f"--dataset={folder}")
     source = opened(folder)
-    kept = shutil.copytree(folder, folder.parent / "kept")
-    name = "c.jsonl" if change == "added" else "a.jsonl"
-    write(folder / name, STORIES[:9])
+    path = folder / ("c.jsonl" if change == "added" else "a.jsonl")
+    write(path, STORIES[:9])
     if change == "removed":
-        (folder / name).unlink()
+        path.unlink()
     if change != "added":
-        with pytest.raises(ValueError, match=f"{name} is missing or does not match"):
-            texts_of(source, name)  # it was intact when the source was opened
+        with pytest.raises(ValueError, match=f"{path.name} is missing or does not match"):
+            texts_of(source, path.name)  # it was intact when the source was opened
     message = data("rejects", f"--dataset={folder}")
-    assert name in message
-    shutil.rmtree(folder)
-    shutil.copytree(kept, folder)
-    os.utime(folder / "a.jsonl", (1, 1))  # the content counts
+    assert path.name in message
+    path.unlink(missing_ok=True)
+    if change != "added":
+        write(path)
+        os.utime(path, (1, 1))  # the content counts
     assert opened(folder) == source
     write(folder / "d.jsonl", STORIES[:5])
     delete_named_manifest(message)
@@ -264,11 +246,10 @@ def test_R6_recorded_text_that_changed_is_rejected(folder, base):
     shutil.rmtree(base)  # as on another machine: no manifest of the old text
     with pytest.raises(ValueError, match=recorded["fingerprint"]):
         open_source(DataConfig(), recorded)
-    assert not manifests(base)
     assert open_source(DataConfig(str(folder)), recorded).fingerprint != recorded["fingerprint"]
 
 
-@pytest.mark.parametrize("word", ["val", "validation", "dev", "test"])
+@pytest.mark.parametrize("word", ["val", "test"])
 def test_files_named_for_evaluation_are_not_trained_on(tmp_path, word):
     write(tmp_path / f"text/data/{word}-00000-of-00001.parquet")
     write(tmp_path / "text/data/train.parquet", ["one", "two"])
@@ -283,12 +264,6 @@ def test_two_files_of_equal_content_are_an_error(folder):
         opened(folder)
 
 
-def test_the_file_that_validates_and_ignored_files_are_printed(folder, data):
-    for name in ("notes.md", "table.csv", "LICENSE"):
-        (folder / name).write_text("words")
-    assert "validates on b.parquet; ignored 3 files" in data("works", f"--dataset={folder}")
-
-
 # ------------------------------------------------------------------------------------------------
 # The built-in world
 
@@ -297,23 +272,20 @@ def test_built_in_text_is_written_once_and_verified(base):
     one, three = (DataConfig("embedded", num_shards=n) for n in (1, 3))
     source = open_text(one, None)
     assert source.shards() == ["world_00000", "world_val"]
-    assert texts_of(source, "world_00000") == list(documents(0, 0, "train"))
     assert texts_of(source, "world_val") == list(documents(0, 0, "val"))
-    home = base / "data/embedded"
-    assert open_suite(f"{home}/suite").tasks == tuple(FewShotTask(**task) for task in suite())
-
     grown = open_text(three, None)
     assert texts_of(grown, "world_00001") == list(documents(0, 1, "train"))
     assert open_source(DataConfig(), source.describe()) == source
     assert grown.fingerprint != source.fingerprint and grown.identity == source.identity
 
-    file, manifest = home / "text/world_00000.jsonl", home / "manifest.json"
-    write(file, ["another"])
+    home = base / "data/embedded"
+    assert open_suite(f"{home}/suite").tasks == tuple(FewShotTask(**task) for task in suite())
+    write(home / "text/world_00000.jsonl", ["another"])
     with pytest.raises(ValueError, match="does not match its SHA-256"):
         texts_of(source, "world_00000")
+    manifest = home / "manifest.json"
     write_json(manifest, {**read_json(manifest), "version": ["old"]})
-    assert open_text(one, None) == source
-    assert texts_of(source, "world_00000")[0] == next(iter(documents(0, 0, "train")))
+    assert texts_of(open_text(one, None), "world_00000") == list(documents(0, 0, "train"))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -351,7 +323,7 @@ def status(code: int, headers: dict | None = None, error: str = "", body: Any = 
     return lambda handler: handler.answer(code, body, {**extra, **(headers or {})})
 
 
-def test_hub_dataset_is_pinned_and_fetched_when_read(served, base):
+def test_R35_hub_dataset_is_pinned_and_fetched_when_read(served, base, monkeypatch):
     source = opened(NAME)
     assert source.shards() == ["a.parquet", "b.parquet"] and not list(base.rglob("*.parquet"))
     assert read_shard() == source == open_source(DataConfig(), source.describe())
@@ -360,8 +332,10 @@ def test_hub_dataset_is_pinned_and_fetched_when_read(served, base):
     with pytest.raises(ValueError, match="revision dev is set, but .*main at commit c0ffee"):
         opened(NAME, revision="dev")
     served.commit, served.files["c.parquet"] = "f" * 40, b""
-    served.faults = {kind: repeat(status(404)) for kind in KINDS}
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     assert read_shard() == source  # what was downloaded is used without the Hub
+    with pytest.raises(UsageError, match="(?s)HF_HUB_OFFLINE.*--dataset=embedded"):
+        source.fetch("a.parquet")
 
 
 def test_hub_dataset_of_one_file_is_split(served):
@@ -390,14 +364,7 @@ KINDS = ("info", "tree", "head", "get")  # requests made when a file is first re
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_R35_a_busy_hub_is_asked_again(served, kind, monkeypatch):
-    monkeypatch.setattr(time, "sleep", lambda seconds: None)
-    served.faults[kind] = repeat(status(503), 2)
-    read_shard()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_R35_hub_that_stays_silent_is_one_sentence(served, base, kind, monkeypatch):
+def test_R35_hub_is_asked_again_and_its_silence_is_one_sentence(served, base, kind, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.1)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_ETAG_TIMEOUT", 0.1)
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
@@ -405,7 +372,7 @@ def test_R35_hub_that_stays_silent_is_one_sentence(served, base, kind, monkeypat
     with pytest.raises(UsageError, match="run the same command again"):
         read_shard()
     check_nothing_is_recorded(base)
-    served.faults.clear()
+    served.faults[kind] = repeat(status(503), 2)
     read_shard()
 
 
@@ -414,9 +381,9 @@ def page(handler) -> None:
 
 
 REFUSALS = {
-    "gated": (KINDS, status(403, error="GatedRepo"), "is gated.*hf auth login"),
-    "unauthorized": (KINDS, status(401, error="RepoNotFound"), "private.*hf auth login"),
-    "bad token": (KINDS, status(401), "token.*hf auth login"),
+    "gated": (KINDS[2:3], status(403, error="GatedRepo"), "is gated.*hf auth login"),
+    "unauthorized": (KINDS[:1], status(401, error="RepoNotFound"), "private.*hf auth login"),
+    "bad token": (KINDS[:1], status(401), "token.*hf auth login"),
     "login page": (KINDS[:2], page, "failed.*HF_ENDPOINT"),
     "no revision": (KINDS[:1], status(404, error="RevisionNotFound"), "no such revision.*revision"),
     "commit gone": (KINDS[2:], status(404, error="RevisionNotFound"), "c0ffee.*BASE_DIR"),
@@ -443,18 +410,3 @@ def test_R35_permanent_error_is_one_sentence_with_a_fix(served, base, case, monk
         served.faults = {}
         read_shard()
         shutil.rmtree(base)
-
-
-@pytest.mark.parametrize("url", ["http://127.0.0.1:1", "nonsense", "https://"])
-def test_R35_wrong_endpoint_is_a_user_error(monkeypatch, url, data):
-    monkeypatch.setattr(time, "sleep", lambda seconds: None)
-    use_endpoint(url, monkeypatch)
-    data("rejects", f"--dataset={NAME}")
-
-
-def test_R35_offline_mode_uses_what_was_downloaded(served, monkeypatch):
-    source = read_shard()
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    assert read_shard() == source
-    with pytest.raises(UsageError, match="(?s)HF_HUB_OFFLINE.*--dataset=embedded"):
-        source.fetch("a.parquet")

@@ -1,28 +1,19 @@
 """Packed rows: what text and conversations become on disk, and the batches read from it."""
 
-import copy
 import json
-import os
 import random
 import re
 import shutil
-import subprocess
-import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
-import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanochat import common
 from nanochat import rows as rows_module
 from nanochat.chat_format import render
 from nanochat.common import UsageError, sha256_file
@@ -45,8 +36,6 @@ from nanochat.rows import (
 )
 from nanochat.tokenizer import Tokenizer, tokenizer_dir
 from nanochat.train import list_changes
-from tests.hub_server import FakeHub, serve
-from tests.test_dataset import parquet
 
 T, SEED, ROWS = 32, 7, 256  # ROWS: rows of a step
 WORDS = "the a of and sea boat sail wind north south cold warm stone river bread".split()
@@ -107,10 +96,6 @@ def digests(rows: Rows) -> dict[str, str]:
     return {path.name: sha256_file(path) for path in rows.folder.glob("*.bin")}
 
 
-def times(rows: Rows) -> dict[str, int]:
-    return {path.name: path.stat().st_mtime_ns for path in rows.folder.glob("*.bin")}
-
-
 def read_everything(rows: Rows) -> None:
     for step in range(1 + rows.num_rows // ROWS):
         rows.batch(step, ROWS, SEED)
@@ -124,7 +109,7 @@ BOS = 0
 documents = st.lists(st.integers(0, 60), max_size=60) | st.lists(st.integers(0, 900), max_size=9)
 
 
-def simple_rows(texts: Sequence[list[int]], row_length: int, pool_pieces: int) -> list[list[int]]:
+def simple_rows(texts: list, row_length: int, pool_pieces: int) -> list[list[int]]:
     """Reference implementation of the packing rule with lists and linear search."""
     rows: list[list[int]] = []
     pool: list[list[int]] = []
@@ -209,88 +194,52 @@ def test_P7_R34_B2_text_of_any_form_is_packed_almost_whole(form, tmp_path, token
         assert (here[:, 0] == tokenizer.bos_id).all() and counts["rows"] == len(here) > 0
         assert counts["dropped"] <= 0.005 * (counts["dropped"] + counts["tokens"])
         found.update(here[here != tokenizer.bos_id].tolist())
-    wanted, sums = Counter(token for text in texts for token in tokenizer.encode(text)), Counter()
-    sums.update(rows.totals(shards))
+    wanted, sums = Counter(sum(map(tokenizer.encode, texts), [])), rows.totals(shards)
     assert found <= wanted and (wanted - found).total() == sums["dropped"]
     assert (sums["documents"], sums["text_bytes"]) == (len(texts), sum(map(len, texts)))
-    tokens, targets = inputs_and_targets(rows.batch(5, rows.num_rows, SEED))
-    assert (tokens[targets == IGNORE] == tokenizer.bos_id).all()  # padding has no loss
-    if form == "few tokens":
+    _, targets = inputs_and_targets(rows.batch(5, rows.num_rows, SEED))
+    if form == "few tokens":  # padding has no loss
         assert (targets != IGNORE).sum() == rows.totals()["tokens"] + 1
 
 
 def test_data_packs_once_with_any_number_of_processes(folder, saved, command):
     rows = packed(folder, saved)
-    expected, before = digests(rows), times(rows)
+    expected = digests(rows)
     assert len(expected) == 5 and load_last_source("main") is None
     text = command.works("data", "--dataset", folder, "--max_seq_len=32")
-    assert times(rows) == before
-    assert re.search(rf"^rows +{rows.num_rows:,} ", text, re.M)
+    assert "packed" not in text and re.search(rf"^rows +{rows.num_rows:,} ", text, re.M)
     assert load_last_source("main") == rows.recipe["source"]
     shutil.rmtree(rows.folder)
-    text = command.works("data", "--max_seq_len=32", "--workers=3")  # uses the last source
-    assert str(rows.folder) in text
+    command.works("data", "--max_seq_len=32", "--workers=3")  # uses the last source
     assert digests(rows) == expected and not list(rows.folder.glob("*.part"))
 
 
-def test_data_without_a_tokenizer_names_the_command(folder, command):
-    assert "python -m scripts.tok_train" in command.rejects("data", f"--dataset={folder}")
+@pytest.mark.parametrize(("vocab_size", "dtype"), [(65_536, "<u2"), (65_537, "<u4")])
+def test_ids_above_65535_are_stored_in_four_bytes(folder, saved, monkeypatch, vocab_size, dtype):
+    monkeypatch.setattr(saved, "vocab_size", vocab_size)
+    assert opened(folder, saved)[0].dtype == dtype
 
 
-def test_hub_shard_without_rows_is_skipped(tokenizer, monkeypatch):
-    texts = {"a": np.array([], str), "b": ["The boat sails."], "c": ["The sea."]}
-    files = {f"{name}.parquet": parquet(text=text) for name, text in texts.items()}
-    with serve(FakeHub(files), monkeypatch):
-        rows = packed(Path("owner/texts"), tokenizer, 8)
-    assert len(rows.batch(0, 4, SEED)) == 4 and "a.parquet" in rows.train_shards[0]
-
-
-def test_ids_above_65535_are_stored_in_four_bytes(folder, tokenizer):
-    larger = copy.copy(tokenizer)
-    larger.vocab_size = 65_537
-    rows, source = opened(folder, larger)
-    assert rows.dtype == "<u4" and opened(folder, tokenizer)[0].dtype == "<u2"
-    pack_text(rows, source, tokenizer)
-    assert (stored(rows, rows.val_shard)[:, 0] == tokenizer.bos_id).all()
-
-
-def test_more_shards_keep_existing_rows(folder, tokenizer):
+def test_more_shards_keep_existing_rows(folder, tokenizer, capsys):
     rows, source = opened(folder, tokenizer)
     pack_text(rows, source, tokenizer, num_rows=1)
     assert missing_shards(rows) == [f"shard_{i}.jsonl" for i in (1, 2, 3)]
     pack_text(rows, source, tokenizer, num_rows=rows.num_rows + 1)
-    before = times(rows)
-    assert len(before) == 3
+    assert len(missing_shards(rows)) == 2
     assert packed(folder, tokenizer, num_shards=3).folder == packed(folder, tokenizer).folder
-    assert before.items() <= times(rows).items()
-
-
-def test_interrupted_packing_leaves_no_partial_shard(folder, tokenizer, monkeypatch, tmp_path):
-    expected = digests(packed(folder, tokenizer))
-    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "other"))
-    rows, source = opened(folder, tokenizer)
-    outcomes = [tokenizer.encode_flat([*source.texts("shard_0.jsonl")]), KeyboardInterrupt]
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Tokenizer, "encode_flat", Mock(side_effect=outcomes))
-        pack_text(rows, source, tokenizer)
-    assert len(digests(rows)) == 1 and not list(rows.folder.glob("*.part"))
-    pack_text(rows, source, tokenizer)
-    assert digests(rows) == expected
+    assert capsys.readouterr().out.count("packed") == 5
 
 
 def test_R6_differences_name_the_changed_setting(folder, tokenizer, tmp_path):
-    before = packed(folder, tokenizer)
+    before = opened(folder, tokenizer)[0].recipe
     other = Tokenizer.train(["quite different words"] * 9, 270)
-    retrained, _ = opened(folder, other)
-    same, _ = opened(shutil.copytree(folder, tmp_path / "copy"), tokenizer)
-    grown, _ = opened(write(shutil.copytree(folder, tmp_path / "grown"), z=["new"]), tokenizer)
-    assert list_changes(before.recipe, same.recipe) == []
-    for rows, line in (
-        (retrained, f"tokenizer: was {tokenizer.fingerprint!r}, now {other.fingerprint!r}"),
-        (grown, "source.val_shard: was 'shard_4.jsonl', now 'z.jsonl'"),
-    ):
-        assert line in list_changes(before.recipe, rows.recipe)
-        assert rows.fingerprint != before.fingerprint
+    line = f"tokenizer: was {tokenizer.fingerprint!r}, now {other.fingerprint!r}"
+    assert line in list_changes(before, opened(folder, other)[0].recipe)
+    copied = shutil.copytree(folder, tmp_path / "copy")
+    assert list_changes(before, opened(copied, tokenizer)[0].recipe) == []
+    grown = write(shutil.copytree(folder, tmp_path / "grown"), z=["new"])
+    line = "source.val_shard: was 'shard_4.jsonl', now 'z.jsonl'"
+    assert line in list_changes(before, opened(grown, tokenizer)[0].recipe)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -307,13 +256,11 @@ def test_R4_R5_step_has_the_same_rows_on_any_ranks(folder, tokenizer):
             here, epoch = np.split(epoch, [len(shard)])
             assert sorted(map(bytes, here)) == sorted(map(bytes, shard))
             assert (here != shard).any()
-    assert (first != second).any()
-    assert (rows.batch(0, ROWS, SEED + 1) != batches[0]).any()
+    assert (first != second).any() and (rows.batch(0, ROWS, SEED + 1) != batches[0]).any()
 
-    for step in (len(batches) - 1, 0, len(batches) // 2):  # as a resumed run, in any order
-        again, _ = opened(folder, tokenizer)
-        assert (again.batch(step, ROWS, SEED) == batches[step]).all()
-        for world_size in (1, 2, 4, 8):
+    again, _ = opened(folder, tokenizer)
+    for step in (len(batches) - 1, 0):  # as a resumed run, in any order
+        for world_size in (1, 2, 8):
             ids = np.split(again.row_ids(step, ROWS, SEED), world_size)
             assert (np.concatenate(list(map(again.read, ids))) == batches[step]).all()
 
@@ -348,30 +295,6 @@ def test_step_waits_for_its_shard_and_reports_failures(folder, tokenizer, monkey
         rows.batch(0, 20 * ROWS, SEED)
 
 
-def test_packing_ends_with_a_killed_run(folder, tokenizer, saved, base):
-    rows, source = opened(folder, tokenizer)
-    run = f"""
-import time
-from nanochat import rows, tokenizer, dataset
-if __name__ == "__main__":
-    source = dataset.open_source(dataset.DataConfig({str(folder)!r}))
-    opened = rows.open_rows(source, tokenizer.Tokenizer.load("main"), {T})
-    print(rows.start_packing(opened, source)[0].pid, flush=True)
-    time.sleep(600)
-"""
-    with ExitStack() as held:
-        for shard in missing_shards(rows):  # the packing process waits for these
-            assert held.enter_context(common.try_lock(rows.lock_path(shard)))
-        script = base / "run.py"
-        script.write_text(run)
-        env = os.environ | {"PYTHONPATH": str(common.REPOSITORY)}
-        with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, env=env) as process:
-            assert process.stdout
-            packer = psutil.Process(int(process.stdout.readline()))
-            process.kill()
-        packer.wait(60)  # raises if it still runs
-
-
 # ------------------------------------------------------------------------------------------------
 # Damage
 
@@ -382,15 +305,11 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-def cut_last_row(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[: -2 * (T + 1)])
-
-
-@pytest.mark.parametrize("damage", [flip, cut_last_row, Path.unlink])
+@pytest.mark.parametrize("damage", [flip, Path.unlink])
 def test_R28_damaged_rows_are_named_and_packed_again(folder, saved, damage, command):
     rows = packed(folder, saved)
     expected = digests(rows)
-    for shard in ("shard_0.jsonl", "shard_2.jsonl", "shard_4.jsonl"):
+    for shard in ("shard_2.jsonl", "shard_4.jsonl"):
         path = rows.bin_path(shard)
         damage(path)
         with pytest.raises(UsageError, match=rf"{re.escape(str(path))} is damaged.*\n.*again"):
@@ -409,7 +328,7 @@ CHAT_TOKENIZER = Tokenizer.train(["what is it"], 265)
 ALONE = [{"role": "user", "content": "alone"}]
 
 
-def chat(question: str, answer: str) -> list[dict[str, Any]]:
+def chat(question: str, answer: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
@@ -449,10 +368,10 @@ def test_B3_every_conversation_is_in_one_row_with_its_mask():
 def test_most_conversations_continue_another_one():
     rows = packed_chats([chat(f"{i}", "yes") for i in range(400)])
     is_bos = stored(rows, "rows") == ~CHAT_TOKENIZER.bos_id
-    num_chats = int((is_bos[:, :-1] & ~is_bos[:, 1:]).sum())
-    joined = [x.tolist() for x in join_chats(iter([np.ones(9)] * 4000), 0, 10**6)]
+    assert (is_bos[:, :-1] & ~is_bos[:, 1:]).sum() < 200  # starts of chats
+    joined = [*join_chats(iter([np.ones(9)] * 4000), 0, 10**6)]
     assert len(joined) == pytest.approx((1 - JOINED) * 4000, rel=0.1)
-    assert num_chats < 200 and sum(map(len, joined)) == 9 * 4000
+    assert sum(map(len, joined)) == 9 * 4000
 
 
 def test_B2_long_conversation_is_cut_or_skipped(capsys):
@@ -461,30 +380,24 @@ def test_B2_long_conversation_is_cut_or_skipped(capsys):
     found = list(conversations_in(rows))
     ids, mask = render(CHAT_TOKENIZER, long)
     assert len(found) == 31 and (ids[1:64], mask[1:64]) in found
-    printed = (
-        "x: of 32 conversations, 1 fill a row of 63 tokens (what is longer is cut) and 1 have no"
-    )
-    assert printed in capsys.readouterr().out
+    assert "of 32 conversations, 1 fill a row of 63 tokens" in capsys.readouterr().out
     with pytest.raises(ValueError, match="no conversation to train on"):
         packed_chats([ALONE])
 
 
 def test_every_window_of_a_mixture_has_its_amounts():
-    numbered = {name: [chat(f"{name}{i:03d}", "yes") for i in range(400)] for name in "ab"}
-    repeats = {"a": 0.5, "b": 1.5}
-    parts = {name: ChatPart(numbered[name], {}, repeats[name]) for name in "ab"}
+    parts = {
+        name: ChatPart([chat(f"{name}{i:03d}", "yes") for i in range(400)], {}, repeats)
+        for name, repeats in (("a", 0.5), ("b", 1.5))
+    }
 
     def mixed(seed: int) -> list[str]:
-        text = "".join(
-            CHAT_TOKENIZER.decode(x) for x, _ in conversations_in(mixed_rows(parts, seed))
-        )
-        return re.findall(r"[ab]\d{3}", text)
+        found = conversations_in(mixed_rows(parts, seed))
+        return re.findall(r"[ab]\d{3}", "".join(CHAT_TOKENIZER.decode(ids) for ids, _ in found))
 
     found = mixed(0)
     assert Counter(name[0] for name in found) == {"a": 200, "b": 600}
-    assert Counter(name[0] for name in set(found)) == {"a": 200, "b": 400}
-    assert max(Counter(found).values()) == 2
+    assert len(set(found)) == 600 and max(Counter(found).values()) == 2
     for first in range(0, 700, 33):
-        window = Counter(name[0] for name in found[first : first + 100])
-        assert window == pytest.approx({"a": 25, "b": 75}, abs=7)
+        assert sum(name[0] == "a" for name in found[first : first + 100]) in range(18, 33)
     assert mixed(0) == found and sorted(mixed(1)) != sorted(found)  # others are repeated
