@@ -64,22 +64,19 @@ def test_generation_scores_and_pass_rates_at_any_batch_size(evaluate, monkeypatc
     save_model("sft", "embedded")
     monkeypatch.setattr(WorldFacts, "score", lambda task, asked, answer: answer[:1].isalpha())
     flags = {"task_name": "World-Facts", "sampling": Sampling(4, 1.0, top_k=None, seed=5)}
-    few, many = (
-        evaluate(**flags, max_problems=11, num_samples=4, batch_size=n)["items"] for n in (2, 64)
-    )
-    assert few["World-Facts"]["scores"] == many["World-Facts"]["scores"]
-    record = evaluate(**flags, max_problems=11, num_samples=4)
-    rates = [float(x) for x in record["items"]["World-Facts"]["scores"].split()]
+    few, many = (evaluate(**flags, max_problems=11, num_samples=4, batch_size=n) for n in (2, 64))
+    items, values = few["items"]["World-Facts"], few["values"]
+    assert items["scores"] == many["items"]["World-Facts"]["scores"]
+    rates = [float(x) for x in items["scores"].split()]
     assert set(rates) > {0.25} and set(rates) <= {0, 0.25, 0.5, 0.75, 1}
     for k in (2, 4):
         passed = mean(1 - comb(round(4 - 4 * rate), k) / comb(4, k) for rate in rates)
-        assert record["values"][f"World-Facts pass@{k}"]["value"] == pytest.approx(passed)
-    found = record["values"]["World-Facts"]
+        assert values[f"World-Facts pass@{k}"]["value"] == pytest.approx(passed)
+    found = values["World-Facts"]
     assert (found["value"], found["n"], found["k"]) == (pytest.approx(mean(rates)), 11, 4)
     assert found["se"] ** 2 == pytest.approx(found["item_se"] ** 2 + found["repeat_se"] ** 2)
     again = evaluate(**flags, num_samples=2)["values"]
     assert "World-Facts pass@2" in again and "World-Facts pass@4" not in again
-    assert record["items"]["World-Facts"]["how"] != evaluate()["items"]["World-Facts"]["how"]
 
 
 def test_chatcore_is_the_mean_of_centered_scores_of_one_run(evaluate, word_list):
@@ -89,8 +86,7 @@ def test_chatcore_is_the_mean_of_centered_scores_of_one_run(evaluate, word_list)
     centered = [(values[n]["value"] - chance[n]) / (1 - chance[n]) for n in NAMES]
     assert values["ChatCORE"]["value"] == pytest.approx(mean(centered))
     assert values["ChatCORE"]["n"] == 16
-    names = "|".join([*NAMES, "world_choice", "SimpleSpelling"])
-    more = evaluate(task_name=names)["values"]
+    more = evaluate(task_name="|".join([*NAMES, "world_choice", "SimpleSpelling"]))["values"]
     assert more["ChatCORE"] == values["ChatCORE"] and "SimpleSpelling" in more
     assert "ChatCORE" not in evaluate(task_name="World-Choice", max_problems=3)["values"]
     assert evaluate(max_problems=3, skip_if_done=True)["values"]["ChatCORE"]["n"] == 12

@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from nanochat.common import REPOSITORY
-from nanochat.sandbox import Limits, SandboxUnavailable, run_python
+from nanochat.sandbox import Limits, SandboxUnavailable, find_problem, run_python
 from tasks.humaneval import run_test
 
 PRELUDE = """
@@ -55,13 +55,10 @@ ATTACKS = {
         "execve": "call('execve', b'/bin/true', argv, None)",
         "ptrace": "call('ptrace', 0, 0, None, None)",
         "unshare": "call('unshare', 0x10000000)",
-        "setns": "call('setns', 0, 0)",
         "mount": "call('mount', b'none', b'/', b'tmpfs', 0, None)",
         "io_uring": "call('syscall', 425, 1, bytes(256))",
         "memfd_create": "call('fexecve', call('memfd_create', b'x', 0), argv, None)",
-        "setuid": "call('setuid', 0)",
         "capset": "call('capset', (ctypes.c_int * 2)(0x20080522, 0), b'\\xff' * 24)",
-        "prctl": "call('prctl', 1, 0)",
         "kill": "call('kill', libc.getppid(), 0)",
         "prlimit": "call('prlimit', 0, 7, None, (ctypes.c_long * 2)())",
         "F_SETOWN": "call('fcntl', 0, 8, libc.getpid())",
@@ -70,14 +67,11 @@ ATTACKS = {
     "S3": {
         "key": "open('{folder}/.ssh/id_rsa').read()",
         "shadow": "open('/etc/shadow').read()",
-        "listing": "os.listdir('{folder}')",
         "variable": "os.environ['WANDB_API_KEY']",
         "own environ": "open('/proc/self/environ').read()",
         "environ": "open('/proc/{pid}/environ').read()",
-        "maps": "open('/proc/{pid}/maps').read()",
         "memory": "open('/proc/{pid}/mem', 'rb')",
         "vm_readv": "call('process_vm_readv', {pid}, None, 0, None, 0, 0)",
-        "cwd": "os.readlink('/proc/{pid}/cwd')",
         "inherited": "os.fstat({handle})",
     },
     "S4": {
@@ -93,19 +87,14 @@ ATTACKS = {
     },
     "S7": {
         "write": "open('{target}', 'w')",
-        "append": "open('{target}', 'a')",
         "truncate": "os.truncate('{target}', 0)",
         "truncate by reading": "os.open('{target}', os.O_RDONLY | os.O_TRUNC)",
         "create": "open('{folder}/new', 'w')",
-        "parent": "open('../{abstract}', 'w')",
         "unnamed": "os.open('{folder}', os.O_TMPFILE | os.O_RDWR)",
-        "folder": "os.mkdir('{folder}/new')",
         "remove": "os.remove('{target}')",
-        "take": "os.rename('{target}', 'taken')",
         "symlink": "os.symlink('{target}', 'soft')",
         "hardlink": "os.link('{target}', 'hard')",
         "chmod": "os.chmod('{target}', 0o777)",
-        "chown": "os.chown('{target}', 1, 1)",
         "times": "os.utime('{target}', (0, 0))",
         "attribute": "os.setxattr('{target}', 'user.x', b'x')",
         "device": "os.mknod('device', stat.S_IFCHR | 0o600, os.makedev(1, 3))",
@@ -116,7 +105,6 @@ ATTACKS = {
         "here": "open('new', 'w')",
         "temporary": "tempfile.TemporaryFile()",
         "unnamed": "os.open('.', os.O_TMPFILE | os.O_RDWR)",
-        "tmp": "open('/tmp/new', 'w')",
         "shared memory": "open('/dev/shm/new', 'w')",
     },
 }
@@ -190,16 +178,12 @@ print("survived")
 ENDINGS = {
     "import sys; sys.stdin.read()": "",
     "import sys; sys.exit(3)": "exit status 3",
-    "exit('no')": "exit status 1",
     "def": "exit status 1",
-    "def f(x: Missing): pass": "exit status 1",
     "'\ud800'.encode()": "exit status 1",
     "import ctypes; ctypes.string_at(0)": "exit status 139",
     "pieces = [bytes([1]) * 2**20 for _ in range(256)]": "exit status 1",
-    "bytearray(2**40)": "exit status 1",
     "while True: print('a' * 2**20)": "output",
     "import sys\nwhile True: sys.stderr.write('a' * 2**20)": "output",
-    "while True: pass": "time",
     "import time; time.sleep(600)": "time",
     "import os, time\nfor handle in range(3): os.close(handle)\ntime.sleep(600)": "time",
     """
@@ -214,12 +198,6 @@ for leave in (os.fork, os.setsid, os.fork):
     try: leave() and os._exit(0)
     except OSError: pass
 time.sleep(600)""": "time",
-    """
-import time
-def on():
-    try: time.sleep(600)
-    finally: on()
-on()""": "time",
 }
 SMALL = Limits(memory_bytes=2**27, output_bytes=10_000)
 
@@ -237,12 +215,10 @@ def offspring():
 @pytest.fixture
 def nothing_left(tmp_path, monkeypatch, offspring):
     """Check that no process, open file or temporary file remains, and that the next run works."""
-    scratch = tmp_path / "scratch"
-    scratch.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     handles = len(os.listdir("/proc/self/fd"))
     yield
-    assert not offspring() and not list(scratch.iterdir())
+    assert not offspring() and not list(tmp_path.iterdir())
     assert len(os.listdir("/proc/self/fd")) == handles
     assert run_python("print(1)").stdout == "1\n"
 
@@ -318,21 +294,16 @@ RIGHT_PROGRAMS = [  # program, test
     ("print('loaded')\nclass double:\n    def __new__(cls, x): return x + x", TEST),
     ("def double(value, named=None): return value, named", VALUES),
     ("def double(x):\n    if x < 0: raise ValueError", RAISES),
-    (f"{RIGHT}\nif __name__ == '__main__': print(input())", TEST),
 ]
 CHEATS = {
     "prints": "print('passed\\nOK\\nready')\ndef double(x): return 0",
     "is missing": "x = 1",
     "fails to load": f"{RIGHT}\n1 / 0",
-    "is no function": "double = 4",
-    "exits at once": "import os; os._exit(0)",
     "exits when called": "import os\ndef double(x): os._exit(0)",
     "ends with an exit hook": "import atexit, os\natexit.register(os._exit, 0)\n"
     "def double(x): raise SystemExit(0)",
     "equals everything": "class Equal:\n    __class__ = int\n"
     "    def __eq__(self, other): return True\ndef double(x): return Equal()",
-    "is a number that equals everything": "class Equal(int):\n"
-    "    def __eq__(self, other): return True\ndef double(x): return Equal(0)",
     "is a list that equals everything": "class Equal(list):\n"
     "    def __eq__(self, other): return True\ndef double(x): return Equal([1])",
     "patches the judge": "import builtins, json\nbuiltins.AssertionError = ValueError\n"
@@ -351,12 +322,6 @@ def double(x):
         try:
             for _ in range(1024): os.write(handle, b"[" * 2**20)
         except OSError: pass""",
-    "answers with a bottomless list": """
-import os
-def double(x):
-    for handle in range(3, 256):
-        try: os.write(handle, b"[" * 10**5 + b"\\n")
-        except OSError: pass""",
     "looks for the test": """
 import gc, sys
 seen, frame = [o for o in gc.get_objects() if isinstance(o, str)], sys._getframe()
@@ -366,16 +331,15 @@ while frame:
 answers = [4, 10] if any("assert " + "all" in text for text in seen) else [0, 0]
 def double(x): return answers.pop(0)""",
     "stops the loop that checks it": "def double(x): raise StopIteration",
-    "is not a number": "def double(x): return float('nan')",
     "changes the setup": "def same(a, b): return True\ndef double(x): return 0",
     "takes forever": "def double(x):\n    while True: pass",
     "is wrong": "def double(x): return x * x",
 }
 
 
-@pytest.mark.parametrize("case", range(len(RIGHT_PROGRAMS)))
-def test_S8_right_program_passes(require_sandbox, nothing_left, case):
-    assert run_test(*RIGHT_PROGRAMS[case], "double", SETUP)
+@pytest.mark.parametrize(("program", "test"), RIGHT_PROGRAMS, ids=range(len(RIGHT_PROGRAMS)))
+def test_S8_right_program_passes(require_sandbox, nothing_left, program, test):
+    assert run_test(program, test, "double", SETUP)
 
 
 @pytest.mark.parametrize("way", CHEATS)
@@ -387,31 +351,29 @@ def test_S8_cheating_program_fails(require_sandbox, nothing_left, way):
 # S10: no sandbox
 
 
-def run_without_landlock(platform: str) -> None:
-    """Print what programs get if the kernel has no Landlock, or on another platform."""
-    sys.platform = platform
+def run_without_landlock() -> None:
+    """Print what programs get on another platform, and if the kernel has no Landlock."""
     # BPF: load the number of the call; 444 (Landlock) fails with ENOSYS
     steps = [(0x20, 0, 0, 0), (0x15, 0, 1, 444), (6, 0, 0, 0x50026), (6, 0, 0, 0x7FFF0000)]
     code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *step) for step in steps))
-    libc = ctypes.CDLL(None, use_errno=True)
-    assert libc.prctl(38, 1, 0, 0, 0) == 0
     program = struct.pack("HxxxxxxP", len(steps), ctypes.addressof(code))
-    assert libc.prctl(22, 2, program, 0, 0) == 0
-    try:
-        print(run_python("print('ran')"))
-    except SandboxUnavailable as error:
-        print(error)
+    libc = ctypes.CDLL(None)
+    assert libc.prctl(38, 1, 0, 0, 0) == libc.prctl(22, 2, program, 0, 0) == 0
+    for sys.platform in ("darwin", "linux"):
+        find_problem.cache_clear()
+        try:
+            print(run_python("print('ran')"))
+        except SandboxUnavailable as error:
+            print(error)
     for code in ("print('hi')", "while True: pass", "while True: print('a' * 2**20)"):
         result = run_python(code, replace(SMALL, seconds=0.4), unsafe=True)
         print(result.ok, result.reason, result.stdout[:2])
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="removes Landlock with seccomp")
-@pytest.mark.parametrize("platform", ["linux", "darwin"])
-def test_S10_nothing_runs_without_a_sandbox(platform):
-    code = f"from tests.test_sandbox import run_without_landlock as run; run({platform!r})"
+def test_S10_nothing_runs_without_a_sandbox():
+    code = "from tests.test_sandbox import run_without_landlock as run; run()"
     printed = subprocess.check_output([sys.executable, "-c", code], cwd=REPOSITORY, text=True)
-    error, ran = printed.rsplit("--unsafe_exec", 1)
-    assert "Landlock" in error and "Result" not in error
-    assert ("Function not implemented" in error) == (platform == "linux"), "the kernel's reason"
+    other, kernel, ran = printed.split("--unsafe_exec")
+    assert "needs Linux" in other and "Function not implemented" in kernel
     assert ran.split() == ["True", "hi", "False", "time", "False", "output", "aa"]

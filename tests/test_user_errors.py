@@ -8,13 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from nanochat.common import read_json
 from nanochat.tokenizer import Tokenizer
 
 TEXT = ("--dataset=embedded", "--num_shards=1")
-SMALL = "--depth=1 --max_seq_len=32 --num_iterations=1 --total_batch_size=64 --no-compile".split()
-FEW = "--eval_tokens=64 --sample_every=0 --core_metric_every=0".split()
-
 # command line -> what its error names, in order; FILE has no JSON, TYPES has a wrong type
 BAD_FLAGS = {
     "tok_train --dataset=embedded --vocab_size=10": "vocab_size is 10; use --vocab_size=265",
@@ -90,14 +86,6 @@ def test_bad_flag_is_rejected_without_a_traceback(command, tmp_path, line):
     assert re.search(named, command.rejects(*line.split()), re.DOTALL)
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"format": 1}'])
-def test_damaged_tokenizer_is_named_with_the_command_to_retrain(base, command, content):
-    path = base / "tokenizer/main/tokenizer.json"
-    path.parent.mkdir(parents=True)
-    path.write_text(content)
-    assert re.search(f"{path}.*python -m scripts.tok_train", command.rejects("data", *TEXT), re.S)
-
-
 def test_full_disk_is_reported_with_a_fix(command, monkeypatch):
     def full(handle: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -125,21 +113,10 @@ def test_interrupt_has_status_130_and_no_traceback(command, monkeypatch):
     assert done.status == 130 and "interrupted" in done.text and "Traceback" not in done.text
 
 
-def test_training_prints_the_next_command_and_it_checks_files(base, command, tmp_path):
-    text = command.works("tok_train", *TEXT, "--vocab_size=2000", "--tokenizer_tag=own")
-    assert "next: python -m scripts.base_train --depth=4 --tokenizer_tag=own" in text
-    text = command.works("base_train", *SMALL, *FEW, "--tokenizer_tag=own")
-    folder = base / "base_checkpoints/d1/step_000001"
-    next_command = "mid_train --model_tag=d1"
-    assert f"checkpoint: {folder}\nnext: python -m scripts.{next_command}\n" in text
-    values = read_json(base / "report/base-model-training.json")["values"]
-    flops = 64 * float(values["Number of FLOPs per token"])
-    assert float(values["Total training flops"]) == pytest.approx(flops, rel=1e-5)
-
+@pytest.mark.parametrize("content", BAD_CONVERSATIONS)
+def test_bad_conversations_are_named(trained, command, tmp_path, content):
     own = tmp_path / "own.jsonl"
-    for content, problem in BAD_CONVERSATIONS.items():
-        own.unlink(missing_ok=True)
-        if content is not None:
-            own.write_text(content)
-        text = command.rejects(*next_command.split(), f"--mixture=jsonl:{own}")
-        assert re.search(f"{own}.*{problem}", text, re.DOTALL)
+    if content is not None:
+        own.write_text(content)
+    text = command.rejects("mid_train", "--model_tag=one", f"--mixture=jsonl:{own}")
+    assert re.search(f"{own}.*{BAD_CONVERSATIONS[content]}", text, re.DOTALL)
