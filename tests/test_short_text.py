@@ -1,20 +1,16 @@
 """Short validation text on the command line: no NaN, no traceback."""
 
-import json
 import re
 
 from nanochat.logger import read_metrics
 from nanochat.records import read_records
 from nanochat.tokenizer import Tokenizer, tokenizer_dir
+from tests.test_rows import write
 
 
 def test_R34_short_validation_text_gives_no_nan(tmp_path, base, command):
     texts = [f"boat {i} sails to the north wind and back again. " * 9 for i in range(60)]
-    folder = tmp_path / "own"
-    folder.mkdir()
-    for name, own in {"a": texts, "b": ["boat"]}.items():
-        lines = [json.dumps({"text": text}) for text in own]
-        (folder / f"{name}.jsonl").write_text("\n".join(lines))
+    folder = write(tmp_path / "own", a=texts, b=["boat"])
     Tokenizer.train(texts, 300).save(tokenizer_dir("main"))
     flags = "--depth=1 --max_seq_len=256 --total_batch_size=1024 --num_iterations=2"
     small = ["base_train", *flags.split(), "--dtype=float32", f"--dataset={folder}"]
