@@ -36,6 +36,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 TUNE = "--num_iterations=6 --save_every=2 --keep=9 --dtype=float32"
 PRETRAIN = f"--max_seq_len=32 --total_batch_size=512 --eval_tokens=1024 {TUNE}"
 STAGES = {
+    "base": "base_train --depth=1 --max_seq_len=32 --total_batch_size=64 --eval_tokens=1024 "
+    "--dtype=float32 --num_iterations=208 --save_every=8 --keep=99",
     "mid": "mid_train --source=base:one --mixture=world_chat=300,world_facts=100 --max_seq_len=64 "
     f"--total_batch_size=512 --eval_tokens=1024 {TUNE}",
     "rl": "chat_rl --source=base:one --task=world_spelling=50 --examples_per_step=4 "
@@ -60,23 +62,13 @@ def damage(run, step):
 def test_R2_resumed_stage_equals_uninterrupted_one(trained, command, stage):
     words, runs = STAGES[stage].split(), stage_folder(stage.split()[0])
     command.works(*words, "--model_tag=whole")
-    copy_until(2, runs / "whole", runs / "cut")
+    first, *_, last = saved_steps(runs / "whole")
+    copy_until(first, runs / "whole", runs / "cut")
     assert "resumed" in command.works(*words, "--model_tag=cut", "--resume=auto")
-    assert equal(tensors(runs / "cut", 6), tensors(runs / "whole", 6))
-    assert curve(runs / "cut", "loss") == curve(runs / "whole", "loss")
-
-
-def test_R2_run_resumed_for_200_steps_equals_uninterrupted_one(trained, command):
-    steps = ["--num_iterations=208", "--save_every=8", "--keep=99"]
-    words = ["base_train", *SMALL, "--depth=1", "--total_batch_size=64", *steps]
-    command.works(*words, "--model_tag=long")
-    copy_until(8, folder(trained, "long"), folder(trained, "cut"))
-    command.works(*words, "--model_tag=cut", "--resume=auto")
-    runs = [folder(trained, tag) for tag in ("cut", "long")]
-    for file in ("model", "optim"):
-        assert equal(*(tensors(run, 208, file) for run in runs))
-    for name in ("loss", "lr", "grad_norm", "smooth_loss"):
-        assert curve(runs[0], name) == curve(runs[1], name)
+    for path in (runs / "whole" / f"step_{last:06d}").glob("*.safetensors"):
+        assert equal(*(tensors(runs / tag, last, path.stem) for tag in ("cut", "whole")))
+    for name in ("loss", "lr", "grad_norm"):
+        assert curve(runs / "cut", name) == curve(runs / "whole", name)
 
 
 @pytest.mark.parametrize(
@@ -104,8 +96,8 @@ def test_finished_stage_cannot_be_extended_without_its_optimizer(trained, comman
     words = (*STAGES["mid"].split(), "--model_tag=small", "--resume=auto", "--skip_if_done")
     command.works(*words)
     run = stage_folder("mid") / "small"
-    assert not (run / "step_000006" / "optim.safetensors").exists()
-    assert (run / "step_000004" / "optim.safetensors").exists()
+    found = [(run / f"step_{step:06d}/optim.safetensors").exists() for step in (4, 6)]
+    assert found == [True, False]
     assert "finished already, skipped" in command.works(*words)
     text = command.rejects(*words, "--num_iterations=8")
     assert "step 6" in text and "--resume=never" in text and "--save_optimizer" in text
@@ -114,20 +106,8 @@ def test_finished_stage_cannot_be_extended_without_its_optimizer(trained, comman
     assert len(curve(run, "loss")) == 9
 
 
-def test_averaged_weights_survive_a_rerun_and_are_not_extended(trained, command):
-    words = (*STAGES["base (golf)"].split(), "--model_tag=averaged", "--resume=auto")
-    command.works(*words)
-    before = weights(trained, "averaged", 6)
-    command.works(*words)  # evaluates again
-    assert equal(weights(trained, "averaged", 6), before)
-    assert "averaged weights" in command.rejects(*words, "--num_iterations=8")
-
-
-@pytest.mark.parametrize(
-    ("launch", "restarts", "resumes"),
-    [("a", 1, True), ("a", 0, True), ("b", 1, False), ("", 0, False)],
-)
-def test_R1_restart_by_torchrun_resumes(trained, command, monkeypatch, launch, restarts, resumes):
+@pytest.mark.parametrize(("launch", "restarts"), [("a", 1), ("a", 0), ("b", 1)])
+def test_R1_restart_by_torchrun_resumes(trained, command, monkeypatch, launch, restarts):
     """Also on a node that joins late, whose count of restarts is 0; not in another launch."""
 
     def stop(now, *_):
@@ -141,10 +121,9 @@ def test_R1_restart_by_torchrun_resumes(trained, command, monkeypatch, launch, r
         assert command(*words).status == PREEMPTED
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", launch)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts))
-    text = command.works(*words)
-    assert ("resumed" in text) is resumes
+    assert ("resumed" in command.works(*words)) is (launch == "a")
     aside = stage_folder("base").glob("again.before-*")
-    assert [saved_steps(run)[-1] for run in aside] == ([] if resumes else [6])
+    assert [saved_steps(run)[-1] for run in aside] == ([] if launch == "a" else [6])
 
 
 def test_R10_damaged_checkpoints_are_skipped_or_moved_aside(trained, trained_base, command):
@@ -154,7 +133,6 @@ def test_R10_damaged_checkpoints_are_skipped_or_moved_aside(trained, trained_bas
     damage(run, 8)
     text = command.works(*words, "--resume=auto")
     assert "skipping corrupt checkpoint" in text and f"resumed {run}/step_000004" in text
-    assert equal(weights(trained, "damaged"), weights(trained, "one"))
     for step in saved_steps(run):
         damage(run, step)
     text = command.rejects(*words, "--resume=auto")
@@ -227,38 +205,38 @@ def test_R23_slow_saves_contain_the_state_of_their_step(trained, command, monkey
     monkeypatch.setattr(os, "fsync", synchronize)
     command.works(*words, "--model_tag=slow", "--save_every=1", "--keep=99")
     assert saved_steps(slow) == list(range(1, STEPS + 1))
-    for step in (4, 8, 12, 16, STEPS):
+    for step in (4, 8, STEPS):
+        assert read_json(slow / f"step_{step:06d}" / "state.json")["step"] == step
         for file in ("model", "optim"):
             assert equal(tensors(slow, step, file), tensors(quick, step, file))
-        assert read_json(slow / f"step_{step:06d}" / "state.json")["step"] == step
 
 
 # ---- Changed code --------------------------------------------------------------------------------
 
-OLD = "return self.down(F.relu(self.up(x)).square())"
-NEW = "return self.down(F.gelu(self.up(x)))"
+ACTIVATION = ".square())"
 
 
 @pytest.mark.parametrize(
     ("new", "flag", "status", "found"),
     [
-        (f"{OLD}  # a comment", "--skip_if_done", 0, "finished already, skipped"),
-        (NEW, "--skip_if_done", 2, "gpt.py"),
-        (NEW, "--resume=auto", 0, "gpt.py"),
+        (f"{ACTIVATION}  # a comment", "--skip_if_done", 0, "finished already, skipped"),
+        (".sin())", "--skip_if_done", 2, "gpt.py"),
+        (".sin())", "--resume=auto", 0, "gpt.py"),
     ],
 )
 def test_R38_edited_code_is_named(trained, trained_base, tmp_path, new, flag, status, found):
     for name in ("nanochat", "scripts", "tasks"):
         shutil.copytree(REPOSITORY / name, tmp_path / name)
     model = tmp_path / "nanochat" / "gpt.py"
-    assert OLD in model.read_text()
-    model.write_text(model.read_text().replace(OLD, new))
+    edited = model.read_text().replace(ACTIVATION, new)
+    assert edited != model.read_text()
+    model.write_text(edited)
     if flag == "--resume=auto":
         shutil.rmtree(folder(trained, "two"))
         copy_until(8, folder(trained_base, "two"), folder(trained, "two"))
     words = [sys.executable, *TRAIN, *SMALL, "--device_type=cpu", "--model_tag=two", flag]
     done = subprocess.run(
-        words, cwd=tmp_path, env=environment(trained), capture_output=True, text=True, timeout=280
+        words, cwd=tmp_path, env=environment(trained), capture_output=True, text=True
     )
     assert done.returncode == status and found in done.stdout + done.stderr
     assert status == 0 or "ACCEPT_CODE_CHANGE=1" in done.stderr
