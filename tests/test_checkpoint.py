@@ -3,7 +3,6 @@
 import json
 import os
 import random
-import resource
 import time
 
 import pytest
@@ -19,7 +18,6 @@ from nanochat.checkpoint import (
     stage_folder,
     step_folders,
 )
-from nanochat.common import MissingInput, sha256_file
 from nanochat.tokenizer import Tokenizer
 
 FILES = ("model.safetensors", "optim.safetensors", "tokenizer.json", "state.json")
@@ -66,8 +64,6 @@ def test_loaded_model_equals_the_saved_one(save, folder, tiny_gpt, tokenizer, di
     assert tensors.keys() == optim.keys() and torch.equal(tensors["m"], optim["m"])
     state = json.loads((folder / "step_000007" / "state.json").read_text())
     assert state["step"] == 7 and state["model"]["d_model"] == 32 and state["source"] == {"of": 1.5}
-    digests = {name: sha256_file(folder / "step_000007" / name) for name in FILES[:3]}
-    assert state["files"] == digests
 
 
 def test_B11_steps_sort_numerically_and_only_newest_are_kept(save, folder):
@@ -104,48 +100,19 @@ def test_R10_bit_flips_are_detected_and_previous_step_is_used(save, folder, caps
         open_checkpoint(folder)
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "model.safetensors", "optim.safetensors"])
-def test_R1_R8_failed_save_keeps_old_checkpoint_and_cleans_up(save, folder, name):
-    """No file may become as large as this one; the optimizer's is the largest."""
-    save(1)
-    size = (folder / "step_000001" / name).stat().st_size
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size - 1, limits[1]))
-    try:
-        with pytest.raises(OSError, match="File too large"):
-            save(2)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert newest(folder) == 1
-    assert [path.name for path in folder.iterdir() if path.is_dir()] == ["step_000001"]
-
-
 def test_R1_interrupted_saves_are_left_alone_until_the_next_save(save, folder):
     save(1)
-    save(2)
     (folder / ".saving_000003").mkdir()
-    assert newest(folder) == 2
+    assert newest(folder) == 1
     assert (folder / ".saving_000003").exists()  # perhaps a save in progress
-    save(2)  # the same step again
-    assert newest(folder) == 2 and not list(folder.glob(".*"))
+    save(1)  # the same step again
+    assert newest(folder) == 1 and not list(folder.glob(".*"))
 
 
 def test_newest_tag_is_the_default_also_in_a_copy(save, folder):
     save(5)
-    second = time.strftime("%S")
-    while time.strftime("%S") == second:  # state.json has the time in seconds
-        pass
+    time.sleep(1.1)  # state.json has the time in seconds
     save(1, "later")
     os.utime(folder / "step_000005" / "state.json")  # copied last
     assert find_checkpoint("base").folder.parent.name == "later"
     assert find_checkpoint("base", "tiny").step == 5
-
-
-def test_missing_checkpoint_error_names_the_command(base):
-    for tag, command in ((None, "--depth=4"), ("d8", "--depth=8 --model_tag=d8")):
-        with pytest.raises(MissingInput, match=f"python -m scripts.base_train {command}"):
-            find_checkpoint("base", tag)
-    with pytest.raises(MissingInput, match="python -m scripts.chat_sft"):
-        find_checkpoint("sft")
-    with pytest.raises(ValueError, match="'best'"):
-        find_checkpoint("best")

@@ -33,13 +33,12 @@ def read(path):
 
 def test_record_on_disk_has_values_in_order_origin_and_cost(base):
     values = {"zeta": np.float32(0.5), "alpha": estimate(0.25, 100, 0.04), "ids": np.int64(7)}
-    values |= {"nan": math.nan, "inf": -math.inf, "Model": "base (step 3)"}
+    values |= {"nan": math.nan, "inf": -math.inf}
     path = write(values=values, metrics=base / "base" / "metrics.jsonl")
     record = read(path)
     assert path == base / "report" / "base-model-training.json"
     assert list(record["settings"].items()) == list(SETTINGS.items())
-    wanted = {"zeta": 0.5, "alpha": {"value": 0.25, "n": 100, "se": 0.04}, "ids": 7}
-    wanted |= {"nan": "nan", "inf": "-inf", "Model": "base (step 3)"}
+    wanted = {"zeta": 0.5, "alpha": values["alpha"], "ids": 7, "nan": "nan", "inf": "-inf"}
     assert list(record["values"].items()) == list(wanted.items())
     assert record["metrics"] == "base/metrics.jsonl"
     assert record["provenance"]["inputs"] == INPUTS and record["provenance"]["commit"]
@@ -51,10 +50,10 @@ def test_rerun_replaces_the_record_and_history_keeps_both(base):
         write(values={"loss": loss})
         with (base / "report" / "records.jsonl").open("a") as stream:
             stream.write('{"section": "Base mo')  # of a killed process
-    write(report_dir=base / "sweep" / "a")
+    write(report_dir=base / "own")
     assert [record["values"]["loss"] for record in records.read_records()] == [2.0]
     assert [record["values"]["loss"] for record in records.read_history()] == [3.0, 2.0]
-    assert len(records.read_records(base / "sweep" / "a")) == 1
+    assert len(records.read_records(base / "own")) == 1
 
 
 def test_extend_adds_to_the_record_of_the_same_model_only():
@@ -66,8 +65,8 @@ def test_extend_adds_to_the_record_of_the_same_model_only():
     assert both["cost"]["wall_seconds"] == 120.0
     left = read(write(CHAT, {"GSM8K": None}, inputs=m1, extend=True))
     assert left["values"] == {"AQUA": 0.2} and left["items"] == aqua
-    other = read(write(CHAT, {"GSM8K": 0.3, "AQUA": None}, inputs=m2, extend=True))
-    assert other["values"] == {"GSM8K": 0.3} and other["items"] == {}
+    other = read(write(CHAT, {"GSM8K": 0.3}, inputs=m2, extend=True))
+    assert (other["values"], other["items"]) == ({"GSM8K": 0.3}, {})
     assert other["cost"]["wall_seconds"] == 60.0
 
 
@@ -88,17 +87,14 @@ def append_many(report_dir, section):
 
 
 def test_concurrent_processes_append_whole_lines(base):
-    context, folder = multiprocessing.get_context("spawn"), base / "both"
-    workers = [context.Process(target=append_many, args=(folder, name)) for name in ("A", "B")]
+    context = multiprocessing.get_context("fork")
+    workers = [context.Process(target=append_many, args=(base, name)) for name in "AB"]
     for worker in workers:
         worker.start()
     for worker in workers:
         worker.join()
-        assert worker.exitcode == 0
-    found = [json.loads(line) for line in (folder / "records.jsonl").read_text().splitlines()]
-    for name in ("A", "B"):
-        order = [record["values"]["i"] for record in found if record["section"] == name]
-        assert order == list(range(20))
+    found = [(record["section"], record["values"]["i"]) for record in records.read_history(base)]
+    assert sorted(found) == [(name, i) for name in "AB" for i in range(20)]
 
 
 def test_stage_inherits_the_run_id_of_its_closest_input():
@@ -117,20 +113,18 @@ def test_R18_stage_is_finished_while_its_outputs_are_intact(base, monkeypatch):
     assert not finished()
     folder = base / "base_checkpoints" / "d4"
     folder.mkdir(parents=True)
-    weights, state = folder / "model.safetensors", folder / "state.json"
+    (folder / "state.json").write_text("{}")
+    weights = folder / "model.safetensors"
     weights.write_bytes(b"weights" * 1000)
-    state.write_text('{"step": 3}')
     write(outputs={"base": "b1"}, files=[folder])
     assert finished() and not finished("Midtraining")
-    for path in (weights, state):
-        whole = path.read_bytes()
-        for damaged in (whole[:-1], whole[:3] + b"?" + whole[4:], None):
-            path.unlink()
-            if damaged:
-                path.write_bytes(damaged)
-            assert not finished()
-            path.write_bytes(whole)
-            assert finished()
+    whole = weights.read_bytes()
+    for damaged in (whole[:-1], whole[:3] + b"?" + whole[4:]):
+        weights.write_bytes(damaged)
+        assert not finished()
+    weights.unlink()
+    assert not finished()
+    weights.write_bytes(whole)
     moved = base.rename(base.parent / "moved")
     assert not finished()
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(moved))
