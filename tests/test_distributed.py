@@ -12,7 +12,6 @@ import torch
 
 from nanochat.checkpoint import stage_folder
 from nanochat.common import REPOSITORY, read_json
-from nanochat.dist import DistConfig
 from tests.commands import Command
 from tests.training_runs import (
     SMALL,
@@ -32,8 +31,6 @@ from tests.training_runs import (
     weights,
     workers,
 )
-
-ENDLESS = [*SMALL, "--num_iterations=100000", "--no-compile"]
 
 
 @pytest.fixture(scope="module")
@@ -87,19 +84,14 @@ def test_B5_B6_ranks_have_equal_weights_after_each_step(base, here):
     here.works(*words, "--model_tag=odd-1")
     faulty = [*torchrun(2), "-m", "tests.faulty", "churn", "all"]
     out = python(base, *faulty, *words, "--model_tag=odd-2")
-    found = re.findall(r"rank (\d) step (\d): (\w+ \S+)", out)
-    by_rank = [sorted({each[1:] for each in found if each[0] == rank}) for rank in "01"]
-    assert by_rank[0] == by_rank[1] and len(by_rank[0]) >= 8
+    zero, one = (set(re.findall(rf"rank {rank} (step \d: \w+ \S+)", out)) for rank in "01")
+    assert zero == one and len(zero) >= 8
     for name in ("loss", "grad_norm"):
-        one, two = (curve(folder(base, tag), name) for tag in ("odd-1", "odd-2"))
-        np.testing.assert_allclose(two, one, rtol=1e-4)
+        found, want = (curve(folder(base, tag), name) for tag in ("odd-2", "odd-1"))
+        np.testing.assert_allclose(found, want, rtol=1e-4)
 
 
 RUN = "--num_iterations={} --total_batch_size=512 --eval_tokens=1024 --dtype=float32"
-GOLF = (
-    f"golf.base_train --depth=2 --max_seq_len=32 {RUN.format(20)} --tie_embeddings=1 "
-    "--ema_decay=0.8 --decay_rule=decoupled --weight_decay=0.3 --qat_start=0.5 --qk_gain_init=1.5"
-)
 RECURSION = (
     f"recursion.base_train --depth=3 --d_model=64 --max_seq_len=32 {RUN.format(12)} "
     "--recursion_preset=moderate --supervise=sampled --bptt_loops=3"
@@ -118,8 +110,6 @@ DPO = (
     "--init_lr_frac=0.3 --dtype=float32"
 )
 STAGES = {  # -> command, relative tolerance, curves
-    # an ulp can change a quantization level of golf's weights
-    "base (golf)": (GOLF, 1e-3, "loss val_bpb"),
     "base (recursion)": (
         RECURSION,
         2e-4,
@@ -150,33 +140,15 @@ def test_training_matches_on_one_and_two_processes(base, here, stage):
         )
 
 
-def test_suite_is_scored_alike_by_one_and_two_processes(base, here):
-    here.works("lab.compare", "--all=base:one")
-    record = read_json(base / "report" / "suite.json")
-    assert len(record["values"]) == 5 and record["tables"][0]["rows"]
-    out = python(base, *torchrun(2), "-m", "scripts.lab.compare", "--all=base:one")
-    assert out.count("Difference") == 1, "one rank prints the table"
-    assert read_json(base / "report" / "suite.json")["values"] == record["values"]
-
-
 # ---- Launching -----------------------------------------------------------------------------------
 
 
 def test_two_torchrun_agents_match_one_with_two_processes(base):
     port = free_port()
-    agents = [begin(base, *node(port, n), *TRAIN, *SMALL, "--model_tag=nodes") for n in (0, 1)]
+    agents = [begin(base, *node(port, n), *TRAIN, *SMALL, "--model-tag=nodes") for n in (0, 1)]
     outputs = [rest_of(agent) for agent in agents]
     assert [agent.returncode for agent in agents] == [0, 0], "\n".join(outputs)[-4000:]
     assert losses(base, "nodes") == losses(base, "two")
-
-
-def test_flags_accept_dashes_and_underscores(base):
-    words = (
-        "-- --depth=2 --max-seq-len=64 --total_batch_size=128 --num-iterations=2 --eval-tokens=256"
-    ).split()
-    python(base, *torchrun(2), *TRAIN, *words)
-    record = read_json(base / "report" / "base-model-training.json")
-    assert record["values"]["DDP world size"] == 2 and len(losses(base, "d2")) == 2
 
 
 def test_time_limit_stops_two_processes_at_same_step(base):
@@ -195,39 +167,25 @@ def test_time_limit_stops_two_processes_at_same_step(base):
     assert curve(run, "lr")[-1] == pytest.approx(min(1, (1 - done) / 0.65), rel=0.01)
 
 
-def test_more_processes_than_gpus_are_rejected(here, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.setenv("LOCAL_RANK", "4")
-    text = here.rejects("base_train", *SMALL, "--device_type=cuda")
-    assert "--nproc_per_node" in text and "4 GPUs" in text
-
-
 # ---- Ranks that do not answer --------------------------------------------------------------------
 
 
-def test_timeout_must_be_positive():
-    with pytest.raises(ValueError, match="collective_timeout_minutes must be positive, got 0"):
-        DistConfig(collective_timeout_minutes=0)
-
-
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_R16_frozen_rank_is_named_and_the_run_aborts(base, rank):
-    words = [*TRAIN, *ENDLESS, f"--model_tag=frozen-{rank}", "--collective_timeout_minutes=0.1"]
-    process = begin(base, *torchrun(2), *words)
+def test_R16_frozen_rank_is_named_and_the_run_aborts(base):
+    words = [*TRAIN, *SMALL, "--num_iterations=100000", "--no-compile", "--model_tag=frozen"]
+    process = begin(base, *torchrun(2), *words, "--collective_timeout_minutes=0.1")
     read_until_step(process, 5)
-    frozen, other = workers(process)[rank], workers(process)[1 - rank]
+    other, frozen = workers(process)
     frozen.suspend()
     psutil.wait_procs([other], timeout=120)
     frozen.kill()  # torchrun would, after a grace period of 30 s
     text = rest_of(process)
-    assert process.returncode and re.search(rf"(?i)\brank {rank}\b.*", text), text[-3000:]
+    assert process.returncode and re.search(r"(?i)\brank 1\b", text), text[-3000:]
 
 
 def test_R16_rank_missing_at_the_start_is_named(base):
     words = [*TRAIN, *SMALL, "--model_tag=alone", "--collective_timeout_minutes=0.05"]
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    process = begin(base, *words, RANK="0", LOCAL_RANK="0", WORLD_SIZE="2", **place)
+    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    process = begin(base, *words, **place, MASTER_PORT=str(free_port()))
     text = rest_of(process)
     assert process.returncode and re.search(r"(?i)rank 1\b", text), text[-3000:]
 
@@ -269,7 +227,6 @@ def test_R3_gpu_resume_is_bit_identical_to_uninterrupted_run(base):
     copy_until(8, folder(base, "gpu"), folder(base, "gpu-cut"))
     assert exact == again == train("gpu-cut", "--deterministic", "--resume=auto")
     loose, noisy = train("loose"), train("noisy")  # now run-to-run noise is allowed
-    copy_until(16, folder(base, "loose"), folder(base, "loose-cut"))
-    cut = train("loose-cut", "--resume=auto")
     band = np.abs(np.subtract(loose, noisy)).max()
-    assert np.abs(np.subtract(loose, cut)).max() <= max(2 * band, 1e-4)
+    copy_until(16, folder(base, "loose"), folder(base, "cut"))
+    np.testing.assert_allclose(train("cut", "--resume=auto"), loose, 0, max(2 * band, 1e-4))

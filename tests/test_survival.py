@@ -2,26 +2,20 @@
 
 import re
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from nanochat.common import PREEMPTED, REPOSITORY
+from nanochat.common import PREEMPTED
 from tests.training_runs import (
     SMALL,
     STEPS,
     TRAIN,
     begin,
-    environment,
     equal,
     folder,
-    free_port,
     losses,
-    node,
     python,
     read_until_step,
     rest_of,
@@ -32,8 +26,6 @@ from tests.training_runs import (
 )
 
 ENDLESS = [*SMALL, "--num_iterations=100000", "--no-compile"]
-# for torchrun on several nodes, as in the README and dev/launch/slurm.sh
-OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 # ---- Kills ---------------------------------------------------------------------------------------
@@ -72,43 +64,12 @@ def test_R1_R2_random_kills_and_resumes_give_identical_weights(trained, kills, s
 def test_killed_worker_is_restarted_and_the_run_resumes(trained):
     words = [*torchrun(2, "--max-restarts=3"), *TRAIN, *SMALL, "--model_tag=restarted"]
     process = begin(trained, *words)
-    for step, rank in ((6, 0), (13, 1)):
-        read_until_step(process, step)
-        workers(process)[rank].kill()
+    read_until_step(process, 6)
+    workers(process)[0].kill()
     text = rest_of(process)
     assert process.returncode == 0 and "resumed" in text, text[-3000:]
     assert equal(weights(trained, "restarted"), weights(trained, "two"))
     assert losses(trained, "restarted") == losses(trained, "two")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("nodes", "comes_back"), [("2", True), ("1:2", False)])
-def test_run_survives_temporary_or_lasting_node_loss(trained, tmp_path, nodes, comes_back):
-    port, log = free_port(), tmp_path / "log"
-    words = [*TRAIN, *SMALL, "--model_tag=lost"]
-    variables = {**environment(trained), **OWN_STORE}
-
-    def agent(number: int) -> subprocess.Popen:
-        place = node(port, number, nodes, "--max-restarts=3")
-        with log.open("a") as out:
-            return subprocess.Popen(
-                [sys.executable, *place, *words],
-                cwd=REPOSITORY, env=variables, stdout=out, stderr=out, start_new_session=True,
-            )  # fmt: skip
-
-    agents = [agent(0), agent(1)]
-    deadline = time.monotonic() + 120
-    while not re.search(r"^step +[6-9]/", log.read_text(), re.MULTILINE):
-        assert time.monotonic() < deadline, log.read_text()[-3000:]
-        time.sleep(0.01)
-    for process in (*workers(agents[1]), agents[1]):  # together, as in a power outage
-        process.kill()
-    if comes_back:
-        agents.append(agent(1))
-    assert agents[0].wait(200) == 0, log.read_text()[-4000:]
-    np.testing.assert_allclose(losses(trained, "lost"), losses(trained, "two"), rtol=1e-5)
-    if comes_back:
-        assert equal(weights(trained, "lost"), weights(trained, "two"))
 
 
 @pytest.mark.parametrize(
@@ -145,19 +106,3 @@ def test_lost_console_does_not_end_or_unsave_a_run(trained, stopped):
         process.send_signal(signal.SIGINT)
     assert process.wait(240) == (PREEMPTED if stopped else 0)
     assert saved_steps(folder(trained, "lost"))
-
-
-def test_console_on_a_full_disk_does_not_end_a_run(trained):
-    with Path("/dev/full").open("w") as full:
-        words = [sys.executable, "-u", *TRAIN, *SMALL, "--model_tag=full"]
-        done = subprocess.run(words, cwd=REPOSITORY, env=environment(trained), stdout=full)
-    assert done.returncode == 0
-    assert equal(weights(trained, "full"), weights(trained, "one"))
-
-
-def test_log_on_a_full_disk_does_not_end_a_run(trained, command):
-    run = folder(trained, "logless")
-    run.mkdir()
-    (run / "metrics.jsonl").symlink_to("/dev/full")
-    text = command("base_train", *SMALL, "--model_tag=logless").text
-    assert saved_steps(run)[-1:] == [STEPS] and "metrics.jsonl" in text
