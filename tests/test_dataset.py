@@ -410,3 +410,9 @@ def test_R35_permanent_error_is_one_sentence_with_a_fix(served, base, case, monk
         served.faults = {}
         read_shard()
         shutil.rmtree(base)
+
+
+def test_the_file_that_validates_and_ignored_files_are_printed(folder, data):
+    for name in ("notes.md", "table.csv", "LICENSE"):
+        (folder / name).write_text("words")
+    assert "validates on b.parquet; ignored 3 files" in data("works", f"--dataset={folder}")

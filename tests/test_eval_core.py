@@ -249,3 +249,12 @@ def test_embedded_suite_is_the_default_for_its_models(base, bundle):
 def test_wrong_flag_is_rejected_with_a_fix(base, command, flags, message):
     save_model()
     assert re.search(message, command.rejects("base_eval", *flags.split(), "--device_type=cpu"))
+
+
+def test_damaged_built_in_suite_is_never_scored(base, command):
+    command.works("base_eval", "--suite=embedded", "--only_fetch")
+    [file] = base.rglob("world_people.jsonl")
+    text = file.read_text()
+    file.write_text(text.replace('"gold": 1', '"gold": 0', 1))
+    status, printed = command("base_eval", "--suite=embedded", "--only_fetch")
+    assert file.read_text() == text or (status == 2 and file.name in printed)

@@ -69,3 +69,10 @@ def test_B18_every_import_is_a_declared_dependency():
     used = {i.split(".")[0] for f in FILES for i in imports_of(f)} - set(sys.stdlib_module_names)
     assert used - ours - optional <= declared
     assert declared <= used | {"tiktoken"}, "declared but never imported"
+
+
+def test_scripts_of_the_core_import_no_track():
+    scripts = {re.sub(r"scripts/(\w+)\.py", r"\1", name): own_imports(name) for name in FILES}
+    tracks = {f"nanochat.{track}" for track in TRACKS}
+    users = {name for name in scripts if name.isidentifier() and scripts[name] & tracks}
+    assert users == set("bench chat_web export import_hf lm_eval".split())

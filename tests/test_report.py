@@ -354,3 +354,24 @@ def test_S13_report_shows_untrusted_text_literally(report):
     [drawing] = (report.folder / "figures").glob("drawn-*")
     tags = {element.tag.rpartition("}")[2] for element in ElementTree.parse(drawing).iter()}
     assert "svg" in tags and not tags & {"script", "a", "image", "foreignObject"}
+
+
+@pytest.mark.parametrize("damaged", ["{", "{}", '{"git": {}}'])
+def test_damaged_header_is_named_and_written_again(report, damaged, monkeypatch):
+    report.write("Golf", {})
+    report.header.write_text(damaged)
+    monkeypatch.setenv("PATH", "")
+    assert "- Commit: unknown\n" in report.render()  # without git not called clean
+    assert report.output.count(str(report.header)) == (damaged != "{}")
+    assert read_json(report.header).keys() == HEADER.keys()
+
+
+def test_sections_of_different_code_give_a_warning(report):
+    for stage in ("mid", "sft"):
+        report.chat(stage, [0, 1] * 50, [0, 1] * 50)
+        assert "different versions" not in report.render()
+    path = report.folder / "chat-evaluation-sft.json"
+    record = read_json(path)
+    record["code"]["nanochat/gpt.py"] = "0123456789abcdef"
+    path.write_text(json.dumps(record))
+    assert "Sections were made by different versions of nanochat/gpt.py." in report.render()

@@ -1,19 +1,25 @@
 """Packed rows: what text and conversations become on disk, and the batches read from it."""
 
 import json
+import os
 import random
 import re
 import shutil
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nanochat import common
 from nanochat import rows as rows_module
 from nanochat.chat_format import render
 from nanochat.common import UsageError, sha256_file
@@ -36,6 +42,8 @@ from nanochat.rows import (
 )
 from nanochat.tokenizer import Tokenizer, tokenizer_dir
 from nanochat.train import list_changes
+from tests.hub_server import FakeHub, serve
+from tests.test_dataset import parquet
 
 T, SEED, ROWS = 32, 7, 256  # ROWS: rows of a step
 WORDS = "the a of and sea boat sail wind north south cold warm stone river bread".split()
@@ -401,3 +409,35 @@ def test_every_window_of_a_mixture_has_its_amounts():
     for first in range(0, 700, 33):
         assert sum(name[0] == "a" for name in found[first : first + 100]) in range(18, 33)
     assert mixed(0) == found and sorted(mixed(1)) != sorted(found)  # others are repeated
+
+
+def test_hub_shard_without_rows_is_skipped(tokenizer, monkeypatch):
+    texts = {"a": np.array([], str), "b": ["The boat sails."], "c": ["The sea."]}
+    files = {f"{name}.parquet": parquet(text=text) for name, text in texts.items()}
+    with serve(FakeHub(files), monkeypatch):
+        rows = packed(Path("owner/texts"), tokenizer, 8)
+    assert len(rows.batch(0, 4, SEED)) == 4 and "a.parquet" in rows.train_shards[0]
+
+
+def test_packing_ends_with_a_killed_run(folder, tokenizer, saved, base):
+    rows, source = opened(folder, tokenizer)
+    run = f"""
+import time
+from nanochat import rows, tokenizer, dataset
+if __name__ == "__main__":
+    source = dataset.open_source(dataset.DataConfig({str(folder)!r}))
+    opened = rows.open_rows(source, tokenizer.Tokenizer.load("main"), {T})
+    print(rows.start_packing(opened, source)[0].pid, flush=True)
+    time.sleep(600)
+"""
+    with ExitStack() as held:
+        for shard in missing_shards(rows):  # the packing process waits for these
+            assert held.enter_context(common.try_lock(rows.lock_path(shard)))
+        script = base / "run.py"
+        script.write_text(run)
+        env = os.environ | {"PYTHONPATH": str(common.REPOSITORY)}
+        with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, env=env) as process:
+            assert process.stdout
+            packer = psutil.Process(int(process.stdout.readline()))
+            process.kill()
+        packer.wait(60)  # raises if it still runs

@@ -2,17 +2,21 @@
 
 import re
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from nanochat.common import PREEMPTED
+from nanochat.common import PREEMPTED, REPOSITORY
 from tests.training_runs import (
     SMALL,
     STEPS,
     TRAIN,
     begin,
+    environment,
     equal,
     folder,
     losses,
@@ -106,3 +110,19 @@ def test_lost_console_does_not_end_or_unsave_a_run(trained, stopped):
         process.send_signal(signal.SIGINT)
     assert process.wait(240) == (PREEMPTED if stopped else 0)
     assert saved_steps(folder(trained, "lost"))
+
+
+def test_console_on_a_full_disk_does_not_end_a_run(trained):
+    with Path("/dev/full").open("w") as full:
+        words = [sys.executable, "-u", *TRAIN, *SMALL, "--model_tag=full"]
+        done = subprocess.run(words, cwd=REPOSITORY, env=environment(trained), stdout=full)
+    assert done.returncode == 0
+    assert equal(weights(trained, "full"), weights(trained, "one"))
+
+
+def test_log_on_a_full_disk_does_not_end_a_run(trained, command):
+    run = folder(trained, "logless")
+    run.mkdir()
+    (run / "metrics.jsonl").symlink_to("/dev/full")
+    text = command("base_train", *SMALL, "--model_tag=logless").text
+    assert saved_steps(run)[-1:] == [STEPS] and "metrics.jsonl" in text

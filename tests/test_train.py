@@ -284,3 +284,7 @@ def test_B7_batches_stay_intact_while_the_gpu_is_behind(trained, command, monkey
     words = [*SMALL, "--device_type=cuda", "--device_batch_size=2", "--model_tag=busy"]
     command.works("base_train", *words, "--resume=auto", "--no-compile")
     assert losses(trained, "busy") == pytest.approx(losses(trained, "one"), rel=1e-3)
+
+
+def test_huge_seed_is_rejected_in_one_sentence(trained, command):
+    assert "seed" in command.rejects("base_train", *SMALL, f"--seed={10**22}")
