@@ -13,7 +13,7 @@ sequence does not depend on the rest of the batch, except for rounding.
 import math
 import random
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field, replace
@@ -91,21 +91,18 @@ def penalize(logits: Tensor, settings: Sequence[Sampling], ids: Sequence[Sequenc
     Return logits (B, V) with the penalties and biases of each row; `logits` itself if there are
     none. ids: the tokens of each completion so far.
     """
-    changes: list[tuple[int, int, float, float]] = []  # row, token, divisor, summand
-    for row, s in enumerate(settings):
-        if isinstance(s, PenalizedSampling):
-            counts = Counter(ids[row])
-            for token in counts.keys() | s.logit_bias.keys():
-                n = counts[token]
-                penalty = s.frequency_penalty * n + s.presence_penalty * (n > 0)
-                divisor = s.repetition_penalty if n else 1.0
-                changes.append((row, token, divisor, s.logit_bias.get(token, 0.0) - penalty))
-    if not changes:
-        return logits
-    rows, tokens, divisors, summands = map(list, zip(*changes, strict=True))
-    divisor, summand = torch.tensor([divisors, summands], device=logits.device)
-    x, logits = logits[rows, tokens], logits.clone()
-    logits[rows, tokens] = torch.where(x > 0, x / divisor, x * divisor) + summand
+    changed = {row: s for row, s in enumerate(settings) if isinstance(s, PenalizedSampling)}
+    if changed:
+        logits = logits.clone()
+    for row, s in changed.items():
+        x = logits[row]  # a view
+        there = torch.tensor(ids[row], dtype=torch.long, device=x.device)
+        counts = torch.bincount(there, minlength=len(x))
+        scaled = torch.where(x > 0, x / s.repetition_penalty, x * s.repetition_penalty)
+        penalty = s.frequency_penalty * counts + s.presence_penalty * (counts > 0)
+        x.copy_(torch.where(counts > 0, scaled, x) - penalty)
+        if s.logit_bias:
+            x[list(s.logit_bias)] += torch.tensor(list(s.logit_bias.values()), device=x.device)
     return logits
 
 
@@ -224,6 +221,7 @@ class DecodeStep:
                 reason = f"{type(error).__name__}: {printable(error)}"
                 print(f"decode step not compiled: {reason}", flush=True)
                 self.compiled = False
+                self.recordings.clear()  # frees their memory
         return next_logits(self.model, self.cache, *self.inputs(newest, past))
 
     def run_compiled(self, newest: Sequence[int], past: Sequence[int]) -> Tensor:

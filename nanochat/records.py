@@ -321,11 +321,12 @@ def command_line() -> str:
 
 def extend_record(old: Record | None, new: dict[str, Any]) -> dict[str, Any]:
     """
-    The record `new`, with the values, items, tables and costs of `old` if it has the same inputs.
-    Values of None are deleted, with their items.
+    The record `new`, with the values, items, tables and costs of `old` if it has the same inputs
+    and code. Values of None are deleted, with their items.
     """
     gone = {name for name, value in new["values"].items() if value is None}
-    if old and old["provenance"]["inputs"] == new["provenance"]["inputs"]:
+    same = old and old["provenance"]["inputs"] == new["provenance"]["inputs"]
+    if old and same and old["code"] == new["code"]:
         for part in ("values", "items"):
             kept = {name: x for name, x in old[part].items() if name not in new[part]}
             new[part] = kept | new[part]

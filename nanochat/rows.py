@@ -697,7 +697,9 @@ def choose_chats(
 
 def join_chats(chats: Iterator[np.ndarray], seed: int, longest: int) -> Iterator[np.ndarray]:
     """Yield chats of one or more conversations, up to `longest` tokens if there are several."""
-    rng, joined = random.Random(seed), next(chats)
+    rng, joined = random.Random(seed), next(chats, None)
+    if joined is None:
+        return
     for ids in chats:
         if rng.random() < JOINED and len(joined) + len(ids) <= longest:
             joined = np.concatenate([joined, ids])

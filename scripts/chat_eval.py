@@ -135,11 +135,15 @@ def main(cfg: ChatEval) -> None:
     key = records.stage_key({**flags, "task_name": None}, inputs)
     known = dist.on_main(lambda: recorded_scores(section, key, cfg))
     todo = [task for task in (*tasks, *later) if not (cfg.skip_if_done and task.name in known)]
-    if not todo:
+    named = {key_of(task.name) for task in counted} | missing.keys()
+    is_complete = bool(counted) and named >= set(default)
+    means = {MEAN: counted, f"{MEAN} after {TURNS} turns": later}
+    wanted = {name for name, parts in means.items() if parts and is_complete}
+    if not todo and wanted <= known.keys():
         dist.print0(f"{section}: finished already, skipped")
         return dist.close()
 
-    names = [task.name for task in tasks]
+    names = [task.name for each in todo for task in getattr(each, "tasks", [each])]
     who = {"checkpoint": str(checkpoint.folder), "section": section}
     dist.on_main(lambda: require_access(names, cfg.final, who))
     model, tokenizer = load_inference(checkpoint, dist)
@@ -164,12 +168,10 @@ def main(cfg: ChatEval) -> None:
         dist.print0(describe_task(task, graded, known[task.name], seconds))
         more_values, more_items = task_record(task, graded, clusters, key, cfg)
         values, items = values | more_values, items | more_items
-    is_complete = bool(counted) and {key_of(t.name) for t in counted} | missing.keys() >= set(
-        default
-    )
-    for name, parts in ((MEAN, counted), (f"{MEAN} after {TURNS} turns", later)):
-        if parts and is_complete:
+    for name, parts in means.items():
+        if name in wanted:
             more_values, more_items = mean_record(name, parts, known, missing)
+            more_items[name]["key"] = key
             values, items = values | more_values, items | more_items
         elif any(task in parts for task in todo):
             values |= {name: None, f"{name} without": None}  # deletes that of other scores
@@ -223,7 +225,7 @@ def task_record(
     """Score of a task, overall and per item; also pass@k if there are several answers."""
     s, name, outcomes = cfg.sampling, task.name, graded.outcomes
     k, conversations = len(outcomes[0]), [task[i] for i in range(len(outcomes))]
-    how = fingerprint([s.temperature, s.top_k, s.top_p, s.max_new_tokens, cfg.python])
+    how = fingerprint([s.temperature, s.top_k, s.top_p, s.min_p, s.max_new_tokens, cfg.python])
     is_generated = task.kind == "generate"
     shared = {"how": how} if is_generated else {}
     sampled = is_generated and s.temperature > 0

@@ -26,6 +26,7 @@ ContentPart = dict[str, str]
 
 LETTERS = tuple("ABCDEFGHIJKLMNOPQRSTUVWXYZ")
 BY_LETTER = "Answer with the letter only."
+SPARE = 10  # more draws of earlier questions than wanted, to replace those of the same cluster
 SAMPLE = 8  # conversations hashed into `identity` to detect wording changes
 TOOL_USE = re.compile(r"<\|(python|output)_start\|>.*?(<\|\1_end\|>|$)", re.DOTALL)
 SPECIAL = re.compile(r"<\|\w+\|>")
@@ -343,12 +344,14 @@ class LaterTurns(Mixture):
         return [self.task.locate(i) for i in range(len(self.task))][: self.count]
 
     def conversation(self, i: int) -> Conversation:
-        asked, rng = super().conversation(i), random.Random(i)
-        before: Conversation = []
-        for _ in range(self.turns[int(rng.random() * len(self.turns))]):
-            other = self.earlier.conversation(int(rng.random() * len(self.earlier)))[:2]
-            before += other if other[0] != asked[0] else []
-        return before + asked
+        rng = random.Random(i)
+        count = self.turns[int(rng.random() * len(self.turns))]
+        numbers = [int(rng.random() * len(self.earlier)) for _ in range(count + SPARE)]
+        (task, number), others = self.order[i], [self.earlier.locate(n) for n in numbers]
+        own = task.name, task.cluster(number)  # an answer about the same fact gives it away
+        kept = [(t, n) for t, n in others if (t.name, t.cluster(n)) != own][:count]
+        before = [message for t, n in kept for message in t.conversation(n)[:2]]
+        return before + super().conversation(i)
 
 
 def shuffled(values: Sequence[Any], seed: int | str) -> list[Any]:

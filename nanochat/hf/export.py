@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from nanochat.common import REPOSITORY, UsageError, write_atomic, write_json
+from nanochat.common import REPOSITORY, UsageError, printable, write_atomic, write_json
 from nanochat.engine import TURN_TOKENS
 from nanochat.golf.size import list_imported_modules, read_source
 from nanochat.gpt import GPT, GPTConfig
@@ -62,8 +62,9 @@ print(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_t
 - Every text must begin with `{bos}`. Both `tokenizer(text)` and the chat template add it. To
   tokenize a conversation that was rendered with `tokenize=False`, call
   `tokenizer(rendered, add_special_tokens=False)`; otherwise `{bos}` is added twice.
-- Messages have the roles system, user and assistant, in any order; other roles raise an error.
-  System messages are part of the user turn, and consecutive messages of one speaker are merged.
+- Messages have the roles system, developer, user and assistant, in any order; other roles raise
+  an error. System messages are part of the user turn, and consecutive messages of one speaker are
+  merged.
 - `add_generation_prompt=True` drops a final assistant message; `continue_final_message=True`
   continues it. `return_assistant_tokens_mask=True` marks the tokens that nanochat trains on.
 - Unlike in nanochat, a special token's name typed in a message is parsed as that token. Recent
@@ -209,7 +210,8 @@ def require_model_code(what: str, recorded: Mapping[str, str]) -> None:
 def check_logits(folder: Path) -> bool:
     """
     Compare the logits that transformers computes from an export with those of our code; returns
-    False without transformers. Raises UsageError and removes the weights if they differ.
+    False if it is not installed or too old. Raises UsageError and removes the weights if they
+    differ.
     """
     try:
         from transformers import AutoModelForCausalLM  # optional package
@@ -219,7 +221,11 @@ def check_logits(folder: Path) -> bool:
     found = read_hf(folder)
     ours = new_model(found.cfg)
     ours.load_state_dict(found.weights)
-    theirs = loader.from_pretrained(folder, dtype=torch.float32, trust_remote_code=True).eval()
+    try:
+        theirs = loader.from_pretrained(folder, dtype=torch.float32, trust_remote_code=True).eval()
+    except ValueError as error:  # a version without these classes
+        print(f"transformers cannot load {folder}: {printable(error)}", flush=True)
+        return False
     ids = torch.arange(64).view(2, 32) % found.cfg.vocab_size
     T = min(32, found.cfg.max_seq_len)
     distance = float((theirs(ids[:, :T]).logits - ours(ids[:, :T])).abs().max())

@@ -44,7 +44,7 @@ class ModelLibrary:
     """Compile the engines."""
     loaded: dict[str, Engine] = field(default_factory=dict, init=False)
     """Least recently used first."""
-    states: dict[str, Any] = field(default_factory=dict, init=False)
+    saved_at: dict[str, Any] = field(default_factory=dict, init=False)
     """State of the checkpoint that each loaded model is from."""
     loading: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
@@ -66,7 +66,9 @@ class ModelLibrary:
             if name not in known:
                 message = f"model {name!r} not found; available: {', '.join(known)}"
                 raise ApiError(404, message, "model_not_found", "model")
-        elif self.states.get(name) != newest_of(name) and not busy(self.loaded[name]):
+        elif self.saved_at.get(name) != await asyncio.to_thread(saved_at, name) and not busy(
+            self.loaded[name]
+        ):
             print(printable(f"{name} was saved again; loading it"), flush=True)
             del self.loaded[name]
         async with self.loading:
@@ -94,7 +96,7 @@ class ModelLibrary:
 
     def load(self, name: str) -> Engine:
         """Load a checkpoint and warm up its engine. Raises if the checkpoint is damaged."""
-        self.states[name] = newest_of(name)
+        self.saved_at[name] = saved_at(name)
         model, tokenizer = load_inference(parse_checkpoint_ref(name), self.dist)
         slots = self.slots or most_slots(model, memory_bytes(self.dist.device)[0])
         engine = Engine(model, tokenizer, slots, tool=self.tool, compiled=self.compiled)
@@ -107,3 +109,9 @@ def newest_of(name: str) -> dict[str, Any]:
     """Newest readable state of a model's tag; empty if there is none."""
     stage, tag = name.split(":")[:2]
     return newest_state(stage_folder(stage) / tag) or {}
+
+
+def saved_at(name: str) -> tuple[Any, Any]:
+    """Step and time of the newest readable state of a model's tag."""
+    state = newest_of(name)
+    return state.get("step"), state.get("saved_at")

@@ -39,6 +39,19 @@ TEXT_TOKENS = 16  # OpenAI's default max_tokens for text completions
 LARGEST_COUNT = 2**31 - 1
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
 Limit = Annotated[int | None, BeforeValidator(lambda given: None if given == -1 else given)]
+MOST_BIASES = 300  # as OpenAI's
+
+
+def limit_biases(given: Any) -> Any:
+    """Reject a `logit_bias` with too many tokens before each of them is validated."""
+    if isinstance(given, dict) and len(given) > MOST_BIASES:
+        raise ValueError(f"has {len(given)} tokens; use at most {MOST_BIASES}")
+    return given
+
+
+Biases = Annotated[
+    dict[int, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(limit_biases)
+]
 IGNORED = {
     *("user", "metadata", "store", "service_tier", "safety_identifier", "verbosity"),
     *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
@@ -134,7 +147,7 @@ class Generation(BaseModel):
     repetition_penalty: float | None = Field(
         None, gt=0, le=100, validation_alias=AliasChoices("repetition_penalty", "repeat_penalty")
     )
-    logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logit_bias: Biases | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: Annotated[list[str], BeforeValidator(as_list)] = Field([], max_length=16, fail_fast=True)
     stream: bool | None = None
@@ -143,15 +156,17 @@ class Generation(BaseModel):
     @model_validator(mode="after")
     def reject_unsupported(self) -> Self:
         for name, value in (self.model_extra or {}).items():
-            is_neutral = value in NEUTRAL or name == "best_of" and value in (1, self.n)
+            neutral = {"best_of": (1, self.n), "length_penalty": (1,)}.get(name, ())
+            is_neutral = value in NEUTRAL or value in neutral
             if name not in IGNORED and not is_neutral:
                 raise bad_field(name, "not supported; omit this field")
         return self
 
     def sampling(self, defaults: Sampling, length: int, seed: int) -> Sampling:
         """Sampling settings for `length` new tokens; unset fields take `defaults` and `seed`."""
-        names = set(PenalizedSampling.__dataclass_fields__)
-        given = {"seed": seed, **self.model_dump(include=names, exclude_none=True)}
+        neutral = vars(PenalizedSampling())
+        given = {"seed": seed, **self.model_dump(include=set(neutral), exclude_none=True)}
+        given = {k: v for k, v in given.items() if k in vars(defaults) or v != neutral[k]}
         if given.get("top_k", 1) < 1:
             given["top_k"] = None  # all tokens
         if "top_p" in given:

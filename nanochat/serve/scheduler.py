@@ -139,6 +139,7 @@ class Reply:
 
     def __init__(self, engine: Engine, asked: Asked, prompts: Sequence[tuple[Prompt, Sampling]]):
         self.engine, self.asked, self.prompts = engine, asked, prompts
+        self.pending = deque(prompts)  # not yet begun; used only by the generation thread
         self.answers: list[Answer] = []
         self.arrived: list[Delta] = []
         self.ready = asyncio.Event()
@@ -178,7 +179,7 @@ class Reply:
         """Add deltas; called on the event loop."""
         self.arrived += deltas
         self.unfinished -= sum(delta.finish is not None for delta in deltas)
-        self.error = error if self.unfinished else None
+        self.error = (error or self.error) if self.unfinished else None
         self.ready.set()
 
 
@@ -278,8 +279,9 @@ class Worker:
                 cancel_all(engine)
                 failure = ApiError(500, f"generation failed: {error!r}", "generation_failed")
                 for reply in mine:
+                    reply.pending.clear()
                     self.deliver(reply, error=failure)
-        if any(engine.busy for engine in engines):
+        if any(engine.busy for engine in engines) or any(reply.pending for reply in opened):
             self.wake.set()
 
     def update(self, engine: Engine, opened: Sequence[Reply]) -> None:
@@ -290,14 +292,17 @@ class Worker:
                 del self.owners[answer.completion]
                 engine.cancel(answer.completion)
         for reply in opened:
-            if reply not in self.begun:
-                self.begun.add(reply)
-                self.begin(engine, reply)
+            self.begun.add(reply)
+            self.begin(engine, reply)
 
     def begin(self, engine: Engine, reply: Reply) -> None:
-        """Submit the prompts of a reply to its engine, and echo them if requested."""
-        asked = reply.asked
-        for prompt, sampling in reply.prompts:
+        """
+        Submit the prompts of a reply to its engine; of those to echo, which may take a forward pass
+        each, only the next one.
+        """
+        asked, echoes = reply.asked, False
+        while reply.pending and not echoes:
+            prompt, sampling = reply.pending.popleft()
             echoes, logprobs = prompt.echo_from is not None, []
             if echoes and asked.num_logprobs is not None:
                 logprobs = prompt_logprobs(engine, prompt.ids, asked.num_logprobs)

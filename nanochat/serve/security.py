@@ -125,7 +125,8 @@ class SecurityMiddleware:
 
     async def read_body(self, receive: Any) -> bytes:
         """
-        Return the body. Raises ApiError if it is too large, too slow or not complete.
+        Return the body. Raises ApiError if it is too large or too slow; a client that disconnects
+        ends it early.
 
         A body that is too large is received to the end and discarded: a client that is still
         sending would not see the response.

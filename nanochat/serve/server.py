@@ -192,6 +192,10 @@ def add_errors(app: FastAPI) -> None:
     async def rejected(request: Request, error: ApiError) -> JSONResponse:
         return JSONResponse(error.body, error.status, error.headers)
 
+    @app.exception_handler(Exception)
+    async def failed(request: Request, error: Exception) -> JSONResponse:
+        return JSONResponse(ApiError(500, f"{type(error).__name__}: see the server log").body, 500)
+
     async def unknown_path(request: Request, error: Any) -> Response:
         message = f"{error.detail}: {request.method} {request.url.path}"
         body = ApiError(error.status_code, message).body
