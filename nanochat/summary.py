@@ -58,7 +58,10 @@ def metric_name(record: Record, key: str) -> str:
 
 
 def collect_scores(written: Sequence[Record]) -> Scores:
-    """Collect CORE, val bpb and all chat scores: CORE first, ChatCORE last, the rest by name."""
+    """
+    Collect CORE, val bpb and all chat scores: CORE first, ChatCORE last, the rest by name. Of the
+    scores after other turns, only the mean.
+    """
     found: dict[str, dict[str, Any]] = defaultdict(dict)
     items: dict[str, dict[str, Any]] = {stage: {} for stage in STAGES}
     for record in written:
@@ -66,7 +69,8 @@ def collect_scores(written: Sequence[Record]) -> Scores:
             is_chat = record["section"].startswith("Chat")
             items[stage] |= {metric_name(record, k): each for k, each in record["items"].items()}
             for key, value in record["values"].items():
-                if key in BASE_METRICS or (is_chat and isinstance(value, Mapping)):
+                is_part = key.endswith(" turns") and "weights" not in record["items"].get(key, {})
+                if key in BASE_METRICS or (is_chat and isinstance(value, Mapping) and not is_part):
                     found[metric_name(record, key)][stage] = value
     order = sorted(found, key=lambda name: (name not in FIRST, name in LAST, name))
     return Scores({name: found[name] for name in order}, items)

@@ -87,10 +87,12 @@ def check_conversation(messages: Any, is_answered: bool = True) -> Conversation:
     Return `messages`. Raises ValueError if they are not a training conversation: from a user
     message, or a system message before it, to an assistant message (unless not `is_answered`).
     """
-    turns = merge_turns(messages)  # checks roles and contents; the turns alternate
-    speakers = [turn.speaker for turn in turns]
-    if speakers[0] != "user" or (is_answered and speakers[-1] != "assistant"):
-        raise ValueError(f"roles must alternate user/assistant and end with assistant: {speakers}")
+    turns = merge_turns(messages)  # checks roles and contents
+    roles = [message["role"] for message in messages]
+    spoken = roles[roles[0] in ("system", "developer") :]
+    alternate = spoken == (["user", "assistant"] * len(spoken))[: len(spoken)]
+    if not spoken or not alternate or (is_answered and spoken[-1] != "assistant"):
+        raise ValueError(f"roles must alternate user/assistant and end with assistant: {roles}")
     if not all(turn.parts for turn in turns):
         raise ValueError("a message is empty")
     "".join(part["text"] for turn in turns for part in turn.parts).encode()  # no lone surrogates

@@ -142,7 +142,9 @@ def parse_bucket(words: str, spec: str, declared: Declared) -> Bucket:
     if augment and augment not in AUGMENTERS:
         raise ValueError(f"{name}: augment {augment!r} is not one of {', '.join(AUGMENTERS)}")
     own = {tag: entry[tag] for tag in Tags.__annotations__ if tag in entry}
-    tags = replace(Tags() if source else TASKS[key].tags, **{"augmented": augment or "", **own})
+    known = Tags() if source else TASKS[key].tags
+    own["parent"] = "+".join(filter(None, (known.parent, own.get("parent"))))
+    tags = replace(known, **{"augmented": augment or "", **own})
     rows, tokens = (int(number) if number else None for number in (part["rows"], part["tokens"]))
     repeats = float(part["repeats"] or 1)
     return Bucket(name, key, source, augment, tags, rows, repeats, tokens)
@@ -186,8 +188,11 @@ class ChatMixture:
             repeats = f"{used / count['tokens']:.3g}"
             rows.append([bucket.name, named, *numbers, repeats, f"{used / total:.1%}"])
             shares.update({(tag, value or "-"): used for tag, value in tags.items()})
+        values = Counter(tag for tag, _ in shares)
         by_tag = [
-            [*tag, f"{used / total:.1%}"] for tag, used in sorted(shares.items()) if used < total
+            [*tag, f"{used / total:.1%}"]
+            for tag, used in sorted(shares.items())
+            if values[tag[0]] > 1
         ]
         columns = "Bucket, Tags, Conversations, Tokens, With loss, Repeats, Share".split(", ")
         by_bucket = {"title": "Mixture", "columns": columns, "rows": rows}

@@ -12,6 +12,7 @@ import math
 import re
 import unicodedata
 import zlib
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from statistics import median
@@ -51,7 +52,8 @@ MOST_SHIFT = 3.0  # standard deviations; our choice, no published value
 NGRAM = 4  # words per n-gram in the repetition check
 MOST_REPEATED = 0.5  # share of repeated n-grams that makes an answer degenerate
 LEAST_RUNS = 20  # minimum number of n-grams for the repetition check
-HASHES, BANDS = 132, 12  # MinHash: texts share a band of 11 if their Jaccard index is about 0.8
+NEAR = 0.8  # least Jaccard index of near-duplicates
+HASHES, BANDS = 128, 16  # MinHash: rows that agree in any of 16 bands of 8 are compared
 IMAGE = re.compile(
     r"!\[[^\]]*\]\(|<img\b|data:image/|\b(attached|attachment|screenshot|"
     r"(see|in|shown in) (the|this) (image|picture|figure|photo|diagram|chart|graph)"
@@ -88,7 +90,7 @@ def apply_filters(
 def read_item(row: FilterRow, count: Callable) -> Item:
     """A row with its text."""
     messages = row.get("messages") or [user(row["prompt"])]
-    asked = "\n".join(m["content"] for m in messages if m["role"] == "user")
+    asked = "\n".join(answer_text(m) for m in messages if m["role"] == "user")
     answer = answer_text(messages[-1]) if messages[-1]["role"] == "assistant" else None
     text = "\n".join(filter(None, (asked, answer)))
     return Item(row, asked, answer, text, count(text))
@@ -118,8 +120,8 @@ def length(least: str, most: str, items: Sequence[Item]) -> Verdicts:
 
 def longest(percent: str, items: Sequence[Item]) -> Verdicts:
     """Keep the shortest `percent` of the rows, by the length of prompt and answer."""
-    num_kept = max(1, math.ceil(int(percent) / 100 * len(items)))
-    most = sorted(item.size for item in items)[:num_kept][-1]
+    num_kept = math.ceil(int(percent) / 100 * len(items))
+    most = max(sorted(item.size for item in items)[: max(1, num_kept)], default=0)
     return [item.size <= most for item in items]
 
 
@@ -144,7 +146,8 @@ def not_degenerate(items: Sequence[Item]) -> Verdicts:
     for item in items:
         runs = list(ngrams(split_words(item.answer or ""), NGRAM))
         repeats = len(runs) >= LEAST_RUNS and len(set(runs)) <= (1 - MOST_REPEATED) * len(runs)
-        ended = item.row.get("finish", "stop") == "stop" and item.answer != ""
+        is_empty = not (item.answer or "").strip()
+        ended = item.row.get("finish") in (None, "stop") and not is_empty
         yield None if item.answer is None else ended and not repeats
 
 
@@ -168,20 +171,22 @@ def no_duplicate(items: Sequence[Item]) -> Verdicts:
 def no_near_duplicate(items: Sequence[Item]) -> Verdicts:
     """
     Drop rows whose n-grams have a Jaccard index of about 0.8 or more with those of an earlier kept
-    row, by locality-sensitive hashing of MinHash signatures (Broder, "On the resemblance and
-    containment of documents", 1997).
+    row: the share of equal numbers in their MinHash signatures, which are compared if a band is
+    equal (Broder, "On the resemblance and containment of documents", 1997).
     """
     odd = 2 * np.random.default_rng(0).integers(1 << 63, size=HASHES, dtype=np.uint64) + 1
-    seen = set()
+    seen = defaultdict[tuple[int, bytes], list[np.ndarray]](list)
     for item in items:
         runs = {" ".join(run).encode() for run in ngrams(split_words(item.text), NGRAM)}
         hashes = np.array([*map(zlib.crc32, runs)], np.uint64)[:, None] * odd  # (n-grams, HASHES)
-        parts = enumerate(np.split(hashes.min(axis=0), BANDS)) if runs else ()
-        bands = {(n, part.tobytes()) for n, part in parts}
-        is_new = seen.isdisjoint(bands)
+        mine = hashes.min(axis=0, initial=2**64 - 1)
+        parts = enumerate(np.split(mine, BANDS)) if runs else ()
+        bands = [(n, part.tobytes()) for n, part in parts]
+        others = [other for band in bands for other in seen.get(band, ())]
+        is_new = all((other == mine).mean() < NEAR for other in others)
         yield is_new
-        if is_new:
-            seen |= bands
+        for band in bands if is_new else ():
+            seen[band].append(mine)
 
 
 def no_overlap(items: Sequence[Item]) -> Verdicts:

@@ -19,6 +19,15 @@ from tasks.base import Tags, plain_name
 
 FILE, ACCESS_LOG = "held_out.json", "held_out_access.jsonl"
 
+OTHER_NAMES = {  # of benchmarks, as `plain_name` gives them
+    "gpqadiamond": "gpqa",
+    "haeraebench": "haerae",
+    "kobalt700": "kobalt",
+    "lcb": "livecodebench",
+    "mclm": "mclmko",
+    "mtmath100": "mclmko",
+}
+
 
 def final_benchmarks() -> dict[str, str]:
     """
@@ -52,7 +61,8 @@ def require_access(names: Iterable[str], allowed: bool, who: Mapping[str, Any]) 
         if not allowed:
             raise UsageError(
                 f"{name} is final: held out until the end and not used for selection",
-                "leave it out, or pass --final if the script has it; every access is logged",
+                "leave it out (from validation: with --val_mixture), or pass --final if the script "
+                "has it; every access is logged",
             )
         entry = {"benchmark": name, "when": time.strftime("%Y-%m-%d %H:%M:%S"), **who}
         with hold_lock(base_dir() / ".lock", "the log of accesses"):
@@ -61,7 +71,8 @@ def require_access(names: Iterable[str], allowed: bool, who: Mapping[str, Any]) 
 
 def names_in(tag: str) -> set[str]:
     """The normalized names in a tag, separated by +."""
-    return {plain_name(name) for name in tag.split("+")} - {""}
+    names = {plain_name(name) for name in tag.split("+")} - {""}
+    return {OTHER_NAMES.get(name, name) for name in names}
 
 
 def reject_contaminated(buckets: Mapping[str, Tags]) -> None:

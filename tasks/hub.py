@@ -18,7 +18,15 @@ from typing import Any, NamedTuple
 
 import pyarrow.parquet as pq
 
-from nanochat.common import base_dir, hold_lock, is_main_process, printable, sha256_file, write_json
+from nanochat.common import (
+    base_dir,
+    hold_lock,
+    is_main_process,
+    printable,
+    read_json,
+    sha256_file,
+    write_json,
+)
 from nanochat.dataset import read_json_lines
 from nanochat.hub import HubRepo, pin_repo
 from tasks.base import Conversation, MCQuestion, QuestionTask, Task, shuffled
@@ -154,8 +162,13 @@ class HubTask(Task):
         return self.data.origin
 
     def is_local(self) -> bool:
-        """Whether the split is on this machine, so that nothing is downloaded."""
-        return any(data_folder(self.repo).glob(f"**/{self.splits[self.split]}*"))
+        """Whether all files of the split are on this machine, so that nothing is downloaded."""
+        folder = data_folder(self.repo)
+        if not (folder / "manifest.json").exists():
+            return False
+        files = read_json(folder / "manifest.json")["files"]
+        names = match_files(self.splits[self.split], files, self.repo)
+        return all((folder / name).exists() for name in names)
 
     def __len__(self) -> int:
         return len(self.items)

@@ -79,9 +79,9 @@ class ClinicalQA(HubQuestions):
     def parse(self, row: TaskRow) -> MCQuestion:
         listed = row["options"]  # option_A to option_E, the last one may be missing
         listed = ast.literal_eval(listed) if isinstance(listed, str) else listed
-        right = LETTERS.index(row["answer"].strip())
-        text = f"{row['question']}\n\n{row['exam'] or ''}"
-        return make_question(text, filter(None, listed.values()), right)
+        options = {key[-1]: option for key, option in listed.items() if option}
+        right = list(options).index(row["answer"].strip())
+        return make_question(f"{row['question']}\n\n{row['exam'] or ''}", options.values(), right)
 
 
 class CLIcK(HubQuestions):

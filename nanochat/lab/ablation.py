@@ -56,7 +56,7 @@ def data_arms(mixture: str, arms: str, floor: str) -> Arms:
     counts = {part.name: part.tokens or 0 for part in parts}
     reject_contaminated(tags)
     found = {CONTROL: counts} | {
-        arm: arm_counts(arm, counts, tags, shares) for arm in arms.split("|")
+        arm: arm_counts(arm, counts, tags, shares) for arm in map(str.strip, arms.split("|"))
     }
     return {arm: [mixture_flag(parts, tokens, declared)] for arm, tokens in found.items()}
 

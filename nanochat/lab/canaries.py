@@ -107,7 +107,7 @@ def measure_answers(model: GPT, tokenizer: Tokenizer, suite: Sequence[Task]) -> 
     answers = [a for (a,) in engine.generate(prompts, Sampling(longest, 0.0, None))]
     texts = [tokenizer.decode(answer.ids).strip() for answer in answers]
     pairs = list(zip(questions, texts, strict=True))
-    ratio = max(1, sum(len(answer.ids) for answer in answers)) / expected
+    ratio = max(1, sum(len(answer.ids) for answer in answers)) / max(1, expected)
     choices = Counter(text for (task, i), text in pairs if task.letters(i)) or Counter("?")
     return {
         "length": max(ratio, 1 / ratio),

@@ -66,9 +66,9 @@ class ModelLibrary:
             if name not in known:
                 message = f"model {name!r} not found; available: {', '.join(known)}"
                 raise ApiError(404, message, "model_not_found", "model")
-        elif self.saved_at.get(name) != await asyncio.to_thread(saved_at, name) and not busy(
-            self.loaded[name]
-        ):
+        newest = await asyncio.to_thread(saved_at, name)
+        loaded = self.loaded.get(name)
+        if loaded and self.saved_at[name] != newest and not busy(loaded):
             print(printable(f"{name} was saved again; loading it"), flush=True)
             del self.loaded[name]
         async with self.loading:

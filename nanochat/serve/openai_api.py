@@ -42,15 +42,17 @@ Limit = Annotated[int | None, BeforeValidator(lambda given: None if given == -1 
 MOST_BIASES = 300  # as OpenAI's
 
 
-def limit_biases(given: Any) -> Any:
-    """Reject a `logit_bias` with too many tokens before each of them is validated."""
-    if isinstance(given, dict) and len(given) > MOST_BIASES:
+def read_biases(given: Any) -> Any:
+    """Integer keys of a `logit_bias`; too many are rejected before each of them is validated."""
+    if not isinstance(given, dict):
+        return given
+    if len(given) > MOST_BIASES:
         raise ValueError(f"has {len(given)} tokens; use at most {MOST_BIASES}")
-    return given
+    return {int(token): bias for token, bias in given.items()}
 
 
 Biases = Annotated[
-    dict[int, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(limit_biases)
+    dict[int, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(read_biases)
 ]
 IGNORED = {
     *("user", "metadata", "store", "service_tier", "safety_identifier", "verbosity"),

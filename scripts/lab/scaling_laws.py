@@ -201,6 +201,8 @@ def fit_law(n: np.ndarray, tokens: np.ndarray, loss: np.ndarray, seed: int = 0) 
     must have several FLOP budgets, which separate N from D. NaN if no such law describes them.
     """
     fit = least_squares(n, tokens, loss[:, None])
+    if np.isnan(fit).any():
+        return np.full((1 + BOOTSTRAPS, 5), np.nan)
     fitted = losses(fit, n[:, None], tokens[:, None])[:, 0]
     errors = (loss / fitted - 1) * math.sqrt(len(loss) / (len(loss) - 5))
     drawn = np.random.default_rng(seed).choice(errors, (len(loss), BOOTSTRAPS))

@@ -113,6 +113,10 @@ class SweepScript:
                     f"--grid={self.grid!r}: each {flag} would be measured on its own held-out "
                     f"data; add --{held_out}=... to --flags"
                 )
+        if self.stage == "base" and not self.bases.replace("d", "").replace("|", "").isdigit():
+            raise ValueError(f"--bases={self.bases} of --stage=base must be depths, as in 2|3")
+        if self.mixture and self.stage in ("base", "rl"):
+            raise ValueError(f"--stage={self.stage} has no mixture; omit --mixture")
         if self.search and ("|" in self.bases or not 0 < self.low < self.high):
             raise ValueError(
                 f"--search needs one base and 0 < low < high, got --bases={self.bases}, "
@@ -152,8 +156,9 @@ def find_inputs(cfg: SweepScript) -> Inputs:
         text = load_last_source("main") or {"fingerprint": ""}
         found = {"tokenizer": Tokenizer.load().fingerprint, "data": text["fingerprint"]}
         return dict.fromkeys(bases, found)
-    specs = re.findall(r"mixture=([^\s;]+)", f"mixture={cfg.mixture} {cfg.flags} {cfg.grid}")
-    specs = [spec for words in specs for spec in words.split("|")]
+    named = re.findall(r"mixture=([^\s;]+)", f"{cfg.flags} {cfg.grid}")
+    specs = [spec for words in named for spec in words.split("|")]
+    specs += [cfg.mixture] if cfg.mixture else []
     data = fingerprint([chat_mixture(cfg.mixture or spec, spec).description for spec in specs])
     stage = parent_stage(cfg)
     return {base: {stage: find_checkpoint(stage, base).fingerprint, "data": data} for base in bases}
