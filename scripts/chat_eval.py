@@ -143,9 +143,9 @@ def main(cfg: ChatEval) -> None:
         dist.print0(f"{section}: finished already, skipped")
         return dist.close()
 
-    names = [task.name for each in todo for task in getattr(each, "tasks", [each])]
+    names = {task.name for each in todo for task in getattr(each, "tasks", [each])}
     who = {"checkpoint": str(checkpoint.folder), "section": section}
-    dist.on_main(lambda: require_access(names, cfg.final, who))
+    dist.on_main(lambda: require_access(sorted(names), cfg.final, who))
     model, tokenizer = load_inference(checkpoint, dist)
     repeats = cfg.num_samples or 1
     sizes = {task.name: min(len(task), cfg.max_problems or len(task)) for task in todo}

@@ -239,7 +239,7 @@ def test_embedded_suite_is_the_default_for_its_models(base, bundle):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--suite=mmlu", "--suite=mmlu.*dclm, embedded"),
+        ("--suite=mmlu", "--suite=mmlu.*dclm or embedded"),
         ("--suite=embedded --eval_bundle=x", "needs no bundle"),
         ("--eval_bundle=nowhere", "nowhere does not exist.*--eval_bundle"),
         ("--eval_bundle=README.md", "(?s)not a zip file.*--eval_bundle"),

@@ -138,7 +138,7 @@ def test_failed_step_ends_only_the_answers_of_its_model(site, monkeypatch):
             failed = site.ask(n=2)
             assert failed.status_code == 500 and "device-side" in failed.text
         assert other.result() == alone
-    assert site.content(max_tokens=3) and site.load() == (0, 0)
+    assert site.content(max_tokens=3, logit_bias=endless) and site.load() == (0, 0)
 
 
 # ---- V11: shutdown -------------------------------------------------------------------------------
