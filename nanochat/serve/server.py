@@ -48,7 +48,7 @@ from nanochat.serve.security import (
 )
 
 PAGE = Path(__file__).with_name("ui.html")
-BACKLOG = 64  # connections that asyncio accepts before it makes or closes one
+BACKLOG = 32  # connections that asyncio accepts in a round; after about three, one is closed
 DRAIN_SECONDS = 5.0  # time for running completions to finish on shutdown
 CLOSE_SECONDS = 8  # wait before closing open connections on shutdown
 
@@ -224,7 +224,7 @@ class Server(uvicorn.Server):
                 allow_private_network=True,
                 expose_headers=["Retry-After", "X-Dropped-Tokens"],
             )
-        most = max(16, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2 - BACKLOG)
+        most = max(16, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2 - 3 * BACKLOG)
         limits = {"cfg": cfg.security, "most_connections": most}
         super().__init__(
             uvicorn.Config(
