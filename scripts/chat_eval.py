@@ -31,8 +31,10 @@ from nanochat.eval_chat import (
     score_by_logits,
 )
 from nanochat.finetune import parent_inputs
+from nanochat.gpt import GPT
 from nanochat.sandbox import Tools
 from nanochat.stats import Estimate
+from nanochat.tokenizer import Tokenizer
 from tasks.base import LaterTurns, Mixture, Task, user, visible
 from tasks.held_out import is_final, require_access
 from tasks.registry import TASKS, eval_task, key_of, why_unavailable
@@ -147,21 +149,16 @@ def main(cfg: ChatEval) -> None:
     who = {"checkpoint": str(checkpoint.folder), "section": section}
     dist.on_main(lambda: require_access(sorted(names), cfg.final, who))
     model, tokenizer = load_inference(checkpoint, dist)
-    repeats = cfg.num_samples or 1
-    sizes = {task.name: min(len(task), cfg.max_problems or len(task)) for task in todo}
-    answers = sum(sizes[task.name] for task in todo if task.kind == "generate") * repeats
-    num_tokens = answers * cfg.sampling.max_new_tokens
-    compiled = choose_engine_compile(cfg.compile_engine, dist.device, num_tokens)
-    tool = Tools(cfg.python, unsafe=cfg.unsafe_exec)
-    engine = Engine(model, tokenizer, cfg.batch_size, tool=tool, compiled=compiled)
+    engine = open_engine(cfg, model, tokenizer, todo, dist)
 
     values, items, tables = {}, {}, []
     for task in todo:
-        begun, n = time.perf_counter(), sizes[task.name]
+        begun, n = time.perf_counter(), num_problems(cfg, task)
         if task.kind == "choice":
             graded = score_by_logits(model, tokenizer, task, n, dist)
         else:
-            graded = score_by_generation(engine, task, n, cfg.sampling, repeats, dist)
+            sampling, repeats = cfg.sampling, cfg.num_samples or 1
+            graded = score_by_generation(engine, task, n, sampling, repeats, dist)
         clusters = clusters_of(task, n)
         known[task.name] = stats.mean(item_means(graded.outcomes), clusters)
         seconds = time.perf_counter() - begun
@@ -177,15 +174,29 @@ def main(cfg: ChatEval) -> None:
             values |= {name: None, f"{name} without": None}  # deletes that of other scores
     if is_complete and dist.is_main:
         tables = [sample_conversations(engine, cfg, tasks)]
+    run_id = checkpoint.state["provenance"]["run_id"]
+    origin = records.Provenance(run_id, cfg.sampling.seed, inputs)
+    args = section, flags, values, origin, records.Cost.so_far(dist, started), cfg.report_dir
     if dist.is_main:
-        origin = records.Provenance(
-            checkpoint.state["provenance"]["run_id"], cfg.sampling.seed, inputs
-        )
-        cost = records.Cost.so_far(dist, started)
-        args = section, flags, values, origin, cost, cfg.report_dir
         records.write_record(*args, items=items, tables=tables, extend=True)
         report.update(cfg.report_dir)
     dist.close()
+
+
+def num_problems(cfg: ChatEval, task: Task) -> int:
+    """Number of questions of a task to evaluate."""
+    return min(len(task), cfg.max_problems or len(task))
+
+
+def open_engine(
+    cfg: ChatEval, model: GPT, tokenizer: Tokenizer, todo: Sequence[Task], dist: DistContext
+) -> Engine:
+    """The engine that answers the questions of the tasks; compiled if they are many."""
+    answers = sum(num_problems(cfg, task) for task in todo if task.kind == "generate")
+    num_tokens = answers * (cfg.num_samples or 1) * cfg.sampling.max_new_tokens
+    compiled = choose_engine_compile(cfg.compile_engine, dist.device, num_tokens)
+    tool = Tools(cfg.python, unsafe=cfg.unsafe_exec)
+    return Engine(model, tokenizer, cfg.batch_size, tool=tool, compiled=compiled)
 
 
 def recorded_scores(section: str, key: str, cfg: ChatEval) -> dict[str, Estimate]:

@@ -1,5 +1,5 @@
 """
-Tables of benchmarks: ours beside a peer.
+Tables of benchmarks: ours and those of a peer.
 
     throughputs of each repeat -> compare -> rows -> print_table -> Markdown
 
