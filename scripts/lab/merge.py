@@ -52,6 +52,10 @@ PARALLEL = 0.9995  # slerp is linear above this cosine
 PATH = (0.25, 0.5, 0.75)  # between two parents
 MAX_RISE = 0.01  # relative rise in bits per byte that may be noise
 
+BASINS = """\
+warning: loss on the line from {} to {} rises {:.4f} bpb above its ends: the models lie in
+different basins, and their mean lies in neither; merge models that were fine-tuned from one checkpoint"""
+
 
 @dataclass(frozen=True)
 class MergeScript:
@@ -120,11 +124,7 @@ def main(cfg: MergeScript) -> None:
         lines[f"{names[0]} to {name}"] = [(0, bpbs[0]), *line, (1, end)]
         rises[f"Rise from {names[0]} to {name}"] = f"{rise:+.4f}"
         if rise > MAX_RISE * bpbs[0]:
-            dist.print0(
-                f"warning: loss on the line from {names[0]} to {name} rises {rise:.4f} bpb above "
-                "its ends: the models lie in different basins, and their mean lies in neither; "
-                "merge models that were fine-tuned from one checkpoint"
-            )
+            dist.print0(BASINS.format(names[0], name, rise))
     if cfg.method == "greedy":
         shares = choose_greedily(tensors, scores, scorer)
     origin = base.model_tensors() if base else None
