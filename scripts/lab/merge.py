@@ -54,7 +54,8 @@ MAX_RISE = 0.01  # relative rise in bits per byte that may be noise
 
 BASINS = """\
 warning: loss on the line from {} to {} rises {:.4f} bpb above its ends: the models lie in
-different basins, and their mean lies in neither; merge models that were fine-tuned from one checkpoint"""
+different basins, and their mean lies in neither; merge models that were fine-tuned from one
+checkpoint"""
 
 
 @dataclass(frozen=True)
