@@ -18,9 +18,9 @@ from pathlib import Path
 STEPS = {"float32": 20, "bfloat16": 3}  # a step takes minutes on CPUs without bfloat16
 SMALL = (
     "--depth=4 --max_seq_len=128 --total_batch_size=2048 --eval_tokens=2048 --device_batch_size=8 "
-    "--compile=0"  # the default depends on a time estimate
+    "--compile=off"  # the default depends on a time estimate
 )
-CHAT = "--eval_tokens=2048 --device_batch_size=8 --total_batch_size=2048 --compile=0"
+CHAT = "--eval_tokens=2048 --device_batch_size=8 --total_batch_size=2048 --compile=off"
 GOLF = (
     "--tie_embeddings=1 --mlp_ratio=3 --qat_start=0.5 --xsa_last_n=1 --rope_dims=16 "
     "--value_every=2 --qk_gain_init=1.5 --ema_decay=0.9 "

@@ -67,9 +67,9 @@ class Checkpoint:
     def model_tensors(self) -> dict[str, Tensor]:
         return load_file(self.folder / MODEL_FILE)
 
-    def optim_tensors(self) -> dict[str, Tensor] | None:
-        """State of the optimizer; None if it was not saved."""
-        return load_file(self.folder / OPTIM_FILE) if OPTIM_FILE in self.state["files"] else None
+    def optim_tensors(self) -> dict[str, Tensor]:
+        """State of the optimizer, which imported and merged models do not have."""
+        return load_file(self.folder / OPTIM_FILE)
 
     def tokenizer(self) -> Tokenizer:
         return Tokenizer.read(self.folder / TOKENIZER_FILE)

@@ -20,7 +20,7 @@ from nanochat.optim import MuonAdamW, ScheduleConfig
 from nanochat.rows import CHAT_SHARD, ChatPart, Rows, open_chat_rows, pack_chats
 from nanochat.scaling import batch_lr_factor, divisible_batch, make_rules
 from nanochat.tokenizer import Tokenizer
-from nanochat.train import KernelConfig, Run, TrainConfig
+from nanochat.train import Compile, Run, TrainConfig
 
 MIN_STEPS = 200  # a short stage uses smaller batches to reach this many steps
 FEW_STEPS = 15  # with fewer, a stage warns; measured: 15 teach depth 4 what 40 conversations say
@@ -44,10 +44,9 @@ class FinetuneConfig:
     """Fraction of the run, at its end, over which the learning rates decay linearly to 0."""
     val_mixture: str | None = None
     """Buckets whose held-out conversations are used for validation. Default: the training ones."""
-    save_optimizer: bool = False
-    """Keep the optimizer state in the final checkpoint, so that the run can be extended."""
     validation: ValidationConfig = field(default_factory=ValidationConfig)
-    kernels: KernelConfig = field(default_factory=KernelConfig)
+    compile: Compile = "auto"
+    """torch.compile. auto: on GPUs and in long runs on a CPU. autotune: times several kernels."""
 
     def __post_init__(self) -> None:
         names = ("num_iterations", "num_epochs", "total_batch_size", "max_seq_len", "init_lr_frac")
@@ -139,7 +138,7 @@ def open_finetuning(
         *(stage, choose_tag(stage, parent, train), train, model, optimizer, tokenizer, dist),
         num_steps=num_steps,
         batch_tokens=batch_tokens,
-        kernels=cfg.kernels,
+        compile=cfg.compile,
         settings=settings,
         inputs=inputs,
         identity={
@@ -149,7 +148,6 @@ def open_finetuning(
             "init_lr_frac": cfg.init_lr_frac,
         },
         state={"source": parent.state["source"], "mixture": counts, "declared": declared},
-        keep_optimizer=cfg.save_optimizer,
     )
     return FineTuning(
         *(run, rows, Validation(cfg.validation, val_rows, tokenizer, dist), counts, schedule)

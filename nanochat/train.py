@@ -117,50 +117,52 @@ AUTOTUNED = ("H100", "H200")  # +2.5% at depth 16 on H100 (nanochat's pull reque
 AUTOTUNE_FLOPS = 1.4e18  # per GPU, from which it pays: an hour at 40% of their peak
 
 
-@dataclass(frozen=True)
-class KernelConfig:
-    compile: bool | None = None
-    """Compile the model with torch.compile. Default: on a GPU, and on a CPU if the run is long
-    enough to amortize compile time."""
-    autotune: bool | None = None
-    """Let the compiler time several kernels for each matmul: minutes of compilation. Default: in
-    runs of over an hour on the GPUs where it was measured to pay, H100 and H200."""
+Compile = Literal["auto", "off", "on", "autotune"]
+"""
+How a model is compiled. auto: on a GPU, and on a CPU if the run is long enough to amortize compile
+time. autotune: the compiler times several kernels for each matmul, which takes minutes; auto
+chooses it for runs of over an hour on the GPUs where it was measured to pay, H100 and H200.
+"""
 
 
 def set_kernels(
-    cfg: KernelConfig, model: GPT, flops: float, dist: DistContext, optimizer: Any = None
-) -> KernelConfig:
+    wanted: Compile, model: GPT, flops: float, dist: DistContext, optimizer: Any = None
+) -> Compile:
     """
     Choose the attention kernel and compile, if worthwhile for a run of `flops`. Returns what was
     chosen. Raises UsageError if a GPU would train without the compiler that it needs.
     """
-    compiled, autotuned, kind = cfg.compile, cfg.autotune, dist.device.type
-    if compiled is None:
-        compiled = kind == "cuda" or (kind == "cpu" and flops > COMPILE_FLOPS and has_compiler())
-        if compiled and not has_compiler():
-            raise UsageError(
-                "torch.compile needs a C++ compiler and Python's headers",
-                "apt-get install g++ python3-dev, or use --compile=0, which is several times "
-                "slower",
-            )
-    if autotuned is None:
-        known = any(name in dist.device_name for name in AUTOTUNED)
-        autotuned = known and flops > AUTOTUNE_FLOPS * dist.world_size
-    backend = choose_backend(dist, compiled)
+    if wanted == "auto":
+        wanted = choose_compile(flops / dist.world_size, dist)
+    backend = choose_backend(dist, wanted != "off")
     for block in model.blocks:
         block.attention.backend = backend
-    if compiled:
-        model.compile(mode="max-autotune-no-cudagraphs" if autotuned else None)
-    if compiled and isinstance(optimizer, MuonAdamW):
-        optimizer.compiled = True
-    return KernelConfig(compiled, autotuned)
+    if wanted != "off":
+        model.compile(mode="max-autotune-no-cudagraphs" if wanted == "autotune" else None)
+        if isinstance(optimizer, MuonAdamW):
+            optimizer.compiled = True
+    return wanted
+
+
+def choose_compile(flops: float, dist: DistContext) -> Compile:
+    """What "auto" means for a run of `flops` per device."""
+    if dist.device.type == "cuda" and not has_compiler():
+        raise UsageError(
+            "torch.compile needs a C++ compiler and Python's headers",
+            "apt-get install g++ python3-dev, or use --compile=off, which is several times slower",
+        )
+    if dist.device.type == "cuda":
+        measured = any(name in dist.device_name for name in AUTOTUNED)
+        return "autotune" if measured and flops > AUTOTUNE_FLOPS else "on"
+    long = dist.device.type == "cpu" and flops > COMPILE_FLOPS
+    return "on" if long and has_compiler() else "off"
 
 
 def prepare_scoring(
-    cfg: KernelConfig, model: GPT, tokens: int, gpu_rows: int, dist: DistContext
+    wanted: Compile, model: GPT, tokens: int, gpu_rows: int, dist: DistContext
 ) -> int:
     """Set kernels to score `tokens` tokens. Returns the default number of rows per forward pass."""
-    set_kernels(cfg, model, tokens * model.flops_per_token() / 3, dist)  # no backward pass
+    set_kernels(wanted, model, tokens * model.flops_per_token() / 3, dist)  # no backward pass
     on_cpu = dist.device.type == "cpu"
     return max(1, CPU_TOKENS // model.cfg.max_seq_len) if on_cpu else gpu_rows
 
@@ -280,10 +282,8 @@ class Progress:
     """Time of all attempts from the start of each process to its last save."""
     device_seconds: float = 0.0
     """`wall_seconds` times the number of devices."""
-    compiled: bool | None = None
-    """Whether the run is compiled; kept when it resumes, because rounding differs."""
-    autotuned: bool | None = None
-    """The same for autotuning."""
+    compile: Compile = "auto"
+    """How the model is compiled; kept when the run resumes, because rounding differs."""
     device_rows: int | None = None
     """Rows of a micro-batch; kept, because sums round differently."""
     loss_scale: float = 1.0
@@ -370,18 +370,17 @@ class Run:
     stage, tag    the checkpoints are <stage>_checkpoints/<tag>/
     num_steps     steps to train; a loop with a time limit lowers it to end the run
     batch_tokens  tokens of a step over all ranks (in DPO and RL, the most it can have)
-    kernels       kernels to set; None = an eager model
+    compile       how to compile the model; None = not at all, for rows of any length
     settings      the script's flags, for log, checkpoint and record
     inputs        name -> fingerprint of each input, closest parent first
     identity      further settings that must match for a checkpoint to be resumed
     state         further checkpoint state
-    keep_optimizer  whether the last checkpoint has the optimizer's state; all others do
 
     As a context manager it leaves no step behind: a stop request, five bad steps in a row, data
     that cannot be read or a lack of memory end the loop after saving the completed steps. A stop
     exits with status PREEMPTED, too little memory for the last evaluation with UNEVALUATED. Raises
-    UsageError if the run cannot be extended or another one is using its folder, and ValueError if
-    the checkpoint to resume has other settings or `device_batch_size` does not divide the batch.
+    UsageError if another run is using the folder, and ValueError if the checkpoint to resume has
+    other settings or `device_batch_size` does not divide the batch.
     """
 
     def __init__(
@@ -396,17 +395,17 @@ class Run:
         *,
         num_steps: int,
         batch_tokens: int,
-        kernels: KernelConfig | None,
+        compile: Compile | None,
         settings: Mapping[str, Any],
         inputs: Mapping[str, str],
         identity: Mapping[str, Any],
         state: Mapping[str, Any],
-        keep_optimizer: bool = True,
     ):
         self.stage, self.folder, self.cfg = stage, stage_folder(stage) / tag, cfg
         self.model, self.optimizer, self.tokenizer, self.dist = model, optimizer, tokenizer, dist
-        self.num_steps, self.batch_tokens, self.kernels = num_steps, batch_tokens, kernels
-        self.settings, self.inputs, self.keep_optimizer = settings, inputs, keep_optimizer
+        self.num_steps, self.batch_tokens = num_steps, batch_tokens
+        self.settings, self.inputs = settings, inputs
+        self.compile: Compile | None = compile
         self.identity = {
             "model": asdict(model.cfg),
             "batch_tokens": batch_tokens,
@@ -424,12 +423,10 @@ class Run:
         }
         self.rows = max(1, batch_tokens // model.cfg.max_seq_len // dist.world_size)  # per rank
         self.device_rows = cfg.device_batch_size or 1
-        if kernels is not None:
+        if compile is not None:
             self.device_rows = choose_device_rows(cfg.device_batch_size, self.rows, self.rows)
         self.stop = StopRequest()
         self.progress = Progress()
-        self.extendable = True
-        """Whether the newest checkpoint has the optimizer's state."""
         self.checkpoint: Checkpoint | None = None
         """Newest checkpoint saved by this process; main rank only."""
         self.saving: tuple[int, Future[Checkpoint]] | None = None
@@ -459,8 +456,8 @@ class Run:
             stack.enter_context(self.writer)
             stack.callback(self.report_failed_save)
             self.resume()
-            if self.kernels is not None:
-                self.choose_kernels(self.kernels)
+            if self.compile is not None:
+                self.choose_kernels()
             self.describe()
             stack.enter_context(self.stop)
             self.open = stack.pop_all()
@@ -491,10 +488,7 @@ class Run:
                 dist.print0(f"resuming despite {line}")
             self.model.load_state_dict(found.model_tensors())
             progress = self.progress = Progress(**found.state["progress"])
-            moments = found.optim_tensors()
-            self.extendable = moments is not None
-            if moments is not None:
-                optim.load_full_state(self.optimizer, moments)
+            optim.load_full_state(self.optimizer, found.optim_tensors())
             dist.print0(f"resumed {found.folder}")
         self.first_step = progress.step
         if dist.dtype != torch.float16:
@@ -534,11 +528,9 @@ class Run:
                 raise CorruptCheckpoint(f"{message}; all nodes need a shared disk")
         return found
 
-    def choose_kernels(self, kernels: KernelConfig) -> None:
+    def choose_kernels(self) -> None:
         """Set kernels and micro-batch size; a resumed run keeps its kernels."""
         progress, dist = self.progress, self.dist
-        if progress.compiled is not None and kernels.compile is None:
-            kernels = KernelConfig(progress.compiled, progress.autotuned)
         if dist.fp8:
             enable_fp8(self.model, dist.device)
         if self.cfg.device_batch_size is None:
@@ -547,13 +539,14 @@ class Run:
         progress.device_rows = self.device_rows
         left = (self.num_steps - progress.step) * self.batch_tokens
         flops = left * self.model.flops_per_token()
-        chosen = set_kernels(kernels, self.model, flops, dist, self.optimizer)
-        progress.compiled, progress.autotuned = chosen.compile, chosen.autotune
+        if self.compile in ("off", "on", "autotune"):
+            progress.compile = self.compile
+        progress.compile = set_kernels(progress.compile, self.model, flops, dist, self.optimizer)
 
     def describe(self) -> None:
         """Print what is about to be trained, and where."""
         model, dist, cfg = self.model, self.dist, self.model.cfg
-        mode = "compiled" if self.progress.compiled else "eager"
+        mode = "eager" if self.progress.compile in ("auto", "off") else "compiled"
         lines = {
             "device": f"{dist.device_name} x {dist.world_size}, {describe_dtype(dist)}",
             "kernels": f"attention {model.blocks[0].attention.backend}, {mode}",
@@ -606,13 +599,6 @@ class Run:
         saved, their number, for the last evaluation.
         """
         progress, every = self.progress, self.cfg.save_every
-        if progress.step < self.num_steps and not self.extendable:
-            raise UsageError(
-                f"the run ended after step {progress.step} without optimizer state (or with "
-                "averaged weights) and cannot be extended",
-                "retrain all steps with --resume=never, with --save_optimizer or without "
-                "--ema_decay",
-            )
         progress.finished = progress.finished and progress.step >= self.num_steps
         while progress.step < self.num_steps:
             if progress.step % CHECK_RANKS_EVERY == 0:
@@ -675,10 +661,8 @@ class Run:
         self.require_finite()
         require_equal_ranks(dict(model.named_parameters()), dist, progress.step)
         problem = dist.broadcast(self.finish_save())  # of the previous one
-        moments = None
-        if not progress.finished or (self.keep_optimizer and self.extendable):
-            gathered = optim.full_state(self.optimizer)  # by all ranks; the main rank copies
-            moments = {n: to_host(x) for n, x in gathered if dist.is_main}
+        gathered = optim.full_state(self.optimizer)  # by all ranks; the main rank copies
+        moments = {n: to_host(x) for n, x in gathered if dist.is_main}
         self.add_cost()
         if dist.is_main:
             weights = {name: to_host(x) for name, x in model.state_dict().items()}
@@ -926,7 +910,7 @@ class Run:
             "Batch tokens": self.batch_tokens,
             "Rows per device pass": self.device_rows,
             "Compute dtype": describe_dtype(self.dist),
-            "Compiled": progress.compiled,
+            "Compiled": progress.compile,
             "Skipped steps": progress.bad_steps,
         }
 

@@ -21,7 +21,7 @@ from nanochat.dataset import DataConfig
 from nanochat.dist import DistConfig, DistContext, init_dist
 from nanochat.eval_bpb import Bpb, bits_per_byte, document_bpb, generate_samples, row_batches
 from nanochat.rows import Rows, open_rows, pack_text
-from nanochat.train import KernelConfig, prepare_scoring, skip_if_finished
+from nanochat.train import Compile, prepare_scoring, skip_if_finished
 from tasks.builtin import open_text
 
 SECTION = "Base model loss"
@@ -48,7 +48,8 @@ class BaseLoss:
     """Folder for records. Default: report/ under the base directory."""
     data: DataConfig = field(default_factory=DataConfig)
     dist: DistConfig = field(default_factory=DistConfig)
-    kernels: KernelConfig = field(default_factory=KernelConfig)
+    compile: Compile = "auto"
+    """torch.compile. auto: on GPUs and in long runs on a CPU. autotune: times several kernels."""
 
     def __post_init__(self) -> None:
         require_at_least(self, device_batch_size=1, split_tokens=1, max_documents=1)
@@ -73,7 +74,7 @@ def main(cfg: BaseLoss) -> None:
     split_tokens = cfg.split_tokens or (262_144 if on_cpu else 20 * 524_288)
     chars = sum(map(len, documents))
     tokens = 2 * split_tokens + int(chars / CHARS_PER_TOKEN)
-    default = prepare_scoring(cfg.kernels, model, tokens, GPU_ROWS, dist)
+    default = prepare_scoring(cfg.compile, model, tokens, GPU_ROWS, dist)
     step_rows = cfg.device_batch_size or default
 
     # bpb on packed rows: those trained on first, and held-out text

@@ -29,7 +29,7 @@ from nanochat.scaling import (
     shape_for_depth,
 )
 from nanochat.tokenizer import Tokenizer
-from nanochat.train import KernelConfig, Run, TrainConfig, skip_if_finished
+from nanochat.train import Compile, Run, TrainConfig, skip_if_finished
 from tasks import builtin
 
 SECTION = "Base model training"
@@ -70,7 +70,8 @@ class BaseTrain:
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     evaluation: PretrainEvalConfig = field(default_factory=PretrainEvalConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
-    kernels: KernelConfig = field(default_factory=KernelConfig)
+    compile: Compile = "auto"
+    """torch.compile. auto: on GPUs and in long runs on a CPU. autotune: times several kernels."""
     train: TrainConfig = field(default_factory=TrainConfig)
 
     def __post_init__(self) -> None:
@@ -113,7 +114,7 @@ def main(cfg: BaseTrain) -> None:
         *(cfg.train, model, optimizer, tokenizer, dist),
         num_steps=num_steps,
         batch_tokens=batch_tokens,
-        kernels=cfg.kernels,
+        compile=cfg.compile,
         settings=resolved,
         inputs=inputs,
         identity={"rows": rows.recipe, "schedule": asdict(schedule)},

@@ -39,7 +39,7 @@ from nanochat.config import require_at_least, start
 from nanochat.dataset import DataConfig, load_last_source
 from nanochat.dist import DistConfig, init_dist
 from nanochat.scaling import default_windows, shape_for_depth
-from nanochat.train import KernelConfig
+from nanochat.train import Compile
 from tasks.builtin import open_text
 
 DEPTHS = (4, 8, 12)
@@ -65,7 +65,8 @@ class Bench:
     """tokenizer: number of documents, from the first training shards."""
     data: DataConfig = field(default_factory=DataConfig)
     dist: DistConfig = field(default_factory=DistConfig)
-    kernels: KernelConfig = field(default_factory=KernelConfig)
+    compile: Compile = "auto"
+    """torch.compile. auto: on GPUs and in long runs on a CPU. autotune: times several kernels."""
 
     def __post_init__(self) -> None:
         require_at_least(self, depth=1, rows=1, repeats=1)
@@ -91,7 +92,7 @@ def main(cfg: Bench) -> None:
         bench_evaluation(shape, dist, cfg.repeats, peers)
     else:
         peer = "transformers" if cfg.what == "peer" else ""
-        bench_training(shape, cfg.rows, dist, cfg.kernels, cfg.repeats, peer, peers)
+        bench_training(shape, cfg.rows, dist, cfg.compile, cfg.repeats, peer, peers)
     dist.close()
 
 

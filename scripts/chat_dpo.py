@@ -68,8 +68,6 @@ class ChatDPO:
     """Number of held-out pairs to evaluate, or of held-out questions to answer for them."""
     beta: float = 0.1
     """Weight of the log-probability ratio to the parent; lower values allow larger changes."""
-    save_optimizer: bool = False
-    """Keep the optimizer state in the final checkpoint, so that the run can be extended."""
     rollouts: rl.RolloutConfig = rl.RolloutConfig(num_samples=8)
     train: TrainConfig = TrainConfig(
         device_batch_size=8,
@@ -117,7 +115,7 @@ def main(cfg: ChatDPO) -> None:
         *("dpo", tag, cfg.train, model, optimizer, tokenizer, dist),
         num_steps=num_steps,
         batch_tokens=per_step * 2 * model.cfg.max_seq_len,
-        kernels=None,
+        compile=None,
         settings=resolved,
         inputs=inputs,
         identity={
@@ -129,7 +127,6 @@ def main(cfg: ChatDPO) -> None:
             **inputs,
         },
         state={"source": parent.state["source"]},
-        keep_optimizer=cfg.save_optimizer,
     )
     shape = cfg.train.device_batch_size or 8, tokenizer.bos_id, dist.device
     found = {}

@@ -58,8 +58,6 @@ class ChatRL:
     """Epochs over the training questions."""
     init_lr_frac: float = 0.05
     """Peak learning rates as a fraction of the pretraining ones; they decay linearly to 0."""
-    save_optimizer: bool = False
-    """Keep the optimizer state in the final checkpoint, so that the run can be extended."""
     train: TrainConfig = TrainConfig(
         device_batch_size=8,
         eval_every=60,
@@ -122,7 +120,7 @@ def main(cfg: ChatRL) -> None:
         *("rl", tag, cfg.train, model, optimizer, tokenizer, dist),
         num_steps=num_steps,
         batch_tokens=rl.examples_per_step * rl.num_samples * rl.max_new_tokens,
-        kernels=None,
+        compile=None,
         settings=resolved,
         inputs=inputs,
         identity={
@@ -134,7 +132,6 @@ def main(cfg: ChatRL) -> None:
             **inputs,
         },
         state={"source": parent.state["source"]},
-        keep_optimizer=cfg.save_optimizer,
     )
     shape = cfg.train.device_batch_size or 8, tokenizer.bos_id, dist.device
     with run:

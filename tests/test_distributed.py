@@ -171,7 +171,7 @@ def test_time_limit_stops_two_processes_at_same_step(base):
 
 
 def test_R16_frozen_rank_is_named_and_the_run_aborts(base):
-    words = [*TRAIN, *SMALL, "--num_iterations=100000", "--no-compile", "--model_tag=frozen"]
+    words = [*TRAIN, *SMALL, "--num_iterations=100000", "--compile=off", "--model_tag=frozen"]
     process = begin(base, *torchrun(2), *words, "--collective_timeout_minutes=0.1")
     read_until_step(process, 5)
     other, frozen = workers(process)

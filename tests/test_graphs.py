@@ -17,7 +17,7 @@ from tests.test_engine import compiled_graphs, compiler, model_of, run_eagerly
 from tests.training_runs import SMALL, folder
 
 BASE = (
-    "--compile=True --eval_every=2 --sample_every=4 --core_metric_every=4 --save_every=2 "
+    "--compile=on --eval_every=2 --sample_every=4 --core_metric_every=4 --save_every=2 "
     "--core_metric_max_per_task=4 --model_tag=graphs --num_iterations=6"
 ).split()
 

@@ -57,7 +57,7 @@ def test_every_stage_runs_on_gpu(on_gpu: OnGPU, base: Path):
     text = on_gpu("scripts.base_train", *shape, "--device_batch_size=8", "--eval_tokens=2048")
     assert "NVIDIA H100" in text and "bfloat16" in text and ", compiled" in text
 
-    short = ("--num_iterations=4", "--eval_tokens=1024", "--compile=0")
+    short = ("--num_iterations=4", "--eval_tokens=1024", "--compile=off")
     on_gpu("scripts.base_eval", "--max_per_task=4")
     on_gpu("scripts.mid_train", "--mixture=world_chat=60,world_choice=20", *short)
     on_gpu("scripts.chat_sft", "--mixture=world_chat=40,world_problems=20", *short)

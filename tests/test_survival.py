@@ -29,7 +29,7 @@ from tests.training_runs import (
     workers,
 )
 
-ENDLESS = [*SMALL, "--num_iterations=100000", "--no-compile"]
+ENDLESS = [*SMALL, "--num_iterations=100000", "--compile=off"]
 
 
 # ---- Kills ---------------------------------------------------------------------------------------
@@ -102,7 +102,7 @@ def test_R7_signal_stops_all_ranks_and_saves_their_step(trained, whom):
 def test_lost_console_does_not_end_or_unsave_a_run(trained, stopped):
     """As in `... | tee log` and Ctrl-C: tee is gone first."""
     flags = ["--save_every=0", *(["--num_iterations=100000"] if stopped else [])]
-    process = begin(trained, *TRAIN, *SMALL, "--no-compile", "--model_tag=lost", *flags)
+    process = begin(trained, *TRAIN, *SMALL, "--compile=off", "--model_tag=lost", *flags)
     read_until_step(process, 3)
     assert process.stdout is not None
     process.stdout.close()

@@ -13,7 +13,7 @@ import torch
 from nanochat.common import PREEMPTED, UNEVALUATED, read_json
 from nanochat.dist import peak_flops
 from nanochat.rows import Rows
-from nanochat.train import KernelConfig, set_kernels
+from nanochat.train import set_kernels
 from tests.faulty import crowd, during_step
 from tests.training_runs import (
     SMALL,
@@ -165,7 +165,7 @@ def test_R13_weights_that_are_not_finite_are_not_saved(trained, command, monkeyp
 
 def test_R13_R15_faults_of_one_rank_are_found_on_all(trained):
     words = [*torchrun(2), "-m", "tests.faulty", "corrupt", "1", "base_train", *SMALL]
-    process = begin(trained, *words, "--num_iterations=200", "--model_tag=corrupt", "--no-compile")
+    process = begin(trained, *words, "--num_iterations=200", "--model_tag=corrupt", "--compile=off")
     text = rest_of(process)
     assert process.returncode and re.search(r"step 3: loss nan.*skipped on all ranks", text)
     changed = re.search(r"changed (\S+)", text)
@@ -195,11 +195,11 @@ def test_R17_B12_model_is_saved_before_an_evaluation_that_fails(trained, command
 
 
 def test_compilation_must_pay_on_a_cpu(tiny_gpt, dist):
-    assert not set_kernels(KernelConfig(), tiny_gpt, 1e12, dist).compile
+    assert set_kernels("auto", tiny_gpt, 1e12, dist) == "off"
     assert tiny_gpt.blocks[0].attention.backend == "sdpa"
-    assert set_kernels(KernelConfig(), tiny_gpt, 1e15, dist).compile
+    assert set_kernels("auto", tiny_gpt, 1e15, dist) == "on"
     assert tiny_gpt.blocks[0].attention.backend == "blocks"
-    assert not set_kernels(KernelConfig(compile=False), tiny_gpt, 1e15, dist).compile
+    assert set_kernels("off", tiny_gpt, 1e15, dist) == "off"
 
 
 def test_a_refused_command_leaves_a_finished_model_in_place(trained, command):
@@ -282,7 +282,7 @@ def test_B7_batches_stay_intact_while_the_gpu_is_behind(trained, command, monkey
 
     during_step(keep_busy, monkeypatch.setattr)
     words = [*SMALL, "--device_type=cuda", "--device_batch_size=2", "--model_tag=busy"]
-    command.works("base_train", *words, "--resume=auto", "--no-compile")
+    command.works("base_train", *words, "--resume=auto", "--compile=off")
     assert losses(trained, "busy") == pytest.approx(losses(trained, "one"), rel=1e-3)
 
 

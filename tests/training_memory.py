@@ -23,7 +23,7 @@ from nanochat.optim import MuonAdamW, OptimConfig
 from nanochat.rows import Rows
 from nanochat.scaling import make_rules, shape_for_depth
 from nanochat.tokenizer import Tokenizer
-from nanochat.train import KernelConfig, Run, TrainConfig
+from nanochat.train import Run, TrainConfig
 from tests.conftest import TINY
 
 ROWS, T, VOCAB_SIZE = 64, 2048, 32768
@@ -65,7 +65,7 @@ def measure(depth: int, compiled: bool, fp8: bool) -> dict[str, float]:
     optimizer = MuonAdamW(model, make_rules(OptimConfig(), shape.d_model), dist)
     run = Run(
         *("base", "memory", TrainConfig(), model, optimizer, Tokenizer.train(["a"], 265), dist),
-        num_steps=4, batch_tokens=ROWS * T, kernels=KernelConfig(compile=compiled),
+        num_steps=4, batch_tokens=ROWS * T, compile="on" if compiled else "off",
         settings={}, inputs={}, identity={}, state={},
     )  # fmt: skip
     rows, waits = RandomRows(), []

@@ -22,7 +22,7 @@ from nanochat.dist import DistContext, peak_flops
 from nanochat.gpt import GPTConfig
 from nanochat.optim import MuonAdamW, OptimConfig
 from nanochat.scaling import make_rules
-from nanochat.train import KernelConfig, set_kernels
+from nanochat.train import Compile, set_kernels
 
 WARMUP_STEPS = 2
 NOTE = """\
@@ -36,7 +36,7 @@ def bench_training(
     cfg: GPTConfig,
     rows: int,
     dist: DistContext,
-    kernels: KernelConfig,
+    compile: Compile,
     repeats: int,
     peer: str = "",
     peers: ModuleType | None = None,
@@ -44,7 +44,7 @@ def bench_training(
     """Time steps on `rows` rows of random tokens, ours and those of a peer; rank 0 reports."""
     model = build_model(cfg, dist.device, dist.dtype, seed=0)
     optimizer = MuonAdamW(model, make_rules(OptimConfig(weight_decay=0.1), cfg.d_model), dist)
-    compiled = bool(set_kernels(kernels, model, math.inf, dist, optimizer).compile)
+    compiled = set_kernels(compile, model, math.inf, dist, optimizer) != "off"
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(cfg.vocab_size, (rows, cfg.max_seq_len + 1), generator=generator)
     ids = ids.to(dist.device)

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from nanochat.checkpoint import build_model
+from nanochat.common import UsageError
 from nanochat.config import require_at_least, require_positive, settings, start
 from nanochat.dist import init_dist
 from nanochat.eval_bpb import Validation
@@ -127,7 +128,7 @@ def main(cfg: GolfTrain) -> None:
         *(cfg.train, model, optimizer, tokenizer, dist),
         num_steps=num_steps,
         batch_tokens=batch_tokens,
-        kernels=cfg.kernels,
+        compile=cfg.compile,
         settings=resolved,
         inputs=inputs,
         identity={
@@ -140,7 +141,6 @@ def main(cfg: GolfTrain) -> None:
             "qat": {"start": cfg.qat_start, **asdict(cfg.quant)} if late else None,
         },
         state={"horizon": asdict(horizon), "source": source.describe()},
-        keep_optimizer=not cfg.ema_decay,  # averaged weights cannot be trained on
     )
     few_shot: dict[str, Any] = {}
     with run:
@@ -151,6 +151,9 @@ def main(cfg: GolfTrain) -> None:
         spent = run.progress.train_seconds  # of training, without evaluations and saves
         if max_seconds is not None and spent >= max_seconds:  # finished by time
             run.num_steps = run.progress.step
+        if cfg.ema_decay and run.finished and run.progress.step < run.num_steps:
+            fix = "train all steps with --resume=never, or use --ema_decay=0"
+            raise UsageError("the run has averaged weights and cannot be extended", fix)
         for step in run.steps():  # from the last checkpoint on
             if run.due(cfg.train.eval_every):
                 run.log(validation.score(model.token_losses, run.device_rows, run.stop))

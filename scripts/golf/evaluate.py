@@ -26,7 +26,7 @@ from nanochat.eval_bpb import Bpb, document_bpb
 from nanochat.golf.artifact import Artifact, read_artifact
 from nanochat.golf.size import code_bytes
 from nanochat.lab.significance import over_seeds
-from nanochat.train import KernelConfig, prepare_scoring
+from nanochat.train import Compile, prepare_scoring
 from tasks.builtin import open_text
 
 SECTION = "Parameter golf"
@@ -52,7 +52,8 @@ class GolfEval:
     """Folder for records. Default: report/ under the base directory."""
     data: DataConfig = field(default_factory=DataConfig)
     dist: DistConfig = field(default_factory=DistConfig)
-    kernels: KernelConfig = field(default_factory=KernelConfig)
+    compile: Compile = "auto"
+    """torch.compile. auto: on GPUs and in long runs on a CPU. autotune: times several kernels."""
 
 
 class ScoredArtifact(NamedTuple):
@@ -98,7 +99,7 @@ def score_artifact(
     stride = max(1, T // 4) if cfg.eval_stride is None else cfg.eval_stride
     passes = 2 + (T / stride if stride else 0)
     tokens = sum(map(len, texts)) / CHARS_PER_TOKEN * passes
-    windows = prepare_scoring(cfg.kernels, model, int(tokens), GPU_SEQS, dist)
+    windows = prepare_scoring(cfg.compile, model, int(tokens), GPU_SEQS, dist)
 
     def bpb(stride: int) -> Bpb:
         return document_bpb(model, texts, artifact.tokenizer, stride, windows, dist)

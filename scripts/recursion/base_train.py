@@ -69,7 +69,7 @@ def main(cfg: RecursionTrain) -> None:
         *(cfg.train, model, optimizer, tokenizer, dist),
         num_steps=num_steps,
         batch_tokens=batch_tokens,
-        kernels=cfg.kernels,
+        compile=cfg.compile,
         settings=resolved,
         inputs=inputs,
         identity={"rows": rows.recipe, "schedule": asdict(schedule)},

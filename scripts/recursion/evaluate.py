@@ -33,7 +33,7 @@ from nanochat.recursion.metrics import refinement, state_metrics
 from nanochat.recursion.model import RecursiveConfig, RecursiveGPT
 from nanochat.recursion.verdict import Criterion, LoopArm
 from nanochat.rows import open_rows
-from nanochat.train import KernelConfig, prepare_scoring
+from nanochat.train import Compile, prepare_scoring
 from tasks.builtin import open_text
 
 SECTION = "Recursion"
@@ -53,7 +53,8 @@ class RecursionEval:
     """Folder for records. Default: report/ under the base directory."""
     data: DataConfig = field(default_factory=DataConfig)
     dist: DistConfig = field(default_factory=DistConfig)
-    kernels: KernelConfig = field(default_factory=KernelConfig)
+    compile: Compile = "auto"
+    """torch.compile. auto: on GPUs and in long runs on a CPU. autotune: times several kernels."""
 
     def __post_init__(self) -> None:
         require_at_least(self, eval_tokens=1)
@@ -145,7 +146,7 @@ def score_loops(cfg: RecursionEval, checkpoint: Checkpoint, dist: DistContext) -
     source = open_text(cfg.data, checkpoint.state["source"])
     rows = open_rows(source, tokenizer, T)
     tokens = cfg.eval_tokens or (262_144 if on_cpu else 20 * 524_288)
-    size = prepare_scoring(cfg.kernels, model, 2 * tokens, GPU_ROWS, dist)
+    size = prepare_scoring(cfg.compile, model, 2 * tokens, GPU_ROWS, dist)
     token_bytes, states = tokenizer.token_bytes(), {}
 
     def batches():

@@ -14,13 +14,11 @@ from nanochat.eval_core import FewShotTask, score_options, tokenize
 from nanochat.gpt import inference_copy
 from nanochat.scaling import shape_for_depth
 from nanochat.tokenizer import Tokenizer
-from nanochat.train import KernelConfig
 from scripts.bench import Bench, DataConfig, main
 from tasks.world.corpus import documents
 from tasks.world.suite import suite
 
 CPU = DistConfig("cpu", "float32")
-EAGER = KernelConfig(compile=False)
 interop = pytest.mark.skipif(
     not importlib.util.find_spec("lm_eval"), reason="dependency group interop is not installed"
 )
@@ -31,7 +29,7 @@ def read_tables(capsys):
     """Run a benchmark; return its rows by table, each a dictionary by column."""
 
     def run(*args, **options):
-        main(Bench(*args, dist=CPU, kernels=EAGER, **options))
+        main(Bench(*args, dist=CPU, compile="off", **options))
         found = {}
         for block in capsys.readouterr().out.split("## ")[1:]:
             lines = [
