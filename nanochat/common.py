@@ -14,7 +14,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -149,10 +149,10 @@ def cpu_info(name: str) -> str:
 # The operating system releases the locks of a process when it exits.
 
 
-def take_lock(file: IO, kind: int = fcntl.LOCK_EX) -> bool:
+def take_lock(file: IO) -> bool:
     """Lock an open file until it is closed. Returns False if another process has locked it."""
     try:
-        fcntl.flock(file, kind | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True
@@ -164,13 +164,6 @@ def try_lock(path: Path) -> Iterator[bool]:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         yield take_lock(file)
-
-
-def is_locked(path: Path) -> bool:
-    """Whether a process holds a lock file. Processes that ask do not see each other."""
-    with suppress(FileNotFoundError), path.open() as file:
-        return not take_lock(file, fcntl.LOCK_SH)
-    return False
 
 
 @contextmanager

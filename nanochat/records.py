@@ -91,7 +91,7 @@ TIME_FORMAT = "%Y-%m-%d %H:%M:%S"
 # Settings that do not affect the result: a finished stage stays finished when they change.
 NOT_IN_KEY = frozenset(
     "run skip_if_done resume keep report_dir allow_data_change device_batch_size "
-    "collective_timeout_minutes on_save_error save_every canaries compile_engine".split()
+    "collective_timeout_minutes save_every canaries compile_engine".split()
 )
 ADDED_COSTS = ("wall_seconds", "device_seconds")
 STARTED = time.perf_counter()  # this module is imported when a process starts

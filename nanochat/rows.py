@@ -10,25 +10,18 @@ fixed order and the rows of each are permuted by (seed, epoch, shard). Step s of
 per step reads rows s * R to (s + 1) * R - 1 of that sequence; every rank reads its slice. There is
 no state: a step gets the same rows after a resume or with a new number of ranks.
 
-A shard is complete once its .json exists, which is written last. Training can start while another
-process packs (scripts.data): a step waits for its shard.
+A shard is complete once its .json exists, which is written last.
 """
 
 import hashlib
 import math
-import multiprocessing
 import os
 import random
-import signal
-import sys
-import threading
-import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
-from itertools import islice, pairwise
-from multiprocessing.process import BaseProcess
+from functools import cached_property, lru_cache
+from itertools import islice, pairwise, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,8 +29,7 @@ import numpy as np
 
 from nanochat import common
 from nanochat.chat_format import Message, render
-from nanochat.common import StopRequest, StopRequested, UsageError
-from nanochat.config import Console
+from nanochat.common import UsageError
 from nanochat.dataset import Source
 from nanochat.loss import IGNORE
 from nanochat.tokenizer import Tokenizer
@@ -65,44 +57,19 @@ def inputs_and_targets(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return ids[:, :-1], np.where(ignored, IGNORE, ids[:, 1:])
 
 
-# ---- Orders --------------------------------------------------------------------------------------
-# Both sort the raw PCG64 stream, which numpy guarantees will never change (unlike the output of
-# Generator.permutation), so a run can be resumed with another numpy version.
-
-
 @lru_cache(maxsize=64)
 def permutation(seed: int, epoch: int, shard: int, n: int) -> np.ndarray:
-    """Return the order of the `n` rows of a shard in an epoch."""
+    """
+    Return the order of the `n` rows of a shard in an epoch. Sorts the raw PCG64 stream, which numpy
+    guarantees will never change (unlike Generator.permutation), so a run can be resumed with
+    another numpy version.
+    """
     order = np.argsort(np.random.PCG64([seed, epoch, shard]).random_raw(n), kind="stable")
     order.setflags(write=False)
     return order
 
 
-def interleave(sizes: Sequence[np.ndarray], seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """
-    Mix buckets evenly; return an order of all items: index of the bucket and index within the
-    bucket, both (n,).
-
-    The items of each bucket divide [0, 1) in proportion to their `sizes`, each gets a random
-    position within its interval, and the order is that of the positions.
-    """
-    lengths = [len(each) for each in sizes]
-    raw = np.random.PCG64([seed, 0, len(sizes)]).random_raw(sum(lengths))
-    jitter = (raw >> np.uint64(11)) * 2.0**-53  # [0, 1)
-    when = []
-    for each, own in zip(sizes, np.split(jitter, np.cumsum(lengths)[:-1]), strict=True):
-        ends = np.cumsum(each)
-        when.append((ends - each + each * own) / ends[-1:])
-    order = np.argsort(np.concatenate(when), kind="stable")
-    bucket = np.repeat(np.arange(len(sizes)), lengths)
-    number = np.concatenate([np.arange(length) for length in lengths])
-    return bucket[order], number[order]
-
-
 # ---- Reading -------------------------------------------------------------------------------------
-
-POLL_SECONDS = 0.1
-SILENCE_SECONDS = 60.0  # how long a step waits while no process is packing
 
 
 @dataclass(eq=False)
@@ -119,35 +86,42 @@ class Rows:
     in every checkpoint."""
     files: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Shard -> files of the source packed into it, in order."""
-    stop: StopRequest = field(default_factory=StopRequest)
-    """Waiting ends when it is asked; a training script sets its run's."""
 
     def __post_init__(self) -> None:
         self.max_seq_len: int = self.recipe["max_seq_len"]
         self.fingerprint: str = self.recipe["fingerprint"]
-        self.starts = [0]  # index within the epoch of each shard's first row, as far as known
         self.opened: dict[str, np.ndarray] = {}
+
+    @property
+    def num_rows(self) -> int:
+        """Number of training rows in the shards before the first one that is not packed."""
+        packed = takewhile(self.is_packed, self.train_shards)
+        return sum(self.counts(shard)["rows"] for shard in packed)
+
+    @cached_property
+    def starts(self) -> np.ndarray:
+        """Index within the epoch of the first row of each packed shard, and `num_rows`."""
+        packed = takewhile(self.is_packed, self.train_shards)
+        return np.cumsum([0, *(self.counts(shard)["rows"] for shard in packed)])
 
     def row_ids(self, step: int, rows_per_step: int, seed: int) -> np.ndarray:
         """
         Return the ids of a step's rows, (rows_per_step, 3): epoch, index of the shard, index in the
-        shard. Waits and raises like `batch`.
+        shard. Raises UsageError if they are not packed.
         """
+        total, complete = self.starts[-1], len(self.starts) > len(self.train_shards)
         numbers = step * rows_per_step + np.arange(rows_per_step, dtype=np.int64)
-        epochs = np.zeros_like(numbers)
-        for shard in self.train_shards[len(self.starts) - 1 :]:
-            if self.starts[-1] > numbers[-1]:
-                break
-            self.starts.append(self.starts[-1] + self.wait(shard)["rows"])
-        else:  # the length of an epoch is known
-            if not self.starts[-1]:
-                raise UsageError(f"{self.folder} has no training rows", "use more text")
-            epochs, numbers = np.divmod(numbers, self.starts[-1])
+        if not total or (numbers[-1] >= total and not complete):
+            raise UsageError(
+                f"{self.folder} has {total:,} training rows, fewer than step {step} needs",
+                "use more text" if complete else "pack it: python -m scripts.data",
+            )
+        epochs, numbers = np.divmod(numbers, total)
         shards = np.searchsorted(self.starts, numbers, side="right") - 1
-        rows = numbers - np.array(self.starts)[shards]
+        rows = numbers - self.starts[shards]
         for epoch, shard in sorted(set(zip(epochs.tolist(), shards.tolist(), strict=True))):
             here = (epochs == epoch) & (shards == shard)
-            count = self.starts[shard + 1] - self.starts[shard]
+            count = int(self.starts[shard + 1] - self.starts[shard])
             rows[here] = permutation(seed, epoch, shard, count)[rows[here]]
         return np.stack([epochs, shards, rows], axis=1)
 
@@ -161,11 +135,8 @@ class Rows:
 
     def batch(self, step: int, rows_per_step: int, seed: int) -> np.ndarray:
         """
-        Return the rows of a step, (rows_per_step, max_seq_len + 1), in the stored dtype. Waits for
-        shards that are being packed.
-
-        Raises UsageError if a shard is missing while no process is packing rows of this folder, or
-        is damaged, and StopRequested if a stop is requested while waiting.
+        Return the rows of a step, (rows_per_step, max_seq_len + 1), in the stored dtype. Raises
+        UsageError if a shard is missing or damaged.
         """
         return self.read(self.row_ids(step, rows_per_step, seed))
 
@@ -192,23 +163,15 @@ class Rows:
         for i in range(first, last, rows_per_batch):
             yield rows[order[i : min(i + rows_per_batch, last)]]
 
-    @property
-    def num_rows(self) -> int:
-        """Number of training rows in the shards before the first one that is not packed."""
-        total = 0
-        for shard in self.train_shards:
-            if not self.is_packed(shard):
-                break
-            total += self.counts(shard)["rows"]
-        return total
-
     def open(self, shard: str) -> np.ndarray:
         """
         Return the rows of a shard, memory-mapped, (n, max_seq_len + 1). Its digest is checked when
         a run first opens it; a damaged shard counts as not packed from then on.
         """
         if shard not in self.opened:
-            counts, path = self.wait(shard), self.bin_path(shard)
+            if not self.is_packed(shard):
+                raise UsageError(f"{shard} is not packed in {self.folder}", "run scripts.data")
+            counts, path = self.counts(shard), self.bin_path(shard)
             if not path.is_file() or common.sha256_file(path) != counts["sha256"]:
                 self.json_path(shard).unlink(missing_ok=True)  # several ranks may find it
                 raise UsageError(
@@ -219,32 +182,9 @@ class Rows:
             self.opened[shard] = flat.reshape(-1, self.max_seq_len + 1)
         return self.opened[shard]
 
-    def wait(self, shard: str) -> dict[str, Any]:
-        """Return the record of a shard once it is packed. Raises like `batch`."""
-        if not self.is_packed(shard):
-            print(f"waiting for {shard} to be packed", flush=True)
-        heard = time.monotonic()
-        while not self.is_packed(shard):
-            if self.stop.asked:
-                raise StopRequested(f"stop requested while waiting for {shard}")
-            if self.is_being_packed():
-                heard = time.monotonic()
-            if time.monotonic() - heard > SILENCE_SECONDS:
-                raise UsageError(
-                    f"{shard} is not packed in {self.folder}, and no process is packing it",
-                    "run the same command again; an error of the packing process is printed above "
-                    "or, with several nodes, by the first process of each node",
-                )
-            time.sleep(POLL_SECONDS)
-        return self.counts(shard)
-
     def is_packed(self, shard: str) -> bool:
         """Whether the rows of a shard are complete."""
         return self.json_path(shard).exists()
-
-    def is_being_packed(self) -> bool:
-        """Whether a process holds the lock of a shard that is not packed."""
-        return any(common.is_locked(self.lock_path(shard)) for shard in missing_shards(self))
 
     def counts(self, shard: str) -> dict[str, Any]:
         """The record of a packed shard: the counts of its `Packer`, and its SHA-256."""
@@ -279,7 +219,7 @@ def file_name(shard: str) -> str:
 # ---- Best-fit packing of documents into rows -----------------------------------------------------
 # Every row starts with BOS. The rest of a cut document goes into a later row, after a BOS.
 
-PACKING_RULE = 3  # part of fingerprints: increment it when the same input packs differently
+PACKING_RULE = 4  # part of fingerprints: increment it when the same input packs differently
 
 # A larger pool cuts fewer documents. Measured: 2026-11, rows of 2,049, lognormal lengths
 # (mean 820 tokens; 7.7% of documents are longer than a row): 256 pieces cut 16%, 1,024 cut 15%,
@@ -481,13 +421,9 @@ def group_files(source: Source, row_length: int) -> dict[str, list[str]]:
 
 
 def missing_shards(rows: Rows, num_rows: int | None = None) -> list[str]:
-    """
-    Shards still to pack, by urgency: first training shard, validation shard, the others; only the
-    validation shard if there are `num_rows` training rows.
-    """
-    shards = [rows.val_shard]
-    if num_rows is None or rows.num_rows < num_rows:
-        shards = [*rows.train_shards[:1], *shards, *rows.train_shards[1:]]
+    """Shards still to pack; only that for validation if there are `num_rows` training rows."""
+    enough = num_rows is not None and rows.num_rows >= num_rows
+    shards = [rows.val_shard, *([] if enough else rows.train_shards)]
     return [shard for shard in shards if not rows.is_packed(shard)]
 
 
@@ -498,23 +434,17 @@ def pack_text(
     Pack missing shards in order until there are `num_rows` training rows (default: all shards).
 
     Shares the work with other processes that call it, and returns when all of it is done. Raises
-    ValueError for unreadable files, after the other shards.
+    ValueError for unreadable files.
     """
-    failed: dict[str, ValueError] = {}
-    while todo := [each for each in missing_shards(rows, num_rows) if each not in failed]:
+    while todo := missing_shards(rows, num_rows):
         for shard in todo:
             with common.try_lock(rows.lock_path(shard)) as mine:
                 if mine and not rows.is_packed(shard):
-                    try:
-                        pack_shard(rows, shard, source, tokenizer)
-                    except ValueError as error:
-                        failed[shard] = error
+                    pack_shard(rows, shard, source, tokenizer)
                     break
         else:  # other processes are packing all of them: wait for the first
             with common.hold_lock(rows.lock_path(todo[0]), f"packing {todo[0]}"):
                 pass
-    for error in failed.values():
-        raise error
 
 
 def pack_shard(rows: Rows, shard: str, source: Source, tokenizer: Tokenizer) -> None:
@@ -533,45 +463,6 @@ def pack_shard(rows: Rows, shard: str, source: Source, tokenizer: Tokenizer) -> 
     packer = Packer(rows.max_seq_len + 1, tokenizer.bos_id, rows.dtype)
     write_shard(rows, shard, packer, encoded(), about)
     print(f"packed {common.printable(shard)}: {packer.counts['rows']:,} rows", flush=True)
-
-
-def start_packing(
-    rows: Rows, source: Source, num_rows: int | None = None, workers: int = 1
-) -> Sequence[BaseProcess]:
-    """
-    Run `pack_text` in processes of low priority, which end if this one does; meanwhile,
-    `rows.batch` waits for missing shards. An unfinished shard is packed again next time. A process
-    that fails prints its error.
-    """
-    if not missing_shards(rows, num_rows):
-        return []
-    spawn = multiprocessing.get_context("spawn")
-    args = (source, rows.folder / "tokenizer.json", rows.max_seq_len, num_rows)
-    processes = [spawn.Process(target=pack_alone, args=args, daemon=True) for _ in range(workers)]
-    for process in processes:
-        process.start()
-    return processes
-
-
-def pack_alone(source: Source, tokenizer: Path, max_seq_len: int, num_rows: int | None) -> None:
-    """The process of `start_packing`."""
-    sys.stdout, sys.stderr = Console(sys.stdout), Console(sys.stderr)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
-    threading.Thread(target=exit_with_parent, daemon=True).start()
-    os.environ["RAYON_NUM_THREADS"] = "1"  # encoding leaves the other cores to training
-    os.nice(10)
-    loaded = Tokenizer.read(tokenizer)
-    try:
-        pack_text(open_rows(source, loaded, max_seq_len), source, loaded, num_rows)
-    except (OSError, ValueError, UsageError) as error:
-        raise SystemExit(f"error: packing failed: {common.printable(error)}") from error
-
-
-def exit_with_parent() -> None:
-    """End this process when its parent has ended, also by a signal."""
-    if parent := multiprocessing.parent_process():
-        parent.join()
-        os._exit(1)
 
 
 def batch_texts(texts: Iterable[str]) -> Iterator[list[str]]:
@@ -637,11 +528,11 @@ def pack_chats(rows: Rows, parts: Mapping[str, ChatPart], seed: int, tokenizer: 
     with common.hold_lock(rows.lock_path(CHAT_SHARD), f"packing {', '.join(parts)}"):
         if rows.is_packed(CHAT_SHARD):
             return
-        buckets, about = [], {}
+        used, about = [], {}
         for number, (name, part) in enumerate(parts.items()):
             every = encode_chats(name, part.conversations, tokenizer, rows.max_seq_len)
             order, lengths = choose_chats(every, part, seed, number)
-            buckets.append([every[i] for i in order])
+            used += [every[i] for i in order]
             about[name] = {
                 "conversations": len(every),
                 "used": len(order),
@@ -649,8 +540,7 @@ def pack_chats(rows: Rows, parts: Mapping[str, ChatPart], seed: int, tokenizer: 
                 "trained": sum(int((ids >= 0).sum()) for ids in every),
                 "used_tokens": int(lengths[order].sum()),
             }
-        sizes = [np.array([len(ids) + 1 for ids in used], np.int64) for used in buckets]
-        mixed = (buckets[b][i] for b, i in zip(*interleave(sizes, seed), strict=True))
+        mixed = (used[i] for i in permutation(seed, 0, len(parts), len(used)))
         packer = Packer(rows.max_seq_len + 1, ~tokenizer.bos_id, rows.dtype, cut=False)
         joined = join_chats(mixed, seed, rows.max_seq_len)
         write_shard(rows, CHAT_SHARD, packer, batch_chats(joined), {"buckets": about})

@@ -83,8 +83,6 @@ class TrainConfig:
     after a failure always resumes."""
     allow_data_change: bool = False
     """Resume even if text, tokenizer or rows have changed."""
-    on_save_error: Literal["stop", "continue"] = "stop"
-    """If a save fails: stop, or continue without that checkpoint (the final save must succeed)."""
     skip_if_done: bool = False
     """Do nothing if the run has finished."""
     report_dir: str | None = None
@@ -315,28 +313,24 @@ class Totals(NamedTuple):
     """Reduced gradients; under MuonAdamW, this rank's slices."""
 
 
-def first_not_finite(named: Mapping[str, Tensor]) -> str | None:
-    """Name of the first tensor with a NaN or infinity, or None."""
-    floats = {name: x for name, x in named.items() if x.is_floating_point()}
-    finite = torch.stack([x.detach().isfinite().all() for x in floats.values()]).tolist()
-    return next((name for name, good in zip(floats, finite, strict=True) if not good), None)
-
-
-def require_equal_ranks(named: Mapping[str, Tensor], dist: DistContext, step: int) -> None:
+def check_weights(model: GPT, dist: DistContext, step: int) -> None:
     """
-    Raise RankMismatchError on every rank, naming the first parameter that differs.
-
-    named: float32 or bfloat16 tensors. Compares sums of their bits, so it detects a single flipped
-    bit.
+    Raise an error on every rank, naming the first weight that is not finite or differs between
+    ranks. Compares sums of bits, so a single flipped one is found.
     """
-    if dist.world_size == 1:
-        return
     bits = {2: torch.int16, 4: torch.int32}
-    sums = [x.detach().view(bits[x.element_size()]).sum(dtype=torch.int64) for x in named.values()]
-    found = dist.gather(torch.stack(sums).tolist())
-    for name, *values in zip(named, *found, strict=True):
-        usual = max(values, key=values.count)  # rank 0 wins ties
-        if others := [rank for rank, value in enumerate(values) if value != usual]:
+    named = {name: weight.detach() for name, weight in model.named_parameters()}
+    sums = [x.view(bits[x.element_size()]).sum(dtype=torch.int64) for x in named.values()]
+    finite = [x.isfinite().all() for x in named.values()]
+    found = dist.gather(list(zip(*torch.stack(sums + finite).view(2, -1).tolist(), strict=True)))
+    for name, *ranks in zip(named, *found, strict=True):
+        if not all(good for _, good in ranks):
+            raise NonFiniteError(
+                f"{name} has non-finite values before step {step}, not saved; --resume=auto "
+                "resumes from the last good step"
+            )
+        usual = max(ranks, key=ranks.count)  # rank 0 wins ties
+        if others := [rank for rank, value in enumerate(ranks) if value != usual]:
             raise RankMismatchError(
                 f"weights differ between ranks before step {step}: {name} differs on rank "
                 f"{', '.join(map(str, others))} of {dist.world_size}; check that device and "
@@ -428,7 +422,7 @@ class Run:
         self.stop = StopRequest()
         self.progress = Progress()
         self.checkpoint: Checkpoint | None = None
-        """Newest checkpoint saved by this process; main rank only."""
+        """Newest one, saved or resumed; main rank only."""
         self.saving: tuple[int, Future[Checkpoint]] | None = None
         """Step being saved, and its result."""
         self.writer = ThreadPoolExecutor(1)
@@ -454,7 +448,7 @@ class Run:
                 )
             )
             stack.enter_context(self.writer)
-            stack.callback(self.report_failed_save)
+            stack.callback(self.finish_save)
             self.resume()
             if self.compile is not None:
                 self.choose_kernels()
@@ -481,14 +475,15 @@ class Run:
                 raise ValueError(
                     f"{found.folder} was trained with different settings:\n  "
                     + "\n  ".join(changed)
-                    + "\nuse another --model_tag, or --allow_data_change if only rows differ; with "
-                    "speedrun.sh, rename that folder"
+                    + "\nuse another --model_tag, --allow_data_change if only rows differ, or "
+                    "--dtype=fp8 if only fp8 does; with speedrun.sh, rename that folder"
                 )
             for line in changed:
                 dist.print0(f"resuming despite {line}")
             self.model.load_state_dict(found.model_tensors())
             progress = self.progress = Progress(**found.state["progress"])
             optim.load_full_state(self.optimizer, found.optim_tensors())
+            self.checkpoint = found if dist.is_main else None
             dist.print0(f"resumed {found.folder}")
         self.first_step = progress.step
         if dist.dtype != torch.float16:
@@ -573,6 +568,8 @@ class Run:
                     why = "stop requested" if stopped else "training ended"
                     text = f"{why}: saved step {step} (continue with --resume=auto)"
                 dist.print0(text)
+        if stopped and finished:
+            dist.print0("trained and saved; --resume=auto repeats the last evaluation")
         if stopped:
             dist.close()
             raise SystemExit(common.PREEMPTED) from error
@@ -599,17 +596,21 @@ class Run:
         saved, their number, for the last evaluation.
         """
         progress, every = self.progress, self.cfg.save_every
-        progress.finished = progress.finished and progress.step >= self.num_steps
+        if progress.step > self.num_steps:
+            problem = f"{self.folder} has {progress.step} steps, this run {self.num_steps}"
+            raise UsageError(problem, "use another --model_tag, or --resume=never to train again")
+        trained = progress.finished and progress.step == self.num_steps
+        progress.finished = False
         while progress.step < self.num_steps:
             if progress.step % CHECK_RANKS_EVERY == 0:
-                named = dict(self.model.named_parameters())
-                require_equal_ranks(named, self.dist, progress.step)
+                check_weights(self.model, self.dist, progress.step)
             self.started = time.perf_counter()
             yield progress.step
             if every and progress.step % every == 0 and progress.step < self.num_steps:
                 self.save()
+        if not trained:
+            self.save(final=True)
         progress.finished = True
-        self.save(final=True)
         yield progress.step
 
     def due(self, every: int) -> bool:
@@ -625,6 +626,11 @@ class Run:
             progress.min_val = value if progress.min_val is None else min(progress.min_val, value)
         self.write(progress.step, metrics)
         self.started = time.perf_counter()  # evaluations do not count as training
+
+    def print(self, text: str) -> None:
+        """Print on the main rank, after work that does not count as training."""
+        self.dist.print0(text)
+        self.started = time.perf_counter()
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         """
@@ -653,59 +659,41 @@ class Run:
         Save the state of all ranks: on a GPU, a thread writes a copy while training goes on;
         `final` waits until it is on disk. Call on every rank.
 
-        Raises NonFiniteError naming the first non-finite tensor, RankMismatchError if the weights
-        differ between ranks, and OSError if the disk fails (unless `on_save_error` allows it).
+        Raises as `check_weights`. If the disk fails, training goes on and the older checkpoints
+        stay; a `final` save raises OSError.
         """
         dist, progress, model = self.dist, self.progress, self.model
         self.write(progress.step, {})
-        self.require_finite()
-        require_equal_ranks(dict(model.named_parameters()), dist, progress.step)
-        problem = dist.broadcast(self.finish_save())  # of the previous one
+        check_weights(model, dist, progress.step)
+        self.finish_save()  # the previous one
         gathered = optim.full_state(self.optimizer)  # by all ranks; the main rank copies
         moments = {n: to_host(x) for n, x in gathered if dist.is_main}
         self.add_cost()
         if dist.is_main:
             weights = {name: to_host(x) for name, x in model.state_dict().items()}
-            state = {**self.state, "progress": asdict(progress)}
+            finished = progress.step >= self.num_steps
+            state = {**self.state, "progress": {**asdict(progress), "finished": finished}}
             job = (self.folder, progress.step, model, moments, self.tokenizer, state)
             future = self.writer.submit(save_checkpoint, *job, self.cfg.keep, weights)
             self.saving = progress.step, future
         if final or dist.device.type == "cpu":  # where it would slow down training, or see updates
-            if problem:
-                dist.print0(problem)
-            problem = dist.broadcast(self.finish_save())
-        if problem and (final or self.cfg.on_save_error == "stop"):
-            raise OSError(problem)
-        if problem:
-            dist.print0(f"{problem}; continuing")
+            problem = dist.broadcast(self.finish_save(final))
+            if problem and final:
+                raise OSError(problem)
 
-    def finish_save(self) -> str | None:
-        """Wait for the save in progress. Returns an error message if the disk failed."""
+    def finish_save(self, final: bool = False) -> str | None:
+        """Wait for the save in progress. Returns an error of the disk, printed unless `final`."""
         if self.saving is None:
             return None
         (step, future), self.saving = self.saving, None
         try:
             self.checkpoint = future.result()
         except OSError as error:
-            return f"saving step {step} failed: {error}"
+            problem = f"saving step {step} failed: {error}"
+            if not final:
+                self.dist.print0(problem)
+            return problem
         return None
-
-    def report_failed_save(self) -> None:
-        """Wait for the last save when the run ends; print an error of the disk."""
-        if problem := self.finish_save():
-            print(common.printable(problem), flush=True)
-
-    def require_finite(self) -> None:
-        """Raise NonFiniteError on all ranks, naming the first non-finite tensor of any rank."""
-        names: dict[Tensor, str] = {p: name for name, p in self.model.named_parameters()}
-        named = self.model.state_dict()
-        for param, moments in self.optimizer.state.items():  # this rank's shards
-            named |= {f"{names[param]}.{moment}": x for moment, x in moments.items()}
-        mine = first_not_finite(named)
-        if found := [name for name in self.dist.gather(mine) if name]:
-            last = max(step_folders(self.folder), default="none")
-            fix = f"--resume=auto resumes from the last good step: {last}"
-            raise NonFiniteError(f"{found[0]} has non-finite values and was not saved; {fix}")
 
     def add_cost(self) -> None:
         """Add the time since the last call to the cost of the run."""
@@ -728,8 +716,6 @@ class Run:
         try:
             ids = rows.row_ids(self.progress.step, number, self.cfg.seed)
             mine = rows.read(np.split(ids, dist.world_size)[dist.rank])
-        except StopRequested:
-            pass
         except (UsageError, OSError) as error:
             self.failure = error
         x, y = inputs_and_targets(mine)

@@ -4,7 +4,7 @@ Pretrain a base model.
     python -m scripts.base_train --depth=4 --max_seq_len=256 --num_iterations=20   # a laptop
     torchrun --nproc_per_node=8 -m scripts.base_train -- --depth=24   # one node with 8 GPUs
 
-Reads   tokenizer/ (scripts.tok_train) and rows/; missing rows are packed in the background
+Reads   tokenizer/ (scripts.tok_train) and rows/; packs rows that are missing
 Writes  base_checkpoints/<tag>/ with metrics.jsonl, and the section "Base model training"
 """
 
@@ -20,7 +20,7 @@ from nanochat.eval_core import Suite, core, evaluate_task, open_suite
 from nanochat.gpt import GPTConfig, inference_copy
 from nanochat.optim import MuonAdamW, ScheduleConfig, decay_factor, lr_factor, muon_momentum
 from nanochat.records import estimate
-from nanochat.rows import Rows, open_rows, start_packing
+from nanochat.rows import Rows, open_rows, pack_text
 from nanochat.scaling import (
     HorizonConfig,
     default_windows,
@@ -120,11 +120,10 @@ def main(cfg: BaseTrain) -> None:
         identity={"rows": rows.recipe, "schedule": asdict(schedule)},
         state={"horizon": asdict(horizon), "source": source.describe()},
     )
+    num_rows = num_steps * batch_tokens // cfg.max_seq_len
+    dist.on_node(lambda: pack_text(rows, source, tokenizer, num_rows))
     few_shot: dict[str, Any] = {}
     with run:
-        if dist.local_rank == 0:  # a step waits for its rows
-            start_packing(rows, source, num_steps * batch_tokens // cfg.max_seq_len)
-        rows.stop = run.stop
         validation = Validation(cfg.validation, {source.name: rows}, tokenizer, dist)
         for step in run.steps():  # from the last checkpoint on
             if run.due(cfg.train.eval_every):
@@ -166,7 +165,7 @@ def sample_and_score(run: Run, cfg: PretrainEvalConfig, suite: Suite | None) -> 
     dist, found = run.dist, {}
     if cfg.sample_every and run.due(cfg.sample_every):
         texts = dist.on_main(lambda: generate_samples(run.model, run.tokenizer))
-        dist.print0("\n".join(f"    {text!r}" for text in texts.values()))
+        run.print("\n".join(f"    {text!r}" for text in texts.values()))
     if suite and run.due(cfg.core_metric_every):
         model, scores = inference_copy(run.model), []
         for task in suite.tasks:

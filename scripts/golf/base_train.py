@@ -22,7 +22,7 @@ from nanochat.golf.qat import AveragingMuonAdamW, quantized_weights
 from nanochat.golf.quantize import QuantConfig
 from nanochat.gpt import GPTConfig
 from nanochat.optim import OptimConfig, Rule, decay_factor, lr_factor, muon_momentum
-from nanochat.rows import pack_text, start_packing
+from nanochat.rows import pack_text
 from nanochat.scaling import Horizon, WidthConfig, batch_lr_factor, plan_horizon, scaled_rules
 from nanochat.train import Run, skip_if_finished
 from scripts.base_train import (
@@ -118,9 +118,6 @@ def main(cfg: GolfTrain) -> None:
     rules = cfg.rules(cfg.train.optim, horizon, shape.d_model)
     decoupled = cfg.decay_rule == "decoupled"
     optimizer = AveragingMuonAdamW(model, rules, dist, ema_decay=cfg.ema_decay, decoupled=decoupled)
-    num_rows = num_steps * batch_tokens // cfg.max_seq_len
-    if max_seconds is not None:  # packing must not count against the time limit
-        dist.on_node(lambda: pack_text(rows, source, tokenizer, num_rows))
     suite = open_few_shot(cfg, source, dist)
 
     run = Run(
@@ -142,11 +139,10 @@ def main(cfg: GolfTrain) -> None:
         },
         state={"horizon": asdict(horizon), "source": source.describe()},
     )
+    num_rows = num_steps * batch_tokens // cfg.max_seq_len
+    dist.on_node(lambda: pack_text(rows, source, tokenizer, num_rows))
     few_shot: dict[str, Any] = {}
     with run:
-        if dist.local_rank == 0:  # a step waits for its rows
-            start_packing(rows, source, num_rows)
-        rows.stop = run.stop
         validation = Validation(cfg.validation, {source.name: rows}, tokenizer, dist)
         spent = run.progress.train_seconds  # of training, without evaluations and saves
         if max_seconds is not None and spent >= max_seconds:  # finished by time

@@ -20,7 +20,7 @@ from nanochat.optim import MuonAdamW, decay_factor, lr_factor, muon_momentum
 from nanochat.recursion.metrics import step_metrics, validation_metrics
 from nanochat.recursion.model import RecursiveGPT
 from nanochat.recursion.presets import RecursionConfig
-from nanochat.rows import start_packing
+from nanochat.rows import pack_text
 from nanochat.scaling import WidthConfig, plan_horizon, scaled_rules
 from nanochat.train import Run, skip_if_finished
 from scripts.base_train import (
@@ -75,11 +75,10 @@ def main(cfg: RecursionTrain) -> None:
         identity={"rows": rows.recipe, "schedule": asdict(schedule)},
         state={"horizon": asdict(horizon), "source": source.describe()},
     )
+    num_rows = num_steps * batch_tokens // cfg.max_seq_len
+    dist.on_node(lambda: pack_text(rows, source, tokenizer, num_rows))
     few_shot: dict[str, Any] = {}
     with run:
-        if dist.local_rank == 0:  # a step waits for its rows
-            start_packing(rows, source, num_steps * batch_tokens // cfg.max_seq_len)
-        rows.stop = run.stop
         validation = Validation(cfg.validation, {source.name: rows}, tokenizer, dist)
         for step in run.steps():  # from the last checkpoint on
             if run.due(cfg.train.eval_every):
