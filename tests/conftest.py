@@ -2,13 +2,15 @@
 
 import atexit
 import os
+import runpy
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -20,7 +22,6 @@ from nanochat.config import speed_up_exit
 from nanochat.dist import DistContext
 from nanochat.gpt import GPT, GPTConfig
 from tasks.world.drills import spelling_words
-from tests.commands import Command
 from tests.training_runs import STEPS, prepare
 
 atexit.register(speed_up_exit)
@@ -44,6 +45,46 @@ TINY = GPTConfig(
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run the file with the longest test first, so that no worker waits for it at the end."""
     items.sort(key=lambda item: item.path.name != "test_speedrun.py")
+
+
+class Done(NamedTuple):
+    """Exit status and output (stdout, then stderr) of a command."""
+
+    status: int
+    text: str
+
+
+class Command:
+    """Runs `python -m scripts.<name> <flags>`, or `dev.<name>`; see the fixture `command`."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture):
+        self.patch, self.capfd = patch, capfd
+
+    def __call__(self, script: str, *flags: str) -> Done:
+        self.capfd.readouterr()
+        status, module = 0, script if script.startswith("dev.") else f"scripts.{script}"
+        with self.patch.context() as patch:
+            patch.setattr(sys, "argv", [script, *map(str, flags)])
+            patch.setenv("COLUMNS", "1000")  # errors on one line
+            patch.delitem(sys.modules, module, raising=False)
+            try:
+                runpy.run_module(module, run_name="__main__", alter_sys=True)
+            except SystemExit as ended:
+                status = int(ended.code or 0)
+        captured = self.capfd.readouterr()
+        return Done(status, captured.out + captured.err)
+
+    def rejects(self, *command: str) -> str:
+        """Return the output of a command that must fail with a user error."""
+        status, text = self(*command)
+        assert status == 2 and "Traceback" not in text, text[-3000:]
+        return text
+
+    def works(self, *command: str) -> str:
+        """Return the output of a command that must succeed."""
+        status, text = self(*command)
+        assert status == 0, text[-3000:]
+        return text
 
 
 @pytest.fixture(autouse=True)
@@ -138,6 +179,12 @@ def lively(model: GPT) -> GPT:
         for p in model.parameters():
             p.add_(0.1 * torch.randn(p.shape, generator=generator))
     return model
+
+
+def byte_model(seed: int = 0, **changes: Any) -> Any:
+    """A tiny model, and without zeros, for a vocabulary of bytes and special tokens."""
+    cfg = replace(TINY, **{"vocab_size": 265, "max_seq_len": 48, **changes})
+    return lively(build_model(cfg, torch.device("cpu"), torch.float32, seed))
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import torch
 from torch.nn.attention import flex_attention
 
 from nanochat import attention
-from nanochat.attention import attend, fill_batches, make_mask
+from nanochat.attention import attend, make_mask
 
 
 def reference(q, k, v, window, scale, segments):
@@ -81,8 +81,3 @@ def test_flash_attention_3_gets_scale_and_window(monkeypatch, window, sizes):
     assert attend(q, q, q, window, 0.7, "fa3") is q
     wanted = {"softmax_scale": 0.7, "causal": True, "window_size": sizes}
     assert function.call_args.kwargs == wanted
-
-
-def test_batches_hold_at_most_max_tokens_after_padding():
-    found = list(fill_batches([3, 1, 2, 2, 9], lambda length: (1, length), 6))
-    assert found == [[3, 1], [2, 2], [9]]

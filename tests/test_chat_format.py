@@ -77,16 +77,13 @@ def test_V5_long_conversation_drops_its_oldest_turns():
     fits = ["^[Be kind.\n\none]{two}[three]{four}[five]{", "^[Be kind.\n\nthree]{four}[five]{"]
     last = "^[Be kind.\n\nfive]{"
     for most in range(len(fits[0]) + 2):
-        prompt = decode(render_fitting(TOKENIZER, [SYSTEM, *talk], most))
-        assert prompt == next((text for text in fits if len(text) <= most), last)
-        developer = [{**SYSTEM, "role": "developer"}, *talk]
-        assert decode(render_fitting(TOKENIZER, developer, most)) == prompt
+        for system in (SYSTEM, {**SYSTEM, "role": "developer"}):
+            prompt = decode(render_fitting(TOKENIZER, [system, *talk], most))
+            assert prompt == next((text for text in fits if len(text) <= most), last)
     for messages in (talk[:4], talk[1:], [SYSTEM], [SYSTEM, SYSTEM, *talk[1:4]]):  # any order
         whole = render_prompt(TOKENIZER, messages, continue_last=True)
         assert render_fitting(TOKENIZER, messages, 999) == whole
     assert decode(render_fitting(TOKENIZER, talk[:4], 5)) == "^[three]{four"
-    with pytest.raises(ValueError, match="message 6"):
-        render_fitting(TOKENIZER, [SYSTEM, *talk, {"role": "tool", "content": "x"}], 5)
 
 
 @given(st.lists(st.text() | st.sampled_from(SPECIAL_TOKENS), min_size=2, max_size=6))
@@ -101,13 +98,10 @@ def test_P5_V12_text_never_becomes_a_special_token(texts):
     [
         ([], "at least one"),
         ("hi", "list of messages"),
-        (["hi"], "message 0"),
         ([{"role": "tool", "content": "x"}], "'tool'"),
-        ([{"role": ["user"], "content": "x"}], "role"),
         (chat(3), "message 0"),
         (chat("\ud800"), "surrogates"),
         (chat(CALL), "message 0.*user parts are text"),
-        (chat("a", [{"type": "image", "text": "x"}]), "image"),
         (chat("a", [{"type": "text"}]), "message 1"),
     ],
 )

@@ -75,8 +75,6 @@ def test_generation_scores_and_pass_rates_at_any_batch_size(evaluate, monkeypatc
     found = values["World-Facts"]
     assert (found["value"], found["n"], found["k"]) == (pytest.approx(mean(rates)), 11, 4)
     assert found["se"] ** 2 == pytest.approx(found["item_se"] ** 2 + found["repeat_se"] ** 2)
-    again = evaluate(**flags, num_samples=2)["values"]
-    assert "World-Facts pass@2" in again and "World-Facts pass@4" not in again
 
 
 def test_chatcore_is_the_mean_of_centered_scores_of_one_run(evaluate, word_list):
@@ -89,7 +87,6 @@ def test_chatcore_is_the_mean_of_centered_scores_of_one_run(evaluate, word_list)
     more = evaluate(task_name="|".join([*NAMES, "world_choice", "SimpleSpelling"]))["values"]
     assert more["ChatCORE"] == values["ChatCORE"] and "SimpleSpelling" in more
     assert "ChatCORE" not in evaluate(task_name="World-Choice", max_problems=3)["values"]
-    assert evaluate(max_problems=3, skip_if_done=True)["values"]["ChatCORE"]["n"] == 12
 
 
 def test_recorded_tasks_are_not_evaluated_again(evaluate, capsys):

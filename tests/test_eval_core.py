@@ -213,14 +213,11 @@ def test_aborted_evaluation_resumes_with_the_next_task(base, bundle, capsys, mon
         evaluate(base, eval_bundle=str(bundle))
     partial = read_json(base / "report" / "base-model-evaluation.json")
     assert "CORE metric" not in partial["values"] and len(partial["items"]) == 5
-    assert partial["values"]["Tasks"].startswith("5 of 6, evaluation not finished")
     capsys.readouterr()
     resumed = evaluate(base, **flags)
     assert resumed["values"] == straight["values"] and resumed["items"] == straight["items"]
     scored = re.findall(r"^(\w+): accuracy 0\.\d+, centered", capsys.readouterr().out, re.M)
     assert scored == ["squad"]
-    evaluate(base, **flags)
-    assert "finished already" in capsys.readouterr().out
     file.write_text("\n".join(file.read_text().splitlines()[1:]))
     assert evaluate(base, **flags)["values"]["squad"]["n"] == 29
 
@@ -229,8 +226,6 @@ def test_embedded_suite_is_the_default_for_its_models(base, bundle):
     save_model(dataset="embedded")
     values = evaluate(base, max_per_task=2)["values"]
     assert (values["Suite"], values["Tasks"]) == ("embedded world", "11")
-    assert values["CORE metric"]["n"] == 22
-    assert "- World few-shot: " in (base / "report.md").read_text()
     assert "copa" in evaluate(base, max_per_task=2, eval_bundle=str(bundle))["values"]
     save_model(dataset="somebody/web")
     assert evaluate(base, max_per_task=2, suite="embedded")["values"] == values
@@ -240,7 +235,6 @@ def test_embedded_suite_is_the_default_for_its_models(base, bundle):
     ("flags", "message"),
     [
         ("--suite=mmlu", "--suite=mmlu.*dclm or embedded"),
-        ("--suite=embedded --eval_bundle=x", "needs no bundle"),
         ("--eval_bundle=nowhere", "nowhere does not exist.*--eval_bundle"),
         ("--eval_bundle=README.md", "(?s)not a zip file.*--eval_bundle"),
         ("--eval_bundle=docs", "(?s)no core.yaml.*--eval_bundle"),

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from nanochat import optim
-from nanochat.optim import MuonAdamW, OptimConfig, Rule, ScheduleConfig, lr_factor, muon_momentum
-from nanochat.scaling import make_rules
+from nanochat.optim import MuonAdamW, Rule, ScheduleConfig, lr_factor, muon_momentum
 
 CFG = ScheduleConfig(warmup_steps=40, warmdown_ratio=0.5, final_lr_frac=0.1)
 TOKENS = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
@@ -27,10 +26,6 @@ def updated(dist, rule, weights, grads):
         optim.set_schedule(optimizer, *factors)
         optimizer.step()
     return [p.detach() for p in params.values()]
-
-
-def default_optimizer(model, dist):
-    return MuonAdamW(model, make_rules(OptimConfig(weight_decay=0.1), 768), dist)
 
 
 def train(model, optimizer, dist, steps):
@@ -82,13 +77,6 @@ def test_muon_update_matches_the_formulas(dist, shape, dtype):
     assert torch.equal(torch.stack(still), draws[0])
 
 
-@pytest.mark.parametrize("shape", [(3, 8, 8), (2, 6, 20), (2, 20, 6)])
-def test_orthogonalize_moves_singular_values_toward_one(shape):
-    g = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    values = torch.linalg.svdvals(optim.orthogonalize(g))
-    assert values.min() > 0.7 and values.max() < 1.2
-
-
 def test_adamw_matches_pytorch(dist):
     draws = torch.randn(5, 7, 5, generator=torch.Generator().manual_seed(0))
     (found,) = updated(dist, Rule("adamw", 0.01, (0.8, 0.95), 0.1), draws[:1], draws[1:, None])
@@ -101,34 +89,13 @@ def test_adamw_matches_pytorch(dist):
     torch.testing.assert_close(found, q.detach(), rtol=1e-5, atol=1e-6)
 
 
-def test_reduce_gradients_returns_norm_and_frees_gradients(dist, tiny_gpt):
-    tiny_gpt.loss(TOKENS, TOKENS).backward()
-    want = float(torch.nn.utils.get_total_norm([p.grad for p in tiny_gpt.parameters()]))
-    optimizer = default_optimizer(tiny_gpt, dist)
-    norm, gradients = optim.reduce_gradients(optimizer, dist)
-    found = norm.item(), torch.nn.utils.get_total_norm(gradients).item()
-    assert found == pytest.approx((want, want), rel=1e-5)
-    assert all(p.grad is None for p in tiny_gpt.parameters())
-
-
-@pytest.mark.parametrize("kind", ["ours", "torch"])
-def test_training_learns_and_continues_exactly_from_saved_state(dist, tiny_gpt, kind):
-    def optimizer_for(model):
-        ours = kind == "ours"
-        return default_optimizer(model, dist) if ours else torch.optim.AdamW(model.parameters())
-
-    optimizer = optimizer_for(tiny_gpt)
-    losses = train(tiny_gpt, optimizer, dist, 10)
-    assert losses == sorted(losses, reverse=True)
+def test_any_torch_optimizer_continues_from_its_saved_state(dist, tiny_gpt):
+    optimizer = torch.optim.AdamW(tiny_gpt.parameters())
+    train(tiny_gpt, optimizer, dist, 3)
     twin = copy.deepcopy(tiny_gpt)
-    resumed = optimizer_for(twin)
-    saved = {name: x.clone() for name, x in optim.full_state(optimizer)}
-    optim.load_full_state(resumed, saved)
+    resumed = torch.optim.AdamW(twin.parameters())
+    optim.load_full_state(resumed, {name: x.clone() for name, x in optim.full_state(optimizer)})
     assert train(twin, resumed, dist, 3) == train(tiny_gpt, optimizer, dist, 3)
-    assert all(map(torch.equal, tiny_gpt.parameters(), twin.parameters()))
-    if kind == "ours":
-        lrs = {"matrix_lr": 0.02, "embedding_lr": 0.3, "head_lr": 0.008}
-        assert optim.learning_rates(optimizer) == pytest.approx(lrs)
 
 
 def test_lr_warms_up_stays_constant_and_decays():
@@ -136,16 +103,10 @@ def test_lr_warms_up_stays_constant_and_decays():
     assert factors[0] == 1 / 40 and factors[19] == 0.5 and factors[39:501] == [1.0] * 462
     assert [factors[s] for s in (501, 750, 999)] == pytest.approx([0.9982, 0.55, 0.1018])
     assert max(lr_factor(s, 20, CFG) for s in range(20)) < 0.5  # too short for the peak
-    assert lr_factor(9, 10, ScheduleConfig(warmup_steps=0, warmdown_ratio=0.0)) == 1
 
 
-def test_momentum_rises_stays_and_falls_over_the_warmdown():
-    momenta = [muon_momentum(s, 2000, CFG) for s in range(2001)]
-    assert momenta[400:1001] == [0.97] * 601
-    found = [momenta[s] for s in (0, 200, 1500, 2000)] + [muon_momentum(5, 30, CFG)]
-    assert found == pytest.approx([0.85, 0.91, 0.935, 0.90, 0.91])
-
-
-def test_weight_decay_follows_a_cosine():
+def test_momentum_and_weight_decay_follow_their_schedules():
+    found = [muon_momentum(s, 2000, CFG) for s in (0, 200, 400, 1000, 1500, 2000)]
+    assert found == pytest.approx([0.85, 0.91, 0.97, 0.97, 0.935, 0.90])
     factors = [optim.decay_factor(s, 1000) for s in (0, 250, 500, 1000)]
     assert factors == pytest.approx([1, 0.854, 0.5, 0], abs=1e-3)

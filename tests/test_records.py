@@ -1,15 +1,17 @@
-"""Stage records, and when a stage counts as finished."""
+"""Stage records, when a stage counts as finished, facts in the header of a report."""
 
 import json
 import math
-import multiprocessing
+import os
+import re
 import subprocess
 import sys
 
 import numpy as np
 import pytest
 
-from nanochat import records
+from nanochat import records, report
+from nanochat.common import REPOSITORY
 from nanochat.records import Cost, Provenance, estimate, item_scores, stage_key, write_record
 
 SECTION = "Base model training"
@@ -77,32 +79,6 @@ def test_item_scores_round_trip_with_item_fingerprint():
     assert records.read_clusters(found) == ["0", "1", "0", "1"]
     assert found["of"] == item_scores(iter(items), [0] * 4)["of"]
     assert found["of"] != item_scores(items[::-1], scores)["of"]
-    for alone in ((), "ghij"):
-        assert records.read_clusters(item_scores(items, scores, alone)) is None
-
-
-def append_many(report_dir, section):
-    for i in range(20):
-        write(section, {"i": i, "padding": "x" * 20_000}, report_dir=report_dir)
-
-
-def test_concurrent_processes_append_whole_lines(base):
-    context = multiprocessing.get_context("fork")
-    workers = [context.Process(target=append_many, args=(base, name)) for name in "AB"]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    found = [(record["section"], record["values"]["i"]) for record in records.read_history(base)]
-    assert sorted(found) == [(name, i) for name in "AB" for i in range(20)]
-
-
-def test_stage_inherits_the_run_id_of_its_closest_input():
-    write("Tokenizer training", run_id="run-1", inputs={}, outputs={"tokenizer": "t1"})
-    write(run_id="run-2", inputs={}, outputs={"base": "b1"})
-    assert records.inherited_run_id({"tokenizer": "t1"}) == "run-1"
-    assert records.inherited_run_id({"base": "b1", "tokenizer": "t1"}) == "run-2"
-    assert len({records.inherited_run_id({"base": "unknown"}) for _ in range(50)}) == 50
 
 
 def finished(section=SECTION, key=KEY):
@@ -141,6 +117,32 @@ def test_R18_stage_key_depends_on_what_determines_the_result():
     assert stage_key(SETTINGS, {**INPUTS, "tokenizer": "cccc"}) != KEY
 
 
-def test_records_do_not_import_torch():
-    code = "import sys, nanochat.records; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
+# ---- Facts in the header of a report -------------------------------------------------------------
+
+AUTHOR = "-c user.name=a -c user.email=a@b -c commit.gpgsign=false".split()
+FILES = {"a.py": "x = 1\ny = 2\n", "b.rs": "fn f() {}\n", "notes.txt": "not code\n"}
+FILES |= {"report.md": "generated\n", "uv.lock": "one\ntwo\nthree\n"}
+
+
+def test_code_size_and_git_state_are_those_of_tracked_code(tmp_path):
+    assert records.git_state(tmp_path)["commit"] == "unknown"
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    for words in ("init -q -b main", "add .", "commit -qm First"):
+        subprocess.run(["git", *AUTHOR, *words.split()], cwd=tmp_path, check=True)
+    (tmp_path / "report.md").write_text("generated again, which is not a change of the code\n")
+    state = records.git_state(tmp_path)
+    assert (state["branch"], state["dirty"], state["message"]) == ("main", False, "First")
+    assert re.fullmatch("[0-9a-f]{7}", state["commit"])
+    (tmp_path / "untracked.py").write_text("z = 3\n")
+    assert records.git_state(tmp_path)["dirty"]
+    assert list(report.code_size(tmp_path).values()) == [22, 3, 2, 5, 3]
+
+
+@pytest.mark.parametrize("given", [None, "7"])
+def test_R39_threads_wait_with_a_limit_on_spinning(given):
+    env = {name: x for name, x in os.environ.items() if name != "GOMP_SPINCOUNT"}
+    env |= {"OMP_DISPLAY_ENV": "verbose"} | ({"GOMP_SPINCOUNT": given} if given else {})
+    words = [sys.executable, "-m", "scripts.base_train", "--help"]
+    done = subprocess.run(words, cwd=REPOSITORY, env=env, capture_output=True, text=True)
+    assert f"GOMP_SPINCOUNT = '{given or 30000}'" in done.stderr

@@ -6,21 +6,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nanochat.checkpoint import build_model
 from nanochat.engine import Completion, Engine, Sampling
-from nanochat.gpt import GPTConfig, inference_copy
+from nanochat.gpt import inference_copy
 from nanochat.loss import IGNORE
 from nanochat.rl import Group, RLConfig, Rollouts, kl_to_reference, micro_batches
 from nanochat.tokenizer import Tokenizer
-from tests.conftest import lively
+from tests.conftest import byte_model
 
 TOKENIZER = Tokenizer.train(["what is it"], 265)
 CFG = RLConfig(examples_per_step=4, num_samples=6, max_new_tokens=6, top_k=None)
-
-
-def model_of(seed=0):
-    cfg = GPTConfig(265, 2, 32, 4, 2, 8, 48)
-    return lively(build_model(cfg, torch.device("cpu"), torch.float32, seed))
 
 
 def batches_of(groups, rows):
@@ -48,7 +42,7 @@ def test_only_sampled_tokens_are_trained():
 
 
 def test_gradient_matches_definition_for_any_micro_batch():
-    model = model_of()
+    model = byte_model()
     want = torch.zeros(())
     for each in batches_of(GROUPS, 1):
         logp = model(each.tokens)[0].log_softmax(-1)
@@ -65,7 +59,7 @@ def test_gradient_matches_definition_for_any_micro_batch():
 
 
 def test_kl_to_reference_matches_its_definition(dist):
-    model, reference = model_of(0), model_of(1)
+    model, reference = byte_model(0), byte_model(1)
     terms = []
     for each in batches_of(GROUPS, 1):
         ours, theirs = (m(each.tokens)[0].log_softmax(-1).tolist() for m in (model, reference))
@@ -101,13 +95,13 @@ class LowTokens:
 
 
 def loader_of(dist, questions=range(10), model=None, **changed):
-    model = model or model_of()
+    model = model or byte_model()
     engine = Engine(inference_copy(model), TOKENIZER, slots=16)
     return Rollouts(LowTokens(), questions, replace(CFG, **changed), 3, dist, model, engine)
 
 
 def test_reward_increases(dist):
-    model, rewards = model_of(), []
+    model, rewards = byte_model(), []
     loader = loader_of(dist, model=model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     for step in range(20):
@@ -153,10 +147,3 @@ def test_questions_without_signal_are_resampled(dist):
     again = loader.resample(0, groups)  # deterministic
     assert [g.rewards for g in again] == [g.rewards for g in learned]
     assert loader_of(dist, num_samples=3).resample(0, groups) == groups
-
-
-def test_mean_rewards_are_those_of_the_first_rollouts(dist):
-    loader = loader_of(dist)
-    groups = loader.roll_out(0) + loader.roll_out(1)
-    found = loader.mean_rewards(2)
-    assert found == [sum(group.rewards) / 6 for group in groups] and len(set(found)) > 1

@@ -21,15 +21,15 @@ from nanochat import common
 from nanochat.chat_format import render
 from nanochat.common import UsageError, sha256_file
 from nanochat.dataset import DataConfig, Source, load_last_source, open_source
+from nanochat.logger import read_metrics
 from nanochat.loss import IGNORE
+from nanochat.records import read_records
 from nanochat.rows import (
-    JOINED,
     MAX_DROPPED,
     ChatPart,
     Packer,
     Rows,
     inputs_and_targets,
-    join_chats,
     missing_shards,
     open_chat_rows,
     open_rows,
@@ -371,9 +371,6 @@ def test_most_conversations_continue_another_one():
     rows = packed_chats([chat(f"{i}", "yes") for i in range(400)])
     is_bos = stored(rows, "rows") == ~CHAT_TOKENIZER.bos_id
     assert (is_bos[:, :-1] & ~is_bos[:, 1:]).sum() < 200  # starts of chats
-    joined = [*join_chats(iter([np.ones(9)] * 4000), 0, 10**6)]
-    assert len(joined) == pytest.approx((1 - JOINED) * 4000, rel=0.1)
-    assert sum(map(len, joined)) == 9 * 4000
 
 
 def test_B2_long_conversation_is_cut_or_skipped(capsys):
@@ -424,3 +421,23 @@ def test_packing_ends_with_a_killed_run(folder, saved):
             [packer] = psutil.Process(process.pid).children()
             process.kill()
         packer.wait(60)  # raises if it still runs
+
+
+# ---- Short validation text -----------------------------------------------------------------------
+
+
+def test_R34_short_validation_text_gives_no_nan(tmp_path, base, command):
+    texts = [f"boat {i} sails to the north wind and back again. " * 9 for i in range(60)]
+    folder = write(tmp_path / "own", a=texts, b=["boat"])
+    Tokenizer.train(texts, 300).save(tokenizer_dir("main"))
+    flags = "--depth=1 --max_seq_len=256 --total_batch_size=1024 --num_iterations=2"
+    small = ["base_train", *flags.split(), "--dtype=float32", f"--dataset={folder}"]
+    output = command.works(*small) + command.works("base_loss")
+    metrics = read_metrics(base / "base_checkpoints/d1/metrics.jsonl")
+    assert 0 < metrics[-1]["val_bpb"] < 20
+    files = [path for kind in ("jsonl", "json", "md") for path in base.rglob(f"*.{kind}")]
+    written = "\n".join([output, *(path.read_text() for path in files)])
+    assert "Minimum validation bpb" in written and not re.search(r"(?i)\bnan\b", written)
+    values = next(r["values"] for r in read_records() if r["section"] == "Base model loss")
+    assert 1024 < values["train tokens scored"] <= 2048  # of the two steps; the text has more
+    assert "is empty: b.jsonl" in command.rejects(*small, "--eval_half=2", "--model_tag=half")

@@ -115,14 +115,12 @@ ITEM = {"query": "I ran, so", "choices": ["I won.", "I ate."], "gold": 1}
         ("core.yaml", '"icl_tasks"', '"tasks"', "icl_tasks"),
         ("core.yaml", '"copa.jsonl"', '"../up"', "'../up' of copa is not a path inside eval_data"),
         ("core.yaml", '"schema"', '"essay"', "winograd.jsonl, line 1: not an item of kind essay"),
-        ("core.yaml", "[10]", "[-1]", "task boolq: .*num_fewshot -1"),
-        ("eval_meta_data.csv", "Eval Task", "a", "Eval Task"),
         ("eval_meta_data.csv", "copa,50", "copa,100", "copa.*random_baseline 1"),
         (COPA, None, '{"query": 1}\n{"que', "copa.jsonl, line 2"),
         (COPA, None, "", "copa.*0 items"),
         *(
             (COPA, None, f"{json.dumps(ITEM)}\n{json.dumps(ITEM | bad)}", "copa.jsonl, line 2")
-            for bad in ({"gold": 2}, {"gold": "1"}, {"gold": -1}, {"choices": [1, 2]})
+            for bad in ({"gold": 2}, {"gold": "1"}, {"choices": [1, 2]})
         ),
     ],
 )

@@ -9,13 +9,13 @@ import pytest
 from nanochat import hub as hub_files
 from nanochat.common import sha256_file
 from nanochat.sandbox import calculate
-from tasks.base import Subset, Task, answer_text, check_conversation
+from tasks.base import Subset, Task, answer_text, assistant, check_conversation, user
 from tasks.buckets import buckets
-from tasks.hub import HubTask, load_split
-from tasks.overlap import overlaps
+from tasks.chats import JSONL
+from tasks.hub import HubTask
+from tasks.overlap import RUN, Overlap, overlaps
 from tasks.registry import make_task
 from tests.hub_server import hub_served
-from tests.published import publish
 
 CHAT = "local/chat-instruct"  # replaces SmolTalk's default dataset
 ROWS = {  # task -> rows per split
@@ -73,32 +73,6 @@ def test_files_are_pinned_repaired_and_reused_offline(serve, hub, base, capsys):
     assert not task_of("gsm8k", "train").is_local()
 
 
-def test_formats_and_parts_load_the_same_rows(tmp_path, monkeypatch):
-    rows = [{"a": f"{i}", "b": "x, y\n" * i} for i in range(10)]
-    files = {f"{suffix}/train.{suffix}": rows for suffix in ("jsonl", "csv", "parquet")}
-    parts = {f"parts/train-0000{n}-of-00002.parquet": rows[5 * n : 5 * n + 5] for n in (0, 1)}
-    publish({**files, **parts}, tmp_path, monkeypatch)
-    for folder in ("jsonl", "csv", "parquet", "parts"):
-        assert [*load_split("own/data", f"{folder}/train").rows.values()] == rows
-
-
-@pytest.mark.parametrize(
-    ("stem", "message"),
-    [
-        ("train", r"train as \['all/\*.jsonl', 'easy/\*.csv'\] among .*; name one"),
-        ("dev", r"dev as no file among \[.all/train.jsonl., .easy/train.csv"),
-        ("test", r"test\.jsonl, line 1: not JSON"),
-    ],
-)
-def test_missing_or_ambiguous_files_raise(tmp_path, monkeypatch, stem, message):
-    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path / "base"))
-    names = ("all/train.jsonl", "easy/train.csv", "test.jsonl")
-    publish({name: [{"text": "a"}] for name in names}, tmp_path, monkeypatch)
-    (tmp_path / "test.jsonl").write_text('{"text"\n')
-    with pytest.raises(ValueError, match=message):
-        load_split("own/data", stem)
-
-
 # ------------------------------------------------------------------------------------------------
 # Every row
 
@@ -123,13 +97,6 @@ def test_calculator_reproduces_every_gsm8k_calculation(serve):
     results = [part["text"] for part in parts if part["type"] == "python_output"]
     assert [Fraction(calculate(c) or "") for c in called] == list(map(Fraction, results))
     assert len(called) == 23_716
-
-
-def test_row_order_mixes_subjects(serve):
-    serve()
-    task = task_of("mmlu", "test")
-    subjects = {row["question"].strip(): row["subject"] for row in task.data.rows.values()}
-    assert len({subjects[task.items[i].text] for i in range(570)}) > 50
 
 
 def test_R27_training_mixture_fetches_no_evaluation_file(serve, monkeypatch, tmp_path):
@@ -177,3 +144,47 @@ def test_R27_train_and_test_share_only_known_items(serve):
     found = overlaps(train, held_out)
     assert {(o.train, o.held_out): len(o.shared) for o in found if o.shared} == KNOWN
     assert sum(o.checked for o in found) > 0.97 * sum(o.items for o in found)
+
+
+# ---- Overlap of texts ----------------------------------------------------------------------------
+
+WORDS = [f"w{i}" for i in range(100)]
+
+
+class Texts(JSONL):
+    """One conversation per text."""
+
+    def __init__(self, name: str, *texts: str):
+        self.name, self.items = name, [[user(text), assistant("")] for text in texts]
+
+
+def words(first: int, count: int) -> str:
+    return " ".join(WORDS[first : first + count])
+
+
+def test_R27_items_with_shared_ngrams_are_found():
+    train = Texts("seen", "Before: " + words(0, 20).upper().replace(" ", ", "), words(40, 30))
+    held_out = Texts(
+        "asked",
+        words(60, 10) + " other",  # 10 words of a training item
+        "And " + words(3, RUN) + "?",
+        words(41, RUN - 1) + " z",  # one word short
+        words(50, RUN) + " " + words(80, 5),
+        words(3, RUN),  # again
+        words(1, 12),  # whole, but shorter
+        "a few words",  # too short to check
+    )
+    other = Texts("other", "nothing of the kind")
+    assert overlaps([train, other], [held_out, Texts("empty", "")]) == [
+        Overlap("seen", "asked", 7, 6, [1, 3, 4, 5]),
+        Overlap("seen", "empty", 1, 0, []),
+        Overlap("other", "asked", 7, 6, []),
+        Overlap("other", "empty", 1, 0, []),
+    ]
+
+
+def test_R27_ngrams_do_not_cross_items():
+    split = Texts("split", words(0, 7), words(7, 7), words(0, RUN))
+    [found] = overlaps([Texts("whole", words(0, 14))], [split])
+    assert found.shared == [0, 1, 2]
+    assert overlaps([split], [Texts("long", words(1, 14))])[0].shared == []

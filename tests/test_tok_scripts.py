@@ -98,6 +98,4 @@ def test_rival_counts_and_table_are_right(monkeypatch):
     texts = {"news": " SolidGoldMagikarp"}
     assert tok_eval.rival_counts([*texts.values()]) == {"GPT-2": [1], "GPT-4": [5]}
     table = tok_eval.compare_tokenizers("GPT-4", texts, [5], {"news": 4})
-    names = "Text Type,Bytes,GPT-4 Tokens,GPT-4 Ratio,Ours Tokens,Ours Ratio,Relative Diff %"
-    assert table["columns"] == names.split(",")
     assert table["rows"] == [["news", 18, 5, "3.60", 4, "4.50", "+20.0%"]]

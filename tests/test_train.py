@@ -112,7 +112,6 @@ def test_R17_ranks_agree_on_rows_that_fit_on_each(trained):
     [
         ("NVIDIA H100 80GB HBM3", 989e12),
         ("NVIDIA H100 PCIe", 756e12),
-        ("NVIDIA L40", 181e12),
         ("NVIDIA L4", 121e12),
         ("NVIDIA RTX A1000", None),
     ],

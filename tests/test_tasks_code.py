@@ -1,0 +1,188 @@
+"""HumanEval and LiveCodeBench: code extraction, and programs scored in the sandbox."""
+
+import base64
+import itertools
+import json
+import pickle
+import zlib
+
+import pytest
+
+from nanochat.sandbox import SandboxUnavailable, is_confined
+from tasks.humaneval import HumanEval, final_code, run_test
+from tasks.livecodebench import LiveCodeBench, read_private
+from tests.hub_server import hub_served, publish
+
+ROW = {
+    "prompt": 'import math\n\n\ndef area(r: float) -> float:\n    """Area of a circle."""\n',
+    "canonical_solution": "    return math.pi * r * r\n",
+    "test": "def check(candidate):\n"
+    "    assert abs(candidate(1) - 3.14159) < 1e-4\n"
+    "    assert abs(area(2) - 12.56637) < 1e-4\n",
+    "entry_point": "area",
+}
+
+
+@pytest.fixture
+def sandbox() -> None:
+    """Skip if no sandbox can run programs."""
+    try:
+        is_confined()
+    except SandboxUnavailable as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+def task(sandbox, tmp_path, monkeypatch) -> HumanEval:
+    """The task with one row."""
+    publish({"openai_humaneval/test.parquet": [ROW]}, tmp_path, monkeypatch)
+    return HumanEval("test")
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "    return math.pi * r * r",
+        "def area(r):\n    return math.pi * r ** 2",
+        "Here it is:\n```python\ndef area(r):\n    return math.pi * r ** 2\n```\nDone.",
+        "Used so:\n```\narea(2)\n```\n```py\ndef area(r):\n    return math.pi * r ** 2\n",
+        "```python\nfrom math import *\ndef area(r):\n    return pi * r * r\n```<|assistant_end|>",
+    ],
+)
+def test_correct_function_is_found_in_any_format(task, answer):
+    assert task.score(task[0], answer) == 1.0
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "",
+        "    return 3 * r * r",
+        "def volume(r):\n    return 1",
+        "```python\nimport sys\nprint('passed')\nsys.exit(0)\n```",
+        "    import os\n    os._exit(0)",
+        "class Any(float):\n    def __sub__(self, other): return self\n"
+        "    def __abs__(self): return self\n    def __lt__(self, other): return True\n\n"
+        "def area(r):\n    return Any()",
+        "def check(candidate):\n    pass",
+        "import builtins\nbuiltins.abs = lambda x: 0\n\ndef area(r):\n    return 0",
+    ],
+)
+def test_S8_only_correct_return_values_pass(task, answer):
+    assert task.score(task[0], answer) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "entry", "code"),
+    [
+        ("```python\nf(1)\n```\nand\n```python\ndef f(x):\n```", "f", "def f(x):\n"),
+        ("Here: ```python\ndef f():\n    1```\nDone ``` so.\n", "f", "def f():\n    1"),
+        ("```py\ndef f():\n    1\n```\n```py\ndef f():\n```\n```py\nf()\n```", "f", "def f():\n"),
+        ("```python\na\n```\nBetter:\n```python\nb\n```\nIt prints:\n```\n3\n```", None, "b\n"),
+        ("First:\n```cpp\nx\n```\n```cpp\ny\n```\n```python3\na\n```", None, "a\n"),
+    ],
+)
+def test_program_is_the_last_block_that_defines_the_function(answer, entry, code):
+    assert final_code(answer, entry) == code
+
+
+def test_main_guard_of_an_answer_does_not_run(sandbox):
+    program = "def f(x):\n    return x\n\nif __name__ == '__main__':\n    print(f(int(input())))\n"
+    assert run_test(program, "assert f(2) == 2", "f")
+
+
+@pytest.mark.parametrize("count", [8, pytest.param(None, marks=pytest.mark.slow)])
+def test_reference_solutions_pass_their_tests(sandbox, hub, monkeypatch, count):
+    with hub_served(hub, monkeypatch) as start:
+        start()
+        task = HumanEval("test")
+        for conversation in itertools.islice(task, count):
+            asked, solution = (message["content"] for message in conversation)
+            assert task.score(conversation, solution) == 1.0, solution
+            assert task.score(conversation, asked) == 0.0, asked  # a function without a body
+
+
+# ---- LiveCodeBench -------------------------------------------------------------------------------
+
+
+def case(given: str, right: str, kind: str) -> dict[str, str]:
+    return {"input": given, "output": right, "testtype": kind}
+
+
+def hide(tests: list[dict[str, str]]) -> str:
+    """Encode tests as the published files do."""
+    text = pickle.dumps(json.dumps(tests))
+    return base64.b64encode(zlib.compress(text)).decode()
+
+
+ROWS = [
+    {
+        "question_content": "Print the sum of n numbers.",
+        "starter_code": "",
+        "metadata": "{}",
+        "public_test_cases": json.dumps([case("2\n1 2\n", "3\n", "stdin")]),
+        "private_test_cases": hide([case("1\n0.5\n", "0.5\n", "stdin")]),
+    },
+    {
+        "question_content": "Return the numbers in reverse, without k of them.",
+        "starter_code": "class Solution:\n    def cut(self, x: List[int], k: int) -> List[int]:\n",
+        "metadata": json.dumps({"func_name": "cut"}),
+        "public_test_cases": json.dumps([case("[1, 2, 3]\n1", "[3, 2]", "functional")]),
+        "private_test_cases": hide([case("[4, 5]\n0", "[5, 4]", "functional")]),
+    },
+]
+SUM = "n = int(input())\nprint(sum(map({}, input().split())))"
+CUT = "class Solution:\n    def cut(self, x: List[int], k: int):\n        return {}"
+
+
+@pytest.fixture
+def contest(monkeypatch, tmp_path) -> LiveCodeBench:
+    """The task with two rows, in two of its files; skips if no sandbox can run programs."""
+    try:
+        is_confined()
+    except SandboxUnavailable as error:
+        pytest.skip(str(error))
+    publish({"test.jsonl": ROWS[:1], "test2.jsonl": ROWS[1:]}, tmp_path, monkeypatch)
+    return LiveCodeBench("test")
+
+
+@pytest.mark.parametrize(
+    ("kind", "code", "score"),
+    [
+        ("sum", SUM.format("float"), 1.0),  # prints 3.0 for 3
+        ("sum", SUM.format("int"), 0.0),  # fails the hidden test
+        ("sum", f"{SUM.format('float')}\nexit()", 1.0),
+        ("sum", "print(3.0000000000000001)", 0.0),
+        ("sum", f"{SUM.format('float')}\nprint('and more')", 0.0),
+        ("sum", "print(sum(map(float, open(0).read().split()[1:])))", 1.0),
+        ("sum", "print(sum(map(float, open(0, 'rb').read().decode().split()[1:])))", 1.0),
+        ("sum", f"def f(n):\n    return n and f(n - 1)\nf(9000)\n{SUM.format('float')}", 1.0),
+        ("sum", "n = input()\nprint(reduce(add, map(float, input().split())))", 1.0),
+        ("return", CUT.format("x[::-1][: len(x) - k]"), 1.0),
+        ("return", CUT.format("[3, 2]"), 0.0),
+        ("return", "def cut(x, k):\n    return x[::-1]", 0.0),
+    ],
+)
+def test_program_must_pass_public_and_hidden_tests(contest, kind, code, score):
+    asked = next(c for c in contest if kind in c[0]["content"].lower())
+    assert contest.score(asked, f"Here it is:\n```python\n{code}\n```") == score
+
+
+def test_many_tests_run_in_several_programs(tmp_path, monkeypatch, contest):
+    tests = [case(f"1\n{n}\n", f"{n}\n", "stdin") for n in range(30)]
+    row = {**ROWS[0], "public_test_cases": json.dumps(tests)}  # its last, hidden one is 0.5
+    publish({"many/test.jsonl": [row]}, tmp_path / "many", monkeypatch)
+    many = LiveCodeBench("test")
+    for code, score in ((SUM.format("float"), 1.0), (SUM.format("int"), 0.0)):
+        assert many.score(many[0], f"```python\n{code}\n```") == score
+
+
+def test_pickled_tests_cannot_run_code():
+    class Harmful:
+        def __reduce__(self):
+            return print, ("harm",)
+
+    harmful = zlib.compress(pickle.dumps(Harmful()))
+    with pytest.raises(pickle.UnpicklingError, match="unexpected builtins.print"):
+        read_private(base64.b64encode(harmful).decode())
+    assert read_private(ROWS[0]["private_test_cases"])[0]["output"] == "0.5\n"
