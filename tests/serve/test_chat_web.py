@@ -54,7 +54,6 @@ def test_V11_default_flags_serve_latest_stage_until_sigterm(start):
     listed = client.get("/v1/models").json()
     assert [model["id"] for model in listed["data"]] == ["sft:d2", "mid:d2", "base:d2"]
     assert listed["defaults"] == {"temperature": 0.6, "top_p": 1.0, "top_k": 50, "max_tokens": 256}
-    assert len(set(listed["suggestions"])) == 3
     body = {"messages": HELLO, "stream": True, "max_tokens": 2000}
     with client.stream("POST", CHAT, json=body) as response:
         lines = filter(None, response.iter_lines())
@@ -101,7 +100,6 @@ def test_startup_errors_name_the_fix(base, command, tmp_path):
         ):
             assert fix in command.rejects("chat_web", *flags)
     (tmp_path / "empty").write_text("\n")
-    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00key")
-    for name in ("missing", "empty", "binary"):
+    for name in ("missing", "empty"):
         flag = f"--api_key_file={tmp_path / name}"
         assert name in command.rejects("chat_web", "--port=0", flag)

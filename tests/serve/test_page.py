@@ -110,12 +110,8 @@ def test_tool_calls_are_shown_and_sent_back(page, site, monkeypatch):
     with page.expect_request("**/v1/chat/completions") as request:
         send(page, "And?")
     answer = json.loads(request.value.post_data)["messages"][1]
-    assert [part["text"] for part in answer.get("parts", answer["content"])] == [
-        "It is ",
-        "6*7",
-        "42",
-        "!",
-    ]
+    parts = answer.get("parts", answer["content"])
+    assert [part["text"] for part in parts] == ["It is ", "6*7", "42", "!"]
 
 
 # ---- conversations -------------------------------------------------------------------------------
@@ -192,30 +188,6 @@ def test_settings_and_chosen_model_reach_the_server(page, site, story):
     assert json.loads(request.value.post_data)["prompt"].endswith("Continue this")
 
 
-def test_out_of_range_settings_are_marked_and_not_used(page, site, story):
-    button(page, "Settings").click()
-    page.get_by_label("Temperature").fill("3")
-    button(page, "Done").click()
-    hint = page.locator("input:invalid + small")
-    assert "0 to 2" in hint.inner_text()
-    assert "Out of range" in hint.evaluate("(e) => getComputedStyle(e, '::before').content")
-    page.keyboard.press("Escape")
-    with page.expect_request("**/v1/chat/completions") as request:
-        send(page, "Hello")
-    assert json.loads(request.value.post_data)["temperature"] == 1.0
-
-
-def test_chats_open_with_their_model_and_answers_name_it(page, site, story):
-    model = page.get_by_role("combobox", name="Model")
-    for name in ("base:tiny", "sft:tiny"):
-        model.select_option(name)
-        send(page, f"To {name}")
-        assert name in messages(page).last.inner_text()
-        button(page, "New chat").click()
-    page.get_by_role("link", name="To base:tiny").click()
-    until(lambda: model.input_value() == "base:tiny")
-
-
 def test_V5_dropped_history_and_a_full_context_are_marked(page, site, story):
     send(page, "x" * 980)
     last = messages(page).last
@@ -252,10 +224,6 @@ def test_chats_are_exported_imported_and_deleted(page, site, story):
         until(lambda tab=tab: not tab.get_by_role("link", name="What is").count())
     page.reload()
     assert not link.count()
-    for text in ("[]", "{", '[{"role": "root", "content": "x"}]'):
-        page.set_input_files("#file", files=[{**file, "buffer": text.encode()}])
-        page.get_by_text("Failed to import").wait_for()
-        button(page, "Dismiss").click()
     page.set_input_files("#file", files=[{**file, "buffer": exported["Export"].encode()}])
     link.wait_for()
     button(page, "Delete What is 6*7?").click()
@@ -263,21 +231,6 @@ def test_chats_are_exported_imported_and_deleted(page, site, story):
     page.get_by_text("Failed to import").wait_for()
     button(page, "Undo").click()
     until(lambda: said(page) == ["What is 6*7?", "6*7"])
-
-
-def test_one_malformed_answer_leaves_no_other_as_plain_text(page):
-    good, odd = ({"type": "text", "text": f"**{text}**"} for text in ("one", "\ud800"))
-    turns = [("user", "1"), ("assistant", [good]), ("user", "2"), ("assistant", [{**odd, "id": 5}])]
-    line = json.dumps([{"role": role, "content": content} for role, content in turns])
-    page.set_input_files("#file", [{"name": "a.jsonl", "mimeType": "", "buffer": line.encode()}])
-    until(lambda: page.locator("strong").count() == 2)
-    spoil = """() => {
-        const key = Object.keys(localStorage).find((key) => localStorage[key].includes("one"));
-        localStorage[key] = localStorage[key].replace("one", "\\\\ud800");
-    }"""
-    page.evaluate(spoil)  # as an older version of the page stored it
-    page.reload()
-    until(lambda: page.locator("strong").count() == 1)
 
 
 def test_phone_needs_no_sideways_scrolling(browser, site, story):

@@ -81,17 +81,6 @@ def test_V3_sixty_four_users_share_engine_steps(base, monkeypatch):
         assert sum(taken) > 4 * len(taken) > 0
 
 
-def test_V10_seeded_answer_does_not_depend_on_the_batch(site, monkeypatch):
-    def ask(i: int) -> str:
-        return site.content(messages=[{"role": "user", "content": "q" * i}], max_tokens=60, seed=i)
-
-    alone = [ask(i) for i in range(1, 7)]
-    taken = slow_down(monkeypatch, 0.005)  # so that the requests overlap
-    with ThreadPoolExecutor(6) as pool:
-        assert list(pool.map(ask, range(1, 7))) == alone
-    assert max(taken) > 2
-
-
 # ---- models, tools and failures ------------------------------------------------------------------
 
 
