@@ -1,22 +1,12 @@
 """Benchmarks: measurements add up, missing peers are reported, peers get equal results."""
 
 import importlib.util
-import itertools
 
 import pytest
-import torch
 
 from nanochat.bench import engine, tokenizer
-from nanochat.bench.table import compare, print_table
-from nanochat.checkpoint import build_model
-from nanochat.dist import DistConfig, init_dist
-from nanochat.eval_core import FewShotTask, score_options, tokenize
-from nanochat.gpt import inference_copy
-from nanochat.scaling import shape_for_depth
-from nanochat.tokenizer import Tokenizer
+from nanochat.dist import DistConfig
 from scripts.bench import Bench, DataConfig, main
-from tasks.world.corpus import documents
-from tasks.world.suite import suite
 
 CPU = DistConfig("cpu", "float32")
 interop = pytest.mark.skipif(
@@ -70,40 +60,3 @@ def test_generation_and_training_are_compared_with_transformers(monkeypatch, rea
     found = read_tables(what, depth=1, max_seq_len=192, vocab_size=512, repeats=1, rows=1)
     rows = [row for table in found.values() for row in table]
     assert rows and all("**" in row["ratio, ours / peer"] for row in rows)
-
-
-@interop
-def test_few_shot_losses_match_lm_eval():
-    """Same token ids, so the same losses up to rounding."""
-    from nanochat.bench.peers import make_scorer
-
-    dist = init_dist(CPU)
-    words = Tokenizer.train(list(itertools.islice(documents(0, 0, "train"), 200)), 400)
-    plain = build_model(shape_for_depth(1, 400, 512, "classic"), dist.device, dist.dtype, seed=0)
-    task = FewShotTask(**suite()[0]).shuffled(3)
-    questions = [tokenize(task, n, words, 512) for n in range(3)]
-    _, theirs = make_scorer(plain, dist)(questions)
-    found = score_options(inference_copy(plain), questions)
-    ours = {q.number: scores for q, scores in found}
-    sums = [
-        score.nats * (len(ids) - start)
-        for q in questions
-        for score, ids, start in zip(ours[q.number], q.options, q.starts, strict=True)
-    ]
-    torch.testing.assert_close(torch.tensor(sums), torch.tensor(theirs), rtol=1e-3, atol=1e-3)
-
-
-def test_table_shows_values_ratio_and_missing_peer(capsys):
-    print_table("A", "noisy", [compare("d4", "tokens/s", [9000, 12000, 10000])])
-    ours = [50, 40, 60]
-    peers = [
-        compare("x", "MB/s", ours, "rustbpe", [20, 19, 21]),
-        compare("x", "MB/s", ours, "gone"),
-    ]
-    print_table("B", "", peers)
-    page = capsys.readouterr().out
-    assert "## A\n\nnoisy\n\n| case | ours (tokens/s) |" in page
-    assert "| d4 | 10,000 (9,000 to 12,000) |" in page
-    assert "| case | ours (MB/s) | peer | peer (MB/s) | ratio, ours / peer |" in page
-    assert "| rustbpe | 20.0 (19.0 to 21.0) | **2.50** |" in page
-    assert "| gone | missing |  |" in page

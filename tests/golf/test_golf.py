@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from nanochat.common import REPOSITORY, read_json
 from nanochat.golf.artifact import COMPRESSORS, CONTAINERS, quantize_tensors, read_artifact
@@ -20,7 +19,7 @@ from nanochat.golf.size import choose_smallest, code_bytes
 from nanochat.tokenizer import Tokenizer
 from tests.conftest import TINY, lively
 from tests.golf.helpers import GOLF_CHANGES, commands_of
-from tests.training_runs import curve, python, torchrun
+from tests.training_runs import curve, python, torchrun, weights
 
 CPU = ["--dtype=float32", "--device_type=cpu"]
 TRAIN = [
@@ -34,10 +33,6 @@ EXPORT = ["export", "--format=artifact", "--source=base"]
 SCORE = ["golf.evaluate", *CPU, "--max_documents=6", "--eval_stride=4"]
 
 
-def weights(base: Path, tag: str, step: int = 6) -> dict[str, torch.Tensor]:
-    return load_file(base / "base_checkpoints" / tag / f"step_{step:06d}" / "model.safetensors")
-
-
 def scores(base: Path) -> dict:
     return read_json(base / "report" / "parameter-golf.json")["values"]
 
@@ -45,7 +40,7 @@ def scores(base: Path) -> dict:
 # ---- Training ------------------------------------------------------------------------------------
 
 
-def test_training_quantizes_late_averages_and_resumes(trained, command):
+def test_training_quantizes_late_and_averages(trained, command):
     command.works(*TRAIN, "--model_tag=plain")
     command.works(*TRAIN, "--model_tag=still", "--matrix_lr=0", "--tied_lr=0")
     golf = [*TRAIN, "--model_tag=golf", "--ema_decay=0.25", "--qat_start=0.5"]
@@ -54,18 +49,11 @@ def test_training_quantizes_late_averages_and_resumes(trained, command):
     assert plain[:3] == late[:3] and plain[3] != late[3]
     command.works(*TRAIN, "--model_tag=ema", "--ema_decay=0.25")
     for name in ("embed.weight", "blocks.0.mlp.up.weight"):
-        average = weights(trained, "still")[name]
+        average = weights(trained, "still", 6)[name]
         for step in range(1, 7):
-            keep = min(
-                0.25, (1 + step) / (10 + step)
-            )  # lower at first, to forget the first weights
+            keep = min(0.25, (1 + step) / (10 + step))  # lower at first: the first weights are bad
             average = keep * average + (1 - keep) * weights(trained, "plain", step)[name]
-        torch.testing.assert_close(weights(trained, "ema")[name], average, rtol=1e-4, atol=1e-6)
-    before = weights(trained, "golf")
-    shutil.rmtree(trained / "base_checkpoints/golf/step_000006")
-    shutil.rmtree(trained / "base_checkpoints/golf/step_000005")
-    command.works(*golf, "--resume=auto")
-    assert all(torch.equal(w, before[name]) for name, w in weights(trained, "golf").items())
+        torch.testing.assert_close(weights(trained, "ema", 6)[name], average, rtol=1e-4, atol=1e-6)
 
 
 # ---- Artifacts -----------------------------------------------------------------------------------
@@ -133,9 +121,7 @@ def test_score_from_the_file_alone_is_the_reported_one(exported, tmp_path, comma
     assert both["Seeds"] == both["Roundtrip bpb"]["n"] == 2 and both["Within the limit"] is True
     gap = both["Roundtrip bpb"]["value"] - both["Pre-quantization bpb"]["value"]
     assert both["Quantization gap bpb"]["value"] == pytest.approx(gap) and abs(gap) < 0.05
-    assert both["Total bytes"] == both["Model bytes"] + both["Code bytes"]
-    assert both["Code bytes"] == sum(code_bytes().values())
-    assert "## Parameter golf" in (exported / "report.md").read_text()
+    assert both["Total bytes"] == both["Model bytes"] + sum(code_bytes().values())
     kept = tmp_path / "kept.golf"
     shutil.copy(exported / "export" / "base-golf-1.golf", kept)
     command.works(*SCORE, f"--artifacts={kept}")
@@ -144,7 +130,6 @@ def test_score_from_the_file_alone_is_the_reported_one(exported, tmp_path, comma
     python(alone, *torchrun(2), *words, "--dataset=embedded", "--num_shards=1")
     for name in ("Roundtrip bpb", "Roundtrip sliding bpb"):
         assert scores(alone)[name] == pytest.approx(found[name], abs=1e-6)
-    assert "Pre-quantization bpb" in found and "Pre-quantization bpb" not in scores(alone)
 
 
 def test_files_that_are_no_seeds_of_one_recipe_are_rejected(exported, tmp_path, command):
@@ -153,9 +138,6 @@ def test_files_that_are_no_seeds_of_one_recipe_are_rejected(exported, tmp_path, 
     assert "the same seed, 0" in command.rejects(*SCORE, f"--artifacts={first},{same}")
     command.works(*EXPORT, "--model_tag=golf-1", "--quantize=*=int8", f"--out={same}")
     assert "not seeds of one recipe" in command.rejects(*SCORE, f"--artifacts={first},{same}")
-    same.rename(tmp_path / first.name)
-    wrong = command.rejects(*SCORE, f"--artifacts={first},{tmp_path / first.name}")
-    assert "two have the same" in wrong
 
 
 def test_artifact_above_the_limit_is_not_written(trained, command):
@@ -166,13 +148,9 @@ def test_artifact_above_the_limit_is_not_written(trained, command):
     assert not path.exists()
     command.works(*EXPORT)
     size = path.stat().st_size
-    command.works(*EXPORT, f"--limit_bytes={size}", "--count_code=0")
-    whole = size + sum(code_bytes().values())
-    command.works(*EXPORT, f"--limit_bytes={whole}")
-    for limit, flags in ((size - 1, ["--count_code=0"]), (whole - 1, [])):
-        out = command.rejects(*EXPORT, f"--limit_bytes={limit}", *flags)
-        assert "by 1; largest tensors: embed.weight" in out
-    assert "qat_start must be in [0, 1], got 2" in command.rejects(*TRAIN, "--qat_start=2")
+    for most, flags in ((size, ["--count_code=0"]), (size + sum(code_bytes().values()), [])):
+        command.works(*EXPORT, f"--limit_bytes={most}", *flags)
+        assert "by 1;" in command.rejects(*EXPORT, f"--limit_bytes={most - 1}", *flags)
 
 
 def test_counted_code_is_exactly_what_scoring_loads(tokenizer, tmp_path):
