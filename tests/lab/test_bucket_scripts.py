@@ -32,14 +32,9 @@ def test_filtered_file_is_a_bucket(tmp_path, base, command):
     assert len(JSONL("train", source=str(out))) + len(JSONL("val", source=str(out))) == 60
     record = read_json(base / "report" / "filters-good.json")
     assert record["values"] == {"Kept": 60, "Dropped": 6}
-    found = [row[:3] for row in record["tables"][0]["rows"]]
-    assert found == [["no_image", "65", "1"], ["no_duplicate", "60", "5"]]
     command.works(*run, "--filters=longest=50%", "--bucket=world_problems=40")
     assert 20 <= len(read(out)) <= 25
     assert "drop all of" in command.rejects(*run, f"--rows={source}", "--filters=length=50:60")
-    assert "either --bucket or --rows" in command.rejects(*run)
-    bad = write(tmp_path / "bad.jsonl", [{"messages": talk("a", "b")[1:]}])
-    assert "bad.jsonl, line 1: roles must alternate" in command.rejects(*run, f"--rows={bad}")
 
 
 class Teacher(BaseHTTPRequestHandler):
@@ -60,13 +55,8 @@ class Teacher(BaseHTTPRequestHandler):
         if "fail" in words:
             return self.reply(400, {"error": {"message": "no answer"}})
         message = {"role": "assistant", "content": "" if "empty" in words else f"sage: {words}"}
-        choice = {
-            "index": 0,
-            "message": message,
-            "finish_reason": "length" if "7" in words else "stop",
-        }
-        made = {"id": "x", "object": "chat.completion", "created": 0, "model": "sage"}
-        self.reply(200, {**made, "choices": [choice]})
+        choice = {"message": message, "finish_reason": "length" if "7" in words else "stop"}
+        self.reply(200, {"choices": [{"index": 0, **choice}]})
 
     def reply(self, status, content):
         data = json.dumps(content).encode()
@@ -102,8 +92,6 @@ def test_pilot_comes_first_and_no_prompt_is_sent_twice(tmp_path, base, command, 
     assert len(Teacher.asked) == 20 and sorted(row["gold"] for row in made) == list(range(20))
     assert all(row["messages"] == talk(row["prompt"], f"sage: {row['prompt']}") for row in made)
     assert {row["gold"] for row in made if row["finish"] == "length"} == {7, 17}
-    values = read_json(base / "report" / "generation-made.json")["values"]
-    assert (values["Prompts"], values["Answered"]) == (20, 15)
 
 
 def test_failed_prompts_are_retried_and_wrong_ones_rejected(tmp_path, command, teacher):
@@ -121,5 +109,3 @@ def test_failed_prompts_are_retried_and_wrong_ones_rejected(tmp_path, command, t
     assert "incomplete prompt" in command.works(*run, *translated)  # it is cut off
     found = [(r["prompt"], r["original"], r["gold"]) for r in read(tmp_path / "translated.jsonl")]
     assert sorted(found) == [("sage: old", "old", 1), ("sage: old", "old", 2)]
-    write(prompts, [{"prompt": "fine"}, {"messages": "hi"}])
-    assert "line 2: conversation must be a list of messages" in command.rejects(*run)

@@ -1,10 +1,9 @@
 """Canaries: broken runs are found from their checkpoints and logs, healthy runs pass."""
 
-import shutil
-
 import numpy as np
 import pytest
 
+from nanochat import rows
 from nanochat.chat_format import render
 from nanochat.common import read_json
 from nanochat.lab.canaries import BROKEN, CANARIES, CanaryMonitor, mask_errors, open_suite, rises
@@ -13,7 +12,6 @@ from nanochat.tokenizer import Tokenizer
 from tasks.base import assistant, text, tool_call, user
 from tasks.held_out import declare
 from tasks.registry import TASKS, make_task
-from tests.training_runs import python
 
 TOKENIZER = Tokenizer.train(["what is it"], 265)
 
@@ -70,20 +68,18 @@ def test_healthy_runs_are_fine(capsys, parent, changes):
         (lambda own: own, True),
         (lambda own: ~own, False),  # inverted
         (lambda own: np.roll(own, -1), False),  # shifted by one
-        (np.zeros_like, False),
         (np.ones_like, False),
     ],
 )
 def test_wrong_loss_mask_shows_in_the_rows(change, right):
     chats = [make_task("world_facts", "train")[i] for i in range(64)]
     chats.append([user("2*3?"), assistant([text("So "), *tool_call("2*3", "6"), text("6")])])
-    rows = np.full((65, 257), ~TOKENIZER.bos_id)
-    for row, chat in zip(rows, chats, strict=True):
+    packed = np.full((65, 257), ~TOKENIZER.bos_id)
+    for row, chat in zip(packed, chats, strict=True):
         ids, mask = render(TOKENIZER, [*chat, user("?"), assistant("x")], 257)
         row[: len(ids)] = signed_ids(ids, change(np.array(mask) == 1).tolist())
-    found = mask_errors(rows, TOKENIZER)
+    found = mask_errors(packed, TOKENIZER)
     assert found == 0 if right else found >= CANARIES["loss_mask"].broken
-    assert mask_errors(np.full((2, 9), 70), TOKENIZER) == 1  # another template
 
 
 def test_static_suite_asks_unseen_questions_that_are_not_final(base):
@@ -115,10 +111,8 @@ def test_healthy_run_passes_and_30x_learning_rate_does_not(trained, command):
     command.works(*TUNE, "--init_lr_frac=0.7")
     command.works(*WATCH)
     record = read_json(trained / "report" / "canaries-sft.json")
-    [table] = record["tables"]
-    worst = {row[0]: row[2] for row in table["rows"]}
-    assert {"forgotten", "accuracy"} < worst.keys()
-    assert worst["loss_mask"] == "+0.0000" and float(worst["first_loss"]) < 1e-3
+    worst = {row[0]: row[2] for row in record["tables"][0]["rows"]}
+    assert {"forgotten", "accuracy"} < worst.keys() and worst["loss_mask"] == "+0.0000"
     assert record["values"]["Canaries"] != "broken" and record["values"]["Last step"] == 20
     out = command("lab.watch", "--run=sft:tuned", "--parent=sft:tuned", "--dtype=float32").text
     assert "canary broken at step 1: the first training loss is not the parent's" in out
@@ -127,22 +121,14 @@ def test_healthy_run_passes_and_30x_learning_rate_does_not(trained, command):
     assert status == BROKEN and "pretraining is forgotten" in text
 
 
-def test_bug_in_the_rows_is_found_at_the_first_step(trained, command):
-    python(trained, "-m", "tests.lab.planted_bug", f"scripts.{TUNE[0]}", *TUNE[1:])
+def test_loss_on_questions_is_found_at_the_first_step(trained, command, monkeypatch):
+    def inverted(ids, own):
+        return signed_ids(ids, [0, *(not x for x in own[1:])])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rows, "signed_ids", inverted)
+        patch.setattr(rows, "PACKING_RULE", -1)  # part of the fingerprint of the packed rows
+        command.works(*TUNE)
     status, text = command(*WATCH)
     assert status == BROKEN and "canary broken at step 1:" in text
     assert read_json(trained / "report" / "canaries-sft.json")["values"]["Canaries"] == "broken"
-
-
-def test_R35_run_is_watched_after_the_pretraining_text_is_gone(trained, command):
-    text = trained / "text"
-    text.mkdir()
-    (text / "a.jsonl").write_text('{"text": "Tom is here."}\n' * 5000)
-    (text / "b.jsonl").write_text('{"text": "Ann is there."}\n' * 500)
-    base = "base_train --depth=1 --max_seq_len=32 --total_batch_size=512 --num_iterations=2".split()
-    command.works(*base, f"--dataset={text}", "--eval_tokens=512", "--model_tag=own")
-    shutil.rmtree(text)
-    command.works(*TUNE, "--source=base:own", "--num_iterations=2")
-    out = command("lab.watch", "--run=sft:tuned", "--parent=base:own", "--dtype=float32").text
-    assert "canaries skip the pretraining text, which cannot be opened" in out
-    assert "no checkpoint in" in command.rejects("lab.watch", "--run=rl:no", "--parent=base:own")

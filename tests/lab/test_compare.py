@@ -1,12 +1,11 @@
 """Evaluation variance and comparisons by their commands, and the report on seeds and cost."""
 
-import math
-
 import pytest
 
+from nanochat import stats
 from nanochat.common import read_json
-from scripts.lab.eval_variance import classify, needed_repeats
-from scripts.lab.reliability import recipe_table
+from nanochat.lab.significance import Contrast, Recorded, contrasts, holm, t_test
+from nanochat.records import item_scores
 
 EVAL = "chat_eval -x 12 --max_new_tokens=6 --dtype=float32".split()
 
@@ -22,35 +21,18 @@ def comparison(base):
     return {row[0]: row for row in rows}
 
 
-@pytest.mark.parametrize(
-    "std, item_se, repeats, label",
-    [
-        (0.0029, 0.02, 1, "very stable"),
-        (0.0031, 0.02, 1, "stable"),
-        (0.02, 0.02, 4, "high"),  # so that std / sqrt(4) is half of the item error
-        (0.5, 0.02, 16, "high"),
-        (0.1, 0.0, 16, "high"),
-    ],
-)
-def test_repeats_keep_sampling_error_below_half_the_item_error(std, item_se, repeats, label):
-    assert (needed_repeats(std, item_se), classify(std)) == (repeats, label)
-
-
 def test_variance_of_sampled_answers_is_measured(tuned, command):
     measure = ["lab.eval_variance", "--checkpoints=sft:s0|sft:s1"]
     assert "chat_eval -i sft -g s0 -s 20" in command.rejects(*measure)
     command.works(*EVAL, "-a", "world_facts", "-g", "s1")  # greedy
-    once = scores(tuned)["World-Facts"]
-    assert (once["k"], once["repeat_se"], once["item_se"]) == (1, 0.0, once["se"])
     assert "share no task" in command.rejects("lab.eval_variance", "--checkpoints=sft:s1")
     for tag in ("s0", "s1"):
         sampled = [*EVAL, "-a", "world_facts|world_choice", "-g", tag, "-t", "1", "-n", "3"]
         assert "3 answers each" in command.works(*sampled)
     found = scores(tuned)["World-Facts"]
-    assert found["se"] == pytest.approx(math.hypot(found["item_se"], found["repeat_se"]))
     command.works(*measure)
     [row] = read_json(tuned / "report" / "evaluation-variance.json")["tables"][0]["rows"]
-    assert row[1:4] == ["World-Facts", 12, 3] and len(row) == 9  # letters do not vary
+    assert row[1:4] == ["World-Facts", 12, 3]  # letters do not vary
     assert float(row[6]) == pytest.approx(100 * 3**0.5 * found["repeat_se"], abs=0.01)
 
 
@@ -72,10 +54,8 @@ def test_models_are_compared_on_paired_items(tuned, command):
     assert {row[4] for row in rows.values()} <= {"better", "worse", "within noise"}
     assert float(rows["World few-shot"][2]) == pytest.approx(core[20] - core[8], abs=1e-4)
     command.works(*EVAL, "-i", "sft", "-g", "s0", "-a", "world_facts")
-    out = command.rejects("lab.compare", "--before=base:one:8", "--after=sft:s0")
-    assert "on the same tasks" in out
-    out = command.rejects("lab.compare", "--before=sft:s0", "--after=sft:s0")
-    assert "is compared with itself" in out
+    for before, fix in ("base:one:8", "on the same tasks"), ("sft:s0", "compared with itself"):
+        assert fix in command.rejects("lab.compare", f"--before={before}", "--after=sft:s0")
 
 
 def test_settings_are_compared_over_seeds(tuned, command):
@@ -97,28 +77,57 @@ def test_checkpoints_of_runs_are_scored_on_the_static_suite(tuned, command):
     for step in (4, 8, 12, 16):
         (tuned / f"base_checkpoints/one/step_{step:06d}").rename(tuned / f"old_{step}")
     command.works("lab.compare", every)
-    record = read_json(tuned / "report" / "suite.json")
-    rows = [
-        dict(zip(record["tables"][0]["columns"], row, strict=True))
-        for row in record["tables"][0]["rows"]
-    ]
-    assert [(row["Run"], row["Step"]) for row in rows] == [("base:one", "20"), ("sft:s0", "20")]
-    assert rows[0]["From the first"] == "+0.000 +- 0.000"
+    rows = read_json(tuned / "report" / "suite.json")["tables"][0]["rows"]
+    assert [row[:2] for row in rows] == [["base:one", "20"], ["sft:s0", "20"]]
+    assert "+0.000 +- 0.000" in rows[0]
     assert "no checkpoint in" in command.rejects("lab.compare", "--all=sft:none")
 
 
-def test_report_compares_the_final_run_with_all_runs():
-    def written(section, seconds, own):
-        cost = {"device_seconds": seconds, "own_device_seconds": own}
-        return {"section": section, "cost": cost}
+# ---- Significance --------------------------------------------------------------------------------
 
-    base, evaluation = written("Base", 600.0, 600.0), written("Evaluation", 90.0, 30.0)
-    history = [base, base, written("Evaluation", 60.0, 60.0), evaluation]
-    rows = recipe_table([base, evaluation], history, [{"seconds": 300.0}, {"seconds": 180.0}])
-    assert rows["rows"] == [
-        ["Base", "10.00m", "20.00m"],
-        ["Evaluation", "1.50m", "1.50m"],
-        ["Sweeps", "0.00m", "8.00m"],
-        ["All", "11.50m", "29.50m"],
-        ["Ratio", "", "2.6 times"],
-    ]
+
+def runs(metric, values, **items):
+    """Recorded runs with these values of a metric, and equal item scores."""
+    return [Recorded({metric: value}, items) for value in values]
+
+
+@pytest.mark.parametrize("df, t", [(1, 12.706), (3, 3.182), (30, 2.042), (999, 1.962)])
+def test_students_t_matches_published_tables(df, t):
+    bar, p = t_test(t, [(1.0, df)])
+    assert bar == pytest.approx(t, abs=1e-3) and p == pytest.approx(0.05, abs=1e-4)
+    assert t_test(-t, [(1.0, df)])[1] == p and t_test(0.0, [(1.0, df)])[1] == 1.0
+    assert t_test(0.1, [(0.0, df)]) == (0.0, 0.0) and t_test(0.0, [(0.0, df)]) == (0.0, 1.0)
+
+
+def test_holm_corrects_for_multiple_comparisons():
+    def corrected(*ps):
+        found = [Contrast("d4", "x", "bpb", 0.0, 0.2, 0.1, p) for p in ps]
+        return [(pytest.approx(c.p), c.verdict) for c in holm(found)]
+
+    noise = "within noise"
+    assert corrected(0.01, 0.04, 0.03) == [(0.03, "worse"), (0.06, noise), (0.06, noise)]
+    assert corrected(0.5, 0.9) == [(1.0, noise)] * 2 and corrected() == []
+
+
+def test_variance_is_pooled_over_arms():
+    values = {"control": [1.0, 3.0], "x": [10.0, 12.0, 14.0], "y": [5.0]}
+    found = contrasts("d4", "bpb", {arm: runs("bpb", each) for arm, each in values.items()})
+    assert [c.arm for c in found] == ["y", "x"]  # the smallest loss first
+    bars = [3.182 * (10 / 3 * (1 / n + 1 / 2)) ** 0.5 for n in (1, 3)]
+    assert [c.bar for c in found] == pytest.approx(bars, rel=1e-3)
+
+
+def test_paired_items_add_their_variance():
+    hard = [float(i % 2) for i in range(200)]
+    few = [1.0 if i < 10 else x for i, x in enumerate(hard)]  # 5 more items are correct
+
+    for clusters, n, verdict in ((), 200, "better"), ([*range(20)] * 10, 20, "within noise"):
+        clusters = sorted(map(str, clusters))  # all 5 of one cluster
+        arms = {
+            arm: runs("ARC", [sum(x) / 200] * 2, ARC=item_scores(range(200), x, clusters))
+            for arm, x in (("control", hard), ("x", few))
+        }
+        [found] = contrasts("d4", "ARC", arms)
+        assert found.difference == pytest.approx(0.025) and found.verdict == verdict
+        se = stats.compare(hard, few, clusters).se
+        assert found.bar == pytest.approx(t_test(0.0, [(se**2, n - 1)])[0])

