@@ -36,7 +36,7 @@ class Reference(NamedTuple):
 
 REFERENCE = {
     "h100x8": Reference(
-        "base model: 8 H100 in fp8 by measured steps (2026-11); others estimated",
+        "base model: from fp8 steps measured on one H100 (2026-11); others estimated",
         *(24, 8, (3, 2, 103, 5, 10, 5, 15, 5, 5, 5, 40, 5)),
     ),
     "gpu": Reference(
