@@ -22,7 +22,6 @@ from nanochat.config import short, start
 from nanochat.dist import DistConfig, init_dist
 from nanochat.engine import Sampling, choose_engine_compile
 from nanochat.sandbox import Tools
-from nanochat.serve.handler import RequestHandler
 from nanochat.serve.models import ModelLibrary
 from nanochat.serve.server import Server, ServerConfig, listen, server_url
 from tasks.world.task import WorldFacts, WorldProblems, WorldSpelling
@@ -67,8 +66,7 @@ def main(cfg: ChatWeb) -> None:
     compiled = choose_engine_compile(cfg.compile_engine, dist.device, most_tokens=0)
     library = ModelLibrary(dist, name, tools, cfg.server.slots, cfg.server.max_models, compiled)
     library.loaded[name] = engine = library.load(name)
-    handler = RequestHandler(library, defaults, cfg.server.max_waiting, cfg.server.truncation)
-    server = Server(handler, cfg.server, suggestions(checkpoint))
+    server = Server(library, defaults, cfg.server, suggestions(checkpoint))
 
     if key is None and cfg.server.host not in ("127.0.0.1", "::1", "localhost"):
         print("note   anyone who can reach this host can use the models; consider --api_key_file")

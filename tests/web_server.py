@@ -18,7 +18,6 @@ from nanochat.checkpoint import build_model, save_checkpoint, stage_folder
 from nanochat.dist import DistContext
 from nanochat.engine import Engine, Sampling, Tool
 from nanochat.sandbox import Tools
-from nanochat.serve.handler import RequestHandler
 from nanochat.serve.models import ModelLibrary
 from nanochat.serve.security import SecurityConfig
 from nanochat.serve.server import Server, ServerConfig, listen, server_url
@@ -51,7 +50,7 @@ class Site:
     @property
     def engine(self) -> Engine:
         """The engine of the default model."""
-        library = self.server.handler.library
+        library = self.server.library
         return library.loaded[library.default]
 
     def ids(self, *pieces: str | bytes) -> list[int]:
@@ -153,9 +152,7 @@ def serving(
     library.loaded[name] = library.load(name)
     if endless:
         library.loaded[name].ends = set()
-    defaults = Sampling(1000, temperature=1.0)
-    handler = RequestHandler(library, defaults, cfg.max_waiting, cfg.truncation)
-    server = Server(handler, cfg)
+    server = Server(library, Sampling(1000, temperature=1.0), cfg)
     bound = listen(cfg)
     thread = threading.Thread(target=server.run, args=([bound],), daemon=True)
     thread.start()

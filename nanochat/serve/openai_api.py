@@ -140,6 +140,7 @@ class Generation(BaseModel):
 
     model: str | None = None
     n: int | None = Field(None, ge=1, le=128)
+    max_tokens: Limit = Field(None, ge=1, le=LARGEST_COUNT)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, ge=0, le=1)
     top_k: int | None = Field(None, ge=-1, le=LARGEST_COUNT)
@@ -183,8 +184,6 @@ class Prompt(NamedTuple):
     ids: list[int]
     num_dropped: int = 0
     """Tokens of the oldest turns that were left out."""
-    echo_from: int | None = None
-    """Echo the prompt, from this token on, before the completion. None: no echo."""
 
 
 class ChatRequest(Generation):
@@ -193,7 +192,6 @@ class ChatRequest(Generation):
     kind, prompt_field = "chat", "messages"
 
     messages: list[dict[str, Any]] = Field(min_length=1, max_length=4096, fail_fast=True)
-    max_tokens: Limit = Field(None, ge=1, le=LARGEST_COUNT)
     max_completion_tokens: Limit = Field(None, ge=1, le=LARGEST_COUNT)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
@@ -240,9 +238,7 @@ class TextRequest(Generation):
     prompt: Annotated[list[str | TokenIds], BeforeValidator(as_list)] = Field(
         min_length=1, max_length=1024, fail_fast=True
     )
-    max_tokens: Limit = Field(None, ge=0, le=LARGEST_COUNT)
     logprobs: int | None = Field(None, ge=0, le=20)
-    echo: bool | None = None
 
     @property
     def num_logprobs(self) -> int | None:
@@ -250,7 +246,7 @@ class TextRequest(Generation):
 
     @property
     def length(self) -> int:
-        return TEXT_TOKENS if self.max_tokens is None else max(1, self.max_tokens)
+        return self.max_tokens or TEXT_TOKENS
 
     def prompts(self, tokenizer: Tokenizer, context: int, truncation: str) -> list[Prompt]:
         """Like `ChatRequest.prompts`; adds BOS if a prompt does not begin with it."""
@@ -259,7 +255,7 @@ class TextRequest(Generation):
             ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
             check_ids("prompt", ids, tokenizer.vocab_size)
             missing = [] if ids[:1] == [tokenizer.bos_id] else [tokenizer.bos_id]
-            found.append(Prompt([*missing, *ids], echo_from=len(missing) if self.echo else None))
+            found.append(Prompt([*missing, *ids]))
         return found
 
 
@@ -273,8 +269,7 @@ class TokenLogprob(NamedTuple):
     """A token id, its log-probability (nats), and the most likely alternatives with theirs."""
 
     token: int
-    logprob: float | None
-    """None for the first token of a prompt."""
+    logprob: float
     top: list[tuple[int, float]]
     start: int = 0
     """Offset of its first character in the text."""
@@ -355,23 +350,20 @@ class Writer:
         return {
             "tokens": [self.name(one.token) for one in tokens],
             "token_logprobs": [one.logprob for one in tokens],
-            "top_logprobs": [self.top(one) for one in tokens],
+            "top_logprobs": [  # the most likely tokens and the generated one
+                {self.name(token): x for token, x in (*one.top, (one.token, one.logprob))}
+                for one in tokens
+            ],
             "text_offset": [one.start for one in tokens],
         }
 
-    def entry(self, token: int, logprob: float | None) -> dict[str, Any]:
+    def entry(self, token: int, logprob: float) -> dict[str, Any]:
         data = list(self.tokenizer.decode_bytes([token]))
         return {"token": self.name(token), "logprob": logprob, "bytes": data}
 
     def name(self, token: int) -> str:
         """Text of a token; bytes that are no valid UTF-8 are escaped."""
         return self.tokenizer.decode_bytes([token]).decode("utf-8", "backslashreplace")
-
-    def top(self, one: TokenLogprob) -> dict[str, float | None] | None:
-        """The most likely tokens and the generated one."""
-        if one.logprob is None:
-            return None
-        return {self.name(token): x for token, x in (*one.top, (one.token, one.logprob))}
 
 
 def model_entry(name: str, state: Mapping[str, Any]) -> dict[str, Any]:

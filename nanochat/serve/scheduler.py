@@ -16,41 +16,33 @@ import traceback
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 
-import torch
 from torch import Tensor
 
 from nanochat.chat_format import Transcript
 from nanochat.engine import TOOL_WAIT_SECONDS, Completion, Engine, Sampling
-from nanochat.serve.openai_api import ApiError, Asked, Delta, FinishReason, Prompt, TokenLogprob
+from nanochat.serve.openai_api import (
+    ApiError,
+    Asked,
+    Delta,
+    FinishReason,
+    Prompt,
+    TokenLogprob,
+    bad_field,
+)
 from nanochat.tokenizer import Tokenizer
 
 RETRY_SECONDS = 2  # Retry-After of a request that finds the queue full
-LOGITS_TOKENS = 512  # prompt tokens per logits chunk when recording log-probabilities
 
 
-def log_probabilities(logits: Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprob]:
+def token_logprob(logits: Tensor, token: int, top: int, start: int) -> TokenLogprob:
     """
-    For each row of float32 logits (B, V): the log-probability of its token and those of the `top`
-    most likely tokens, before temperature and sampling filters.
+    From float32 logits (V,): the log-probability of a token that begins at character `start`, and
+    those of the `top` most likely tokens, before temperature and sampling filters.
     """
     logprobs = logits.log_softmax(dim=-1)
-    chosen = logprobs.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
-    best = logprobs.topk(min(top, logits.size(1)), dim=-1)
-    ids, values = best.indices.tolist(), best.values.tolist()
-    tops = (list(zip(*pair, strict=True)) for pair in zip(ids, values, strict=True))
-    return list(map(TokenLogprob, tokens, chosen, tops))
-
-
-@torch.inference_mode()
-def prompt_logprobs(engine: Engine, prompt: Sequence[int], top: int) -> list[TokenLogprob]:
-    """Like `log_probabilities`, for all tokens of a prompt; the first one has none."""
-    hidden = engine.model.hidden(torch.tensor([prompt], device=engine.device))[0]  # (T, C)
-    found = [TokenLogprob(prompt[0], None, [])]
-    for first in range(0, len(prompt) - 1, LOGITS_TOKENS):
-        tokens = prompt[first + 1 : first + 1 + LOGITS_TOKENS]
-        logits = engine.model.logits(hidden[first : first + len(tokens)])
-        found += log_probabilities(logits, tokens, top)
-    return found
+    best = logprobs.topk(min(top, len(logits)))
+    alternatives = list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+    return TokenLogprob(token, logprobs[token].item(), alternatives, start)
 
 
 class Answer:
@@ -70,27 +62,16 @@ class Answer:
         self.stopped = False  # at a stop string
         self.finish: FinishReason | None = None
 
-    def echo(self, tokenizer: Tokenizer, first: int, logprobs: Sequence[TokenLogprob]) -> Delta:
-        """Return the prompt from token `first` on. logprobs: of all its tokens; empty: unwanted."""
-        transcript, tokens = Transcript(tokenizer), []
-        for i, token in list(enumerate(self.completion.prompt))[first:]:
-            if logprobs:
-                tokens.append(logprobs[i]._replace(start=len(self.text)))
-            self.text += "".join(shown for _, shown in transcript.add(token))
-        self.text += "".join(shown for _, shown in transcript.close())
-        self.sent = len(self.text)
-        return Delta(self.index, "text", self.text, tokens)
-
     def advance(self, logits: Tensor) -> list[Delta]:
         """Return the deltas of a step of the completion. logits (V,): those of the step."""
         c, asked, shown = self.completion, self.asked, []
-        if self.num_tokens < len(c.ids) and asked.max_tokens != 0:  # 0: only the prompt is wanted
+        if self.num_tokens < len(c.ids):
             token, self.num_tokens = c.ids[-1], len(c.ids)
             shown = self.transcript.add(token)
             is_text = asked.kind == "text" or self.transcript.is_text(token)
             if asked.num_logprobs is not None and is_text:
-                [logprob] = log_probabilities(logits[None], [token], asked.num_logprobs)
-                self.pending.append(logprob._replace(start=len(self.text)))
+                start = len(self.text)
+                self.pending.append(token_logprob(logits, token, asked.num_logprobs, start))
         if c.finish is not None:
             shown += self.transcript.close()
         deltas = [delta for kind, text in shown for delta in self.show(kind, text)]
@@ -139,7 +120,6 @@ class Reply:
 
     def __init__(self, engine: Engine, asked: Asked, prompts: Sequence[tuple[Prompt, Sampling]]):
         self.engine, self.asked, self.prompts = engine, asked, prompts
-        self.pending = deque(prompts)  # not yet begun; used only by the generation thread
         self.answers: list[Answer] = []
         self.arrived: list[Delta] = []
         self.ready = asyncio.Event()
@@ -211,11 +191,17 @@ class Worker:
     def submit(
         self, engine: Engine, asked: Asked, prompts: Sequence[tuple[Prompt, Sampling]]
     ) -> Reply:
-        """Queue a request. Raises ApiError if the queue is full or the server is shutting down."""
+        """
+        Queue a request. Raises ApiError if the queue is full or too short for it, or the server is
+        shutting down.
+        """
         if self.deadline is not None:
             raise ApiError(503, "the server is shutting down", "shutting_down")
         reply, load = Reply(engine, asked, prompts), self.load(engine)
-        if load + reply.total > engine.slots + self.max_waiting:
+        limit = engine.slots + self.max_waiting
+        if reply.total > limit:
+            raise bad_field("n", f"{reply.total} completions requested; the limit is {limit}")
+        if load + reply.total > limit:
             wait = {"Retry-After": str(RETRY_SECONDS)}
             message = f"{load} completions are running or queued"
             raise ApiError(429, message, "rate_limit_exceeded", headers=wait)
@@ -279,9 +265,8 @@ class Worker:
                 cancel_all(engine)
                 failure = ApiError(500, f"generation failed: {error!r}", "generation_failed")
                 for reply in mine:
-                    reply.pending.clear()
                     self.deliver(reply, error=failure)
-        if any(engine.busy for engine in engines) or any(reply.pending for reply in opened):
+        if any(engine.busy for engine in engines):
             self.wake.set()
 
     def update(self, engine: Engine, opened: Sequence[Reply]) -> None:
@@ -291,28 +276,13 @@ class Worker:
             for answer in reply.answers:
                 del self.owners[answer.completion]
                 engine.cancel(answer.completion)
-        for reply in opened:
+        for reply in [r for r in opened if r not in self.begun]:
             self.begun.add(reply)
-            self.begin(engine, reply)
-
-    def begin(self, engine: Engine, reply: Reply) -> None:
-        """
-        Submit the prompts of a reply to its engine; of those to echo, which may take a forward pass
-        each, only the next one.
-        """
-        asked, echoes = reply.asked, False
-        while reply.pending and not echoes:
-            prompt, sampling = reply.pending.popleft()
-            echoes, logprobs = prompt.echo_from is not None, []
-            if echoes and asked.num_logprobs is not None:
-                logprobs = prompt_logprobs(engine, prompt.ids, asked.num_logprobs)
-            for completion in engine.submit(prompt.ids, sampling, asked.n or 1):
-                answer = Answer(completion, engine.tokenizer, asked, len(reply.answers))
-                reply.answers.append(answer)
-                self.owners[completion] = (reply, answer)
-                if echoes:
-                    echo = answer.echo(engine.tokenizer, prompt.echo_from or 0, logprobs)
-                    self.deliver(reply, [echo])
+            for prompt, sampling in reply.prompts:
+                for completion in engine.submit(prompt.ids, sampling, reply.asked.n or 1):
+                    answer = Answer(completion, engine.tokenizer, reply.asked, len(reply.answers))
+                    reply.answers.append(answer)
+                    self.owners[completion] = (reply, answer)
 
     def step(self, engine: Engine, patience_seconds: float) -> None:
         """Step an engine and deliver the new deltas."""

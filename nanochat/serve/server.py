@@ -1,19 +1,22 @@
 """
 HTTP server for the OpenAI-compatible API and the chat page.
 
-    request -> SecurityMiddleware -> FastAPI -> RequestHandler -> Reply -> respond
+    request -> SecurityMiddleware -> FastAPI -> prepare -> Worker.submit -> Reply -> respond
 
 Routes: / is the chat page, ui.html; /v1 has chat completions, completions, models, and Markdown for
-the page; /health is for monitoring. On shutdown, running completions have
-DRAIN_SECONDS to finish, then their streams end with an error.
+the page; /health is for monitoring. A response is one JSON object when the reply is complete, or a
+stream of server-sent events. On shutdown, running completions have DRAIN_SECONDS to finish, then
+their streams end with an error.
 """
 
 import asyncio
 import base64
+import json
 import re
 import resource
+import secrets
 import socket
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -23,23 +26,28 @@ from typing import Annotated, Any, Literal
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import HTMLResponse, JSONResponse, Response
+from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 
 from nanochat.common import printable
 from nanochat.config import require_at_least, short
-from nanochat.serve.handler import RequestHandler
+from nanochat.engine import Engine, Sampling
 from nanochat.serve.markdown import render_answers
-from nanochat.serve.models import newest_of
+from nanochat.serve.models import ModelLibrary, newest_of
 from nanochat.serve.openai_api import (
     ApiError,
     Asked,
     ChatRequest,
+    Delta,
+    Prompt,
+    StreamOptions,
     TextRequest,
     Writer,
+    bad_field,
+    check_ids,
     model_entry,
     read_request,
 )
-from nanochat.serve.responses import respond
+from nanochat.serve.scheduler import Reply, Worker
 from nanochat.serve.security import (
     SECURITY_HEADERS,
     SecurityConfig,
@@ -51,6 +59,9 @@ PAGE = Path(__file__).with_name("ui.html")
 BACKLOG = 32  # connections that asyncio accepts in a round; after about three, one is closed
 DRAIN_SECONDS = 5.0  # time for running completions to finish on shutdown
 CLOSE_SECONDS = 8  # wait before closing open connections on shutdown
+HEARTBEAT_SECONDS = 15.0  # proxies close idle streams
+CHECK_SECONDS = 0.2  # at most between checks whether the client is still there
+CLIENT_LEFT = 499  # nginx's status for "client closed request"
 
 
 @dataclass(frozen=True)
@@ -87,35 +98,123 @@ class ServerConfig:
         return key
 
 
+# ---- requests and responses --------------------------------------------------------------------
+
+
+def prepare(
+    asked: Asked, engine: Engine, defaults: Sampling, truncation: str
+) -> list[tuple[Prompt, Sampling]]:
+    """
+    Prompts of a request with their settings. Slow for long prompts, so call it off the event loop.
+
+    A conversation that exceeds the context loses its oldest turns, unless `truncation` is "error".
+    A completion ends when the context is full. Raises ApiError for an overlong prompt.
+    """
+    context, jobs = engine.cache.capacity, []
+    check_ids("logit_bias", asked.logit_bias or (), engine.tokenizer.vocab_size)
+    try:
+        prompts = asked.prompts(engine.tokenizer, context, truncation)
+    except ValueError as error:
+        raise bad_field(asked.prompt_field, str(error)) from error
+    for prompt in prompts:
+        room = context - len(prompt.ids)
+        if room < 1:
+            raise ApiError(
+                400,
+                f"the prompt has {len(prompt.ids)} tokens; the model's context length is "
+                f"{context}, of which the prompt may use {context - 1}",
+                "context_length_exceeded",
+                asked.prompt_field,
+            )
+        length = min(asked.length or room, room)
+        jobs.append((prompt, asked.sampling(defaults, length, secrets.randbits(48))))
+    return jobs
+
+
+async def respond(
+    reply: Reply, writer: Writer, request: Request, done: Callable[[], None]
+) -> Response:
+    """
+    Return the response to a request, whose `reply` is still being generated. `done` is called when
+    the response ends or the client disconnects.
+    """
+    if reply.asked.stream:
+        options = reply.asked.stream_options or StreamOptions()
+        return EventStream(events(reply, writer, options), done)
+    found: list[list[Delta]] = [[] for _ in range(reply.total)]
+    try:
+        async for deltas in reply.news(CHECK_SECONDS):
+            for delta in deltas:
+                found[delta.index].append(delta)
+            if await request.is_disconnected():
+                return Response(status_code=CLIENT_LEFT)
+    finally:
+        done()
+    return JSONResponse(writer.envelope(list(map(writer.choice, found)), reply.usage))
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events; always calls `done` at the end, even if no event was sent."""
+
+    def __init__(self, content: AsyncIterator[str], done: Callable[[], None]):
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        super().__init__(content, media_type="text/event-stream", headers=headers)
+        self.done = done
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self.done()
+
+
+async def events(reply: Reply, writer: Writer, options: StreamOptions) -> AsyncIterator[str]:
+    """Yield the chunks of a reply, its usage if requested, and the end marker."""
+
+    def chunk(choices: list[Any], has_usage: bool | None = options.continuous_usage_stats) -> str:
+        return event(writer.envelope(choices, reply.usage if has_usage else None, is_chunk=True))
+
+    if writer.kind == "chat":
+        yield "".join(chunk([writer.opening(i)]) for i in range(reply.total))
+    try:
+        async for deltas in reply.news(HEARTBEAT_SECONDS):
+            chunks = [chunk([writer.choice([delta], is_chunk=True)]) for delta in deltas]
+            yield "".join(chunks) or ": keep-alive\n\n"
+        if options.include_usage:
+            yield chunk([], has_usage=True)
+    except ApiError as error:
+        yield event(error.body)
+    yield "data: [DONE]\n\n"
+
+
+def event(data: Any) -> str:
+    """
+    Format a server-sent event. It is ASCII, because some clients also end a line at U+2028 or
+    U+0085, which JSON allows within a string.
+    """
+    return f"data: {json.dumps(data, separators=(',', ':'))}\n\n"
+
+
 # ---- the application ---------------------------------------------------------------------------
 
 
-def build_app(handler: RequestHandler, suggestions: Sequence[str] = ()) -> FastAPI:
-    """Build the app that SecurityMiddleware wraps. `suggestions`: prompts the page offers."""
-
-    @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        handler.worker.start()
-        yield
-        handler.worker.stop()
-
-    app = FastAPI(title="nanochat", lifespan=lifespan, openapi_url=None)
-    add_api(app, handler, suggestions)
-    add_pages(app, handler)
-    add_errors(app)
-    return app
-
-
-def add_api(app: FastAPI, handler: RequestHandler, suggestions: Sequence[str]) -> None:
+def add_api(
+    app: FastAPI,
+    library: ModelLibrary,
+    worker: Worker,
+    defaults: Sampling,
+    truncation: str,
+    suggestions: Sequence[str],
+) -> None:
     """Add the routes of the OpenAI API."""
 
     async def complete(kind: type[Asked], request: Request) -> Response:
         asked = await asyncio.to_thread(read_request, kind, await request.body())
-        name = asked.model or handler.library.default
-        engine = await handler.library.get(name, handler.worker.busy)
-        writer = Writer(asked, name, engine.tokenizer)
-        reply = await handler.submit(asked, engine)
-        response = await respond(reply, writer, asked, request, lambda: handler.worker.close(reply))
+        name = asked.model or library.default
+        engine = await library.get(name, worker.busy)
+        jobs = await asyncio.to_thread(prepare, asked, engine, defaults, truncation)
+        writer, reply = Writer(asked, name, engine.tokenizer), worker.submit(engine, asked, jobs)
+        response = await respond(reply, writer, request, lambda: worker.close(reply))
         if dropped := sum(prompt.num_dropped for prompt, _ in reply.prompts):
             print(f"{printable(name)}: left out {dropped} tokens of the oldest turns", flush=True)
             response.headers["X-Dropped-Tokens"] = str(dropped)
@@ -135,11 +234,10 @@ def add_api(app: FastAPI, handler: RequestHandler, suggestions: Sequence[str]) -
 
     @app.get("/v1/models")
     def models() -> dict[str, Any]:
-        data = [model_entry(name, newest_of(name)) for name in handler.library.listed()]
-        sampling = handler.defaults
-        defaults = {"temperature": sampling.temperature, "top_p": sampling.top_p}
-        defaults |= {"top_k": sampling.top_k or 0, "max_tokens": sampling.max_new_tokens}
-        extensions = {"defaults": defaults, "suggestions": list(suggestions)}
+        data = [model_entry(name, newest_of(name)) for name in library.listed()]
+        shown = {"temperature": defaults.temperature, "top_p": defaults.top_p}
+        shown |= {"top_k": defaults.top_k or 0, "max_tokens": defaults.max_new_tokens}
+        extensions = {"defaults": shown, "suggestions": list(suggestions)}
         return {"object": "list", "data": data, **extensions}
 
     @app.get("/v1/models/{name}")
@@ -150,7 +248,7 @@ def add_api(app: FastAPI, handler: RequestHandler, suggestions: Sequence[str]) -
         raise ApiError(404, f"model {name!r} not found", "model_not_found", "model")
 
 
-def add_pages(app: FastAPI, handler: RequestHandler) -> None:
+def add_pages(app: FastAPI, worker: Worker) -> None:
     """Add the routes for the chat page and monitoring."""
     page = PAGE.read_text("utf-8")
     headers = {"Content-Security-Policy": page_policy(page), "Cache-Control": "no-cache"}
@@ -161,8 +259,8 @@ def add_pages(app: FastAPI, handler: RequestHandler) -> None:
 
     @app.get("/health")
     def health() -> JSONResponse:
-        status = "ok" if handler.worker.deadline is None else "stopping"
-        running, waiting = handler.worker.counts()
+        status = "ok" if worker.deadline is None else "stopping"
+        running, waiting = worker.counts()
         content = {"status": status, "running": running, "waiting": waiting}
         return JSONResponse(content, 200 if status == "ok" else 503)
 
@@ -209,12 +307,25 @@ def add_errors(app: FastAPI) -> None:
 
 
 class Server(uvicorn.Server):
-    """uvicorn server that lets running completions finish on shutdown."""
+    """
+    uvicorn server that lets running completions finish on shutdown.
 
-    def __init__(self, handler: RequestHandler, cfg: ServerConfig, suggestions: Sequence[str] = ()):
-        self.handler = handler
-        app: Any = build_app(handler, suggestions)
-        app = SecurityMiddleware(app, cfg.security, cfg.key())
+    defaults: of request fields that are not set. suggestions: prompts that the page offers.
+    """
+
+    def __init__(
+        self,
+        library: ModelLibrary,
+        defaults: Sampling,
+        cfg: ServerConfig,
+        suggestions: Sequence[str] = (),
+    ):
+        self.library, self.worker = library, Worker(cfg.max_waiting)
+        api = FastAPI(title="nanochat", lifespan=self.run_worker, openapi_url=None)
+        add_api(api, library, self.worker, defaults, cfg.truncation, suggestions)
+        add_pages(api, self.worker)
+        add_errors(api)
+        app: Any = SecurityMiddleware(api, cfg.security, cfg.key())
         if cfg.security.allow_origins:
             app = CORSMiddleware(
                 app,
@@ -242,8 +353,14 @@ class Server(uvicorn.Server):
             )
         )
 
+    @asynccontextmanager
+    async def run_worker(self, app: FastAPI) -> AsyncIterator[None]:
+        self.worker.start()
+        yield
+        self.worker.stop()
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self.handler.worker.drain(DRAIN_SECONDS)
+        self.worker.drain(DRAIN_SECONDS)
         await super().shutdown(sockets)
 
 

@@ -47,7 +47,7 @@ def test_V1_answers_have_the_fields_of_the_api(site):
     [
         {"n": 4, "logprobs": True, "top_logprobs": 3},
         {"prompt": ["abc", "xyz"], "n": 2},
-        {"prompt": "He said \u00e9!", "echo": True, "logprobs": 2},
+        {"prompt": "He said \u00e9!", "logprobs": 2},
     ],
 )
 def test_V1_streamed_chunks_join_to_the_whole_answer(site, body):
@@ -90,31 +90,33 @@ def test_V1_seed_and_n_determine_the_samples(site):
     assert len(set(sample(prompt=prompts, seed=3) + sample(prompt=prompts[1], seed=3))) == 1
 
 
-def test_V1_echo_returns_the_logprobs_of_the_model(site):
-    text = "He said \u00e9!"
-    ids, body = site.ids("<|bos|>", text), {"max_tokens": 0, "echo": True, "logprobs": 2}
-    (echo,) = site.answers(prompt=ids, **body)
-    found, model = echo.logprobs, site.engine.model(torch.tensor([ids]))[0].log_softmax(-1)
-    assert echo.text == text and found["text_offset"] == [0, *range(9), 8, 9]
-    assert found["tokens"] == ["<|bos|>", *"He said ", "\\xc3", "\\xa9", "!"]
-    assert found["token_logprobs"][0] is found["top_logprobs"][0] is None
-    expected = model[range(len(ids) - 1), ids[1:]].tolist()
-    assert found["token_logprobs"][1:] == pytest.approx(expected, abs=1e-4)
-    tops = [sorted(top.values())[-2:] for top in found["top_logprobs"][1:]]
-    assert sum(tops, []) == pytest.approx(model[:-1].sort().values[:, -2:].flatten(), abs=1e-4)
+def test_V1_text_logprobs_are_those_of_the_model(site, monkeypatch):
+    prompt, said = site.ids("<|bos|>", "He"), "said \u00e9!"
+    says(monkeypatch, site, said)
+    (found,) = site.answers(prompt=prompt, logprobs=2)
+    logprobs, ids = found.logprobs, site.ids(said)
+    model = site.engine.model(torch.tensor([prompt + ids]))[0].log_softmax(-1)
+    model = model[len(prompt) - 1 : -1]
+    assert found.text == said and logprobs["text_offset"] == [*range(6), 5, 6]
+    assert logprobs["tokens"] == [*"said ", "\\xc3", "\\xa9", "!"]
+    expected = model[range(len(ids)), ids].tolist()
+    assert logprobs["token_logprobs"] == pytest.approx(expected, abs=1e-4)
+    tops = [sorted(top.values())[-2:] for top in logprobs["top_logprobs"]]
+    assert sum(tops, []) == pytest.approx(model.sort().values[:, -2:].flatten(), abs=1e-4)
 
 
-def test_V1_chat_logprobs_are_those_of_an_echo(site, monkeypatch):
+def test_V1_chat_logprobs_are_those_of_the_text_tokens(site, monkeypatch):
     ids = site.ids(*HELLO_PROMPT, "plum", *PRODUCT, "s")
-    (echo,) = site.answers(prompt=ids, max_tokens=0, echo=True, logprobs=3)
+    model = site.engine.model(torch.tensor([ids]))[0].log_softmax(-1)
+    places = (*range(9, 13), len(ids) - 1)
     says(monkeypatch, site, "plum", *PRODUCT, "s")
     (found,) = site.answers(logprobs=True, top_logprobs=3)
     entries = found.logprobs["content"]
     assert [chr(*entry["bytes"]) for entry in entries] == list(found.text) == list("plums")
-    for entry, i in zip(entries, (*range(9, 13), -1), strict=True):
-        best = [entry["logprob"], *(one["logprob"] for one in entry["top_logprobs"])]
-        top = sorted(echo.logprobs["top_logprobs"][i].values())[:-4:-1]
-        assert best == pytest.approx([echo.logprobs["token_logprobs"][i], *top], abs=1e-4)
+    for entry, i in zip(entries, places, strict=True):
+        assert entry["logprob"] == pytest.approx(model[i - 1, ids[i]].item(), abs=1e-4)
+        best = [one["logprob"] for one in entry["top_logprobs"]]
+        assert best == pytest.approx(model[i - 1].topk(3).values.tolist(), abs=1e-4)
     (stopped,) = site.answers(logprobs=True, stop="um")
     assert len(stopped.logprobs["content"]) == 2
 
@@ -208,8 +210,6 @@ def test_sampled_special_tokens_never_show_and_turns_end(site, monkeypatch, toke
     for body in ({}, {"prompt": "x", "max_tokens": 9}):
         [found] = site.answers(**body)
         assert found == Choice("Hi" if ends or "start" in token and not body else "Hi!", "stop")
-    echo = site.answers(prompt=site.ids(token, "x"), max_tokens=0, echo=True)
-    assert [one.text for one in echo] == ["x"]
 
 
 # ---- V14: clients --------------------------------------------------------------------------------

@@ -150,7 +150,7 @@ def test_V11_shutdown_finishes_short_answers_and_ends_long_ones(base, monkeypatc
 
 
 def test_idle_stream_sends_keep_alive_comments(site, monkeypatch):
-    monkeypatch.setattr("nanochat.serve.responses.HEARTBEAT_SECONDS", 0.05)
+    monkeypatch.setattr("nanochat.serve.server.HEARTBEAT_SECONDS", 0.05)
     slow_down(monkeypatch, 0.3)
     body = {"messages": HELLO, "max_tokens": 2, "stream": True}
     with site.client.stream("POST", CHAT, json=body) as response:
