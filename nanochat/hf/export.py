@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from nanochat.common import REPOSITORY, UsageError, printable, write_atomic, write_json
+from nanochat.common import REPOSITORY, UsageError, write_atomic, write_json
 from nanochat.engine import TURN_TOKENS
 from nanochat.golf.size import list_imported_modules, read_source
 from nanochat.gpt import GPT, GPTConfig
@@ -83,10 +83,9 @@ NATIVE_LOADS = """\
 """
 REMOTE_LOADS = """\
 - transformers 5 (tried: 5.23 and 5.24): yes, with the code in this folder
-  (`trust_remote_code=True`). Beam search, static
-  caches, gradient checkpointing, packed sequences (`position_ids`), adapters and a resized
-  vocabulary are supported. `output_attentions` is not supported. A model with value embeddings
-  needs `input_ids` together with `inputs_embeds`.
+  (`trust_remote_code=True`). Beam search, gradient checkpointing, packed sequences
+  (`position_ids`) and adapters are supported; static caches, `inputs_embeds`, hidden states,
+  attentions and a resized vocabulary are not.
 - vLLM: not tested; it lacks this architecture, and this code does not use vLLM's attention.
 - llama.cpp: no. The gguf package (0.19.0) has no matching architecture.
 - A model trained with `--arch=classic` needs no remote code.
@@ -159,6 +158,11 @@ def native_names(cfg: GPTConfig) -> dict[str, str]:
     return names
 
 
+def flat_module_name(module: str) -> str:
+    """Module name in an exported folder, which has no packages."""
+    return module.replace(".", "_")
+
+
 def native_config(cfg: GPTConfig) -> dict[str, Any]:
     """Config of transformers' NanoChatForCausalLM."""
     return {
@@ -210,8 +214,7 @@ def require_model_code(what: str, recorded: Mapping[str, str]) -> None:
 def check_logits(folder: Path) -> bool:
     """
     Compare the logits that transformers computes from an export with those of our code; returns
-    False if it is not installed or too old. Raises UsageError and removes the weights if they
-    differ.
+    False if it is not installed. Raises UsageError and removes the weights if they differ.
     """
     try:
         from transformers import AutoModelForCausalLM  # optional package
@@ -221,11 +224,7 @@ def check_logits(folder: Path) -> bool:
     found = read_hf(folder)
     ours = new_model(found.cfg)
     ours.load_state_dict(found.weights)
-    try:
-        theirs = loader.from_pretrained(folder, dtype=torch.float32, trust_remote_code=True).eval()
-    except ValueError as error:  # a version without these classes
-        print(f"transformers cannot load {folder}: {printable(error)}", flush=True)
-        return False
+    theirs = loader.from_pretrained(folder, dtype=torch.float32, trust_remote_code=True).eval()
     ids = torch.arange(64).view(2, 32) % found.cfg.vocab_size
     T = min(32, found.cfg.max_seq_len)
     distance = float((theirs(ids[:, :T]).logits - ours(ids[:, :T])).abs().max())
@@ -238,15 +237,6 @@ def check_logits(folder: Path) -> bool:
             "--arch=classic, which transformers computes with its own code",
         )
     return True
-
-
-# ------------------------------------------------------------------------------------------------
-# Remote code
-
-
-def flat_module_name(module: str) -> str:
-    """Module name in an exported folder, which has no packages."""
-    return module.replace(".", "_")
 
 
 # ------------------------------------------------------------------------------------------------

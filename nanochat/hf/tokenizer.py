@@ -1,17 +1,15 @@
 """
-Converts our tokenizer to tiktoken, and to and from Hugging Face's tokenizer.json, with a chat
-template that matches chat_format.render.
+Converts our tokenizer to and from Hugging Face's tokenizer.json, with a chat template that matches
+chat_format.render.
 
     Tokenizer -> write_tokenizer -> tokenizer.json, chat_template.jinja -> read_tokenizer
 
-All three encode every text to the same ids (tested on real text). Requires no Hugging Face package.
+Both encode every text to the same ids (tested on real text). Requires no Hugging Face package.
 """
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-import tiktoken
 
 from nanochat.common import read_json, write_atomic, write_json
 from nanochat.tokenizer import SPECIAL_TOKENS, Tokenizer
@@ -219,16 +217,6 @@ def read_tokenizer(file: Path) -> Tokenizer:
         return Tokenizer.of(split, tokens, names)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
-
-
-def to_tiktoken(tokenizer: Tokenizer) -> tiktoken.Encoding:
-    """Convert to tiktoken, the reference encoder."""
-    return tiktoken.Encoding(
-        name=f"nanochat-{tokenizer.fingerprint}",
-        pat_str=tokenizer.pattern,
-        mergeable_ranks=tokenizer.ranks,
-        special_tokens={name: tokenizer.special(name) for name in SPECIAL_TOKENS},
-    )
 
 
 def read_object(file: Path) -> dict[str, Any]:
