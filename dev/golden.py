@@ -4,8 +4,8 @@ Record the results of every stage, to check that a refactor is bit-identical.
     python -m dev.golden float32 > before.json # in the old checkout
     python -m dev.golden float32 before.json   # in the new one; exits with 1 if anything differs
 
-Runs 20 steps of each kind of training (RL: 3; bfloat16: 3 steps of pretraining only) on one thread
-and records losses, rewards and greedy answers. They depend on the CPU, so compare on one machine.
+Runs 20 steps of each kind of training (RL: 3) on one thread and records losses, rewards and greedy
+answers. They depend on the CPU, so compare on one machine.
 """
 
 import json
@@ -15,7 +15,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-STEPS = {"float32": 20, "bfloat16": 3}  # a step takes minutes on CPUs without bfloat16
+from nanochat.checkpoint import FOLDERS
+
 SMALL = (
     "--depth=4 --max_seq_len=128 --total_batch_size=2048 --eval_tokens=2048 --device_batch_size=8 "
     "--compile=off"  # the default depends on a time estimate
@@ -39,7 +40,6 @@ RUNS = {  # tag -> stage, script and its flags
     "rl": ("rl", f"chat_rl {RL} --source=sft:sft --task=world_facts"),
 }
 ANSWERED = (("base", "plain"), ("base", "share2"), ("base", "golf"), ("sft", "sft"), ("rl", "rl"))
-FOLDERS = {"base": "base_checkpoints", "mid": "mid_checkpoints", "sft": "chatsft_checkpoints"}
 CURVES = ("loss", "grad_norm", "val_bpb", "reward", "pass_at_1")
 
 
@@ -58,20 +58,18 @@ def curves(folder: Path) -> dict[str, list[float]]:
 
 
 def record(dtype: str) -> dict[str, object]:
-    """Run all stages (bfloat16: pretraining only) in a temporary folder; return the results."""
+    """Run all stages in a temporary folder; return the results."""
     found: dict[str, object] = {}
     with tempfile.TemporaryDirectory() as folder:
         base = Path(folder)
         run(base, "tok_train --dataset=embedded --num_shards=1 --vocab_size=512")
-        runs = {t: r for t, r in RUNS.items() if dtype == "float32" or r[0] == "base"}
-        for tag, (stage, words) in runs.items():
-            steps = 3 if stage == "rl" else STEPS[dtype]
+        for tag, (stage, words) in RUNS.items():
+            steps = 3 if stage == "rl" else 20
             run(base, f"{words} --num_iterations={steps} --model_tag={tag} --dtype={dtype}")
-            checkpoints = base / FOLDERS.get(stage, "chatrl_checkpoints")
-            found[f"{dtype} {tag}"] = curves(checkpoints / tag)
-        for stage, tag in ANSWERED if dtype == "float32" else ():
+            found[tag] = curves(base / FOLDERS[stage] / tag)
+        for stage, tag in ANSWERED:
             chat = f"chat_cli -i {stage} -g {tag} -t 0 -p Who?"
-            found[f"{dtype} answer of {tag}"] = run(base, f"{chat} --dtype={dtype}")
+            found[f"answer of {tag}"] = run(base, f"{chat} --dtype={dtype}")
     return found
 
 

@@ -7,7 +7,7 @@ Ours side by side with karpathy/nanochat ("upstream") on one GPU: learning, trai
 dev/gpu_peer.sh runs it and says what the parts measure. Each side runs in a process of its own, for
 both packages are called nanochat; the parent sends them commands in turn. All sides use bfloat16,
 the same micro-batches and synchronized timing after a warm-up, in which they compile at the same
-time. `--small` shrinks everything, to try the script on a CPU.
+time; the optimizers compile in the first step. `--small` shrinks everything, to try it on a CPU.
 """
 
 import argparse
@@ -22,7 +22,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, wait
+from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -33,7 +33,6 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 IGNORE = -1  # target without loss, on both sides
@@ -204,30 +203,17 @@ class Trainer:
         return total
 
     def warm_up(self) -> str:
-        """Take a step and undo it; returns its seconds, which include compiling, and memory."""
-        model, optimizer, _, schedule = self.parts
-        kept = [p.detach().clone() for p in model.parameters()]
-        schedule(0)
+        """Compile the model; returns the seconds, its size and the memory."""
         started = synchronize()
-        try:
-            self.step(*read_rows(self.job, "train", 0, self.job.batch_rows))
-        finally:  # also when the other side needs the memory
-            with torch.no_grad():
-                for p, before in zip(model.parameters(), kept, strict=True):
-                    p.copy_(before)
-            optimizer.zero_grad(set_to_none=True)
-            for state in optimizer.state.values():
-                for name, x in state.items():
-                    state[name] = x.zero_() if isinstance(x, Tensor) else 0
-            if self.job.side != "upstream":
-                optimizer.steps_taken = 0  # type: ignore
-            seconds, size = synchronize() - started, sum(p.numel() for p in kept)
-            del kept
-            gc.collect()
-            peak = release_memory()
+        x, y = read_rows(self.job, "train", 0, self.job.micro_rows)
+        self.parts.loss(x, y).backward()
+        self.parts.optimizer.zero_grad(set_to_none=True)
+        seconds = synchronize() - started
         gc.freeze()
         gc.disable()  # as in both training loops
-        return f"first step with compilation {seconds:.0f} s, {size:,} parameters, {peak:.1f} GiB"
+        torch.cuda.empty_cache()  # for the other side
+        size = sum(p.numel() for p in self.parts.model.parameters())
+        return f"compiled in {seconds:.0f} s, {size:,} parameters"
 
     def train(self, first: int, last: int) -> tuple[float, float]:
         """Train steps `first` to `last`, exclusive; returns mean loss and tokens per second."""
@@ -248,26 +234,18 @@ class Trainer:
         started = synchronize()
         self.step(x, y)
         seconds = synchronize() - started
-        release_memory()  # for the other side
+        torch.cuda.empty_cache()
         return x.numel() / seconds
 
     @torch.no_grad()
     def score(self) -> float:
-        """Bits per byte of the held-out rows, without compiled code."""
-        model, job = self.parts.model, self.job
-        lengths = torch.from_numpy(np.load(job.folder / "token_bytes.npy")).to(DEVICE)  # (V,)
-        for block in getattr(model, "blocks", ()):  # ours; FlexAttention needs the compiler
+        """Mean loss of the held-out rows, without compiled code."""
+        for block in getattr(self.parts.model, "blocks", ()):  # ours; FlexAttention needs it
             block.attention.backend = "sdpa"
-        all_nats = num_bytes = 0.0
+        rows = range(0, HELD_OUT_ROWS, 4)
         with torch.compiler.set_stance("force_eager"):
-            for i in range(0, HELD_OUT_ROWS * job.T // T, 4):
-                x, y = read_rows(job, "held_out", i, i + 4)
-                logits, y = model(x).float().flatten(0, 1), y.flatten()
-                nats = F.cross_entropy(logits, y, ignore_index=IGNORE, reduction="none")
-                size = torch.where(y == IGNORE, 0, lengths[y.clamp(min=0)])  # 0: special token
-                all_nats += float((nats * (size > 0)).double().sum())
-                num_bytes += float(size.sum())
-        return all_nats / num_bytes / math.log(2)
+            losses = [self.parts.loss(*read_rows(self.job, "held_out", i, i + 4)) for i in rows]
+        return float(torch.stack(losses).mean())
 
 
 class Decoder:
@@ -328,14 +306,6 @@ class Decoder:
         return engine.generate(self.prompt, temperature=1.0, top_k=TOP_K, **options)
 
 
-def release_memory() -> float:
-    """Return cached memory to the device. Returns the peak allocation so far in GiB."""
-    if DEVICE.type != "cuda":
-        return 0.0
-    torch.cuda.empty_cache()
-    return torch.cuda.max_memory_allocated() / 2**30
-
-
 @lru_cache
 def worker(job: Job) -> Any:
     """The model of this process."""
@@ -351,8 +321,6 @@ def work(job: Job, method: str, *args: Any) -> Any:
     """In a side's process: call a method of its worker."""
     try:
         return getattr(worker(job), method)(*args)
-    except torch.OutOfMemoryError as error:
-        raise MemoryError(str(error)) from None
     except Exception:  # many of the compiler's cannot be sent to the parent
         raise RuntimeError(traceback.format_exc(limit=-3)) from None
 
@@ -371,10 +339,6 @@ class Side:
         """Start a method of `Trainer` or `Decoder`."""
         return self.pool.submit(work, self.job, method, *args)
 
-    def call(self, method: str, *args: Any) -> Any:
-        """Run a method of `Trainer` or `Decoder`."""
-        return self.start(method, *args).result()
-
 
 @contextmanager
 def run_sides(*jobs: Job) -> Iterator[list[Side]]:
@@ -382,63 +346,62 @@ def run_sides(*jobs: Job) -> Iterator[list[Side]]:
     sides = [Side(job) for job in jobs]
     try:
         yield sides
-    except (MemoryError, RuntimeError) as error:  # also of a process that crashed
+    except RuntimeError as error:  # also of a process that crashed
         print(f"failed: {error}", flush=True)
     for side in sides:
         side.pool.shutdown()
 
 
 def warm_up(sides: Sequence[Side], *args: Any) -> None:
-    """Warm up all sides at once, again one by one those that ran out of memory; prints notes."""
+    """Warm up all sides at once; prints notes."""
     found = [side.start("warm_up", *args) for side in sides]
-    wait(found)
     for side, answer in zip(sides, found, strict=True):
-        failed = isinstance(answer.exception(), MemoryError)
-        text = side.call("warm_up", *args) if failed else answer.result()
-        job = side.job
-        print(f"{job.side} d{job.depth}, {'fp8, ' * job.fp8}windows {job.windows}: {text}")
-    sys.stdout.flush()
+        about = f"{side.job.side} d{side.job.depth}, {'fp8, ' * side.job.fp8}"
+        print(f"{about}windows {side.job.windows}: {answer.result()}", flush=True)
 
 
-def alternate(*calls: tuple[Any, ...], repeats: int = REPEATS) -> list[float]:
-    """Medians of `measure`, called in turn; a call is a side and its arguments."""
-    rounds = [[side.call("measure", *args) for side, *args in calls] for _ in range(repeats)]
+def in_turn(sides: Sequence[Side], method: str, *args: Any) -> list[Any]:
+    """Results of a method of each side, one after the other."""
+    return [side.start(method, *args).result() for side in sides]
+
+
+def medians(sides: Sequence[Side], *args: Any, repeats: int = REPEATS) -> list[float]:
+    """Median of `measure` of each side; the sides alternate."""
+    rounds = [in_turn(sides, "measure", *args) for _ in range(repeats)]
     return [statistics.median(each) for each in zip(*rounds, strict=True)]
 
 
-class Report:
-    """Prints each result at once, so that a stopped run leaves those before."""
-
-    def __init__(self, folder: Path):
-        git = ["git", "describe", "--always", "--dirty", "--abbrev=7"]
-        ours = subprocess.run(git, capture_output=True, text=True).stdout.strip() or "unknown"
-        card = torch.cuda.get_device_name() if DEVICE.type == "cuda" else "CPU"
-        upstream = (folder / "COMMIT").read_text().strip()
-        self.origin = f"{ours} | {upstream} | {torch.__version__} | {card}"
-        print("| measured | ours | upstream | ratio | our commit | upstream's | torch | card |")
-        print("|---|---|---|---|---|---|---|---|", flush=True)
-
-    def row(self, what: str, ours: float, theirs: float | None = None) -> None:
-        """Print a table row: losses, or whole tokens per second."""
-        cells = [f"{x:,.0f}" if x > 100 else f"{x:.4f}" for x in (ours, theirs) if x is not None]
-        cells += [f"{ours / theirs:.3f}"] if theirs else [""] * (3 - len(cells))
-        print("|", " | ".join((what, *cells, self.origin)), "|", flush=True)
+def print_origin(folder: Path) -> None:
+    """Print commits, versions and the head of the table."""
+    git = ["git", "describe", "--always", "--dirty", "--abbrev=7"]
+    ours = subprocess.run(git, capture_output=True, text=True).stdout.strip() or "unknown"
+    card = torch.cuda.get_device_name() if DEVICE.type == "cuda" else "CPU"
+    upstream = (folder / "COMMIT").read_text().strip()
+    print(f"ours {ours}, upstream {upstream}, torch {torch.__version__}, {card}\n")
+    print("| measured | ours | upstream | ratio |\n|---|---|---|---|", flush=True)
 
 
-def compare_learning(ours: Job, report: Report) -> None:
+def print_row(what: str, ours: float, theirs: float | None = None) -> None:
+    """Print a table row, losses or whole tokens per second, so that a stopped run leaves it."""
+    cells = [f"{x:,.0f}" if x > 100 else f"{x:.4f}" for x in (ours, theirs) if x is not None]
+    cells += [f"{ours / theirs:.3f}"] if theirs else [""] * 2
+    print("|", " | ".join((what, *cells)), "|", flush=True)
+
+
+def compare_learning(ours: Job) -> None:
     """Part 1: loss on the same rows in the same order, and of the same held-out rows."""
-    chunks = [(i, min(i + CHUNK, ours.steps)) for i in range(0, ours.steps, CHUNK)]
     name = f"d{ours.depth}"
     with run_sides(ours, replace(ours, side="upstream")) as sides:
         warm_up(sides)
-        for first, last in chunks:
-            losses, rates = zip(*(side.call("train", first, last) for side in sides), strict=True)
-            report.row(f"{name}, loss of steps {first} to {last - 1}", *losses)
-            report.row(f"{name}, tokens/s of these steps", *rates)
-        report.row(f"{name}, held-out bits per byte", *(side.call("score") for side in sides))
+        for first in range(0, ours.steps, CHUNK):
+            last = min(first + CHUNK, ours.steps)
+            losses, rates = zip(*in_turn(sides, "train", first, last), strict=True)
+            print_row(f"{name}, loss of steps {first} to {last - 1}", *losses)
+            print_row(f"{name}, tokens/s of these steps", *rates)
+        print_row(f"{name}, held-out loss", *in_turn(sides, "score"))
 
 
-def compare_training(ours: Job, report: Report) -> None:
+def compare_training(ours: Job) -> None:
     """
     Part 2: tokens per second of a step of two micro-batches, then of ours with FlashAttention 3;
     without it, upstream recommends full windows.
@@ -448,28 +411,23 @@ def compare_training(ours: Job, report: Report) -> None:
         pair = replace(ours, windows="L", fp8=fp8)
         with run_sides(pair, replace(pair, side="upstream")) as sides:
             warm_up(sides)
-            rates = alternate(*((side,) for side in sides))
-            report.row(f"{case}, {'fp8' if fp8 else 'bf16'}, windows L", *rates)
-    with run_sides(ours) as [default]:
-        warm_up([default])
-        report.row(f"{case}, bf16, windows SSSL", *alternate((default,)))
-        if find_spec("flash_attn_interface") or find_spec("kernels"):
-            with run_sides(replace(ours, fa3=True)) as [other]:
-                warm_up([other])
-                before, after = alternate((default,), (other,))
-                report.row(f"{case}, bf16, windows SSSL, default", before)
-                report.row(f"{case}, bf16, windows SSSL, FlashAttention 3", after)
+            print_row(f"{case}, {'fp8' if fp8 else 'bf16'}, windows L", *medians(sides))
+    fa3 = bool(find_spec("flash_attn_interface") or find_spec("kernels"))
+    with run_sides(ours, *[replace(ours, fa3=True)] * fa3) as sides:
+        warm_up(sides)
+        for kernels, rate in zip(("default", "FlashAttention 3"), medians(sides), strict=False):
+            print_row(f"{case}, bf16, windows SSSL, {kernels}", rate)
 
 
-def compare_decoding(ours: Job, report: Report) -> None:
+def compare_decoding(ours: Job) -> None:
     """Part 3: tokens per second after the first token, by depth and batch size."""
     for depth in (ours.depth, 2 * ours.depth):
         job = replace(ours, depth=depth)
         with run_sides(job, replace(job, side="upstream")) as sides:
             for batch in (1, 64):
                 warm_up(sides, batch)
-                rates = alternate(*((side, batch) for side in sides), repeats=3)
-                report.row(f"d{depth}, batch {batch}, generated tokens/s", *rates)
+                rates = medians(sides, batch, repeats=3)
+                print_row(f"d{depth}, batch {batch}, generated tokens/s", *rates)
 
 
 # ---- Preparation ---------------------------------------------------------------------------------
@@ -491,13 +449,11 @@ def pack(folder: Path) -> None:
     with (folder / "held_out.bin").open("wb") as file:
         for some in rows.val_batches(MICRO_ROWS, HELD_OUT_ROWS):
             some.astype("<u2").tofile(file)
-    np.save(folder / "token_bytes.npy", tokenizer.token_bytes())
     for name in PACKAGES:
         [found] = find_spec(name).submodule_search_locations  # type: ignore
         kept = shutil.ignore_patterns("__pycache__", "tests")
         shutil.copytree(found, folder / "packages" / name, ignore=kept, dirs_exist_ok=True)
-    epochs = STEPS * BATCH_ROWS / rows.num_rows
-    print(f"{folder}: {STEPS} steps of {BATCH_ROWS} rows, {epochs:.2f} epochs of {source.name}")
+    print(f"{folder}: {STEPS} steps of {BATCH_ROWS} rows of {source.name}, of {rows.num_rows:,}")
 
 
 def main() -> None:
@@ -514,10 +470,9 @@ def main() -> None:
     if args.small:
         job = replace(job, depth=2, T=64, steps=4, batch_rows=2, micro_rows=1)
     if args.part == "pack":
-        pack(job.folder)
-    else:
-        parts = {"1": compare_learning, "2": compare_training, "3": compare_decoding}
-        parts[args.part](job, Report(job.folder))
+        return pack(job.folder)
+    print_origin(job.folder)
+    {"1": compare_learning, "2": compare_training, "3": compare_decoding}[args.part](job)
 
 
 if __name__ == "__main__":
