@@ -14,8 +14,8 @@ engine      generation: prefill and decode tokens/s at batch size 1, 8 and 64, c
 
 evaluation  few-shot items per second, compared with EleutherAI's harness on the same model
 
-tokenizer   training with our crate, the PyPI package rustbpe and Hugging Face tokenizers;
-            first-pass encoding with our crate, tiktoken and gigatoken on one vocabulary
+tokenizer   training with our crate and the PyPI package rustbpe; first-pass encoding with our
+            crate, tiktoken and gigatoken on one vocabulary
 
 Reads   training shards of the text, for the tokenizer
 Writes  tables in Markdown to standard output

@@ -29,10 +29,8 @@ BATCHES = (1, 8, 64)
 TOP_K = 50
 DECODE_NOTE = """\
 Generated tokens per second after the first token, compared with transformers' generate (eager) on
-the same weights: plain architecture, {size}; prompts and answers of 128 tokens, top_k 50. Compiled:
-our decode step as with --compile_engine=True, the default on GPUs and in long RL and evaluation
-runs. Eager: the default of chat on a CPU. Mixed lengths: transformers pads prompts and decodes
-until the longest answer ends."""
+the same weights: plain architecture, {size}; prompts and answers of 128 tokens, top_k 50. Mixed
+lengths: transformers pads prompts and decodes until the longest answer ends."""
 PREFILL_NOTE = """\
 Prompt tokens per second until every sequence has its first token; same model, prompts and peer as
 Decode."""

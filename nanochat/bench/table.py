@@ -15,12 +15,9 @@ from typing import TypeVar
 
 T = TypeVar("T")
 METHOD = """\
-- A cell is the median (lowest to highest) of `--repeats` measurements after a warm-up.
-  The tokenizer is measured without one: each first pass is in a new process.
-- Our code and the other library (peer) alternate in the same run, so that the noise of the machine
-  affects both alike. Figures of different runs are not comparable.
-- Ratio: our median over the peer's. Throughput is work per second, so above 1 we are faster.
-- missing: the peer could not be installed here."""
+A cell is the median (lowest to highest) of `--repeats` measurements; our code and the other library
+(peer) alternate. Ratio: our median over the peer's, above 1 we are faster. Figures of different
+runs are not comparable."""
 
 
 def compare(

@@ -25,16 +25,10 @@ from nanochat.common import REPOSITORY
 from nanochat.tokenizer import PATTERN, Tokenizer
 
 PEER_SCRIPT = REPOSITORY / "dev" / "tokenizer_peer.py"
-PEER_PACKAGES = {
-    "rustbpe": "rustbpe==0.1.0",
-    "tokenizers": "tokenizers==0.23.3",
-    "gigatoken": "gigatoken==0.10.0",
-}
+PEER_PACKAGES = {"rustbpe": "rustbpe==0.1.0", "gigatoken": "gigatoken==0.10.0"}
 NOTE = """\
-MB of text per second, {amount}, vocabulary {vocab_size:,}. Each measurement is a new process;
-encoding is a first pass with cold caches, all libraries with one vocabulary. Equal output: the peer
-learned the same vocabulary or gave the same token ids; where it is not stated, outputs were not
-compared."""
+MB of text per second, {amount}, vocabulary {vocab_size:,}. Each measurement is a new process with
+cold caches. Equal output: same vocabulary or token ids."""
 OURS = ("VIRTUAL_ENV", "PYTHONPATH", "UV_PROJECT_ENVIRONMENT")  # not for other libraries
 # Encoding uses GPT-4's own pattern (up to three digits): gigatoken accepts patterns by name only
 GPT4_PATTERN = PATTERN.replace("{1,2}", "{1,3}")
@@ -47,7 +41,7 @@ def bench_tokenizer(
     megabytes = sum(len(text.encode()) for text in texts) / 1e6
     training = {"vocab_size": vocab_size, "pattern": PATTERN, "threads": threads[-1]}
     jobs: list[tuple[str, dict[str, Any], list[str]]] = [
-        (f"training, {threads[-1]} threads", training, ["rustbpe", "tokenizers"])
+        (f"training, {threads[-1]} threads", training, ["rustbpe"])
     ]
     for n in threads:
         encoding = {"pattern": GPT4_PATTERN, "threads": n}
@@ -64,17 +58,17 @@ def bench_tokenizer(
             rates = [megabytes / seconds for seconds, _ in ours]
             for peer, found in zip(peers, others, strict=True):
                 present = [each for each in found if each]
-                digests = {digest for _, digest in ours + present}
-                agreement = " (equal output)" if len(digests) == 1 else " (OUTPUT DIFFERS)"
-                if None in digests or not present:  # not compared
-                    agreement = ""
+                agreement = ""
+                if present:
+                    is_equal = len({digest for _, digest in ours + present}) == 1
+                    agreement = " (equal output)" if is_equal else " (OUTPUT DIFFERS)"
                 theirs = [megabytes / seconds for seconds, _ in present]
                 rows.append(compare(case, "MB/s", rates, peer + agreement, theirs))
     amount = f"{megabytes:.1f} MB of UTF-8 text, {len(texts):,} documents"
     print_table("Tokenizer", NOTE.format(amount=amount, vocab_size=vocab_size), rows)
 
 
-def measure(folder: Path, job: dict[str, Any], library: str) -> tuple[float, str | None] | None:
+def measure(folder: Path, job: dict[str, Any], library: str) -> tuple[float, str] | None:
     """
     Run dev/tokenizer_peer.py once. Returns seconds and the digest of its output; None, with a
     message, if the library cannot be run here.

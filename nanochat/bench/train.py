@@ -26,9 +26,8 @@ from nanochat.train import Compile, set_kernels
 
 WARMUP_STEPS = 2
 NOTE = """\
-Tokens per second of a training step (forward, loss, backward, update) on random tokens. Plain
-architecture: the one that transformers implements too, compared with its model, autocast and
-PyTorch's AdamW. All other rows are the default architecture with Muon, without a peer. Times are
+Tokens per second of a training step on random tokens. Plain architecture: compared with the model
+of transformers, autocast and PyTorch's AdamW; others: default architecture and Muon. Times are
 medians; memory is per process."""
 
 
