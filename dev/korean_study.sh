@@ -2,28 +2,22 @@
 # Which data make a model reason in Korean? Four ablations of a fine-tuning mixture, on two bases:
 # each bucket alone and left out, a swap, more of one bucket, more English, and ten options.
 #
-#   bash dev/korean_study.sh               # the public buckets, or stand-ins where there is no Hub
+#   bash dev/korean_study.sh               # the public buckets, on GPUs
 #   DATA=standins bash dev/korean_study.sh # the built-in world under the names of the buckets
 #
 # The buckets, arms and benchmarks follow the development log of Ko-R1-3 (onelineai.com/blog); the
-# log publishes no sizes, so those of dev/korean_public.json are ours. The names of YiSang's
-# categories are those of its paper, the name of their column is an assumption. The first step opens
-# all data: it fails before any training if one is not as expected, or if you have no access to a
-# gated benchmark. Longer traces than a row are cut; the log says how many. The public study takes
-# GPUs, declares six benchmarks final in this base directory for good, and trains on KMMLU although
-# one of them is KMMLU-Pro ("waived"). If it is interrupted, rerun the same command. Writes sections
-# "Overlap" and "Sweep korean" or "Sweep korean-standins" with its figure, and sweeps/ under
-# NANOCHAT_BASE_DIR.
+# log publishes no sizes, so those of dev/korean_public.json are ours; the name of YiSang's column
+# of categories is an assumption. The first step opens all data and fails if one is not as expected
+# or gated. The public study declares six benchmarks final in this base directory for good, and
+# trains on KMMLU although one of them is KMMLU-Pro ("waived"). If it is interrupted, rerun the same
+# command. Writes sections "Overlap" and "Sweep korean" or "Sweep korean-standins" with its figure,
+# and sweeps/ under NANOCHAT_BASE_DIR.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source .venv/bin/activate
-find_hub='from huggingface_hub import HfApi; HfApi().dataset_info("KOREAson/YiSang-HighQuality", timeout=10)'
-if [ -z "${DATA:-}" ]; then
-    if python -c "$find_hub" >/dev/null 2>&1; then DATA=public; else DATA=standins; fi
-fi
+DATA=${DATA:-public}
 case "$DATA" in
 public)
-    echo "study: public data from the Hub"
     name=korean text=(--dataset=HAERAE-HUB/KOREAN-WEBTEXT) depths=${DEPTHS:-12 16} vocab=65536 T=4096
     base=() run=(--num_iterations=40 --total_batch_size=524288) train="--eval_tokens=1048576"
     tasks="KMMLU-Redux|KMMLU-Redux-10|HAE-RAE|MCLM-Ko|Clinical-QA" score="--max_new_tokens=3072"
@@ -32,7 +26,6 @@ public)
     python -m scripts.lab.hold_out --final="$final"
     ;;
 standins)
-    echo "study: the Hub has no KOREAson/YiSang-HighQuality, or DATA=standins: using the built-in world"
     name=korean-standins text=(--dataset=embedded) depths=${DEPTHS:-2 3} vocab=2048 T=256
     base=(--num_iterations=300 --total_batch_size=4096 --eval_every=0 --eval_tokens=32768)
     run=(--num_iterations=40 --total_batch_size=2048) train="--eval_tokens=32768"

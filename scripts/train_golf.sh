@@ -6,10 +6,9 @@
 #   TEXT=fineweb bash scripts/train_golf.sh             # the text of the leaderboard, about 50 GB
 #
 # For each seed: train until the time limit, export (fails above the size limit), then evaluate
-# from the files alone. TEXT is a dataset repository, a folder, "embedded" (the built-in world) or
-# "fineweb". Extra arguments are passed to base_train; use a new TAG for a new recipe. Writes to
-# out/golf or NANOCHAT_BASE_DIR; the report card has the section "Parameter golf". If interrupted,
-# rerun the same command.
+# from the files alone. TEXT is a dataset repository, a folder, "embedded" or "fineweb". Extra
+# arguments are passed to base_train; use a new TAG for a new recipe. Writes to out/golf or
+# NANOCHAT_BASE_DIR; section "Parameter golf". If interrupted, rerun the same command.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source dev/profile.sh

@@ -25,12 +25,12 @@ export OMP_NUM_THREADS=$((${SLURM_CPUS_PER_TASK:-1} / per_node > 0 ? ${SLURM_CPU
 # gives each torchrun attempt its own store, so that a node that joins late finds the others
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 
+# how long torchrun waits for a large model to be saved
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=480
 launch=(python -m torch.distributed.run
     --nnodes="$SLURM_JOB_NUM_NODES" --nproc_per_node="$per_node" --max-restarts=3
     --rdzv_backend=c10d --rdzv_endpoint="$first:${PORT:-29500}"
     --rdzv_id="$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}")
-# how long torchrun waits for a large model to be saved; older versions wait half a minute
-if python -m torch.distributed.run --help | grep -q shutdown.timeout; then launch+=(--shutdown-timeout=480); fi
 
 # Ten minutes before the limit: have the ranks save and stop, then queue up again.
 stopping=0
