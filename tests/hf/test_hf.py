@@ -199,6 +199,14 @@ def test_exports_can_be_fine_tuned_and_saved(exported, tmp_path):
     tokenizer.save_pretrained(tmp_path)
     near(load(tmp_path)[0](IDS).logits, theirs(IDS).logits, atol=1e-6)
 
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM")
+    adapted = peft.get_peft_model(copy.deepcopy(theirs), lora)
+    with torch.enable_grad():
+        adapted(input_ids=IDS, labels=IDS).loss.backward()
+    trained = [weight.grad for weight in adapted.parameters() if weight.requires_grad]
+    assert trained and None not in trained
+
 
 def test_pipeline_and_code_of_the_model_card_run(exported, capsys):
     folder = exported[1]
