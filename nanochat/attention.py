@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -39,10 +38,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 # ---- Blockwise attention, for CPUs with torch.compile --------------------------------------------
-# Batched matmuls of a block of queries with its visible keys; torch.compile fuses the rest into one
-# pass over the scores. PyTorch's CPU kernel takes 2.5 times as long, 3 times with a mask (measured:
-# T 512, bfloat16, forward and backward, dev/LOG.md), but wins without compilation.
-
 
 QUERIES = 128  # per block
 
@@ -53,92 +48,26 @@ def attend_blocks(
     """
     Attention with a bool `mask` (B or 1, 1, T, T), which must lie within the causal `window`.
 
-    Shapes as in `attend`. Every query must see at least one key.
+    Each block of queries is multiplied with the keys that it can see, so half of the scores are
+    never computed; torch.compile fuses the rest into one pass over them. Shapes as in `attend`.
+    Every query must see at least one key.
     """
     B, T, H, D = q.shape
-    G = k.size(2)
-    grouped = q.view(B, T, G, H // G, D).permute(0, 2, 3, 1, 4)  # (B, G, R, T, D)
-    y = Blocks.apply(grouped, k.transpose(1, 2), v.transpose(1, 2), mask, window, scale)
-    return y.permute(0, 3, 1, 2, 4).reshape(B, T, H, D)  # type: ignore[union-attr]
-
-
-def spans(T: int, window: int | None) -> Iterator[tuple[int, int, int]]:
-    """Yield (first query, first key, end of both) of each block."""
-    for first in range(0, T, QUERIES):
-        yield first, 0 if window is None else max(0, first - window), min(T, first + QUERIES)
-
-
-class Blocks(torch.autograd.Function):
-    """Blockwise attention: q (B, G, R, T, D), R heads sharing each of k and v (B, G, T, D)."""
-
-    @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, window, scale: float):
-        B, G, R, T, D = q.shape
-        outputs, weights, sums = [], [], []
-        for i, s, j in spans(T, window):
-            shape = (B, G * R, j - i, j - s)
-            queries, keys, values = fold(q[:, :, :, i:j]), fold(k[:, :, s:j]), fold(v[:, :, s:j])
-            scores = torch.bmm(queries, keys.mT).view(shape).float() * scale
-            scores = torch.where(mask[:, :, i:j, s:j], scores, -1e30)
-            w = torch.exp(scores - scores.amax(-1, keepdim=True)).to(q.dtype)
-            total = w.sum(-1, keepdim=True, dtype=torch.float32)
-            y = torch.bmm(w.view(B * G, -1, j - s), values).view(B, G * R, j - i, D)
-            outputs.append((y.float() / total).to(q.dtype))
-            weights.append(w)
-            sums.append(total)
-        y = torch.cat(outputs, dim=2)
-        ctx.save_for_backward(q, k, v, y, *weights, *sums)
-        ctx.window, ctx.scale = window, scale
-        return y.view(B, G, R, T, D)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):  # type: ignore[override]
-        q, k, v, y, *kept = ctx.saved_tensors
-        B, G, R, T, D = q.shape
-        grad = grad.reshape(B, G * R, T, D)
-        d_q, d_k, d_v = [], [], []
-        blocks = list(spans(T, ctx.window))
-        for n, (i, s, j) in enumerate(blocks):
-            w, total = kept[n], kept[len(blocks) + n]
-            each = grad[:, :, i:j].float() / total
-            along = (each * y[:, :, i:j].float()).sum(-1, keepdim=True)
-            each = each.to(q.dtype).reshape(B * G, -1, D)
-            d_v.append(torch.bmm(w.view(B * G, -1, j - s).mT, each).view(B, G, j - s, D))
-            d_w = torch.bmm(each, fold(v[:, :, s:j]).mT).view(w.shape).float()
-            d_scores = (w.float() * (d_w - along) * ctx.scale).to(q.dtype).view(B * G, -1, j - s)
-            d_q.append(torch.bmm(d_scores, fold(k[:, :, s:j])).view(B, G, R, j - i, D))
-            d_k.append(torch.bmm(d_scores.mT, fold(q[:, :, :, i:j])).view(B, G, j - s, D))
-        return torch.cat(d_q, dim=3), add_up(d_k, blocks), add_up(d_v, blocks), None, None, None
-
-
-def add_up(parts: list[Tensor], blocks: list[tuple[int, int, int]]) -> Tensor:
-    """
-    Sum the blocks' contributions to each key: parts (B, G, end - first key, D) -> (B, G, T, D).
-
-    Works on one range of keys at a time, because adding into slices of one tensor would compile
-    to nested conditions.
-    """
-    ends = sorted({end for _, s, j in blocks for end in (s, j)})
-    sums = []
-    for a, b in pairwise(ends):
-        first, *others = (
-            x[:, :, a - s : b - s].float()
-            for x, (_, s, j) in zip(parts, blocks, strict=True)
-            if s <= a and b <= j
-        )
-        sums.append(sum(others, first).to(parts[0].dtype))
-    return torch.cat(sums, dim=2)
-
-
-def fold(x: Tensor) -> Tensor:
-    """(B, G, ..., D) -> batch of matrices (B * G, n, D)."""
-    return x.reshape(x.size(0) * x.size(1), -1, x.size(-1))
+    q = q.view(B, T, k.size(2), -1, D).permute(0, 2, 3, 1, 4)  # (B, G, R, T, D)
+    k, v = (x.transpose(1, 2)[:, :, None] for x in (k, v))  # (B, G, 1, T, D)
+    outputs = []
+    for i in range(0, T, QUERIES):
+        first, end = 0 if window is None else max(0, i - window), min(T, i + QUERIES)
+        scores = (q[..., i:end, :] @ k[..., first:end, :].mT).float() * scale
+        scores = scores.masked_fill(~mask[:, :, None, i:end, first:end], -1e30)
+        outputs.append(scores.softmax(-1).to(q.dtype) @ v[..., first:end, :])
+    return torch.cat(outputs, dim=3).permute(0, 3, 1, 2, 4).reshape(B, T, H, D)
 
 
 # ---- Attention kernels behind one call -----------------------------------------------------------
 
 
-Backend = Literal["sdpa", "blocks", "flex", "fa3", "plain"]
+Backend = Literal["sdpa", "blocks", "flex", "fa3"]
 """
 flex (CUDA): FlexAttention for windows and segments, else sdpa. fa3 (Hopper): FlexAttention for
 segments, else FlashAttention 3.
@@ -175,8 +104,6 @@ def attend(
         mask = make_mask(backend, q, window)
     if backend == "blocks":
         return attend_blocks(q, k, v, mask, window, scale)
-    if backend == "plain":
-        return attend_plain(q, k, v, window, scale, mask)
     if backend == "fa3" and mask is None:
         return attend_fa3(q, k, v, window, scale)
     return attend_sdpa(q, k, v, mask, scale)
@@ -220,20 +147,6 @@ def segment_mask(segments: Tensor, window: int | None) -> Tensor:
     """Segment ids (B, T) -> (B, 1, T, T) bool: causal attention within each segment."""
     same = segments[:, :, None] == segments[:, None, :]
     return (same & causal_mask(segments.size(1), window, segments.device))[:, None]
-
-
-def attend_plain(
-    q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float, mask: Tensor | None = None
-) -> Tensor:
-    """Reference implementation: full (T, T) scores in float32, or float64 if q, k, v are."""
-    group, dtype = q.size(2) // k.size(2), q.dtype
-    precise = torch.promote_types(dtype, torch.float32)
-    q, k, v = (x.transpose(1, 2).to(precise) for x in (q, k, v))  # (B, heads, T, D)
-    k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-    scores = (q @ k.mT) * scale  # (B, H, T, T)
-    seen = causal_mask(q.size(2), window, q.device) if mask is None else mask
-    scores = scores.masked_fill(~seen, -math.inf)
-    return (scores.softmax(dim=-1) @ v).transpose(1, 2).to(dtype)
 
 
 WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]

@@ -46,7 +46,7 @@ def check(device, dtype, backend, window, groups, segmented, most):
 
 @pytest.mark.parametrize("segmented", [False, True])
 @pytest.mark.parametrize("window", [None, 0, 3, 150])
-@pytest.mark.parametrize("backend", ["plain", "sdpa", "blocks", "flex"])
+@pytest.mark.parametrize("backend", ["sdpa", "blocks", "flex"])
 def test_backends_match_reference(backend, window, segmented, monkeypatch):
     monkeypatch.setattr(attention, "compiled_flex", partial(getattr, flex_attention))  # on a CPU
     for groups in (1, 2, 4):
@@ -66,7 +66,7 @@ def test_B13_gpu_kernels_match_reference(backend, window, segmented):
 def test_large_scores_stay_finite():
     large = torch.full((1, 130, 1, 4), 1e3)
     for q in (large, -large):
-        assert attend(q, large, large, backend="blocks").equal(large)
+        torch.testing.assert_close(attend(q, large, large, backend="blocks"), large)
 
 
 @pytest.mark.parametrize(("window", "sizes"), [(2, (2, 0)), (None, (-1, 0))])

@@ -24,7 +24,7 @@ VARIANTS = {  # config, keys seen by each layer, layers with value embeddings
     "no GQA": (replace(FOUR, n_kv_head=4, value_every=1, smear=False), [16] * 4, [0, 1, 2, 3]),
 }
 variants = pytest.mark.parametrize("cfg", [cfg for cfg, *_ in VARIANTS.values()], ids=VARIANTS)
-backends = pytest.mark.parametrize("backend", ["plain", "sdpa", "blocks"])
+backends = pytest.mark.parametrize("backend", ["sdpa", "blocks"])
 
 
 def seeded():

@@ -122,7 +122,7 @@ def test_gradient_is_that_of_the_weighted_losses_of_all_loops(supervise, bonus):
 def test_flops_and_parameters_are_counted(changes):
     model, plain = untrained(config(**changes)), untrained(PLAIN)
     for block in model.blocks:
-        block.attention.backend = "plain"
+        block.attention.backend = "blocks"
     model.begin_step(0, 0)
     with FlopCounterMode(display=False) as counter:
         model.loss(TOKENS, TOKENS).backward()
