@@ -1,24 +1,24 @@
 """
 What midtraining and SFT share: the parent, the mixture of conversations, packed rows, batch size.
 
-    parent checkpoint, conversations -> packed rows, optimizer -> FineTuning -> the loop
+    parent checkpoint, conversations -> packed rows -> steps, batch size -> the loop of the script
 
 Attention stays within each chat of a row, so packing chats changes neither loss nor gradients.
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
-from nanochat.checkpoint import FOLDERS, Checkpoint, load_model, parse_checkpoint_ref, stage_folder
+from nanochat.checkpoint import FOLDERS, Checkpoint, parse_checkpoint_ref, stage_folder
 from nanochat.common import MissingInput
 from nanochat.config import require_positive
 from nanochat.dist import DistContext
-from nanochat.eval_bpb import Validation, ValidationConfig
-from nanochat.optim import MuonAdamW, ScheduleConfig
-from nanochat.rows import CHAT_SHARD, ChatPart, Rows, open_chat_rows, pack_chats
-from nanochat.scaling import batch_lr_factor, divisible_batch, make_rules
+from nanochat.eval_bpb import ValidationConfig
+from nanochat.optim import ScheduleConfig
+from nanochat.rows import ChatPart, Rows, open_chat_rows, pack_chats
+from nanochat.scaling import divisible_batch
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import Compile, Run, TrainConfig
 
@@ -95,63 +95,6 @@ def choose_tag(kind: str, parent: Checkpoint, cfg: TrainConfig) -> str:
             "another --model_tag"
         )
     return tag
-
-
-class FineTuning(NamedTuple):
-    """What the loop of midtraining or SFT needs."""
-
-    run: Run
-    rows: Rows
-    validation: Validation
-    counts: Mapping[str, Mapping[str, int]]
-    """Amounts of each bucket, as in `pack_chats`."""
-    schedule: ScheduleConfig
-
-
-def open_finetuning(
-    stage: Literal["mid", "sft"],
-    parent: Checkpoint,
-    parts: Mapping[str, ChatPart],
-    val_parts: Mapping[str, ChatPart],
-    cfg: FinetuneConfig,
-    train: TrainConfig,
-    settings: Mapping[str, Any],
-    inputs: Mapping[str, str],
-    declared: Mapping[str, Any],
-    dist: DistContext,
-) -> FineTuning:
-    """
-    Load the parent's model, pack the conversations, and make the optimizer and the run. declared:
-    buckets that are not tasks, for the checkpoint.
-    """
-    model, tokenizer = load_model(parent, dist, cfg.max_seq_len), parent.tokenizer()
-    T, schedule = model.cfg.max_seq_len, cfg.schedule()
-    val_rows = {
-        name: packed_chats({name: part}, 0, tokenizer, T, dist) for name, part in val_parts.items()
-    }
-    rows = packed_chats(parts, train.seed, tokenizer, T, dist)
-    counts = rows.counts(CHAT_SHARD)["buckets"]
-    num_steps, batch_tokens = plan_finetuning(cfg, parent, rows, dist)
-    lr_frac = cfg.init_lr_frac * batch_lr_factor(batch_tokens)
-    optimizer = MuonAdamW(model, make_rules(train.optim, model.cfg.d_model, lr_frac), dist)
-    run = Run(
-        *(stage, choose_tag(stage, parent, train), train, model, optimizer, tokenizer, dist),
-        num_steps=num_steps,
-        batch_tokens=batch_tokens,
-        compile=cfg.compile,
-        settings=settings,
-        inputs=inputs,
-        identity={
-            "rows": rows.recipe,
-            "schedule": asdict(schedule),
-            "parent": parent.fingerprint,
-            "init_lr_frac": cfg.init_lr_frac,
-        },
-        state={"source": parent.state["source"], "mixture": counts, "declared": declared},
-    )
-    return FineTuning(
-        *(run, rows, Validation(cfg.validation, val_rows, tokenizer, dist), counts, schedule)
-    )
 
 
 def packed_chats(
