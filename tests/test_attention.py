@@ -66,7 +66,8 @@ def test_B13_gpu_kernels_match_reference(backend, window, segmented):
 def test_large_scores_stay_finite():
     large = torch.full((1, 130, 1, 4), 1e3)
     for q in (large, -large):
-        torch.testing.assert_close(attend(q, large, large, backend="blocks"), large)
+        found = attend(q, large, large, backend="blocks")
+        torch.testing.assert_close(found, large, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize(("window", "sizes"), [(2, (2, 0)), (None, (-1, 0))])

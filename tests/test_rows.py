@@ -417,10 +417,11 @@ def test_packing_ends_with_a_killed_run(folder, saved):
             assert held.enter_context(common.try_lock(rows.lock_path(shard)))
         words = ["-m", "scripts.data", f"--dataset={folder}", f"--max_seq_len={T}", "--workers=1"]
         with subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE) as process:
-            assert process.stdout and any(b"waiting" in line for line in process.stdout)
-            [packer] = psutil.Process(process.pid).children()
+            assert process.stdout
+            waiting = any(b"waiting" in line for line in process.stdout)
+            packers = psutil.Process(process.pid).children()
             process.kill()
-        packer.wait(60)  # raises if it still runs
+        assert waiting and packers and not psutil.wait_procs(packers, 60)[1]
 
 
 # ---- Short validation text -----------------------------------------------------------------------
