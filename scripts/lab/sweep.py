@@ -102,10 +102,10 @@ class SweepScript:
 
     def __post_init__(self) -> None:
         require_at_least(self, seeds=3, arm_seeds=2, finalists=1, wide=3, tight=1)
-        if self.arms and (not self.mixture or "--mixture" in self.flags):
+        if self.arms and not self.mixture:
             raise ValueError(
-                "--arms changes the proportions of --mixture: set that, and not in --flags; RL has "
-                'no mixture, use --grid="task=a|b"'
+                "--arms changes the proportions of --mixture: set that; RL has no mixture, use "
+                '--grid="task=a|b"'
             )
         for flag, held_out in (("mixture", "val_mixture"), ("task", "eval_task")):
             if re.search(rf"\b{flag}=", self.grid) and f"{held_out}=" not in self.flags:
@@ -113,10 +113,6 @@ class SweepScript:
                     f"--grid={self.grid!r}: each {flag} would be measured on its own held-out "
                     f"data; add --{held_out}=... to --flags"
                 )
-        if self.stage == "base" and not self.bases.replace("d", "").replace("|", "").isdigit():
-            raise ValueError(f"--bases={self.bases} of --stage=base must be depths, as in 2|3")
-        if self.mixture and self.stage in ("base", "rl"):
-            raise ValueError(f"--stage={self.stage} has no mixture; omit --mixture")
         if self.search and ("|" in self.bases or not 0 < self.low < self.high):
             raise ValueError(
                 f"--search needs one base and 0 < low < high, got --bases={self.bases}, "
@@ -244,7 +240,7 @@ def from_grid(spec: str) -> Arms:
 
 def search(cfg: SweepScript, inputs: Inputs, sweep: Sweep) -> tuple[dict, dict, dict]:
     """
-    Search the best value of a flag; evaluate its models on validation rows that did not choose it.
+    Search the best value of a flag, and train the best few values with new seeds.
 
     Raises UsageError for an optimum at the edge of the wide grid.
     """
@@ -264,11 +260,6 @@ def search(cfg: SweepScript, inputs: Inputs, sweep: Sweep) -> tuple[dict, dict, 
     chosen, jobs = next(iter(final.items()))
     mean = over_seeds([job.metric(cfg.metric) for job in jobs])
     values = {f"Chosen {cfg.search}": chosen, f"{cfg.metric}, mean of {cfg.seeds} seeds": mean}
-    if cfg.stage != "rl":  # RL has no validation rows
-        others = [confirmation(job) for job in jobs]
-        sweep.run_all(others)
-        mean = over_seeds([job.metric(cfg.metric) for job in others])
-        values["Mean of the same seeds on other validation rows"] = mean
     every = [job for each in (*first.values(), *final.values()) for job in each]
     rows = [[job.name, job.metric(cfg.metric)] for job in every]
     table = {"title": "Search", "columns": ["Run", cfg.metric], "rows": rows}
@@ -286,21 +277,15 @@ def train_values(
 ) -> dict[float, list[Job]]:
     """Train every value with every seed. Returns the runs of each value, the best mean first."""
     [base], jobs = inputs, {}
-    half = [] if cfg.stage == "rl" else ["--eval_half=1"]
     for value in values:
         setting = f"{cfg.search}={value:g}"
-        flags = [f"--{setting}", *half]
-        jobs[value] = [make_job(cfg, inputs, base, setting, flags, seed) for seed in seeds]
+        jobs[value] = [
+            make_job(cfg, inputs, base, setting, [f"--{setting}"], seed) for seed in seeds
+        ]
     sweep.run_all(sum(jobs.values(), []))
     means = {v: fmean(job.metric(cfg.metric) for job in each) for v, each in jobs.items()}
     order = sorted(means, key=lambda value: means[value], reverse=cfg.stage == "rl")
     return {value: jobs[value] for value in order}
-
-
-def confirmation(job: Job) -> Job:
-    """Job that evaluates a trained model again, on validation rows that did not choose it."""
-    words = [word.replace("{tag}", job.tag) for word in job.commands[0]]
-    return Job(f"{job.name}, again", [[*words, "--eval_half=2"]], job.inputs)
 
 
 if __name__ == "__main__":

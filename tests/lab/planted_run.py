@@ -28,7 +28,7 @@ if fault == "sleep":
 elif fault:
     sys.exit(fault)
 
-noise = random.Random(f"{flags.get('seed')} {flags.get('eval_half')}").gauss(0, 0.01)
+noise = random.Random(flags.get("seed")).gauss(0, 0.01)
 loss = 1 + 0.1 * math.log(float(flags.get("init_lr_frac", 0.3)) / 0.3) ** 2 + noise
 values, items = {"Final validation bpb": loss, "val_bpb:x": 2 * loss}, {}
 if module == "scripts.chat_rl":

@@ -1,4 +1,4 @@
-"""Evaluation variance and comparisons by their commands, and the report on seeds and cost."""
+"""Evaluation variance and comparisons by their commands."""
 
 import pytest
 
