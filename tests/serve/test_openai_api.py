@@ -108,12 +108,12 @@ def test_V1_text_logprobs_are_those_of_the_model(site, monkeypatch):
 def test_V1_chat_logprobs_are_those_of_the_text_tokens(site, monkeypatch):
     ids = site.ids(*HELLO_PROMPT, "plum", *PRODUCT, "s")
     model = site.engine.model(torch.tensor([ids]))[0].log_softmax(-1)
-    places = (*range(9, 13), len(ids) - 1)
+    positions = (*range(9, 13), len(ids) - 1)
     says(monkeypatch, site, "plum", *PRODUCT, "s")
     (found,) = site.answers(logprobs=True, top_logprobs=3)
     entries = found.logprobs["content"]
     assert [chr(*entry["bytes"]) for entry in entries] == list(found.text) == list("plums")
-    for entry, i in zip(entries, places, strict=True):
+    for entry, i in zip(entries, positions, strict=True):
         assert entry["logprob"] == pytest.approx(model[i - 1, ids[i]].item(), abs=1e-4)
         best = [one["logprob"] for one in entry["top_logprobs"]]
         assert best == pytest.approx(model[i - 1].topk(3).values.tolist(), abs=1e-4)
