@@ -12,7 +12,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -107,8 +107,6 @@ def bits_per_byte(
 class ValidationConfig:
     eval_tokens: int | None = None
     """Validation tokens per evaluation. Default: 10,485,760, or 131,072 on a CPU."""
-    eval_half: Literal[0, 1, 2] = 0
-    """Which half of the validation rows to use: 1, 2, or 0 for both."""
 
     def __post_init__(self) -> None:
         require_at_least(self, eval_tokens=1)
@@ -138,7 +136,7 @@ def row_batches(batches: Iterable[np.ndarray], rows: int) -> Iterator[Batch]:
 class Validation:
     """
     Validation rows of one or, in a mixture, several buckets, each with the same number of rows.
-    Raises UsageError if a bucket has nothing to score; waits for the rows to be packed.
+    Raises UsageError if a bucket has nothing to score.
     """
 
     def __init__(
@@ -148,12 +146,12 @@ class Validation:
         tokenizer: Tokenizer,
         dist: DistContext,
     ):
-        self.rows, self.half, self.dist = rows, cfg.eval_half, dist
+        self.rows, self.dist = rows, dist
         self.token_bytes = tokenizer.token_bytes()
         T = next(iter(rows.values())).max_seq_len
         self.num_rows = max(1, cfg.tokens(dist) // T // len(rows))
         for name, each in rows.items():
-            every = map(inputs_and_targets, each.val_batches(64, self.num_rows, half=self.half))
+            every = map(inputs_and_targets, each.val_batches(64, self.num_rows))
             if not any(self.token_bytes[y[y != IGNORE]].any() for _, y in every):
                 raise UsageError(
                     f"no byte can be scored in the validation rows of {name}",
@@ -162,7 +160,7 @@ class Validation:
 
     def batches(self, bucket: str, device_rows: int) -> Iterator[Batch]:
         """Yield this rank's batches of a bucket, of `device_rows` rows."""
-        share = (self.num_rows, self.dist.rank, self.dist.world_size, self.half)
+        share = self.num_rows, self.dist.rank, self.dist.world_size
         return row_batches(self.rows[bucket].val_batches(device_rows, *share), device_rows)
 
     def score(

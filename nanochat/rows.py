@@ -141,24 +141,19 @@ class Rows:
         return self.read(self.row_ids(step, rows_per_step, seed))
 
     def val_batches(
-        self, rows_per_batch: int, num_rows: int, rank: int = 0, world_size: int = 1, half: int = 0
+        self, rows_per_batch: int, num_rows: int, rank: int = 0, world_size: int = 1
     ) -> Iterator[np.ndarray]:
         """
         Yield this rank's share of the first `num_rows` validation rows, in a fixed random order.
 
-        `half` 1 or 2 selects every other row of the shard. The rows do not depend on batch size,
-        ranks or number of training shards. Yields (at most rows_per_batch, max_seq_len + 1).
+        The rows do not depend on batch size, ranks or number of training shards. Yields (at most rows_per_batch, max_seq_len + 1).
         Raises like `batch`, and UsageError if there are no rows.
         """
         rows = self.open(self.val_shard)
-        if len(rows) < max(1, half):
-            problem = f"--eval_half={half} is empty: " if half else ""
-            raise UsageError(
-                f"{problem}{self.val_shard} has {len(rows)} validation rows",
-                f"use {'--eval_half=0, or ' if half else ''}more validation text",
-            )
+        if not len(rows):
+            raise UsageError(f"{self.val_shard} has no validation rows", "use more validation text")
         order = permutation(0, 0, 0, len(rows))
-        order = (order[half - 1 :: 2] if half else order)[:num_rows]
+        order = order[:num_rows]
         first, last = (len(order) * r // world_size for r in (rank, rank + 1))
         for i in range(first, last, rows_per_batch):
             yield rows[order[i : min(i + rows_per_batch, last)]]
