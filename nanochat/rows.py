@@ -15,13 +15,18 @@ A shard is complete once its .json exists, which is written last.
 
 import hashlib
 import math
+import multiprocessing
 import os
 import random
+import signal
+import sys
+import threading
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import islice, pairwise, takewhile
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +35,7 @@ import numpy as np
 from nanochat import common
 from nanochat.chat_format import Message, render
 from nanochat.common import UsageError
+from nanochat.config import Console
 from nanochat.dataset import Source
 from nanochat.loss import IGNORE
 from nanochat.tokenizer import Tokenizer
@@ -86,6 +92,8 @@ class Rows:
     in every checkpoint."""
     files: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Shard -> files of the source packed into it, in order."""
+    expected: Mapping[str, float] = field(default_factory=dict)
+    """Training shard -> rough number of rows, before it is packed."""
 
     def __post_init__(self) -> None:
         self.max_seq_len: int = self.recipe["max_seq_len"]
@@ -146,14 +154,13 @@ class Rows:
         """
         Yield this rank's share of the first `num_rows` validation rows, in a fixed random order.
 
-        The rows do not depend on batch size, ranks or number of training shards. Yields (at most rows_per_batch, max_seq_len + 1).
-        Raises like `batch`, and UsageError if there are no rows.
+        The rows do not depend on batch size, ranks or number of training shards. Yields (at most
+        rows_per_batch, max_seq_len + 1). Raises like `batch`, and UsageError if there are no rows.
         """
         rows = self.open(self.val_shard)
         if not len(rows):
             raise UsageError(f"{self.val_shard} has no validation rows", "use more validation text")
-        order = permutation(0, 0, 0, len(rows))
-        order = order[:num_rows]
+        order = permutation(0, 0, 0, len(rows))[:num_rows]
         first, last = (len(order) * r // world_size for r in (rank, rank + 1))
         for i in range(first, last, rows_per_batch):
             yield rows[order[i : min(i + rows_per_batch, last)]]
@@ -386,7 +393,17 @@ def open_rows(source: Source, tokenizer: Tokenizer, max_seq_len: int) -> Rows:
     groups = group_files(source, max_seq_len + 1)
     files = {**groups, source.val_shard: [source.val_shard]}
     dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
-    return Rows(folder, list(groups), source.val_shard, dtype, recipe, files)
+    expected = {
+        name: sum(expected_rows(source, file, max_seq_len + 1) for file in group)
+        for name, group in groups.items()
+    }
+    return Rows(folder, list(groups), source.val_shard, dtype, recipe, files, expected)
+
+
+def expected_rows(source: Source, file: str, row_length: int) -> float:
+    """Rough number of rows of a file, from its size."""
+    tokens = TOKENS_PER_STORED_BYTE.get(Path(file).suffix, TOKENS_PER_BYTE)
+    return source.files[file]["bytes"] * tokens / row_length
 
 
 def group_files(source: Source, row_length: int) -> dict[str, list[str]]:
@@ -404,8 +421,7 @@ def group_files(source: Source, row_length: int) -> dict[str, list[str]]:
             runs.append([])
             rows = 0.0
         runs[-1].append(file)
-        tokens = TOKENS_PER_STORED_BYTE.get(Path(file).suffix, TOKENS_PER_BYTE)
-        rows += source.files[file]["bytes"] * tokens / row_length
+        rows += expected_rows(source, file, row_length)
     if rows < GROUP_ROWS and len(runs) > 1:
         runs[-2:] = [runs[-2] + runs[-1]]
     names = [run[0] for run in runs]
@@ -416,9 +432,13 @@ def group_files(source: Source, row_length: int) -> dict[str, list[str]]:
 
 
 def missing_shards(rows: Rows, num_rows: int | None = None) -> list[str]:
-    """Shards still to pack; only that for validation if there are `num_rows` training rows."""
-    enough = num_rows is not None and rows.num_rows >= num_rows
-    shards = [rows.val_shard, *([] if enough else rows.train_shards)]
+    """The shards still to pack: for validation, and for about `num_rows` training rows or all."""
+    shards, known = [rows.val_shard], 0.0
+    for shard in rows.train_shards:
+        if num_rows is not None and known >= num_rows:
+            break
+        shards.append(shard)
+        known += rows.counts(shard)["rows"] if rows.is_packed(shard) else rows.expected[shard]
     return [shard for shard in shards if not rows.is_packed(shard)]
 
 
@@ -458,6 +478,55 @@ def pack_shard(rows: Rows, shard: str, source: Source, tokenizer: Tokenizer) -> 
     packer = Packer(rows.max_seq_len + 1, tokenizer.bos_id, rows.dtype)
     write_shard(rows, shard, packer, encoded(), about)
     print(f"packed {common.printable(shard)}: {packer.counts['rows']:,} rows", flush=True)
+
+
+def pack_rows(
+    rows: Rows,
+    source: Source,
+    tokenizer: Tokenizer,
+    num_rows: int | None = None,
+    workers: int | None = None,
+) -> None:
+    """
+    Run `pack_text` in up to `workers` processes (default: one per core), which end if this one
+    does. Finished shards are kept. Raises UsageError if one fails; it prints its error.
+    """
+    workers = min(workers or os.cpu_count() or 1, len(missing_shards(rows, num_rows)))
+    if workers < 2:
+        return pack_text(rows, source, tokenizer, num_rows)
+    spawn = multiprocessing.get_context("spawn")
+    args = (source, rows.folder / "tokenizer.json", rows.max_seq_len, num_rows)
+    processes = [spawn.Process(target=pack_alone, args=args, daemon=True) for _ in range(workers)]
+    for process in processes:
+        process.start()
+    while running := [each.sentinel for each in processes if each.is_alive()]:
+        if any(each.exitcode for each in processes):
+            break
+        connection.wait(running)
+    if any(each.exitcode for each in processes):
+        for process in processes:
+            process.terminate()
+        raise UsageError("packing failed", "see the error above; the same command packs the rest")
+
+
+def pack_alone(source: Source, tokenizer: Path, max_seq_len: int, num_rows: int | None) -> None:
+    """One process of `pack_rows`."""
+    sys.stdout, sys.stderr = Console(sys.stdout), Console(sys.stderr)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
+    threading.Thread(target=exit_with_parent, daemon=True).start()
+    os.environ["RAYON_NUM_THREADS"] = "1"  # one core each
+    loaded = Tokenizer.read(tokenizer)
+    try:
+        pack_text(open_rows(source, loaded, max_seq_len), source, loaded, num_rows)
+    except (OSError, ValueError, UsageError) as error:
+        raise SystemExit(f"error: packing failed: {common.printable(error)}") from error
+
+
+def exit_with_parent() -> None:
+    """End this process when its parent has ended, also by a signal."""
+    if parent := multiprocessing.parent_process():
+        parent.join()
+        os._exit(1)
 
 
 def batch_texts(texts: Iterable[str]) -> Iterator[list[str]]:

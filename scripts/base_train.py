@@ -20,7 +20,7 @@ from nanochat.eval_core import Suite, core, evaluate_task, open_suite
 from nanochat.gpt import GPTConfig, inference_copy
 from nanochat.optim import MuonAdamW, ScheduleConfig, decay_factor, lr_factor, muon_momentum
 from nanochat.records import estimate
-from nanochat.rows import Rows, open_rows, pack_text
+from nanochat.rows import Rows, open_rows, pack_rows
 from nanochat.scaling import (
     HorizonConfig,
     default_windows,
@@ -121,7 +121,7 @@ def main(cfg: BaseTrain) -> None:
         state={"horizon": asdict(horizon), "source": source.describe()},
     )
     num_rows = num_steps * batch_tokens // cfg.max_seq_len
-    dist.on_node(lambda: pack_text(rows, source, tokenizer, num_rows))
+    dist.on_node(lambda: pack_rows(rows, source, tokenizer, num_rows))
     few_shot: dict[str, Any] = {}
     with run:
         validation = Validation(cfg.validation, {source.name: rows}, tokenizer, dist)

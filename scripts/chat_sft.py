@@ -64,7 +64,8 @@ def main(cfg: ChatSft) -> None:
     T, metrics = model.cfg.max_seq_len, {}
     rows = packed_chats(chats.train_parts(), train.seed, tokenizer, T, dist)
     val_rows = {
-        name: packed_chats({name: part}, 0, tokenizer, T, dist) for name, part in chats.val_parts().items()
+        name: packed_chats({name: part}, 0, tokenizer, T, dist)
+        for name, part in chats.val_parts().items()
     }
     counts = rows.counts(CHAT_SHARD)["buckets"]
     num_steps, batch_tokens = plan_finetuning(tuning, parent, rows, dist)

@@ -11,22 +11,15 @@ Reads   the text, and tokenizer/<tag>/ under the base directory (scripts.tok_tra
 Writes  data/ (downloads, manifest, source for later stages) and rows/<fingerprint>/ there
 """
 
-import multiprocessing
 import os
-import signal
-import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
-from multiprocessing import connection
-from pathlib import Path
 
 from nanochat.common import UsageError, printable
-from nanochat.config import Console, require_at_least, start
-from nanochat.dataset import FirstUseConfig, Source, load_last_source, save_last_source
-from nanochat.rows import Rows, missing_shards, open_rows, pack_text
+from nanochat.config import require_at_least, start
+from nanochat.dataset import FirstUseConfig, load_last_source, save_last_source
+from nanochat.rows import Rows, open_rows, pack_rows
 from nanochat.tokenizer import Tokenizer
 from tasks.builtin import open_text
 
@@ -62,7 +55,7 @@ def main(cfg: Data) -> None:
     if cfg.verify:
         discard_damaged(rows)
     before = rows.totals()["text_bytes"]
-    pack_in_processes(rows, source, tokenizer, min(workers, len(missing_shards(rows))))
+    pack_rows(rows, source, tokenizer, workers=workers)
     seconds = time.monotonic() - started
     speed = (rows.totals()["text_bytes"] - before) / 1e6 / seconds
     print(summary(rows))
@@ -70,41 +63,6 @@ def main(cfg: Data) -> None:
         print(f"{empty} of the training files without text")
     print(printable(f"{rows.folder}: {seconds:.1f} s, {speed:.1f} MB of text per second"))
     save_last_source(source.describe(), cfg.tokenizer_tag)
-
-
-def pack_in_processes(rows: Rows, source: Source, tokenizer: Tokenizer, workers: int) -> None:
-    """Run `pack_text` in processes, which end if this one does. Raises UsageError if one fails."""
-    spawn = multiprocessing.get_context("spawn")
-    job = partial(pack_alone, source, rows.folder / "tokenizer.json", rows.max_seq_len)
-    processes = [spawn.Process(target=job, daemon=True) for _ in range(workers)]
-    for process in processes:
-        process.start()
-    while running := [each.sentinel for each in processes if each.is_alive()]:
-        if any(each.exitcode for each in processes):
-            break
-        connection.wait(running)
-    if any(each.exitcode for each in processes):
-        raise UsageError("packing failed", "see the error above; the same command packs the rest")
-
-
-def pack_alone(source: Source, tokenizer: Path, max_seq_len: int) -> None:
-    """One of the processes. Prints its error."""
-    sys.stdout, sys.stderr = Console(sys.stdout), Console(sys.stderr)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
-    threading.Thread(target=exit_with_parent, daemon=True).start()
-    os.environ["RAYON_NUM_THREADS"] = "1"  # one core each
-    loaded = Tokenizer.read(tokenizer)
-    try:
-        pack_text(open_rows(source, loaded, max_seq_len), source, loaded)
-    except (OSError, ValueError, UsageError) as error:
-        raise SystemExit(f"error: packing failed: {printable(error)}") from error
-
-
-def exit_with_parent() -> None:
-    """End this process when its parent has ended, also by a signal."""
-    if parent := multiprocessing.parent_process():
-        parent.join()
-        os._exit(1)
 
 
 def discard_damaged(rows: Rows) -> None:

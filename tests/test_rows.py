@@ -34,11 +34,11 @@ from nanochat.rows import (
     open_chat_rows,
     open_rows,
     pack_chats,
+    pack_rows,
     pack_text,
 )
 from nanochat.tokenizer import Tokenizer, tokenizer_dir
 from nanochat.train import list_changes
-from scripts.data import pack_in_processes
 from tests.hub_server import FakeHub, serve
 from tests.test_dataset import parquet
 
@@ -291,7 +291,7 @@ def test_missing_and_unreadable_shards_are_named(folder, saved, capfd):
     with pytest.raises(ValueError, match=r"shard_1\.jsonl is missing or does not match"):
         pack_text(rows, source, saved)
     with pytest.raises(UsageError, match="the same command packs the rest"):
-        pack_in_processes(rows, source, saved, workers=2)
+        pack_rows(rows, source, saved, workers=2)
     assert "shard_1.jsonl is missing or does not match" in capfd.readouterr().err
 
 
@@ -413,7 +413,7 @@ def test_packing_ends_with_a_killed_run(folder, saved):
     with ExitStack() as held:
         for shard in missing_shards(rows):  # the packing process waits for these
             assert held.enter_context(common.try_lock(rows.lock_path(shard)))
-        words = ["-m", "scripts.data", f"--dataset={folder}", f"--max_seq_len={T}", "--workers=1"]
+        words = ["-m", "scripts.data", f"--dataset={folder}", f"--max_seq_len={T}", "--workers=2"]
         with subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE) as process:
             assert process.stdout
             waiting = any(b"waiting" in line for line in process.stdout)

@@ -22,7 +22,7 @@ from nanochat.golf.qat import AveragingMuonAdamW, quantized_weights
 from nanochat.golf.quantize import QuantConfig
 from nanochat.gpt import GPTConfig
 from nanochat.optim import OptimConfig, Rule, decay_factor, lr_factor, muon_momentum
-from nanochat.rows import pack_text
+from nanochat.rows import pack_rows
 from nanochat.scaling import Horizon, WidthConfig, batch_lr_factor, plan_horizon, scaled_rules
 from nanochat.train import Run, skip_if_finished
 from scripts.base_train import (
@@ -140,7 +140,7 @@ def main(cfg: GolfTrain) -> None:
         state={"horizon": asdict(horizon), "source": source.describe()},
     )
     num_rows = num_steps * batch_tokens // cfg.max_seq_len
-    dist.on_node(lambda: pack_text(rows, source, tokenizer, num_rows))
+    dist.on_node(lambda: pack_rows(rows, source, tokenizer, num_rows))
     few_shot: dict[str, Any] = {}
     with run:
         validation = Validation(cfg.validation, {source.name: rows}, tokenizer, dist)

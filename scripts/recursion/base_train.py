@@ -20,7 +20,7 @@ from nanochat.optim import MuonAdamW, decay_factor, lr_factor, muon_momentum
 from nanochat.recursion.metrics import step_metrics, validation_metrics
 from nanochat.recursion.model import RecursiveGPT
 from nanochat.recursion.presets import RecursionConfig
-from nanochat.rows import pack_text
+from nanochat.rows import pack_rows
 from nanochat.scaling import WidthConfig, plan_horizon, scaled_rules
 from nanochat.train import Run, skip_if_finished
 from scripts.base_train import (
@@ -76,7 +76,7 @@ def main(cfg: RecursionTrain) -> None:
         state={"horizon": asdict(horizon), "source": source.describe()},
     )
     num_rows = num_steps * batch_tokens // cfg.max_seq_len
-    dist.on_node(lambda: pack_text(rows, source, tokenizer, num_rows))
+    dist.on_node(lambda: pack_rows(rows, source, tokenizer, num_rows))
     few_shot: dict[str, Any] = {}
     with run:
         validation = Validation(cfg.validation, {source.name: rows}, tokenizer, dist)
