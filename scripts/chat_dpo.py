@@ -40,7 +40,7 @@ from nanochat.tokenizer import Tokenizer
 from nanochat.train import Run, TrainConfig, skip_if_finished
 from scripts.chat_rl import BUILTIN_TASKS, MOMENTUM, SCHEDULE, TASK, open_questions
 from tasks.base import Task
-from tasks.preferences import Preferences
+from tasks.chats import Preferences
 
 SECTION = "Chat DPO"
 Pair = list[list[int]]

@@ -61,10 +61,9 @@ def main(cfg: MidTrain) -> None:
     tuning, train = cfg.tuning, cfg.train
     model, tokenizer = load_model(parent, dist, tuning.max_seq_len), parent.tokenizer()
     T, metrics = model.cfg.max_seq_len, {}
-    rows = packed_chats(chats.train_parts(), train.seed, tokenizer, T, dist)
+    rows = packed_chats(chats.train, train.seed, tokenizer, T, dist)
     val_rows = {
-        name: packed_chats({name: part}, 0, tokenizer, T, dist)
-        for name, part in chats.val_parts().items()
+        name: packed_chats({name: part}, 0, tokenizer, T, dist) for name, part in chats.val.items()
     }
     counts = rows.counts(CHAT_SHARD)["buckets"]
     num_steps, batch_tokens = plan_finetuning(tuning, parent, rows, dist)

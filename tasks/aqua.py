@@ -9,7 +9,7 @@ Source: Ling et al., "Program Induction by Rationale Generation", arXiv:1705.041
 import re
 from dataclasses import replace
 
-from tasks.base import LETTERS, Conversation, MCQuestion, Tags, assistant, choice_question, user
+from tasks.base import LETTERS, Conversation, MCQuestion, Tags, assistant, user
 from tasks.hub import HubQuestions, TaskRow, make_question
 
 INSTRUCTION = "Reason step by step, then end with a line that says Answer: and the letter."
@@ -41,8 +41,8 @@ class AQuA(AQuALetter):
 
     def conversation(self, i: int) -> Conversation:
         asked = self.question(i)
-        listed = choice_question(*asked[:2], INSTRUCTION)
-        return [user(listed), assistant(f"{asked.rationale}\nAnswer: {LETTERS[asked.right]}")]
+        answer = f"{asked.rationale}\nAnswer: {LETTERS[asked.right]}"
+        return [user(asked.ask(INSTRUCTION)), assistant(answer)]
 
     def extract(self, answer: str) -> str | None:
         return (MARKER.findall(answer) or [None])[-1]

@@ -1,7 +1,8 @@
 """
 Question augmentation: other answer formats, shuffled options, extra options.
 
-    QuestionTask -> Styled, Reordered, MoreOptions -> tasks with the same questions
+    task class -> augment("styles", "order" or "options") -> task class with modified questions
+    ARC-Easy-10 and such: ten options per question, for evaluation
 
 Items depend only on their index, so they are the same on every machine. Measure the effect of an
 augmentation: others found that extra options from retrieval lowered most scores, so they are
@@ -14,7 +15,6 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
 
 from tasks.arc import ARCChallenge, ARCEasy
 from tasks.base import (
@@ -25,13 +25,11 @@ from tasks.base import (
     QuestionTask,
     Task,
     assistant,
-    choice_question,
     shuffled,
     user,
 )
 from tasks.overlap import split_words
 
-SEED = 0  # another seed gives other items
 K1, B = 1.2, 0.75  # BM25: Robertson and Zaragoza, "The Probabilistic Relevance ...", 2009
 MOST_TEXTS = 2000  # words of more texts say little, and cost the most
 NUM_SIMILAR = 40  # similar questions that provide candidate options
@@ -61,40 +59,16 @@ def read_letter(answer: str) -> str | None:
 
 
 class Augmented(QuestionTask):
-    """Questions of another multiple-choice task, modified. Raises ValueError for other tasks."""
+    """Modified questions of the task that is the next base class; one per conversation."""
 
-    augmentation: str
-    """Name in the seed of an item."""
-    splits = ("train", "val", "test")
-
-    def __init__(self, task: Task):
-        if not isinstance(task, QuestionTask) or task.kind != "choice":
-            raise ValueError(f"{task.name} is not answered with a letter; use arc_easy or such")
-        self.task = task
-        self.name, self.split, self.baseline = task.name, task.split, task.baseline
-
-    @property
-    def origin(self) -> dict[str, Any]:
-        return self.task.origin
-
-    def __len__(self) -> int:
-        return len(self.task)
-
-    def question(self, i: int) -> MCQuestion:
-        return self.task.question(i)
-
-    def seed(self, i: int) -> str:
-        """Seed of item i."""
-        return f"{self.augmentation}-{SEED}-{i}"
+    conversation = QuestionTask.conversation
 
 
 class Reordered(Augmented):
     """Questions with shuffled options."""
 
-    augmentation = "reordered"
-
     def question(self, i: int) -> MCQuestion:
-        return shuffle_options(self.task.question(i), self.seed(i))
+        return shuffle_options(super().question(i), f"reordered-0-{i}")
 
 
 def shuffle_options(question: MCQuestion, seed: str) -> MCQuestion:
@@ -107,13 +81,11 @@ def shuffle_options(question: MCQuestion, seed: str) -> MCQuestion:
 class Styled(Augmented):
     """Questions that each request one of several answer formats, with the answer in that format."""
 
-    augmentation = "styled"
-
     def conversation(self, i: int) -> Conversation:
         asked = self.question(i)
-        instruction = shuffled([*STYLES], self.seed(i))[0]
-        text = choice_question(*asked[:2], instruction)
-        return [user(text), assistant(STYLES[instruction].replace("X", LETTERS[asked.right]))]
+        instruction = shuffled([*STYLES], f"styled-0-{i}")[0]
+        answer = STYLES[instruction].replace("X", LETTERS[asked.right])
+        return [user(asked.ask(instruction)), assistant(answer)]
 
     def extract(self, answer: str) -> str | None:
         return read_letter(answer)
@@ -127,59 +99,69 @@ class MoreOptions(Augmented):
     the item. The number of options is random.
     """
 
-    augmentation = "more options"
+    pool: type[QuestionTask]
+    """Task whose training questions are searched, whichever split is augmented."""
     fewest = 0
     """Minimum number of options."""
-    pool: type[QuestionTask] | None = None
-    """Task whose training questions are searched. Default: the augmented one."""
 
     @cached_property
     def corpus(self) -> "tuple[QuestionTask, BM25]":
-        """The training questions and their index, whichever split is augmented."""
-        train = (self.pool or type(self.task))("train")
+        """The training questions and their index."""
+        train = self.pool("train")
         return train, BM25([train.question(i).text for i in range(len(train))])
 
     def question(self, i: int) -> MCQuestion:
-        asked, (train, index) = self.task.question(i), self.corpus
-        options = [*asked.options]
+        asked, (train, index) = super().question(i), self.corpus
+        options, seed = [*asked.options], f"more options-0-{i}"
         sizes = range(max(len(options), self.fewest), MAX_OPTIONS + 1)
-        wanted = shuffled(sizes, f"{self.seed(i)} options")[0]
+        wanted = shuffled(sizes, f"{seed} options")[0]
         for other in map(train.question, index.search(asked.text, NUM_SIMILAR)):
             for n, option in enumerate(other.options):
                 is_wrong = n != other.right and other.text != asked.text
                 if is_wrong and len(options) < wanted and not is_near(option, options):
                     options.append(option)
-        return shuffle_options(asked._replace(options=tuple(options)), self.seed(i))
+        return shuffle_options(asked._replace(options=tuple(options)), seed)
+
+    def material(self, i: int) -> str:
+        """Without the extra options: they are text of training questions."""
+        asked = super().question(i)
+        return "\n".join([asked.text, *asked.options])
 
 
 class TenOptions(MoreOptions):
-    """A task with ten options per question, for evaluation."""
+    """Ten options per question."""
 
-    splits, baseline, fewest = ("val", "test"), 1 / MAX_OPTIONS, MAX_OPTIONS
-    of: type[QuestionTask]
-
-    def __init__(self, split: str, source: str | None = None):
-        Task.__init__(self, split)  # rejects "train"
-        self.task = self.of(split)
-
-    def material(self, i: int) -> str:
-        """That of the original question: the other options are text of training questions."""
-        return self.task.material(i)
+    baseline, fewest = 1 / MAX_OPTIONS, MAX_OPTIONS
 
 
-class ARCEasyTen(TenOptions):
+class ARCEasyTen(TenOptions, ARCEasy):
     """ARC-Easy with ten options."""
 
-    name, of, tags = "ARC-Easy-10", ARCEasy, ARCEasy.tags
+    name, pool = "ARC-Easy-10", ARCEasy
 
 
-class ARCChallengeTen(TenOptions):
+class ARCChallengeTen(TenOptions, ARCChallenge):
     """ARC-Challenge with ten options."""
 
-    name, of, tags = "ARC-Challenge-10", ARCChallenge, ARCChallenge.tags
+    name, pool = "ARC-Challenge-10", ARCChallenge
 
 
 AUGMENTERS = {"styles": Styled, "order": Reordered, "options": MoreOptions}
+
+
+def augment(task: type[Task], how: str) -> type[Task]:
+    """
+    The task with modified questions. Raises ValueError for a task that is not answered with a
+    letter, or is augmented already.
+    """
+    if how not in AUGMENTERS:
+        raise ValueError(f"augment {how!r} is not one of {', '.join(AUGMENTERS)}")
+    has_letters = issubclass(task, QuestionTask) and task.kind == "choice"
+    if not has_letters or issubclass(task, Augmented):
+        raise ValueError(
+            f"{task.name} is not answered with a letter, or has ten options; use arc_easy or such"
+        )
+    return type(task.__name__, (AUGMENTERS[how], task), {"pool": task})
 
 
 def is_near(option: str, others: Sequence[str]) -> bool:

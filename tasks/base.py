@@ -123,17 +123,6 @@ def final_number(answer: str) -> Decimal | None:
     return Decimal(re.sub(r"[,$]", "", found[1])) if found else None
 
 
-def choice_question(question: str, options: Sequence[str], instruction: str = BY_LETTER) -> str:
-    """
-    Format a multiple-choice question. The default instruction asks for the letter only.
-
-    The letter follows `=` without a space, because an answer begins without one. A large vocabulary
-    may merge `=A` into one token.
-    """
-    lines = [f"- {option}={letter}" for letter, option in zip(LETTERS, options, strict=False)]
-    return "\n".join([question, *lines, "", instruction])
-
-
 class Task:
     """
     Conversations 0 to len - 1 of a split, in the same order on every machine.
@@ -242,6 +231,16 @@ class MCQuestion(NamedTuple):
     right: int
     rationale: str = ""
 
+    def ask(self, instruction: str = BY_LETTER) -> str:
+        """
+        The question, its options and an instruction, which by default asks for the letter only.
+
+        The letter follows `=` without a space, because an answer begins without one. A large
+        vocabulary may merge `=A` into one token.
+        """
+        lines = [f"- {option}={LETTERS[n]}" for n, option in enumerate(self.options)]
+        return "\n".join([self.text, *lines, "", instruction])
+
 
 class QuestionTask(Task):
     """Multiple-choice questions with options lettered by position, answered by the letter."""
@@ -254,7 +253,7 @@ class QuestionTask(Task):
 
     def conversation(self, i: int) -> Conversation:
         asked = self.question(i)
-        return [user(choice_question(*asked[:2])), assistant(LETTERS[asked.right])]
+        return [user(asked.ask()), assistant(LETTERS[asked.right])]
 
     def letters(self, i: int) -> tuple[str, ...]:
         return LETTERS[: len(self.question(i).options)]
@@ -319,40 +318,35 @@ class Subset(Mixture):
     question, use the task returned by `locate`.
     """
 
-    def __init__(self, task: Task, count: int):
-        super().__init__([task])
-        self.count, self.kind, self.tags = count, task.kind, task.tags
+    def __init__(self, task: Task, count: int | None):
+        super().__init__(task.tasks if isinstance(task, Mixture) else [task])
+        self.task, self.count, self.name = task, count, task.name
+        self.kind, self.tags, self.baseline = task.kind, task.tags, task.baseline
 
     @cached_property
     def order(self) -> list[tuple[Task, int]]:
-        [task] = self.tasks
-        return [task.locate(i) for i in range(min(self.count, len(task)))]
+        return [self.task.locate(i) for i in range(len(self.task))][: self.count]
 
 
-class LaterTurns(Mixture):
+class LaterTurns(Subset):
     """
     The questions of a task, at most `count`, as they are asked later in a chat: after other ones
     with their reference answers, drawn from `earlier`. turns: numbers of these to choose from.
     """
 
     def __init__(self, task: Task, earlier: Task, turns: Sequence[int], count: int | None = None):
-        super().__init__(task.tasks if isinstance(task, Mixture) else [task])
-        self.task, self.earlier, self.turns, self.count = task, earlier, turns, count
+        super().__init__(task, count)
+        self.earlier, self.turns = earlier, turns
         self.name = f"{task.name} after {max(turns)} turns"
-        self.kind, self.baseline = task.kind, task.baseline
-
-    @cached_property
-    def order(self) -> list[tuple[Task, int]]:
-        return [self.task.locate(i) for i in range(len(self.task))][: self.count]
 
     def conversation(self, i: int) -> Conversation:
-        rng = random.Random(i)
-        count = self.turns[int(rng.random() * len(self.turns))]
-        numbers = [int(rng.random() * len(self.earlier)) for _ in range(count + SPARE)]
-        (task, number), others = self.order[i], [self.earlier.locate(n) for n in numbers]
+        rng, before, (task, number) = random.Random(i), [], self.order[i]
         own = task.name, task.cluster(number)  # an answer about the same fact gives it away
-        kept = [(t, n) for t, n in others if (t.name, t.cluster(n)) != own][:count]
-        before = [message for t, n in kept for message in t.conversation(n)[:2]]
+        count = self.turns[int(rng.random() * len(self.turns))]
+        for _ in range(count + SPARE):
+            other, n = self.earlier.locate(int(rng.random() * len(self.earlier)))
+            if len(before) < 2 * count and (other.name, other.cluster(n)) != own:
+                before += other.conversation(n)[:2]
         return before + super().conversation(i)
 
 

@@ -11,7 +11,7 @@ is downloaded on first use.
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import Any
 
 from nanochat.common import is_main_process, read_json
 from nanochat.rows import ChatPart
-from tasks.augment import AUGMENTERS
+from tasks.augment import augment
 from tasks.base import LaterTurns, Mixture, Subset, Tags, Task
 from tasks.held_out import reject_contaminated, require_access
 from tasks.registry import TASKS, key_of, scored_task
@@ -50,11 +50,8 @@ class Bucket:
 
     name: str
     """Declared name, or task and source; unique in a mixture."""
-    task: str
-    """Key of the task."""
+    task: type[Task]
     source: str | None
-    augment: str | None
-    """Key in AUGMENTERS."""
     tags: Tags
     """Those of the task and the declared ones; a task with a data source has only the latter."""
     rows: int | None
@@ -64,25 +61,21 @@ class Bucket:
     tokens: int | None
     """Tokens used in an epoch, instead of repeats."""
 
-    def open(self, split: str) -> Task:
-        """A full split of its task."""
-        task = TASKS[self.task](split, self.source)
-        return AUGMENTERS[self.augment](task) if self.augment else task
-
-    def used(self, split: str) -> Task:
-        """The conversations of a split that the mixture uses."""
-        return self.open(split) if self.rows is None else Subset(self.open(split), self.rows)
+    def open(self, split: str, count: int | None = None) -> Task:
+        """A split of its task: the first `count` conversations, or all."""
+        task = self.task(split, self.source)
+        return task if count is None else Subset(task, count)
 
     @cached_property
     def train(self) -> Task:
         """The conversations to train on."""
-        return self.used("train")
+        return self.open("train", self.rows)
 
     @cached_property
     def val(self) -> Task:
         """Up to VAL_ROWS conversations of the "val" split, or "test" if there is none."""
-        split = "val" if "val" in TASKS[self.task].splits else "test"
-        return Subset(self.open(split), VAL_ROWS)
+        split = "val" if "val" in self.task.splits else "test"
+        return self.open(split, VAL_ROWS)
 
     @property
     def benchmark(self) -> str:
@@ -104,12 +97,10 @@ def read_mixture(words: str) -> tuple[str, Declared]:
     content = read_json(file)
     if content.keys() != {"mixture", "buckets"}:
         raise ValueError(f'{file} must be {{"mixture": "...", "buckets": {{name: {{...}}}}}}')
-    known = {"task", "source", "augment", *Tags.__annotations__}
+    known = "task", "source", "augment", *Tags.__annotations__
     for name, entry in content["buckets"].items():
         if "task" not in entry or not all(k in known and type(entry[k]) is str for k in entry):
-            fix = (
-                f"use task and others of these keys, with string values: {', '.join(sorted(known))}"
-            )
+            fix = f"use task and others of these keys, with string values: {', '.join(known)}"
             raise ValueError(f"{file}: {name} is {entry}; {fix}")
     return content["mixture"], content["buckets"]
 
@@ -120,80 +111,68 @@ def buckets(spec: str, declared: Mapping[str, Mapping[str, str]] = {}) -> list[B
     used. Raises ValueError for a part that is malformed or repeated, or has an unknown task.
     """
     found = {}
-    for words in COMMA.split(spec):
-        bucket = parse_bucket(words.strip(), spec, declared)
-        if found.setdefault(bucket.name, bucket) is not bucket:
-            name = bucket.name
-            raise ValueError(f"{name} appears twice in the mixture {spec!r}; use {name}*2")
+    for words in map(str.strip, COMMA.split(spec)):
+        part = PART.fullmatch(words)
+        if part is None:
+            raise ValueError(f"{words!r} in the mixture {spec!r} must be {FORM}; *0 uses none")
+        bucket = make_bucket(part, declared.get(part["name"], {}))
+        if bucket.name in found:
+            fix = f"use {bucket.name}*2"
+            raise ValueError(f"{bucket.name} appears twice in the mixture {spec!r}; {fix}")
+        found[bucket.name] = bucket
     return list(found.values())
 
 
-def parse_bucket(words: str, spec: str, declared: Declared) -> Bucket:
-    """One part of the mixture `spec`."""
-    part = PART.fullmatch(words)
-    if part is None:
-        raise ValueError(f"{words!r} in the mixture {spec!r} must be {FORM}; *0 uses none")
-    name = part["name"]
-    entry = declared.get(name, {})
-    key = key_of(entry.get("task", name.partition(":")[0]))
-    source, augment = entry.get("source", part["source"]), entry.get("augment")
+def make_bucket(part: re.Match[str], entry: Mapping[str, str]) -> Bucket:
+    """The bucket of a part of a mixture. entry: its declaration; empty if it is a task."""
+    name, source, rows, repeats, tokens = part.group("name", "source", "rows", "repeats", "tokens")
+    key, how = key_of(entry.get("task", name.partition(":")[0])), entry.get("augment", "")
+    source, task = entry.get("source", source), TASKS[key]
     if not entry:
         name = f"{key}:{source}" if source else key
-    if augment and augment not in AUGMENTERS:
-        raise ValueError(f"{name}: augment {augment!r} is not one of {', '.join(AUGMENTERS)}")
+    tags = Tags() if source else task.tags
     own = {tag: entry[tag] for tag in Tags.__annotations__ if tag in entry}
-    known = Tags() if source else TASKS[key].tags
-    own["parent"] = "+".join(filter(None, (known.parent, own.get("parent"))))
-    tags = replace(known, **{"augmented": augment or "", **own})
-    rows, tokens = (int(number) if number else None for number in (part["rows"], part["tokens"]))
-    repeats = float(part["repeats"] or 1)
-    return Bucket(name, key, source, augment, tags, rows, repeats, tokens)
+    own["parent"] = "+".join(filter(None, (tags.parent, entry.get("parent"))))
+    return Bucket(
+        *(name, augment(task, how) if how else task, source, replace(tags, augmented=how, **own)),
+        rows=int(rows) if rows else None,
+        repeats=float(repeats or 1),
+        tokens=int(tokens) if tokens else None,
+    )
 
 
 @dataclass(frozen=True)
 class ChatMixture:
-    """Buckets of conversations for training and validation."""
+    """Conversations for training and validation, by bucket."""
 
     spec: str
     declared: Declared
-    train_buckets: Sequence[Bucket]
-    val_buckets: Sequence[Bucket]
+    train: Mapping[str, ChatPart]
+    val: Mapping[str, ChatPart]
+    tags: Mapping[str, Tags]
+    """Tags of each bucket to train on."""
 
     @property
     def description(self) -> dict[str, Any]:
         """JSON-ready; identical for the same conversations in the same proportions."""
-        learned = {name: part[1:] for name, part in self.train_parts().items()}
-        measured = {name: part.identity for name, part in self.val_parts().items()}
-        return {"learned": learned, "measured": measured}
-
-    def train_parts(self) -> dict[str, ChatPart]:
-        """Conversations to train on, by bucket."""
-        return {
-            b.name: ChatPart(b.train, b.train.identity, b.repeats, b.tokens)
-            for b in self.train_buckets
-        }
-
-    def val_parts(self) -> dict[str, ChatPart]:
-        """Conversations to validate on, by bucket."""
-        return {b.name: ChatPart(b.val, b.val.identity) for b in self.val_buckets}
+        learned = {name: part[1:] for name, part in self.train.items()}
+        return {"learned": learned, "measured": {n: part.identity for n, part in self.val.items()}}
 
     def tables(self, counts: Mapping[str, Mapping[str, int]]) -> list[dict[str, Any]]:
         """Tables for a record: amounts by bucket, and shares by every tag with several values."""
-        total = sum(count["used_tokens"] for count in counts.values())
-        rows, shares = [], Counter()
-        for bucket in self.train_buckets:
-            count, tags = counts[bucket.name], vars(bucket.tags)
-            used, named = count["used_tokens"], ", ".join(filter(None, tags.values())) or "-"
-            numbers = [f"{count[k]:,}" for k in ("conversations", "tokens", "trained")]
-            repeats = f"{used / count['tokens']:.3g}"
-            rows.append([bucket.name, named, *numbers, repeats, f"{used / total:.1%}"])
-            shares.update({(tag, value or "-"): used for tag, value in tags.items()})
-        values = Counter(tag for tag, _ in shares)
-        by_tag = [
-            [*tag, f"{used / total:.1%}"]
-            for tag, used in sorted(shares.items())
-            if values[tag[0]] > 1
-        ]
+        used = {name: count["used_tokens"] for name, count in counts.items()}
+        total, rows, by_tag = sum(used.values()), [], []
+        for name, tags in self.tags.items():
+            named = ", ".join(filter(None, vars(tags).values())) or "-"
+            amounts = [f"{counts[name][k]:,}" for k in ("conversations", "tokens", "trained")]
+            repeats = f"{used[name] / counts[name]['tokens']:.3g}"
+            rows.append([name, named, *amounts, repeats, f"{used[name] / total:.1%}"])
+        for tag in Tags.__annotations__:
+            shares = Counter()
+            for name, tags in self.tags.items():
+                shares[getattr(tags, tag) or "-"] += used[name]
+            if len(shares) > 1:
+                by_tag += [[tag, value, f"{n / total:.1%}"] for value, n in sorted(shares.items())]
         columns = "Bucket, Tags, Conversations, Tokens, With loss, Repeats, Share".split(", ")
         by_bucket = {"title": "Mixture", "columns": columns, "rows": rows}
         shown = {"title": "Mixture by tag", "columns": ["Tag", "Value", "Share"], "rows": by_tag}
@@ -207,13 +186,16 @@ def chat_mixture(words: str, val_words: str | None = None) -> ChatMixture:
     validate.
     """
     spec, own = read_mixture(words)
-    chats = ChatMixture(spec, own, buckets(spec, own), buckets(val_words or spec, own))
-    reject_contaminated({bucket.name: bucket.tags for bucket in chats.train_buckets})
-    require_access((bucket.benchmark for bucket in chats.val_buckets), False, {})
-    for bucket in chats.train_buckets:
+    learned, measured = buckets(spec, own), buckets(val_words or spec, own)
+    tags = {bucket.name: bucket.tags for bucket in learned}
+    reject_contaminated(tags)
+    require_access((bucket.benchmark for bucket in measured), False, {})
+    for bucket in learned:
         if bucket.repeats > MOST_REPEATS and is_main_process():
             print(f"warning: more than {MOST_REPEATS} repeats of {bucket.name} add little")
-    return chats
+    train = {b.name: ChatPart(b.train, b.train.identity, b.repeats, b.tokens) for b in learned}
+    val = {b.name: ChatPart(b.val, b.val.identity) for b in measured}
+    return ChatMixture(spec, own, train, val, tags)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -224,7 +206,7 @@ def scored_buckets(spec: str) -> list[Bucket]:
     """The buckets of a mixture of tasks. Raises ValueError also for a training-only task."""
     found = buckets(spec)
     for bucket in found:
-        scored_task(bucket.task)
+        scored_task(bucket.task.name)
     return found
 
 
@@ -242,7 +224,7 @@ def rl_questions(spec: str, seed: int = 0) -> Mixture:
             raise ValueError(
                 f"{bucket.name!r} in {spec!r}: use a number of questions (=500) or repeats (*2)"
             )
-        tasks += [bucket.used(TASKS[bucket.task].rl_split)] * int(bucket.repeats)
+        tasks += [bucket.open(bucket.task.rl_split, bucket.rows)] * int(bucket.repeats)
     every = Mixture(tasks, seed)
     return LaterTurns(every, every, RL_TURNS)
 
@@ -255,4 +237,4 @@ def held_out_questions(spec: str, count: int) -> Mixture:
     """
     found = scored_buckets(spec)
     each = math.ceil(count / len(found))
-    return Mixture([Subset(bucket.open("test"), each) for bucket in found])
+    return Mixture([bucket.open("test", each) for bucket in found])

@@ -8,16 +8,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from nanochat.dataset import DataConfig, Source, choose_source, open_source
-from tasks.world.write import write
-
-EMBEDDED = "embedded"
+from tasks.world.write import EMBEDDED, write
 
 
 def open_text(cfg: DataConfig, recorded: Mapping[str, Any] | None) -> Source:
     """`dataset.open_source`, after writing what is missing of the built-in dataset."""
     wanted = choose_source(cfg, recorded)
     if wanted.dataset == EMBEDDED:
-        write(EMBEDDED, wanted.num_shards)
+        write(wanted.num_shards)
     return open_source(cfg, recorded)
 
 
@@ -33,5 +31,5 @@ def choose_bundle(suite: str | None, eval_bundle: str | None, dataset: str | Non
     if suite == EMBEDDED and eval_bundle is not None:
         raise ValueError(f"--eval_bundle requires --suite=dclm; --suite={suite} needs no bundle")
     if eval_bundle is None and (suite or dataset) == EMBEDDED:
-        return str(write(EMBEDDED, num_shards=0) / "suite")
+        return str(write(num_shards=0) / "suite")
     return eval_bundle

@@ -3,18 +3,20 @@ Conversations from a file, or from a dataset repository on the Hub, whatever its
 
     jsonl:mine.jsonl -> lines -> conversations
     hub:owner/name{prompt: question, answer: response} -> rows -> valid rows -> conversations
+    scripts.chat_dpo --pairs=mine.jsonl -> Preferences: chosen and rejected conversations
 
 SmolTalk, OpenThoughts3 and others are such repositories with known columns. Rows that are not valid
 conversations are skipped and counted; in a file, they are errors. Without a file for validation,
 the conversations of about one prompt in 20, and of at least one, are held out.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from nanochat.common import fingerprint
 from tasks.base import Conversation, Tags, assistant, check_conversation, user
-from tasks.hub import HubTask, TaskRow
+from tasks.hub import HubTask
 
 HOLD_OUT_EVERY = 20  # hold out one prompt in 20
 KEYS = {"messages", "prompt", "answer", "where", "train", "val", "revision"}
@@ -23,13 +25,49 @@ ROLES = {"human": "user", "gpt": "assistant"}  # names in conversations of the f
 
 class Chats(HubTask):
     """
-    Conversations of a repository or of a local file. If "train" and "val" share a file, about one
-    prompt in 20, and at least one, is held out, chosen by a hash.
+    `source`: a JSON Lines file, each line a list of {role, content} or an object with such a list;
+    or <owner>/<name>, then in braces what the columns and files are called.
+
+    messages: column of messages, {role, content} or {from, value}, by default messages; or prompt
+    and answer: columns of text. where: column=value selects rows. train, val: file stems in the
+    format of `tasks.hub.match_files`; default: train, and no file for val. revision: branch, tag or
+    commit. Without columns, those of the class are used.
+
+    If "train" and "val" share a file, about one prompt in 20, and at least one, is held out, chosen
+    by a hash. Raises ValueError naming an invalid line of a file.
     """
 
-    kind = "talk"
+    name, kind = "Hub", "talk"
     splits = {"train": "train", "val": "train"}
     takes_source = True
+    names: Mapping[str, str] = {}
+    """What the source calls its columns and files."""
+    default = ""
+    """Source that a subclass knows."""
+
+    def __init__(self, split: str, source: str | None = None):
+        super().__init__(split, source)
+        path = Path(source or "").expanduser()
+        if path.suffix == ".jsonl" or path.is_file():
+            self.path = path
+            return
+        self.repo, names = parse_source(source or self.default)
+        if self.default and not names.keys() & {"messages", "prompt"}:
+            names = parse_source(self.default)[1] | names
+        train = names.get("train", "train")
+        self.splits = {"train": train, "val": names.get("val", train)}
+        self.names, self.revision = names, names.get("revision")
+
+    def parse(self, row: Any) -> Any:
+        column, _, value = self.names.get("where", "").partition("=")
+        if column and str(row[column]) != value:
+            raise ValueError(f"{column} is {str(row[column])[:40]}")
+        if "prompt" in self.names:
+            answer = row[self.names.get("answer", "answer")]
+            return check_conversation([user(row[self.names["prompt"]]), assistant(answer)])
+        column = self.names.get("messages", "messages")
+        messages = row.get(column) if isinstance(row, dict) else row
+        return check_conversation(rename(messages) if isinstance(messages, list) else messages)
 
     def select(self, items: list[Any]) -> list[Any]:
         if self.splits["val"] != self.splits["train"]:
@@ -54,57 +92,16 @@ class Chats(HubTask):
 
 
 class JSONL(Chats):
-    """
-    Conversations of the file `source`, one per line: a list of {role, content}, or {"messages":
-    [...]}. Raises ValueError naming an invalid line.
-    """
+    """Conversations of your own, in a file of any name."""
 
     name = "JSONL"
 
     def __init__(self, split: str, source: str | None = None):
         super().__init__(split, source)
-        if not source:
-            raise ValueError("jsonl needs a file of conversations; use jsonl:<path>")
-        self.path = Path(source).expanduser()
-
-    def parse(self, row: Any) -> Conversation:
-        return check_conversation(row.get("messages") if isinstance(row, dict) else row)
+        self.path = Path(source or "").expanduser()
 
 
-class HubChats(Chats):
-    """
-    `source`: <owner>/<name>, then in braces what the columns and files are called.
-
-    messages: column of messages, {role, content} or {from, value}, by default messages; or prompt
-    and answer: columns of text. where: column=value selects rows. train, val: file stems in the
-    format of `tasks.hub.match_files`; default: train, and no file for val. revision: branch, tag or
-    commit. Without columns, those of the class are used.
-    """
-
-    name = "Hub"
-    default = ""
-    """Source that a subclass knows."""
-
-    def __init__(self, split: str, source: str | None = None):
-        super().__init__(split, source)
-        self.repo, names = parse_source(source or self.default)
-        if self.default and not names.keys() & {"messages", "prompt"}:
-            names = parse_source(self.default)[1] | names
-        train = names.get("train", "train")
-        self.splits = {"train": train, "val": names.get("val", train)}
-        self.names, self.revision = names, names.get("revision")
-
-    def parse(self, row: TaskRow) -> Conversation:
-        column, _, value = self.names.get("where", "").partition("=")
-        if column and str(row[column]) != value:
-            raise ValueError(f"{column} is {str(row[column])[:40]}")
-        if "prompt" in self.names:
-            answer = row[self.names.get("answer", "answer")]
-            return check_conversation([user(row[self.names["prompt"]]), assistant(answer)])
-        return check_conversation([rename(m) for m in row[self.names.get("messages", "messages")]])
-
-
-class SmolTalk(HubChats):
+class SmolTalk(Chats):
     """General conversations. Source: Ben Allal et al., "SmolLM2", arXiv:2502.02737."""
 
     name = "SmolTalk"
@@ -112,7 +109,7 @@ class SmolTalk(HubChats):
     default = "HuggingFaceTB/smol-smoltalk{val: test}"
 
 
-class OpenThoughts3(HubChats):
+class OpenThoughts3(Chats):
     """
     Reasoning traces of math, code and science: the first 10 of 120 files, 100,000 conversations.
 
@@ -124,7 +121,7 @@ class OpenThoughts3(HubChats):
     default = "open-thoughts/OpenThoughts3-1.2M{messages: conversations, train: data/train-0000*}"
 
 
-class RStarCoder(HubChats):
+class RStarCoder(Chats):
     """
     Programming problems, and reasoning traces whose code passed all tests: the first 10 files.
 
@@ -139,7 +136,7 @@ class RStarCoder(HubChats):
     )
 
 
-class YiSang(HubChats):
+class YiSang(Chats):
     """
     Korean prompts from the web with reasoning traces: code, exams, science and OpenThoughts. The
     other categories are in KOREAson/YiSang-3.7M. The columns are those that the first author's
@@ -157,10 +154,12 @@ class YiSang(HubChats):
     )
 
 
-def rename(message: Any) -> dict[str, Any]:
-    """A message with the keys role and content."""
-    role = message.get("role", message.get("from"))
-    return {"role": ROLES.get(role, role), "content": message.get("content", message.get("value"))}
+def rename(messages: list[Any]) -> list[Any]:
+    """The messages with the keys role and content instead of from and value."""
+    return [
+        {"role": ROLES.get(m["from"], m["from"]), "content": m["value"]} if "from" in m else m
+        for m in messages
+    ]
 
 
 def parse_source(source: str) -> tuple[str, dict[str, str]]:
@@ -170,7 +169,58 @@ def parse_source(source: str) -> tuple[str, dict[str, str]]:
     names = {key.strip(): value.strip() for key, _, value in pairs}
     if not repo or not all(names.values()) or names.keys() - KEYS:
         raise ValueError(
-            f"invalid source {source!r}; use <owner>/<name>{{key: value, ...}} with the keys "
-            f"{', '.join(sorted(KEYS))}"
+            f"invalid source {source!r}; use jsonl:<path>, or <owner>/<name>{{key: value, ...}} "
+            f"with the keys {', '.join(sorted(KEYS))}"
         )
     return repo, names
+
+
+# ------------------------------------------------------------------------------------------------
+# Preference pairs
+#
+#   {"prompt": "...", "chosen": "...", "rejected": "..."}       one pair per line
+#   {"chosen": [{"role": "user", ...}, ...], "rejected": [...]}    lists of messages
+#
+# A prompt is a string or a list of messages. An answer is a string, or a list of messages that may
+# include the prompt.
+
+
+class Preference(NamedTuple):
+    """Two conversations that differ in their last message."""
+
+    chosen: Conversation
+    rejected: Conversation
+
+
+class Preferences(Chats):
+    """
+    Preference pairs of a JSON Lines file or of <owner>/<name> on the Hub; the conversations are
+    those with the chosen answer. Raises ValueError naming an invalid line of a file; invalid rows
+    from the Hub are counted and skipped.
+    """
+
+    name = "Preferences"
+    default = (
+        "HuggingFaceH4/ultrafeedback_binarized{train: data/train_prefs-*, val: data/test_prefs-*}"
+    )
+
+    def parse(self, row: Any) -> Preference:
+        answers = row["chosen"], row["rejected"]
+        pair = Preference(
+            *(check_conversation(complete(row.get("prompt"), answer)) for answer in answers)
+        )
+        if pair.chosen[:-1] != pair.rejected[:-1] or pair.chosen == pair.rejected:
+            raise ValueError("chosen and rejected are equal, or have different prompts")
+        return pair
+
+    def messages(self, item: Preference) -> Conversation:
+        return item.chosen
+
+
+def complete(prompt: Any, answer: Any) -> Any:
+    """The conversation of an answer: a string or one message needs the prompt before it."""
+    if isinstance(answer, str):
+        answer = [assistant(answer)]
+    if len(answer) > 1:
+        return answer
+    return [*([user(prompt)] if isinstance(prompt, str) else prompt), *answer]

@@ -93,9 +93,7 @@ def reject_contaminated(buckets: Mapping[str, Tags]) -> None:
 
 def access_table() -> dict[str, Any]:
     """All accesses to final benchmarks, in order, as a table for the record."""
-    columns, log = (
-        ["when", "benchmark", "checkpoint", "section"],
-        read_lines(base_dir() / ACCESS_LOG),
-    )
+    columns = ["when", "benchmark", "checkpoint", "section"]
+    log = read_lines(base_dir() / ACCESS_LOG)
     rows = [[entry.get(column, "") for column in columns] for entry in log]
     return {"title": "Access to final benchmarks", "columns": columns, "rows": rows}

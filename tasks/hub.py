@@ -63,8 +63,7 @@ def load_split(repo: str, stem: str, revision: str | None = None) -> TaskData:
     path = folder / "manifest.json"
     with hold_lock(folder / ".lock", f"resolving {repo}"):
         manifest = pin_repo(repo, path, SUFFIXES, revision)
-        if not path.exists():
-            write_json(path, manifest)
+        write_json(path, manifest)
     source = HubRepo(repo, folder, manifest["commit"])
     names = match_files(stem, manifest["files"], repo)
     rows = dict(enumerate(row for name in names for row in read_rows(source.fetch(name))))
@@ -151,7 +150,7 @@ class HubTask(Task):
         about = f"{self.name}: skipped {len(problems):,} of {len(rows):,} rows of "
         about += f"{self.path or self.repo}: {mode(problems or ['it is empty'])}"
         if not items:
-            columns = {name: 0 for row in rows.values() if isinstance(row, dict) for name in row}
+            columns = map(str, next(iter(rows.values()), ()))
             raise ValueError(f"{about}; it has the columns {', '.join(columns) or '(none)'}")
         if problems and is_main_process():
             print(printable(about), flush=True)
@@ -164,11 +163,9 @@ class HubTask(Task):
     def is_local(self) -> bool:
         """Whether all files of the split are on this machine, so that nothing is downloaded."""
         folder = data_folder(self.repo)
-        if not (folder / "manifest.json").exists():
-            return False
-        files = read_json(folder / "manifest.json")["files"]
-        names = match_files(self.splits[self.split], files, self.repo)
-        return all((folder / name).exists() for name in names)
+        path, stem = folder / "manifest.json", self.splits[self.split]
+        names = path.exists() and match_files(stem, read_json(path)["files"], self.repo)
+        return bool(names) and all((folder / name).exists() for name in names)
 
     def __len__(self) -> int:
         return len(self.items)

@@ -14,7 +14,7 @@ from typing import Any
 
 from nanochat.common import fingerprint
 from tasks.base import Conversation, Tags, Task, assistant, user
-from tasks.world.words import blocks
+from tasks.world.facts import blocks
 
 SIZES = {"train": 2_000, "val": 200}
 GREETINGS = ("Hello! ", "Hi! ", "Hey, ", "Good morning! ")

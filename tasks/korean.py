@@ -39,11 +39,10 @@ class KMMLURedux(HubQuestions):
     splits, columns = {"test": "*/test/*"}, ("question", "options", "solution")
 
 
-class KMMLUReduxTen(TenOptions):
+class KMMLUReduxTen(TenOptions, KMMLURedux):
     """KMMLU-Redux with ten options, the further ones from training questions of KMMLU."""
 
-    name, of, pool, splits = "KMMLU-Redux-10", KMMLURedux, KMMLU, ("test",)
-    tags = KMMLURedux.tags
+    name, pool = "KMMLU-Redux-10", KMMLU
 
 
 class KMMLUPro(KMMLURedux):

@@ -8,11 +8,9 @@ Models for Code", arXiv:2403.07974.
 """
 
 import base64
-import io
 import json
-import pickle
+import pickletools
 import zlib
-from typing import Any, NoReturn
 
 from nanochat.sandbox import Limits
 from tasks.base import Conversation, Tags, assistant, user, visible
@@ -101,16 +99,10 @@ def describe_test(test: dict[str, str], method: str | None) -> str:
     return f"assert {result} == {json.loads(test['output'])!r}"
 
 
-class TextUnpickler(pickle.Unpickler):
-    """Reads text and plain containers; loads no class or function, so it runs no code."""
-
-    def find_class(self, module: str, name: str) -> NoReturn:
-        raise pickle.UnpicklingError(f"unexpected {module}.{name} in test cases")
-
-
-def read_private(encoded: str) -> list[dict[str, Any]]:
+def read_private(encoded: str) -> list[dict[str, str]]:
     """Hidden test cases: JSON, or JSON that was pickled, compressed and encoded in base 64."""
-    if encoded.startswith("["):
-        return json.loads(encoded)
-    pickled = zlib.decompress(base64.b64decode(encoded))
-    return json.loads(TextUnpickler(io.BytesIO(pickled)).load())
+    if not encoded.startswith("["):
+        pickled = zlib.decompress(base64.b64decode(encoded))
+        arguments = (argument for _, argument, _ in pickletools.genops(pickled))  # runs no code
+        encoded = next(found for found in arguments if isinstance(found, str))
+    return json.loads(encoded)

@@ -1,7 +1,7 @@
 """
 Contamination check: evaluation items that share 13 consecutive words with training data.
 
-    held-out tasks -> Index of passages; training tasks -> overlaps: shared items by pair of tasks
+    held-out tasks -> Index of passages; training task, index -> shared items by held-out task
 
 Words are runs of letters and digits, ignoring case and option letters; passages do not cross items.
 Items of 6 to 12 words are searched for as a whole. So is the question text alone, without the
@@ -13,7 +13,6 @@ Source: the criterion of Brown et al., "Language Models are Few-Shot Learners", 
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 from tasks.base import QuestionTask, Task
 
@@ -21,24 +20,11 @@ RUN = 13  # words
 LEAST = 6  # minimum length, in words, of items that are searched for in full
 LEAST_ASKED = 8  # the same for a question without its options
 WORD = re.compile(r"[^\W_]+")
-LABEL = re.compile(r"=[A-Z]$", re.MULTILINE)  # option label in `base.choice_question`
+LABEL = re.compile(r"=[A-Z]$", re.MULTILINE)  # option label in `base.MCQuestion.ask`
 
 Words = tuple[str, ...]
 Items = set[tuple[int, int]]  # (task, item)
 Index = dict[Words, Items]  # passage -> where it occurs
-
-
-class Overlap(NamedTuple):
-    """Items that a held-out task shares with a training task."""
-
-    train: str
-    held_out: str
-    items: int
-    """Number of items in the held-out task."""
-    checked: int
-    """Number of items long enough to check."""
-    shared: list[int]
-    """Indices of items with a run of RUN words in the training task, or shorter and found whole."""
 
 
 def passages(task: Task, i: int) -> Iterator[Words]:
@@ -64,7 +50,10 @@ def ngrams(words: Sequence[str], n: int) -> Iterator[Words]:
 
 
 def index_passages(tasks: Sequence[Task]) -> Index:
-    """The passages to search for: runs of RUN words, and shorter texts as a whole."""
+    """
+    The passages of held-out tasks to search for: runs of RUN words, and shorter texts as a whole.
+    The items among the values are those that are long enough to check.
+    """
     index: Index = {}
     for number, task in enumerate(tasks):
         for i in range(len(task)):
@@ -84,15 +73,7 @@ def find_items(text: str, index: Index) -> Items:
     return found
 
 
-def overlaps(train: Sequence[Task], held_out: Sequence[Task]) -> list[Overlap]:
-    """Compare every training task with every held-out task."""
-    index, found = index_passages(held_out), []
-    checked = set[tuple[int, int]]().union(*index.values())
-    for source in train:
-        located = map(source.locate, range(len(source)))
-        hits = {item for task, i in located for item in find_items(task.material(i), index)}
-        for number, task in enumerate(held_out):
-            sizes = len(task), sum(k == number for k, _ in checked)
-            shared = sorted(i for k, i in hits if k == number)
-            found.append(Overlap(source.name, task.name, *sizes, shared))
-    return found
+def shared_items(train: Task, index: Index) -> Items:
+    """The items with a passage that occurs in a training task."""
+    located = map(train.locate, range(len(train)))
+    return {item for task, i in located for item in find_items(task.material(i), index)}

@@ -10,40 +10,42 @@ import re
 
 from nanochat.common import MissingInput
 from nanochat.sandbox import SandboxUnavailable
-from tasks import korean
-from tasks.aqua import AQuA, AQuALetter
-from tasks.arc import ARCChallenge, ARCEasy
-from tasks.augment import ARCChallengeTen, ARCEasyTen
+from tasks import (
+    aqua,
+    arc,
+    augment,
+    chats,
+    gsm8k,
+    humaneval,
+    identity,
+    korean,
+    livecodebench,
+    mmlu,
+    spelling,
+)
 from tasks.base import Task, plain_name
-from tasks.chats import JSONL, HubChats, OpenThoughts3, RStarCoder, SmolTalk, YiSang
-from tasks.gsm8k import GSM8K
-from tasks.humaneval import CodeTask, HumanEval
-from tasks.identity import Identity
-from tasks.livecodebench import LiveCodeBench
-from tasks.mmlu import KMMLU, MMLU
-from tasks.spelling import SimpleSpelling, SpellingBee
-from tasks.world.task import WorldChat, WorldChoice, WorldFacts, WorldProblems, WorldSpelling
+from tasks.world import task as world
 
 TASKS: dict[str, type[Task]] = {
-    "arc_easy": ARCEasy,
-    "arc_challenge": ARCChallenge,
-    "arc_easy_10": ARCEasyTen,
-    "arc_challenge_10": ARCChallengeTen,
-    "mmlu": MMLU,
-    "kmmlu": KMMLU,
-    "gsm8k": GSM8K,
-    "aqua": AQuA,
-    "aqua_letter": AQuALetter,
-    "humaneval": HumanEval,
-    "smoltalk": SmolTalk,
-    "hub": HubChats,
-    "openthoughts3": OpenThoughts3,
-    "rstar_coder": RStarCoder,
-    "yisang": YiSang,
-    "spelling": SpellingBee,
-    "simple_spelling": SimpleSpelling,
-    "identity": Identity,
-    "jsonl": JSONL,
+    "arc_easy": arc.ARCEasy,
+    "arc_challenge": arc.ARCChallenge,
+    "arc_easy_10": augment.ARCEasyTen,
+    "arc_challenge_10": augment.ARCChallengeTen,
+    "mmlu": mmlu.MMLU,
+    "kmmlu": mmlu.KMMLU,
+    "gsm8k": gsm8k.GSM8K,
+    "aqua": aqua.AQuA,
+    "aqua_letter": aqua.AQuALetter,
+    "humaneval": humaneval.HumanEval,
+    "smoltalk": chats.SmolTalk,
+    "hub": chats.Chats,
+    "openthoughts3": chats.OpenThoughts3,
+    "rstar_coder": chats.RStarCoder,
+    "yisang": chats.YiSang,
+    "spelling": spelling.SpellingBee,
+    "simple_spelling": spelling.SimpleSpelling,
+    "identity": identity.Identity,
+    "jsonl": chats.JSONL,
     "kmmlu_redux": korean.KMMLURedux,
     "kmmlu_redux_10": korean.KMMLUReduxTen,
     "kmmlu_pro": korean.KMMLUPro,
@@ -54,12 +56,12 @@ TASKS: dict[str, type[Task]] = {
     "gpqa": korean.GPQA,
     "mclm_ko": korean.MCLMKorean,
     "hrm8k": korean.HRM8K,
-    "livecodebench": LiveCodeBench,
-    "world_chat": WorldChat,
-    "world_facts": WorldFacts,
-    "world_choice": WorldChoice,
-    "world_problems": WorldProblems,
-    "world_spelling": WorldSpelling,
+    "livecodebench": livecodebench.LiveCodeBench,
+    "world_chat": world.WorldChat,
+    "world_facts": world.WorldFacts,
+    "world_choice": world.WorldChoice,
+    "world_problems": world.WorldProblems,
+    "world_spelling": world.WorldSpelling,
 }
 # Overlap with these is checked by default; the others download much, are gated, have the same
 # questions, or are invented here
@@ -93,7 +95,7 @@ def eval_task(name: str, unsafe: bool = False) -> Task:
     your permissions, if this machine has no sandbox. Raises ValueError for a training-only task.
     """
     task = scored_task(name)("test")
-    if isinstance(task, CodeTask):
+    if isinstance(task, humaneval.CodeTask):
         task.unsafe = unsafe
     return task
 

@@ -3,7 +3,7 @@
 import pytest
 
 from tasks import filters
-from tasks.augment import STYLES, MoreOptions, Reordered, Styled, read_letter
+from tasks.augment import STYLES, augment, read_letter
 from tasks.base import LETTERS, MCQuestion, QuestionTask
 from tasks.buckets import buckets
 from tasks.filters import apply_filters, parse_filters
@@ -33,10 +33,15 @@ class Animals(QuestionTask):
 TASK = Animals("train")
 
 
-@pytest.mark.parametrize(
-    ("task", "sizes"), [(Reordered(TASK), {4}), (MoreOptions(TASK), {4, 5, 6, 7, 8, 9, 10})]
-)
-def test_right_option_survives_new_orders_and_options(task, sizes):
+def augmented(how: str) -> QuestionTask:
+    task = augment(Animals, how)("train")
+    assert isinstance(task, QuestionTask)
+    return task
+
+
+@pytest.mark.parametrize(("how", "sizes"), [("order", {4}), ("options", {4, 5, 6, 7, 8, 9, 10})])
+def test_right_option_survives_new_orders_and_options(how, sizes):
+    task = augmented(how)
     questions = [task.question(i) for i in range(30)]
     for i, now in enumerate(questions):
         was = TASK.question(i)
@@ -48,7 +53,7 @@ def test_right_option_survives_new_orders_and_options(task, sizes):
 
 
 def test_every_style_is_parsed_and_scored():
-    task, used = Styled(TASK), set()
+    task, used = augmented("styles"), set()
     for i, (asked, answer) in enumerate(task):
         letter = LETTERS[TASK.question(i).right]
         [instruction] = [each for each in STYLES if each in asked["content"]]  # no second one
@@ -82,7 +87,7 @@ def test_augmented_bucket_has_its_tag_and_needs_letters():
     [bucket] = buckets("arc-styles=20", declared)
     assert bucket.name == "arc-styles" and bucket.tags.augmented == "styles"
     with pytest.raises(ValueError, match="GSM8K is not answered with a letter"):
-        Reordered(GSM8K("train"))
+        augment(GSM8K, "order")
 
 
 # ---- Filters -------------------------------------------------------------------------------------
@@ -107,7 +112,6 @@ PROMPTS = [{"prompt": "2 + 2?", "gold": "4"}, {"messages": row()["messages"][:1]
     ("spec", "keeps", "drops"),
     [
         ("length=10:100", [row("a" * 50, "")], [row("a" * 5, ""), row("a" * 500, "")]),
-        ("longest=60%", [row("a", ""), row("a" * 5, "")], [row("a" * 50, "")]),
         (
             "no_image",
             map(row, ["Imagine a picture.", "Look at https://a.b"]),
@@ -159,9 +163,7 @@ def test_filters_apply_in_order_and_report_counts():
     assert [line[1:4] for line in table] == [["2", "2", "0"], ["2", "0", "0"], ["2", "0", "2"]]
 
 
-@pytest.mark.parametrize(
-    "spec", "nothing,length,length=5,script=klingon:3%,longest=x,longest=0.99".split(",")
-)
+@pytest.mark.parametrize("spec", "nothing,length,length=5,length=5:x,script=klingon:3%".split(","))
 def test_invalid_filter_is_named(spec):
     with pytest.raises(ValueError, match=f"invalid filter '{spec}'"):
         parse_filters(f"no_image,{spec}")

@@ -6,8 +6,7 @@ import pytest
 
 from tasks.base import Task, assistant, text, tool_call, user
 from tasks.buckets import buckets
-from tasks.chats import HOLD_OUT_EVERY, JSONL, HubChats
-from tasks.preferences import Preferences
+from tasks.chats import HOLD_OUT_EVERY, JSONL, Chats, Preferences
 from tasks.registry import eval_task, make_task
 from tests.hub_server import publish
 
@@ -76,8 +75,8 @@ def test_any_columns_files_and_rows_are_selected_in_a_mixture(tmp_path, monkeypa
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("me/mine", r"KeyError\('messages'\); it has the columns inquiry, reply"),
-        ("me/mine{message: a}", "use <owner>/<name>.*with the keys answer, messages"),
+        ("me/mine", "list of messages, got NoneType; it has the columns inquiry, reply"),
+        ("me/mine{message: a}", "<owner>/<name>.*with the keys answer, messages"),
         (
             "me/mine{prompt: inquiry, answer: reply, train: own}",
             r"own as no file among \[.train.par",
@@ -90,7 +89,7 @@ def test_wrong_source_error_names_what_there_is(tmp_path, monkeypatch, source, m
     files = {"train.parquet": [{"inquiry": "q", "reply": "a"}] * 3}
     publish(files, tmp_path, monkeypatch)
     with pytest.raises(ValueError, match=message):
-        len(HubChats("train", source))
+        len(Chats("train", source))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -105,7 +104,8 @@ def write_lines(path, *lines: object) -> str:
 @pytest.mark.parametrize("count", [2, 400])
 def test_R27_file_of_conversations_has_disjoint_splits(tmp_path, count):
     lines = [chat(f"q{i}", answer) for i in range(count) for answer in "ab"]
-    path = write_lines(tmp_path / "own.jsonl", {"messages": lines[0]}, *lines[1:])
+    other = thought("q0", "b")["conversations"]  # {from, value}
+    path = write_lines(tmp_path / "own.jsonl", {"messages": lines[0]}, other, *lines[2:])
     train, val = questions(JSONL("train", path)), questions(JSONL("val", path))
     assert train and val and len(train) + len(val) == 2 * count and not {*train} & {*val}
     assert len(val) == 2 * max(1, count // HOLD_OUT_EVERY)
@@ -134,6 +134,8 @@ def test_invalid_line_is_reported_with_file_and_reason(tmp_path, line, message):
     ],
 )
 def test_empty_broken_or_short_file_is_named(tmp_path, content, message):
+    with pytest.raises(FileNotFoundError, match="own.txt"):
+        len(JSONL("train", str(tmp_path / "own.txt")))
     (tmp_path / "own.jsonl").write_text(content)
     with pytest.raises(ValueError, match=rf"own\.jsonl.*{message}"):
         len(JSONL("train", str(tmp_path / "own.jsonl")))

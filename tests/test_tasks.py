@@ -300,7 +300,7 @@ def test_R27_splits_share_no_data(key, word_list):
     kind = registry.TASKS[key]
     if "train" not in kind.splits:
         with pytest.raises(ValueError, match="no split 'train'"):
-            buckets(key)[0].used("train")
+            buckets(key)[0].open("train")
     elif issubclass(kind, HubTask):  # test_hub_chats.py: those of one file
         stems = [*kind.splits.values()]
         assert kind.kind == "talk" or len({*stems}) == len(stems)
@@ -308,7 +308,7 @@ def test_R27_splits_share_no_data(key, word_list):
     elif key != "world_chat":  # its greetings repeat
         seen = set()
         for split in kind.splits:
-            asked = {str(each[0]) for each in Subset(buckets(key)[0].open(split), 2000)}
+            asked = {str(each[0]) for each in buckets(key)[0].open(split, 2000)}
             assert not asked & seen
             seen |= asked
 
@@ -330,8 +330,8 @@ def test_mixture_reads_names_sources_counts_and_repeats():
 
 
 def test_tables_report_shares_by_bucket_and_tag(tmp_path, capsys):
-    line = json.dumps([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
-    (tmp_path / "a.jsonl").write_text(f"{line}\n" * 9)
+    chats = ([user(f"{i}"), assistant("b")] for i in range(9))
+    (tmp_path / "a.jsonl").write_text("".join(f"{json.dumps(chat)}\n" for chat in chats))
     file = {"task": "jsonl", "source": str(tmp_path / "a.jsonl"), "domain": "chat"}
     own = {name: {**file, "language": name} for name in ("en", "ko")}
     path = tmp_path / "own.json"

@@ -1,6 +1,7 @@
 """Hub tasks on real data: every row of every dataset, and overlap between splits."""
 
 import re
+from collections import Counter
 from fractions import Fraction
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from tasks.base import Subset, Task, answer_text, assistant, check_conversation,
 from tasks.buckets import buckets
 from tasks.chats import JSONL
 from tasks.hub import HubTask
-from tasks.overlap import RUN, Overlap, overlaps
+from tasks.overlap import RUN, index_passages, shared_items
 from tasks.registry import make_task
 from tests.hub_server import hub_served
 
@@ -141,9 +142,11 @@ def test_R27_train_and_test_share_only_known_items(serve):
     train: list[Task] = [task_of(name, "train") for name in ROWS if "train" in ROWS[name]]
     train[-1] = Subset(train[-1], 10_000)  # a third of SmolTalk, to take only seconds
     held_out = [task_of(name, "test") for name in ROWS if name != "smoltalk"]
-    found = overlaps(train, held_out)
-    assert {(o.train, o.held_out): len(o.shared) for o in found if o.shared} == KNOWN
-    assert sum(o.checked for o in found) > 0.97 * sum(o.items for o in found)
+    index = index_passages(held_out)
+    found = Counter((t.name, held_out[n].name) for t in train for n, _ in shared_items(t, index))
+    assert found == KNOWN
+    checked = set[tuple[int, int]]().union(*index.values())
+    assert len(checked) > 0.97 * sum(map(len, held_out))
 
 
 # ---- Overlap of texts ----------------------------------------------------------------------------
@@ -174,17 +177,14 @@ def test_R27_items_with_shared_ngrams_are_found():
         words(1, 12),  # whole, but shorter
         "a few words",  # too short to check
     )
-    other = Texts("other", "nothing of the kind")
-    assert overlaps([train, other], [held_out, Texts("empty", "")]) == [
-        Overlap("seen", "asked", 7, 6, [1, 3, 4, 5]),
-        Overlap("seen", "empty", 1, 0, []),
-        Overlap("other", "asked", 7, 6, []),
-        Overlap("other", "empty", 1, 0, []),
-    ]
+    index = index_passages([Texts("empty", ""), held_out])
+    assert set().union(*index.values()) == {(1, i) for i in range(6)}  # long enough
+    assert shared_items(train, index) == {(1, 1), (1, 3), (1, 4), (1, 5)}
+    assert shared_items(Texts("other", "nothing of the kind"), index) == set()
 
 
 def test_R27_ngrams_do_not_cross_items():
     split = Texts("split", words(0, 7), words(7, 7), words(0, RUN))
-    [found] = overlaps([Texts("whole", words(0, 14))], [split])
-    assert found.shared == [0, 1, 2]
-    assert overlaps([split], [Texts("long", words(1, 14))])[0].shared == []
+    found = shared_items(Texts("whole", words(0, 14)), index_passages([split]))
+    assert found == {(0, 0), (0, 1), (0, 2)}
+    assert not shared_items(split, index_passages([Texts("long", words(1, 14))]))

@@ -34,7 +34,7 @@ class Filter:
     out: str = ""
     """Output file, one conversation per line."""
     filters: str = "no_image,not_degenerate,no_duplicate,no_overlap"
-    """Filters in the order they are applied: length_shift, length=10:2000, longest=99%, no_image,
+    """Filters in the order they are applied: length_shift, length=10:2000, no_image,
     script=hangul:30%, not_degenerate, verified, no_duplicate, no_near_duplicate, no_overlap."""
     bucket: str = ""
     """Buckets to filter, as in --mixture of mid_train: smoltalk=1000."""

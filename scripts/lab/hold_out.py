@@ -10,6 +10,7 @@ Reads   held_out.json and held_out_access.jsonl under the base directory; with -
 Writes  held_out.json with --final; the section "Overlap" with --mixture
 """
 
+from collections import Counter
 from dataclasses import dataclass
 
 from nanochat import records, report
@@ -17,7 +18,7 @@ from nanochat.common import fingerprint, printable
 from nanochat.config import start
 from tasks import held_out
 from tasks.buckets import buckets, read_mixture
-from tasks.overlap import overlaps
+from tasks.overlap import index_passages, shared_items
 from tasks.registry import BENCHMARKS, TASKS, eval_task, key_of, overlapping_tasks
 
 
@@ -55,16 +56,16 @@ def scan(cfg: HoldOut) -> None:
     names = [*cfg.benchmarks.split("|"), *held_out.final_benchmarks()]
     keys = dict.fromkeys(overlapping_tasks(key_of(name))[0] for name in names)  # same questions
     tests = [eval_task(key) for key in keys]
-    found = overlaps([bucket.train for bucket in learned], tests)
-    owners = (bucket.name for bucket in learned for _ in tests)
-    rows = [
-        [name, o.held_out, *(f"{n:,}" for n in (o.items, o.checked, len(o.shared)))]
-        for name, o in zip(owners, found, strict=True)
-        if o.shared
-    ]
+    index, total, rows = index_passages(tests), 0, []
+    checked = Counter(n for n, _ in set[tuple[int, int]]().union(*index.values()))
+    for bucket in learned:
+        for n, shared in sorted(Counter(n for n, _ in shared_items(bucket.train, index)).items()):
+            counts = len(tests[n]), checked[n], shared
+            rows.append([bucket.name, tests[n].name, *(f"{count:,}" for count in counts)])
+            total += shared
     columns = ["Bucket", "Benchmark", "Items", "Checked", "Shared"]
     table = {"title": "Overlap with benchmarks", "columns": columns, "rows": rows}
-    values = {"Items with overlap": sum(len(o.shared) for o in found)}
+    values = {"Items with overlap": total}
     inputs = {"before": fingerprint({bucket.name: bucket.train.identity for bucket in learned})}
     provenance = records.Provenance(records.new_run_id(), 0, inputs)
     report.append_section("Overlap", cfg, values, provenance, tables=[table])

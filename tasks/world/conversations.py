@@ -18,21 +18,23 @@ from tasks.world.facts import (
     Split,
     Subject,
     askable,
+    blocks,
+    read_data,
     split_of,
     subjects,
+    table_rows,
     upper_first,
     whole_words,
+    word_list,
 )
 from tasks.world.stories import beginning, draw_episode, full_story
-from tasks.world.words import blocks, read_data, table_rows, word_list
 
 TALK_VERSION = 2  # bump whenever a conversation changes
 
-Turn = tuple[str, str]  # user message, assistant answer
-Turns = Iterator[Turn]
+Turns = Iterator[tuple[str, str]]  # user message, assistant answer
 
 
-def conversation(split: Split, i: int) -> list[Turn]:
+def conversation(split: Split, i: int) -> list[tuple[str, str]]:
     """Conversation `i` (any i >= 0)."""
     rng = Draw(split, "talk", TALK_VERSION, split, i)
     turns = list(rng.pick(FORMS)(rng))
@@ -82,7 +84,8 @@ def several_facts(rng: Draw) -> Turns:
     yield first.text, phrase_answer(rng, first)
     for asked in more:
         text = asked.short
-        text = f"And {text[0].lower()}{text[1:]}" if rng.random() < 0.3 else text
+        if rng.random() < 0.3:
+            text = f"And {text[0].lower()}{text[1:]}"
         answers = list(filter(whole_words(asked.answer).search, asked.fact.short))
         yield text, phrase_answer(rng, asked, answers)
 
@@ -131,11 +134,7 @@ def purse(rng: Draw) -> Turns:
 def recipe_chat(rng: Draw) -> Turns:
     """How to make a dish."""
     d = rng.subject("dish")
-    last = {
-        "baked": f"Then bake {d.them} in the hot oven for an hour.",
-        "boiled": f"Then boil {d.them} in a big pot over the fire.",
-        "fried": f"Then fry {d.them} in a hot pan.",
-    }[d.way]
+    last = word_list(d.way)[1].format(it=d.them)
     asked = rng.say("recipe_requests", name=d.name)
     yield asked, f"Take {d.ingredients}. Mix everything in a big bowl. {last}"
 
@@ -188,65 +187,48 @@ def letter_chat(rng: Draw) -> Turns:
 # Lists
 
 
-def list_chat(rng: Draw) -> Turns:
-    """A question answered by a list."""
-    yield rng.pick(LISTS)(rng)
-
-
 def listed(found: Sequence[Subject], field: str = "name", last: str = "and") -> str:
     """'Mira, Quin and Ivo'."""
     *first, end = [getattr(subject, field) for subject in found]
     return f"{', '.join(first)} {last} {end}" if first else end
 
 
-def dwellers(rng: Draw) -> Turn:
-    t = rng.subject("town")
-    names = listed(rng.pick_n(t.people, 4))
-    return f"Who lives in {t.name}?", f"{names} live in {t.name}."
-
-
-def some_towns(rng: Draw) -> Turn:
-    number, n = rng.pick((("two", 2), ("three", 3), ("four", 4)))
-    names = listed(rng.pick_n(subjects("town"), n))
-    return f"Name {number} towns of Lowen.", f"{upper_first(number)} towns of Lowen are {names}."
-
-
-def owners(rng: Draw) -> Turn:
-    a = rng.subject("animal")
-    names = listed([p for p in rng.pick_n(subjects("person"), 99) if p.animal == a.name])
-    return f"Who keeps {a.plural}?", f"{names} keep {a.plural}."
-
-
-def eaters(rng: Draw) -> Turn:
-    d = rng.subject("dish")
-    names = listed([p for p in rng.pick_n(subjects("person"), 99) if p.dish == d.name])
-    return f"Who loves {d.name}?", f"{names} love {d.name}."
-
-
-def offers(rng: Draw) -> Turn:
-    t = rng.pick([t for t in subjects("trade") if subjects("goods", trade=t.name)])
-    things = listed(subjects("goods", trade=t.name), "plural")
-    return f"What can I buy from the {t.name}?", f"From the {t.name} you can buy {things}."
-
-
-def markets(rng: Draw) -> Turn:
-    day = rng.subject("town").day
-    names = listed(subjects("town", day=day))
-    return f"Where is a market on {day}?", f"On {day} there is a market in {names}."
-
-
-def bargains(rng: Draw) -> Turn:
-    price = rng.subject("goods").price
-    things = listed(subjects("goods", price=price), "a_name", "or")
-    return f"What can I buy for {price} pennies?", f"For {price} pennies you can buy {things}."
-
-
-def the_calendar(rng: Draw) -> Turn:
-    asked, answer, kind = rng.pick(table_rows("calendar_questions"))
-    return asked, f"{answer} {listed(subjects(kind))}."
-
-
-LISTS = (dwellers, some_towns, owners, eaters, offers, markets, bargains, the_calendar)
+def list_chat(rng: Draw) -> Turns:
+    """A question answered by a list."""
+    match rng.pick(("town", "towns", "animal", "dish", "trade", "day", "price", "calendar")):
+        case "town":
+            t = rng.subject("town")
+            names = listed(rng.pick_n(t.people, 4))
+            yield f"Who lives in {t.name}?", f"{names} live in {t.name}."
+        case "towns":
+            number, n = rng.pick((("two", 2), ("three", 3), ("four", 4)))
+            names = listed(rng.pick_n(subjects("town"), n))
+            answer = f"{upper_first(number)} towns of Lowen are {names}."
+            yield f"Name {number} towns of Lowen.", answer
+        case "animal" | "dish" as kind:
+            s = rng.subject(kind)
+            people = rng.pick_n(subjects("person"), 99)
+            names = listed([p for p in people if getattr(p, kind) == s.name])
+            verb, what = ("keep", s.plural) if kind == "animal" else ("love", s.name)
+            yield f"Who {verb}s {what}?", f"{names} {verb} {what}."
+        case "trade":
+            t = rng.pick([t for t in subjects("trade") if subjects("goods", trade=t.name)])
+            things = listed(subjects("goods", trade=t.name), "plural")
+            yield f"What can I buy from the {t.name}?", f"From the {t.name} you can buy {things}."
+        case "day":
+            day = rng.subject("town").day
+            names = listed(subjects("town", day=day))
+            yield f"Where is a market on {day}?", f"On {day} there is a market in {names}."
+        case "price":
+            price = rng.subject("goods").price
+            things = listed(subjects("goods", price=price), "a_name", "or")
+            yield (
+                f"What can I buy for {price} pennies?",
+                f"For {price} pennies you can buy {things}.",
+            )
+        case "calendar":
+            asked, answer, kind = rng.pick(table_rows("calendar_questions"))
+            yield asked, f"{answer} {listed(subjects(kind))}."
 
 
 # ------------------------------------------------------------------------------------------------

@@ -34,6 +34,7 @@ from tasks.world.facts import (
     telling,
     titled,
     upper_first,
+    word_list,
 )
 from tasks.world.stories import (
     adventures,
@@ -43,7 +44,6 @@ from tasks.world.stories import (
     story,
     story_questions,
 )
-from tasks.world.words import word_list
 
 WORLD_VERSION = 2  # bump whenever a document changes
 DOCUMENTS_PER_SHARD = 2500  # 1.2 MB of text
@@ -218,16 +218,11 @@ def price_list(rng: Draw) -> Paragraphs:
 def recipe_text(rng: Draw) -> Paragraphs:
     """How to make a dish, and who loves it."""
     d = rng.subject("dish")
-    it = d.them
     steps = [
         f"Take {d.ingredients}.",
         rng.say("mixing"),
-        {
-            "baked": f"Put {it} into the hot oven and bake {it} for an hour.",
-            "boiled": f"Boil {it} in a big pot over the fire.",
-            "fried": f"Fry {it} in a hot pan.",
-        }[d.way],
-        rng.say("serving", it=it),
+        word_list(d.way)[0].format(it=d.them),
+        rng.say("serving", it=d.them),
     ]
     fans = rng.pick_n(d.people, 1, 4)
     praise = state(rng, [p.facts["food"] for p in fans])

@@ -15,8 +15,16 @@ from itertools import pairwise
 from string import ascii_lowercase
 from typing import NamedTuple
 
-from tasks.world.facts import Draw, Paragraphs, Split, split_of, subjects, titled
-from tasks.world.words import table_rows, word_list
+from tasks.world.facts import (
+    Draw,
+    Paragraphs,
+    Split,
+    split_of,
+    subjects,
+    table_rows,
+    titled,
+    word_list,
+)
 
 OPERANDS = {"+": "sum", "-": "sum", "*": "product", "/": "product"}  # inverses share them
 SUM_LIMIT = 20  # largest operand of addition drills

@@ -11,8 +11,18 @@ cause to predict the effect. `split_of` holds out combinations of rule, outcome 
 from dataclasses import dataclass
 from functools import cache
 
-from tasks.world.facts import Draw, Paragraphs, Split, Subject, split_of, subjects, titled
-from tasks.world.words import blocks, read_data, word_list
+from tasks.world.facts import (
+    Draw,
+    Paragraphs,
+    Split,
+    Subject,
+    blocks,
+    read_data,
+    split_of,
+    subjects,
+    titled,
+    word_list,
+)
 
 
 @dataclass(frozen=True)

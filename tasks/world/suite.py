@@ -14,10 +14,9 @@ from itertools import chain, permutations, product
 from typing import Any
 
 from tasks.world.drills import CALCULATION, OPERANDS, calculation, operand_pairs
-from tasks.world.facts import Draw, Split, split_of, subjects
+from tasks.world.facts import Draw, Split, split_of, subjects, table_rows
 from tasks.world.stories import Episode, beginning, episodes
 from tasks.world.task import NUM_OPTIONS, WorldProblems, choice_questions, fact_questions
-from tasks.world.words import table_rows
 
 SUITE_VERSION = 2  # bump whenever an item changes
 HELD_OUT: tuple[Split, ...] = ("val", "test")
@@ -130,8 +129,8 @@ def balanced_episodes() -> Iterator[Episode]:
     held_out = [*chain(*map(episodes, HELD_OUT))]
     for title in sorted({e.title for e in held_out}):
         alike = [e for e in held_out if e.title == title]
-        good, bad = [e for e in alike if e.good], [e for e in alike if not e.good]
-        yield from chain(*zip(good, bad, strict=False))
+        ways = ([e for e in alike if e.good == good] for good in (True, False))
+        yield from chain(*zip(*ways, strict=False))
 
 
 def causes() -> Iterator[SuiteItem]:

@@ -242,15 +242,10 @@ ENOUGH_WORDS = 5  # minimum number of words that contain the letter
 
 
 @cache
-def countable(split: Split, inside: bool) -> dict[str, list[str]]:
-    """
-    letter -> the words in which a split may count it: those with it if `inside`, else without.
-    """
-    found = {letter: [] for letter in ascii_lowercase}
-    for word, letter, _ in letter_questions(split, inside):
-        if word.islower():
-            found[letter].append(word)
-    return found
+def countable(split: Split, letter: str, inside: bool) -> list[str]:
+    """Words in which a split may count a letter: those with it if `inside`, else without."""
+    found = letter_questions(split, inside)
+    return [word for word, counted, _ in found if counted == letter and word.islower()]
 
 
 class WorldSpelling(WorldTask, NumberTask):
@@ -263,13 +258,14 @@ class WorldSpelling(WorldTask, NumberTask):
         """The letter and the words of question i (any i >= 0)."""
         rng = self.draw("letters", i)
         wanted = rng.between(1, MOST_LETTERS)
-        inside, outside = countable(self.split, True), countable(self.split, False)
-        letters = [letter for letter in inside if len(inside[letter]) >= ENOUGH_WORDS]
+        letters = [
+            c for c in ascii_lowercase if len(countable(self.split, c, True)) >= ENOUGH_WORDS
+        ]
         while True:
             letter = rng.pick(letters)
             with_it = rng.between(1, NUM_WORDS)
-            words = rng.pick_n(inside[letter], with_it)
-            words += rng.pick_n(outside[letter], NUM_WORDS - with_it)
+            words = rng.pick_n(countable(self.split, letter, True), with_it)
+            words += rng.pick_n(countable(self.split, letter, False), NUM_WORDS - with_it)
             words = rng.pick_n(words, NUM_WORDS)
             if "".join(words).count(letter) == wanted:
                 return letter, words

@@ -1,9 +1,9 @@
 """
 Write the embedded world to disk: text shards and an evaluation bundle.
 
-    documents, few-shot tasks -> data/<name>/text/*.jsonl, suite/ -> manifest.json, written last
+    documents, few-shot tasks -> data/embedded/text/*.jsonl, suite/ -> manifest.json, written last
 
-The manifest has the version and the digest of every file. Files from an interrupted call are not
+The manifest has the version and the digest of every shard. Shards from an interrupted call are not
 listed and are written again.
 """
 
@@ -18,48 +18,40 @@ from nanochat.common import base_dir, hold_lock, read_json, sha256_file, write_a
 from tasks.world.corpus import WORLD_VERSION, documents
 from tasks.world.suite import SUITE_VERSION, suite
 
+EMBEDDED = "embedded"  # name of the dataset
 SEED = 0
-IDENTITY = {"kind": "embedded", "version": WORLD_VERSION, "seed": SEED}  # determines all texts
+IDENTITY = {"kind": EMBEDDED, "version": WORLD_VERSION, "seed": SEED}  # determines all texts
 VERSION = [WORLD_VERSION, SUITE_VERSION]  # files of another version are rewritten
 TRAIN_SHARDS = [f"world_{i:05d}" for i in range(16)]  # 5M tokens at vocabulary size 4,096
 VAL_SHARD = "world_val"
+LAST_FILE = "core.yaml"  # of the suite, written last
 
 
-def write(name: str, num_shards: int | None = None) -> Path:
+def write(num_shards: int | None = None) -> Path:
     """
-    Write the missing files of data/<name>/: the first `num_shards` training shards (default: all),
-    the validation shard and the suite. Rewrites files from other versions. Returns the folder.
+    Write the missing files of data/embedded/: the first `num_shards` training shards (default:
+    all), the validation shard and the suite. Rewrites files from other versions. Returns the
+    folder.
     """
-    folder = base_dir() / "data" / name
-    path = folder / "manifest.json"
-    with hold_lock(folder / ".lock", f"writing the dataset {name}"):
+    folder = base_dir() / "data" / EMBEDDED
+    path, bundle = folder / "manifest.json", folder / "suite"
+    with hold_lock(folder / ".lock", f"writing the dataset {EMBEDDED}"):
         manifest = read_json(path) if path.exists() else {}
-        if manifest.get("version") != VERSION:
-            manifest = {
-                "version": VERSION,
-                "identity": IDENTITY,
-                "val_shard": VAL_SHARD,
-                "files": {},
-                "suite": {},
-            }
-        files, bundle = manifest["files"], manifest["suite"]
+        is_current = manifest.get("version") == VERSION
+        if not is_current:
+            manifest = {"version": VERSION, "identity": IDENTITY, "val_shard": VAL_SHARD}
+        files = manifest.setdefault("files", {})
         for i, shard in [*enumerate(TRAIN_SHARDS[:num_shards]), (0, VAL_SHARD)]:
             file = folder / "text" / f"{shard}.jsonl"
             if shard not in files or not file.exists():
                 texts = documents(SEED, i, "val" if shard == VAL_SHARD else "train")
-                files[shard] = write_file(file, format_json_lines({"text": t} for t in texts))
-        known = {folder / "suite" / file: bundle[file]["sha256"] for file in bundle}
-        if not known or any(not p.exists() or sha256_file(p) != known[p] for p in known):
-            for file, text in bundle_files():
-                bundle[file] = write_file(folder / "suite" / file, text)
+                write_atomic(file, format_json_lines({"text": text} for text in texts))
+                files[shard] = {"bytes": file.stat().st_size, "sha256": sha256_file(file)}
+        if not is_current or not (bundle / LAST_FILE).exists():
+            for name, text in bundle_files():
+                write_atomic(bundle / name, text)
         write_json(path, manifest)
     return folder
-
-
-def write_file(path: Path, text: str) -> dict[str, Any]:
-    """Write a file. Returns its entry in the manifest: bytes and SHA-256."""
-    write_atomic(path, text)
-    return {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
 
 
 def format_json_lines(items: Iterable[dict[str, Any]]) -> str:
@@ -85,4 +77,4 @@ def bundle_files() -> Iterator[tuple[str, str]]:
         )
     yield "eval_meta_data.csv", "".join(f"{row}\r\n" for row in rows)
     about = {"about": "embedded world", "icl_tasks": entries}
-    yield "core.yaml", yaml.safe_dump(about, sort_keys=False)
+    yield LAST_FILE, yaml.safe_dump(about, sort_keys=False)

@@ -18,7 +18,7 @@ from tasks.base import Conversation, answer_text, final_number
 from tasks.world.conversations import TALK_VERSION, conversation
 from tasks.world.corpus import WORLD_VERSION, documents
 from tasks.world.drills import OPERANDS, calculation, operand_split
-from tasks.world.facts import facts, split_of, whole_words
+from tasks.world.facts import facts, split_of, whole_words, word_list
 from tasks.world.stories import episodes
 from tasks.world.suite import SUITE_VERSION, suite
 from tasks.world.task import (
@@ -29,7 +29,6 @@ from tasks.world.task import (
     WorldSpelling,
     fact_questions,
 )
-from tasks.world.words import word_list
 
 SPLITS = ("train", "val", "test")
 SCORED = (WorldFacts, WorldChoice, WorldProblems, WorldSpelling)
