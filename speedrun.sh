@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
-# Train a chat model from scratch and write its report card, on CPU or GPUs.
+# Train a chat model from scratch and write its report, on CPU or GPUs.
 #
 #   bash speedrun.sh                       # detect the hardware
 #   bash speedrun.sh --plan                # install, print the plan (time, cost), and exit
 #   PROFILE=gpu DEPTH=8 bash speedrun.sh   # h100x8, gpu (1 to 7 GPUs) or cpu; depth sets the model size
-#   PROFILE=smoke bash speedrun.sh         # smoke test: a few steps of every stage; replaces report.md
+#   PROFILE=smoke bash speedrun.sh         # smoke test: a few steps of every stage
 #   DRY_RUN=1 bash speedrun.sh             # the same with the profile's data, tasks and processes, in
 #                                          # out/dry-run
 #
 # If a run is interrupted, rerun the same command: finished stages are skipped if their inputs have
 # not changed, and an interrupted training is resumed. All output goes to NANOCHAT_BASE_DIR (default:
-# out/). WANDB_RUN=<name> logs to Weights & Biases, REPORT_OUT=<folder> gets a copy of the report
-# card, SEED=<n> sets the random seed (use a separate NANOCHAT_BASE_DIR).
+# out/), also report.md; REPORT_OUT=<folder> gets a copy of it. WANDB_RUN=<name> logs to Weights &
+# Biases, SEED=<n> sets the random seed (use a separate NANOCHAT_BASE_DIR).
 [ -n "${BASH_VERSION:-}" ] && ! grep -q "$(printf '\r')" "$0" || { echo "error: run it as: bash speedrun.sh (from a checkout with LF line ends: git config core.autocrlf input)" >&2; exit 2; } #
 set -euo pipefail
 cd "$(dirname "$0")"
@@ -81,7 +81,6 @@ esac
 
 if [ -n "${DRY_RUN:-}" ]; then # a few steps of every stage; the last of duplicate flags wins
     export NANOCHAT_BASE_DIR="${NANOCHAT_BASE_DIR:-$PWD/out/dry-run}"
-    REPORT_OUT="${REPORT_OUT:-$NANOCHAT_BASE_DIR}"
     text+=(--num_shards=1)
     tokenizer+=(--max_chars=1000000)
     shape+=(--num_iterations=2 --eval_tokens=1 --core_metric_max_per_task=2)
@@ -133,8 +132,8 @@ stage "chat evaluation sft" evaluate sft
 stage "chat rl" train scripts.chat_rl --model_tag="$tag" ${rl[@]+"${rl[@]}"} "${go[@]}"
 stage "chat evaluation rl" evaluate rl
 
-python -m scripts.report --out="${REPORT_OUT:-.}"
+python -m scripts.report ${REPORT_OUT:+--out="$REPORT_OUT"}
 echo
-echo "speedrun: done. The report card is ${REPORT_OUT:-.}/report.md. Chat with your model:"
+echo "speedrun: done. The report is ${REPORT_OUT:-${NANOCHAT_BASE_DIR:-out}}/report.md. Chat with your model:"
 where=${NANOCHAT_BASE_DIR:+"NANOCHAT_BASE_DIR=$(printf %q "$NANOCHAT_BASE_DIR") "}
 echo "    source .venv/bin/activate && ${where}python -m scripts.chat_web    # browser; terminal: chat_cli"
