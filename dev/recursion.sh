@@ -58,16 +58,16 @@ for seed in $seeds; do
     common=("${shape[@]}" "${run[@]}" --run="${WANDB_RUN:-dummy}" ${flags[@]+"${flags[@]}"} --seed="$seed"
         --resume=auto --skip_if_done)
     report=$folder/$tag
-    [ "$seed" != "${seeds%% *}" ] || report=$NANOCHAT_BASE_DIR/report # first seed: main report
-    stage "recursive model, seed $seed" train scripts.recursion.base_train --recursion_preset="$preset" \
-        "${common[@]}" --model_tag="$tag" --report_dir="$report"
-    stage "plain model, equal tokens, seed $seed" train scripts.recursion.base_train "${common[@]}" \
-        "${plainly[@]}" --model_tag="plain-$tag" --report_dir="$folder/plain-$tag"
+    [ "$seed" != "${seeds%% *}" ] || report=$NANOCHAT_BASE_DIR # first seed: main report
+    NANOCHAT_REPORT_DIR="$report" stage "recursive model, seed $seed" train \
+        scripts.recursion.base_train --recursion_preset="$preset" "${common[@]}" --model_tag="$tag"
+    NANOCHAT_REPORT_DIR="$folder/plain-$tag" stage "plain model, equal tokens, seed $seed" train \
+        scripts.recursion.base_train "${common[@]}" "${plainly[@]}" --model_tag="plain-$tag"
     flops=$(python -c 'import json, sys; print(json.load(open(sys.argv[1]))["values"]["Total training flops"])' \
-        "$report/base-model-training.json")
-    stage "plain model, equal FLOPs, seed $seed" train scripts.recursion.base_train "${common[@]}" \
-        "${plainly[@]}" --num_iterations=-1 --target_flops="$flops" --model_tag="longer-$tag" \
-        --report_dir="$folder/longer-$tag"
+        "$report/report/base-model-training.json")
+    NANOCHAT_REPORT_DIR="$folder/longer-$tag" stage "plain model, equal FLOPs, seed $seed" train \
+        scripts.recursion.base_train "${common[@]}" "${plainly[@]}" --num_iterations=-1 \
+        --target_flops="$flops" --model_tag="longer-$tag"
     recursive="$recursive${recursive:+,}$tag"
     plain="$plain${plain:+,}plain-$tag,longer-$tag"
 done

@@ -19,7 +19,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from nanochat.common import fingerprint, printable
-from nanochat.records import append_line, read_lines, readable_time, to_json_types
+from nanochat.records import append_line, read_lines, readable_time
 
 METRICS_FILE = "metrics.jsonl"
 FINISH_SECONDS = 30.0  # timeout for the tracker's last uploads
@@ -95,7 +95,7 @@ class RunLog(contextlib.AbstractContextManager):
         failed_before, self.unwritten = bool(self.unwritten), [*self.unwritten, *entries]
         try:
             while self.unwritten:
-                append_line(self.path, to_json_types(self.unwritten[0]))
+                append_line(self.path, self.unwritten[0])
                 self.unwritten.pop(0)
         except OSError as error:
             if not failed_before:

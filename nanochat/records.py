@@ -4,6 +4,8 @@ Records: one JSON file for each section of the report.
     settings, values, provenance, cost -> write_record -> report/<slug>.json, records.jsonl
     records -> read_records, read_history -> report, comparisons
 
+NANOCHAT_REPORT_DIR is the folder of report.md and report/; by default, the base directory.
+
 A record stores the fingerprints of its inputs and outputs, so a report can check that its sections
 belong to the same run.
 """
@@ -23,14 +25,11 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from nanochat import common
-
-if TYPE_CHECKING:  # imports torch, which records do not need
-    from nanochat.dist import DistContext
 
 # ---- Sections of the report, in order ------------------------------------------------------------
 # These names must not change: reports are compared line by line.
@@ -53,7 +52,8 @@ SECTIONS: dict[str, str] = {
     "Number of parameters, Number of FLOPs per token, Calculated number of iterations, "
     "Number of training tokens, Tokens : Params ratio, DDP world size, warmup_ratio, "
     "warmdown_ratio, final_lr_frac, Minimum validation bpb, Final validation bpb, "
-    "CORE metric estimate, MFU %, Total training flops, Total training time, Peak memory usage",
+    "CORE metric estimate, World few-shot estimate, MFU %, Total training flops, "
+    "Total training time, Peak memory usage",
     "Base model loss": "train bpb, val bpb, sample 0, sample 1, sample 2, sample 3, sample 4, "
     "sample 5, sample 6",
     "Base model evaluation": "Model, CORE metric, hellaswag_zeroshot, jeopardy, "
@@ -82,18 +82,25 @@ SECTIONS: dict[str, str] = {
     "Chat evaluation rl": CHAT_KEYS,
 }
 
+# Means over tasks -> their names on the built-in world, whose scores compare with no published ones
+WORLD_NAMES = {"CORE metric": "World few-shot", "ChatCORE": "World chat"}
+
+
+def mean_name(name: str, tasks: Iterable[str]) -> str:
+    """Name of a mean over tasks, a key of WORLD_NAMES: the other one if all are World tasks."""
+    return WORLD_NAMES[name] if all(t.lower().startswith("world") for t in tasks) else name
+
+
 # ---- Writing and reading records -----------------------------------------------------------------
 
 
 Record = Mapping[str, Any]
-Folder = Path | str | None  # None = report/ under the base directory
 TIME_FORMAT = "%Y-%m-%d %H:%M:%S"
 # Settings that do not affect the result: a finished stage stays finished when they change.
 NOT_IN_KEY = frozenset(
-    "run skip_if_done resume keep report_dir allow_data_change device_batch_size "
+    "run skip_if_done resume keep allow_data_change device_batch_size "
     "collective_timeout_minutes save_every canaries compile_engine".split()
 )
-ADDED_COSTS = ("wall_seconds", "device_seconds")
 STARTED = time.perf_counter()  # this module is imported when a process starts
 
 
@@ -116,14 +123,12 @@ class Cost:
     wall_seconds: float
     devices: int = 1
     device: str = "cpu"
-    device_seconds: float | None = None
-    """Sum over devices. Default: wall_seconds x devices."""
 
     @classmethod
-    def so_far(cls, dist: "DistContext | None" = None, started: float = STARTED) -> "Cost":
+    def so_far(cls, dist: Any = None, started: float = STARTED) -> "Cost":
         """
-        Cost of all devices of `dist` since `started`, a value of `time.perf_counter()`. Default: of
-        one CPU, since the start of the process.
+        Cost of all devices of `dist` (DistContext) since `started`, a value of
+        `time.perf_counter()`. Default: of one CPU, since the start of the process.
         """
         seconds = time.perf_counter() - started
         return cls(seconds, dist.world_size, dist.device_name) if dist else cls(seconds)
@@ -134,17 +139,11 @@ def new_run_id() -> str:
     return time.strftime("%Y%m%d-%H%M%S-") + secrets.token_hex(4)
 
 
-def inherited_run_id(inputs: Mapping[str, str], report_dir: Folder = None) -> str:
-    """
-    Run id of the stage that produced the first known input, or a new run id.
-
-    inputs: name -> fingerprint, closest parent first (a checkpoint before its tokenizer).
-    """
-    history = [record["provenance"] for record in read_history(report_dir)]
-    for name, wanted in inputs.items():
-        for made in reversed(history):
-            if made["outputs"].get(name) == wanted:
-                return made["run_id"]
+def inherited_run_id(inputs: Mapping[str, str]) -> str:
+    """Run id of the last stage that produced an input (name -> fingerprint), else a new one."""
+    for record in reversed(read_history()):
+        if record["provenance"]["outputs"].items() & inputs.items():
+            return record["provenance"]["run_id"]
     return new_run_id()
 
 
@@ -192,7 +191,9 @@ def stage_key(settings: Mapping[str, Any], inputs: Mapping[str, str]) -> str:
 
 # ---- Code that determines a result ---------------------------------------------------------------
 
-NOT_IN_CODE = frozenset("config hub logger plots records report summary".split())  # of the core
+NOT_IN_CODE = frozenset(
+    f"nanochat/{name}.py" for name in "config hub logger plots records report summary".split()
+)
 
 
 def code_digests() -> dict[str, str]:
@@ -201,15 +202,16 @@ def code_digests() -> dict[str, str]:
     tasks and the script; for a track's script, all tracks. Comments and docstrings do not count.
     """
     spec = getattr(sys.modules["__main__"], "__spec__", None)
-    script = f"{spec.name.replace('.', '/')}.py" if spec else ""
+    script = f"{spec.name.replace('.', '/')}.py" if spec else "none"
     core = "nanochat/**/*.py" if script.count("/") > 1 else "nanochat/*.py"
-    patterns = [core, "tasks/*.py", *([script] if script.startswith("scripts/") else [])]
-    return {
-        path.relative_to(common.REPOSITORY).as_posix(): code_digest(path.read_text())
-        for pattern in patterns
-        for path in common.REPOSITORY.glob(pattern)
-        if path.stem not in NOT_IN_CODE
-    }
+    return digest_code(core, "tasks/**/*.py", script)
+
+
+def digest_code(*patterns: str) -> dict[str, str]:
+    """`code_digest` of the files of the repository that match, by path, without NOT_IN_CODE."""
+    paths = [path for pattern in patterns for path in common.REPOSITORY.glob(pattern)]
+    files = {path.relative_to(common.REPOSITORY).as_posix(): path for path in paths}
+    return {x: code_digest(p.read_text()) for x, p in files.items() if x not in NOT_IN_CODE}
 
 
 class TextRemover(ast.NodeTransformer):
@@ -253,7 +255,6 @@ def write_record(
     values: Mapping[str, Any],
     provenance: Provenance,
     cost: Cost,
-    report_dir: Folder = None,
     *,
     items: Mapping[str, Mapping[str, Any]] = {},
     tables: Sequence[Mapping[str, Any]] = (),
@@ -267,7 +268,7 @@ def write_record(
     Record a stage; call it on rank 0, once at its end or, with `extend`, after each part.
 
     settings    the whole config (`config.settings`), in order
-    values      name -> number, text, or `estimate`, in report order
+    values      name -> number, text, or `estimate`, in report order; without those of None
     items       metric name -> its `item_scores`, or {"weights": {name: weight}} for a sum of such
     tables      {"title", "columns", "rows"}, rows of text or numbers
     series      name -> [[x, y], ...], curves that are not in a metrics file
@@ -278,15 +279,12 @@ def write_record(
 
     Safe to call from concurrent processes. Returns the path of the record.
     """
-    folder = report_folder(report_dir)
-    code = git_state()
-    busy = cost.wall_seconds * cost.devices if cost.device_seconds is None else cost.device_seconds
     record = {
         "section": section,
         "timestamp": time.strftime(TIME_FORMAT),
         "key": stage_key(settings, provenance.inputs),
         "settings": settings,
-        "values": values,
+        "values": {name: value for name, value in values.items() if value is not None},
         "items": items,
         "tables": tables,
         "series": series,
@@ -295,50 +293,44 @@ def write_record(
         "code": code_digests(),
         "provenance": {
             **asdict(provenance),
-            "commit": ", ".join(commits) or code["commit"],
-            "dirty": code["dirty"],
+            "commit": ", ".join(commits or [git_state()["Commit"]]),
             "command": command_line(),
         },
-        "cost": {**asdict(cost), "device_seconds": busy, "own_device_seconds": busy},
+        "cost": asdict(cost),
     }
-    path = folder / f"{slug(section)}.json"
+    folder, path = report_folder(), record_path(section)
     with common.hold_lock(folder / ".lock", f"recording {section}"):
-        record = to_json_types(extend_record(read_if_sound(path), record) if extend else record)
         append_line(folder / "records.jsonl", record)
-        common.write_atomic(path, json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+        if extend and path.exists():
+            record = extend_record(common.read_json(path), record, values)
+        text = json.dumps(to_json_types(record), indent=1, ensure_ascii=False)
+        common.write_atomic(path, text + "\n")
     return path
 
 
 def command_line() -> str:
     """The command that runs this process, or the torchrun that started it."""
     words = [word for word in sys.orig_argv[1:] if word != "-u"]
-    ranks = os.environ.get("LOCAL_WORLD_SIZE")
-    if ranks and words[:1] == ["-m"]:
-        words = ["torchrun", f"--nproc_per_node={ranks}", *words[:2], "--", *words[2:]]
-        return shlex.join(words)
-    return shlex.join(["python", *words])
+    if ranks := os.environ.get("LOCAL_WORLD_SIZE"):
+        words = [f"--nproc_per_node={ranks}", *words[:2], "--", *words[2:]]
+    return shlex.join(["torchrun" if ranks else "python", *words])
 
 
-def extend_record(old: Record | None, new: dict[str, Any]) -> dict[str, Any]:
+def extend_record(old: Record, new: dict[str, Any], changed: Iterable[str]) -> dict[str, Any]:
     """
-    The record `new`, with the values, items, tables and costs of `old` if it has the same inputs
-    and code. Values of None are deleted, with their items.
+    The record `new`, with the tables, costs and, unless `changed`, the values and items of `old` if
+    it has the same inputs and code.
     """
-    gone = {name for name, value in new["values"].items() if value is None}
-    same = old and old["provenance"]["inputs"] == new["provenance"]["inputs"]
-    if old and same and old["code"] == new["code"]:
-        for part in ("values", "items"):
-            kept = {name: x for name, x in old[part].items() if name not in new[part]}
-            new[part] = kept | new[part]
-        tables = {table["title"]: table for table in (*old["tables"], *new["tables"])}
-        new["tables"] = [*tables.values()]
-        new["cost"] |= {name: old["cost"][name] + new["cost"][name] for name in ADDED_COSTS}
+    if old["provenance"]["inputs"] != new["provenance"]["inputs"] or old["code"] != new["code"]:
+        return new
     for part in ("values", "items"):
-        new[part] = {name: x for name, x in new[part].items() if name not in gone}
+        new[part] = {k: x for k, x in old[part].items() if k not in changed} | new[part]
+    new["tables"] = [*{t["title"]: t for t in (*old["tables"], *new["tables"])}.values()]
+    new["cost"]["wall_seconds"] += old["cost"]["wall_seconds"]
     return new
 
 
-def find_finished(section: str, key: str, report_dir: Folder = None) -> dict[str, Any] | None:
+def find_finished(section: str, key: str) -> Record | None:
     """
     Record of the section if its `stage_key` is `key` and its output files are intact, else None.
     Raises UsageError if it was made by other code.
@@ -350,7 +342,7 @@ def find_finished(section: str, key: str, report_dir: Folder = None) -> dict[str
         if cfg.skip_if_done and records.find_finished(SECTION, stage_key(settings(cfg), inputs)):
             return dist.print0(f"{SECTION}: finished already, skipped")
     """
-    record = read_if_sound(report_folder(report_dir) / f"{slug(section)}.json")
+    record = read_record(section)
     if record is None or record["key"] != key:
         return None
     files = [common.base_dir() / name for name in record["files"]]
@@ -360,32 +352,34 @@ def find_finished(section: str, key: str, report_dir: Folder = None) -> dict[str
     return record
 
 
-def read_records(report_dir: Folder = None) -> list[Record]:
-    """Current record of every section, oldest first. Damaged records are printed and skipped."""
-    paths = sorted(report_folder(report_dir).glob("*.json"))
-    found = [read_if_sound(path) for path in paths if path.name != "header.json"]
-    return sorted(filter(None, found), key=lambda record: record["timestamp"])
+def read_record(section: str) -> Record | None:
+    """Current record of a section, or None."""
+    path = record_path(section)
+    return common.read_json(path) if path.exists() else None
 
 
-def read_if_sound(path: Path) -> dict[str, Any] | None:
-    """Read a record or header; None if it is missing or damaged. Prints any damage."""
-    try:
-        return common.read_json(path) if path.exists() else None
-    except ValueError as error:
-        print(f"skipped: {common.printable(error)}, or rerun that stage", flush=True)
-        return None
+def read_records() -> list[Record]:
+    """Current record of every section, oldest first."""
+    paths = [path for path in report_folder().glob("*.json") if path.name != "header.json"]
+    return sorted(map(common.read_json, paths), key=lambda record: record["timestamp"])
 
 
-def read_history(report_dir: Folder = None) -> Sequence[Record]:
-    """All records ever written to the folder, oldest first."""
-    return read_lines(report_folder(report_dir) / "records.jsonl")
+def read_history() -> Sequence[Record]:
+    """All records ever written, oldest first; of an extended one, the parts."""
+    return read_lines(report_folder() / "records.jsonl")
 
 
-def report_folder(report_dir: Folder = None) -> Path:
-    """Folder of the records: `report_dir`, default report/ under the base directory. Creates it."""
-    folder = Path(report_dir or common.base_dir() / "report").expanduser()
+def report_folder() -> Path:
+    """Folder of records: report/ under NANOCHAT_REPORT_DIR or the base directory. Creates it."""
+    home = os.environ.get("NANOCHAT_REPORT_DIR") or common.base_dir()
+    folder = Path(home).expanduser() / "report"
     folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+def record_path(section: str) -> Path:
+    """File of a section's current record."""
+    return report_folder() / f"{slug(section)}.json"
 
 
 def slug(section: str) -> str:
@@ -413,24 +407,23 @@ def relative_path(path: Path) -> str:
 
 
 def to_json_types(value: Any) -> Any:
-    """Convert to JSON types, keeping order. Non-finite numbers become "nan", "inf" or "-inf"."""
-    if isinstance(value, Mapping):
-        return {str(name): to_json_types(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [to_json_types(item) for item in value]
-    if isinstance(value, Path) or (isinstance(value, float) and not math.isfinite(value)):
-        return str(value)
-    if isinstance(value, str | bool | int | float | None):
-        return value
-    return to_json_types(value.item())  # a scalar of numpy or torch
+    """
+    Convert to JSON types, keeping order: paths to text, scalars of numpy and torch to numbers, and
+    numbers that are not finite to "nan", "inf" or "-inf".
+    """
+    text = json.dumps(value, default=lambda x: str(x) if isinstance(x, Path) else x.item())
+    return json.loads(text, parse_constant=lambda name: str(float(name)))
 
 
 def append_line(path: Path, value: Any) -> None:
-    """Append a JSON value as a line, ending an unfinished last line. The caller holds the lock."""
+    """
+    Append `to_json_types` of a value as a line, ending an unfinished last line. The caller holds
+    the lock.
+    """
     with path.open("ab+") as stream:
         size = stream.seek(0, os.SEEK_END)
         torn = size and os.pread(stream.fileno(), 1, size - 1) != b"\n"
-        stream.write(b"\n" * bool(torn) + json.dumps(value, allow_nan=False).encode() + b"\n")
+        stream.write(b"\n" * bool(torn) + json.dumps(to_json_types(value)).encode() + b"\n")
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -459,15 +452,14 @@ def git(repository: Path, *words: str) -> str:
     return ""
 
 
-def git_state(repository: Path = common.REPOSITORY) -> dict[str, Any]:
-    """Branch, short commit hash, whether there are changes (None = unknown), commit subject."""
+def git_state(repository: Path = common.REPOSITORY) -> dict[str, str]:
+    """Branch, short commit hash and whether there are changes, and commit subject."""
     commit, _, message = git(repository, "log", "-1", "--abbrev=7", "--format=%h %s").partition(" ")
     changes = git(repository, "status", "--porcelain", "--", ".", *WITHOUT_REPORT)
     return {
-        "branch": git(repository, "rev-parse", "--abbrev-ref", "HEAD").strip() or "unknown",
-        "commit": commit or "unknown",
-        "dirty": bool(changes) if commit else None,
-        "message": message.strip(),
+        "Branch": git(repository, "rev-parse", "--abbrev-ref", "HEAD").strip() or "unknown",
+        "Commit": f"{commit} ({'dirty' if changes else 'clean'})" if commit else "unknown",
+        "Message": message.strip()[:80],
     }
 
 

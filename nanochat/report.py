@@ -1,5 +1,5 @@
 """
-The report card: report.md, rendered from the records of the stages.
+The report: report.md, rendered from the records of the stages.
 
     records + header (time, hardware, code version) -> render_report -> report.md with SVG figures
 
@@ -23,11 +23,10 @@ from typing import Any
 import psutil
 
 from nanochat import records, summary
-from nanochat.common import REPOSITORY, MissingInput, base_dir, cpu_info, printable, write_atomic
+from nanochat.common import REPOSITORY, MissingInput, cpu_info, printable, read_json, write_atomic
 from nanochat.config import settings
-from nanochat.records import SECTIONS, Folder, Record, plain_value, seconds, slug
+from nanochat.records import SECTIONS, Record, plain_value, seconds, slug
 
-RULE_DASHES = {"GPT-2 Ratio": 14, "GPT-4 Ratio": 14}  # one too many, as published
 # Inline Markdown syntax (CommonMark and GitHub's extensions)
 MARKDOWN_SYNTAX = re.compile(
     r"""
@@ -55,88 +54,65 @@ def append_section(
     name: str, cfg: Any, values: Any, origin: Any, cost: records.Cost | None = None, **shown: Any
 ) -> None:
     """
-    Print the tables of a script, write its record and update the report. cfg: the script's config,
-    with a field `report_dir`. cost: default: of one CPU since the start of the process. The other
-    arguments are those of `records.write_record`.
+    Print the tables of a script, write its record and update the report. cfg: the script's config.
+    cost: default: of one CPU since the start of the process. The other arguments are those of
+    `records.write_record`.
     """
     for table in shown.get("tables", ()):
         print(render_table(table), flush=True)
     cost = cost or records.Cost.so_far()
-    known = {key: value for key, value in values.items() if value is not None}
-    records.write_record(name, settings(cfg), known, origin, cost, cfg.report_dir, **shown)
-    update(cfg.report_dir, renew=bool(origin.outputs))
+    records.write_record(name, settings(cfg), values, origin, cost, **shown)
+    update(renew=bool(origin.outputs))
 
 
-def update(
-    report_dir: Folder = None,
-    hourly_rate: float | None = None,
-    renew: bool = False,
-    draw: bool = False,
-) -> Path:
+def update(hourly_rate: float | None = None, renew: bool = False, draw: bool = False) -> Path:
     """
-    Render the report of a record folder. Returns the path of report.md, which is in the base
-    directory for the main report, else in the record folder.
+    Render the report of all current records. Returns the path of report.md.
 
     hourly_rate: dollars per hour for the whole machine, saved for later calls. renew: set by a
-    stage that has run on this machine, which the header describes from then on. draw: draw the
-    figures again. Raises MissingInput if there are no records.
+    stage that has run on this machine, which the header describes from then on. draw: also draw the
+    figures; without it, the report has none. Raises MissingInput if there are no records.
     """
-    folder = records.report_folder(report_dir)
-    home = folder if report_dir else base_dir()
-    written = records.read_records(folder)
+    folder, written, figures = records.report_folder(), records.read_records(), []
+    path = folder.parent / "report.md"
     if not written:
         raise MissingInput(f"no records in {folder}", "bash speedrun.sh")
     if draw:
         from nanochat.plots import draw_figures  # slow to import
 
-        draw_figures(folder / "figures", written)
-    header = read_header(folder, hourly_rate, renew)
-    figures = [path.relative_to(home) for path in sorted(folder.glob("figures/*.svg"))]
-    now = time.strftime(records.TIME_FORMAT)
-    write_atomic(home / "report.md", render_report(written, header, now, figures))
-    return home / "report.md"
+        figures = draw_figures(folder / "figures", written)
+    header, now = read_header(hourly_rate, renew), time.strftime(records.TIME_FORMAT)
+    write_atomic(path, render_report(written, header, now, figures))
+    return path
 
 
 # ---- Header --------------------------------------------------------------------------------------
 
 GIB = 1024**3
 CODE = ("*.py", "*.md", "*.rs", "*.html", "*.js", "*.css", "*.toml", "*.sh")
-HEADER = {"git", "hardware", "software", "gpus", "bloat", "hourly_rate"}
 
 
-def read_header(folder: Path, rate: float | None = None, renew: bool = False) -> dict[str, Any]:
+def read_header(rate: float | None = None, renew: bool = False) -> dict[str, Any]:
     """
     Read the header (code version, machine, hourly rate), creating it on the first call and if
     `renew` is set: it describes the machine of the newest stage, not that of a later evaluation.
 
     rate: dollars per hour, kept from then on. Default: the rental price of the GPUs.
     """
-    path = folder / "header.json"
-    header = records.read_if_sound(path) or {}
-    missing = HEADER - header.keys()
-    if header and missing:
-        print(printable(f"{path} has no {', '.join(sorted(missing))}: written again"), flush=True)
-    if renew or missing:
+    path = records.report_folder() / "header.json"
+    header = read_json(path) if path.exists() else {}
+    if renew or not header:
         header |= {
-            "git": show_git(),
+            "git": records.git_state(),
             "hardware": hardware(),
             "software": {"Python": platform.python_version(), "PyTorch": version("torch")},
             "gpus": gpu_names(),
             "bloat": code_size(),
         }
-    header["hourly_rate"] = header.get("hourly_rate") if rate is None else rate
+    if rate is not None:
+        header["hourly_rate"] = rate
     write_atomic(path, json.dumps(header, indent=1))  # in order
-    if header["hourly_rate"] is None:
-        header["hourly_rate"] = records.default_rate(header["gpus"])
-    return header
-
-
-def show_git() -> dict[str, str]:
-    """Branch, commit and its state, and commit subject."""
-    code = records.git_state()
-    state = {True: " (dirty)", False: " (clean)", None: ""}[code["dirty"]]
-    commit, message = f"{code['commit']}{state}", code["message"][:80]
-    return {"Branch": code["branch"], "Commit": commit, "Message": message}
+    return {"hourly_rate": records.default_rate(header["gpus"]), **header}
 
 
 def gpu_names() -> list[str]:
@@ -164,12 +140,6 @@ def hardware() -> dict[str, Any]:
     return facts
 
 
-def describe_machine(hardware: Mapping[str, str]) -> str:
-    """GPUs, or CPU cores and their type."""
-    cpu = f"{hardware['CPUs']} of {hardware['CPU Model']}"
-    return cpu if hardware["GPUs"] == "None" else hardware["GPUs"]
-
-
 def code_size(repository: Path = REPOSITORY) -> dict[str, int]:
     """
     Size of the code: characters, lines, files, tokens (characters // 4), lines of uv.lock.
@@ -194,14 +164,13 @@ def code_size(repository: Path = REPOSITORY) -> dict[str, int]:
 
 
 def render_report(
-    written: Sequence[Record], header: Record, generated: str, figures: Sequence[Path] = ()
+    written: Sequence[Record], header: Record, generated: str, figures: Sequence[str] = ()
 ) -> str:
     """
     Text of report.md, a pure function of its arguments.
 
-    Order: results, environment, fixed sections, others oldest first, the summary. figures:
-    <section>-<kind>.svg, relative to the report; those of the section "results" are at the top.
-    generated: date and time.
+    Order: results, environment, fixed sections, others oldest first, the summary. figures: names,
+    <section>-<kind>; those of the section "results" are at the top. generated: date and time.
     """
     order = {name: i for i, name in enumerate(SECTIONS)}
     written = sorted(written, key=lambda r: (order.get(r["section"], len(order)), r["timestamp"]))
@@ -209,10 +178,12 @@ def render_report(
     changes = summary.differences(scores, summary.parent_stages(written))
     hardware, rate = header["hardware"], f"${header['hourly_rate']:.2f}/hour"
     bloat = bullets({name: f"{number:,}" for name, number in header["bloat"].items()})
-    started = min(seconds(r["timestamp"]) - r["cost"]["wall_seconds"] for r in written)
+    fixed = [r for r in written if r["section"] in SECTIONS] or written
+    started = min(seconds(r["timestamp"]) - r["cost"]["wall_seconds"] for r in fixed)
     costs = summary.cost_table(written, header["hourly_rate"])
     _, spent, _, price = costs["rows"][-1]
-    spent += f" on {describe_machine(hardware)}, {price}"
+    cpu = f"{hardware['CPUs']} of {hardware['CPU Model']}"
+    spent += f" on {cpu if hardware['GPUs'] == 'None' else hardware['GPUs']}, {price}"
     samples = [
         {**table, "title": f"{SAMPLES} ({record['section'].split()[-1]})"}
         for record in written
@@ -241,7 +212,6 @@ def render_report(
     blocks.append("\n\n\n".join(render_section(record, figures) for record in written))
     plain = summary.score_table(scores, lambda value: f"{float(plain_value(value)):.4f}")
     blocks += ["\n## Summary", bloat, render_table(plain)]
-    fixed = [r for r in written if r["section"] in SECTIONS]
     ends = [seconds(r["timestamp"]) for r in fixed if not r["section"].lower().endswith("rl")]
     if ends:  # without RL, as in the original
         minutes = int(max(ends) - started) // 60
@@ -251,7 +221,7 @@ def render_report(
     return "\n\n".join(filter(None, blocks)) + "\n"
 
 
-def render_section(record: Record, figures: Sequence[Path]) -> str:
+def render_section(record: Record, figures: Sequence[str]) -> str:
     """
     A section: results, tables, figures; then, folded, the settings, command, provenance and cost.
     Keys of SECTIONS come first, in their order.
@@ -259,35 +229,28 @@ def render_section(record: Record, figures: Sequence[Path]) -> str:
     name, values, settings = record["section"], record["values"], record["settings"]
     origin, cost, fixed = record["provenance"], record["cost"], SECTIONS.get(name, "").split(", ")
     keys = [*fixed, *values, *settings]
-    shown = {summary.shown_name(record, key): values[key] for key in keys if key in values}
+    shown = {key: values[key] for key in keys if key in values}
     folded = {key: settings[key] for key in keys if key in settings and key not in values}
-    folded = {key: "auto" if x in ("", -1) else x for key, x in folded.items()}
     spent = f"{cost['wall_seconds'] / 60:.2f}m on {cost['devices']}x {cost['device']}"
-    end = {"command": origin["command"], "provenance": show_provenance(origin), "cost": spent}
+    inputs = {f"input {key}": x for key, x in origin["inputs"].items()}
+    outputs = {f"output {key}": x for key, x in origin["outputs"].items()}
+    made = {key: origin[key] for key in ("command", "commit", "run_id")} | inputs | outputs
     blocks = [
         f"## {escape(name)}\ntimestamp: {record['timestamp']}",
         bullets(shown),
         *(render_table(table) for table in record["tables"] if table["title"] != SAMPLES),
         render_figures(figures, slug(name)),
         "<details><summary>Settings and provenance</summary>",
-        bullets({**folded, **end}),
+        bullets({**folded, **made, "cost": spent}),
         "</details>",
     ]
     return "\n\n".join(filter(None, blocks))
 
 
-def render_figures(figures: Sequence[Path], section: str) -> str:
+def render_figures(figures: Sequence[str], section: str) -> str:
     """Links to the figures of a section, given its slug."""
-    own = [path for path in figures if path.stem.rpartition("-")[0] == section]
-    return "\n".join(f"![{path.stem}]({path.as_posix()})" for path in own)
-
-
-def show_provenance(origin: Record) -> str:
-    """Run, commit, seed, inputs and outputs on one line."""
-    read, made = (", ".join(map(" ".join, origin[s].items())) for s in ("inputs", "outputs"))
-    commit = origin["commit"] + " (dirty)" * bool(origin["dirty"])
-    flow = (read and f"; {read}") + (made and f" -> {made}")
-    return f"run {origin['run_id']}, commit {commit}, seed {origin['seed']}{flow}"
+    own = [name for name in figures if name.rpartition("-")[0] == section]
+    return "\n".join(f"![{name}](report/figures/{name}.svg)" for name in own)
 
 
 # ---- Markdown ------------------------------------------------------------------------------------
@@ -328,7 +291,7 @@ def format_value(value: Any) -> str:
 def render_table(table: Record) -> str:
     """A Markdown table with its title. Integers are printed as is, floats with 4 decimals."""
     columns, title = [cell(column) for column in table["columns"]], table.get("title")
-    rule = "|".join("-" * RULE_DASHES.get(column, len(column) + 2) for column in columns)
+    rule = "|".join("-" * (len(column) + 2) for column in columns)
     rows = [[str(c) if isinstance(c, int) else cell(c) for c in row] for row in table["rows"]]
     lines = [f"| {' | '.join(columns)} |", f"|{rule}|", *(f"| {' | '.join(r)} |" for r in rows)]
     return "\n".join([f"### {escape(title)}\n", *lines] if title else lines)

@@ -85,8 +85,6 @@ class TrainConfig:
     """Resume even if text, tokenizer or rows have changed."""
     skip_if_done: bool = False
     """Do nothing if the run has finished."""
-    report_dir: str | None = None
-    """Directory for records. Default: report/ under the base directory."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     dist: DistConfig = field(default_factory=DistConfig)
     run: str = "dummy"
@@ -278,8 +276,6 @@ class Progress:
     """Time of all steps, without the first UNTIMED_STEPS of each attempt."""
     wall_seconds: float = 0.0
     """Time of all attempts from the start of each process to its last save."""
-    device_seconds: float = 0.0
-    """`wall_seconds` times the number of devices."""
     compile: Compile = "auto"
     """How the model is compiled; kept when the run resumes, because rounding differs."""
     device_rows: int | None = None
@@ -437,7 +433,7 @@ class Run:
 
     def __enter__(self) -> Self:
         cfg, dist = self.cfg, self.dist
-        run_id = dist.broadcast(records.inherited_run_id(self.inputs, cfg.report_dir))
+        run_id = dist.broadcast(records.inherited_run_id(self.inputs))
         self.state["provenance"] = {"run_id": run_id, "seed": cfg.seed, "inputs": self.inputs}
         with ExitStack() as stack:
             lock = self.folder.parent / f".{self.folder.name}.lock"
@@ -490,8 +486,7 @@ class Run:
             progress.loss_scale = 1.0
         elif progress.loss_scale == 1.0:
             progress.loss_scale = FLOAT16_LOSS_SCALE
-        code = records.git_state()
-        commit = code["commit"] + " (dirty)" * bool(code["dirty"])
+        commit = records.git_state()["Commit"]
         earlier = found.state["commits"] if found else []
         self.state |= {"code": records.code_digests(), "commits": [*earlier, commit]}
         if found and (changed := records.changed_code(found.state["code"])):
@@ -699,7 +694,6 @@ class Run:
         """Add the time since the last call to the cost of the run."""
         seconds, self.charged = time.perf_counter() - self.charged, time.perf_counter()
         self.progress.wall_seconds += seconds
-        self.progress.device_seconds += seconds * self.dist.world_size
 
     # ---- one step --------------------------------------------------------------------------------
 
@@ -919,15 +913,14 @@ class Run:
                 records.Provenance(
                     **saved.state["provenance"], outputs={self.stage: saved.fingerprint}
                 ),
-                records.Cost(spent.wall_seconds, devices, dist.device_name, spent.device_seconds),
-                self.cfg.report_dir,
+                records.Cost(spent.wall_seconds, devices, dist.device_name),
                 items=items,
                 tables=tables,
                 metrics=self.folder / METRICS_FILE,
                 files=[saved.folder],
                 commits=list(dict.fromkeys(saved.state["commits"])),
             )
-            report.update(self.cfg.report_dir, renew=True)
+            report.update(renew=True)
             dist.print0(self.next_commands())
         dist.close()
 
@@ -954,11 +947,11 @@ def skip_if_finished(
 ) -> bool:
     """
     Whether --skip_if_done is set and this stage is already recorded, with its checkpoint intact.
-    `cfg` has skip_if_done and report_dir.
+    `cfg` has skip_if_done.
     """
     key = records.stage_key(settings, inputs)
     found = cfg.skip_if_done and dist.on_main(
-        lambda: records.find_finished(section, key, cfg.report_dir) is not None
+        lambda: records.find_finished(section, key) is not None
     )
     if found:
         dist.print0(f"{section}: finished already, skipped")

@@ -57,8 +57,6 @@ class BaseEval:
     """Only download or generate the tasks and print a description; needs no model."""
     skip_if_done: bool = False
     """Skip tasks that were already evaluated with this checkpoint and these settings."""
-    report_dir: str | None = None
-    """Folder for records. Default: report/ under the base directory."""
     dist: DistConfig = field(default_factory=DistConfig)
 
     def __post_init__(self) -> None:
@@ -100,7 +98,7 @@ def main(cfg: BaseEval) -> None:
             values, items = record_parts(name, suite, scores)
             records.write_record(
                 *(section, settings(cfg), values, records.Provenance(run_id, seed, inputs)),
-                *(records.Cost.so_far(dist, started), cfg.report_dir),
+                records.Cost.so_far(dist, started),
                 items=items,
                 tables=[task_table(scores)],
                 extend=len(scores) > 1,
@@ -108,7 +106,7 @@ def main(cfg: BaseEval) -> None:
         started = time.perf_counter()
     total = core(scores)
     dist.print0(f"CORE {total.value:.4f} +- {total.se:.4f} over {len(scores)} tasks")
-    dist.on_main(lambda: report.update(cfg.report_dir))
+    dist.on_main(lambda: report.update())
     dist.close()
 
 
@@ -162,7 +160,7 @@ def load_scores(
 ) -> list[TaskScore]:
     """With skip_if_done, recorded scores on some or all tasks with these settings."""
     key = records.stage_key(settings(cfg), inputs)
-    record = records.find_finished(section, key, cfg.report_dir) if cfg.skip_if_done else None
+    record = records.find_finished(section, key) if cfg.skip_if_done else None
     if record is None:
         return []
     found = []  # an aborted evaluation has scored the first tasks
@@ -190,9 +188,10 @@ def record_parts(
     values: dict[str, Any] = {"Model": name}
     items = {s.task.name: records.item_scores(s.task.items, s.outcomes) for s in scores}
     if complete:
-        values["CORE metric"] = records.estimate(*core(scores))
         weights = {s.task.name: 1 / len(scores) / (1 - s.task.random_baseline) for s in scores}
-        items["CORE metric"] = {"weights": weights}
+        metric = records.mean_name("CORE metric", weights)
+        values[metric] = records.estimate(*core(scores))
+        items[metric] = {"weights": weights}
     else:
         tasks += f" of {len(suite.tasks)}, evaluation not finished"
     values |= {

@@ -44,8 +44,6 @@ class BaseLoss:
     """Step of the checkpoint. Default: the latest intact one."""
     skip_if_done: bool = False
     """Do nothing if this checkpoint was already evaluated with these settings."""
-    report_dir: str | None = None
-    """Folder for records. Default: report/ under the base directory."""
     data: DataConfig = field(default_factory=DataConfig)
     dist: DistConfig = field(default_factory=DistConfig)
     compile: Compile = "auto"

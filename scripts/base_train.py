@@ -19,7 +19,7 @@ from nanochat.eval_bpb import Validation, ValidationConfig, generate_samples
 from nanochat.eval_core import Suite, core, evaluate_task, open_suite
 from nanochat.gpt import GPTConfig, inference_copy
 from nanochat.optim import MuonAdamW, ScheduleConfig, decay_factor, lr_factor, muon_momentum
-from nanochat.records import estimate
+from nanochat.records import estimate, mean_name
 from nanochat.rows import Rows, open_rows, pack_rows
 from nanochat.scaling import (
     HorizonConfig,
@@ -174,7 +174,8 @@ def sample_and_score(run: Run, cfg: PretrainEvalConfig, suite: Suite | None) -> 
             run.raise_if_stopped()
         score = core(scores)
         run.log({"core_metric": score.value})
-        found = {"CORE metric estimate": estimate(*score)}
+        metric = mean_name("CORE metric", (task.name for task in suite.tasks))
+        found = {f"{metric} estimate": estimate(*score)}
     return found
 
 

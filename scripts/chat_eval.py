@@ -39,7 +39,6 @@ from tasks.base import LaterTurns, Mixture, Task, user, visible
 from tasks.held_out import is_final, require_access
 from tasks.registry import TASKS, eval_task, key_of, why_unavailable
 
-MEAN = "ChatCORE"
 TURNS = 3  # before the questions that show what a model can do later in a chat
 LATER_PROBLEMS = 200  # such questions of each task
 OPENERS = ("Hello! Who are you?", "What can you do?")
@@ -69,8 +68,6 @@ class ChatEval:
     final: bool = False
     """Also evaluate benchmarks that scripts.lab.hold_out declared final, and log the access.
     Without it, they are skipped, or rejected if listed in task_name."""
-    report_dir: str | None = None
-    """Folder for records. Default: report/ under the base directory."""
     dist: DistConfig = field(default_factory=DistConfig)
 
     source: Annotated[Stage, short("i")] = "sft"
@@ -139,7 +136,8 @@ def main(cfg: ChatEval) -> None:
     todo = [task for task in (*tasks, *later) if not (cfg.skip_if_done and task.name in known)]
     named = {key_of(task.name) for task in counted} | missing.keys()
     is_complete = bool(counted) and named >= set(default)
-    means = {MEAN: counted, f"{MEAN} after {TURNS} turns": later}
+    mean = records.mean_name("ChatCORE", (task.name for task in counted))
+    means = {mean: counted, f"{mean} after {TURNS} turns": later}
     wanted = {name for name, parts in means.items() if parts and is_complete}
     if not todo and wanted <= known.keys():
         dist.print0(f"{section}: finished already, skipped")
@@ -176,10 +174,10 @@ def main(cfg: ChatEval) -> None:
         tables = [sample_conversations(engine, cfg, tasks)]
     run_id = checkpoint.state["provenance"]["run_id"]
     origin = records.Provenance(run_id, cfg.sampling.seed, inputs)
-    args = section, flags, values, origin, records.Cost.so_far(dist, started), cfg.report_dir
+    args = section, flags, values, origin, records.Cost.so_far(dist, started)
     if dist.is_main:
         records.write_record(*args, items=items, tables=tables, extend=True)
-        report.update(cfg.report_dir)
+        report.update()
     dist.close()
 
 
@@ -201,8 +199,7 @@ def open_engine(
 
 def recorded_scores(section: str, key: str, cfg: ChatEval) -> dict[str, Estimate]:
     """Scores of the section's record that have this key. Raises UsageError for other code."""
-    path = records.report_folder(cfg.report_dir) / f"{records.slug(section)}.json"
-    record = records.read_if_sound(path) or {"values": {}, "items": {}}
+    record = records.read_record(section) or {"values": {}, "items": {}}
     names = [name for name, entry in record["items"].items() if entry.get("key") == key]
     if names and cfg.skip_if_done:
         records.require_finished_by_same_code(record)

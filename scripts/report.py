@@ -4,7 +4,7 @@ Render report.md and its figures from the records of finished stages, or start a
     python -m scripts.report                     # out/report.md
     python -m scripts.report --out=.             # also a copy here, with figures in dev/report/
 
-Reads   report/ under the base directory
+Reads   report/ under the base directory, or under NANOCHAT_REPORT_DIR
 Writes  report.md and report/figures/ there; with --out, also <out>/report.md and <out>/dev/report/
 """
 
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nanochat import report, summary
-from nanochat.common import base_dir, write_atomic
+from nanochat.common import write_atomic
 from nanochat.config import require_at_least, start
-from nanochat.records import Folder, new_run_id, read_records, report_folder
+from nanochat.records import new_run_id, read_records, report_folder
 
 
 @dataclass(frozen=True)
@@ -27,42 +27,40 @@ class Report:
     hourly_rate: float | None = None
     """Dollars per hour for the whole machine, or for all nodes; saved for later runs. Default:
     rental price of this machine's GPUs; 0 without GPUs."""
-    report_dir: str | None = None
-    """Folder of records. Default: report/ under the base directory."""
 
 
 def main(cfg: Report) -> None:
     require_at_least(cfg, hourly_rate=0)
     if cfg.reset:
-        print(f"new report; moved the old one to {reset(cfg.report_dir)}")
-        report.read_header(report_folder(cfg.report_dir), cfg.hourly_rate)
+        print(f"new report; moved the old one to {reset()}")
+        report.read_header(cfg.hourly_rate)
         return
 
-    path = report.update(cfg.report_dir, cfg.hourly_rate, draw=True)
-    scores = summary.collect_scores(read_records(cfg.report_dir))
+    path = report.update(cfg.hourly_rate, draw=True)
+    scores = summary.collect_scores(read_records())
     print(report.render_table(summary.score_table(scores, summary.show_score)))
     print(path)
     if cfg.out:
-        print(copy(path, report_folder(cfg.report_dir) / "figures", Path(cfg.out)))
+        print(copy(path, Path(cfg.out)))
 
 
-def reset(report_dir: Folder) -> Path:
+def reset() -> Path:
     """Move the records, figures and text of a report to a new folder; returns it."""
-    folder = report_folder(report_dir)
+    folder = report_folder()
     archive = folder.rename(folder.with_name(f"{folder.name}-{new_run_id()}"))
-    for page in () if report_dir else base_dir().glob("report.md"):
+    for page in folder.parent.glob("report.md"):
         page.rename(archive / page.name)
     return archive
 
 
-def copy(report: Path, figures: Path, out: Path) -> Path:
+def copy(report: Path, out: Path) -> Path:
     """Copy the report to `out` and its figures to `out`/dev/report; return the copied report."""
     for old in (out / "dev" / "report").glob("*.svg"):
         old.unlink()
-    figures.mkdir(exist_ok=True)  # a report may have no figures
+    figures = report.parent / "report" / "figures"
     shutil.copytree(figures, out / "dev" / "report", dirs_exist_ok=True)
-    links = f"]({figures.relative_to(report.parent).as_posix()}/"  # other ] are escaped
-    write_atomic(out / "report.md", report.read_text().replace(links, "](dev/report/"))
+    text = report.read_text().replace("](report/figures/", "](dev/report/")  # other ] are escaped
+    write_atomic(out / "report.md", text)
     return out / "report.md"
 
 

@@ -41,8 +41,6 @@ class TokTrain:
     """Name of the tokenizer's folder under tokenizer/."""
     skip_if_done: bool = False
     """Do nothing if the same training has already finished and its tokenizer still exists."""
-    report_dir: str | None = None
-    """Folder of records. Default: report/ under the base directory."""
     data: FirstUseConfig = field(default_factory=FirstUseConfig)
 
     def __post_init__(self) -> None:
@@ -82,7 +80,7 @@ def main(cfg: TokTrain) -> None:
     source = open_text(cfg.data, load_last_source(cfg.tokenizer_tag))
     inputs = {"data": source.fingerprint}
     key = records.stage_key(settings(cfg), inputs)
-    if cfg.skip_if_done and records.find_finished(SECTION, key, cfg.report_dir):
+    if cfg.skip_if_done and records.find_finished(SECTION, key):
         return print(f"{SECTION}: finished already, skipped")
 
     started = time.perf_counter()

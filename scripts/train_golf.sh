@@ -85,9 +85,10 @@ stage "rows" python -m scripts.data "${row[@]}"
 files=""
 for seed in $SEEDS; do
     tag="${TAG:-golf}-$seed"
-    stage "base model, seed $seed" train scripts.golf.base_train "${recipe[@]}" "${row[@]}" "${shape[@]}" \
+    NANOCHAT_REPORT_DIR="$NANOCHAT_BASE_DIR/seeds/$seed" \
+        stage "base model, seed $seed" train scripts.golf.base_train "${recipe[@]}" "${row[@]}" "${shape[@]}" \
         "${train[@]}" "${rates[@]}" --seed="$seed" --model_tag="$tag" --run="${WANDB_RUN:-dummy}" \
-        --resume=auto --skip_if_done --report_dir="$NANOCHAT_BASE_DIR/seeds/$seed" "$@"
+        --resume=auto --skip_if_done "$@"
     stage "artifact, seed $seed" python -m scripts.export --format=artifact --source=base \
         --model_tag="$tag" --out="$NANOCHAT_BASE_DIR/export/$tag.golf" "${limit[@]}"
     files="$files${files:+,}$NANOCHAT_BASE_DIR/export/$tag.golf"

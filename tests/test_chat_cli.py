@@ -179,7 +179,7 @@ def test_S13_errors_tracebacks_and_logs_escape_text(tmp_path, command, capfd):
     assert {text: printable(text) for text in EXPECTED} == EXPECTED
     assert printable("\ud800") == r"\ud800"
     name = "\x1b[2J\u202e"
-    text = command.rejects("report", f"--report_dir={tmp_path / name}")
+    text = command.rejects("tok_train", f"--dataset={tmp_path / name}")
     assert r"\x1b[2J\u202e" in text and "\x1b" not in text
     sys.excepthook(LookupError, LookupError(HOSTILE), None)  # set when a script starts
     assert capfd.readouterr().err == f"LookupError: {SHOWN}\n"

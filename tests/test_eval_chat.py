@@ -82,11 +82,11 @@ def test_chatcore_is_the_mean_of_centered_scores_of_one_run(evaluate, word_list)
     values = evaluate()["values"]
     chance = dict(zip(NAMES, (0.25, 0, 0, 0.25), strict=True))
     centered = [(values[n]["value"] - chance[n]) / (1 - chance[n]) for n in NAMES]
-    assert values["ChatCORE"]["value"] == pytest.approx(mean(centered))
-    assert values["ChatCORE"]["n"] == 16
+    assert values["World chat"]["value"] == pytest.approx(mean(centered))
+    assert values["World chat"]["n"] == 16
     more = evaluate(task_name="|".join([*NAMES, "world_choice", "SimpleSpelling"]))["values"]
-    assert more["ChatCORE"] == values["ChatCORE"] and "SimpleSpelling" in more
-    assert "ChatCORE" not in evaluate(task_name="World-Choice", max_problems=3)["values"]
+    assert more["World chat"] == values["World chat"] and "SimpleSpelling" in more
+    assert "World chat" not in evaluate(task_name="World-Choice", max_problems=3)["values"]
 
 
 def test_recorded_tasks_are_not_evaluated_again(evaluate, capsys):
@@ -109,7 +109,7 @@ def test_later_in_a_chat_the_same_questions_follow_others(evaluate):
         (values[f"{n} after 3 turns"]["value"] - c) / (1 - c)
         for n, c in zip(NAMES, (0.25, 0, 0, 0.25), strict=True)
     )
-    assert values["ChatCORE after 3 turns"]["value"] == pytest.approx(mean_of_later)
+    assert values["World chat after 3 turns"]["value"] == pytest.approx(mean_of_later)
     later = LaterTurns(facts, WorldProblems("test"), [3], 9)
     assert len(later) == 9 and later.locate(4) == (facts, 4)
     for i in range(9):

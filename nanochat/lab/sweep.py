@@ -66,10 +66,8 @@ def sweep_folder() -> Path:
 def code_fingerprint() -> str:
     """Fingerprint of the code and the texts that runs use; docstrings do not count."""
     patterns = ("nanochat/*.py", "scripts/*.py", "tasks/**/*.py")
-    code = sorted(path for each in patterns for path in REPOSITORY.glob(each))
-    code = [path.read_text() for path in code if path.stem not in records.NOT_IN_CODE]
     texts = sorted(REPOSITORY.glob("tasks/world/data/*"))
-    return fingerprint([*map(records.code_digest, code), *map(sha256_file, texts)])
+    return fingerprint([records.digest_code(*patterns), *map(sha256_file, texts)])
 
 
 @dataclass(frozen=True)
@@ -101,7 +99,7 @@ class Job:
     def recorded(self) -> Recorded:
         """Values and item scores of all records of the run."""
         found = Recorded({}, {})
-        for record in records.read_records(self.folder / "report"):
+        for record in records.read_lines(self.folder / "report" / "records.jsonl"):
             found = Recorded(found.values | record["values"], found.items | record["items"])
         return found
 
@@ -163,13 +161,13 @@ class Sweep:
         """Run one command in its own process group; forward a stop request to it."""
         started = time.perf_counter()
         filled = [word.replace("{tag}", job.tag) for word in words]
-        command = [sys.executable, "-m", *filled, f"--report_dir={job.folder / 'report'}"]
+        command = [sys.executable, "-m", *filled]
         with (job.folder / "log.txt").open("a") as log:
             print("$", *map(printable, command[1:]), file=log, flush=True)
             process = subprocess.Popen(
                 command,
                 cwd=REPOSITORY,
-                env={**os.environ, **variables},
+                env={**os.environ, **variables, "NANOCHAT_REPORT_DIR": str(job.folder)},
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -188,9 +186,9 @@ class Sweep:
         return records.read_lines(self.folder / LEDGER)
 
     def cost(self) -> records.Cost:
-        """Time of the sweep. Its device time is 0, because the runs record it."""
+        """Time of the sweep."""
         seconds = sum(entry["seconds"] for entry in self.ledger())
-        return records.Cost(seconds / self.cfg.devices, self.cfg.devices, device_seconds=0.0)
+        return records.Cost(seconds / self.cfg.devices, self.cfg.devices)
 
 
 def environments(devices: int) -> list[dict[str, str]]:

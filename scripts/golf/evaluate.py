@@ -48,8 +48,6 @@ class GolfEval:
     """Size limit in bytes to check against."""
     count_code: bool = True
     """Count the code required to score the artifact toward the limit."""
-    report_dir: str | None = None
-    """Folder for records. Default: report/ under the base directory."""
     data: DataConfig = field(default_factory=DataConfig)
     dist: DistConfig = field(default_factory=DistConfig)
     compile: Compile = "auto"

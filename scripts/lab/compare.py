@@ -43,8 +43,6 @@ class Compare:
     all: str = ""
     """Runs as stage:tag, separated by commas: scores every saved checkpoint on a fixed suite of
     questions instead. Each is compared with the first."""
-    report_dir: str | None = None
-    """Folder of records. Default: report/ under the base directory."""
 
     def __post_init__(self) -> None:
         if self.before == self.after:
@@ -58,34 +56,26 @@ def main(cfg: Compare) -> None:
         side: [parse_checkpoint_ref(ref.strip()) for ref in side.split(",")]
         for side in (cfg.before, cfg.after)
     }
-    runs = {
-        side: [recorded_scores(c, cfg.report_dir) for c in each] for side, each in sides.items()
-    }
+    runs = {side: [recorded_scores(c) for c in each] for side, each in sides.items()}
     first, *others = [run for side in runs.values() for run in side]
-    names = [
-        name
-        for name in first.values
-        if all(
-            name in run.values and summary.sampled_alike(name, first.items, run.items)
-            for run in others
-        )
-    ]
+    names = [name for name in first.values if all(is_shared(name, first, run) for run in others)]
+    if len(others) == 1:
+        values = {name: {side: run.values[name] for side, [run] in runs.items()} for name in names}
+        items = {side: run.items for side, [run] in runs.items()}
+        scores = summary.Scores(values, items)
+        changes = summary.differences(scores, {cfg.after: cfg.before})
+        names, table = [each.metric for each in changes], summary.difference_table(changes)
+    else:
+        found = holm([c for name in names for c in contrasts("", name, runs)])
+        rows = [[c.metric, *c.cells()] for c in found]
+        table = {"title": "Differences", "columns": ["Metric", *CELLS], "rows": rows}
     if left_out := first.values.keys() - names:
-        print(f"not compared, missing or with other sampling settings: {', '.join(left_out)}")
+        print(f"not compared, without the same items and settings: {', '.join(left_out)}")
     if not names:
         raise ValueError(
             f"{cfg.before} and {cfg.after} share no score: evaluate all on the same tasks with the "
             "same settings"
         )
-    if len(others) == 1:
-        values = {name: {side: run.values[name] for side, [run] in runs.items()} for name in names}
-        items = {side: run.items for side, [run] in runs.items()}
-        scores = summary.Scores(values, items)
-        table = summary.difference_table(summary.differences(scores, {cfg.after: cfg.before}))
-    else:
-        found = holm([c for name in names for c in contrasts("", name, runs)])
-        rows = [[c.metric, *c.cells()] for c in found]
-        table = {"title": "Differences", "columns": ["Metric", *CELLS], "rows": rows}
     compared = [each.fingerprint for side in sides.values() for each in side]
     inputs = {"before": fingerprint(compared)}
     origin = records.Provenance(records.new_run_id(), 0, inputs)
@@ -93,7 +83,14 @@ def main(cfg: Compare) -> None:
     report.append_section(section, cfg, {}, origin, tables=[table])
 
 
-def recorded_scores(checkpoint: Checkpoint, report_dir: str | None) -> Recorded:
+def is_shared(name: str, one: Recorded, other: Recorded) -> bool:
+    """Whether both runs have a metric, scored with the same sampling settings."""
+    parts = summary.weights_of(name, other.items)
+    alike = all(one.items.get(x, {}).get("how") == other.items.get(x, {}).get("how") for x in parts)
+    return name in other.values and alike
+
+
+def recorded_scores(checkpoint: Checkpoint) -> Recorded:
     """
     The newest recorded value of every metric of a model; for a base model, also the validation bpb
     in its training log.
@@ -105,15 +102,14 @@ def recorded_scores(checkpoint: Checkpoint, report_dir: str | None) -> Recorded:
     for entry in read_metrics(checkpoint.folder.parent / METRICS_FILE) if stage == "base" else []:
         if entry["step"] == step and "val_bpb" in entry:
             found["val_bpb"] = entry["val_bpb"]
-    for record in records.read_history(report_dir):
+    for record in records.read_history():
         inputs = record["provenance"]["inputs"]
         is_evaluation = not record["provenance"]["outputs"] and "before" not in inputs
         if is_evaluation and inputs.get(stage) == checkpoint.fingerprint:
             for key, value in record["values"].items():
                 if isinstance(value, Mapping) or key in summary.BASE_METRICS:
-                    found[summary.metric_name(record, key)] = value
-            for key, each in record["items"].items():
-                items[summary.metric_name(record, key)] = each
+                    found[key] = value
+            items |= record["items"]
     if not found:
         maker = f"python -m scripts.chat_eval -i {stage} -g {tag} -s {step}"
         raise MissingInput(f"no recorded scores for {stage}:{tag}:{step}", maker)

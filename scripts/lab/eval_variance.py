@@ -31,13 +31,11 @@ SHARE = 0.5  # target ratio of sampling error to item error
 class EvalVariance:
     checkpoints: str = "sft|rl"
     """Checkpoints as stage[:tag[:step]], separated by |."""
-    report_dir: str | None = None
-    """Folder of records. Default: report/ under the base directory."""
 
 
 def main(cfg: EvalVariance) -> None:
     models = {name: parse_checkpoint_ref(name) for name in cfg.checkpoints.split("|")}
-    scores = [recorded_scores(model, cfg.report_dir).values for model in models.values()]
+    scores = [recorded_scores(model).values for model in models.values()]
     rows = []
     for task, first in scores[0].items():
         each = [by_task.get(task) for by_task in scores]

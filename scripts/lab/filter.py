@@ -42,8 +42,6 @@ class Filter:
     """JSONL file to filter, instead of --bucket."""
     tokenizer_tag: str = ""
     """Tokenizer, such as main, for lengths in tokens. Default: lengths are in characters."""
-    report_dir: str | None = None
-    """Folder of records. Default: report/ under the base directory."""
 
 
 def main(cfg: Filter) -> None:

@@ -53,8 +53,6 @@ class Generate:
     """Maximum number of tokens per answer."""
     parallel: int = 16
     """Number of concurrent requests."""
-    report_dir: str | None = None
-    """Folder of records. Default: report/ under the base directory."""
 
     def __post_init__(self) -> None:
         require_at_least(self, parallel=1, max_tokens=1)

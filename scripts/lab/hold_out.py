@@ -31,8 +31,6 @@ class HoldOut:
     Default: none."""
     benchmarks: str = "|".join(BENCHMARKS)
     """Tasks to compare a mixture with, separated by |, besides the final ones."""
-    report_dir: str | None = None
-    """Folder of records. Default: report/ under the base directory."""
 
 
 def main(cfg: HoldOut) -> None:

@@ -81,8 +81,6 @@ class MergeScript:
     """Validation buckets. Default: those of the first model's training run."""
     eval_tokens: int = 131_072
     """Validation tokens per evaluation."""
-    report_dir: str | None = None
-    """Folder of records. Default: report/ under the base directory."""
     dist: DistConfig = field(default_factory=DistConfig)
 
     def __post_init__(self) -> None:

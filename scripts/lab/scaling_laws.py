@@ -73,8 +73,6 @@ class ScalingLaws:
     """Further flags of base_train for all runs."""
     eval_tokens: int = 262_144
     """Validation tokens to score at the end of each run."""
-    report_dir: str | None = None
-    """Folder of the record. Default: report/ under the base directory."""
     sweep: SweepConfig = field(default_factory=SweepConfig)
 
     def __post_init__(self) -> None:

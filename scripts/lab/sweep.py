@@ -91,8 +91,6 @@ class SweepScript:
     """Tasks to evaluate every model on, separated by |. Default: none."""
     eval_flags: str = ""
     """Extra flags for scripts.chat_eval."""
-    report_dir: str | None = None
-    """Folder of the sweep's record. Default: report/ under the base directory."""
     sweep: SweepConfig = field(default_factory=SweepConfig)
 
     @property

@@ -50,8 +50,6 @@ class Watch:
     follow: bool = False
     """Wait for further checkpoints until the run has finished or is found broken, or for an hour
     without a new one."""
-    report_dir: str | None = None
-    """Folder of records. Default: report/ under the base directory."""
     dist: DistConfig = field(default_factory=DistConfig)
 
 

@@ -49,8 +49,6 @@ class RecursionEval:
     """Folders of plain models to compare at equal cost: FLOPs, tokens or parameters."""
     eval_tokens: int | None = None
     """Validation tokens to score. Default: 10,485,760; 262,144 on a CPU."""
-    report_dir: str | None = None
-    """Folder for records. Default: report/ under the base directory."""
     data: DataConfig = field(default_factory=DataConfig)
     dist: DistConfig = field(default_factory=DistConfig)
     compile: Compile = "auto"

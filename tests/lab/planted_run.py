@@ -44,5 +44,4 @@ elif module == "scripts.base_train":
         "Number of training tokens": tokens,
         "Final validation bpb": 1 + 60 * n**-0.35 + 200 * tokens**-0.4,
     }
-made, folder = Provenance("run", 0), Path(flags["report_dir"])
-write_record(module, flags, values, made, Cost(0.0), folder, items=items)
+write_record(module, flags, values, Provenance("run", 0), Cost(0.0), items=items)

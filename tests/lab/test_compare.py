@@ -45,7 +45,7 @@ def test_models_are_compared_on_paired_items(tuned, command):
         flags = f"--model_tag=one --model_step={step} --suite=embedded --max_per_task=10"
         command.works("base_eval", *flags.split(), "--dtype=float32")
         values = read_json(tuned / "report" / "base-model-evaluation.json")["values"]
-        core[step] = values["CORE metric"]["value"]
+        core[step] = values["World few-shot"]["value"]
         command.works(*EVAL, "-i", "base", "-g", "one", "-s", str(step), "-a", "world_choice")
     command.works(*pair)
     rows = comparison(tuned)
