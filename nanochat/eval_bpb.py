@@ -65,39 +65,36 @@ def bits_per_byte(
     token_bytes: np.ndarray,
     dist: DistContext,
     stop: StopRequest | None = None,
-    n: int = 1,
-) -> list[Bpb]:
+) -> Bpb:
     """
     Score this rank's `batches` of (tokens, targets), both (B, T) int64, and sum over ranks.
 
-    score: for example `model.token_losses`; returns the nats of each target, (B, T) for one model
-    or (n, B, T) for `n` models.
+    score: for example `model.token_losses`; returns the nats of each target, (B, T).
     token_bytes: (V,) length of each token in bytes, 0 for special tokens.
     Sums are accumulated in float64, so the result does not depend on batch size or number of ranks.
     Raises StopRequested on every rank if `stop` is asked on any rank, and UsageError if a sum is
     not finite.
     """
-    nats, counts = np.zeros((2, n)), np.zeros(3)  # with bytes, and of all targets; and bytes
+    sums = np.zeros(5)  # nats and number of targets with bytes, the same of all targets, bytes
     stopped = False
     for tokens, targets in batches:
         if stopped := stop is not None and stop.asked:
             break
         lengths = np.where(targets == IGNORE, 0, token_bytes[targets.clip(min=0)])  # (B, T)
         x, y = (torch.from_numpy(each).to(dist.device) for each in (tokens, targets))
-        losses = score(x, y).to(torch.float32).reshape(n, *y.shape).cpu().double().numpy()
+        losses = score(x, y).to(torch.float32).cpu().double().numpy()
         masks = lengths > 0, targets != IGNORE
-        nats += [np.where(mask, losses, 0.0).sum(axis=(1, 2)) for mask in masks]
-        counts += [each.sum() for each in (*masks, lengths)]
+        parts = [(np.where(mask, losses, 0.0).sum(), mask.sum()) for mask in masks]
+        sums += [*parts[0], *parts[1], lengths.sum()]
     if dist.any(stopped):
         raise StopRequested
-    sums = dist.sum(*nats.flat, *counts)
-    tokens, all_tokens, num_bytes = map(round, sums[2 * n :])
-    if not np.isfinite(sums).all():
+    nats, tokens, all_nats, all_tokens, num_bytes = dist.sum(*sums)
+    if not math.isfinite(all_nats):
         raise UsageError(
-            f"the loss on {all_tokens:,} tokens is {sum(sums[n : 2 * n])}: the weights are corrupt",
+            f"the loss on {all_tokens:,.0f} tokens is {all_nats}: the weights are corrupt",
             "use an earlier checkpoint or retrain with lower learning rates",
         )
-    return [Bpb(sums[i], num_bytes, tokens, sums[n + i], all_tokens) for i in range(n)]
+    return Bpb(nats, round(num_bytes), round(tokens), all_nats, round(all_tokens))
 
 
 # ---- Validation rows -----------------------------------------------------------------------------
@@ -173,29 +170,17 @@ class Validation:
         Metrics by name: `val_bpb`, `val_loss` (nats per target), and `val_bpb:<bucket>` if there
         are several. `score` and errors as in `bits_per_byte`.
         """
-        return val_metrics({n: s[0] for n, s in self.sums(score, device_rows, stop).items()})
-
-    def sums(
-        self,
-        score: Callable[[Tensor, Tensor], Tensor],
-        device_rows: int,
-        stop: StopRequest | None = None,
-        n: int = 1,
-    ) -> dict[str, list[Bpb]]:
-        """`bits_per_byte` of each bucket."""
-        args = (self.token_bytes, self.dist, stop, n)
-        return {
-            name: bits_per_byte(score, self.batches(name, device_rows), *args) for name in self.rows
+        found = {
+            name: bits_per_byte(
+                score, self.batches(name, device_rows), self.token_bytes, self.dist, stop
+            )
+            for name in self.rows
         }
-
-
-def val_metrics(found: Mapping[str, Bpb]) -> dict[str, float]:
-    """Metrics of the validation rows of all buckets; see `Validation.score`."""
-    whole = pool(found.values())
-    metrics = {"val_bpb": whole.value, "val_loss": whole.loss}
-    if len(found) > 1:
-        metrics |= {f"val_bpb:{name}": bpb.value for name, bpb in found.items()}
-    return metrics
+        whole = pool(found.values())
+        metrics = {"val_bpb": whole.value, "val_loss": whole.loss}
+        if len(found) > 1:
+            metrics |= {f"val_bpb:{name}": bpb.value for name, bpb in found.items()}
+        return metrics
 
 
 # ---- Whole documents -----------------------------------------------------------------------------
@@ -242,7 +227,7 @@ def document_bpb(
     mine = itertools.islice(pieces, dist.rank, None, dist.world_size)
     grouped = iter(lambda: list(itertools.islice(mine, rows)), [])  # until none is left
     batches = (fill_batch(*np.stack(group, axis=1), rows=rows) for group in grouped)
-    [found] = bits_per_byte(model.token_losses, batches, tokenizer.token_bytes(), dist)
+    found = bits_per_byte(model.token_losses, batches, tokenizer.token_bytes(), dist)
     num_bytes = sum(len(text.encode()) for text in texts)
     assert found.bytes == num_bytes, f"scored {found.bytes} bytes, but the texts have {num_bytes}"
     return found

@@ -84,7 +84,7 @@ def main(cfg: BaseLoss) -> None:
 
     def packed_bpb(batches: Iterator[np.ndarray]) -> Bpb:
         scored, sizes = row_batches(batches, step_rows), tokenizer.token_bytes()
-        return bits_per_byte(model.token_losses, scored, sizes, dist)[0]
+        return bits_per_byte(model.token_losses, scored, sizes, dist)
 
     most = min(most, rows.num_rows)
     train = packed_bpb(train_batches(rows, most, step_rows, seed, dist))

@@ -91,7 +91,7 @@ def measure(
         found["accuracy"] = sum(scores) / len(scores)
     if text:
         sizes = tokenizer.token_bytes()
-        [bpb] = bits_per_byte(model.token_losses, text, sizes, dist)
+        bpb = bits_per_byte(model.token_losses, text, sizes, dist)
         found["text"] = bpb.nats / bpb.tokens / math.log(len(sizes))
     return found
 
@@ -144,7 +144,7 @@ def check_rows(
     def score(x, y):  # attention stays within each conversation of a row
         return model.token_losses(x, y, document_segments(x, tokenizer.bos_id))
 
-    [found] = bits_per_byte(score, [inputs_and_targets(rows)], tokenizer.token_bytes(), dist)
+    found = bits_per_byte(score, [inputs_and_targets(rows)], tokenizer.token_bytes(), dist)
     gap = first_loss / found.loss - 1
     return {"loss_mask": mask_errors(rows, tokenizer), "first_loss": abs(gap)}
 

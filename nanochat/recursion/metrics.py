@@ -13,7 +13,7 @@ from itertools import pairwise
 import torch
 
 from nanochat.common import StopRequest
-from nanochat.eval_bpb import Batch, Validation, pool, val_metrics
+from nanochat.eval_bpb import Batch, Validation
 from nanochat.optim import MuonAdamW
 from nanochat.recursion.model import RecursiveConfig, RecursiveGPT
 
@@ -22,15 +22,15 @@ def validation_metrics(
     model: RecursiveGPT, validation: Validation, device_rows: int, stop: StopRequest
 ) -> dict[str, float]:
     """Validation metrics of the last loop, those of every loop, and those of the states."""
-    loops = model.cfg.n_loops
-    score = partial(model.losses_by_loop, loops=loops)
-    found = validation.sums(score, device_rows, stop, loops)
-    by_loop = [pool(bpb).value for bpb in zip(*found.values(), strict=True)]
-    batches = itertools.chain.from_iterable(validation.batches(n, device_rows) for n in found)
+    by_loop, metrics = [], {}
+    for loops in range(1, model.cfg.n_loops + 1):
+        metrics = validation.score(partial(model.losses_after, loops), device_rows, stop)
+        by_loop.append(metrics["val_bpb"])
+    batches = (validation.batches(name, device_rows) for name in validation.rows)
     return {
-        **val_metrics({name: bpb[-1] for name, bpb in found.items()}),
+        **metrics,
         **loop_metrics(by_loop),
-        **state_metrics(model, batches),
+        **state_metrics(model, itertools.chain.from_iterable(batches)),
     }
 
 

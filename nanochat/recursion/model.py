@@ -285,13 +285,12 @@ class RecursiveGPT(GPT):
         self.noted[name] = self.noted.get(name, 0) + value
 
     @torch.no_grad()
-    def losses_by_loop(self, tokens: Tensor, targets: Tensor, loops: int) -> Tensor:
-        """Return `token_losses` after each of `loops` loops: (loops, B, T) float32."""
-        inputs, found = self.begin(tokens), []
-        for k, state in enumerate(self.states(inputs, loops), start=1):
-            hidden = self.read_out(inputs, state, k)
-            found.append(token_losses(hidden, self.head.weight, targets, self.compiled))
-        return torch.stack(found)
+    def losses_after(self, loops: int, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Return `token_losses` (B, T) after `loops` loops."""
+        inputs = self.begin(tokens)
+        *_, state = self.states(inputs, loops)
+        hidden = self.read_out(inputs, state, loops)
+        return token_losses(hidden, self.head.weight, targets, self.compiled)
 
     @torch.no_grad()
     def trace(self, tokens: Tensor, loops: int) -> tuple[Tensor, Tensor]:

@@ -202,7 +202,7 @@ class RowScorer:
         """Bits of each row over the mean bytes of a row; their mean is the bits per byte."""
         self.model.load_state_dict(tensors)
         sizes = self.tokenizer.token_bytes()
-        found = [bits_per_byte(self.nats, [row], sizes, self.dist)[0] for row in self.rows]
+        found = [bits_per_byte(self.nats, [row], sizes, self.dist) for row in self.rows]
         mean_bytes = fmean(row.bytes for row in found)
         return [row.nats / math.log(2) / mean_bytes for row in found]
 

@@ -151,13 +151,14 @@ def score_loops(cfg: RecursionEval, checkpoint: Checkpoint, dist: DistContext) -
         mine = rows.val_batches(size, max(1, tokens // T), dist.rank, dist.world_size)
         return row_batches(mine, size)
 
-    score, loops = model.token_losses, 1
+    scores: list[Any] = [model.token_losses]
     if isinstance(model, RecursiveGPT):
-        loops = 2 * model.cfg.n_loops
-        score = partial(model.losses_by_loop, loops=loops)
+        scores = [partial(model.losses_after, k) for k in range(1, 2 * model.cfg.n_loops + 1)]
         states = state_metrics(model, batches())
-    bpb = bits_per_byte(score, batches(), token_bytes, dist, n=loops)
-    by_loop = {k: found.value for k, found in enumerate(bpb, start=1)}
+    by_loop = {
+        k: bits_per_byte(score, batches(), token_bytes, dist).value
+        for k, score in enumerate(scores, start=1)
+    }
     metrics = read_metrics(checkpoint.folder.parent / METRICS_FILE)
     steps = [line for line in metrics if "loss" in line]
     scored = LoopScores(checkpoint, model, by_loop, states, steps)
