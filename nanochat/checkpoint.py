@@ -44,6 +44,7 @@ SCRIPTS = {
 }
 # + _checkpoints
 FOLDERS = {"base": "base", "mid": "mid", "sft": "chatsft", "dpo": "chatdpo", "rl": "chatrl"}
+ASIDE = ".before-"  # in the folder name of a run that was replaced
 CHECKPOINT_REF = re.compile(r"(?P<stage>\w+)(:(?P<tag>[^:]+)(:(?P<step>\d+))?)?")
 
 
@@ -186,9 +187,14 @@ def step_folders(folder: Path) -> dict[int, Path]:
 
 
 def saved_tags(stage: str) -> list[str]:
-    """Tags of a stage that have a checkpoint, the most recently saved first."""
+    """
+    Tags of a stage that have a checkpoint, the most recently saved first; without runs that a later
+    one has moved aside.
+    """
     saved = {}
     for path in stage_folder(stage).glob("*/step_*"):
+        if ASIDE in path.parent.name:
+            continue
         state = newest_state(path.parent)
         saved[path.parent.name] = state["saved_at"] if state else ""
     return sorted(saved, key=lambda tag: (saved[tag], tag), reverse=True)
@@ -287,8 +293,8 @@ class CheckpointChoice:
 
 def lineage(state: Mapping[str, Any]) -> dict[str, Any]:
     """
-    State to carry over when the model is saved elsewhere: its source, provenance and batch size in
-    tokens (RL has none).
+    State to carry over when the model is saved elsewhere: its source, provenance and, if known,
+    batch size in tokens.
     """
     batch = {k: v for k, v in state["identity"].items() if k == "batch_tokens"}
     return {"source": state["source"], "provenance": state["provenance"], "identity": batch}

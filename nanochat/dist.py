@@ -53,7 +53,7 @@ class DistConfig:
     """Dtype of activations and matmuls; master weights are float32. fp8: bfloat16 with fp8 matmuls
     in training (Ada, Hopper and later GPUs). float16: for GPUs before Ampere; training scales the
     loss. Default: bfloat16 if the hardware supports it natively (including CPUs with AVX512-BF16 or
-    AMX), else float32; in base training from depth 20 on Hopper: fp8."""
+    AMX), else float32; scripts.base_train from depth 20 on Hopper: fp8."""
     deterministic: bool = False
     """Use only deterministic algorithms, for bit-identical runs; slower on a GPU."""
     collective_timeout_minutes: float = 10.0

@@ -11,7 +11,7 @@ Learning", 2022, arXiv:2209.05433.
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from nanochat.common import UsageError
 
@@ -69,11 +69,15 @@ def fp8_linear(x: Tensor, weight: Tensor) -> Tensor:
     return y.view(*x.shape[:-1], -1)
 
 
-def enable_fp8(model: nn.Module, device: torch.device) -> None:
+def enable_fp8(model: Any, device: torch.device) -> None:
     """
-    Train the matrices inside the layers and the LM head in fp8, which multiplies multiples of 16
-    only. Embeddings, gates and attention are unchanged. Raises UsageError if the GPU has no fp8.
+    Train the matrices inside the layers of a GPT and its LM head in fp8, which multiplies multiples
+    of 16 only. Embeddings, gates and attention are unchanged. Raises UsageError if the GPU has no
+    fp8, or if the rows do not have a multiple of 16 tokens.
     """
+    if model.cfg.max_seq_len % 16:
+        problem = f"fp8 needs a multiple of 16 tokens per row, not {model.cfg.max_seq_len}"
+        raise UsageError(problem, "change --max_seq_len, or use --dtype=bfloat16")
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         name = torch.cuda.get_device_name(device)
         raise UsageError(f"fp8 does not work on {name}", "omit --dtype=fp8")

@@ -178,7 +178,10 @@ def token_losses(hidden: Tensor, head: Tensor, targets: Tensor, compiled: bool =
 
 
 def chunks(num_tokens: int, head: Tensor) -> Iterator[slice]:
-    """Slices of tokens whose logits fit in a CPU cache, or in a small part of a GPU's memory."""
-    rows = max(16, CHUNK_ELEMENTS.get(head.device.type, 1 << 25) // len(head))
+    """
+    Slices of tokens whose logits fit in a CPU cache, or in a small part of a GPU's memory: a
+    multiple of 16, as fp8 needs it.
+    """
+    rows = max(1, CHUNK_ELEMENTS.get(head.device.type, 1 << 25) // len(head) // 16) * 16
     for i in range(0, num_tokens, rows):
         yield slice(i, i + rows)

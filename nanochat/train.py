@@ -35,6 +35,7 @@ from torch import Tensor
 from nanochat import common, optim, records, report
 from nanochat.attention import choose_backend
 from nanochat.checkpoint import (
+    ASIDE,
     SCRIPTS,
     Checkpoint,
     CorruptCheckpoint,
@@ -634,7 +635,7 @@ class Run:
         """
         if self.logger is None and self.dist.is_main:
             if self.replaces and step_folders(self.folder):
-                aside = self.folder.rename(f"{self.folder}.before-{records.new_run_id()}")
+                aside = self.folder.rename(f"{self.folder}{ASIDE}{records.new_run_id()}")
                 self.dist.print0(f"moved the checkpoints of an earlier run to {aside}")
             name, run_id = self.cfg.run, self.state["provenance"]["run_id"]
             about = (name, run_id, self.settings, self.first_step, self.num_steps)

@@ -63,6 +63,8 @@ def main(cfg: Data) -> None:
         print(f"{empty} of the training files without text")
     print(printable(f"{rows.folder}: {seconds:.1f} s, {speed:.1f} MB of text per second"))
     save_last_source(source.describe(), cfg.tokenizer_tag)
+    num = len(source.train_shards)
+    print(f"base training reads these {num} training shards, unless it has --num_shards")
 
 
 def discard_damaged(rows: Rows) -> None:
