@@ -265,7 +265,7 @@ def init_dist(cfg: DistConfig = DistConfig(), seed: int = 0, steady: bool = True
     if cfg.deterministic:
         env.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
         torch.use_deterministic_algorithms(True)
-    torch.manual_seed(seed)
+    torch.manual_seed(seed % 2**63)
     fp8 = cfg.dtype == "fp8"
     name = "bfloat16" if fp8 else cfg.dtype
     dtype = getattr(torch, name) if name else default_dtype(device)

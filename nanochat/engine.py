@@ -56,8 +56,6 @@ class Sampling:
 
     def __post_init__(self) -> None:
         require_at_least(self, max_new_tokens=1, temperature=0, top_k=1, min_p=0)
-        if not -(1 << 63) <= self.seed < 1 << 63:
-            raise ValueError(f"seed {self.seed} is too large; use one of at most 63 bits")
         if not self.temperature < math.inf:
             raise ValueError(f"temperature must be finite, got {self.temperature}")
         if not 0 < self.top_p <= 1:
@@ -563,12 +561,10 @@ class Engine:
 COMPILED_ENGINE_TOKENS = 1_000_000
 
 
-def choose_engine_compile(wanted: bool | None, device: torch.device, most_tokens: int) -> bool:
+def choose_engine_compile(device: torch.device, most_tokens: int = 0) -> bool:
     """
-    Whether to compile the decode step: as `wanted`; by default on a GPU, and on a CPU for many
-    tokens. most_tokens: maximum number of tokens to generate.
+    Whether to compile the decode step: on a GPU, and on a CPU for many tokens. most_tokens: maximum
+    number of tokens to generate.
     """
-    if wanted is not None:
-        return wanted
     pays = device.type == "cuda" or (device.type == "cpu" and most_tokens >= COMPILED_ENGINE_TOKENS)
     return pays and has_compiler()

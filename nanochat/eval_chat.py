@@ -7,13 +7,11 @@ Items are split among ranks and outcomes gathered, so results depend neither on 
 nor on the batch size, except for rounding.
 """
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from nanochat import records, stats
 from nanochat.attention import fill_batches, pad_right
 from nanochat.chat_format import Message, render_fitting
 from nanochat.dist import DistContext
@@ -56,8 +54,7 @@ def longest_prompt(engine: Engine, max_new_tokens: int) -> int:
 
 
 def trim(prompt: list[int], most: int) -> list[int]:
-    """Truncate a prompt to `most` tokens on the left, keeping its BOS."""
-    most = max(2, most)
+    """Truncate a prompt to `most` tokens (at least 2) on the left, keeping its BOS."""
     return prompt if len(prompt) <= most else prompt[:1] + prompt[1 - most :]
 
 
@@ -68,13 +65,9 @@ def render_prompts(
     Prompts of at most `most` tokens, and how many of them lack a part of the question. The oldest
     turns are dropped first, then the beginning of the question.
     """
-    prompts, num_truncated = [], 0
-    for messages in conversations:
-        answered = len(messages) > 1 and messages[-1]["role"] == "assistant"
-        prompt = render_fitting(tokenizer, messages[:-1] if answered else messages, most)
-        num_truncated += len(prompt) > most
-        prompts.append(trim(prompt, most))
-    return prompts, num_truncated
+    asked = (m[:-1] if m[-1]["role"] == "assistant" else m for m in conversations)
+    prompts = [render_fitting(tokenizer, messages, most) for messages in asked]
+    return [trim(prompt, most) for prompt in prompts], sum(len(p) > most for p in prompts)
 
 
 # ---- Scores --------------------------------------------------------------------------------------
@@ -137,18 +130,3 @@ def gather_result(
 def item_means(outcomes: Outcomes) -> list[float]:
     """Score of each item: the mean over its answers."""
     return [sum(scores) / len(scores) for scores in outcomes]
-
-
-def estimate_score(outcomes: Outcomes, clusters: list[str], sampled: bool) -> dict[str, Any]:
-    """
-    A score for the record: mean, number of items n, answers per item k, and the standard error,
-    split into the parts from items and from sampling. One sampled answer per item cannot separate
-    the two.
-    """
-    value, n, se = stats.mean(item_means(outcomes), clusters)
-    k = len(outcomes[0])
-    if k > 1 and n > 1:
-        repeat_se = stats.repeat_error(outcomes)
-        item_se = math.sqrt(max(se**2 - repeat_se**2, 0.0))  # NaN stays NaN
-        return records.estimate(value, n, math.hypot(item_se, repeat_se), k, item_se, repeat_se)
-    return records.estimate(value, n, se, k, *((None, None) if sampled else (se, 0.0)))

@@ -98,8 +98,8 @@ Record = Mapping[str, Any]
 TIME_FORMAT = "%Y-%m-%d %H:%M:%S"
 # Settings that do not affect the result: a finished stage stays finished when they change.
 NOT_IN_KEY = frozenset(
-    "run skip_if_done resume keep allow_data_change device_batch_size "
-    "collective_timeout_minutes save_every canaries compile_engine".split()
+    "run skip_if_done resume keep allow_data_change device_batch_size final unsafe_exec "
+    "collective_timeout_minutes save_every canaries".split()
 )
 STARTED = time.perf_counter()  # this module is imported when a process starts
 
@@ -147,14 +147,9 @@ def inherited_run_id(inputs: Mapping[str, str]) -> str:
     return new_run_id()
 
 
-def estimate(value: float, n: int, se: float, *repeats: float | None) -> dict[str, Any]:
-    """
-    A measured value with its number of items and standard error. For items sampled k times,
-    `repeats` has three values: k, the error due to the choice of items, and the error due to
-    the repeats.
-    """
-    names = ("k", "item_se", "repeat_se")
-    return {"value": value, "n": n, "se": se, **dict(zip(names, repeats, strict=False))}
+def estimate(value: float, n: int, se: float, k: int = 1) -> dict[str, Any]:
+    """A measured value with its number of items, standard error, and number of answers per item."""
+    return {"value": value, "n": n, "se": se, **({"k": k} if k > 1 else {})}
 
 
 def item_scores(
@@ -262,10 +257,11 @@ def write_record(
     metrics: Path | None = None,
     files: Iterable[Path] = (),
     commits: Sequence[str] = (),
+    key: str | None = None,
     extend: bool = False,
 ) -> Path:
     """
-    Record a stage; call it on rank 0, once at its end or, with `extend`, after each part.
+    Record a stage; call it on rank 0, once at its end.
 
     settings    the whole config (`config.settings`), in order
     values      name -> number, text, or `estimate`, in report order; without those of None
@@ -275,14 +271,15 @@ def write_record(
     metrics     the run's metrics.jsonl (`logger`), for the figures
     files       output files or directories; `find_finished` checks their content later
     commits     commits of all attempts of a run, by default the current one
-    extend      merge into the section's last record if it has the same inputs (`extend_record`)
+    key         what determines the result; default: `stage_key` of all settings
+    extend      merge into the section's last record if it has the same key (`extend_record`)
 
     Safe to call from concurrent processes. Returns the path of the record.
     """
     record = {
         "section": section,
         "timestamp": time.strftime(TIME_FORMAT),
-        "key": stage_key(settings, provenance.inputs),
+        "key": key or stage_key(settings, provenance.inputs),
         "settings": settings,
         "values": {name: value for name, value in values.items() if value is not None},
         "items": items,
@@ -319,9 +316,9 @@ def command_line() -> str:
 def extend_record(old: Record, new: dict[str, Any], changed: Iterable[str]) -> dict[str, Any]:
     """
     The record `new`, with the tables, costs and, unless `changed`, the values and items of `old` if
-    it has the same inputs and code.
+    it has the same key and code.
     """
-    if old["provenance"]["inputs"] != new["provenance"]["inputs"] or old["code"] != new["code"]:
+    if (old["key"], old["code"]) != (new["key"], new["code"]):
         return new
     for part in ("values", "items"):
         new[part] = {k: x for k, x in old[part].items() if k not in changed} | new[part]

@@ -275,11 +275,9 @@ def escape(text: str) -> str:
 def format_value(value: Any) -> str:
     """Format a value for the report."""
     if isinstance(value, Mapping):  # an estimate
-        text, n = " +- ".join(format_value(value[name]) for name in ("value", "se")), value["n"]
-        if value.get("k", 1) == 1:
-            return f"{text} (n={n:,})"
-        items, repeats = (format_value(value[name]) for name in ("item_se", "repeat_se"))
-        return f"{text} (n={n:,}, k={value['k']}; items {items}, repeats {repeats})"
+        text = " +- ".join(format_value(value[name]) for name in ("value", "se"))
+        answers = f", k={value['k']}" if "k" in value else ""
+        return f"{text} (n={value['n']:,}{answers})"
     if isinstance(value, list | tuple):
         return ", ".join(map(format_value, value))
     if isinstance(value, float):

@@ -28,7 +28,6 @@ from nanochat.engine import Completion, Engine, Sampling
 from nanochat.eval_chat import (
     Questions,
     clusters_of,
-    estimate_score,
     item_means,
     longest_prompt,
     render_prompts,
@@ -352,8 +351,6 @@ def compare_results(
         for when, outcomes in (("before", before.held_out), ("after", after.held_out)):
             rates, name = pass_rates(outcomes, k), f"pass@{k} {when}"
             values[name] = records.estimate(*stats.mean(rates, clusters))
-            if k == 1:
-                values[name] = estimate_score(outcomes, clusters, sampled=True)  # its two errors
         items[name] = records.item_scores(questions, rates, clusters)
     old, new = item_means(before.held_out), item_means(after.held_out)
     values |= change("pass@1", old, new, clusters)

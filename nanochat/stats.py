@@ -11,13 +11,11 @@ to Evals", arXiv:2411.00640.
 
 import math
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Literal, NamedTuple
 
 import numpy as np
 
 NOISE = 2.0  # differences within this many standard errors are noise
-LEVEL = 0.05  # differences with a higher p-value are noise
 
 Verdict = Literal["better", "worse", "within noise"]
 
@@ -49,12 +47,6 @@ def mean(
     return Estimate(float(values.mean()), n, se)
 
 
-def proportion(successes: int, n: int) -> Estimate:
-    """Proportion `successes` / `n` with the binomial standard error."""
-    p = successes / n
-    return Estimate(p, n, math.sqrt(p * (1 - p) / n))
-
-
 def center_accuracy(accuracy: Estimate, baseline: float) -> Estimate:
     """Rescale accuracy so that chance level (`baseline`) is 0 and perfect is 1."""
     scale = 1 - baseline
@@ -82,19 +74,15 @@ class Comparison(NamedTuple):
     won: int
     """Number of items with a higher score than before."""
     lost: int
-    p: float
-    """Two-sided p-value."""
 
     @property
     def verdict(self) -> Verdict:
-        return verdict(self.difference, self.se, self.p)
+        return verdict(self.difference, self.se)
 
 
-def verdict(difference: float, se: float, p: float = 0.0) -> Verdict:
-    """
-    Return "better" or "worse" if |difference| > NOISE * se and p < LEVEL; assumes higher is better.
-    """
-    if not abs(difference) > NOISE * se or p >= LEVEL:
+def verdict(difference: float, se: float) -> Verdict:
+    """Return "better" or "worse" if |difference| > NOISE * se; assumes higher is better."""
+    if not abs(difference) > NOISE * se:
         return "within noise"
     return "better" if difference > 0 else "worse"
 
@@ -107,46 +95,21 @@ def compare(
     """
     Compare two runs item by item, which removes item difficulty from the standard error.
 
-    For scores of 0 and 1, p is from the exact sign test on the items that changed (McNemar,
-    "Sampling error of the difference between correlated proportions", 1947); for other scores, and
-    with clusters of several items, from the normal distribution. Raises ValueError if the numbers
-    of items differ.
+    Raises ValueError if the numbers of items differ.
     """
     if len(before) != len(after):
         raise ValueError(f"{len(before)} scores cannot be paired with {len(after)}")
     change = np.asarray(after, dtype=np.float64) - np.asarray(before, dtype=np.float64)
     difference, n, se = mean(change.tolist(), clusters)
-    won, lost = int((change > 0).sum()), int((change < 0).sum())
-    shared = clusters is not None and len(set(clusters)) < n
-    is_binary = bool(np.isin(change, (-1, 0, 1)).all())
-    p = sign_test(won, lost) if is_binary and not shared else normal_test(difference, se)
-    return Comparison(difference, se, n, won, lost, p)
-
-
-def sign_test(won: int, lost: int) -> float:
-    """Exact two-sided p-value of `won` against `lost` under a fair coin."""
-    n = won + lost
-    # C(n, k) for k from 0 to min(won, lost)
-    terms = accumulate(range(min(won, lost)), lambda x, i: x * (n - i) // (i + 1), initial=1)
-    return min(1.0, 2 * sum(terms) / 2**n)
-
-
-def normal_test(difference: float, se: float) -> float:
-    """Two-sided p-value of a difference from the normal distribution."""
-    return math.erfc(abs(difference) / se / math.sqrt(2)) if se else float(difference == 0)
+    return Comparison(difference, se, n, int((change > 0).sum()), int((change < 0).sum()))
 
 
 def combine(parts: Sequence[Comparison], weights: Sequence[float]) -> Comparison:
-    """
-    Comparison of a weighted sum of independent metrics, such as a mean over tasks.
-
-    p is from the normal distribution; a single part keeps its exact p.
-    """
+    """Comparison of a weighted sum of independent metrics, such as a mean over tasks."""
     difference = math.fsum(w * c.difference for w, c in zip(weights, parts, strict=True))
     se = math.hypot(*(w * c.se for w, c in zip(weights, parts, strict=True)))
-    p = parts[0].p if len(parts) == 1 else normal_test(difference, se)
-    n, won, lost = (sum(counts) for counts in zip(*(c[2:5] for c in parts), strict=True))
-    return Comparison(difference, se, n, won, lost, p)
+    n, won, lost = (sum(counts) for counts in zip(*(c[2:] for c in parts), strict=True))
+    return Comparison(difference, se, n, won, lost)
 
 
 # ------------------------------------------------------------------------------------------------
@@ -161,12 +124,3 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
     """
     total = math.comb(n, k)
     return (total - math.comb(n - correct, k)) / total
-
-
-def repeat_error(scores: Sequence[Sequence[float]]) -> float:
-    """
-    Part of the standard error of the mean of `scores[item][repeat]` that comes from sampling the
-    answers, by one-way analysis of variance; scales as 1 / sqrt(number of repeats).
-    """
-    table = np.asarray(scores, dtype=np.float64)  # (n, k)
-    return math.sqrt(float(table.var(axis=1, ddof=1).mean()) / table.size)

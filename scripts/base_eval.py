@@ -10,7 +10,6 @@ Reads   base_checkpoints/<tag>/ or a Hugging Face model, and the suite: DCLM's e
 Writes  the section "Base model evaluation"; for a Hugging Face model, "Evaluation of <model>"
 """
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +23,8 @@ from nanochat.checkpoint import find_checkpoint, load_inference
 from nanochat.common import MissingInput, fingerprint, sha256_file
 from nanochat.config import require_at_least, settings, short, start
 from nanochat.dist import DistConfig, DistContext, init_dist
-from nanochat.eval_core import Suite, TaskScore, core, evaluate_task, open_suite
+from nanochat.eval_core import TaskScore, core, evaluate_task, open_suite
+from nanochat.train import skip_if_finished
 from tasks.builtin import choose_bundle
 from tasks.held_out import require_access
 
@@ -56,7 +56,7 @@ class BaseEval:
     only_fetch: bool = False
     """Only download or generate the tasks and print a description; needs no model."""
     skip_if_done: bool = False
-    """Skip tasks that were already evaluated with this checkpoint and these settings."""
+    """Do nothing if this checkpoint was already evaluated with these settings."""
     dist: DistConfig = field(default_factory=DistConfig)
 
     def __post_init__(self) -> None:
@@ -64,7 +64,6 @@ class BaseEval:
 
 
 def main(cfg: BaseEval) -> None:
-    started = time.perf_counter()
     if cfg.only_fetch:
         return print(open_suite(choose_bundle(cfg.suite, cfg.eval_bundle, None)).about)
     dist = init_dist(cfg.dist)
@@ -81,9 +80,7 @@ def main(cfg: BaseEval) -> None:
         inputs = {**origin["inputs"], "base": checkpoint.fingerprint}
     suite = dist.on_main(lambda: open_suite(choose_bundle(cfg.suite, cfg.eval_bundle, dataset)))
     inputs["suite"] = suite.fingerprint
-    scores = dist.on_main(lambda: load_scores(cfg, section, inputs, suite))
-    if len(scores) == len(suite.tasks):
-        dist.print0(f"{section}: finished already, skipped")
+    if skip_if_finished(section, settings(cfg), inputs, cfg, dist):
         return dist.close()
 
     names, who = [task.name for task in suite.tasks], {"checkpoint": name, "section": section}
@@ -91,22 +88,27 @@ def main(cfg: BaseEval) -> None:
     if checkpoint is not None:
         model, tokenizer = load_inference(checkpoint, dist)
     dist.print0(f"{name} on {suite.about}")
-    for task in suite.tasks[len(scores) :]:
+    scores = []
+    for task in suite.tasks:
         scores.append(evaluate_task(model, tokenizer, task, dist, cfg.max_per_task))
         dist.print0(describe_score(scores[-1]))
-        if dist.is_main:  # record each task, so that an abort keeps finished ones
-            values, items = record_parts(name, suite, scores)
-            records.write_record(
-                *(section, settings(cfg), values, records.Provenance(run_id, seed, inputs)),
-                records.Cost.so_far(dist, started),
-                items=items,
-                tables=[task_table(scores)],
-                extend=len(scores) > 1,
-            )
-        started = time.perf_counter()
-    total = core(scores)
-    dist.print0(f"CORE {total.value:.4f} +- {total.se:.4f} over {len(scores)} tasks")
-    dist.on_main(lambda: report.update())
+    total, metric = core(scores), records.mean_name("CORE metric", names)
+    dist.print0(f"{metric} {total.value:.4f} +- {total.se:.4f} over {len(scores)} tasks")
+    values = {
+        "Model": name,
+        metric: records.estimate(*total),
+        **{score.task.name: records.estimate(*score.centered_accuracy) for score in scores},
+        "Tasks": len(scores),
+        "Suite": suite.about,
+        "Truncated items": sum(score.num_truncated for score in scores),
+    }
+    if dist.is_main:
+        origin, cost = records.Provenance(run_id, seed, inputs), records.Cost.so_far(dist)
+        items = {s.task.name: records.item_scores(s.task.items, s.outcomes) for s in scores}
+        weights = {s.task.name: 1 / len(scores) / (1 - s.task.random_baseline) for s in scores}
+        items[metric] = {"weights": weights}  # of the tasks in the mean
+        tables = [task_table(scores)]
+        report.append_section(section, cfg, values, origin, cost, items=items, tables=tables)
     dist.close()
 
 
@@ -155,21 +157,6 @@ class HFModel:
         return hidden
 
 
-def load_scores(
-    cfg: BaseEval, section: str, inputs: dict[str, str], suite: Suite
-) -> list[TaskScore]:
-    """With skip_if_done, recorded scores on some or all tasks with these settings."""
-    key = records.stage_key(settings(cfg), inputs)
-    record = records.find_finished(section, key) if cfg.skip_if_done else None
-    if record is None:
-        return []
-    found = []  # an aborted evaluation has scored the first tasks
-    for task, row in zip(suite.tasks, record["tables"][0]["rows"], strict=False):
-        outcomes = [int(x) for x in records.read_scores(record["items"][task.name])]
-        found.append(TaskScore(task.shuffled(cfg.max_per_task), outcomes, row[3], float(row[-1])))
-    return found
-
-
 def describe_score(score: TaskScore) -> str:
     """One log line about a task."""
     accuracy, centered = score.accuracy, score.centered_accuracy
@@ -178,29 +165,6 @@ def describe_score(score: TaskScore) -> str:
         f"{score.task.name}: accuracy {accuracy.value:.4f}, centered {centered.value:.4f} "
         f"+- {centered.se:.4f} ({accuracy.n} items{truncated}), {score.seconds:.1f} s"
     )
-
-
-def record_parts(
-    name: str, suite: Suite, scores: Sequence[TaskScore]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Values and items of the record; with CORE once all tasks are scored."""
-    complete, tasks = len(scores) == len(suite.tasks), f"{len(scores)}"
-    values: dict[str, Any] = {"Model": name}
-    items = {s.task.name: records.item_scores(s.task.items, s.outcomes) for s in scores}
-    if complete:
-        weights = {s.task.name: 1 / len(scores) / (1 - s.task.random_baseline) for s in scores}
-        metric = records.mean_name("CORE metric", weights)
-        values[metric] = records.estimate(*core(scores))
-        items[metric] = {"weights": weights}
-    else:
-        tasks += f" of {len(suite.tasks)}, evaluation not finished"
-    values |= {
-        **{score.task.name: records.estimate(*score.centered_accuracy) for score in scores},
-        "Tasks": tasks + f", missing: {', '.join(suite.missing)}" * bool(suite.missing),
-        "Suite": suite.about,
-        "Truncated items": sum(score.num_truncated for score in scores),
-    }
-    return values, items
 
 
 def task_table(scores: Sequence[TaskScore]) -> dict[str, Any]:

@@ -50,9 +50,6 @@ class ChatCli(CheckpointChoice):
     """Let the model run Python in the sandbox; otherwise it has only a calculator."""
     unsafe_exec: bool = False
     """If no sandbox works, run the model's code unsandboxed, with your permissions."""
-    compile_engine: bool | None = None
-    """Compile the decode step: faster answers, slower start. Default: on a GPU, unless there is
-    only one question."""
     dist: DistConfig = field(default_factory=DistConfig)
 
 
@@ -62,8 +59,7 @@ def main(cfg: ChatCli) -> None:
     source, checkpoint = cfg.find()
     model, tokenizer = load_inference(checkpoint, dist)
     tool = Tools(cfg.python, unsafe=cfg.unsafe_exec)
-    wanted = cfg.compile_engine if prompt is None or cfg.compile_engine is not None else False
-    compiled = choose_engine_compile(wanted, dist.device, most_tokens=0)
+    compiled = prompt is None and choose_engine_compile(dist.device)  # not for one question
     engine = Engine(model, tokenizer, slots=1, tool=tool, compiled=compiled)
     chat = Chat(engine, cfg, is_base=source == "base")
     if prompt is not None:

@@ -169,7 +169,7 @@ def make_pairs(cfg: ChatDPO, data: Task, parent: Checkpoint, dist: DistContext) 
         path = stage_folder("dpo") / f"pairs_{key}.json"
         if not dist.on_main(path.exists):
             tokens = len(data) * rollouts.num_samples * rollouts.max_new_tokens
-            compiled = choose_engine_compile(None, dist.device, tokens)
+            compiled = choose_engine_compile(dist.device, tokens)
             model = inference_copy(load_model(parent, dist))
             engine = Engine(model, tokenizer, tool=calculate, compiled=compiled)
             sampled = sample_pairs(engine, data, rollouts, seed, dist)

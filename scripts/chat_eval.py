@@ -6,7 +6,7 @@ Evaluate a chat model on tasks, scored by answer-letter logits or by generated a
     torchrun --nproc_per_node=8 -m scripts.chat_eval -- -i mid -a "ARC-Easy|MMLU"
 
 Reads   the checkpoint of a stage (base, mid, sft, dpo, rl) and the evaluation splits of the tasks
-Writes  the section "Chat evaluation <stage>"; each run adds its tasks
+Writes  the section "Chat evaluation <stage>"; a run with the same settings adds its tasks
 """
 
 import time
@@ -23,7 +23,6 @@ from nanochat.engine import Engine, Sampling, choose_engine_compile
 from nanochat.eval_chat import (
     TaskResult,
     clusters_of,
-    estimate_score,
     item_means,
     longest_prompt,
     render_prompts,
@@ -62,9 +61,6 @@ class ChatEval:
     batch_size: Annotated[int | None, short("b")] = None
     """Number of answers generated concurrently; changes results by rounding only. Default: 64, or
     fewer if memory is small."""
-    compile_engine: bool | None = None
-    """Compile the decode step. Default: on GPU; on CPU if enough tokens may be generated to
-    amortize compile time."""
     final: bool = False
     """Also evaluate benchmarks that scripts.lab.hold_out declared final, and log the access.
     Without it, they are skipped, or rejected if listed in task_name."""
@@ -72,9 +68,9 @@ class ChatEval:
 
     source: Annotated[Stage, short("i")] = "sft"
     """Stage of the model."""
-    num_samples: Annotated[int | None, short("n")] = None
-    """Answers per question; the score is their mean (avg@k), and pass@k is reported too. Default:
-    1; scripts.lab.eval_variance measures how many a task needs."""
+    num_samples: Annotated[int, short("n")] = 1
+    """Answers per question; the score is their mean (avg@k), and pass@k is reported too.
+    scripts.lab.eval_variance measures how many a task needs."""
     model_tag: Annotated[str | None, short("g")] = None
     """Folder of the checkpoint. Default: the newest."""
     step: Annotated[int | None, short("s")] = None
@@ -105,8 +101,6 @@ def open_tasks(
     elif left_out:
         dist.print0(f"skipping final benchmarks: {', '.join(left_out)}; --final evaluates them")
     names = list({key_of(name): name for name in selected}.values())
-    if not cfg.final:  # before anything of them is downloaded
-        require_access((TASKS[key_of(name)].name for name in names), False, {})
     mine = dist.on_node(lambda: {n: why_unavailable(n, cfg.unsafe_exec) for n in names})
     missing = {n: why for reasons in dist.gather(mine) for n, why in reasons.items() if why}
     for name, why in missing.items():
@@ -122,61 +116,63 @@ def main(cfg: ChatEval) -> None:
     started, section = time.perf_counter(), f"Chat evaluation {cfg.source}"
     dist = init_dist(cfg.dist, cfg.sampling.seed)
     checkpoint = dist.on_node(lambda: find_checkpoint(cfg.source, cfg.model_tag, cfg.step))
+    inputs = parent_inputs(checkpoint)
+
+    # Choose the tasks, and the means over them
     default = default_tasks(checkpoint.state["source"])
     tasks, missing = open_tasks(cfg, default, dist)
     counted = [task for task in tasks if key_of(task.name) in default]
-    later: list[Task] = []
-    if not cfg.task_name and counted:
-        later = [LaterTurns(t, Mixture(counted), [TURNS], LATER_PROBLEMS) for t in counted]
-
-    # Scores that are recorded already, with this checkpoint and these settings
-    flags, inputs = all_flags(cfg), parent_inputs(checkpoint)
-    key = records.stage_key({**flags, "task_name": None}, inputs)
-    known = dist.on_main(lambda: recorded_scores(section, key, cfg))
-    todo = [task for task in (*tasks, *later) if not (cfg.skip_if_done and task.name in known)]
     named = {key_of(task.name) for task in counted} | missing.keys()
     is_complete = bool(counted) and named >= set(default)
     mean = records.mean_name("ChatCORE", (task.name for task in counted))
-    means = {mean: counted, f"{mean} after {TURNS} turns": later}
-    wanted = {name for name, parts in means.items() if parts and is_complete}
-    if not todo and wanted <= known.keys():
+    means: dict[str, list[Task]] = {mean: counted} if is_complete else {}
+    later: list[Task] = []
+    if is_complete and not cfg.task_name:
+        later = [LaterTurns(t, Mixture(counted), [TURNS], LATER_PROBLEMS) for t in counted]
+        means[f"{mean} after {TURNS} turns"] = later
+
+    # Leave out those that this checkpoint has answered with these settings
+    key = score_key(cfg, inputs)
+    known = dist.on_main(lambda: recorded_scores(section, key)) if cfg.skip_if_done else {}
+    todo = [task for task in (*tasks, *later) if task.name not in known]
+    if not todo and means.keys() <= known.keys():
         dist.print0(f"{section}: finished already, skipped")
         return dist.close()
-
     names = {task.name for each in todo for task in getattr(each, "tasks", [each])}
     who = {"checkpoint": str(checkpoint.folder), "section": section}
     dist.on_main(lambda: require_access(sorted(names), cfg.final, who))
+
+    # Score them
     model, tokenizer = load_inference(checkpoint, dist)
     engine = open_engine(cfg, model, tokenizer, todo, dist)
-
-    values, items, tables = {}, {}, []
+    values, items = {}, {}
     for task in todo:
         begun, n = time.perf_counter(), num_problems(cfg, task)
         if task.kind == "choice":
             graded = score_by_logits(model, tokenizer, task, n, dist)
         else:
-            sampling, repeats = cfg.sampling, cfg.num_samples or 1
-            graded = score_by_generation(engine, task, n, sampling, repeats, dist)
+            graded = score_by_generation(engine, task, n, cfg.sampling, cfg.num_samples, dist)
         clusters = clusters_of(task, n)
         known[task.name] = stats.mean(item_means(graded.outcomes), clusters)
         seconds = time.perf_counter() - begun
         dist.print0(describe_task(task, graded, known[task.name], seconds))
-        more_values, more_items = task_record(task, graded, clusters, key, cfg)
-        values, items = values | more_values, items | more_items
+        add_task(values, items, task, graded, clusters, cfg)
+
+    # Record them
     for name, parts in means.items():
-        if name in wanted:
-            more_values, more_items = mean_record(name, parts, known, missing)
-            more_items[name]["key"] = key
-            values, items = values | more_values, items | more_items
-        elif any(task in parts for task in todo):
-            values |= {name: None, f"{name} without": None}  # deletes that of other scores
-    if is_complete and dist.is_main:
-        tables = [sample_conversations(engine, cfg, tasks)]
-    run_id = checkpoint.state["provenance"]["run_id"]
-    origin = records.Provenance(run_id, cfg.sampling.seed, inputs)
-    args = section, flags, values, origin, records.Cost.so_far(dist, started)
+        centered = [stats.center_accuracy(known[task.name], task.baseline) for task in parts]
+        values[name] = records.estimate(*stats.average(centered))
+        without = "; ".join(f"{eval_task(n).name}: {why}" for n, why in missing.items())
+        values[f"{name} without"] = without or None  # None deletes that of an earlier evaluation
+        weights = {task.name: 1 / len(parts) / (1 - task.baseline) for task in parts}
+        items[name] = {"weights": weights}
     if dist.is_main:
-        records.write_record(*args, items=items, tables=tables, extend=True)
+        tables = [sample_conversations(engine, cfg, tasks)] if is_complete else []
+        run_id = checkpoint.state["provenance"]["run_id"]
+        origin = records.Provenance(run_id, cfg.sampling.seed, inputs)
+        cost = records.Cost.so_far(dist, started)
+        args = section, settings(cfg), values, origin, cost
+        records.write_record(*args, items=items, tables=tables, key=key, extend=True)
         report.update()
     dist.close()
 
@@ -191,26 +187,23 @@ def open_engine(
 ) -> Engine:
     """The engine that answers the questions of the tasks; compiled if they are many."""
     answers = sum(num_problems(cfg, task) for task in todo if task.kind == "generate")
-    num_tokens = answers * (cfg.num_samples or 1) * cfg.sampling.max_new_tokens
-    compiled = choose_engine_compile(cfg.compile_engine, dist.device, num_tokens)
+    num_tokens = answers * cfg.num_samples * cfg.sampling.max_new_tokens
+    compiled = choose_engine_compile(dist.device, num_tokens)
     tool = Tools(cfg.python, unsafe=cfg.unsafe_exec)
     return Engine(model, tokenizer, cfg.batch_size, tool=tool, compiled=compiled)
 
 
-def recorded_scores(section: str, key: str, cfg: ChatEval) -> dict[str, Estimate]:
-    """Scores of the section's record that have this key. Raises UsageError for other code."""
-    record = records.read_record(section) or {"values": {}, "items": {}}
-    names = [name for name, entry in record["items"].items() if entry.get("key") == key]
-    if names and cfg.skip_if_done:
-        records.require_finished_by_same_code(record)
-    scores = {name: record["values"][name] for name in names}
-    return {n: Estimate(s["value"], s["n"], float(s["se"])) for n, s in scores.items()}
+def score_key(cfg: ChatEval, inputs: Mapping[str, str]) -> str:
+    """Key of the record: what the score of a task depends on. Only such scores are merged."""
+    same = ("task_name", "model_tag", "step", "batch_size")
+    return records.stage_key({k: v for k, v in settings(cfg).items() if k not in same}, inputs)
 
 
-def all_flags(cfg: ChatEval) -> dict[str, Any]:
-    """Settings for the report; unset ones stay None."""
-    optional = ("task_name", "model_tag", "step", "max_problems")
-    return {**settings(cfg), **{name: getattr(cfg, name) for name in optional}}
+def recorded_scores(section: str, key: str) -> dict[str, Estimate]:
+    """Scores of the section's record if it has this key. Raises UsageError for other code."""
+    record = records.find_finished(section, key) or {"values": {}}
+    scores = {name: x for name, x in record["values"].items() if isinstance(x, dict)}
+    return {name: Estimate(x["value"], x["n"], float(x["se"])) for name, x in scores.items()}
 
 
 def describe_task(task: Task, graded: TaskResult, score: Estimate, seconds: float) -> str:
@@ -224,42 +217,27 @@ def describe_task(task: Task, graded: TaskResult, score: Estimate, seconds: floa
     )
 
 
-Parts = tuple[dict[str, Any], dict[str, Any]]  # values and items of the record
-
-
-def task_record(
-    task: Task, graded: TaskResult, clusters: list[str], key: str, cfg: ChatEval
-) -> Parts:
-    """Score of a task, overall and per item; also pass@k if there are several answers."""
-    s, name, outcomes = cfg.sampling, task.name, graded.outcomes
+def add_task(
+    values: dict[str, Any],
+    items: dict[str, Any],
+    task: Task,
+    graded: TaskResult,
+    clusters: list[str],
+    cfg: ChatEval,
+) -> None:
+    """Add a task's score to the values and items of the record; also pass@n of several answers."""
+    s, outcomes, shared = cfg.sampling, graded.outcomes, {}
     k, conversations = len(outcomes[0]), [task[i] for i in range(len(outcomes))]
-    how = fingerprint([s.temperature, s.top_k, s.top_p, s.min_p, s.max_new_tokens, cfg.python])
-    is_generated = task.kind == "generate"
-    shared = {"how": how} if is_generated else {}
-    sampled = is_generated and s.temperature > 0
-    values: dict[str, Any] = {name: estimate_score(outcomes, clusters, sampled)}
-    scores = records.item_scores(conversations, item_means(outcomes), clusters)
-    items = {name: {**scores, **shared, "key": key}}
-    for n in (2, 4, 8, 16, 32, 64):
-        passed = f"{name} pass@{n}"
-        values[passed] = None  # deletes that of an earlier evaluation with more answers
-        if n <= k:
-            each = [stats.pass_at_k(k, scores.count(1), n) for scores in outcomes]
-            values[passed] = records.estimate(*stats.mean(each, clusters))
-            items[passed] = {**records.item_scores(conversations, each, clusters), **shared}
-    values[f"{name} truncated prompts"] = graded.num_truncated or None
-    return values, items
-
-
-def mean_record(
-    name: str, tasks: Sequence[Task], scores: Mapping[str, Estimate], missing: Mapping[str, str]
-) -> Parts:
-    """Mean centered score of `tasks`; also lists the `missing` ones."""
-    centered = [stats.center_accuracy(scores[task.name], task.baseline) for task in tasks]
-    weights = {task.name: 1 / len(tasks) / (1 - task.baseline) for task in tasks}
-    without = "; ".join(f"{eval_task(name).name}: {why}" for name, why in missing.items())
-    values = {name: records.estimate(*stats.average(centered)), f"{name} without": without or None}
-    return values, {name: {"weights": weights}}
+    if task.kind == "generate":
+        sampled = [s.temperature, s.top_k, s.top_p, s.min_p, s.max_new_tokens, cfg.python]
+        shared = {"how": fingerprint(sampled)}
+    for n in (1, *(n for n in (2, 4, 8, 16, 32, 64) if n <= k)):
+        name = task.name if n == 1 else f"{task.name} pass@{n}"
+        rates = [stats.pass_at_k(k, scores.count(1), n) for scores in outcomes]
+        values[name] = records.estimate(*stats.mean(rates, clusters), k if n == 1 else 1)
+        items[name] = {**records.item_scores(conversations, rates, clusters), **shared}
+    if graded.num_truncated:
+        values[f"{task.name} truncated prompts"] = graded.num_truncated
 
 
 def sample_conversations(engine: Engine, cfg: ChatEval, tasks: Sequence[Task]) -> dict[str, Any]:

@@ -188,7 +188,7 @@ def open_rollouts(
     """Rollouts on the questions of `task` whose pass rate is within `pass_rates`."""
     rl, seed, questions = cfg.rl, cfg.train.seed, range(len(task))
     total = (cfg.num_iterations or 0) * rl.examples_per_step or round(cfg.num_epochs * len(task))
-    compiled = choose_engine_compile(None, dist.device, total * rl.num_samples * rl.max_new_tokens)
+    compiled = choose_engine_compile(dist.device, total * rl.num_samples * rl.max_new_tokens)
     tokenizer = parent.tokenizer()
     engine = Engine(inference_copy(model), tokenizer, tool=calculate, compiled=compiled)
     if cfg.pass_rates is not None:

@@ -41,8 +41,6 @@ class ChatWeb(CheckpointChoice):
     """Let models run Python in the sandbox; otherwise they have only a calculator."""
     unsafe_exec: bool = False
     """If no sandbox works, run the models' code unsandboxed, with your permissions."""
-    compile_engine: bool | None = None
-    """Compile the decode step: faster answers, slower start. Default: on a GPU."""
     server: ServerConfig = field(default_factory=ServerConfig)
     dist: DistConfig = field(default_factory=DistConfig)
 
@@ -63,7 +61,7 @@ def main(cfg: ChatWeb) -> None:
     name = f"{source}:{checkpoint.folder.parent.name}{step}"
 
     tools = Tools(cfg.python, cfg.unsafe_exec, threads=4)
-    compiled = choose_engine_compile(cfg.compile_engine, dist.device, most_tokens=0)
+    compiled = choose_engine_compile(dist.device)
     library = ModelLibrary(dist, name, tools, cfg.server.slots, cfg.server.max_models, compiled)
     library.loaded[name] = engine = library.load(name)
     server = Server(library, defaults, cfg.server, suggestions(checkpoint))

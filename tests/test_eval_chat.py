@@ -74,7 +74,8 @@ def test_generation_scores_and_pass_rates_at_any_batch_size(evaluate, monkeypatc
         assert values[f"World-Facts pass@{k}"]["value"] == pytest.approx(passed)
     found = values["World-Facts"]
     assert (found["value"], found["n"], found["k"]) == (pytest.approx(mean(rates)), 11, 4)
-    assert found["se"] ** 2 == pytest.approx(found["item_se"] ** 2 + found["repeat_se"] ** 2)
+    again = evaluate(**flags, num_samples=2)["values"]  # replaces scores with other settings
+    assert "World-Facts pass@2" in again and "World-Facts pass@4" not in again
 
 
 def test_chatcore_is_the_mean_of_centered_scores_of_one_run(evaluate, word_list):
@@ -92,13 +93,15 @@ def test_chatcore_is_the_mean_of_centered_scores_of_one_run(evaluate, word_list)
 def test_recorded_tasks_are_not_evaluated_again(evaluate, capsys):
     save_model("sft", "embedded")
     straight = evaluate()
-    evaluate(task_name="World-Facts", max_problems=3)  # other settings: not reused
+    other = evaluate(task_name="World-Facts", max_problems=3)  # not mixed with other settings
+    assert other["values"].keys() == {"World-Facts"}
+    evaluate(task_name="World-Facts", batch_size=3)
     capsys.readouterr()
     again = evaluate(skip_if_done=True)
     printed = capsys.readouterr().out
-    assert [f"{name}:" in printed for name in NAMES] == [False, True, False, False]
+    assert [f"{name}:" in printed for name in NAMES] == [True, False, True, True]
     assert again["values"] == straight["values"] and again["items"] == straight["items"]
-    evaluate(skip_if_done=True)
+    evaluate(skip_if_done=True, unsafe_exec=True, final=True)
     assert "finished already, skipped" in capsys.readouterr().out
 
 

@@ -65,6 +65,6 @@ def test_every_stage_runs_on_gpu(on_gpu: OnGPU, base: Path):
         "scripts.chat_rl", "--num_iterations=2", "--examples_per_step=2", "--num_samples=2",
         "--max_new_tokens=8", "--eval_examples=2", "--eval_samples=2",
     )  # fmt: skip
-    answers = ("--source=sft", "--max_problems=3", "--max_new_tokens=8", "--compile_engine=0")
+    answers = ("--source=sft", "--max_problems=3", "--max_new_tokens=8")
     assert "World-Choice" in on_gpu("scripts.chat_eval", *answers)
     on_gpu("scripts.chat_cli", "--prompt=Hello", "--max_new_tokens=8")

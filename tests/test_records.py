@@ -56,7 +56,7 @@ def test_rerun_replaces_the_record_and_history_keeps_both(base):
     assert [record["values"]["loss"] for record in records.read_history()] == [3.0, 2.0]
 
 
-def test_extend_adds_to_the_record_of_the_same_model_only():
+def test_extend_adds_to_the_record_with_the_same_key_only():
     gsm, aqua = ({name: item_scores([name], [1])} for name in ("GSM8K", "AQUA"))
     m1, m2 = {"sft": "m1"}, {"sft": "m2"}
     write(CHAT, {"GSM8K": 0.1}, inputs=m1, items=gsm)

@@ -165,11 +165,12 @@ def test_values_and_tables_are_printed_as_in_the_original(report):
     columns = ["Text Type", "GPT-2 Ratio"]
     table = {"title": "Comparison", "columns": columns, "rows": [["x|y", 0.5], ["z", 5028883]]}
     origin = {"inputs": {"tokenizer": "t1", "data": "d1"}, "outputs": {"base": "b1"}}
-    values = {f"v{i}": value for i, value in enumerate(PRINTED)}
-    report.write("Golf", values | {"a": estimate(0.2756, 254, 0.02803)}, tables=[table], **origin)
+    scores = {"a": estimate(0.2756, 254, 0.02803), "k": estimate(0.5, 9, 0.1, 8)}
+    values = {f"v{i}": value for i, value in enumerate(PRINTED)} | scores
+    report.write("Golf", values, tables=[table], **origin)
     section = section_of(report.render(), "Golf")
     wanted = [f"v{i}: {text}" for i, text in enumerate(PRINTED.values())]
-    wanted += ["a: 0.2756 +- 0.0280 (n=254)"]
+    wanted += ["a: 0.2756 +- 0.0280 (n=254)", "k: 0.5000 +- 0.1000 (n=9, k=8)"]
     shown = bullets(section)
     assert shown[: len(wanted)] == wanted
     command, commit, *made = shown[len(wanted) :]  # there are no settings

@@ -12,7 +12,6 @@ from nanochat.stats import Estimate
 
 
 def test_estimates_equal_hand_computed_values():
-    assert stats.proportion(70, 254) == approx((0.2755906, 254, 0.02803544))
     assert stats.mean([0, 1, 1]) == approx((2 / 3, 3, 1 / 3))
     assert stats.mean([0, 1, 1, 1], "aabb") == approx((0.75, 4, 0.25))
     assert stats.center_accuracy(Estimate(0.625, 100, 0.03), 0.25) == approx((0.5, 100, 0.04))
@@ -24,19 +23,19 @@ def test_estimates_equal_hand_computed_values():
 
 
 @pytest.mark.parametrize(
-    ("won", "lost", "p", "verdict"),
+    ("won", "lost", "verdict"),
     [
-        (0, 0, 1.0, "within noise"),
-        (4, 0, 0.125, "within noise"),  # beyond two standard errors, but too few items changed
-        (6, 0, 0.03125, "better"),
-        (1, 9, 0.021484, "worse"),
-        (7300, 6900, 0.0008124, "better"),
+        (0, 0, "within noise"),
+        (3, 2, "within noise"),
+        (6, 0, "better"),
+        (1, 9, "worse"),
+        (7300, 6900, "better"),
     ],
 )
-def test_comparison_counts_only_items_that_changed(won, lost, p, verdict):
+def test_comparison_counts_only_items_that_changed(won, lost, verdict):
     before, after = [0] * won + [1] * lost + [0, 1], [1] * won + [0] * lost + [0, 1]
     found = stats.compare(before, after)
-    assert found[2:] == approx((won + lost + 2, won, lost, p), rel=1e-3)
+    assert found[2:] == (won + lost + 2, won, lost)
     assert found.difference == approx((won - lost) / found.n) and found.verdict == verdict
 
 
@@ -45,22 +44,19 @@ def test_items_of_a_cluster_count_as_one_draw():
     found = stats.compare(before + 0.3, after)
     change = after - before - 0.3
     se = change.std(ddof=1) / math.sqrt(60)
-    p = math.erfc(abs(change.mean()) / se / math.sqrt(2))
-    want = (change.mean(), se, 60, sum(change > 0), sum(change < 0), p)
+    want = (change.mean(), se, 60, sum(change > 0), sum(change < 0))
     assert found == approx(want) and found.verdict == "worse"
     repeated = stats.compare([*before + 0.3] * 4, [*after] * 4, [*range(60)] * 4)
-    assert (repeated[:2], repeated.p) == (approx(want[:2]), approx(p))
-    assert stats.compare([0] * 8, [1] * 8, "aaaabbbb").p == 0
+    assert repeated[:2] == approx(want[:2])
 
 
 def test_combined_comparison_matches_its_parts():
     rng, weights = np.random.default_rng(3), np.array([4 / 9, 1 / 3, 2 / 3])
     parts = [stats.compare(*rng.integers(0, 2, (2, n))) for n in (40, 300, 7)]
-    difference, se, *counts, _ = np.array(parts).T
+    difference, se, *counts = np.array(parts).T
     found = stats.combine(parts, weights.tolist())
     want = weights @ difference, math.hypot(*weights * se)
-    p = math.erfc(abs(want[0]) / want[1] / math.sqrt(2))
-    assert found == approx((*want, *map(sum, counts), p))
+    assert found == approx((*want, *map(sum, counts)))
 
 
 @pytest.mark.parametrize(("n", "k"), [(1, 1), (4, 1), (4, 4), (7, 2), (7, 5)])
@@ -69,10 +65,3 @@ def test_pass_at_k_equals_enumeration(n, k):
         passed = [min(choice) < correct for choice in itertools.combinations(range(n), k)]
         assert stats.pass_at_k(n, correct, k) == approx(np.mean(passed), abs=1e-15)
     assert stats.pass_at_k(10**5, 1, k) == k / 10**5, "exact for many samples"
-
-
-def test_repeats_distinguish_item_from_sampling_error():
-    rng = np.random.default_rng(4)
-    scores = rng.normal(0, 0.3, (4000, 1)) + rng.normal(0, 0.6, (4000, 5))
-    found = stats.repeat_error(scores.tolist())
-    assert found == approx(0.6 / math.sqrt(20_000), rel=0.05)

@@ -112,7 +112,7 @@ class NanochatLM(LM):
 
     def generate_until(self, requests: Sequence[Any], **options: Any) -> list[str]:
         """Generate a completion for each prompt, up to the first stop string."""
-        compiled = choose_engine_compile(None, self.dist.device, MAX_GEN_TOKS * len(requests))
+        compiled = choose_engine_compile(self.dist.device, MAX_GEN_TOKS * len(requests))
         engine = Engine(self.model, self.own_tokenizer, compiled=compiled)
         answers, texts = {}, [""] * len(requests)
         for number, (context, wanted) in enumerate(request.args for request in requests):

@@ -23,8 +23,9 @@ import numpy as np
 
 from nanochat import stats
 from nanochat.records import estimate, plain_value, read_clusters, read_scores
-from nanochat.stats import LEVEL, Verdict
+from nanochat.stats import Verdict
 
+LEVEL = 0.05  # differences with a higher p value are noise
 POINTS = 4_000  # for numerical integration
 LOWER_IS_BETTER = ("bpb", "loss", "perplexity")  # substrings of metric names
 
@@ -130,9 +131,18 @@ def item_variances(
         sides = np.split(scores, [len(before)])  # (seeds, items) each
         old, new = (side.mean(axis=0).tolist() for side in sides)
         paired = stats.compare(old, new, clusters)
-        repeats = sum(stats.repeat_error(s.T.tolist()) ** 2 for s in sides if len(s) > 1)
+        repeats = sum(repeat_error(s.T.tolist()) ** 2 for s in sides if len(s) > 1)
         parts.append((weight**2 * max(paired.se**2 - repeats, 0.0), draws - 1))
     return parts
+
+
+def repeat_error(scores: Sequence[Sequence[float]]) -> float:
+    """
+    Part of the standard error of the mean of `scores[item][repeat]` that comes from sampling the
+    answers, by one-way analysis of variance; scales as 1 / sqrt(number of repeats).
+    """
+    table = np.asarray(scores, dtype=np.float64)  # (n, k)
+    return math.sqrt(float(table.var(axis=1, ddof=1).mean()) / table.size)
 
 
 def t_test(difference: float, parts: Sequence[tuple[float, float]]) -> tuple[float, float]:
@@ -178,7 +188,7 @@ def compare_arms(
 def list_metrics(runs: Sequence[Recorded], first: str) -> list[str]:
     """
     Metrics that all runs share: `first`, bits per byte by bucket, and scores. Not those before RL
-    and their change, nor rewards, which differ between tasks.
+    and their change.
     """
     values = runs[0].values
     shared = [name for name in values if all(name in run.values for run in runs)]
@@ -188,7 +198,7 @@ def list_metrics(runs: Sequence[Recorded], first: str) -> list[str]:
         name
         for name in shared
         if name.startswith("val_bpb:")
-        or (isinstance(values[name], Mapping) and not re.search(" before$| change$|reward", name))
+        or (isinstance(values[name], Mapping) and not re.search(" before$| change$", name))
     ]
     return list(dict.fromkeys([first, *others]))
 

@@ -13,12 +13,15 @@ Writes  the section "Evaluation variance", with the num_samples that each task n
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
+from typing import Any
 
 from nanochat import records, report
 from nanochat.checkpoint import parse_checkpoint_ref
 from nanochat.config import start
+from nanochat.records import read_scores
 from scripts.lab.compare import recorded_scores
 
 SECTION = "Evaluation variance"
@@ -35,15 +38,16 @@ class EvalVariance:
 
 def main(cfg: EvalVariance) -> None:
     models = {name: parse_checkpoint_ref(name) for name in cfg.checkpoints.split("|")}
-    scores = [recorded_scores(model).values for model in models.values()]
+    scores = [recorded_scores(model) for model in models.values()]
     rows = []
-    for task, first in scores[0].items():
-        each = [by_task.get(task) for by_task in scores]
-        each = [x for x in each if isinstance(x, dict) and x.get("k", 1) > 1]
-        if len(each) < len(models):
+    for task, first in scores[0].values.items():
+        each: list[Any] = [recorded.values.get(task) for recorded in scores]
+        if not all(isinstance(x, dict) and "k" in x for x in each):
             continue
-        stds = [x["repeat_se"] * math.sqrt(x["k"]) for x in each]  # of a single run
-        std, item_se = fmean(stds), math.sqrt(fmean(x["item_se"] ** 2 for x in each))
+        rates = [read_scores(recorded.items[task]) for recorded in scores]
+        stds = [sampling_std(p, x["k"]) for p, x in zip(rates, each, strict=True)]
+        squares = [x["se"] ** 2 - std**2 / x["k"] for x, std in zip(each, stds, strict=True)]
+        std, item_se = fmean(stds), math.sqrt(max(0.0, fmean(squares)))
         points = [f"{100 * x:.2f}" for x in (std, *stds, item_se)]
         counts = [first["n"], first["k"]]
         rows.append([classify(std), task, *counts, *points, needed_repeats(std, item_se)])
@@ -57,6 +61,15 @@ def main(cfg: EvalVariance) -> None:
     inputs = {name: model.fingerprint for name, model in models.items()}
     origin = records.Provenance(records.new_run_id(), 0, inputs)
     report.append_section(SECTION, cfg, {}, origin, tables=[table])
+
+
+def sampling_std(rates: Sequence[float], k: int) -> float:
+    """
+    Standard deviation of a score between runs with one answer per item. rates: the share of right
+    answers to each item, of `k` sampled ones.
+    """
+    variances = [p * (1 - p) * k / (k - 1) for p in rates]  # of an answer, unbiased
+    return math.sqrt(fmean(variances) / len(rates))
 
 
 def classify(std: float) -> str:
