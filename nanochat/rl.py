@@ -2,7 +2,7 @@
 Reinforcement learning on questions with scorable answers.
 
     questions -> Rollouts: n answers each, rewards -> advantages -> micro_batches -> scripts.chat_rl
-    before and after: EvalResult -> compare_results -> values of the record
+    held-out answers before and after RL -> compare_results -> values of the record
 
 On-policy REINFORCE: each batch of rollouts is used for one update, so there is no ratio to clip.
 The loss of a step is the mean over all trained tokens of all ranks, so every token has the same
@@ -13,7 +13,7 @@ plain softmax; they ignore top_k and temperature.
 
 import random
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -26,15 +26,15 @@ from nanochat.config import require_at_least, require_positive
 from nanochat.dist import DistContext
 from nanochat.engine import Completion, Engine, Sampling
 from nanochat.eval_chat import (
+    Outcomes,
     Questions,
     clusters_of,
     item_means,
     longest_prompt,
     render_prompts,
     score_answer,
-    score_by_generation,
 )
-from nanochat.gpt import GPT, copy_weights
+from nanochat.gpt import GPT
 from nanochat.loss import IGNORE
 from nanochat.rows import signed_ids
 from nanochat.train import Batch
@@ -64,20 +64,6 @@ class RolloutConfig:
     def sampling(self, seed: int) -> Sampling:
         """Sampling settings of both rollouts and evaluations."""
         return Sampling(self.max_new_tokens, self.temperature, self.top_k, seed=seed)
-
-
-@dataclass(frozen=True)
-class RLConfig(RolloutConfig):
-    resample_zero_signal: int = 0
-    """Replace a question whose answers all have the same reward, and thus no gradient, up to N
-    times."""
-    log_kl: bool = False
-    """Log the KL divergence from the initial model in nats per generated token; costs two extra
-    forward passes."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require_at_least(self, resample_zero_signal=0)
 
 
 class Group(NamedTuple):
@@ -172,7 +158,7 @@ def shuffle_indices(n: int, seed: str) -> list[int]:
 @dataclass(eq=False)
 class Rollouts:
     """
-    The current model's answers to the questions of a step, and their rewards.
+    The model's answers to the questions of a step, and their rewards.
 
     Raises ValueError if there are no questions or examples_per_step is not a multiple of the world
     size.
@@ -181,12 +167,11 @@ class Rollouts:
     task: Questions
     questions: Sequence[int]
     """Indices of the task's questions to train on."""
-    cfg: RLConfig
+    cfg: RolloutConfig
     seed: int
     dist: DistContext
-    model: GPT
     engine: Engine
-    """Runs a copy of the model, which is refreshed before each use."""
+    """Runs a copy of the model, which the caller keeps up to date."""
 
     def __post_init__(self) -> None:
         require_divisible(self.cfg.examples_per_step, self.dist)
@@ -219,14 +204,13 @@ class Rollouts:
         return self.questions[shuffle_indices(count, f"{self.seed}-{epoch}-{attempt}")[position]]
 
     def roll_out(self, step: int) -> list[Group]:
-        """Generate and score answers to this rank's questions with the current weights."""
-        copy_weights(self.engine.model, self.model)
+        """Generate and score answers to this rank's questions."""
         return self.answer(self.draws(step))
 
-    def resample(self, step: int, groups: Sequence[Group]) -> list[Group]:
-        """Replace groups without signal, up to `resample_zero_signal` times."""
+    def resample(self, step: int, groups: Sequence[Group], times: int) -> list[Group]:
+        """Replace groups without signal by answers to other questions, up to `times` times."""
         groups = list(groups)
-        for attempt in range(1, self.cfg.resample_zero_signal + 1):
+        for attempt in range(1, times + 1):
             silent = [n for n, group in enumerate(groups) if not group.has_signal]
             others = self.answer([self.draws(step)[n] for n in silent], attempt)
             for n, group in zip(silent, others, strict=True):
@@ -257,117 +241,34 @@ class Rollouts:
         score = score_answer(self.task, i, self.engine.tokenizer.decode(answer.ids))
         return score - self.cfg.length_penalty * len(answer.ids) / self.cfg.max_new_tokens
 
-    def mean_rewards(self, num_steps: int) -> list[float]:
-        """Mean reward of the current model on each question of the first `num_steps` steps."""
-        mine = {
-            draw: sum(group.rewards) / len(group.rewards)
-            for step in range(num_steps)
-            for draw, group in zip(self.draws(step), self.roll_out(step), strict=True)
-        }
-        for others in self.dist.gather(mine):
-            mine |= others
-        return [mine[draw] for draw in sorted(mine)]
-
 
 # ---- Evaluation before and after RL --------------------------------------------------------------
 
 
-class EvalResult(NamedTuple):
-    """Rewards and held-out scores of a model."""
-
-    rewards: list[float]
-    """Mean reward of each of the first training questions."""
-    held_out: list[list[float]]
-    """Scores of the answers to each held-out question."""
-
-
-def held_out_scores(rollouts: Rollouts, task: Questions, num_samples: int) -> list[list[float]]:
-    """Scores of `num_samples` answers of the current model to each held-out question."""
-    engine, sampling = rollouts.engine, rollouts.cfg.sampling(rollouts.seed + 1)
-    copy_weights(engine.model, rollouts.model)
-    graded = score_by_generation(engine, task, len(task), sampling, num_samples, rollouts.dist)
-    return graded.outcomes
-
-
-def measure(
-    when: str, rollouts: Rollouts, task: Questions, num_samples: int, reward_steps: int
-) -> EvalResult:
-    """
-    Evaluate the current model and print the result. reward_steps: the training reward is measured
-    on the questions of this many steps.
-    """
-    held_out = held_out_scores(rollouts, task, num_samples)
-    result = EvalResult(rollouts.mean_rewards(reward_steps), held_out)
-    reward, right = stats.mean(result.rewards), pass_metrics(held_out, task)
-    rollouts.dist.print0(
-        f"{when}: mean reward {reward.value:.4f} +- {reward.se:.4f} ({reward.n} questions), "
-        f"held-out pass@1 {right['pass_at_1']:.4f} +- {right['pass_at_1_se']:.4f} "
-        f"({len(task)} questions)"
-    )
-    return result
-
-
-def pass_rates(outcomes: Sequence[list[float]], k: int) -> list[float]:
-    """Estimated pass@k of each held-out question."""
-    return [stats.pass_at_k(len(each), each.count(1), k) for each in outcomes]
-
-
-def pass_metrics(outcomes: Sequence[list[float]], task: Questions) -> dict[str, float]:
+def pass_metrics(outcomes: Outcomes, task: Questions) -> dict[str, float]:
     """Metrics of an evaluation: pass@1 and its standard error."""
-    found = stats.mean(pass_rates(outcomes, 1), clusters_of(task, len(task)))
+    found = stats.mean(item_means(outcomes), clusters_of(task, len(task)))
     return {"pass_at_1": found.value, "pass_at_1_se": found.se}
 
 
-def step_values(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Values for the record from the logged metrics of all steps."""
-    rollouts, whole, silent = (
-        sum(entry.get(name, 0.0) for entry in steps)
-        for name in ("rollout_seconds", "step_seconds", "without_signal")
-    )
-    kl = {"KL from the start, nats per token": steps[-1]["kl"]} if "kl" in steps[-1] else {}
-    return {
-        "Number of iterations": len(steps),
-        **kl,
-        "Time in rollouts": f"{rollouts / whole:.0%}",
-        "Groups without signal": f"{silent / len(steps):.1%}",
-    }
-
-
 def compare_results(
-    before: EvalResult, after: EvalResult, task: Questions
+    before: Outcomes, after: Outcomes, task: Questions
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """
-    Values and items for the record: rewards and pass@k before and after RL, the change per task if
-    there are several, and pass@k after RL by question.
+    Values and items for the record: pass@1 on held-out questions before and after RL, its change
+    and whether that exceeds the noise, and pass@k after RL.
     """
-    questions, clusters = [task[i] for i in range(len(task))], clusters_of(task, len(task))
+    clusters, k = clusters_of(task, len(task)), len(after[0])
+    old, new = item_means(before), item_means(after)
+    change = stats.compare(old, new, clusters)
     values: dict[str, Any] = {
-        "Mean reward before": records.estimate(*stats.mean(before.rewards)),
-        "Mean reward after": records.estimate(*stats.mean(after.rewards)),
-        **change("Mean reward", before.rewards, after.rewards),
+        "pass@1 before": records.estimate(*stats.mean(old, clusters)),
+        "pass@1 after": records.estimate(*stats.mean(new, clusters)),
+        "pass@1 change": records.estimate(change.difference, change.n, change.se),
+        "pass@1 verdict": change.verdict,
     }
-    items = {}
-    for k in (k for k in (1, 2, 4, 8, 16) if k <= len(after.held_out[0])):
-        for when, outcomes in (("before", before.held_out), ("after", after.held_out)):
-            rates, name = pass_rates(outcomes, k), f"pass@{k} {when}"
-            values[name] = records.estimate(*stats.mean(rates, clusters))
-        items[name] = records.item_scores(questions, rates, clusters)
-    old, new = item_means(before.held_out), item_means(after.held_out)
-    values |= change("pass@1", old, new, clusters)
-    names = [task.locate(i)[0].name for i in range(len(task))]
-    for name in sorted(set(names)) if len(set(names)) > 1 else ():
-        own = [i for i, each in enumerate(names) if each == name]
-        parts: Any = ([column[i] for i in own] for column in (old, new, clusters))
-        values |= change(f"pass@1 {name}", *parts)
-    return values, items
-
-
-def change(
-    name: str, before: Sequence[float], after: Sequence[float], clusters: Sequence | None = None
-) -> dict[str, Any]:
-    """Mean change of paired values and whether it exceeds the noise."""
-    found = stats.compare(before, after, clusters)
-    return {
-        f"{name} change": records.estimate(found.difference, found.n, found.se),
-        f"{name} verdict": found.verdict,
-    }
+    for n in (n for n in (2, 4, 8, 16) if n <= k):
+        rates = [stats.pass_at_k(k, scores.count(1), n) for scores in after]
+        values[f"pass@{n} after"] = records.estimate(*stats.mean(rates, clusters))
+    questions = [task[i] for i in range(len(task))]
+    return values, {"pass@1 after": records.item_scores(questions, new, clusters)}

@@ -199,8 +199,7 @@ def sample_pairs(
     is the same on every rank.
     """
     questions, found = range(len(task)), {}
-    own = rl.RLConfig(**asdict(cfg))
-    rollouts = rl.Rollouts(task, questions, own, seed, dist, engine.model, engine)
+    rollouts = rl.Rollouts(task, questions, cfg, seed, dist, engine)
     mine = questions[dist.rank :: dist.world_size]
     for i, group in zip(mine, rollouts.answer(mine), strict=True):
         if group.has_signal:

@@ -8,7 +8,6 @@ Reads   chatsft_checkpoints/<tag>/ and the training and evaluation questions of 
 Writes  chatrl_checkpoints/<tag>/ with metrics.jsonl, and the section "Chat RL"
 """
 
-import math
 import time
 from dataclasses import asdict, dataclass, field
 
@@ -16,21 +15,17 @@ from nanochat.checkpoint import FOLDERS, Checkpoint, load_model
 from nanochat.config import require_at_least, require_positive, settings, start
 from nanochat.dist import DistContext, init_dist
 from nanochat.engine import Engine, choose_engine_compile
-from nanochat.eval_chat import item_means, score_by_generation
+from nanochat.eval_chat import Outcomes, item_means, score_by_generation
 from nanochat.finetune import choose_tag, open_parent, parent_inputs
-from nanochat.gpt import GPT, inference_copy
-from nanochat.logger import METRICS_FILE, read_metrics
+from nanochat.gpt import GPT, copy_weights, inference_copy
 from nanochat.optim import MuonAdamW, OptimConfig, ScheduleConfig, decay_factor, lr_factor
 from nanochat.rl import (
-    RLConfig,
+    RolloutConfig,
     Rollouts,
     compare_results,
-    held_out_scores,
     kl_to_reference,
-    measure,
     micro_batches,
     pass_metrics,
-    step_values,
 )
 from nanochat.sandbox import calculate
 from nanochat.scaling import make_rules
@@ -71,18 +66,23 @@ class ChatRL:
     eval_task: str | None = None
     """Task or mixture of tasks that held-out questions are from. Default: `task`."""
     eval_examples: int = 400
-    """Total number of held-out questions to evaluate every eval_every steps. Before and after RL,
-    about as many training questions are evaluated too."""
+    """Total number of held-out questions to evaluate every eval_every steps."""
     eval_samples: int = 8
     """Answers per held-out question."""
     pass_rates: tuple[float, float] | None = None
     """Train only on questions whose pass rate under the parent model is in this range, as in
     0.2,0.8; estimated from num_samples answers each. Default: all questions."""
-    rl: RLConfig = field(default_factory=RLConfig)
+    resample_zero_signal: int = 0
+    """Replace a question whose answers all have the same reward, and thus no gradient, up to N
+    times."""
+    log_kl: bool = False
+    """Log the KL divergence from the initial model in nats per generated token; costs two extra
+    forward passes."""
+    rl: RolloutConfig = field(default_factory=RolloutConfig)
 
     def __post_init__(self) -> None:
         require_positive(self, "num_iterations", "num_epochs", "init_lr_frac")
-        require_at_least(self, eval_examples=1, eval_samples=1)
+        require_at_least(self, eval_examples=1, eval_samples=1, resample_zero_signal=0)
         if self.train.dist.dtype == "fp8":  # GPUs multiply multiples of 16 rows only
             raise ValueError("fp8 needs rows of one length, unlike RL and DPO; omit --dtype=fp8")
         if self.pass_rates and not 0 <= self.pass_rates[0] <= self.pass_rates[1] <= 1:
@@ -105,17 +105,19 @@ def main(cfg: ChatRL) -> None:
 
     # Model, rollouts, optimizer
     model = load_model(parent, dist)
-    reference = inference_copy(load_model(parent, dist)) if rl.log_kl else None
+    reference = inference_copy(load_model(parent, dist)) if cfg.log_kl else None
     rollouts = open_rollouts(cfg, parent, model, train_task, dist)
-    tokenizer = rollouts.engine.tokenizer
+    engine, tokenizer = rollouts.engine, rollouts.engine.tokenizer
     steps = cfg.num_epochs * len(rollouts.questions) / rl.examples_per_step
     num_steps = cfg.num_iterations or max(1, round(steps))
     rules = make_rules(cfg.train.optim, model.cfg.d_model, cfg.init_lr_frac)
     optimizer = MuonAdamW(model, rules, dist)
 
-    reward_steps = min(num_steps, math.ceil(cfg.eval_examples / rl.examples_per_step))
-    before = measure("before", rollouts, held_out, cfg.eval_samples, reward_steps)
-    after, rates = before, cfg.pass_rates
+    def evaluate() -> Outcomes:
+        args = held_out, len(held_out), rl.sampling(seed + 1), cfg.eval_samples, dist
+        return score_by_generation(engine, *args).outcomes
+
+    rates = cfg.pass_rates
     run = Run(
         *("rl", tag, cfg.train, model, optimizer, tokenizer, dist),
         num_steps=num_steps,
@@ -125,6 +127,7 @@ def main(cfg: ChatRL) -> None:
         inputs=inputs,
         identity={
             "rl": asdict(rl),
+            "resample_zero_signal": cfg.resample_zero_signal,
             "schedule": asdict(SCHEDULE),
             "task": spec,
             "init_lr_frac": cfg.init_lr_frac,
@@ -135,16 +138,16 @@ def main(cfg: ChatRL) -> None:
     )
     shape = cfg.train.device_batch_size or 8, tokenizer.bos_id, dist.device
     with run:
+        before = after = evaluate()  # the engine has the parent's weights, also in a resumed run
         for step in run.steps():  # from the last checkpoint on
+            copy_weights(engine.model, model)
             if step == 0:
-                run.log(pass_metrics(before.held_out, held_out))
+                run.log(pass_metrics(before, held_out))
+            elif run.due(cfg.train.eval_every):
+                after = evaluate()
+                run.log(pass_metrics(after, held_out))
             if run.finished:
-                after = measure("after", rollouts, held_out, cfg.eval_samples, reward_steps)
-                run.log(pass_metrics(after.held_out, held_out))
                 break
-            if run.due(cfg.train.eval_every):
-                outcomes = held_out_scores(rollouts, held_out, cfg.eval_samples)
-                run.log(pass_metrics(outcomes, held_out))
             run.raise_if_stopped()
 
             # Answers of the current model, and their rewards
@@ -153,11 +156,11 @@ def main(cfg: ChatRL) -> None:
             metrics = rollouts.metrics(groups)
             generated = metrics["answer_tokens"] * rl.examples_per_step * rl.num_samples
             metrics["tokens_per_second"] = generated / (time.perf_counter() - started)
-            groups = rollouts.resample(step, groups)
+            groups = rollouts.resample(step, groups, cfg.resample_zero_signal)
             metrics["rollout_seconds"] = time.perf_counter() - started
             if reference is not None:  # both are inference copies, rounded alike
                 batches = micro_batches(groups, *shape)
-                metrics["kl"] = kl_to_reference(rollouts.engine.model, reference, batches, dist)
+                metrics["kl"] = kl_to_reference(engine.model, reference, batches, dist)
 
             # Policy gradient: log p of each sampled token, weighted by the advantage of its answer
             for batch in micro_batches([group for group in groups if group.has_signal], *shape):
@@ -165,10 +168,8 @@ def main(cfg: ChatRL) -> None:
                 run.accumulate(loss, sum(batch.counts), batch.tokens.numel())
             decay = decay_factor(step, num_steps)
             run.update(lr_factor(step, num_steps, SCHEDULE), MOMENTUM, decay, **metrics)
-    entries = read_metrics(run.folder / METRICS_FILE) if dist.is_main else []
-    values = step_values([entry for entry in entries if "reward" in entry]) if entries else {}
-    compared, items = compare_results(before, after, held_out)
-    run.finish(SECTION, {**values, **compared}, items=items)
+    values, items = compare_results(before, after, held_out)
+    run.finish(SECTION, {"Number of iterations": num_steps, **values}, items=items)
 
 
 def open_questions(spec: str, eval_spec: str, count: int, seed: int) -> tuple[Mixture, Mixture]:
@@ -200,7 +201,7 @@ def open_rollouts(
             f"training on {len(questions):,} of {len(rates):,} questions, "
             f"those with a pass rate of {least:.0%} to {most:.0%}"
         )
-    return Rollouts(task, questions, rl, seed, dist, model, engine)
+    return Rollouts(task, questions, rl, seed, dist, engine)
 
 
 if __name__ == "__main__":

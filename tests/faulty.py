@@ -1,5 +1,6 @@
 """
-Faults during training: `during_step` in this process, or a script with one of FAULTS on one rank:
+Faults during training: `during_step` in this process, or a script with one of FAULTS on one rank,
+or with the rewards of `grade` on all:
 
     python -m tests.faulty <fault> <rank or all> <script> <flags>
 """
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 
+from nanochat import rl
 from nanochat.gpt import GPT
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import Run
@@ -89,11 +91,18 @@ def dawdle(now: Any, model: GPT, tokens: torch.Tensor, loss: torch.Tensor) -> No
         Tokenizer.decode = decode  # type: ignore
 
 
+def grade(task: Any, i: int, answer: str) -> float:
+    """A reward that untrained models get, too."""
+    return float(len(answer) % 2)
+
+
 FAULTS = {fault.__name__: fault for fault in (corrupt, crowd, churn, dawdle)}
 
 if __name__ == "__main__":
     fault, rank, script = sys.argv[1:4]
     sys.argv[1:4] = []
-    if rank in ("all", os.environ["RANK"]):
+    if fault == "grade":
+        rl.score_answer = grade
+    elif rank in ("all", os.environ["RANK"]):
         during_step(FAULTS[fault])
     runpy.run_module(f"scripts.{script}", run_name="__main__", alter_sys=True)

@@ -13,6 +13,7 @@ import torch
 from nanochat.checkpoint import stage_folder
 from nanochat.common import REPOSITORY
 from tests.conftest import Command
+from tests.faulty import grade
 from tests.training_runs import (
     SMALL,
     STEPS,
@@ -119,14 +120,17 @@ STAGES = {  # -> command, relative tolerance, curves
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_training_matches_on_one_and_two_processes(base, here, stage):
+def test_training_matches_on_one_and_two_processes(base, here, stage, monkeypatch):
+    monkeypatch.setattr("nanochat.rl.score_answer", grade)
     command, tolerance, names = STAGES[stage]
     pairs = base / "pairs.jsonl"
     lines = [{"prompt": f"Is {i}?", "chosen": "Yes.", "rejected": "No, no."} for i in range(60)]
     pairs.write_text("\n".join(map(json.dumps, lines)))
     script, *flags = command.format(pairs=pairs).split()
     here.works(script, *flags, "--model_tag=1")
-    python(base, *torchrun(2), "-m", f"scripts.{script}", *flags, "--model_tag=2")
+    python(
+        base, *torchrun(2), "-m", "tests.faulty", "grade", "all", script, *flags, "--model_tag=2"
+    )
     one, two = (stage_folder(stage.split()[0]) / tag for tag in "12")
     assert len(curve(one, "loss")) >= 3 and any(curve(one, "grad_norm"))
     for name in names.split():

@@ -7,14 +7,21 @@ import pytest
 import torch
 
 from nanochat.engine import Completion, Engine, Sampling
-from nanochat.gpt import inference_copy
+from nanochat.gpt import copy_weights, inference_copy
 from nanochat.loss import IGNORE
-from nanochat.rl import Group, RLConfig, Rollouts, kl_to_reference, micro_batches
+from nanochat.rl import (
+    Group,
+    RolloutConfig,
+    Rollouts,
+    compare_results,
+    kl_to_reference,
+    micro_batches,
+)
 from nanochat.tokenizer import Tokenizer
 from tests.conftest import byte_model
 
 TOKENIZER = Tokenizer.train(["what is it"], 265)
-CFG = RLConfig(examples_per_step=4, num_samples=6, max_new_tokens=6, top_k=None)
+CFG = RolloutConfig(examples_per_step=4, num_samples=6, max_new_tokens=6, top_k=None)
 
 
 def batches_of(groups, rows):
@@ -90,6 +97,9 @@ class LowTokens:
     def locate(self, i):
         return self, i
 
+    def cluster(self, i):
+        return str(i)
+
     def score(self, conversation, answer):
         return float(bool(answer) and ord(answer[0]) < 128)
 
@@ -97,7 +107,7 @@ class LowTokens:
 def loader_of(dist, questions=range(10), model=None, **changed):
     model = model or byte_model()
     engine = Engine(inference_copy(model), TOKENIZER, slots=16)
-    return Rollouts(LowTokens(), questions, replace(CFG, **changed), 3, dist, model, engine)
+    return Rollouts(LowTokens(), questions, replace(CFG, **changed), 3, dist, engine)
 
 
 def test_reward_increases(dist):
@@ -105,6 +115,7 @@ def test_reward_increases(dist):
     loader = loader_of(dist, model=model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     for step in range(20):
+        copy_weights(loader.engine.model, model)
         groups = loader.roll_out(step)
         rewards.append(loader.metrics(groups)["reward"])
         for each in batches_of(groups, 8):
@@ -137,13 +148,34 @@ def test_length_penalty_lowers_reward_of_longer_answers(dist):
     assert [brief.reward(1, a) for a in answers] == pytest.approx([0.9, -0.4, 0.7])
 
 
+def test_largest_seed_works(dist):
+    assert len(replace(loader_of(dist), seed=2**63 - 1).roll_out(0)) == 4
+
+
 def test_questions_without_signal_are_resampled(dist):
-    loader = loader_of(dist, num_samples=3, examples_per_step=10, resample_zero_signal=2)
+    loader = loader_of(dist, num_samples=3, examples_per_step=10)
     groups = loader.roll_out(0)
-    learned = loader.resample(0, groups)
+    learned = loader.resample(0, groups, 2)
     silent, still = ([n for n in range(10) if not g[n].has_signal] for g in (groups, learned))
     assert set(still) < set(silent) < set(range(10))
     assert all(n in silent or learned[n] is groups[n] for n in range(10))
-    again = loader.resample(0, groups)  # deterministic
+    again = loader.resample(0, groups, 2)  # deterministic
     assert [g.rewards for g in again] == [g.rewards for g in learned]
-    assert loader_of(dist, num_samples=3).resample(0, groups) == groups
+    assert loader.resample(0, groups, 0) == groups
+
+
+def test_results_before_and_after_are_compared_by_question():
+    before, after = [[0.0, 0.0, 0.0, 0.0]] * 10, [[1.0, 0.0, 1.0, 0.0]] * 9 + [[0.0] * 4]
+    values, items = compare_results(before, after, LowTokens())
+    found = {name: value["value"] for name, value in values.items() if "verdict" not in name}
+    assert found == pytest.approx(
+        {
+            "pass@1 before": 0.0,
+            "pass@1 after": 0.45,
+            "pass@1 change": 0.45,
+            "pass@2 after": 0.9 * 5 / 6,
+            "pass@4 after": 0.9,
+        }
+    )
+    assert values["pass@1 verdict"] == "better" and values["pass@1 after"]["n"] == 10
+    assert items["pass@1 after"]["scores"] == " ".join(["0.5"] * 9 + ["0"])

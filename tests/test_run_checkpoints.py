@@ -16,7 +16,8 @@ import torch
 
 from nanochat.checkpoint import stage_folder
 from nanochat.common import PREEMPTED, REPOSITORY, read_json
-from tests.faulty import during_step
+from nanochat.records import read_history
+from tests.faulty import during_step, grade
 from tests.training_runs import (
     SMALL,
     STEPS,
@@ -67,7 +68,8 @@ def damage(run, step):
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_R2_resumed_stage_equals_uninterrupted_one(trained, command, stage):
+def test_R2_resumed_stage_equals_uninterrupted_one(trained, command, stage, monkeypatch):
+    monkeypatch.setattr("nanochat.rl.score_answer", grade)
     words, runs = STAGES[stage].split(), stage_folder(stage.split()[0])
     command.works(*words, "--model_tag=whole")
     first, *_, last = saved_steps(runs / "whole")
@@ -77,6 +79,9 @@ def test_R2_resumed_stage_equals_uninterrupted_one(trained, command, stage):
         assert equal(*(tensors(runs / tag, last, path.stem) for tag in ("cut", "whole")))
     for name in ("loss", "lr", "grad_norm"):
         assert curve(runs / "cut", name) == curve(runs / "whole", name)
+    if stage == "rl":  # measured with the parent's weights
+        whole, cut = (record["values"] for record in read_history()[-2:])
+        assert whole == cut and "pass@1 before" in whole
 
 
 @pytest.mark.parametrize(
