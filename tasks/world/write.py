@@ -3,7 +3,7 @@ Write the embedded world to disk: text shards and an evaluation bundle.
 
     documents, few-shot tasks -> data/embedded/text/*.jsonl, suite/ -> manifest.json, written last
 
-The manifest has the version and the digest of every shard. Shards from an interrupted call are not
+The manifest has the version and the digest of every file. Files from an interrupted call are not
 listed and are written again.
 """
 
@@ -24,7 +24,6 @@ IDENTITY = {"kind": EMBEDDED, "version": WORLD_VERSION, "seed": SEED}  # determi
 VERSION = [WORLD_VERSION, SUITE_VERSION]  # files of another version are rewritten
 TRAIN_SHARDS = [f"world_{i:05d}" for i in range(16)]  # 5M tokens at vocabulary size 4,096
 VAL_SHARD = "world_val"
-LAST_FILE = "core.yaml"  # of the suite, written last
 
 
 def write(num_shards: int | None = None) -> Path:
@@ -34,24 +33,29 @@ def write(num_shards: int | None = None) -> Path:
     folder.
     """
     folder = base_dir() / "data" / EMBEDDED
-    path, bundle = folder / "manifest.json", folder / "suite"
+    path = folder / "manifest.json"
     with hold_lock(folder / ".lock", f"writing the dataset {EMBEDDED}"):
         manifest = read_json(path) if path.exists() else {}
-        is_current = manifest.get("version") == VERSION
-        if not is_current:
+        if manifest.get("version") != VERSION:
             manifest = {"version": VERSION, "identity": IDENTITY, "val_shard": VAL_SHARD}
-        files = manifest.setdefault("files", {})
+        files, bundle = manifest.setdefault("files", {}), manifest.setdefault("suite", {})
         for i, shard in [*enumerate(TRAIN_SHARDS[:num_shards]), (0, VAL_SHARD)]:
             file = folder / "text" / f"{shard}.jsonl"
             if shard not in files or not file.exists():
                 texts = documents(SEED, i, "val" if shard == VAL_SHARD else "train")
-                write_atomic(file, format_json_lines({"text": text} for text in texts))
-                files[shard] = {"bytes": file.stat().st_size, "sha256": sha256_file(file)}
-        if not is_current or not (bundle / LAST_FILE).exists():
-            for name, text in bundle_files():
-                write_atomic(bundle / name, text)
+                files[shard] = write_file(file, format_json_lines({"text": t} for t in texts))
+        known = {folder / "suite" / file: bundle[file]["sha256"] for file in bundle}
+        if not known or any(not p.exists() or sha256_file(p) != known[p] for p in known):
+            for file, text in bundle_files():
+                bundle[file] = write_file(folder / "suite" / file, text)
         write_json(path, manifest)
     return folder
+
+
+def write_file(path: Path, text: str) -> dict[str, Any]:
+    """Write a file. Returns its entry in the manifest: bytes and SHA-256."""
+    write_atomic(path, text)
+    return {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
 
 
 def format_json_lines(items: Iterable[dict[str, Any]]) -> str:
@@ -77,4 +81,4 @@ def bundle_files() -> Iterator[tuple[str, str]]:
         )
     yield "eval_meta_data.csv", "".join(f"{row}\r\n" for row in rows)
     about = {"about": "embedded world", "icl_tasks": entries}
-    yield LAST_FILE, yaml.safe_dump(about, sort_keys=False)
+    yield "core.yaml", yaml.safe_dump(about, sort_keys=False)
