@@ -3,8 +3,8 @@ Print the plan of a speedrun: minutes of each stage, and the cost of all.
 
     bash speedrun.sh --plan
 
-The minutes are those of the profile's reference run (REFERENCE), scaled to this depth and number of
-processes.
+A stage that is recorded for this depth takes as long as it did then. The minutes of the others are
+those of the profile's reference run (REFERENCE), scaled to this depth and number of processes.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ import torch
 
 from nanochat.config import start
 from nanochat.gpt import GPT
-from nanochat.records import default_rate
+from nanochat.records import default_rate, read_records
 from nanochat.scaling import HorizonConfig, plan_horizon, shape_for_depth
 
 STAGES = (
@@ -77,14 +77,22 @@ def main(cfg: Plan) -> None:
     reference = REFERENCE[cfg.profile]
     here, there = (flops_of(depth, cfg.profile) for depth in (cfg.depth, reference.depth))
     token, horizon = (a / b for a, b in zip(here, there, strict=True))
-    share, total = reference.processes / cfg.processes, 0.0
+    share = reference.processes / cfg.processes
+    records = {record["section"]: record for record in read_records()}
+    depth, total = None, 0.0
+    if base := records.get("Base model training"):
+        depth = base["settings"]["depth"]
     print(f"plan: profile {cfg.profile}, depth {cfg.depth} on {cfg.processes} x {cfg.gpu or 'CPU'}")
     for stage, minutes in zip(STAGES, reference.minutes, strict=True):
-        if not stage.startswith("Tokenizer"):
+        how = "scaled" if token != 1 or share != 1 else ""
+        if stage in records and depth == cfg.depth:
+            minutes, how = records[stage]["cost"]["wall_seconds"] / 60, "recorded"
+        elif not stage.startswith("Tokenizer"):
             grows = stage == "Base model training" and cfg.profile in ("gpu", "h100x8")
             minutes *= share * (horizon if grows else token)
         total += minutes
-        print(f"  {stage:<22} {f'about {minutes:.0f}' if minutes >= 1 else 'under 1'} min")
+        size = f"about {minutes:.0f}" if minutes >= 1 else "under 1"
+        print(f"  {stage:<22} {size} min {how}".rstrip())
     rate = default_rate([cfg.gpu] * cfg.processes if cfg.gpu else [])
     print(f"  {'total':<22} about {total:.0f} min, ${total / 60 * rate:.2f} at ${rate:.2f} an hour")
     print(f"  reference: depth {reference.depth}, {reference.about}")
