@@ -158,7 +158,7 @@ def test_R13_weights_that_are_not_finite_are_not_saved(trained, command, monkeyp
             model.get_parameter(name).data[0, 0] = math.inf
 
     status, text = train(command, monkeypatch, "spoiled", spoil)
-    assert status == 2 and re.search(rf"{name} has non-finite.*last good step: 4", text)
+    assert status == 2 and re.search(rf"{name} has non-finite.*before step 8, not saved", text)
     assert saved_steps(folder(trained, "spoiled")) == [4]
 
 
