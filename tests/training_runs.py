@@ -1,7 +1,9 @@
 """Training runs as subprocesses, alone or under torchrun, and the files that runs write."""
 
+import atexit
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -59,10 +61,18 @@ def python(base: Path, *words: str) -> str:
 
 def begin(base: Path, *words: str, **variables: str) -> subprocess.Popen[str]:
     """Start a process in its own group; stdout and stderr share one pipe."""
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, *words], cwd=REPOSITORY, env={**environment(base), **variables},
         text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
     )  # fmt: skip
+    atexit.register(end_group, process)  # also if the test fails
+    return process
+
+
+def end_group(process: subprocess.Popen[str]) -> None:
+    """Kill a process of `begin`, with its children, if it still runs."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def read_until_step(process: subprocess.Popen[str], step: int) -> str:
