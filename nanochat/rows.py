@@ -63,16 +63,38 @@ def inputs_and_targets(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return ids[:, :-1], np.where(ignored, IGNORE, ids[:, 1:])
 
 
+# ---- Orders --------------------------------------------------------------------------------------
+# Both sort the raw PCG64 stream, which numpy guarantees will never change (unlike the output of
+# Generator.permutation), so a run can be resumed with another numpy version.
+
+
 @lru_cache(maxsize=64)
 def permutation(seed: int, epoch: int, shard: int, n: int) -> np.ndarray:
-    """
-    Return the order of the `n` rows of a shard in an epoch. Sorts the raw PCG64 stream, which numpy
-    guarantees will never change (unlike Generator.permutation), so a run can be resumed with
-    another numpy version.
-    """
+    """Return the order of the `n` rows of a shard in an epoch."""
     order = np.argsort(np.random.PCG64([seed, epoch, shard]).random_raw(n), kind="stable")
     order.setflags(write=False)
     return order
+
+
+def interleave(sizes: Sequence[np.ndarray], seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """
+    Mix buckets evenly; return an order of all items: index of the bucket and index within the
+    bucket, both (n,).
+
+    The items of each bucket divide [0, 1) in proportion to their `sizes`, each gets a random
+    position within its interval, and the order is that of the positions.
+    """
+    lengths = [len(each) for each in sizes]
+    raw = np.random.PCG64([seed, 0, len(sizes)]).random_raw(sum(lengths))
+    jitter = (raw >> np.uint64(11)) * 2.0**-53  # [0, 1)
+    when = []
+    for each, own in zip(sizes, np.split(jitter, np.cumsum(lengths)[:-1]), strict=True):
+        ends = np.cumsum(each)
+        when.append((ends - each + each * own) / ends[-1:])
+    order = np.argsort(np.concatenate(when), kind="stable")
+    bucket = np.repeat(np.arange(len(sizes)), lengths)
+    number = np.concatenate([np.arange(length) for length in lengths])
+    return bucket[order], number[order]
 
 
 # ---- Reading -------------------------------------------------------------------------------------
@@ -221,7 +243,7 @@ def file_name(shard: str) -> str:
 # ---- Best-fit packing of documents into rows -----------------------------------------------------
 # Every row starts with BOS. The rest of a cut document goes into a later row, after a BOS.
 
-PACKING_RULE = 4  # part of fingerprints: increment it when the same input packs differently
+PACKING_RULE = 3  # part of fingerprints: increment it when the same input packs differently
 
 # A larger pool cuts fewer documents. Measured: 2026-11, rows of 2,049, lognormal lengths
 # (mean 820 tokens; 7.7% of documents are longer than a row): 256 pieces cut 16%, 1,024 cut 15%,
@@ -592,11 +614,11 @@ def pack_chats(rows: Rows, parts: Mapping[str, ChatPart], seed: int, tokenizer: 
     with common.hold_lock(rows.lock_path(CHAT_SHARD), f"packing {', '.join(parts)}"):
         if rows.is_packed(CHAT_SHARD):
             return
-        used, about = [], {}
+        buckets, about = [], {}
         for number, (name, part) in enumerate(parts.items()):
             every = encode_chats(name, part.conversations, tokenizer, rows.max_seq_len)
             order, lengths = choose_chats(every, part, seed, number)
-            used += [every[i] for i in order]
+            buckets.append([every[i] for i in order])
             about[name] = {
                 "conversations": len(every),
                 "used": len(order),
@@ -604,7 +626,8 @@ def pack_chats(rows: Rows, parts: Mapping[str, ChatPart], seed: int, tokenizer: 
                 "trained": sum(int((ids >= 0).sum()) for ids in every),
                 "used_tokens": int(lengths[order].sum()),
             }
-        mixed = (used[i] for i in permutation(seed, 0, len(parts), len(used)))
+        sizes = [np.array([len(ids) + 1 for ids in used], np.int64) for used in buckets]
+        mixed = (buckets[b][i] for b, i in zip(*interleave(sizes, seed), strict=True))
         packer = Packer(rows.max_seq_len + 1, ~tokenizer.bos_id, rows.dtype, cut=False)
         joined = join_chats(mixed, seed, rows.max_seq_len)
         write_shard(rows, CHAT_SHARD, packer, batch_chats(joined), {"buckets": about})
