@@ -8,17 +8,18 @@ Attention stays within each chat of a row, so packing chats changes neither loss
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
 
 from nanochat.checkpoint import FOLDERS, Checkpoint, parse_checkpoint_ref, stage_folder
 from nanochat.common import MissingInput
 from nanochat.config import require_positive
 from nanochat.dist import DistContext
 from nanochat.eval_bpb import ValidationConfig
-from nanochat.optim import ScheduleConfig
-from nanochat.rows import ChatPart, Rows, open_chat_rows, pack_chats
-from nanochat.scaling import divisible_batch
+from nanochat.gpt import GPT
+from nanochat.optim import MuonAdamW, ScheduleConfig
+from nanochat.rows import CHAT_SHARD, ChatPart, Rows, open_chat_rows, pack_chats
+from nanochat.scaling import batch_lr_factor, divisible_batch, make_rules
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import Compile, Run, TrainConfig
 
@@ -104,6 +105,51 @@ def packed_chats(
     rows = open_chat_rows(parts, seed, tokenizer, T)
     dist.on_node(lambda: pack_chats(rows, parts, seed, tokenizer))
     return rows
+
+
+def bucket_rows(
+    parts: Mapping[str, ChatPart], tokenizer: Tokenizer, T: int, dist: DistContext
+) -> dict[str, Rows]:
+    """The rows of each bucket on its own, for validation."""
+    return {name: packed_chats({name: part}, 0, tokenizer, T, dist) for name, part in parts.items()}
+
+
+def make_run(
+    stage: Literal["mid", "sft"],
+    parent: Checkpoint,
+    model: GPT,
+    rows: Rows,
+    cfg: FinetuneConfig,
+    train: TrainConfig,
+    settings: Mapping[str, Any],
+    inputs: Mapping[str, str],
+    declared: Mapping[str, Any],
+    dist: DistContext,
+) -> Run:
+    """
+    The run of a stage, with its number of steps, batch size and optimizer. declared: buckets that
+    are not tasks, for the checkpoint.
+    """
+    num_steps, batch_tokens = plan_finetuning(cfg, parent, rows, dist)
+    lr_frac = cfg.init_lr_frac * batch_lr_factor(batch_tokens)
+    optimizer = MuonAdamW(model, make_rules(train.optim, model.cfg.d_model, lr_frac), dist)
+    counts = rows.counts(CHAT_SHARD)["buckets"]
+    return Run(
+        *(stage, choose_tag(stage, parent, train), train, model, optimizer, parent.tokenizer()),
+        dist,
+        num_steps=num_steps,
+        batch_tokens=batch_tokens,
+        compile=cfg.compile,
+        settings=settings,
+        inputs=inputs,
+        identity={
+            "rows": rows.recipe,
+            "schedule": asdict(cfg.schedule()),
+            "parent": parent.fingerprint,
+            "init_lr_frac": cfg.init_lr_frac,
+        },
+        state={"source": parent.state["source"], "mixture": counts, "declared": declared},
+    )
 
 
 def finetuning_values(run: Run, metrics: Mapping[str, float]) -> dict[str, Any]:

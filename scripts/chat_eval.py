@@ -114,7 +114,7 @@ def open_tasks(
 
 def main(cfg: ChatEval) -> None:
     started, section = time.perf_counter(), f"Chat evaluation {cfg.source}"
-    if cfg.num_samples > 1 or cfg.sampling.temperature > 0:  # beside that of greedy answers
+    if cfg.num_samples > 1 or cfg.sampling.temperature > 0:  # beside the one without sampling
         section += f", {cfg.num_samples} answers at temperature {cfg.sampling.temperature:g}"
     dist = init_dist(cfg.dist, cfg.sampling.seed)
     checkpoint = dist.on_node(lambda: find_checkpoint(cfg.source, cfg.model_tag, cfg.step))

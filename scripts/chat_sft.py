@@ -8,7 +8,7 @@ Reads   mid_checkpoints/<tag>/ or base_checkpoints/<tag>/, and the training spli
 Writes  chatsft_checkpoints/<tag>/ with metrics.jsonl, rows/, and the section "Chat SFT"
 """
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 from nanochat.checkpoint import load_model
 from nanochat.common import fingerprint
@@ -17,17 +17,16 @@ from nanochat.dist import init_dist
 from nanochat.eval_bpb import Validation
 from nanochat.finetune import (
     FinetuneConfig,
-    choose_tag,
+    bucket_rows,
     finetuning_values,
+    make_run,
     open_parent,
     packed_chats,
     parent_inputs,
-    plan_finetuning,
 )
-from nanochat.optim import MuonAdamW, OptimConfig, decay_factor, lr_factor, muon_momentum
+from nanochat.optim import OptimConfig, decay_factor, lr_factor, muon_momentum
 from nanochat.rows import CHAT_SHARD
-from nanochat.scaling import batch_lr_factor, make_rules
-from nanochat.train import Run, TrainConfig, document_segments, skip_if_finished
+from nanochat.train import TrainConfig, document_segments, skip_if_finished
 from tasks.buckets import MixConfig, chat_mixture
 
 SECTION = "Chat SFT"
@@ -58,35 +57,16 @@ def main(cfg: ChatSft) -> None:
     if skip_if_finished(SECTION, resolved, inputs, cfg.train, dist):
         return dist.close()
 
-    # Model, packed conversations, optimizer
-    tuning, train = cfg.tuning, cfg.train
+    # Model, packed conversations, run with its optimizer
+    tuning, schedule, metrics = cfg.tuning, cfg.tuning.schedule(), {}
     model, tokenizer = load_model(parent, dist, tuning.max_seq_len), parent.tokenizer()
-    T, metrics = model.cfg.max_seq_len, {}
-    rows = packed_chats(chats.train, train.seed, tokenizer, T, dist)
-    val_rows = {
-        name: packed_chats({name: part}, 0, tokenizer, T, dist) for name, part in chats.val.items()
-    }
+    T = model.cfg.max_seq_len
+    rows = packed_chats(chats.train, cfg.train.seed, tokenizer, T, dist)
     counts = rows.counts(CHAT_SHARD)["buckets"]
-    num_steps, batch_tokens = plan_finetuning(tuning, parent, rows, dist)
-    schedule, lr_frac = tuning.schedule(), tuning.init_lr_frac * batch_lr_factor(batch_tokens)
-    optimizer = MuonAdamW(model, make_rules(train.optim, model.cfg.d_model, lr_frac), dist)
-
-    run = Run(
-        *("sft", choose_tag("sft", parent, train), train, model, optimizer, tokenizer, dist),
-        num_steps=num_steps,
-        batch_tokens=batch_tokens,
-        compile=tuning.compile,
-        settings=resolved,
-        inputs=inputs,
-        identity={
-            "rows": rows.recipe,
-            "schedule": asdict(schedule),
-            "parent": parent.fingerprint,
-            "init_lr_frac": tuning.init_lr_frac,
-        },
-        state={"source": parent.state["source"], "mixture": counts, "declared": chats.declared},
-    )
-    validation = Validation(tuning.validation, val_rows, tokenizer, dist)
+    shared = tuning, cfg.train, resolved, inputs, chats.declared, dist
+    run = make_run("sft", parent, model, rows, *shared)
+    val_rows = bucket_rows(chats.val, tokenizer, T, dist)
+    validation, num_steps = Validation(tuning.validation, val_rows, tokenizer, dist), run.num_steps
 
     def score(x, y):  # attention stays within each chat of a row
         return model.token_losses(x, y, document_segments(x, tokenizer.bos_id))
