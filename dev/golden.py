@@ -23,7 +23,7 @@ SMALL = (
 )
 CHAT = "--eval_tokens=2048 --device_batch_size=8 --total_batch_size=2048 --compile=off"
 GOLF = (
-    "--tie_embeddings=1 --mlp_ratio=3 --qat_start=0.5 --xsa_last_n=1 --rope_dims=16 "
+    "--tie_embeddings --mlp_ratio=3 --qat_start=0.5 --xsa_last_n=1 --rope_dims=16 "
     "--value_every=2 --qk_gain_init=1.5 --ema_decay=0.9 "
     "--quantize=embed.*=int8,*=int6"
 )

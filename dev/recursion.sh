@@ -49,8 +49,8 @@ export NANOCHAT_BASE_DIR="${NANOCHAT_BASE_DIR:-$PWD/out/recursion-$name}"
 
 # For every seed: the recursive model, then two plain ones with the same layers, one trained on the
 # same number of tokens, one with the same FLOPs. The flags in `plainly` override the user's.
-plainly=(--recursion_preset=none --n_loops=-1 --n_prelude=-1 --n_core=-1 --n_coda=-1 --supervise=-1
-    --supervision_base=-1 --improvement_bonus=-1 --bptt_loops=-1)
+plainly=(--recursion_preset=none --n_loops=None --n_prelude=None --n_core=None --n_coda=None --supervise=None
+    --supervision_base=None --improvement_bonus=None --bptt_loops=None)
 stage "tokenizer" python -m scripts.tok_train --dataset="$text" "${tokenizer[@]}" --skip_if_done
 recursive="" plain=""
 for seed in $seeds; do
@@ -66,7 +66,7 @@ for seed in $seeds; do
     flops=$(python -c 'import json, sys; print(json.load(open(sys.argv[1]))["values"]["Total training flops"])' \
         "$report/report/base-model-training.json")
     NANOCHAT_REPORT_DIR="$folder/longer-$tag" stage "plain model, equal FLOPs, seed $seed" train \
-        scripts.recursion.base_train "${common[@]}" "${plainly[@]}" --num_iterations=-1 \
+        scripts.recursion.base_train "${common[@]}" "${plainly[@]}" --num_iterations=None \
         --target_flops="$flops" --model_tag="longer-$tag"
     recursive="$recursive${recursive:+,}$tag"
     plain="$plain${plain:+,}plain-$tag,longer-$tag"

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from nanochat.config import start
 
 LOOP = "while True: pass"
-BENCH = "scripts.bench --what=train --max_seq_len=256 --rows=16 --vocab_size=4096 --compile=0"
+BENCH = "scripts.bench --what=train --max_seq_len=256 --rows=16 --vocab_size=4096 --compile=off"
 
 
 @dataclass(frozen=True)

@@ -4,14 +4,12 @@ Command-line flags from config dataclasses, and the end of a script.
     frozen dataclass with docstrings -> flat flags with help (tyro) -> the same dataclass, filled in
 
 `--device_batch_size=8` and `--device-batch-size 8` are the same flag. Nested dataclasses share one
-flat namespace. Booleans accept `--x`, `--no-x`, `--x=1` and `--x=0`, lists `--x=a,b`. For optional
-settings, -1 means None ("decide for me"), which is usually the default. A leading bare `--` is
-dropped.
+flat namespace. Booleans are `--x` and `--no-x`, lists `--x a b`. For optional settings, None means
+"decide for me", which is usually the default. A leading bare `--` is dropped.
 """
 
 import atexit
 import dataclasses
-import difflib
 import errno
 import gc
 import os
@@ -38,7 +36,6 @@ OS_FIXES = {
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), ACCESS),
     **dict.fromkeys((errno.EEXIST, errno.ENOTDIR), FOLDER),
 }
-BOOLEANS = {"1": "True", "0": "False", "true": "True", "false": "False"}
 
 
 def start(main: Callable[[C], Any], default: C, doc: str | None):
@@ -133,10 +130,10 @@ def parse(default: C, doc: str | None = None, args: Sequence[str] | None = None)
     return tyro.cli(
         type(default),
         default=default,
-        args=normalize(args[args[:1] == ["--"] :], default),
+        args=args[args[:1] == ["--"] :],
         prog=f"python -m {spec.name}" if spec else None,
         description=(doc or "").strip().replace("\nWrites ", "\n\nWrites "),
-        config=(tyro.conf.OmitArgPrefixes, tyro.conf.FlagConversionOff),
+        config=(tyro.conf.OmitArgPrefixes,),
     )
 
 
@@ -155,44 +152,6 @@ def iter_settings(cfg: Any) -> Iterator[tuple[str, tuple[Any, ...], Any]]:
         else:
             is_union = typing.get_origin(kind) in (types.UnionType, typing.Union)
             yield f.name, typing.get_args(kind) if is_union else (kind,), value
-
-
-def normalize(args: Sequence[str], cfg: Any) -> list[str]:
-    """Write booleans as `--flag True`, lists as `--flag a b`, and -1 as None where allowed."""
-    known = {name: kinds for name, kinds, _ in iter_settings(cfg)}
-    result, rest = [], list(args)
-    while rest:
-        if not rest[0].startswith("-"):  # the value of the flag before
-            result.append(rest.pop(0))
-            continue
-        flag, equals, value = rest.pop(0).partition("=")
-        name = flag.lstrip("-").replace("-", "_")
-        kinds = known.get(name, ())
-        if not equals and rest[:1] in (["-1"], ["-1.0"]):
-            equals, value = "=", rest.pop(0)
-        if not flag.startswith("--"):
-            result += [flag, value] if equals and len(flag) == 2 else [flag + equals + value]
-        elif bool in kinds and not equals:
-            result += [flag, "True"]
-        elif bool in known.get(name.removeprefix("no_"), ()) and not kinds:
-            result += [f"--{name.removeprefix('no_')}", "False"]
-        elif not kinds and name != "help":
-            near = "".join(
-                f"; did you mean --{n}?" for n in difflib.get_close_matches(name, known, 1)
-            )
-            print(f"error: unknown flag {printable(flag)}{near}", file=sys.stderr)
-            raise SystemExit(2)
-        elif types.NoneType in kinds and value in ("-1", "-1.0"):
-            result += [flag, "None"]
-        elif bool in kinds:
-            result += [flag, BOOLEANS.get(value.lower(), value)]
-        elif any(typing.get_origin(kind) is tuple for kind in kinds):
-            while not equals and rest and not rest[0].startswith("-"):
-                value += f",{rest.pop(0)}"
-            result += [flag, *filter(None, value.split(","))]
-        else:
-            result.append(flag + equals + value)
-    return result
 
 
 def require_at_least(cfg: Any, **minimum: float) -> None:

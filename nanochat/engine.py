@@ -46,7 +46,7 @@ class Sampling:
     temperature: Annotated[float, short("t")] = 1.0
     """Sampling temperature; 0 = greedy."""
     top_k: Annotated[int | None, short("k")] = None
-    """Sample from the k most likely tokens; -1 (None) = all tokens."""
+    """Sample from the k most likely tokens; None = all tokens."""
     top_p: float = 1.0
     """Sample from the smallest set of tokens whose probabilities sum to at least this."""
     min_p: float = 0.0

@@ -53,7 +53,7 @@ class RolloutConfig:
     temperature: float = 1.0
     """Sampling temperature of the answers."""
     top_k: int | None = 50
-    """Sample from the k most likely tokens; -1 = all tokens."""
+    """Sample from the k most likely tokens; None = all tokens."""
     length_penalty: float = 0.0
     """Reward penalty for an answer of maximum length; shorter answers lose proportionally less."""
 

@@ -71,7 +71,7 @@ class ChatRL:
     """Answers per held-out question."""
     pass_rates: tuple[float, float] | None = None
     """Train only on questions whose pass rate under the parent model is in this range, as in
-    0.2,0.8; estimated from num_samples answers each. Default: all questions."""
+    0.2 0.8; estimated from num_samples answers each. Default: all questions."""
     resample_zero_signal: int = 0
     """Replace a question whose answers all have the same reward, and thus no gradient, up to N
     times."""

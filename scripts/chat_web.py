@@ -32,7 +32,7 @@ class ChatWeb(CheckpointChoice):
     temperature: Annotated[float, short("t")] = 0.6
     """Sampling temperature of requests that do not set one; 0 = greedy."""
     top_k: Annotated[int | None, short("k")] = 50
-    """Sample from the k most likely tokens; -1 = all tokens."""
+    """Sample from the k most likely tokens; None = all tokens."""
     top_p: float = 1.0
     """Sample from the smallest set of tokens whose probabilities sum to at least this."""
     max_tokens: Annotated[int, short("m")] = 256

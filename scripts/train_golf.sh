@@ -18,7 +18,7 @@ SEEDS=${SEEDS:-0}
 # All profiles: tied embeddings, MLP ratio 3, quantization-aware training for the last 15%.
 # GPU profiles use the shape of the Parameter Golf record entry with a vocabulary of 4,096, and
 # weight decay to keep weights small; the CPU profile uses settings measured in dev/LOG.md.
-recipe=(--tie_embeddings=1 --mlp_ratio=3 --qat_start=0.85 --eval_every=0 --window_pattern=L)
+recipe=(--tie_embeddings --mlp_ratio=3 --qat_start=0.85 --eval_every=0 --window_pattern=L)
 case "$PROFILE" in
 h100x8 | gpu)
     text=karpathy/climbmix-400b-shuffle
@@ -82,7 +82,7 @@ fi
 # Text is packed before the timed training; each seed has its own record folder.
 stage "tokenizer" python -m scripts.tok_train --dataset="$text" "${tokenizer[@]}" --skip_if_done
 stage "rows" python -m scripts.data "${row[@]}"
-files=""
+files=()
 for seed in $SEEDS; do
     tag="${TAG:-golf}-$seed"
     NANOCHAT_REPORT_DIR="$NANOCHAT_BASE_DIR/seeds/$seed" \
@@ -91,7 +91,7 @@ for seed in $SEEDS; do
         --resume=auto --skip_if_done "$@"
     stage "artifact, seed $seed" python -m scripts.export --format=artifact --source=base \
         --model_tag="$tag" --out="$NANOCHAT_BASE_DIR/export/$tag.golf" "${limit[@]}"
-    files="$files${files:+,}$NANOCHAT_BASE_DIR/export/$tag.golf"
+    files+=("$NANOCHAT_BASE_DIR/export/$tag.golf")
 done
-stage "parameter golf" train scripts.golf.evaluate --artifacts="$files" "${eval[@]}" "${limit[@]}"
+stage "parameter golf" train scripts.golf.evaluate --artifacts "${files[@]}" "${eval[@]}" "${limit[@]}"
 python -m scripts.report

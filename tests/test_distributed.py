@@ -105,7 +105,7 @@ MID = (
 RL = (
     "chat_rl --source=base:one --num_iterations=3 --task=world_spelling=50,world_facts=50 "
     "--examples_per_step=4 --num_samples=4 --max_new_tokens=8 --length_penalty=0.5 --log_kl "
-    "--resample_zero_signal=1 --pass_rates=0,1 --eval_examples=6 --eval_samples=2 --dtype=float32"
+    "--resample_zero_signal=1 --pass_rates 0 1 --eval_examples=6 --eval_samples=2 --dtype=float32"
 )
 DPO = (
     "chat_dpo --source=base:one --pairs={pairs} --num_iterations=3 --examples_per_step=4 "

@@ -52,7 +52,7 @@ STAGES = {
     "rl": "chat_rl --source=base:one --task=world_spelling=50 --examples_per_step=4 "
     "--num_samples=4 --max_new_tokens=8 --length_penalty=0.5 --eval_examples=6 --eval_samples=2 "
     f"{TUNE}",
-    "base (golf)": "golf.base_train --depth=2 --tie_embeddings=1 --ema_decay=0.8 --qat_start=0.5 "
+    "base (golf)": "golf.base_train --depth=2 --tie_embeddings --ema_decay=0.8 --qat_start=0.5 "
     f"{PRETRAIN}",
     "base (recursion)": "recursion.base_train --depth=3 --d_model=64 --recursion_preset=moderate "
     f"--supervise=sampled --bptt_loops=3 {PRETRAIN}",

@@ -2,7 +2,7 @@
 Evaluate artifacts from their files alone: validation bits per byte, plain and sliding-window.
 
     python -m scripts.golf.evaluate                                     # all export/*.golf
-    python -m scripts.golf.evaluate --artifacts=a.golf,b.golf --dataset=embedded --eval_stride=64
+    python -m scripts.golf.evaluate --artifacts a.golf b.golf --dataset=embedded --eval_stride=64
 
 Reads   artifacts (scripts.export --format=artifact) and validation text; if an artifact's
         source checkpoint still exists, its unquantized weights are evaluated too

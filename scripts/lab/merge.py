@@ -97,7 +97,7 @@ class MergeScript:
         weights = self.weights or (1.0,) * count
         if len(weights) != count or min(weights) < 0 or not sum(weights):
             needed = f"{count} models need {count} weights, none negative and not all 0"
-            raise ValueError(f"--weights={','.join(map(str, weights))}: {needed}")
+            raise ValueError(f"--weights {' '.join(map(str, weights))}: {needed}")
         return [weight / sum(weights) for weight in weights]
 
 

@@ -25,7 +25,7 @@ CPU = ["--dtype=float32", "--device_type=cpu"]
 TRAIN = [
     "golf.base_train", *CPU,
     *"--depth=2 --max_seq_len=32 --d_model=32 --head_dim=16 --n_kv_head=1 --mlp_ratio=3".split(),
-    *"--tie_embeddings=1 --rope_dims=8 --xsa_last_n=1 --qk_gain_init=1.5".split(),
+    *"--tie_embeddings --rope_dims=8 --xsa_last_n=1 --qk_gain_init=1.5".split(),
     *"--total_batch_size=512 --num_iterations=6 --eval_every=0 --eval_tokens=1024".split(),
     *"--save_every=1 --keep=9 --quantize=embed.*=int8,*.mlp.*=int5,*=int6".split(),
 ]  # fmt: skip
@@ -135,9 +135,9 @@ def test_score_from_the_file_alone_is_the_reported_one(exported, tmp_path, comma
 def test_files_that_are_no_seeds_of_one_recipe_are_rejected(exported, tmp_path, command):
     first, same = exported / "export" / "base-golf-0.golf", tmp_path / "same.golf"
     shutil.copy(first, same)
-    assert "the same seed, 0" in command.rejects(*SCORE, f"--artifacts={first},{same}")
+    assert "the same seed, 0" in command.rejects(*SCORE, "--artifacts", first, same)
     command.works(*EXPORT, "--model_tag=golf-1", "--quantize=*=int8", f"--out={same}")
-    assert "not seeds of one recipe" in command.rejects(*SCORE, f"--artifacts={first},{same}")
+    assert "not seeds of one recipe" in command.rejects(*SCORE, "--artifacts", first, same)
 
 
 def test_artifact_above_the_limit_is_not_written(trained, command):
@@ -148,7 +148,7 @@ def test_artifact_above_the_limit_is_not_written(trained, command):
     assert not path.exists()
     command.works(*EXPORT)
     size = path.stat().st_size
-    for most, flags in ((size, ["--count_code=0"]), (size + sum(code_bytes().values()), [])):
+    for most, flags in ((size, ["--no-count_code"]), (size + sum(code_bytes().values()), [])):
         command.works(*EXPORT, f"--limit_bytes={most}", *flags)
         assert "by 1;" in command.rejects(*EXPORT, f"--limit_bytes={most - 1}", *flags)
 

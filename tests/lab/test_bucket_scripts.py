@@ -105,7 +105,7 @@ def test_failed_prompts_are_retried_and_wrong_ones_rejected(tmp_path, command, t
     assert [row["messages"][-1]["content"] for row in read(out)] == ["sage: fine"]
     assert len(Teacher.asked) == 5  # one success, four failures
     write(prompts, [{"messages": talk("old", "7"), "gold": n} for n in (1, 2)] + [{"prompt": "7"}])
-    translated = ["--as_prompt=1", f"--out={tmp_path / 'translated.jsonl'}"]
+    translated = ["--as_prompt", f"--out={tmp_path / 'translated.jsonl'}"]
     assert "incomplete prompt" in command.works(*run, *translated)  # it is cut off
     found = [(r["prompt"], r["original"], r["gold"]) for r in read(tmp_path / "translated.jsonl")]
     assert sorted(found) == [("sage: old", "old", 1), ("sage: old", "old", 2)]

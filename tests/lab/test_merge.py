@@ -86,7 +86,7 @@ MERGE = ["lab.merge", "--eval_tokens=2048", "--dtype=float32"]
 
 def test_merge_is_a_checkpoint_that_records_its_parents(tuned, command):
     pair = "--models=sft:s0|sft:s1"
-    command.works(*MERGE, pair, "--tag=soup", "--weights=3,1")
+    command.works(*MERGE, pair, "--tag=soup", "--weights", "3", "1")
     folders = [tuned / f"chatsft_checkpoints/{tag}/step_000020" for tag in ("s0", "s1", "soup")]
     weights = [load_file(folder / "model.safetensors") for folder in folders]
     for name, mixed in weights[2].items():
@@ -112,7 +112,7 @@ def test_merge_is_a_checkpoint_that_records_its_parents(tuned, command):
     "flags, message",
     [
         ("--models=sft:s0|sft:s1 --tag=s0", "choose another --tag"),
-        ("--models=sft:s0|sft:s1 --weights=1,2,3", "2 models need 2 weights"),
+        ("--models=sft:s0|sft:s1 --weights 1 2 3", "2 models need 2 weights"),
         ("--models=sft:s0|sft:s1 --method=ties", "ties adds task vectors to a base model"),
     ],
 )

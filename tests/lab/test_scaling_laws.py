@@ -31,12 +31,12 @@ def test_planted_law_and_best_sizes_are_recovered():
 
 # ---- The command ---------------------------------------------------------------------------------
 
-SERIES = "lab.scaling_laws --max_seq_len=32 --devices=2 --depths=1,2,3,4".split()
+SERIES = "lab.scaling_laws --max_seq_len=32 --devices=2 --depths 1 2 3 4".split()
 
 
 def test_series_trains_its_plan_and_recovers_the_planted_losses(planted_runs, base, command):
-    arms, budgets = "--arms=default|--matrix_lr=0.01", "--budgets=1e11,2e11,5e11"
-    command.works(*SERIES, arms, budgets, "--project=6")
+    arms, budgets = "--arms=default|--matrix_lr=0.01", "--budgets 1e11 2e11 5e11".split()
+    command.works(*SERIES, arms, *budgets, "--project=6")
     record = read_json(base / "report" / "scaling-laws.json")
     tables = {table["title"].split(":")[0]: table["rows"] for table in record["tables"]}
     runs = tables["Runs"]
@@ -48,4 +48,4 @@ def test_series_trains_its_plan_and_recovers_the_planted_losses(planted_runs, ba
     sizes = tables["Best size by FLOPs"]
     assert all(row[4].startswith("0 ") for row in sizes)  # both arms have the same law
     assert {"Law", "Device time", "Projections"} < tables.keys()
-    assert "done, 0 to go" in command.works(*SERIES, arms, budgets)
+    assert "done, 0 to go" in command.works(*SERIES, arms, **budgets)
