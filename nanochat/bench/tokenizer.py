@@ -3,7 +3,7 @@ Benchmark our tokenizer against other libraries on the same text and machine.
 
     texts -> one process per measurement, libraries in turn -> throughput, range and ratio of each
 
-Each library runs in its own process (dev/tokenizer_peer.py), peers in environments created by `uv`
+Each library runs in its own process (tokenizer_peer.py), peers in environments created by `uv`
 because the PyPI package rustbpe has the same import name as our crate. A peer that cannot be
 installed is listed as missing.
 """
@@ -21,10 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from nanochat.bench.table import alternate, compare, print_table
-from nanochat.common import REPOSITORY
 from nanochat.tokenizer import PATTERN, Tokenizer
 
-PEER_SCRIPT = REPOSITORY / "dev" / "tokenizer_peer.py"
+PEER_SCRIPT = Path(__file__).with_name("tokenizer_peer.py")
 PEER_PACKAGES = {"rustbpe": "rustbpe==0.1.0", "gigatoken": "gigatoken==0.10.0"}
 NOTE = """\
 MB of text per second, {amount}, vocabulary {vocab_size:,}. Each measurement is a new process with
@@ -70,7 +69,7 @@ def bench_tokenizer(
 
 def measure(folder: Path, job: dict[str, Any], library: str) -> tuple[float, str] | None:
     """
-    Run dev/tokenizer_peer.py once. Returns seconds and the digest of its output; None, with a
+    Run tokenizer_peer.py once. Returns seconds and the digest of its output; None, with a
     message, if the library cannot be run here.
     """
     python = [sys.executable]
@@ -81,7 +80,7 @@ def measure(folder: Path, job: dict[str, Any], library: str) -> tuple[float, str
     environment = {name: value for name, value in os.environ.items() if name not in OURS}
     options: Any = {"cwd": folder, "env": environment, "capture_output": True, "text": True}
     try:
-        ended = subprocess.run([*python, str(PEER_SCRIPT), "job.json"], check=True, **options)
+        ended = subprocess.run([*python, "-P", str(PEER_SCRIPT), "job.json"], check=True, **options)
     except (FileNotFoundError, subprocess.CalledProcessError) as error:
         if library not in PEER_PACKAGES:
             raise

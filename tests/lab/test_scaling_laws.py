@@ -48,4 +48,4 @@ def test_series_trains_its_plan_and_recovers_the_planted_losses(planted_runs, ba
     sizes = tables["Best size by FLOPs"]
     assert all(row[4].startswith("0 ") for row in sizes)  # both arms have the same law
     assert {"Law", "Device time", "Projections"} < tables.keys()
-    assert "done, 0 to go" in command.works(*SERIES, arms, **budgets)
+    assert "done, 0 to go" in command.works(*SERIES, arms, *budgets)

@@ -1,10 +1,10 @@
 """
 Benchmark one tokenizer library once, in a separate process.
 
-    python dev/tokenizer_peer.py job.json    # prints seconds and digest as JSON
+    python -P nanochat/bench/tokenizer_peer.py job.json    # prints seconds and digest as JSON
 
-Run by scripts/bench.py for our crate and, in separate environments, for other libraries. It imports
-only the library under test, because two of them have the same import name, rustbpe. Each
+Run by bench/tokenizer.py for our crate and, in separate environments, for other libraries. It
+imports only the library under test, because two of them have the same import name, rustbpe. Each
 measurement is a first pass with cold caches; timing starts after texts and vocabulary are loaded.
 The digest is a hash of the result: vocabulary tokens, or the ids of all texts.
 """
@@ -50,7 +50,7 @@ def open_encoder(job: dict[str, Any], texts: list[str]) -> tuple[Work, Pieces]:
             lambda rows: (array("I", row).tobytes() for row in rows),
         )
     if job["library"] == "gigatoken":
-        import gigatoken
+        import gigatoken  # type: ignore
         import numpy as np
 
         peer = gigatoken.Tokenizer.from_tiktoken(RANKS, "gpt4")
