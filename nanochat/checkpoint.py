@@ -90,9 +90,9 @@ def save_checkpoint(
     weights: Mapping[str, Tensor] | None = None,
 ) -> Checkpoint:
     """
-    Write `folder`/step_<step> and delete all but the newest `keep` steps.
+    Write `folder`/step_<step>, and delete all but the newest `keep` steps up to it: later ones were
+    found corrupt. weights: tensors of the model to save. Default: the current ones.
 
-    weights: tensors of the model to save, on the CPU. Default: the current ones.
     Old checkpoints stay untouched until the new one is complete. If writing fails, the partial one
     is removed and the error is raised, an OSError for disk errors. Only one process at a time may
     call this.
@@ -103,7 +103,7 @@ def save_checkpoint(
     temporary.mkdir(parents=True)
     try:
         files = {TOKENIZER_FILE: common.sha256_file(tokenizer.save(temporary))}
-        weights = weights or {name: x.cpu() for name, x in model.state_dict().items()}
+        weights = weights or model.state_dict()
         files[MODEL_FILE] = save_tensors(weights, temporary / MODEL_FILE)
         if optim_tensors is not None:
             files[OPTIM_FILE] = save_tensors(optim_tensors, temporary / OPTIM_FILE)
@@ -124,9 +124,10 @@ def save_checkpoint(
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     shutil.rmtree(folder / f".saving_replaced_{step:06d}", ignore_errors=True)
-    for old, path in list(step_folders(folder).items())[:-keep]:
-        if old != step:
-            shutil.rmtree(path, ignore_errors=True)
+    saved = step_folders(folder)
+    kept = [each for each in saved if each <= step][-keep:]
+    for old in saved.keys() - kept:
+        shutil.rmtree(saved[old], ignore_errors=True)
     return Checkpoint(final, step, read_state(final))
 
 
@@ -136,7 +137,7 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> str:
     is full or fails.
     """
     try:
-        save_file({name: x.contiguous() for name, x in tensors.items()}, path)
+        save_file({name: x.cpu().contiguous() for name, x in tensors.items()}, path)
     except SafetensorError as error:
         found = re.search(r"os error (\d+)", str(error))
         code = int(found[1]) if found else errno.EIO
@@ -293,11 +294,11 @@ class CheckpointChoice:
 
 def lineage(state: Mapping[str, Any]) -> dict[str, Any]:
     """
-    State to carry over when the model is saved elsewhere: its source, provenance and, if known,
-    batch size in tokens.
+    State to carry over when the model is saved elsewhere: its source, provenance and batch size in
+    tokens.
     """
-    batch = {k: v for k, v in state["identity"].items() if k == "batch_tokens"}
-    return {"source": state["source"], "provenance": state["provenance"], "identity": batch}
+    identity = {"batch_tokens": state["identity"]["batch_tokens"]}
+    return {"source": state["source"], "provenance": state["provenance"], "identity": identity}
 
 
 # ---- Models --------------------------------------------------------------------------------------
@@ -328,9 +329,8 @@ def load_model(checkpoint: Checkpoint, dist: DistContext, max_seq_len: int | Non
     saved, known = checkpoint.state["model"], {each.name for each in fields(GPTConfig)}
     if other := sorted(saved.keys() - known):
         raise UsageError(
-            f"{checkpoint.folder} is not a plain model: it has {', '.join(other)}",
-            "evaluate it with scripts.golf.evaluate or scripts.recursion.evaluate; later stages "
-            "train models of scripts.base_train only",
+            f"{checkpoint.folder} is not a model of scripts.base_train: it has {', '.join(other)}",
+            "use the scripts of the track that trained it, or another checkpoint",
         )
     cfg = GPTConfig(**saved)
     with torch.device("meta"):

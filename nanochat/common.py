@@ -178,29 +178,25 @@ def hold_lock(path: Path, what: str) -> Iterator[None]:
 
 
 @contextmanager
-def hold_run_lock(
-    path: Path, flag: str = "--model_tag", patience_seconds: int = 0
-) -> Iterator[None]:
+def hold_run_lock(path: Path, flag: str = "--model_tag") -> Iterator[None]:
     """
     Hold the lock of a run's folder; the lock file describes this process. What a killed process
     left there is stale: the next run takes over.
 
-    flag: gives a run its own folder. patience_seconds: on a shared disk, the lock of a crashed host
-    persists for a while. Raises UsageError with process and host if another run holds it.
+    flag: gives a run its own folder. Raises UsageError with process and host if another run holds
+    it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+") as file:
-        deadline = time.monotonic() + patience_seconds
-        while not take_lock(file):
-            if time.monotonic() >= deadline:
-                file.seek(0)
-                raise UsageError(
-                    f"another run is using this folder: {file.read()} holds {path}",
-                    f"wait for it or stop it, or give this run another {flag}",
-                )
-            time.sleep(1)
+        free = take_lock(file)
         file.seek(0)
-        if owner := file.read():
+        owner = file.read()
+        if not free:
+            raise UsageError(
+                f"another run is using this folder: {owner} holds {path}",
+                f"wait for it or stop it, or give this run another {flag}",
+            )
+        if owner:
             print(f"taking over stale lock: {printable(owner)}")
             file.truncate(0)
         since = time.strftime("%Y-%m-%d %H:%M:%S")

@@ -16,7 +16,6 @@ import re
 import resource
 import shutil
 import signal
-import socket
 import sys
 import sysconfig
 import time
@@ -76,10 +75,6 @@ class DistContext:
     """Whether training runs the matmuls inside the layers in fp8."""
     local_size: int = 1
     """Number of processes on this host."""
-    launch: str = ""
-    """Id of the torchrun launch; the same after it restarts the ranks."""
-    restarts: int = 0
-    """Number of restarts by torchrun; 0 on a node that joins late."""
     store: Any = None
     """Key-value store of the process group."""
     objects: Any = None
@@ -269,14 +264,9 @@ def init_dist(cfg: DistConfig = DistConfig(), seed: int = 0, steady: bool = True
     fp8 = cfg.dtype == "fp8"
     name = "bfloat16" if fp8 else cfg.dtype
     dtype = getattr(torch, name) if name else default_dtype(device)
-    launch, restarts = env.get("TORCHELASTIC_RUN_ID", ""), env.get("TORCHELASTIC_RESTART_COUNT", 0)
-    if launch == "none":  # torchrun's default: use the host and torchrun's process id
-        launch = f"{socket.gethostname()}-{os.getppid()}"
     local_size = int(env.get("LOCAL_WORLD_SIZE", world_size))
-    return DistContext(
-        *(rank, local_rank, world_size, device, dtype, fp8),
-        *(local_size, launch, int(restarts), store, objects),
-    )
+    context = rank, local_rank, world_size, device, dtype
+    return DistContext(*context, fp8, local_size, store, objects)
 
 
 def default_dtype(device: torch.device) -> torch.dtype:
@@ -377,6 +367,12 @@ def memory_bytes(device: torch.device) -> tuple[int, int]:
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     free, total = torch.cuda.mem_get_info(device)
     return free + cached, total
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether an error says that a device, or the allocator of the CPU, has no memory left."""
+    lacking = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    return lacking or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
 
 
 def has_compiler() -> bool:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from nanochat.attention import BLOCK, CacheView, KVCache, fill_batches, pad_right
-from nanochat.common import printable
+from nanochat.common import StopRequest, printable
 from nanochat.config import require_at_least, short
 from nanochat.dist import has_compiler, memory_bytes
 from nanochat.gpt import GPT
@@ -376,6 +376,8 @@ class Engine:
         self.calling: list[Completion] = []  # waiting for a tool, without a slot
         self.ends = set(map(tokenizer.special, TURN_TOKENS))
         self.logits = torch.empty(0)
+        self.stop: StopRequest | None = None
+        """Ends `generate` early; the completions are cancelled."""
 
     # ---- public interface --------------------------------------------------------------------
 
@@ -405,8 +407,10 @@ class Engine:
         """`n` completions of each prompt. seeds: one per prompt; default: `settings.seed`."""
         each = [replace(settings, seed=seed) for seed in seeds or [settings.seed] * len(prompts)]
         groups = [self.submit(prompt, s, n) for prompt, s in zip(prompts, each, strict=True)]
-        while self.busy:
+        while self.busy and not (self.stop and self.stop.asked):
             self.step()
+        for completion in (each for group in groups for each in group if not each.finish):
+            self.cancel(completion)
         return groups
 
     def cancel(self, completion: Completion) -> None:

@@ -133,7 +133,6 @@ def row_batches(batches: Iterable[np.ndarray], rows: int) -> Iterator[Batch]:
 class Validation:
     """
     Validation rows of one or, in a mixture, several buckets, each with the same number of rows.
-    Raises UsageError if a bucket has nothing to score.
     """
 
     def __init__(
@@ -147,13 +146,6 @@ class Validation:
         self.token_bytes = tokenizer.token_bytes()
         T = next(iter(rows.values())).max_seq_len
         self.num_rows = max(1, cfg.tokens(dist) // T // len(rows))
-        for name, each in rows.items():
-            every = map(inputs_and_targets, each.val_batches(64, self.num_rows))
-            if not any(self.token_bytes[y[y != IGNORE]].any() for _, y in every):
-                raise UsageError(
-                    f"no byte can be scored in the validation rows of {name}",
-                    "use other validation text or, with --val_mixture, conversations with answers",
-                )
 
     def batches(self, bucket: str, device_rows: int) -> Iterator[Batch]:
         """Yield this rank's batches of a bucket, of `device_rows` rows."""

@@ -28,7 +28,7 @@ from nanochat import stats
 from nanochat.attention import CacheView, fill_batches, pad_right
 from nanochat.common import UsageError, base_dir, fingerprint, sha256_file, write_atomic
 from nanochat.dataset import line_error, read_json_lines
-from nanochat.dist import DistContext
+from nanochat.dist import DistContext, is_out_of_memory
 from nanochat.hub import is_inside
 from nanochat.loss import IGNORE
 
@@ -219,8 +219,8 @@ def score_options(
         batch = batches.pop(0)
         try:
             scores = score_batch(model, batch)
-        except torch.OutOfMemoryError:
-            if len(batch) == 1:
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error) or len(batch) == 1:
                 raise
             half = len(batch) // 2
             batches[:0] = batch[:half], batch[half:]

@@ -121,21 +121,28 @@ def make_run(
     rows: Rows,
     cfg: FinetuneConfig,
     train: TrainConfig,
+    dist: DistContext,
+    *,
     settings: Mapping[str, Any],
     inputs: Mapping[str, str],
     declared: Mapping[str, Any],
-    dist: DistContext,
 ) -> Run:
     """
-    The run of a stage, with its number of steps, batch size and optimizer. declared: buckets that
-    are not tasks, for the checkpoint.
+    The run of a stage, with its number of steps, batch size and optimizer. settings, inputs: as in
+    `Run`. declared: buckets that are not tasks, for the checkpoint.
     """
     num_steps, batch_tokens = plan_finetuning(cfg, parent, rows, dist)
-    lr_frac = cfg.init_lr_frac * batch_lr_factor(batch_tokens)
-    optimizer = MuonAdamW(model, make_rules(train.optim, model.cfg.d_model, lr_frac), dist)
+    growth = batch_lr_factor(batch_tokens)
+    rules = make_rules(train.optim, model.cfg.d_model, cfg.init_lr_frac, growth)
+    optimizer = MuonAdamW(model, rules, dist)
     counts = rows.counts(CHAT_SHARD)["buckets"]
     return Run(
-        *(stage, choose_tag(stage, parent, train), train, model, optimizer, parent.tokenizer()),
+        stage,
+        choose_tag(stage, parent, train),
+        train,
+        model,
+        optimizer,
+        parent.tokenizer(),
         dist,
         num_steps=num_steps,
         batch_tokens=batch_tokens,

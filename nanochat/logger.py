@@ -1,9 +1,9 @@
 """
 Logging of a training run to metrics.jsonl, the console and, optionally, Weights & Biases.
 
-    log.log(step, values) -> metrics.jsonl and console, and queue -> thread -> wandb
+    log.log(step, values) -> metrics.jsonl, console, wandb
 
-The tracker runs in a daemon thread: if it raises or hangs, training continues. Only rank 0 logs.
+If the tracker fails, training continues. Only rank 0 logs.
 Metric names are the same in all stages:
 
     loss  val_bpb  reward  pass_at_1  lr (fraction of peak)  tokens_per_second  mfu (fraction)
@@ -11,18 +11,16 @@ Metric names are the same in all stages:
 
 import contextlib
 import sys
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 from nanochat.common import fingerprint, printable
 from nanochat.records import append_line, read_lines, readable_time
 
 METRICS_FILE = "metrics.jsonl"
-FINISH_SECONDS = 30.0  # timeout for the tracker's last uploads
+TRACKER_SECONDS = 30.0  # timeout for the tracker to start and to finish
 WARMUP_STEPS = 3
 NOT_FINITE = ("nan", "inf", "-inf")
 CONSOLE_FORMATS = {  # console format of metrics, in order
@@ -62,11 +60,8 @@ class RunLog(contextlib.AbstractContextManager):
         folder.mkdir(parents=True, exist_ok=True)
         self.path, self.total_steps = folder / METRICS_FILE, total_steps
         self.warm_step, self.warm_time = first_step + WARMUP_STEPS, time.monotonic()
-        self.entries: SimpleQueue = SimpleQueue()  # for the tracker
-        about = (self.entries, run, folder, run_id, settings)
-        self.tracker = threading.Thread(target=track, args=about, daemon=True)
-        if run != "dummy":
-            self.tracker.start()
+        is_tracked = run != "dummy"
+        self.tracker = open_tracker(run, folder, run_id, settings) if is_tracked else None
         self.unwritten: list[Any] = []
         """Entries that could not be written yet."""
         if self.path.exists():
@@ -79,8 +74,7 @@ class RunLog(contextlib.AbstractContextManager):
         An entry without loss or reward is an evaluation; its line shows all metrics.
         """
         self.write([{"step": step, **values}])
-        if self.tracker.is_alive():
-            self.entries.put((step, dict(values)))
+        self.track("log", dict(values), step=step)
         shown = [form.format(values[k]) for k, form in CONSOLE_FORMATS.items() if k in values]
         if "loss" not in values and "reward" not in values:
             others = [(k, v) for k, v in values.items() if k not in CONSOLE_FORMATS]
@@ -110,15 +104,19 @@ class RunLog(contextlib.AbstractContextManager):
         pace = (time.monotonic() - self.warm_time) / (step - self.warm_step)
         return [f"{readable_time(max(0.0, pace * (self.total_steps - 1 - step)))} left"]
 
-    def finish(self, seconds: float = FINISH_SECONDS) -> None:
-        """Close the log; waits up to `seconds` for the tracker, and reports if it lags."""
+    def track(self, action: str, *args: Any, **options: Any) -> None:
+        """Call a method of the tracker, which is not used any more after its first error."""
+        if self.tracker is not None:
+            try:
+                getattr(self.tracker, action)(*args, **options)
+            except Exception as error:
+                print_tracker_error(error)
+                self.tracker = None
+
+    def finish(self) -> None:
+        """Close the log."""
         self.write()
-        if self.tracker.is_alive():
-            self.entries.put(None)
-            self.tracker.join(seconds)
-        if self.tracker.is_alive():
-            problem = f"tracker: no answer within {seconds:g} s; all entries are in {self.path}"
-            print(printable(problem), flush=True)
+        self.track("finish")
 
     def __exit__(self, *error: object) -> None:
         self.finish()
@@ -141,14 +139,11 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return [steps[step] for step in sorted(steps)]
 
 
-def track(
-    entries: SimpleQueue, name: str, folder: Path, run_id: str, settings: Mapping[str, Any]
-) -> None:
+def open_tracker(name: str, folder: Path, run_id: str, settings: Mapping[str, Any]) -> Any:
     """
-    Send entries (step, values) to a run on Weights & Biases until None. In a thread, because every
-    call may block on the network. The first error is printed and ends the thread, not the training.
-
-    A run with the same name, run id and folder is resumed. Never prompts for an API key.
+    A run on Weights & Biases, which sends its entries from a process of its own; a run with the
+    same name, run id and folder is resumed. Never prompts for an API key. If it fails, this is
+    printed, and None returned.
     """
     try:
         import wandb  # imported here because it is slow and optional
@@ -156,9 +151,9 @@ def track(
         online = wandb.setup().settings.mode == "online"
         if online and not wandb.login(prompt=False, verify=False):
             raise RuntimeError("no API key; run `wandb login`, or set WANDB_MODE=offline")
-        # without timeouts, wandb's exit hook could block for a long time
-        limits: Any = {"init_timeout": FINISH_SECONDS, "finish_timeout": FINISH_SECONDS}
-        run = wandb.init(
+        # without timeouts, wandb could block for a long time
+        limits: Any = {"init_timeout": TRACKER_SECONDS, "finish_timeout": TRACKER_SECONDS}
+        return wandb.init(
             project="nanochat",
             name=name,
             id=fingerprint([name, run_id, folder.parent.name, folder.name]),
@@ -167,9 +162,12 @@ def track(
             config=dict(settings),
             settings=wandb.Settings(silent=True, console="off", **limits),
         )
-        while entry := entries.get():
-            run.log(entry[1], step=entry[0])
-        run.finish()
     except Exception as error:  # a tracker failure must not stop the run
-        problem = f"tracker: stopped, training continues ({type(error).__name__}: {error})"
-        print(printable(problem), file=sys.stderr, flush=True)
+        print_tracker_error(error)
+        return None
+
+
+def print_tracker_error(error: Exception) -> None:
+    """Say that the tracker is not used any more."""
+    problem = f"tracker: stopped, training continues ({type(error).__name__}: {error})"
+    print(printable(problem), file=sys.stderr, flush=True)

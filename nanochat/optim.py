@@ -222,7 +222,7 @@ class OptimConfig:
     unembedding_lr: float = 0.008
     """Peak AdamW learning rate of the LM head at width 768, scaled by width^-0.5."""
     weight_decay: float | None = None
-    """Muon weight decay. Default: derived from the training horizon."""
+    """Muon weight decay. Default: derived from the training horizon; 0 after pretraining."""
     matrix_lr: float = 0.02
     """Peak Muon learning rate of the matrices inside the layers."""
     grad_clip: float = 0.0
@@ -419,6 +419,8 @@ def reduce_gradients(
     if isinstance(optimizer, MuonAdamW):
         return optimizer.reduce_gradients(), optimizer.gradients
     params = [p for group in optimizer.param_groups for p in group["params"]]
+    for p in params if dist.world_size > 1 else ():  # the same tensors on all ranks
+        p.grad = torch.zeros_like(p) if p.grad is None else p.grad
     grads = [p.grad for p in params if p.grad is not None]
     for grad in grads if dist.world_size > 1 else ():
         distributed.all_reduce(grad)
@@ -471,5 +473,5 @@ def all_gather(mine: Tensor, dist: DistContext) -> tuple[Tensor, Any]:
 def gather(mine: Tensor, dist: DistContext) -> Tensor:
     """Collect the ranks' slices into one tensor."""
     whole, work = all_gather(mine, dist)
-    work.wait()
+    dist.wait(work.wait)
     return whole

@@ -48,14 +48,14 @@ def new_figure(rows: int = 1, columns: int = 1, height: float = HEIGHT) -> tuple
     return figure, figure.subplots(rows, columns, squeeze=False)
 
 
-def draw_curve(axes: Any, points: Sequence[Sequence[float]], label: str = "") -> None:
+def draw_curve(axes: Any, points: Sequence[Sequence[float]]) -> None:
     """
     Draw points (x, y) or (x, y, standard error), in order of x. Of more than MAX_POINTS, draw means
     of consecutive ones.
     """
     bins = np.array_split(np.array(points, float), min(len(points), MAX_POINTS))
     x, y, *error = np.array([each.mean(0) for each in bins]).T
-    axes.errorbar(x, y, *error, marker="o" if len(x) < 30 else "", label=printable(label))
+    axes.errorbar(x, y, *error, marker="o" if len(x) < 30 else "")
 
 
 def set_log_scale(axis: Any) -> None:
@@ -69,13 +69,11 @@ def set_log_scale(axis: Any) -> None:
 # ---- Figures of a report -------------------------------------------------------------------------
 
 PANELS = {  # logged metric -> title of its panel, in order
-    "loss": "Training loss (nats per token)",
+    "loss": "Training loss",
     "val_bpb": "Validation loss (bits per byte)",
     "core_metric": "Few-shot score (mean centered accuracy)",
     "reward": "Mean reward of a step",
     "pass_at_1": "Held-out pass@1, ± 1 standard error",
-    "lr": "Learning rate, fraction of the peak",
-    "tokens_per_second": "Tokens per second",
     "grad_norm": "Gradient norm before clipping",
 }
 
@@ -91,8 +89,6 @@ def draw_figures(folder: Path, written: Sequence[Record]) -> list[str]:
         name = slug(record["section"])
         if record["metrics"] and (entries := read_metrics(base_dir() / record["metrics"])):
             figures[f"{name}-training"] = draw_run(entries)
-        if record["series"]:
-            figures[f"{name}-series"] = draw_series(record)
     for name, figure in figures.items():
         figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
     return sorted(figures)
@@ -129,17 +125,4 @@ def draw_run(entries: Sequence[Mapping[str, Any]]) -> Figure:
         axes.locator_params(nbins=5)
         if name == "loss":
             set_log_scale(axes.yaxis)
-    return figure
-
-
-def draw_series(record: Record) -> Figure:
-    """A record's own series; on a log scale if x grows more than 20 times."""
-    figure, [[axes]] = new_figure()
-    for name, points in record["series"].items():
-        draw_curve(axes, points, name)
-    low, high = axes.dataLim.intervalx
-    if 0 < 20 * low < high:
-        set_log_scale(axes.xaxis)
-    axes.set(title=printable(record["section"]))
-    axes.legend()
     return figure

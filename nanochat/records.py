@@ -99,7 +99,7 @@ TIME_FORMAT = "%Y-%m-%d %H:%M:%S"
 # Settings that do not affect the result: a finished stage stays finished when they change.
 NOT_IN_KEY = frozenset(
     "run skip_if_done resume keep allow_data_change device_batch_size final unsafe_exec "
-    "collective_timeout_minutes save_every canaries".split()
+    "collective_timeout_minutes save_every".split()
 )
 STARTED = time.perf_counter()  # this module is imported when a process starts
 
@@ -125,12 +125,12 @@ class Cost:
     device: str = "cpu"
 
     @classmethod
-    def so_far(cls, dist: Any = None, started: float = STARTED) -> "Cost":
+    def so_far(cls, dist: Any = None) -> "Cost":
         """
-        Cost of all devices of `dist` (DistContext) since `started`, a value of
-        `time.perf_counter()`. Default: of one CPU, since the start of the process.
+        Cost of all devices of `dist` (DistContext), by default of one CPU, since the start of the
+        process.
         """
-        seconds = time.perf_counter() - started
+        seconds = time.perf_counter() - STARTED
         return cls(seconds, dist.world_size, dist.device_name) if dist else cls(seconds)
 
 
@@ -186,27 +186,25 @@ def stage_key(settings: Mapping[str, Any], inputs: Mapping[str, str]) -> str:
 
 # ---- Code that determines a result ---------------------------------------------------------------
 
-NOT_IN_CODE = frozenset(
+CODE = re.compile(r"(nanochat|tasks|scripts)/.*\.py")
+NOT_IN_CODE = frozenset(  # these do not determine results
     f"nanochat/{name}.py" for name in "config hub logger plots records report summary".split()
 )
 
 
 def code_digests() -> dict[str, str]:
     """
-    Digest of each file that determines the results of the running script, by path: the core, the
-    tasks and the script; for a track's script, all tracks. Comments and docstrings do not count.
+    Digest of each file of code that this process has imported, which determines its results, by
+    path; without NOT_IN_CODE.
     """
-    spec = getattr(sys.modules["__main__"], "__spec__", None)
-    script = f"{spec.name.replace('.', '/')}.py" if spec else "none"
-    core = "nanochat/**/*.py" if script.count("/") > 1 else "nanochat/*.py"
-    return digest_code(core, "tasks/**/*.py", script)
-
-
-def digest_code(*patterns: str) -> dict[str, str]:
-    """`code_digest` of the files of the repository that match, by path, without NOT_IN_CODE."""
-    paths = [path for pattern in patterns for path in common.REPOSITORY.glob(pattern)]
-    files = {path.relative_to(common.REPOSITORY).as_posix(): path for path in paths}
-    return {x: code_digest(p.read_text()) for x, p in files.items() if x not in NOT_IN_CODE}
+    found = {}
+    for module in list(sys.modules.values()):
+        path = Path(getattr(module, "__file__", None) or "/")
+        if path.is_relative_to(common.REPOSITORY):
+            name = path.relative_to(common.REPOSITORY).as_posix()
+            if CODE.fullmatch(name) and name not in NOT_IN_CODE:
+                found[name] = code_digest(path.read_text())
+    return found
 
 
 class TextRemover(ast.NodeTransformer):
@@ -223,8 +221,10 @@ def code_digest(source: str) -> str:
 
 
 def changed_code(recorded: Mapping[str, str]) -> list[str]:
-    """Files of `code_digests` that differ from the recorded ones, or are new or missing."""
-    return sorted({name for name, _ in code_digests().items() ^ recorded.items()})
+    """Files whose code differs from the `recorded` digest, or that are missing now."""
+    texts = {name: common.REPOSITORY / name for name in recorded}
+    now = {x: code_digest(path.read_text()) for x, path in texts.items() if path.exists()}
+    return sorted(name for name, digest in recorded.items() if now.get(name) != digest)
 
 
 def require_same_code(what: str, changed: Sequence[str], fix: str) -> None:
@@ -237,13 +237,6 @@ def require_same_code(what: str, changed: Sequence[str], fix: str) -> None:
         raise common.UsageError(problem, f"{fix}, or set ACCEPT_CODE_CHANGE=1")
 
 
-def require_finished_by_same_code(record: Record) -> None:
-    """Raise UsageError if a finished stage was made by other code than the current one."""
-    require_same_code(
-        record["section"], changed_code(record["code"]), "run it again without --skip_if_done"
-    )
-
-
 def write_record(
     section: str,
     settings: Mapping[str, Any],
@@ -253,7 +246,6 @@ def write_record(
     *,
     items: Mapping[str, Mapping[str, Any]] = {},
     tables: Sequence[Mapping[str, Any]] = (),
-    series: Mapping[str, Sequence[Sequence[float]]] = {},
     metrics: Path | None = None,
     files: Iterable[Path] = (),
     commits: Sequence[str] = (),
@@ -267,7 +259,6 @@ def write_record(
     values      name -> number, text, or `estimate`, in report order; without those of None
     items       metric name -> its `item_scores`, or {"weights": {name: weight}} for a sum of such
     tables      {"title", "columns", "rows"}, rows of text or numbers
-    series      name -> [[x, y], ...], curves that are not in a metrics file
     metrics     the run's metrics.jsonl (`logger`), for the figures
     files       output files or directories; `find_finished` checks their content later
     commits     commits of all attempts of a run, by default the current one
@@ -284,7 +275,6 @@ def write_record(
         "values": {name: value for name, value in values.items() if value is not None},
         "items": items,
         "tables": tables,
-        "series": series,
         "metrics": relative_path(metrics) if metrics else None,
         "files": hash_files(files),
         "code": code_digests(),
@@ -318,7 +308,7 @@ def extend_record(old: Record, new: dict[str, Any], changed: Iterable[str]) -> d
     The record `new`, with the tables, costs and, unless `changed`, the values and items of `old` if
     it has the same key and code.
     """
-    if (old["key"], old["code"]) != (new["key"], new["code"]):
+    if old["key"] != new["key"] or changed_code(old["code"]):
         return new
     for part in ("values", "items"):
         new[part] = {k: x for k, x in old[part].items() if k not in changed} | new[part]
@@ -334,10 +324,7 @@ def find_finished(section: str, key: str) -> Record | None:
 
     The SHA-256 of every recorded file must match. A stage that has outputs but recorded no
     files cannot be checked and is not finished. Only the section's current record is considered, so
-    that the report shows the results of a skipped stage, not those of another run. In a script:
-
-        if cfg.skip_if_done and records.find_finished(SECTION, stage_key(settings(cfg), inputs)):
-            return dist.print0(f"{SECTION}: finished already, skipped")
+    that the report shows the results of a skipped stage, not those of another run.
     """
     record = read_record(section)
     if record is None or record["key"] != key:
@@ -345,7 +332,8 @@ def find_finished(section: str, key: str) -> Record | None:
     files = [common.base_dir() / name for name in record["files"]]
     if (record["provenance"]["outputs"] and not files) or hash_files(files) != record["files"]:
         return None
-    require_finished_by_same_code(record)
+    changed = changed_code(record["code"])
+    require_same_code(section, changed, "run it again without --skip_if_done")
     return record
 
 

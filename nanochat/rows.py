@@ -125,12 +125,14 @@ class Rows:
     @property
     def num_rows(self) -> int:
         """Number of training rows in the shards before the first one that is not packed."""
-        packed = takewhile(self.is_packed, self.train_shards)
-        return sum(self.counts(shard)["rows"] for shard in packed)
+        return int(self.starts[-1])
 
     @cached_property
     def starts(self) -> np.ndarray:
-        """Index within the epoch of the first row of each packed shard, and `num_rows`."""
+        """
+        Index within the epoch of the first row of each packed shard, and the number of rows. Read
+        once, after packing.
+        """
         packed = takewhile(self.is_packed, self.train_shards)
         return np.cumsum([0, *(self.counts(shard)["rows"] for shard in packed)])
 

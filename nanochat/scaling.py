@@ -158,26 +158,28 @@ def divisible_batch(asked: int | None, default: int, max_seq_len: int, world_siz
 
 
 def batch_lr_factor(batch_tokens: int) -> float:
-    """Factor on all learning rates: the square root of the batch over the reference, at least 1."""
+    """Factor on learning rates: the square root of the batch over the reference, at least 1."""
     return max(1.0, batch_tokens / REFERENCE_BATCH) ** 0.5
 
 
 def make_rules(
-    cfg: OptimConfig, d_model: int, lr_frac: float = 1.0, noise: float = 1.0
+    cfg: OptimConfig, d_model: int, lr_frac: float = 1.0, batch: float = 1.0, noise: float = 1.0
 ) -> dict[str, Rule]:
     """
-    Update rules by the first part of a parameter's name, with learning rates multiplied by
-    `lr_frac`, those of the few scalars also by `noise`. Source: nanochat's tuning log, 2026-03.
+    Update rules by the first part of a parameter's name.
+
+    lr_frac: factor on all learning rates. batch: on those that grow with the batch
+    (`batch_lr_factor`). noise: on those of the few scalars. Source: nanochat's tuning log, 2026-03.
     """
-    width = (d_model / 768) ** -0.5
+    width = batch * (d_model / 768) ** -0.5
     embedding_lr, head_lr = cfg.embedding_lr * width, cfg.unembedding_lr * width
     found = {
-        "blocks": Rule("muon", cfg.matrix_lr, weight_decay=cfg.weight_decay or 0.0),
+        "blocks": Rule("muon", cfg.matrix_lr * batch, weight_decay=cfg.weight_decay or 0.0),
         "embed": Rule("adamw", embedding_lr, (0.8, 0.995), 0.001),
         "value_embeds": Rule("adamw", embedding_lr / 2, (0.8, 0.995), 0.01),
         "head": Rule("adamw", head_lr, (0.8, 0.96), 0.01),
-        "residual": Rule("adamw", 0.005 * noise, (0.8, 0.95), 0.05),
-        "skip": Rule("adamw", 0.5 * noise, (0.96, 0.95)),
+        "residual": Rule("adamw", 0.005 * batch * noise, (0.8, 0.95), 0.05),
+        "skip": Rule("adamw", 0.5 * batch * noise, (0.96, 0.95)),
         "smear_gate": Rule("adamw", 0.2 * noise),
         "smear": Rule("adamw", 0.2 * noise),
         "backout": Rule("adamw", 0.2 * noise),
@@ -196,13 +198,10 @@ def scaled_rules(cfg: OptimConfig, horizon: Horizon, d_model: int) -> dict[str, 
     weights' averaging time is the same fraction of every run, and in proportion to that number;
     runs shorter than MIN_STEPS use the decay of MIN_STEPS.
     """
-    lr_frac = batch_lr_factor(horizon.batch_tokens)
+    batch = batch_lr_factor(horizon.batch_tokens)
     noise = min(1.0, horizon.batch_tokens / REFERENCE_BATCH) ** 0.5
     if cfg.weight_decay is None:
         reference = horizon.tokens_per_param * REFERENCE_PARAMS / REFERENCE_BATCH  # steps
-        decay = REFERENCE_DECAY * reference / max(MIN_STEPS, horizon.num_steps) / lr_frac
+        decay = REFERENCE_DECAY * reference / max(MIN_STEPS, horizon.num_steps) / batch
         cfg = replace(cfg, weight_decay=decay)
-    rules = make_rules(cfg, d_model, lr_frac, noise)
-    for name in ("smear_gate", "smear", "backout"):  # not scaled with the batch
-        rules[name] = replace(rules[name], lr=rules[name].lr / lr_frac)
-    return rules
+    return make_rules(cfg, d_model, batch=batch, noise=noise)

@@ -40,7 +40,6 @@ from nanochat.checkpoint import (
     Checkpoint,
     CorruptCheckpoint,
     Stage,
-    newest_state,
     open_checkpoint,
     save_checkpoint,
     stage_folder,
@@ -48,7 +47,7 @@ from nanochat.checkpoint import (
 )
 from nanochat.common import StopRequest, StopRequested, UsageError
 from nanochat.config import require_at_least
-from nanochat.dist import DistConfig, DistContext, has_compiler, memory_bytes
+from nanochat.dist import DistConfig, DistContext, has_compiler, is_out_of_memory, memory_bytes
 from nanochat.fp8 import enable_fp8
 from nanochat.gpt import GPT
 from nanochat.logger import METRICS_FILE, RunLog
@@ -62,7 +61,7 @@ MAX_BAD_STEPS = 5  # consecutive non-finite steps, each skipped, that stop the r
 LOSS_BETA = 0.9  # decay of the moving average of the training loss
 FLOAT16_LOSS_SCALE = 2.0**14  # at the start of training
 RAISE_SCALE_AFTER = 2000  # finite steps
-SMALLER = "a smaller --depth or --max_seq_len, or a larger machine"
+SMALLER = "a smaller --device_batch_size, --depth or --max_seq_len, or a larger machine"
 
 
 @dataclass(frozen=True)
@@ -80,8 +79,7 @@ class TrainConfig:
     keep: int = 2
     """Number of checkpoints to keep."""
     resume: Literal["never", "auto"] = "never"
-    """auto: resume from the newest checkpoint of this tag, if any. A run that torchrun restarts
-    after a failure always resumes."""
+    """auto: resume from the newest checkpoint of this tag, if any."""
     allow_data_change: bool = False
     """Resume even if text, tokenizer or rows have changed."""
     skip_if_done: bool = False
@@ -127,10 +125,15 @@ def set_kernels(
 ) -> Compile:
     """
     Choose the attention kernel and compile, if worthwhile for a run of `flops`. Returns what was
-    chosen. Raises UsageError if a GPU would train without the compiler that it needs.
+    chosen. Raises UsageError if that needs a compiler which is not installed.
     """
     if wanted == "auto":
         wanted = choose_compile(flops / dist.world_size, dist)
+    if wanted != "off" and not has_compiler():
+        raise UsageError(
+            "torch.compile needs a C++ compiler and Python's headers",
+            "apt-get install g++ python3-dev, or use --compile=off, several times slower on a GPU",
+        )
     backend = choose_backend(dist, wanted != "off")
     for block in model.blocks:
         block.attention.backend = backend
@@ -143,11 +146,6 @@ def set_kernels(
 
 def choose_compile(flops: float, dist: DistContext) -> Compile:
     """What "auto" means for a run of `flops` per device."""
-    if dist.device.type == "cuda" and not has_compiler():
-        raise UsageError(
-            "torch.compile needs a C++ compiler and Python's headers",
-            "apt-get install g++ python3-dev, or use --compile=off, which is several times slower",
-        )
     if dist.device.type == "cuda":
         measured = any(name in dist.device_name for name in AUTOTUNED)
         return "autotune" if measured and flops > AUTOTUNE_FLOPS else "on"
@@ -202,12 +200,6 @@ def rows_to_try(model: GPT, dist: DistContext) -> int:
     room = memory_bytes(device)[0] - GPU_RESERVE - 4 * model.num_params()  # gradients
     each = max(1, used[1] - used[0]) * COMPILED_SHARE if len(used) == 2 else room
     return int(min(dist.gather(max(1, room / each))))
-
-
-def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether an error says that a device, or the allocator of the CPU, has no memory left."""
-    lacking = isinstance(error, torch.OutOfMemoryError | MemoryError)
-    return lacking or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
 
 
 # ---- Batches -------------------------------------------------------------------------------------
@@ -274,7 +266,7 @@ class Progress:
     flops: float = 0.0
     """FLOPs of all steps, forward and backward."""
     train_seconds: float = 0.0
-    """Time of all steps, without the first UNTIMED_STEPS of each attempt."""
+    """Time of the steps, without the first UNTIMED_STEPS of each attempt."""
     wall_seconds: float = 0.0
     """Time of all attempts from the start of each process to its last save."""
     compile: Compile = "auto"
@@ -362,16 +354,16 @@ class Run:
     num_steps     steps to train; a loop with a time limit lowers it to end the run
     batch_tokens  tokens of a step over all ranks (in DPO and RL, the most it can have)
     compile       how to compile the model; None = not at all, for rows of any length
-    settings      the script's flags, for log, checkpoint and record
+    settings      the script's flags; with `inputs` they decide whether --skip_if_done skips
     inputs        name -> fingerprint of each input, closest parent first
     identity      further settings that must match for a checkpoint to be resumed
-    state         further checkpoint state
+    state         further checkpoint state, only stored
 
     As a context manager it leaves no step behind: a stop request, five bad steps in a row, data
-    that cannot be read or a lack of memory end the loop after saving the completed steps. A stop
-    exits with status PREEMPTED, too little memory for the last evaluation with UNEVALUATED. Raises
-    UsageError if another run is using the folder, and ValueError if the checkpoint to resume has
-    other settings or `device_batch_size` does not divide the batch.
+    that cannot be read or, with one rank, a lack of memory end the loop after saving the completed
+    steps. A stop exits with status PREEMPTED, too little memory for the last evaluation with
+    UNEVALUATED. Raises UsageError if another run is using the folder, and ValueError if the
+    checkpoint to resume has other settings or `device_batch_size` does not divide the batch.
     """
 
     def __init__(
@@ -405,13 +397,7 @@ class Run:
             **({"fp8": True} if dist.fp8 else {}),
             **identity,
         }
-        self.state = {
-            "stage": stage,
-            "identity": self.identity,
-            "settings": settings,
-            "launch": dist.launch,
-            **state,
-        }
+        self.state = {"stage": stage, "identity": self.identity, "settings": settings, **state}
         self.rows = max(1, batch_tokens // model.cfg.max_seq_len // dist.world_size)  # per rank
         self.device_rows = cfg.device_batch_size or 1
         if compile is not None:
@@ -438,12 +424,7 @@ class Run:
         self.state["provenance"] = {"run_id": run_id, "seed": cfg.seed, "inputs": self.inputs}
         with ExitStack() as stack:
             lock = self.folder.parent / f".{self.folder.name}.lock"
-            patience = 180 if dist.any(dist.restarts > 0) else 0
-            dist.on_main(
-                lambda: stack.enter_context(
-                    common.hold_run_lock(lock, "--model_tag", patience_seconds=patience)
-                )
-            )
+            dist.on_main(lambda: stack.enter_context(common.hold_run_lock(lock)))
             stack.enter_context(self.writer)
             stack.callback(self.finish_save)
             self.resume()
@@ -456,8 +437,8 @@ class Run:
 
     def resume(self) -> None:
         """
-        Load the newest good checkpoint if --resume=auto or if torchrun restarted this run after a
-        failure; otherwise, the run starts at step 0 and replaces an earlier one (`write`).
+        Load the newest good checkpoint if --resume=auto; otherwise, the run starts at step 0 and
+        replaces an earlier one (`open_log`).
 
         Raises CorruptCheckpoint if all are corrupt, and ValueError listing the differences if the
         checkpoint has a different `identity` (model, batch, seed, rows). Rows alone may differ if
@@ -472,11 +453,12 @@ class Run:
                 raise ValueError(
                     f"{found.folder} was trained with different settings:\n  "
                     + "\n  ".join(changed)
-                    + "\nuse another --model_tag, --allow_data_change if only rows differ, or "
-                    "--dtype=fp8 if only fp8 does; with speedrun.sh, rename that folder"
+                    + "\nuse another --model_tag, --allow_data_change if only rows differ, or the "
+                    "--dtype of before if only fp8 does; with speedrun.sh, rename that folder"
                 )
             for line in changed:
                 dist.print0(f"resuming despite {line}")
+            self.state["changes"] = found.state.get("changes", []) + changed
             self.model.load_state_dict(found.model_tensors())
             progress = self.progress = Progress(**found.state["progress"])
             optim.load_full_state(self.optimizer, found.optim_tensors())
@@ -499,16 +481,7 @@ class Run:
         CorruptCheckpoint, on every rank, if all are corrupt or the nodes' files differ.
         """
         dist, folder = self.dist, self.folder
-        restarted = dist.any(dist.restarts > 0)
-
-        def saved_before() -> bool:  # by an earlier attempt of this launch
-            newest = newest_state(folder) or {}
-            same = bool(dist.launch) and newest.get("launch") == dist.launch
-            return same and (restarted or not newest["progress"]["finished"])
-
-        again = dist.on_main(saved_before)
-        self.replaces = self.cfg.resume == "never" and not again
-        if self.replaces:
+        if self.cfg.resume == "never":
             return None
         found = dist.on_node(lambda: open_checkpoint(folder))
         name = f"step {found.step} ({found.fingerprint})" if found else "no checkpoint"
@@ -629,19 +602,23 @@ class Run:
         self.started = time.perf_counter()
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Write metrics to the log."""
+        self.open_log()
+        if self.logger:
+            self.logger.log(step, metrics)
+
+    def open_log(self) -> None:
         """
-        Write metrics to the log. The first call moves the checkpoints of an earlier run that this
-        one replaces aside: everything has been checked then.
+        Open the log, and before that move the checkpoints of an earlier run that this one replaces
+        aside: when there is something to log, everything has been checked.
         """
         if self.logger is None and self.dist.is_main:
-            if self.replaces and step_folders(self.folder):
+            if self.cfg.resume == "never" and step_folders(self.folder):
                 aside = self.folder.rename(f"{self.folder}{ASIDE}{records.new_run_id()}")
                 self.dist.print0(f"moved the checkpoints of an earlier run to {aside}")
             name, run_id = self.cfg.run, self.state["provenance"]["run_id"]
             about = (name, run_id, self.settings, self.first_step, self.num_steps)
             self.logger = self.open.enter_context(RunLog(self.folder, *about))
-        if self.logger and metrics:
-            self.logger.log(step, metrics)
 
     def raise_if_stopped(self) -> None:
         """Raise StopRequested on every rank if any was asked to stop. Waits for all ranks."""
@@ -659,7 +636,7 @@ class Run:
         stay; a `final` save raises OSError.
         """
         dist, progress, model = self.dist, self.progress, self.model
-        self.write(progress.step, {})
+        self.open_log()
         check_weights(model, dist, progress.step)
         self.finish_save()  # the previous one
         gathered = optim.full_state(self.optimizer)  # by all ranks; the main rank copies
@@ -765,6 +742,7 @@ class Run:
         Add the gradients of a summed loss (nats) over `count` targets to those of the step; the
         update makes them means over all targets of all ranks. tokens: number processed.
         """
+        # divided by about the number of targets, which is known after the last micro-batch
         (loss * self.progress.loss_scale / self.batch_tokens).backward()
         self.losses.append(loss.detach())
         self.count, self.tokens = self.count + count, self.tokens + tokens
@@ -907,10 +885,11 @@ class Run:
         if saved is not None:
             self.add_cost()
             devices, spent = dist.world_size, self.progress
+            changes = "; ".join(saved.state.get("changes", [])) or None
             records.write_record(
                 section,
                 self.settings,
-                values,
+                {**values, "Data changed when resumed": changes},
                 records.Provenance(
                     **saved.state["provenance"], outputs={self.stage: saved.fingerprint}
                 ),

@@ -110,8 +110,13 @@ def main(cfg: BaseTrain) -> None:
     suite = open_few_shot(cfg, source, dist)
 
     run = Run(
-        *("base", cfg.train.model_tag or f"d{cfg.depth}"),
-        *(cfg.train, model, optimizer, tokenizer, dist),
+        "base",
+        cfg.train.model_tag or f"d{cfg.depth}",
+        cfg.train,
+        model,
+        optimizer,
+        tokenizer,
+        dist,
         num_steps=num_steps,
         batch_tokens=batch_tokens,
         compile=cfg.compile,

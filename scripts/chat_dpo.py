@@ -112,7 +112,13 @@ def main(cfg: ChatDPO) -> None:
     tokenizer, optimizer = parent.tokenizer(), MuonAdamW(model, rules, dist)
 
     run = Run(
-        *("dpo", tag, cfg.train, model, optimizer, tokenizer, dist),
+        "dpo",
+        tag,
+        cfg.train,
+        model,
+        optimizer,
+        tokenizer,
+        dist,
         num_steps=num_steps,
         batch_tokens=per_step * 2 * model.cfg.max_seq_len,
         compile=None,

@@ -31,6 +31,7 @@ from nanochat.eval_chat import (
 )
 from nanochat.finetune import parent_inputs
 from nanochat.gpt import GPT
+from nanochat.records import Cost
 from nanochat.sandbox import Tools
 from nanochat.stats import Estimate
 from nanochat.tokenizer import Tokenizer
@@ -76,7 +77,7 @@ class ChatEval:
     step: Annotated[int | None, short("s")] = None
     """Step of the checkpoint. Default: the latest intact one."""
     skip_if_done: bool = False
-    """Skip tasks that were already evaluated with this checkpoint and these settings."""
+    """Do nothing if all tasks were already evaluated with this checkpoint and these settings."""
 
     def __post_init__(self) -> None:
         require_at_least(self, batch_size=1, max_problems=1, num_samples=1)
@@ -113,7 +114,7 @@ def open_tasks(
 
 
 def main(cfg: ChatEval) -> None:
-    started, section = time.perf_counter(), f"Chat evaluation {cfg.source}"
+    section = f"Chat evaluation {cfg.source}"
     if cfg.num_samples > 1 or cfg.sampling.temperature > 0:  # beside the one without sampling
         section += f", {cfg.num_samples} answers at temperature {cfg.sampling.temperature:g}"
     dist = init_dist(cfg.dist, cfg.sampling.seed)
@@ -133,11 +134,11 @@ def main(cfg: ChatEval) -> None:
         later = [LaterTurns(t, Mixture(counted), [TURNS], LATER_PROBLEMS) for t in counted]
         means[f"{mean} after {TURNS} turns"] = later
 
-    # Leave out those that this checkpoint has answered with these settings
-    key = score_key(cfg, inputs)
-    known = dist.on_main(lambda: recorded_scores(section, key)) if cfg.skip_if_done else {}
-    todo = [task for task in (*tasks, *later) if task.name not in known]
-    if not todo and means.keys() <= known.keys():
+    # Stop if they are recorded; only scores with the same key are merged into a record
+    todo, key = [*tasks, *later], score_key(cfg, inputs)
+    wanted = {*means, *(task.name for task in todo)}
+    record = dist.on_main(lambda: records.find_finished(section, key)) if cfg.skip_if_done else None
+    if record and record["values"].keys() >= wanted:
         dist.print0(f"{section}: finished already, skipped")
         return dist.close()
     names = {task.name for each in todo for task in getattr(each, "tasks", [each])}
@@ -147,22 +148,20 @@ def main(cfg: ChatEval) -> None:
     # Score them
     model, tokenizer = load_inference(checkpoint, dist)
     engine = open_engine(cfg, model, tokenizer, todo, dist)
-    values, items = {}, {}
+    values, items, scores = {}, {}, {}
     for task in todo:
         begun, n = time.perf_counter(), num_problems(cfg, task)
         if task.kind == "choice":
             graded = score_by_logits(model, tokenizer, task, n, dist)
         else:
             graded = score_by_generation(engine, task, n, cfg.sampling, cfg.num_samples, dist)
-        clusters = clusters_of(task, n)
-        known[task.name] = stats.mean(item_means(graded.outcomes), clusters)
-        seconds = time.perf_counter() - begun
-        dist.print0(describe_task(task, graded, known[task.name], seconds))
-        add_task(values, items, task, graded, clusters, cfg)
+        score = scores[task.name] = stats.mean(item_means(graded.outcomes), clusters_of(task, n))
+        dist.print0(describe_task(task, graded, score, time.perf_counter() - begun))
+        add_task(values, items, task, graded, score, cfg)
 
     # Record them
     for name, parts in means.items():
-        centered = [stats.center_accuracy(known[task.name], task.baseline) for task in parts]
+        centered = [stats.center_accuracy(scores[task.name], task.baseline) for task in parts]
         values[name] = records.estimate(*stats.average(centered))
         without = "; ".join(f"{eval_task(n).name}: {why}" for n, why in missing.items())
         values[f"{name} without"] = without or None  # None deletes that of an earlier evaluation
@@ -171,11 +170,9 @@ def main(cfg: ChatEval) -> None:
     if dist.is_main:
         tables = [sample_conversations(engine, cfg, tasks)] if is_complete else []
         run_id = checkpoint.state["provenance"]["run_id"]
-        origin = records.Provenance(run_id, cfg.sampling.seed, inputs)
-        cost = records.Cost.so_far(dist, started)
-        args = section, settings(cfg), values, origin, cost
-        records.write_record(*args, items=items, tables=tables, key=key, extend=True)
-        report.update()
+        origin, cost = records.Provenance(run_id, cfg.sampling.seed, inputs), Cost.so_far(dist)
+        shown: dict[str, Any] = {"items": items, "tables": tables, "key": key, "extend": True}
+        report.append_section(section, cfg, values, origin, cost, **shown)
     dist.close()
 
 
@@ -196,16 +193,9 @@ def open_engine(
 
 
 def score_key(cfg: ChatEval, inputs: Mapping[str, str]) -> str:
-    """Key of the record: what the score of a task depends on. Only such scores are merged."""
+    """Key of the record: what the score of a task depends on."""
     same = ("task_name", "model_tag", "step", "batch_size")
     return records.stage_key({k: v for k, v in settings(cfg).items() if k not in same}, inputs)
-
-
-def recorded_scores(section: str, key: str) -> dict[str, Estimate]:
-    """Scores of the section's record if it has this key. Raises UsageError for other code."""
-    record = records.find_finished(section, key) or {"values": {}}
-    scores = {name: x for name, x in record["values"].items() if isinstance(x, dict)}
-    return {name: Estimate(x["value"], x["n"], float(x["se"])) for name, x in scores.items()}
 
 
 def describe_task(task: Task, graded: TaskResult, score: Estimate, seconds: float) -> str:
@@ -224,20 +214,24 @@ def add_task(
     items: dict[str, Any],
     task: Task,
     graded: TaskResult,
-    clusters: list[str],
+    score: Estimate,
     cfg: ChatEval,
 ) -> None:
     """Add a task's score to the values and items of the record; also pass@n of several answers."""
     s, outcomes, shared = cfg.sampling, graded.outcomes, {}
-    k, conversations = len(outcomes[0]), [task[i] for i in range(len(outcomes))]
+    k, count = len(outcomes[0]), len(outcomes)
+    conversations, clusters = [task[i] for i in range(count)], clusters_of(task, count)
     if task.kind == "generate":
         sampled = [s.temperature, s.top_k, s.top_p, s.min_p, s.max_new_tokens, cfg.python]
         shared = {"how": fingerprint(sampled)}
-    for n in (1, *(n for n in (2, 4, 8, 16, 32, 64) if n <= k)):
-        name = task.name if n == 1 else f"{task.name} pass@{n}"
-        rates = [stats.pass_at_k(k, scores.count(1), n) for scores in outcomes]
-        values[name] = records.estimate(*stats.mean(rates, clusters), k if n == 1 else 1)
-        items[name] = {**records.item_scores(conversations, rates, clusters), **shared}
+    rates = {task.name: item_means(outcomes)}
+    for n in (n for n in (2, 4, 8, 16, 32, 64) if n <= k):
+        passed = [stats.pass_at_k(k, each.count(1), n) for each in outcomes]
+        rates[f"{task.name} pass@{n}"] = passed
+        values[f"{task.name} pass@{n}"] = records.estimate(*stats.mean(passed, clusters))
+    for name, each in rates.items():
+        items[name] = {**records.item_scores(conversations, each, clusters), **shared}
+    values[task.name] = records.estimate(*score, k)
     if graded.num_truncated:
         values[f"{task.name} truncated prompts"] = graded.num_truncated
 

@@ -17,7 +17,7 @@ from nanochat.dist import DistContext, init_dist
 from nanochat.engine import Engine, choose_engine_compile
 from nanochat.eval_chat import Outcomes, item_means, score_by_generation
 from nanochat.finetune import choose_tag, open_parent, parent_inputs
-from nanochat.gpt import GPT, copy_weights, inference_copy
+from nanochat.gpt import copy_weights, inference_copy
 from nanochat.optim import MuonAdamW, OptimConfig, ScheduleConfig, decay_factor, lr_factor
 from nanochat.rl import (
     RolloutConfig,
@@ -106,7 +106,7 @@ def main(cfg: ChatRL) -> None:
     # Model, rollouts, optimizer
     model = load_model(parent, dist)
     reference = inference_copy(load_model(parent, dist)) if cfg.log_kl else None
-    rollouts = open_rollouts(cfg, parent, model, train_task, dist)
+    rollouts = open_rollouts(cfg, parent, train_task, dist)
     engine, tokenizer = rollouts.engine, rollouts.engine.tokenizer
     steps = cfg.num_epochs * len(rollouts.questions) / rl.examples_per_step
     num_steps = cfg.num_iterations or max(1, round(steps))
@@ -115,11 +115,19 @@ def main(cfg: ChatRL) -> None:
 
     def evaluate() -> Outcomes:
         args = held_out, len(held_out), rl.sampling(seed + 1), cfg.eval_samples, dist
-        return score_by_generation(engine, *args).outcomes
+        outcomes = score_by_generation(engine, *args).outcomes
+        run.raise_if_stopped()  # the engine has stopped then
+        return outcomes
 
     rates = cfg.pass_rates
     run = Run(
-        *("rl", tag, cfg.train, model, optimizer, tokenizer, dist),
+        "rl",
+        tag,
+        cfg.train,
+        model,
+        optimizer,
+        tokenizer,
+        dist,
         num_steps=num_steps,
         batch_tokens=rl.examples_per_step * rl.num_samples * rl.max_new_tokens,
         compile=None,
@@ -136,9 +144,10 @@ def main(cfg: ChatRL) -> None:
         },
         state={"source": parent.state["source"]},
     )
+    engine.stop = run.stop
     shape = cfg.train.device_batch_size or 8, tokenizer.bos_id, dist.device
     with run:
-        before = after = evaluate()  # the engine has the parent's weights, also in a resumed run
+        before = after = evaluate()  # of the parent, also in a resumed run
         for step in run.steps():  # from the last checkpoint on
             copy_weights(engine.model, model)
             if step == 0:
@@ -148,7 +157,6 @@ def main(cfg: ChatRL) -> None:
                 run.log(pass_metrics(after, held_out))
             if run.finished:
                 break
-            run.raise_if_stopped()
 
             # Answers of the current model, and their rewards
             started = time.perf_counter()
@@ -183,15 +191,17 @@ def open_questions(spec: str, eval_spec: str, count: int, seed: int) -> tuple[Mi
     return questions, held_out
 
 
-def open_rollouts(
-    cfg: ChatRL, parent: Checkpoint, model: GPT, task: Mixture, dist: DistContext
-) -> Rollouts:
-    """Rollouts on the questions of `task` whose pass rate is within `pass_rates`."""
+def open_rollouts(cfg: ChatRL, parent: Checkpoint, task: Mixture, dist: DistContext) -> Rollouts:
+    """
+    Rollouts on the questions of `task` whose pass rate is within `pass_rates`; the engine begins
+    with the parent's weights.
+    """
     rl, seed, questions = cfg.rl, cfg.train.seed, range(len(task))
     total = (cfg.num_iterations or 0) * rl.examples_per_step or round(cfg.num_epochs * len(task))
     compiled = choose_engine_compile(dist.device, total * rl.num_samples * rl.max_new_tokens)
     tokenizer = parent.tokenizer()
-    engine = Engine(inference_copy(model), tokenizer, tool=calculate, compiled=compiled)
+    model = inference_copy(load_model(parent, dist))
+    engine = Engine(model, tokenizer, tool=calculate, compiled=compiled)
     if cfg.pass_rates is not None:
         (least, most), sampling = cfg.pass_rates, rl.sampling(seed + 2)
         graded = score_by_generation(engine, task, len(task), sampling, rl.num_samples, dist)

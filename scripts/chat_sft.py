@@ -9,6 +9,7 @@ Writes  chatsft_checkpoints/<tag>/ with metrics.jsonl, rows/, and the section "C
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from nanochat.checkpoint import load_model
 from nanochat.common import fingerprint
@@ -63,8 +64,8 @@ def main(cfg: ChatSft) -> None:
     T = model.cfg.max_seq_len
     rows = packed_chats(chats.train, cfg.train.seed, tokenizer, T, dist)
     counts = rows.counts(CHAT_SHARD)["buckets"]
-    shared = tuning, cfg.train, resolved, inputs, chats.declared, dist
-    run = make_run("sft", parent, model, rows, *shared)
+    about: Any = {"settings": resolved, "inputs": inputs, "declared": chats.declared}
+    run = make_run("sft", parent, model, rows, tuning, cfg.train, dist, **about)
     val_rows = bucket_rows(chats.val, tokenizer, T, dist)
     validation, num_steps = Validation(tuning.validation, val_rows, tokenizer, dist), run.num_steps
 

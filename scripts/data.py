@@ -16,7 +16,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from nanochat.common import UsageError, printable
+from nanochat.common import printable
 from nanochat.config import require_at_least, start
 from nanochat.dataset import FirstUseConfig, load_last_source, save_last_source
 from nanochat.rows import Rows, open_rows, pack_rows
@@ -34,8 +34,6 @@ class Data:
     """Number of packing processes, each using under 1 GiB of memory. Default: one per core."""
     download_only: bool = False
     """Only download and verify; needs no tokenizer."""
-    verify: bool = False
-    """Check the SHA-256 of existing rows and pack damaged shards again."""
     data: FirstUseConfig = field(default_factory=FirstUseConfig)
 
     def __post_init__(self) -> None:
@@ -52,8 +50,6 @@ def main(cfg: Data) -> None:
         return print(printable(f"{source.name}: {count} shards present and verified"))
 
     rows, started = open_rows(source, tokenizer, cfg.max_seq_len), time.monotonic()
-    if cfg.verify:
-        discard_damaged(rows)
     before = rows.totals()["text_bytes"]
     pack_rows(rows, source, tokenizer, workers=workers)
     seconds = time.monotonic() - started
@@ -65,15 +61,6 @@ def main(cfg: Data) -> None:
     save_last_source(source.describe(), cfg.tokenizer_tag)
     num = len(source.train_shards)
     print(f"base training reads these {num} training shards, unless it has --num_shards")
-
-
-def discard_damaged(rows: Rows) -> None:
-    """Open all packed shards, which checks them."""
-    for shard in filter(rows.is_packed, [*rows.train_shards, rows.val_shard]):
-        try:
-            rows.open(shard)
-        except UsageError as error:
-            print(printable(error.args[0]), flush=True)
 
 
 def summary(rows: Rows) -> str:

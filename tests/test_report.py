@@ -279,19 +279,18 @@ def test_figures_are_linked_kept_copied_and_reset(report, base):
         log.log(0, {"loss": 5.0})
     for name in ("d4", "gone"):
         report.write(f"Run {name}", {}, metrics=base / name / "metrics.jsonl")
-    report.write("Sweep", {}, series={"seed 0": [[0, 1.0], [2, 0.5]]})
     old = base / "copy/dev/report/old.svg"
     old.parent.mkdir(parents=True)
     old.touch()
     report.render(f"--out={base / 'copy'}")
     for path, folder in ((report.path, "report/figures"), (base / "copy/report.md", "dev/report")):
         links = re.findall(r"!\[.*?\]\((.*?)\)", path.read_text())
-        assert links == [f"{folder}/{x}.svg" for x in ("run-d4-training", "sweep-series")]
-        assert len([*(path.parent / folder).iterdir()]) == 2
+        assert links == [f"{folder}/{x}.svg" for x in ("run-d4-training",)]
+        assert len([*(path.parent / folder).iterdir()]) == 1
     assert ".svg" not in update().read_text(), "a stage may have changed what they show"
     report.command.works("report", "--reset", "--hourly_rate=3")
     [archive] = base.glob("report-*")
-    assert (archive / "sweep.json").exists() and not report.path.exists()
+    assert (archive / "run-d4.json").exists() and not report.path.exists()
     assert read_json(report.header)["hourly_rate"] == 3
 
 
@@ -324,7 +323,8 @@ def test_S13_report_shows_untrusted_text_literally(report):
             inputs={text: text, "hf": ""},
             tables=[{"title": text, "columns": [text, "other"], "rows": [[text, 1]]}],
         )
-    report.write("Drawn", {}, series={text: [[0, 1.0], [1, 0.5]] for text in texts})
+    for stage in ("mid", "sft"):
+        report.write(f"Chat evaluation {stage}", {text: estimate(0.5, 9, 0.1) for text in texts})
     report.header.write_text(json.dumps({**HEADER, "git": {"Branch": HOSTILE[0]}}))
     written = report.render()
     assert not re.search(CONTROL, written.replace("\n", " "))
@@ -346,7 +346,7 @@ def test_S13_report_shows_untrusted_text_literally(report):
         wanted = {f"Own {n} {shown}", f"run: {shown}", f"{shown}: {shown}"}
         assert wanted | {f"value {shown}: {shown}"} <= set(seen) and seen.count(shown) >= 3
     assert all(f"\n- run: {text}\n" in written for text in HARMLESS), "not escaped"
-    [drawing] = (report.folder / "figures").glob("drawn-*")
+    drawing = report.folder / "figures" / "results-stages.svg"
     tags = {element.tag.rpartition("}")[2] for element in ElementTree.parse(drawing).iter()}
     assert "svg" in tags and not tags & {"script", "a", "image", "foreignObject"}
 
@@ -385,10 +385,9 @@ POLICY = [
     {"step": 2, "reward": math.inf, "lr": 0.0},
 ]
 FIGURES = {  # texts that each figure must show
-    "results-stages.svg": {"mid", "SFT", "Task"},
-    "base-training-training.svg": {"Validation loss (bits per byte)", "Tokens per second"},
+    "results-stages.svg": {"mid", "SFT", "$Task$"},
+    "base-training-training.svg": {"Training loss", "Gradient norm before clipping"},
     "chat-rl-training.svg": {"Mean reward of a step"},
-    "search-series.svg": {"Search", "$a$", "b"},
 }
 
 
@@ -397,13 +396,12 @@ def draw(folder):
     for name, logged in (("steps", STEPS), ("rl", POLICY)):
         (folder / name).write_text("".join(json.dumps(entry) + "\n" for entry in logged))
     records = [
-        {"section": "Chat evaluation mid", "values": {"Task": estimate(0.1, 100, 0.05)}},
-        {"section": "Chat evaluation sft", "values": {"Task": estimate(0.5, 100, 0.05)}},
+        {"section": "Chat evaluation mid", "values": {"$Task$": estimate(0.1, 100, 0.05)}},
+        {"section": "Chat evaluation sft", "values": {"$Task$": estimate(0.5, 100, 0.05)}},
         {"section": "Base training", "metrics": folder / "steps"},
         {"section": "Chat RL", "metrics": folder / "rl"},
-        {"section": "Search", "series": {"$a$": [[0.01, 1.0], [0.1, math.nan]], "b": [[1, 1]]}},
     ]
-    empty = {"values": {}, "items": {}, "settings": {}, "series": {}, "metrics": None}
+    empty = {"values": {}, "items": {}, "settings": {}, "metrics": None}
     draw_figures(folder / "figures", [{**empty, **record} for record in records])
     return {path.name: path.read_text() for path in (folder / "figures").iterdir()}
 

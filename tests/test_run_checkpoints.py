@@ -113,26 +113,6 @@ def test_finished_stage_is_skipped_or_extended(trained, command):
     assert len(curve(stage_folder("mid") / "small", "loss")) == 9
 
 
-@pytest.mark.parametrize(("launch", "restarts"), [("a", 1), ("a", 0), ("b", 1)])
-def test_R1_restart_by_torchrun_resumes(trained, command, monkeypatch, launch, restarts):
-    """Also on a node that joins late, whose count of restarts is 0; not in another launch."""
-
-    def stop(now, *_):
-        if now.step == 6:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a")
-    words = ["base_train", *SMALL, "--num_iterations=8", "--model_tag=again"]
-    with monkeypatch.context() as patch:
-        during_step(stop, patch.setattr)
-        assert command(*words).status == PREEMPTED
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", launch)
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts))
-    assert ("resumed" in command.works(*words)) is (launch == "a")
-    aside = stage_folder("base").glob("again.before-*")
-    assert [saved_steps(run)[-1] for run in aside] == ([] if launch == "a" else [6])
-
-
 def test_R10_damaged_checkpoints_are_skipped_or_moved_aside(trained, trained_base, command):
     run = folder(trained, "damaged")
     copy_until(8, folder(trained_base, "one"), run)
@@ -285,6 +265,7 @@ def test_R1_R2_random_kills_and_resumes_give_identical_weights(trained, kills, s
 
 def test_killed_worker_is_restarted_and_the_run_resumes(trained):
     words = [*torchrun(2, "--max-restarts=3"), *TRAIN, *SMALL, "--model_tag=restarted"]
+    words.append("--resume=auto")
     process = begin(trained, *words)
     read_until_step(process, 6)
     workers(process)[0].kill()

@@ -66,8 +66,15 @@ def sweep_folder() -> Path:
 def code_fingerprint() -> str:
     """Fingerprint of the code and the texts that runs use; docstrings do not count."""
     patterns = ("nanochat/*.py", "scripts/*.py", "tasks/**/*.py")
+    code = sorted(path for pattern in patterns for path in REPOSITORY.glob(pattern))
     texts = sorted(REPOSITORY.glob("tasks/world/data/*"))
-    return fingerprint([records.digest_code(*patterns), *map(sha256_file, texts)])
+    names = [path.relative_to(REPOSITORY).as_posix() for path in code]
+    digests = [
+        records.code_digest(path.read_text())
+        for path, name in zip(code, names, strict=True)
+        if name not in records.NOT_IN_CODE
+    ]
+    return fingerprint([digests, [*map(sha256_file, texts)]])
 
 
 @dataclass(frozen=True)

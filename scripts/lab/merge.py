@@ -116,11 +116,10 @@ def main(cfg: MergeScript) -> None:
     scorer = RowScorer(cfg, first, dist)
     tensors = [parent.model_tensors() for parent in parents]
     scores = [scorer.score(each) for each in tensors]
-    bpbs, lines, rises = [fmean(each) for each in scores], {}, {}
+    bpbs, rises = [fmean(each) for each in scores], {}
     for name, other, end in zip(names[1:], tensors[1:], bpbs[1:], strict=True):
         line = [(t, fmean(scorer.score(merge([tensors[0], other], [1 - t, t])))) for t in PATH]
         rise = max(y - (1 - t) * bpbs[0] - t * end for t, y in line)
-        lines[f"{names[0]} to {name}"] = [(0, bpbs[0]), *line, (1, end)]
         rises[f"Rise from {names[0]} to {name}"] = f"{rise:+.4f}"
         if rise > MAX_RISE * bpbs[0]:
             dist.print0(BASINS.format(names[0], name, rise))
@@ -156,8 +155,7 @@ def main(cfg: MergeScript) -> None:
         **rises,
     }
     output = records.Provenance(**provenance, outputs={first.state["stage"]: saved.fingerprint})
-    shown: dict[str, Any] = {"tables": [table], "series": lines, "files": [saved.folder]}
-    report.append_section("Merge", cfg, values, output, **shown)
+    report.append_section("Merge", cfg, values, output, tables=[table], files=[saved.folder])
 
 
 def require_same_shape(cfg: MergeScript, models: Sequence[Checkpoint]) -> None:

@@ -116,11 +116,11 @@ def main(cfg: ScalingLaws) -> None:
         shutil.rmtree(stage_folder("base") / job.tag, ignore_errors=True)
     laws = {arm: fit_law(*np.array(mine).T[2:]) for arm, mine in runs.items()}
 
-    tables, series = make_tables(cfg, runs, laws, budgets, models)
+    tables = make_tables(cfg, runs, laws, budgets, models)
     tables.append(ledger_table(sweep.ledger()))
     section, values = f"Scaling laws {cfg.name}".removesuffix(" scaling"), {"Runs": len(jobs)}
     made, cost = records.Provenance(records.new_run_id(), 0, inputs), sweep.cost()
-    report.append_section(section, cfg, values, made, cost, tables=tables, series=series)
+    report.append_section(section, cfg, values, made, cost, tables=tables)
 
 
 def make_job(
@@ -141,16 +141,15 @@ def make_tables(
     laws: Mapping[str, Law],
     budgets: Sequence[float],
     models: Mapping[int, GPT],
-) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Tables of runs, laws, best sizes and projections; a series of the lowest losses."""
-    sizes, beyond, series = [], [], {}
+) -> list[dict[str, Any]]:
+    """Tables of runs, laws, best sizes and projections."""
+    sizes, beyond = [], []
     control = next(iter(laws.values()))
     for arm, law in laws.items():
         for budget in budgets:
             n, lowest = best_sizes(law, budget)
             change = lowest - best_sizes(control, budget)[1]
             sizes.append([arm, f"{budget:.1e}", *map(show_interval, (n, lowest, change))])
-            series.setdefault(arm, []).append([budget, lowest[0]])
         for depth in cfg.project:  # at its default number of tokens, of the same text
             horizon, each = plan_horizon(models[depth]), models[depth].flops_per_token()
             tokens = horizon.num_steps * horizon.batch_tokens
@@ -165,8 +164,7 @@ def make_tables(
         ("Best size by FLOPs", "Arm|FLOPs|Best N|Loss there|Minus the control", sizes),
         ("Projections", "Arm|Depth|FLOPs|Loss", beyond),
     ]
-    shown = [{"title": t, "columns": c.split("|"), "rows": rows} for t, c, rows in tables]
-    return shown, series
+    return [{"title": t, "columns": c.split("|"), "rows": rows} for t, c, rows in tables]
 
 
 # ---- The law -------------------------------------------------------------------------------------

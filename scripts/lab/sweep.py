@@ -127,7 +127,7 @@ def main(cfg: SweepScript) -> None:
         raise ValueError("set exactly one of --arms, --grid and --search")
     sweep = Sweep(cfg.sweep, cfg.name)
     inputs = find_inputs(cfg)
-    values, table, series = (search if cfg.search else compare)(cfg, inputs, sweep)
+    values, table = (search if cfg.search else compare)(cfg, inputs, sweep)
     with (sweep.folder / f"{table['title'].lower()}.csv").open("w") as out:
         csv.writer(out).writerows([table["columns"], *table["rows"]])
     provenance = records.Provenance(records.new_run_id(), 0, {"bases": fingerprint(inputs)})
@@ -135,9 +135,7 @@ def main(cfg: SweepScript) -> None:
         f"Sweep {cfg.name}".removesuffix(" sweep"),
         [table, ledger_table(sweep.ledger())],
     )
-    report.append_section(
-        section, cfg, values, provenance, sweep.cost(), tables=tables, series=series
-    )
+    report.append_section(section, cfg, values, provenance, sweep.cost(), tables=tables)
 
 
 def find_inputs(cfg: SweepScript) -> Inputs:
@@ -193,8 +191,8 @@ def make_job(
 # ---- Arms compared with a control ----------------------------------------------------------------
 
 
-def compare(cfg: SweepScript, inputs: Inputs, sweep: Sweep) -> tuple[dict, dict, dict]:
-    """Train all arms and compare each with the control: values, a table and series to record."""
+def compare(cfg: SweepScript, inputs: Inputs, sweep: Sweep) -> tuple[dict, dict]:
+    """Train all arms and compare each with the control: values and a table to record."""
     arms = from_grid(cfg.grid) if cfg.grid else data_arms(cfg.mixture, cfg.arms, cfg.arm_floor)
     jobs = {  # arm by arm with the control first, so that an early stop leaves complete arms
         (base, arm, i): make_job(cfg, inputs, base, arm, flags, SEEDS_OF_ARM * number + i)
@@ -211,9 +209,7 @@ def compare(cfg: SweepScript, inputs: Inputs, sweep: Sweep) -> tuple[dict, dict,
         "Comparisons": len(found),
         "Beyond noise": sum(c.verdict != "within noise" for c in found),
     }
-    first = [c for c in found if c.metric == cfg.metric]
-    series = {f"{c.arm}, {c.base}": [[c.difference, c.bar]] for c in first}
-    return values, comparison_table(found), series
+    return values, comparison_table(found)
 
 
 def from_grid(spec: str) -> Arms:
@@ -236,7 +232,7 @@ def from_grid(spec: str) -> Arms:
 # ---- The search for the best value of a flag -----------------------------------------------------
 
 
-def search(cfg: SweepScript, inputs: Inputs, sweep: Sweep) -> tuple[dict, dict, dict]:
+def search(cfg: SweepScript, inputs: Inputs, sweep: Sweep) -> tuple[dict, dict]:
     """
     Search the best value of a flag, and train the best few values with new seeds.
 
@@ -260,9 +256,7 @@ def search(cfg: SweepScript, inputs: Inputs, sweep: Sweep) -> tuple[dict, dict, 
     values = {f"Chosen {cfg.search}": chosen, f"{cfg.metric}, mean of {cfg.seeds} seeds": mean}
     every = [job for each in (*first.values(), *final.values()) for job in each]
     rows = [[job.name, job.metric(cfg.metric)] for job in every]
-    table = {"title": "Search", "columns": ["Run", cfg.metric], "rows": rows}
-    curve = [[value, job.metric(cfg.metric)] for value, [job] in sorted(first.items())]
-    return values, table, {f"{cfg.metric} by {cfg.search}, seed 0": curve}
+    return values, {"title": "Search", "columns": ["Run", cfg.metric], "rows": rows}
 
 
 def grid_value(cfg: SweepScript, i: float) -> float:

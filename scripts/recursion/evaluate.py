@@ -222,7 +222,7 @@ def write_record(
     """Print the tables, write the record and update the report."""
     arm, others, shape = arm_of(recursive), arms_of(plain), recursive[0].model.cfg
     loops, r = list(recursive[0].by_loop), shape.n_loops
-    curve = [[k, mean(s.by_loop[k] for s in recursive)] for k in loops]
+    means = [mean(s.by_loop[k] for s in recursive) for k in loops]
     states = {k: mean(s.states[k] for s in recursive) for k in recursive[0].states}
     runs = (f"{s.tag} ({s.checkpoint.state['provenance']['run_id']})" for s in (*recursive, *plain))
     values: dict[str, Any] = {
@@ -237,7 +237,7 @@ def write_record(
         "Parameters by use": arm.used_params,
         "Number of training tokens": arm.tokens,
         "Total training flops": f"{arm.flops:e}",
-        "Refinement % (a bad first loop makes it large)": refinement([y for _, y in curve[:r]]),
+        "Refinement % (a bad first loop makes it large)": refinement(means[:r]),
         "Runs": ", ".join(runs),
     }
     arm_rows = []
@@ -258,9 +258,8 @@ def write_record(
         {"title": "Equal cost", "columns": columns, "rows": arm_rows},
         {"title": "By number of loops", "columns": by_loop, "rows": loop_rows},
     ]
-    series = {"bpb by loops": curve}
     cost = records.Cost.so_far(dist)
-    report.append_section(SECTION, cfg, values, provenance, cost, tables=tables, series=series)
+    report.append_section(SECTION, cfg, values, provenance, cost, tables=tables)
 
 
 if __name__ == "__main__":
