@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from nanochat import engine as generation
-from nanochat.checkpoint import build_model, save_checkpoint, stage_folder
+from nanochat.checkpoint import build_model, parse_checkpoint_ref, save_checkpoint, stage_folder
 from nanochat.dist import DistContext
 from nanochat.engine import Engine, Sampling, Tool
 from nanochat.sandbox import Tools
-from nanochat.serve.models import ModelLibrary
+from nanochat.serve.models import LoadedModel, ModelLibrary
 from nanochat.serve.security import SecurityConfig
 from nanochat.serve.server import Server, ServerConfig, listen, server_url
 from nanochat.tokenizer import SPECIAL_TOKENS, Tokenizer
@@ -51,7 +51,7 @@ class Site:
     def engine(self) -> Engine:
         """The engine of the default model."""
         library = self.server.library
-        return library.loaded[library.default]
+        return library.loaded[library.default].engine
 
     def ids(self, *pieces: str | bytes) -> list[int]:
         """Token ids of texts, special tokens and single bytes."""
@@ -149,9 +149,10 @@ def serving(
     """Serve a saved checkpoint; `endless`: completions end only at max_tokens."""
     cfg = ServerConfig(port=port, security=security or SecurityConfig(), **settings)
     library = ModelLibrary(CPU, name, tool or Tools(), cfg.slots or 8, cfg.max_models)
-    library.loaded[name] = library.load(name)
+    checkpoint = parse_checkpoint_ref(name)
+    library.loaded[name] = LoadedModel(library.load(checkpoint), checkpoint.state)
     if endless:
-        library.loaded[name].ends = set()
+        library.loaded[name].engine.ends = set()
     server = Server(library, Sampling(1000, temperature=1.0), cfg)
     bound = listen(cfg)
     thread = threading.Thread(target=server.run, args=([bound],), daemon=True)

@@ -368,13 +368,17 @@ class Writer:
 
 def model_entry(name: str, state: Mapping[str, Any]) -> dict[str, Any]:
     """
-    A model's entry in /v1/models; state: of its checkpoint, empty if unreadable. Beyond OpenAI's
-    fields: stage, description, and the context length in tokens under the names of vLLM and
-    llama.cpp.
+    A model's entry in /v1/models; state: of its checkpoint. Beyond OpenAI's fields: stage,
+    description, and the context length in tokens under the names of vLLM and llama.cpp.
     """
-    stage, context = name.partition(":")[0], state.get("model", {}).get("max_seq_len")
-    saved = datetime.fromisoformat(state.get("saved_at", "1970-01-02"))
-    owned = {"id": name, "object": "model", "owned_by": "nanochat"}
-    kind = "continues text" if stage == "base" else "answers in chats"
-    more = {"created": int(saved.timestamp()), "stage": stage, "description": kind}
-    return {**owned, **more, "max_model_len": context, "meta": {"n_ctx_train": context}}
+    stage, context = name.partition(":")[0], state["model"]["max_seq_len"]
+    return {
+        "id": name,
+        "object": "model",
+        "owned_by": "nanochat",
+        "created": int(datetime.fromisoformat(state["saved_at"]).timestamp()),
+        "stage": stage,
+        "description": "continues text" if stage == "base" else "answers in chats",
+        "max_model_len": context,
+        "meta": {"n_ctx_train": context},
+    }

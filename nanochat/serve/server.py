@@ -32,7 +32,7 @@ from nanochat.common import printable
 from nanochat.config import require_at_least, short
 from nanochat.engine import Engine, Sampling
 from nanochat.serve.markdown import render_answers
-from nanochat.serve.models import ModelLibrary, newest_of
+from nanochat.serve.models import ModelLibrary
 from nanochat.serve.openai_api import (
     ApiError,
     Asked,
@@ -234,7 +234,7 @@ def add_api(
 
     @app.get("/v1/models")
     def models() -> dict[str, Any]:
-        data = [model_entry(name, newest_of(name)) for name in library.listed()]
+        data = [model_entry(*model) for model in library.available().items()]
         shown = {"temperature": defaults.temperature, "top_p": defaults.top_p}
         shown |= {"top_k": defaults.top_k or 0, "max_tokens": defaults.max_new_tokens}
         extensions = {"defaults": shown, "suggestions": list(suggestions)}
@@ -242,10 +242,10 @@ def add_api(
 
     @app.get("/v1/models/{name}")
     def model(name: str) -> dict[str, Any]:
-        for entry in models()["data"]:
-            if entry["id"] == name:
-                return entry
-        raise ApiError(404, f"model {name!r} not found", "model_not_found", "model")
+        found = library.available()
+        if name not in found:
+            raise ApiError(404, f"model {name!r} not found", "model_not_found", "model")
+        return model_entry(name, found[name])
 
 
 def add_pages(app: FastAPI, worker: Worker) -> None:

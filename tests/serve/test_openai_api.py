@@ -147,19 +147,19 @@ def test_V1_openai_client_works_unmodified(site, monkeypatch):
         create(**asked, extra_body={"sing": True})
 
 
-def test_models_load_on_request_and_idle_ones_unload(base):
+def test_models_load_on_request_and_idle_ones_unload(site):
     write_model("mid:two")
-    with serving(max_models=2) as site:
-        listed = [model["id"] for model in site.client.get("/v1/models").json()["data"]]
+    with serving(max_models=2) as small:
+        listed = [model["id"] for model in small.client.get("/v1/models").json()["data"]]
         assert listed == ["sft:tiny", "mid:two", "base:tiny"]
-        unloaded = weakref.ref(site.engine)
+        unloaded = weakref.ref(small.engine)
         for name in listed[1:]:
-            assert site.ask(model=name, max_tokens=2).json()["model"] == name
+            assert small.ask(model=name, max_tokens=2).json()["model"] == name
         assert unloaded() is None
-        assert site.ask(model="sft:tiny", max_tokens=2).status_code == 200
+        assert small.ask(model="sft:tiny", max_tokens=2).status_code == 200
         (stage_folder("mid") / "two/step_000001/model.safetensors").write_bytes(b"x")
-        assert "mid:two" in error_of(site.ask(model="mid:two"), 503)["message"]
-        assert error_of(site.ask(model="../../etc"), 404)["code"] == "model_not_found"
+        assert "mid:two" in error_of(small.ask(model="mid:two"), 503)["message"]
+        assert error_of(small.ask(model="../../etc"), 404)["code"] == "model_not_found"
 
 
 # ---- V8 and V12: text ----------------------------------------------------------------------------
