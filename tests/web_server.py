@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import httpx
@@ -32,11 +32,10 @@ HELLO_PROMPT = ["<|bos|>", "<|user_start|>", "Hello", "<|user_end|>", "<|assista
 
 @dataclass
 class Choice:
-    """One choice of an answer: text, finish reason, lists of log-probabilities."""
+    """One choice of an answer: its text and finish reason."""
 
     text: str = ""
     finish: str | None = None
-    logprobs: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -86,8 +85,6 @@ class Site:
             said = choice.get("delta", choice.get("message", choice))
             one.text += said.get("content", said.get("text", ""))
             one.finish = choice["finish_reason"] or one.finish
-            for name, values in (choice["logprobs"] or {}).items():
-                one.logprobs[name] = one.logprobs.get(name, []) + (values or [])
         return [found[index] for index in sorted(found)]
 
     def content(self, **body: Any) -> str:
