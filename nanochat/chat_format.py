@@ -180,10 +180,6 @@ class Transcript:
             self.parts.append({"type": self.kind, "text": ""})
         return shown
 
-    def is_text(self, token: int) -> bool:
-        """Whether the token just added belongs to the text."""
-        return self.kind == "text" and token not in self.kinds
-
     def close(self) -> list[tuple[str, str]]:
         """Flush an incomplete character at the end of a part or of the turn."""
         rest = self.decoder.decode(b"", final=True)

@@ -351,8 +351,7 @@ class Engine:
 
     capacity: maximum tokens of prompt plus completion; default: the model's context length.
     tool: executes the model's tool calls; None = calls get no result. compiled: compile the decode
-    step, which pays off after thousands of tokens. `logits` (B, V) are those of the last step, one
-    row per completion it returned.
+    step, which pays off after thousands of tokens.
     """
 
     def __init__(
@@ -375,7 +374,6 @@ class Engine:
         self.active: list[Completion] = []  # active[i] occupies slot i
         self.calling: list[Completion] = []  # waiting for a tool, without a slot
         self.ends = set(map(tokenizer.special, TURN_TOKENS))
-        self.logits = torch.empty(0)
         self.stop: StopRequest | None = None
         """Ends `generate` early; the completions are cancelled."""
 
@@ -439,12 +437,12 @@ class Engine:
             return []
         grown = list(self.active)
         newest = [c.ids[-1] if c.ids else c.prompt[-1] for c in grown]
-        self.logits = self.decode_step(newest)  # (B, V)
+        logits = self.decode_step(newest)  # (B, V)
         for slot in range(len(grown)):
             self.cache.lengths[slot] += 1
         uniform = [c.random.random() for c in grown]
         settings = [c.settings for c in grown]
-        logits = penalize(self.logits, settings, [c.ids for c in grown])
+        logits = penalize(logits, settings, [c.ids for c in grown])
         picked = sample(logits, settings, uniform)
         for completion, token in zip(grown, picked, strict=True):
             self.advance(completion, token)

@@ -22,7 +22,7 @@ from nanochat.config import short, start
 from nanochat.dist import DistConfig, init_dist
 from nanochat.engine import Sampling, choose_engine_compile
 from nanochat.sandbox import Tools
-from nanochat.serve.models import ModelLibrary
+from nanochat.serve.models import LoadedModel, ModelLibrary
 from nanochat.serve.server import Server, ServerConfig, listen, server_url
 from tasks.world.task import WorldFacts, WorldProblems, WorldSpelling
 
@@ -63,7 +63,8 @@ def main(cfg: ChatWeb) -> None:
     tools = Tools(cfg.python, cfg.unsafe_exec, threads=4)
     compiled = choose_engine_compile(dist.device)
     library = ModelLibrary(dist, name, tools, cfg.server.slots, cfg.server.max_models, compiled)
-    library.loaded[name] = engine = library.load(name)
+    engine = library.load(checkpoint)
+    library.loaded[name] = LoadedModel(engine, checkpoint.state)
     server = Server(library, defaults, cfg.server, suggestions(checkpoint))
 
     if key is None and cfg.server.host not in ("127.0.0.1", "::1", "localhost"):

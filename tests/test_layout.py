@@ -64,7 +64,7 @@ def test_B18_every_import_is_a_declared_dependency():
     declared = {
         {"pyyaml": "yaml", "markdown_it_py": "markdown_it"}.get(name, name) for name in names
     }
-    optional = {"flash_attn_interface"}  # used if installed, see attention.py
+    optional = {"flash_attn_interface", "gigatoken"}  # if installed: attention.py, bench/
     ours = {"nanochat", "scripts", "tasks"}
     used = {i.split(".")[0] for f in FILES for i in imports_of(f)} - set(sys.stdlib_module_names)
     assert used - ours - optional <= declared

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import httpx
@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from nanochat import engine as generation
-from nanochat.checkpoint import build_model, save_checkpoint, stage_folder
+from nanochat.checkpoint import build_model, parse_checkpoint_ref, save_checkpoint, stage_folder
 from nanochat.dist import DistContext
 from nanochat.engine import Engine, Sampling, Tool
 from nanochat.sandbox import Tools
-from nanochat.serve.models import ModelLibrary
+from nanochat.serve.models import LoadedModel, ModelLibrary
 from nanochat.serve.security import SecurityConfig
 from nanochat.serve.server import Server, ServerConfig, listen, server_url
 from nanochat.tokenizer import SPECIAL_TOKENS, Tokenizer
@@ -32,11 +32,10 @@ HELLO_PROMPT = ["<|bos|>", "<|user_start|>", "Hello", "<|user_end|>", "<|assista
 
 @dataclass
 class Choice:
-    """One choice of an answer: text, finish reason, lists of log-probabilities."""
+    """One choice of an answer: its text and finish reason."""
 
     text: str = ""
     finish: str | None = None
-    logprobs: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -51,7 +50,7 @@ class Site:
     def engine(self) -> Engine:
         """The engine of the default model."""
         library = self.server.library
-        return library.loaded[library.default]
+        return library.loaded[library.default].engine
 
     def ids(self, *pieces: str | bytes) -> list[int]:
         """Token ids of texts, special tokens and single bytes."""
@@ -86,8 +85,6 @@ class Site:
             said = choice.get("delta", choice.get("message", choice))
             one.text += said.get("content", said.get("text", ""))
             one.finish = choice["finish_reason"] or one.finish
-            for name, values in (choice["logprobs"] or {}).items():
-                one.logprobs[name] = one.logprobs.get(name, []) + (values or [])
         return [found[index] for index in sorted(found)]
 
     def content(self, **body: Any) -> str:
@@ -149,9 +146,10 @@ def serving(
     """Serve a saved checkpoint; `endless`: completions end only at max_tokens."""
     cfg = ServerConfig(port=port, security=security or SecurityConfig(), **settings)
     library = ModelLibrary(CPU, name, tool or Tools(), cfg.slots or 8, cfg.max_models)
-    library.loaded[name] = library.load(name)
+    checkpoint = parse_checkpoint_ref(name)
+    library.loaded[name] = LoadedModel(library.load(checkpoint), checkpoint.state)
     if endless:
-        library.loaded[name].ends = set()
+        library.loaded[name].engine.ends = set()
     server = Server(library, Sampling(1000, temperature=1.0), cfg)
     bound = listen(cfg)
     thread = threading.Thread(target=server.run, args=([bound],), daemon=True)

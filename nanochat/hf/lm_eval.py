@@ -125,9 +125,9 @@ class NanochatLM(LM):
             (completion,) = engine.submit(prompt, settings)
             answers[completion] = Answer(completion, self.own_tokenizer, asked, number)
         while engine.busy:
-            for row, completion in enumerate(engine.step()):
+            for completion in engine.step():
                 answer = answers[completion]
-                deltas = answer.advance(engine.logits[row])
+                deltas = answer.advance()
                 texts[answer.index] += "".join(delta.text for delta in deltas)
                 if answer.finish:
                     engine.cancel(completion)

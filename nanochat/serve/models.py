@@ -9,27 +9,38 @@ number of loaded models, the least recently used idle one is unloaded.
 
 import asyncio
 import gc
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple
 
 from nanochat.checkpoint import (
     FOLDERS,
+    Checkpoint,
     load_inference,
     newest_state,
     parse_checkpoint_ref,
+    read_state,
     saved_tags,
     stage_folder,
+    step_folders,
 )
 from nanochat.common import printable
 from nanochat.dist import DistContext, memory_bytes
 from nanochat.engine import Engine, Sampling, Tool, most_slots
+from nanochat.gpt import GPTConfig
 from nanochat.serve.openai_api import ApiError
+
+
+class LoadedModel(NamedTuple):
+    engine: Engine
+    state: dict[str, Any]
+    """State of its checkpoint, or of a newer one that failed to load."""
 
 
 @dataclass(eq=False)
 class ModelLibrary:
-    """Models by name (stage:tag or stage:tag:step)."""
+    """Models by name: stage:tag for the newest step of a tag, or stage:tag:step."""
 
     dist: DistContext
     default: str
@@ -42,62 +53,65 @@ class ModelLibrary:
     """Maximum number of loaded models."""
     compiled: bool = False
     """Compile the engines."""
-    loaded: dict[str, Engine] = field(default_factory=dict, init=False)
+    loaded: dict[str, LoadedModel] = field(default_factory=dict, init=False)
     """Least recently used first."""
-    saved_at: dict[str, Any] = field(default_factory=dict, init=False)
-    """State of the checkpoint that each loaded model is from."""
     loading: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
-    def listed(self) -> list[str]:
-        """Names of all models: the default, then the latest stage first, its newest tag first."""
-        names = [f"{stage}:{tag}" for stage in reversed(FOLDERS) for tag in saved_tags(stage)]
-        return list(dict.fromkeys([self.default, *names]))
-
-    async def get(self, name: str, busy: Callable[[Engine], bool]) -> Engine:
+    def available(self) -> dict[str, dict[str, Any]]:
         """
-        Return a model's engine, loading the model on first use, and again when it is idle and its
-        tag was trained further.
+        State of each model by name: the default, then the latest stage first, its newest tag first.
+        Without models that `checkpoint.load_model` cannot load.
+        """
+        names = [f"{stage}:{tag}" for stage in reversed(FOLDERS) for tag in saved_tags(stage)]
+        states = {name: saved_state(name) for name in (self.default, *names)}
+        for name, (_, state) in self.loaded.copy().items():
+            states[name] = states.get(name) or state  # its checkpoint may be gone
+        return {name: state for name, state in states.items() if is_loadable(state)}
+
+    async def get(self, name: str, is_busy: Callable[[Engine], bool]) -> Engine:
+        """
+        Return a model's engine, loading the model on first use, and again when it is idle and was
+        saved again. If that fails, the loaded one stays.
 
         Raises ApiError for an unknown name, for a checkpoint that fails to load, and if all loaded
         models are busy.
         """
-        if name not in self.loaded:
-            known = await asyncio.to_thread(self.listed)
-            if name not in known:
-                message = f"model {name!r} not found; available: {', '.join(known)}"
-                raise ApiError(404, message, "model_not_found", "model")
-        newest = await asyncio.to_thread(saved_at, name)
-        loaded = self.loaded.get(name)
-        if loaded and self.saved_at[name] != newest and not busy(loaded):
-            print(printable(f"{name} was saved again; loading it"), flush=True)
-            del self.loaded[name]
         async with self.loading:
             if name not in self.loaded:
-                self.make_room(busy)
+                known = await asyncio.to_thread(self.available)
+                if name not in known:
+                    message = f"model {name!r} not found; available: {', '.join(known)}"
+                    raise ApiError(404, message, "model_not_found", "model")
+                self.make_room(is_busy)
+            current, state = self.loaded.get(name), await asyncio.to_thread(saved_state, name)
+            is_new = state and current and state != current.state and not is_busy(current.engine)
+            if is_new or not current:
+                print(printable(f"loading {name}"), flush=True)
                 try:
-                    self.loaded[name] = await asyncio.to_thread(self.load, name)
+                    engine = await asyncio.to_thread(lambda: self.load(parse_checkpoint_ref(name)))
                 except (ValueError, OSError, RuntimeError) as error:
                     print(printable(f"failed to load {name}: {error}"), flush=True)
-                    message = f"failed to load {name}; see the server log"
-                    raise ApiError(503, message, "model_unavailable") from error
-        engine = self.loaded.pop(name)
-        self.loaded[name] = engine
-        return engine
+                    if not current:
+                        message = f"failed to load {name}; see the server log"
+                        raise ApiError(503, message, "model_unavailable") from error
+                    engine = current.engine
+                self.loaded[name] = LoadedModel(engine, state)
+            self.loaded[name] = model = self.loaded.pop(name)  # the last one
+        return model.engine
 
-    def make_room(self, busy: Callable[[Engine], bool]) -> None:
+    def make_room(self, is_busy: Callable[[Engine], bool]) -> None:
         """Unload idle models until one more fits. Raises ApiError if all of them are busy."""
         while len(self.loaded) >= self.most:
-            idle = [name for name, engine in self.loaded.items() if not busy(engine)]
+            idle = [name for name, model in self.loaded.items() if not is_busy(model.engine)]
             if not idle:
                 message = f"all loaded models are busy ({', '.join(self.loaded)}); try again later"
                 raise ApiError(503, message, headers={"Retry-After": "5"})
             del self.loaded[idle[0]]
-            gc.collect()  # an engine is part of reference cycles
 
-    def load(self, name: str) -> Engine:
-        """Load a checkpoint and warm up its engine. Raises if the checkpoint is damaged."""
-        self.saved_at[name] = saved_at(name)
-        model, tokenizer = load_inference(parse_checkpoint_ref(name), self.dist)
+    def load(self, checkpoint: Checkpoint) -> Engine:
+        """Return an engine for a checkpoint's model, warmed up."""
+        gc.collect()  # frees unloaded engines: compiled ones are part of reference cycles
+        model, tokenizer = load_inference(checkpoint, self.dist)
         slots = self.slots or most_slots(model, memory_bytes(self.dist.device)[0])
         engine = Engine(model, tokenizer, slots, tool=self.tool, compiled=self.compiled)
         for num in (1, min(2, slots)):  # batch size 1 and larger ones compile separately
@@ -105,13 +119,17 @@ class ModelLibrary:
         return engine
 
 
-def newest_of(name: str) -> dict[str, Any]:
-    """Newest readable state of a model's tag; empty if there is none."""
-    stage, tag = name.split(":")[:2]
-    return newest_state(stage_folder(stage) / tag) or {}
+def saved_state(name: str) -> dict[str, Any]:
+    """State of the checkpoint that a name stands for; empty if there is none or it is damaged."""
+    stage, tag, *step = name.split(":")
+    folder = stage_folder(stage) / tag
+    if not step:
+        return newest_state(folder) or {}
+    with suppress(KeyError, OSError, ValueError):
+        return read_state(step_folders(folder)[int(step[0])])
+    return {}
 
 
-def saved_at(name: str) -> tuple[Any, Any]:
-    """Step and time of the newest readable state of a model's tag."""
-    state = newest_of(name)
-    return state.get("step"), state.get("saved_at")
+def is_loadable(state: Mapping[str, Any]) -> bool:
+    """Whether `checkpoint.load_model` can load a model: it has no options of another class."""
+    return bool(state) and state["model"].keys() <= {option.name for option in fields(GPTConfig)}

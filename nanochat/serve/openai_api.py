@@ -167,15 +167,15 @@ class Generation(BaseModel):
 
     def sampling(self, defaults: Sampling, length: int, seed: int) -> Sampling:
         """Sampling settings for `length` new tokens; unset fields take `defaults` and `seed`."""
-        neutral = vars(PenalizedSampling())
-        given = {"seed": seed, **self.model_dump(include=set(neutral), exclude_none=True)}
-        given = {k: v for k, v in given.items() if k in vars(defaults) or v != neutral[k]}
+        given = self.model_dump(include=set(vars(PenalizedSampling())), exclude_none=True)
         if given.get("top_k", 1) < 1:
             given["top_k"] = None  # all tokens
         if "top_p" in given:
             given["top_p"] = max(given["top_p"], 1e-6)  # 0 means greedy
-        kind = Sampling if given.keys() <= vars(defaults).keys() else PenalizedSampling
-        return kind(**{**vars(defaults), **given, "max_new_tokens": length})
+        given = {**vars(defaults), "seed": seed, **given, "max_new_tokens": length}
+        plain = Sampling(**{name: given[name] for name in vars(defaults)})
+        penalized = PenalizedSampling(**given)
+        return plain if penalized == PenalizedSampling(**vars(plain)) else penalized
 
 
 class Prompt(NamedTuple):
@@ -193,14 +193,7 @@ class ChatRequest(Generation):
 
     messages: list[dict[str, Any]] = Field(min_length=1, max_length=4096, fail_fast=True)
     max_completion_tokens: Limit = Field(None, ge=1, le=LARGEST_COUNT)
-    logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=20)
-    truncation: Literal["auto", "disabled", "error"] | None = None
-
-    @property
-    def num_logprobs(self) -> int | None:
-        """Number of alternatives to list per token; None for no log-probabilities."""
-        return (self.top_logprobs or 0) if self.logprobs else None
+    truncation: Literal["auto", "error"] | None = None
 
     @property
     def length(self) -> int | None:
@@ -238,11 +231,6 @@ class TextRequest(Generation):
     prompt: Annotated[list[str | TokenIds], BeforeValidator(as_list)] = Field(
         min_length=1, max_length=1024, fail_fast=True
     )
-    logprobs: int | None = Field(None, ge=0, le=20)
-
-    @property
-    def num_logprobs(self) -> int | None:
-        return self.logprobs
 
     @property
     def length(self) -> int:
@@ -265,32 +253,20 @@ Asked = ChatRequest | TextRequest
 # ---- responses ---------------------------------------------------------------------------------
 
 
-class TokenLogprob(NamedTuple):
-    """A token id, its log-probability (nats), and the most likely alternatives with theirs."""
-
-    token: int
-    logprob: float
-    top: list[tuple[int, float]]
-    start: int = 0
-    """Offset of its first character in the text."""
-
-
 class Delta(NamedTuple):
     """New text of one completion; `finish` is set in its last delta."""
 
     index: int
     kind: str = "text"
     text: str = ""
-    tokens: Sequence[TokenLogprob] = ()
     finish: FinishReason | None = None
 
 
 class Writer:
     """Formats deltas as chat completions or text completions."""
 
-    def __init__(self, asked: Asked, model: str, tokenizer: Tokenizer):
-        self.kind, self.model, self.tokenizer = asked.kind, model, tokenizer
-        self.has_logprobs = asked.num_logprobs is not None
+    def __init__(self, asked: Asked, model: str):
+        self.kind, self.model = asked.kind, model
         prefix = "chatcmpl" if self.kind == "chat" else "cmpl"
         self.id, self.created = f"{prefix}-{uuid.uuid4().hex}", int(time.time())
         self.kinds: dict[int, list[str]] = defaultdict(list)  # of the streamed parts, by index
@@ -332,49 +308,22 @@ class Writer:
             content = {"delta": {"content": text, "parts": parts}}
         elif self.kind == "chat":
             content = {"message": {"role": "assistant", "content": text, "parts": parts}}
-        tokens = [token for delta in deltas for token in delta.tokens]
-        logprobs = self.logprobs(tokens) if self.has_logprobs else None
-        return {"index": index, **content, "logprobs": logprobs, "finish_reason": finish}
-
-    # ---- log-probabilities -------------------------------------------------------------------
-
-    def logprobs(self, tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
-        """The `logprobs` object of a chat or text completion."""
-        if self.kind == "chat":
-            content = [
-                self.entry(one.token, one.logprob)
-                | {"top_logprobs": [self.entry(*pair) for pair in one.top]}
-                for one in tokens
-            ]
-            return {"content": content, "refusal": None}
-        return {
-            "tokens": [self.name(one.token) for one in tokens],
-            "token_logprobs": [one.logprob for one in tokens],
-            "top_logprobs": [  # the most likely tokens and the generated one
-                {self.name(token): x for token, x in (*one.top, (one.token, one.logprob))}
-                for one in tokens
-            ],
-            "text_offset": [one.start for one in tokens],
-        }
-
-    def entry(self, token: int, logprob: float) -> dict[str, Any]:
-        data = list(self.tokenizer.decode_bytes([token]))
-        return {"token": self.name(token), "logprob": logprob, "bytes": data}
-
-    def name(self, token: int) -> str:
-        """Text of a token; bytes that are no valid UTF-8 are escaped."""
-        return self.tokenizer.decode_bytes([token]).decode("utf-8", "backslashreplace")
+        return {"index": index, **content, "logprobs": None, "finish_reason": finish}
 
 
 def model_entry(name: str, state: Mapping[str, Any]) -> dict[str, Any]:
     """
-    A model's entry in /v1/models; state: of its checkpoint, empty if unreadable. Beyond OpenAI's
-    fields: stage, description, and the context length in tokens under the names of vLLM and
-    llama.cpp.
+    A model's entry in /v1/models; state: of its checkpoint. Beyond OpenAI's fields: stage,
+    description, and the context length in tokens under the names of vLLM and llama.cpp.
     """
-    stage, context = name.partition(":")[0], state.get("model", {}).get("max_seq_len")
-    saved = datetime.fromisoformat(state.get("saved_at", "1970-01-02"))
-    owned = {"id": name, "object": "model", "owned_by": "nanochat"}
-    kind = "continues text" if stage == "base" else "answers in chats"
-    more = {"created": int(saved.timestamp()), "stage": stage, "description": kind}
-    return {**owned, **more, "max_model_len": context, "meta": {"n_ctx_train": context}}
+    stage, context = name.partition(":")[0], state["model"]["max_seq_len"]
+    return {
+        "id": name,
+        "object": "model",
+        "owned_by": "nanochat",
+        "created": int(datetime.fromisoformat(state["saved_at"]).timestamp()),
+        "stage": stage,
+        "description": "continues text" if stage == "base" else "answers in chats",
+        "max_model_len": context,
+        "meta": {"n_ctx_train": context},
+    }

@@ -5,44 +5,23 @@ Continuous batching: requests arrive on the event loop; one thread generates.
     generation thread: engine.step() -> Answer.advance -> deltas -> Reply.news()
 
 Each model has its own engine; one thread steps all engines in turn so that they do not compete for
-the device. Requests wait in the engine's bounded queue. Closing a reply frees its slots before the
-next step.
+the device. Requests wait in the engine's queue, which the worker bounds. Closing a reply frees its
+slots before the next step.
 """
 
 import asyncio
 import threading
 import time
 import traceback
-from collections import deque
 from collections.abc import AsyncIterator, Sequence
-
-from torch import Tensor
+from contextlib import suppress
 
 from nanochat.chat_format import Transcript
 from nanochat.engine import TOOL_WAIT_SECONDS, Completion, Engine, Sampling
-from nanochat.serve.openai_api import (
-    ApiError,
-    Asked,
-    Delta,
-    FinishReason,
-    Prompt,
-    TokenLogprob,
-    bad_field,
-)
+from nanochat.serve.openai_api import ApiError, Asked, Delta, FinishReason, Prompt, bad_field
 from nanochat.tokenizer import Tokenizer
 
 RETRY_SECONDS = 2  # Retry-After of a request that finds the queue full
-
-
-def token_logprob(logits: Tensor, token: int, top: int, start: int) -> TokenLogprob:
-    """
-    From float32 logits (V,): the log-probability of a token that begins at character `start`, and
-    those of the `top` most likely tokens, before temperature and sampling filters.
-    """
-    logprobs = logits.log_softmax(dim=-1)
-    best = logprobs.topk(min(top, len(logits)))
-    alternatives = list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
-    return TokenLogprob(token, logprobs[token].item(), alternatives, start)
 
 
 class Answer:
@@ -54,55 +33,47 @@ class Answer:
     """
 
     def __init__(self, completion: Completion, tokenizer: Tokenizer, asked: Asked, index: int):
-        self.completion, self.asked, self.index = completion, asked, index
+        self.completion, self.kind, self.index = completion, asked.kind, index
+        self.stops = list(filter(None, asked.stop))
         self.transcript = Transcript(tokenizer)
         self.num_tokens = 0  # completion tokens processed
-        self.text, self.sent = "", 0  # characters of text that were emitted
-        self.pending: deque[TokenLogprob] = deque()  # their text is held back or incomplete
-        self.stopped = False  # at a stop string
+        self.held = ""  # text that is not in a delta yet
         self.finish: FinishReason | None = None
 
-    def advance(self, logits: Tensor) -> list[Delta]:
-        """Return the deltas of a step of the completion. logits (V,): those of the step."""
-        c, asked, shown = self.completion, self.asked, []
+    def advance(self) -> list[Delta]:
+        """Return the deltas of a step of the completion."""
+        c, pieces = self.completion, []
         if self.num_tokens < len(c.ids):
-            token, self.num_tokens = c.ids[-1], len(c.ids)
-            shown = self.transcript.add(token)
-            is_text = asked.kind == "text" or self.transcript.is_text(token)
-            if asked.num_logprobs is not None and is_text:
-                start = len(self.text)
-                self.pending.append(token_logprob(logits, token, asked.num_logprobs, start))
+            self.num_tokens = len(c.ids)
+            pieces = self.transcript.add(c.ids[-1])
         if c.finish is not None:
-            shown += self.transcript.close()
-        deltas = [delta for kind, text in shown for delta in self.show(kind, text)]
-        if self.stopped:
-            self.finish, self.pending = "stop", deque()
-        elif c.finish is not None:
-            deltas += self.emit(len(self.text))
+            pieces += self.transcript.close()
+        deltas = [delta for kind, text in pieces for delta in self.show(kind, text)]
+        if c.finish is not None and self.finish is None:
+            deltas += self.emit(len(self.held))
             self.finish = "stop" if c.finish == "stop" else "length"
         if self.finish:
-            deltas.append(Delta(self.index, tokens=list(self.pending), finish=self.finish))
+            deltas.append(Delta(self.index, finish=self.finish))
         return deltas
 
     def show(self, kind: str, text: str) -> list[Delta]:
         """Emit new text up to the first stop string, or up to a suffix that may start one."""
-        if self.stopped:
+        if self.finish:  # at a stop string
             return []
-        if kind != "text" and self.asked.kind == "chat":
-            return [*self.emit(len(self.text)), Delta(self.index, kind, text)]
-        self.text += text
-        new, stops = self.text[self.sent :], list(filter(None, self.asked.stop))
-        begins = [at for stop in stops if (at := new.find(stop)) >= 0]
-        self.stopped = bool(begins)
-        held = max((prefix_overlap(new, stop) for stop in stops), default=0)
-        return self.emit(self.sent + min(begins, default=len(new) - held))
+        if kind != "text" and self.kind == "chat":
+            return [*self.emit(len(self.held)), Delta(self.index, kind, text)]
+        self.held += text
+        begins = [at for stop in self.stops if (at := self.held.find(stop)) >= 0]
+        if begins:
+            self.finish = "stop"
+            return self.emit(min(begins))
+        overlaps = [prefix_overlap(self.held, stop) for stop in self.stops]
+        return self.emit(len(self.held) - max(overlaps, default=0))
 
     def emit(self, end: int) -> list[Delta]:
-        """Return the text up to character `end` and the tokens that begin in it, if any."""
-        text, self.sent, tokens = self.text[self.sent : end], end, []
-        while self.pending and self.pending[0].start < end:
-            tokens.append(self.pending.popleft())
-        return [Delta(self.index, "text", text, tokens)] if text else []
+        """Return the first `end` characters of the text held back, if any."""
+        text, self.held = self.held[:end], self.held[end:]
+        return [Delta(self.index, "text", text)] if text else []
 
 
 def prefix_overlap(text: str, stop: str) -> int:
@@ -121,28 +92,23 @@ class Reply:
     def __init__(self, engine: Engine, asked: Asked, prompts: Sequence[tuple[Prompt, Sampling]]):
         self.engine, self.asked, self.prompts = engine, asked, prompts
         self.answers: list[Answer] = []
-        self.arrived: list[Delta] = []
-        self.ready = asyncio.Event()
+        self.arrived: asyncio.Queue[Sequence[Delta] | ApiError] = asyncio.Queue()
         self.total = self.unfinished = len(prompts) * (asked.n or 1)
-        self.error: ApiError | None = None
 
-    async def news(self, timeout_seconds: float) -> AsyncIterator[list[Delta]]:
+    async def news(self, timeout_seconds: float) -> AsyncIterator[Sequence[Delta]]:
         """
         Yield new deltas until the last one; an empty list after each timeout.
 
-        Raises ApiError if the reply failed, after its last delta.
+        Raises ApiError if the reply failed.
         """
-        while self.unfinished or self.arrived:
-            try:
+        while self.unfinished or not self.arrived.empty():
+            news = []
+            with suppress(TimeoutError):
                 async with asyncio.timeout(timeout_seconds):
-                    await self.ready.wait()
-            except TimeoutError:
-                pass
-            self.ready.clear()
-            deltas, self.arrived = self.arrived, []
-            yield deltas
-            if self.error and not self.arrived:
-                raise self.error
+                    news = await self.arrived.get()
+            if isinstance(news, ApiError):
+                raise news
+            yield news
 
     @property
     def usage(self) -> dict[str, int]:
@@ -155,12 +121,12 @@ class Reply:
             "total_tokens": prompt + completion,
         }
 
-    def put(self, deltas: Sequence[Delta], error: ApiError | None = None) -> None:
-        """Add deltas; called on the event loop."""
-        self.arrived += deltas
-        self.unfinished -= sum(delta.finish is not None for delta in deltas)
-        self.error = (error or self.error) if self.unfinished else None
-        self.ready.set()
+    def put(self, news: Sequence[Delta] | ApiError) -> None:
+        """Add deltas, or the error that ends the reply; called on the event loop."""
+        if self.unfinished:
+            self.arrived.put_nowait(news)
+        if not isinstance(news, ApiError):
+            self.unfinished -= sum(delta.finish is not None for delta in news)
 
 
 class Worker:
@@ -172,13 +138,11 @@ class Worker:
 
     def __init__(self, max_waiting: int = 64):
         self.max_waiting = max_waiting
-        self.open: list[Reply] = []  # changed by the event loop, read by the thread
+        self.replies: list[Reply] = []  # changed by the event loop, read by the thread
         self.wake = threading.Event()
         self.deadline: float | None = None  # set during shutdown
         self.closed = False
-        # Used only by the generation thread
-        self.begun: set[Reply] = set()
-        self.owners: dict[Completion, tuple[Reply, Answer]] = {}
+        self.begun: set[Reply] = set()  # used only by the generation thread
         self.thread = threading.Thread(target=self.run, name="engines", daemon=True)
 
     # ---- called on the event loop ------------------------------------------------------------
@@ -197,21 +161,21 @@ class Worker:
         """
         if self.deadline is not None:
             raise ApiError(503, "the server is shutting down", "shutting_down")
-        reply, load = Reply(engine, asked, prompts), self.load(engine)
+        reply, unfinished = Reply(engine, asked, prompts), self.num_unfinished(engine)
         limit = engine.slots + self.max_waiting
         if reply.total > limit:
             raise bad_field("n", f"{reply.total} completions requested; the limit is {limit}")
-        if load + reply.total > limit:
+        if unfinished + reply.total > limit:
             wait = {"Retry-After": str(RETRY_SECONDS)}
-            message = f"{load} completions are running or queued"
+            message = f"{unfinished} completions are running or queued"
             raise ApiError(429, message, "rate_limit_exceeded", headers=wait)
-        self.open.append(reply)
+        self.replies.append(reply)
         self.wake.set()
         return reply
 
     def close(self, reply: Reply) -> None:
         """Stop generating a reply; frees its slots before the next step."""
-        self.open.remove(reply)
+        self.replies.remove(reply)
         self.wake.set()
 
     def drain(self, seconds: float) -> None:
@@ -224,19 +188,19 @@ class Worker:
         self.wake.set()
         self.thread.join()
 
-    def busy(self, engine: Engine) -> bool:
+    def is_busy(self, engine: Engine) -> bool:
         """Whether an engine has replies that are not complete or not sent yet."""
-        return any(reply.engine is engine for reply in self.open)
+        return any(reply.engine is engine for reply in self.replies)
 
-    def load(self, engine: Engine) -> int:
+    def num_unfinished(self, engine: Engine) -> int:
         """Number of queued and running completions of an engine."""
-        return sum(reply.unfinished for reply in self.open if reply.engine is engine)
+        return sum(reply.unfinished for reply in self.replies if reply.engine is engine)
 
     def counts(self) -> tuple[int, int]:
         """Numbers of running and queued completions across all engines."""
-        engines = {reply.engine for reply in self.open}
-        running = sum(min(self.load(engine), engine.slots) for engine in engines)
-        return running, sum(reply.unfinished for reply in self.open) - running
+        engines = {reply.engine for reply in self.replies}
+        running = sum(min(self.num_unfinished(engine), engine.slots) for engine in engines)
+        return running, sum(reply.unfinished for reply in self.replies) - running
 
     # ---- called on the generation thread -----------------------------------------------------
 
@@ -249,23 +213,23 @@ class Worker:
 
     def step_all(self) -> None:
         """Step the engines of all replies. Keeps no reference to an engine, which may unload."""
-        opened = list(self.open)
+        opened = list(self.replies)
         if self.deadline is not None and time.monotonic() > self.deadline:
-            for reply in opened:
-                self.deliver(reply, error=ApiError(503, "the server shut down", "shutting_down"))
+            self.fail(opened, ApiError(503, "the server shut down", "shutting_down"))
         engines = {reply.engine for reply in (*opened, *self.begun)}
         idle = not any(engine.active or engine.waiting for engine in engines)
         for engine in engines:
             mine = [reply for reply in opened if reply.engine is engine]
             try:
                 self.update(engine, mine)
-                self.step(engine, TOOL_WAIT_SECONDS if idle else 0)
+                engine.step(TOOL_WAIT_SECONDS if idle else 0)
+                for reply in mine:
+                    self.deliver(reply)
             except Exception as error:  # fails this engine's replies, not the server
                 traceback.print_exc()
                 cancel_all(engine)
-                failure = ApiError(500, f"generation failed: {error!r}", "generation_failed")
-                for reply in mine:
-                    self.deliver(reply, error=failure)
+                message = f"generation failed: {error!r}"
+                self.fail(mine, ApiError(500, message, "generation_failed"))
         if any(engine.busy for engine in engines):
             self.wake.set()
 
@@ -274,7 +238,6 @@ class Worker:
         for reply in [r for r in self.begun if r.engine is engine and r not in opened]:
             self.begun.remove(reply)
             for answer in reply.answers:
-                del self.owners[answer.completion]
                 engine.cancel(answer.completion)
         for reply in [r for r in opened if r not in self.begun]:
             self.begun.add(reply)
@@ -282,28 +245,26 @@ class Worker:
                 for completion in engine.submit(prompt.ids, sampling, reply.asked.n or 1):
                     answer = Answer(completion, engine.tokenizer, reply.asked, len(reply.answers))
                     reply.answers.append(answer)
-                    self.owners[completion] = (reply, answer)
 
-    def step(self, engine: Engine, patience_seconds: float) -> None:
-        """Step an engine and deliver the new deltas."""
-        for row, completion in enumerate(engine.step(patience_seconds)):
-            reply, answer = self.owners[completion]
-            if deltas := answer.advance(engine.logits[row]):
-                self.deliver(reply, deltas)
-            if answer.finish and completion.finish is None:  # at a stop string
-                engine.cancel(completion)
+    def deliver(self, reply: Reply) -> None:
+        """Pass the new text of a reply to the event loop; cancel completions at a stop string."""
+        growing = [answer for answer in reply.answers if answer.finish is None]
+        if deltas := [delta for answer in growing for delta in answer.advance()]:
+            self.loop.call_soon_threadsafe(reply.put, deltas)
+        for answer in growing:
+            if answer.finish and answer.completion.finish is None:
+                reply.engine.cancel(answer.completion)
 
-    def deliver(
-        self, reply: Reply, deltas: Sequence[Delta] = (), error: ApiError | None = None
-    ) -> None:
-        """Pass deltas or an error to the event loop."""
-        self.loop.call_soon_threadsafe(reply.put, deltas, error)
+    def fail(self, replies: Sequence[Reply], error: ApiError) -> None:
+        """End replies with an error."""
+        for reply in replies:
+            self.loop.call_soon_threadsafe(reply.put, error)
 
 
 def cancel_all(engine: Engine) -> None:
-    """Cancel all completions and free all slots without using the device, which may be broken."""
-    for queue in (engine.waiting, engine.active, engine.calling):
-        for completion in queue:
-            completion.cancel()
-        queue.clear()
-    engine.cache.lengths = [0] * engine.slots
+    """Cancel all completions without using the device, which may be broken."""
+    completions = [*engine.waiting, *engine.active, *engine.calling]
+    for completion in completions:
+        completion.cancel()  # all, before the first slot is freed: no other moves there
+    for completion in completions:
+        engine.cancel(completion)

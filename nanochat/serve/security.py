@@ -52,7 +52,8 @@ class SecurityConfig:
     def __post_init__(self) -> None:
         require_positive(self, "max_body_bytes", "request_seconds", "send_seconds")
         for name in self.allowed_hosts:
-            if not HOST.fullmatch(name) or hostname(name) != name.lower():
+            found = HOST.fullmatch(name)
+            if not found or found[2]:
                 raise ValueError(f"invalid allowed_hosts {name!r}; omit the scheme and the port")
         for origin in self.allow_origins:
             if origin != "*" and not (ORIGIN.fullmatch(origin) and origin == origin.lower()):
@@ -97,9 +98,11 @@ class SecurityMiddleware:
         # h11 rejects other ambiguities
         has_two_lengths = "content-length" in headers and "transfer-encoding" in headers
         is_repeated = any(len(headers.getlist(name)) > 1 for name in ("authorization", "origin"))
-        if has_two_lengths or is_repeated or host and not HOST.fullmatch(host):
+        if not host:
+            raise ApiError(400, "the request has no Host header; send one, such as Host: localhost")
+        if has_two_lengths or is_repeated or not (found := HOST.fullmatch(host)):
             raise ApiError(400, "ambiguous headers: Host, Origin, Authorization or Content-Length")
-        if not self.is_allowed(name := hostname(host)):
+        if not self.is_allowed(name := found[1].strip("[]")):
             message = f"host {name!r} is not allowed; start the server with --allowed_hosts={name}"
             raise ApiError(403, message, "host_not_allowed")
         if origin is not None and origin.lower().partition("://")[2] != host:
@@ -145,12 +148,6 @@ class SecurityMiddleware:
         if size > most:
             raise ApiError(413, f"the body has {size:,} bytes; the limit is {most:,}", "too_large")
         return bytes(body)
-
-
-def hostname(host: str) -> str:
-    """Host name in a Host header, without the port and the brackets of an IPv6 address."""
-    found = HOST.fullmatch(host)
-    return found[1].strip("[]").lower() if found else ""
 
 
 class TimeoutProtocol(H11Protocol):

@@ -1,7 +1,7 @@
 """
 HTTP server for the OpenAI-compatible API and the chat page.
 
-    request -> SecurityMiddleware -> FastAPI -> prepare -> Worker.submit -> Reply -> respond
+    request -> SecurityMiddleware -> FastAPI -> prepare -> Worker.submit -> Reply -> response
 
 Routes: / is the chat page, ui.html; /v1 has chat completions, completions, models, and Markdown for
 the page; /health is for monitoring. A response is one JSON object when the reply is complete, or a
@@ -16,7 +16,7 @@ import re
 import resource
 import secrets
 import socket
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from hashlib import sha256
@@ -32,7 +32,7 @@ from nanochat.common import printable
 from nanochat.config import require_at_least, short
 from nanochat.engine import Engine, Sampling
 from nanochat.serve.markdown import render_answers
-from nanochat.serve.models import ModelLibrary, newest_of
+from nanochat.serve.models import ModelLibrary
 from nanochat.serve.openai_api import (
     ApiError,
     Asked,
@@ -107,8 +107,9 @@ def prepare(
     """
     Prompts of a request with their settings. Slow for long prompts, so call it off the event loop.
 
-    A conversation that exceeds the context loses its oldest turns, unless `truncation` is "error".
-    A completion ends when the context is full. Raises ApiError for an overlong prompt.
+    A conversation longer than three quarters of the context loses its oldest turns, unless
+    `truncation` is "error". A completion ends when the context is full. Raises ApiError for an
+    overlong prompt.
     """
     context, jobs = engine.cache.capacity, []
     check_ids("logit_bias", asked.logit_bias or (), engine.tokenizer.vocab_size)
@@ -131,45 +132,35 @@ def prepare(
     return jobs
 
 
-async def respond(
-    reply: Reply, writer: Writer, request: Request, done: Callable[[], None]
-) -> Response:
-    """
-    Return the response to a request, whose `reply` is still being generated. `done` is called when
-    the response ends or the client disconnects.
-    """
-    if reply.asked.stream:
-        options = reply.asked.stream_options or StreamOptions()
-        return EventStream(events(reply, writer, options), done)
+async def whole_answer(reply: Reply, writer: Writer, request: Request) -> Response:
+    """Wait for the end of a reply, or until the client disconnects; return the response."""
     found: list[list[Delta]] = [[] for _ in range(reply.total)]
-    try:
-        async for deltas in reply.news(CHECK_SECONDS):
-            for delta in deltas:
-                found[delta.index].append(delta)
-            if await request.is_disconnected():
-                return Response(status_code=CLIENT_LEFT)
-    finally:
-        done()
+    async for deltas in reply.news(CHECK_SECONDS):
+        for delta in deltas:
+            found[delta.index].append(delta)
+        if await request.is_disconnected():
+            return Response(status_code=CLIENT_LEFT)
     return JSONResponse(writer.envelope(list(map(writer.choice, found)), reply.usage))
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events; always calls `done` at the end, even if no event was sent."""
+    """A reply as server-sent events; closes it at the end, even if no event was sent."""
 
-    def __init__(self, content: AsyncIterator[str], done: Callable[[], None]):
+    def __init__(self, worker: Worker, reply: Reply, writer: Writer):
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-        super().__init__(content, media_type="text/event-stream", headers=headers)
-        self.done = done
+        super().__init__(events(reply, writer), media_type="text/event-stream", headers=headers)
+        self.worker, self.reply = worker, reply
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self.done()
+            self.worker.close(self.reply)
 
 
-async def events(reply: Reply, writer: Writer, options: StreamOptions) -> AsyncIterator[str]:
+async def events(reply: Reply, writer: Writer) -> AsyncIterator[str]:
     """Yield the chunks of a reply, its usage if requested, and the end marker."""
+    options = reply.asked.stream_options or StreamOptions()
 
     def chunk(choices: list[Any], has_usage: bool | None = options.continuous_usage_stats) -> str:
         return event(writer.envelope(choices, reply.usage if has_usage else None, is_chunk=True))
@@ -211,10 +202,16 @@ def add_api(
     async def complete(kind: type[Asked], request: Request) -> Response:
         asked = await asyncio.to_thread(read_request, kind, await request.body())
         name = asked.model or library.default
-        engine = await library.get(name, worker.busy)
+        engine = await library.get(name, worker.is_busy)
         jobs = await asyncio.to_thread(prepare, asked, engine, defaults, truncation)
-        writer, reply = Writer(asked, name, engine.tokenizer), worker.submit(engine, asked, jobs)
-        response = await respond(reply, writer, request, lambda: worker.close(reply))
+        writer, reply = Writer(asked, name), worker.submit(engine, asked, jobs)
+        if asked.stream:
+            response = EventStream(worker, reply, writer)
+        else:
+            try:
+                response = await whole_answer(reply, writer, request)
+            finally:
+                worker.close(reply)
         if dropped := sum(prompt.num_dropped for prompt, _ in reply.prompts):
             print(f"{printable(name)}: left out {dropped} tokens of the oldest turns", flush=True)
             response.headers["X-Dropped-Tokens"] = str(dropped)
@@ -234,7 +231,7 @@ def add_api(
 
     @app.get("/v1/models")
     def models() -> dict[str, Any]:
-        data = [model_entry(name, newest_of(name)) for name in library.listed()]
+        data = [model_entry(*model) for model in library.available().items()]
         shown = {"temperature": defaults.temperature, "top_p": defaults.top_p}
         shown |= {"top_k": defaults.top_k or 0, "max_tokens": defaults.max_new_tokens}
         extensions = {"defaults": shown, "suggestions": list(suggestions)}
@@ -242,10 +239,10 @@ def add_api(
 
     @app.get("/v1/models/{name}")
     def model(name: str) -> dict[str, Any]:
-        for entry in models()["data"]:
-            if entry["id"] == name:
-                return entry
-        raise ApiError(404, f"model {name!r} not found", "model_not_found", "model")
+        found = library.available()
+        if name not in found:
+            raise ApiError(404, f"model {name!r} not found", "model_not_found", "model")
+        return model_entry(name, found[name])
 
 
 def add_pages(app: FastAPI, worker: Worker) -> None:

@@ -8,7 +8,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import psutil
 import pytest
 
-from nanochat.common import REPOSITORY
+from nanochat.checkpoint import ASIDE, read_state, seal_of, stage_folder
+from nanochat.common import REPOSITORY, write_json
 from nanochat.tokenizer import SPECIAL_TOKENS
 from tests.web_server import CHAT, HELLO, Site, post, says, serving, slow_down, until, write_model
 
@@ -87,11 +88,52 @@ def test_V3_sixty_four_users_share_engine_steps(base, monkeypatch):
 def test_retrained_model_answers_with_its_new_weights(base):
     write_model("sft:again")
     write_model("mid:new", seed=4)
+    folder = stage_folder("sft") / "again"
     with serving("sft:again", endless=False) as site:
-        old = site.content(temperature=0, max_tokens=9)
+
+        def answer(name="sft:again"):
+            return site.content(model=name, temperature=0, max_tokens=9)
+
+        old = answer()
+        folder.rename(f"{folder}{ASIDE}1")  # another run begins, and has saved nothing yet
+        assert answer() == old
         write_model("sft:again", step=2, seed=4)
-        new = site.content(temperature=0, max_tokens=9, model="mid:new")
-        assert site.content(temperature=0, max_tokens=9) == new != old
+        weights = folder / "step_000002" / "model.safetensors"
+        saved = weights.read_bytes()
+        weights.write_bytes(b"")
+        assert answer() == old, "a damaged checkpoint replaces no good model"
+        write_model("sft:again", step=3, seed=4)
+        weights.write_bytes(saved)
+        assert answer() == answer("mid:new") != old
+
+
+def test_pinned_step_stays_when_its_tag_trains_on(base, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr("nanochat.checkpoint.time.strftime", lambda _: "2026-01-01 00:00:00")
+        write_model("sft:pinned")
+    with serving("sft:pinned:1", endless=False) as site:
+
+        def found():
+            models = site.client.get("/v1/models").json()["data"]
+            return models[0], site.content(temperature=0, max_tokens=9)
+
+        before = found()
+        write_model("sft:pinned", step=2, seed=4)
+        assert found() == before
+        write_model("sft:pinned", step=3, seed=4)  # deletes step 1
+        assert found() == before
+
+
+def test_models_that_other_scripts_trained_are_not_offered(base):
+    write_model()
+    write_model("base:other")
+    state = stage_folder("base") / "other/step_000001/state.json"
+    saved = read_state(state.parent)
+    saved["model"]["num_loops"] = 3
+    write_json(state, {**saved, "seal": seal_of(saved)})
+    with serving() as site:
+        assert "base:other" not in site.client.get("/v1/models").text
+        assert site.ask(model="base:other").status_code == 404
 
 
 def test_running_tool_blocks_no_other_model(base, monkeypatch):
