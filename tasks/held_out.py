@@ -19,15 +19,6 @@ from tasks.base import Tags, plain_name
 
 FILE, ACCESS_LOG = "held_out.json", "held_out_access.jsonl"
 
-OTHER_NAMES = {  # of benchmarks, as `plain_name` gives them
-    "gpqadiamond": "gpqa",
-    "haeraebench": "haerae",
-    "kobalt700": "kobalt",
-    "lcb": "livecodebench",
-    "mclm": "mclmko",
-    "mtmath100": "mclmko",
-}
-
 
 def final_benchmarks() -> dict[str, str]:
     """
@@ -71,8 +62,7 @@ def require_access(names: Iterable[str], allowed: bool, who: Mapping[str, Any]) 
 
 def names_in(tag: str) -> set[str]:
     """The normalized names in a tag, separated by +."""
-    names = {plain_name(name) for name in tag.split("+")} - {""}
-    return {OTHER_NAMES.get(name, name) for name in names}
+    return {plain_name(name) for name in tag.split("+")} - {""}
 
 
 def reject_contaminated(buckets: Mapping[str, Tags]) -> None:

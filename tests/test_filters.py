@@ -2,11 +2,11 @@
 
 import pytest
 
-from tasks import filters
+from nanochat.lab import filters
+from nanochat.lab.filters import apply_filters, parse_filters
 from tasks.augment import STYLES, augment, read_letter
 from tasks.base import LETTERS, MCQuestion, QuestionTask
 from tasks.buckets import buckets
-from tasks.filters import apply_filters, parse_filters
 from tasks.gsm8k import GSM8K
 from tasks.registry import eval_task
 from tests.hub_server import publish

@@ -19,10 +19,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tasks.base import answer_text, user
-from tasks.korean import final_value
-from tasks.overlap import find_items, index_passages, ngrams, split_words
-from tasks.registry import BENCHMARKS, eval_task
+from nanochat.lab.overlap import BENCHMARKS, find_items, index_passages, ngrams
+from tasks.base import answer_text, final_value, split_words, user
+from tasks.registry import eval_task
 
 Verdicts = Iterable[bool | None]  # whether to keep each item; None if it cannot be judged
 
@@ -144,7 +143,7 @@ def verified(items: Sequence[Item]) -> Verdicts:
     """Keep rows whose answer (after the last ####) equals "gold", as a number or as text."""
     for item in items:
         both = item.answer, item.row.get("gold")
-        said, gold = (final_value(str(text).lower()) for text in both)
+        said, gold = (final_value(f"#### {text}".lower()) for text in both)
         yield None if None in both else said == gold
 
 
