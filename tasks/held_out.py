@@ -42,13 +42,17 @@ def is_final(name: str) -> bool:
     return plain_name(name) in map(plain_name, final_benchmarks())
 
 
-def require_access(names: Iterable[str], allowed: bool, who: Mapping[str, Any]) -> None:
+def require_access(
+    names: Iterable[str], allowed: bool, who: Mapping[str, Any]
+) -> list[dict[str, Any]]:
     """
     Raise UsageError for a final benchmark unless access is `allowed`; log every allowed access.
+    Returns the tables for the record: after an access, that of all accesses.
 
     who: fields that identify the reader in the access log.
     """
-    for name in filter(is_final, names):
+    final = [*filter(is_final, names)]
+    for name in final:
         if not allowed:
             raise UsageError(
                 f"{name} is final: held out until the end and not used for selection",
@@ -58,6 +62,7 @@ def require_access(names: Iterable[str], allowed: bool, who: Mapping[str, Any]) 
         entry = {"benchmark": name, "when": time.strftime("%Y-%m-%d %H:%M:%S"), **who}
         with hold_lock(base_dir() / ".lock", "the log of accesses"):
             append_line(base_dir() / ACCESS_LOG, entry)
+    return [access_table()] if final else []
 
 
 def names_in(tag: str) -> set[str]:

@@ -2,9 +2,11 @@
 
 import json
 
+from nanochat.common import read_json
 from tasks import held_out
 
 SCORE = "chat_eval -i base -g one -x 4 --max_new_tokens=4 --dtype=float32".split()
+ANSWER = {"role": "assistant", "content": "b"}
 
 
 def test_final_benchmark_needs_permission_and_is_logged(trained, command):
@@ -20,6 +22,9 @@ def test_final_benchmark_needs_permission_and_is_logged(trained, command):
     log = (trained / held_out.ACCESS_LOG).read_text().splitlines()
     assert [json.loads(line)["benchmark"] for line in log] == ["World-Choice"]
     assert "World-Choice" in command.works("lab.hold_out").split("Access to final")[1]
+    record = read_json(trained / "report" / "chat-evaluation-base.json")
+    [table] = [t for t in record["tables"] if t["title"] == "Access to final benchmarks"]
+    assert [row[1] for row in table["rows"]] == ["World-Choice"]
     out = command.works(*SCORE, "-x", "1")  # without a choice of tasks, final ones are left out
     assert "skipping final benchmarks: world_choice" in out
 
@@ -27,8 +32,7 @@ def test_final_benchmark_needs_permission_and_is_logged(trained, command):
 def test_training_on_the_family_of_a_final_benchmark_is_rejected(trained, command):
     command.works("lab.hold_out", "--final=world_facts")
     rows = trained / "mine.jsonl"
-    answer = {"role": "assistant", "content": "b"}
-    chats = ([{"role": "user", "content": f"{i}?"}, answer] for i in range(99))
+    chats = ([{"role": "user", "content": f"{i}?"}, ANSWER] for i in range(99))
     rows.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
     tune = "chat_sft --source=base:one --num_iterations=1 --eval_tokens=64".split()
     spec = trained / "mixture.json"
