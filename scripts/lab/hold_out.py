@@ -59,8 +59,7 @@ def scan(cfg: HoldOut) -> None:
     """Record the overlap of a mixture with benchmarks: 13-grams of words, or whole questions."""
     learned = buckets(*read_mixture(cfg.mixture))
     names = [*cfg.benchmarks.split("|"), *held_out.final_benchmarks()]
-    keys = dict.fromkeys(overlapping_tasks(key_of(name))[0] for name in names)  # same questions
-    tests = [eval_task(key) for key in keys]
+    tests = [eval_task(key) for key in dict.fromkeys(map(key_of, names))]
     index, total, rows = index_passages(tests), 0, []
     checked = Counter(n for n, _ in set[tuple[int, int]]().union(*index.values()))
     for bucket in learned:

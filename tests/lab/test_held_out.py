@@ -4,6 +4,7 @@ import json
 
 from nanochat.common import read_json
 from tasks import held_out
+from tests.hub_server import publish
 
 SCORE = "chat_eval -i base -g one -x 4 --max_new_tokens=4 --dtype=float32".split()
 ANSWER = {"role": "assistant", "content": "b"}
@@ -57,3 +58,15 @@ def test_other_names_and_forms_of_a_benchmark_are_final_too(command):
     assert not held_out.is_final("HAE-RAE") and not held_out.is_final("ARC-Challenge-10")
     for name in ("smoltalk", "jsonl"):
         assert f"'{name}' is not scored" in command.rejects("lab.hold_out", f"--final={name}")
+
+
+def test_listed_benchmark_itself_is_compared(base, command, monkeypatch, tmp_path):
+    question = "하나 둘 셋 넷 다섯 여섯 일곱 여덟 아홉 열은?"
+    row = {"question": question, "options": ["가", "나", "다", "라"], "solution": "3"}
+    publish({"kmmlu_redux/test/0000.parquet": [row]}, tmp_path, monkeypatch)
+    chats = [[{"role": "user", "content": f"{question} {i}"}, ANSWER] for i in range(2)]
+    own = tmp_path / "own.jsonl"
+    own.write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    command.works("lab.hold_out", f"--mixture=jsonl:{own}", "--benchmarks=kmmlu_redux")
+    [found] = read_json(base / "report" / "overlap.json")["tables"][0]["rows"]
+    assert found[1:] == ["KMMLU-Redux", "1", "1", "1"]
