@@ -60,7 +60,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Result:
-    """Outcome of a program. It can fake any field; `tasks.humaneval` guards against that."""
+    """Outcome of a program. It can fake any field; `tasks.code` guards against that."""
 
     ok: bool
     """It exited with status 0 within its limits."""

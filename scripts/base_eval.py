@@ -84,7 +84,7 @@ def main(cfg: BaseEval) -> None:
         return dist.close()
 
     names, who = [task.name for task in suite.tasks], {"checkpoint": name, "section": section}
-    dist.on_main(lambda: require_access(names, cfg.final, who))
+    accesses = dist.on_main(lambda: require_access(names, cfg.final, who))
     if checkpoint is not None:
         model, tokenizer = load_inference(checkpoint, dist)
     dist.print0(f"{name} on {suite.about}")
@@ -107,7 +107,7 @@ def main(cfg: BaseEval) -> None:
         items = {s.task.name: records.item_scores(s.task.items, s.outcomes) for s in scores}
         weights = {s.task.name: 1 / len(scores) / (1 - s.task.random_baseline) for s in scores}
         items[metric] = {"weights": weights}  # of the tasks in the mean
-        tables = [task_table(scores)]
+        tables = [task_table(scores), *accesses]
         report.append_section(section, cfg, values, origin, cost, items=items, tables=tables)
     dist.close()
 

@@ -38,8 +38,9 @@ from nanochat.sandbox import calculate
 from nanochat.scaling import make_rules
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import Run, TrainConfig, skip_if_finished
-from scripts.chat_rl import BUILTIN_TASKS, MOMENTUM, SCHEDULE, TASK, open_questions
+from scripts.chat_rl import BUILTIN_TASKS, MOMENTUM, SCHEDULE, TASK
 from tasks.base import Task
+from tasks.buckets import held_out_questions, rl_questions
 from tasks.chats import Preferences
 
 SECTION = "Chat DPO"
@@ -97,7 +98,7 @@ def main(cfg: ChatDPO) -> None:
         inputs["pairs"] = fingerprint(data[0].identity)
     else:
         task = cfg.task or BUILTIN_TASKS.get(parent.state["source"].get("dataset"), TASK)
-        data = open_questions(task, task, cfg.eval_examples, seed)
+        data = rl_questions(task, seed), held_out_questions(task, cfg.eval_examples)
     resolved = {**settings(cfg), "task": task}
     if skip_if_finished(SECTION, resolved, inputs, cfg.train, dist):
         return dist.close()

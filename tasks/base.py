@@ -2,7 +2,7 @@
 Tasks: indexed conversations with reference answers for training, evaluation and RL.
 
     Task[i] -> Conversation -> train on it, or prompt a model and `score` its answer
-    Subset, Mixture: tasks made of tasks
+    Mixture: a task made of tasks, or of the first conversations of one
 
 Also the two answer formats that several tasks share: an option letter, and a number after `####`.
 Tasks work on text only, independent of tokenizer and model.
@@ -30,8 +30,16 @@ SPARE = 10  # more draws of earlier questions than wanted, to replace those of t
 SAMPLE = 8  # conversations hashed into `identity` to detect wording changes
 TOOL_USE = re.compile(r"<\|(python|output)_start\|>.*?(<\|\1_end\|>|$)", re.DOTALL)
 SPECIAL = re.compile(r"<\|\w+\|>")
-# Not the beginning of a fraction or of another number
-NUMBER = re.compile(r"[*\s]*((?:-\$?|\$-?)?(?:\d[\d,]*(?:\.\d+)?|\.\d+))(?![.,]?\d|\s*/\s*\d)")
+# A word in a text; the label of an option in `MCQuestion.ask`
+WORD, LABEL = re.compile(r"[^\W_]+"), re.compile(r"=[A-Z]$", re.MULTILINE)
+NUMBER_AND_UNIT = re.compile(  # 12 x and 12ab have no unit: a unit is listed or has three letters
+    r"""([+-]? (?=\.?\d) (?: \d{1,3}(?:,\d{3})+ | \d* ) (?: \.\d+ )?) \s*
+    (?: \\?% | (?: ° | \^?\{?\\circ\}? ) [CF]? | ℃
+      | (?: \\(?:text|mathrm)\{[^{}\d]*\} | [mck]?m | [mk]?g | m?[lL] | s | h | km/h | m/s
+          | [a-zA-Z]{3,} [a-zA-Z\s]* ) (?: \^\{?[23]\}? | [²³] )?
+    )? \s* \(? \s* (?: (?![십백천만억조]) [가-힣.\s]+ )? \)?""",
+    re.VERBOSE,
+)
 
 
 @dataclass(frozen=True)
@@ -112,15 +120,27 @@ def visible(answer: str) -> str:
     return SPECIAL.sub("", TOOL_USE.sub("", answer))
 
 
-def final_number(answer: str) -> Decimal | None:
+def final_value(answer: str) -> Decimal | str | None:
     """
-    The number after the last `####`; None if there is none, or a fraction such as 5/2.
+    What follows the last `####` on its line; None without one.
 
-    Commas, a dollar sign and bold type (`**18**`) are ignored.
+    A number, without currency, unit, commas and bold type (`**18**`); or any other text, such as a
+    formula, without spaces and dollar signs.
     """
     _, marker, rest = answer.rpartition("####")
-    found = NUMBER.match(rest) if marker else None
-    return Decimal(re.sub(r"[,$]", "", found[1])) if found else None
+    if not marker:
+        return None
+    line = re.sub(r"\\boxed\{(.*)\}", r"\1", rest.strip().partition("\n")[0])
+    line = re.sub(r"₩|\\?\$", "", line).replace("−", "-").lstrip(" *").rstrip(" *.")
+    if amount := NUMBER_AND_UNIT.fullmatch(line):
+        return Decimal(amount[1].replace(",", ""))
+    plain = re.sub(r"\s|\\[!,;]|\\(left|right)", "", line)
+    return re.sub(r"\\[dt]frac", r"\\frac", plain)
+
+
+def split_words(text: str) -> tuple[str, ...]:
+    """The words of a text in lower case, without option labels."""
+    return tuple(WORD.findall(LABEL.sub("", text).lower()))
 
 
 class Task:
@@ -187,7 +207,7 @@ class Task:
         return map(self.conversation, range(len(self)))
 
     def locate(self, i: int) -> tuple["Task", int]:
-        """The task of conversation i and its index there; a Mixture or Subset has other tasks."""
+        """The task of conversation i and its index there; a Mixture has other tasks."""
         return self, i
 
     def letters(self, i: int) -> tuple[str, ...]:
@@ -273,29 +293,29 @@ class NumberTask(Task):
     kind = "generate"
 
     def extract(self, answer: str) -> Decimal | None:
-        return final_number(answer)
+        found = final_value(answer)
+        return found if isinstance(found, Decimal) else None
 
 
 class Mixture(Task):
     """
-    Several tasks as one, their conversations shuffled by `seed`.
+    Several tasks as one, their conversations in order, or shuffled by `seed`; of these, the first
+    `count`, or all if there are fewer.
 
-    A task given twice is repeated. For letters and scores of a question, use the task returned by
-    `locate`.
+    A task given twice is repeated. Split, kind and baseline are those of the first task. For the
+    letters and scores of a question, use the task returned by `locate`.
     """
 
-    kind = "talk"
-
-    def __init__(self, tasks: Sequence[Task], seed: int = 0):
-        self.tasks, self.seed = tuple(tasks), seed
+    def __init__(self, tasks: Sequence[Task], seed: int | None = None, count: int | None = None):
+        self.tasks, self.seed, self.count, first = tasks, seed, count, tasks[0]
         self.name = "+".join(task.name for task in tasks)
-        self.split = tasks[0].split
+        self.split, self.kind, self.baseline = first.split, first.kind, first.baseline
 
     @cached_property
     def order(self) -> list[tuple[Task, int]]:
         """Task and index of each conversation."""
         every = [task.locate(i) for task in self.tasks for i in range(len(task))]
-        return shuffled(every, self.seed)
+        return (every if self.seed is None else shuffled(every, self.seed))[: self.count]
 
     @property
     def origin(self) -> dict[str, Any]:
@@ -312,30 +332,14 @@ class Mixture(Task):
         return task.conversation(number)
 
 
-class Subset(Mixture):
-    """
-    The first `count` conversations of a task, or all if it has fewer. For letters and scores of a
-    question, use the task returned by `locate`.
-    """
-
-    def __init__(self, task: Task, count: int | None):
-        super().__init__(task.tasks if isinstance(task, Mixture) else [task])
-        self.task, self.count, self.name = task, count, task.name
-        self.kind, self.tags, self.baseline = task.kind, task.tags, task.baseline
-
-    @cached_property
-    def order(self) -> list[tuple[Task, int]]:
-        return [self.task.locate(i) for i in range(len(self.task))][: self.count]
-
-
-class LaterTurns(Subset):
+class LaterTurns(Mixture):
     """
     The questions of a task, at most `count`, as they are asked later in a chat: after other ones
     with their reference answers, drawn from `earlier`. turns: numbers of these to choose from.
     """
 
     def __init__(self, task: Task, earlier: Task, turns: Sequence[int], count: int | None = None):
-        super().__init__(task, count)
+        super().__init__([task], count=count)
         self.earlier, self.turns = earlier, turns
         self.name = f"{task.name} after {max(turns)} turns"
 

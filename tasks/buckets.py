@@ -20,7 +20,7 @@ from typing import Any
 from nanochat.common import is_main_process, read_json
 from nanochat.rows import ChatPart
 from tasks.augment import augment
-from tasks.base import LaterTurns, Mixture, Subset, Tags, Task
+from tasks.base import LaterTurns, Mixture, Tags, Task
 from tasks.held_out import reject_contaminated, require_access
 from tasks.registry import TASKS, key_of, scored_task
 
@@ -64,7 +64,7 @@ class Bucket:
     def open(self, split: str, count: int | None = None) -> Task:
         """A split of its task: the first `count` conversations, or all."""
         task = self.task(split, self.source)
-        return task if count is None else Subset(task, count)
+        return task if count is None else Mixture([task], count=count)
 
     @cached_property
     def train(self) -> Task:
@@ -215,16 +215,19 @@ def rl_questions(spec: str, seed: int = 0) -> Mixture:
     Questions of a mixture of tasks that RL trains on, shuffled together; half of them are asked
     after others, as later in a chat.
 
-    Raises ValueError for an invalid spec, a training-only task, or amounts other than question
-    counts and whole repeats.
+    Raises ValueError for an invalid spec, a training-only task, no questions, or amounts other than
+    question counts and whole repeats; UsageError if a final benchmark is of the family of a task.
     """
-    tasks = []
-    for bucket in scored_buckets(spec):
+    found, tasks = scored_buckets(spec), []
+    reject_contaminated({bucket.name: bucket.tags for bucket in found})
+    for bucket in found:
         if bucket.repeats % 1 or bucket.tokens is not None:
             raise ValueError(
                 f"{bucket.name!r} in {spec!r}: use a number of questions (=500) or repeats (*2)"
             )
         tasks += [bucket.open(bucket.task.rl_split, bucket.rows)] * int(bucket.repeats)
+    if not tasks:
+        raise ValueError(f"{spec!r} has no questions to train on; use at least one task without *0")
     every = Mixture(tasks, seed)
     return LaterTurns(every, every, RL_TURNS)
 
@@ -233,8 +236,9 @@ def held_out_questions(spec: str, count: int) -> Mixture:
     """
     About `count` questions of the "test" split, equally many of each task in a mixture.
 
-    Raises ValueError for a training-only task.
+    Raises ValueError for a training-only task, and UsageError for a final benchmark.
     """
     found = scored_buckets(spec)
+    require_access((bucket.task.name for bucket in found), False, {})
     each = math.ceil(count / len(found))
     return Mixture([bucket.open("test", each) for bucket in found])

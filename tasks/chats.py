@@ -4,6 +4,7 @@ Conversations from a file, or from a dataset repository on the Hub, whatever its
     jsonl:mine.jsonl -> lines -> conversations
     hub:owner/name{prompt: question, answer: response} -> rows -> valid rows -> conversations
     scripts.chat_dpo --pairs=mine.jsonl -> Preferences: chosen and rejected conversations
+    identity.txt: a block per topic, with question variants and answers -> Identity
 
 SmolTalk, OpenThoughts3 and others are such repositories with known columns. Rows that are not valid
 conversations are skipped and counted; in a file, they are errors. Without a file for validation,
@@ -11,12 +12,15 @@ the conversations of about one prompt in 20, and of at least one, are held out.
 """
 
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
+from random import Random
 from typing import Any, NamedTuple
 
 from nanochat.common import fingerprint
-from tasks.base import Conversation, Tags, assistant, check_conversation, user
+from tasks.base import Conversation, Tags, Task, assistant, check_conversation, user
 from tasks.hub import HubTask
+from tasks.world.facts import blocks
 
 HOLD_OUT_EVERY = 20  # hold out one prompt in 20
 KEYS = {"messages", "prompt", "answer", "where", "train", "val", "revision"}
@@ -224,3 +228,44 @@ def complete(prompt: Any, answer: Any) -> Any:
     if len(answer) > 1:
         return answer
     return [*([user(prompt)] if isinstance(prompt, str) else prompt), *answer]
+
+
+# ------------------------------------------------------------------------------------------------
+# Who the model is: its name, its maker and what it cannot do
+#
+# Edit identity.txt to give your model another name or character. For a model with its own
+# conversations, use jsonl:<file> instead.
+
+IDENTITY_SIZES = {"train": 2_000, "val": 200}
+GREETINGS = ("Hello! ", "Hi! ", "Hey, ", "Good morning! ")
+
+
+@cache
+def topics() -> list[list[str]]:
+    """Lines of each topic: question variants separated by |, then answers."""
+    return blocks((Path(__file__).parent / "identity.txt").read_text(encoding="utf-8"))
+
+
+class Identity(Task):
+    """One to three questions about the model; sometimes the first one follows a greeting."""
+
+    name, kind = "Identity", "talk"
+    tags = Tags("chat", "en", "synthetic", "MIT", "free", "identity")
+    splits = ("train", "val")  # the last variant of each question is held out for "val"
+
+    @property
+    def origin(self) -> dict[str, Any]:
+        return {"topics": fingerprint(topics())}
+
+    def __len__(self) -> int:
+        return IDENTITY_SIZES[self.split]
+
+    def conversation(self, i: int) -> Conversation:
+        rng = Random(f"identity-{self.split}-{i}")
+        messages = []
+        for questions, *answers in rng.sample(topics(), rng.choice((1, 1, 2, 3))):
+            *variants, last = questions.split(" | ")
+            variants = variants if self.split == "train" else [last]
+            greeting = "" if messages or rng.random() < 0.7 else rng.choice(GREETINGS)
+            messages += [user(greeting + rng.choice(variants)), assistant(rng.choice(answers))]
+        return messages

@@ -19,15 +19,6 @@ from tasks.base import Tags, plain_name
 
 FILE, ACCESS_LOG = "held_out.json", "held_out_access.jsonl"
 
-OTHER_NAMES = {  # of benchmarks, as `plain_name` gives them
-    "gpqadiamond": "gpqa",
-    "haeraebench": "haerae",
-    "kobalt700": "kobalt",
-    "lcb": "livecodebench",
-    "mclm": "mclmko",
-    "mtmath100": "mclmko",
-}
-
 
 def final_benchmarks() -> dict[str, str]:
     """
@@ -51,13 +42,17 @@ def is_final(name: str) -> bool:
     return plain_name(name) in map(plain_name, final_benchmarks())
 
 
-def require_access(names: Iterable[str], allowed: bool, who: Mapping[str, Any]) -> None:
+def require_access(
+    names: Iterable[str], allowed: bool, who: Mapping[str, Any]
+) -> list[dict[str, Any]]:
     """
     Raise UsageError for a final benchmark unless access is `allowed`; log every allowed access.
+    Returns the tables for the record: after an access, that of all accesses.
 
     who: fields that identify the reader in the access log.
     """
-    for name in filter(is_final, names):
+    final = [*filter(is_final, names)]
+    for name in final:
         if not allowed:
             raise UsageError(
                 f"{name} is final: held out until the end and not used for selection",
@@ -67,12 +62,12 @@ def require_access(names: Iterable[str], allowed: bool, who: Mapping[str, Any]) 
         entry = {"benchmark": name, "when": time.strftime("%Y-%m-%d %H:%M:%S"), **who}
         with hold_lock(base_dir() / ".lock", "the log of accesses"):
             append_line(base_dir() / ACCESS_LOG, entry)
+    return [access_table()] if final else []
 
 
 def names_in(tag: str) -> set[str]:
     """The normalized names in a tag, separated by +."""
-    names = {plain_name(name) for name in tag.split("+")} - {""}
-    return {OTHER_NAMES.get(name, name) for name in names}
+    return {plain_name(name) for name in tag.split("+")} - {""}
 
 
 def reject_contaminated(buckets: Mapping[str, Tags]) -> None:

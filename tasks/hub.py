@@ -1,7 +1,7 @@
 """
 Tasks whose rows come from a dataset repository on the hub, pinned on first use.
 
-    repository, file stem -> HubRepo: manifest, verified files -> rows -> parse -> HubTask
+    repository, file stem -> HubRepo: manifest, verified files -> rows -> parse -> items
 
 A multiple-choice dataset is a subclass of HubQuestions that names its repository, files and
 columns.
@@ -14,19 +14,11 @@ from collections.abc import Iterable, Mapping
 from functools import cached_property, lru_cache
 from pathlib import Path
 from statistics import mode
-from typing import Any, NamedTuple
+from typing import Any
 
 import pyarrow.parquet as pq
 
-from nanochat.common import (
-    base_dir,
-    hold_lock,
-    is_main_process,
-    printable,
-    read_json,
-    sha256_file,
-    write_json,
-)
+from nanochat.common import base_dir, hold_lock, is_main_process, printable, sha256_file, write_json
 from nanochat.dataset import read_json_lines
 from nanochat.hub import HubRepo, pin_repo
 from tasks.base import Conversation, MCQuestion, QuestionTask, Task, shuffled
@@ -39,37 +31,9 @@ UNUSABLE = (ValueError, TypeError, LookupError, AttributeError, SyntaxError)  # 
 TaskRow = dict[str, Any]
 
 
-class TaskData(NamedTuple):
-    """The rows of a split, and what determines them: dataset, commit and digests of files."""
-
-    rows: dict[int, Any]
-    """Number of the row or line -> row."""
-    origin: dict[str, Any]
-
-
 def data_folder(repo: str) -> Path:
     """Folder of the downloaded files of a repository."""
     return base_dir() / "data" / "tasks" / repo.replace("/", "--")
-
-
-def load_split(repo: str, stem: str, revision: str | None = None) -> TaskData:
-    """
-    Load the rows of a split; files are downloaded and pinned on first use.
-
-    repo: <owner>/<name>. stem: see `match_files`. revision: branch, tag or commit; default: main.
-    Raises ValueError if there are no such files.
-    """
-    folder = data_folder(repo)
-    path = folder / "manifest.json"
-    with hold_lock(folder / ".lock", f"resolving {repo}"):
-        manifest = pin_repo(repo, path, SUFFIXES, revision)
-        write_json(path, manifest)
-    source = HubRepo(repo, folder, manifest["commit"])
-    names = match_files(stem, manifest["files"], repo)
-    rows = dict(enumerate(row for name in names for row in read_rows(source.fetch(name))))
-    recorded = source.files()
-    digests = {name: recorded[name]["sha256"] for name in names}
-    return TaskData(rows, {"dataset": repo, "commit": source.commit, "sha256": digests})
 
 
 def match_files(stem: str, files: Iterable[str], repo: str) -> list[str]:
@@ -121,11 +85,24 @@ class HubTask(Task):
     """Number of rows that cannot be used, once `items` are read."""
 
     @cached_property
-    def data(self) -> TaskData:
-        """Rows and origin of the split."""
+    def data(self) -> tuple[dict[int, Any], dict[str, Any]]:
+        """
+        The rows of the split by their number, and what determines them: dataset, commit, digests of
+        files. Files are downloaded and pinned on first use. Raises ValueError if there are none.
+        """
         if self.path:
-            return TaskData(dict(read_json_lines(self.path)), {"sha256": sha256_file(self.path)})
-        return load_split(self.repo, self.splits[self.split], self.revision)
+            return dict(read_json_lines(self.path)), {"sha256": sha256_file(self.path)}
+        folder = data_folder(self.repo)
+        path = folder / "manifest.json"
+        with hold_lock(folder / ".lock", f"resolving {self.repo}"):
+            manifest = pin_repo(self.repo, path, SUFFIXES, self.revision)
+            write_json(path, manifest)
+        source = HubRepo(self.repo, folder, manifest["commit"])
+        names = match_files(self.splits[self.split], manifest["files"], self.repo)
+        rows = dict(enumerate(row for name in names for row in read_rows(source.fetch(name))))
+        recorded = source.files()
+        digests = {name: recorded[name]["sha256"] for name in names}
+        return rows, {"dataset": self.repo, "commit": source.commit, "sha256": digests}
 
     def parse(self, row: TaskRow) -> Any:
         """A row as an element of `items`. Raises an error of UNUSABLE if it cannot be used."""
@@ -138,7 +115,7 @@ class HubTask(Task):
     @cached_property
     def items(self) -> list[Any]:
         """The parsed rows. Raises ValueError if none can be used, or for a line of a file."""
-        items, problems, rows = [], [], self.data.rows
+        items, problems, rows = [], [], self.data[0]
         for number, row in rows.items():
             try:
                 items.append(self.parse(row))
@@ -158,14 +135,7 @@ class HubTask(Task):
 
     @property
     def origin(self) -> dict[str, Any]:
-        return self.data.origin
-
-    def is_local(self) -> bool:
-        """Whether all files of the split are on this machine, so that nothing is downloaded."""
-        folder = data_folder(self.repo)
-        path, stem = folder / "manifest.json", self.splits[self.split]
-        names = path.exists() and match_files(stem, read_json(path)["files"], self.repo)
-        return bool(names) and all((folder / name).exists() for name in names)
+        return self.data[1]
 
     def __len__(self) -> int:
         return len(self.items)

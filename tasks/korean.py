@@ -9,21 +9,14 @@ All are for evaluation only. Some are gated: the error says where to request acc
 import ast
 import re
 from dataclasses import replace
+from decimal import Decimal
 
 from tasks.augment import TenOptions, shuffle_options
-from tasks.base import LETTERS, Conversation, MCQuestion, Tags, assistant, user
+from tasks.base import LETTERS, Conversation, MCQuestion, Tags, assistant, final_value, user
 from tasks.hub import AS_PARQUET, HubQuestions, HubTask, TaskRow, make_question
-from tasks.mmlu import KMMLU
+from tasks.questions import KMMLU
 
 INSTRUCTION = "Solve this problem step by step, then write #### and the final answer."
-NUMBER_AND_UNIT = re.compile(  # 12 x and 12ab have no unit: that is a symbol below or three letters
-    r"""(-?[\d,]*\.?\d+) \s*
-    (?: \\?% | (?: ° | \^?\{?\\circ\}? ) [CF]? | ℃
-      | (?: \\(?:text|mathrm)\{[^{}\d]*\} | [mck]?m | [mk]?g | m?[lL] | s | h | km/h | m/s
-          | [a-zA-Z]{3,} ) (?: \^\{?[23]\}? | [²³] )?
-    )? \s* \(? \s* (?: (?![십백천만억조]) [가-힣.\s]+ )? \)? \.?""",
-    re.VERBOSE,
-)
 
 
 class KMMLURedux(HubQuestions):
@@ -159,8 +152,8 @@ class HRM8K(HubTask):
     def material(self, i: int) -> str:
         return self.items[i][0]["content"].removesuffix(f"\n\n{INSTRUCTION}")
 
-    def extract(self, answer: str) -> float | str | None:
-        return final_value(answer) if "####" in answer else None
+    def extract(self, answer: str) -> Decimal | str | None:
+        return final_value(answer)
 
 
 class MCLMKorean(HRM8K):
@@ -174,16 +167,3 @@ class MCLMKorean(HRM8K):
     tags = replace(HRM8K.tags, parent="math")
     repo = "amphora/MCLM"
     splits, column = {"test": "mt-math100"}, "ko"
-
-
-def final_value(answer: str) -> float | str:
-    """What follows the last ####: a number without unit, or a formula without spaces and $."""
-    line = answer.rpartition("####")[2].strip().partition("\n")[0]
-    line = re.sub(r"₩|\\?\$", "", re.sub(r"\\boxed\{(.*)\}", r"\1", line)).strip()
-    amount = NUMBER_AND_UNIT.fullmatch(line)
-    said = re.sub(r"\s|\\[!,;]|\\(left|right)", "", line).rstrip(".")
-    found = amount[1] if amount else re.sub(r"\\[dt]frac", r"\\frac", said)
-    try:
-        return float(re.sub(r"(?<=\d),(?=\d{3})", "", found))
-    except ValueError:
-        return found

@@ -6,37 +6,23 @@ Tasks by name.
 Data is downloaded on first use.
 """
 
-import re
-
 from nanochat.common import MissingInput
 from nanochat.sandbox import SandboxUnavailable
-from tasks import (
-    aqua,
-    arc,
-    augment,
-    chats,
-    gsm8k,
-    humaneval,
-    identity,
-    korean,
-    livecodebench,
-    mmlu,
-    spelling,
-)
+from tasks import augment, chats, code, gsm8k, korean, questions, spelling
 from tasks.base import Task, plain_name
 from tasks.world import task as world
 
 TASKS: dict[str, type[Task]] = {
-    "arc_easy": arc.ARCEasy,
-    "arc_challenge": arc.ARCChallenge,
+    "arc_easy": questions.ARCEasy,
+    "arc_challenge": questions.ARCChallenge,
     "arc_easy_10": augment.ARCEasyTen,
     "arc_challenge_10": augment.ARCChallengeTen,
-    "mmlu": mmlu.MMLU,
-    "kmmlu": mmlu.KMMLU,
+    "mmlu": questions.MMLU,
+    "kmmlu": questions.KMMLU,
     "gsm8k": gsm8k.GSM8K,
-    "aqua": aqua.AQuA,
-    "aqua_letter": aqua.AQuALetter,
-    "humaneval": humaneval.HumanEval,
+    "aqua": questions.AQuA,
+    "aqua_letter": questions.AQuALetter,
+    "humaneval": code.HumanEval,
     "smoltalk": chats.SmolTalk,
     "hub": chats.Chats,
     "openthoughts3": chats.OpenThoughts3,
@@ -44,7 +30,7 @@ TASKS: dict[str, type[Task]] = {
     "yisang": chats.YiSang,
     "spelling": spelling.SpellingBee,
     "simple_spelling": spelling.SimpleSpelling,
-    "identity": identity.Identity,
+    "identity": chats.Identity,
     "jsonl": chats.JSONL,
     "kmmlu_redux": korean.KMMLURedux,
     "kmmlu_redux_10": korean.KMMLUReduxTen,
@@ -56,16 +42,13 @@ TASKS: dict[str, type[Task]] = {
     "gpqa": korean.GPQA,
     "mclm_ko": korean.MCLMKorean,
     "hrm8k": korean.HRM8K,
-    "livecodebench": livecodebench.LiveCodeBench,
+    "livecodebench": code.LiveCodeBench,
     "world_chat": world.WorldChat,
     "world_facts": world.WorldFacts,
     "world_choice": world.WorldChoice,
     "world_problems": world.WorldProblems,
     "world_spelling": world.WorldSpelling,
 }
-# Overlap with these is checked by default; the others download much, are gated, have the same
-# questions, or are invented here
-BENCHMARKS = ("arc_easy", "arc_challenge", "mmlu", "kmmlu", "gsm8k", "aqua", "humaneval")
 
 
 def key_of(name: str) -> str:
@@ -95,7 +78,7 @@ def eval_task(name: str, unsafe: bool = False) -> Task:
     your permissions, if this machine has no sandbox. Raises ValueError for a training-only task.
     """
     task = scored_task(name)("test")
-    if isinstance(task, humaneval.CodeTask):
+    if isinstance(task, code.CodeTask):
         task.unsafe = unsafe
     return task
 
@@ -110,9 +93,3 @@ def why_unavailable(name: str, unsafe: bool = False) -> str | None:
     except (SandboxUnavailable, MissingInput) as error:
         return " ".join(str(error).split())
     return None
-
-
-def overlapping_tasks(key: str) -> list[str]:
-    """Keys of the tasks with the same questions in any form, including the task itself."""
-    same = re.sub("(_redux)?(_10|_letter)?$", "", key) + "(_redux)?(_10|_letter)?"
-    return [other for other in TASKS if re.fullmatch(same, other)]

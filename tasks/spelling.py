@@ -9,7 +9,7 @@ frequent ones in the text that the tokenizer was trained on; scripts.tok_train w
 
 import re
 from dataclasses import replace
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from random import Random
 from string import ascii_lowercase
@@ -17,7 +17,7 @@ from typing import Any
 
 from nanochat.common import MissingInput, base_dir, fingerprint
 from tasks.base import Conversation, NumberTask, Tags, Task, assistant, text, tool_call, user
-from tasks.world.drills import letter_questions, spelled
+from tasks.world.drills import spelled
 from tasks.world.facts import Split, pick, split_of
 
 SIZES: dict[Split, int] = {"train": 100_000, "val": 1_000, "test": 1_000}
@@ -35,13 +35,6 @@ SPELL_QUESTIONS = (
     "Which letters is the word {word} made of?",
     "Write {word} letter by letter.",
 )
-
-
-@cache
-def counted_elsewhere(split: Split) -> set[tuple[str, str]]:
-    """(word, letter) of the letter counts in the other splits of the embedded world."""
-    others = (letter_questions(other) for other in SIZES if other != split)
-    return {(word.lower(), letter) for counts in others for word, letter, _ in counts}
 
 
 class WordTask(Task):
@@ -91,12 +84,8 @@ class SpellingBee(WordTask, NumberTask):
 
     def draw(self, rng: Random) -> tuple[str, str]:
         """A word and a letter, which is in the word with probability 0.8."""
-        taken = counted_elsewhere(self.split)
-        while True:
-            word, inside = pick(rng, self.words), rng.random() < 0.8
-            free = (c for c in ascii_lowercase if (word, c) not in taken)
-            if letters := [c for c in free if (c in word) == inside]:
-                return word, pick(rng, letters)
+        word, inside = pick(rng, self.words), rng.random() < 0.8
+        return word, pick(rng, [c for c in ascii_lowercase if (c in word) == inside])
 
     def conversation(self, i: int) -> Conversation:
         rng = self.generator(i)

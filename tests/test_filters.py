@@ -2,11 +2,11 @@
 
 import pytest
 
-from tasks import filters
+from nanochat.lab import filters
+from nanochat.lab.filters import EXAMPLES, RULES, apply_filters, parse_filters
 from tasks.augment import STYLES, augment, read_letter
 from tasks.base import LETTERS, MCQuestion, QuestionTask
 from tasks.buckets import buckets
-from tasks.filters import apply_filters, parse_filters
 from tasks.gsm8k import GSM8K
 from tasks.registry import eval_task
 from tests.hub_server import publish
@@ -114,8 +114,30 @@ PROMPTS = [{"prompt": "2 + 2?", "gold": "4"}, {"messages": row()["messages"][:1]
         ("length=10:100", [row("a" * 50, "")], [row("a" * 5, ""), row("a" * 500, "")]),
         (
             "no_image",
-            map(row, ["Imagine a picture.", "Look at https://a.b"]),
-            map(row, ["![x](y.png) what?", "See the image below.", "https://a.b/c", "첨부한 파일"]),
+            map(
+                row,
+                [
+                    "Imagine a picture.",
+                    "Look at https://a.b",
+                    "A rope is attached to a pole 12 m high.",
+                    "A box with wheels attached to a cart",
+                    "How do I take a screenshot on Windows?",
+                    "Write an email with an attachment.",
+                    "파일을 첨부하는 방법",
+                ],
+            ),
+            map(
+                row,
+                [
+                    "![x](y.png) what?",
+                    "See the image below.",
+                    "https://a.b/c",
+                    "첨부한 파일",
+                    "Summarize the attached file.",
+                    "What is wrong in this screenshot?",
+                    "The photo is attached.",
+                ],
+            ),
         ),
         (
             "script=hangul:30%",
@@ -165,5 +187,6 @@ def test_filters_apply_in_order_and_report_counts():
 
 @pytest.mark.parametrize("spec", "nothing,length,length=5,length=5:x,script=klingon:3%".split(","))
 def test_invalid_filter_is_named(spec):
-    with pytest.raises(ValueError, match=f"invalid filter '{spec}'"):
+    with pytest.raises(ValueError, match=rf"invalid filter '{spec}'.*\blength=10:2000,"):
         parse_filters(f"no_image,{spec}")
+    assert len(parse_filters(EXAMPLES)) == len(RULES)

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 
 from nanochat.common import REPOSITORY
 from nanochat.sandbox import Limits, SandboxUnavailable, Tools, find_problem, run_python
-from tasks.humaneval import run_test
+from tasks.code import run_test
 
 PRELUDE = """
 import _thread, ctypes, gc, os, socket, stat, sys, tempfile, time

@@ -11,14 +11,12 @@ from nanochat.common import MissingInput, fingerprint
 from scripts import chat_rl, chat_sft, mid_train
 from scripts.chat_eval import default_tasks
 from tasks import base, registry
-from tasks.aqua import AQuA, AQuALetter
-from tasks.base import Mixture, NumberTask, Subset, Tags, assistant, text, tool_call, user
+from tasks.base import Mixture, NumberTask, Tags, assistant, final_value, text, tool_call, user
 from tasks.buckets import buckets, chat_mixture, held_out_questions, read_mixture, rl_questions
 from tasks.hub import HubTask
-from tasks.korean import final_value
+from tasks.questions import AQuA, AQuALetter
 from tasks.registry import eval_task, key_of, make_task
 from tasks.spelling import SimpleSpelling, SpellingBee
-from tasks.world.drills import letter_questions
 from tests.hub_server import publish
 
 
@@ -132,47 +130,40 @@ def test_row_of_a_dataset_becomes_a_conversation(key, tmp_path, monkeypatch, cap
 @pytest.mark.parametrize(
     ("right", "same", "other"),
     [
-        ("1234567", ["#### 1,234,567."], ["#### 123", "1234567"]),
-        ("-3.5", ["####$-3.50 each", "#### -$3.5"], ["#### 3.5"]),
-        ("18", ["#### **18**", "#### **$18**", "#### 1 and then #### 18"], ["#### many", "#### ,"]),
-        ("5", ["#### 5.0"], ["#### 5/2", "#### 5 / 2"]),
-        (".5", ["<|output_start|>#### 41<|output_end|>#### .5"], ["<|python_start|>#### .5"]),
-    ],
-)
-def test_number_after_the_last_marker_is_scored(right, same, other):
-    task, asked = Sums("test"), [user("?"), assistant(f"#### {right}")]
-    assert all(task.score(asked, answer) for answer in same)
-    assert not any(task.score(asked, answer) for answer in other)
-
-
-@pytest.mark.parametrize(
-    ("right", "same", "other"),
-    [
-        (
-            "18.0",
-            ["18", "18 (개)", "18개입니다.", "18 cm"],
-            ["1", "18π", "18½", "18만 원", "18분의 1"],
-        ),
+        ("1234567", ["1,234,567.", "1234567\nmore"], ["123", "1,23", ",", "many"]),
+        ("-3.5", ["$-3.50 each", "-$3.5", "−3.5"], ["3.5"]),
+        ("18.0", ["**18**", "**$18**", "1 and then #### 18", "+18", "18 dollars a day"], ["18:30"]),
+        ("18", ["18 (개)", "18개입니다.", "18 cm"], ["1", "18π", "18½", "18만 원", "18분의 1"]),
+        (".5", ["<|output_start|>#### 41<|output_end|>.5"], ["<|python_start|>.5"]),
+        ("5", ["5.0"], ["5/2", "5 / 2", "5 * 4 = 20", "5e0", "5^{2}", "5 or 6"]),
         ("1200", ["1,200.", r"\$1,200\text{ in all}", r"\boxed{1200}"], ["1200/4", "1200x"]),
-        (r"\left(3, \frac{\pi}{2}\right)", [r"(3,\frac{\pi}{2})"], ["3"]),
         ("90", [r"$90^\circ$", "90°", r"90\%", "90 km/h", "90℃"], [r"90\sqrt{2}", "90pi"]),
         ("12", [r"$12\text{ cm}^2$", "12 m²"], ["12²", "12xy", "12 x", "12^{10}"]),
     ],
 )
-def test_final_answer_is_compared_by_value_or_formula(right, same, other):
-    assert {final_value(f"#### {answer}") for answer in same} == {final_value(right)}
-    assert final_value(right) not in {final_value(f"so\n#### {answer}") for answer in other}
+def test_number_after_the_last_marker_is_scored(right, same, other):
+    task, asked = Sums("test"), [user("?"), assistant(f"#### {right}")]
+    assert [task.score(asked, f"so\n#### {answer}") for answer in same] == [1.0] * len(same)
+    assert not any(task.score(asked, f"#### {answer}") for answer in other)
+    assert not task.score(asked, right)
+
+
+def test_final_formula_is_compared_without_spaces():
+    right = final_value(r"#### \left(3, \frac{\pi}{2}\right)")
+    assert final_value(r"#### (3,\dfrac{\pi}{2})") == right != final_value("#### 3")
+    assert final_value("3") is None
 
 
 # ------------------------------------------------------------------------------------------------
 # Subsets and mixtures
 
 
-def test_subset_is_the_first_conversations_of_a_split():
+def test_mixture_without_a_seed_is_the_first_conversations():
     task = Sums("test", 3)
-    part = Subset(task, 2)
+    part = Mixture([task], count=2)
     assert list(part) == [task[0], task[1]] and part.locate(1) == (task, 1)
-    assert len(Subset(task, 99)) == 3 and len(Subset(task, 0)) == 0
+    assert (part.name, part.kind, part.split) == ("Sums", "generate", "test")
+    assert len(Mixture([task], count=99)) == 3 and len(Mixture([task], count=0)) == 0
     with pytest.raises(ValueError, match="Sums has no split 'val'; it has train, test"):
         Sums("val")
 
@@ -188,10 +179,11 @@ def test_mixture_repeats_and_shuffles_its_tasks():
 def test_identity_changes_with_data_options_and_wording(tmp_path, monkeypatch):
     publish({"raw/train.parquet": [AQUA]}, tmp_path, monkeypatch)
     few, aqua = Sums("train"), AQuA("train")
-    tasks = [few, Sums("test"), Sums("train", 11), Subset(few, 5), aqua, AQuALetter("train")]
-    tasks += [Mixture([few, aqua]), Mixture([aqua, few]), Mixture([few, few]), Mixture([few], 1)]
+    tasks = [few, Sums("test"), Sums("train", 11), aqua, AQuALetter("train")]
+    tasks += [Mixture([few], count=5), Mixture([few, aqua]), Mixture([aqua, few])]
+    tasks += [Mixture([few, few]), Mixture([few], 1)]
     names = {fingerprint(task.identity) for task in tasks}
-    monkeypatch.setattr("tasks.aqua.INSTRUCTION", "Think, then say Answer: and the letter.")
+    monkeypatch.setattr("tasks.questions.REASON", "Think, then say Answer: and the letter.")
     assert len({*names, fingerprint(aqua.identity)}) == len(tasks) + 1
     assert aqua.identity["commit"] and [*aqua.identity["sha256"]] == ["raw/train.parquet"]
 
@@ -209,9 +201,10 @@ def test_R27_spelling_splits_share_no_words(kind, tmp_path):
     assert all(seen) and sorted(sum(seen, ())) == [word.lower() for word in words]
 
 
-def test_R27_spelling_bee_is_right_and_tests_new_letter_counts(word_list):
+def test_spelling_bee_counts_letters_with_the_tool(word_list):
     task = SpellingBee("train")
-    for i, (asked, answer) in enumerate(Subset(task, 300)):
+    for i in range(300):
+        asked, answer = task[i]
         word, letter = task.draw(task.generator(i))
         count = word.count(letter)
         assert f" {word}" in asked["content"] and letter in asked["content"]
@@ -219,9 +212,7 @@ def test_R27_spelling_bee_is_right_and_tests_new_letter_counts(word_list):
         said = base.answer_text(answer)
         assert said.startswith("-".join(word) + "\n") and said.count(f"\n{letter} ") == count
         assert task.score([asked, answer], said) == 1.0
-    counted = {(word.lower(), letter) for word, letter, _ in letter_questions("train")}
-    test, plain = SpellingBee("test"), SimpleSpelling("test")
-    assert not {test.draw(test.generator(i)) for i in range(len(test))} & counted
+    plain = SimpleSpelling("test")
     assert set(plain[0][1]["content"][1::2]) == {"-"} and not plain.score(plain[0], "a")
 
 
@@ -270,6 +261,8 @@ def test_buckets_have_names_and_tags():
 
 def test_rl_amounts_must_be_questions_or_repeats():
     assert len(rl_questions("world_facts=5*2,world_spelling=3")) == 13
+    with pytest.raises(ValueError, match=r"'world_facts\*0' has no questions to train on"):
+        rl_questions("world_facts*0")
     for spec in ("world_facts*1.5", "world_facts=500t"):
         with pytest.raises(ValueError, match="use a number of questions"):
             rl_questions(spec)

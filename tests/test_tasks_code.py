@@ -9,8 +9,7 @@ import zlib
 import pytest
 
 from nanochat.sandbox import SandboxUnavailable, is_confined
-from tasks.humaneval import HumanEval, final_code, run_test
-from tasks.livecodebench import LiveCodeBench, read_private
+from tasks.code import HumanEval, LiveCodeBench, final_code, read_private, run_test
 from tests.hub_server import hub_served, publish
 
 ROW = {

@@ -9,12 +9,13 @@ import pytest
 
 from nanochat import hub as hub_files
 from nanochat.common import sha256_file
+from nanochat.lab.canaries import is_local
+from nanochat.lab.overlap import RUN, index_passages, shared_items
 from nanochat.sandbox import calculate
-from tasks.base import Subset, Task, answer_text, assistant, check_conversation, user
+from tasks.base import Mixture, Task, answer_text, assistant, check_conversation, user
 from tasks.buckets import buckets
 from tasks.chats import JSONL
 from tasks.hub import HubTask
-from tasks.overlap import RUN, index_passages, shared_items
 from tasks.registry import make_task
 from tests.hub_server import hub_served
 
@@ -67,11 +68,11 @@ def test_files_are_pinned_repaired_and_reused_offline(serve, hub, base, capsys):
     assert digest == sha256_file(hub / "datasets/openai/gsm8k" / name)
     (base / "data/tasks/openai--gsm8k" / name).write_bytes(b"something else")
     assert task_of("gsm8k", "test").identity == task.identity
-    assert "set aside as" in capsys.readouterr().out and task.is_local()
+    assert "set aside as" in capsys.readouterr().out and is_local(task)
     server.shutdown()
     server.server_close()
     assert task_of("gsm8k", "test").identity == task.identity
-    assert not task_of("gsm8k", "train").is_local()
+    assert not is_local(task_of("gsm8k", "train"))
 
 
 # ------------------------------------------------------------------------------------------------
@@ -140,7 +141,7 @@ KNOWN = {
 def test_R27_train_and_test_share_only_known_items(serve):
     serve()
     train: list[Task] = [task_of(name, "train") for name in ROWS if "train" in ROWS[name]]
-    train[-1] = Subset(train[-1], 10_000)  # a third of SmolTalk, to take only seconds
+    train[-1] = Mixture([train[-1]], count=10_000)  # a third of SmolTalk, to take only seconds
     held_out = [task_of(name, "test") for name in ROWS if name != "smoltalk"]
     index = index_passages(held_out)
     found = Counter((t.name, held_out[n].name) for t in train for n, _ in shared_items(t, index))

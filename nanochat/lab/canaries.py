@@ -25,7 +25,7 @@ import numpy as np
 
 from nanochat.chat_format import render
 from nanochat.checkpoint import Checkpoint, load_model
-from nanochat.common import UsageError
+from nanochat.common import UsageError, read_json
 from nanochat.dataset import DataConfig
 from nanochat.dist import DistContext
 from nanochat.engine import Engine, Sampling
@@ -37,9 +37,9 @@ from nanochat.sandbox import calculate
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import document_segments
 from tasks import builtin
-from tasks.base import Subset, Task, visible
+from tasks.base import Mixture, Task, visible
 from tasks.held_out import is_final
-from tasks.hub import HubTask
+from tasks.hub import HubTask, data_folder, match_files
 from tasks.registry import TASKS, make_task
 
 # ---- Metrics of a model --------------------------------------------------------------------------
@@ -192,9 +192,17 @@ def first_items(counts: Mapping[str, int]) -> list[Task]:
         kind = TASKS[key]
         split = next(s for s in ("val", "test") if s in kind.splits and s != kind.rl_split)
         task = make_task(key, split)
-        if not isinstance(task, HubTask) or task.is_local():
-            found.append(Subset(task, counts[key]))
+        if not isinstance(task, HubTask) or is_local(task):
+            found.append(Mixture([task], count=counts[key]))
     return found
+
+
+def is_local(task: HubTask) -> bool:
+    """Whether all files of the split are on this machine, so that nothing is downloaded."""
+    folder = data_folder(task.repo)
+    path, stem = folder / "manifest.json", task.splits[task.split]
+    names = path.exists() and match_files(stem, read_json(path)["files"], task.repo)
+    return bool(names) and all((folder / name).exists() for name in names)
 
 
 def score_suite(

@@ -23,10 +23,10 @@ from nanochat import records, report
 from nanochat.common import fingerprint, printable, write_atomic
 from nanochat.config import start
 from nanochat.dataset import read_json_lines
+from nanochat.lab.filters import apply_filters, parse_filters
 from nanochat.tokenizer import Tokenizer
 from tasks.base import check_conversation, user
 from tasks.buckets import buckets, read_mixture
-from tasks.filters import apply_filters, parse_filters
 
 
 @dataclass(frozen=True)

@@ -10,16 +10,17 @@ Reads   held_out.json and held_out_access.jsonl under the base directory; with -
 Writes  held_out.json with --final; the section "Overlap" with --mixture
 """
 
+import re
 from collections import Counter
 from dataclasses import dataclass
 
 from nanochat import records, report
 from nanochat.common import fingerprint, printable
 from nanochat.config import start
+from nanochat.lab.overlap import BENCHMARKS, index_passages, shared_items
 from tasks import held_out
 from tasks.buckets import buckets, read_mixture
-from tasks.overlap import index_passages, shared_items
-from tasks.registry import BENCHMARKS, TASKS, eval_task, key_of, overlapping_tasks
+from tasks.registry import TASKS, eval_task, key_of
 
 
 @dataclass(frozen=True)
@@ -48,12 +49,17 @@ def main(cfg: HoldOut) -> None:
     print(report.render_table(held_out.access_table()))
 
 
+def overlapping_tasks(key: str) -> list[str]:
+    """Keys of the tasks with the same questions in any form, including the task itself."""
+    same = re.sub("(_redux)?(_10|_letter)?$", "", key) + "(_redux)?(_10|_letter)?"
+    return [other for other in TASKS if re.fullmatch(same, other)]
+
+
 def scan(cfg: HoldOut) -> None:
     """Record the overlap of a mixture with benchmarks: 13-grams of words, or whole questions."""
     learned = buckets(*read_mixture(cfg.mixture))
     names = [*cfg.benchmarks.split("|"), *held_out.final_benchmarks()]
-    keys = dict.fromkeys(overlapping_tasks(key_of(name))[0] for name in names)  # same questions
-    tests = [eval_task(key) for key in keys]
+    tests = [eval_task(key) for key in dict.fromkeys(map(key_of, names))]
     index, total, rows = index_passages(tests), 0, []
     checked = Counter(n for n, _ in set[tuple[int, int]]().union(*index.values()))
     for bucket in learned:

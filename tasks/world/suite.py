@@ -1,28 +1,26 @@
 """
 The few-shot suite of the embedded world: CORE-style tasks for base models.
 
-    held-out questions, stories, riddles, calculations -> suite() -> tasks in DCLM format
+    held-out questions, stories, calculations -> suite() -> tasks in DCLM format
 
 Prompts look like the documents, so a pretrained model can answer them. Items come from the "val"
 and "test" splits: no training document contains their questions, stories or calculations. Only
-questions that join two facts or compare two prices are not split: they are of a kind that no
-document contains. Without the question, all options of an item are equally likely.
+questions that join two facts are not split: they are of a kind that no document contains. Without
+the question, all options of an item are equally likely.
 """
 
 from collections.abc import Iterator, Sequence
-from itertools import chain, permutations, product
+from itertools import chain, product
 from typing import Any
 
 from tasks.world.drills import CALCULATION, OPERANDS, calculation, operand_pairs
-from tasks.world.facts import Draw, Split, split_of, subjects, table_rows
+from tasks.world.facts import Draw, Split, subjects, table_rows
 from tasks.world.stories import Episode, beginning, episodes
 from tasks.world.task import NUM_OPTIONS, WorldProblems, choice_questions, fact_questions
 
-SUITE_VERSION = 2  # bump whenever an item changes
+SUITE_VERSION = 3  # bump whenever an item changes
 HELD_OUT: tuple[Split, ...] = ("val", "test")
 NUM_PROBLEMS = 150  # per split
-NUM_PRICES = 250
-RIDDLES_EACH = 24  # per person held out from riddles
 
 SuiteItem = dict[str, Any]
 # The fields of a task; `random_baseline` is the chance accuracy, from 0 to 1
@@ -36,8 +34,6 @@ def suite() -> list[dict[str, Any]]:
         ("world_people", mc, 3, 0.25, qa, fact_choices(people=True)),
         ("world_things", mc, 3, 0.25, qa, fact_choices(people=False)),
         ("world_two_steps", mc, 3, 0.25, qa, two_steps()),
-        ("world_riddles", mc, 1, 0.25, "\nI am ", riddles()),
-        ("world_prices", mc, 4, 0.5, qa, prices()),
         ("world_stories", "schema", 0, 0.5, " ", causes()),
         ("world_story_questions", mc, 2, 0.5, qa, endings()),
         ("world_answers", lm, 3, 0.0, qa, answers(opposites=False)),
@@ -95,29 +91,6 @@ def two_steps() -> Iterator[SuiteItem]:
         values = [getattr(subjects(kind, name=getattr(p, via))[0], field) for p in people]
         for p, right in zip(people, values, strict=True):
             yield ask(item_draw("two steps", text, p.name), text.format(p.name), right, values)
-
-
-def prices() -> Iterator[SuiteItem]:
-    """Which of two things costs more or less? Both are asked equally often."""
-    rng = item_draw("prices")
-    pairs = [(a, b) for a, b in permutations(subjects("goods"), 2) if a.price < b.price]
-    for i, (cheap, dear) in enumerate(rng.pick_n(pairs, NUM_PRICES)):
-        word, right = (("more", dear), ("less", cheap))[i % 2]
-        names = rng.pick_n((cheap.a_name, dear.a_name), 2)
-        query = f"Question: Which costs {word}, {names[0]} or {names[1]}?"
-        yield multiple_choice(query, rng.pick_n(names, 2), right.a_name)
-
-
-def riddles() -> Iterator[SuiteItem]:
-    """Four first-person facts and four names to choose from."""
-    people = subjects("person")
-    held_out = [p for p in people if split_of("riddle", p.name) in HELD_OUT]
-    for p, i in product(held_out, range(RIDDLES_EACH)):
-        rng = item_draw("riddle", p.name, i)
-        others = rng.pick_n([q.name for q in people if q is not p], 3)
-        options = rng.pick_n([p.name, *others], 4)
-        query = f"{p.first_person(rng, 4, 4, without='trade')} Who am I?"
-        yield multiple_choice(query, options, p.name)
 
 
 # ------------------------------------------------------------------------------------------------

@@ -2,9 +2,12 @@
 
 import json
 
+from nanochat.common import read_json
 from tasks import held_out
+from tests.hub_server import publish
 
 SCORE = "chat_eval -i base -g one -x 4 --max_new_tokens=4 --dtype=float32".split()
+ANSWER = {"role": "assistant", "content": "b"}
 
 
 def test_final_benchmark_needs_permission_and_is_logged(trained, command):
@@ -20,6 +23,9 @@ def test_final_benchmark_needs_permission_and_is_logged(trained, command):
     log = (trained / held_out.ACCESS_LOG).read_text().splitlines()
     assert [json.loads(line)["benchmark"] for line in log] == ["World-Choice"]
     assert "World-Choice" in command.works("lab.hold_out").split("Access to final")[1]
+    record = read_json(trained / "report" / "chat-evaluation-base.json")
+    [table] = [t for t in record["tables"] if t["title"] == "Access to final benchmarks"]
+    assert [row[1] for row in table["rows"]] == ["World-Choice"]
     out = command.works(*SCORE, "-x", "1")  # without a choice of tasks, final ones are left out
     assert "skipping final benchmarks: world_choice" in out
 
@@ -27,8 +33,7 @@ def test_final_benchmark_needs_permission_and_is_logged(trained, command):
 def test_training_on_the_family_of_a_final_benchmark_is_rejected(trained, command):
     command.works("lab.hold_out", "--final=world_facts")
     rows = trained / "mine.jsonl"
-    answer = {"role": "assistant", "content": "b"}
-    chats = ([{"role": "user", "content": f"{i}?"}, answer] for i in range(99))
+    chats = ([{"role": "user", "content": f"{i}?"}, ANSWER] for i in range(99))
     rows.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
     tune = "chat_sft --source=base:one --num_iterations=1 --eval_tokens=64".split()
     spec = trained / "mixture.json"
@@ -53,3 +58,15 @@ def test_other_names_and_forms_of_a_benchmark_are_final_too(command):
     assert not held_out.is_final("HAE-RAE") and not held_out.is_final("ARC-Challenge-10")
     for name in ("smoltalk", "jsonl"):
         assert f"'{name}' is not scored" in command.rejects("lab.hold_out", f"--final={name}")
+
+
+def test_listed_benchmark_itself_is_compared(base, command, monkeypatch, tmp_path):
+    question = "하나 둘 셋 넷 다섯 여섯 일곱 여덟 아홉 열은?"
+    row = {"question": question, "options": ["가", "나", "다", "라"], "solution": "3"}
+    publish({"kmmlu_redux/test/0000.parquet": [row]}, tmp_path, monkeypatch)
+    chats = [[{"role": "user", "content": f"{question} {i}"}, ANSWER] for i in range(2)]
+    own = tmp_path / "own.jsonl"
+    own.write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    command.works("lab.hold_out", f"--mixture=jsonl:{own}", "--benchmarks=kmmlu_redux")
+    [found] = read_json(base / "report" / "overlap.json")["tables"][0]["rows"]
+    assert found[1:] == ["KMMLU-Redux", "1", "1", "1"]

@@ -11,16 +11,16 @@ finding no overlap does not prove that there is none.
 Source: the criterion of Brown et al., "Language Models are Few-Shot Learners", arXiv:2005.14165.
 """
 
-import re
 from collections.abc import Iterator, Sequence
 
-from tasks.base import QuestionTask, Task
+from tasks.base import QuestionTask, Task, split_words
 
+# Overlap with these is checked by default; the other tasks download much, are gated, have the same
+# questions, or are invented here
+BENCHMARKS = ("arc_easy", "arc_challenge", "mmlu", "kmmlu", "gsm8k", "aqua", "humaneval")
 RUN = 13  # words
 LEAST = 6  # minimum length, in words, of items that are searched for in full
 LEAST_ASKED = 8  # the same for a question without its options
-WORD = re.compile(r"[^\W_]+")
-LABEL = re.compile(r"=[A-Z]$", re.MULTILINE)  # option label in `base.MCQuestion.ask`
 
 Words = tuple[str, ...]
 Items = set[tuple[int, int]]  # (task, item)
@@ -37,11 +37,6 @@ def passages(task: Task, i: int) -> Iterator[Words]:
         asked = split_words(task.question(i).text)
         if LEAST_ASKED <= len(asked) < RUN:
             yield asked
-
-
-def split_words(text: str) -> Words:
-    """The words of a text in lower case, without option labels."""
-    return tuple(WORD.findall(LABEL.sub("", text).lower()))
 
 
 def ngrams(words: Sequence[str], n: int) -> Iterator[Words]:

@@ -19,10 +19,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tasks.base import answer_text, user
-from tasks.korean import final_value
-from tasks.overlap import find_items, index_passages, ngrams, split_words
-from tasks.registry import BENCHMARKS, eval_task
+from nanochat.lab.overlap import BENCHMARKS, find_items, index_passages, ngrams
+from tasks.base import answer_text, final_value, split_words, user
+from tasks.registry import eval_task
 
 Verdicts = Iterable[bool | None]  # whether to keep each item; None if it cannot be judged
 
@@ -51,11 +50,12 @@ NGRAM = 4  # words per n-gram in the repetition check
 MOST_REPEATED = 0.5  # share of repeated n-grams that makes an answer degenerate
 LEAST_RUNS = 20  # minimum number of n-grams for the repetition check
 HASHES, BANDS = 512, 32  # MinHash: rows are near-duplicates if any of 32 bands of 16 are equal
-IMAGE = re.compile(
-    r"!\[[^\]]*\]\(|<img\b|data:image/|\b(attached|attachment|screenshot|"
-    r"(see|in|shown in) (the|this) (image|picture|figure|photo|diagram|chart|graph)"
-    r"( (above|below|shown|attached))?)\b|첨부|다음 (그림|사진|이미지)|아래 (그림|사진|이미지)"
-    r"|\A\s*https?://\S+\s*\Z",
+SHOWN = "(?:image|picture|figure|photo|photograph|screenshot|diagram|chart|graph|attachment)s?"
+IMAGE = re.compile(  # one that is attached or shown
+    rf"!\[[^\]]*\]\(|<img\b|data:image/|\A\s*https?://\S+\s*\Z"
+    rf"|\b(?:attached (?:{SHOWN}|file|document)|(?:see|look at|in|from) (?:the|this|these) {SHOWN}"
+    rf"|{SHOWN} (?:is |are |shown )?(?:attached|above|below))\b"
+    r"|첨부(?:한|된) ?(?:파일|그림|사진|이미지)|(?:다음|아래) (?:그림|사진|이미지)",
     re.IGNORECASE,
 )
 SCRIPTS = "hangul|latin|cjk|hiragana|katakana|cyrillic|arabic|greek|hebrew|thai"
@@ -144,7 +144,7 @@ def verified(items: Sequence[Item]) -> Verdicts:
     """Keep rows whose answer (after the last ####) equals "gold", as a number or as text."""
     for item in items:
         both = item.answer, item.row.get("gold")
-        said, gold = (final_value(str(text).lower()) for text in both)
+        said, gold = (final_value(f"#### {text}".lower()) for text in both)
         yield None if None in both else said == gold
 
 
@@ -192,20 +192,19 @@ RULES: dict[str, Callable[..., Verdicts]] = {
     "no_overlap": no_overlap,
 }
 """Pattern of a filter -> rule, which takes the groups of the pattern too."""
+EXAMPLES = (
+    "length_shift,length=10:2000,no_image,script=hangul:30%,not_degenerate,verified,no_duplicate,"
+    "no_near_duplicate,no_overlap"
+)
 
 
 def parse_filters(spec: str) -> dict[str, FilterRule]:
-    """
-    Parse comma-separated filters, in the order they are applied:
-
-    length_shift, length=10:2000, no_image, script=hangul:30%, not_degenerate, verified,
-    no_duplicate, no_near_duplicate, no_overlap. Raises ValueError for any other.
-    """
+    """Parse filters as in EXAMPLES, in the order they are applied. Raises ValueError for others."""
     rules = {}
     for words in map(str.strip, spec.split(",")):
         for form, rule in RULES.items():
             if found := re.fullmatch(form, words):
                 rules[words] = partial(rule, *found.groups())
         if words not in rules:
-            raise ValueError(f"invalid filter {words!r}; use {', '.join(RULES)}")
+            raise ValueError(f"invalid filter {words!r}; use one or more of {EXAMPLES}")
     return rules
