@@ -183,10 +183,15 @@ def test_loops_are_trained_scored_and_judged(trained, command):
         assert fix in command.rejects(*judge, *tags)
 
 
-def test_h100_scripts_pass_valid_flags(tmp_path, command):
+@pytest.mark.parametrize(
+    ("profile", "sizes"),
+    [("h100x8", [512 * 2048, 256 * 2048]), ("gpu", [512 * 2048, 256 * 2048]), ("cpu", [4096] * 2)],
+)
+def test_h100_scripts_pass_valid_flags(profile, sizes, tmp_path, command):
     batches = []
     for phase in ("fast", "extreme"):
-        found = commands_of(f"scripts/train_h100_{phase}.sh", tmp_path, PROFILE="h100x8")
+        script = f"scripts/train_h100_{phase}.sh"
+        found = commands_of(script, tmp_path, PROFILE=profile, SEEDS="0")
         training = [flags for script, flags in found if script == "recursion.base_train"]
         assert len(training) == 3 and "recursion.evaluate" in [script for script, _ in found]
         for flags in training:
@@ -194,7 +199,7 @@ def test_h100_scripts_pass_valid_flags(tmp_path, command):
                 "recursion.base_train", *flags
             )  # the flags are fine
         batches.append({f for flags in training for f in flags if "total_batch_size" in f})
-    assert batches == [{f"--total_batch_size={rows * 2048}"} for rows in (512, 256)]
+    assert batches == [{f"--total_batch_size={size}"} for size in sizes]
 
 
 # ---- The verdict ---------------------------------------------------------------------------------
