@@ -8,7 +8,7 @@ read -r gpus gpu_name < <(python -c '
 import torch
 gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
 print(gpus, torch.cuda.get_device_name() if gpus else "")')
-if [ "$gpus" -eq 0 ] && [ "${PROFILE:-}" != cpu ] && nvidia-smi -L 2>/dev/null | grep -q '^GPU' &&
+if [ "$gpus" -eq 0 ] && [ "${PROFILE:-}" != cpu ] && nvidia-smi -L 2>/dev/null | grep '^GPU' >/dev/null &&
     [[ ${CUDA_VISIBLE_DEVICES-0} =~ ^[^-] ]]; then # nothing and -1 hide all
     driver=$( (nvidia-smi --query-gpu=driver_version --format=csv,noheader || true) | head -n 1)
     fail "nvidia-smi lists GPUs that PyTorch cannot use (driver $driver, PyTorch built for CUDA \

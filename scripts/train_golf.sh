@@ -5,7 +5,7 @@
 #   PROFILE=gpu SEEDS="0 1 2" bash scripts/train_golf.sh      # h100x8, gpu (1 to 7 GPUs), cpu
 #
 # For each seed: train until the time limit, export (fails above the size limit), then evaluate
-# from the files alone. TEXT is a dataset repository, a folder, "embedded" or "fineweb". Extra
+# from the files alone. TEXT is a dataset repository, a folder or "embedded". Extra
 # arguments are passed to base_train; use a new TAG for a new recipe. Writes to out/golf or
 # NANOCHAT_BASE_DIR; section "Parameter golf". If interrupted, rerun the same command.
 set -euo pipefail
