@@ -39,7 +39,7 @@ export NANOCHAT_BASE_DIR="${NANOCHAT_BASE_DIR:-$PWD/out/recursion-$name}"
 plainly=(--recursion_preset=none --n_loops=None --n_prelude=None --n_core=None --n_coda=None --supervise=None
     --supervision_base=None --improvement_bonus=None --bptt_loops=None)
 stage "tokenizer" python -m scripts.tok_train --dataset="$text" "${tokenizer[@]}" --skip_if_done
-recursive="" plain=""
+recursive=() plain=()
 for seed in $seeds; do
     tag="$name-$seed" folder=$NANOCHAT_BASE_DIR/seeds
     common=("${shape[@]}" "${run[@]}" --run="${WANDB_RUN:-dummy}" "${flags[@]}" --seed="$seed"
@@ -55,12 +55,12 @@ for seed in $seeds; do
     NANOCHAT_REPORT_DIR="$folder/longer-$tag" stage "plain model, equal FLOPs, seed $seed" train \
         scripts.recursion.base_train "${common[@]}" "${plainly[@]}" --num_iterations=None \
         --target_flops="$flops" --model_tag="longer-$tag"
-    recursive="$recursive${recursive:+,}$tag"
-    plain="$plain${plain:+,}plain-$tag,longer-$tag"
+    recursive+=("$tag")
+    plain+=("plain-$tag" "longer-$tag")
 done
 
-stage "recursion evaluation" train scripts.recursion.evaluate --model_tags="$recursive" \
-    --plain_tags="$plain" "${judge[@]}"
+stage "recursion evaluation" train scripts.recursion.evaluate --model_tags "${recursive[@]}" \
+    --plain_tags "${plain[@]}" "${judge[@]}"
 python -m scripts.report
 if grep -q '"NOT MET' "$NANOCHAT_BASE_DIR/report/recursion.json"; then
     echo "finished, but not all criteria are met"
