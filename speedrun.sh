@@ -4,30 +4,24 @@
 #   bash speedrun.sh                       # detect the hardware
 #   bash speedrun.sh --plan                # install, print the plan (time, cost), and exit
 #   PROFILE=gpu DEPTH=8 bash speedrun.sh   # h100x8, gpu (1 to 7 GPUs) or cpu; depth sets the model size
-#   PROFILE=smoke bash speedrun.sh         # smoke test: a few steps of every stage
-#   DRY_RUN=1 bash speedrun.sh             # the same with the profile's data, tasks and processes, in
-#                                          # out/dry-run
+#   DRY_RUN=1 bash speedrun.sh             # a few steps of every stage, in out/dry-run
 #
 # If a run is interrupted, rerun the same command: finished stages are skipped if their inputs have
 # not changed, and an interrupted training is resumed. All output goes to NANOCHAT_BASE_DIR (default:
 # out/), also report.md; REPORT_OUT=<folder> gets a copy of it. WANDB_RUN=<name> logs to Weights &
 # Biases, SEED=<n> sets the random seed (use a separate NANOCHAT_BASE_DIR).
-[ -n "${BASH_VERSION:-}" ] && ! grep -q "$(printf '\r')" "$0" || { echo "error: run it as: bash speedrun.sh (from a checkout with LF line ends: git config core.autocrlf input)" >&2; exit 2; } #
+[ "${BASH_VERSINFO:-0}" -ge 4 ] || { echo "error: run it as: bash speedrun.sh (bash 4.4 or newer)" >&2; exit 2; }
 set -euo pipefail
 cd "$(dirname "$0")"
 
 case "$*" in
-"" | --plan) ;;
-*)
-    echo "error: unknown argument '$*'; use --plan, or the environment variables at the top of speedrun.sh" >&2
-    exit 2
-    ;;
+"") ;;
+--plan) plan_only=1 ;;
+*) echo "error: unknown argument '$*'; use --plan, or the environment variables at the top of speedrun.sh" >&2; exit 2 ;;
 esac
+source dev/profile.sh # installs, and detects the hardware
 
-# ---- Hardware -----------------------------------------------------------------------------------
-source dev/profile.sh
-
-# Flags of each stage per profile
+# ---- Flags of each stage per profile ------------------------------------------------------------
 score=() core=() mid=() sft=() rl=() chat=()
 case "$PROFILE" in
 h100x8)
@@ -60,26 +54,9 @@ cpu)
         --eval_examples=200 --eval_every=40)
     chat=(--max_problems=200 --max_new_tokens=96)
     ;;
-smoke)
-    depth=${DEPTH:-2}
-    text=(--dataset=embedded --num_shards=2)
-    tokenizer=(--vocab_size=1024)
-    shape=(--max_seq_len=128 --num_iterations=20 --total_batch_size=512 --eval_tokens=2048)
-    score=(--split_tokens=2048 --max_documents=8)
-    core=(--max_per_task=4)
-    mid=(--mixture=world_chat=60,world_choice=20 --num_iterations=4 --eval_tokens=1024)
-    sft=(--mixture=world_chat=40,world_problems=20 --num_iterations=4 --eval_tokens=1024)
-    rl=(--num_iterations=2 --examples_per_step=2 --num_samples=2 --max_new_tokens=8
-        --eval_examples=2 --eval_samples=2)
-    chat=(--max_problems=3 --max_new_tokens=8)
-    ;;
-*)
-    echo "error: unknown PROFILE '$PROFILE'; use h100x8, gpu, cpu or smoke" >&2
-    exit 2
-    ;;
 esac
 
-if [ -n "${DRY_RUN:-}" ]; then # a few steps of every stage; the last of duplicate flags wins
+if [ -n "${DRY_RUN:-}" ]; then # the last of duplicate flags wins
     export NANOCHAT_BASE_DIR="${NANOCHAT_BASE_DIR:-$PWD/out/dry-run}"
     text+=(--num_shards=1)
     tokenizer+=(--max_chars=1000000)
@@ -92,44 +69,34 @@ if [ -n "${DRY_RUN:-}" ]; then # a few steps of every stage; the last of duplica
     chat=(--max_problems=8 --max_new_tokens=8)
 fi
 
-# ---- Installation and plan ----------------------------------------------------------------------
-echo "speedrun: profile $PROFILE, ${gpu_name:+$gpus x $gpu_name, }depth $depth"
-source dev/setup.sh
-shape+=(--depth="$depth")
+# ---- Plan ---------------------------------------------------------------------------------------
 python -m dev.plan --profile="$PROFILE" --depth="$depth" --processes="$processes" --gpu="$gpu_name"
-[ "${1:-}" != --plan ] || exit 0
+[ -z "${plan_only:-}" ] || exit 0
+if [[ $gpu_name =~ H100|H200|H800|H20 ]]; then
+    uv sync --quiet --inexact ${SYNC_FLAGS-} --group fa3 ||
+        echo "speedrun: FlashAttention 3 was not installed; training works without it"
+fi
 
 # ---- Stages -------------------------------------------------------------------------------------
-case "$gpu_name" in # Hopper: FlashAttention 3; training works without it
-*H100* | *H800* | *H20*) # also H200
-    uv sync --quiet --inexact $keep_torch ${GROUPS_WANTED-} --group fa3 ||
-        echo "speedrun: FlashAttention 3 was not installed"
-    ;;
-esac
-
-few_shot=1 # the embedded dataset has its own few-shot tasks
-if [ "$PROFILE" = h100x8 ] || [ "$PROFILE" = gpu ]; then
-    fetch_suite
-    core+=("${suite[@]}")
-    shape+=(${estimate[@]+"${estimate[@]}"})
-fi
+few_shot=1 suite=() estimate=() # the embedded dataset has its own few-shot tasks
+[ "$PROFILE" = cpu ] || fetch_suite
 
 tag="d$depth"
 go=(--run="${WANDB_RUN:-dummy}" --seed="${SEED:-0}" --resume=auto --skip_if_done)
+evaluate() { train scripts.chat_eval --source="$1" --model_tag="$tag" "${chat[@]}" --skip_if_done; }
+
 stage "tokenizer" python -m scripts.tok_train "${text[@]}" "${tokenizer[@]}" --skip_if_done
 stage "tokenizer evaluation" python -m scripts.tok_eval --skip_if_done
-stage "base model" train scripts.base_train "${shape[@]}" "${go[@]}"
-stage "base model loss" train scripts.base_loss --model_tag="$tag" ${score[@]+"${score[@]}"} --skip_if_done
-if [ "$few_shot" = 1 ]; then
-    stage "base model evaluation" train scripts.base_eval --model_tag="$tag" ${core[@]+"${core[@]}"} --skip_if_done
-fi
-evaluate() { train scripts.chat_eval --source="$1" --model_tag="$tag" ${chat[@]+"${chat[@]}"} --skip_if_done; }
+stage "base model" train scripts.base_train --depth="$depth" "${shape[@]}" "${estimate[@]}" "${go[@]}"
+stage "base model loss" train scripts.base_loss --model_tag="$tag" "${score[@]}" --skip_if_done
+[ "$few_shot" = 0 ] ||
+    stage "base model evaluation" train scripts.base_eval --model_tag="$tag" "${core[@]}" "${suite[@]}" --skip_if_done
 stage "chat evaluation base" evaluate base
-stage "midtraining" train scripts.mid_train --model_tag="$tag" ${mid[@]+"${mid[@]}"} "${go[@]}"
+stage "midtraining" train scripts.mid_train --model_tag="$tag" "${mid[@]}" "${go[@]}"
 stage "chat evaluation mid" evaluate mid
-stage "chat sft" train scripts.chat_sft --model_tag="$tag" ${sft[@]+"${sft[@]}"} "${go[@]}"
+stage "chat sft" train scripts.chat_sft --model_tag="$tag" "${sft[@]}" "${go[@]}"
 stage "chat evaluation sft" evaluate sft
-stage "chat rl" train scripts.chat_rl --model_tag="$tag" ${rl[@]+"${rl[@]}"} "${go[@]}"
+stage "chat rl" train scripts.chat_rl --model_tag="$tag" "${rl[@]}" "${go[@]}"
 stage "chat evaluation rl" evaluate rl
 
 python -m scripts.report ${REPORT_OUT:+--out="$REPORT_OUT"}

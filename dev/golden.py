@@ -79,10 +79,11 @@ def main() -> None:
         json.dump(found, sys.stdout, indent=1)
         return
     before = json.loads(Path(sys.argv[2]).read_text())
-    differ = [name for name in before.keys() | found.keys() if before.get(name) != found.get(name)]
-    for name in sorted(differ):
+    names = sorted(before.keys() | found.keys())
+    differ = [name for name in names if before.get(name) != found.get(name)]
+    for name in differ:
         print(f"{name}\n  before {before.get(name)}\n  now    {found.get(name)}")
-    print(f"{len(found) - len(differ)} of {len(before)} results are bit-identical")
+    print(f"{len(names) - len(differ)} of {len(names)} results are bit-identical")
     raise SystemExit(bool(differ))
 
 

@@ -1,13 +1,20 @@
 """
-Ours side by side with karpathy/nanochat ("upstream") on one GPU: learning, training, decoding.
+Ours side by side with karpathy/nanochat ("upstream") on one GPU: a table row for each result.
 
-    python -m dev.gpu_peer pack           packed rows and packages -> files that travel
-    python -m dev.gpu_peer 1              part 1, 2 or 3: a table row for each result
+    python -m scripts.tok_train --tokenizer_tag=peer --dataset=karpathy/climbmix-400b-shuffle \
+        --num_shards=2 --vocab_size=32768 --max_chars=500000000
+    python -m scripts.data --tokenizer_tag=peer --num_shards=2 --max_seq_len=2048
+    python -m dev.gpu_peer pack --clone=<clone of upstream>   # packs what travels into out/peer/
+    python -m dev.gpu_peer 1    # learning: depth 12, 180 steps of 131,072 tokens, held-out rows
+    python -m dev.gpu_peer 2    # training speed: depth 16, bf16 and fp8
+    python -m dev.gpu_peer 3    # decoding: depths 12 and 24, batches of 1 and 64
 
-dev/gpu_peer.sh runs it and says what the parts measure. Each side runs in a process of its own, for
-both packages are called nanochat; the parent sends them commands in turn. All sides use bfloat16,
-the same micro-batches and synchronized timing after a warm-up, in which they compile at the same
-time; the optimizers compile in the first step. `--small` shrinks everything, to try it on a CPU.
+A part takes at most 4 minutes and needs no network, only PyTorch, NumPy and out/peer/ (under 64
+MiB): `pack` copies upstream's code and the other packages, for the same or a later Python on the
+same platform. Each side runs in a process of its own, for both packages are called nanochat; the
+parent sends them commands in turn. All sides use bfloat16, the same micro-batches and synchronized
+timing after a warm-up, in which they compile at the same time; the optimizers compile in the first
+step. `--small` shrinks everything, to try it on a CPU.
 """
 
 import argparse
@@ -57,7 +64,6 @@ class Job:
     depth: int
     windows: str = "SSSL"
     fp8: bool = False
-    fa3: bool = False
     T: int = T
     steps: int = STEPS
     batch_rows: int = BATCH_ROWS
@@ -92,7 +98,7 @@ def build_ours(job: Job) -> Any:
 
 def prepare_ours(job: Job) -> Parts:
     """Our model and its optimizer with the rules and schedules of scripts.base_train."""
-    from nanochat import attention, optim
+    from nanochat import optim
     from nanochat.dist import DistContext
     from nanochat.fp8 import enable_fp8
     from nanochat.scaling import Horizon, scaled_rules
@@ -100,11 +106,8 @@ def prepare_ours(job: Job) -> Parts:
     model, dist = build_ours(job), DistContext(0, 0, 1, DEVICE, DTYPE)
     if job.fp8 and DEVICE.type == "cuda":
         enable_fp8(model, DEVICE)
-    if job.fa3:
-        attention.load_fa3(DEVICE)
     for block in model.blocks:
-        kernel = "flex" if DEVICE.type == "cuda" else "blocks"
-        block.attention.backend = "fa3" if job.fa3 else kernel
+        block.attention.backend = "flex" if DEVICE.type == "cuda" else "blocks"
     model.compile()
     horizon = Horizon(job.steps, job.batch_rows * job.T)
     rules = scaled_rules(optim.OptimConfig(), horizon, model.cfg.d_model)
@@ -373,19 +376,16 @@ def medians(sides: Sequence[Side], *args: Any, repeats: int = REPEATS) -> list[f
 
 def print_origin(folder: Path) -> None:
     """Print commits, versions and the head of the table."""
-    git = ["git", "describe", "--always", "--dirty", "--abbrev=7"]
-    ours = subprocess.run(git, capture_output=True, text=True).stdout.strip() or "unknown"
+    ours, upstream = describe_commit(Path.cwd()), (folder / "COMMIT").read_text()
     card = torch.cuda.get_device_name() if DEVICE.type == "cuda" else "CPU"
-    upstream = (folder / "COMMIT").read_text().strip()
     print(f"ours {ours}, upstream {upstream}, torch {torch.__version__}, {card}\n")
     print("| measured | ours | upstream | ratio |\n|---|---|---|---|", flush=True)
 
 
-def print_row(what: str, ours: float, theirs: float | None = None) -> None:
+def print_row(what: str, ours: float, theirs: float) -> None:
     """Print a table row, losses or whole tokens per second, so that a stopped run leaves it."""
-    cells = [f"{x:,.0f}" if x > 100 else f"{x:.4f}" for x in (ours, theirs) if x is not None]
-    cells += [f"{ours / theirs:.3f}"] if theirs else [""] * 2
-    print("|", " | ".join((what, *cells)), "|", flush=True)
+    cells = [f"{x:,.0f}" if x > 100 else f"{x:.4f}" for x in (ours, theirs)]
+    print("|", " | ".join((what, *cells, f"{ours / theirs:.3f}")), "|", flush=True)
 
 
 def compare_learning(ours: Job) -> None:
@@ -403,8 +403,8 @@ def compare_learning(ours: Job) -> None:
 
 def compare_training(ours: Job) -> None:
     """
-    Part 2: tokens per second of a step of two micro-batches, then of ours with FlashAttention 3;
-    without it, upstream recommends full windows.
+    Part 2: tokens per second of a step of two micro-batches. Windows are full, as upstream
+    recommends without FlashAttention 3.
     """
     case = f"d{ours.depth}, {ours.batch_rows} rows, tokens/s"
     for fp8 in (False, True):
@@ -412,11 +412,6 @@ def compare_training(ours: Job) -> None:
         with run_sides(pair, replace(pair, side="upstream")) as sides:
             warm_up(sides)
             print_row(f"{case}, {'fp8' if fp8 else 'bf16'}, windows L", *medians(sides))
-    fa3 = bool(find_spec("flash_attn_interface") or find_spec("kernels"))
-    with run_sides(ours, *[replace(ours, fa3=True)] * fa3) as sides:
-        warm_up(sides)
-        for kernels, rate in zip(("default", "FlashAttention 3"), medians(sides), strict=False):
-            print_row(f"{case}, bf16, windows SSSL, {kernels}", rate)
 
 
 def compare_decoding(ours: Job) -> None:
@@ -433,8 +428,17 @@ def compare_decoding(ours: Job) -> None:
 # ---- Preparation ---------------------------------------------------------------------------------
 
 
-def pack(folder: Path) -> None:
-    """Write the rows of scripts.data for the tokenizer `peer`, in training order, and packages."""
+def describe_commit(clone: Path) -> str:
+    """Short hash of the commit of a clone, "-dirty" if its files differ."""
+    command = ["git", "-C", str(clone), "describe", "--always", "--dirty", "--abbrev=7"]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip() or "unknown"
+
+
+def pack(clone: Path, folder: Path) -> None:
+    """
+    Write upstream's package, the rows of scripts.data for the tokenizer `peer` in training order,
+    and packages.
+    """
     from nanochat.dataset import DataConfig, load_last_source
     from nanochat.rows import open_rows
     from nanochat.tokenizer import Tokenizer
@@ -443,6 +447,9 @@ def pack(folder: Path) -> None:
     tokenizer = Tokenizer.load("peer")
     source = open_text(DataConfig(), load_last_source("peer"))
     rows = open_rows(source, tokenizer, T)
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(clone / "nanochat", folder / "nanochat")
+    (folder / "COMMIT").write_text(describe_commit(clone))
     with (folder / "train.bin").open("wb") as file:
         for step in range(STEPS):
             rows.read(rows.row_ids(step, BATCH_ROWS, 0)).astype("<u2").tofile(file)
@@ -452,13 +459,14 @@ def pack(folder: Path) -> None:
     for name in PACKAGES:
         [found] = find_spec(name).submodule_search_locations  # type: ignore
         kept = shutil.ignore_patterns("__pycache__", "tests")
-        shutil.copytree(found, folder / "packages" / name, ignore=kept, dirs_exist_ok=True)
+        shutil.copytree(found, folder / "packages" / name, ignore=kept)
     print(f"{folder}: {STEPS} steps of {BATCH_ROWS} rows of {source.name}, of {rows.num_rows:,}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("part", choices=["pack", "1", "2", "3"])
+    parser.add_argument("--clone", type=Path, help="pack: a clone of upstream")
     parser.add_argument("--folder", type=Path, default=Path("out/peer"))
     parser.add_argument("--small", action="store_true")
     args = parser.parse_args()
@@ -470,7 +478,10 @@ def main() -> None:
     if args.small:
         job = replace(job, depth=2, T=64, steps=4, batch_rows=2, micro_rows=1)
     if args.part == "pack":
-        return pack(job.folder)
+        return pack(args.clone, job.folder)
+    sys.path.append(str(job.folder / "packages"))  # of the processes, too; installed ones go first
+    os.environ["HF_HUB_OFFLINE"] = "1"  # no retries
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # as upstream sets it
     print_origin(job.folder)
     {"1": compare_learning, "2": compare_training, "3": compare_decoding}[args.part](job)
 

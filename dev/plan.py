@@ -2,9 +2,11 @@
 Print the plan of a speedrun: minutes of each stage, and the cost of all.
 
     bash speedrun.sh --plan
+    PROFILE=h100x8 bash speedrun.sh --plan     # on any machine
 
-A stage that is recorded for this depth takes as long as it did then. The minutes of the others are
-those of the profile's reference run (REFERENCE), scaled to this depth and number of processes.
+The total is that of a whole run; a rerun skips finished stages. A stage that is recorded for this
+depth takes as long as it did then. The minutes of the others are those of the profile's reference
+run (REFERENCE), scaled to this depth and number of processes.
 """
 
 from dataclasses import dataclass
@@ -25,8 +27,9 @@ STAGES = (
 
 
 class Reference(NamedTuple):
-    """A run of a profile. Training of `cpu` and `smoke` has a fixed number of tokens."""
+    """A run of a profile. Training of `cpu` has a fixed number of tokens."""
 
+    gpu: str
     about: str
     depth: int
     processes: int
@@ -36,18 +39,20 @@ class Reference(NamedTuple):
 
 REFERENCE = {
     "h100x8": Reference(
+        "H100",
         "base model: from fp8 steps measured on one H100 (2026-11); others estimated",
         *(24, 8, (3, 2, 103, 5, 10, 5, 15, 5, 5, 5, 40, 5)),
     ),
     "gpu": Reference(
+        "H100",
         "estimated for one H100 in bfloat16 from published throughput",
         *(12, 1, (3, 2, 43, 5, 10, 7, 20, 7, 10, 8, 40, 8)),
     ),
     "cpu": Reference(
+        "",
         "measured on 2 cores with bfloat16 (2026-11); without it, about three times as long",
         *(4, 1, (0.1, 0.1, 3.6, 0.2, 0.1, 0.2, 3.1, 0.1, 1.5, 0.1, 3.3, 0.1)),
     ),
-    "smoke": Reference("measured on 2 cores (2026-11)", 2, 1, (0.2,) * len(STAGES)),
 }
 
 
@@ -60,7 +65,7 @@ class Plan:
     processes: int = 1
     """Number of training processes, one per GPU."""
     gpu: str = ""
-    """Name of the GPUs; empty = CPU."""
+    """Name of the GPUs. Default: those of the reference run."""
 
 
 def flops_of(depth: int, profile: str) -> tuple[float, float]:
@@ -75,6 +80,7 @@ def flops_of(depth: int, profile: str) -> tuple[float, float]:
 
 def main(cfg: Plan) -> None:
     reference = REFERENCE[cfg.profile]
+    gpu = cfg.gpu or reference.gpu
     here, there = (flops_of(depth, cfg.profile) for depth in (cfg.depth, reference.depth))
     token, horizon = (a / b for a, b in zip(here, there, strict=True))
     share = reference.processes / cfg.processes
@@ -82,7 +88,7 @@ def main(cfg: Plan) -> None:
     depth, total = None, 0.0
     if base := records.get("Base model training"):
         depth = base["settings"]["depth"]
-    print(f"plan: profile {cfg.profile}, depth {cfg.depth} on {cfg.processes} x {cfg.gpu or 'CPU'}")
+    print(f"plan: profile {cfg.profile}, depth {cfg.depth} on {cfg.processes} x {gpu or 'CPU'}")
     for stage, minutes in zip(STAGES, reference.minutes, strict=True):
         how = "scaled" if token != 1 or share != 1 else ""
         if stage in records and depth == cfg.depth:
@@ -93,8 +99,9 @@ def main(cfg: Plan) -> None:
         total += minutes
         size = f"about {minutes:.0f}" if minutes >= 1 else "under 1"
         print(f"  {stage:<22} {size} min {how}".rstrip())
-    rate = default_rate([cfg.gpu] * cfg.processes if cfg.gpu else [])
-    print(f"  {'total':<22} about {total:.0f} min, ${total / 60 * rate:.2f} at ${rate:.2f} an hour")
+    rate = default_rate([gpu] * cfg.processes if gpu else [])
+    cost = f"${total / 60 * rate:.2f} at ${rate:.2f} an hour"
+    print(f"  {'whole run':<22} about {total:.0f} min, {cost}")
     print(f"  reference: depth {reference.depth}, {reference.about}")
 
 

@@ -1,33 +1,40 @@
-# Sourced by the scripts that run stages, before dev/setup.sh. Sets `gpus` (number of GPUs),
+# Sourced by the scripts that run stages. Installs the packages and sets `gpus` (number of GPUs),
 # `gpu_name`, PROFILE (from `gpus` unless set) and `processes` (one per GPU), and defines the
-# functions below. OMP_NUM_THREADS is the number of threads of each process.
+# functions below. OMP_NUM_THREADS is the number of threads of each process. With DRY_RUN or
+# `plan_only`, a profile whose GPUs are missing uses the CPU.
+source dev/setup.sh
 
-gpus=$( (nvidia-smi -L 2>/dev/null || true) | grep -c '^GPU' || true)
-if [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then
-    chosen=$(printf '%s' "$CUDA_VISIBLE_DEVICES" | tr ',' '\n' | grep -c '^[^-]' || true) # -1 hides all
-    [ "$gpus" -le "$chosen" ] || gpus=$chosen
+read -r gpus gpu_name < <(python -c '
+import torch
+gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+print(gpus, torch.cuda.get_device_name() if gpus else "")')
+if [ "$gpus" -eq 0 ] && [ "${PROFILE:-}" != cpu ] && nvidia-smi -L 2>/dev/null | grep '^GPU' >/dev/null &&
+    [[ ${CUDA_VISIBLE_DEVICES-0} =~ ^[^-] ]]; then # nothing and -1 hide all
+    driver=$( (nvidia-smi --query-gpu=driver_version --format=csv,noheader || true) | head -n 1)
+    fail "nvidia-smi lists GPUs that PyTorch cannot use (driver $driver, PyTorch built for CUDA \
+$(python -c 'import torch; print(torch.version.cuda)'))" \
+        "update the driver; or replace PyTorch (\`uv pip install torch --torch-backend=auto\`: see
+        docs/quickstart.md, Troubleshooting); or use PROFILE=cpu"
 fi
-gpu_name=""
-[ "$gpus" -eq 0 ] || gpu_name=$( (nvidia-smi --query-gpu=name --format=csv,noheader || true) | head -n 1)
 if [ -z "${PROFILE:-}" ]; then
     PROFILE=$([ "$gpus" -ge 8 ] && echo h100x8 || { [ "$gpus" -ge 1 ] && echo gpu || echo cpu; })
 fi
-processes=1
 case "$PROFILE" in
-cpu) # hide GPUs, if any
-    gpus=0 gpu_name=""
-    export CUDA_VISIBLE_DEVICES=""
-    ;;
-gpu | h100x8)
-    least=1 processes=$((gpus > 1 ? gpus : 1))
-    [ "$PROFILE" = gpu ] || least=8 processes=8
-    if [ "$gpus" -lt "$least" ] && ! { [ "$gpus" -eq 0 ] && [ -n "${DRY_RUN:-}" ]; }; then
-        echo "error: PROFILE=$PROFILE needs $least or more GPUs, but nvidia-smi lists $gpus
-  fix:  repair the driver until \`nvidia-smi -L\` lists them, or use PROFILE=gpu (any number) or PROFILE=cpu" >&2
-        exit 2
-    fi
-    ;;
+cpu) least=0 processes=1 gpus=0 ;;
+gpu) least=1 processes=$((gpus > 1 ? gpus : 1)) ;;
+h100x8) least=8 processes=8 ;;
+*) fail "unknown PROFILE '$PROFILE'" "use h100x8, gpu or cpu" ;;
 esac
+if [ "$gpus" -lt "$least" ]; then
+    [ -n "${DRY_RUN:-}${plan_only:-}" ] ||
+        fail "PROFILE=$PROFILE needs $least or more GPUs, but PyTorch finds $gpus" \
+            "use PROFILE=gpu (1 to 7 GPUs) or PROFILE=cpu"
+    gpus=0
+fi
+if [ "$gpus" -eq 0 ]; then # hide GPUs, if any
+    gpu_name=""
+    export CUDA_VISIBLE_DEVICES=""
+fi
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$([ "$processes" -gt 1 ] && echo 1 || nproc 2>/dev/null || echo 4)}"
 # Seconds that torchrun gives the ranks after a stop request, for the checkpoint of a large model
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-480}"
@@ -47,25 +54,20 @@ stage() { # stage <name> <command...>
 
 train() { # train <module> <flags...>, in one process or one per GPU
     if [ "$processes" -gt 1 ]; then
-        local module=$1
-        shift # without --, torchrun would parse --run as its own --run_path
-        torchrun --standalone --nproc_per_node="$processes" -m "$module" -- "$@"
+        # without --, torchrun would parse --run as its own --run_path
+        torchrun --standalone --nproc_per_node="$processes" -m "$1" -- "${@:2}"
     else
         python -m "$@"
     fi
 }
 
-# Download the CORE tasks before training. If that fails, the run continues without few-shot
-# evaluation. EVAL_BUNDLE=<folder, zip or URL> selects another source. Sets few_shot, suite (flags
-# of base_eval) and estimate (flags of base_train).
+# Download the CORE tasks before training; without them, the run continues. Sets few_shot (1 or 0),
+# suite (flags of base_eval) and estimate (flags of base_train).
 fetch_suite() {
-    few_shot=1 estimate=()
-    local bundle=(${EVAL_BUNDLE:+--eval_bundle="$EVAL_BUNDLE"})
-    suite=(--suite=dclm ${bundle[@]+"${bundle[@]}"})
-    if python -m scripts.base_eval "${suite[@]}" --only_fetch; then
-        estimate=(${bundle[@]+"${bundle[@]}"} --core_metric_every=2000) # and at the end
-    else
-        few_shot=0
+    few_shot=1 suite=(${EVAL_BUNDLE:+--eval_bundle="$EVAL_BUNDLE"})
+    estimate=("${suite[@]}" --core_metric_every=2000) # and at the end
+    if ! python -m scripts.base_eval "${suite[@]}" --only_fetch; then
+        few_shot=0 estimate=()
         echo "cannot download the CORE tasks; continuing without few-shot evaluation" >&2
     fi
 }

@@ -9,7 +9,7 @@ depth=${DEPTH:-12}
 
 case "$PROFILE" in
 h100x8 | gpu)
-    [ "$PROFILE" = h100x8 ] || device_rows=-1 # -1: automatic
+    [ "$PROFILE" = h100x8 ] || device_rows=None # automatic
     text=${TEXT:-karpathy/climbmix-400b-shuffle}
     tokenizer=(--vocab_size=65536 --max_chars="$chars" --num_shards="$shards")
     shape=(--depth="$depth" --max_seq_len=2048)
@@ -27,24 +27,11 @@ cpu)
         --eval_tokens=32768 --grad_clip=1.0)
     judge=(--eval_tokens=65536)
     ;;
-smoke)
-    text=${TEXT:-embedded} depth=${DEPTH:-3}
-    tokenizer=(--vocab_size=512 --num_shards=1)
-    shape=(--depth="$depth" --max_seq_len=64 --d_model=32 --head_dim=16)
-    run=(--total_batch_size=512 --num_iterations="${ITERATIONS:-12}" --eval_every=6
-        --eval_tokens=2048 --grad_clip=1.0)
-    judge=(--eval_tokens=2048)
-    ;;
-*)
-    echo "error: unknown PROFILE '$PROFILE'; use h100x8, gpu, cpu or smoke" >&2
-    exit 2
-    ;;
 esac
 shape+=(--window_pattern=L)
 
 flags=("$@")
 echo "$name: preset $preset, profile $PROFILE, seeds $seeds"
-source dev/setup.sh
 export NANOCHAT_BASE_DIR="${NANOCHAT_BASE_DIR:-$PWD/out/recursion-$name}"
 
 # For every seed: the recursive model, then two plain ones with the same layers, one trained on the
@@ -52,10 +39,10 @@ export NANOCHAT_BASE_DIR="${NANOCHAT_BASE_DIR:-$PWD/out/recursion-$name}"
 plainly=(--recursion_preset=none --n_loops=None --n_prelude=None --n_core=None --n_coda=None --supervise=None
     --supervision_base=None --improvement_bonus=None --bptt_loops=None)
 stage "tokenizer" python -m scripts.tok_train --dataset="$text" "${tokenizer[@]}" --skip_if_done
-recursive="" plain=""
+recursive=() plain=()
 for seed in $seeds; do
     tag="$name-$seed" folder=$NANOCHAT_BASE_DIR/seeds
-    common=("${shape[@]}" "${run[@]}" --run="${WANDB_RUN:-dummy}" ${flags[@]+"${flags[@]}"} --seed="$seed"
+    common=("${shape[@]}" "${run[@]}" --run="${WANDB_RUN:-dummy}" "${flags[@]}" --seed="$seed"
         --resume=auto --skip_if_done)
     report=$folder/$tag
     [ "$seed" != "${seeds%% *}" ] || report=$NANOCHAT_BASE_DIR # first seed: main report
@@ -68,12 +55,12 @@ for seed in $seeds; do
     NANOCHAT_REPORT_DIR="$folder/longer-$tag" stage "plain model, equal FLOPs, seed $seed" train \
         scripts.recursion.base_train "${common[@]}" "${plainly[@]}" --num_iterations=None \
         --target_flops="$flops" --model_tag="longer-$tag"
-    recursive="$recursive${recursive:+,}$tag"
-    plain="$plain${plain:+,}plain-$tag,longer-$tag"
+    recursive+=("$tag")
+    plain+=("plain-$tag" "longer-$tag")
 done
 
-stage "recursion evaluation" train scripts.recursion.evaluate --model_tags="$recursive" \
-    --plain_tags="$plain" "${judge[@]}"
+stage "recursion evaluation" train scripts.recursion.evaluate --model_tags "${recursive[@]}" \
+    --plain_tags "${plain[@]}" "${judge[@]}"
 python -m scripts.report
 if grep -q '"NOT MET' "$NANOCHAT_BASE_DIR/report/recursion.json"; then
     echo "finished, but not all criteria are met"

@@ -12,6 +12,7 @@ Writes  the section "Tokenizer evaluation"
 """
 
 import multiprocessing
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -29,11 +30,7 @@ from nanochat.tokenizer import Tokenizer
 from tasks.builtin import open_text
 
 SECTION = "Tokenizer evaluation"
-# Written for this project; lengths match the texts of the original nanochat report
-SAMPLE_TEXTS = {
-    kind: Path(__file__).parent / "samples" / f"{kind}.txt"
-    for kind in ("news", "korean", "code", "math", "science")
-}
+SAMPLES = Path(__file__).parent / "samples.toml"
 RIVALS = {"GPT-2": "gpt2", "GPT-4": "cl100k_base"}
 FETCH_SECONDS = 10.0  # time limit per baseline for download and encoding
 
@@ -59,7 +56,7 @@ def main(cfg: TokEval) -> None:
     # the report that ours is compared with has "fwe", whatever the dataset of the Hub
     name = "World" if source.name == "embedded" else "fwe" if source.repo else "text"
     texts = {
-        **{kind: path.read_text(encoding="utf-8") for kind, path in SAMPLE_TEXTS.items()},
+        **tomllib.loads(SAMPLES.read_text(encoding="utf-8")),
         f"{name}-train": first_batch(source, source.train_shards),
         f"{name}-val": first_batch(source, [source.val_shard]),
     }

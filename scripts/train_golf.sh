@@ -2,11 +2,10 @@
 # Parameter golf: the best model within limits on file size and training time.
 #
 #   bash scripts/train_golf.sh                          # detect the machine
-#   PROFILE=gpu SEEDS="0 1 2" bash scripts/train_golf.sh      # h100x8, gpu (1 to 7 GPUs), cpu, smoke
-#   TEXT=fineweb bash scripts/train_golf.sh             # the text of the leaderboard, about 50 GB
+#   PROFILE=gpu SEEDS="0 1 2" bash scripts/train_golf.sh      # h100x8, gpu (1 to 7 GPUs), cpu
 #
 # For each seed: train until the time limit, export (fails above the size limit), then evaluate
-# from the files alone. TEXT is a dataset repository, a folder, "embedded" or "fineweb". Extra
+# from the files alone. TEXT is a dataset repository, a folder or "embedded". Extra
 # arguments are passed to base_train; use a new TAG for a new recipe. Writes to out/golf or
 # NANOCHAT_BASE_DIR; section "Parameter golf". If interrupted, rerun the same command.
 set -euo pipefail
@@ -48,36 +47,8 @@ cpu)
     eval=(--eval_stride=128 --max_documents=300)
     limit=(--limit_bytes=500000 --no-count_code)
     ;;
-smoke)
-    text=embedded
-    tokenizer=(--vocab_size=512 --num_shards=1)
-    row=(--max_seq_len=64)
-    shape=(--depth=2 --d_model=64 --n_kv_head=1 --head_dim=32 --xsa_last_n=1
-        --rope_dims=16 --qk_gain_init=1.5 --ema_decay=0.9)
-    train=(--total_batch_size=512 --max_wallclock_seconds=3 --num_iterations=2000 --eval_tokens=2048)
-    rates=(--quantize="embed.*=int8,*.mlp.*=int5,*=int6")
-    eval=(--eval_stride=16 --max_documents=6)
-    limit=(--limit_bytes=120000 --no-count_code)
-    ;;
-*)
-    echo "error: PROFILE must be h100x8, gpu, cpu or smoke, not '$PROFILE'" >&2
-    exit 2
-    ;;
 esac
 text=${TEXT:-$text}
-source dev/setup.sh
-
-# The leaderboard scores the first 50,000 documents. The last file by name is the validation shard.
-if [ "$text" = fineweb ]; then
-    text="$NANOCHAT_BASE_DIR/fineweb" all=datasets/docs_selected.jsonl
-    if [ ! -f "$text/val.jsonl" ]; then
-        hf download willdepueoai/parameter-golf $all --repo-type=dataset --local-dir="$text-download"
-        mkdir -p "$text"
-        tail -n +50001 "$text-download/$all" | split -l 100000 -d -a 3 --additional-suffix=.jsonl - "$text/train_"
-        head -n 50000 "$text-download/$all" >"$text/val.part"
-        mv "$text/val.part" "$text/val.jsonl"
-    fi
-fi
 
 # Text is packed before the timed training; each seed has its own record folder.
 stage "tokenizer" python -m scripts.tok_train --dataset="$text" "${tokenizer[@]}" --skip_if_done

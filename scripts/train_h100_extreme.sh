@@ -2,7 +2,7 @@
 # Recursion, phase 2: extreme preset on H100s, 5,000 steps, compared with plain models.
 #
 #   bash scripts/train_h100_extreme.sh                          # eight H100s
-#   PROFILE=cpu bash scripts/train_h100_extreme.sh              # h100x8, gpu, cpu, smoke
+#   PROFILE=cpu bash scripts/train_h100_extreme.sh              # h100x8, gpu (1 to 7 GPUs), cpu
 #
 # Otherwise like scripts/train_h100_fast.sh, with half as many rows per step. Both use enough shards
 # for the equal-FLOPs plain run.

@@ -2,7 +2,7 @@
 # Recursion, phase 1: aggressive preset on H100s, 1,000 steps, compared with plain models.
 #
 #   bash scripts/train_h100_fast.sh                             # eight H100s
-#   PROFILE=cpu bash scripts/train_h100_fast.sh                 # h100x8, gpu, cpu, smoke
+#   PROFILE=cpu bash scripts/train_h100_fast.sh                 # h100x8, gpu (1 to 7 GPUs), cpu
 #
 # SEEDS="0 1 2" measures the spread too. Extra arguments are passed to base_train. Writes to
 # out/recursion-fast or NANOCHAT_BASE_DIR. Exits with status 1 if a criterion is not met: gradients

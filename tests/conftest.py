@@ -22,7 +22,7 @@ from nanochat.config import speed_up_exit
 from nanochat.dist import DistContext
 from nanochat.gpt import GPT, GPTConfig
 from tasks.world.drills import spelling_words
-from tests.training_runs import STEPS, prepare
+from tests.training_runs import STEPS, prepare, python
 
 atexit.register(speed_up_exit)
 # transformers caches remote code by folder name; use a fresh cache
@@ -40,6 +40,12 @@ if (workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))) > 1:
 TINY = GPTConfig(
     vocab_size=64, n_layer=2, d_model=32, n_head=4, n_kv_head=2, head_dim=8, max_seq_len=16
 )
+
+TUNE = (
+    "--source=base:one --mixture=world_choice=300,world_facts=60 --num_iterations=20 "
+    "--total_batch_size=1024 --max_seq_len=128 --init_lr_frac=1 --eval_tokens=1024 "
+    "--dtype=float32"
+).split()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -149,6 +155,35 @@ def trained(trained_base: Path, base: Path) -> Path:
     """A base directory with the tokenizer, rows and last checkpoints of `prepare`."""
     earlier = shutil.ignore_patterns(*(f"step_{n:06d}" for n in range(STEPS)))
     return shutil.copytree(trained_base, base, ignore=earlier)
+
+
+@pytest.fixture
+def fake_python(tmp_path: Path) -> Path:
+    """A Python that runs `planted_run` instead of the pipeline's scripts."""
+    path = tmp_path / "python"
+    path.write_text(f'#!/bin/sh\nshift\nexec "{sys.executable}" -m tests.lab.planted_run "$@"\n')
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture
+def planted_runs(trained: Path, fake_python: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let sweeps start processes with planted results."""
+    monkeypatch.setattr(sys, "executable", str(fake_python))
+
+
+@pytest.fixture(scope="session")
+def tuned_base(trained_base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The small base models, and chat models of two seeds that answer with letters."""
+    base = shutil.copytree(trained_base, tmp_path_factory.mktemp("tuned") / "base")
+    for seed in (0, 1):
+        python(base, "-m", "scripts.chat_sft", *TUNE, f"--seed={seed}", f"--model_tag=s{seed}")
+    return base
+
+
+@pytest.fixture
+def tuned(tuned_base: Path, base: Path) -> Path:
+    return shutil.copytree(tuned_base, base)
 
 
 @pytest.fixture

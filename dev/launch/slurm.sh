@@ -1,11 +1,8 @@
 #!/usr/bin/env bash
-# Pretrain on several machines under Slurm. After a time limit, preemption or node
-# failure, the job is requeued and resumes from its newest checkpoint.
+# Pretrain on several machines under Slurm. After a time limit, preemption or node failure, the job
+# is requeued and resumes from its newest checkpoint. docs/distributed.md says how to prepare it.
 #
 #   sbatch --nodes=2 dev/launch/slurm.sh --depth=24  # run in the repository; takes base_train flags
-#
-# The repository and its outputs (out/, or NANOCHAT_BASE_DIR) must be on a disk shared by all nodes.
-# Set it up once, on the node you submit from:  bash dev/setup.sh
 #SBATCH --job-name=nanochat
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8

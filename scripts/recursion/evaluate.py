@@ -2,7 +2,7 @@
 Evaluate a recursive model: bits per byte after each loop, compared with plain models.
 
     python -m scripts.recursion.evaluate                               # the newest checkpoint
-    python -m scripts.recursion.evaluate --model_tags=r-0,r-1 --plain_tags=p-0,p-1,q-0,q-1
+    python -m scripts.recursion.evaluate --model_tags r-0 r-1 --plain_tags p-0 p-1 q-0 q-1
 
 Reads   base_checkpoints/<tag>/ with metrics.jsonl, and the validation text; tags that differ
         only by seed are one arm

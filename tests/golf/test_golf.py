@@ -176,7 +176,7 @@ def test_counted_code_is_exactly_what_scoring_loads(tokenizer, tmp_path):
 # ---- The shell script ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("profile", ["h100x8", "gpu", "cpu", "smoke"])
+@pytest.mark.parametrize("profile", ["h100x8", "gpu", "cpu"])
 def test_script_passes_valid_flags(profile, tmp_path, command):
     found = dict(commands_of("scripts/train_golf.sh", tmp_path, PROFILE=profile, SEEDS="1"))
     names = ["tok_train", "data", "golf.base_train", "export", "golf.evaluate", "report"]
@@ -184,13 +184,3 @@ def test_script_passes_valid_flags(profile, tmp_path, command):
     assert "tok_train" in command.rejects("golf.base_train", *found["golf.base_train"])
     limit = next(flag for flag in found["export"] if "limit_bytes" in flag)
     assert limit in found["golf.evaluate"]
-
-
-def test_leaderboard_text_is_split_after_50000_documents(tmp_path, base):
-    whole = base / "fineweb-download/datasets/docs_selected.jsonl"
-    whole.parent.mkdir(parents=True)
-    lines = [f'{{"text": "{i}"}}\n' for i in range(50_003)]
-    whole.write_text("".join(lines))
-    commands_of("scripts/train_golf.sh", tmp_path, PROFILE="cpu", TEXT="fineweb")
-    for name, part in (("val", lines[:50_000]), ("train_000", lines[50_000:])):
-        assert (base / f"fineweb/{name}.jsonl").read_text() == "".join(part)

@@ -168,7 +168,7 @@ def test_loops_are_trained_scored_and_judged(trained, command):
     assert last["val_bpb"] == last["bpb_loop_4"]
 
     judge = ("recursion.evaluate", "--eval_tokens=1024", "--dtype=float32")
-    command.works(*judge, "--model_tags=looped", "--plain_tags=plain,one")
+    command.works(*judge, "--model_tags=looped", "--plain_tags", "plain", "one")
     record = read_json(trained / "report" / "recursion.json")
     values, (arms, loops) = record["values"], [table["rows"] for table in record["tables"]]
     assert values["Final bpb"] == pytest.approx(last["val_bpb"], rel=1e-6)
@@ -178,23 +178,30 @@ def test_loops_are_trained_scored_and_judged(trained, command):
     for tags, fix in (
         (("--model_tags=plain",), "pass it with --plain_tags"),
         (("--model_tags=looped", "--plain_tags=looped"), "evaluate it alone"),
-        (("--model_tags=looped,looped",), "pass one tag per seed"),
+        (("--model_tags", "looped", "looped"), "pass one tag per seed"),
     ):
         assert fix in command.rejects(*judge, *tags)
 
 
-def test_h100_scripts_pass_valid_flags(tmp_path, command):
+@pytest.mark.parametrize(
+    ("profile", "sizes"),
+    [("h100x8", [512 * 2048, 256 * 2048]), ("gpu", [512 * 2048, 256 * 2048]), ("cpu", [4096] * 2)],
+)
+def test_h100_scripts_pass_valid_flags(profile, sizes, tmp_path, command):
     batches = []
     for phase in ("fast", "extreme"):
-        found = commands_of(f"scripts/train_h100_{phase}.sh", tmp_path, PROFILE="h100x8")
+        script = f"scripts/train_h100_{phase}.sh"
+        found = commands_of(script, tmp_path, PROFILE=profile, SEEDS="0")
         training = [flags for script, flags in found if script == "recursion.base_train"]
-        assert len(training) == 3 and "recursion.evaluate" in [script for script, _ in found]
+        assert len(training) == 3
+        judge = dict(found)["recursion.evaluate"]
+        assert "no checkpoint in" in command.rejects("recursion.evaluate", *judge)
         for flags in training:
             assert "tok_train" in command.rejects(
                 "recursion.base_train", *flags
             )  # the flags are fine
         batches.append({f for flags in training for f in flags if "total_batch_size" in f})
-    assert batches == [{f"--total_batch_size={rows * 2048}"} for rows in (512, 256)]
+    assert batches == [{f"--total_batch_size={size}"} for size in sizes]
 
 
 # ---- The verdict ---------------------------------------------------------------------------------
