@@ -61,7 +61,7 @@ MAX_BAD_STEPS = 5  # consecutive non-finite steps, each skipped, that stop the r
 LOSS_BETA = 0.9  # decay of the moving average of the training loss
 FLOAT16_LOSS_SCALE = 2.0**14  # at the start of training
 RAISE_SCALE_AFTER = 2000  # finite steps
-SMALLER = "a smaller --device_batch_size, --depth or --max_seq_len, or a larger machine"
+SMALLER = "a smaller --depth or --max_seq_len, or a larger machine"
 
 
 @dataclass(frozen=True)
@@ -550,7 +550,8 @@ class Run:
             )
             raise SystemExit(common.UNEVALUATED) from error
         if lacking:
-            raise UsageError(f"out of memory at step {step}", SMALLER) from error
+            fix = f"use a smaller --device_batch_size, {SMALLER}"
+            raise UsageError(f"out of memory at step {step}", fix) from error
 
     # ---- the loop --------------------------------------------------------------------------------
 
@@ -730,7 +731,7 @@ class Run:
             name = self.dist.device_name
             why = f"out of memory at device_batch_size={self.device_rows} on {name}"
             fix = "omit --device_batch_size to use the largest size that fits"
-            raise UsageError(why, SMALLER if self.device_rows == 1 else fix)
+            raise UsageError(why, f"use {SMALLER}" if self.device_rows == 1 else fix)
         if self.dist.device.type == "cuda":
             torch.cuda.empty_cache()
         self.device_rows = choose_device_rows(None, self.rows, self.device_rows // 2)
