@@ -101,7 +101,7 @@ def differences(scores: Scores, parents: Mapping[str, str]) -> list[Difference]:
                 before = before if before in by else parents.get(before, before)
             if {before, after} <= by.keys() and before != after:
                 change = compare_items(name, scores.items[before], scores.items[after])
-                stages = " to ".join(STAGES[stage] for stage in (before, after))
+                stages = " to ".join(STAGES.get(stage, stage) for stage in (before, after))
                 changes += [Difference(name, stages, change)] if change else []
     return changes
 

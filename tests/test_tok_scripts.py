@@ -77,7 +77,7 @@ def test_B17_unreachable_vocabularies_are_skipped(base, command, train, monkeypa
     assert "Comparison with GPT-2: skipped" in (base / "report.md").read_text()
     text = "quokka " * 500
     ratio = len(text) / len(Tokenizer.load().encode(text))
-    assert found["values"]["bytes per token, fwe-val"] == pytest.approx(ratio)
+    assert found["values"]["bytes per token, text-val"] == pytest.approx(ratio)
     monkeypatch.setattr(tok_eval, "RIVALS", {})
     assert "finished already" not in command.works("tok_eval", "--skip_if_done")
 
