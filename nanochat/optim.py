@@ -366,7 +366,9 @@ class MuonAdamW(torch.optim.Optimizer):
             tall = max(1.0, weight.size(-2) / weight.size(-1)) ** 0.5
             momentum = group.get("momentum", 0.95)
             scalars = as_tensors(tall * group["lr"], momentum, group["weight_decay"])
-            kernel = compiled_version(muon_update) if self.compiled else muon_update
+            # the compiler of torch 2.15 fails for matrices of one row, such as gates of one head
+            compiled = self.compiled and weight.size(-2) > 1
+            kernel = compiled_version(muon_update) if compiled else muon_update
             kernel(*args, scalars, dtype)
         else:
             each = (group["lr"], *group["betas"], group["weight_decay"], self.steps_taken)

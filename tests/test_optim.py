@@ -16,10 +16,11 @@ TOKENS = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
 STEPS = [(0.5, 0.90, 0.25), (0.6, 0.91, 0.5), (1.0, 0.92, 1.0), (0.2, 0.93, 0.0)]  # set_schedule
 
 
-def updated(dist, rule, weights, grads):
+def updated(dist, rule, weights, grads, compiled=False):
     """Copies of the weights after one step of our optimizer for each item of `grads`."""
     params = {f"p{i}": torch.nn.Parameter(w.clone()) for i, w in enumerate(weights)}
     optimizer = MuonAdamW(torch.nn.ParameterDict(params), dict.fromkeys(params, rule), dist)
+    optimizer.compiled = compiled
     for own, factors in zip(grads, STEPS, strict=True):
         for p, grad in zip(params.values(), own, strict=True):
             p.grad = grad.clone()
@@ -75,6 +76,16 @@ def test_muon_update_matches_the_formulas(dist, shape, dtype):
         assert np.abs(weight.numpy() - want).max() < 1e-5 * np.abs(want).max()
     still = updated(dist, rule, draws[0], 0 * draws[1:])
     assert torch.equal(torch.stack(still), draws[0])
+
+
+@pytest.mark.parametrize("shape", [(20, 6), (1, 12)])
+def test_compiled_muon_update_equals_the_eager_one(dist, shape):
+    draws = torch.randn(5, 3, *shape, generator=torch.Generator().manual_seed(0))
+    eager, compiled = (
+        updated(dist, Rule("muon", 0.02), draws[0], draws[1:], is_compiled)
+        for is_compiled in (False, True)
+    )
+    torch.testing.assert_close(compiled, eager, rtol=1e-4, atol=1e-5)
 
 
 def test_adamw_matches_pytorch(dist):
