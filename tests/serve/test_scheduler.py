@@ -159,7 +159,7 @@ def test_failed_step_ends_only_the_answers_of_its_model(site, monkeypatch):
     healthy = {"model": "base:tiny", "max_tokens": 100, "seed": 1, "logit_bias": endless}
     alone = site.content(**healthy)
     with ThreadPoolExecutor(2) as pool:
-        failing = pool.submit(site.events, max_tokens=500, n=2)
+        failing = pool.submit(site.events, max_tokens=500, n=2, logit_bias=endless)
         other = pool.submit(site.content, **healthy)
         until(lambda: site.load()[0] == 3)
         with monkeypatch.context() as patch:
