@@ -38,9 +38,15 @@ from nanochat.sandbox import calculate
 from nanochat.scaling import make_rules
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import Run, TrainConfig, skip_if_finished
-from scripts.chat_rl import BUILTIN_TASKS, MOMENTUM, SCHEDULE, TASK
+from scripts.chat_rl import (
+    BUILTIN_TASKS,
+    MOMENTUM,
+    SCHEDULE,
+    TASK,
+    held_out_questions,
+    rl_questions,
+)
 from tasks.base import Task
-from tasks.buckets import held_out_questions, rl_questions
 from tasks.chats import Preferences
 
 SECTION = "Chat DPO"
@@ -168,7 +174,7 @@ def make_pairs(cfg: ChatDPO, data: Task, parent: Checkpoint, dist: DistContext) 
         every = [[encode_conversation(tokenizer, each) for each in pair] for pair in data.items]
         pairs = [pair for pair in every if max(map(len, pair)) <= T + 1]  # the last is no input
         num_long = len(every) - len(pairs)
-        about = f"without {num_long:,} of more than {T:,} tokens, {data.num_skipped:,} invalid"
+        about = f"without {num_long:,} of more than {T:,} tokens"
         fix = "use shorter pairs, or a model with a larger max_seq_len"
     else:
         rollouts, seed = cfg.rollouts, cfg.train.seed

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 from nanochat import records, report, stats
 from nanochat.checkpoint import Stage, find_checkpoint, load_inference
-from nanochat.common import UsageError, fingerprint
+from nanochat.common import MissingInput, UsageError, fingerprint
 from nanochat.config import require_at_least, settings, short, start
 from nanochat.dist import DistConfig, DistContext, init_dist
 from nanochat.engine import Engine, Sampling, choose_engine_compile
@@ -32,12 +32,12 @@ from nanochat.eval_chat import (
 from nanochat.finetune import parent_inputs
 from nanochat.gpt import GPT
 from nanochat.records import Cost
-from nanochat.sandbox import Tools
+from nanochat.sandbox import SandboxUnavailable, Tools
 from nanochat.stats import Estimate
 from nanochat.tokenizer import Tokenizer
 from tasks.base import LaterTurns, Mixture, Task, user, visible
 from tasks.held_out import is_final, require_access
-from tasks.registry import TASKS, eval_task, key_of, why_unavailable
+from tasks.registry import TASKS, eval_task, key_of
 
 TURNS = 3  # before the questions that show what a model can do later in a chat
 LATER_PROBLEMS = 200  # such questions of each task
@@ -111,6 +111,18 @@ def open_tasks(
     if not cfg.task_name:
         missing |= dict.fromkeys(left_out, "final benchmark")
     return [eval_task(name, cfg.unsafe_exec) for name in names if name not in missing], missing
+
+
+def why_unavailable(name: str, unsafe: bool = False) -> str | None:
+    """
+    Why a task cannot be scored here; None if it can. Generated code needs a sandbox, spelling a
+    word list.
+    """
+    try:
+        eval_task(name, unsafe).require_input()
+    except (SandboxUnavailable, MissingInput) as error:
+        return " ".join(str(error).split())
+    return None
 
 
 def main(cfg: ChatEval) -> None:

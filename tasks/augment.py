@@ -28,7 +28,6 @@ from tasks.base import (
     split_words,
     user,
 )
-from tasks.questions import ARCChallenge, ARCEasy
 
 K1, B = 1.2, 0.75  # BM25: Robertson and Zaragoza, "The Probabilistic Relevance ...", 2009
 MOST_TEXTS = 2000  # words of more texts say little, and cost the most
@@ -128,32 +127,18 @@ class TenOptions(MoreOptions):
     baseline, fewest = 1 / MAX_OPTIONS, MAX_OPTIONS
 
 
-class ARCEasyTen(TenOptions, ARCEasy):
-    """ARC-Easy with ten options."""
-
-    name, pool = "ARC-Easy-10", ARCEasy
-
-
-class ARCChallengeTen(TenOptions, ARCChallenge):
-    """ARC-Challenge with ten options."""
-
-    name, pool = "ARC-Challenge-10", ARCChallenge
-
-
 AUGMENTERS = {"styles": Styled, "order": Reordered, "options": MoreOptions}
 
 
 def augment(task: type[Task], how: str) -> type[Task]:
     """
     The task with modified questions. Raises ValueError for a task that is not answered with a
-    letter, or is augmented already.
+    letter, and for an unknown augmentation.
     """
-    if how not in AUGMENTERS:
-        raise ValueError(f"augment {how!r} is not one of {', '.join(AUGMENTERS)}")
-    has_letters = issubclass(task, QuestionTask) and task.kind == "choice"
-    if not has_letters or issubclass(task, Augmented):
+    if how not in AUGMENTERS or task.kind != "choice":
         raise ValueError(
-            f"{task.name} is not answered with a letter, or has ten options; use arc_easy or such"
+            f"{task.name} is not answered with a letter, or augment {how!r} is not one of "
+            f"{', '.join(AUGMENTERS)}"
         )
     return type(task.__name__, (AUGMENTERS[how], task), {"pool": task})
 

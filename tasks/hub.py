@@ -81,8 +81,6 @@ class HubTask(Task):
     """Split -> file stem in the repository."""
     path: Path | None = None
     """JSON Lines file, instead of a repository."""
-    num_skipped = 0
-    """Number of rows that cannot be used, once `items` are read."""
 
     @cached_property
     def data(self) -> tuple[dict[int, Any], dict[str, Any]]:
@@ -123,7 +121,6 @@ class HubTask(Task):
                 problems.append(str(error) if type(error) is ValueError else repr(error))
                 if self.path:
                     raise ValueError(f"{self.path}, line {number}: {problems[0]}") from error
-        self.num_skipped = len(problems)
         about = f"{self.name}: skipped {len(problems):,} of {len(rows):,} rows of "
         about += f"{self.path or self.repo}: {mode(problems or ['it is empty'])}"
         if not items:

@@ -1,21 +1,19 @@
 """
-Multiple-choice datasets: ARC (easy and challenge), MMLU, KMMLU and AQuA.
+Multiple-choice datasets: ARC, MMLU, AQuA, GPQA and Korean benchmarks.
 
     row -> parse -> MCQuestion -> conversation, answered by the letter; AQuA also with its reasoning
 
-Benchmarks in Korean and GPQA are in korean.py, ARC with ten options in augment.py.
-
-Sources: Clark et al., "Think you have Solved Question Answering? Try ARC", arXiv:1803.05457;
-Hendrycks et al., "Measuring Massive Multitask Language Understanding", arXiv:2009.03300;
-Son et al., "KMMLU: Measuring Massive Multitask Language Understanding in Korean", arXiv:2402.11548;
-Ling et al., "Program Induction by Rationale Generation", arXiv:1705.04146.
+Those without a "train" split are for evaluation only. Some are gated: the error says where to
+request access.
 """
 
+import ast
 import re
 from dataclasses import replace
 
+from tasks.augment import TenOptions, shuffle_options
 from tasks.base import LETTERS, Conversation, MCQuestion, Tags, assistant, user
-from tasks.hub import HubQuestions, TaskRow, make_question
+from tasks.hub import AS_PARQUET, HubQuestions, TaskRow, make_question
 
 REASON = "Reason step by step, then end with a line that says Answer: and the letter."
 MARKER = re.compile(r"Answer: ([A-E])\b")
@@ -25,6 +23,8 @@ class ARCEasy(HubQuestions):
     """
     Grade-school science questions that simple methods can answer, three to five options; lettered
     by position, also if a row has numbers.
+
+    Source: Clark et al., "Think you have Solved Question Answering? Try ARC", arXiv:1803.05457.
     """
 
     name, baseline = "ARC-Easy", 0.25
@@ -45,10 +45,25 @@ class ARCChallenge(ARCEasy):
     splits = {split: stem.replace("Easy", "Challenge") for split, stem in ARCEasy.splits.items()}
 
 
+class ARCEasyTen(TenOptions, ARCEasy):
+    """ARC-Easy with ten options."""
+
+    name, pool = "ARC-Easy-10", ARCEasy
+
+
+class ARCChallengeTen(TenOptions, ARCChallenge):
+    """ARC-Challenge with ten options."""
+
+    name, pool = "ARC-Challenge-10", ARCChallenge
+
+
 class MMLU(HubQuestions):
     """
     Exams in 57 subjects, four options. Train split: `auxiliary_train`, questions from other
     datasets.
+
+    Source: Hendrycks et al., "Measuring Massive Multitask Language Understanding",
+    arXiv:2009.03300.
     """
 
     name, baseline = "MMLU", 0.25
@@ -59,7 +74,11 @@ class MMLU(HubQuestions):
 
 
 class KMMLU(HubQuestions):
-    """Korean exams in 45 subjects, four options; a file per subject and split."""
+    """
+    Korean exams in 45 subjects, four options; a file per subject and split.
+
+    Source: Son et al., "KMMLU", arXiv:2402.11548.
+    """
 
     name, baseline = "KMMLU", 0.25
     # KMMLU-Pro has other questions than KMMLU, but in the style of the same exams
@@ -70,7 +89,11 @@ class KMMLU(HubQuestions):
 
 
 class AQuALetter(HubQuestions):
-    """Algebraic word problems with five options, answered with the letter only."""
+    """
+    Algebraic word problems with five options, answered with the letter only.
+
+    Source: Ling et al., "Program Induction by Rationale Generation", arXiv:1705.04146.
+    """
 
     name, baseline = "AQUA-Letter", 0.2
     tags = Tags("math", "en", "native", "Apache-2.0", "letter", "aqua")
@@ -99,3 +122,117 @@ class AQuA(AQuALetter):
 
     def extract(self, answer: str) -> str | None:
         return (MARKER.findall(answer) or [None])[-1]
+
+
+# ------------------------------------------------------------------------------------------------
+# Benchmarks in Korean, and GPQA
+
+
+class KMMLURedux(HubQuestions):
+    """
+    Questions of KMMLU from technical qualification exams, with errors removed. Gated.
+
+    Source: Hong et al., "From KMMLU-Redux to KMMLU-Pro", arXiv:2507.08924.
+    """
+
+    name, baseline = "KMMLU-Redux", 0.25
+    tags = Tags("exams", "ko", "native", "CC BY-NC-ND 4.0", "letter", "kmmlu")
+    repo, revision = "LGAI-EXAONE/KMMLU-Redux", AS_PARQUET
+    splits, columns = {"test": "*/test/*"}, ("question", "options", "solution")
+
+
+class KMMLUReduxTen(TenOptions, KMMLURedux):
+    """KMMLU-Redux with ten options, the further ones from training questions of KMMLU."""
+
+    name, pool = "KMMLU-Redux-10", KMMLU
+
+
+class KMMLUPro(KMMLURedux):
+    """Professional licensure exams with five options. Gated. Source: arXiv:2507.08924."""
+
+    name, baseline = "KMMLU-Pro", 0.2
+    tags = replace(KMMLURedux.tags, parent="kmmlu-pro")
+    repo = "LGAI-EXAONE/KMMLU-Pro"
+
+
+class HAERAE(HubQuestions):
+    """
+    HAE-RAE Bench 1.0: Korean vocabulary, history, general knowledge and reading, five options.
+
+    Source: Son et al., "HAE-RAE Bench", arXiv:2309.02706.
+    """
+
+    name, baseline = "HAE-RAE", 0.2
+    tags = Tags("culture", "ko", "native", "CC BY-NC-ND 4.0", "letter", "hae-rae")
+    repo = "HAERAE-HUB/HAE_RAE_BENCH_1.0"
+    splits = {"test": "data/HAERAE-Bench-v1-*"}
+    columns, labels = ("question", tuple("abcde"), "answer"), "abcde"
+
+
+class ClinicalQA(HubQuestions):
+    """Questions in the form of the Korean medical licensing exam (Seoul National University)."""
+
+    name, baseline = "Clinical-QA", 0.2
+    tags = Tags("medicine", "ko", "synthetic", "", "letter", "clinical-qa")
+    repo = "snuh/ClinicalQA"
+    splits = {"test": "data/train"}  # the only split
+
+    def parse(self, row: TaskRow) -> MCQuestion:
+        listed = row["options"]  # option_A to option_E, the last one may be missing
+        listed = ast.literal_eval(listed) if isinstance(listed, str) else listed
+        options = {key[-1]: option for key, option in listed.items() if option}
+        right = list(options).index(row["answer"].strip())
+        return make_question(f"{row['question']}\n\n{row['exam'] or ''}", options.values(), right)
+
+
+class CLIcK(HubQuestions):
+    """
+    Korean culture and language, four or five options, some with a paragraph to read.
+
+    Source: Kim et al., "CLIcK", arXiv:2403.06412.
+    """
+
+    name, baseline = "CLIcK", 0.25
+    tags = Tags("culture", "ko", "native", "", "letter", "click")
+    repo, revision = "EunsuKim/CLIcK", AS_PARQUET
+    splits = {"test": "default/train/*"}  # the only split
+
+    def parse(self, row: TaskRow) -> MCQuestion:
+        text = f"{row['paragraph'] or ''}\n\n{row['question']}"
+        options = [option.strip() for option in row["choices"]]
+        return make_question(text, options, options.index(row["answer"].strip()))
+
+
+class KoBALT(HubQuestions):
+    """
+    Korean linguistics with ten options, which the question lists as lines from A: to J:.
+
+    Source: Shin et al., "KoBALT", arXiv:2505.16125.
+    """
+
+    name, baseline = "KoBALT", 0.1
+    tags = Tags("language", "ko", "native", "CC BY-NC 4.0", "letter", "kobalt")
+    repo, revision = "snunlp/KoBALT-700", AS_PARQUET
+    splits = {"test": "kobalt_v1/raw/*"}
+
+    def parse(self, row: TaskRow) -> MCQuestion:
+        text, _, rest = row["Question"].rpartition("\nA:")  # a dialogue may have an earlier A:
+        options = re.split(r"^[B-J]:", rest, flags=re.MULTILINE)
+        return make_question(text, options, LETTERS.index(row["Answer"].strip()))
+
+
+class GPQA(HubQuestions):
+    """
+    Graduate-level questions of science, the 198 of the diamond set, options shuffled. Gated.
+
+    Source: Rein et al., "GPQA: A Graduate-Level Google-Proof Q&A Benchmark", arXiv:2311.12022.
+    """
+
+    name, baseline = "GPQA", 0.25
+    tags = Tags("science", "en", "native", "CC BY 4.0", "letter", "gpqa")
+    repo, splits = "Idavidrein/gpqa", {"test": "gpqa_diamond"}
+
+    def parse(self, row: TaskRow) -> MCQuestion:
+        wrong = [row[f"Incorrect Answer {n}"] for n in (1, 2, 3)]
+        asked = make_question(row["Question"], [row["Correct Answer"], *wrong], 0)
+        return shuffle_options(asked, asked.text)

@@ -1,25 +1,23 @@
 """
 Tasks by name.
 
-    make_task("ARC-Easy", "test") -> Task; eval_task("arc_easy") -> test split to score a model on
+    TASKS["arc_easy"]("train") -> Task; eval_task("ARC-Easy") -> test split to score a model on
 
 Data is downloaded on first use.
 """
 
-from nanochat.common import MissingInput
-from nanochat.sandbox import SandboxUnavailable
-from tasks import augment, chats, code, gsm8k, korean, questions, spelling
+from tasks import chats, code, math_problems, questions, spelling
 from tasks.base import Task, plain_name
 from tasks.world import task as world
 
 TASKS: dict[str, type[Task]] = {
     "arc_easy": questions.ARCEasy,
     "arc_challenge": questions.ARCChallenge,
-    "arc_easy_10": augment.ARCEasyTen,
-    "arc_challenge_10": augment.ARCChallengeTen,
+    "arc_easy_10": questions.ARCEasyTen,
+    "arc_challenge_10": questions.ARCChallengeTen,
     "mmlu": questions.MMLU,
     "kmmlu": questions.KMMLU,
-    "gsm8k": gsm8k.GSM8K,
+    "gsm8k": math_problems.GSM8K,
     "aqua": questions.AQuA,
     "aqua_letter": questions.AQuALetter,
     "humaneval": code.HumanEval,
@@ -32,16 +30,16 @@ TASKS: dict[str, type[Task]] = {
     "simple_spelling": spelling.SimpleSpelling,
     "identity": chats.Identity,
     "jsonl": chats.JSONL,
-    "kmmlu_redux": korean.KMMLURedux,
-    "kmmlu_redux_10": korean.KMMLUReduxTen,
-    "kmmlu_pro": korean.KMMLUPro,
-    "hae_rae": korean.HAERAE,
-    "clinical_qa": korean.ClinicalQA,
-    "click": korean.CLIcK,
-    "kobalt": korean.KoBALT,
-    "gpqa": korean.GPQA,
-    "mclm_ko": korean.MCLMKorean,
-    "hrm8k": korean.HRM8K,
+    "kmmlu_redux": questions.KMMLURedux,
+    "kmmlu_redux_10": questions.KMMLUReduxTen,
+    "kmmlu_pro": questions.KMMLUPro,
+    "hae_rae": questions.HAERAE,
+    "clinical_qa": questions.ClinicalQA,
+    "click": questions.CLIcK,
+    "kobalt": questions.KoBALT,
+    "gpqa": questions.GPQA,
+    "mclm_ko": math_problems.MCLMKorean,
+    "hrm8k": math_problems.HRM8K,
     "livecodebench": code.LiveCodeBench,
     "world_chat": world.WorldChat,
     "world_facts": world.WorldFacts,
@@ -57,11 +55,6 @@ def key_of(name: str) -> str:
     if plain_name(name) not in known:
         raise ValueError(f"unknown task {name!r}; use one of {', '.join(TASKS)}")
     return known[plain_name(name)]
-
-
-def make_task(name: str, split: str, source: str | None = None) -> Task:
-    """One split of a task. Raises ValueError for an unknown name or split."""
-    return TASKS[key_of(name)](split, source)
 
 
 def scored_task(name: str) -> type[Task]:
@@ -81,15 +74,3 @@ def eval_task(name: str, unsafe: bool = False) -> Task:
     if isinstance(task, code.CodeTask):
         task.unsafe = unsafe
     return task
-
-
-def why_unavailable(name: str, unsafe: bool = False) -> str | None:
-    """
-    Why a task cannot be scored here; None if it can. Generated code needs a sandbox, spelling a
-    word list.
-    """
-    try:
-        eval_task(name, unsafe).require_input()
-    except (SandboxUnavailable, MissingInput) as error:
-        return " ".join(str(error).split())
-    return None

@@ -7,7 +7,7 @@ from nanochat.lab.filters import EXAMPLES, RULES, apply_filters, parse_filters
 from tasks.augment import STYLES, augment, read_letter
 from tasks.base import LETTERS, MCQuestion, QuestionTask
 from tasks.buckets import buckets
-from tasks.gsm8k import GSM8K
+from tasks.math_problems import GSM8K
 from tasks.registry import eval_task
 from tests.hub_server import publish
 

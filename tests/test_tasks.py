@@ -9,13 +9,15 @@ import pytest
 
 from nanochat.common import MissingInput, fingerprint
 from scripts import chat_rl, chat_sft, mid_train
-from scripts.chat_eval import default_tasks
+from scripts.chat_eval import default_tasks, why_unavailable
+from scripts.chat_rl import held_out_questions, rl_questions
+from scripts.mid_train import mixture_tables
 from tasks import base, registry
 from tasks.base import Mixture, NumberTask, Tags, assistant, final_value, text, tool_call, user
-from tasks.buckets import buckets, chat_mixture, held_out_questions, read_mixture, rl_questions
+from tasks.buckets import buckets, chat_mixture, read_mixture
 from tasks.hub import HubTask
 from tasks.questions import AQuA, AQuALetter
-from tasks.registry import eval_task, key_of, make_task
+from tasks.registry import eval_task, key_of
 from tasks.spelling import SimpleSpelling, SpellingBee
 from tests.hub_server import publish
 
@@ -219,7 +221,7 @@ def test_spelling_bee_counts_letters_with_the_tool(word_list):
 def test_spelling_without_words_has_a_fix(base):
     with pytest.raises(MissingInput, match=r"no word list(.|\n)*scripts\.tok_train"):
         SpellingBee("train")[0]
-    assert "no word list" in (registry.why_unavailable("spelling") or "")
+    assert "no word list" in (why_unavailable("spelling") or "")
 
 
 # ------------------------------------------------------------------------------------------------
@@ -230,7 +232,7 @@ def test_tasks_are_found_by_key_and_report_name():
     for key, entry in registry.TASKS.items():
         assert key_of(key) == key_of(entry.name) == key
     with pytest.raises(ValueError, match="unknown task 'gsm8'; use one of arc_easy, "):
-        make_task("gsm8", "test")
+        key_of("gsm8")
 
 
 @pytest.mark.parametrize(
@@ -283,7 +285,7 @@ def test_default_mixtures_and_tasks_are_valid():
         for spec in (stage.MIXTURE, stage.BUILTIN_MIXTURES["embedded"]):
             assert len(buckets(spec)) > 3
     for name in (*default_tasks({}), *default_tasks({"dataset": "embedded"})):
-        assert make_task(name, "test").kind != "talk"
+        assert registry.TASKS[name].kind != "talk"
     assert chat_rl.TASK in registry.TASKS
     assert len(held_out_questions(chat_rl.BUILTIN_TASKS["embedded"], 4)) > 0
 
@@ -331,7 +333,7 @@ def test_tables_report_shares_by_bucket_and_tag(tmp_path, capsys):
     path.write_text(json.dumps({"mixture": "en,ko*5", "buckets": own}))
     about = {"conversations": 9, "tokens": 200, "trained": 60, "used_tokens": 1000}
     counts = {"en": about, "ko": {**about, "used_tokens": 3000}}
-    by_bucket, by_tag = chat_mixture(str(path)).tables(counts)
+    by_bucket, by_tag = mixture_tables(chat_mixture(str(path)).tags, counts)
     assert by_bucket["rows"][1] == ["ko", "chat, ko", "9", "200", "60", "15", "75.0%"]
     assert by_tag["rows"] == [["language", "en", "25.0%"], ["language", "ko", "75.0%"]]
     assert "more than 4 repeats of ko" in capsys.readouterr().out

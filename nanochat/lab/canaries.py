@@ -40,7 +40,7 @@ from tasks import builtin
 from tasks.base import Mixture, Task, visible
 from tasks.held_out import is_final
 from tasks.hub import HubTask, data_folder, match_files
-from tasks.registry import TASKS, make_task
+from tasks.registry import TASKS
 
 # ---- Metrics of a model --------------------------------------------------------------------------
 
@@ -191,7 +191,7 @@ def first_items(counts: Mapping[str, int]) -> list[Task]:
     for key in (key for key in counts if not is_final(key)):
         kind = TASKS[key]
         split = next(s for s in ("val", "test") if s in kind.splits and s != kind.rl_split)
-        task = make_task(key, split)
+        task = kind(split)
         if not isinstance(task, HubTask) or is_local(task):
             found.append(Mixture([task], count=counts[key]))
     return found

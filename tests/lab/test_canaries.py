@@ -11,7 +11,7 @@ from nanochat.rows import signed_ids
 from nanochat.tokenizer import Tokenizer
 from tasks.base import assistant, text, tool_call, user
 from tasks.held_out import declare
-from tasks.registry import TASKS, make_task
+from tasks.registry import TASKS
 
 TOKENIZER = Tokenizer.train(["what is it"], 265)
 
@@ -72,7 +72,7 @@ def test_healthy_runs_are_fine(capsys, parent, changes):
     ],
 )
 def test_wrong_loss_mask_shows_in_the_rows(change, right):
-    chats = [make_task("world_facts", "train")[i] for i in range(64)]
+    chats = [TASKS["world_facts"]("train")[i] for i in range(64)]
     chats.append([user("2*3?"), assistant([text("So "), *tool_call("2*3", "6"), text("6")])])
     packed = np.full((65, 257), ~TOKENIZER.bos_id)
     for row, chat in zip(packed, chats, strict=True):
@@ -88,7 +88,7 @@ def test_static_suite_asks_unseen_questions_that_are_not_final(base):
     for task in suite:
         [key] = [key for key, kind in TASKS.items() if kind.name == task.name]
         for split in ("train", TASKS[key].rl_split):
-            other = make_task(key, split)
+            other = TASKS[key](split)
             seen = {other.material(i) for i in range(min(len(other), 2000))}
             assert not seen & {task.material(i) for i in range(len(task))}
     declare({"World-Facts": "world"})
