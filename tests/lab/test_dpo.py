@@ -79,7 +79,7 @@ def test_training_on_pairs_prefers_the_chosen_answers(pair_file, base, command):
     words = [*DPO, "--source=base:one", f"--pairs={pair_file}", "--num_epochs=2"]
     words.append("--init_lr_frac=0.3")
     out = command.works(*words)
-    assert "1 of more than 32 tokens, 0 invalid" in out
+    assert "1 of more than 32 tokens" in out
     assert "chat_cli --source=dpo --model_tag=tuned" in out
     values = read_json(base / "report" / "chat-dpo.json")["values"]
     loss, accuracy = (values[f"Held-out {name} after"] for name in ("loss", "accuracy"))
