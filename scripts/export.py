@@ -21,7 +21,7 @@ from nanochat.checkpoint import Checkpoint, CheckpointChoice, lineage, load_weig
 from nanochat.common import base_dir, write_atomic
 from nanochat.config import start
 from nanochat.dist import DistConfig, init_dist
-from nanochat.golf.artifact import Compressor, Container, quantize_tensors
+from nanochat.golf.artifact import quantize_tensors
 from nanochat.golf.quantize import Clip, QuantConfig
 from nanochat.golf.size import choose_smallest, format_sizes, require_size_limit
 from nanochat.gpt import GPT
@@ -44,10 +44,6 @@ class Export(CheckpointChoice):
     """artifact: clipping range of each row (see scripts.golf.base_train). Default: as trained."""
     row_clip_std: float | None = None
     """artifact: range of --row_clip=std in standard deviations. Default: as trained."""
-    container: Container | None = None
-    """artifact: one byte per level, or packed to the bit width. Default: the smaller file."""
-    compressor: Compressor | None = None
-    """artifact: compression algorithm. Default: the one with the smallest file."""
     limit_bytes: int = 16_000_000
     """artifact: maximum size of file and code together, in bytes."""
     count_code: bool = True
@@ -99,7 +95,7 @@ def write_artifact(
         **{name: provenance[name] for name in ("run_id", "seed")},
     }
     stored = quantize_tensors(model.state_dict(), quant)
-    written = choose_smallest(stored, model.cfg, tokenizer, origin, cfg.container, cfg.compressor)
+    written = choose_smallest(stored, model.cfg, tokenizer, origin)
     print(format_sizes(written, cfg.limit_bytes, cfg.count_code), flush=True)
     require_size_limit(written, cfg.limit_bytes, cfg.count_code)
     write_atomic(path, written.data)

@@ -54,18 +54,13 @@ class SmallestFile(NamedTuple):
 
 
 def choose_smallest(
-    stored: list[StoredTensor],
-    model: GPTConfig,
-    tokenizer: Tokenizer,
-    origin: Mapping[str, Any],
-    container: Container | None = None,
-    compressor: Compressor | None = None,
+    stored: list[StoredTensor], model: GPTConfig, tokenizer: Tokenizer, origin: Mapping[str, Any]
 ) -> SmallestFile:
-    """Return the smallest file over all containers and compressors, or the given ones."""
+    """Return the smallest file over all containers and compressors."""
     files: dict[tuple[Container, Compressor], bytes] = {}
-    for packing in (container,) if container else CONTAINERS:
+    for packing in CONTAINERS:
         body = make_body(stored, model, tokenizer, origin, packing)
-        for by in (compressor,) if compressor else COMPRESSORS:
+        for by in COMPRESSORS:
             files[packing, by] = write_container(body, packing, by)
     packing, by = min(files, key=lambda k: len(files[k]))
     tensors = []

@@ -102,19 +102,13 @@ def score_artifact(
     def bpb(stride: int) -> Bpb:
         return document_bpb(model, texts, artifact.tokenizer, stride, windows, dist)
 
-    plain = bpb(T)
-    parts = [f"{path}: roundtrip {plain.value:.5f} bpb on {plain.bytes:,} bytes"]
-    sliding = bpb(stride) if stride else None
-    if sliding:
-        parts.append(f"sliding {sliding.value:.5f} (stride {stride})")
-    baseline = None
+    plain, sliding, baseline = bpb(T), bpb(stride) if stride else None, None
     if parent:
         model.load_state_dict(parent.model_tensors())
         baseline = bpb(T)
-        gap = plain.value - baseline.value
-        parts.append(f"before {baseline.value:.5f}, gap {gap:+.5f}")
-    dist.print0(", ".join(parts))
-    return ScoredArtifact(path, artifact, baseline, plain, sliding)
+    scored = ScoredArtifact(path, artifact, baseline, plain, sliding)
+    dist.print0(f"{path}: {format_scores(scored)}")
+    return scored
 
 
 def require_one_recipe(artifacts: Mapping[Path, Artifact]) -> None:
@@ -157,7 +151,6 @@ def write_scores(cfg: GolfEval, dist: DistContext, scored: list[ScoredArtifact])
     values: dict[str, Any] = {
         "Seeds": len(scored),
         **{name: over_seeds(found.tolist()) for name, found in figures.items()},
-        "Spread over seeds (std)": float(plain.std(ddof=1)) if len(scored) > 1 else None,
         "Parameters": sum(w.numel() for w in scored[0].artifact.weights.values()),
         "Model bytes": largest,
         "Code bytes": code,

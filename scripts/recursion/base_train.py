@@ -9,17 +9,16 @@ Writes  the outputs of scripts.base_train
 """
 
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from nanochat.checkpoint import build_model
 from nanochat.config import settings, start
 from nanochat.dist import init_dist
 from nanochat.eval_bpb import Validation
-from nanochat.gpt import GPT
+from nanochat.gpt import GPT, GPTConfig
 from nanochat.optim import MuonAdamW, decay_factor, lr_factor, muon_momentum
 from nanochat.recursion.metrics import step_metrics, validation_metrics
-from nanochat.recursion.model import RecursiveGPT
-from nanochat.recursion.presets import RecursionConfig
+from nanochat.recursion.model import RecursiveConfig, RecursiveGPT, Supervise
 from nanochat.rows import pack_rows
 from nanochat.scaling import WidthConfig, plan_horizon, scaled_rules
 from nanochat.train import Run, skip_if_finished
@@ -32,6 +31,68 @@ from scripts.base_train import (
     summarize,
 )
 
+Preset = Literal["none", "share2", "moderate", "aggressive", "extreme"]
+FULL: dict[str, Any] = {"n_loops": 4, "supervise": "full"}
+PRESETS: dict[Preset, dict[str, Any]] = {
+    "share2": {"n_loops": 2, "supervise": "last"},
+    "moderate": {**FULL, "supervision_base": 3.0, "improvement_bonus": 0.5},
+    "aggressive": {**FULL, "supervision_base": 5.0, "improvement_bonus": 1.0},
+    "extreme": {**FULL, "supervision_base": 10.0, "improvement_bonus": 2.0},
+}
+WEAK_PRESETS = ("moderate", "aggressive", "extreme")
+WARNING = (  # measured: 3 seeds each, 2026-11 (dev/LOG.md)
+    "warning    recursion preset {}: aggressive and extreme were worse than a plain model of equal "
+    "FLOPs by 0.40 bits per byte, and no better than their layers applied once"
+)
+
+
+@dataclass(frozen=True)
+class RecursionConfig:
+    recursion_preset: Preset = "none"
+    """Apply the middle layers several times. share2: twice; moderate, aggressive, extreme: four
+    times with a loss at every loop, increasingly steep weights and an improvement bonus."""
+    n_loops: int | None = None
+    """Number of times the core is applied; makes the model recursive even without a preset.
+    Default: the preset's."""
+    n_prelude: int | None = None
+    """Layers before the core. Default: a quarter of depth."""
+    n_core: int | None = None
+    """Layers of the core. Default: the remaining layers."""
+    n_coda: int | None = None
+    """Layers after the core. Default: a quarter of depth."""
+    supervise: Supervise | None = None
+    """Loops with a loss. last: the last; sampled: the last and one sampled per step; full: all;
+    undetached: all, with a bonus that also raises the previous loop's loss, to reproduce high
+    refinement. Default: the preset's, else last."""
+    supervision_base: float | None = None
+    """Loop k has a weight proportional to supervision_base^k. Default: the preset's, else 3."""
+    improvement_bonus: float | None = None
+    """Extra weight of each supervised loop after the first: this value divided by the previous
+    loop's loss, at most four times the loop's own weight. Default: the preset's, else 0."""
+    bptt_loops: int | None = None
+    """Detach the state before the last N loops. Default: never."""
+
+    def apply(self, plain: GPTConfig) -> GPTConfig:
+        """
+        Return the recursive configuration with the same layers, or `plain` if recursion is off. By
+        default, prelude and coda take a quarter of the layers each; the core takes the rest.
+
+        Raises ValueError for inconsistent values, or if flags are set but n_loops is not.
+        """
+        flags = {name: value for name, value in asdict(self).items() if value is not None}
+        values = {**PRESETS.get(flags.pop("recursion_preset"), {}), **flags}
+        if not values:
+            return plain
+        if "n_loops" not in values:
+            raise ValueError(
+                f"{', '.join(values)} require a recursive model; add --recursion_preset or "
+                "--n_loops"
+            )
+        quarter = max(1, plain.n_layer // 4) if plain.n_layer >= 3 else 0
+        values = {"n_prelude": quarter, "n_coda": quarter, **values}
+        core = plain.n_layer - values["n_prelude"] - values["n_coda"]
+        return RecursiveConfig(**asdict(plain), **{"n_core": core, **values})
+
 
 @dataclass(frozen=True)
 class RecursionTrain(BaseTrain):
@@ -42,8 +103,8 @@ class RecursionTrain(BaseTrain):
 def main(cfg: RecursionTrain) -> None:
     seed, schedule = cfg.train.seed, cfg.schedule
     dist = init_dist(cfg.train.dist, seed)
-    if warning := cfg.recursion.warning():
-        dist.print0(warning)
+    if cfg.recursion.recursion_preset in WEAK_PRESETS:
+        dist.print0(WARNING.format(cfg.recursion.recursion_preset))
 
     # Tokenizer, text and rows; exit if this run has already finished
     tokenizer, source, rows = open_text(cfg, dist)

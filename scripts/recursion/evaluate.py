@@ -227,7 +227,6 @@ def write_record(
     runs = (f"{s.tag} ({s.checkpoint.state['provenance']['run_id']})" for s in (*recursive, *plain))
     values: dict[str, Any] = {
         "Final bpb": over_seeds(arm.bpb),
-        "Spread over seeds (std)": arm.sd,
         **{criterion.name: criterion.summary for criterion in reversed(criteria)},
         "Seeds": len(recursive),
         "Layers": f"{shape.n_prelude} + {r} x {shape.n_core} + {shape.n_coda}",

@@ -12,7 +12,14 @@ import pytest
 import torch
 
 from nanochat.common import REPOSITORY, read_json
-from nanochat.golf.artifact import COMPRESSORS, CONTAINERS, quantize_tensors, read_artifact
+from nanochat.golf.artifact import (
+    COMPRESSORS,
+    CONTAINERS,
+    make_body,
+    quantize_tensors,
+    read_artifact,
+    write_container,
+)
 from nanochat.golf.model import GolfConfig, GolfGPT
 from nanochat.golf.quantize import QuantConfig, quantize_dequantize
 from nanochat.golf.size import choose_smallest, code_bytes
@@ -80,8 +87,9 @@ def test_every_file_restores_the_weights_and_the_smallest_is_kept(tokenizer, tmp
     tokens = torch.arange(16)[None]
     for container in CONTAINERS:
         for compressor in COMPRESSORS:
-            one = choose_smallest(stored, model.cfg, tokenizer, {"seed": 7}, container, compressor)
-            (tmp_path / "model.golf").write_bytes(one.data)
+            body = make_body(stored, model.cfg, tokenizer, {"seed": 7}, container)
+            data = write_container(body, container, compressor)
+            (tmp_path / "model.golf").write_bytes(data)
             found = read_artifact(tmp_path / "model.golf")
             assert (found.cfg, found.formats, found.origin) == (model.cfg, formats, {"seed": 7})
             assert found.tokenizer.fingerprint == tokenizer.fingerprint
@@ -95,7 +103,9 @@ def test_every_file_restores_the_weights_and_the_smallest_is_kept(tokenizer, tmp
 def test_corrupt_artifact_is_rejected(compressor, tokenizer, tmp_path):
     model, path = model_for(tokenizer), tmp_path / "bad.golf"
     stored = quantize_tensors(model.state_dict(), QuantConfig())
-    data = choose_smallest(stored, model.cfg, tokenizer, {}, "bytes", compressor).data
+    data = write_container(
+        make_body(stored, model.cfg, tokenizer, {}, "bytes"), "bytes", compressor
+    )
     middle = len(data) // 2
     flipped = [data[:i] + bytes([data[i] ^ 4]) + data[i + 1 :] for i in (0, 8, 9, 12, 14, middle)]
     for content in (*flipped, b"", data[:5], data[:100], data[:-9], b"PK" + data):

@@ -14,7 +14,6 @@ from nanochat.gpt import GPT, GPTConfig
 from nanochat.logger import read_metrics
 from nanochat.loss import IGNORE
 from nanochat.recursion.model import RecursiveConfig, RecursiveGPT
-from nanochat.recursion.presets import RecursionConfig
 from nanochat.recursion.verdict import (
     LoopArm,
     check_equal_flops,
@@ -23,6 +22,7 @@ from nanochat.recursion.verdict import (
     check_loop_order,
     check_loss_falling,
 )
+from scripts.recursion.base_train import RecursionConfig
 from tests.conftest import TINY, lively
 from tests.golf.helpers import commands_of, decode
 
