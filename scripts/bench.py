@@ -91,8 +91,7 @@ def main(cfg: Bench) -> None:
     elif cfg.what == "evaluation":
         bench_evaluation(shape, dist, cfg.repeats, peers)
     else:
-        peer = "transformers" if cfg.what == "peer" else ""
-        bench_training(shape, cfg.rows, dist, cfg.compile, cfg.repeats, peer, peers)
+        bench_training(shape, cfg.rows, dist, cfg.compile, cfg.repeats, peers)
     dist.close()
 
 

@@ -222,7 +222,7 @@ class Task:
         return str(i)
 
     def material(self, i: int) -> str:
-        """Content of conversation i without instructions, for overlap.py."""
+        """Content of conversation i without instructions, for the check of overlap."""
         return "\n".join(answer_text(message) for message in self.conversation(i))
 
     def extract(self, answer: str) -> Any:

@@ -10,7 +10,7 @@ import pytest
 from nanochat import hub as hub_files
 from nanochat.common import sha256_file
 from nanochat.lab.canaries import is_local
-from nanochat.lab.overlap import RUN, index_passages, shared_items
+from nanochat.lab.filters import RUN, index_passages, shared_items
 from nanochat.sandbox import calculate
 from tasks.base import Mixture, Task, answer_text, assistant, check_conversation, user
 from tasks.buckets import buckets

@@ -28,9 +28,8 @@ NEW_TOKENS = 128
 BATCHES = (1, 8, 64)
 TOP_K = 50
 DECODE_NOTE = """\
-Generated tokens per second after the first token, compared with transformers' generate (eager) on
-the same weights: plain architecture, {size}; prompts and answers of 128 tokens, top_k 50. Mixed
-lengths: transformers pads prompts and decodes until the longest answer ends."""
+After the first token; plain architecture, {size}; prompts and answers of 128 tokens. Peer:
+transformers' generate (eager), which pads mixed lengths."""
 PREFILL_NOTE = """\
 Prompt tokens per second until every sequence has its first token; same model, prompts and peer as
 Decode."""

@@ -22,8 +22,8 @@ from tasks.world.corpus import documents
 from tasks.world.suite import suite
 
 NOTE = """\
-Items per second on the built-in few-shot tasks with an untrained model. The peer, EleutherAI's
-lm-evaluation-harness, scores the same token ids with the same weights in transformers."""
+Built-in few-shot tasks, untrained model. Peer: EleutherAI's lm-evaluation-harness, with the same
+token ids and weights."""
 ITEMS = 200
 
 

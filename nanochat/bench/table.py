@@ -15,9 +15,8 @@ from typing import TypeVar
 
 T = TypeVar("T")
 METHOD = """\
-A cell is the median (lowest to highest) of `--repeats` measurements; our code and the other library
-(peer) alternate. Ratio: our median over the peer's, above 1 we are faster. Figures of different
-runs are not comparable."""
+Median (lowest to highest) of `--repeats` measurements, of us and the other library (peer) in turn.
+Ratio: our median over the peer's; above 1 we are faster."""
 
 
 def compare(

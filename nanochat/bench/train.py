@@ -24,11 +24,9 @@ from nanochat.optim import MuonAdamW, OptimConfig
 from nanochat.scaling import make_rules
 from nanochat.train import Compile, set_kernels
 
-WARMUP_STEPS = 2
 NOTE = """\
-Tokens per second of a training step on random tokens. Plain architecture: compared with the model
-of transformers, autocast and PyTorch's AdamW; others: default architecture and Muon. Times are
-medians; memory is per process."""
+Training step on random tokens, median times. Peer: the same model of transformers with autocast and
+PyTorch's AdamW."""
 
 
 def bench_training(
@@ -37,8 +35,7 @@ def bench_training(
     dist: DistContext,
     compile: Compile,
     repeats: int,
-    peer: str = "",
-    peers: ModuleType | None = None,
+    peers: ModuleType | None,
 ) -> None:
     """Time steps on `rows` rows of random tokens, ours and those of a peer; rank 0 reports."""
     model = build_model(cfg, dist.device, dist.dtype, seed=0)
@@ -64,7 +61,7 @@ def bench_training(
     first = sum(step())  # includes compilation
     train_step = peers and peers.make_train_step(model, dist, compiled)
     works: list[Any] = [step, partial(train_step, ids) if train_step else None]
-    times, others = alternate(repeats, *works, num_warmup=WARMUP_STEPS)
+    times, others = alternate(repeats, *works)
     if not dist.is_main:
         return
     tokens = y.numel() * dist.world_size
@@ -72,7 +69,7 @@ def bench_training(
     seconds = forward + backward + update
     flops = model.flops_per_token() * y.numel() / seconds
     peak = peak_flops(dist.device_name)
-    case = f"depth {cfg.n_layer}{', plain architecture' if peer else ''}"
+    case = f"depth {cfg.n_layer}{', plain architecture' if cfg == cfg.classic() else ''}"
     if dist.world_size > 1:  # under torchrun
         case += f", {dist.world_size} processes"
     rates, other_rates = [tokens / sum(t) for t in times], [tokens / t for t in others]
@@ -88,6 +85,7 @@ def bench_training(
         "first step (s)": f"{first:.0f}",
         "peak memory (MiB)": f"{dist.peak_memory_bytes() / 2**20:,.0f}",
     }
+    peer = "transformers" if peers else ""
     found = compare(case, "tokens/s", rates, peer, other_rates)
     print_table("Training", NOTE, [found | cells])
 

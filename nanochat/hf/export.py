@@ -62,9 +62,8 @@ print(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_t
 - Every text must begin with `{bos}`. Both `tokenizer(text)` and the chat template add it. To
   tokenize a conversation that was rendered with `tokenize=False`, call
   `tokenizer(rendered, add_special_tokens=False)`; otherwise `{bos}` is added twice.
-- Messages have the roles system, developer, user and assistant, in any order; other roles raise
-  an error. System messages are part of the user turn, and consecutive messages of one speaker are
-  merged.
+- Roles: system, developer, user and assistant, in any order. System messages are part of the user
+  turn, and consecutive messages of one speaker are merged.
 - `add_generation_prompt=True` drops a final assistant message; `continue_final_message=True`
   continues it. `return_assistant_tokens_mask=True` marks the tokens that nanochat trains on.
 - Unlike in nanochat, a special token's name typed in a message is parsed as that token. Recent
@@ -74,22 +73,15 @@ print(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_t
 
 ## Compatibility
 
-{loads}
+- transformers 5 (tried: 5.23 and 5.24): yes, {loads}.
+- vLLM: not tested. llama.cpp: no; the gguf package (0.19.0) has no matching architecture.
 """
-NATIVE_LOADS = """\
-- transformers 5 (tried: 5.23 and 5.24): yes, with its own NanoChat classes and no remote code.
-- vLLM: not tested.
-- llama.cpp: no. The gguf package (0.19.0) has no matching architecture.
-"""
+NATIVE_LOADS = "with its own NanoChat classes and no remote code"
 REMOTE_LOADS = """\
-- transformers 5 (tried: 5.23 and 5.24): yes, with the code in this folder
-  (`trust_remote_code=True`). Beam search, gradient checkpointing, packed sequences
-  (`position_ids`) and adapters are supported; static caches, `inputs_embeds`, hidden states,
-  attentions and a resized vocabulary are not.
-- vLLM: not tested; it lacks this architecture, and this code does not use vLLM's attention.
-- llama.cpp: no. The gguf package (0.19.0) has no matching architecture.
-- A model trained with `--arch=classic` needs no remote code.
-"""
+with the code in this folder (`trust_remote_code=True`). Beam search,
+  gradient checkpointing, packed sequences (`position_ids`) and adapters are supported; static
+  caches, `inputs_embeds`, hidden states, attentions and a resized vocabulary are not. A model
+  trained with `--arch=classic` needs no remote code"""
 
 # ------------------------------------------------------------------------------------------------
 # Writing
@@ -137,7 +129,7 @@ def write_hf(
         context=model.cfg.max_seq_len,
         remote="" if native else ", trust_remote_code=True",
         bos=BOS,
-        loads=(NATIVE_LOADS if native else REMOTE_LOADS).rstrip(),
+        loads=NATIVE_LOADS if native else REMOTE_LOADS,
     )
     write_atomic(folder / "README.md", card)
 

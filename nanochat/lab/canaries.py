@@ -32,6 +32,7 @@ from nanochat.engine import Engine, Sampling
 from nanochat.eval_bpb import Batch, bits_per_byte
 from nanochat.eval_chat import longest_prompt, render_prompts, score_by_generation, score_by_logits
 from nanochat.gpt import GPT
+from nanochat.lab.filters import ngrams
 from nanochat.rows import Rows, inputs_and_targets, open_rows, pack_text, reopen_chat_rows
 from nanochat.sandbox import calculate
 from nanochat.tokenizer import Tokenizer
@@ -120,7 +121,7 @@ def measure_answers(model: GPT, tokenizer: Tokenizer, suite: Sequence[Task]) -> 
 
 def repeated_share(ids: Sequence[int]) -> float:
     """Share of n-grams (n = NGRAM) that repeat an earlier one."""
-    runs = [tuple(ids[i : i + NGRAM]) for i in range(len(ids) - NGRAM + 1)]
+    runs = list(ngrams(ids, NGRAM))
     return 1 - len(set(runs)) / len(runs) if runs else 0.0
 
 

@@ -131,18 +131,9 @@ def item_variances(
         sides = np.split(scores, [len(before)])  # (seeds, items) each
         old, new = (side.mean(axis=0).tolist() for side in sides)
         paired = stats.compare(old, new, clusters)
-        repeats = sum(repeat_error(s.T.tolist()) ** 2 for s in sides if len(s) > 1)
+        repeats = sum(s.var(axis=0, ddof=1).mean() / s.size for s in sides if len(s) > 1)
         parts.append((weight**2 * max(paired.se**2 - repeats, 0.0), draws - 1))
     return parts
-
-
-def repeat_error(scores: Sequence[Sequence[float]]) -> float:
-    """
-    Part of the standard error of the mean of `scores[item][repeat]` that comes from sampling the
-    answers, by one-way analysis of variance; scales as 1 / sqrt(number of repeats).
-    """
-    table = np.asarray(scores, dtype=np.float64)  # (n, k)
-    return math.sqrt(float(table.var(axis=1, ddof=1).mean()) / table.size)
 
 
 def t_test(difference: float, parts: Sequence[tuple[float, float]]) -> tuple[float, float]:

@@ -66,15 +66,11 @@ def sweep_folder() -> Path:
 def code_fingerprint() -> str:
     """Fingerprint of the code and the texts that runs use; docstrings do not count."""
     patterns = ("nanochat/*.py", "scripts/*.py", "tasks/**/*.py")
-    code = sorted(path for pattern in patterns for path in REPOSITORY.glob(pattern))
+    code = (path for pattern in patterns for path in REPOSITORY.glob(pattern))
+    digests = {str(p.relative_to(REPOSITORY)): records.code_digest(p.read_text()) for p in code}
+    used = {name: digests[name] for name in digests.keys() - records.NOT_IN_CODE}
     texts = sorted(REPOSITORY.glob("tasks/world/data/*"))
-    names = [path.relative_to(REPOSITORY).as_posix() for path in code]
-    digests = [
-        records.code_digest(path.read_text())
-        for path, name in zip(code, names, strict=True)
-        if name not in records.NOT_IN_CODE
-    ]
-    return fingerprint([digests, [*map(sha256_file, texts)]])
+    return fingerprint([used, [*map(sha256_file, texts)]])
 
 
 @dataclass(frozen=True)

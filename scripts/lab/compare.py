@@ -139,11 +139,8 @@ def compare_all(cfg: Compare) -> None:
     table = {"title": "Accuracy", "columns": columns, "rows": rows}
     inputs = {"before": fingerprint([each.fingerprint for each in checkpoints])}
     if dist.is_main:
-        origin, cost = (
-            records.Provenance(records.new_run_id(), 0, inputs),
-            records.Cost.so_far(dist),
-        )
-        report.append_section("Suite", cfg, {}, origin, cost, tables=[table])
+        origin = records.Provenance(records.new_run_id(), 0, inputs)
+        report.append_section("Suite", cfg, {}, origin, records.Cost.so_far(dist), tables=[table])
     dist.close()
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from nanochat import records, report
 from nanochat.common import fingerprint, printable
 from nanochat.config import start
-from nanochat.lab.overlap import BENCHMARKS, index_passages, shared_items
+from nanochat.lab.filters import BENCHMARKS, index_passages, shared_items
 from tasks import held_out
 from tasks.buckets import buckets, read_mixture
 from tasks.registry import TASKS, eval_task, key_of

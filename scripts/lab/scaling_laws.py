@@ -190,10 +190,10 @@ def best_sizes(law: Law, flops: float) -> tuple[np.ndarray, np.ndarray]:
     return n, losses(law, n, flops / 6 / n)
 
 
-def fit_law(n: np.ndarray, tokens: np.ndarray, loss: np.ndarray, seed: int = 0) -> Law:
+def fit_law(n: np.ndarray, tokens: np.ndarray, loss: np.ndarray) -> Law:
     """
     Fit by least squares of relative errors: all pairs of exponents are tried, and E, A and B are
-    linear for a given pair; none is negative. `seed` is that of the bootstrap. The runs, (P,) each,
+    linear for a given pair; none is negative. The runs, (P,) each,
     must have several FLOP budgets, which separate N from D. NaN if no such law describes them.
     """
     fit = least_squares(n, tokens, loss[:, None])
@@ -201,7 +201,7 @@ def fit_law(n: np.ndarray, tokens: np.ndarray, loss: np.ndarray, seed: int = 0) 
         return np.full((1 + BOOTSTRAPS, 5), np.nan)
     fitted = losses(fit, n[:, None], tokens[:, None])[:, 0]
     errors = (loss / fitted - 1) * math.sqrt(len(loss) / (len(loss) - 5))
-    drawn = np.random.default_rng(seed).choice(errors, (len(loss), BOOTSTRAPS))
+    drawn = np.random.default_rng(0).choice(errors, (len(loss), BOOTSTRAPS))
     return np.vstack([fit, least_squares(n, tokens, fitted[:, None] * (1 + drawn))])
 
 

@@ -131,10 +131,8 @@ def main(cfg: SweepScript) -> None:
     with (sweep.folder / f"{table['title'].lower()}.csv").open("w") as out:
         csv.writer(out).writerows([table["columns"], *table["rows"]])
     provenance = records.Provenance(records.new_run_id(), 0, {"bases": fingerprint(inputs)})
-    section, tables = (
-        f"Sweep {cfg.name}".removesuffix(" sweep"),
-        [table, ledger_table(sweep.ledger())],
-    )
+    section = f"Sweep {cfg.name}".removesuffix(" sweep")
+    tables = [table, ledger_table(sweep.ledger())]
     report.append_section(section, cfg, values, provenance, sweep.cost(), tables=tables)
 
 

@@ -77,20 +77,20 @@ class LoopScores(NamedTuple):
 def main(cfg: RecursionEval) -> None:
     dist = init_dist(cfg.dist)
 
-    def find(tags: Sequence[str | None]) -> list[Checkpoint]:
-        return [find_checkpoint("base", tag) for tag in tags]
-
     tags = (cfg.model_tags or (None,), cfg.plain_tags)
-    recursive, plain = dist.on_node(lambda: [find(t) for t in tags])
+    recursive, plain = dist.on_node(
+        lambda: [[find_checkpoint("base", tag) for tag in group] for group in tags]
+    )
     require_comparable([*recursive, *plain])
     require_one_recipe(recursive, plain)
     recursive = [score_loops(cfg, checkpoint, dist) for checkpoint in recursive]
     plain = [score_loops(cfg, checkpoint, dist) for checkpoint in plain]
-    criteria = find_criteria(recursive, plain)
+    arms = [arm_of(recursive), *arms_of(plain)]
+    criteria = find_criteria(recursive, arms)
     for criterion in criteria:
         dist.print0(f"{criterion.name}: {criterion.summary}")
     if dist.is_main:
-        write_record(cfg, dist, recursive, plain, criteria)
+        write_record(cfg, dist, recursive, plain, arms, criteria)
     dist.close()
 
 
@@ -167,9 +167,9 @@ def score_loops(cfg: RecursionEval, checkpoint: Checkpoint, dist: DistContext) -
     return scored
 
 
-def find_criteria(recursive: Sequence[LoopScores], plain: Sequence[LoopScores]) -> list[Criterion]:
-    """Evaluate all criteria."""
-    arm, others, cfg = arm_of(recursive), arms_of(plain), recursive[0].model.cfg
+def find_criteria(recursive: Sequence[LoopScores], arms: Sequence[LoopArm]) -> list[Criterion]:
+    """Evaluate all criteria; the first arm is the recursive one."""
+    (arm, *others), cfg = arms, recursive[0].model.cfg
     by_loop = [[s.by_loop[k] for s in recursive] for k in range(1, cfg.n_loops + 1)]
     norms = [step["grad_norm"] for s in recursive for step in s.steps]
     bad = sum(s.checkpoint.state["progress"]["bad_steps"] for s in recursive)
@@ -196,7 +196,6 @@ def arm_of(seeds: Sequence[LoopScores]) -> LoopArm:
         [s.by_loop[getattr(cfg, "n_loops", 1)] for s in seeds],
         cfg.n_layer,
         cfg.d_model,
-        passes,
         model.num_params(),
         model.num_matmul_params(),
         tokens,
@@ -217,10 +216,11 @@ def write_record(
     dist: DistContext,
     recursive: Sequence[LoopScores],
     plain: Sequence[LoopScores],
+    arms: Sequence[LoopArm],
     criteria: Sequence[Criterion],
 ) -> None:
     """Print the tables, write the record and update the report."""
-    arm, others, shape = arm_of(recursive), arms_of(plain), recursive[0].model.cfg
+    arm, shape = arms[0], recursive[0].model.cfg
     loops, r = list(recursive[0].by_loop), shape.n_loops
     means = [mean(s.by_loop[k] for s in recursive) for k in loops]
     states = {k: mean(s.states[k] for s in recursive) for k in recursive[0].states}
@@ -240,7 +240,7 @@ def write_record(
         "Runs": ", ".join(runs),
     }
     arm_rows = []
-    for a in (arm, *others):
+    for a in arms:
         cost = f"{a.params:,}", f"{a.used_params:,}", f"{a.flops:.3e}"
         gap = "" if a is arm else verdict.show_gap(a, arm)
         arm_rows.append([a.name, *cost, over_seeds(a.bpb), gap])
