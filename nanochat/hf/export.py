@@ -78,10 +78,10 @@ print(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_t
 """
 NATIVE_LOADS = "with its own NanoChat classes and no remote code"
 REMOTE_LOADS = """\
-with the code in this folder (`trust_remote_code=True`). Beam search,
-  gradient checkpointing, packed sequences (`position_ids`) and adapters are supported; static
-  caches, `inputs_embeds`, hidden states, attentions and a resized vocabulary are not. A model
-  trained with `--arch=classic` needs no remote code"""
+with the code in this folder
+  (`trust_remote_code=True`). Beam search, gradient checkpointing, packed sequences
+  (`position_ids`) and adapters work; static caches, `inputs_embeds`, hidden states, attentions
+  and a resized vocabulary do not. A model trained with `--arch=classic` needs no remote code"""
 
 # ------------------------------------------------------------------------------------------------
 # Writing

@@ -41,6 +41,7 @@ from nanochat.common import (
 from nanochat.config import require_at_least, require_positive
 from nanochat.lab.significance import Recorded
 
+CODE = ("nanochat/*.py", "scripts/*.py", "tasks/**/*.py")
 LEDGER = "ledger.jsonl"
 POLL_SECONDS = 0.2
 
@@ -65,8 +66,7 @@ def sweep_folder() -> Path:
 @cache
 def code_fingerprint() -> str:
     """Fingerprint of the code and the texts that runs use; docstrings do not count."""
-    patterns = ("nanochat/*.py", "scripts/*.py", "tasks/**/*.py")
-    code = (path for pattern in patterns for path in REPOSITORY.glob(pattern))
+    code = itertools.chain.from_iterable(map(REPOSITORY.glob, CODE))
     digests = {str(p.relative_to(REPOSITORY)): records.code_digest(p.read_text()) for p in code}
     used = {name: digests[name] for name in digests.keys() - records.NOT_IN_CODE}
     texts = sorted(REPOSITORY.glob("tasks/world/data/*"))
