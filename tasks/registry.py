@@ -3,7 +3,8 @@ Tasks by name.
 
     TASKS["arc_easy"]("train") -> Task; eval_task("ARC-Easy") -> test split to score a model on
 
-Data is downloaded on first use.
+To add a task, write a subclass of `Task` (`tasks/base.py`) and name it in TASKS. Data is downloaded
+on first use.
 """
 
 from tasks import chats, code, math_problems, questions, spelling
