@@ -364,21 +364,15 @@ class GPT(nn.Module):
         gate = torch.sigmoid(self.smear_gate(x[..., : self.smear_gate.in_features]))  # (B, T, 1)
         return (x + self.smear * gate.float() * previous).to(x.dtype)
 
-    def run_layer(
-        self, layer: int, x: Tensor, x0: Tensor, shared: Shared, cache_layer: int | None = None
-    ) -> Tensor:
-        """
-        Apply one layer to x (B, T, C); x0 (B, T, C) are the embedded tokens. cache_layer: layer of
-        the cache; default: the same.
-        """
+    def run_layer(self, layer: int, x: Tensor, x0: Tensor, shared: Shared) -> Tensor:
+        """Apply one layer to x (B, T, C); x0 (B, T, C) are the embedded tokens."""
         block, scalars = self.blocks[layer], None
         if self.cfg.residual_scalars:
             scalars = torch.stack((self.residual[layer], self.skip[layer]))
         args = (x, x0, scalars, shared.rope, shared.value_embeds[layer], shared.masks[layer])
         if shared.cache is None:
             return block(*args)
-        stored = layer if cache_layer is None else cache_layer
-        return block.forward(*args, (shared.cache, stored))  # not compiled: shapes vary
+        return block.forward(*args, (shared.cache, layer))  # not compiled: shapes vary
 
     def finish(self, x: Tensor, middle: Tensor) -> Tensor:
         """

@@ -38,15 +38,9 @@ from nanochat.sandbox import calculate
 from nanochat.scaling import make_rules
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import Run, TrainConfig, skip_if_finished
-from scripts.chat_rl import (
-    BUILTIN_TASKS,
-    MOMENTUM,
-    SCHEDULE,
-    TASK,
-    held_out_questions,
-    rl_questions,
-)
+from scripts.chat_rl import BUILTIN_TASKS, MOMENTUM, SCHEDULE, TASK
 from tasks.base import Task
+from tasks.buckets import held_out_questions, rl_questions
 from tasks.chats import Preferences
 
 SECTION = "Chat DPO"

@@ -8,7 +8,6 @@ Reads   chatsft_checkpoints/<tag>/ and the training and evaluation questions of 
 Writes  chatrl_checkpoints/<tag>/ with metrics.jsonl, and the section "Chat RL"
 """
 
-import math
 import time
 from dataclasses import asdict, dataclass, field
 
@@ -31,16 +30,13 @@ from nanochat.rl import (
 from nanochat.sandbox import calculate
 from nanochat.scaling import make_rules
 from nanochat.train import Run, TrainConfig, skip_if_finished
-from tasks.base import LaterTurns, Mixture
-from tasks.buckets import Bucket, buckets
-from tasks.held_out import reject_contaminated, require_access
-from tasks.registry import scored_task
+from tasks.base import Mixture
+from tasks.buckets import held_out_questions, rl_questions
 
 SECTION = "Chat RL"
 TASK = "gsm8k"
 MOMENTUM = 0.95  # of Muon, constant
 SCHEDULE = ScheduleConfig(0, warmdown_ratio=1.0, final_lr_frac=0.0)  # linear decay to 0
-TURNS = (0, 0, 1, 3)  # numbers of earlier questions before one, equally likely
 BUILTIN_TASKS = {  # dataset of the base model -> default task
     "embedded": "world_facts*2,world_choice*4,world_problems=800,world_spelling=800"
 }
@@ -204,51 +200,6 @@ def open_rollouts(cfg: ChatRL, parent: Checkpoint, task: Mixture, dist: DistCont
             f"those with a pass rate of {least:.0%} to {most:.0%}"
         )
     return Rollouts(task, questions, rl, seed, dist, engine)
-
-
-# ---- Questions -----------------------------------------------------------------------------------
-
-
-def scored_buckets(spec: str) -> list[Bucket]:
-    """The buckets of a mixture of tasks. Raises ValueError also for a training-only task."""
-    found = buckets(spec)
-    for bucket in found:
-        scored_task(bucket.task.name)
-    return found
-
-
-def rl_questions(spec: str, seed: int = 0) -> Mixture:
-    """
-    Questions of a mixture of tasks that RL trains on, shuffled together; half of them are asked
-    after others, as later in a chat.
-
-    Raises ValueError for an invalid spec, a training-only task, no questions, or amounts other than
-    question counts and whole repeats; UsageError if a final benchmark is of the family of a task.
-    """
-    found, tasks = scored_buckets(spec), []
-    reject_contaminated({bucket.name: bucket.tags for bucket in found})
-    for bucket in found:
-        if bucket.repeats % 1 or bucket.tokens is not None:
-            raise ValueError(
-                f"{bucket.name!r} in {spec!r}: use a number of questions (=500) or repeats (*2)"
-            )
-        tasks += [bucket.open(bucket.task.rl_split, bucket.rows)] * int(bucket.repeats)
-    if not tasks:
-        raise ValueError(f"{spec!r} has no questions to train on; use at least one task without *0")
-    every = Mixture(tasks, seed)
-    return LaterTurns(every, every, TURNS)
-
-
-def held_out_questions(spec: str, count: int) -> Mixture:
-    """
-    About `count` questions of the "test" split, equally many of each task in a mixture.
-
-    Raises ValueError for a training-only task, and UsageError for a final benchmark.
-    """
-    found = scored_buckets(spec)
-    require_access((bucket.task.name for bucket in found), False, {})
-    each = math.ceil(count / len(found))
-    return Mixture([bucket.open("test", each) for bucket in found])
 
 
 if __name__ == "__main__":

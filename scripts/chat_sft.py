@@ -28,7 +28,6 @@ from nanochat.finetune import (
 from nanochat.optim import OptimConfig, decay_factor, lr_factor, muon_momentum
 from nanochat.rows import CHAT_SHARD
 from nanochat.train import TrainConfig, document_segments, skip_if_finished
-from scripts.mid_train import mixture_tables
 from tasks.buckets import MixConfig, chat_mixture
 
 SECTION = "Chat SFT"
@@ -91,7 +90,7 @@ def main(cfg: ChatSft) -> None:
         "Training loss": run.progress.smooth_loss,
         **finetuning_values(run, metrics),
     }
-    run.finish(SECTION, values, mixture_tables(chats.tags, counts))
+    run.finish(SECTION, values, chats.tables(counts))
 
 
 if __name__ == "__main__":

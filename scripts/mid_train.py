@@ -8,8 +8,6 @@ Reads   base_checkpoints/<tag>/ and the training splits of the tasks in the mixt
 Writes  mid_checkpoints/<tag>/ with metrics.jsonl, rows/, and the section "Midtraining"
 """
 
-from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +28,6 @@ from nanochat.finetune import (
 from nanochat.optim import OptimConfig, decay_factor, lr_factor, muon_momentum
 from nanochat.rows import CHAT_SHARD
 from nanochat.train import TrainConfig, document_segments, skip_if_finished
-from tasks.base import Tags
 from tasks.buckets import MixConfig, chat_mixture
 
 SECTION = "Midtraining"
@@ -87,30 +84,7 @@ def main(cfg: MidTrain) -> None:
                 muon_momentum(step, num_steps, schedule),
                 decay_factor(step, num_steps),
             )
-    run.finish(SECTION, finetuning_values(run, metrics), mixture_tables(chats.tags, counts))
-
-
-def mixture_tables(
-    tags_of: Mapping[str, Tags], counts: Mapping[str, Mapping[str, int]]
-) -> list[dict[str, Any]]:
-    """Tables for a record: amounts by bucket, and shares by every tag with several values."""
-    used = {name: count["used_tokens"] for name, count in counts.items()}
-    total, rows, by_tag = sum(used.values()), [], []
-    for name, tags in tags_of.items():
-        named = ", ".join(filter(None, vars(tags).values())) or "-"
-        amounts = [f"{counts[name][k]:,}" for k in ("conversations", "tokens", "trained")]
-        repeats = f"{used[name] / counts[name]['tokens']:.3g}"
-        rows.append([name, named, *amounts, repeats, f"{used[name] / total:.1%}"])
-    for tag in Tags.__annotations__:
-        shares = Counter()
-        for name, tags in tags_of.items():
-            shares[getattr(tags, tag) or "-"] += used[name]
-        if len(shares) > 1:
-            by_tag += [[tag, value, f"{n / total:.1%}"] for value, n in sorted(shares.items())]
-    columns = "Bucket, Tags, Conversations, Tokens, With loss, Repeats, Share".split(", ")
-    by_bucket = {"title": "Mixture", "columns": columns, "rows": rows}
-    shown = {"title": "Mixture by tag", "columns": ["Tag", "Value", "Share"], "rows": by_tag}
-    return [by_bucket, shown] if by_tag else [by_bucket]
+    run.finish(SECTION, finetuning_values(run, metrics), chats.tables(counts))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,9 @@ spelling:<word file>, smoltalk:<owner>/<name>. Training uses only the "train" sp
 is downloaded on first use.
 """
 
+import math
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -18,9 +20,9 @@ from typing import Any
 from nanochat.common import is_main_process, read_json
 from nanochat.rows import ChatPart
 from tasks.augment import augment
-from tasks.base import Mixture, Tags, Task
+from tasks.base import LaterTurns, Mixture, Tags, Task
 from tasks.held_out import reject_contaminated, require_access
-from tasks.registry import TASKS, key_of
+from tasks.registry import TASKS, key_of, scored_task
 
 PART = re.compile(
     r"(?P<name>[\w./-]+(:(?P<source>([^,=*{}]|\{[^{}]*\})+))?)"
@@ -29,6 +31,7 @@ PART = re.compile(
 COMMA = re.compile(r",(?![^{}]*\})")  # not inside braces
 FORM = "name[:source], then =<number of conversations>, *<repeats>, both, or =<tokens>t"
 MOST_REPEATS = 4  # more have diminishing returns: Muennighoff et al., arXiv:2305.16264
+RL_TURNS = (0, 0, 1, 3)  # numbers of earlier questions in RL, equally likely
 VAL_ROWS = 1_000  # per task: enough to measure a loss, without one task dominating
 
 Declared = Mapping[str, Mapping[str, str]]  # own buckets: name -> task, source, augment and tags
@@ -155,6 +158,26 @@ class ChatMixture:
         learned = {name: part[1:] for name, part in self.train.items()}
         return {"learned": learned, "measured": {n: part.identity for n, part in self.val.items()}}
 
+    def tables(self, counts: Mapping[str, Mapping[str, int]]) -> list[dict[str, Any]]:
+        """Tables for a record: amounts by bucket, and shares by every tag with several values."""
+        used = {name: count["used_tokens"] for name, count in counts.items()}
+        total, rows, by_tag = sum(used.values()), [], []
+        for name, tags in self.tags.items():
+            named = ", ".join(filter(None, vars(tags).values())) or "-"
+            amounts = [f"{counts[name][k]:,}" for k in ("conversations", "tokens", "trained")]
+            repeats = f"{used[name] / counts[name]['tokens']:.3g}"
+            rows.append([name, named, *amounts, repeats, f"{used[name] / total:.1%}"])
+        for tag in Tags.__annotations__:
+            shares = Counter()
+            for name, tags in self.tags.items():
+                shares[getattr(tags, tag) or "-"] += used[name]
+            if len(shares) > 1:
+                by_tag += [[tag, value, f"{n / total:.1%}"] for value, n in sorted(shares.items())]
+        columns = "Bucket, Tags, Conversations, Tokens, With loss, Repeats, Share".split(", ")
+        by_bucket = {"title": "Mixture", "columns": columns, "rows": rows}
+        shown = {"title": "Mixture by tag", "columns": ["Tag", "Value", "Share"], "rows": by_tag}
+        return [by_bucket, shown] if by_tag else [by_bucket]
+
 
 def chat_mixture(words: str, val_words: str | None = None) -> ChatMixture:
     """
@@ -173,3 +196,49 @@ def chat_mixture(words: str, val_words: str | None = None) -> ChatMixture:
     train = {b.name: ChatPart(b.train, b.train.identity, b.repeats, b.tokens) for b in learned}
     val = {b.name: ChatPart(b.val, b.val.identity) for b in measured}
     return ChatMixture(spec, own, train, val, tags)
+
+
+# ------------------------------------------------------------------------------------------------
+# Questions for RL
+
+
+def scored_buckets(spec: str) -> list[Bucket]:
+    """The buckets of a mixture of tasks. Raises ValueError also for a training-only task."""
+    found = buckets(spec)
+    for bucket in found:
+        scored_task(bucket.task.name)
+    return found
+
+
+def rl_questions(spec: str, seed: int = 0) -> Mixture:
+    """
+    Questions of a mixture of tasks that RL trains on, shuffled together; half of them are asked
+    after others, as later in a chat.
+
+    Raises ValueError for an invalid spec, a training-only task, no questions, or amounts other than
+    question counts and whole repeats; UsageError if a final benchmark is of the family of a task.
+    """
+    found, tasks = scored_buckets(spec), []
+    reject_contaminated({bucket.name: bucket.tags for bucket in found})
+    for bucket in found:
+        if bucket.repeats % 1 or bucket.tokens is not None:
+            raise ValueError(
+                f"{bucket.name!r} in {spec!r}: use a number of questions (=500) or repeats (*2)"
+            )
+        tasks += [bucket.open(bucket.task.rl_split, bucket.rows)] * int(bucket.repeats)
+    if not tasks:
+        raise ValueError(f"{spec!r} has no questions to train on; use at least one task without *0")
+    every = Mixture(tasks, seed)
+    return LaterTurns(every, every, RL_TURNS)
+
+
+def held_out_questions(spec: str, count: int) -> Mixture:
+    """
+    About `count` questions of the "test" split, equally many of each task in a mixture.
+
+    Raises ValueError for a training-only task, and UsageError for a final benchmark.
+    """
+    found = scored_buckets(spec)
+    require_access((bucket.task.name for bucket in found), False, {})
+    each = math.ceil(count / len(found))
+    return Mixture([bucket.open("test", each) for bucket in found])

@@ -10,9 +10,8 @@ import pytest
 from nanochat import config
 from nanochat.common import REPOSITORY
 from nanochat.eval_chat import score_answer
-from scripts.chat_rl import held_out_questions
 from tasks import base, registry
-from tasks.buckets import buckets
+from tasks.buckets import buckets, held_out_questions
 
 PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *REPOSITORY.glob("docs/*.md")]
 HEADS = [*REPOSITORY.glob("scripts/**/*.py"), *REPOSITORY.glob("dev/*.py")]

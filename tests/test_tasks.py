@@ -10,11 +10,9 @@ import pytest
 from nanochat.common import MissingInput, fingerprint
 from scripts import chat_rl, chat_sft, mid_train
 from scripts.chat_eval import default_tasks, why_unavailable
-from scripts.chat_rl import held_out_questions, rl_questions
-from scripts.mid_train import mixture_tables
 from tasks import base, registry
 from tasks.base import Mixture, NumberTask, Tags, assistant, final_value, text, tool_call, user
-from tasks.buckets import buckets, chat_mixture, read_mixture
+from tasks.buckets import buckets, chat_mixture, held_out_questions, read_mixture, rl_questions
 from tasks.hub import HubTask
 from tasks.questions import AQuA, AQuALetter
 from tasks.registry import eval_task, key_of
@@ -333,7 +331,7 @@ def test_tables_report_shares_by_bucket_and_tag(tmp_path, capsys):
     path.write_text(json.dumps({"mixture": "en,ko*5", "buckets": own}))
     about = {"conversations": 9, "tokens": 200, "trained": 60, "used_tokens": 1000}
     counts = {"en": about, "ko": {**about, "used_tokens": 3000}}
-    by_bucket, by_tag = mixture_tables(chat_mixture(str(path)).tags, counts)
+    by_bucket, by_tag = chat_mixture(str(path)).tables(counts)
     assert by_bucket["rows"][1] == ["ko", "chat, ko", "9", "200", "60", "15", "75.0%"]
     assert by_tag["rows"] == [["language", "en", "25.0%"], ["language", "ko", "75.0%"]]
     assert "more than 4 repeats of ko" in capsys.readouterr().out

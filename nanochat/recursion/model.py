@@ -215,7 +215,14 @@ class RecursiveGPT(GPT):
     ) -> Tensor:
         """Apply layers to x (B, T, C); the first of them uses layer `cache_layer` of the cache."""
         for stored, layer in enumerate(layers, cache_layer):
-            x = self.run_layer(layer, x, x0, shared, stored)
+            block, scalars = self.blocks[layer], None
+            if self.cfg.residual_scalars:
+                scalars = torch.stack((self.residual[layer], self.skip[layer]))
+            args = (x, x0, scalars, shared.rope, shared.value_embeds[layer], shared.masks[layer])
+            if shared.cache is None:
+                x = block(*args)
+            else:
+                x = block.forward(*args, (shared.cache, stored))
         return x
 
     def new_cache(self, slots: int, capacity: int | None = None) -> KVCache:
