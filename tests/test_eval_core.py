@@ -217,26 +217,3 @@ def test_embedded_suite_is_the_default_for_its_models(base, bundle, capsys):
     assert "copa" in evaluate(base, max_per_task=2, eval_bundle=str(bundle))["values"]
     save_model(dataset="somebody/web")
     assert evaluate(base, max_per_task=2, suite="embedded")["values"] == values
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--suite=mmlu", "--suite=mmlu.*dclm or embedded"),
-        ("--eval_bundle=nowhere", "nowhere does not exist.*--eval_bundle"),
-        ("--eval_bundle=README.md", "(?s)not a zip file.*--eval_bundle"),
-        ("--eval_bundle=docs", "(?s)no core.yaml.*--eval_bundle"),
-    ],
-)
-def test_wrong_flag_is_rejected_with_a_fix(base, command, flags, message):
-    save_model()
-    assert re.search(message, command.rejects("base_eval", *flags.split(), "--device_type=cpu"))
-
-
-def test_damaged_built_in_suite_is_never_scored(base, command):
-    command.works("base_eval", "--suite=embedded", "--only_fetch")
-    [file] = base.rglob("world_people.jsonl")
-    text = file.read_text()
-    file.write_text(text.replace('"gold": 1', '"gold": 0', 1))
-    status, printed = command("base_eval", "--suite=embedded", "--only_fetch")
-    assert file.read_text() == text or (status == 2 and file.name in printed)
