@@ -360,10 +360,10 @@ def open_folder(cfg: FirstUseConfig, recorded: str | None) -> Source:
     if not folder.is_dir():
         fix = "check the path"
         if folder.is_file():
-            fix = "use a folder with .jsonl files, each line a JSON object with a `text` field"
+            fix = "use a folder of .jsonl files, each line with a `text` field (docs/data.md)"
             if folder.name.endswith(SUFFIXES):
                 fix = f"use its folder: --dataset={folder.parent}"
-        raise ValueError(f"--dataset={cfg.dataset}: no such folder; {fix}")
+        raise ValueError(f"--dataset={cfg.dataset}: not a folder; {fix}")
     name = str(folder)
     cfg = replace(cfg, dataset=name)
     path = base_dir() / "data" / f"{folder.name}-{fingerprint(name)[:8]}" / "manifest.json"
@@ -371,7 +371,9 @@ def open_folder(cfg: FirstUseConfig, recorded: str | None) -> Source:
         old = read_json(path) if path.exists() else {}
         names, num_ignored = find_files(folder)
         if not names:
-            fix = "add one whose rows or lines have a `text` field"
+            fix = (
+                "add one whose rows or lines have a `text` field (docs/data.md converts .txt files)"
+            )
             raise ValueError(f"{folder} contains no {', '.join(SUFFIXES)} file; {fix}")
         known = old.get("files", dict.fromkeys(names))
         if changes := sorted(known.keys() ^ set(names)):

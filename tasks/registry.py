@@ -54,7 +54,8 @@ def key_of(name: str) -> str:
     """The key in TASKS for a key or report name. Raises ValueError for an unknown task."""
     known = {plain_name(word): key for key, task in TASKS.items() for word in (task.name, key)}
     if plain_name(name) not in known:
-        raise ValueError(f"unknown task {name!r}; use one of {', '.join(TASKS)}")
+        known = ", ".join(TASKS)
+        raise ValueError(f"unknown task {name!r}; use jsonl:<file> or one of {known}")
     return known[plain_name(name)]
 
 

@@ -41,6 +41,17 @@ TINY = GPTConfig(
     vocab_size=64, n_layer=2, d_model=32, n_head=4, n_kv_head=2, head_dim=8, max_seq_len=16
 )
 
+# every golf option
+GOLF_CHANGES: dict[str, Any] = {
+    "mlp_ratio": 3,
+    "tie_embeddings": True,
+    "rope_dims": 4,
+    "xsa_last_n": 1,
+    "qk_gain_init": 1.5,
+    "init": "orthogonal",
+    "projection_init": "scaled",
+}
+
 TUNE = (
     "--source=base:one --mixture=world_choice=300,world_facts=60 --num_iterations=20 "
     "--total_batch_size=1024 --max_seq_len=128 --init_lr_frac=1 --eval_tokens=1024 "
@@ -220,6 +231,16 @@ def byte_model(seed: int = 0, **changes: Any) -> Any:
     """A tiny model, and without zeros, for a vocabulary of bytes and special tokens."""
     cfg = replace(TINY, **{"vocab_size": 265, "max_seq_len": 48, **changes})
     return lively(build_model(cfg, torch.device("cpu"), torch.float32, seed))
+
+
+def decode(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """Logits of two rows (2, 16), computed in four parts with a KV cache."""
+    cache, found = model.new_cache(2), []
+    for first, last in ((0, 5), (5, 6), (6, 11), (11, 16)):
+        view = cache.view([0, 1], last - first)
+        found.append(model.logits(model.hidden(tokens[:, first:last], view)))
+        cache.lengths = [last, last]
+    return torch.cat(found, dim=1)
 
 
 @pytest.fixture

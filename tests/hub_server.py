@@ -51,10 +51,10 @@ def use_endpoint(endpoint: str, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
 
 
-def small_hub(hub: Path, folder: Path, rows: int = 100, whole: tuple[str, ...] = ()) -> Path:
+def small_hub(hub: Path, folder: Path, rows: int) -> Path:
     """
-    Copy the first `rows` rows of each file of `hub` to `folder`; all rows for repositories in
-    `whole`. Local text and conversations get the names that the speedrun uses.
+    Copy the first `rows` rows of each file of `hub` to `folder`. Local text and conversations get
+    the names that the speedrun uses.
     """
     names = {
         "karpathy/climbmix-400b-shuffle": "local/mini-pretrain",
@@ -67,8 +67,7 @@ def small_hub(hub: Path, folder: Path, rows: int = 100, whole: tuple[str, ...] =
         for path in sorted(root.rglob("*.parquet")):
             out = folder / "datasets" / name / path.relative_to(root)
             out.parent.mkdir(parents=True, exist_ok=True)
-            table = pq.read_table(path)
-            pq.write_table(table if name in whole else table.slice(0, rows), out)
+            pq.write_table(pq.read_table(path).slice(0, rows), out)
     return folder
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nanochat.chat_format import Transcript, render, render_prompt
+from nanochat.chat_format import Transcript, render_prompt
 from nanochat.common import printable
 from nanochat.engine import Completion, Engine
 from nanochat.logger import RunLog
@@ -128,12 +128,6 @@ def test_console_that_is_not_utf8_shows_what_it_can(command, monkeypatch):
 # ---- Text on terminals ---------------------------------------------------------------------------
 
 TOKENIZER = Tokenizer.train(["what is it"], 265)  # bytes only: all non-ASCII characters are split
-PARTS = [
-    {"type": "text", "text": "h\u00f6 "},
-    {"type": "python", "text": "6*7"},
-    {"type": "python_output", "text": "42"},
-    {"type": "text", "text": " \U0001f600"},
-]
 HOSTILE = (
     "a\x1b[2J\x1b]0;title\x07\r\x08b\x9b31m\u202etxt.exe\u2066\u200b\ufeff[/red]\x00\x85\u2028"
 )
@@ -145,15 +139,6 @@ LEGITIMATE = (
     "\U0001f468\u200d\U0001f469\u200d\U0001f467 \u2764\ufe0f \U0001f44d\U0001f3fd na\u00efve",
 )
 EXPECTED = {HOSTILE: SHOWN, **{text: text for text in LEGITIMATE}}
-
-
-def test_transcript_restores_the_rendered_parts():
-    question, start = {"role": "user", "content": "?"}, TOKENIZER.special("<|assistant_start|>")
-    ids, _ = render(TOKENIZER, [question, {"role": "assistant", "content": PARTS}])
-    transcript = Transcript(TOKENIZER)
-    shown = [piece for token in ids[ids.index(start) + 1 : -1] for piece in transcript.add(token)]
-    assert transcript.close() == [] and transcript.parts == PARTS
-    assert "".join(text for kind, text in shown if kind == "python") == "6*7"
 
 
 @given(st.text())

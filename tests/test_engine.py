@@ -1,8 +1,5 @@
 """Engine output equals that of the plain model and does not depend on the rest of the batch."""
 
-import builtins
-import re
-import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,7 +16,6 @@ from nanochat.engine import TURN_TOKENS, Engine, PenalizedSampling, Sampling, pe
 from nanochat.gpt import GPT, inference_copy
 from nanochat.tokenizer import Tokenizer
 from tests.conftest import TINY, lively
-from tests.training_runs import SMALL, folder
 
 GREEDY = Sampling(max_new_tokens=12, temperature=0.0)
 PROMPTS = [[(7 * i + j) % 250 for j in range(n)] for i, n in enumerate((1, 20, 3, 11, 7))]
@@ -168,20 +164,6 @@ def test_slow_tool_call_frees_the_slot_and_changes_no_token(tokenizer, capsys):
     assert complete(instant, [[3, 1]], settings) == [[slow.ids]] and len(slow.ids) > 15
 
 
-def test_cancelled_completion_frees_slot_and_tool_call(tokenizer):
-    call, script = Future(), Script(tokenizer)
-    engine = Engine(script.model, tokenizer, slots=1, tool=lambda code: call)
-    calling, active, queued, last = (engine.submit([3, n], GREEDY)[0] for n in (1, 2, 2, 2))
-    while not active.ids:
-        engine.step()
-    for completion in (calling, active, queued):
-        engine.cancel(completion)
-        assert completion.finish == "cancelled"
-    assert call.cancelled() and engine.step() == [last]
-    finish(engine)
-    assert last.ids == script.no_call and calling.ids == script.call
-
-
 def test_completion_stops_at_max_new_tokens_or_context_end(tokenizer):
     engine = Engine(Script(tokenizer).model, tokenizer, capacity=16)
     for most, expected in ((5, 5), (500, 14)):
@@ -278,20 +260,6 @@ def test_deterministic_mode_samples_the_same_tokens(monkeypatch):
     assert sum(map(int.__ne__, got, want)) < 5 and max(got + want) < 5000
 
 
-# ---- Compiled graphs -----------------------------------------------------------------------------
-
-BASE = (
-    "--compile=on --eval_every=2 --sample_every=4 --core_metric_every=4 --save_every=2 "
-    "--core_metric_max_per_task=4 --model_tag=graphs --num_iterations=6"
-).split()
-
-
-def graphs_by_step(text):
-    """Number of graphs compiled when the loss of each step is printed, and at the end."""
-    steps = re.findall(r"^graphs (\d+) \| step +\d+/.* loss ", text, re.MULTILINE)
-    return [*map(int, [*steps, *re.findall(r"^graphs (\d+) \|", text, re.MULTILINE)[-1:]])]
-
-
 @pytest.mark.parametrize("backend", ["blocks", "flex"])
 @compiler(run_eagerly)
 def test_R36_second_use_compiles_nothing(backend, monkeypatch):
@@ -315,22 +283,3 @@ def test_R36_second_use_compiles_nothing(backend, monkeypatch):
         return compiled_graphs()
 
     assert use(3) == use(8) > 0
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-@compiler(run_eagerly)
-def test_R36_no_graph_is_compiled_after_first_use(trained, command, monkeypatch):
-    plain, start = builtins.print, compiled_graphs()
-
-    def counted(*words, **options):
-        plain(f"graphs {compiled_graphs()} |", *words, **options)
-
-    monkeypatch.setattr(builtins, "print", counted)
-    first, _, third, _, fifth, _, last = graphs_by_step(command.works("base_train", *SMALL, *BASE))
-    assert first > start  # training compiles, and so does the first validation, after step 2
-    assert third == fifth == last, "validation, samples, CORE or saving compiled"
-    shutil.rmtree(folder(trained, "graphs") / "step_000006")
-    torch._dynamo.reset()
-    again = graphs_by_step(command.works("base_train", *SMALL, *BASE))
-    assert again[-1] - last == last - start, "the resumed run compiled more"

@@ -169,14 +169,8 @@ def test_inference_copy_gives_equal_logits_and_takes_new_weights():
     assert {w.dtype for w in twin.parameters() if w.ndim > 1} == {torch.bfloat16}
 
 
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        ({"n_kv_head": 3}, "n_kv_head 3"),
-        ({"window_pattern": "SX"}, "'SX'"),
-        ({"n_layer": 0}, "n_layer must be at least 1, got 0"),
-    ],
-)
-def test_invalid_config_is_rejected_with_its_value(change, named):
-    with pytest.raises(ValueError, match=named):
+@pytest.mark.parametrize("change", [{"n_kv_head": 3}, {"window_pattern": "SX"}])
+def test_invalid_config_is_rejected_with_its_value(change):
+    [value] = change.values()
+    with pytest.raises(ValueError, match=str(value)):
         replace(TINY, **change)

@@ -126,21 +126,6 @@ def test_invalid_line_is_reported_with_file_and_reason(tmp_path, line, message):
         len(JSONL("train", path))
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("", "it is empty"),
-        (2 * f"{json.dumps(chat('q'))}\n", "has one prompt; at least two are needed"),
-    ],
-)
-def test_empty_broken_or_short_file_is_named(tmp_path, content, message):
-    with pytest.raises(FileNotFoundError, match="own.txt"):
-        len(JSONL("train", str(tmp_path / "own.txt")))
-    (tmp_path / "own.jsonl").write_text(content)
-    with pytest.raises(ValueError, match=rf"own\.jsonl.*{message}"):
-        len(JSONL("train", str(tmp_path / "own.jsonl")))
-
-
 # ---- Preference pairs ----------------------------------------------------------------------------
 
 GOOD, BAD = [user("Hi"), assistant("Yes.")], [user("Hi"), assistant("No.")]

@@ -12,7 +12,7 @@ import pytest
 
 from nanochat import records, report
 from nanochat.common import REPOSITORY
-from nanochat.records import Cost, Provenance, estimate, item_scores, stage_key, write_record
+from nanochat.records import Cost, Provenance, estimate, stage_key, write_record
 
 SECTION = "Base model training"
 CHAT = "Chat evaluation sft"
@@ -56,30 +56,6 @@ def test_rerun_replaces_the_record_and_history_keeps_both(base):
     assert [record["values"]["loss"] for record in records.read_history()] == [3.0, 2.0]
 
 
-def test_extend_adds_to_the_record_with_the_same_key_only():
-    gsm, aqua = ({name: item_scores([name], [1])} for name in ("GSM8K", "AQUA"))
-    m1, m2 = {"sft": "m1"}, {"sft": "m2"}
-    write(CHAT, {"GSM8K": 0.1}, inputs=m1, items=gsm)
-    both = read(write(CHAT, {"AQUA": 0.2}, inputs=m1, items=aqua, extend=True))
-    assert both["values"] == {"GSM8K": 0.1, "AQUA": 0.2} and both["items"] == gsm | aqua
-    assert both["cost"]["wall_seconds"] == 120.0
-    assert records.read_history()[-1]["values"] == {"AQUA": 0.2}
-    left = read(write(CHAT, {"GSM8K": None}, inputs=m1, extend=True))
-    assert left["values"] == {"AQUA": 0.2} and left["items"] == aqua
-    other = read(write(CHAT, {"GSM8K": 0.3}, inputs=m2, extend=True))
-    assert (other["values"], other["items"]) == ({"GSM8K": 0.3}, {})
-    assert other["cost"]["wall_seconds"] == 60.0
-
-
-def test_item_scores_round_trip_with_item_fingerprint():
-    scores, items = [1, 0, 0.125, 1 / 3], ["a", "b", "c", "d"]
-    found = read(write(items={"GSM8K": item_scores(items, scores, "ghgh")}))["items"]["GSM8K"]
-    assert records.read_scores(found) == pytest.approx(scores, abs=1e-6)
-    assert records.read_clusters(found) == ["0", "1", "0", "1"]
-    assert found["of"] == item_scores(iter(items), [0] * 4)["of"]
-    assert found["of"] != item_scores(items[::-1], scores)["of"]
-
-
 def finished(section=SECTION, key=KEY):
     return records.find_finished(section, key) is not None
 
@@ -108,12 +84,6 @@ def test_R18_stage_is_finished_while_its_outputs_are_intact(base, monkeypatch):
     assert not finished(), "outputs without recorded files cannot be checked"
     write()
     assert finished(), "a stage without outputs has nothing to check"
-
-
-def test_R18_stage_key_depends_on_what_determines_the_result():
-    assert stage_key({**SETTINGS, "run": "named", "skip_if_done": True}, INPUTS) == KEY
-    assert stage_key({**SETTINGS, "depth": 8}, INPUTS) != KEY
-    assert stage_key(SETTINGS, {**INPUTS, "tokenizer": "cccc"}) != KEY
 
 
 def test_R38_imported_code_counts_but_not_that_of_the_report():

@@ -412,4 +412,3 @@ def test_figures_show_every_metric_and_are_small(tmp_path):
     for name, svg in figures.items():
         assert FIGURES[name] <= set(re.findall("<text[^>]*>(.*?)</text>", svg))
         assert ElementTree.fromstring(svg).tag.endswith("svg") and len(svg) < 60_000
-    assert draw(tmp_path) == figures

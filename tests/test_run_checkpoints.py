@@ -225,12 +225,9 @@ def test_R38_edited_code_is_named(trained, trained_base, tmp_path, new, flag, st
     assert status == 0 or "ACCEPT_CODE_CHANGE=1" in done.stderr
 
 
-# ---- Lost processes, consoles and logs -----------------------------------------------------------
+# ---- Kills ---------------------------------------------------------------------------------------
 
 ENDLESS = [*SMALL, "--num_iterations=100000", "--compile=off"]
-
-
-# ---- Kills ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -294,7 +291,7 @@ def test_R7_signal_stops_all_ranks_and_saves_their_step(trained, whom):
     assert f"exitcode: {PREEMPTED}" in re.sub(r" +", " ", text) or whom == "torchrun"
 
 
-# ---- Console and log -----------------------------------------------------------------------------
+# ---- Console -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stopped", [False, True])
@@ -317,11 +314,3 @@ def test_console_on_a_full_disk_does_not_end_a_run(trained):
         done = subprocess.run(words, cwd=REPOSITORY, env=environment(trained), stdout=full)
     assert done.returncode == 0
     assert equal(weights(trained, "full"), weights(trained, "one"))
-
-
-def test_log_on_a_full_disk_does_not_end_a_run(trained, command):
-    run = folder(trained, "logless")
-    run.mkdir()
-    (run / "metrics.jsonl").symlink_to("/dev/full")
-    text = command("base_train", *SMALL, "--model_tag=logless").text
-    assert saved_steps(run)[-1:] == [STEPS] and "metrics.jsonl" in text

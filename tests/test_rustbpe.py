@@ -65,10 +65,6 @@ def trained(texts, vocab_size=400, **options) -> rustbpe.Tokenizer:
     return tokenizer
 
 
-def of(tokens, pattern=None) -> rustbpe.Tokenizer:
-    return rustbpe.Tokenizer.from_ranks([(token, i) for i, token in enumerate(tokens)], pattern)
-
-
 def tokens_of(tokenizer: rustbpe.Tokenizer) -> list[bytes]:
     return [token for token, _ in tokenizer.get_mergeable_ranks()]
 
@@ -164,9 +160,6 @@ def test_custom_pattern_skips_unmatched_text_and_is_kept():
     again = rustbpe.Tokenizer.from_ranks(tokenizer.get_mergeable_ranks()[::-1], r"[a-z]+")
     ids = again.encode("three two 1 one")
     assert tokenizer.decode(ids) == "threetwoone"
-
-
-# Output of rustbpe 0.1.0 from PyPI. Some pairs in the texts have equal counts.
 
 
 def test_public_rustbpe_package_gives_a_clear_error(tmp_path):

@@ -1,6 +1,5 @@
 """Statistics of evaluations, checked by hand, by enumeration and by simulation."""
 
-import itertools
 import math
 
 import numpy as np
@@ -48,20 +47,3 @@ def test_items_of_a_cluster_count_as_one_draw():
     assert found == approx(want) and found.verdict == "worse"
     repeated = stats.compare([*before + 0.3] * 4, [*after] * 4, [*range(60)] * 4)
     assert repeated[:2] == approx(want[:2])
-
-
-def test_combined_comparison_matches_its_parts():
-    rng, weights = np.random.default_rng(3), np.array([4 / 9, 1 / 3, 2 / 3])
-    parts = [stats.compare(*rng.integers(0, 2, (2, n))) for n in (40, 300, 7)]
-    difference, se, *counts = np.array(parts).T
-    found = stats.combine(parts, weights.tolist())
-    want = weights @ difference, math.hypot(*weights * se)
-    assert found == approx((*want, *map(sum, counts)))
-
-
-@pytest.mark.parametrize(("n", "k"), [(1, 1), (4, 1), (4, 4), (7, 2), (7, 5)])
-def test_pass_at_k_equals_enumeration(n, k):
-    for correct in range(n + 1):
-        passed = [min(choice) < correct for choice in itertools.combinations(range(n), k)]
-        assert stats.pass_at_k(n, correct, k) == approx(np.mean(passed), abs=1e-15)
-    assert stats.pass_at_k(10**5, 1, k) == k / 10**5, "exact for many samples"

@@ -11,8 +11,8 @@ from nanochat.common import MissingInput, fingerprint
 from scripts import chat_rl, chat_sft, mid_train
 from scripts.chat_eval import default_tasks, why_unavailable
 from tasks import base, registry
-from tasks.base import Mixture, NumberTask, Tags, assistant, final_value, text, tool_call, user
-from tasks.buckets import buckets, chat_mixture, held_out_questions, read_mixture, rl_questions
+from tasks.base import Mixture, NumberTask, assistant, final_value, text, tool_call, user
+from tasks.buckets import buckets, chat_mixture, held_out_questions, rl_questions
 from tasks.hub import HubTask
 from tasks.questions import AQuA, AQuALetter
 from tasks.registry import eval_task, key_of
@@ -192,15 +192,6 @@ def test_identity_changes_with_data_options_and_wording(tmp_path, monkeypatch):
 # Spelling
 
 
-@pytest.mark.parametrize("kind", [SpellingBee, SimpleSpelling])
-def test_R27_spelling_splits_share_no_words(kind, tmp_path):
-    path = tmp_path / "words.txt"
-    words = [f"word{a}{b}" for a in base.LETTERS for b in base.LETTERS]
-    path.write_text("\n".join([*words, "it's", "ab"]))
-    seen = [kind(split, source=str(path)).words for split in kind.splits]
-    assert all(seen) and sorted(sum(seen, ())) == [word.lower() for word in words]
-
-
 def test_spelling_bee_counts_letters_with_the_tool(word_list):
     task = SpellingBee("train")
     for i in range(300):
@@ -249,14 +240,6 @@ def test_tasks_are_found_by_key_and_report_name():
 def test_invalid_mixture_error_has_a_fix(spec, message):
     with pytest.raises(ValueError, match=message):
         [bucket.train for bucket in buckets(spec)]
-
-
-def test_buckets_have_names_and_tags():
-    declared = {"mine": {"task": "smoltalk", "source": "a/b", "language": "ko"}}
-    found = buckets("GSM8K*2,smoltalk:a/b,mine=20t", declared)  # loads nothing
-    assert [bucket.name for bucket in found] == ["gsm8k", "smoltalk:a/b", "mine"]
-    assert found[0].tags.parent == "gsm8k" and found[0].val.split == "test"
-    assert found[1].tags == Tags() and found[2].tags == Tags(language="ko")  # own data
 
 
 def test_rl_amounts_must_be_questions_or_repeats():
@@ -335,11 +318,3 @@ def test_tables_report_shares_by_bucket_and_tag(tmp_path, capsys):
     assert by_bucket["rows"][1] == ["ko", "chat, ko", "9", "200", "60", "15", "75.0%"]
     assert by_tag["rows"] == [["language", "en", "25.0%"], ["language", "ko", "75.0%"]]
     assert "more than 4 repeats of ko" in capsys.readouterr().out
-
-
-def test_custom_buckets_are_declared_in_a_file(tmp_path):
-    path = tmp_path / "own.json"
-    own = {"task": "smoltalk", "source": "a/b", "language": "ko"}
-    path.write_text(json.dumps({"mixture": "own*2", "buckets": {"own": own}}))
-    assert read_mixture(str(path)) == ("own*2", {"own": own})
-    assert read_mixture("a=5,jsonl:own.json") == ("a=5,jsonl:own.json", {})

@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 
 from nanochat import hub as hub_files
-from nanochat.common import sha256_file
-from nanochat.lab.canaries import is_local
 from nanochat.lab.filters import RUN, index_passages, shared_items
 from nanochat.sandbox import calculate
 from tasks.base import Mixture, Task, answer_text, assistant, check_conversation, user
@@ -55,24 +53,6 @@ def task_of(name: str, split: str) -> HubTask:
     task = TASKS[name](split, **({"source": CHAT} if name == "smoltalk" else {}))
     assert isinstance(task, HubTask)
     return task
-
-
-# ------------------------------------------------------------------------------------------------
-# Pinned files
-
-
-def test_files_are_pinned_repaired_and_reused_offline(serve, hub, base, capsys):
-    server = serve()
-    task = task_of("gsm8k", "test")
-    [(name, digest)] = task.identity["sha256"].items()
-    assert digest == sha256_file(hub / "datasets/openai/gsm8k" / name)
-    (base / "data/tasks/openai--gsm8k" / name).write_bytes(b"something else")
-    assert task_of("gsm8k", "test").identity == task.identity
-    assert "set aside as" in capsys.readouterr().out and is_local(task)
-    server.shutdown()
-    server.server_close()
-    assert task_of("gsm8k", "test").identity == task.identity
-    assert not is_local(task_of("gsm8k", "train"))
 
 
 # ------------------------------------------------------------------------------------------------

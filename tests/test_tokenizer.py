@@ -5,7 +5,6 @@ import random
 
 import numpy as np
 import pytest
-import tiktoken
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -91,11 +90,3 @@ def test_R25_B8_token_bytes_add_up_to_the_length_of_any_text(tokenizer):
     for n in range(1000):
         text = "".join(chr(rng.randrange(0xD800)) for _ in range(n % 50))
         assert lengths[[591, *tokenizer.encode(text)]].sum() == len(text.encode())
-
-
-def test_P3_tiktoken_with_our_vocabulary_agrees(tokenizer):
-    vocabulary = {"mergeable_ranks": tokenizer.ranks, "special_tokens": {}}
-    export = tiktoken.Encoding("ours", pat_str=tokenizer.pattern, **vocabulary)
-    for text in [*sample_texts(), "<|bos|>it's 12345\n\n  x", "\u0130\u017f's"]:
-        assert export.encode(text, disallowed_special=()) == tokenizer.encode(text)
-        assert export.decode_bytes(tokenizer.encode(text)) == text.encode()

@@ -32,15 +32,15 @@ def torchrun(processes: int, *flags: str) -> list[str]:
     return ["-m", "torch.distributed.run", *alone, *flags]
 
 
-def node(port: int, number: int, nodes: str = "2", *flags: str) -> list[str]:
-    """torchrun arguments for one of several single-process nodes, with rendezvous on loopback."""
+def node(port: int, number: int) -> list[str]:
+    """torchrun arguments for one of two single-process nodes, with rendezvous on loopback."""
     rendezvous = (
         f"is_host={int(number == 0)},join_timeout=120,last_call_timeout=3,keep_alive_interval=1"
     )
     return [
-        "-m", "torch.distributed.run", f"--nnodes={nodes}", "--nproc_per_node=1",
+        "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1",
         "--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{port}", "--rdzv_id=test",
-        f"--rdzv_conf={rendezvous}", "--local_addr=127.0.0.1", *flags,
+        f"--rdzv_conf={rendezvous}", "--local_addr=127.0.0.1",
     ]  # fmt: skip
 
 

@@ -24,8 +24,7 @@ from nanochat.golf.model import GolfConfig, GolfGPT
 from nanochat.golf.quantize import QuantConfig, quantize_dequantize
 from nanochat.golf.size import choose_smallest, code_bytes
 from nanochat.tokenizer import Tokenizer
-from tests.conftest import TINY, lively
-from tests.golf.helpers import GOLF_CHANGES, commands_of
+from tests.conftest import GOLF_CHANGES, TINY, lively
 from tests.training_runs import curve, python, torchrun, weights
 
 CPU = ["--dtype=float32", "--device_type=cpu"]
@@ -181,16 +180,3 @@ def test_counted_code_is_exactly_what_scoring_loads(tokenizer, tmp_path):
     ]
     names = {name.removeprefix("nanochat.").removeprefix("rustbpe.") for name in ours}
     assert names == code_bytes().keys()
-
-
-# ---- The shell script ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("profile", ["h100x8", "gpu", "cpu"])
-def test_script_passes_valid_flags(profile, tmp_path, command):
-    found = dict(commands_of("scripts/train_golf.sh", tmp_path, PROFILE=profile, SEEDS="1"))
-    names = ["tok_train", "data", "golf.base_train", "export", "golf.evaluate", "report"]
-    assert list(found) == names
-    assert "tok_train" in command.rejects("golf.base_train", *found["golf.base_train"])
-    limit = next(flag for flag in found["export"] if "limit_bytes" in flag)
-    assert limit in found["golf.evaluate"]

@@ -19,8 +19,7 @@ from nanochat.golf.quantize import (
 )
 from nanochat.gpt import GPTConfig
 from nanochat.tokenizer import Tokenizer
-from tests.conftest import TINY, lively
-from tests.golf.helpers import GOLF_CHANGES, decode
+from tests.conftest import GOLF_CHANGES, TINY, decode, lively
 
 GOLF = GolfConfig(**{**asdict(TINY), **GOLF_CHANGES})
 TOKENS = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))

@@ -21,8 +21,7 @@ from nanochat.hf.export import is_native, read_hf, write_hf
 from nanochat.hf.models import new_model, read_config
 from nanochat.tokenizer import Tokenizer
 from tasks.world.corpus import documents
-from tests.conftest import TINY, lively
-from tests.golf.helpers import GOLF_CHANGES
+from tests.conftest import GOLF_CHANGES, TINY, lively
 
 transformers = pytest.importorskip("transformers")
 

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from nanochat import rows
 from nanochat.chat_format import render
 from nanochat.common import read_json
 from nanochat.lab.canaries import BROKEN, CANARIES, CanaryMonitor, mask_errors, open_suite, rises
@@ -119,16 +118,3 @@ def test_healthy_run_passes_and_30x_learning_rate_does_not(trained, command):
     command.works(*TUNE, "--init_lr_frac=21")
     status, text = command(*WATCH, "--follow")
     assert status == BROKEN and "pretraining is forgotten" in text
-
-
-def test_loss_on_questions_is_found_at_the_first_step(trained, command, monkeypatch):
-    def inverted(ids, own):
-        return signed_ids(ids, [0, *(not x for x in own[1:])])
-
-    with monkeypatch.context() as patch:
-        patch.setattr(rows, "signed_ids", inverted)
-        patch.setattr(rows, "PACKING_RULE", -1)  # part of the fingerprint of the packed rows
-        command.works(*TUNE)
-    status, text = command(*WATCH)
-    assert status == BROKEN and "canary broken at step 1:" in text
-    assert read_json(trained / "report" / "canaries-sft.json")["values"]["Canaries"] == "broken"

@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
@@ -11,7 +11,7 @@ import pytest
 from nanochat.checkpoint import ASIDE, read_state, seal_of, stage_folder
 from nanochat.common import REPOSITORY, write_json
 from nanochat.tokenizer import SPECIAL_TOKENS
-from tests.web_server import CHAT, HELLO, Site, post, says, serving, slow_down, until, write_model
+from tests.web_server import CHAT, HELLO, Site, post, serving, slow_down, until, write_model
 
 LONG = post({"messages": HELLO, "max_tokens": 200})
 
@@ -134,20 +134,6 @@ def test_models_that_other_scripts_trained_are_not_offered(base):
     with serving() as site:
         assert "base:other" not in site.client.get("/v1/models").text
         assert site.ask(model="base:other").status_code == 404
-
-
-def test_running_tool_blocks_no_other_model(base, monkeypatch):
-    result: Future[str | None] = Future()
-    write_model("base:tiny")
-    with serving(tool=lambda code: result) as site, ThreadPoolExecutor(1) as pool:
-        call = ["<|python_start|>", "6*7", "<|python_end|>"]
-        says(monkeypatch, site, *call, "<|output_start|>", "42", "<|output_end|>", "!")
-        waiting = pool.submit(site.content)
-        until(lambda: site.load()[0] == 1)
-        assert site.ask(model="base:tiny", max_tokens=9).status_code == 200
-        assert not waiting.done()
-        result.set_result("42")
-        assert waiting.result() == "!"
 
 
 def test_failed_step_ends_only_the_answers_of_its_model(site, monkeypatch):

@@ -104,21 +104,6 @@ def test_V16_ambiguous_requests_are_refused_and_closed(site, lines):
     assert found.startswith(b"HTTP/1.1 400") and b"onnection: close" in found
 
 
-def test_request_without_a_host_is_told_what_is_missing(site):
-    with site.raw(b"GET /health HTTP/1.0\r\n\r\n") as connection:
-        found = received(connection)
-    assert found.startswith(b"HTTP/1.1 400") and b"no Host header" in found
-
-
-def test_head_and_unknown_methods_follow_http(site):
-    headed = site.client.head("/")
-    assert headed.status_code == 200 and not headed.content
-    answer = site.client.delete("/health")
-    assert answer.status_code == 405 and answer.headers["allow"] == "GET"
-    gone = site.client.get("/nowhere")
-    assert gone.status_code == 404 and "/nowhere" in gone.json()["error"]["message"]
-
-
 def test_V9_policy_of_the_page_allows_only_its_own_code(site):
     policy = site.client.get("/").headers["content-security-policy"]
     parts = dict(part.strip().split(" ", 1) for part in policy.split(";"))
