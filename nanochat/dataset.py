@@ -371,9 +371,7 @@ def open_folder(cfg: FirstUseConfig, recorded: str | None) -> Source:
         old = read_json(path) if path.exists() else {}
         names, num_ignored = find_files(folder)
         if not names:
-            fix = (
-                "add one whose rows or lines have a `text` field (docs/data.md converts .txt files)"
-            )
+            fix = "add one with a `text` field per row or line; docs/data.md converts .txt files"
             raise ValueError(f"{folder} contains no {', '.join(SUFFIXES)} file; {fix}")
         known = old.get("files", dict.fromkeys(names))
         if changes := sorted(known.keys() ^ set(names)):

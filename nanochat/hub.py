@@ -22,7 +22,7 @@ from nanochat.common import UsageError, hold_lock, printable, read_json, sha256_
 
 X = TypeVar("X")
 MAX_PAUSE_SECONDS = 30.0  # between attempts of a request; pauses double from a second
-OFFLINE = "work offline: text from --dataset=<folder>, conversations from --mixture=jsonl:<file>"
+OFFLINE = "offline, use --dataset=embedded or <folder>, or conversations by --mixture=jsonl:<file>"
 LOGIN = "log in with `hf auth login`, or unset HF_TOKEN"
 
 

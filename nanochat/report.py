@@ -190,9 +190,14 @@ def render_report(
         for table in record["tables"]
         if table["title"] == SAMPLES
     ]
+    warnings = []
+    if faults := summary.find_faults(written):
+        title = "> [!WARNING]\n> **Provenance: these sections are inconsistent.**"
+        warnings = ["\n".join([title, *(f"> - {escape(fault)}" for fault in faults)])]
     blocks = [
         f"# nanochat training report\n\nGenerated: {generated}",
         "## Results",
+        *warnings,
         escape(summary.verdict(written, scores, changes, spent)),
         render_table(summary.score_table(scores, summary.show_score)),
         render_figures(figures, "results"),
@@ -206,9 +211,6 @@ def render_report(
         f"Run started: {time.strftime(records.TIME_FORMAT, time.localtime(started))}",
         "---",
     ]
-    if faults := summary.find_faults(written):
-        warning = "> [!WARNING]\n> **Provenance: these sections are inconsistent.**"
-        blocks.append("\n".join([warning, *(f"> - {escape(fault)}" for fault in faults)]))
     blocks.append("\n\n\n".join(render_section(record, figures) for record in written))
     plain = summary.score_table(scores, lambda value: f"{float(plain_value(value)):.4f}")
     blocks += ["\n## Summary", bloat, render_table(plain)]

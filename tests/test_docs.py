@@ -10,7 +10,7 @@ import pytest
 from nanochat import config
 from nanochat.common import REPOSITORY
 from nanochat.eval_chat import score_answer
-from tasks import base, registry
+from tasks import registry
 from tasks.buckets import buckets, held_out_questions
 
 PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *REPOSITORY.glob("docs/*.md")]
@@ -92,8 +92,8 @@ def test_quoted_code_stands_in_the_named_file():
 
 def test_task_example_works_for_training_and_scoring(monkeypatch):
     text = (REPOSITORY / "docs" / "architecture.md").read_text()
-    [code] = re.findall(r"```python\n(PAIRS = \{.*?)```", text, re.DOTALL)
-    scope = {**vars(base), "__name__": "example"}
+    [code] = re.findall(r"```python\n(from tasks.base import .*?)```", text, re.DOTALL)
+    scope = {"__name__": "example"}
     exec(code, scope)
     monkeypatch.setitem(registry.TASKS, "capitals", scope["Capitals"])
     [bucket] = buckets("capitals*4")

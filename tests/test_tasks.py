@@ -220,7 +220,7 @@ def test_spelling_without_words_has_a_fix(base):
 def test_tasks_are_found_by_key_and_report_name():
     for key, entry in registry.TASKS.items():
         assert key_of(key) == key_of(entry.name) == key
-    with pytest.raises(ValueError, match="unknown task 'gsm8'; use one of arc_easy, "):
+    with pytest.raises(ValueError, match="'gsm8'; use jsonl:<file> or one of arc_easy, "):
         key_of("gsm8")
 
 
