@@ -79,7 +79,7 @@ def open_parent(
         if not own_tag:
             raise
         missing, command = error.args
-        fix = f"--source={source}:<tag> if the parent has another tag; else {command}"
+        fix = f"{command}; if the parent has another tag: --source={source}:<tag>"
         raise MissingInput(missing, fix) from None
     return found
 
