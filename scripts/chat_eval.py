@@ -127,7 +127,7 @@ def why_unavailable(name: str, unsafe: bool = False) -> str | None:
 
 def main(cfg: ChatEval) -> None:
     section = f"Chat evaluation {cfg.source}"
-    if cfg.num_samples > 1 or cfg.sampling.temperature > 0:  # beside the one without sampling
+    if cfg.num_samples > 1 or cfg.sampling.temperature > 0:  # a section of its own
         section += f", {cfg.num_samples} answers at temperature {cfg.sampling.temperature:g}"
     dist = init_dist(cfg.dist, cfg.sampling.seed)
     checkpoint = dist.on_node(lambda: find_checkpoint(cfg.source, cfg.model_tag, cfg.step))
