@@ -88,19 +88,26 @@ def over_seeds(values: Sequence[float]) -> Any:
     return values[0] if len(values) == 1 else estimate(*stats.mean(values))
 
 
-def contrasts(base: str, metric: str, arms: Mapping[str, Sequence[Recorded]]) -> list[Contrast]:
+def contrasts(
+    base: str, metric: str, arms: Mapping[str, Sequence[Recorded]], paired: bool = False
+) -> list[Contrast]:
     """
     Compare every arm of a base with the first, the control; the largest gain comes first.
 
     The variance of a difference is s^2 (1/n_arm + 1/n_control), where s^2 is the pooled variance
-    between seeds, plus that of the items. One arm must have two runs.
+    between seeds, plus that of the items. One arm must have two runs. paired: all arms have runs of
+    the same seeds in the same order; what a seed does to all arms is left out of s^2.
     """
     scores = {
         arm: [float(plain_value(run.values[metric])) for run in runs] for arm, runs in arms.items()
     }
     means = {arm: fmean(values) for arm, values in scores.items()}
-    squares = sum((x - means[arm]) ** 2 for arm, values in scores.items() for x in values)
-    df = sum(map(len, scores.values())) - len(scores)
+    rest = [np.array(values) - means[arm] for arm, values in scores.items()]
+    df = sum(len(values) - 1 for values in rest)
+    if paired:
+        rest = [*(np.array(rest) - np.mean(rest, axis=0))]
+        df -= len(rest[0]) - 1
+    squares = sum((values**2).sum() for values in rest)
     control, *others = arms
     found = []
     for arm in others:

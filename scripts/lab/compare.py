@@ -53,7 +53,7 @@ def main(cfg: Compare) -> None:
     if cfg.all:
         return compare_all(cfg)
     sides = {
-        side: [parse_checkpoint_ref(ref.strip()) for ref in side.split(",")]
+        side: sorted((parse_checkpoint_ref(ref.strip()) for ref in side.split(",")), key=seed_of)
         for side in (cfg.before, cfg.after)
     }
     runs = {side: [recorded_scores(c) for c in each] for side, each in sides.items()}
@@ -66,9 +66,12 @@ def main(cfg: Compare) -> None:
         changes = summary.differences(scores, {cfg.after: cfg.before})
         names, table = [each.metric for each in changes], summary.difference_table(changes)
     else:
-        found = holm([c for name in names for c in contrasts("", name, runs)])
+        before, after = ([*map(seed_of, side)] for side in sides.values())
+        paired = before == after and len({*before}) == len(before)
+        found = holm([c for name in names for c in contrasts("", name, runs, paired)])
         rows = [[c.metric, *c.cells()] for c in found]
-        table = {"title": "Differences", "columns": ["Metric", *CELLS], "rows": rows}
+        title = f"Differences, {'' if paired else 'not '}paired by seed"
+        table = {"title": title, "columns": ["Metric", *CELLS], "rows": rows}
     if left_out := first.values.keys() - names:
         print(f"not compared, without the same items and settings: {', '.join(left_out)}")
     if not names:
@@ -81,6 +84,11 @@ def main(cfg: Compare) -> None:
     origin = records.Provenance(records.new_run_id(), 0, inputs)
     section = f"Comparison of {cfg.before} and {cfg.after}"
     report.append_section(section, cfg, {}, origin, tables=[table])
+
+
+def seed_of(checkpoint: Checkpoint) -> int:
+    """The seed of the run that saved a checkpoint."""
+    return checkpoint.state["provenance"]["seed"]
 
 
 def is_shared(name: str, one: Recorded, other: Recorded) -> bool:

@@ -125,6 +125,15 @@ def test_variance_is_pooled_over_arms():
     assert [c.bar for c in found] == pytest.approx(bars, rel=1e-3)
 
 
+def test_what_a_seed_does_to_both_arms_is_not_noise_if_paired():
+    values = {"control": [1.0, 2.0, 3.0], "x": [1.10, 2.12, 3.11]}
+    arms = {arm: runs("bpb", each) for arm, each in values.items()}
+    [alone], [paired] = (contrasts("d4", "bpb", arms, each) for each in (False, True))
+    assert alone.verdict == "within noise" and paired.verdict == "worse"
+    # Student's t at 2 degrees of freedom x the standard error of 0.10, 0.12 and 0.11
+    assert paired.bar == pytest.approx(4.303 * 0.01 / 3**0.5, rel=1e-3)
+
+
 def test_paired_items_add_their_variance():
     hard = [float(i % 2) for i in range(200)]
     few = [1.0 if i < 10 else x for i, x in enumerate(hard)]  # 5 more items are correct
