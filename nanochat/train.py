@@ -25,7 +25,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
-from itertools import pairwise
 from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
@@ -36,7 +35,6 @@ from nanochat import common, optim, records, report
 from nanochat.attention import choose_backend
 from nanochat.checkpoint import (
     ASIDE,
-    SCRIPTS,
     Checkpoint,
     CorruptCheckpoint,
     Stage,
@@ -880,8 +878,12 @@ class Run:
         values: Mapping[str, Any],
         tables: Sequence[Mapping[str, Any]] = (),
         items: Mapping[str, Any] = {},
+        following: str = "",
     ) -> None:
-        """Write the record of the finished run, update the report and print the next commands."""
+        """
+        Write the record of the finished run, update the report and print the next commands: that of
+        the `following` script, and for chat models how to talk to them.
+        """
         saved, dist = self.checkpoint, self.dist
         if saved is not None:
             self.add_cost()
@@ -902,17 +904,17 @@ class Run:
                 commits=list(dict.fromkeys(saved.state["commits"])),
             )
             report.update(renew=True)
-            dist.print0(self.next_commands())
+            dist.print0(self.next_commands(following))
         dist.close()
 
-    def next_commands(self) -> str:
+    def next_commands(self, following: str) -> str:
         """Lines printed after training: the checkpoint folder and the next commands."""
         stage, tag, dist = self.stage, self.folder.name, self.dist
         many = f"torchrun --nproc_per_node={dist.local_size} -m scripts.{{}} --"
         command = many if dist.world_size > 1 else "python -m scripts.{}"
         lines = [f"checkpoint: {self.folder}/step_{self.progress.step:06d}"]
-        if following := dict(pairwise(s for s in SCRIPTS if s != "dpo")).get(stage):
-            lines.append(f"next: {command.format(SCRIPTS[following])} --model_tag={tag}")
+        if following:
+            lines.append(f"next: {command.format(following)} --model_tag={tag}")
         if stage in ("sft", "dpo", "rl"):
             lines.append(f"chat: python -m scripts.chat_cli --source={stage} --model_tag={tag}")
         return "\n".join(lines)

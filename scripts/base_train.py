@@ -143,7 +143,7 @@ def main(cfg: BaseTrain) -> None:
                 decay_factor(step, num_steps),
             )
     values = {**summarize(run, schedule), **run.measurements(), **few_shot}
-    run.finish(SECTION, values)
+    run.finish(SECTION, values, following="mid_train")
 
 
 def open_text(cfg: BaseTrain, dist: DistContext) -> tuple[Tokenizer, Source, Rows]:

@@ -90,7 +90,7 @@ def main(cfg: ChatSft) -> None:
         "Training loss": run.progress.smooth_loss,
         **finetuning_values(run, metrics),
     }
-    run.finish(SECTION, values, chats.tables(counts))
+    run.finish(SECTION, values, chats.tables(counts), following="chat_rl")
 
 
 if __name__ == "__main__":

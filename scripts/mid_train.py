@@ -84,7 +84,8 @@ def main(cfg: MidTrain) -> None:
                 muon_momentum(step, num_steps, schedule),
                 decay_factor(step, num_steps),
             )
-    run.finish(SECTION, finetuning_values(run, metrics), chats.tables(counts))
+    values = finetuning_values(run, metrics)
+    run.finish(SECTION, values, chats.tables(counts), following="chat_sft")
 
 
 if __name__ == "__main__":
