@@ -33,8 +33,8 @@ def leave_out(arm: str) -> None:
     def shape_without_part(*args: Any) -> gpt.GPTConfig:
         return replace(shape(*args), **{arm.removeprefix("no_"): False})
 
-    def rules_without_decay(*args: Any) -> dict[str, optim.Rule]:
-        found = rules(*args)
+    def rules_without_decay(*args: Any, **factors: float) -> dict[str, optim.Rule]:
+        found = rules(*args, **factors)
         return found | {"residual": replace(found["residual"], weight_decay=0.0)}
 
     def attention_with_old_gate(self: gpt.Attention, cfg: gpt.GPTConfig, layer: int) -> None:
