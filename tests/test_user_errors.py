@@ -4,14 +4,13 @@ import errno
 import json
 import os
 import re
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
 
 import pytest
 
-from nanochat.config import parse, settings, short, user_message
+from nanochat.config import parse, settings, user_message
 from nanochat.tokenizer import Tokenizer
+from scripts.chat_rl import ChatRL
 
 TEXT = ("--dataset=embedded", "--num_shards=1")
 # command line -> what its error names, in order; FILE has no JSON, TYPES has a wrong type
@@ -81,10 +80,9 @@ BAD_CONVERSATIONS = {
 def test_bad_flag_is_rejected_without_a_traceback(command, tmp_path, line):
     named = BAD_FLAGS[line]
     wrong = {"mixture": "a", "buckets": {"a": {"task": "smoltalk", "language": 5}}}
-    for name, content in {"FILE": "words", "TYPES": json.dumps(wrong), "NONE": None}.items():
+    for name, content in {"FILE": "words", "TYPES": json.dumps(wrong)}.items():
         path = tmp_path / f"{name}.json"
-        if content:
-            path.write_text(content)
+        path.write_text(content)
         line, named = (text.replace(name, str(path)) for text in (line, named))
     assert re.search(named, command.rejects(*line.split()), re.DOTALL)
 
@@ -128,63 +126,27 @@ def test_bad_conversations_are_named(trained, command, tmp_path, content):
 # ---- Flags ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Rates:
-    matrix_lr: float | None = None
-    """Learning rate of matrices."""
-    cautious: bool = True
-
-
-@dataclass(frozen=True)
-class MoreRates(Rates):
-    bias_lr: float = 0.5
-    """Learning rate of biases. Default: a half."""
-
-
-@dataclass(frozen=True)
-class Script:
-    depth: int = 20
-    """Model depth."""
-    device_batch_size: int | None = None
-    target_flops: float | None = None
-    device_type: Literal["cpu", "cuda"] | None = None
-    tag: str = ""
-    once: bool = False
-    compile: bool | None = None
-    top_k: Annotated[int | None, short("k")] = 50
-    threads: tuple[int, ...] | None = (1, 2)
-    rates: MoreRates = field(default_factory=MoreRates)
-
-
-DEFAULTS = {**settings(Script()), "device_batch_size": -1, "target_flops": -1.0, "compile": ""}
-
-
 @pytest.mark.parametrize(
     ("line", "changed"),
     [
         ("", {}),
-        ("--device_batch_size=8 --matrix_lr=0.5", {"device_batch_size": 8, "matrix_lr": 0.5}),
-        ("-- --device-batch-size 8 --matrix-lr 5e-1", {"device_batch_size": 8, "matrix_lr": 0.5}),
-        ("--device_batch_size=None --target_flops None --compile=None", {}),
-        ("--depth=-1", {"depth": -1}),
-        ("--once --no-cautious", {"once": True, "cautious": False}),
-        ("--compile=True", {"compile": True}),
-        ("--threads 4 8 --tag x", {"threads": [4, 8], "tag": "x"}),
-        ("--tag a=3,b*2 -k=7", {"tag": "a=3,b*2", "top_k": 7}),
-        ("--threads=None", {"threads": ""}),
+        ("--num_iterations=8 --matrix_lr=0.5", {"num_iterations": 8, "matrix_lr": 0.5}),
+        ("-- --num-iterations 8 --matrix-lr 5e-1", {"num_iterations": 8, "matrix_lr": 0.5}),
+        ("--num_iterations=None --pass_rates None --top_k=None", {"top_k": -1}),
+        ("--log_kl --no-deterministic", {"log_kl": True}),
+        ("--pass_rates 0 0.8 --model_tag x", {"pass_rates": [0.0, 0.8], "model_tag": "x"}),
+        ("--task a=3,b*2 -d=float32", {"task": "a=3,b*2", "dtype": "float32"}),
     ],
 )
 def test_every_accepted_form_of_a_flag_gives_its_settings(line, changed):
-    assert settings(parse(Script(), "A script.", line.split())) == {**DEFAULTS, **changed}
+    defaults = {**settings(ChatRL()), "num_iterations": -1, "pass_rates": ""}
+    assert settings(parse(ChatRL(), "A script.", line.split())) == {**defaults, **changed}
 
 
-def test_help_shows_docstrings_and_defaults(capsys):
-    with pytest.raises(SystemExit):
-        parse(Script(), "A script.", ["--help"])
-    shown = capsys.readouterr().out
-    for text in ("A script.", "Model depth.", "Learning rate of matrices.", "rate of biases."):
+def test_help_shows_docstrings_and_defaults(command):
+    shown = command.works("chat_rl", "--help")
+    for text in ("Reinforcement learning on", "Answers per question", "(default: 400)"):
         assert text in shown
-    assert "(default: 20)" in shown
 
 
 def test_only_errors_raised_by_our_code_are_user_errors():
