@@ -24,7 +24,6 @@ VARIANTS = {  # config, keys seen by each layer, layers with value embeddings
     "no GQA": (replace(FOUR, n_kv_head=4, value_every=1, smear=False), [16] * 4, [0, 1, 2, 3]),
 }
 variants = pytest.mark.parametrize("cfg", [cfg for cfg, *_ in VARIANTS.values()], ids=VARIANTS)
-backends = pytest.mark.parametrize("backend", ["sdpa", "blocks"])
 
 
 def seeded():
@@ -41,11 +40,8 @@ def fresh(cfg=TINY, dtype=torch.float32):
     return model
 
 
-def build(cfg=TINY, dtype=torch.float32, backend="sdpa"):
-    model = lively(fresh(cfg, dtype))
-    for block in model.blocks:
-        block.attention.backend = backend
-    return model
+def build(cfg=TINY, dtype=torch.float32):
+    return lively(fresh(cfg, dtype))
 
 
 def rms_norm(x):
@@ -88,12 +84,11 @@ def reference_logits(model, ids, windows, value_layers):
     return 15 * torch.tanh(rms_norm(x) @ weights["head"].T / 15)
 
 
-@backends
 @pytest.mark.parametrize("name", VARIANTS)
 @torch.no_grad()
-def test_logits_are_those_of_the_formulas(name, backend):
+def test_logits_are_those_of_the_formulas(name):
     cfg, *layout = VARIANTS[name]
-    model, tokens = build(cfg, backend=backend), LONG[:, : cfg.max_seq_len]
+    model, tokens = build(cfg), LONG[:, : cfg.max_seq_len]
     want = torch.stack([reference_logits(model, ids, *layout) for ids in tokens])
     torch.testing.assert_close(model(tokens).double(), want, rtol=1e-4, atol=1e-4)
 
@@ -107,22 +102,11 @@ def test_a_token_changes_its_own_and_later_logits_only(cfg):
     assert torch.equal(differs, torch.ones(16, 16).triu().bool())
 
 
-@backends
-@torch.no_grad()
-def test_segments_equal_separate_sequences(backend):
-    model = build(VARIANTS["windows"][0], backend=backend)
-    for cut in (20, 150):
-        segments = (torch.arange(200) >= cut).long()[None]
-        alone = [model.hidden(each) for each in (LONG[:1, :cut], LONG[:1, cut:])]
-        found = model.hidden(LONG[:1], segments=segments)
-        torch.testing.assert_close(found, torch.cat(alone, 1), rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize(
     ("name", "compiled"), [*((n, False) for n in VARIANTS), ("one layer", True)]
 )
 def test_loss_and_gradients_are_those_of_cross_entropy(name, compiled):
-    model, targets = build(VARIANTS[name][0], backend="blocks"), TOKENS.roll(-1, 1)
+    model, targets = build(VARIANTS[name][0]), TOKENS.roll(-1, 1)
     targets[:, -1] = IGNORE
     weights = torch.rand(TOKENS.shape, generator=seeded())
     nats = F.cross_entropy(model(TOKENS).mT, targets, ignore_index=IGNORE, reduction="none")
