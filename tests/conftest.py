@@ -227,10 +227,10 @@ def lively(model: GPT) -> GPT:
     return model
 
 
-def byte_model(seed: int = 0, **changes: Any) -> Any:
+def byte_model(seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     """A tiny model, and without zeros, for a vocabulary of bytes and special tokens."""
     cfg = replace(TINY, **{"vocab_size": 265, "max_seq_len": 48, **changes})
-    return lively(build_model(cfg, torch.device("cpu"), torch.float32, seed))
+    return lively(build_model(cfg, torch.device("cpu"), dtype, seed))
 
 
 def decode(model: Any, tokens: torch.Tensor) -> torch.Tensor:
