@@ -4,7 +4,6 @@ import atexit
 import os
 import runpy
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -250,18 +249,3 @@ def hub() -> Path:
     if not folder:
         pytest.skip("NANOCHAT_TEST_HUB is not set")
     return Path(folder)
-
-
-@pytest.fixture(scope="session")
-def null_gpu(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Libraries that replace the CUDA driver, built for this environment."""
-    sources = os.environ.get("NANOCHAT_TEST_NULL_GPU")
-    if not sources or not shutil.which("gcc"):
-        pytest.skip("NANOCHAT_TEST_NULL_GPU is not set, or gcc is missing")
-    built = tmp_path_factory.mktemp("null_gpu")
-    done = subprocess.run(
-        ["bash", f"{sources}/build.sh", sys.prefix, str(built)], capture_output=True, text=True
-    )
-    if done.returncode:
-        pytest.fail(f"cannot build the null GPU: {done.stdout}{done.stderr}")
-    return built
