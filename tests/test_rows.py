@@ -95,11 +95,6 @@ def digests(rows: Rows) -> dict[str, str]:
     return {path.name: sha256_file(path) for path in rows.folder.glob("*.bin")}
 
 
-def read_everything(rows: Rows) -> None:
-    rows.batch(0, rows.num_rows, SEED)
-    list(rows.val_batches(64, 10**9))
-
-
 # ------------------------------------------------------------------------------------------------
 # The packer
 
@@ -272,9 +267,8 @@ def test_R28_damaged_rows_are_named_and_packed_again(folder, saved, damage):
         path = rows.bin_path(shard)
         damage(path)
         with pytest.raises(UsageError, match=rf"{re.escape(str(path))} is damaged.*\n.*again"):
-            read_everything(opened(folder, saved)[0])
-        read_everything(packed(folder, saved))
-        assert digests(rows) == expected
+            opened(folder, saved)[0].open(shard)
+        assert digests(packed(folder, saved)) == expected
 
 
 # ------------------------------------------------------------------------------------------------
