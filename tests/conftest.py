@@ -4,7 +4,6 @@ import atexit
 import os
 import runpy
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -227,10 +226,10 @@ def lively(model: GPT) -> GPT:
     return model
 
 
-def byte_model(seed: int = 0, **changes: Any) -> Any:
+def byte_model(seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     """A tiny model, and without zeros, for a vocabulary of bytes and special tokens."""
     cfg = replace(TINY, **{"vocab_size": 265, "max_seq_len": 48, **changes})
-    return lively(build_model(cfg, torch.device("cpu"), torch.float32, seed))
+    return lively(build_model(cfg, torch.device("cpu"), dtype, seed))
 
 
 def decode(model: Any, tokens: torch.Tensor) -> torch.Tensor:
@@ -250,18 +249,3 @@ def hub() -> Path:
     if not folder:
         pytest.skip("NANOCHAT_TEST_HUB is not set")
     return Path(folder)
-
-
-@pytest.fixture(scope="session")
-def null_gpu(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Libraries that replace the CUDA driver, built for this environment."""
-    sources = os.environ.get("NANOCHAT_TEST_NULL_GPU")
-    if not sources or not shutil.which("gcc"):
-        pytest.skip("NANOCHAT_TEST_NULL_GPU is not set, or gcc is missing")
-    built = tmp_path_factory.mktemp("null_gpu")
-    done = subprocess.run(
-        ["bash", f"{sources}/build.sh", sys.prefix, str(built)], capture_output=True, text=True
-    )
-    if done.returncode:
-        pytest.fail(f"cannot build the null GPU: {done.stdout}{done.stderr}")
-    return built

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from nanochat.common import UsageError, read_json
+from nanochat.common import UsageError
 from nanochat.dataset import DataConfig, FirstUseConfig, Source, open_source
 from nanochat.eval_core import FewShotTask, open_suite
 from tasks.builtin import open_text
@@ -46,8 +46,8 @@ def write(path: Path, texts: list = STORIES) -> Path:
     return path
 
 
-def opened(dataset: Path | str, recorded: dict | None = None, **settings) -> Source:
-    return open_source(FirstUseConfig(str(dataset), **settings), recorded)
+def opened(dataset: Path | str, **settings) -> Source:
+    return open_source(FirstUseConfig(str(dataset), **settings))
 
 
 def texts_of(source: Source, shard: str) -> list[str]:
@@ -91,7 +91,6 @@ def test_folder_is_read_in_order_and_its_last_file_validates(folder, tmp_path):
     source = opened(folder)
     assert source.shards() == ["0/d.jsonl", "a.jsonl", "b.parquet", "below/c.jsonl.gz"]
     assert [texts_of(source, s) for s in source.shards()] == [["seven"], STORIES, STORIES, ["six"]]
-    assert open_source(DataConfig(), source.describe()) == source
     fewer = opened(folder, num_shards=1)
     assert fewer.shards() == ["0/d.jsonl", "below/c.jsonl.gz"]
     assert open_source(DataConfig(num_shards=2), fewer.describe()).train_shards[1] == "a.jsonl"
@@ -218,9 +217,6 @@ def test_R6_R33_changed_folder_can_be_restored_or_accepted(folder, data, change)
     write(path, STORIES[:9])
     if change == "removed":
         path.unlink()
-    if change != "added":
-        with pytest.raises(ValueError, match=f"{path.name} is missing or does not match"):
-            texts_of(source, path.name)  # it was intact when the source was opened
     message = data("rejects", f"--dataset={folder}")
     assert path.name in message
     path.unlink(missing_ok=True)
@@ -294,21 +290,14 @@ def read_shard() -> Source:
     return source
 
 
-def check_nothing_is_recorded(base: Path) -> None:
-    assert not list(base.rglob("*.parquet"))
-    for manifest in base.rglob("manifest.json"):
-        assert not any("sha256" in file for file in read_json(manifest)["files"].values())
-
-
 def silence(handler) -> None:
     handler.rfile.read(1)  # until the client gives up
     handler.close_connection = True
 
 
-def status(code: int, headers: dict | None = None, error: str = "", body: Any = b"{}"):
+def status(code: int, error: str = "", body: Any = b"{}"):
     """A fault: a reply with a status and a Hub API error code."""
-    extra = {"X-Error-Code": error} if error else {}
-    return lambda handler: handler.answer(code, body, {**extra, **(headers or {})})
+    return lambda handler: handler.answer(code, body, {"X-Error-Code": error} if error else {})
 
 
 def test_R35_hub_dataset_is_pinned_and_fetched_when_read(served, base, monkeypatch):
@@ -357,7 +346,7 @@ def test_R35_hub_is_asked_again_and_its_silence_is_one_sentence(served, base, ki
     served.faults[kind] = repeat(silence)
     with pytest.raises(UsageError, match="run the same command again"):
         read_shard()
-    check_nothing_is_recorded(base)
+    assert not list(base.rglob("*.parquet"))
     served.faults[kind] = repeat(status(503), 2)
     read_shard()
 
@@ -391,7 +380,7 @@ def test_R35_permanent_error_is_one_sentence_with_a_fix(served, base, case, monk
             read_shard()
         why, fix = refusal.value.args
         assert "\n" not in why + fix and fix
-        check_nothing_is_recorded(base)
+        assert not list(base.rglob("*.parquet"))
         served.faults = {}
         read_shard()
         shutil.rmtree(base)

@@ -30,7 +30,6 @@ from tests.training_runs import (
     rest_of,
     saved_steps,
     torchrun,
-    weights,
     workers,
 )
 
@@ -50,20 +49,12 @@ def here(base: Path, command: Command, monkeypatch: pytest.MonkeyPatch) -> Comma
 # ---- The same numbers ----------------------------------------------------------------------------
 
 
-def test_R19_one_and_two_processes_have_same_first_20_losses(base):
-    one, two = losses(base, "one"), losses(base, "two")
-    assert len(one) == len(two) == STEPS and one[-1] < one[0] - 1
-    np.testing.assert_allclose(two, one, rtol=1e-5)
-    one, two = weights(base, "one"), weights(base, "two")
-    for name in one:
-        most = 1e-3 if one[name].ndim > 1 else 1e-2  # gradients of scalars are mostly noise
-        assert (two[name] - one[name]).norm() < most * one[name].norm(), name
-
-
-def test_R19_first_losses_match_golden_losses(base):
+def test_R19_first_losses_are_golden_on_one_and_two_processes(base):
     """Tolerance: rounding depends on the CPU; without AVX, losses differed by 4e-7."""
     golden = json.loads((REPOSITORY / "tests" / "golden_losses.json").read_text())
-    np.testing.assert_allclose(losses(base, "one"), golden, rtol=1e-5)
+    assert len(golden) == STEPS and golden[-1] < golden[0] - 1
+    for tag in ("one", "two"):
+        np.testing.assert_allclose(losses(base, tag), golden, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -79,16 +70,17 @@ def test_R4_elastic_resume_has_same_losses(base, saved_by, resumed_with):
 
 
 def test_B5_B6_ranks_have_equal_weights_after_each_step(base, here):
-    """Also those of embeddings that are sharded unevenly; the ranks allocate differently."""
+    """
+    Also those of embeddings that are sharded unevenly; the ranks allocate differently. Each save
+    compares them.
+    """
     text = "--dataset=embedded --num_shards=1 --tokenizer_tag=odd".split()
     here.works("tok_train", *text, "--vocab_size=1027")
-    words = ["base_train", *SMALL, *text, "--num_iterations=8"]
+    words = ["base_train", *SMALL, *text, "--num_iterations=8", "--save_every=1"]
     here.works(*words, "--model_tag=odd-1")
     faulty = [*torchrun(2), "-m", "tests.faulty", "churn", "all"]
-    out = python(base, *faulty, *words, "--model_tag=odd-2")
-    zero, one = (set(re.findall(rf"rank {rank} (step \d: \w+ \S+)", out)) for rank in "01")
-    assert zero == one and len(zero) >= 8
-    for name in ("loss", "grad_norm"):
+    python(base, *faulty, *words, "--model_tag=odd-2")
+    for name in ("loss", "lr", "grad_norm"):
         found, want = (curve(folder(base, tag), name) for tag in ("odd-2", "odd-1"))
         np.testing.assert_allclose(found, want, rtol=1e-4)
 

@@ -1,6 +1,5 @@
 """Chat evaluation: scores equal a plain computation, at any batch size and number of ranks."""
 
-from math import comb
 from statistics import mean
 
 import pytest
@@ -70,9 +69,7 @@ def test_generation_scores_and_pass_rates_at_any_batch_size(evaluate, monkeypatc
     assert items["scores"] == many["items"]["World-Facts"]["scores"]
     rates = [float(x) for x in items["scores"].split()]
     assert set(rates) > {0.25} and set(rates) <= {0, 0.25, 0.5, 0.75, 1}
-    for k in (2, 4):
-        passed = mean(1 - comb(round(4 - 4 * rate), k) / comb(4, k) for rate in rates)
-        assert values[f"World-Facts pass@{k}"]["value"] == pytest.approx(passed)
+    assert values["World-Facts pass@4"]["value"] == pytest.approx(mean(map(bool, rates)))
     found = values["World-Facts"]
     assert (found["value"], found["n"], found["k"]) == (pytest.approx(mean(rates)), 11, 4)
     again = evaluate(**flags, num_samples=4)  # of other questions, so it replaces the scores
@@ -88,8 +85,10 @@ def test_chatcore_is_the_mean_of_centered_scores_of_one_run(evaluate, word_list)
     save_model("sft", "embedded")
     values = evaluate()["values"]
     chance = dict(zip(NAMES, (0.25, 0, 0, 0.25), strict=True))
-    centered = [(values[n]["value"] - chance[n]) / (1 - chance[n]) for n in NAMES]
-    assert values["World chat"]["value"] == pytest.approx(mean(centered))
+    for when in ("", " after 3 turns"):
+        scores = {n: values[n + when]["value"] for n in NAMES}
+        centered = [(scores[n] - chance[n]) / (1 - chance[n]) for n in NAMES]
+        assert values[f"World chat{when}"]["value"] == pytest.approx(mean(centered))
     assert values["World chat"]["n"] == 16
     more = evaluate(task_name="|".join([*NAMES, "world_choice", "SimpleSpelling"]))["values"]
     assert more["World chat"] == values["World chat"] and "SimpleSpelling" in more
@@ -110,14 +109,8 @@ def test_a_complete_evaluation_is_skipped_and_a_part_of_it_completed(evaluate, c
     assert "finished already, skipped" in capsys.readouterr().out
 
 
-def test_later_in_a_chat_the_same_questions_follow_others(evaluate):
-    save_model("sft", "embedded")
-    values, facts = evaluate()["values"], WorldFacts("test")
-    mean_of_later = mean(
-        (values[f"{n} after 3 turns"]["value"] - c) / (1 - c)
-        for n, c in zip(NAMES, (0.25, 0, 0, 0.25), strict=True)
-    )
-    assert values["World chat after 3 turns"]["value"] == pytest.approx(mean_of_later)
+def test_later_in_a_chat_the_same_questions_follow_others():
+    facts = WorldFacts("test")
     later = LaterTurns(facts, WorldProblems("test"), [3], 9)
     assert len(later) == 9 and later.locate(4) == (facts, 4)
     for i in range(9):

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from nanochat.checkpoint import build_model
 from nanochat.gpt import GPT, copy_weights, inference_copy
 from nanochat.loss import IGNORE
 from tests.conftest import TINY, lively
@@ -23,8 +24,6 @@ VARIANTS = {  # config, keys seen by each layer, layers with value embeddings
     "one layer": (replace(TINY, n_layer=1), [16], [0]),
     "no GQA": (replace(FOUR, n_kv_head=4, value_every=1, smear=False), [16] * 4, [0, 1, 2, 3]),
 }
-variants = pytest.mark.parametrize("cfg", [cfg for cfg, *_ in VARIANTS.values()], ids=VARIANTS)
-backends = pytest.mark.parametrize("backend", ["sdpa", "blocks"])
 
 
 def seeded():
@@ -35,17 +34,8 @@ TOKENS = torch.randint(64, (3, 16), generator=seeded())
 LONG = torch.randint(64, (2, 200), generator=seeded())
 
 
-def fresh(cfg=TINY, dtype=torch.float32):
-    model = GPT(cfg, dtype)
-    model.init_weights(seeded())
-    return model
-
-
-def build(cfg=TINY, dtype=torch.float32, backend="sdpa"):
-    model = lively(fresh(cfg, dtype))
-    for block in model.blocks:
-        block.attention.backend = backend
-    return model
+def build(cfg=TINY, dtype=torch.float32):
+    return lively(build_model(cfg, torch.device("cpu"), dtype, 0))
 
 
 def rms_norm(x):
@@ -88,41 +78,29 @@ def reference_logits(model, ids, windows, value_layers):
     return 15 * torch.tanh(rms_norm(x) @ weights["head"].T / 15)
 
 
-@backends
 @pytest.mark.parametrize("name", VARIANTS)
 @torch.no_grad()
-def test_logits_are_those_of_the_formulas(name, backend):
+def test_logits_are_those_of_the_formulas(name):
     cfg, *layout = VARIANTS[name]
-    model, tokens = build(cfg, backend=backend), LONG[:, : cfg.max_seq_len]
+    model, tokens = build(cfg), LONG[:, : cfg.max_seq_len]
     want = torch.stack([reference_logits(model, ids, *layout) for ids in tokens])
     torch.testing.assert_close(model(tokens).double(), want, rtol=1e-4, atol=1e-4)
 
 
-@variants
+@pytest.mark.parametrize("name", VARIANTS)
 @torch.no_grad()
-def test_a_token_changes_its_own_and_later_logits_only(cfg):
-    model, tokens = build(cfg), TOKENS[:1].expand(16, -1)
+def test_a_token_changes_its_own_and_later_logits_only(name):
+    model, tokens = build(VARIANTS[name][0]), TOKENS[:1].expand(16, -1)
     changed = (tokens + torch.eye(16, dtype=torch.int64)) % 64  # row i differs at position i
     differs = (model(tokens) - model(changed)).abs().amax(-1) > 1e-6
     assert torch.equal(differs, torch.ones(16, 16).triu().bool())
-
-
-@backends
-@torch.no_grad()
-def test_segments_equal_separate_sequences(backend):
-    model = build(VARIANTS["windows"][0], backend=backend)
-    for cut in (20, 150):
-        segments = (torch.arange(200) >= cut).long()[None]
-        alone = [model.hidden(each) for each in (LONG[:1, :cut], LONG[:1, cut:])]
-        found = model.hidden(LONG[:1], segments=segments)
-        torch.testing.assert_close(found, torch.cat(alone, 1), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
     ("name", "compiled"), [*((n, False) for n in VARIANTS), ("one layer", True)]
 )
 def test_loss_and_gradients_are_those_of_cross_entropy(name, compiled):
-    model, targets = build(VARIANTS[name][0], backend="blocks"), TOKENS.roll(-1, 1)
+    model, targets = build(VARIANTS[name][0]), TOKENS.roll(-1, 1)
     targets[:, -1] = IGNORE
     weights = torch.rand(TOKENS.shape, generator=seeded())
     nats = F.cross_entropy(model(TOKENS).mT, targets, ignore_index=IGNORE, reduction="none")
@@ -140,7 +118,8 @@ def test_loss_and_gradients_are_those_of_cross_entropy(name, compiled):
 @torch.no_grad()
 def test_residual_scalars_are_not_rounded():
     """bfloat16 has steps of 0.0078 near 1: too coarse for a learning rate of 0.005."""
-    model, seen = fresh(dtype=torch.bfloat16), []  # its layers add nothing yet
+    model = build_model(TINY, torch.device("cpu"), torch.bfloat16, 0)  # its layers add nothing yet
+    seen = []
     model.residual.fill_(1.003)
     model.blocks[0].register_forward_hook(lambda _, args, y: seen.extend((args[1], y)))
     model(TOKENS)

@@ -6,6 +6,7 @@ Training and generation on a null GPU: real devices, dtypes and memory, but no c
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,27 +15,28 @@ from pathlib import Path
 import pytest
 
 from nanochat.common import REPOSITORY
-from tests.training_runs import environment, python
+from tests.training_runs import python
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 OnGPU = Callable[..., str]
 
 
-@pytest.fixture
-def on_gpu(null_gpu: Path, base: Path) -> OnGPU:
-    """Function that runs a module on the null GPU and returns its stdout."""
+@pytest.fixture(scope="module")
+def on_gpu(tmp_path_factory: pytest.TempPathFactory) -> OnGPU:
+    """Function that runs a module on the null GPU, built for this environment; returns stdout."""
+    sources = os.environ.get("NANOCHAT_TEST_NULL_GPU")
+    if not sources or not shutil.which("gcc"):
+        pytest.skip("NANOCHAT_TEST_NULL_GPU is not set, or gcc is missing")
+    built = str(tmp_path_factory.mktemp("null_gpu"))
 
-    def run(module: str, *flags: str) -> str:
-        script = Path(os.environ["NANOCHAT_TEST_NULL_GPU"]) / "run.sh"
-        command = [sys.executable, "-m", "tests.on_null_gpu", module, *flags]
-        done = subprocess.run(
-            ["bash", str(script), str(null_gpu), *command],
-            cwd=REPOSITORY, env=environment(base), capture_output=True, text=True,
-        )  # fmt: skip
+    def run(*command: str) -> str:
+        done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
         return done.stdout
 
-    return run
+    run("bash", f"{sources}/build.sh", sys.prefix, built)
+    words = ("bash", f"{sources}/run.sh", built, sys.executable, "-m", "tests.on_null_gpu")
+    return lambda *module: run(*words, *module)
 
 
 @pytest.mark.parametrize(

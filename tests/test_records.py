@@ -8,43 +8,30 @@ import subprocess
 import sys
 
 import numpy as np
-import pytest
 
 from nanochat import records, report
 from nanochat.common import REPOSITORY
 from nanochat.records import Cost, Provenance, estimate, stage_key, write_record
 
 SECTION = "Base model training"
-CHAT = "Chat evaluation sft"
 SETTINGS = {"depth": 4, "run": "dummy", "model_tag": ""}
 INPUTS = {"tokenizer": "aaaa", "data": "bbbb"}
-KEY = stage_key(SETTINGS, INPUTS)
 
 
-def write(section=SECTION, values=None, run_id="run-1", inputs=INPUTS, outputs=None, **more):
-    origin = Provenance(run_id, 0, inputs, outputs or {})
-    return write_record(
-        section, SETTINGS, values or {"loss": 1.0}, origin, Cost(60.0, 8, "H100"), **more
-    )
+def write(values=None, outputs=None, **more):
+    origin = Provenance("run-1", 0, INPUTS, outputs or {})
+    values = values or {"loss": 1.0}
+    return write_record(SECTION, SETTINGS, values, origin, Cost(60.0, 8, "H100"), **more)
 
 
-def read(path):
-    """A record file, which must be valid JSON without NaN."""
-    return json.loads(path.read_text(), parse_constant=lambda word: 1 / 0)
-
-
-def test_record_on_disk_has_values_in_order_origin_and_cost(base):
+def test_record_on_disk_has_values_in_order(base):
     values = {"zeta": np.float32(0.5), "alpha": estimate(0.25, 100, 0.04), "ids": np.int64(7)}
     values |= {"nan": math.nan, "inf": -math.inf}
-    path = write(values=values, metrics=base / "base" / "metrics.jsonl")
-    record = read(path)
+    path = write(values=values)
     assert path == base / "report" / "base-model-training.json"
-    assert list(record["settings"].items()) == list(SETTINGS.items())
     wanted = {"zeta": 0.5, "alpha": values["alpha"], "ids": 7, "nan": "nan", "inf": "-inf"}
+    record = json.loads(path.read_text(), parse_constant=lambda word: 1 / 0)  # no NaN
     assert list(record["values"].items()) == list(wanted.items())
-    assert record["metrics"] == "base/metrics.jsonl"
-    assert record["provenance"]["inputs"] == INPUTS and record["provenance"]["commit"]
-    assert record["cost"] == {"wall_seconds": 60.0, "devices": 8, "device": "H100"}
 
 
 def test_rerun_replaces_the_record_and_history_keeps_both(base):
@@ -56,8 +43,8 @@ def test_rerun_replaces_the_record_and_history_keeps_both(base):
     assert [record["values"]["loss"] for record in records.read_history()] == [3.0, 2.0]
 
 
-def finished(section=SECTION, key=KEY):
-    return records.find_finished(section, key) is not None
+def finished(section=SECTION):
+    return records.find_finished(section, stage_key(SETTINGS, INPUTS)) is not None
 
 
 def test_R18_stage_is_finished_while_its_outputs_are_intact(base, monkeypatch):
@@ -66,16 +53,14 @@ def test_R18_stage_is_finished_while_its_outputs_are_intact(base, monkeypatch):
     folder.mkdir(parents=True)
     (folder / "state.json").write_text("{}")
     weights = folder / "model.safetensors"
-    weights.write_bytes(b"weights" * 1000)
+    weights.write_bytes(b"weights")
     write(outputs={"base": "b1"}, files=[folder])
     assert finished() and not finished("Midtraining")
-    whole = weights.read_bytes()
-    for damaged in (whole[:-1], whole[:3] + b"?" + whole[4:]):
-        weights.write_bytes(damaged)
-        assert not finished()
+    weights.write_bytes(b"damaged")
+    assert not finished()
     weights.unlink()
     assert not finished()
-    weights.write_bytes(whole)
+    weights.write_bytes(b"weights")
     moved = base.rename(base.parent / "moved")
     assert not finished()
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(moved))
@@ -118,10 +103,9 @@ def test_code_size_and_git_state_are_those_of_tracked_code(tmp_path):
     assert list(report.code_size(tmp_path).values()) == [22, 3, 2, 5, 3]
 
 
-@pytest.mark.parametrize("given", [None, "7"])
-def test_R39_threads_wait_with_a_limit_on_spinning(given):
+def test_R39_threads_wait_with_a_limit_on_spinning():
     env = {name: x for name, x in os.environ.items() if name != "GOMP_SPINCOUNT"}
-    env |= {"OMP_DISPLAY_ENV": "verbose"} | ({"GOMP_SPINCOUNT": given} if given else {})
+    env["OMP_DISPLAY_ENV"] = "verbose"
     words = [sys.executable, "-m", "scripts.base_train", "--help"]
     done = subprocess.run(words, cwd=REPOSITORY, env=env, capture_output=True, text=True)
-    assert f"GOMP_SPINCOUNT = '{given or 30000}'" in done.stderr
+    assert "GOMP_SPINCOUNT = '30000'" in done.stderr

@@ -1,6 +1,5 @@
 """Packed rows: what text and chats become on disk, batches, and fine-tuning on them."""
 
-import json
 import random
 import re
 import shutil
@@ -44,7 +43,7 @@ from nanochat.tokenizer import Tokenizer, tokenizer_dir
 from nanochat.train import document_segments, list_changes
 from tests.conftest import byte_model
 from tests.hub_server import FakeHub, serve
-from tests.test_dataset import parquet
+from tests.test_dataset import parquet, write
 
 T, SEED, ROWS = 32, 7, 256  # ROWS: rows of a step
 WORDS = "the a of and sea boat sail wind north south cold warm stone river bread".split()
@@ -52,15 +51,6 @@ WORDS = "the a of and sea boat sail wind north south cold warm stone river bread
 
 def sentence(rng: random.Random, words: int) -> str:
     return " ".join(rng.choice(WORDS) for _ in range(words)) + "."
-
-
-def write(folder: Path, **files: list[str]) -> Path:
-    """Write a folder of JSON-lines files."""
-    folder.mkdir(exist_ok=True)
-    for name, texts in files.items():
-        lines = [json.dumps({"text": text}) + "\n" for text in texts]
-        (folder / f"{name}.jsonl").write_text("".join(lines))
-    return folder
 
 
 @pytest.fixture(scope="session")
@@ -82,7 +72,7 @@ def folder(tmp_path: Path) -> Path:
     for number in range(5):
         rng = random.Random(number)
         texts = [sentence(rng, int(rng.lognormvariate(4.5, 1)) + 1) for _ in range(100)]
-        write(tmp_path / "text", **{f"shard_{number}": texts})
+        write(tmp_path / "text" / f"shard_{number}.jsonl", texts)
     return tmp_path / "text"
 
 
@@ -105,12 +95,6 @@ def digests(rows: Rows) -> dict[str, str]:
     return {path.name: sha256_file(path) for path in rows.folder.glob("*.bin")}
 
 
-def read_everything(rows: Rows) -> None:
-    for step in range(1 + rows.num_rows // ROWS):
-        rows.batch(step, ROWS, SEED)
-    list(rows.val_batches(64, 10**9))
-
-
 # ------------------------------------------------------------------------------------------------
 # The packer
 
@@ -118,47 +102,9 @@ BOS = 0
 documents = st.lists(st.integers(0, 60), max_size=60) | st.lists(st.integers(0, 900), max_size=9)
 
 
-def simple_rows(texts: list, row_length: int, pool_pieces: int) -> list[list[int]]:
-    """Reference implementation of the packing rule with lists and linear search."""
-    rows: list[list[int]] = []
-    pool: list[list[int]] = []
-
-    def fill_row() -> None:
-        row: list[int] = []
-        while len(row) < row_length and pool:
-            gap = row_length - len(row)
-            fitting = [piece for piece in pool if len(piece) <= gap]
-            if fitting:
-                longest = max(fitting, key=len)  # the first one, i.e. the oldest
-                pool.remove(longest)
-                row += longest
-            elif gap == 1:
-                row.append(BOS)
-            else:
-                shortest = min(pool, key=len)
-                pool.remove(shortest)
-                row += shortest[:gap]
-                pool.append([BOS, *shortest[gap:]])
-        tokens = sum(token != BOS for token in row)
-        if len(row) >= row_length - 1 or tokens > MAX_DROPPED * sum(map(len, texts)):
-            rows.append(row + [BOS] * (row_length - len(row)))
-
-    for text in texts:
-        while len(text) > row_length - 1:
-            rows.append([BOS, *text[: row_length - 1]])
-            text = text[row_length - 1 :]
-        if text:
-            pool.append([BOS, *text])
-        while len(pool) > pool_pieces and sum(map(len, pool)) >= row_length:
-            fill_row()
-    while pool:
-        fill_row()
-    return rows
-
-
 @given(documents, st.integers(2, 24), st.integers(1, 12), st.integers(1, 70))
 @settings(max_examples=400)
-def test_P7_R5_packer_equals_a_naive_one(lengths, row_length, pool, batch):
+def test_P7_R5_packing_keeps_tokens_in_order_after_a_bos(lengths, row_length, pool, batch):
     ends = np.cumsum([0, *lengths])
     ids = np.arange(1, ends[-1] + 1, dtype=np.uint32)  # every token is unique
     packer = Packer(row_length, BOS, np.uint32)
@@ -168,34 +114,37 @@ def test_P7_R5_packer_equals_a_naive_one(lengths, row_length, pool, batch):
         part = ends[i : i + batch + 1]
         blocks.append(packer.add(ids[part[0] : part[-1]], part - part[0]))
     rows = np.concatenate([*blocks, packer.finish()])
-    texts = [ids[a:b].tolist() for a, b in zip(ends, ends[1:], strict=False)]
-    assert rows.tolist() == simple_rows(texts, row_length, pool)
+    left, right = rows[:, :-1], rows[:, 1:]
+    assert not rows[:, 0].any() and ((left == BOS) | (right == BOS) | (right == left + 1)).all()
+    assert not ((left == BOS) & (right == BOS))[:-1].any(), "only the last row is padded"
 
     counts, placed = packer.counts, rows[rows != BOS]
     assert (counts["tokens"], counts["rows"]) == (len(np.unique(placed)), len(rows))
     assert counts["tokens"] + counts["dropped"] == len(ids)
     assert counts["dropped"] <= MAX_DROPPED * len(ids)
-    assert counts["documents"] == sum(map(bool, texts))
+    texts = [set(ids[a:b].tolist()) for a, b in zip(ends, ends[1:], strict=False) if a < b]
+    assert counts["documents"] == len(texts)
     if not counts["dropped"]:
-        starts = set((rows[:, 1:])[rows[:, :-1] == BOS].tolist()) - {BOS}  # after each BOS
-        assert counts["documents_cut"] == sum(bool(starts & set(text[1:])) for text in texts)
+        starts = set(right[left == BOS].tolist()) - {BOS}
+        assert {min(text) for text in texts} <= starts
+        assert counts["documents_cut"] == sum(len(starts & text) > 1 for text in texts)
 
 
 # ------------------------------------------------------------------------------------------------
 # Text on disk
 
 
-@pytest.mark.parametrize("form", ["web", "small files", "giant document", "few tokens"])
+@pytest.mark.parametrize("form", ["small files", "giant document", "few tokens"])
 def test_P7_R34_B2_text_of_any_form_is_packed_almost_whole(form, tmp_path, tokenizer):
-    text, rng = "The boat number {} sails to the north wind and back. ", random.Random(0)
+    text = "The boat number {} sails to the north wind and back. "
     files = {
-        "web": {f: [sentence(rng, rng.randrange(1, 300)) for _ in range(300)] for f in "abc"},
         "small files": {f"f{i:03d}": [text.format(i) * 56] for i in range(200)},
         "giant document": {"a": [text * 20_000], "b": [text * 9]},
         "few tokens": {"a": ["The boat sails."], "b": ["a"]},
     }[form]
-    own = write(tmp_path / "own", **files)
-    rows = packed(own, tokenizer, 512)
+    for name, texts in files.items():
+        write(tmp_path / "own" / f"{name}.jsonl", texts)
+    rows = packed(tmp_path / "own", tokenizer, 512)
     texts, found = sum(files.values(), []), Counter()
     shards = [*rows.train_shards, rows.val_shard]
     for shard in shards:
@@ -246,7 +195,8 @@ def test_R6_differences_name_the_changed_setting(folder, tokenizer, tmp_path):
     assert line in list_changes(before, opened(folder, other)[0].recipe)
     copied = shutil.copytree(folder, tmp_path / "copy")
     assert list_changes(before, opened(copied, tokenizer)[0].recipe) == []
-    grown = write(shutil.copytree(folder, tmp_path / "grown"), z=["new"])
+    grown = shutil.copytree(folder, tmp_path / "grown")
+    write(grown / "z.jsonl", ["new"])
     line = "source.val_shard: was 'shard_4.jsonl', now 'z.jsonl'"
     assert line in list_changes(before, opened(grown, tokenizer)[0].recipe)
 
@@ -317,9 +267,8 @@ def test_R28_damaged_rows_are_named_and_packed_again(folder, saved, damage):
         path = rows.bin_path(shard)
         damage(path)
         with pytest.raises(UsageError, match=rf"{re.escape(str(path))} is damaged.*\n.*again"):
-            read_everything(opened(folder, saved)[0])
-        read_everything(packed(folder, saved))
-        assert digests(rows) == expected
+            opened(folder, saved)[0].open(shard)
+        assert digests(packed(folder, saved)) == expected
 
 
 # ------------------------------------------------------------------------------------------------
@@ -398,7 +347,7 @@ def test_every_window_of_a_mixture_has_its_amounts():
     assert len(set(found)) == 600 and max(Counter(found).values()) == 2
     for first in range(0, 700, 33):
         assert sum(name[0] == "a" for name in found[first : first + 100]) in range(18, 33)
-    assert mixed(0) == found and sorted(mixed(1)) != sorted(found)  # others are repeated
+    assert sorted(mixed(1)) != sorted(found)  # others are repeated
 
 
 def test_hub_shard_without_rows_is_skipped(tokenizer, monkeypatch):
@@ -428,7 +377,8 @@ def test_packing_ends_with_a_killed_run(folder, saved):
 
 def test_R34_short_validation_text_gives_no_nan(tmp_path, base, command):
     texts = [f"boat {i} sails to the north wind and back again. " * 9 for i in range(60)]
-    folder = write(tmp_path / "own", a=texts, b=["boat"])
+    folder = write(tmp_path / "own" / "a.jsonl", texts).parent
+    write(folder / "b.jsonl", ["boat"])
     Tokenizer.train(texts, 300).save(tokenizer_dir("main"))
     flags = "--depth=1 --max_seq_len=256 --total_batch_size=1024 --num_iterations=2"
     small = ["base_train", *flags.split(), "--dtype=float32", f"--dataset={folder}"]
@@ -445,54 +395,31 @@ def test_R34_short_validation_text_gives_no_nan(tmp_path, base, command):
 # ---- Fine-tuning ---------------------------------------------------------------------------------
 
 
-def gradient(model, batches):
-    """Mean loss over non-ignored targets of `batches`, and its gradient."""
+def gradient(model, rows):
+    """Gradient of the summed loss of stored rows."""
     model.zero_grad()
-    count = sum((targets != IGNORE).sum() for _, targets in batches)
-    total = 0.0
-    for tokens, targets in batches:
-        x, y = torch.from_numpy(tokens), torch.from_numpy(targets)
-        loss = model.loss(x, y, document_segments(x, CHAT_TOKENIZER.bos_id)) / count
-        loss.backward()
-        total += loss.item()
-    return total, torch.cat([p.grad.flatten() for p in model.parameters()])
+    for row in rows:
+        x, y = map(torch.from_numpy, inputs_and_targets(row[None]))
+        model.loss(x, y, document_segments(x, CHAT_TOKENIZER.bos_id)).backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
-@pytest.mark.parametrize("changes", [{}, {"window_pattern": "SL"}])
-def test_packed_step_equals_separate_chats(changes):
-    chats = [chat("q" * (3 + i % 7), "a" * (1 + i)) for i in range(14)]
-    packed = packed_chats(chats).open("rows")
+def test_packed_step_equals_separate_chats():
+    packed = packed_chats([chat("q" * (3 + i % 7), "a" * (1 + i)) for i in range(14)]).open("rows")
     starts = np.flatnonzero(packed == ~CHAT_TOKENIZER.bos_id)
     separate = [each for each in np.split(packed.flatten(), starts) if len(each) > 1]
     assert len(packed) < len(separate)  # several per row
-    model = byte_model(max_seq_len=63, **changes)
-    loss, grad = gradient(model, [inputs_and_targets(packed)])
-    alone = [inputs_and_targets(each[None]) for each in separate]
-    loss_alone, grad_alone = gradient(model, alone)
-    assert loss == pytest.approx(loss_alone, rel=1e-5)
-    assert (grad - grad_alone).norm() < 1e-5 * grad_alone.norm()
-    plain = model.loss(*(torch.from_numpy(x) for x in inputs_and_targets(packed)))
-    count = (packed[:, 1:] >= 0).sum()
-    assert abs(plain.item() / count - loss) > 1e-4  # else the mask has no effect
+    model = byte_model(max_seq_len=63)
+    together, alone = gradient(model, packed), gradient(model, separate)
+    assert (together - alone).norm() < 1e-5 * alone.norm()
 
 
 def test_R34_a_bucket_without_scorable_answers_is_rejected(dist):
-    model = byte_model(max_seq_len=63)
-
-    def score(x, y):
-        return model.token_losses(x, y, document_segments(x, CHAT_TOKENIZER.bos_id))
-
-    def answer_loss(**answers):
-        cfg = ValidationConfig(8 * 63)
-        parts = {n: ChatPart([chat("q", a) for a in own], {"n": n}) for n, own in answers.items()}
-        rows = {name: mixed_rows({name: part}) for name, part in parts.items()}
-        return Validation(cfg, rows, CHAT_TOKENIZER, dist).score(score, 1)
-
-    good = ["a" * 9] * 9
-    figures = answer_loss(good=good)
-    assert figures and np.isfinite(list(figures.values())).all()
+    chats = {"good": [chat("q", "a" * 9)] * 9, "empty": [chat("q", "")] * 8}
+    rows = {name: packed_chats(each) for name, each in chats.items()}
+    validation = Validation(ValidationConfig(8 * 63), rows, CHAT_TOKENIZER, dist)
     with pytest.raises(UsageError, match="no scorable token"):
-        answer_loss(good=good, empty=[""] * 9)
+        validation.score(byte_model(max_seq_len=63).token_losses, 1)
 
 
 def test_short_stage_uses_smaller_batches():

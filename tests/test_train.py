@@ -189,9 +189,6 @@ def test_R17_B12_model_is_saved_before_an_evaluation_that_fails(trained, command
     assert [values["Minimum validation bpb"]] == curve(run, "val_bpb")
 
 
-# ---- Kernels -------------------------------------------------------------------------------------
-
-
 def test_a_refused_command_leaves_a_finished_model_in_place(trained, command):
     """A2: everything is checked before checkpoints of an earlier run are moved."""
     for flag in ("--device_batch_size=5", "--total_batch_size=500", "--mixture=none"):

@@ -6,15 +6,13 @@ Measure the peak GPU memory of training, and how often a step waits for the devi
 Sizes of a real run: rows of 2,048 tokens, vocabulary size 32,768, 64 rows per step.
 """
 
-import argparse
 import json
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
 import torch
+import tyro
 
 from nanochat import checkpoint
 from nanochat.checkpoint import build_model
@@ -43,19 +41,9 @@ class RandomRows(Rows):
         return np.random.default_rng(ids[0, 0]).integers(0, VOCAB_SIZE, (len(ids), T + 1))
 
 
-@contextmanager
-def counted_waits() -> Iterator[list[warnings.WarningMessage]]:
-    """A list of the operations inside that wait for the device."""
-    torch.cuda.set_sync_debug_mode("warn")
-    with warnings.catch_warnings(record=True) as waits:
-        warnings.simplefilter("always")
-        yield waits
-    torch.cuda.set_sync_debug_mode("default")
-
-
-def measure(depth: int, compiled: bool, fp8: bool) -> dict[str, float]:
+def measure(depth: int = 2, compile: int = 0, fp8: int = 0) -> dict[str, float]:
     """Peak bytes of three steps and a save of a new model of this depth, and waits."""
-    dist = replace(init_dist(), fp8=fp8)
+    dist = replace(init_dist(), fp8=bool(fp8))
     shape = shape_for_depth(depth, VOCAB_SIZE, T)
     on_host = replace(dist, device=CPU)
     build_model(TINY, dist.device, dist.dtype, seed=0)  # loads libraries
@@ -65,20 +53,24 @@ def measure(depth: int, compiled: bool, fp8: bool) -> dict[str, float]:
     optimizer = MuonAdamW(model, make_rules(OptimConfig(), shape.d_model), dist)
     run = Run(
         *("base", "memory", TrainConfig(), model, optimizer, Tokenizer.train(["a"], 265), dist),
-        num_steps=4, batch_tokens=ROWS * T, compile="on" if compiled else "off",
+        num_steps=4, batch_tokens=ROWS * T, compile="on" if compile else "off",
         settings={}, inputs={}, identity={}, state={},
     )  # fmt: skip
-    rows, waits = RandomRows(), []
+    rows = RandomRows()
     checkpoint.save_checkpoint = lambda *args: None  # type: ignore  # copies without writing them
     with run:
-        for step in run.steps():
-            if step == 0:
-                torch.cuda.reset_peak_memory_stats()
-            with counted_waits() as waits:
+        with warnings.catch_warnings(record=True) as waits:
+            warnings.simplefilter("always")
+            for step in run.steps():
+                if step == 0:
+                    torch.cuda.reset_peak_memory_stats()
+                waits.clear()
+                torch.cuda.set_sync_debug_mode("warn")
                 run.backward(run.load(rows))
                 run.update(1.0, 0.95, 1.0)
-            if step == 2:
-                break
+                torch.cuda.set_sync_debug_mode("default")
+                if step == 2:
+                    break
         run.save()
     return {
         "weights": 4 * model.num_params(),
@@ -90,8 +82,4 @@ def measure(depth: int, compiled: bool, fp8: bool) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    for name, default in (("--depth", 2), ("--compile", 0), ("--fp8", 0)):
-        parser.add_argument(name, type=int, default=default)
-    args = parser.parse_args()
-    print(json.dumps(measure(args.depth, bool(args.compile), bool(args.fp8))))
+    print(json.dumps(tyro.cli(measure)))

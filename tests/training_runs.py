@@ -146,11 +146,11 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def gradient(run: Path, step: int = 1) -> torch.Tensor:
+def gradient(run: Path) -> torch.Tensor:
     """
     Gradient of the first step of a run, each group up to a factor: the optimizer's first moment.
     """
-    moments = tensors(run, step, "optim")
+    moments = tensors(run, 1, "optim")
     return torch.cat([moments[name].flatten() for name in sorted(moments) if "first" in name])
 
 
