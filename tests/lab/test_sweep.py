@@ -1,4 +1,4 @@
-"""Ablation arms; sweeps: each run once, planted effects found, copies within noise."""
+"""Ablation arms; sweeps: each run once, planted effects and laws found, copies within noise."""
 
 import json
 import re
@@ -9,6 +9,7 @@ from collections import Counter
 from pathlib import Path
 from statistics import fmean
 
+import numpy as np
 import pytest
 import torch
 
@@ -167,6 +168,27 @@ def test_data_ablation_finds_a_planted_effect(trained, command):
     mixtures = {c["mixture"] for c in commands(trained)}
     totals = {sum(map(int, re.findall(r"(\d+)t", spec))) for spec in mixtures}
     assert len(mixtures) == 3 and totals == {10 * 512}
+
+
+def test_series_of_runs_gives_the_planted_scaling_law(planted_runs, base, command):
+    series = "lab.scaling_laws --max_seq_len=32 --devices=2 --depths 1 2 3 4".split()
+    arms = ("default", "--matrix_lr=0.01")
+    series += [f"--arms={'|'.join(arms)}", "--budgets", "1e11", "2e11", "5e11"]
+    command.works(*series, "--project=6")
+    tables = {t["title"].split(":")[0]: t["rows"] for t in record(base, "scaling-laws")["tables"]}
+    own, other = ([row[1:3] for row in tables["Runs"] if row[0] == arm] for arm in arms)
+    assert own == other and 8 <= len(own) < 12  # some would repeat text
+    for row in tables["Law"]:
+        law = [float(cell.split()[0]) for cell in row[1:]]
+        assert law == pytest.approx([1.0, 60.0, 0.35, 200.0, 0.4], rel=0.1)
+    for _, flops, *cells in tables["Best size by FLOPs"]:
+        sizes = np.geomspace(1e4, 1e6, 1000)
+        losses = 1 + 60 * sizes**-0.35 + 200 * (float(flops) / 6 / sizes) ** -0.4
+        size, loss, difference = (float(cell.split()[0]) for cell in cells)
+        assert size == pytest.approx(sizes[losses.argmin()], rel=0.1)
+        assert loss == pytest.approx(losses.min(), rel=0.01) and difference == 0
+    assert {"Device time", "Projections"} < tables.keys()
+    assert "done, 0 to go" in command.works(*series)
 
 
 # ---- Arms ----------------------------------------------------------------------------------------
