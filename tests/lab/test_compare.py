@@ -17,9 +17,7 @@ def scores(base, stage="sft"):
 
 def comparison(base):
     [path] = (base / "report").glob("comparison-of-*.json")
-    rows = read_json(path)["tables"][0]["rows"]
-    path.unlink()
-    return {row[0]: row for row in rows}
+    return {row[0]: row for row in read_json(path)["tables"][0]["rows"]}
 
 
 def test_sampling_error_is_found_among_items():
