@@ -28,7 +28,6 @@ transformers = pytest.importorskip("transformers")
 
 from nanochat.hf.modeling import NanochatConfig, NanochatForCausalLM  # noqa: E402
 
-CPU = torch.device("cpu")
 ONE_EACH = dict.fromkeys(("n_prelude", "n_core", "n_coda"), 1)
 RECURSIVE_CHANGES = {**ONE_EACH, "n_layer": 3, "n_loops": 3, "supervise": "full"}
 ARCHITECTURES = {

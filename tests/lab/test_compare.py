@@ -11,10 +11,6 @@ from scripts.lab.eval_variance import sampling_std
 EVAL = "chat_eval -x 12 --max_new_tokens=6 --dtype=float32".split()
 
 
-def scores(base, stage="sft"):
-    return read_json(base / "report" / f"chat-evaluation-{stage}.json")["values"]
-
-
 def comparison(base):
     [path] = (base / "report").glob("comparison-of-*.json")
     return {row[0]: row for row in read_json(path)["tables"][0]["rows"]}

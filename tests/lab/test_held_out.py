@@ -34,9 +34,6 @@ def test_final_benchmark_needs_permission_and_is_logged(trained, command):
 
 def test_training_on_the_family_of_a_final_benchmark_is_rejected(trained, command):
     command.works("lab.hold_out", "--final=world_facts")
-    rows = trained / "mine.jsonl"
-    chats = ([{"role": "user", "content": f"{i}?"}, ANSWER] for i in range(99))
-    rows.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
     tune = "chat_sft --source=base:one --num_iterations=1 --eval_tokens=64".split()
     spec = trained / "mixture.json"
     for extra, rejected in (
@@ -44,7 +41,7 @@ def test_training_on_the_family_of_a_final_benchmark_is_rejected(trained, comman
         ({"parent": "world+x"}, True),
         ({"parent": "world", "waived": "World-Facts"}, False),
     ):
-        declared = {"mine": {"task": "jsonl", "source": str(rows), **extra}}
+        declared = {"mine": {"task": "identity", **extra}}
         spec.write_text(json.dumps({"mixture": "mine=50", "buckets": declared}))
         run = command.rejects if rejected else command.works
         out = run(*tune, f"--mixture={spec}")

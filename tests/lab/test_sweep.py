@@ -203,7 +203,6 @@ TAGS = {name: Tags(language=code) for name, code in zip(COUNTS, LANGUAGES, stric
         ("drop:chat", {}, [0, 600, 300, 100, 0]),
         ("swap:gsm8k -> spare", {}, [500, 300, 0, 50, 150]),
         ("ratio:language ko:en=1:4", {}, [571, 200, 172, 57, 0]),
-        ("drop:chat then ratio:language ko:en=1:4", {}, [0, 200, 600, 200, 0]),
         ("drop:chat then scale:arc*2 then drop:chat-korean", {}, [0, 0, 571, 429, 0]),
     ],
 )

@@ -85,7 +85,6 @@ def test_startup_errors_name_the_fix(base, command, tmp_path):
         for flags, fix in (
             ((f"--port={port}",), f"--port={port + 1}"),
             (("--host=256.1.1.1",), "--host=127.0.0.1"),
-            (("--temperature=3",), "at most 2"),
         ):
             assert fix in command.rejects("chat_web", *flags)
     (tmp_path / "empty").write_text("\n")

@@ -45,15 +45,10 @@ SCANNERS = [  # kind of operands, how a calculation with x and y is written, its
 
 
 @cache
-def texts(split) -> tuple[str, ...]:
+def text(split) -> str:
     """Two shards of documents and some conversations."""
     talks = ("\n".join(chain(*conversation(split, i))) for i in range(TALKS))
-    return (*documents(0, 0, split), *documents(0, 1, split), *talks)
-
-
-@cache
-def text(split) -> str:
-    return "\n=====\n".join(texts(split))
+    return "\n=====\n".join([*documents(0, 0, split), *documents(0, 1, split), *talks])
 
 
 def digest() -> str:
