@@ -27,6 +27,7 @@ from tests.conftest import TINY, lively
 CPU = DistContext(0, 0, 1, torch.device("cpu"), torch.float32)
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "Hello"}]
+PRODUCT = ["<|python_start|>", "6*7", "<|python_end|>", "<|output_start|>", "42", "<|output_end|>"]
 HELLO_PROMPT = ["<|bos|>", "<|user_start|>", "Hello", "<|user_end|>", "<|assistant_start|>"]
 
 

@@ -7,15 +7,24 @@ from typing import Any
 
 import pytest
 
-from nanochat.checkpoint import stage_folder
-from nanochat.common import REPOSITORY, read_json
+from nanochat.checkpoint import read_state, seal_of, stage_folder
+from nanochat.common import REPOSITORY, read_json, write_json
 from nanochat.engine import TURN_TOKENS
 from nanochat.serve.openai_api import read_request
 from nanochat.tokenizer import SPECIAL_TOKENS
-from tests.web_server import CHAT, HELLO, HELLO_PROMPT, Choice, post, says, serving, write_model
+from tests.web_server import (
+    CHAT,
+    HELLO,
+    HELLO_PROMPT,
+    PRODUCT,
+    Choice,
+    post,
+    says,
+    serving,
+    write_model,
+)
 
 RECORDED = read_json(REPOSITORY / "tests" / "client_requests.json")
-PRODUCT = ["<|python_start|>", "6*7", "<|python_end|>", "<|output_start|>", "42", "<|output_end|>"]
 
 
 def error_of(answer, status: int = 400) -> dict[str, str]:
@@ -110,8 +119,13 @@ def test_V1_openai_client_works_unmodified(site, monkeypatch):
         create(**asked, extra_body={"sing": True})
 
 
-def test_models_load_on_request_and_idle_ones_unload(site):
+def test_models_of_the_core_load_on_request_and_idle_ones_unload(site):
     write_model("mid:two")
+    write_model("mid:looped")
+    state = stage_folder("mid") / "looped/step_000001/state.json"
+    saved = read_state(state.parent)
+    saved["model"]["num_loops"] = 3  # as another script writes it: not offered
+    write_json(state, {**saved, "seal": seal_of(saved)})
     with serving(max_models=2) as small:
         listed = [model["id"] for model in small.client.get("/v1/models").json()["data"]]
         assert listed == ["sft:tiny", "mid:two", "base:tiny"]
@@ -122,7 +136,8 @@ def test_models_load_on_request_and_idle_ones_unload(site):
         assert small.ask(model="sft:tiny", max_tokens=2).status_code == 200
         (stage_folder("mid") / "two/step_000001/model.safetensors").write_bytes(b"x")
         assert "mid:two" in error_of(small.ask(model="mid:two"), 503)["message"]
-        assert error_of(small.ask(model="../../etc"), 404)["code"] == "model_not_found"
+        for name in ("../../etc", "mid:looped"):
+            assert error_of(small.ask(model=name), 404)["code"] == "model_not_found"
 
 
 # ---- V8 and V12: text ----------------------------------------------------------------------------

@@ -6,8 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 import pytest
 
-from nanochat.checkpoint import ASIDE, read_state, seal_of, stage_folder
-from nanochat.common import write_json
+from nanochat.checkpoint import ASIDE, stage_folder
 from nanochat.tokenizer import SPECIAL_TOKENS
 from tests.training_runs import python
 from tests.web_server import CHAT, HELLO, post, serving, slow_down, until, write_model
@@ -109,18 +108,6 @@ def test_pinned_step_stays_when_its_tag_trains_on(base, monkeypatch):
         assert found() == before
         write_model("sft:pinned", step=3, seed=4)  # deletes step 1
         assert found() == before
-
-
-def test_models_that_other_scripts_trained_are_not_offered(base):
-    write_model()
-    write_model("base:other")
-    state = stage_folder("base") / "other/step_000001/state.json"
-    saved = read_state(state.parent)
-    saved["model"]["num_loops"] = 3
-    write_json(state, {**saved, "seal": seal_of(saved)})
-    with serving() as site:
-        assert "base:other" not in site.client.get("/v1/models").text
-        assert site.ask(model="base:other").status_code == 404
 
 
 def test_failed_step_ends_only_the_answers_of_its_model(site, monkeypatch):
