@@ -137,7 +137,7 @@ def test_artifact_above_the_limit_is_not_written(trained, command):
     command.works(*TRAIN, "--model_tag=golf")
     path = trained / "export" / "base-golf.golf"
     out = command.rejects(*EXPORT, "--limit_bytes=40_000")
-    assert "exceed the limit of 40,000" in out and "of them code" in out and "embed.weight" in out
+    assert "exceed the limit of 40,000" in out and "embed.weight" in out
     assert not path.exists()
     command.works(*EXPORT)
     size = path.stat().st_size

@@ -50,7 +50,7 @@ def test_tied_embeddings_get_both_gradients():
     torch.testing.assert_close(model.embed.weight.grad + free.grad, both, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize(("stride", "rows"), [(16, 4), (8, 3), (1, 7), (3, 2)])
+@pytest.mark.parametrize(("stride", "rows"), [(16, 4), (1, 7), (3, 2)])
 def test_document_bpb_matches_a_token_by_token_reference(stride, rows, dist):
     """The reference scores each token separately: 16 in the first window, then `stride` in each."""
     texts = ["Zoë walks \N{SNOWMAN} home, slowly, to 1,234 \t letters.\n", "a", "Tom is. " * 4]

@@ -49,7 +49,6 @@ def test_models_are_compared_on_paired_items(tuned, command):
     rows = comparison(tuned)
     assert {"World few-shot", "World-Choice", "world_sums"} <= rows.keys()
     assert all("won" in row[5] for row in rows.values())  # paired
-    assert {row[4] for row in rows.values()} <= {"better", "worse", "within noise"}
     assert float(rows["World few-shot"][2]) == pytest.approx(core[20] - core[8], abs=1e-4)
     command.works(*EVAL, "-i", "sft", "-g", "s0", "-a", "world_facts")
     for before, fix in ("base:one:8", "on the same tasks"), ("sft:s0", "compared with itself"):

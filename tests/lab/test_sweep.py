@@ -136,7 +136,6 @@ def test_search_finds_the_planted_optimum_on_new_seeds(planted_runs, base, comma
     "flags, message",
     [
         ("", "exactly one of --arms, --grid and --search"),
-        ("--stage=rl --arms=drop:a", 'use --grid="task=a|b"'),
         ("--grid=mixture=a|b", "own held-out data; add --val_mixture"),
         ("--search=lr --bases=one|two", "one base and 0 < low < high, got --bases=one|two"),
         ("--grid=num_iterations=1,2", "all runs must be equally long"),
