@@ -115,7 +115,7 @@ class FakeHubHandler(BaseHTTPRequestHandler):
         for name, value in {**standard, **(headers or {})}.items():
             self.send_header(name, str(value))
         self.end_headers()
-        if self.command == "GET":
+        if self.command != "HEAD":
             self.wfile.write(body)
 
     def log_message(self, *args):

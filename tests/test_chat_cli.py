@@ -3,7 +3,6 @@
 import io
 import readline
 import sys
-from contextlib import suppress
 
 import pytest
 from hypothesis import given
@@ -39,15 +38,9 @@ def typed(monkeypatch, command):
     """Function that runs chat_cli in a terminal where these lines are typed, then Ctrl-D."""
 
     def run(lines, *flags):
-        rest = iter(lines)
-
-        def read(prompt):
-            with suppress(StopIteration):
-                return next(rest)
-            raise EOFError
-
-        monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
-        monkeypatch.setattr("builtins.input", read)
+        terminal = io.StringIO("".join(f"{line}\n" for line in lines))
+        terminal.isatty = lambda: True
+        monkeypatch.setattr(sys, "stdin", terminal)
         return command.works("chat_cli", *flags)
 
     return run

@@ -105,6 +105,7 @@ def test_P2_merges_and_ties_match_naive_trainer_for_any_threads(seed):
         assert tokens_of(tokenizer) == expected and tokenizer.vocab_size == len(expected)
 
 
+@given(st.text(max_size=200) | TEXTS, st.binary(max_size=200), st.sampled_from(SCANNED))
 def check_text(text: str, data: bytes, pattern: str) -> None:
     """The scanner splits as the regex engine; ids equal tiktoken's; text and bytes round-trip."""
     words = rustbpe.split(text, pattern)
@@ -115,18 +116,10 @@ def check_text(text: str, data: bytes, pattern: str) -> None:
     assert MIXED.decode(list(data)) == data.decode(errors="replace")
 
 
-@settings(max_examples=1000)
-@given(TEXTS, st.binary(max_size=40), st.sampled_from(SCANNED))
-def test_P1_P3_any_text_round_trips_with_the_ids_of_tiktoken(text, data, pattern):
-    check_text(text, data, pattern)
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(1200)
-@settings(max_examples=100_000)
-@given(st.text(max_size=200) | TEXTS, st.binary(max_size=200), st.sampled_from(SCANNED))
-def test_P1_P3_100_000_texts_round_trip(text, data, pattern):
-    check_text(text, data, pattern)
+@pytest.mark.parametrize("count", [1000, pytest.param(100_000, marks=pytest.mark.slow)])
+def test_P1_P3_any_text_round_trips_with_the_ids_of_tiktoken(count):
+    settings(max_examples=count)(check_text)()
 
 
 @pytest.mark.parametrize("every", [60, pytest.param(1, marks=pytest.mark.slow)])

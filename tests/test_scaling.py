@@ -61,13 +61,12 @@ def test_horizon_precedence_is_iterations_flops_ratio(d12):
     assert MIN_STEPS / 2**0.5 <= short <= MIN_STEPS * 2**0.5
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 7, 8])
+@pytest.mark.parametrize("world_size", [1, 3, 7, 8])
 def test_default_batch_divides_evenly_over_devices(d12, world_size):
     batch = plan(d12, world_size).batch_tokens
-    if world_size in (1, 2, 4, 8):
-        assert batch == 2**19
-    else:  # a prime number of rows can only be split into micro-batches of one
-        assert batch % (4 * 2048 * world_size) == 0 and abs(batch / 2**19 - 1) < 0.04
+    # a prime number of rows could only be split into micro-batches of one
+    assert batch % (4 * 2048 * world_size) == 0 and abs(batch / 2**19 - 1) < 0.04
+    assert (batch == 2**19) == (world_size in (1, 8))
     short = plan(d12, world_size, target_param_data_ratio=0.001)
     assert short.batch_tokens == 2048 * world_size
 

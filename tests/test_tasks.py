@@ -1,7 +1,6 @@
 """Tasks: a recorded row of every dataset, scoring, mixtures, spelling and disjoint splits."""
 
 import json
-import random
 from collections import Counter
 from typing import NamedTuple
 
@@ -11,33 +10,14 @@ from nanochat.common import MissingInput, fingerprint
 from scripts import chat_rl, chat_sft, mid_train
 from scripts.chat_eval import default_tasks, why_unavailable
 from tasks import base, registry
-from tasks.base import Mixture, NumberTask, assistant, final_value, text, tool_call, user
+from tasks.base import Mixture, assistant, final_value, text, tool_call, user
 from tasks.buckets import buckets, chat_mixture, held_out_questions, rl_questions
 from tasks.hub import HubTask
 from tasks.questions import AQuA, AQuALetter
 from tasks.registry import eval_task, key_of
 from tasks.spelling import SimpleSpelling, SpellingBee
+from tasks.world.task import WorldProblems
 from tests.hub_server import publish
-
-
-class Sums(NumberTask):
-    """`size` random sums, each determined by split and index."""
-
-    name = "Sums"
-    splits = ("train", "test")
-
-    def __init__(self, split: str, size: int = 10):
-        super().__init__(split)
-        self.size = size
-
-    def __len__(self) -> int:
-        return self.size
-
-    def conversation(self, i: int) -> base.Conversation:
-        rng = random.Random(f"{self.split}-{i}")
-        a, b = rng.randrange(100), rng.randrange(100)
-        return [user(f"What is {a} + {b}?"), assistant(f"#### {a + b}")]
-
 
 # ------------------------------------------------------------------------------------------------
 # Every scored dataset: a row as published, the conversation and the answers expected from it
@@ -142,7 +122,7 @@ def test_row_of_a_dataset_becomes_a_conversation(key, tmp_path, monkeypatch, cap
     ],
 )
 def test_number_after_the_last_marker_is_scored(right, same, other):
-    task, asked = Sums("test"), [user("?"), assistant(f"#### {right}")]
+    task, asked = WorldProblems("test"), [user("?"), assistant(f"#### {right}")]
     assert [task.score(asked, f"so\n#### {answer}") for answer in same] == [1.0] * len(same)
     assert not any(task.score(asked, f"#### {answer}") for answer in other)
     assert not task.score(asked, right)
@@ -159,17 +139,16 @@ def test_final_formula_is_compared_without_spaces():
 
 
 def test_mixture_without_a_seed_is_the_first_conversations():
-    task = Sums("test", 3)
+    task = WorldProblems("test")
     part = Mixture([task], count=2)
     assert list(part) == [task[0], task[1]] and part.locate(1) == (task, 1)
-    assert (part.name, part.kind, part.split) == ("Sums", "generate", "test")
-    assert len(Mixture([task], count=99)) == 3 and len(Mixture([task], count=0)) == 0
-    with pytest.raises(ValueError, match="Sums has no split 'val'; it has train, test"):
-        Sums("val")
+    assert len(Mixture([task], count=9999)) == len(task) and len(Mixture([task], count=0)) == 0
+    with pytest.raises(ValueError, match="has no split 'dev'; it has train, val, test"):
+        WorldProblems("dev")
 
 
 def test_mixture_repeats_and_shuffles_its_tasks():
-    few, many = Sums("train", 5), Sums("test", 20)
+    few, many = (Mixture([WorldProblems("test")], count=n) for n in (5, 20))
     mixed, again, other = (Mixture([few, many, few], seed) for seed in (3, 3, 4))
     assert sorted(map(str, mixed)) == sorted(map(str, [*few, *many, *few]))
     assert list(mixed) == list(again) != list(other)
@@ -178,10 +157,10 @@ def test_mixture_repeats_and_shuffles_its_tasks():
 
 def test_identity_changes_with_data_options_and_wording(tmp_path, monkeypatch):
     publish({"raw/train.parquet": [AQUA]}, tmp_path, monkeypatch)
-    few, aqua = Sums("train"), AQuA("train")
-    tasks = [few, Sums("test"), Sums("train", 11), aqua, AQuALetter("train")]
-    tasks += [Mixture([few], count=5), Mixture([few, aqua]), Mixture([aqua, few])]
-    tasks += [Mixture([few, few]), Mixture([few], 1)]
+    few, aqua = WorldProblems("test"), AQuA("train")
+    tasks = [few, WorldProblems("val"), aqua, AQuALetter("train")]
+    tasks += [Mixture([few], count=5), Mixture([few], count=6), Mixture([few], 1)]
+    tasks += [Mixture([few, few]), Mixture([few, aqua]), Mixture([aqua, few])]
     names = {fingerprint(task.identity) for task in tasks}
     monkeypatch.setattr("tasks.questions.REASON", "Think, then say Answer: and the letter.")
     assert len({*names, fingerprint(aqua.identity)}) == len(tasks) + 1
@@ -228,8 +207,6 @@ def test_tasks_are_found_by_key_and_report_name():
     "spec, message",
     [
         ("gsm8k,", "'' in the mixture"),
-        ("a=1.5", "'a=1.5' in the mixture"),
-        ("a*-1", r"'a\*-1' in the mixture"),
         ("gsm8k,aqua,gsm8k=5", "gsm8k appears twice"),
         ("smaltalk", "unknown task 'smaltalk'"),
         ("humaneval", "HumanEval has no split 'train'"),
@@ -306,15 +283,14 @@ def test_mixture_reads_names_sources_counts_and_repeats():
 
 
 def test_tables_report_shares_by_bucket_and_tag(tmp_path, capsys):
-    chats = ([user(f"{i}"), assistant("b")] for i in range(9))
-    (tmp_path / "a.jsonl").write_text("".join(f"{json.dumps(chat)}\n" for chat in chats))
-    file = {"task": "jsonl", "source": str(tmp_path / "a.jsonl"), "domain": "chat"}
-    own = {name: {**file, "language": name} for name in ("en", "ko")}
+    own = {name: {"task": "world_facts", "language": name} for name in ("en", "ko")}
     path = tmp_path / "own.json"
     path.write_text(json.dumps({"mixture": "en,ko*5", "buckets": own}))
     about = {"conversations": 9, "tokens": 200, "trained": 60, "used_tokens": 1000}
     counts = {"en": about, "ko": {**about, "used_tokens": 3000}}
     by_bucket, by_tag = chat_mixture(str(path)).tables(counts)
-    assert by_bucket["rows"][1] == ["ko", "chat, ko", "9", "200", "60", "15", "75.0%"]
+    name, tags, *amounts = by_bucket["rows"][1]
+    assert (name, tags) == ("ko", "facts, ko, synthetic, MIT, free, world")
+    assert amounts == ["9", "200", "60", "15", "75.0%"]
     assert by_tag["rows"] == [["language", "en", "25.0%"], ["language", "ko", "75.0%"]]
     assert "more than 4 repeats of ko" in capsys.readouterr().out

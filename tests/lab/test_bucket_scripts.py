@@ -1,22 +1,20 @@
 """Scripts that create buckets: filtered conversations, answers from a teacher behind an API."""
 
 import json
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from threading import Thread
 
 import pytest
 
 from nanochat.common import read_json
+from nanochat.records import read_lines
 from tasks.chats import JSONL
+from tests.hub_server import FakeHubHandler
 
 
 def write(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
-
-
-def read(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def talk(prompt, answer):
@@ -33,38 +31,27 @@ def test_filtered_file_is_a_bucket(tmp_path, base, command):
     record = read_json(base / "report" / "filters-good.json")
     assert record["values"] == {"Kept": 60, "Dropped": 6}
     command.works(*run, "--filters=length=1:140", "--bucket=world_problems=40")
-    assert 0 < len(read(out)) < 40
+    assert 0 < len(read_lines(out)) < 40
     assert "drop all of" in command.rejects(*run, f"--rows={source}", "--filters=length=50:60")
 
 
-class Teacher(BaseHTTPRequestHandler):
+class Teacher(FakeHubHandler):
     """Answers "sage: <prompt>"; fails on "fail", is empty on "empty", cuts prompts with a 7 off."""
 
     asked: list[list[dict]] = []
 
-    def log_message(self, *args):
-        pass
-
     def do_GET(self):
-        self.reply(200, {"object": "list", "data": [{"id": "sage", "object": "model"}]})
+        self.answer(200, {"object": "list", "data": [{"id": "sage", "object": "model"}]})
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.asked.append(body["messages"])
         words = body["messages"][-1]["content"]
         if "fail" in words:
-            return self.reply(400, {"error": {"message": "no answer"}})
+            return self.answer(400, {"error": {"message": "no answer"}})
         message = {"role": "assistant", "content": "" if "empty" in words else f"sage: {words}"}
         choice = {"message": message, "finish_reason": "length" if "7" in words else "stop"}
-        self.reply(200, {"choices": [{"index": 0, **choice}]})
-
-    def reply(self, status, content):
-        data = json.dumps(content).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
+        self.answer(200, {"choices": [{"index": 0, **choice}]})
 
 
 @pytest.fixture
@@ -84,11 +71,11 @@ def test_pilot_comes_first_and_no_prompt_is_sent_twice(tmp_path, base, command, 
     run = [*teacher, f"--prompts={write(tmp_path / 'asked.jsonl', rows)}", f"--out={out}"]
     assert "--pilot=2000 first" in command.rejects(*run) and not Teacher.asked
     command.works(*run, "--pilot=5", "--system=Be brief.")
-    assert len(Teacher.asked) == len(read(out)) == 5
+    assert len(Teacher.asked) == len(read_lines(out)) == 5
     assert Teacher.asked[0][0] == {"role": "system", "content": "Be brief."}
-    assert {row["gold"] for row in read(out)} != set(range(5))  # not just the first five
+    assert {row["gold"] for row in read_lines(out)} != set(range(5))  # not just the first five
     command.works(*run)
-    made = read(out)
+    made = read_lines(out)
     assert len(Teacher.asked) == 20 and sorted(row["gold"] for row in made) == list(range(20))
     assert all(row["messages"] == talk(row["prompt"], f"sage: {row['prompt']}") for row in made)
     assert {row["gold"] for row in made if row["finish"] == "length"} == {7, 17}
@@ -102,10 +89,12 @@ def test_failed_prompts_are_retried_and_wrong_ones_rejected(tmp_path, command, t
     write(prompts, [{"messages": talk("fine", "old answer")}, {"prompt": "empty"}])
     for _ in range(2):
         assert "empty answer, finish reason 'stop'" in command.works(*run)
-    assert [row["messages"][-1]["content"] for row in read(out)] == ["sage: fine"]
+    assert [row["messages"][-1]["content"] for row in read_lines(out)] == ["sage: fine"]
     assert len(Teacher.asked) == 5  # one success, four failures
     write(prompts, [{"messages": talk("old", "7"), "gold": n} for n in (1, 2)] + [{"prompt": "7"}])
     translated = ["--as_prompt", f"--out={tmp_path / 'translated.jsonl'}"]
     assert "incomplete prompt" in command.works(*run, *translated)  # it is cut off
-    found = [(r["prompt"], r["original"], r["gold"]) for r in read(tmp_path / "translated.jsonl")]
+    found = [
+        (r["prompt"], r["original"], r["gold"]) for r in read_lines(tmp_path / "translated.jsonl")
+    ]
     assert sorted(found) == [("sage: old", "old", 1), ("sage: old", "old", 2)]

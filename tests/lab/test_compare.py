@@ -1,6 +1,5 @@
 """Evaluation variance and comparisons by their commands."""
 
-import numpy as np
 import pytest
 
 from nanochat import stats
@@ -12,23 +11,14 @@ from scripts.lab.eval_variance import sampling_std
 EVAL = "chat_eval -x 12 --max_new_tokens=6 --dtype=float32".split()
 
 
-def scores(base, stage="sft"):
-    return read_json(base / "report" / f"chat-evaluation-{stage}.json")["values"]
-
-
 def comparison(base):
     [path] = (base / "report").glob("comparison-of-*.json")
-    rows = read_json(path)["tables"][0]["rows"]
-    path.unlink()
-    return {row[0]: row for row in rows}
+    return {row[0]: row for row in read_json(path)["tables"][0]["rows"]}
 
 
 def test_sampling_error_is_found_among_items():
-    rng = np.random.default_rng(4)
-    right = rng.uniform(0.1, 0.9, 4000)
-    answers = rng.random((5, 4000)) < right
-    found = sampling_std(answers.mean(axis=0).tolist(), 5)
-    assert found == pytest.approx((right * (1 - right) / 4000).mean() ** 0.5, rel=0.05)
+    rates = [0.0, 0.5, 0.5, 1.0]  # all outcomes of two answers that are right with probability 0.5
+    assert sampling_std(rates, 2) == pytest.approx((0.5 * 0.5 / len(rates)) ** 0.5)
 
 
 def test_variance_of_sampled_answers_is_measured(tuned, command):
@@ -59,7 +49,6 @@ def test_models_are_compared_on_paired_items(tuned, command):
     rows = comparison(tuned)
     assert {"World few-shot", "World-Choice", "world_sums"} <= rows.keys()
     assert all("won" in row[5] for row in rows.values())  # paired
-    assert {row[4] for row in rows.values()} <= {"better", "worse", "within noise"}
     assert float(rows["World few-shot"][2]) == pytest.approx(core[20] - core[8], abs=1e-4)
     command.works(*EVAL, "-i", "sft", "-g", "s0", "-a", "world_facts")
     for before, fix in ("base:one:8", "on the same tasks"), ("sft:s0", "compared with itself"):

@@ -30,12 +30,10 @@ def test_only_the_last_answer_is_trained_on():
 def log_ratio(model, reference, signed):
     """Log-probability of an answer under the model minus that under the reference."""
     signed = torch.tensor(signed)
-    ids = torch.where(signed < 0, ~signed, signed)[None]
-    steps = [t for t in range(len(signed) - 1) if signed[t + 1] >= 0]
-    with torch.no_grad():
-        theirs = reference(ids[:, :-1])[0].log_softmax(-1)
-    ours = model(ids[:, :-1])[0].log_softmax(-1)
-    return (ours - theirs)[steps, signed[1:][steps]].sum()
+    ids = torch.where(signed < 0, ~signed, signed)
+    ours, theirs = (each(ids[None, :-1])[0].log_softmax(-1) for each in (model, reference))
+    learned = signed[1:] >= 0
+    return (ours - theirs)[learned, ids[1:][learned]].sum()
 
 
 def test_loss_and_gradients_match_autograd_on_full_logits():

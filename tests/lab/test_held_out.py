@@ -12,13 +12,15 @@ ANSWER = {"role": "assistant", "content": "b"}
 
 def test_final_benchmark_needs_permission_and_is_logged(trained, command):
     command.works(*SCORE, "-a", "World-Choice")  # for development
-    command.works("lab.hold_out", "--final=world_choice|HumanEval")
+    command.works("lab.hold_out", "--final=world_choice|HumanEval|AQUA-Letter")
     out = command.works("lab.hold_out", "--final=kmmlu")  # for good
     for name, parent in (("World-Choice", "world"), ("HumanEval", "humaneval"), ("KMMLU", "kmmlu")):
         assert f"final: {name}, made from {parent}" in out
-    for name in ("World-Choice", "world_choice", "kmmlu_redux_10"):  # in any spelling and form
+    for name in ("World-Choice", "world_choice", "kmmlu_redux_10", "aqua"):  # in any form
         out = command.rejects(*SCORE, "-a", f"World-Facts|{name}")
         assert "is final: held out until the end" in out and "pass --final" in out
+    assert not held_out.is_final("HAE-RAE")
+    assert "'smoltalk' is not scored" in command.rejects("lab.hold_out", "--final=smoltalk")
     command.works(*SCORE, "-a", "World-Choice", "--final")
     log = (trained / held_out.ACCESS_LOG).read_text().splitlines()
     assert [json.loads(line)["benchmark"] for line in log] == ["World-Choice"]
@@ -32,9 +34,6 @@ def test_final_benchmark_needs_permission_and_is_logged(trained, command):
 
 def test_training_on_the_family_of_a_final_benchmark_is_rejected(trained, command):
     command.works("lab.hold_out", "--final=world_facts")
-    rows = trained / "mine.jsonl"
-    chats = ([{"role": "user", "content": f"{i}?"}, ANSWER] for i in range(99))
-    rows.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
     tune = "chat_sft --source=base:one --num_iterations=1 --eval_tokens=64".split()
     spec = trained / "mixture.json"
     for extra, rejected in (
@@ -42,22 +41,13 @@ def test_training_on_the_family_of_a_final_benchmark_is_rejected(trained, comman
         ({"parent": "world+x"}, True),
         ({"parent": "world", "waived": "World-Facts"}, False),
     ):
-        declared = {"mine": {"task": "jsonl", "source": str(rows), **extra}}
+        declared = {"mine": {"task": "identity", **extra}}
         spec.write_text(json.dumps({"mixture": "mine=50", "buckets": declared}))
         run = command.rejects if rejected else command.works
         out = run(*tune, f"--mixture={spec}")
         assert ("as is final benchmark World-Facts" in out) == rejected
     assert "as is final" in command.rejects(*tune, "--mixture=world_facts")
     assert "is final" in command.rejects("chat_rl", "--source=base:one", "--task=world_facts")
-
-
-def test_other_names_and_forms_of_a_benchmark_are_final_too(command):
-    command.works("lab.hold_out", "--final=gpqa|AQUA-Letter|KMMLU-Pro|livecodebench")
-    for name in ("GPQA", "gpqa", "LiveCodeBench", "AQUA", "aqua_letter"):
-        assert held_out.is_final(name), name
-    assert not held_out.is_final("HAE-RAE") and not held_out.is_final("ARC-Challenge-10")
-    for name in ("smoltalk", "jsonl"):
-        assert f"'{name}' is not scored" in command.rejects("lab.hold_out", f"--final={name}")
 
 
 def test_listed_benchmark_itself_is_compared(base, command, monkeypatch, tmp_path):

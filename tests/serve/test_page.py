@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.web_server import says, serving, slow_down, until, write_model
+from tests.web_server import PRODUCT, says, serving, slow_down, until, write_model
 
 STORY = "Once upon a time there was a very small model that liked to talk."
 EVIL = (
@@ -103,8 +103,7 @@ def test_V9_S13_messages_never_run_as_code(page, site, monkeypatch):
 
 
 def test_tool_calls_are_shown_and_sent_back(page, site, monkeypatch):
-    call = ["<|python_start|>", "6*7", "<|python_end|>", "<|output_start|>", "42", "<|output_end|>"]
-    says(monkeypatch, site, "It is ", *call, "!")
+    says(monkeypatch, site, "It is ", *PRODUCT, "!")
     send(page, "6 times 7?")
     assert "6*7" in said(page)[1] and "42" in said(page)[1]
     with page.expect_request("**/v1/chat/completions") as request:

@@ -1,25 +1,24 @@
 """Many users at once: disconnects, fairness, full queues, failures, tools, shutdown."""
 
 import json
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
 
-from nanochat.checkpoint import ASIDE, read_state, seal_of, stage_folder
-from nanochat.common import REPOSITORY, write_json
+from nanochat.checkpoint import ASIDE, stage_folder
 from nanochat.tokenizer import SPECIAL_TOKENS
-from tests.web_server import CHAT, HELLO, Site, post, serving, slow_down, until, write_model
+from tests.training_runs import python
+from tests.web_server import CHAT, HELLO, post, serving, slow_down, until, write_model
 
+SLOW = pytest.mark.slow
 LONG = post({"messages": HELLO, "max_tokens": 200})
 
 
 # ---- V2: disconnects -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("times", [30, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("times", [30, pytest.param(1000, marks=SLOW)])
 def test_V2_disconnects_free_slots_and_leak_nothing(site, monkeypatch, times):
     taken = slow_down(monkeypatch, 0.01)
     site.content(max_tokens=2)
@@ -61,25 +60,12 @@ def test_V2_V3_full_queue_returns_429_and_disconnects_leave_it(base, monkeypatch
 # ---- V3, V10: concurrent users -------------------------------------------------------------------
 
 
-def assert_fair(site: Site, users: int, seconds: int, tokens: int) -> None:
-    """Run tests.load_client in another process."""
-    command = [sys.executable, "-m", "tests.load_client", site.url]
-    command += map(str, (users, seconds, tokens))
-    done = json.loads(subprocess.check_output(command, cwd=REPOSITORY))
-    assert done["most"] < 2 * done["least"]
-
-
-def test_V3_more_users_than_slots_get_fair_throughput(site):
-    assert_fair(site, users=12, seconds=3, tokens=40)
-
-
-@pytest.mark.slow
-def test_V3_sixty_four_users_share_engine_steps(base, monkeypatch):
-    write_model("sft:d4", context=512, n_layer=4, d_model=256)
-    with serving("sft:d4", slots=64) as site:
-        taken = slow_down(monkeypatch, 0.0)
-        assert_fair(site, users=64, seconds=20, tokens=100)
-        assert sum(taken) > 4 * len(taken) > 0
+@pytest.mark.parametrize(("users", "seconds"), [(12, 3), pytest.param(64, 20, marks=SLOW)])
+def test_V3_users_share_slots_and_get_fair_throughput(site, base, monkeypatch, users, seconds):
+    taken = slow_down(monkeypatch, 0.0)
+    words = "-m", "tests.load_client", site.url, str(users), str(seconds), "40"
+    done = json.loads(python(base, *words))
+    assert done["most"] < 2 * done["least"] and max(taken) == 8
 
 
 # ---- models, tools and failures ------------------------------------------------------------------
@@ -122,18 +108,6 @@ def test_pinned_step_stays_when_its_tag_trains_on(base, monkeypatch):
         assert found() == before
         write_model("sft:pinned", step=3, seed=4)  # deletes step 1
         assert found() == before
-
-
-def test_models_that_other_scripts_trained_are_not_offered(base):
-    write_model()
-    write_model("base:other")
-    state = stage_folder("base") / "other/step_000001/state.json"
-    saved = read_state(state.parent)
-    saved["model"]["num_loops"] = 3
-    write_json(state, {**saved, "seal": seal_of(saved)})
-    with serving() as site:
-        assert "base:other" not in site.client.get("/v1/models").text
-        assert site.ask(model="base:other").status_code == 404
 
 
 def test_failed_step_ends_only_the_answers_of_its_model(site, monkeypatch):

@@ -126,7 +126,7 @@ class Tags(HTMLParser):
         self.links += [value for name, value in attrs if name == "href"]
 
 
-def test_V9_markdown_becomes_harmless_html(site):
+def test_V4_V9_markdown_becomes_short_harmless_html(site):
     def render(*answers, status=200):
         got = site.client.post("/v1/markdown", json={"answers": answers})
         assert got.status_code == status and len(got.content) < 2000
@@ -144,6 +144,8 @@ def test_V9_markdown_becomes_harmless_html(site):
     call = ("text", "`a"), ("python", "<b>"), ("python_output", '"'), ("text", "b`")
     html = render([{"type": kind, "text": text} for kind, text in call])
     assert 'class="call" title="Tool call">&lt;b&gt;</code><code class="result"' in html
+    calls = [{"type": "python", "text": f"\ufdd0{i + 2}\ufdd1" * 8} for i in range(6)]
+    assert render([{"type": "text", "text": "x"}, *calls]).count("<code") == 6
     assert not render([{"type": "text", "text": "[" * 20_001}], status=413)
     for wrong in ([1] * 300_000, "x", [{"type": "image", "text": ""}]):
         render(wrong, status=400)
@@ -193,10 +195,3 @@ def test_V4_V6_large_bodies_and_clients_that_do_not_read(base):
             site.wait_until_idle()
             assert b"[DONE]" not in received(connection)
         assert site.content(max_tokens=1) is not None
-
-
-def test_V4_marks_in_tool_calls_are_not_expanded(site):
-    calls = [{"type": "python", "text": f"\ufdd0{i + 2}\ufdd1" * 8} for i in range(6)]
-    answer = [{"type": "text", "text": "x"}, *calls]
-    [html] = site.client.post("/v1/markdown", json={"answers": [answer]}).json()["html"]
-    assert len(html) < 1000 and html.count("<code") == 6

@@ -1,7 +1,6 @@
 """The embedded world: text that is the same everywhere, correct, well formed and held out."""
 
 import hashlib
-import math
 import os
 import re
 import subprocess
@@ -46,15 +45,10 @@ SCANNERS = [  # kind of operands, how a calculation with x and y is written, its
 
 
 @cache
-def texts(split) -> tuple[str, ...]:
+def text(split) -> str:
     """Two shards of documents and some conversations."""
     talks = ("\n".join(chain(*conversation(split, i))) for i in range(TALKS))
-    return (*documents(0, 0, split), *documents(0, 1, split), *talks)
-
-
-@cache
-def text(split) -> str:
-    return "\n=====\n".join(texts(split))
+    return "\n=====\n".join([*documents(0, 0, split), *documents(0, 1, split), *talks])
 
 
 def digest() -> str:
@@ -138,6 +132,12 @@ def written(conversation: Conversation) -> str:
     return "".join(f"<|{m}_start|>{said}<|{m}_end|>" if m else said for m, said in parts)
 
 
+def are_balanced(counts: Counter, kinds: int) -> bool:
+    """Whether no value is over three standard errors more frequent than one of `kinds` should."""
+    n, chance = counts.total(), 1 / kinds
+    return max(counts.values(), default=0) <= n * chance + 3 * (n * chance * (1 - chance)) ** 0.5
+
+
 # ------------------------------------------------------------------------------------------------
 # Tasks
 
@@ -145,17 +145,19 @@ def written(conversation: Conversation) -> str:
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("kind", SCORED)
 def test_only_the_right_answer_scores(kind, split):
-    task = kind(split)
+    task, letters = kind(split), Counter()
     for i, asked in enumerate(islice(task, 200)):
         assert task.score(asked, written(asked) + "<|assistant_end|>") == 1
         wrong = [""]
         if kind is WorldChoice:
             assert all(f"={letter}\n" in asked[0]["content"] for letter in task.letters(i))
+            letters[asked[-1]["content"]] += 1
             wrong = set("ABCD") - {asked[-1]["content"]}
         elif kind is not WorldFacts:
             number = final_value(answer_text(asked[-1]))
             wrong = f"#### {number}1", str(number), f"#### {number} #### 0", "#### 0"
         assert not any(task.score(asked, each) for each in wrong)
+    assert are_balanced(letters, 4)
 
 
 def test_fact_sentences_score_1_and_rivals_score_0():
@@ -202,25 +204,16 @@ def test_R27_letter_counts_are_correct_and_of_their_split(split):
         numbers = [(letter, str(n + 1)) for n in range(int(count))]
         assert re.findall(r"(\w)(\d)", plain) == numbers and plain.count(letter) == int(count)
         counts[int(count)] += 1
-    assert [*sorted(counts)] == [1, 2, 3, 4] and all(within(n, 400, 0.25) for n in counts.values())
-
-
-# ------------------------------------------------------------------------------------------------
-# Choices and the suite
-
-
-def within(hits: float, n: int, chance: float) -> bool:
-    """Whether the hit rate is at most chance plus three standard errors."""
-    return hits / n <= chance + 3 * math.sqrt(chance * (1 - chance) / n)
+    assert [*sorted(counts)] == [1, 2, 3, 4] and are_balanced(counts, 4)
 
 
 @pytest.mark.parametrize("name", SUITE)
 def test_R27_suite_items_are_well_formed_and_new(name):
-    task, seen = SUITE[name], set()
+    task, seen, golds = SUITE[name], set(), Counter()
     for item in task["items"]:
         options = item.get("choices") or item.get("context_options") or [item["context"]]
         assert len(set(options)) == len(options) == round(1 / (task["random_baseline"] or 1))
-        assert 0 <= item.get("gold", 0) < len(options)
+        golds[item.get("gold", 0)] += 1
         prompt = item.get("query") or f"{options[item.get('gold', 0)]} {item['continuation']}"
         if name == "world_sums":
             assert {operand_split(*c) for c in calculations(prompt)} < set(SPLITS[1:])
@@ -228,35 +221,5 @@ def test_R27_suite_items_are_well_formed_and_new(name):
             assert prompt.removeprefix("Question: ") not in text("train")
         assert str(item).isascii() and not re.search(r"[<>]|None|  ", str(item))
         seen.add(str(item))
+    assert max(golds) < len(options) and are_balanced(golds, len(options))
     assert len(seen) == len(task["items"]) >= (40 if name == "world_opposites" else 110)
-
-
-# Omits "least frequent": it beats chance, since held-out facts are never asked in training, but
-# models do not use it
-GUESSES = (
-    len,
-    lambda option: -len(option),
-    lambda option: len(option.split()),
-    cache(text("train").count),
-    lambda option: 0,  # the first
-)
-
-
-@pytest.mark.parametrize("name", ["choice", *(n for n in SUITE if SUITE[n]["random_baseline"])])
-def test_guessing_without_the_question_is_at_chance(name):
-    if name == "choice":
-        tasks = [WorldChoice(split) for split in SPLITS[1:]]
-        asked = [task.question(i) for task in tasks for i in range(len(task))]
-        items = [(question.options, question.right) for question in asked]
-    else:
-        found = SUITE[name]["items"]
-        items = [(i.get("choices") or i["context_options"], i["gold"]) for i in found]
-    n, chance = len(items), 1 / len(items[0][0])
-    for value in GUESSES:
-        hits = 0.0
-        for options, gold in items:
-            values = [*map(value, options)]
-            hits += (values[gold] == max(values)) / values.count(max(values))  # ties are guesses
-        assert within(hits, n, chance)
-    golds = Counter(gold for _, gold in items)
-    assert all(within(hits, n, chance) for hits in golds.values())
