@@ -1,6 +1,7 @@
 """Attention kernels against the formula in float64; FlashAttention 3; padded batches."""
 
 import sys
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -10,7 +11,7 @@ import torch
 from torch.nn.attention import flex_attention
 
 from nanochat import attention
-from nanochat.attention import attend, make_mask
+from nanochat.attention import attend, choose_backend, make_mask
 
 
 def reference(q, k, v, window, scale, segments):
@@ -82,3 +83,18 @@ def test_flash_attention_3_gets_scale_and_window(monkeypatch, window, sizes):
     assert attend(q, q, q, window, 0.7, "fa3") is q
     wanted = {"softmax_scale": 0.7, "causal": True, "window_size": sizes}
     assert function.call_args.kwargs == wanted
+
+
+@pytest.mark.parametrize(
+    "device, compiled, kernel",
+    [
+        ("cpu", True, "blocks"),
+        ("cpu", False, "sdpa"),
+        ("mps", True, "sdpa"),
+        ("cuda", True, "flex"),
+        ("cuda", False, "sdpa"),
+    ],
+)
+def test_device_and_compilation_decide_the_kernel(dist, device, compiled, kernel):
+    there = replace(dist, device=torch.device(device))
+    assert choose_backend(there, compiled) == kernel
