@@ -271,10 +271,10 @@ def test_figures_are_linked_kept_copied_and_reset(report, base):
         assert links == [f"{folder}/run-d4-training.svg"]
         assert len([*(path.parent / folder).iterdir()]) == 1
     assert ".svg" not in update().read_text(), "a stage may have changed what they show"
-    report.command.works("report", "--reset", "--hourly_rate=3")
+    report.command.works("report", "--reset", "--hourly_rate=0.5")
     [archive] = base.glob("report-*")
     assert (archive / "run-d4.json").exists() and not report.path.exists()
-    assert read_json(report.header)["hourly_rate"] == 3
+    assert read_json(report.header)["hourly_rate"] == 0.5
 
 
 def test_header_describes_the_machine_and_rate_of_the_run(report):
