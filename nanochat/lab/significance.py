@@ -103,11 +103,9 @@ def contrasts(
     }
     means = {arm: fmean(values) for arm, values in scores.items()}
     rest = [np.array(values) - means[arm] for arm, values in scores.items()]
-    df = sum(len(values) - 1 for values in rest)
-    if paired:
-        rest = [*(np.array(rest) - np.mean(rest, axis=0))]
-        df -= len(rest[0]) - 1
-    squares = sum((values**2).sum() for values in rest)
+    shared = np.mean(rest, axis=0) if paired else 0.0
+    squares = sum(((values - shared) ** 2).sum() for values in rest)
+    df = sum(len(values) - 1 for values in rest) - (np.size(shared) - 1)
     control, *others = arms
     found = []
     for arm in others:
