@@ -107,7 +107,7 @@ def prepare_ours(job: Job) -> Parts:
     if job.fp8 and DEVICE.type == "cuda":
         enable_fp8(model, DEVICE)
     for block in model.blocks:
-        block.attention.backend = "flex" if DEVICE.type == "cuda" else "blocks"
+        block.attention.backend = "flex" if DEVICE.type == "cuda" else "sdpa"
     model.compile()
     horizon = Horizon(job.steps, job.batch_rows * job.T)
     rules = scaled_rules(optim.OptimConfig(), horizon, model.cfg.d_model)

@@ -37,37 +37,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((a * cos + b * sin, b * cos - a * sin), dim=-1)
 
 
-# ---- Blockwise attention, for CPUs with torch.compile --------------------------------------------
-
-QUERIES = 128  # per block
-
-
-def attend_blocks(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, window: int | None, scale: float
-) -> Tensor:
-    """
-    Attention with a bool `mask` (B or 1, 1, T, T), which must lie within the causal `window`.
-
-    Each block of queries is multiplied with the keys that it can see, so half of the scores are
-    never computed; torch.compile fuses the rest into one pass over them. Shapes as in `attend`.
-    Every query must see at least one key.
-    """
-    B, T, H, D = q.shape
-    q = q.view(B, T, k.size(2), -1, D).permute(0, 2, 3, 1, 4)  # (B, G, R, T, D)
-    k, v = (x.transpose(1, 2)[:, :, None] for x in (k, v))  # (B, G, 1, T, D)
-    outputs = []
-    for i in range(0, T, QUERIES):
-        first, end = 0 if window is None else max(0, i - window), min(T, i + QUERIES)
-        scores = (q[..., i:end, :] @ k[..., first:end, :].mT).float() * scale
-        scores = scores.masked_fill(~mask[:, :, None, i:end, first:end], -1e30)
-        outputs.append(scores.softmax(-1).to(q.dtype) @ v[..., first:end, :])
-    return torch.cat(outputs, dim=3).permute(0, 3, 1, 2, 4).reshape(B, T, H, D)
-
-
 # ---- Attention kernels behind one call -----------------------------------------------------------
 
 
-Backend = Literal["sdpa", "blocks", "flex", "fa3"]
+Backend = Literal["sdpa", "flex", "fa3"]
 """
 flex (CUDA): FlexAttention for windows and segments, else sdpa. fa3 (Hopper): FlexAttention for
 segments, else FlashAttention 3.
@@ -102,8 +75,6 @@ def attend(
     window = None if window is None or window >= q.size(1) - 1 else window
     if mask is None:
         mask = make_mask(backend, q, window)
-    if backend == "blocks":
-        return attend_blocks(q, k, v, mask, window, scale)
     if backend == "fa3" and mask is None:
         return attend_fa3(q, k, v, window, scale)
     return attend_sdpa(q, k, v, mask, scale)
@@ -127,7 +98,7 @@ def make_mask(
         return segment_mask(segments, window)
     if backend == "flex" and window is not None:
         return block_mask(T, window, device)
-    if backend == "blocks" or (backend == "sdpa" and window is not None):
+    if backend == "sdpa" and window is not None:
         return causal_mask(T, window, device)[None, None]
     return None
 
@@ -267,10 +238,8 @@ def download_fa3() -> Any:
 def choose_backend(dist: Any, compiled: bool) -> Backend:
     """
     The fastest kernel for the device of `dist` (a DistContext): fa3 on Hopper in bfloat16 where all
-    ranks can load it, else flex on a GPU with compilation, blocks on a CPU with it, else sdpa.
+    ranks can load it, else flex on a GPU with compilation, else sdpa.
     """
-    if dist.device.type == "cpu":
-        return "blocks" if compiled else "sdpa"
     if dist.device.type != "cuda":
         return "sdpa"
     # the backward pass of FlashAttention 3 is not deterministic, and does not say so

@@ -447,7 +447,7 @@ def inference_copy(model: GPT) -> GPT:
     twin.load_state_dict(weights, assign=True)
     for ours, theirs in zip(twin.blocks, model.blocks, strict=True):
         kernel = theirs.attention.backend  # prefill is not compiled: its lengths vary
-        ours.attention.backend = "sdpa" if kernel in ("blocks", "flex") else kernel
+        ours.attention.backend = "sdpa" if kernel == "flex" else kernel
         ours.attention.fuse_qkv()
     return twin.requires_grad_(False)
 

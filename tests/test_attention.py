@@ -47,7 +47,7 @@ def check(device, dtype, backend, window, groups, segmented, most):
 
 @pytest.mark.parametrize("segmented", [False, True])
 @pytest.mark.parametrize("window", [None, 0, 3, 150])
-@pytest.mark.parametrize("backend", ["sdpa", "blocks", "flex"])
+@pytest.mark.parametrize("backend", ["sdpa", "flex"])
 def test_backends_match_reference(backend, window, segmented, monkeypatch):
     monkeypatch.setattr(attention, "compiled_flex", partial(getattr, flex_attention))  # on a CPU
     for groups in (1, 2, 4):
@@ -62,13 +62,6 @@ def test_backends_match_reference(backend, window, segmented, monkeypatch):
 @pytest.mark.parametrize("backend", ["sdpa", "flex"])
 def test_B13_gpu_kernels_match_reference(backend, window, segmented):
     check("cuda", torch.bfloat16, backend, window, 2, segmented, 0.02)
-
-
-def test_large_scores_stay_finite():
-    large = torch.full((1, 130, 1, 4), 1e3)
-    for q in (large, -large):
-        found = attend(q, large, large, backend="blocks")
-        torch.testing.assert_close(found, large, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize(("window", "sizes"), [(2, (2, 0)), (None, (-1, 0))])
@@ -88,8 +81,7 @@ def test_flash_attention_3_gets_scale_and_window(monkeypatch, window, sizes):
 @pytest.mark.parametrize(
     "device, compiled, kernel",
     [
-        ("cpu", True, "blocks"),
-        ("cpu", False, "sdpa"),
+        ("cpu", True, "sdpa"),
         ("mps", True, "sdpa"),
         ("cuda", True, "flex"),
         ("cuda", False, "sdpa"),

@@ -245,7 +245,7 @@ def test_tiny_temperatures_are_greedy():
     assert found == logits.argmax(1).tolist()
 
 
-@pytest.mark.parametrize("backend", ["blocks", "flex"])
+@pytest.mark.parametrize("backend", ["sdpa", "flex"])
 @compiler(run_eagerly)
 def test_R36_second_use_compiles_nothing(backend, monkeypatch):
     monkeypatch.setattr(attention, "compiled_flex", partial(getattr, flex_attention))  # on a CPU
