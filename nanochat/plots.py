@@ -25,7 +25,7 @@ from nanochat.summary import STAGES, collect_scores
 # ---- Drawing -------------------------------------------------------------------------------------
 
 WIDTH, HEIGHT = 7.4, 2.3  # inches: of a figure, and of a row of panels
-MAX_POINTS = 100  # of a curve; keeps a figure below 60 kB
+MAX_POINTS = 60  # of a curve; keeps a figure below 60 kB
 INK = "#757b84"  # of text and axes; readable on white and on black
 INKED = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
 STYLE: Any = {

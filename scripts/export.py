@@ -22,7 +22,7 @@ from nanochat.common import base_dir, write_atomic
 from nanochat.config import start
 from nanochat.dist import DistConfig, init_dist
 from nanochat.golf.artifact import quantize_tensors
-from nanochat.golf.quantize import Clip, QuantConfig
+from nanochat.golf.quantize import QuantConfig
 from nanochat.golf.size import choose_smallest, format_sizes, require_size_limit
 from nanochat.gpt import GPT
 from nanochat.hf.export import check_logits, is_native, require_model_code, write_hf
@@ -40,14 +40,8 @@ class Export(CheckpointChoice):
     quantize: str | None = None
     """artifact: quantization format of each matrix, as in embed.*=int8,*=int6. Default: as trained,
     else *=int8."""
-    row_clip: Clip | None = None
-    """artifact: clipping range of each row (see scripts.golf.base_train). Default: as trained."""
-    row_clip_std: float | None = None
-    """artifact: range of --row_clip=std in standard deviations. Default: as trained."""
     limit_bytes: int = 16_000_000
     """artifact: maximum size of file and code together, in bytes."""
-    count_code: bool = True
-    """artifact: count the code needed for scoring toward the limit."""
     dist: DistConfig = field(default_factory=lambda: DistConfig("cpu", "float32"))
     """Its dtype is also used for the exported weights."""
 
@@ -83,9 +77,9 @@ def write_artifact(
     if path.is_dir():
         raise ValueError(f"--out={path} is a folder; an artifact is one file, so pass its name")
     trained = checkpoint.state.get("settings", {})
-    names = [f.name for f in fields(QuantConfig)]
-    given = {name: value for name in names if (value := getattr(cfg, name)) is not None}
-    quant = QuantConfig(**{name: trained[name] for name in names if name in trained} | given)
+    formats = {f.name: trained[f.name] for f in fields(QuantConfig) if f.name in trained}
+    if cfg.quantize:
+        formats["quantize"] = cfg.quantize
     provenance = checkpoint.state["provenance"]
     origin = {
         "stage": checkpoint.state["stage"],
@@ -94,10 +88,10 @@ def write_artifact(
         "checkpoint": checkpoint.fingerprint,
         **{name: provenance[name] for name in ("run_id", "seed")},
     }
-    stored = quantize_tensors(model.state_dict(), quant)
+    stored = quantize_tensors(model.state_dict(), QuantConfig(**formats))
     written = choose_smallest(stored, model.cfg, tokenizer, origin)
-    print(format_sizes(written, cfg.limit_bytes, cfg.count_code), flush=True)
-    require_size_limit(written, cfg.limit_bytes, cfg.count_code)
+    print(format_sizes(written, cfg.limit_bytes), flush=True)
+    require_size_limit(written, cfg.limit_bytes)
     write_atomic(path, written.data)
 
 

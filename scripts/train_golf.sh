@@ -45,7 +45,7 @@ cpu)
         --num_iterations=20000)
     rates=(--matrix_lr=0.03 --tied_lr=0.02 --weight_decay=0.5 --quantize="*.mlp.*=int5,*=int6")
     eval=(--eval_stride=128 --max_documents=300)
-    limit=(--limit_bytes=500000 --no-count_code)
+    limit=(--limit_bytes=800000)
     ;;
 esac
 text=${TEXT:-$text}

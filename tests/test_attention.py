@@ -80,12 +80,7 @@ def test_flash_attention_3_gets_scale_and_window(monkeypatch, window, sizes):
 
 @pytest.mark.parametrize(
     "device, compiled, kernel",
-    [
-        ("cpu", True, "sdpa"),
-        ("mps", True, "sdpa"),
-        ("cuda", True, "flex"),
-        ("cuda", False, "sdpa"),
-    ],
+    [("cpu", True, "sdpa"), ("mps", True, "sdpa"), ("cuda", True, "flex"), ("cuda", False, "sdpa")],
 )
 def test_device_and_compilation_decide_the_kernel(dist, device, compiled, kernel):
     there = replace(dist, device=torch.device(device))

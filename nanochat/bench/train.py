@@ -65,11 +65,10 @@ def bench_training(
     if not dist.is_main:
         return
     tokens = y.numel() * dist.world_size
-    forward, backward, update = map(median, zip(*times, strict=True))
-    seconds = forward + backward + update
+    seconds = sum(parts := list(map(median, zip(*times, strict=True))))
     flops = model.flops_per_token() * y.numel() / seconds
     peak = peak_flops(dist.device_name)
-    case = f"depth {cfg.n_layer}{', plain architecture' if cfg == cfg.classic() else ''}"
+    case = f"depth {cfg.n_layer}"
     if dist.world_size > 1:  # under torchrun
         case += f", {dist.world_size} processes"
     rates, other_rates = [tokens / sum(t) for t in times], [tokens / t for t in others]
@@ -77,10 +76,7 @@ def bench_training(
         "kernels": f"{model.blocks[0].attention.backend}, {'compiled' if compiled else 'eager'}",
         "tokens per step": f"{tokens:,}",
         "step (ms)": f"{seconds * 1e3:,.0f}",
-        "forward and loss (% of step)": f"{forward / seconds:.0%}",
-        "backward (% of step)": f"{backward / seconds:.0%}",
-        "update (% of step)": f"{update / seconds:.0%}",
-        "TFLOP/s": f"{flops / 1e12:.3f}",
+        "forward, backward, update": ", ".join(f"{t / seconds:.0%}" for t in parts),
         "MFU": f"{flops / peak:.1%}" if peak else "",
         "first step (s)": f"{first:.0f}",
         "peak memory (MiB)": f"{dist.peak_memory_bytes() / 2**20:,.0f}",

@@ -48,9 +48,10 @@ class SmallestFile(NamedTuple):
     def code_bytes(self) -> int:
         return sum(self.code.values())
 
-    def total_bytes(self, count_code: bool) -> int:
-        """Bytes compared with the limit."""
-        return len(self.data) + (self.code_bytes if count_code else 0)
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of file and code, which the limit is for."""
+        return len(self.data) + self.code_bytes
 
 
 def choose_smallest(
@@ -99,7 +100,7 @@ def list_imported_modules(module: str) -> list[str]:
     return found
 
 
-def format_sizes(written: SmallestFile, limit: int, count_code: bool) -> str:
+def format_sizes(written: SmallestFile, limit: int) -> str:
     """Return a table of tensors, file sizes by combination, modules and totals."""
     row = "{:<34} {:>12} {:>6} {:>12} {:>11} {:>11}".format
     lines = [row("tensor", "shape", "format", "raw", "payload", "alone")]
@@ -114,27 +115,26 @@ def format_sizes(written: SmallestFile, limit: int, count_code: bool) -> str:
         chosen = "  <- chosen" if (packing, by) == (written.container, written.compressor) else ""
         lines.append(f"  {packing + ' ' + by:<14} {size:>12,}{chosen}")
     listed = ", ".join(f"{name} {size:,}" for name, size in written.code.items())
-    charged = "" if count_code else " (not counted)"
     return "\n".join(lines) + (
         f"\n\ncode: {listed}\n\n"
         f"raw        {raw:>12,}  float32\n"
         f"payload    {payload:>12,}  quantized\n"
         f"compressed {len(written.data):>12,}  file, with configuration and tokenizer\n"
-        f"code       {written.code_bytes:>12,}  {len(written.code)} modules{charged}\n"
-        f"total      {written.total_bytes(count_code):>12,}  of {limit:,}"
+        f"code       {written.code_bytes:>12,}  {len(written.code)} modules\n"
+        f"total      {written.total_bytes:>12,}  of {limit:,}"
     )
 
 
-def require_size_limit(written: SmallestFile, limit: int, count_code: bool) -> None:
+def require_size_limit(written: SmallestFile, limit: int) -> None:
     """Raise UsageError, listing the largest tensors, if the artifact exceeds the limit."""
-    total = written.total_bytes(count_code)
+    total = written.total_bytes
     if total <= limit:
         return
     costly = sorted(written.tensors, key=lambda each: -each[2])[:COSTLIEST]
     named = ", ".join(f"{s.name} {alone:,} ({s.form})" for s, _, alone in costly)
-    code = f" ({written.code_bytes:,} of them code)" if count_code else ""
+    code, above = written.code_bytes, total - limit
     raise UsageError(
-        f"{total:,} bytes{code} exceed the limit of {limit:,} by {total - limit:,}; "
+        f"{total:,} bytes ({code:,} of them code) exceed the limit of {limit:,} by {above:,}; "
         f"largest tensors: {named}",
         "use fewer bits for them (--quantize), a smaller model, or more weight decay, which makes "
         "weights more compressible",

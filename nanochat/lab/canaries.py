@@ -2,7 +2,7 @@
 Detect broken fine-tuning runs with a small fixed suite, from their checkpoints and logs.
 
     model, pretraining text, questions -> measure -> metrics by name
-    metrics of the parent and of a checkpoint -> rises -> CanaryMonitor: fine, note, warn or broken
+    metrics of the parent and of a checkpoint -> rises -> CanaryMonitor: fine, warn or broken
     packed sequences ("rows") -> mask_errors
 
 Post-training may raise bits per byte on the pretraining text slightly; the rise is measured as a
@@ -227,31 +227,30 @@ def score_suite(
 # ---- Monitoring: thresholds, levels, findings ----------------------------------------------------
 
 BROKEN = 78  # exit status of scripts.lab.watch for a broken run
-LEVELS = ("fine", "note", "warn", "broken")
+LEVELS = ("fine", "warn", "broken")
 MAX_LENGTH_RATIO = 2.0  # above this, the parent cannot answer: skip format checks
 MAX_PARENT_TEXT = 0.9  # of a uniform model's bits per byte; above this, nothing to forget
 
 
 class Canary(NamedTuple):
-    """Thresholds of a canary for the levels note, warn and broken."""
+    """Thresholds of a canary for the levels warn and broken."""
 
-    note: float
     warn: float
     broken: float
     meaning: str
 
 
 CANARIES = {
-    "forgotten": Canary(0.25, 0.5, 0.75, "pretraining is forgotten: bits per byte rose"),
-    "first_loss": Canary(0.1, 0.2, 0.4, "the first training loss is not the parent's"),
-    "loss_mask": Canary(1e-5, 1e-4, 1e-3, "targets of the rows are not the answers"),
-    "no_end": Canary(0.15, 0.3, 0.6, "more answers hit the token limit"),
-    "unparsable": Canary(0.15, 0.3, 0.6, "more answers cannot be parsed"),
-    "repeated": Canary(0.15, 0.3, 0.5, "answers are more repetitive"),
-    "one_letter": Canary(0.3, 0.5, 0.7, "one letter dominates multiple choice"),
-    "accuracy": Canary(0.1, 0.15, 0.2, "accuracy on multiple choice fell"),
-    "length": Canary(2.0, 3.0, 6.0, "answer length moved away from the reference"),
-    "no_signal": Canary(0.9, 0.97, math.inf, "too many groups have equal rewards"),
+    "forgotten": Canary(0.5, 0.75, "pretraining is forgotten: bits per byte rose"),
+    "first_loss": Canary(0.2, 0.4, "the first training loss is not the parent's"),
+    "loss_mask": Canary(1e-4, 1e-3, "targets of the rows are not the answers"),
+    "no_end": Canary(0.3, 0.6, "more answers hit the token limit"),
+    "unparsable": Canary(0.3, 0.6, "more answers cannot be parsed"),
+    "repeated": Canary(0.3, 0.5, "answers are more repetitive"),
+    "one_letter": Canary(0.5, 0.7, "one letter dominates multiple choice"),
+    "accuracy": Canary(0.15, 0.2, "accuracy on multiple choice fell"),
+    "length": Canary(3.0, 6.0, "answer length moved away from the reference"),
+    "no_signal": Canary(0.97, math.inf, "too many groups have equal rewards"),
 }
 
 
@@ -288,7 +287,7 @@ class CanaryMonitor:
         did not trigger at the step before is at most "warn", as a spike may recover.
         """
         for name, value in found.items():
-            severity = sum(value >= bound for bound in CANARIES[name][:3])
+            severity = sum(value >= bound for bound in CANARIES[name][:2])
             if name not in self.triggered:
                 severity = min(severity, LEVELS.index("warn"))
             finding = (severity, value, step)

@@ -28,8 +28,6 @@ class LoopArm(NamedTuple):
     n_layer: int
     d_model: int
     params: int
-    used_params: int
-    """Matmul parameters, repeats included."""
     tokens: float
     flops: float
     """Training FLOPs."""

@@ -45,9 +45,7 @@ class GolfEval:
     max_documents: int | None = None
     """Score only the first N validation documents. Default: all."""
     limit_bytes: int = 16_000_000
-    """Size limit in bytes to check against."""
-    count_code: bool = True
-    """Count the code required to score the artifact toward the limit."""
+    """Size limit in bytes of file and code, to check against."""
     data: DataConfig = field(default_factory=DataConfig)
     dist: DistConfig = field(default_factory=DistConfig)
     compile: Compile = "auto"
@@ -147,7 +145,7 @@ def write_scores(cfg: GolfEval, dist: DistContext, scored: list[ScoredArtifact])
     if len(before) == len(scored):
         figures |= {"Pre-quantization bpb": before, "Quantization gap bpb": plain - before}
     code, largest = sum(code_bytes().values()), max(s.path.stat().st_size for s in scored)
-    total = largest + (code if cfg.count_code else 0)
+    total = largest + code
     values: dict[str, Any] = {
         "Seeds": len(scored),
         **{name: over_seeds(found.tolist()) for name, found in figures.items()},

@@ -90,7 +90,7 @@ def main(cfg: RecursionEval) -> None:
     for criterion in criteria:
         dist.print0(f"{criterion.name}: {criterion.summary}")
     if dist.is_main:
-        write_record(cfg, dist, recursive, plain, arms, criteria)
+        write_record(cfg, dist, recursive, arms, criteria)
     dist.close()
 
 
@@ -197,7 +197,6 @@ def arm_of(seeds: Sequence[LoopScores]) -> LoopArm:
         cfg.n_layer,
         cfg.d_model,
         model.num_params(),
-        model.num_matmul_params(),
         tokens,
         mean(state["progress"]["flops"] for state in states),
     )
@@ -215,7 +214,6 @@ def write_record(
     cfg: RecursionEval,
     dist: DistContext,
     recursive: Sequence[LoopScores],
-    plain: Sequence[LoopScores],
     arms: Sequence[LoopArm],
     criteria: Sequence[Criterion],
 ) -> None:
@@ -224,24 +222,19 @@ def write_record(
     loops, r = list(recursive[0].by_loop), shape.n_loops
     means = [mean(s.by_loop[k] for s in recursive) for k in loops]
     states = {k: mean(s.states[k] for s in recursive) for k in recursive[0].states}
-    runs = (f"{s.tag} ({s.checkpoint.state['provenance']['run_id']})" for s in (*recursive, *plain))
     values: dict[str, Any] = {
         "Final bpb": over_seeds(arm.bpb),
         **{criterion.name: criterion.summary for criterion in reversed(criteria)},
         "Seeds": len(recursive),
         "Layers": f"{shape.n_prelude} + {r} x {shape.n_core} + {shape.n_coda}",
-        "Supervised": f"{shape.supervise}, base {shape.supervision_base:g}, bonus "
-        f"{shape.improvement_bonus:g}",
         "Number of parameters": arm.params,
-        "Parameters by use": arm.used_params,
         "Number of training tokens": arm.tokens,
         "Total training flops": f"{arm.flops:e}",
         "Refinement % (a bad first loop makes it large)": refinement(means[:r]),
-        "Runs": ", ".join(runs),
     }
     arm_rows = []
     for a in arms:
-        cost = f"{a.params:,}", f"{a.used_params:,}", f"{a.flops:.3e}"
+        cost = f"{a.params:,}", f"{a.flops:.3e}"
         gap = "" if a is arm else verdict.show_gap(a, arm)
         arm_rows.append([a.name, *cost, over_seeds(a.bpb), gap])
     loop_rows = []
@@ -250,7 +243,7 @@ def write_record(
         cells = ("-" if value is None else f"{value:.3f}" for value in found)
         trained = " (trained)" if k == r else ""
         loop_rows.append([f"{k}{trained}", over_seeds([s.by_loop[k] for s in recursive]), *cells])
-    columns = ["Arm", "Parameters", "By use", "FLOPs", "bpb", "Minus recursive"]
+    columns = ["Arm", "Parameters", "FLOPs", "bpb", "Minus recursive"]
     by_loop = ["Loops", "bpb", "State RMS", "Cosine to the previous loop"]
     provenance = records.Provenance(**recursive[0].checkpoint.state["provenance"])
     tables = [

@@ -180,10 +180,10 @@ def test_loops_are_trained_scored_and_judged(trained, command):
 
 # ---- The verdict ---------------------------------------------------------------------------------
 
-RECURSIVE = LoopArm("looped", [2.00, 2.01, 1.99], 4, 64, 100, 200, 1000, 1e9)
-LONGER = LoopArm("longer", [2.10, 2.11, 2.09], 4, 64, 98, 98, 1500, 1e9)
-DEEPER = LoopArm("deeper", [2.00, 2.02, 1.98], 6, 64, 150, 150, 1000, 1.02e9)
-TWIN = LoopArm("twin", [2.12, 2.12, 2.12], 4, 64, 97, 97, 1000, 0.7e9)
+RECURSIVE = LoopArm("looped", [2.00, 2.01, 1.99], 4, 64, 100, 1000, 1e9)
+LONGER = LoopArm("longer", [2.10, 2.11, 2.09], 4, 64, 98, 1500, 1e9)
+DEEPER = LoopArm("deeper", [2.00, 2.02, 1.98], 6, 64, 150, 1000, 1.02e9)
+TWIN = LoopArm("twin", [2.12, 2.12, 2.12], 4, 64, 97, 1000, 0.7e9)
 ALL = [LONGER, DEEPER, TWIN]
 AS_GOOD = LONGER._replace(bpb=[2.01, 2.02, 2.00])
 
