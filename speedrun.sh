@@ -10,7 +10,9 @@
 # not changed, and an interrupted training is resumed. All output goes to NANOCHAT_BASE_DIR (default:
 # out/), also report.md; REPORT_OUT=<folder> gets a copy of it. WANDB_RUN=<name> logs to Weights &
 # Biases, SEED=<n> sets the random seed (use a separate NANOCHAT_BASE_DIR).
-[ "${BASH_VERSINFO:-0}" -ge 4 ] || { echo "error: run it as: bash speedrun.sh (bash 4.4 or newer)" >&2; exit 2; }
+case "${BASH_VERSION:-0}" in
+[0-3]* | 4.[0-3].*) echo "error: run it as: bash speedrun.sh (bash 4.4 or newer)" >&2 && exit 2 ;;
+esac
 set -euo pipefail
 cd "$(dirname "$0")"
 
