@@ -237,10 +237,10 @@ def download_fa3() -> Any:
 
 def choose_backend(dist: Any, compiled: bool) -> Backend:
     """
-    The fastest kernel for the device of `dist` (a DistContext): fa3 on Hopper in bfloat16 where all
-    ranks can load it, else flex on a GPU with compilation, else sdpa.
+    The fastest kernel for the device of `dist` (a DistContext): on a GPU with compilation, fa3 on
+    Hopper in bfloat16 where all ranks can load it, else flex; elsewhere sdpa.
     """
-    if dist.device.type != "cuda":
+    if dist.device.type != "cuda" or not compiled:
         return "sdpa"
     # the backward pass of FlashAttention 3 is not deterministic, and does not say so
     if dist.dtype == torch.bfloat16 and not torch.are_deterministic_algorithms_enabled():
@@ -255,7 +255,7 @@ def choose_backend(dist: Any, compiled: bool) -> Backend:
         if not faults:
             return "fa3"
         dist.print0(f"without FlashAttention 3: {faults[0]}")
-    return "flex" if compiled else "sdpa"
+    return "flex"
 
 
 def attend_fa3(q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float) -> Tensor:

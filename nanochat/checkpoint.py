@@ -193,11 +193,10 @@ def saved_tags(stage: str) -> list[str]:
     one has moved aside.
     """
     saved = {}
-    for path in stage_folder(stage).glob("*/step_*"):
-        if ASIDE in path.parent.name:
-            continue
-        state = newest_state(path.parent)
-        saved[path.parent.name] = state["saved_at"] if state else ""
+    for folder in {path.parent for path in stage_folder(stage).glob("*/step_*")}:
+        if ASIDE not in folder.name:
+            state = newest_state(folder)
+            saved[folder.name] = state["saved_at"] if state else ""
     return sorted(saved, key=lambda tag: (saved[tag], tag), reverse=True)
 
 

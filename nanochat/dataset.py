@@ -298,7 +298,7 @@ def split_shards(
     files with such names are not trained on. Raises ValueError if a setting contradicts that.
     """
     options = [recorded] if recorded else files if len(files) > 1 else [TAIL + files[0]]
-    held_out = [file for file in files if HELD_OUT.search(file)]
+    held_out = [file for file in files if HELD_OUT.search(file)] if len(files) > 1 else []
     best = [file for file in held_out if not TEST.search(file)] or held_out
     val_shard = cfg.val_shard or recorded or (best or options)[-1]
     if held_out and val_shard not in held_out and TRAINING.search(val_shard):

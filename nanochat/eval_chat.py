@@ -7,6 +7,7 @@ Items are split among ranks and outcomes gathered, so results depend neither on 
 nor on the batch size, except for rounding.
 """
 
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -30,7 +31,7 @@ class TaskResult(NamedTuple):
 
     outcomes: Outcomes
     num_truncated: int
-    """Items whose prompt was truncated to fit the context."""
+    """Items whose prompt lacks a part of the conversation, to fit the context."""
 
 
 def score_answer(questions: Questions, i: int, answer: str) -> float:
@@ -62,12 +63,17 @@ def render_prompts(
     tokenizer: Tokenizer, conversations: Iterable[Sequence[Message]], most: int
 ) -> tuple[list[list[int]], int]:
     """
-    Prompts of at most `most` tokens, and how many of them lack a part of the question. The oldest
-    turns are dropped first, then the beginning of the question.
+    Prompts of at most `most` tokens, and how many of them lack a part of the conversation. The
+    oldest turns are dropped first, then the beginning of the question.
     """
-    asked = (m[:-1] if m[-1]["role"] == "assistant" else m for m in conversations)
-    prompts = [render_fitting(tokenizer, messages, most) for messages in asked]
-    return [trim(prompt, most) for prompt in prompts], sum(len(p) > most for p in prompts)
+    prompts, num_truncated = [], 0
+    for messages in conversations:
+        asked = messages[:-1] if messages[-1]["role"] == "assistant" else messages
+        whole = render_fitting(tokenizer, asked, sys.maxsize)
+        num_truncated += len(whole) > most
+        fits = whole if len(whole) <= most else render_fitting(tokenizer, asked, most)
+        prompts.append(trim(fits, most))
+    return prompts, num_truncated
 
 
 # ---- Scores --------------------------------------------------------------------------------------

@@ -3,7 +3,8 @@ What midtraining and SFT share: the parent, the mixture of conversations, packed
 
     parent checkpoint, conversations -> packed rows -> steps, batch size -> the loop of the script
 
-Attention stays within each chat of a row, so packing chats changes neither loss nor gradients.
+A chat is one conversation or several that are joined (`rows.join_chats`). Attention stays within
+each chat of a row, so packing chats changes neither loss nor gradients.
 """
 
 import math
@@ -80,7 +81,7 @@ def open_parent(
         if not own_tag:
             raise
         missing, command = error.args
-        fix = f"{command}; if the parent has another tag: --source={source}:<tag>"
+        fix = f"{command}  # or, if the parent has another tag, --source={source}:<tag>"
         raise MissingInput(missing, fix) from None
     return found
 

@@ -21,7 +21,7 @@ from nanochat.records import append_line, read_lines, readable_time
 
 METRICS_FILE = "metrics.jsonl"
 TRACKER_SECONDS = 30.0  # timeout for the tracker to start and to finish
-WARMUP_STEPS = 3
+UNTIMED_STEPS = 3
 NOT_FINITE = ("nan", "inf", "-inf")
 CONSOLE_FORMATS = {  # console format of metrics, in order
     "loss": "loss {:.4f}",
@@ -59,7 +59,7 @@ class RunLog(contextlib.AbstractContextManager):
         """
         folder.mkdir(parents=True, exist_ok=True)
         self.path, self.total_steps = folder / METRICS_FILE, total_steps
-        self.warm_step, self.warm_time = first_step + WARMUP_STEPS, time.monotonic()
+        self.warm_step, self.warm_time = first_step + UNTIMED_STEPS, time.monotonic()
         is_tracked = run != "dummy"
         self.tracker = open_tracker(run, folder, run_id, settings) if is_tracked else None
         self.unwritten: list[Any] = []

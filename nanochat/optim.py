@@ -89,17 +89,6 @@ def set_schedule(
             group |= {"momentum": momentum, "weight_decay": decay * decay_factor}
 
 
-LOGGED = {"blocks": "matrix_lr", "embed": "embedding_lr", "head": "head_lr"}
-
-
-def learning_rates(optimizer: torch.optim.Optimizer) -> dict[str, float]:
-    """Current learning rates by metric name; empty for optimizers without named parameters."""
-    named = (
-        (group.get("param_names", [""])[0].split(".")[0], group) for group in optimizer.param_groups
-    )
-    return {LOGGED[name]: group["lr"] for name, group in named if name in LOGGED}
-
-
 # ---- Muon ----------------------------------------------------------------------------------------
 
 MUON_BETA2 = 0.9  # of NorMuon's second moment
@@ -266,15 +255,15 @@ class MuonAdamW(torch.optim.Optimizer):
             group["params"].append((name, param))
         super().__init__(list(groups.values()), {})
         for group in self.param_groups:
-            first, stacked = group["params"][0], group["kind"] == "muon"
-            large = stacked or (first.ndim == 2 and first.size(0) >= SHARDED_ROWS)
+            owner, stacked = group["params"][0], group["kind"] == "muon"
+            large = stacked or (owner.ndim == 2 and owner.size(0) >= SHARDED_ROWS)
             group["sharded"] = dist.world_size > 1 and large
             weight = self.local_shard(group, group["params"])
             moments = {"first": torch.zeros_like(weight), "second": torch.zeros_like(weight)}
             if stacked:  # see `equalize_variance`
-                short = -1 if first.size(0) >= first.size(1) else -2
+                short = -1 if owner.size(0) >= owner.size(1) else -2
                 moments["second"] = moments["second"].narrow(short, 0, 1).clone()
-            self.state[first] = moments
+            self.state[owner] = moments
 
     # ---- stacks and shards of a group --------------------------------------------------------
 

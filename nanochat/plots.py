@@ -104,7 +104,7 @@ def draw_scores(scores: Mapping[str, Mapping[str, Any]]) -> Figure:
             y = [n + i / 10 - 0.2 for n, _ in points]
             axes.errorbar(x, y, xerr=error, fmt="o", color=f"C{i}", label=label)
     axes.set_yticks(range(len(scores)), map(printable, scores))
-    axes.set(title="Chat tasks after each stage", xlabel="accuracy, ± 1 standard error")
+    axes.set(title="Chat tasks after each stage", xlabel="score, ± 1 standard error")
     axes.invert_yaxis()
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
     return figure

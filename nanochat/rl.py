@@ -128,7 +128,9 @@ def kl_to_reference(
     KL(model || reference) in nats per sampled token, identical on all ranks.
 
     Estimated as exp(d) - 1 - d with d = log p_reference - log p_model at the sampled tokens:
-    nonnegative, low variance. Source: Schulman, "Approximating KL Divergence", 2020.
+    nonnegative, low variance. Source: Schulman, "Approximating KL Divergence", 2020. Unbiased for
+    tokens drawn from the model; those of a step are drawn with temperature and top_k, and may be
+    answers to questions with a signal only.
     """
     total = count = 0.0
     for each in batches:

@@ -146,7 +146,7 @@ class Rows:
         if not total or (numbers[-1] >= total and not complete):
             raise UsageError(
                 f"{self.folder} has {total:,} training rows, fewer than step {step} needs",
-                "use more text" if complete else "pack it: python -m scripts.data",
+                "use more text" if complete else "the same command with --resume=auto packs it",
             )
         epochs, numbers = np.divmod(numbers, total)
         shards = np.searchsorted(self.starts, numbers, side="right") - 1
@@ -196,13 +196,14 @@ class Rows:
         """
         if shard not in self.opened:
             if not self.is_packed(shard):
-                raise UsageError(f"{shard} is not packed in {self.folder}", "run scripts.data")
+                fix = "the same command with --resume=auto packs it"
+                raise UsageError(f"{shard} is not packed in {self.folder}", fix)
             counts, path = self.counts(shard), self.bin_path(shard)
             if not path.is_file() or common.sha256_file(path) != counts["sha256"]:
                 self.json_path(shard).unlink(missing_ok=True)  # several ranks may find it
                 raise UsageError(
                     f"{path} is damaged: its SHA-256 does not match the record; it was not used",
-                    "run the same command again, which packs it again",
+                    "the same command with --resume=auto packs it again and goes on",
                 )
             flat = np.memmap(path, self.dtype, "r") if counts["rows"] else np.empty(0, self.dtype)
             self.opened[shard] = flat.reshape(-1, self.max_seq_len + 1)
@@ -332,7 +333,7 @@ class Packer:
         """Fill one row. If the pool runs out, pad the row, or drop it if it has few tokens."""
         counts, pieces, gap = self.counts, [], self.row_length
         while gap and self.pooled_pieces:
-            if fitting := self.lengths & ((2 << gap) - 1):
+            if fitting := self.lengths & ((2 << gap) - 1):  # bits of the lengths up to the gap
                 piece, _ = self._pop(fitting.bit_length() - 1)  # the longest that fits
             elif gap == 1 or not self.cut:
                 break
@@ -530,7 +531,11 @@ def pack_rows(
     if any(each.exitcode for each in processes):
         for process in processes:
             process.terminate()
-        raise UsageError("packing failed", "see the error above; the same command packs the rest")
+        raise UsageError(
+            "packing failed",
+            "see the error above; if there is none, memory ran out: pack with python -m "
+            f"scripts.data --workers=1 --max_seq_len={rows.max_seq_len}; finished shards are kept",
+        )
 
 
 def pack_alone(source: Source, tokenizer: Path, max_seq_len: int, num_rows: int | None) -> None:

@@ -76,7 +76,8 @@ def run_python(code: str, limits: Limits = Limits(), *, unsafe: bool = False) ->
 
     It gets an empty environment, empty stdin and the standard library. It cannot write files, start
     processes or threads, open sockets, send signals, or read files other than the interpreter's; it
-    may learn that other files exist. The limits also hold unsandboxed. Raises SandboxUnavailable.
+    may learn that other files exist. The limits also hold unsandboxed, except that root can start
+    processes, which end with the program. Raises SandboxUnavailable.
     """
     return run({"role": "program", "code": code}, limits, is_confined(unsafe))
 
@@ -220,10 +221,12 @@ def watch(process: subprocess.Popen[bytes], limits: Limits) -> tuple[list[bytear
 
 
 def kill(process: subprocess.Popen[bytes]) -> int:
-    """Kill the process group of a child. Returns the exit status, 128 + n for signal n."""
-    if process.poll() is None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+    """
+    Kill the process group of a child, which outlives it if it has started processes (unsandboxed,
+    as root). Returns the exit status, 128 + n for signal n.
+    """
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
     status = process.wait()
     return status if status >= 0 else 128 - status
 

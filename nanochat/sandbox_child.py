@@ -66,8 +66,8 @@ def main() -> None:
     Read a job from fd 0 and run it. Its role is `program`, which runs alone; or `candidate`, which
     defines a function and answers calls of it, and `judge`, which tests that function.
     """
-    with open(0, "rb", buffering=0, closefd=False) as stream:
-        job = marshal.load(stream)
+    with open(0, "rb", closefd=False) as stream:
+        job = marshal.loads(stream.read())
     try:
         confine(job)
     except Exception as error:

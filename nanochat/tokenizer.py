@@ -122,7 +122,7 @@ class Tokenizer:
         """Read the tokenizer with this tag. Raises MissingInput if it has not been trained."""
         path = tokenizer_dir(tag) / FILE_NAME
         flag = "" if tag == "main" else f" --tokenizer_tag={tag}"
-        command = f"python -m scripts.tok_train{flag} --dataset=embedded (or your own text)"
+        command = f"python -m scripts.tok_train{flag} --dataset=embedded  # or your text"
         if not path.is_file():
             raise MissingInput(f"no tokenizer {tag!r} at {path}", command)
         try:

@@ -48,12 +48,11 @@ from nanochat.config import require_at_least
 from nanochat.dist import DistConfig, DistContext, has_compiler, is_out_of_memory, memory_bytes
 from nanochat.fp8 import enable_fp8
 from nanochat.gpt import GPT
-from nanochat.logger import METRICS_FILE, RunLog
+from nanochat.logger import METRICS_FILE, UNTIMED_STEPS, RunLog
 from nanochat.optim import MuonAdamW, OptimConfig
 from nanochat.rows import Rows, inputs_and_targets
 from nanochat.tokenizer import Tokenizer
 
-UNTIMED_STEPS = 3  # first steps of each attempt, which compile and allocate
 CHECK_RANKS_EVERY = 100  # steps between checks that the weights are equal on all ranks
 MAX_BAD_STEPS = 5  # consecutive non-finite steps, each skipped, that stop the run
 LOSS_BETA = 0.9  # decay of the moving average of the training loss
@@ -65,7 +64,7 @@ SMALLER = "a smaller --depth or --max_seq_len, or a larger machine"
 @dataclass(frozen=True)
 class TrainConfig:
     device_batch_size: int | None = None
-    """Micro-batch size per device, in rows; does not change the result. Default: automatic."""
+    """Micro-batch size per device, in rows; changes rounding only. Default: automatic."""
     model_tag: str = ""
     """Checkpoint folder. Default: d<depth> or the parent's."""
     seed: int = 0
@@ -412,6 +411,8 @@ class Run:
         """Times of the timed steps of this attempt."""
         self.charged = records.STARTED  # until when the cost of this attempt is counted
         self.bad_in_a_row, self.failure = 0, None
+        self.updating = False
+        """Within an update: the weights belong to no step and must not be saved."""
         self.discard()
 
     # ---- beginning and end -----------------------------------------------------------------------
@@ -430,7 +431,7 @@ class Run:
                 self.choose_kernels()
             self.describe()
             stack.enter_context(self.stop)
-            self.open = stack.pop_all()
+            self.resources = stack.pop_all()
         return self
 
     def resume(self) -> None:
@@ -451,8 +452,10 @@ class Run:
                 raise ValueError(
                     f"{found.folder} was trained with different settings:\n  "
                     + "\n  ".join(changed)
-                    + "\nuse another --model_tag, --allow_data_change if only rows differ, or the "
-                    "--dtype of before if only fp8 does; with speedrun.sh, rename that folder"
+                    + "\nuse another --model_tag, or, if nothing else differs: rows, "
+                    "--allow_data_change; fp8, the --dtype of before; batch_tokens (its default "
+                    "depends on the number of ranks), --total_batch_size with its old value; with "
+                    "speedrun.sh, rename that folder"
                 )
             for line in changed:
                 dist.print0(f"resuming despite {line}")
@@ -470,6 +473,7 @@ class Run:
         commit = records.git_state()["Commit"]
         earlier = found.state["commits"] if found else []
         self.state |= {"code": records.code_digests(), "commits": [*earlier, commit]}
+        self.state["tracked"] = found.state["tracked"] if found else records.new_run_id()
         if found and (changed := records.changed_code(found.state["code"])):
             dist.print0(f"resuming with changed code: {', '.join(changed)}")
 
@@ -526,7 +530,8 @@ class Run:
         # an error of a single rank must not start a save that the other ranks do not join
         shared = stopped or error is self.failure or isinstance(error, NonFiniteError)
         alone = dist.world_size == 1 and (lacking or isinstance(error, UsageError | OSError))
-        with self.open:
+        alone = alone and not self.updating
+        with self.resources:
             if error is not None and (shared or alone) and not finished:
                 text = "no step was completed, nothing saved"
                 if step > self.first_step:
@@ -568,7 +573,7 @@ class Run:
             problem = f"{self.folder} has {progress.step} steps, this run {self.num_steps}"
             raise UsageError(problem, "use another --model_tag, or --resume=never to train again")
         trained = progress.finished and progress.step == self.num_steps
-        progress.finished = False
+        progress.finished = False  # until all steps are done and saved
         while progress.step < self.num_steps:
             if progress.step % CHECK_RANKS_EVERY == 0:
                 check_weights(self.model, self.dist, progress.step)
@@ -615,9 +620,8 @@ class Run:
             if self.cfg.resume == "never" and step_folders(self.folder):
                 aside = self.folder.rename(f"{self.folder}{ASIDE}{records.new_run_id()}")
                 self.dist.print0(f"moved the checkpoints of an earlier run to {aside}")
-            name, run_id = self.cfg.run, self.state["provenance"]["run_id"]
-            about = (name, run_id, self.settings, self.first_step, self.num_steps)
-            self.logger = self.open.enter_context(RunLog(self.folder, *about))
+            about = (self.cfg.run, self.state["tracked"], self.settings, self.first_step)
+            self.logger = self.resources.enter_context(RunLog(self.folder, *about, self.num_steps))
 
     def raise_if_stopped(self) -> None:
         """Raise StopRequested on every rank if any was asked to stop. Waits for all ranks."""
@@ -651,9 +655,9 @@ class Run:
         if final or dist.device.type == "cpu":  # where it would slow down training, or see updates
             problem = dist.broadcast(self.finish_save(final))
             if problem and final:
-                raise OSError(problem)
+                raise problem
 
-    def finish_save(self, final: bool = False) -> str | None:
+    def finish_save(self, final: bool = False) -> OSError | None:
         """Wait for the save in progress. Returns an error of the disk, printed unless `final`."""
         if self.saving is None:
             return None
@@ -661,7 +665,7 @@ class Run:
         try:
             self.checkpoint = future.result()
         except OSError as error:
-            problem = f"saving step {step} failed: {error}"
+            problem = OSError(error.errno, f"saving step {step} failed: {error}")
             if not final:
                 self.dist.print0(problem)
             return problem
@@ -781,7 +785,8 @@ class Run:
 
         lr, decay: factors on the peak learning rates and Muon's weight decay. momentum: Muon's. The
         update is skipped if the loss or a gradient is not finite or all targets are ignored. Raises
-        NonFiniteError after MAX_BAD_STEPS skipped steps in a row, and as `reduce`.
+        NonFiniteError after MAX_BAD_STEPS skipped steps in a row (in float16, once the loss scale
+        is 1), and as `reduce`.
         """
         totals, progress = self.totals or self.reduce(), self.progress
         finite = math.isfinite(totals.loss + totals.norm)
@@ -791,7 +796,9 @@ class Run:
             clipped = min(1.0, clip / totals.norm) if clip and totals.norm else 1.0
             for grad in totals.gradients:
                 grad.mul_(totals.scale * clipped)
+            self.updating = True
             self.optimizer.step()
+            self.updating = False
         ids = self.batch_ids
         self.discard()
         self.count_step(totals, finite, {"lr": lr, **metrics})
@@ -815,7 +822,6 @@ class Run:
         values = {
             "loss": totals.loss,
             "grad_norm": totals.norm,
-            **optim.learning_rates(self.optimizer),
             "smooth_loss": progress.smooth_loss,
             "tokens_per_second": totals.tokens / seconds,
             "step_seconds": seconds,

@@ -25,8 +25,8 @@ class Report:
     out: str | None = None
     """Folder for a copy of report.md, with figures in dev/report/. Default: no copy."""
     hourly_rate: float | None = None
-    """Dollars per hour for the whole machine, or for all nodes; saved for later runs. Default:
-    rental price of this machine's GPUs; 0 without GPUs."""
+    """Dollars per hour for the whole machine, or for all nodes; kept until --reset. Default: rental
+    price of this machine's GPUs; 0 without GPUs."""
 
 
 def main(cfg: Report) -> None:

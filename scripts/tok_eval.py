@@ -116,7 +116,7 @@ def rival_counts(texts: Sequence[str]) -> dict[str, list[int] | str]:
             try:
                 found[rival] = result.get(FETCH_SECONDS)
             except (multiprocessing.TimeoutError, OSError, ValueError) as error:
-                why = f"no vocabulary within {FETCH_SECONDS:g} s ({type(error).__name__})"
+                why = printable(error) or f"no vocabulary within {FETCH_SECONDS:g} s"
                 found[rival] = f"skipped: {why}"
     return found
 

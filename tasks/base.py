@@ -130,7 +130,8 @@ def final_value(answer: str) -> Decimal | str | None:
     _, marker, rest = answer.rpartition("####")
     if not marker:
         return None
-    line = re.sub(r"\\boxed\{(.*)\}", r"\1", rest.strip().partition("\n")[0])
+    line = " ".join(rest.strip().partition("\n")[0].split())  # else matching takes n^4 steps
+    line = re.sub(r"\\boxed\{(.*)\}", r"\1", line)
     line = re.sub(r"₩|\\?\$", "", line).replace("−", "-").lstrip(" *").rstrip(" *.")
     if amount := NUMBER_AND_UNIT.fullmatch(line):
         return Decimal(amount[1].replace(",", ""))
@@ -345,11 +346,11 @@ class LaterTurns(Mixture):
 
     def conversation(self, i: int) -> Conversation:
         rng, before, (task, number) = random.Random(i), [], self.order[i]
-        own = task.name, task.cluster(number)  # an answer about the same fact gives it away
+        own = task.cluster(number)  # an answer about the same fact gives it away
         count = self.turns[int(rng.random() * len(self.turns))]
         for _ in range(count + SPARE):
             other, n = self.earlier.locate(int(rng.random() * len(self.earlier)))
-            if len(before) < 2 * count and (other.name, other.cluster(n)) != own:
+            if len(before) < 2 * count and other.cluster(n) != own:
                 before += other.conversation(n)[:2]
         return before + super().conversation(i)
 

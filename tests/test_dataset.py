@@ -118,7 +118,7 @@ def test_validation_file_is_fixed_at_first_use(folder, data):
     ],
 )
 def test_last_documents_of_a_single_file_validate(tmp_path, texts, held_out, capsys):
-    write(tmp_path / "text/below/a.parquet", [*texts, "", None])
+    write(tmp_path / "text/below/test.parquet", [*texts, "", None])
     source = opened(tmp_path / "text")
     assert f"last {held_out} of its {len(texts):,} documents" in capsys.readouterr().out
     train, val = (texts_of(source, shard) for shard in source.shards())

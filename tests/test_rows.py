@@ -274,12 +274,12 @@ def test_R24_B9_validation_rows_depend_only_on_the_shard(folder, tokenizer):
 def test_missing_and_unreadable_shards_are_named(folder, saved, capfd):
     rows, source = opened(folder, saved)
     pack_text(rows, source, saved, num_rows=1)
-    with pytest.raises(UsageError, match=r"fewer than step 0 needs(.|\n)*scripts\.data"):
+    with pytest.raises(UsageError, match=r"fewer than step 0 needs"):
         rows.batch(0, 20 * ROWS, SEED)
     (folder / "shard_1.jsonl").write_text('{"text": "fine"}\n{"text": "cut of')
     with pytest.raises(ValueError, match=r"shard_1\.jsonl is missing or does not match"):
         pack_text(rows, source, saved)
-    with pytest.raises(UsageError, match="the same command packs the rest"):
+    with pytest.raises(UsageError, match="finished shards are kept"):
         pack_rows(rows, source, saved, workers=2)
     assert "shard_1.jsonl is missing or does not match" in capfd.readouterr().err
 

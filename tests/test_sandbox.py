@@ -9,6 +9,7 @@ import ctypes
 import os
 import platform
 import re
+import signal
 import socket
 import struct
 import subprocess
@@ -23,7 +24,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from nanochat.common import REPOSITORY
-from nanochat.sandbox import Limits, SandboxUnavailable, Tools, find_problem, run_python
+from nanochat.sandbox import Limits, SandboxUnavailable, Tools, find_problem, run, run_python
 from tasks.code import run_test
 
 PRELUDE = """
@@ -176,7 +177,7 @@ print("survived")
 # S5, S6, S9: limits, and nothing that is left
 
 ENDINGS = {
-    "import sys; sys.stdin.read()": "",
+    "import sys; sys.stdin.read()" + "#" * 200_000: "",
     "import sys; sys.exit(3)": "exit status 3",
     "def": "exit status 1",
     "'\ud800'.encode()": "exit status 1",
@@ -245,6 +246,13 @@ sandbox.run_python(big, sandbox.Limits(seconds=600))
     assert psutil.wait_procs(program, timeout=120)[1] == []  # it would sleep for 600 s
     for orphan in offspring():
         os.waitpid(orphan.pid, 0)
+
+
+def test_S6_offspring_of_an_unsandboxed_program_ends_with_it(offspring):
+    code = "import os, time\nif os.fork() == 0: time.sleep(600)"  # only root may fork
+    run({"role": "program", "code": code}, replace(SMALL, seconds=0.4), False)
+    for orphan in offspring():
+        assert os.waitstatus_to_exitcode(os.waitpid(orphan.pid, 0)[1]) == -signal.SIGKILL
 
 
 def rss(process: psutil.Process) -> int:

@@ -12,6 +12,7 @@ import torch
 
 from nanochat.common import PREEMPTED, UNEVALUATED, read_json
 from nanochat.dist import peak_flops
+from nanochat.optim import MuonAdamW
 from nanochat.rows import Rows
 from tests.faulty import crowd, during_step
 from tests.training_runs import (
@@ -104,6 +105,19 @@ def test_R17_ranks_agree_on_rows_that_fit_on_each(trained):
     for name in ("loss", "grad_norm"):
         found, want = (curve(folder(trained, tag), name) for tag in ("crowded", "one"))
         assert found == pytest.approx(want, rel=1e-4)
+
+
+def test_weights_between_two_steps_are_not_saved(trained, command, monkeypatch):
+    plain = MuonAdamW.step
+
+    def step(optimizer):
+        plain(optimizer)
+        if optimizer.steps_taken == 3:
+            out_of_memory()
+
+    monkeypatch.setattr(MuonAdamW, "step", step)
+    assert "out of memory at step 2" in command.rejects("base_train", *SMALL, "--model_tag=half")
+    assert not saved_steps(folder(trained, "half"))
 
 
 @pytest.mark.parametrize(

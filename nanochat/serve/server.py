@@ -198,6 +198,7 @@ def add_api(
     suggestions: Sequence[str],
 ) -> None:
     """Add the routes of the OpenAI API."""
+    rendering = asyncio.Semaphore()
 
     async def complete(kind: type[Asked], request: Request) -> Response:
         asked = await asyncio.to_thread(read_request, kind, await request.body())
@@ -227,7 +228,9 @@ def add_api(
 
     @app.post("/v1/markdown")
     async def markdown(request: Request) -> dict[str, list[str]]:
-        return {"html": await asyncio.to_thread(render_answers, await request.body())}
+        body = await request.body()
+        async with rendering:  # one at a time: it shares the interpreter with generation
+            return {"html": await asyncio.to_thread(render_answers, body)}
 
     @app.get("/v1/models")
     def models() -> dict[str, Any]:

@@ -38,7 +38,7 @@ from tasks.base import (
 from tasks.world.conversations import TALK_VERSION, conversation
 from tasks.world.corpus import WORLD_VERSION
 from tasks.world.drills import CALCULATION, Problem, draw_problem, letter_questions, spelled
-from tasks.world.facts import Draw, Question, Split, askable, whole_words
+from tasks.world.facts import Draw, Fact, Question, Split, askable, whole_words
 
 TASKS_VERSION = 3  # bump whenever an item changes
 SIZES = {"train": 20_000, "val": 1_000, "test": 500}
@@ -93,6 +93,11 @@ def fact_questions(split: Split) -> list[Question]:
     return Draw(split, "questions", split).pick_n(found, len(found))
 
 
+def cluster_of(fact: Fact) -> str:
+    """Questions about one fact are answered alike."""
+    return f"{fact.subject.kind} {fact.subject.name} {fact.relation}"
+
+
 class WorldFacts(WorldTask):
     """
     Questions about facts, answered in a sentence.
@@ -117,8 +122,7 @@ class WorldFacts(WorldTask):
         return [user(question.text), assistant(self.draw("answer", i).pick(question.sentences))]
 
     def cluster(self, i: int) -> str:
-        fact = self.question(i).fact
-        return f"{fact.subject.kind} {fact.subject.name} {fact.relation}"
+        return cluster_of(self.question(i).fact)
 
     def score(self, conversation: Conversation, answer: str) -> float:
         question = conversation[0]["content"]
@@ -196,6 +200,10 @@ class WorldChoice(WorldTask, QuestionTask):
 
     def question(self, i: int) -> MCQuestion:
         return self.rounds(i)[0]
+
+    def cluster(self, i: int) -> str:
+        held_out = self.split != "train"
+        return cluster_of(self.questions[i].fact) if held_out else super().cluster(i)
 
     def conversation(self, i: int) -> Conversation:
         """A list of options with one question; in training, more questions about it follow."""

@@ -172,6 +172,14 @@ def test_fact_sentences_score_1_and_rivals_score_0():
         assert not task.score(task[i], f"It is un{right.split(' ', 1)[-1]}ish.")
 
 
+def test_questions_about_one_fact_are_one_cluster():
+    facts, choice = WorldFacts("test"), WorldChoice("test")
+    about = {facts[i][0]["content"]: facts.cluster(i) for i in range(len(facts))}
+    assert len(set(about.values())) < len(facts) / 2
+    for i in range(len(choice)):
+        assert choice.cluster(i) == about[choice.question(i).text]
+
+
 @pytest.mark.parametrize("split", SPLITS)
 def test_R27_problems_are_correct_and_of_their_split(split):
     calls = 0
