@@ -115,9 +115,10 @@ def rival_counts(texts: Sequence[str]) -> dict[str, list[int] | str]:
         for rival, result in results.items():
             try:
                 found[rival] = result.get(FETCH_SECONDS)
-            except (multiprocessing.TimeoutError, OSError, ValueError) as error:
-                why = printable(error) or f"no vocabulary within {FETCH_SECONDS:g} s"
-                found[rival] = f"skipped: {why}"
+            except multiprocessing.TimeoutError:
+                found[rival] = f"skipped: no vocabulary within {FETCH_SECONDS:g} s"
+            except (OSError, ValueError) as error:  # no network, or another file
+                found[rival] = f"skipped: no vocabulary ({type(error).__name__})"
     return found
 
 
