@@ -50,7 +50,7 @@ cpu)
     shape=(--max_seq_len=256 --num_iterations=400 --total_batch_size=4096 --eval_every=50
         --eval_tokens=65536)
     score=(--split_tokens=65536 --max_documents=300)
-    mid=(--num_iterations=300 --init_lr_frac=0.85 --eval_every=30 --eval_tokens=32768)
+    mid=(--num_iterations=400 --init_lr_frac=0.85 --eval_every=30 --eval_tokens=32768)
     sft=(--num_iterations=80 --eval_every=10 --eval_tokens=32768)
     rl=(--num_iterations=120 --init_lr_frac=0.04 --resample_zero_signal=1 --num_samples=8 --max_new_tokens=96
         --eval_examples=200 --eval_every=40)
