@@ -203,7 +203,7 @@ class Rows:
                 self.json_path(shard).unlink(missing_ok=True)  # several ranks may find it
                 raise UsageError(
                     f"{path} is damaged: its SHA-256 does not match the record; it was not used",
-                    "the same command with --resume=auto packs it again and goes on",
+                    "the same command (training: with --resume=auto) packs it again",
                 )
             flat = np.memmap(path, self.dtype, "r") if counts["rows"] else np.empty(0, self.dtype)
             self.opened[shard] = flat.reshape(-1, self.max_seq_len + 1)

@@ -225,7 +225,7 @@ def kill(process: subprocess.Popen[bytes]) -> int:
     Kill the process group of a child, which outlives it if it has started processes (unsandboxed,
     as root). Returns the exit status, 128 + n for signal n.
     """
-    with contextlib.suppress(ProcessLookupError):
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # of a zombie, on macOS
         os.killpg(process.pid, signal.SIGKILL)
     status = process.wait()
     return status if status >= 0 else 128 - status
