@@ -147,7 +147,6 @@ def write_scores(cfg: GolfEval, dist: DistContext, scored: list[ScoredArtifact])
     code, largest = sum(code_bytes().values()), max(s.path.stat().st_size for s in scored)
     total = largest + code
     values: dict[str, Any] = {
-        "Seeds": len(scored),
         **{name: over_seeds(found.tolist()) for name, found in figures.items()},
         "Parameters": sum(w.numel() for w in scored[0].artifact.weights.values()),
         "Model bytes": largest,
@@ -156,7 +155,6 @@ def write_scores(cfg: GolfEval, dist: DistContext, scored: list[ScoredArtifact])
         "Limit": cfg.limit_bytes,
         "Within the limit": total <= cfg.limit_bytes,
         "Bytes scored": scored[0].plain.bytes,
-        "Tokens scored": scored[0].plain.tokens,
         **{s.path.stem: format_scores(s) for s in scored},
     }
     origin = scored[0].artifact.origin

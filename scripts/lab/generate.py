@@ -74,7 +74,7 @@ def main(cfg: Generate) -> None:
     print(f"{len(keys):,} prompts, {len(todo):,} to go, teacher {printable(model)}", flush=True)
 
     out.parent.mkdir(parents=True, exist_ok=True)
-    counts = {"Answered": 0, "Failed": 0, "Cut off": 0}
+    counts = {"Answered": 0, "Failed": 0}
     pool = ThreadPoolExecutor(cfg.parallel)
     try:
         for future in as_completed([pool.submit(answer, cfg, client, model, row) for row in todo]):
@@ -82,10 +82,8 @@ def main(cfg: Generate) -> None:
                 counts["Failed"] += 1
                 print(f"failed: {type(error).__name__}: {printable(error)}", flush=True)
                 continue
-            made = future.result()
-            append_line(out, made)  # at once: answers cost money
+            append_line(out, future.result())  # at once: answers cost money
             counts["Answered"] += 1
-            counts["Cut off"] += made["finish"] != "stop"
     finally:
         pool.shutdown(cancel_futures=True)  # on interrupt, cancel the rest
     if counts["Failed"] == len(keys):

@@ -225,11 +225,7 @@ def write_record(
     values: dict[str, Any] = {
         "Final bpb": over_seeds(arm.bpb),
         **{criterion.name: criterion.summary for criterion in reversed(criteria)},
-        "Seeds": len(recursive),
         "Layers": f"{shape.n_prelude} + {r} x {shape.n_core} + {shape.n_coda}",
-        "Number of parameters": arm.params,
-        "Number of training tokens": arm.tokens,
-        "Total training flops": f"{arm.flops:e}",
         "Refinement % (a bad first loop makes it large)": refinement(means[:r]),
     }
     arm_rows = []
