@@ -20,13 +20,8 @@ from hypothesis import strategies as st
 import rustbpe
 from nanochat.common import REPOSITORY
 
-GPT4_BY_TIKTOKEN = (
-    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+"
-    r"|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
-)
-GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 TWO_DIGITS = rustbpe.DEFAULT_PATTERN.replace("{1,3}", "{1,2}")
-SCANNED = [rustbpe.DEFAULT_PATTERN, TWO_DIGITS, GPT4_BY_TIKTOKEN, GPT2]
+SCANNED = [rustbpe.DEFAULT_PATTERN, TWO_DIGITS]
 # Characters at the boundaries of the pattern's classes
 EDGES = "aSsTdlLvVeErR''  \n\r\t\v\x00019._!\u017f\u00e9\u0416\u4e2d\u0301\u0663\u2167\u00bd"
 EDGES += "\u00a0\u0085\u2028\u3000\u200d\U0001f600\U0001d400\U0010ffff"
@@ -105,7 +100,6 @@ def test_P2_merges_and_ties_match_naive_trainer_for_any_threads(seed):
         assert tokens_of(tokenizer) == expected and tokenizer.vocab_size == len(expected)
 
 
-@given(st.text(max_size=200) | TEXTS, st.binary(max_size=200), st.sampled_from(SCANNED))
 def check_text(text: str, data: bytes, pattern: str) -> None:
     """The scanner splits as the regex engine; ids equal tiktoken's; text and bytes round-trip."""
     words = rustbpe.split(text, pattern)
@@ -119,7 +113,8 @@ def check_text(text: str, data: bytes, pattern: str) -> None:
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("count", [1000, pytest.param(100_000, marks=pytest.mark.slow)])
 def test_P1_P3_any_text_round_trips_with_the_ids_of_tiktoken(count):
-    settings(max_examples=count)(check_text)()
+    cases = given(st.text(max_size=200) | TEXTS, st.binary(max_size=200), st.sampled_from(SCANNED))
+    settings(max_examples=count)(cases(check_text))()
 
 
 @pytest.mark.parametrize("every", [60, pytest.param(1, marks=pytest.mark.slow)])

@@ -1,10 +1,10 @@
-//! Hand-written splitter for the patterns of GPT-4 and GPT-2.
+//! Hand-written splitter for GPT-4's pattern, with numbers of any length.
 //!
 //!     text, start of a word -> end of that word
 //!
 //! The first one or two characters decide which alternative of the pattern matches; a loop then
-//! finds the end of the word. `regex.rs` lists the supported patterns; tests compare the scanner
-//! with the regex engine on all character classes.
+//! finds the end of the word. `regex.rs` lists the patterns; tests compare the scanner with the
+//! regex engine on all character classes.
 
 use std::sync::LazyLock;
 
@@ -63,27 +63,17 @@ static CLASSES: LazyLock<Classes> = LazyLock::new(|| {
     Classes { ascii, block_of, blocks }
 });
 
-/// A family of patterns.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Rule {
-    /// Letters after at most one other character, numbers of at most `digits` digits,
-    /// punctuation with the newlines after it, whitespace up to its last newline.
-    /// With `whole_tail`, whitespace at the end of the text is one word.
-    Gpt4 { digits: usize, whole_tail: bool },
-    /// Letters, numbers and punctuation, each with at most one leading space.
-    Gpt2,
-}
-
-/// Splits text by a `Rule`.
+/// Splits text into letters after at most one other character, numbers of at most `digits` digits,
+/// punctuation with the newlines after it, and whitespace up to its last newline.
 #[derive(Clone, Copy)]
 pub struct Scanner {
-    rule: Rule,
+    digits: usize,
     classes: &'static Classes,
 }
 
 impl Scanner {
-    pub fn new(rule: Rule) -> Self {
-        Scanner { rule, classes: &CLASSES }
+    pub fn new(digits: usize) -> Self {
+        Scanner { digits, classes: &CLASSES }
     }
 
     /// Calls `word(start, end)` for the words of `text`, in order; they cover the text.
@@ -92,23 +82,21 @@ impl Scanner {
         let text = text.as_bytes();
         let mut start = 0;
         while start < text.len() {
-            let end = match self.rule {
-                Rule::Gpt4 { digits, whole_tail } => self.gpt4(text, start, digits, whole_tail),
-                Rule::Gpt2 => self.gpt2(text, start),
-            };
+            let end = self.word_end(text, start);
             word(start, end);
             start = end;
         }
     }
 
+    /// Returns the end of the word that starts at `start`.
     #[inline(always)]
-    fn gpt4(&self, text: &[u8], start: usize, digits: usize, whole_tail: bool) -> usize {
+    fn word_end(&self, text: &[u8], start: usize) -> usize {
         let (first, second) = self.class(text, start);
         match first {
             Letter => self.letters(text, second),
             Number => {
                 let mut end = second;
-                for _ in 1..digits {
+                for _ in 1..self.digits {
                     match self.class_or_end(text, end) {
                         Some((Number, next)) => end = next,
                         _ => break,
@@ -116,9 +104,9 @@ impl Scanner {
                 }
                 end
             }
-            Newline => self.white_space(text, start, whole_tail),
+            Newline => self.white_space(text, start),
             Space | Other => {
-                if let Some(end) = contraction(text, start, true) {
+                if let Some(end) = contraction(text, start) {
                     return end;
                 }
                 match self.class_or_end(text, second) {
@@ -127,26 +115,9 @@ impl Scanner {
                         self.newlines(text, self.run(Other, text, third))
                     }
                     _ if first == Other => self.newlines(text, second),
-                    _ => self.white_space(text, start, whole_tail),
+                    _ => self.white_space(text, start),
                 }
             }
-        }
-    }
-
-    #[inline(always)]
-    fn gpt2(&self, text: &[u8], start: usize) -> usize {
-        let (first, second) = self.class(text, start);
-        if let Some(end) = contraction(text, start, false) {
-            return end;
-        }
-        if !matches!(first, Space | Newline) {
-            return self.run(first, text, second);
-        }
-        match self.class_or_end(text, second) {
-            Some((class, third)) if text[start] == b' ' && !matches!(class, Space | Newline) => {
-                self.run(class, text, third)
-            }
-            _ => self.gpt2_white_space(text, start),
         }
     }
 
@@ -154,7 +125,7 @@ impl Scanner {
     /// if it ends the text or has one character; else all but its last character, which starts
     /// the next word.
     #[inline(never)]
-    fn white_space(&self, text: &[u8], start: usize, whole_tail: bool) -> usize {
+    fn white_space(&self, text: &[u8], start: usize) -> usize {
         let (mut end, mut last, mut after_newline) = (start, start, None);
         while let Some((class @ (Space | Newline), next)) = self.class_or_end(text, end) {
             if class == Newline {
@@ -163,24 +134,9 @@ impl Scanner {
             (last, end) = (end, next);
         }
         match after_newline {
-            _ if whole_tail && end == text.len() => end,
             Some(after_newline) => after_newline,
             None if end == text.len() || last == start => end,
             None => last,
-        }
-    }
-
-    /// `\s+(?!\S)|\s+`
-    #[inline(never)]
-    fn gpt2_white_space(&self, text: &[u8], start: usize) -> usize {
-        let (mut end, mut last) = (start, start);
-        while let Some((Space | Newline, next)) = self.class_or_end(text, end) {
-            (last, end) = (end, next);
-        }
-        if end == text.len() || last == start {
-            end
-        } else {
-            last
         }
     }
 
@@ -267,30 +223,23 @@ fn ascii_letters(bytes: u64) -> u64 {
 
 /// Returns the end of a contraction such as `'s`, `'t` or `'re` at `start`, if there is one.
 #[inline(always)]
-fn contraction(text: &[u8], start: usize, ignore_case: bool) -> Option<usize> {
+fn contraction(text: &[u8], start: usize) -> Option<usize> {
     if text[start] != b'\'' {
         return None;
     }
-    let fold = |byte: u8| {
-        if ignore_case {
-            byte.to_ascii_lowercase()
-        } else {
-            byte
-        }
-    };
-    let first = fold(*text.get(start + 1)?);
-    let second = text.get(start + 2).copied().map(fold);
+    let first = text.get(start + 1)?.to_ascii_lowercase();
+    let second = text.get(start + 2).map(u8::to_ascii_lowercase);
     match (first, second) {
         (b's' | b'd' | b'm' | b't', _) => Some(start + 2),
         (b'l', Some(b'l')) | (b'v' | b'r', Some(b'e')) => Some(start + 3),
         // U+017F, the long s, is an s to a pattern that ignores case
-        (0xc5, Some(0xbf)) if ignore_case => Some(start + 3),
+        (0xc5, Some(0xbf)) => Some(start + 3),
         _ => None,
     }
 }
 
-/// Returns the first index >= `from` where a text can be cut without changing its words under any
-/// `Rule`: between an ASCII letter and a space or newline. If there is none: the end of the text.
+/// Returns the first index >= `from` where a text can be cut without changing its words: between an
+/// ASCII letter and a space or newline. If there is none: the end of the text.
 pub fn safe_cut(text: &str, from: usize) -> usize {
     let bytes = text.as_bytes();
     let from = from.max(1);
@@ -321,30 +270,20 @@ mod tests {
     fn safe_cut_preserves_words() {
         let alphabet = ["a", "s", " ", "'", "\n", "\r", "1", "!", "\u{e9}", "\u{a0}"];
         let mut random = Random(2);
-        for rule in [
-            Rule::Gpt4 { digits: 2, whole_tail: false },
-            Rule::Gpt4 { digits: 3, whole_tail: true },
-            Rule::Gpt2,
-        ] {
-            let scanner = Scanner::new(rule);
-            let words = |text: &str, offset: usize| {
-                let mut words = Vec::new();
-                scanner.split(text, |start, end| words.push((offset + start, offset + end)));
-                words
-            };
-            let mut cuts = 0;
-            for _ in 0..3000 {
-                let text = random.text(&alphabet, 30);
-                let at = safe_cut(&text, random.below(20));
-                let (left, right) = text.split_at(at);
-                cuts += usize::from(!right.is_empty());
-                assert_eq!(
-                    [words(left, 0), words(right, at)].concat(),
-                    words(&text, 0),
-                    "{text:?}"
-                );
-            }
-            assert!(cuts > 300, "only {cuts} texts were cut");
+        let scanner = Scanner::new(2);
+        let words = |text: &str, offset: usize| {
+            let mut words = Vec::new();
+            scanner.split(text, |start, end| words.push((offset + start, offset + end)));
+            words
+        };
+        let mut cuts = 0;
+        for _ in 0..3000 {
+            let text = random.text(&alphabet, 30);
+            let at = safe_cut(&text, random.below(20));
+            let (left, right) = text.split_at(at);
+            cuts += usize::from(!right.is_empty());
+            assert_eq!([words(left, 0), words(right, at)].concat(), words(&text, 0), "{text:?}");
         }
+        assert!(cuts > 300, "only {cuts} texts were cut");
     }
 }
