@@ -213,6 +213,8 @@ def intact_checkpoints(folder: Path) -> Iterator[Checkpoint]:
     for path in reversed(step_folders(folder).values()):
         try:
             yield read_checkpoint(path)
+        except PermissionError:  # not damaged
+            raise
         except (OSError, ValueError) as error:
             print(printable(f"skipping corrupt checkpoint: {error}"), flush=True)
 

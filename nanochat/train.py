@@ -163,7 +163,9 @@ def prepare_scoring(
 
 
 CPU_TOKENS = 8192  # per CPU micro-batch; larger is no faster (measured: d4, 2026-11)
-COMPILED_SHARE = 0.7  # of eager memory per row; measured: 0.73 at d8, 0.95 at d24 (torch 2.15)
+# Per token, layer and unit of width; measured: eager 46 to 49 at d4 to d32, compiled 0.73 of that at
+# d8 and 0.95 at d24 (torch 2.15)
+ACTIVATION_BYTES = 33
 GPU_RESERVE = 2 << 30  # bytes for NCCL and cuBLAS, which allocate in the first steps
 
 
@@ -182,21 +184,15 @@ def choose_device_rows(asked: int | None, rows: int, limit: int) -> int:
 
 def rows_to_try(model: GPT, dist: DistContext) -> int:
     """
-    Micro-batch size to try first, equal on all ranks: on a GPU, what an eager forward pass of one
-    and of two rows says would fit, else about CPU_TOKENS tokens.
+    Micro-batch size to try first, equal on all ranks: on a GPU, about what fits next to weights and
+    gradients, else about CPU_TOKENS tokens.
     """
-    T, device, used = model.cfg.max_seq_len, dist.device, []
+    cfg, device = model.cfg, dist.device
     if device.type != "cuda":
-        return max(1, CPU_TOKENS // T)
-    with suppress(torch.OutOfMemoryError):
-        for rows in (1, 2):  # the difference is the activation memory per row
-            ids = torch.zeros(rows, T, dtype=torch.int64, device=device)
-            loss = model.loss(ids, ids)
-            used.append(torch.cuda.memory_allocated(device))
-            del loss
+        return max(1, CPU_TOKENS // cfg.max_seq_len)
     room = memory_bytes(device)[0] - GPU_RESERVE - 4 * model.num_params()  # gradients
-    each = max(1, used[1] - used[0]) * COMPILED_SHARE if len(used) == 2 else room
-    return int(min(dist.gather(max(1, room / each))))
+    row = ACTIVATION_BYTES * cfg.max_seq_len * cfg.n_layer * cfg.d_model
+    return max(1, min(dist.gather(room)) // row)
 
 
 # ---- Batches -------------------------------------------------------------------------------------
@@ -270,9 +266,9 @@ class Progress:
     """How the model is compiled; kept when the run resumes, because rounding differs."""
     device_rows: int | None = None
     """Rows of a micro-batch; kept, because sums round differently."""
-    loss_scale: float = 1.0
-    """Factor on the loss in the backward pass. Above 1 in float16, whose range is too small for
-    most gradients otherwise: halved after a bad step, doubled after RAISE_SCALE_AFTER good ones."""
+    loss_scale: float = FLOAT16_LOSS_SCALE
+    """Factor on the loss in the backward pass in float16, whose range is too small for most
+    gradients otherwise: halved after a bad step, doubled after RAISE_SCALE_AFTER good ones."""
     steps_at_scale: int = 0
     """Finite steps since `loss_scale` last changed."""
     bad_steps: int = 0
@@ -466,10 +462,6 @@ class Run:
             self.checkpoint = found if dist.is_main else None
             dist.print0(f"resumed {found.folder}")
         self.first_step = progress.step
-        if dist.dtype != torch.float16:
-            progress.loss_scale = 1.0
-        elif progress.loss_scale == 1.0:
-            progress.loss_scale = FLOAT16_LOSS_SCALE
         commit = records.git_state()["Commit"]
         earlier = found.state["commits"] if found else []
         self.state |= {"code": records.code_digests(), "commits": [*earlier, commit]}
@@ -740,13 +732,18 @@ class Run:
         self.progress.device_rows = self.device_rows
         self.dist.print0(f"out of memory; trying --device_batch_size={self.device_rows}")
 
+    @property
+    def loss_scale(self) -> float:
+        """Factor on the loss in the backward pass: 1 except in float16."""
+        return self.progress.loss_scale if self.dist.dtype == torch.float16 else 1.0
+
     def accumulate(self, loss: Tensor, count: int, tokens: int) -> None:
         """
         Add the gradients of a summed loss (nats) over `count` targets to those of the step; the
         update makes them means over all targets of all ranks. tokens: number processed.
         """
         # divided by about the number of targets, which is known after the last micro-batch
-        (loss * self.progress.loss_scale / self.batch_tokens).backward()
+        (loss * self.loss_scale / self.batch_tokens).backward()
         self.losses.append(loss.detach())
         self.count, self.tokens = self.count + count, self.tokens + tokens
 
@@ -774,7 +771,7 @@ class Run:
         if ended:
             self.failure = next(filter(None, dist.gather(self.failure)), None)
             raise self.failure or StopRequested()
-        scale = self.batch_tokens / self.progress.loss_scale / count if count else 0.0
+        scale = self.batch_tokens / self.loss_scale / count if count else 0.0
         loss = nats / count if count else 0.0
         self.totals = Totals(loss, norm * scale, int(tokens), scale, gradients)
         return self.totals
@@ -850,7 +847,7 @@ class Run:
             f"step {step}: loss {totals.loss:.4f}, gradient norm {totals.norm:.4g}: skipped on "
             f"all ranks ({self.bad_in_a_row} consecutive){rows}"
         )
-        if self.bad_in_a_row >= MAX_BAD_STEPS and progress.loss_scale == 1.0:
+        if self.bad_in_a_row >= MAX_BAD_STEPS and self.loss_scale == 1.0:
             raise NonFiniteError(
                 f"{MAX_BAD_STEPS} consecutive non-finite steps, the last at step {step}; inspect "
                 "the logged rows or lower the learning rates"

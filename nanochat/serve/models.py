@@ -71,11 +71,13 @@ class ModelLibrary:
     async def get(self, name: str, is_busy: Callable[[Engine], bool]) -> Engine:
         """
         Return a model's engine, loading the model on first use, and again when it is idle and was
-        saved again. If that fails, the loaded one stays.
+        saved again. If that fails, the loaded one stays. A loaded model does not wait for another.
 
         Raises ApiError for an unknown name, for a checkpoint that fails to load, and if all loaded
         models are busy.
         """
+        if self.loading.locked() and name in self.loaded:
+            return self.loaded[name].engine
         async with self.loading:
             if name not in self.loaded:
                 known = await asyncio.to_thread(self.available)

@@ -1,5 +1,6 @@
 """scripts.chat_web: flags, startup errors and signals."""
 
+import asyncio
 import json
 import re
 import resource
@@ -9,6 +10,8 @@ import socket
 import httpx
 import pytest
 
+from nanochat.dist import init_dist
+from nanochat.serve.models import ModelLibrary
 from tests.training_runs import begin, rest_of
 from tests.web_server import CHAT, HELLO, write_model
 
@@ -75,6 +78,18 @@ def test_V6_idle_connections_neither_starve_others_nor_flood_the_log(base):
         connection.close()
     process.kill()
     assert "open files" not in rest_of(process)
+
+
+def test_a_loaded_model_answers_while_another_is_loaded(base):
+    write_model()
+    library = ModelLibrary(init_dist(), "sft:tiny")
+
+    async def get_twice():
+        first = await library.get("sft:tiny", bool)
+        async with library.loading:  # as while another one is loaded
+            return first is await asyncio.wait_for(library.get("sft:tiny", bool), 60)
+
+    assert asyncio.run(get_twice())
 
 
 def test_startup_errors_name_the_fix(base, command, tmp_path):
