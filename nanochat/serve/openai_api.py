@@ -43,23 +43,29 @@ MOST_BIASES = 300  # as OpenAI's
 
 
 def read_biases(given: Any) -> Any:
-    """Integer keys of a `logit_bias`; too many are rejected before each of them is validated."""
+    """
+    Integer keys of a `logit_bias`, None for an empty one (of Open WebUI, also ""); too many are
+    rejected before each of them is validated.
+    """
     if not isinstance(given, dict):
-        return given
+        return given or None
     if len(given) > MOST_BIASES:
         raise ValueError(f"has {len(given)} tokens; use at most {MOST_BIASES}")
     return {int(token): bias for token, bias in given.items()}
 
 
 Biases = Annotated[
-    dict[int, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(read_biases)
+    dict[int, Annotated[float, Field(ge=-100, le=100)]] | None, BeforeValidator(read_biases)
 ]
 IGNORED = {
     *("user", "metadata", "store", "service_tier", "safety_identifier", "verbosity"),
     *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
-    *("parallel_tool_calls", "reasoning_effort", "tools", "functions"),
+    *("parallel_tool_calls", "reasoning_effort", "think", "tools", "functions"),
     *("num_ctx", "keep_alive", "cache_prompt", "chat_template_kwargs", "session_id", "chat_id"),
     *("skip_special_tokens", "add_generation_prompt", "continue_final_message"),
+    *("num_keep", "num_batch", "num_thread", "num_gpu", "use_mmap", "use_mlock"),
+    *("mirostat_eta", "mirostat_tau"),  # mirostat itself is refused unless it is 0
+    "repeat_last_n",  # penalties apply to the whole answer
 }
 # Values that ask for nothing, whatever the field; 0 equals False
 NEUTRAL = (None, False, "", [], {}, "none", "auto", {"type": "text"}, ["text"])
@@ -150,7 +156,8 @@ class Generation(BaseModel):
     repetition_penalty: float | None = Field(
         None, gt=0, le=100, validation_alias=AliasChoices("repetition_penalty", "repeat_penalty")
     )
-    logit_bias: Biases | None = None
+    logit_bias: Biases = None
+    tfs_z: float | None = Field(None, ge=1, le=1)  # tail-free sampling, which 1 disables
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: Annotated[list[str], BeforeValidator(as_list)] = Field([], max_length=16, fail_fast=True)
     stream: bool | None = None
