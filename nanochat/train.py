@@ -23,7 +23,7 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple, Self
 
@@ -163,8 +163,8 @@ def prepare_scoring(
 
 
 CPU_TOKENS = 8192  # per CPU micro-batch; larger is no faster (measured: d4, 2026-11)
-# Per token, layer and unit of width; measured: eager 46 to 49 at d4 to d32, compiled 0.73 of that at
-# d8 and 0.95 at d24 (torch 2.15)
+# Per token, layer and unit of width; measured: eager 46 to 49 at depths 4 to 32, compiled 0.73 of
+# that at depth 8 and 0.95 at depth 24 (torch 2.15)
 ACTIVATION_BYTES = 33
 GPU_RESERVE = 2 << 30  # bytes for NCCL and cuBLAS, which allocate in the first steps
 
