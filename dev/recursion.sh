@@ -22,7 +22,7 @@ h100x8 | gpu)
 cpu)
     text=${TEXT:-embedded} depth=${DEPTH:-4}
     tokenizer=(--vocab_size=1024 --max_chars=100000000)
-    shape=(--depth="$depth" --max_seq_len=256 --d_model=128 --head_dim=32)
+    shape=(--depth="$depth" --max_seq_len=256)
     run=(--total_batch_size=4096 --num_iterations="${ITERATIONS:-60}" --eval_every=30
         --eval_tokens=32768 --grad_clip=1.0)
     judge=(--eval_tokens=65536)

@@ -449,9 +449,7 @@ def reduce_scatter(whole: Tensor, dist: DistContext) -> tuple[Tensor, Any]:
     if dist.device.type == "cuda":
         mine = whole.new_empty(whole.size(0) // dist.world_size, *whole.shape[1:])
         return mine, distributed.reduce_scatter_tensor(mine, whole, async_op=True)
-    work = distributed.all_reduce(
-        whole, async_op=True
-    )  # gloo: sums everything, which is fine on CPUs
+    work = distributed.all_reduce(whole, async_op=True)  # gloo: of everything; fine on CPUs
     return whole.chunk(dist.world_size)[dist.rank], work
 
 

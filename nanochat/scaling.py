@@ -56,25 +56,6 @@ def default_head_dim(d_model: int) -> int:
     return 128 if d_model % 128 == 0 and d_model >= 512 else 64
 
 
-@dataclass(frozen=True)
-class WidthConfig:
-    """Model width, if not derived from depth."""
-
-    d_model: int | None = None
-    """Width of the residual stream. Default: 64 per layer."""
-    head_dim: int | None = None
-    """Head dimension. Default: 128 if it divides a width of at least 512, else 64."""
-
-    def apply(self, cfg: GPTConfig) -> GPTConfig:
-        """Return `cfg` at this width. Raises ValueError if head_dim does not divide it."""
-        width = self.d_model or cfg.d_model
-        head_dim = self.head_dim or default_head_dim(width)
-        heads = width // head_dim
-        if width % head_dim:
-            raise ValueError(f"head_dim {head_dim} must divide the width {width}; set --head_dim")
-        return replace(cfg, d_model=width, head_dim=head_dim, n_head=heads, n_kv_head=heads)
-
-
 def default_windows(device_type: str) -> str:
     """Window pattern: SSSL on GPUs, where a kernel skips the tokens outside the window, else L."""
     return "SSSL" if device_type == "cuda" else "L"

@@ -23,7 +23,7 @@ from nanochat.golf.quantize import QuantConfig
 from nanochat.gpt import GPTConfig
 from nanochat.optim import OptimConfig, Rule, decay_factor, lr_factor, muon_momentum
 from nanochat.rows import pack_rows
-from nanochat.scaling import Horizon, WidthConfig, batch_lr_factor, plan_horizon, scaled_rules
+from nanochat.scaling import Horizon, batch_lr_factor, default_head_dim, plan_horizon, scaled_rules
 from nanochat.train import Run, skip_if_finished
 from scripts.base_train import (
     SECTION,
@@ -37,6 +37,10 @@ from scripts.base_train import (
 
 @dataclass(frozen=True)
 class GolfShape(GolfOptions):
+    d_model: int | None = None
+    """Width of the residual stream. Default: 64 per layer."""
+    head_dim: int | None = None
+    """Head dimension. Default: 128 if it divides a width of at least 512, else 64."""
     n_kv_head: int | None = None
     """Number of key/value heads (GQA). Default: n_head (no GQA)."""
     mlp_ratio: float | None = None
@@ -46,9 +50,15 @@ class GolfShape(GolfOptions):
     Default: 2; with --arch=classic, 0."""
 
     def apply(self, plain: GPTConfig) -> GolfConfig:
-        """Return `plain` with these options."""
+        """Return `plain` with these options. Raises ValueError if head_dim does not fit."""
+        width = self.d_model or plain.d_model
+        head_dim = self.head_dim or default_head_dim(width)
+        heads = width // head_dim
+        if width % head_dim:
+            raise ValueError(f"head_dim {head_dim} must divide the width {width}; set --head_dim")
+        sizes = {"d_model": width, "head_dim": head_dim, "n_head": heads, "n_kv_head": heads}
         given = {name: value for name, value in asdict(self).items() if value is not None}
-        return GolfConfig(**{**asdict(plain), **given})
+        return GolfConfig(**{**asdict(plain), **sizes, **given})
 
 
 @dataclass(frozen=True)
@@ -69,7 +79,6 @@ class GolfTrain(BaseTrain):
     """cautious: fades over the run; decays only weights that the update also shrinks. decoupled:
     decays every matrix weight by learning rate times decay, without fading; the default decay is
     then a quarter of the cautious one, for about the same total decay."""
-    width: WidthConfig = field(default_factory=WidthConfig)
     golf_shape: GolfShape = field(default_factory=GolfShape)
     quant: QuantConfig = field(default_factory=QuantConfig)
 
@@ -111,7 +120,7 @@ def main(cfg: GolfTrain) -> None:
 
     # Model, horizon, optimizer, rows
     plain = cfg.model_config(tokenizer.vocab_size, dist.device.type)
-    shape = cfg.golf_shape.apply(cfg.width.apply(plain))
+    shape = cfg.golf_shape.apply(plain)
     model = build_model(shape, dist.device, dist.dtype, seed, GolfGPT)
     horizon = plan_horizon(model, cfg.horizon, dist.world_size)
     num_steps, batch_tokens = horizon.num_steps, horizon.batch_tokens

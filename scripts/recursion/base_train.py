@@ -20,7 +20,7 @@ from nanochat.optim import MuonAdamW, decay_factor, lr_factor, muon_momentum
 from nanochat.recursion.metrics import step_metrics, validation_metrics
 from nanochat.recursion.model import RecursiveConfig, RecursiveGPT, Supervise
 from nanochat.rows import pack_rows
-from nanochat.scaling import WidthConfig, plan_horizon, scaled_rules
+from nanochat.scaling import plan_horizon, scaled_rules
 from nanochat.train import Run, skip_if_finished
 from scripts.base_train import (
     SECTION,
@@ -96,7 +96,6 @@ class RecursionConfig:
 
 @dataclass(frozen=True)
 class RecursionTrain(BaseTrain):
-    width: WidthConfig = field(default_factory=WidthConfig)
     recursion: RecursionConfig = field(default_factory=RecursionConfig)
 
 
@@ -115,7 +114,7 @@ def main(cfg: RecursionTrain) -> None:
         return dist.close()
 
     # Model (without flags of recursion, a plain one to compare with), horizon, optimizer, rows
-    plain = cfg.width.apply(cfg.model_config(tokenizer.vocab_size, dist.device.type))
+    plain = cfg.model_config(tokenizer.vocab_size, dist.device.type)
     shape = cfg.recursion.apply(plain)
     kind = GPT if shape is plain else RecursiveGPT
     model = build_model(shape, dist.device, dist.dtype, seed, kind)

@@ -144,7 +144,7 @@ def test_presets_and_flags_determine_the_shape():
 # ---- Scripts -------------------------------------------------------------------------------------
 
 FLAGS = (
-    "--depth=3 --max_seq_len=32 --d_model=32 --head_dim=16 --total_batch_size=512 --dtype=float32 "
+    "--depth=3 --max_seq_len=32 --total_batch_size=512 --dtype=float32 "
     "--device_type=cpu --num_iterations=8 --eval_every=4 --eval_tokens=1024 --save_every=4 --keep=9"
 ).split()
 
