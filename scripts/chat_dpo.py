@@ -104,8 +104,7 @@ def main(cfg: ChatDPO) -> None:
         return dist.close()
 
     # Model, frozen reference, pairs, optimizer
-    model, reference = load_model(parent, dist), load_model(parent, dist)
-    reference.to(dist.dtype).requires_grad_(False)
+    model, reference = load_model(parent, dist), inference_copy(load_model(parent, dist))
     pairs, held_out = (make_pairs(cfg, each, parent, dist) for each in data)
     held_out = held_out[: cfg.eval_examples]
     num_steps = cfg.num_iterations or max(1, round(cfg.num_epochs * len(pairs) / per_step))

@@ -18,10 +18,11 @@ from typing import Literal
 import torch
 
 from nanochat.checkpoint import Checkpoint, CheckpointChoice, lineage, load_weights
-from nanochat.common import base_dir, write_atomic
+from nanochat.common import UsageError, base_dir, write_atomic
 from nanochat.config import start
 from nanochat.dist import DistConfig, init_dist
 from nanochat.golf.artifact import quantize_tensors
+from nanochat.golf.model import GolfGPT
 from nanochat.golf.quantize import QuantConfig
 from nanochat.golf.size import choose_smallest, format_sizes, require_size_limit
 from nanochat.gpt import GPT
@@ -54,6 +55,8 @@ def main(cfg: Export) -> None:
     out = Path(cfg.out).expanduser() if cfg.out else base_dir() / "export" / name
     with torch.device("meta"):
         model = new_model(read_config(checkpoint.state["model"]), dist.dtype)
+    if cfg.format == "artifact" and type(model) not in (GPT, GolfGPT):
+        raise UsageError("an artifact holds a plain or a golf model", "use --format=hf")
     load_weights(model, checkpoint, dist)
     if cfg.format == "artifact":
         write_artifact(cfg, model, tokenizer, checkpoint, out)

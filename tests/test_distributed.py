@@ -104,7 +104,7 @@ DPO = (
     "--init_lr_frac=0.3 --dtype=float32"
 )
 STAGES = {  # -> command, relative tolerance, curves
-    "base (recursion)": (RECURSION, 2e-4, "loss loss_loop_1 grad_norm_core val_bpb bpb_loop_1"),
+    "base (recursion)": (RECURSION, 2e-4, "loss loss_loop_1 total_loss val_bpb bpb_loop_1"),
     "mid": (MID, 1e-5, "loss val_bpb"),
     "rl": (RL, 1e-4, "reward loss grad_norm kl answer_tokens pass_at_1"),
     "dpo": (DPO, 1e-4, "loss grad_norm held_out_loss held_out_margin"),

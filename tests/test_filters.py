@@ -152,7 +152,7 @@ PROMPTS = [{"prompt": "2 + 2?", "gold": "4"}, {"messages": row()["messages"][:1]
             [row(said="so\n#### $1,200.00", gold=1200), row(said="Paris", gold="paris"), *PROMPTS],
             [row(said="#### 13", gold=12)],
         ),
-        ("no_duplicate", [row("Hi there!"), row("Hi there!", "other")], [row("hi, THERE")]),
+        ("no_duplicate", [row("Hi there!"), row("3 + 4"), row("3 - 4")], [row("hi, THERE")]),
         (
             "no_near_duplicate",
             [row(WORDS), row(WORDS[:800] + "x " * 99), row("", ""), row("", "")],

@@ -42,6 +42,7 @@ class Item(NamedTuple):
 
 FilterRule = Callable[[Sequence[Item]], Verdicts]
 
+PUNCTUATION = ".,;:!?\"'"  # around words; unlike operators
 NUM_SHOWN = 3  # dropped rows shown per filter
 SHOWN_CHARS = 120
 MAD_SIGMA = 1.4826  # standard deviation / median absolute deviation of a normal distribution
@@ -149,10 +150,10 @@ def verified(items: Sequence[Item]) -> Verdicts:
 
 
 def no_duplicate(items: Sequence[Item]) -> Verdicts:
-    """Keep the first of any rows with the same words, ignoring case and punctuation."""
+    """Keep the first of any rows with the same words, ignoring case and punctuation after them."""
     seen = set()
     for item in items:
-        words = split_words(item.text)
+        words = tuple(word.strip(PUNCTUATION) for word in item.text.casefold().split())
         yield words not in seen
         seen.add(words)
 

@@ -83,6 +83,12 @@ class Job:
     inputs: Mapping[str, str]
     """Fingerprints of what it starts from."""
 
+    def __post_init__(self) -> None:
+        for word in itertools.chain(*self.commands):
+            if word.replace("-", "_").startswith("__tokenizer_tag"):
+                fix = "a base directory has one tokenizer for all sweeps, main"
+                raise ValueError(f"{word} is not supported: {fix}")
+
     @property
     def folder(self) -> Path:
         """Folder of the run, named by its key."""
@@ -191,7 +197,8 @@ class Sweep:
     def cost(self) -> records.Cost:
         """Time of the sweep."""
         seconds = sum(entry["seconds"] for entry in self.ledger())
-        return records.Cost(seconds / self.cfg.devices, self.cfg.devices)
+        kind = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+        return records.Cost(seconds / self.cfg.devices, self.cfg.devices, kind)
 
 
 def environments(devices: int) -> list[dict[str, str]]:

@@ -1,7 +1,7 @@
 """
-Metrics of a recursive model by loop: loss, bits per byte, state and gradient norms.
+Metrics of a recursive model by loop: loss, bits per byte, states.
 
-    training step -> {loss_loop_1, ..., total_loss, grad_norm_core, ...}
+    training step -> {loss_loop_1, ..., total_loss}
     validation batches -> bpb after each loop -> {bpb_loop_1, ..., refinement_percent}
 """
 
@@ -13,9 +13,9 @@ from itertools import pairwise
 import torch
 
 from nanochat.common import StopRequest
+from nanochat.dist import DistContext
 from nanochat.eval_bpb import Batch, Validation
-from nanochat.optim import MuonAdamW
-from nanochat.recursion.model import RecursiveConfig, RecursiveGPT
+from nanochat.recursion.model import RecursiveGPT
 
 
 def validation_metrics(
@@ -34,49 +34,15 @@ def validation_metrics(
     }
 
 
-def step_metrics(model: RecursiveGPT, optimizer: MuonAdamW, scale: float) -> dict[str, float]:
+def step_metrics(model: RecursiveGPT, dist: DistContext) -> dict[str, float]:
     """
-    Return the loss of each supervised loop and the total loss, in nats per token over all ranks,
-    and gradient norms by model part, times `scale`. Every rank must call this, after gradients are
-    reduced.
+    Return the loss of each supervised loop and the total loss, in nats per token over all ranks.
+    Every rank must call this.
     """
-    sums = optimizer.dist.sum(*map(float, model.noted.values()))
+    sums = dist.sum(*map(float, model.noted.values()))
     found = dict(zip(model.noted, sums, strict=True))
     counted = found.pop("counted")
-    return {
-        **{name: nats / counted if counted else 0.0 for name, nats in found.items()},
-        **{k: norm * scale for k, norm in gradient_norms(model.cfg, optimizer).items()},
-    }
-
-
-@torch.no_grad()
-def gradient_norms(cfg: RecursiveConfig, optimizer: MuonAdamW) -> dict[str, float]:
-    """Norms of the reduced gradients by model part, {"grad_norm_core": ...}."""
-    dist, groups = optimizer.dist, optimizer.param_groups
-    names = [name for group in groups for name in group["param_names"]]
-    parts = {name: f"grad_norm_{part_of(name, cfg)}" for name in names}
-    squares = dict.fromkeys(sorted(set(parts.values())), 0.0)
-    for group, grad in zip(groups, optimizer.gradients, strict=True):
-        stacked, sharded = group["kind"] == "muon", group["sharded"]
-        rows = grad.flatten(1) if stacked else grad.flatten()[None]
-        first = dist.rank * len(rows) if sharded and stacked else 0
-        mine = sharded or dist.is_main  # replicated gradients count once
-        sums = rows.square().sum(1).tolist()
-        for name, square in zip(group["param_names"][first:], sums, strict=False):
-            squares[parts[name]] += square * mine
-    summed = dist.sum(*squares.values())
-    return {part: total**0.5 for part, total in zip(squares, summed, strict=True)}
-
-
-def part_of(name: str, cfg: RecursiveConfig) -> str:
-    """Return the part of a parameter: prelude, core, coda, inject or outside."""
-    first, *rest = name.split(".")
-    if first != "blocks":
-        return "outside"
-    if "inject" in rest:
-        return "inject"
-    layer = int(rest[0])
-    return "prelude" if layer in cfg.prelude else "core" if layer in cfg.core else "coda"
+    return {name: nats / counted if counted else 0.0 for name, nats in found.items()}
 
 
 def loop_metrics(bpb: Sequence[float]) -> dict[str, float]:

@@ -22,8 +22,7 @@ from nanochat.attention import CacheView, KVCache
 from nanochat.gpt import GPT, GPTConfig, Linear, Shared, norm
 from nanochat.loss import IGNORE, chunked_cross_entropy, token_losses
 
-Supervise = Literal["last", "sampled", "full", "undetached"]
-ALL_LOOPS = ("full", "undetached")
+Supervise = Literal["last", "sampled", "full"]
 MAX_BONUS = 4.0  # upper bound on a bonus, relative to its loop's weight
 
 
@@ -37,9 +36,7 @@ class RecursiveConfig(GPTConfig):
     n_loops: int = 2
     """Number of times the core is applied."""
     supervise: Supervise = "last"
-    """Loops with a loss. last: the last; sampled: the last and one drawn per step; full: all;
-    undetached: all, and the bonus is neither detached nor bounded, so it rewards a bad first loop;
-    only to reproduce that."""
+    """Loops with a loss. last: the last; sampled: the last and one drawn per step; full: all."""
     supervision_base: float = 3.0
     """Loop k has a weight proportional to supervision_base^k; the weights sum to one."""
     improvement_bonus: float = 0.0
@@ -92,14 +89,14 @@ class RecursiveConfig(GPTConfig):
 
     def sampled_chance(self, loop: int) -> float:
         """Probability that a loop is supervised in a training step."""
-        if loop == self.n_loops or self.supervise in ALL_LOOPS:
+        if loop == self.n_loops or self.supervise == "full":
             return 1.0
         return 1 / (self.n_loops - 1) if self.supervise == "sampled" else 0.0
 
     def learning_chance(self, loop: int) -> float:
         """Probability that a gradient flows through a loop's core pass."""
         cut = self.n_loops - (self.bptt_loops or self.n_loops)  # last loop before the detach
-        if loop > cut or self.supervise in ALL_LOOPS:
+        if loop > cut or self.supervise == "full":
             return 1.0
         return sum(map(self.sampled_chance, range(loop, cut + 1)))
 
@@ -146,7 +143,7 @@ class RecursiveGPT(GPT):
         """Choose the supervised loops of this step and reset the sums recorded by `loss`."""
         cfg = self.cfg
         self.supervised = (cfg.n_loops,)
-        if cfg.supervise in ALL_LOOPS:
+        if cfg.supervise == "full":
             self.supervised = tuple(range(1, cfg.n_loops + 1))
         elif cfg.supervise == "sampled" and cfg.n_loops > 1:
             drawn = random.Random(f"loop-{seed}-{step}").randint(1, cfg.n_loops - 1)
@@ -172,8 +169,6 @@ class RecursiveGPT(GPT):
         readout = sum(map(self.layer_flops, cfg.coda)) + head
         looped = once * sum((1 + 2 * cfg.learning_chance(k)) / 3 for k in loops)
         read = readout * sum(map(cfg.sampled_chance, loops))
-        if cfg.supervise == "undetached" and cfg.improvement_bonus:
-            read += head * (cfg.n_loops - 1)
         return sum(map(self.layer_flops, cfg.prelude)) + looped + read
 
     # ---- computation -------------------------------------------------------------------------
@@ -249,32 +244,21 @@ class RecursiveGPT(GPT):
         counted = (targets != IGNORE).sum(1)  # (B,)
         objective = torch.zeros((), device=tokens.device)
         nats = paid = torch.zeros(len(tokens), device=tokens.device)
-        shares, undetached = cfg.shares(self.supervised), cfg.supervise == "undetached"
-
-        def cross_entropy(hidden: Tensor, each: Tensor | None) -> tuple[Tensor, Tensor]:
-            spread = None if each is None else each[:, None].expand_as(targets)
-            head, compiled = self.head, self.compiled
-            return chunked_cross_entropy(hidden, head.weight, targets, spread, compiled, head.fp8)
-
-        hidden = inputs.x0
+        shares = cfg.shares(self.supervised)
         for k, state in enumerate(self.states(inputs, cfg.n_loops), start=1):
             if k not in shares:
                 continue
-            earlier, hidden = hidden, self.read_out(inputs, state, k)
-            before, extra = nats / counted.clamp(min=1), None
+            hidden, extra = self.read_out(inputs, state, k), torch.ones_like(nats)
             if cfg.improvement_bonus and k > self.supervised[0]:
-                bonus = cfg.improvement_bonus / before.clamp(min=1e-6) / shares[k]
-                # (B,), relative to shares[k]
-                extra = 1 + (bonus if undetached else bonus.clamp(max=MAX_BONUS))
+                before = (nats / counted.clamp(min=1)).clamp(min=1e-6)
+                bonus = cfg.improvement_bonus / before / shares[k]  # (B,), relative to shares[k]
+                extra = 1 + bonus.clamp(max=MAX_BONUS)
                 paid = paid + shares[k] * (extra - 1) * nats
-            summed, found = cross_entropy(hidden, extra)
+            spread, head = extra[:, None].expand_as(targets), self.head
+            args = (hidden, head.weight, targets, spread, self.compiled, head.fp8)
+            summed, found = chunked_cross_entropy(*args)
             objective = objective + shares[k] * summed
-            after = found.sum(1) / (1 if extra is None else extra)
-            if undetached and extra is not None:  # derivative by the loss of the previous loop
-                slope = shares[k] * (1 - extra) * after / nats.clamp(min=1e-6)
-                raised = cross_entropy(earlier, slope)[0]
-                objective = objective + raised - raised.detach()
-            nats = after
+            nats = found.sum(1) / extra
             self.note(f"loss_loop_{k}", nats.sum())
         self.note("total_loss", objective.detach() - paid.sum())
         self.note("counted", counted.sum())

@@ -92,9 +92,10 @@ def seed_of(checkpoint: Checkpoint) -> int:
 
 
 def is_shared(name: str, one: Recorded, other: Recorded) -> bool:
-    """Whether both runs have a metric, scored with the same sampling settings."""
+    """Whether both runs have a metric, of the same items and sampling settings."""
     parts = summary.weights_of(name, other.items)
-    alike = all(one.items.get(x, {}).get("how") == other.items.get(x, {}).get("how") for x in parts)
+    pairs = [(one.items.get(part, {}), other.items.get(part, {})) for part in parts]
+    alike = all(a.get(key) == b.get(key) for a, b in pairs for key in ("of", "how"))
     return name in other.values and alike
 
 

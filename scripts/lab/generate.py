@@ -68,7 +68,9 @@ def main(cfg: Generate) -> None:
         raise UsageError("no pilot found: the value of these answers is unknown", fix)
     rows = {fingerprint(row): row for row in read_rows(cfg.prompts)}
     keys = sorted(rows)[: cfg.pilot or None]
-    known = {row["key"] for row in read_lines(out)}
+    if not keys:
+        raise ValueError(f"{cfg.prompts} has no prompts")
+    known = {row.get("key") for row in read_lines(out)}
     todo = [{**rows[key], "key": key} for key in keys if key not in known]
     client, model = connect(cfg)
     print(f"{len(keys):,} prompts, {len(todo):,} to go, teacher {printable(model)}", flush=True)
@@ -86,8 +88,8 @@ def main(cfg: Generate) -> None:
             counts["Answered"] += 1
     finally:
         pool.shutdown(cancel_futures=True)  # on interrupt, cancel the rest
-    if counts["Failed"] == len(keys):
-        raise UsageError(f"all {len(keys):,} prompts failed", "see the first failure above")
+    if todo and counts["Failed"] == len(todo):
+        raise UsageError(f"all {len(todo):,} prompts failed", "see the first failure above")
     pilot.touch()
     values = {"Teacher": model, "Prompts": len(keys), **counts}
     provenance = records.Provenance(records.new_run_id(), 0, {"before": fingerprint(keys)})

@@ -67,7 +67,7 @@ class MergeScript:
     base plus mean task vector. ties: largest entries of the task vectors, with sign election. dare:
     random entries, rescaled."""
     weights: tuple[float, ...] = ()
-    """Weight of each model, as in 3,1; normalized to sum to 1. Default: equal."""
+    """Weight of each model, as in 3 1; normalized to sum to 1. Default: equal. Not for greedy."""
     base: str = ""
     """Common base checkpoint, for the last three methods. Default: none."""
     scale: float = 1.0
@@ -86,6 +86,8 @@ class MergeScript:
         require_at_least(self, eval_tokens=1)
         if not 0 < self.density <= 1:
             raise ValueError(f"density must be in (0, 1], got {self.density}")
+        if self.method == "greedy" and self.weights:
+            raise ValueError("greedy chooses the models itself; omit --weights")
         if self.method in NEEDS_BASE and not self.base:
             raise ValueError(f"{self.method} adds task vectors to a base model; set --base")
 
@@ -154,7 +156,8 @@ def main(cfg: MergeScript) -> None:
         **rises,
     }
     output = records.Provenance(**provenance, outputs={first.state["stage"]: saved.fingerprint})
-    report.append_section("Merge", cfg, values, output, tables=[table], files=[saved.folder])
+    cost = records.Cost.so_far(dist)
+    report.append_section("Merge", cfg, values, output, cost, tables=[table], files=[saved.folder])
 
 
 def require_same_shape(cfg: MergeScript, models: Sequence[Checkpoint]) -> None:

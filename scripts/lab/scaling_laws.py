@@ -99,9 +99,10 @@ def main(cfg: ScalingLaws) -> None:
                 run = (arm, budget, depth, 100 * number + i)
                 jobs[run] = make_job(cfg, *run, inputs)
     budgets = sorted({budget for _, budget, *_ in jobs})
-    if len(jobs) < MIN_POINTS * len(arms) or len(budgets) < 2:
+    points = {run[:3] for run in jobs}  # without seeds
+    if len(points) < MIN_POINTS * len(arms) or len(budgets) < 2:
         raise UsageError(
-            f"only {len(jobs)} runs can train on {MIN_ROWS} rows or more without repeating text; "
+            f"only {len(points)} sizes see {MIN_ROWS} rows or more without repeating text; "
             f"a law needs {MIN_POINTS} of each arm, at two budgets",
             "use other --budgets, more --depths, or more text (scripts.tok_train --num_shards)",
         )
@@ -146,12 +147,15 @@ def make_tables(
     sizes, beyond = [], []
     control = next(iter(laws.values()))
     for arm, law in laws.items():
+        # An arm may have other FLOPs per token, as with windows
+        share = np.mean([6 * n / models[int(d)].flops_per_token() for _, d, n, *_ in runs[arm]])
         for budget in budgets:
             n, lowest = best_sizes(law, budget)
             change = lowest - best_sizes(control, budget)[1]
             sizes.append([arm, f"{budget:.1e}", *map(show_interval, (n, lowest, change))])
         for depth in cfg.project:  # at its default number of tokens, of the same text
-            horizon, each = plan_horizon(models[depth]), models[depth].flops_per_token()
+            horizon = plan_horizon(models[depth])
+            each = share * models[depth].flops_per_token()
             tokens = horizon.num_steps * horizon.batch_tokens
             loss = show_interval(losses(law, each / 6, tokens))
             beyond.append([arm, depth, f"{each * tokens:.2e}", loss])

@@ -81,7 +81,8 @@ def main(cfg: Watch) -> None:
 
     values = {"Canaries": monitor.level, "Last step": checkpoint.step}
     provenance = records.Provenance(**checkpoint.state["provenance"])
-    report.append_section(f"Canaries {stage}", cfg, values, provenance, tables=[monitor.table()])
+    cost, tables = records.Cost.so_far(dist), [monitor.table()]
+    report.append_section(f"Canaries {stage}", cfg, values, provenance, cost, tables=tables)
     if monitor.level == "broken":
         print("broken: check the template, loss mask, --init_lr_frac and checkpoint", flush=True)
         raise SystemExit(BROKEN)

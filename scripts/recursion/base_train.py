@@ -61,9 +61,8 @@ class RecursionConfig:
     n_coda: int | None = None
     """Layers after the core. Default: a quarter of depth."""
     supervise: Supervise | None = None
-    """Loops with a loss. last: the last; sampled: the last and one sampled per step; full: all;
-    undetached: all, with a bonus that also raises the previous loop's loss, to reproduce high
-    refinement. Default: the preset's, else last."""
+    """Loops with a loss. last: the last; sampled: the last and one sampled per step; full: all.
+    Default: the preset's, else last."""
     supervision_base: float | None = None
     """Loop k has a weight proportional to supervision_base^k. Default: the preset's, else 3."""
     improvement_bonus: float | None = None
@@ -159,7 +158,8 @@ def main(cfg: RecursionTrain) -> None:
             if isinstance(model, RecursiveGPT):
                 model.begin_step(step, seed)  # chooses the loops with a loss
                 run.backward(run.load(rows))
-                metrics = step_metrics(model, optimizer, run.reduce().scale)
+                run.reduce()  # ends at a stop request, on all ranks
+                metrics = step_metrics(model, dist)
             else:
                 run.backward(run.load(rows))
             run.update(

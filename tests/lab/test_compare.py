@@ -6,6 +6,7 @@ from nanochat import stats
 from nanochat.common import read_json
 from nanochat.lab.significance import Contrast, Recorded, contrasts, holm, t_test
 from nanochat.records import item_scores
+from scripts.lab.compare import is_shared
 from scripts.lab.eval_variance import sampling_std
 
 EVAL = "chat_eval -x 12 --max_new_tokens=6 --dtype=float32".split()
@@ -67,6 +68,11 @@ def test_settings_are_compared_over_seeds(tuned, command):
     row = comparison(tuned)["val_bpb"]
     assert row[1:5] == ["1.0000", "0.8000", "-0.2000", "0.0227"]
     assert row[6] == "better"
+
+
+def test_scores_on_other_items_are_not_compared():
+    one, other = (Recorded({"x": 0.5}, {"x": {"of": items}}) for items in "ab")
+    assert is_shared("x", one, one) and not is_shared("x", one, other)
 
 
 def test_checkpoints_of_runs_are_scored_on_the_static_suite(tuned, command):
