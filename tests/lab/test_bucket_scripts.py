@@ -85,7 +85,7 @@ def test_failed_prompts_are_retried_and_wrong_ones_rejected(tmp_path, command, t
     prompts, out = tmp_path / "asked.jsonl", tmp_path / "made.jsonl"
     run = [*teacher, f"--prompts={prompts}", f"--out={out}", "--pilot=9"]
     write(prompts, [{"prompt": "fail"}, {"prompt": "empty"}])
-    assert "all 2 prompts failed" in command.rejects(*run)
+    assert "2 of 2 prompts failed" in command.rejects(*run)
     write(prompts, [{"messages": talk("fine", "old answer")}, {"prompt": "empty"}])
     for _ in range(2):
         assert "empty answer, finish reason 'stop'" in command.works(*run)

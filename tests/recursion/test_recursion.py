@@ -154,8 +154,6 @@ def test_loops_are_trained_scored_and_judged(trained, command):
     log = read_metrics(trained / "base_checkpoints/looped/metrics.jsonl")
     for step in (line for line in log if "loss" in line):
         assert step["loss_loop_4"] == pytest.approx(step["loss"], rel=1e-5)
-        parts = [norm for name, norm in step.items() if name.startswith("grad_norm_")]
-        assert len(parts) == 5 and math.hypot(*parts) == pytest.approx(step["grad_norm"], rel=1e-4)
     last = [line for line in log if "bpb_loop_1" in line][-1]
     assert last["val_bpb"] == last["bpb_loop_4"]
 
