@@ -169,16 +169,20 @@ class Transcript:
         self.kind = "text"
 
     def add(self, token: int) -> list[tuple[str, str]]:
-        """Add a token; returns the new text as at most two (kind, text) pieces."""
+        """
+        Add a token; returns the new text as (kind, text) pieces. That of a tool's call or result
+        begins with an empty one.
+        """
         if token < self.tokenizer.bos_id:
             return self.show(self.decoder.decode(self.tokenizer.decode_bytes([token])))
         shown = self.close()
         if token not in self.kinds:  # of turns: no text
             return shown
         self.kind = self.kinds[token]
-        if self.kind != "text":
-            self.parts.append({"type": self.kind, "text": ""})
-        return shown
+        if self.kind == "text":
+            return shown
+        self.parts.append({"type": self.kind, "text": ""})
+        return [*shown, (self.kind, "")]
 
     def close(self) -> list[tuple[str, str]]:
         """Flush an incomplete character at the end of a part or of the turn."""

@@ -75,9 +75,9 @@ def run_python(code: str, limits: Limits = Limits(), *, unsafe: bool = False) ->
     Run a program in the sandbox, or unsandboxed if that does not work and `unsafe` is True.
 
     It gets an empty environment, empty stdin and the standard library. It cannot write files, start
-    processes or threads, open sockets, send signals, or read files other than the interpreter's; it
-    may learn that other files exist. The limits also hold unsandboxed, except that root can start
-    processes, which end with the program. Raises SandboxUnavailable.
+    processes or threads, open sockets, send signals, or read files other than those of the
+    interpreter and system libraries; it may learn that other files exist. The limits also hold
+    unsandboxed, except that root can start processes, and keep them. Raises SandboxUnavailable.
     """
     return run({"role": "program", "code": code}, limits, is_confined(unsafe))
 

@@ -170,7 +170,8 @@ class Chat:
 
     def show(self, before: str, kind: str, text: str) -> str:
         """Print a piece of text; tool calls and results are in brackets. Returns its kind."""
-        self.write(MARKS[kind] if kind != before else "")
+        repeated = "][" if not text else ""  # another call, after one without a result
+        self.write(MARKS[kind] if kind != before else repeated)
         self.write(printable(text), COLORS[kind])
         return kind
 

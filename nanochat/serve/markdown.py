@@ -18,6 +18,7 @@ from pydantic import BaseModel, Field
 from nanochat.serve.openai_api import ApiError, read_request
 
 MOST_CHARACTERS = 20_000  # as in ui.html. That many "[" take 2 s, and twice as many 8 s
+MOST_CELLS = 5_000  # of tables in an answer. The parser fills up short rows: 65,000 cells take 2 s
 MARK = "\ufdd0{}\ufdd1"  # place of a tool's call or result while its answer is Markdown
 
 
@@ -58,6 +59,9 @@ def render_answer(parts: Sequence[Part]) -> str:
             name = "call" if part.type == "python" else "result"
             code = f'<code class="{name}" title="Tool {name}">{escape(part.text)}</code>'
             text, tools[MARK.format(i)] = text + MARK.format(i), code
+    pipes = [line.count("|") for line in text.splitlines() if "|" in line]
+    if pipes and len(pipes) * max(pipes) > MOST_CELLS:
+        parser.disable("table")
     tokens = parser.parse(text)
     for token in tokens:
         if style := token.attrs.pop("style", None):  # text-align:right, of a table's cell
@@ -66,5 +70,6 @@ def render_answer(parts: Sequence[Part]) -> str:
             if child.type == "link_open":
                 child.attrs |= {"target": "_blank", "rel": "noopener noreferrer"}
     html = parser.renderer.render(tokens, parser.options, {})
-    # in one pass: a tool's text may contain marks
-    return re.sub(MARK.format(r"\d+"), lambda found: tools.get(found[0], ""), html)
+    # in one pass, because a tool's text may contain marks, and not in attributes, which have no ">"
+    marks = f"<[^>]*>|{MARK.format(r'[0-9]+')}"
+    return re.sub(marks, lambda x: x[0] if x[0][0] == "<" else tools.get(x[0], ""), html)

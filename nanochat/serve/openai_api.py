@@ -16,7 +16,6 @@ import uuid
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
-from itertools import groupby
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, TypeVar
 
 from pydantic import (
@@ -38,7 +37,8 @@ FinishReason = Literal["stop", "length"]
 TEXT_TOKENS = 16  # OpenAI's default max_tokens for text completions
 LARGEST_COUNT = 2**31 - 1
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
-Limit = Annotated[int | None, BeforeValidator(lambda given: None if given == -1 else given)]
+NO_LIMIT = BeforeValidator(lambda given: LARGEST_COUNT if given == -1 else given)
+Limit = Annotated[int | None, NO_LIMIT]
 MOST_BIASES = 300  # as OpenAI's
 
 
@@ -261,7 +261,10 @@ Asked = ChatRequest | TextRequest
 
 
 class Delta(NamedTuple):
-    """New text of one completion; `finish` is set in its last delta."""
+    """
+    New text of one completion; `finish` is set in its last delta. A tool's call or result begins
+    with a delta without text.
+    """
 
     index: int
     kind: str = "text"
@@ -304,11 +307,14 @@ class Writer:
         """
         index, finish = deltas[-1].index, deltas[-1].finish
         kinds, parts = self.kinds[index], []
-        for kind, group in groupby((d for d in deltas if d.text), key=lambda d: d.kind):
-            if kinds[-1:] != [kind]:
+        for _, kind, text, _ in deltas:
+            begins = kind != "text" and not text  # a tool's call or result
+            if begins or (text and kinds[-1:] != [kind]):
                 kinds.append(kind)
-            text = "".join(delta.text for delta in group)
-            parts.append({"index": len(kinds) - 1, "type": kind, "text": text})
+            if (begins or text) and (not parts or parts[-1]["index"] != len(kinds) - 1):
+                parts.append({"index": len(kinds) - 1, "type": kind, "text": ""})
+            if text:
+                parts[-1]["text"] += text
         text = "".join(part["text"] for part in parts if part["type"] == "text")
         content = {"text": text}
         if self.kind == "chat" and is_chunk:

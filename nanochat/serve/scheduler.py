@@ -164,7 +164,8 @@ class Worker:
         reply, unfinished = Reply(engine, asked, prompts), self.num_unfinished(engine)
         limit = engine.slots + self.max_waiting
         if reply.total > limit:
-            raise bad_field("n", f"{reply.total} completions requested; the limit is {limit}")
+            name = "n" if (asked.n or 1) > 1 else asked.prompt_field
+            raise bad_field(name, f"{reply.total} completions requested; the limit is {limit}")
         if unfinished + reply.total > limit:
             wait = {"Retry-After": str(RETRY_SECONDS)}
             message = f"{unfinished} completions are running or queued"

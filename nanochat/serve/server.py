@@ -93,8 +93,8 @@ class ServerConfig:
         if self.api_key_file is None:
             return None
         key = Path(self.api_key_file).expanduser().read_text("utf-8", "replace").strip()
-        if not key or not key.isascii():
-            raise ValueError(f"{self.api_key_file} must contain a non-empty ASCII key")
+        if not re.fullmatch("[!-~]+", key):
+            raise ValueError(f"{self.api_key_file} must contain one key of ASCII letters and signs")
         return key
 
 
@@ -258,11 +258,9 @@ def add_pages(app: FastAPI, worker: Worker) -> None:
         return HTMLResponse(page, headers=headers)
 
     @app.get("/health")
-    def health() -> JSONResponse:
-        status = "ok" if worker.deadline is None else "stopping"
+    def health() -> dict[str, Any]:
         running, waiting = worker.counts()
-        content = {"status": status, "running": running, "waiting": waiting}
-        return JSONResponse(content, 200 if status == "ok" else 503)
+        return {"status": "ok", "running": running, "waiting": waiting}
 
 
 def page_policy(page: str) -> str:
@@ -372,6 +370,7 @@ def listen(cfg: ServerConfig) -> socket.socket:
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         found.bind((cfg.host, cfg.port))
+        found.listen()  # else a second server could bind the port while this one loads its model
     except OSError as error:
         found.close()
         address, fix = f"{cfg.host}:{cfg.port}", f"--port={cfg.port + 1} or --host=127.0.0.1"

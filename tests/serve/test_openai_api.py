@@ -93,6 +93,14 @@ def test_V1_seed_and_n_determine_the_samples(site):
     assert len(set(sample(prompt=prompts, seed=3) + sample(prompt=prompts[1], seed=3))) == 1
 
 
+def test_V1_tool_calls_without_a_result_stay_apart(site, monkeypatch):
+    calls = [f"<|python_{word}|>" for word in ("start", "end")]
+    says(monkeypatch, site, *(piece for x in ("a=1", "b") for piece in (calls[0], x, calls[1])))
+    parts = site.ask(max_tokens=30).json()["choices"][0]["message"]["parts"]
+    assert [(part["type"], part["text"]) for part in parts] == [("python", "a=1"), ("python", "b")]
+    assert {part["index"] for part in parts} == {0, 1}
+
+
 def test_V1_openai_client_works_unmodified(site, monkeypatch):
     openai = pytest.importorskip("openai")
     client = openai.OpenAI(base_url=f"{site.url}/v1", api_key="none", max_retries=0)

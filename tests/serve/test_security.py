@@ -11,7 +11,7 @@ from nanochat.serve.security import SecurityConfig
 from nanochat.serve.server import ServerConfig
 from tests.web_server import CHAT, HELLO, post, serving, until, write_model
 
-KEY = {"Authorization": "Bearer open sesame"}
+KEY = {"Authorization": "Bearer open-sesame"}
 
 
 def received(connection) -> bytes:
@@ -44,11 +44,11 @@ def test_V7_foreign_hosts_and_origins_are_refused(site):
 
 def test_V7_key_is_required_and_listed_origins_may_call(base, tmp_path):
     write_model(context=1024)
-    (tmp_path / "key").write_text("open sesame\n")
+    (tmp_path / "key").write_text("open-sesame\n")
     security = SecurityConfig(allow_origins=("https://my.page",), allowed_hosts=("My.Box",))
     with serving(security=security, api_key_file=str(tmp_path / "key")) as site:
         get = site.client.get
-        wrong = ("", "Bearer open", "Basic open sesame", "Bearer \xe9")
+        wrong = ("", "Bearer open", "Basic open-sesame", "Bearer \xe9")
         for given in wrong:
             for path in ("/v1/models", CHAT):
                 refused = get(path, headers={b"Authorization": given.encode("latin-1")})
@@ -146,6 +146,10 @@ def test_V4_V9_markdown_becomes_short_harmless_html(site):
     assert 'class="call" title="Tool call">&lt;b&gt;</code><code class="result"' in html
     calls = [{"type": "python", "text": f"\ufdd0{i + 2}\ufdd1" * 8} for i in range(6)]
     assert render([{"type": "text", "text": "x"}, *calls]).count("<code") == 6
+    inside = ("text", "```"), ("python", '"'), ("text", "\nx\n```\n")  # where a language is named
+    assert '<code class="call' not in render([{"type": t, "text": text} for t, text in inside])
+    wide = "|a" * 180 + "\n" + "|-" * 180 + "\n|" * 40  # 7,000 cells
+    assert "<td" not in render([{"type": "text", "text": wide}])
     assert not render([{"type": "text", "text": "[" * 20_001}], status=413)
     for wrong in ([1] * 300_000, "x", [{"type": "image", "text": ""}]):
         render(wrong, status=400)
