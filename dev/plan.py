@@ -5,8 +5,8 @@ Print the plan of a speedrun: minutes of each stage, and the cost of all.
     PROFILE=h100x8 bash speedrun.sh --plan     # on any machine
 
 The total is that of a whole run; a rerun skips finished stages. A stage that is recorded for this
-depth takes as long as it did then. The minutes of the others are those of the profile's reference
-run (REFERENCE), scaled to this depth and number of processes.
+depth and machine takes as long as it did then. The minutes of the others are those of the profile's
+reference run (REFERENCE), scaled to this depth and number of processes.
 """
 
 from dataclasses import dataclass
@@ -85,13 +85,14 @@ def main(cfg: Plan) -> None:
     token, horizon = (a / b for a, b in zip(here, there, strict=True))
     share = reference.processes / cfg.processes
     records = {record["section"]: record for record in read_records()}
-    depth, total = None, 0.0
+    same, total = False, 0.0
     if base := records.get("Base model training"):
-        depth = base["settings"]["depth"]
+        device = (base["cost"]["device"], base["cost"]["devices"])
+        same = base["settings"]["depth"] == cfg.depth and device == (gpu or "cpu", cfg.processes)
     print(f"plan: profile {cfg.profile}, depth {cfg.depth} on {cfg.processes} x {gpu or 'CPU'}")
     for stage, minutes in zip(STAGES, reference.minutes, strict=True):
         how = "scaled" if token != 1 or share != 1 else ""
-        if stage in records and depth == cfg.depth:
+        if stage in records and same:
             minutes, how = records[stage]["cost"]["wall_seconds"] / 60, "recorded"
         elif not stage.startswith("Tokenizer"):
             grows = stage == "Base model training" and cfg.profile in ("gpu", "h100x8")

@@ -51,8 +51,8 @@ def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    window: int | None = None,
-    scale: float | None = None,
+    window: int | None,
+    scale: float,
     backend: Backend = "sdpa",
     mask: Any = None,
     cache: "tuple[CacheView, int] | None" = None,
@@ -60,13 +60,12 @@ def attend(
     """
     Causal attention. A query sees itself and at most `window` earlier tokens (None = all).
 
-    q (B, T, H, D); k, v (B, T, G, D), where G divides H. `scale` multiplies the scores; default:
-    D^-0.5. `mask`: the result of `make_mask`, which layers can share, or a bool tensor
-    (B, 1, T, T), True for visible keys, all of which must be within the causal window. `cache`: a
-    view and the index of the layer where k and v are stored; with a cache, `mask` (if given) has
-    shape (B, 1, T, M) and covers all cached tokens. Returns (B, T, H, D) in the dtype of q.
+    q (B, T, H, D); k, v (B, T, G, D), where G divides H. `scale` multiplies the scores. `mask`: the
+    result of `make_mask`, which layers can share, or a bool tensor (B, 1, T, T), True for visible
+    keys, all of which must be within the causal window. `cache`: a view and the index of the layer
+    where k and v are stored; with a cache, `mask` (if given) has shape (B, 1, T, M) and covers all
+    cached tokens. Returns (B, T, H, D) in the dtype of q.
     """
-    scale = float(q.size(-1) ** -0.5) if scale is None else scale
     if cache is not None:
         view, layer = cache
         view.write(layer, k, v)

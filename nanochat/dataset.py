@@ -392,6 +392,9 @@ def open_folder(cfg: FirstUseConfig, recorded: str | None) -> Source:
         require_recorded(source, recorded)
         if not old:
             ignored = f"; ignored {num_ignored} files of other types" if num_ignored else ""
+            left = [name for name in names if HELD_OUT.search(name) and name != val_shard]
+            if left and len(names) > 1:
+                ignored += f"; not trained on, by their names: {', '.join(left)}"
             print(f"{folder}: validates on {val_shard}{ignored}", flush=True)
         if manifest != old:
             write_json(path, manifest)

@@ -133,6 +133,7 @@ def row_batches(batches: Iterable[np.ndarray], rows: int) -> Iterator[Batch]:
 class Validation:
     """
     Validation rows of one or, in a mixture, several buckets, each with the same number of rows.
+    Raises UsageError if they are damaged.
     """
 
     def __init__(
@@ -146,6 +147,8 @@ class Validation:
         self.token_bytes = tokenizer.token_bytes()
         T = next(iter(rows.values())).max_seq_len
         self.num_rows = max(1, cfg.tokens(dist) // T // len(rows))
+        for each in rows.values():
+            each.open(each.val_shard)
 
     def batches(self, bucket: str, device_rows: int) -> Iterator[Batch]:
         """Yield this rank's batches of a bucket, of `device_rows` rows."""

@@ -372,8 +372,7 @@ def slug(section: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", section.lower()).strip("-")
 
 
-# ------------------------------------------------------------------------------------------------
-# Parts of a record
+# ---- Parts of a record ---------------------------------------------------------------------------
 
 
 def hash_files(paths: Iterable[Path]) -> dict[str, str]:
@@ -387,8 +386,7 @@ def relative_path(path: Path) -> str:
     return os.path.relpath(path.resolve(), common.base_dir())
 
 
-# ------------------------------------------------------------------------------------------------
-# Valid JSON, one value per line
+# ---- Valid JSON, one value per line --------------------------------------------------------------
 
 
 def to_json_types(value: Any) -> Any:

@@ -46,8 +46,7 @@ BLOCK_START = re.compile(  # headings, lists, rules, quotes, numbered lists
 SAMPLES = "Sample conversations"  # table of a record shown at the top of the report
 
 
-# ------------------------------------------------------------------------------------------------
-# Public interface
+# ---- Public interface ----------------------------------------------------------------------------
 
 
 def append_section(

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import psutil
 
 from nanochat import common
 from nanochat.chat_format import Message, render
@@ -513,10 +514,11 @@ def pack_rows(
     workers: int | None = None,
 ) -> None:
     """
-    Run `pack_text` in up to `workers` processes (default: one per core), which end if this one
-    does. Finished shards are kept. Raises UsageError if one fails; it prints its error.
+    Run `pack_text` in up to `workers` processes (default: one per core and per free GiB), which end
+    if this one does. Finished shards are kept. Raises UsageError if one fails; it prints its error.
     """
-    workers = min(workers or os.cpu_count() or 1, len(missing_shards(rows, num_rows)))
+    most = min(os.cpu_count() or 1, psutil.virtual_memory().available >> 30)
+    workers = min(workers or most, len(missing_shards(rows, num_rows)))
     if workers < 2:
         return pack_text(rows, source, tokenizer, num_rows)
     spawn = multiprocessing.get_context("spawn")

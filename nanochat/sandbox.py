@@ -231,10 +231,9 @@ def kill(process: subprocess.Popen[bytes]) -> int:
     return status if status >= 0 else 128 - status
 
 
-# ------------------------------------------------------------------------------------------------
-# Tools of the model: a calculator and, if enabled, Python. The calculator never evaluates model
-# output as Python: it walks a syntax tree of numbers and operators. It rejects everything else, and
-# also slow or large computations.
+# ---- Tools of the model: a calculator and, if enabled, Python ------------------------------------
+# The calculator never evaluates model output as Python: it walks a syntax tree of numbers and
+# operators. It rejects everything else, and also slow or large computations.
 
 PYTHON_LIMITS = Limits(seconds=3.0, output_bytes=2000)
 MAX_CHARACTERS = 256  # length limit of an expression

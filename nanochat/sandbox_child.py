@@ -96,8 +96,7 @@ def execute(code: str, namespace: dict[str, Any]) -> None:
     exec(compile(code, "<code>", "exec", dont_inherit=True), namespace)
 
 
-# ------------------------------------------------------------------------------------------------
-# Dropping privileges
+# ---- Dropping privileges -------------------------------------------------------------------------
 
 
 def confine(job: dict[str, Any]) -> None:
@@ -177,8 +176,7 @@ def call(function: Callable, *values: int | bytes) -> int:
     return result
 
 
-# ------------------------------------------------------------------------------------------------
-# Calls between the candidate process (runs the program) and the judge process (runs the test)
+# ---- Calls between the candidate (runs the program) and the judge (runs the test) ----------------
 
 
 COLLECTIONS = {kind.__name__: kind for kind in (list, tuple, set, frozenset, dict, bytes)}

@@ -60,8 +60,7 @@ def average(estimates: Sequence[Estimate]) -> Estimate:
     return Estimate(value, sum(e.n for e in estimates), se)
 
 
-# ------------------------------------------------------------------------------------------------
-# Comparison of two runs
+# ---- Comparison of two runs ----------------------------------------------------------------------
 
 
 class Comparison(NamedTuple):
@@ -112,8 +111,7 @@ def combine(parts: Sequence[Comparison], weights: Sequence[float]) -> Comparison
     return Comparison(difference, se, n, won, lost)
 
 
-# ------------------------------------------------------------------------------------------------
-# Several samples per item
+# ---- Several samples per item --------------------------------------------------------------------
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:

@@ -27,7 +27,7 @@ STAGE_OF = {  # section -> stage that it evaluates
 FIRST, LAST = ("CORE", "World few-shot"), ("ChatCORE", "World chat")  # rows of the tables
 BASE_METRICS = ("CORE metric", "World few-shot", "val bpb")
 
-# ---- Scores of each stage -----------------------------------------------------------------------
+# ---- Scores of each stage ------------------------------------------------------------------------
 
 
 class Scores(NamedTuple):

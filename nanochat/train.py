@@ -58,7 +58,7 @@ MAX_BAD_STEPS = 5  # consecutive non-finite steps, each skipped, that stop the r
 LOSS_BETA = 0.9  # decay of the moving average of the training loss
 FLOAT16_LOSS_SCALE = 2.0**14  # at the start of training
 RAISE_SCALE_AFTER = 2000  # finite steps
-SMALLER = "a smaller --depth or --max_seq_len, or a larger machine"
+SMALLER = "a smaller model, shorter sequences or a larger machine"
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,8 @@ def choose_compile(flops: float, dist: DistContext) -> Compile:
     """What "auto" means for a run of `flops` per device."""
     if dist.device.type == "cuda":
         measured = any(name in dist.device_name for name in AUTOTUNED)
-        return "autotune" if measured and flops > AUTOTUNE_FLOPS else "on"
+        exact = torch.are_deterministic_algorithms_enabled()  # timings choose kernels at random
+        return "autotune" if measured and flops > AUTOTUNE_FLOPS and not exact else "on"
     long = dist.device.type == "cpu" and flops > COMPILE_FLOPS
     return "on" if long and has_compiler() else "off"
 
@@ -406,7 +407,7 @@ class Run:
         self.step_seconds: list[float] = []
         """Times of the timed steps of this attempt."""
         self.charged = records.STARTED  # until when the cost of this attempt is counted
-        self.bad_in_a_row, self.failure = 0, None
+        self.bad_in_a_row, self.failure, self.saved_step = 0, None, 0
         self.updating = False
         """Within an update: the weights belong to no step and must not be saved."""
         self.discard()
@@ -528,7 +529,8 @@ class Run:
                 text = "no step was completed, nothing saved"
                 if step > self.first_step:
                     self.discard()
-                    self.save(final=True)
+                    if step > self.saved_step:
+                        self.save(final=True)
                     why = "stop requested" if stopped else "training ended"
                     text = f"{why}: saved step {step} (continue with --resume=auto)"
                 dist.print0(text)
@@ -648,6 +650,7 @@ class Run:
             problem = dist.broadcast(self.finish_save(final))
             if problem and final:
                 raise problem
+            self.saved_step = 0 if problem else progress.step
 
     def finish_save(self, final: bool = False) -> OSError | None:
         """Wait for the save in progress. Returns an error of the disk, printed unless `final`."""

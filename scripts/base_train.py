@@ -123,7 +123,7 @@ def main(cfg: BaseTrain) -> None:
         settings=resolved,
         inputs=inputs,
         identity={"rows": rows.recipe, "schedule": asdict(schedule)},
-        state={"horizon": asdict(horizon), "source": source.describe()},
+        state={"source": source.describe()},
     )
     num_rows = num_steps * batch_tokens // cfg.max_seq_len
     dist.on_node(lambda: pack_rows(rows, source, tokenizer, num_rows))

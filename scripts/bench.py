@@ -108,8 +108,7 @@ def tokenizer(cfg: Bench) -> None:
     bench_tokenizer(texts, vocab_size, threads, cfg.repeats)
 
 
-# ------------------------------------------------------------------------------------------------
-# All benchmarks
+# ---- All benchmarks ------------------------------------------------------------------------------
 
 
 def bench_all(cfg: Bench) -> None:

@@ -11,7 +11,8 @@ Writes  chatrl_checkpoints/<tag>/ with metrics.jsonl, and the section "Chat RL"
 import time
 from dataclasses import asdict, dataclass, field
 
-from nanochat.checkpoint import FOLDERS, Checkpoint, load_model
+from nanochat.checkpoint import FOLDERS, Checkpoint, load_inference, load_model, stage_folder
+from nanochat.common import fingerprint, read_json, write_json
 from nanochat.config import require_at_least, require_positive, settings, start
 from nanochat.dist import DistContext, init_dist
 from nanochat.engine import Engine, choose_engine_compile
@@ -187,13 +188,16 @@ def open_rollouts(cfg: ChatRL, parent: Checkpoint, task: Mixture, dist: DistCont
     rl, seed, questions = cfg.rl, cfg.train.seed, range(len(task))
     total = (cfg.num_iterations or 0) * rl.examples_per_step or round(cfg.num_epochs * len(task))
     compiled = choose_engine_compile(dist.device, total * rl.num_samples * rl.max_new_tokens)
-    tokenizer = parent.tokenizer()
-    model = inference_copy(load_model(parent, dist))
+    model, tokenizer = load_inference(parent, dist)
     engine = Engine(model, tokenizer, tool=calculate, compiled=compiled)
-    if cfg.pass_rates is not None:
+    if cfg.pass_rates is not None:  # saved, because a resumed run may round differently
         (least, most), sampling = cfg.pass_rates, rl.sampling(seed + 2)
-        graded = score_by_generation(engine, task, len(task), sampling, rl.num_samples, dist)
-        rates = item_means(graded.outcomes)
+        key = fingerprint([parent.fingerprint, task.identity, asdict(sampling), rl.num_samples])
+        path = stage_folder("rl") / f"pass_rates_{key}.json"
+        if not dist.on_main(path.exists):
+            graded = score_by_generation(engine, task, len(task), sampling, rl.num_samples, dist)
+            dist.on_main(lambda: write_json(path, item_means(graded.outcomes)))
+        rates = dist.on_main(lambda: read_json(path))
         questions = [i for i, rate in enumerate(rates) if least <= rate <= most]
         dist.print0(
             f"training on {len(questions):,} of {len(rates):,} questions, "

@@ -198,8 +198,7 @@ def chat_mixture(words: str, val_words: str | None = None) -> ChatMixture:
     return ChatMixture(spec, own, train, val, tags)
 
 
-# ------------------------------------------------------------------------------------------------
-# Questions for RL
+# ---- Questions for RL ----------------------------------------------------------------------------
 
 
 def scored_buckets(spec: str) -> list[Bucket]:

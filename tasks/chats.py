@@ -179,8 +179,7 @@ def parse_source(source: str) -> tuple[str, dict[str, str]]:
     return repo, names
 
 
-# ------------------------------------------------------------------------------------------------
-# Preference pairs
+# ---- Preference pairs ----------------------------------------------------------------------------
 #
 #   {"prompt": "...", "chosen": "...", "rejected": "..."}       one pair per line
 #   {"chosen": [{"role": "user", ...}, ...], "rejected": [...]}    lists of messages
@@ -230,8 +229,7 @@ def complete(prompt: Any, answer: Any) -> Any:
     return [*([user(prompt)] if isinstance(prompt, str) else prompt), *answer]
 
 
-# ------------------------------------------------------------------------------------------------
-# Who the model is: its name, its maker and what it cannot do
+# ---- Who the model is: its name, its maker and what it cannot do ---------------------------------
 #
 # Edit identity.txt to give your model another name or character. For a model with its own
 # conversations, use jsonl:<file> instead.

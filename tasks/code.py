@@ -113,8 +113,7 @@ def run_test(
     return verdict.ok
 
 
-# ------------------------------------------------------------------------------------------------
-# LiveCodeBench: problems of programming contests
+# ---- LiveCodeBench: problems of programming contests ---------------------------------------------
 
 SECONDS = 5.0  # per test, on average over those of a sandboxed program
 PROGRAM_TESTS = 12  # at most: a program that never ends costs a minute

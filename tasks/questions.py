@@ -124,8 +124,7 @@ class AQuA(AQuALetter):
         return (MARKER.findall(answer) or [None])[-1]
 
 
-# ------------------------------------------------------------------------------------------------
-# Benchmarks in Korean, and GPQA
+# ---- Benchmarks in Korean, and GPQA --------------------------------------------------------------
 
 
 class KMMLURedux(HubQuestions):

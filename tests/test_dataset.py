@@ -79,8 +79,7 @@ def data(command) -> Callable[..., str]:
     return lambda how, *flags: getattr(command, how)("data", "--download_only", *flags)
 
 
-# ------------------------------------------------------------------------------------------------
-# A folder
+# ---- A folder ------------------------------------------------------------------------------------
 
 
 def test_folder_is_read_in_order_and_its_last_file_validates(folder, tmp_path):
@@ -253,8 +252,7 @@ def test_two_files_of_equal_content_are_an_error(folder):
         opened(folder)
 
 
-# ------------------------------------------------------------------------------------------------
-# The built-in world
+# ---- The built-in world --------------------------------------------------------------------------
 
 
 def test_built_in_text_is_written_once_and_verified(base):
@@ -272,8 +270,7 @@ def test_built_in_text_is_written_once_and_verified(base):
         texts_of(source, "world_00000")
 
 
-# ------------------------------------------------------------------------------------------------
-# The Hub
+# ---- The Hub -------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -99,8 +99,7 @@ def bundle(tmp_path: Path) -> Path:
     return write_bundle(tmp_path / "bundle")
 
 
-# ------------------------------------------------------------------------------------------------
-# An independent implementation: one full forward pass per option
+# ---- An independent implementation: one full forward pass per option -----------------------------
 
 
 def options_of(item: dict, delimiter: str) -> list[tuple[str, str]]:
@@ -178,8 +177,7 @@ def test_R24_scores_do_not_depend_on_the_number_of_ranks(base, bundle):
     assert (one["items"], one["values"]) == (two["items"], two["values"])
 
 
-# ------------------------------------------------------------------------------------------------
-# Faults
+# ---- Faults --------------------------------------------------------------------------------------
 
 
 def test_R17_out_of_memory_splits_the_batch(base, bundle, monkeypatch):

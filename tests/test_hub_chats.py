@@ -93,8 +93,7 @@ def test_wrong_source_error_names_what_there_is(tmp_path, monkeypatch, source, m
         len(Chats("train", source))
 
 
-# ------------------------------------------------------------------------------------------------
-# A file of your own
+# ---- A file of your own --------------------------------------------------------------------------
 
 
 def write_lines(path, *lines: object) -> str:

@@ -73,8 +73,7 @@ def test_kl_to_reference_matches_its_definition(dist):
     assert kl_to_reference(model, reference, [], dist) == 0.0
 
 
-# ------------------------------------------------------------------------------------------------
-# Rollouts
+# ---- Rollouts ------------------------------------------------------------------------------------
 
 
 class LowTokens:

@@ -95,8 +95,7 @@ def digests(rows: Rows) -> dict[str, str]:
     return {path.name: sha256_file(path) for path in rows.folder.glob("*.bin")}
 
 
-# ------------------------------------------------------------------------------------------------
-# The packer
+# ---- The packer ----------------------------------------------------------------------------------
 
 BOS = 0
 documents = st.lists(st.integers(0, 60), max_size=60) | st.lists(st.integers(0, 900), max_size=9)
@@ -165,8 +164,7 @@ def test_P7_R5_packer_equals_a_naive_one(lengths, row_length, pool, batch):
         assert counts["documents_cut"] == sum(bool(starts & set(text[1:])) for text in texts)
 
 
-# ------------------------------------------------------------------------------------------------
-# Text on disk
+# ---- Text on disk --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("form", ["small files", "giant document", "few tokens"])
@@ -236,8 +234,7 @@ def test_R6_differences_name_the_changed_setting(folder, tokenizer, tmp_path):
     assert line in list_changes(before, opened(grown, tokenizer)[0].recipe)
 
 
-# ------------------------------------------------------------------------------------------------
-# Batches
+# ---- Batches -------------------------------------------------------------------------------------
 
 
 def test_R4_R5_step_has_the_same_rows_on_any_ranks(folder, tokenizer):
@@ -284,8 +281,7 @@ def test_missing_and_unreadable_shards_are_named(folder, saved, capfd):
     assert "shard_1.jsonl is missing or does not match" in capfd.readouterr().err
 
 
-# ------------------------------------------------------------------------------------------------
-# Damage
+# ---- Damage --------------------------------------------------------------------------------------
 
 
 def flip(path: Path) -> None:
@@ -306,8 +302,7 @@ def test_R28_damaged_rows_are_named_and_packed_again(folder, saved, damage):
         assert digests(packed(folder, saved)) == expected
 
 
-# ------------------------------------------------------------------------------------------------
-# Conversations
+# ---- Conversations -------------------------------------------------------------------------------
 
 CHAT_TOKENIZER = Tokenizer.train(["what is it"], 265)
 ALONE = [{"role": "user", "content": "alone"}]

@@ -173,8 +173,7 @@ print("survived")
     assert result.stdout == "" and result.reason in ("exit status 159", "exit status 139")
 
 
-# ------------------------------------------------------------------------------------------------
-# S5, S6, S9: limits, and nothing that is left
+# ---- S5, S6, S9: limits, and nothing that is left ------------------------------------------------
 
 ENDINGS = {
     "import sys; sys.stdin.read()" + "#" * 200_000: "",
@@ -273,8 +272,7 @@ def test_S9_many_runs_get_their_own_results(require_sandbox, nothing_left, runs)
     assert [r.stdout for r in results[3:]] == [f"{i}\n" for i in range(runs)]
 
 
-# ------------------------------------------------------------------------------------------------
-# S8: verdicts
+# ---- S8: verdicts --------------------------------------------------------------------------------
 
 RIGHT = "def double(x): return 2 * x"
 SETUP = "def same(a, b): return a == b"
@@ -348,8 +346,7 @@ def test_S8_cheating_program_fails(require_sandbox, nothing_left, way):
     assert not run_test(CHEATS[way], TEST, "double", SETUP)
 
 
-# ------------------------------------------------------------------------------------------------
-# S10: no sandbox
+# ---- S10: no sandbox -----------------------------------------------------------------------------
 
 
 def run_without_landlock() -> None:

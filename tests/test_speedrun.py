@@ -136,7 +136,7 @@ def test_h100x8_dry_run_finishes_on_eight_processes(hub, tmp_path, monkeypatch):
     assert {"GSM8K", "ChatCORE"} <= values(base, "Chat evaluation rl").keys()
 
 
-# ---- The plan, and runs that are rejected before training ---------------------------------------
+# ---- The plan, and runs that are rejected before training ----------------------------------------
 
 
 def test_gpus_that_pytorch_cannot_use_are_an_error(tmp_path):

@@ -19,8 +19,7 @@ from tasks.spelling import SimpleSpelling, SpellingBee
 from tasks.world.task import WorldProblems
 from tests.hub_server import publish
 
-# ------------------------------------------------------------------------------------------------
-# Every scored dataset: a row as published, the conversation and the answers expected from it
+# ---- Every scored dataset: a row as published, the conversation and the answers expected from it -
 
 
 class Case(NamedTuple):
@@ -103,8 +102,7 @@ def test_row_of_a_dataset_becomes_a_conversation(key, tmp_path, monkeypatch, cap
     assert task.baseline <= 0.25 and (task.baseline > 0) == bool(task.letters(0))
 
 
-# ------------------------------------------------------------------------------------------------
-# Scoring
+# ---- Scoring -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -138,8 +136,7 @@ def test_final_formula_is_compared_without_spaces():
     assert final_value("3") is None
 
 
-# ------------------------------------------------------------------------------------------------
-# Subsets and mixtures
+# ---- Subsets and mixtures ------------------------------------------------------------------------
 
 
 def test_mixture_without_a_seed_is_the_first_conversations():
@@ -171,8 +168,7 @@ def test_identity_changes_with_data_options_and_wording(tmp_path, monkeypatch):
     assert aqua.identity["commit"] and [*aqua.identity["sha256"]] == ["raw/train.parquet"]
 
 
-# ------------------------------------------------------------------------------------------------
-# Spelling
+# ---- Spelling ------------------------------------------------------------------------------------
 
 
 def test_spelling_bee_counts_letters_with_the_tool(word_list):
@@ -196,8 +192,7 @@ def test_spelling_without_words_has_a_fix(base):
     assert "no word list" in (why_unavailable("spelling") or "")
 
 
-# ------------------------------------------------------------------------------------------------
-# Tasks by name, and as buckets
+# ---- Tasks by name, and as buckets ---------------------------------------------------------------
 
 
 def test_tasks_are_found_by_key_and_report_name():

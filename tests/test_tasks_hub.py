@@ -45,8 +45,7 @@ def task_of(name: str, split: str) -> HubTask:
     return task
 
 
-# ------------------------------------------------------------------------------------------------
-# Every row
+# ---- Every row -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name, split", SPLITS)
@@ -81,8 +80,7 @@ def test_R27_training_mixture_fetches_no_evaluation_file(serve, monkeypatch, tmp
     assert not re.search("test|val|dev", "".join(fetched))
 
 
-# ------------------------------------------------------------------------------------------------
-# Overlap
+# ---- Overlap -------------------------------------------------------------------------------------
 
 # (training task, evaluation task) -> test items with 13 consecutive words from training, or shorter
 # and found whole. On inspection, they are the same question in both (ARC), the same question with

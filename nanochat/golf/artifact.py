@@ -89,8 +89,7 @@ class Artifact:
         return model
 
 
-# ------------------------------------------------------------------------------------------------
-# Writing
+# ---- Writing -------------------------------------------------------------------------------------
 
 
 def quantize_tensors(weights: Mapping[str, Tensor], cfg: QuantConfig) -> list[StoredTensor]:
@@ -155,8 +154,7 @@ def pack_levels(levels: np.ndarray, bits: int) -> bytes:
     return np.packbits((unsigned[:, None] >> shifts) & 1).tobytes()
 
 
-# ------------------------------------------------------------------------------------------------
-# Reading
+# ---- Reading -------------------------------------------------------------------------------------
 
 
 def read_artifact(path: Path) -> Artifact:

@@ -83,8 +83,7 @@ with the code in this folder
   (`position_ids`) and adapters work; static caches, `inputs_embeds`, hidden states, attentions
   and a resized vocabulary do not. A model trained with `--arch=classic` needs no remote code"""
 
-# ------------------------------------------------------------------------------------------------
-# Writing
+# ---- Writing -------------------------------------------------------------------------------------
 
 
 def write_hf(
@@ -190,8 +189,7 @@ def remote_config(cfg: GPTConfig) -> dict[str, Any]:
     }
 
 
-# ------------------------------------------------------------------------------------------------
-# Checks: an edited model is never exported as another one
+# ---- Checks: an edited model is never exported as another one ------------------------------------
 
 
 def require_model_code(what: str, recorded: Mapping[str, str]) -> None:
@@ -231,8 +229,7 @@ def check_logits(folder: Path) -> bool:
     return True
 
 
-# ------------------------------------------------------------------------------------------------
-# Reading
+# ---- Reading -------------------------------------------------------------------------------------
 
 
 class HFModel(NamedTuple):

@@ -167,7 +167,7 @@ def mask_errors(rows: np.ndarray, tokenizer: Tokenizer) -> float:
     return float((own != expected).sum() / counted) if counted else 1.0
 
 
-# ---- The static suite: about 200 questions ------------------------------------------------------
+# ---- The static suite: about 200 questions -------------------------------------------------------
 # scripts.lab.compare asks them too. They are the first items, in the fixed
 # order of the tasks, of splits that no stage trains on: the validation split, or the test split of
 # GSM8K, which has no other, and of the built-in tasks, whose validation split is for RL. Nothing is

@@ -93,8 +93,7 @@ def read_item(row: Mapping[str, Any], count: Callable) -> Item:
     return Item(row, asked, answer, text, count(text))
 
 
-# ------------------------------------------------------------------------------------------------
-# Rules
+# ---- Rules ---------------------------------------------------------------------------------------
 
 
 def length_shift(items: Sequence[Item]) -> Verdicts:
@@ -211,8 +210,7 @@ def parse_filters(spec: str) -> dict[str, FilterRule]:
     return rules
 
 
-# ------------------------------------------------------------------------------------------------
-# Overlap with benchmarks: evaluation items that share 13 consecutive words with training data
+# ---- Overlap with benchmarks: items that share 13 words in a row with training data --------------
 #
 #    held-out tasks -> Index of passages; training task, index -> shared items by held-out task
 #

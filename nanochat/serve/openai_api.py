@@ -71,7 +71,7 @@ IGNORED = {
 NEUTRAL = (None, False, "", [], {}, "none", "auto", {"type": "text"}, ["text"])
 
 
-# ---- errors ------------------------------------------------------------------------------------
+# ---- errors --------------------------------------------------------------------------------------
 
 
 class ApiError(Exception):
@@ -100,7 +100,7 @@ def bad_field(name: str, message: str) -> ApiError:
     return ApiError(400, f"{name}: {message}", param=name)
 
 
-# ---- requests ----------------------------------------------------------------------------------
+# ---- requests ------------------------------------------------------------------------------------
 
 
 def read_request(kind: type[R], body: bytes) -> R:
@@ -257,7 +257,7 @@ class TextRequest(Generation):
 Asked = ChatRequest | TextRequest
 
 
-# ---- responses ---------------------------------------------------------------------------------
+# ---- responses -----------------------------------------------------------------------------------
 
 
 class Delta(NamedTuple):

@@ -98,7 +98,7 @@ class ServerConfig:
         return key
 
 
-# ---- requests and responses --------------------------------------------------------------------
+# ---- requests and responses ----------------------------------------------------------------------
 
 
 def prepare(
@@ -186,7 +186,7 @@ def event(data: Any) -> str:
     return f"data: {json.dumps(data, separators=(',', ':'))}\n\n"
 
 
-# ---- the application ---------------------------------------------------------------------------
+# ---- the application -----------------------------------------------------------------------------
 
 
 def add_api(
@@ -301,7 +301,7 @@ def add_errors(app: FastAPI) -> None:
         app.add_exception_handler(status, unknown_path)
 
 
-# ---- running the server ------------------------------------------------------------------------
+# ---- running the server --------------------------------------------------------------------------
 
 
 class Server(uvicorn.Server):

@@ -23,7 +23,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyString};
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
-use bpe::{Pair, Words};
+use bpe::Words;
 use count::WordCounter;
 use encode::{Encoder, Flat};
 use error::Error;
@@ -287,18 +287,6 @@ impl Numbers {
     }
 }
 
-/// Learns merges from `(bytes, count)` words; returns pairs of ids in rank order.
-#[pyfunction]
-fn train_words(py: Python<'_>, words: Vec<(Vec<u8>, u64)>, vocab_size: i64) -> PyResult<Vec<Pair>> {
-    let vocab_size = checked_vocab_size(vocab_size)?;
-    let quiet = |_: Python<'_>, _| Ok(());
-    interruptible(py, quiet, |stop| {
-        let mut laid_out = Words::default();
-        words.iter().for_each(|(word, count)| laid_out.push(word, *count));
-        bpe::train(laid_out, vocab_size, stop)
-    })
-}
-
 /// Splits a text into words. `engine` forces the regex engine even if the scanner would do.
 #[pyfunction]
 #[pyo3(signature = (text, pattern=None, engine=false))]
@@ -411,6 +399,5 @@ fn rustbpe(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add("DEFAULT_PATTERN", DEFAULT_PATTERN)?;
     m.add_class::<Tokenizer>()?;
     m.add_class::<Numbers>()?;
-    m.add_function(wrap_pyfunction!(train_words, m)?)?;
     m.add_function(wrap_pyfunction!(split, m)?)
 }

@@ -151,7 +151,7 @@ def main(cfg: GolfTrain) -> None:
             "ema_decay": cfg.ema_decay,
             "qat": {"start": cfg.qat_start, **asdict(cfg.quant)} if late else None,
         },
-        state={"horizon": asdict(horizon), "source": source.describe()},
+        state={"source": source.describe()},
     )
     num_rows = num_steps * batch_tokens // cfg.max_seq_len
     dist.on_node(lambda: pack_rows(rows, source, tokenizer, num_rows))

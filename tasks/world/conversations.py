@@ -53,8 +53,7 @@ def about_itself(rng: Draw) -> Turns:
         yield rng.pick(questions.split(" | ")), rng.pick(answers)
 
 
-# ------------------------------------------------------------------------------------------------
-# Facts
+# ---- Facts ---------------------------------------------------------------------------------------
 
 
 def phrase_answer(rng: Draw, asked: Question, short: Sequence[str] = ()) -> str:
@@ -149,8 +148,7 @@ def season(rng: Draw) -> Turns:
     yield rng.pick(turns)
 
 
-# ------------------------------------------------------------------------------------------------
-# Stories, sums, spellings
+# ---- Stories, sums, spellings --------------------------------------------------------------------
 
 
 def story_chat(rng: Draw) -> Turns:
@@ -183,8 +181,7 @@ def letter_chat(rng: Draw) -> Turns:
     yield asked.format(**words), answer.format(**words)
 
 
-# ------------------------------------------------------------------------------------------------
-# Lists
+# ---- Lists ---------------------------------------------------------------------------------------
 
 
 def listed(found: Sequence[Subject], field: str = "name", last: str = "and") -> str:
@@ -231,8 +228,7 @@ def list_chat(rng: Draw) -> Turns:
             yield asked, f"{answer} {listed(subjects(kind))}."
 
 
-# ------------------------------------------------------------------------------------------------
-# Unanswerable questions
+# ---- Unanswerable questions ----------------------------------------------------------------------
 
 
 def refusal(rng: Draw) -> Turns:

@@ -55,8 +55,7 @@ def documents(seed: int, shard: int, split: Split) -> Iterator[str]:
     return ("\n\n".join(filter(None, rng.pick(FORMS)(rng))) for _ in range(DOCUMENTS_PER_SHARD))
 
 
-# ------------------------------------------------------------------------------------------------
-# Statements: people
+# ---- Statements: people --------------------------------------------------------------------------
 
 
 def describe(rng: Draw, subject: Subject, low: int, high: int) -> str:
@@ -126,8 +125,7 @@ def draw_riddle(rng: Draw, high: int) -> tuple[Subject, str]:
     return p, f"{p.first_person(rng, 3, high, without='trade')} Who am I?"
 
 
-# ------------------------------------------------------------------------------------------------
-# Statements: towns and the calendar
+# ---- Statements: towns and the calendar ----------------------------------------------------------
 
 
 def town_entry(rng: Draw) -> Paragraphs:
@@ -200,8 +198,7 @@ def register(rng: Draw) -> Paragraphs:
         yield "\n".join(card).format(**vars(subject))
 
 
-# ------------------------------------------------------------------------------------------------
-# Statements: things
+# ---- Statements: things --------------------------------------------------------------------------
 
 
 def price_list(rng: Draw) -> Paragraphs:
@@ -266,8 +263,7 @@ def lore(rng: Draw) -> Paragraphs:
     return titled(rng, rng.pick(("Facts about Lowen", "Did you know?")), "\n".join(lines))
 
 
-# ------------------------------------------------------------------------------------------------
-# Questions: only those of the split
+# ---- Questions: only those of the split ----------------------------------------------------------
 
 
 def draw_question(rng: Draw) -> Question:

@@ -43,8 +43,7 @@ class Problem(NamedTuple):
     """Sentences with one CALCULATION each."""
 
 
-# ------------------------------------------------------------------------------------------------
-# Numbers, by split
+# ---- Numbers, by split ---------------------------------------------------------------------------
 
 
 def operand_split(operands: str, a: int, b: int) -> Split:
@@ -84,8 +83,7 @@ def phrase(rng: Draw, drill: str, how: str) -> str:
     return rng.say(f"{symbol} {how}", x=x, y=y, z=z)
 
 
-# ------------------------------------------------------------------------------------------------
-# Word problems
+# ---- Word problems -------------------------------------------------------------------------------
 
 
 def story_operands(rng: Draw) -> tuple[int, int]:
@@ -142,8 +140,7 @@ def draw_problem(rng: Draw) -> Problem:
         return Problem(story, question, steps)
 
 
-# ------------------------------------------------------------------------------------------------
-# Letters
+# ---- Letters -------------------------------------------------------------------------------------
 
 
 @cache
@@ -173,8 +170,7 @@ def letter_questions(split: Split, inside: bool = True) -> list[tuple[str, str, 
     ]
 
 
-# ------------------------------------------------------------------------------------------------
-# Documents
+# ---- Documents -----------------------------------------------------------------------------------
 
 
 def sum_text(rng: Draw) -> Paragraphs:

@@ -45,8 +45,7 @@ Paragraphs = Iterable[str]
 AMBIGUOUS = "friend animal pet landmark festival month inn road".split()
 
 
-# ------------------------------------------------------------------------------------------------
-# Text data
+# ---- Text data -----------------------------------------------------------------------------------
 
 
 @cache
@@ -78,8 +77,7 @@ def table_rows(name: str) -> list[list[str]]:
     return [line.split(" | ") for line in text_sections("tables.txt")[name].strip().splitlines()]
 
 
-# ------------------------------------------------------------------------------------------------
-# Random draws
+# ---- Random draws --------------------------------------------------------------------------------
 
 
 def split_of(*key: str | int) -> Split:
@@ -142,8 +140,7 @@ def upper_first(text: str) -> str:
     return text[0].upper() + text[1:]
 
 
-# ------------------------------------------------------------------------------------------------
-# Subjects and facts
+# ---- Subjects and facts --------------------------------------------------------------------------
 
 
 class Subject(SimpleNamespace):
@@ -318,8 +315,7 @@ def askable(split: Split) -> list[Fact]:
     return [f for f in facts() if f.split == split]
 
 
-# ------------------------------------------------------------------------------------------------
-# Facts as running text
+# ---- Facts as running text -----------------------------------------------------------------------
 
 
 def state(rng: Draw, known: Iterable[Fact]) -> str:

@@ -82,8 +82,7 @@ def make_episode(rule: list[str], is_good: bool, hero: Subject) -> Episode:
     )
 
 
-# ------------------------------------------------------------------------------------------------
-# Parts
+# ---- Parts ---------------------------------------------------------------------------------------
 
 
 def opening(rng: Draw, hero: Subject) -> str:
@@ -115,8 +114,7 @@ def full_story(rng: Draw, e: Episode) -> str:
     return f"{opening(rng, e.hero)} {adventure(rng, e)}"
 
 
-# ------------------------------------------------------------------------------------------------
-# Documents
+# ---- Documents -----------------------------------------------------------------------------------
 
 
 def story(rng: Draw) -> Paragraphs:

@@ -66,8 +66,7 @@ def ask(rng: Draw, question: str, right: str, rivals: Sequence[str]) -> SuiteIte
     return multiple_choice(f"Question: {question}", rng.pick_n(found, NUM_OPTIONS), right)
 
 
-# ------------------------------------------------------------------------------------------------
-# Facts
+# ---- Facts ---------------------------------------------------------------------------------------
 
 
 def fact_choices(people: bool) -> Iterator[SuiteItem]:
@@ -93,8 +92,7 @@ def two_steps() -> Iterator[SuiteItem]:
             yield ask(item_draw("two steps", text, p.name), text.format(p.name), right, values)
 
 
-# ------------------------------------------------------------------------------------------------
-# Stories
+# ---- Stories -------------------------------------------------------------------------------------
 
 
 def balanced_episodes() -> Iterator[Episode]:
@@ -128,8 +126,7 @@ def endings() -> Iterator[SuiteItem]:
         yield multiple_choice(query, rng.pick_n((e.answer, e.wrong), 2), e.answer)
 
 
-# ------------------------------------------------------------------------------------------------
-# Numbers
+# ---- Numbers -------------------------------------------------------------------------------------
 
 
 def calculations() -> Iterator[SuiteItem]:

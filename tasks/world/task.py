@@ -82,8 +82,7 @@ class WorldChat(WorldTask):
         return [m for asked, answer in turns for m in (user(asked), assistant(answer))]
 
 
-# ------------------------------------------------------------------------------------------------
-# Facts
+# ---- Facts ---------------------------------------------------------------------------------------
 
 
 @cache
@@ -133,8 +132,7 @@ class WorldFacts(WorldTask):
         return float(found > 0 and not wrong)
 
 
-# ------------------------------------------------------------------------------------------------
-# Multiple choice
+# ---- Multiple choice -----------------------------------------------------------------------------
 
 NUM_OPTIONS = 4
 ROUNDS = 8  # questions per list of options in training
@@ -213,8 +211,7 @@ class WorldChoice(WorldTask, QuestionTask):
         return messages
 
 
-# ------------------------------------------------------------------------------------------------
-# Problems and letters
+# ---- Problems and letters ------------------------------------------------------------------------
 
 
 class WorldProblems(WorldTask, NumberTask):

@@ -67,8 +67,7 @@ def calculations(where: str) -> set[tuple]:
     }
 
 
-# ------------------------------------------------------------------------------------------------
-# Determinism
+# ---- Determinism ---------------------------------------------------------------------------------
 
 
 def test_text_and_items_are_fixed_per_version_in_any_process():
@@ -80,8 +79,7 @@ def test_text_and_items_are_fixed_per_version_in_any_process():
     assert again.decode().strip() == found
 
 
-# ------------------------------------------------------------------------------------------------
-# Held-out items
+# ---- Held-out items ------------------------------------------------------------------------------
 
 
 def test_scanners_match_every_form_of_calculation():
@@ -113,8 +111,7 @@ def test_R27_text_has_no_item_of_another_split(split):
     assert letters and {split_of("letter", word, letter) for letter, word in letters} == {split}
 
 
-# ------------------------------------------------------------------------------------------------
-# Content
+# ---- Content -------------------------------------------------------------------------------------
 
 
 SUITE = {task["name"]: task for task in suite()}
@@ -138,8 +135,7 @@ def are_balanced(counts: Counter, kinds: int) -> bool:
     return max(counts.values(), default=0) <= n * chance + 3 * (n * chance * (1 - chance)) ** 0.5
 
 
-# ------------------------------------------------------------------------------------------------
-# Tasks
+# ---- Tasks ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("split", SPLITS)
