@@ -87,7 +87,7 @@ def test_B5_B6_ranks_have_equal_weights_after_each_step(base, here):
 
 RUN = "--num_iterations={} --total_batch_size=512 --eval_tokens=1024 --dtype=float32"
 RECURSION = (
-    f"recursion.base_train --depth=3 --d_model=64 --max_seq_len=32 {RUN.format(12)} "
+    f"recursion.base_train --depth=3 --max_seq_len=32 {RUN.format(12)} "
     "--recursion_preset=moderate --supervise=sampled --bptt_loops=3"
 )
 MID = (

@@ -54,7 +54,7 @@ STAGES = {
     f"{TUNE}",
     "base (golf)": "golf.base_train --depth=2 --tie_embeddings --ema_decay=0.8 --qat_start=0.5 "
     f"{PRETRAIN}",
-    "base (recursion)": "recursion.base_train --depth=3 --d_model=64 --recursion_preset=moderate "
+    "base (recursion)": "recursion.base_train --depth=3 --recursion_preset=moderate "
     f"--supervise=sampled --bptt_loops=3 {PRETRAIN}",
 }
 

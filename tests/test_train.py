@@ -96,7 +96,7 @@ def test_R17_rows_that_do_not_fit_are_halved(trained, command, monkeypatch, faul
     assert status == 0 and "out of memory" in text and "device_batch_size=2" in text
     assert saved_steps(folder(trained, "short")) == [2]
     status, text = train(command, monkeypatch, "none", out_of_memory)
-    assert status == 2 and "device_batch_size=1" in text and "smaller --depth" in text
+    assert status == 2 and "device_batch_size=1" in text and "a smaller model" in text
 
 
 def test_R17_ranks_agree_on_rows_that_fit_on_each(trained):
