@@ -30,7 +30,6 @@ from nanochat.common import UsageError, base_dir, fingerprint, sha256_file, writ
 from nanochat.dataset import line_error, read_json_lines
 from nanochat.dist import DistContext, is_out_of_memory
 from nanochat.hub import is_inside
-from nanochat.loss import IGNORE
 
 # ---- Tasks ---------------------------------------------------------------------------------------
 
@@ -166,23 +165,23 @@ def score_batch(model: Any, questions: Sequence[Question]) -> list[list[OptionSc
     saved = sum(q.shared * (len(q.options) - 1) for q in questions)
     total = sum(len(ids) for q in questions for ids in q.options)
     twice = model.new_cache and saved >= MIN_SHARED_FRACTION * total
-    inputs, targets = [], []
+    inputs, targets, counts = [], [], []  # of each option: tokens, and how many are scored
     for q in questions:
-        past = q.shared if twice else 0
         for ids, start in zip(q.options, q.starts, strict=True):
-            inputs.append(ids[past:-1])
-            targets.append([IGNORE] * (start - 1 - past) + [*ids[start:]])
-    x, y = pad_right(inputs, 0, model.device), pad_right(targets, IGNORE, model.device)
-    view = prefill_shared(model, questions, x.size(1)) if twice else None  # x, y: (B, T)
-
-    scored = y != IGNORE
-    states, y = model.hidden(x, view)[scored], y[scored]  # (N, C), (N,)
+            inputs.append(ids[q.shared if twice else 0 : -1])
+            targets += ids[start:]
+            counts.append(len(ids) - start)
+    x = pad_right(inputs, 0, model.device)  # (B, T)
+    view = prefill_shared(model, questions, x.size(1)) if twice else None
+    ends = [row * x.size(1) + len(ids) for row, ids in enumerate(inputs)]
+    places = [i for end, n in zip(ends, counts, strict=True) for i in range(end - n, end)]
+    places, y = (torch.tensor(each, device=model.device) for each in (places, targets))  # (N,)
+    states = model.hidden(x, view).flatten(0, 1)[places]  # (N, C)
     nats, greedy = [], []
     for h, target in zip(states.split(HEAD_TOKENS), y.split(HEAD_TOKENS), strict=True):
         logits = model.logits(h).float()
         nats.append(F.cross_entropy(logits, target, reduction="none"))
         greedy.append(logits.argmax(dim=1) == target)
-    counts = scored.sum(dim=1).tolist()  # of each option
     each = (torch.cat(parts).cpu().split(counts) for parts in (nats, greedy))
     scores = (
         OptionScore(n.double().mean().item(), bool(g.all())) for n, g in zip(*each, strict=True)
