@@ -174,9 +174,9 @@ def score_batch(model: Any, questions: Sequence[Question]) -> list[list[OptionSc
     x = pad_right(inputs, 0, model.device)  # (B, T)
     view = prefill_shared(model, questions, x.size(1)) if twice else None
     ends = [row * x.size(1) + len(ids) for row, ids in enumerate(inputs)]
-    places = [i for end, n in zip(ends, counts, strict=True) for i in range(end - n, end)]
-    places, y = (torch.tensor(each, device=model.device) for each in (places, targets))  # (N,)
-    states = model.hidden(x, view).flatten(0, 1)[places]  # (N, C)
+    index = [i for end, n in zip(ends, counts, strict=True) for i in range(end - n, end)]
+    index, y = (torch.tensor(each, device=model.device) for each in (index, targets))  # (N,)
+    states = model.hidden(x, view).flatten(0, 1)[index]  # (N, C)
     nats, greedy = [], []
     for h, target in zip(states.split(HEAD_TOKENS), y.split(HEAD_TOKENS), strict=True):
         logits = model.logits(h).float()
