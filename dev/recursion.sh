@@ -10,8 +10,8 @@ depth=${DEPTH:-12}
 case "$PROFILE" in
 h100x8 | gpu)
     [ "$PROFILE" = h100x8 ] || device_rows=None # automatic
-    text=${TEXT:-karpathy/climbmix-400b-shuffle}
-    tokenizer=(--vocab_size=65536 --max_chars="$chars" --num_shards="$shards")
+    text=karpathy/climbmix-400b-shuffle
+    tokenizer=(--vocab_size=65536 --max_chars="$chars")
     shape=(--depth="$depth" --max_seq_len=2048)
     run=(--total_batch_size="$(($(whole "$rows") * 2048))" --num_iterations="${ITERATIONS:-$iterations}"
         --device_batch_size="$device_rows" --save_every="$save_every" --eval_every="$eval_every"
@@ -20,7 +20,7 @@ h100x8 | gpu)
     judge=(--eval_tokens="$eval_tokens")
     ;;
 cpu)
-    text=${TEXT:-embedded} depth=${DEPTH:-4}
+    text=embedded shards=None depth=${DEPTH:-4}
     tokenizer=(--vocab_size=1024 --max_chars=100000000)
     shape=(--depth="$depth" --max_seq_len=256)
     run=(--total_batch_size=4096 --num_iterations="${ITERATIONS:-60}" --eval_every=30
@@ -29,16 +29,17 @@ cpu)
     ;;
 esac
 shape+=(--window_pattern=L)
+text=${TEXT:-$text}; [ ! -e "$text" ] && [ "$text" != embedded ] || shards=None # all files
 
 flags=("$@")
 echo "$name: preset $preset, profile $PROFILE, seeds $seeds"
-export NANOCHAT_BASE_DIR="${NANOCHAT_BASE_DIR:-$PWD/out/recursion-$name}"
+unset NANOCHAT_REPORT_DIR && export NANOCHAT_BASE_DIR="${NANOCHAT_BASE_DIR:-$PWD/out/recursion-$name}"
 
 # For every seed: the recursive model, then two plain ones with the same layers, one trained on the
 # same number of tokens, one with the same FLOPs. The flags in `plainly` override the user's.
 plainly=(--recursion_preset=none --n_loops=None --n_prelude=None --n_core=None --n_coda=None --supervise=None
     --supervision_base=None --improvement_bonus=None --bptt_loops=None)
-stage "tokenizer" python -m scripts.tok_train --dataset="$text" "${tokenizer[@]}" --skip_if_done
+stage "tokenizer" python -m scripts.tok_train --dataset="$text" --num_shards="$shards" "${tokenizer[@]}" --skip_if_done
 recursive=() plain=()
 for seed in $seeds; do
     tag="$name-$seed" folder=$NANOCHAT_BASE_DIR/seeds

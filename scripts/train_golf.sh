@@ -5,7 +5,7 @@
 #   PROFILE=gpu SEEDS="0 1 2" bash scripts/train_golf.sh      # h100x8, gpu (1 to 7 GPUs), cpu
 #
 # For each seed: train until the time limit, export (fails above the size limit), then evaluate
-# from the files alone. TEXT is a dataset repository, a folder or "embedded". Extra
+# from the files alone. TEXT is a folder, "embedded", or a repository, of which SHARDS files are used. Extra
 # arguments are passed to base_train; use a new TAG for a new recipe. Writes to out/golf or
 # NANOCHAT_BASE_DIR; section "Parameter golf". If interrupted, rerun the same command.
 set -euo pipefail
@@ -20,8 +20,8 @@ SEEDS=${SEEDS:-0}
 recipe=(--tie_embeddings --mlp_ratio=3 --qat_start=0.85 --eval_every=0 --window_pattern=L)
 case "$PROFILE" in
 h100x8 | gpu)
-    text=karpathy/climbmix-400b-shuffle
-    tokenizer=(--vocab_size=4096 --max_chars=2000000000 --num_shards=140)
+    text=karpathy/climbmix-400b-shuffle shards=${SHARDS:-140}
+    tokenizer=(--vocab_size=4096 --max_chars=2000000000)
     row=(--max_seq_len=2048)
     shape=(--depth=8 --d_model=512 --head_dim=64 --n_kv_head=4 --value_every=0 --rope_dims=32
         --xsa_last_n=2 --qk_gain_init=1.5)
@@ -31,13 +31,13 @@ h100x8 | gpu)
     eval=(--eval_stride=128 --max_documents=50000)
     limit=(--limit_bytes=16000000)
     if [ "$PROFILE" = gpu ]; then # the last of duplicate flags wins
-        tokenizer+=(--max_chars=1000000000 --num_shards=20)
+        shards=${SHARDS:-20} tokenizer+=(--max_chars=1000000000)
         train+=(--total_batch_size="$(($(whole 64) * 2048))")
         rates+=(--tied_lr=0.02)
     fi
     ;;
 cpu)
-    text=embedded
+    text=embedded shards=None
     tokenizer=(--vocab_size=1024 --max_chars=100000000)
     row=(--max_seq_len=512)
     shape=(--depth=4 --d_model=128 --head_dim=32 --n_kv_head=1)
@@ -48,10 +48,10 @@ cpu)
     limit=(--limit_bytes=800000)
     ;;
 esac
-text=${TEXT:-$text}
+text=${TEXT:-$text}; [ ! -e "$text" ] && [ "$text" != embedded ] || shards=None # all files
 
 # Text is packed before the timed training; each seed has its own record folder.
-stage "tokenizer" python -m scripts.tok_train --dataset="$text" "${tokenizer[@]}" --skip_if_done
+stage "tokenizer" python -m scripts.tok_train --dataset="$text" --num_shards="$shards" "${tokenizer[@]}" --skip_if_done
 stage "rows" python -m scripts.data "${row[@]}"
 files=()
 for seed in $SEEDS; do

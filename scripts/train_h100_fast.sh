@@ -13,5 +13,5 @@ set -euo pipefail
 
 name=fast preset=aggressive
 iterations=1000 rows=512 save_every=200 eval_every=100 device_rows=32 eval_tokens=524288
-shards=80 chars=500000000 warmup=150
+shards=${SHARDS:-80} chars=500000000 warmup=150
 source "$(dirname "$0")/../dev/recursion.sh"

@@ -1,13 +1,13 @@
 """
 Golf artifact: a model in one compressed file (configuration, tokenizer and quantized weights).
 
-    model, tokenizer -> header, floats, levels -> container -> compressor -> file, and back
+    model, tokenizer -> header, floats, levels -> compressor -> file, and back
 
-    magic, container, compressor, CRC-32 and length of the body | compressed body:
+    magic, compressor, CRC-32 and length of the body | compressed body:
     header length | header (JSON) | scales and unquantized tensors | levels of each tensor
 
 Tensors are stored in state_dict order; names and shapes follow from the configuration. Levels take
-one byte each or are packed to their bit width; the writer picks whichever is smaller.
+one byte each: packed to their bit width, files were 9% larger once compressed (dev/LOG.md).
 """
 
 import io
@@ -38,12 +38,10 @@ from nanochat.golf.quantize import (
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.tokenizer import Tokenizer
 
-Container = Literal["bytes", "packed"]
 Compressor = Literal["zlib", "zstd", "lzma"]
-CONTAINERS: tuple[Container, ...] = get_args(Container)
 COMPRESSORS: tuple[Compressor, ...] = get_args(Compressor)
 MAGIC = b"nanogolf"
-PREFIX = struct.Struct("<8sBBIQ")  # magic, container, compressor, CRC-32 and length of the body
+PREFIX = struct.Struct("<8sBIQ")  # magic, compressor, CRC-32 and length of the body
 FLOATS = {"fp16": np.dtype("<f2"), "fp32": np.dtype("<f4")}
 MAX_BODY = 1 << 32  # bytes; keeps a corrupt length from using all memory
 # lc, lp, pb = 0: the data is neither text nor aligned to four bytes
@@ -61,11 +59,9 @@ class StoredTensor(NamedTuple):
     levels: np.ndarray | None
     """int8 in the tensor's shape; None if not quantized."""
 
-    def level_bytes(self, container: Container) -> bytes:
+    def level_bytes(self) -> bytes:
         """Return the encoded levels; empty if not quantized."""
-        if self.levels is None or container == "bytes":
-            return b"" if self.levels is None else self.levels.tobytes()
-        return pack_levels(self.levels.ravel(), BITS[self.form])
+        return b"" if self.levels is None else self.levels.tobytes()
 
 
 @dataclass(frozen=True)
@@ -113,11 +109,7 @@ def quantize_tensors(weights: Mapping[str, Tensor], cfg: QuantConfig) -> list[St
 
 
 def make_body(
-    stored: list[StoredTensor],
-    model: GPTConfig,
-    tokenizer: Tokenizer,
-    origin: Mapping[str, Any],
-    container: Container,
+    stored: list[StoredTensor], model: GPTConfig, tokenizer: Tokenizer, origin: Mapping[str, Any]
 ) -> bytes:
     """Return the uncompressed body."""
     head = {
@@ -128,14 +120,14 @@ def make_body(
     }
     text = json.dumps(head, separators=(",", ":")).encode()
     floats = [s.floats for s in stored]
-    levels = [s.level_bytes(container) for s in stored]
+    levels = [s.level_bytes() for s in stored]
     return b"".join([struct.pack("<I", len(text)), text, *floats, *levels])
 
 
-def write_container(body: bytes, container: Container, compressor: Compressor) -> bytes:
+def write_body(body: bytes, compressor: Compressor) -> bytes:
     """Return the file content: prefix and compressed body."""
-    which = CONTAINERS.index(container), COMPRESSORS.index(compressor)
-    return PREFIX.pack(MAGIC, *which, zlib.crc32(body), len(body)) + compress(body, compressor)
+    prefix = MAGIC, COMPRESSORS.index(compressor), zlib.crc32(body), len(body)
+    return PREFIX.pack(*prefix) + compress(body, compressor)
 
 
 def compress(data: bytes, compressor: Compressor) -> bytes:
@@ -145,13 +137,6 @@ def compress(data: bytes, compressor: Compressor) -> bytes:
     if compressor == "zstd":
         return pa.Codec("zstd", compression_level=22).compress(data, asbytes=True)
     return lzma.compress(data, lzma.FORMAT_RAW, filters=FILTERS)
-
-
-def pack_levels(levels: np.ndarray, bits: int) -> bytes:
-    """Pack int8 levels (n,) into `bits` bits each; the last byte is zero-padded."""
-    unsigned = (levels.astype(np.int16) + (1 << (bits - 1))).astype(np.uint8)
-    shifts = np.arange(bits - 1, -1, -1, dtype=np.uint8)
-    return np.packbits((unsigned[:, None] >> shifts) & 1).tobytes()
 
 
 # ---- Reading -------------------------------------------------------------------------------------
@@ -165,18 +150,17 @@ def read_artifact(path: Path) -> Artifact:
     """
     data = Path(path).read_bytes()
     try:
-        body, container = read_container(data)
-        return parse_body(body, container)
+        return parse_body(read_body(data))
     except (ValueError, KeyError, TypeError, IndexError, MemoryError, struct.error) as error:
         raise ValueError(f"{path} is not a valid artifact: {error}; export it again") from error
 
 
-def read_container(data: bytes) -> tuple[bytes, Container]:
-    """Return the decompressed body and its container. Raises ValueError for a corrupt file."""
+def read_body(data: bytes) -> bytes:
+    """Return the decompressed body. Raises ValueError for a corrupt file."""
     if len(data) < PREFIX.size or data[: len(MAGIC)] != MAGIC:
         raise ValueError(f"it does not start with {MAGIC.decode()}")
-    _, container, compressor, checksum, size = PREFIX.unpack_from(data)
-    if container >= len(CONTAINERS) or compressor >= len(COMPRESSORS) or size > MAX_BODY:
+    _, compressor, checksum, size = PREFIX.unpack_from(data)
+    if compressor >= len(COMPRESSORS) or size > MAX_BODY:
         raise ValueError("invalid file header")
     try:
         body = decompress(data[PREFIX.size :], COMPRESSORS[compressor], size)
@@ -184,7 +168,7 @@ def read_container(data: bytes) -> tuple[bytes, Container]:
         raise ValueError(f"decompression failed ({error})") from error
     if len(body) != size or zlib.crc32(body) != checksum:
         raise ValueError("checksum mismatch")
-    return body, CONTAINERS[container]
+    return body
 
 
 def decompress(data: bytes, compressor: Compressor, size: int) -> bytes:
@@ -196,7 +180,7 @@ def decompress(data: bytes, compressor: Compressor, size: int) -> bytes:
     return lzma.LZMADecompressor(lzma.FORMAT_RAW, filters=FILTERS).decompress(data, size)
 
 
-def parse_body(body: bytes, container: Container) -> Artifact:
+def parse_body(body: bytes) -> Artifact:
     """Parse a decompressed body."""
     stream = io.BytesIO(body)
     (length,) = struct.unpack("<I", stream.read(4))
@@ -210,8 +194,7 @@ def parse_body(body: bytes, container: Container) -> Artifact:
     for name, form in formats.items():
         weights[name] = floats[name].float()
         if form in BITS:
-            level = read_levels(stream, shapes[name], form, container)
-            weights[name] = dequantize_rows(floats[name], level)
+            weights[name] = dequantize_rows(floats[name], read_levels(stream, shapes[name], form))
     if rest := stream.read():
         raise ValueError(f"{len(rest)} unexpected bytes after the last tensor")
     return Artifact(cfg, Tokenizer(head["tokenizer"]), weights, formats, head["origin"])
@@ -224,22 +207,10 @@ def read_floats(stream: io.BytesIO, shape: tuple[int, ...], form: Format) -> Ten
     return torch.from_numpy(values.reshape(shape).copy())
 
 
-def read_levels(
-    stream: io.BytesIO, shape: tuple[int, ...], form: Format, container: Container
-) -> Tensor:
+def read_levels(stream: io.BytesIO, shape: tuple[int, ...], form: Format) -> Tensor:
     """Read the next levels, int8 in the tensor's shape. Raises ValueError if out of range."""
-    n, bits = int(np.prod(shape)), BITS[form]
-    if container == "bytes":
-        values = np.frombuffer(stream.read(n), np.int8)
-    else:
-        values = unpack_levels(stream.read(-(-n * bits // 8)), bits, n)
+    n = int(np.prod(shape))
+    values = np.frombuffer(stream.read(n), np.int8)
     if n and np.abs(values.astype(np.int16)).max() > largest_level(form):
         raise ValueError(f"level out of range for {form}")
     return torch.from_numpy(values.reshape(shape).copy())
-
-
-def unpack_levels(data: bytes, bits: int, n: int) -> np.ndarray:
-    """Inverse of `pack_levels`; returns `n` levels."""
-    ones = np.unpackbits(np.frombuffer(data, np.uint8), count=n * bits).reshape(n, bits)
-    unsigned = ones @ (1 << np.arange(bits - 1, -1, -1, dtype=np.int16))
-    return (unsigned - (1 << (bits - 1))).astype(np.int8)

@@ -1,5 +1,5 @@
 """
-Artifact size: tries all containers and compressors; checks file and code against the limit.
+Artifact size: tries all compressors; checks file and code against the limit.
 
     stored tensors -> choose_smallest -> file, sizes -> table, or UsageError
 
@@ -16,13 +16,11 @@ from typing import Any, NamedTuple
 from nanochat.common import REPOSITORY, UsageError
 from nanochat.golf.artifact import (
     COMPRESSORS,
-    CONTAINERS,
     Compressor,
-    Container,
     StoredTensor,
     compress,
     make_body,
-    write_container,
+    write_body,
 )
 from nanochat.gpt import GPTConfig
 from nanochat.tokenizer import Tokenizer
@@ -35,10 +33,9 @@ class SmallestFile(NamedTuple):
     """The smallest file and the alternatives."""
 
     data: bytes
-    container: Container
     compressor: Compressor
-    tried: dict[tuple[Container, Compressor], int]
-    """File size in bytes of each combination."""
+    tried: dict[Compressor, int]
+    """File size in bytes by compressor."""
     tensors: list[tuple[StoredTensor, int, int]]
     """Each tensor with its bytes as stored, and compressed on its own."""
     code: dict[str, int]
@@ -57,19 +54,16 @@ class SmallestFile(NamedTuple):
 def choose_smallest(
     stored: list[StoredTensor], model: GPTConfig, tokenizer: Tokenizer, origin: Mapping[str, Any]
 ) -> SmallestFile:
-    """Return the smallest file over all containers and compressors."""
-    files: dict[tuple[Container, Compressor], bytes] = {}
-    for packing in CONTAINERS:
-        body = make_body(stored, model, tokenizer, origin, packing)
-        for by in COMPRESSORS:
-            files[packing, by] = write_container(body, packing, by)
-    packing, by = min(files, key=lambda k: len(files[k]))
+    """Return the smallest file over all compressors."""
+    body = make_body(stored, model, tokenizer, origin)
+    files = {by: write_body(body, by) for by in COMPRESSORS}
+    by = min(files, key=lambda by: len(files[by]))
     tensors = []
     for s in stored:
-        payload = s.floats + s.level_bytes(packing)
+        payload = s.floats + s.level_bytes()
         tensors.append((s, len(payload), len(compress(payload, by))))
     tried = {which: len(data) for which, data in files.items()}
-    return SmallestFile(files[packing, by], packing, by, tried, tensors, code_bytes())
+    return SmallestFile(files[by], by, tried, tensors, code_bytes())
 
 
 def code_bytes() -> dict[str, int]:
@@ -101,7 +95,7 @@ def list_imported_modules(module: str) -> list[str]:
 
 
 def format_sizes(written: SmallestFile, limit: int) -> str:
-    """Return a table of tensors, file sizes by combination, modules and totals."""
+    """Return a table of tensors, file sizes by compressor, modules and totals."""
     row = "{:<34} {:>12} {:>6} {:>12} {:>11} {:>11}".format
     lines = [row("tensor", "shape", "format", "raw", "payload", "alone")]
     raw = payload = 0
@@ -110,10 +104,10 @@ def format_sizes(written: SmallestFile, limit: int) -> str:
         raw, payload = raw + size, payload + stored
         sizes = (f"{n:,}" for n in (size, stored, alone))
         lines.append(row(s.name, "x".join(map(str, s.shape)), s.form, *sizes))
-    lines += ["", "container and compressor"]
-    for (packing, by), size in sorted(written.tried.items(), key=lambda item: item[1]):
-        chosen = "  <- chosen" if (packing, by) == (written.container, written.compressor) else ""
-        lines.append(f"  {packing + ' ' + by:<14} {size:>12,}{chosen}")
+    lines += ["", "compressor"]
+    for by, size in sorted(written.tried.items(), key=lambda item: item[1]):
+        chosen = "  <- chosen" if by == written.compressor else ""
+        lines.append(f"  {by:<14} {size:>12,}{chosen}")
     listed = ", ".join(f"{name} {size:,}" for name, size in written.code.items())
     return "\n".join(lines) + (
         f"\n\ncode: {listed}\n\n"
