@@ -269,8 +269,10 @@ def compare_results(
         "pass@1 change": records.estimate(change.difference, change.n, change.se),
         "pass@1 verdict": change.verdict,
     }
+    questions = [task[i] for i in range(len(task))]
+    items = {"pass@1 after": records.item_scores(questions, new, clusters)}
     for n in (n for n in (2, 4, 8, 16) if n <= k):
         rates = [stats.pass_at_k(k, scores.count(1), n) for scores in after]
         values[f"pass@{n} after"] = records.estimate(*stats.mean(rates, clusters))
-    questions = [task[i] for i in range(len(task))]
-    return values, {"pass@1 after": records.item_scores(questions, new, clusters)}
+        items[f"pass@{n} after"] = records.item_scores(questions, rates, clusters)
+    return values, items

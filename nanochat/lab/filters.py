@@ -42,6 +42,7 @@ class Item(NamedTuple):
 
 FilterRule = Callable[[Sequence[Item]], Verdicts]
 
+NUMBER = r"[+-]?\d[\d,]*(?:\.\d+)?"
 PUNCTUATION = ".,;:!?\"'"  # around words; unlike operators
 NUM_SHOWN = 3  # dropped rows shown per filter
 SHOWN_CHARS = 120
@@ -141,11 +142,16 @@ def not_degenerate(items: Sequence[Item]) -> Verdicts:
 
 
 def verified(items: Sequence[Item]) -> Verdicts:
-    """Keep rows whose answer (after the last ####) equals "gold", as a number or as text."""
+    """
+    Keep rows whose answer (after the last ####, else all of it or its last number) equals "gold",
+    as a number or as text.
+    """
     for item in items:
-        both = item.answer, item.row.get("gold")
-        said, gold = (final_value(f"#### {text}".lower()) for text in both)
-        yield None if None in both else said == gold
+        answer, gold = item.answer or "", item.row.get("gold")
+        last = re.findall(NUMBER, answer)[-1:] if "####" not in answer else []
+        said = [final_value(f"#### {text}".lower()) for text in (answer, *last)]
+        right = final_value(f"#### {gold}".lower())
+        yield None if item.answer is None or gold is None else right in said
 
 
 def no_duplicate(items: Sequence[Item]) -> Verdicts:

@@ -102,10 +102,10 @@ def contrasts(
         arm: [float(plain_value(run.values[metric])) for run in runs] for arm, runs in arms.items()
     }
     means = {arm: fmean(values) for arm, values in scores.items()}
-    rest = [np.array(values) - means[arm] for arm, values in scores.items()]
-    shared = np.mean(rest, axis=0) if paired else 0.0
-    squares = sum(((values - shared) ** 2).sum() for values in rest)
-    df = sum(len(values) - 1 for values in rest) - (np.size(shared) - 1)
+    deviations = [np.array(values) - means[arm] for arm, values in scores.items()]
+    seed_effects = np.mean(deviations, axis=0) if paired else 0.0
+    squares = sum(((values - seed_effects) ** 2).sum() for values in deviations)
+    df = sum(len(values) - 1 for values in deviations) - (np.size(seed_effects) - 1)
     control, *others = arms
     found = []
     for arm in others:

@@ -36,10 +36,10 @@ from nanochat.common import (
     fingerprint,
     hold_run_lock,
     printable,
-    sha256_file,
 )
 from nanochat.config import require_at_least, require_positive
 from nanochat.lab.significance import Recorded
+from tasks.world.facts import DIGEST
 
 CODE = ("nanochat/*.py", "scripts/*.py", "tasks/**/*.py")
 LEDGER = "ledger.jsonl"
@@ -69,8 +69,7 @@ def code_fingerprint() -> str:
     code = itertools.chain.from_iterable(map(REPOSITORY.glob, CODE))
     digests = {str(p.relative_to(REPOSITORY)): records.code_digest(p.read_text()) for p in code}
     used = {name: digests[name] for name in digests.keys() - records.NOT_IN_CODE}
-    texts = sorted(REPOSITORY.glob("tasks/world/data/*"))
-    return fingerprint([used, [*map(sha256_file, texts)]])
+    return fingerprint([used, DIGEST])
 
 
 @dataclass(frozen=True)
@@ -116,7 +115,7 @@ class Job:
         """Return a recorded value as a number. Raises ValueError if it is missing."""
         values = self.recorded().values
         if name not in values:
-            raise ValueError(f"{self.name} did not record {name!r}; it has {', '.join(values)}")
+            raise ValueError(f"{self.name} did not record {name!r}; see {self.folder}/log.txt")
         return float(records.plain_value(values[name]))
 
 
@@ -126,14 +125,19 @@ class Sweep:
     def __init__(self, cfg: SweepConfig, name: str):
         self.cfg, self.folder = cfg, sweep_folder() / name
         self.stop, self.problem = StopRequest(), ""
+        self.jobs: Sequence[Job] = []
+        self.failed: list[Job] = []
 
     def run_all(self, jobs: Sequence[Job]) -> None:
         """
-        Run all unfinished jobs.
+        Run all unfinished jobs. One that fails, such as a learning rate that diverges, is listed in
+        `failed`; running again tries it again.
 
         Raises UsageError if the same sweep is already running or, once the running jobs end, if the
-        cap is reached or a command fails; and SystemExit(PREEMPTED) if a stop was requested.
+        cap is reached or no job has ever succeeded; and SystemExit(PREEMPTED) if a stop was
+        requested.
         """
+        self.jobs, self.failed = jobs, []
         todo = [job for job in jobs if not job.done.exists()]
         print(f"{len(jobs)} runs: {len(jobs) - len(todo)} done, {len(todo)} to go", flush=True)
         lock = hold_run_lock(self.folder / ".lock.sweep", "--name")
@@ -161,7 +165,11 @@ class Sweep:
             job.folder.mkdir(parents=True, exist_ok=True)
             statuses = (self.call(job, words, variables) for words in job.commands)
             if status := next(filter(None, statuses), 0):  # of the first that fails
-                self.problem = f"{job.name} failed with status {status}; see {job.folder}/log.txt"
+                problem = f"{job.name} failed with status {status}; see {job.folder}/log.txt"
+                print(printable(problem), flush=True)
+                self.failed.append(job)
+                if status == PREEMPTED or not any(each.done.exists() for each in self.jobs):
+                    self.problem = problem
             else:
                 job.done.touch()
                 print(f"done: {printable(job.name)}", flush=True)

@@ -16,6 +16,7 @@ Writes  the section "Comparison of <before> and <after>", with a verdict for eve
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from nanochat import records, report, stats, summary
 from nanochat.checkpoint import (
@@ -59,6 +60,8 @@ def main(cfg: Compare) -> None:
     runs = {side: [recorded_scores(c) for c in each] for side, each in sides.items()}
     first, *others = [run for side in runs.values() for run in side]
     names = [name for name in first.values if all(is_shared(name, first, run) for run in others)]
+    if len({validation_text(each) for side in sides.values() for each in side}) > 1:
+        names = [name for name in names if "bpb" not in name]
     if len(others) == 1:
         values = {name: {side: run.values[name] for side, [run] in runs.items()} for name in names}
         items = {side: run.items for side, [run] in runs.items()}
@@ -91,6 +94,13 @@ def seed_of(checkpoint: Checkpoint) -> int:
     return checkpoint.state["provenance"]["seed"]
 
 
+def validation_text(checkpoint: Checkpoint) -> tuple[Any, ...]:
+    """What determines the packed rows of text that a run validates on."""
+    inputs, flags = checkpoint.state["provenance"]["inputs"], checkpoint.state.get("settings", {})
+    length = checkpoint.state["model"]["max_seq_len"]
+    return inputs.get("data"), inputs.get("tokenizer"), length, flags.get("eval_tokens")
+
+
 def is_shared(name: str, one: Recorded, other: Recorded) -> bool:
     """Whether both runs have a metric, of the same items and sampling settings."""
     parts = summary.weights_of(name, other.items)
@@ -99,10 +109,11 @@ def is_shared(name: str, one: Recorded, other: Recorded) -> bool:
     return name in other.values and alike
 
 
-def recorded_scores(checkpoint: Checkpoint) -> Recorded:
+def recorded_scores(checkpoint: Checkpoint, sampled: bool = False) -> Recorded:
     """
     The newest recorded value of every metric of a model; for a base model, also the validation bpb
-    in its training log.
+    in its training log. If a task was scored by greedy and by sampled answers, the latter count
+    only if `sampled`.
 
     Raises MissingInput with the evaluation command if there is none.
     """
@@ -111,7 +122,8 @@ def recorded_scores(checkpoint: Checkpoint) -> Recorded:
     for entry in read_metrics(checkpoint.folder.parent / METRICS_FILE) if stage == "base" else []:
         if entry["step"] == step and "val_bpb" in entry:
             found["val_bpb"] = entry["val_bpb"]
-    for record in records.read_history():
+    history = sorted(records.read_history(), key=temperature, reverse=not sampled)
+    for record in history:
         inputs = record["provenance"]["inputs"]
         is_evaluation = not record["provenance"]["outputs"] and "before" not in inputs
         if is_evaluation and inputs.get(stage) == checkpoint.fingerprint:
@@ -123,6 +135,11 @@ def recorded_scores(checkpoint: Checkpoint) -> Recorded:
         maker = f"python -m scripts.chat_eval -i {stage} -g {tag} -s {step}"
         raise MissingInput(f"no recorded scores for {stage}:{tag}:{step}", maker)
     return Recorded(found, items)
+
+
+def temperature(record: records.Record) -> float:
+    """Temperature of the answers of an evaluation; 0 for other records."""
+    return record["settings"].get("temperature", 0.0)
 
 
 def compare_all(cfg: Compare) -> None:

@@ -38,7 +38,7 @@ class EvalVariance:
 
 def main(cfg: EvalVariance) -> None:
     models = {name: parse_checkpoint_ref(name) for name in cfg.checkpoints.split("|")}
-    scores = [recorded_scores(model) for model in models.values()]
+    scores = [recorded_scores(model, sampled=True) for model in models.values()]
     rows = []
     for task, first in scores[0].values.items():
         each: list[Any] = [recorded.values.get(task) for recorded in scores]

@@ -8,10 +8,11 @@ Train many variants with the standard scripts and test which differ by more than
     python -m scripts.lab.sweep --stage=rl --grid="task=gsm8k|gsm8k,aqua" \
         --flags="--eval_task=gsm8k,aqua" ...                                       # tasks of RL
 
-All runs train on the same number of tokens; every variant (ablation arm, "arm") has its own seeds,
-because an identical data order would make two arms look more alike than independent runs. A search
-tries a wide grid with one seed, then a tight grid around the best value, then the best few with new
-seeds. Finished runs are kept: if a sweep is interrupted, rerun the same command.
+All runs train on the same number of tokens. Every variant (ablation arm, "arm") has its own seeds:
+a mixture with other proportions has another data order for the same seed, so there is nothing to
+pair. A search tries a wide grid with one seed, then a tight grid around the best value, then the
+best few with new seeds. An arm or value with a run that fails is left out, and named. Finished runs
+are kept: if a sweep is interrupted, rerun the same command.
 
 Reads   checkpoints to start from, and the inputs of the scripts
 Writes  sweeps/<name>/ under the base directory (ledger, CSV), sweeps/runs/, and the section "Sweep
@@ -199,11 +200,16 @@ def compare(cfg: SweepScript, inputs: Inputs, sweep: Sweep) -> tuple[dict, dict]
         for i in range(cfg.arm_seeds if number else cfg.seeds)
     }
     sweep.run_all([*jobs.values()])
-    runs = {base: {arm: [] for arm in arms} for base in inputs}
+    failed = {(base, arm) for (base, arm, _), job in jobs.items() if job in sweep.failed}
+    runs = {base: {arm: [] for arm in arms if (base, arm) not in failed} for base in inputs}
     for (base, arm, _), job in jobs.items():
-        runs[base][arm].append(job.recorded())
+        if (base, arm) not in failed:
+            runs[base][arm].append(job.recorded())
+    if controls := failed & {(base, CONTROL) for base in inputs}:
+        raise UsageError(f"runs of the control failed: {controls}", "rerun the same command")
     found = compare_arms(runs, cfg.metric)
     values = {
+        "Left out": ", ".join(job.name for job in sweep.failed) or None,
         "Comparisons": len(found),
         "Beyond noise": sum(c.verdict != "within noise" for c in found),
     }
@@ -242,7 +248,7 @@ def search(cfg: SweepScript, inputs: Inputs, sweep: Sweep) -> tuple[dict, dict]:
         raise UsageError(
             f"the best {cfg.search} is at the edge of the wide grid, {wide[i]:g}: the optimum may "
             "be outside the grid",
-            f"extend it with {'--high' if i else '--low'} and rerun; finished runs are reused",
+            f"extend it with {'--high' if i else '--low'} and rerun",
         )
     tight = [grid_value(cfg, i - 1 + 2 * k / (cfg.tight + 1)) for k in range(1, cfg.tight + 1)]
     first = train_values(cfg, inputs, sweep, [*wide, *tight], [0])
@@ -273,7 +279,8 @@ def train_values(
             make_job(cfg, inputs, base, setting, [f"--{setting}"], seed) for seed in seeds
         ]
     sweep.run_all(sum(jobs.values(), []))
-    means = {v: fmean(job.metric(cfg.metric) for job in each) for v, each in jobs.items()}
+    good = {v: each for v, each in jobs.items() if all(job.done.exists() for job in each)}
+    means = {v: fmean(job.metric(cfg.metric) for job in each) for v, each in good.items()}
     order = sorted(means, key=lambda value: means[value], reverse=cfg.stage == "rl")
     return {value: jobs[value] for value in order}
 

@@ -69,7 +69,12 @@ def main(cfg: Watch) -> None:
         log, step = read_log(folder), checkpoint.step
         if not monitor.worst and "rows" in checkpoint.state["identity"]:
             monitor.record(1, check_rows(checkpoint.state, log[0]["loss"], parent, dist))
-        found = rises(before, measure(*load_inference(checkpoint, dist), *shared))
+        try:
+            found = rises(before, measure(*load_inference(checkpoint, dist), *shared))
+        except OSError:
+            if checkpoint.folder.exists():
+                raise
+            continue  # deleted meanwhile: a run keeps only the newest
         if "without_signal" in (logged := log.get(step - 1, {})):  # RL
             found["no_signal"] = logged["without_signal"]
         monitor.record(step, found)

@@ -33,6 +33,10 @@ def test_variance_of_sampled_answers_is_measured(tuned, command):
     command.works(*measure)
     [row] = read_json(tuned / "report" / "evaluation-variance.json")["tables"][0]["rows"]
     assert row[1:4] == ["World-Facts", 12, 3]  # letters do not vary
+    command.works(*EVAL, "-a", "world_facts", "-g", "s0")
+    command.works(*measure)
+    command.works("lab.compare", "--before=sft:s0", "--after=sft:s1")
+    assert "World-Facts" in comparison(tuned)  # of the greedy answers
 
 
 def test_models_are_compared_on_paired_items(tuned, command):

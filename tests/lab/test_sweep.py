@@ -74,7 +74,7 @@ def test_finished_runs_are_kept_until_their_data_changes(planted_runs, base, com
     assert ledger(base) == [0] * 10
 
 
-def test_failure_or_cap_stops_a_sweep_and_a_rerun_continues(planted_runs, base, command):
+def test_rerun_continues_after_a_cap_or_failures(planted_runs, base, command):
     out = command.rejects(*SWEEP, GRID, "--devices=1", "--cap_hours=1e-9")
     assert "the cap is 1e-09" in out and "--cap_hours raises" in out and ledger(base) == [0]
     break_seed(base, 1, 3)
@@ -83,6 +83,9 @@ def test_failure_or_cap_stops_a_sweep_and_a_rerun_continues(planted_runs, base, 
     break_seed(base, 1, None)
     command.works(*SWEEP, GRID, "--cap_hours=1")
     assert sorted(ledger(base)) == [0] * 5 + [3]
+    break_seed(base, 201, 3)
+    assert "init_lr_frac=2 seed 201 failed" in command.works(*SWEEP, f"{GRID},2")
+    assert {row[2] for row in record(base)["tables"][0]["rows"]} == {"init_lr_frac=1"}
 
 
 def test_stopped_sweep_keeps_finished_runs(trained, fake_python, base, command, monkeypatch):
