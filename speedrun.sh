@@ -47,19 +47,19 @@ cpu)
     depth=${DEPTH:-4}
     text=(--dataset=embedded)
     tokenizer=(--vocab_size=4096)
-    shape=(--max_seq_len=256 --num_iterations=400 --total_batch_size=4096 --eval_every=50
+    shape=(--max_seq_len=256 --num_iterations=400 --total_batch_size=4096 --eval_every=100
         --eval_tokens=65536)
     score=(--split_tokens=65536 --max_documents=300)
-    mid=(--num_iterations=400 --init_lr_frac=0.85 --eval_every=30 --eval_tokens=32768)
-    sft=(--num_iterations=80 --eval_every=10 --eval_tokens=32768)
+    mid=(--num_iterations=400 --init_lr_frac=0.85 --eval_every=100 --eval_tokens=32768)
+    sft=(--num_iterations=80 --eval_every=20 --eval_tokens=32768)
     rl=(--num_iterations=120 --init_lr_frac=0.04 --resample_zero_signal=1 --num_samples=8 --max_new_tokens=96
-        --eval_examples=200 --eval_every=40)
+        --eval_examples=200 --eval_every=60)
     chat=(--max_problems=200 --max_new_tokens=96)
     ;;
 esac
 
 if [ -n "${DRY_RUN:-}" ]; then # the last of duplicate flags wins
-    export NANOCHAT_BASE_DIR="${NANOCHAT_BASE_DIR:-$PWD/out/dry-run}"
+    export NANOCHAT_BASE_DIR="${NANOCHAT_BASE_DIR:-$PWD/out}/dry-run"
     text+=(--num_shards=1)
     tokenizer+=(--max_chars=1000000)
     shape+=(--num_iterations=2 --eval_tokens=1 --core_metric_max_per_task=2)
@@ -103,6 +103,6 @@ stage "chat evaluation rl" evaluate rl
 
 python -m scripts.report ${REPORT_OUT:+--out="$REPORT_OUT"}
 echo
-echo "speedrun: done. The report is ${REPORT_OUT:-${NANOCHAT_BASE_DIR:-out}}/report.md. Chat with your model:"
+echo "speedrun: done. The report is ${REPORT_OUT:-${NANOCHAT_REPORT_DIR:-${NANOCHAT_BASE_DIR:-out}}}/report.md. Chat with your model:"
 where=${NANOCHAT_BASE_DIR:+"NANOCHAT_BASE_DIR=$(printf %q "$NANOCHAT_BASE_DIR") "}
 echo "    source .venv/bin/activate && ${where}python -m scripts.chat_web    # browser; terminal: chat_cli"
