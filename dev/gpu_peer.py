@@ -477,6 +477,8 @@ def main() -> None:
         job = replace(job, decode_tokens=8 if args.small else NEW_TOKENS)
     if args.small:
         job = replace(job, depth=2, T=64, steps=4, batch_rows=2, micro_rows=1)
+    if args.part == "pack" and not args.clone:
+        parser.error("pack needs --clone")
     if args.part == "pack":
         return pack(args.clone, job.folder)
     sys.path.append(str(job.folder / "packages"))  # of the processes, too; installed ones go first

@@ -66,8 +66,8 @@ train() { # train <module> <flags...>, in one process or one per GPU
 fetch_suite() {
     few_shot=1 suite=(${EVAL_BUNDLE:+--eval_bundle="$EVAL_BUNDLE"})
     estimate=("${suite[@]}" --core_metric_every=2000) # and at the end
-    if ! python -m scripts.base_eval "${suite[@]}" --only_fetch; then
-        few_shot=0 estimate=()
-        echo "cannot download the CORE tasks; continuing without few-shot evaluation" >&2
-    fi
+    python -m scripts.base_eval "${suite[@]}" --only_fetch && return
+    [ -z "${EVAL_BUNDLE:-}" ] || exit 2
+    few_shot=0 estimate=()
+    echo "cannot download the CORE tasks; continuing without few-shot evaluation" >&2
 }

@@ -213,9 +213,7 @@ def intact_checkpoints(folder: Path) -> Iterator[Checkpoint]:
     for path in reversed(step_folders(folder).values()):
         try:
             yield read_checkpoint(path)
-        except PermissionError:  # not damaged
-            raise
-        except (OSError, ValueError) as error:
+        except (FileNotFoundError, ValueError) as error:  # not those of the disk
             print(printable(f"skipping corrupt checkpoint: {error}"), flush=True)
 
 
@@ -287,9 +285,12 @@ class CheckpointChoice:
 
     def find(self) -> tuple[str, Checkpoint]:
         """The stage and the checkpoint. Raises MissingInput if there is none."""
-        stage = self.source or next(filter(saved_tags, reversed(FOLDERS)), None)
-        if stage is None:
-            raise MissingInput(f"no model in {base_dir()}", "bash speedrun.sh")
+        tag = self.model_tag
+        stages = [x for x in FOLDERS if (saved_tags(x) if tag is None else tag in saved_tags(x))]
+        if not self.source and not stages:
+            name = f"model {tag}" if tag else "model"
+            raise MissingInput(f"no {name} in {base_dir()}", "bash speedrun.sh")
+        stage = self.source or stages[-1]
         return stage, find_checkpoint(stage, self.model_tag, self.step)
 
 

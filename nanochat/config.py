@@ -13,6 +13,7 @@ import dataclasses
 import errno
 import gc
 import os
+import re
 import signal
 import sys
 import traceback
@@ -98,6 +99,8 @@ def user_message(error: BaseException) -> str | None:
         fix = OS_FIXES.get(error.errno or 0, "check the path" if error.filename else "")
         message = f"{error.filename}: {error.strerror}" if error.filename else str(error)
         return (message or type(error).__name__) + (fix and f"\n  fix:  {fix}")
+    if isinstance(error, MemoryError) or re.search("out of memory|allocate memory", str(error)):
+        return "out of memory; use a smaller model, batch or sequence length, or another machine"
     if not isinstance(error, ValueError | RuntimeError):
         return None
     last = traceback.extract_tb(error.__traceback__)[-1]

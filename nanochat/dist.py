@@ -145,7 +145,7 @@ class DistContext:
         try:
             return work()
         except RuntimeError as error:
-            if self.store is None or isinstance(error, RankHung):
+            if self.store is None or isinstance(error, RankHung | torch.AcceleratorError):
                 raise
             args = ("failed", self.rank, self.world_size, ANSWER_SECONDS)
             missing, why = silent_ranks(self.store, *args), printable(error).splitlines()[0]

@@ -249,6 +249,7 @@ def write_record(
     metrics: Path | None = None,
     files: Iterable[Path] = (),
     commits: Sequence[str] = (),
+    code: Mapping[str, str] | None = None,
     key: str | None = None,
     extend: bool = False,
 ) -> Path:
@@ -262,6 +263,7 @@ def write_record(
     metrics     the run's metrics.jsonl (`logger`), for the figures
     files       output files or directories; `find_finished` checks their content later
     commits     commits of all attempts of a run, by default the current one
+    code        `code_digests` when a long run began; default: of now
     key         what determines the result; default: `stage_key` of all settings
     extend      merge into the section's last record if it has the same key (`extend_record`)
 
@@ -277,7 +279,7 @@ def write_record(
         "tables": tables,
         "metrics": relative_path(metrics) if metrics else None,
         "files": hash_files(files),
-        "code": code_digests(),
+        "code": code or code_digests(),
         "provenance": {
             **asdict(provenance),
             "commit": ", ".join(commits or [git_state()["Commit"]]),
@@ -332,8 +334,10 @@ def find_finished(section: str, key: str) -> Record | None:
     files = [common.base_dir() / name for name in record["files"]]
     if (record["provenance"]["outputs"] and not files) or hash_files(files) != record["files"]:
         return None
-    changed = changed_code(record["code"])
-    require_same_code(section, changed, "run it again without --skip_if_done")
+    fix = "run it again without --skip_if_done"
+    if record["provenance"]["outputs"]:
+        fix = f"train again with --resume=never, or after renaming {files[0].parent.parent}"
+    require_same_code(section, changed_code(record["code"]), fix)
     return record
 
 

@@ -187,7 +187,7 @@ def render_report(
         {**table, "title": f"{SAMPLES} ({record['section'].split()[-1]})"}
         for record in written
         for table in record["tables"]
-        if table["title"] == SAMPLES
+        if table["title"] == SAMPLES and record["section"] in summary.STAGE_OF
     ]
     warnings = []
     if faults := summary.find_faults(written):
@@ -216,7 +216,8 @@ def render_report(
     ends = [seconds(r["timestamp"]) for r in fixed if not r["section"].lower().endswith("rl")]
     if ends:  # without RL, as in the original
         minutes = int(max(ends) - started) // 60
-        blocks.append(f"Total wall clock time: {minutes // 60}h{minutes % 60}m")
+        without = "" if len(ends) == len(fixed) else " (without RL)"
+        blocks.append(f"Total wall clock time: {minutes // 60}h{minutes % 60}m{without}")
     if changes:
         blocks.append(render_table(summary.difference_table(changes)))
     return "\n\n".join(filter(None, blocks)) + "\n"
@@ -282,7 +283,7 @@ def format_value(value: Any) -> str:
     if isinstance(value, list | tuple):
         return ", ".join(map(format_value, value))
     if isinstance(value, float):
-        return f"{value:.4f}"
+        return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e6 else f"{value:g}"
     is_large = isinstance(value, int) and value >= 10_000
     return f"{value:,}" if is_large else str(value)
 

@@ -165,7 +165,7 @@ def prepare_scoring(
 
 CPU_TOKENS = 8192  # per CPU micro-batch; larger is no faster (measured: d4, 2026-11)
 # Per token, layer and unit of width; measured: eager 46 to 49 at depths 4 to 32, compiled 0.73 of
-# that at depth 8 and 0.95 at depth 24 (torch 2.15)
+# that at depth 8 and 0.95 at depth 24 (torch 2.15). The least of these: too large a try is halved
 ACTIVATION_BYTES = 33
 GPU_RESERVE = 2 << 30  # bytes for NCCL and cuBLAS, which allocate in the first steps
 
@@ -266,7 +266,7 @@ class Progress:
     compile: Compile = "auto"
     """How the model is compiled; kept when the run resumes, because rounding differs."""
     device_rows: int | None = None
-    """Rows of a micro-batch; kept, because sums round differently."""
+    """Rows of a micro-batch; kept on any device, because sums round differently."""
     loss_scale: float = FLOAT16_LOSS_SCALE
     """Factor on the loss in the backward pass in float16, whose range is too small for most
     gradients otherwise: halved after a bad step, doubled after RAISE_SCALE_AFTER good ones."""
@@ -542,7 +542,8 @@ class Run:
         if lacking and finished:
             print(
                 "out of memory in the final evaluation; the trained model is saved. Rerun with "
-                "--resume=auto and a smaller --device_batch_size to repeat only the evaluation",
+                "--resume=auto to repeat only the evaluation, with more free memory or a smaller "
+                "--device_batch_size",
                 flush=True,
             )
             raise SystemExit(common.UNEVALUATED) from error
@@ -635,7 +636,7 @@ class Run:
         dist, progress, model = self.dist, self.progress, self.model
         self.open_log()
         check_weights(model, dist, progress.step)
-        self.finish_save()  # the previous one
+        dist.on_main(self.finish_save)  # the previous one; a collective would time out
         gathered = optim.full_state(self.optimizer)  # by all ranks; the main rank copies
         moments = {n: to_host(x) for n, x in gathered if dist.is_main}
         self.add_cost()
@@ -908,6 +909,7 @@ class Run:
                 metrics=self.folder / METRICS_FILE,
                 files=[saved.folder],
                 commits=list(dict.fromkeys(saved.state["commits"])),
+                code=self.state["code"],
             )
             report.update(renew=True)
             dist.print0(self.next_commands(following))

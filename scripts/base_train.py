@@ -142,7 +142,8 @@ def main(cfg: BaseTrain) -> None:
                 muon_momentum(step, num_steps, schedule),
                 decay_factor(step, num_steps),
             )
-    values = {**summarize(run, schedule), **run.measurements(), **few_shot}
+    decay = max(rule.weight_decay for rule in rules.values())  # Muon's
+    values = {**summarize(run, schedule), "weight_decay": decay, **run.measurements(), **few_shot}
     run.finish(SECTION, values, following="mid_train")
 
 

@@ -159,8 +159,10 @@ class Chat:
                 new, seen = completion.ids[seen:], len(completion.ids)
                 for kind, text in (piece for token in new for piece in transcript.add(token)):
                     current = self.show(current, kind, text)
-            for kind, text in transcript.close():
+            for kind, text in transcript.close() if completion.finish == "stop" else ():
                 current = self.show(current, kind, text)
+            cut = completion.finish == "length" and not self.is_base and sys.stdout.isatty()
+            stopped = " (reached the token limit)" if cut else ""
         except KeyboardInterrupt:
             stopped = " (stopped)"
         finally:

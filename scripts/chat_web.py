@@ -36,7 +36,8 @@ class ChatWeb(CheckpointChoice):
     top_p: float = 1.0
     """Sample from the smallest set of tokens whose probabilities sum to at least this."""
     max_tokens: Annotated[int, short("m")] = 256
-    """Maximum number of tokens per answer on the page. API default: as many as fit the context."""
+    """Maximum number of tokens per answer on the page. API default: in chats, as many as fit the
+    context; for texts, 16."""
     python: bool = False
     """Let models run Python in the sandbox; otherwise they have only a calculator."""
     unsafe_exec: bool = False
@@ -51,7 +52,7 @@ class ChatWeb(CheckpointChoice):
 
 def main(cfg: ChatWeb) -> None:
     defaults = Sampling(cfg.max_tokens, cfg.temperature, cfg.top_k, cfg.top_p)
-    key, bound = cfg.server.key(), listen(cfg.server)
+    key, bound = cfg.server.key, listen(cfg.server)
     dist = init_dist(cfg.dist, steady=False)
     # Leave one core to the event loop. Throughput on a 2-core machine, relative to using both cores
     # (bf16, measured 2026-11): 1 user 1.6x at depth 4, 1.25x at depth 10; 64 users 0.97x and 0.84x

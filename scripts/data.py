@@ -11,7 +11,6 @@ Reads   the text, and tokenizer/<tag>/ under the base directory (scripts.tok_tra
 Writes  data/ (downloads, manifest, source for later stages) and rows/<fingerprint>/ there
 """
 
-import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -41,17 +40,16 @@ class Data:
 
 
 def main(cfg: Data) -> None:
-    workers = cfg.workers or os.cpu_count() or 1
     tokenizer = None if cfg.download_only else Tokenizer.load(cfg.tokenizer_tag)
     source = open_text(cfg.data, load_last_source(cfg.tokenizer_tag))
     if tokenizer is None:
-        with ThreadPoolExecutor(workers) as pool:
+        with ThreadPoolExecutor(cfg.workers) as pool:
             count = len(list(pool.map(source.fetch, source.shards())))
         return print(printable(f"{source.name}: {count} shards present and verified"))
 
     rows, started = open_rows(source, tokenizer, cfg.max_seq_len), time.monotonic()
     before = rows.totals()["text_bytes"]
-    pack_rows(rows, source, tokenizer, workers=workers)
+    pack_rows(rows, source, tokenizer, workers=cfg.workers)
     seconds = time.monotonic() - started
     speed = (rows.totals()["text_bytes"] - before) / 1e6 / seconds
     print(summary(rows))

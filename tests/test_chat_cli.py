@@ -52,7 +52,8 @@ def pipe(monkeypatch, data: bytes):
 
 def test_base_model_continues_text_without_chat_tokens(command, prompts, typed):
     write_model("base:tiny")
-    command.works("chat_cli", "-i", "base", "-p", " Once upon")
+    write_model("sft:other")
+    command.works("chat_cli", "-g", "tiny", "-p", " Once upon")
     assert "it continues your text" in typed(["a time ", "/quit", "never"], "--source=base")
     assert prompts == [" Once upon", "a time "]
 

@@ -16,6 +16,20 @@ from tasks.buckets import buckets, held_out_questions
 PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *REPOSITORY.glob("docs/*.md")]
 HEADS = [*REPOSITORY.glob("scripts/**/*.py"), *REPOSITORY.glob("dev/*.py")]
 LAUNCH = re.compile(r"\b(torchrun|python3? -m|bash|sbatch) [^\n`]*")
+QUICK = """
+data --max_seq_len=256
+base_loss
+base_eval --max_per_task=500
+chat_eval -i sft --max_problems=200 --max_new_tokens=96
+chat_cli -i sft -p "Where does Mira live?"
+export
+lab.hold_out --final="kmmlu|humaneval"
+lab.hold_out
+report
+report --reset
+tok_train --dataset=embedded --vocab_size=4096 --skip_if_done
+base_train --depth=2 --max_seq_len=128 --num_iterations=20 --total_batch_size=2048 --model_tag=ex
+"""  # commands of the pages that take seconds with small models
 ENDS = {"|", "||", "&&", "&", ";", ">", ">>", "2>&1", "2>", "<", "done"}
 
 
@@ -57,6 +71,15 @@ def faults_in(command, monkeypatch):
 def test_commands_on_page_are_accepted(page: Path, faults_in):
     blocks = re.findall(r"^```bash\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
     assert not faults_in(blocks)
+
+
+def test_quick_commands_of_the_pages_work(tuned, command):
+    written = "\n".join(page.read_text() for page in PAGES)
+    found = [words[words.index("-m") + 1 :] for words in commands_in(written) if "-m" in words]
+    for line in QUICK.strip().splitlines():
+        script, *flags = shlex.split(line)
+        assert [f"scripts.{script}", *flags] in found, line
+        command.works(script, *flags)
 
 
 def test_commands_in_heads_of_scripts_are_accepted(faults_in):

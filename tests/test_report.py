@@ -147,7 +147,7 @@ def test_sections_stand_in_order_with_their_keys_and_values(report):
     environment, end = section_of(text, "Environment"), section_of(text, "Summary")
     assert ", ".join(bullets(environment)) == ENVIRONMENT
     assert environment.rstrip().endswith("Run started: 2025-10-23 22:27:01")
-    assert "Total wall clock time: 3h25m\n" in end and "- Lines: 12,350\n" in end
+    assert "Total wall clock time: 3h25m (without RL)\n" in end and "- Lines: 12,350\n" in end
 
 
 def test_values_and_tables_are_printed_as_in_the_original(report):
@@ -238,6 +238,7 @@ def test_built_in_world_is_no_core_and_samples_are_on_top(report):
     old = {**table, "rows": [["Hi", "Old."]]}
     report.write("Base model evaluation", values, tables=[old])
     report.write("Chat evaluation rl", {}, tables=[{**table, "rows": [["Two\nlines", "a | b"]]}])
+    report.write("Chat evaluation rl, 5 answers at temperature 1", {}, tables=[old])
     report.write("Base model loss", {"val bpb": 1.5})
     text = report.render()
     assert "CORE" not in text and "Old." not in text

@@ -36,7 +36,8 @@ def speedrun(base: Path, *words: str, **extra: str) -> subprocess.CompletedProce
 
 
 def values(base: Path, section: str) -> dict:
-    return read_json(base / "report" / f"{section.lower().replace(' ', '-')}.json")["values"]
+    name = section.lower().replace(" ", "-")
+    return read_json(base / "dry-run" / "report" / f"{name}.json")["values"]
 
 
 def results(base: Path, section: str) -> dict:
@@ -95,7 +96,7 @@ def test_R18_rerun_after_a_kill_skips_finished_stages_and_redoes_damaged_ones(tm
     base = tmp_path / "my models"
     kill_in(base, "base model loss", 0)
     before = {stage: results(base, stage) for stage in STAGES[:3]}
-    tokenizer = base / "tokenizer" / "main" / "tokenizer.json"
+    tokenizer = base / "dry-run" / "tokenizer" / "main" / "tokenizer.json"
     tokenizer.write_text(tokenizer.read_text() + " ")
     done = speedrun(base)
     assert done.returncode == 0, done.stdout + done.stderr

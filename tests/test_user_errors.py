@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from nanochat.config import parse, settings
 from nanochat.tokenizer import Tokenizer
@@ -104,6 +105,11 @@ def test_interrupt_has_status_130_and_no_traceback(command, monkeypatch):
     monkeypatch.setattr(Tokenizer, "train", interrupt)
     done = command("tok_train", *TEXT)
     assert done.status == 130 and "interrupted" in done.text and "Traceback" not in done.text
+
+
+def test_out_of_memory_at_the_start_is_one_sentence(command, monkeypatch):
+    monkeypatch.setattr(Tokenizer, "train", lambda *_: torch.empty(1 << 50))
+    assert "out of memory; use a smaller model" in command.rejects("tok_train", *TEXT)
 
 
 def test_error_inside_a_library_keeps_its_traceback(command, monkeypatch):

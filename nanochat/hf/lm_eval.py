@@ -27,6 +27,7 @@ from nanochat.serve.openai_api import TextRequest
 from nanochat.serve.scheduler import Answer
 
 MAX_GEN_TOKS = 256  # default limit on generated tokens
+HARNESS_ARGUMENTS = {"batch_size", "max_batch_size"}  # that it adds itself, unused here
 
 LogLikelihood = tuple[float, bool]  # log-likelihood (nats), whether every token is the argmax
 
@@ -45,9 +46,12 @@ class NanochatLM(LM):
         step: int | None = None,
         dtype: Any = None,
         device: str | None = None,
-        **ignored: Any,
+        **others: Any,
     ) -> None:
         super().__init__()
+        if unknown := others.keys() - HARNESS_ARGUMENTS:
+            known = "source, tag, step, dtype and device"
+            raise ValueError(f"unknown model_args: {', '.join(unknown)}; use {known}")
         kind: Any = (device or "").split(":")[0] or None
         if kind == "cuda" and not torch.cuda.is_available():
             kind = None  # the harness defaults to a GPU

@@ -157,7 +157,6 @@ class Generation(BaseModel):
         None, gt=0, le=100, validation_alias=AliasChoices("repetition_penalty", "repeat_penalty")
     )
     logit_bias: Biases = None
-    tfs_z: float | None = Field(None, ge=1, le=1)  # tail-free sampling, which 1 disables
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: Annotated[list[str], BeforeValidator(as_list)] = Field([], max_length=16, fail_fast=True)
     stream: bool | None = None
@@ -166,7 +165,7 @@ class Generation(BaseModel):
     @model_validator(mode="after")
     def reject_unsupported(self) -> Self:
         for name, value in (self.model_extra or {}).items():
-            neutral = {"best_of": (1, self.n), "length_penalty": (1,)}.get(name, ())
+            neutral = {"best_of": (1, self.n), "length_penalty": (1,), "tfs_z": (1,)}.get(name, ())
             is_neutral = value in NEUTRAL or value in neutral
             if name not in IGNORED and not is_neutral:
                 raise bad_field(name, "not supported; omit this field")

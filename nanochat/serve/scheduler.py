@@ -46,7 +46,7 @@ class Answer:
         if self.num_tokens < len(c.ids):
             self.num_tokens = len(c.ids)
             pieces = self.transcript.add(c.ids[-1])
-        if c.finish is not None:
+        if c.finish == "stop":  # at a limit, the beginning of a character is no text
             pieces += self.transcript.close()
         deltas = [delta for kind, text in pieces for delta in self.show(kind, text)]
         if c.finish is not None and self.finish is None:

@@ -19,6 +19,7 @@ import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -88,8 +89,9 @@ class ServerConfig:
         if self.port >= 2**16:
             raise ValueError(f"port must be below {2**16}, got {self.port}")
 
+    @cached_property  # read once: the file may be a pipe
     def key(self) -> str | None:
-        """Read the API key; None: no key. Raises OSError, or ValueError for an invalid key."""
+        """The API key; None: no key. Raises OSError, or ValueError for an invalid key."""
         if self.api_key_file is None:
             return None
         key = Path(self.api_key_file).expanduser().read_text("utf-8", "replace").strip()
@@ -323,7 +325,7 @@ class Server(uvicorn.Server):
         add_api(api, library, self.worker, defaults, cfg.truncation, suggestions)
         add_pages(api, self.worker)
         add_errors(api)
-        app: Any = SecurityMiddleware(api, cfg.security, cfg.key())
+        app: Any = SecurityMiddleware(api, cfg.security, cfg.key)
         if cfg.security.allow_origins:
             app = CORSMiddleware(
                 app,
@@ -373,7 +375,8 @@ def listen(cfg: ServerConfig) -> socket.socket:
         found.listen()  # else a second server could bind the port while this one loads its model
     except OSError as error:
         found.close()
-        address, fix = f"{cfg.host}:{cfg.port}", f"--port={cfg.port + 1} or --host=127.0.0.1"
+        port = cfg.port + 1 if 1024 <= cfg.port < 2**16 - 1 else 8000  # below 1024: for root
+        address, fix = f"{cfg.host}:{cfg.port}", f"--port={port} or --host=127.0.0.1"
         message = f"cannot listen on {address} ({error.strerror}); try {fix}"
         raise ValueError(message) from error
     return found

@@ -37,6 +37,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, TypeVar
 
+from nanochat.common import fingerprint, sha256_file
+
 T = TypeVar("T")
 Split = Literal["train", "val", "test"]
 Paragraphs = Iterable[str]
@@ -48,10 +50,14 @@ AMBIGUOUS = "friend animal pet landmark festival month inn road".split()
 # ---- Text data -----------------------------------------------------------------------------------
 
 
+FOLDER = Path(__file__).parent / "data"
+DIGEST = fingerprint([*map(sha256_file, sorted(FOLDER.iterdir()))])  # of all files in data/
+
+
 @cache
 def read_data(file: str) -> str:
     """The contents of a file in data/."""
-    return (Path(__file__).parent / "data" / file).read_text(encoding="utf-8")
+    return (FOLDER / file).read_text(encoding="utf-8")
 
 
 @cache

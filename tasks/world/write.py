@@ -16,12 +16,14 @@ import yaml
 
 from nanochat.common import base_dir, hold_lock, read_json, sha256_file, write_atomic, write_json
 from tasks.world.corpus import WORLD_VERSION, documents
+from tasks.world.facts import DIGEST
 from tasks.world.suite import SUITE_VERSION, suite
 
 EMBEDDED = "embedded"  # name of the dataset
 SEED = 0
-IDENTITY = {"kind": EMBEDDED, "version": WORLD_VERSION, "seed": SEED}  # determines all texts
-VERSION = [WORLD_VERSION, SUITE_VERSION]  # files of another version are rewritten
+# What determines all texts; files of another version are rewritten
+IDENTITY = {"kind": EMBEDDED, "version": WORLD_VERSION, "data": DIGEST, "seed": SEED}
+VERSION = [IDENTITY, SUITE_VERSION]
 TRAIN_SHARDS = [f"world_{i:05d}" for i in range(16)]  # 5M tokens at vocabulary size 4,096
 VAL_SHARD = "world_val"
 

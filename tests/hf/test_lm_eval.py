@@ -76,6 +76,8 @@ def test_rolling_loglikelihood_equals_the_harness(ours, exported):
 def test_tag_that_the_harness_parsed_as_a_number_is_a_name(saved):
     with pytest.raises(MissingInput, match="base_checkpoints/24"):
         NanochatLM(source="base", tag=24)
+    with pytest.raises(ValueError, match="unknown model_args: model_tag"):
+        NanochatLM(source="base", model_tag="d4")
 
 
 def test_generate_until_ends_before_the_first_stop(ours, exported):
