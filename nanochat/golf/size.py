@@ -56,8 +56,8 @@ def choose_smallest(
 ) -> SmallestFile:
     """Return the smallest file over all compressors."""
     body = make_body(stored, model, tokenizer, origin)
-    files = {by: write_body(body, by) for by in COMPRESSORS}
-    by = min(files, key=lambda by: len(files[by]))
+    files: dict[Compressor, bytes] = {by: write_body(body, by) for by in COMPRESSORS}
+    by: Compressor = min(files, key=lambda by: len(files[by]))
     tensors = []
     for s in stored:
         payload = s.floats + s.level_bytes()
