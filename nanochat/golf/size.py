@@ -62,7 +62,7 @@ def choose_smallest(
     for s in stored:
         payload = s.floats + s.level_bytes()
         tensors.append((s, len(payload), len(compress(payload, by))))
-    tried = {which: len(data) for which, data in files.items()}
+    tried: dict[Compressor, int] = {which: len(data) for which, data in files.items()}
     return SmallestFile(files[by], by, tried, tensors, code_bytes())
 
 
