@@ -58,18 +58,18 @@ def test_V2_V3_full_queue_returns_429_and_disconnects_leave_it(base, monkeypatch
 # ---- V3, V10: concurrent users -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("users", [12, 64])
+@pytest.mark.parametrize("users", [12, pytest.param(64, marks=SLOW)])
 def test_V3_users_share_slots_and_get_fair_throughput(site, monkeypatch, users):
     taken, answers = slow_down(monkeypatch, 0.001), [0] * users
 
     def ask_again_and_again(user):
-        while sum(answers) < 4 * users:
+        while sum(answers) < 8 * users:
             site.content(max_tokens=20)
             answers[user] += 1
 
     with ThreadPoolExecutor(users) as pool:
         list(pool.map(ask_again_and_again, range(users)))
-    assert min(answers) >= 2 and max(answers) <= 6 and max(taken) == 8
+    assert max(answers) <= 2 * min(answers) and max(taken) == 8
 
 
 # ---- models, tools and failures ------------------------------------------------------------------
