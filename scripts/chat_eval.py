@@ -142,7 +142,7 @@ def main(cfg: ChatEval) -> None:
     mean = records.mean_name("ChatCORE", (task.name for task in counted))
     means: dict[str, list[Task]] = {mean: counted} if is_complete else {}
     later: list[Task] = []
-    if is_complete and not cfg.task_name and cfg.source != "base":  # it knows no turns
+    if is_complete and not cfg.task_name and cfg.source != "base":  # a text model has no turns
         later = [LaterTurns(t, Mixture(counted), [TURNS], LATER_PROBLEMS) for t in counted]
         means[f"{mean} after {TURNS} turns"] = later
 

@@ -200,13 +200,13 @@ def compare(cfg: SweepScript, inputs: Inputs, sweep: Sweep) -> tuple[dict, dict]
         for i in range(cfg.arm_seeds if number else cfg.seeds)
     }
     sweep.run_all([*jobs.values()])
-    failed = {(base, arm) for (base, arm, _), job in jobs.items() if job in sweep.failed}
+    failed = {key[:2] for key, job in jobs.items() if job in sweep.failed}
     runs = {base: {arm: [] for arm in arms if (base, arm) not in failed} for base in inputs}
+    if not all(CONTROL in kept for kept in runs.values()):
+        raise UsageError("a run of the control failed", "rerun the same command")
     for (base, arm, _), job in jobs.items():
-        if (base, arm) not in failed:
+        if arm in runs[base]:
             runs[base][arm].append(job.recorded())
-    if controls := failed & {(base, CONTROL) for base in inputs}:
-        raise UsageError(f"runs of the control failed: {controls}", "rerun the same command")
     found = compare_arms(runs, cfg.metric)
     values = {
         "Left out": ", ".join(job.name for job in sweep.failed) or None,

@@ -54,7 +54,6 @@ FOLDER = Path(__file__).parent / "data"
 DIGEST = fingerprint([*map(sha256_file, sorted(FOLDER.iterdir()))])  # of all files in data/
 
 
-@cache
 def read_data(file: str) -> str:
     """The contents of a file in data/."""
     return (FOLDER / file).read_text(encoding="utf-8")
@@ -247,8 +246,8 @@ class Question:
     @property
     def sentences(self) -> list[str]:
         """The sentences that answer the question, or the bare answer if there are none."""
-        holds = whole_words(self.answer).search
-        return list(filter(holds, self.full_answers)) or [upper_first(self.answer) + "."]
+        found = filter(whole_words(self.answer).search, self.full_answers)
+        return [*found] or [f"{upper_first(self.answer)}."]
 
 
 @cache
@@ -292,14 +291,12 @@ def make_fact(s: Subject, relation: str, lines: Sequence[str]) -> Fact:
         fields = vars(s) | names
         return [line[2:].format(**fields) for line in lines if line[0] == mark]
 
-    names = dict.fromkeys("Sso", s.name) | dict.fromkeys("Pp", f"{s.name}'s")
-    named = fill("-", **names)
+    named = fill("-", **dict.fromkeys("Sso", s.name), **dict.fromkeys("Pp", f"{s.name}'s"))
     pronouns = fill("-", S=s.He, s=s.he, o=s.him, P=s.His, p=s.his)
     short = [text for text in pronouns if text not in named]
     # Friends and opposites are mutual: both directions share one key
-    mutual = relation in ("friend", "opposite")
-    key = sorted([s.name, getattr(s, relation)]) if mutual else [s.name]
-    split = split_of("question", s.kind, relation, *key)
+    names = [s.name, getattr(s, relation)] if relation in ("friend", "opposite") else [s.name]
+    split = split_of("question", s.kind, relation, *sorted(names))
     fact = Fact(s, relation, named, short, fill("I"), split, [])
     templates = [line.split(" | ")[-1] for line in lines if line[0] == "?"]
     for line, template in zip(fill("?"), templates, strict=True):
@@ -311,8 +308,12 @@ def make_fact(s: Subject, relation: str, lines: Sequence[str]) -> Fact:
 @cache
 def facts() -> list[Fact]:
     """All facts about Lowen."""
-    kinds = text_sections("relations.txt")
-    return [f for kind in kinds for s in subjects(kind) for f in s.facts.values()]
+    return [
+        fact
+        for kind in text_sections("relations.txt")
+        for subject in subjects(kind)
+        for fact in subject.facts.values()
+    ]
 
 
 @cache

@@ -200,8 +200,9 @@ class WorldChoice(WorldTask, QuestionTask):
         return self.rounds(i)[0]
 
     def cluster(self, i: int) -> str:
-        held_out = self.split != "train"
-        return cluster_of(self.questions[i].fact) if held_out else super().cluster(i)
+        if self.split == "train":
+            return super().cluster(i)
+        return cluster_of(self.questions[i].fact)
 
     def conversation(self, i: int) -> Conversation:
         """A list of options with one question; in training, more questions about it follow."""

@@ -3,7 +3,7 @@ Write the embedded world to disk: text shards and an evaluation bundle.
 
     documents, few-shot tasks -> data/embedded/text/*.jsonl, suite/ -> manifest.json, written last
 
-The manifest has the version and the digest of every file. Files from an interrupted call are not
+The manifest has the identity and the digest of every file. Files from an interrupted call are not
 listed and are written again.
 """
 
@@ -20,10 +20,8 @@ from tasks.world.facts import DIGEST
 from tasks.world.suite import SUITE_VERSION, suite
 
 EMBEDDED = "embedded"  # name of the dataset
-SEED = 0
-# What determines all texts; files of another version are rewritten
-IDENTITY = {"kind": EMBEDDED, "version": WORLD_VERSION, "data": DIGEST, "seed": SEED}
-VERSION = [IDENTITY, SUITE_VERSION]
+# What determines the files; those of another identity are rewritten
+IDENTITY = {"kind": EMBEDDED, "version": [WORLD_VERSION, SUITE_VERSION], "data": DIGEST}
 TRAIN_SHARDS = [f"world_{i:05d}" for i in range(16)]  # 5M tokens at vocabulary size 4,096
 VAL_SHARD = "world_val"
 
@@ -31,20 +29,20 @@ VAL_SHARD = "world_val"
 def write(num_shards: int | None = None) -> Path:
     """
     Write the missing files of data/embedded/: the first `num_shards` training shards (default:
-    all), the validation shard and the suite. Rewrites files from other versions. Returns the
+    all), the validation shard and the suite. Rewrites files of another identity. Returns the
     folder.
     """
     folder = base_dir() / "data" / EMBEDDED
     path = folder / "manifest.json"
     with hold_lock(folder / ".lock", f"writing the dataset {EMBEDDED}"):
         manifest = read_json(path) if path.exists() else {}
-        if manifest.get("version") != VERSION:
-            manifest = {"version": VERSION, "identity": IDENTITY, "val_shard": VAL_SHARD}
+        if manifest.get("identity") != IDENTITY:
+            manifest = {"identity": IDENTITY, "val_shard": VAL_SHARD}
         files, bundle = manifest.setdefault("files", {}), manifest.setdefault("suite", {})
         for i, shard in [*enumerate(TRAIN_SHARDS[:num_shards]), (0, VAL_SHARD)]:
             file = folder / "text" / f"{shard}.jsonl"
             if shard not in files or not file.exists():
-                texts = documents(SEED, i, "val" if shard == VAL_SHARD else "train")
+                texts = documents(0, i, "val" if shard == VAL_SHARD else "train")
                 files[shard] = write_file(file, format_json_lines({"text": t} for t in texts))
         known = {folder / "suite" / file: bundle[file]["sha256"] for file in bundle}
         if not known or any(not p.exists() or sha256_file(p) != known[p] for p in known):
