@@ -47,7 +47,7 @@ cpu)
     depth=${DEPTH:-4}
     text=(--dataset=embedded)
     tokenizer=(--vocab_size=4096)
-    shape=(--max_seq_len=256 --num_iterations=400 --total_batch_size=4096 --eval_every=100
+    shape=(--max_seq_len=256 --num_iterations=320 --total_batch_size=4096 --eval_every=80
         --eval_tokens=65536)
     score=(--split_tokens=65536 --max_documents=300)
     mid=(--num_iterations=400 --init_lr_frac=0.85 --eval_every=100 --eval_tokens=32768)
