@@ -60,6 +60,7 @@ esac
 
 if [ -n "${DRY_RUN:-}" ]; then # the last of duplicate flags wins
     export NANOCHAT_BASE_DIR="${NANOCHAT_BASE_DIR:-$PWD/out}/dry-run"
+    unset NANOCHAT_REPORT_DIR
     text+=(--num_shards=1)
     tokenizer+=(--max_chars=1000000)
     shape+=(--num_iterations=2 --eval_tokens=1 --core_metric_max_per_task=2)

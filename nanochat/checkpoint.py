@@ -159,11 +159,16 @@ def read_state(folder: Path) -> dict[str, Any]:
     return state
 
 
-def read_checkpoint(folder: Path) -> Checkpoint:
-    """Read and verify a saved step. Raises CorruptCheckpoint naming the first damaged file."""
+def read_checkpoint(folder: Path, optimizer: bool = False) -> Checkpoint:
+    """
+    Read and verify a saved step, with its optimizer state if that will be loaded. Raises
+    CorruptCheckpoint naming the first damaged file.
+    """
     state = read_state(folder)
     for name, digest in state["files"].items():
         path = folder / name
+        if name == OPTIM_FILE and not optimizer:
+            continue
         if not path.is_file():
             raise CorruptCheckpoint(f"{path} is missing")
         if common.sha256_file(path) != digest:
@@ -208,18 +213,21 @@ def newest_state(folder: Path) -> dict[str, Any] | None:
     return None
 
 
-def intact_checkpoints(folder: Path) -> Iterator[Checkpoint]:
+def intact_checkpoints(folder: Path, optimizer: bool = False) -> Iterator[Checkpoint]:
     """The good checkpoints of a folder, newest first; corrupt ones are reported and skipped."""
     for path in reversed(step_folders(folder).values()):
         try:
-            yield read_checkpoint(path)
+            yield read_checkpoint(path, optimizer)
         except (FileNotFoundError, ValueError) as error:  # not those of the disk
             print(printable(f"skipping corrupt checkpoint: {error}"), flush=True)
 
 
-def open_checkpoint(folder: Path, step: int | None = None) -> Checkpoint | None:
+def open_checkpoint(
+    folder: Path, step: int | None = None, optimizer: bool = False
+) -> Checkpoint | None:
     """
     Return the newest good checkpoint of a folder, or exactly `step`; None if there is none.
+    optimizer: its optimizer state will be loaded, too.
 
     Raises FileNotFoundError if `step` does not exist, ValueError if it is corrupt, and
     CorruptCheckpoint if all checkpoints are.
@@ -228,8 +236,8 @@ def open_checkpoint(folder: Path, step: int | None = None) -> Checkpoint | None:
     if step is not None:
         if step not in folders:
             raise FileNotFoundError(f"no step {step} in {folder}; available: {list(folders)}")
-        return read_checkpoint(folders[step])
-    found = next(intact_checkpoints(folder), None)
+        return read_checkpoint(folders[step], optimizer)
+    found = next(intact_checkpoints(folder, optimizer), None)
     if folders and found is None:
         raise CorruptCheckpoint(
             f"all checkpoints in {folder} are corrupt; its training script with --resume=never "

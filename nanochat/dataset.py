@@ -15,7 +15,7 @@ import os
 import re
 import zlib
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -117,7 +117,8 @@ class DataConfig:
     (the built-in dataset, no network), or a local folder of .parquet, .jsonl or .jsonl.gz files
     with a `text` field. Default: the source of the earlier stages."""
     num_shards: int | None = None
-    """Training shards to use, from the first. Default: all."""
+    """Training shards to use, from the first. Default: with --dataset, all; else, as in the earlier
+    stages."""
 
     def __post_init__(self) -> None:
         require_at_least(self, num_shards=1)
@@ -322,6 +323,15 @@ def split_shards(
     return train[: cfg.num_shards], val_shard
 
 
+def describe_split(files: Sequence[str], val_shard: str) -> str:
+    """The validation shard, and the files that `split_shards` leaves out, as text."""
+    left = [file for file in files if HELD_OUT.search(file) and file != val_shard]
+    chosen = f"validates on {val_shard}"
+    if len(files) < 2 or not left:
+        return chosen
+    return f"{chosen}; {len(left)} files not trained on, by their names: {', '.join(left[:9])}"
+
+
 def require_recorded(source: Source, recorded: str | None) -> None:
     """Raise ValueError if the source does not have the `recorded` fingerprint; None accepts any."""
     if recorded not in (None, source.fingerprint):
@@ -392,10 +402,7 @@ def open_folder(cfg: FirstUseConfig, recorded: str | None) -> Source:
         require_recorded(source, recorded)
         if not old:
             ignored = f"; ignored {num_ignored} files of other types" if num_ignored else ""
-            left = [name for name in names if HELD_OUT.search(name) and name != val_shard]
-            if left and len(names) > 1:
-                ignored += f"; not trained on, by their names: {', '.join(left)}"
-            print(f"{folder}: validates on {val_shard}{ignored}", flush=True)
+            print(f"{folder}: {describe_split(names, val_shard)}{ignored}", flush=True)
         if manifest != old:
             write_json(path, manifest)
     return source
@@ -476,7 +483,7 @@ def open_hub(cfg: FirstUseConfig, path: Path) -> Source:
         if not path.exists():
             manifest["val_shard"] = val_shard
             write_json(path, manifest)
-            print(f"{name}: validates on {val_shard}", flush=True)
+            print(f"{name}: {describe_split(files, val_shard)}", flush=True)
     repo = HubRepo(name, path.parent, manifest["commit"])
     if val_shard.startswith(TAIL) and "tail_start" not in manifest:
         try:

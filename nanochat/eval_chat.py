@@ -22,7 +22,7 @@ from nanochat.tokenizer import Tokenizer
 
 PASS_TOKENS = 16_384  # tokens in a forward pass, with padding
 
-Questions = Any  # a `tasks.base.Task`; the core does not import tasks
+ChatTask = Any  # a `tasks.base.Task`; the core does not import tasks
 Outcomes = list[list[float]]  # for each item, the scores of its answers
 
 
@@ -34,13 +34,13 @@ class TaskResult(NamedTuple):
     """Items whose prompt lacks a part of the conversation, to fit the context."""
 
 
-def score_answer(questions: Questions, i: int, answer: str) -> float:
+def score_answer(questions: ChatTask, i: int, answer: str) -> float:
     """Score an answer to item i with the task that the item belongs to."""
     task, number = questions.locate(i)
     return task.score(task[number], answer)
 
 
-def clusters_of(questions: Questions, count: int) -> list[str]:
+def clusters_of(questions: ChatTask, count: int) -> list[str]:
     """The clusters of the first `count` items, for standard errors (`stats.mean`)."""
     located = map(questions.locate, range(count))
     return [f"{task.name} {task.cluster(number)}" for task, number in located]
@@ -81,7 +81,7 @@ def render_prompts(
 
 @torch.no_grad()
 def score_by_logits(
-    model: GPT, tokenizer: Tokenizer, task: Questions, count: int, dist: DistContext
+    model: GPT, tokenizer: Tokenizer, task: ChatTask, count: int, dist: DistContext
 ) -> TaskResult:
     """
     Answer the first `count` items with the option letter that has the highest logit at the start of
@@ -106,7 +106,7 @@ def score_by_logits(
 
 
 def score_by_generation(
-    engine: Engine, task: Questions, count: int, settings: Sampling, n: int, dist: DistContext
+    engine: Engine, task: ChatTask, count: int, settings: Sampling, n: int, dist: DistContext
 ) -> TaskResult:
     """
     Generate `n` answers to each of the first `count` items and score the text.

@@ -247,9 +247,15 @@ class TaskScore:
         return stats.mean(self.outcomes)
 
     @property
+    def centered(self) -> list[float]:
+        """Score of each item, rescaled so that 0 is chance and 1 is correct."""
+        chance = self.task.random_baseline
+        return [(outcome - chance) / (1 - chance) for outcome in self.outcomes]
+
+    @property
     def centered_accuracy(self) -> stats.Estimate:
         """Centered accuracy: 0 is chance, 1 is perfect."""
-        return stats.center_accuracy(self.accuracy, self.task.random_baseline)
+        return stats.mean(self.centered)
 
 
 def evaluate_task(

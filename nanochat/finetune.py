@@ -137,7 +137,7 @@ def make_run(
     growth = batch_lr_factor(batch_tokens)
     rules = make_rules(train.optim, model.cfg.d_model, cfg.init_lr_frac, growth)
     optimizer = MuonAdamW(model, rules, dist)
-    counts = rows.counts(CHAT_SHARD)["buckets"]
+    counts = rows.record(CHAT_SHARD)["buckets"]
     return Run(
         stage,
         choose_tag(stage, parent, train),

@@ -335,8 +335,8 @@ def find_finished(section: str, key: str) -> Record | None:
     if (record["provenance"]["outputs"] and not files) or hash_files(files) != record["files"]:
         return None
     fix = "run it again without --skip_if_done"
-    if record["provenance"]["outputs"]:
-        fix = f"train again with --resume=never, or after renaming {files[0].parent.parent}"
+    if files and "resume" in record["settings"]:
+        fix += f" and with --resume=never, or rename {files[0].parent.parent}"
     require_same_code(section, changed_code(record["code"]), fix)
     return record
 

@@ -26,8 +26,8 @@ from nanochat.config import require_at_least, require_positive
 from nanochat.dist import DistContext
 from nanochat.engine import Completion, Engine, Sampling
 from nanochat.eval_chat import (
+    ChatTask,
     Outcomes,
-    Questions,
     clusters_of,
     item_means,
     longest_prompt,
@@ -166,7 +166,7 @@ class Rollouts:
     size.
     """
 
-    task: Questions
+    task: ChatTask
     questions: Sequence[int]
     """Indices of the task's questions to train on."""
     cfg: RolloutConfig
@@ -247,14 +247,14 @@ class Rollouts:
 # ---- Evaluation before and after RL --------------------------------------------------------------
 
 
-def pass_metrics(outcomes: Outcomes, task: Questions) -> dict[str, float]:
+def pass_metrics(outcomes: Outcomes, task: ChatTask) -> dict[str, float]:
     """Metrics of an evaluation: pass@1 and its standard error."""
     found = stats.mean(item_means(outcomes), clusters_of(task, len(task)))
     return {"pass_at_1": found.value, "pass_at_1_se": found.se}
 
 
 def compare_results(
-    before: Outcomes, after: Outcomes, task: Questions
+    before: Outcomes, after: Outcomes, task: ChatTask
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """
     Values and items for the record: pass@1 on held-out questions before and after RL, its change

@@ -135,7 +135,7 @@ class Rows:
         once, after packing.
         """
         packed = takewhile(self.is_packed, self.train_shards)
-        return np.cumsum([0, *(self.counts(shard)["rows"] for shard in packed)])
+        return np.cumsum([0, *(self.record(shard)["rows"] for shard in packed)])
 
     def row_ids(self, step: int, rows_per_step: int, seed: int) -> np.ndarray:
         """
@@ -199,7 +199,7 @@ class Rows:
             if not self.is_packed(shard):
                 fix = "the same command with --resume=auto packs it"
                 raise UsageError(f"{shard} is not packed in {self.folder}", fix)
-            counts, path = self.counts(shard), self.bin_path(shard)
+            counts, path = self.record(shard), self.bin_path(shard)
             if not path.is_file() or common.sha256_file(path) != counts["sha256"]:
                 self.json_path(shard).unlink(missing_ok=True)  # several ranks may find it
                 raise UsageError(
@@ -214,7 +214,7 @@ class Rows:
         """Whether the rows of a shard are complete."""
         return self.json_path(shard).exists()
 
-    def counts(self, shard: str) -> dict[str, Any]:
+    def record(self, shard: str) -> dict[str, Any]:
         """The record of a packed shard: the counts of its `Packer`, and its SHA-256."""
         return common.read_json(self.json_path(shard))
 
@@ -222,7 +222,7 @@ class Rows:
         """Sum the counts of packed shards; default: the training shards."""
         total = Counter[str]()
         for shard in filter(self.is_packed, shards or self.train_shards):
-            total.update({k: n for k, n in self.counts(shard).items() if isinstance(n, int)})
+            total.update({k: n for k, n in self.record(shard).items() if isinstance(n, int)})
             total["shards"] += 1
         return total
 
@@ -464,7 +464,7 @@ def missing_shards(rows: Rows, num_rows: int | None = None) -> list[str]:
         if num_rows is not None and known >= num_rows:
             break
         shards.append(shard)
-        known += rows.counts(shard)["rows"] if rows.is_packed(shard) else rows.expected[shard]
+        known += rows.record(shard)["rows"] if rows.is_packed(shard) else rows.expected[shard]
     return [shard for shard in shards if not rows.is_packed(shard)]
 
 
@@ -517,7 +517,9 @@ def pack_rows(
     Run `pack_text` in up to `workers` processes (default: one per core and per free GiB), which end
     if this one does. Finished shards are kept. Raises UsageError if one fails; it prints its error.
     """
-    most = min(os.cpu_count() or 1, psutil.virtual_memory().available >> 30)
+    affinity = getattr(os, "sched_getaffinity", None)  # of Linux
+    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
+    most = min(cores, psutil.virtual_memory().available >> 30)
     workers = min(workers or most, len(missing_shards(rows, num_rows)))
     if workers < 2:
         return pack_text(rows, source, tokenizer, num_rows)

@@ -7,7 +7,7 @@ What all training scripts share: batches, gradients, updates, and the run around
 The loop itself stands in the script of each stage:
 
     with run:
-        for step in run.steps():  # from the last checkpoint on
+        for step in run.steps():  # from the last checkpoint on; the last turn only evaluates
             if run.due(cfg.eval_every):
                 run.log(...)
             if run.finished:  # trained and saved; only the last evaluation was left
@@ -392,10 +392,10 @@ class Run:
             **identity,
         }
         self.state = {"stage": stage, "identity": self.identity, "settings": settings, **state}
-        self.rows = max(1, batch_tokens // model.cfg.max_seq_len // dist.world_size)  # per rank
-        self.device_rows = cfg.device_batch_size or 1
+        rows = max(1, batch_tokens // model.cfg.max_seq_len // dist.world_size)
+        self.rows_per_rank, self.device_rows = rows, cfg.device_batch_size or 1
         if compile is not None:
-            self.device_rows = choose_device_rows(cfg.device_batch_size, self.rows, self.rows)
+            self.device_rows = choose_device_rows(cfg.device_batch_size, rows, rows)
         self.stop = StopRequest()
         self.progress = Progress()
         self.checkpoint: Checkpoint | None = None
@@ -478,7 +478,7 @@ class Run:
         dist, folder = self.dist, self.folder
         if self.cfg.resume == "never":
             return None
-        found = dist.on_node(lambda: open_checkpoint(folder))
+        found = dist.on_node(lambda: open_checkpoint(folder, optimizer=True))
         name = f"step {found.step} ({found.fingerprint})" if found else "no checkpoint"
         names = dist.gather(name)
         for rank, other in enumerate(names):
@@ -494,7 +494,7 @@ class Run:
             enable_fp8(self.model, dist.device)
         if self.cfg.device_batch_size is None:
             limit = progress.device_rows or rows_to_try(self.model, dist)
-            self.device_rows = choose_device_rows(None, self.rows, limit)
+            self.device_rows = choose_device_rows(None, self.rows_per_rank, limit)
         progress.device_rows = self.device_rows
         left = (self.num_steps - progress.step) * self.batch_tokens
         flops = left * self.model.flops_per_token()
@@ -505,7 +505,8 @@ class Run:
     def describe(self) -> None:
         """Print what is about to be trained, and where."""
         model, dist, cfg = self.model, self.dist, self.model.cfg
-        mode = "eager" if self.progress.compile in ("auto", "off") else "compiled"
+        eager = self.progress.compile in ("auto", "off")
+        mode = "eager" if eager else "compiled in the first step, which takes a minute or more"
         lines = {
             "device": f"{dist.device_name} x {dist.world_size}, {describe_dtype(dist)}",
             "kernels": f"attention {model.blocks[0].attention.backend}, {mode}",
@@ -732,7 +733,7 @@ class Run:
             raise UsageError(why, f"use {SMALLER}" if self.device_rows == 1 else fix)
         if self.dist.device.type == "cuda":
             torch.cuda.empty_cache()
-        self.device_rows = choose_device_rows(None, self.rows, self.device_rows // 2)
+        self.device_rows = choose_device_rows(None, self.rows_per_rank, self.device_rows // 2)
         self.progress.device_rows = self.device_rows
         self.dist.print0(f"out of memory; trying --device_batch_size={self.device_rows}")
 
@@ -819,7 +820,7 @@ class Run:
             progress.train_seconds += seconds
             self.step_seconds.append(seconds)
         progress.step += 1
-        used = self.dist.utilization(flops / seconds)
+        used = self.dist.utilization(flops / (seconds - metrics.get("rollout_seconds", 0.0)))
         values = {
             "loss": totals.loss,
             "grad_norm": totals.norm,

@@ -104,9 +104,8 @@ def main(cfg: BaseEval) -> None:
     }
     if dist.is_main:
         origin, cost = records.Provenance(run_id, seed, inputs), records.Cost.so_far(dist)
-        items = {s.task.name: records.item_scores(s.task.items, s.outcomes) for s in scores}
-        weights = {s.task.name: 1 / len(scores) / (1 - s.task.random_baseline) for s in scores}
-        items[metric] = {"weights": weights}  # of the tasks in the mean
+        items = {s.task.name: records.item_scores(s.task.items, s.centered) for s in scores}
+        items[metric] = {"weights": {s.task.name: 1 / len(scores) for s in scores}}
         tables = [task_table(scores), *accesses]
         report.append_section(section, cfg, values, origin, cost, items=items, tables=tables)
     dist.close()

@@ -96,6 +96,7 @@ def main(cfg: BaseTrain) -> None:
     tokenizer, source, rows = open_text(cfg, dist)
     inputs = {"rows": rows.fingerprint, "tokenizer": tokenizer.fingerprint}
     inputs["data"] = source.fingerprint
+    dist.print0(f"text      {source.name}, {len(source.train_shards):,} training shards")
     resolved = {**settings(cfg), "eval_tokens": cfg.validation.tokens(dist)}
     if skip_if_finished(SECTION, resolved, inputs, cfg.train, dist):
         return dist.close()
@@ -130,7 +131,7 @@ def main(cfg: BaseTrain) -> None:
     few_shot: dict[str, Any] = {}
     with run:
         validation = Validation(cfg.validation, {source.name: rows}, tokenizer, dist)
-        for step in run.steps():  # from the last checkpoint on
+        for step in run.steps():  # from the last checkpoint on; the last turn only evaluates
             if run.due(cfg.train.eval_every):
                 run.log(validation.score(model.token_losses, run.device_rows, run.stop))
             few_shot |= sample_and_score(run, cfg.evaluation, suite)
@@ -142,8 +143,8 @@ def main(cfg: BaseTrain) -> None:
                 muon_momentum(step, num_steps, schedule),
                 decay_factor(step, num_steps),
             )
-    decay = max(rule.weight_decay for rule in rules.values())  # Muon's
-    values = {**summarize(run, schedule), "weight_decay": decay, **run.measurements(), **few_shot}
+    decay = {"weight_decay": rules["blocks"].weight_decay}  # Muon's
+    values = {**summarize(run, schedule), **decay, **run.measurements(), **few_shot}
     run.finish(SECTION, values, following="mid_train")
 
 

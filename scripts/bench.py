@@ -43,7 +43,7 @@ from nanochat.train import Compile
 from tasks.builtin import open_text
 
 DEPTHS = (4, 8, 12)
-EMBEDDED_VOCAB = 2048  # largest that the small built-in text can train
+EMBEDDED_VOCAB = 2048  # of the tokenizer benchmark: the built-in text has few different words
 HINT = "install with:  uv sync --inexact --group interop"
 
 

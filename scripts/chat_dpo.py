@@ -137,7 +137,7 @@ def main(cfg: ChatDPO) -> None:
     shape = cfg.train.device_batch_size or 8, tokenizer.bos_id, dist.device
     found = {}
     with run:
-        for step in run.steps():  # from the last checkpoint on
+        for step in run.steps():  # from the last checkpoint on; the last turn only evaluates
             if run.due(cfg.train.eval_every):
                 batches = pair_batches(held_out[dist.rank :: dist.world_size], *shape)
                 found = evaluate_pairs(model, reference, cfg.beta, batches, dist)

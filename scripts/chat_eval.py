@@ -81,6 +81,10 @@ class ChatEval:
 
     def __post_init__(self) -> None:
         require_at_least(self, batch_size=1, max_problems=1, num_samples=1)
+        if self.num_samples > 1 and not self.sampling.temperature:
+            raise ValueError(
+                f"{self.num_samples} greedy answers to a question are equal; use --temperature=1"
+            )
 
 
 def default_tasks(source: Mapping[str, Any]) -> tuple[str, ...]:

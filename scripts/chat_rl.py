@@ -148,7 +148,7 @@ def main(cfg: ChatRL) -> None:
     shape = cfg.train.device_batch_size or 8, tokenizer.bos_id, dist.device
     with run:
         before = after = evaluate()  # of the parent, also in a resumed run
-        for step in run.steps():  # from the last checkpoint on
+        for step in run.steps():  # from the last checkpoint on; the last turn only evaluates
             copy_weights(engine.model, model)
             if step == 0:
                 run.log(pass_metrics(before, held_out))

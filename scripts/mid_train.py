@@ -62,7 +62,7 @@ def main(cfg: MidTrain) -> None:
     model, tokenizer = load_model(parent, dist, tuning.max_seq_len), parent.tokenizer()
     T = model.cfg.max_seq_len
     rows = packed_chats(chats.train, cfg.train.seed, tokenizer, T, dist)
-    counts = rows.counts(CHAT_SHARD)["buckets"]
+    counts = rows.record(CHAT_SHARD)["buckets"]
     about: Any = {"settings": resolved, "inputs": inputs, "declared": chats.declared}
     run = make_run("mid", parent, model, rows, tuning, cfg.train, dist, **about)
     val_rows = bucket_rows(chats.val, tokenizer, T, dist)
@@ -72,7 +72,7 @@ def main(cfg: MidTrain) -> None:
         return model.token_losses(x, y, document_segments(x, tokenizer.bos_id))
 
     with run:
-        for step in run.steps():  # from the last checkpoint on
+        for step in run.steps():  # from the last checkpoint on; the last turn only evaluates
             if run.due(cfg.train.eval_every):
                 metrics = validation.score(score, run.device_rows, run.stop)
                 run.log(metrics)

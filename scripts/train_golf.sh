@@ -37,7 +37,7 @@ h100x8 | gpu)
     fi
     ;;
 cpu)
-    text=embedded shards=None
+    text=embedded shards=${SHARDS:-1}
     tokenizer=(--vocab_size=1024 --max_chars=100000000)
     row=(--max_seq_len=512)
     shape=(--depth=4 --d_model=128 --head_dim=32 --n_kv_head=1)

@@ -7,8 +7,7 @@
 # SEEDS="0 1 2" measures the spread too. Extra arguments are passed to base_train. Writes to
 # out/recursion-fast or NANOCHAT_BASE_DIR. Exits with status 1 if a criterion is not met: gradients
 # finite, loss falling, loops improving, first loop unharmed, better than an equal-FLOPs plain model.
-# Uses the default learning rates; with the lower rates used earlier, models learned less
-# (dev/LOG.md). If interrupted, rerun the same command.
+# Uses the default learning rates. If interrupted, rerun the same command.
 set -euo pipefail
 
 name=fast preset=aggressive

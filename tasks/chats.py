@@ -35,7 +35,7 @@ class Chats(HubTask):
     messages: column of messages, {role, content} or {from, value}, by default messages; or prompt
     and answer: columns of text. where: column=value selects rows. train, val: file stems in the
     format of `tasks.hub.match_files`; default: train, and no file for val. revision: branch, tag or
-    commit. Without columns, those of the class are used.
+    commit. Without columns, those of the class are used; its files only for its own repository.
 
     If "train" and "val" share a file, about one prompt in 20, and at least one, is held out, chosen
     by a hash. Raises ValueError naming an invalid line of a file.
@@ -57,7 +57,9 @@ class Chats(HubTask):
             return
         self.repo, names = parse_source(source or self.default)
         if self.default and not names.keys() & {"messages", "prompt"}:
-            names = parse_source(self.default)[1] | names
+            own, known = parse_source(self.default)
+            columns = {key: known[key] for key in known.keys() & {"messages", "prompt", "answer"}}
+            names = (known if self.repo == own else columns) | names
         train = names.get("train", "train")
         self.splits = {"train": train, "val": names.get("val", train)}
         self.names, self.revision = names, names.get("revision")
@@ -235,13 +237,27 @@ def complete(prompt: Any, answer: Any) -> Any:
 # conversations, use jsonl:<file> instead.
 
 IDENTITY_SIZES = {"train": 2_000, "val": 200}
+MOST_TOPICS = 3  # of a conversation
 GREETINGS = ("Hello! ", "Hi! ", "Hey, ", "Good morning! ")
 
 
 @cache
 def topics() -> list[list[str]]:
-    """Lines of each topic: question variants separated by |, then answers."""
-    return blocks((Path(__file__).parent / "identity.txt").read_text(encoding="utf-8"))
+    """
+    Lines of each topic: question variants separated by |, then answers. Raises ValueError for a
+    topic with fewer than two variants or without answers, and for fewer than three topics.
+    """
+    path = Path(__file__).parent / "identity.txt"
+    found = blocks(path.read_text(encoding="utf-8"))
+    for lines in found:
+        if len(lines) < 2 or " | " not in lines[0]:
+            raise ValueError(
+                f"{path}: a topic needs two ways to ask, separated by ' | ', and below them an "
+                f"answer a line: {lines[:1]}"
+            )
+    if len(found) < MOST_TOPICS:
+        raise ValueError(f"{path} has {len(found)} topics, fewer than {MOST_TOPICS}; add some")
+    return found
 
 
 class Identity(Task):
@@ -261,7 +277,7 @@ class Identity(Task):
     def conversation(self, i: int) -> Conversation:
         rng = Random(f"identity-{self.split}-{i}")
         messages = []
-        for questions, *answers in rng.sample(topics(), rng.choice((1, 1, 2, 3))):
+        for questions, *answers in rng.sample(topics(), rng.choice((1, 1, 2, MOST_TOPICS))):
             *variants, last = questions.split(" | ")
             variants = variants if self.split == "train" else [last]
             greeting = "" if messages or rng.random() < 0.7 else rng.choice(GREETINGS)

@@ -22,6 +22,7 @@ from nanochat.common import read_json, sha256_file
 from nanochat.dist import DistConfig
 from nanochat.eval_core import open_suite
 from nanochat.gpt import GPT
+from nanochat.records import read_scores
 from nanochat.tokenizer import Tokenizer
 from scripts import base_eval
 from tests.conftest import byte_model
@@ -156,11 +157,12 @@ def test_R26_B10_scores_equal_an_independent_implementation(base, bundle, reques
         items = [json.loads(line) for line in file.read_text().splitlines()]
         Random(1337).shuffle(items)
         outcomes, cut = outcomes_of(model, tokenizer, entry, items[: 2 if real else None])
-        assert record["items"][label]["scores"] == " ".join(map(str, outcomes)), label
         [row] = (line for line in table if line.startswith(f"{label},"))
         chance = float(row.split(",")[columns.index("Random baseline")]) / 100
         n, accuracy, truncated = len(outcomes), np.mean(outcomes), truncated + cut
         centered.append((accuracy - chance) / (1 - chance))
+        scores = read_scores(record["items"][label])
+        assert scores == pytest.approx([(x - chance) / (1 - chance) for x in outcomes], abs=1e-5)
         se = np.std(outcomes, ddof=1) / np.sqrt(n) / (1 - chance)
         assert [*values[label].values()] == pytest.approx([centered[-1], n, se])
     assert values["CORE metric"]["value"] == pytest.approx(np.mean(centered))
@@ -325,8 +327,10 @@ def test_invalid_bundle_file_is_named(bundle, command, file, old, new, message):
 
 def test_core_metric_runs_at_its_cadence_and_at_the_end(trained, bundle, command):
     flags = "--num_iterations=5 --core_metric_every=2 --core_metric_max_per_task=3".split()
+    flags.append("--weight_decay=0")
     command.works("base_train", *SMALL, *flags, "--model_tag=core", f"--eval_bundle={bundle}")
     found = curve(folder(trained, "core"), "core_metric")
     values = read_json(trained / "report" / "base-model-training.json")["values"]
     assert len(found) == 3 and values["CORE metric estimate"]["n"] == 18
+    assert values["weight_decay"] == 0
     assert found[-1] == values["CORE metric estimate"]["value"]

@@ -73,6 +73,13 @@ def test_any_columns_files_and_rows_are_selected_in_a_mixture(tmp_path, monkeypa
     assert questions(smoltalk.val) == ["q1"]  # instead of the task's own file
 
 
+def test_other_repository_of_a_known_task_has_its_own_files(tmp_path, monkeypatch):
+    rows = [{"messages": chat(f"q{i}", "a")} for i in range(40)]
+    publish({"train.jsonl": rows}, tmp_path, monkeypatch)
+    [bucket] = buckets("smoltalk:me/mine")
+    assert len(bucket.train) + len(bucket.val) == 40 and len(bucket.val) < 9
+
+
 @pytest.mark.parametrize(
     ("source", "message"),
     [

@@ -22,7 +22,7 @@ from nanochat.chat_format import render
 from nanochat.common import UsageError, sha256_file
 from nanochat.dataset import DataConfig, Source, load_last_source, open_source
 from nanochat.eval_bpb import Validation, ValidationConfig
-from nanochat.finetune import FEW_STEPS, few_steps_warning, fit_batch
+from nanochat.finetune import fit_batch
 from nanochat.logger import read_metrics
 from nanochat.loss import IGNORE
 from nanochat.records import read_records
@@ -181,7 +181,7 @@ def test_P7_R34_B2_text_of_any_form_is_packed_almost_whole(form, tmp_path, token
     texts, found = sum(files.values(), []), Counter()
     shards = [*rows.train_shards, rows.val_shard]
     for shard in shards:
-        here, counts = stored(rows, shard), rows.counts(shard)
+        here, counts = stored(rows, shard), rows.record(shard)
         assert (here[:, 0] == tokenizer.bos_id).all() and counts["rows"] == len(here) > 0
         assert counts["dropped"] <= 0.005 * (counts["dropped"] + counts["tokens"])
         found.update(here[here != tokenizer.bos_id].tolist())
@@ -339,7 +339,7 @@ def test_B3_every_conversation_is_in_one_row_with_its_mask():
     rows = packed_chats([*chats, ALONE, ALONE])  # nothing to train on there
     expected = [render(CHAT_TOKENIZER, each) for each in chats]
     assert sorted(conversations_in(rows)) == sorted((ids[1:], m[1:]) for ids, m in expected)
-    counts = rows.counts("rows")
+    counts = rows.record("rows")
     assert counts["buckets"]["x"]["used"] == 200
     assert counts["documents_cut"] == counts["dropped"] == 0
     assert sum(len(ids) for ids, _ in expected) > 0.9 * counts["rows"] * 64
@@ -458,10 +458,3 @@ def test_short_stage_uses_smaller_batches():
     assert fit_batch(524_288, None, 1e6, 2048) == 16_384  # not below 8 rows
     assert fit_batch(524_288, 50, 1e6, 2048) == 524_288  # explicit num_iterations
     assert fit_batch(255 * 2048, None, 10e6, 2048) == 15 * 2048  # of 3 or 5 GPUs
-
-
-def test_few_steps_warning_names_enough_epochs():
-    warning = few_steps_warning(1, batch_tokens=4096, epoch_tokens=1536)
-    assert "only 1 step of 4,096 tokens" in warning
-    [epochs] = re.findall(r"--num_epochs=(\d+)", warning)
-    assert round(int(epochs) * 1536 / 4096) == FEW_STEPS

@@ -47,6 +47,7 @@ BAD_FLAGS = {
     "base_train --warmdown_ratio=1.5": "warmdown_ratio must be .* got 1.5",
     "chat_dpo --num_epochs=0": "num_epochs must be positive, got 0",
     "chat_eval --source=sft --model_tag=none": "no checkpoint in.*scripts.chat_sft",
+    "chat_eval -n 8": "8 greedy answers to a question are equal; use --temperature=1",
     "chat_cli --source=rl -p hi": "no checkpoint in.*scripts.chat_rl",
     "chat_cli -k 0 -p hi": "top_k must be at least 1, got 0",
     "chat_cli -t nan -p hi": "temperature must be .* got nan",

@@ -7,7 +7,7 @@ Golf artifact: a model in one compressed file (configuration, tokenizer and quan
     header length | header (JSON) | scales and unquantized tensors | levels of each tensor
 
 Tensors are stored in state_dict order; names and shapes follow from the configuration. Levels take
-one byte each: packed to their bit width, files were 9% larger once compressed (dev/LOG.md).
+one byte each: packed to their bit width, files were 9% larger once compressed.
 """
 
 import io

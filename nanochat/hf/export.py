@@ -249,19 +249,20 @@ def read_hf(folder: Path) -> HFModel:
 
     Raises FileNotFoundError, or ValueError with the file and the unsupported value.
     """
-    config = read_object(folder / "config.json")
+    file = folder / "config.json"
+    config = read_object(file)
     kind = config.get("model_type")
-    if kind == REMOTE:
-        cfg = read_config(config["gpt"])
-        names = None
-    elif kind == NATIVE:
-        cfg = config_from_native(config, folder)
-        names = native_names(cfg)
-    else:
+    if kind not in (NATIVE, REMOTE):
         raise ValueError(
-            f"{folder / 'config.json'} has model_type {kind!r}; only {NATIVE} and {REMOTE} can be "
-            "imported; evaluate other models with scripts.base_eval --hf_path"
+            f"{file} has model_type {kind!r}; only {NATIVE} and {REMOTE} can be imported; evaluate "
+            "other models with scripts.base_eval --hf_path"
         )
+    try:
+        cfg = config_from_native(config, folder) if kind == NATIVE else read_config(config["gpt"])
+    except (KeyError, TypeError) as error:
+        why = f"{file} has a missing or unknown setting: {error}"
+        raise ValueError(f"{why}; import it with the version that exported it") from error
+    names = native_names(cfg) if kind == NATIVE else None
     found: dict[str, Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
         found |= load_file(file)

@@ -23,7 +23,8 @@ from nanochat.dist import DistConfig, init_dist
 from nanochat.engine import Engine, Sampling, choose_engine_compile
 from nanochat.eval_chat import longest_prompt, trim
 from nanochat.eval_core import Question, score_options, truncate_options
-from nanochat.serve.openai_api import TextRequest
+from nanochat.sandbox import calculate
+from nanochat.serve.openai_api import ChatRequest
 from nanochat.serve.scheduler import Answer
 
 MAX_GEN_TOKS = 256  # default limit on generated tokens
@@ -115,9 +116,9 @@ class NanochatLM(LM):
     # ---- generation --------------------------------------------------------------------------
 
     def generate_until(self, requests: Sequence[Any], **options: Any) -> list[str]:
-        """Generate a completion for each prompt, up to the first stop string."""
+        """Generate a completion for each prompt, up to the first stop string, without tool calls."""
         compiled = choose_engine_compile(self.dist.device, MAX_GEN_TOKS * len(requests))
-        engine = Engine(self.model, self.own_tokenizer, compiled=compiled)
+        engine = Engine(self.model, self.own_tokenizer, tool=calculate, compiled=compiled)
         answers, texts = {}, [""] * len(requests)
         for number, (context, wanted) in enumerate(request.args for request in requests):
             until = wanted.get("until") or []
@@ -125,14 +126,14 @@ class NanochatLM(LM):
             settings = sampling(wanted, number)  # repeated requests get different samples
             room = longest_prompt(engine, settings.max_new_tokens)
             prompt = trim(self.encode(context), room)
-            asked = TextRequest.model_construct(stop=stop)
+            asked = ChatRequest.model_construct(stop=stop)  # whose deltas keep tool calls apart
             (completion,) = engine.submit(prompt, settings)
             answers[completion] = Answer(completion, self.own_tokenizer, asked, number)
         while engine.busy:
             for completion in engine.step():
                 answer = answers[completion]
                 deltas = answer.advance()
-                texts[answer.index] += "".join(delta.text for delta in deltas)
+                texts[answer.index] += "".join(d.text for d in deltas if d.kind == "text")
                 if answer.finish:
                     engine.cancel(completion)
         return texts

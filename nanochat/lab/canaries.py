@@ -11,8 +11,8 @@ suite are compared with the parent's: length, termination, parsability, repetiti
 for one letter. So is the accuracy on its multiple-choice items. Rows must have targets exactly on
 the answers, and the first logged loss must be the parent's on the same rows: a bug in the chat
 template, the loss mask or the loading of the model shows in the first step. Later, a run is broken
-only if a canary triggers at two checkpoints in a row. Thresholds were tuned on healthy runs and
-injected failures (dev/LOG.md), except for the accuracy and the first step.
+only if a canary triggers at two checkpoints in a row. The threshold of `forgotten` was tuned on
+healthy runs and injected failures (dev/LOG.md); the others are estimates.
 """
 
 import math

@@ -121,7 +121,7 @@ def item_variances(
 ) -> list[tuple[float, float]]:
     """
     (variance, degrees of freedom) of the difference by the choice of items, for each task that the
-    metric is a mean of. Empty unless all runs have scores of the same items.
+    metric is a mean of. Empty unless all runs have scores of the same items, two or more.
 
     Differences between the answers of seeds are part of the variance between seeds and not counted
     again.
@@ -133,6 +133,8 @@ def item_variances(
             return []
         scores, clusters = np.array([read_scores(e) for e in entries]), read_clusters(entries[0])
         draws = len(set(clusters)) if clusters else scores.shape[1]
+        if draws < 2:
+            return []
         sides = np.split(scores, [len(before)])  # (seeds, items) each
         old, new = (side.mean(axis=0).tolist() for side in sides)
         paired = stats.compare(old, new, clusters)

@@ -64,14 +64,13 @@ impl Encoder {
         Encoder { vocab, splitter, caches: Mutex::default() }
     }
 
-    /// Encodes texts, in order, each with `prefix` prepended.
+    /// Encodes texts, in order.
     ///
     /// Without a pool, runs on the calling thread. `stop` is called regularly; if it returns
     /// true, encoding aborts. Fails on a text above 4 GB or if the splitter fails.
     pub fn encode_many(
         &self,
         texts: &[&str],
-        prefix: Option<u32>,
         pool: Option<&ThreadPool>,
         mut stop: impl FnMut() -> bool,
     ) -> Result<Flat, Error> {
@@ -89,7 +88,6 @@ impl Encoder {
             for &(is_start, part) in *job {
                 if is_start {
                     done.offsets.push(done.ids.len() as i64);
-                    done.ids.extend(prefix);
                 }
                 self.encode(part, &mut done.ids)?;
             }
@@ -213,10 +211,10 @@ mod tests {
         texts.push(String::new());
         let texts: Vec<&str> = texts.iter().map(String::as_str).collect();
         let pool = rayon::ThreadPoolBuilder::new().num_threads(3).build().unwrap();
-        let flat = encoder.encode_many(&texts, Some(7), Some(&pool), || false).unwrap();
+        let flat = encoder.encode_many(&texts, Some(&pool), || false).unwrap();
         assert_eq!(flat.offsets.len(), texts.len() + 1);
         for (i, text) in texts.iter().enumerate() {
-            let mut expected = vec![7];
+            let mut expected = Vec::new();
             encoder
                 .splitter
                 .split(text, |start, end| {
@@ -226,7 +224,7 @@ mod tests {
             let row = flat.offsets[i] as usize..flat.offsets[i + 1] as usize;
             assert!(flat.ids[row] == expected, "text {i}");
         }
-        let stopped = encoder.encode_many(&texts, None, None, || true);
+        let stopped = encoder.encode_many(&texts, None, || true);
         assert_eq!(stopped.err(), Some(Error::Interrupted));
     }
 

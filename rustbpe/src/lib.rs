@@ -175,7 +175,7 @@ impl Tokenizer {
     /// Encodes a text to a list of ids.
     fn encode(&self, py: Python<'_>, text: &Bound<'_, PyString>) -> PyResult<Vec<u32>> {
         let text = [as_str(text, 0)?];
-        let flat = self.encode_texts(py, &text, None, None)?;
+        let flat = self.encode_texts(py, &text, None)?;
         Ok(flat.ids)
     }
 
@@ -188,28 +188,24 @@ impl Tokenizer {
         num_threads: Option<i64>,
     ) -> PyResult<Vec<Vec<u32>>> {
         let texts = take_all(texts)?;
-        let flat = self.encode_texts(py, &as_strs(&texts, 0)?, num_threads, None)?;
+        let flat = self.encode_texts(py, &as_strs(&texts, 0)?, num_threads)?;
         let rows = flat.offsets.windows(2);
         Ok(rows.map(|row| flat.ids[row[0] as usize..row[1] as usize].to_vec()).collect())
     }
 
-    /// Encodes texts to one flat array of ids, each text preceded by `prefix` if given.
+    /// Encodes texts to one flat array of ids.
     ///
     /// Returns `(ids, offsets)`, uint32 and int64 buffers that `numpy.frombuffer` wraps without a
     /// copy: text i is `ids[offsets[i]:offsets[i + 1]]`. Releases the GIL; Ctrl-C interrupts.
-    #[pyo3(signature = (texts, num_threads=None, prefix=None))]
+    #[pyo3(signature = (texts, num_threads=None))]
     fn encode_flat(
         &self,
         py: Python<'_>,
         texts: &Bound<'_, PyAny>,
         num_threads: Option<i64>,
-        prefix: Option<i64>,
     ) -> PyResult<(Numbers, Numbers)> {
-        let prefix = prefix
-            .map(|id| u32::try_from(id).map_err(|_| value_error!("prefix {id} is not a 32-bit id")))
-            .transpose()?;
         let texts = take_all(texts)?;
-        let flat = self.encode_texts(py, &as_strs(&texts, 0)?, num_threads, prefix)?;
+        let flat = self.encode_texts(py, &as_strs(&texts, 0)?, num_threads)?;
         Ok((Numbers::new(flat.ids), Numbers::new(flat.offsets)))
     }
 
@@ -230,7 +226,6 @@ impl Tokenizer {
         py: Python<'_>,
         texts: &[&str],
         num_threads: Option<i64>,
-        prefix: Option<u32>,
     ) -> PyResult<Flat> {
         let state = self.state();
         let num_threads = checked_num_threads(num_threads)?;
@@ -238,9 +233,7 @@ impl Tokenizer {
         let serial = num_threads == 1 || size < SERIAL_BYTES;
         let pool = (!serial).then(|| pool(num_threads)).transpose()?;
         let quiet = |_: Python<'_>, _| Ok(());
-        interruptible(py, quiet, |stop| {
-            state.encoder.encode_many(texts, prefix, pool.as_ref(), || stop(0))
-        })
+        interruptible(py, quiet, |stop| state.encoder.encode_many(texts, pool.as_ref(), || stop(0)))
     }
 }
 

@@ -164,7 +164,7 @@ def main(cfg: GolfTrain) -> None:
         if cfg.ema_decay and run.finished and run.progress.step < run.num_steps:
             fix = "train all steps with --resume=never, or use --ema_decay=0"
             raise UsageError("the run has averaged weights and cannot be extended", fix)
-        for step in run.steps():  # from the last checkpoint on
+        for step in run.steps():  # from the last checkpoint on; the last turn only evaluates
             if run.due(cfg.train.eval_every):
                 run.log(validation.score(model.token_losses, run.device_rows, run.stop))
             few_shot |= sample_and_score(run, cfg.evaluation, suite)

@@ -128,7 +128,7 @@ def recorded_scores(checkpoint: Checkpoint, sampled: bool = False) -> Recorded:
         is_evaluation = not record["provenance"]["outputs"] and "before" not in inputs
         if is_evaluation and inputs.get(stage) == checkpoint.fingerprint:
             for key, value in record["values"].items():
-                if isinstance(value, Mapping) or key in summary.BASE_METRICS:
+                if isinstance(value, Mapping) or key in (*summary.BASE_METRICS, "document bpb"):
                     found[key] = value
             items |= record["items"]
     if not found:

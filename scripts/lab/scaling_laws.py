@@ -112,14 +112,20 @@ def main(cfg: ScalingLaws) -> None:
     sweep.run_all([*jobs.values()])
     runs: dict[str, list[list[float]]] = {arm: [] for arm in arms}
     for (arm, budget, depth, _), job in jobs.items():
-        flops_per_token, tokens, loss = map(job.metric, MEASURED)
-        runs[arm].append([budget, depth, flops_per_token / 6, tokens, loss])
+        if job not in sweep.failed:
+            flops_per_token, tokens, loss = map(job.metric, MEASURED)
+            runs[arm].append([budget, depth, flops_per_token / 6, tokens, loss])
         shutil.rmtree(stage_folder("base") / job.tag, ignore_errors=True)
+    for arm, mine in runs.items():
+        if len({(budget, depth) for budget, depth, *_ in mine}) < MIN_POINTS:
+            raise UsageError(f"too few runs of {arm} succeeded for a law", "rerun the same command")
     laws = {arm: fit_law(*np.array(mine).T[2:]) for arm, mine in runs.items()}
 
     tables = make_tables(cfg, runs, laws, budgets, models)
     tables.append(ledger_table(sweep.ledger()))
-    section, values = f"Scaling laws {cfg.name}".removesuffix(" scaling"), {"Runs": len(jobs)}
+    section = f"Scaling laws {cfg.name}".removesuffix(" scaling")
+    left_out = ", ".join(job.name for job in sweep.failed) or None
+    values = {"Runs": len(jobs), "Left out": left_out}
     made, cost = records.Provenance(records.new_run_id(), 0, inputs), sweep.cost()
     report.append_section(section, cfg, values, made, cost, tables=tables)
 

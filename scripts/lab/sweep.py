@@ -257,7 +257,12 @@ def search(cfg: SweepScript, inputs: Inputs, sweep: Sweep) -> tuple[dict, dict]:
 
     chosen, jobs = next(iter(final.items()))
     mean = over_seeds([job.metric(cfg.metric) for job in jobs])
-    values = {f"Chosen {cfg.search}": chosen, f"{cfg.metric}, mean of {cfg.seeds} seeds": mean}
+    failed = [v for v in (*wide, *tight) if v not in first] + [v for v in best if v not in final]
+    values = {
+        f"Chosen {cfg.search}": chosen,
+        f"{cfg.metric}, mean of {cfg.seeds} seeds": mean,
+        "Left out": ", ".join(f"{value:g}" for value in failed) or None,
+    }
     every = [job for each in (*first.values(), *final.values()) for job in each]
     rows = [[job.name, job.metric(cfg.metric)] for job in every]
     return values, {"title": "Search", "columns": ["Run", cfg.metric], "rows": rows}
@@ -280,6 +285,8 @@ def train_values(
         ]
     sweep.run_all(sum(jobs.values(), []))
     good = {v: each for v, each in jobs.items() if all(job.done.exists() for job in each)}
+    if not good:
+        raise UsageError(f"every value of {cfg.search} had a run that failed", "see the log files")
     means = {v: fmean(job.metric(cfg.metric) for job in each) for v, each in good.items()}
     order = sorted(means, key=lambda value: means[value], reverse=cfg.stage == "rl")
     return {value: jobs[value] for value in order}

@@ -24,7 +24,7 @@ from nanochat.checkpoint import (
     stage_folder,
     step_folders,
 )
-from nanochat.common import MissingInput
+from nanochat.common import MissingInput, printable
 from nanochat.config import start
 from nanochat.dist import DistConfig, init_dist
 from nanochat.lab.canaries import (
@@ -72,7 +72,7 @@ def main(cfg: Watch) -> None:
         try:
             found = rises(before, measure(*load_inference(checkpoint, dist), *shared))
         except OSError:
-            if checkpoint.folder.exists():
+            if step == max(step_folders(folder), default=step):
                 raise
             continue  # deleted meanwhile: a run keeps only the newest
         if "without_signal" in (logged := log.get(step - 1, {})):  # RL
@@ -102,9 +102,16 @@ def saved_checkpoints(folder: Path, follow: bool) -> Iterator[Checkpoint]:
     """Yield the checkpoints in order; with `follow`, also those to come until the run finishes."""
     step, changed = -1, time.monotonic()
     while True:
-        if new := [path for n, path in step_folders(folder).items() if n > step]:
-            yield (checkpoint := read_checkpoint(new[0]))
-            step, changed = checkpoint.step, time.monotonic()
+        if new := [each for each in step_folders(folder).items() if each[0] > step]:
+            (step, path), changed = new[0], time.monotonic()
+            try:
+                checkpoint = read_checkpoint(path)
+            except (OSError, ValueError) as error:
+                if len(new) == 1:
+                    raise
+                print(printable(f"skipped step {step}: {error}"), flush=True)  # deleted meanwhile
+                continue
+            yield checkpoint
             follow = follow and not checkpoint.state["progress"]["finished"]
         elif not follow or time.monotonic() > changed + GIVE_UP_SECONDS:
             return

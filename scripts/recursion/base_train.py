@@ -144,7 +144,7 @@ def main(cfg: RecursionTrain) -> None:
     few_shot: dict[str, Any] = {}
     with run:
         validation = Validation(cfg.validation, {source.name: rows}, tokenizer, dist)
-        for step in run.steps():  # from the last checkpoint on
+        for step in run.steps():  # from the last checkpoint on; the last turn only evaluates
             if run.due(cfg.train.eval_every):
                 if isinstance(model, RecursiveGPT):
                     metrics = validation_metrics(model, validation, run.device_rows, run.stop)

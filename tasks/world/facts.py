@@ -182,6 +182,8 @@ class Fact:
 
     subject: Subject
     relation: str
+    key: tuple[str, ...]
+    """Kind, relation and names; equal for both directions of a mutual relation."""
     named: list[str]
     """Sentences that name the subject."""
     short: list[str]
@@ -296,8 +298,8 @@ def make_fact(s: Subject, relation: str, lines: Sequence[str]) -> Fact:
     short = [text for text in pronouns if text not in named]
     # Friends and opposites are mutual: both directions share one key
     names = [s.name, getattr(s, relation)] if relation in ("friend", "opposite") else [s.name]
-    split = split_of("question", s.kind, relation, *sorted(names))
-    fact = Fact(s, relation, named, short, fill("I"), split, [])
+    key = (s.kind, relation, *sorted(names))
+    fact = Fact(s, relation, key, named, short, fill("I"), split_of("question", *key), [])
     templates = [line.split(" | ")[-1] for line in lines if line[0] == "?"]
     for line, template in zip(fill("?"), templates, strict=True):
         question, answer = line.split(" | ")

@@ -93,8 +93,8 @@ def fact_questions(split: Split) -> list[Question]:
 
 
 def cluster_of(fact: Fact) -> str:
-    """Questions about one fact are answered alike."""
-    return f"{fact.subject.kind} {fact.subject.name} {fact.relation}"
+    """Questions about one fact, also in the other direction, are answered alike."""
+    return " ".join(fact.key)
 
 
 class WorldFacts(WorldTask):

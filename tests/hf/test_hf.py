@@ -316,6 +316,7 @@ def test_R40_export_of_edited_code_is_right_or_rejected(base, command, monkeypat
         ("config.json", {"model_type": "llama"}, "'llama'.*--hf_path"),
         ("config.json", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "'linear'"),
         ("config.json", {"num_hidden_layers": 3}, "missing or unexpected tensors"),
+        ("config.json", {"hidden_size": None}, "config.json has a missing or unknown setting"),
         ("tokenizer.json", {"model": {"vocab": {"a": 5}}}, "tokenizer.json"),
     ],
 )

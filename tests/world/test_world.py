@@ -17,7 +17,7 @@ from tasks.base import Conversation, answer_text, final_value
 from tasks.world.conversations import TALK_VERSION, conversation
 from tasks.world.corpus import WORLD_VERSION, documents
 from tasks.world.drills import OPERANDS, calculation, operand_split
-from tasks.world.facts import facts, split_of, whole_words, word_list
+from tasks.world.facts import askable, facts, split_of, whole_words, word_list
 from tasks.world.stories import episodes
 from tasks.world.suite import SUITE_VERSION, suite
 from tasks.world.task import (
@@ -26,6 +26,7 @@ from tasks.world.task import (
     WorldFacts,
     WorldProblems,
     WorldSpelling,
+    cluster_of,
     fact_questions,
 )
 
@@ -227,3 +228,8 @@ def test_R27_suite_items_are_well_formed_and_new(name):
         seen.add(str(item))
     assert max(golds) < len(options) and are_balanced(golds, len(options))
     assert len(seen) == len(task["items"]) >= (40 if name == "world_opposites" else 110)
+
+
+def test_both_directions_of_a_friendship_are_one_cluster():
+    found = Counter(cluster_of(fact) for fact in askable("test") if fact.relation == "friend")
+    assert set(found.values()) == {2}
