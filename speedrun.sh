@@ -52,8 +52,8 @@ cpu)
     score=(--split_tokens=65536 --max_documents=300)
     mid=(--num_iterations=400 --init_lr_frac=0.85 --eval_every=100 --eval_tokens=32768)
     sft=(--num_iterations=80 --eval_every=20 --eval_tokens=32768)
-    rl=(--num_iterations=120 --init_lr_frac=0.04 --resample_zero_signal=1 --num_samples=8 --max_new_tokens=96
-        --eval_examples=200 --eval_every=60)
+    rl=(--num_iterations=100 --init_lr_frac=0.04 --resample_zero_signal=1 --num_samples=8 --max_new_tokens=96
+        --eval_examples=200 --eval_every=50)
     chat=(--max_problems=200 --max_new_tokens=96)
     ;;
 esac

@@ -117,17 +117,18 @@ def orthogonalize(g: Tensor) -> Tensor:
     """
     Keep the singular vectors of `g` and push every singular value toward 1.
 
-    g: (..., M, N), float. Returns the same shape and dtype. A matrix of gradients has few large
+    g: (K, M, N), float. Returns the same shape and dtype. A matrix of gradients has few large
     singular values; after this, its small directions are learned as fast as the large ones. A
     polynomial of the matrix acts on its singular values, so a few matmuls do what an SVD would.
     Sources: Jordan et al., "Muon", 2024, https://kellerjordan.github.io/posts/muon/
     """
     tall = g.size(-2) > g.size(-1)
-    x = g.mT if tall else g  # (..., S, L), short side first
+    x = g.mT if tall else g  # (K, S, L), short side first
     x = x / (1.01 * frobenius(x))  # all singular values below 1, also after rounding to bfloat16
     for a, b, c in POLAR_EXPRESS:
-        gram = x @ x.mT  # (..., S, S)
-        x = a * x + (b * gram + c * gram @ gram) @ x
+        gram = x @ x.mT  # (K, S, S)
+        even = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)  # b gram + c gram^2
+        x = torch.baddbmm(x, even, x, beta=a)  # a x + even x
     return x.mT if tall else x
 
 
