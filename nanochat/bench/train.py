@@ -72,8 +72,9 @@ def bench_training(
     if dist.world_size > 1:  # under torchrun
         case += f", {dist.world_size} processes"
     rates, other_rates = [tokens / sum(t) for t in times], [tokens / t for t in others]
+    mode = "eager" if compiled == "off" else "compiled"
     cells = {
-        "kernels": f"{model.blocks[0].attention.backend}, {'eager' if compiled == 'off' else 'compiled'}",
+        "kernels": f"{model.blocks[0].attention.backend}, {mode}",
         "tokens per step": f"{tokens:,}",
         "step (ms)": f"{seconds * 1e3:,.0f}",
         "forward, backward, update": ", ".join(f"{t / seconds:.0%}" for t in parts),

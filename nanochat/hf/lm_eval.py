@@ -116,7 +116,7 @@ class NanochatLM(LM):
     # ---- generation --------------------------------------------------------------------------
 
     def generate_until(self, requests: Sequence[Any], **options: Any) -> list[str]:
-        """Generate a completion for each prompt, up to the first stop string, without tool calls."""
+        """Generate a completion of each prompt, without tool calls, up to the first stop string."""
         compiled = choose_engine_compile(self.dist.device, MAX_GEN_TOKS * len(requests))
         engine = Engine(self.model, self.own_tokenizer, tool=calculate, compiled=compiled)
         answers, texts = {}, [""] * len(requests)
