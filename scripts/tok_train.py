@@ -120,7 +120,7 @@ def main(cfg: TokTrain) -> None:
     print(f"{folder}: {size}, {train_seconds:.1f} s")
     tag = "" if cfg.tokenizer_tag == "main" else f" --tokenizer_tag={cfg.tokenizer_tag}"
     # by default depth 4 sees 50 million tokens, hours on a CPU; on the built-in text as speedrun.sh
-    short = " --max_seq_len=256 --num_iterations=400 --total_batch_size=4096"
+    short = " --max_seq_len=256 --num_iterations=320 --total_batch_size=4096"
     flags = f"{tag}{short if source.name == 'embedded' else ''}"
     print(f"next: python -m scripts.base_train --depth=4{flags}")
 

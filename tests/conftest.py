@@ -48,7 +48,6 @@ GOLF_CHANGES: dict[str, Any] = {
     "xsa_last_n": 1,
     "qk_gain_init": 1.5,
     "init": "orthogonal",
-    "projection_init": "scaled",
 }
 
 TUNE = (

@@ -178,5 +178,5 @@ def test_invalid_rows_of_the_hub_are_skipped_and_counted(tmp_path, monkeypatch):
     end = "00000-of-00001-f841e7bac70c0ce7.parquet"  # as of UltraFeedback Binarized
     files = {f"data/test_prefs-{end}": rows, f"data/train_prefs-{end}": rows[:1]}
     publish({f"data/train_gen-{end}": [], **files}, tmp_path, monkeypatch)
-    train, val = (Preferences(split, "own/pairs") for split in ("train", "val"))
+    train, val = (Preferences(split) for split in ("train", "val"))
     assert GOOD in val and BAD in val and len(val) == 2 and list(train) == [GOOD]

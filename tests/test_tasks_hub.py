@@ -16,7 +16,7 @@ from tasks.hub import HubTask
 from tasks.registry import TASKS
 from tests.hub_server import hub_served
 
-CHAT = "local/chat-instruct"  # replaces SmolTalk's default dataset
+CHAT = "local/chat-instruct{val: test}"  # replaces SmolTalk's default dataset
 NAMES = "arc_easy arc_challenge mmlu gsm8k aqua humaneval kmmlu smoltalk".split()
 SPLITS = [(name, split) for name in NAMES for split in TASKS[name].splits]
 

@@ -25,7 +25,6 @@ from nanochat.eval_core import Question
 from nanochat.gpt import GPT
 from nanochat.hf.export import write_hf
 from nanochat.tokenizer import Tokenizer
-from nanochat.train import Compile
 
 BATCH = 32  # options per batch of the harness; fastest of 16 to 128
 
@@ -61,11 +60,8 @@ def make_generate(
     return generate
 
 
-def make_train_step(model: GPT, dist: DistContext, compile: Compile) -> Callable[[Tensor], float]:
-    """
-    A training step of the transformers model with PyTorch's AdamW: ids (B, T + 1) -> seconds.
-    compile: as ours was compiled (`set_kernels`).
-    """
+def make_train_step(model: GPT, dist: DistContext, compiled: bool) -> Callable[[Tensor], float]:
+    """A training step of the transformers model with PyTorch AdamW: ids (B, T + 1) -> seconds."""
     loader = AutoModelForCausalLM.from_pretrained
     theirs = load_exported(model, loader, dtype=torch.float32).to(dist.device).train()
     theirs.config.use_cache = False
@@ -75,9 +71,7 @@ def make_train_step(model: GPT, dist: DistContext, compile: Compile) -> Callable
         logits = theirs(input_ids=ids[:, :-1]).logits.float()
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
 
-    mode = "max-autotune-no-cudagraphs" if compile == "autotune" else None
-    compiled = torch.compile(loss_of, dynamic=False, mode=mode)
-    forward = loss_of if compile == "off" else compiled
+    forward = torch.compile(loss_of, dynamic=False) if compiled else loss_of
 
     def step(ids: Tensor) -> float:
         started = time.perf_counter()

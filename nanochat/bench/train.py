@@ -40,7 +40,8 @@ def bench_training(
     """Time steps on `rows` rows of random tokens, ours and those of a peer; rank 0 reports."""
     model = build_model(cfg, dist.device, dist.dtype, seed=0)
     optimizer = MuonAdamW(model, make_rules(OptimConfig(weight_decay=0.1), cfg.d_model), dist)
-    compiled = set_kernels(compile, model, math.inf, dist, optimizer)
+    wanted: Compile = "on" if peers and compile == "auto" else compile  # as a peer
+    compiled = set_kernels(wanted, model, math.inf, dist, optimizer) != "off"
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(cfg.vocab_size, (rows, cfg.max_seq_len + 1), generator=generator)
     ids = ids.to(dist.device)
@@ -72,9 +73,8 @@ def bench_training(
     if dist.world_size > 1:  # under torchrun
         case += f", {dist.world_size} processes"
     rates, other_rates = [tokens / sum(t) for t in times], [tokens / t for t in others]
-    mode = "eager" if compiled == "off" else "compiled"
     cells = {
-        "kernels": f"{model.blocks[0].attention.backend}, {mode}",
+        "kernels": f"{model.blocks[0].attention.backend}, {'compiled' if compiled else 'eager'}",
         "tokens per step": f"{tokens:,}",
         "step (ms)": f"{seconds * 1e3:,.0f}",
         "forward, backward, update": ", ".join(f"{t / seconds:.0%}" for t in parts),

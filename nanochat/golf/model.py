@@ -36,8 +36,6 @@ class GolfOptions:
     """Initial value of a learned gain per query head. Default: the fixed gain of GPTConfig."""
     init: Literal["uniform", "orthogonal"] = "uniform"
     """Initialization of block matrices; entries have standard deviation fan_in^-0.5."""
-    projection_init: Literal["zero", "scaled"] = "zero"
-    """Initialization of output projections: zero, or that of --init divided by sqrt(2 n_layer)."""
 
 
 @dataclass(frozen=True)
@@ -144,8 +142,6 @@ class GolfGPT(GPT):
         for attention, mlp in ((block.attention, block.mlp) for block in self.blocks):
             scales = dict.fromkeys((attention.q, attention.k, attention.v), 1.0)
             scales[mlp.up] = 0.4 if cfg.residual_scalars else 1.0
-            if cfg.projection_init == "scaled":
-                scales |= dict.fromkeys((attention.out, mlp.down), math.sqrt(0.5 / cfg.n_layer))
             for layer, scale in scales.items():
                 M, N = layer.weight.shape
                 if cfg.init == "orthogonal":  # orthonormal entries have a std of max(M, N)^-0.5

@@ -137,7 +137,7 @@ class Sweep:
         cap is reached or no job has ever succeeded; and SystemExit(PREEMPTED) if a stop was
         requested.
         """
-        self.jobs, self.failed = jobs, []
+        self.jobs = jobs
         todo = [job for job in jobs if not job.done.exists()]
         print(f"{len(jobs)} runs: {len(jobs) - len(todo)} done, {len(todo)} to go", flush=True)
         lock = hold_run_lock(self.folder / ".lock.sweep", "--name")
@@ -197,6 +197,12 @@ class Sweep:
         entry["seconds"] = time.perf_counter() - started
         records.append_line(self.folder / LEDGER, entry)
         return status
+
+    @property
+    def left_out(self) -> str | None:
+        """Names of the jobs that failed and were not run again, for a record; None without any."""
+        names = dict.fromkeys(job.name for job in self.failed if not job.done.exists())
+        return ", ".join(names) or None
 
     def ledger(self) -> list[dict[str, Any]]:
         """Ledger entries of all commands so far."""

@@ -112,7 +112,7 @@ def main(cfg: ScalingLaws) -> None:
     sweep.run_all([*jobs.values()])
     runs: dict[str, list[list[float]]] = {arm: [] for arm in arms}
     for (arm, budget, depth, _), job in jobs.items():
-        if job not in sweep.failed:
+        if job.done.exists():
             flops_per_token, tokens, loss = map(job.metric, MEASURED)
             runs[arm].append([budget, depth, flops_per_token / 6, tokens, loss])
         shutil.rmtree(stage_folder("base") / job.tag, ignore_errors=True)
@@ -124,8 +124,7 @@ def main(cfg: ScalingLaws) -> None:
     tables = make_tables(cfg, runs, laws, budgets, models)
     tables.append(ledger_table(sweep.ledger()))
     section = f"Scaling laws {cfg.name}".removesuffix(" scaling")
-    left_out = ", ".join(job.name for job in sweep.failed) or None
-    values = {"Runs": len(jobs), "Left out": left_out}
+    values = {"Runs": len(jobs), "Left out": sweep.left_out}
     made, cost = records.Provenance(records.new_run_id(), 0, inputs), sweep.cost()
     report.append_section(section, cfg, values, made, cost, tables=tables)
 

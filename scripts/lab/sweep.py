@@ -200,7 +200,7 @@ def compare(cfg: SweepScript, inputs: Inputs, sweep: Sweep) -> tuple[dict, dict]
         for i in range(cfg.arm_seeds if number else cfg.seeds)
     }
     sweep.run_all([*jobs.values()])
-    failed = {key[:2] for key, job in jobs.items() if job in sweep.failed}
+    failed = {key[:2] for key, job in jobs.items() if not job.done.exists()}
     runs = {base: {arm: [] for arm in arms if (base, arm) not in failed} for base in inputs}
     if not all(CONTROL in kept for kept in runs.values()):
         raise UsageError("a run of the control failed", "rerun the same command")
@@ -209,7 +209,7 @@ def compare(cfg: SweepScript, inputs: Inputs, sweep: Sweep) -> tuple[dict, dict]
             runs[base][arm].append(job.recorded())
     found = compare_arms(runs, cfg.metric)
     values = {
-        "Left out": ", ".join(job.name for job in sweep.failed) or None,
+        "Left out": sweep.left_out,
         "Comparisons": len(found),
         "Beyond noise": sum(c.verdict != "within noise" for c in found),
     }
@@ -257,11 +257,10 @@ def search(cfg: SweepScript, inputs: Inputs, sweep: Sweep) -> tuple[dict, dict]:
 
     chosen, jobs = next(iter(final.items()))
     mean = over_seeds([job.metric(cfg.metric) for job in jobs])
-    failed = [v for v in (*wide, *tight) if v not in first] + [v for v in best if v not in final]
     values = {
         f"Chosen {cfg.search}": chosen,
         f"{cfg.metric}, mean of {cfg.seeds} seeds": mean,
-        "Left out": ", ".join(f"{value:g}" for value in failed) or None,
+        "Left out": sweep.left_out,
     }
     every = [job for each in (*first.values(), *final.values()) for job in each]
     rows = [[job.name, job.metric(cfg.metric)] for job in every]

@@ -182,8 +182,8 @@ class Fact:
 
     subject: Subject
     relation: str
-    key: tuple[str, ...]
-    """Kind, relation and names; equal for both directions of a mutual relation."""
+    cluster: str
+    """Questions of a cluster are answered alike: those of both directions of a mutual relation."""
     named: list[str]
     """Sentences that name the subject."""
     short: list[str]
@@ -299,7 +299,8 @@ def make_fact(s: Subject, relation: str, lines: Sequence[str]) -> Fact:
     # Friends and opposites are mutual: both directions share one key
     names = [s.name, getattr(s, relation)] if relation in ("friend", "opposite") else [s.name]
     key = (s.kind, relation, *sorted(names))
-    fact = Fact(s, relation, key, named, short, fill("I"), split_of("question", *key), [])
+    split = split_of("question", *key)
+    fact = Fact(s, relation, " ".join(key), named, short, fill("I"), split, [])
     templates = [line.split(" | ")[-1] for line in lines if line[0] == "?"]
     for line, template in zip(fill("?"), templates, strict=True):
         question, answer = line.split(" | ")

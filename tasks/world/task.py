@@ -92,11 +92,6 @@ def fact_questions(split: Split) -> list[Question]:
     return Draw(split, "questions", split).pick_n(found, len(found))
 
 
-def cluster_of(fact: Fact) -> str:
-    """Questions about one fact, also in the other direction, are answered alike."""
-    return " ".join(fact.key)
-
-
 class WorldFacts(WorldTask):
     """
     Questions about facts, answered in a sentence.
@@ -121,7 +116,7 @@ class WorldFacts(WorldTask):
         return [user(question.text), assistant(self.draw("answer", i).pick(question.sentences))]
 
     def cluster(self, i: int) -> str:
-        return cluster_of(self.question(i).fact)
+        return self.question(i).fact.cluster
 
     def score(self, conversation: Conversation, answer: str) -> float:
         question = conversation[0]["content"]
@@ -202,7 +197,7 @@ class WorldChoice(WorldTask, QuestionTask):
     def cluster(self, i: int) -> str:
         if self.split == "train":
             return super().cluster(i)
-        return cluster_of(self.questions[i].fact)
+        return self.questions[i].fact.cluster
 
     def conversation(self, i: int) -> Conversation:
         """A list of options with one question; in training, more questions about it follow."""

@@ -26,7 +26,6 @@ from tasks.world.task import (
     WorldFacts,
     WorldProblems,
     WorldSpelling,
-    cluster_of,
     fact_questions,
 )
 
@@ -231,5 +230,5 @@ def test_R27_suite_items_are_well_formed_and_new(name):
 
 
 def test_both_directions_of_a_friendship_are_one_cluster():
-    found = Counter(cluster_of(fact) for fact in askable("test") if fact.relation == "friend")
+    found = Counter(fact.cluster for fact in askable("test") if fact.relation == "friend")
     assert set(found.values()) == {2}
