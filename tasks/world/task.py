@@ -38,7 +38,7 @@ from tasks.base import (
 from tasks.world.conversations import TALK_VERSION, conversation
 from tasks.world.corpus import WORLD_VERSION
 from tasks.world.drills import CALCULATION, Problem, draw_problem, letter_questions, spelled
-from tasks.world.facts import DIGEST, Draw, Fact, Question, Split, askable, whole_words
+from tasks.world.facts import DIGEST, Draw, Question, Split, askable, whole_words
 
 TASKS_VERSION = 3  # bump whenever an item changes
 SIZES = {"train": 20_000, "val": 1_000, "test": 500}
