@@ -130,7 +130,7 @@ def test_failed_step_ends_only_the_answers_of_its_model(site, monkeypatch):
             patch.setattr(site.engine.model, "hidden", broken)
             patch.setattr(site.engine.cache, "copy", broken)
             assert failing.result()[-1]["error"]["code"] == "generation_failed"
-            failed = site.ask(n=2)
+            failed = site.ask(n=2, logit_bias=endless)
             assert failed.status_code == 500 and "device-side" in failed.text
         assert other.result() == alone
     assert site.content(max_tokens=3, logit_bias=endless) and site.load() == (0, 0)
