@@ -51,7 +51,7 @@ REFERENCE = {
     "cpu": Reference(
         "",
         "measured on 2 cores with bfloat16 (2026-11); without it, up to three times as long",
-        *(4, 1, (0.1, 0.1, 3.8, 0.2, 0.2, 0.5, 3.6, 0.4, 1.2, 0.3, 6.0, 0.4)),
+        *(4, 1, (0.1, 0.1, 4.0, 0.2, 0.2, 0.3, 3.7, 0.4, 1.1, 0.3, 4.4, 0.3)),
     ),
 }
 

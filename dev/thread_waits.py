@@ -5,9 +5,8 @@ Measure how training threads should wait for each other on a CPU, idle and busy.
 
 GNU OpenMP's threads spin at the end of each parallel region before they sleep, which is fastest on
 an idle machine and slow if other processes need the cores. GOMP_SPINCOUNT limits the spinning; its
-default is 300,000.
-Prints the throughput of a training step with each setting, alternated, and medians: idle, and with
-one endless loop per core. Finish everything else first.
+default is 300,000. Prints the throughput of a training step with each setting, alternated, and
+medians: idle, and with one endless loop per core. Finish everything else first.
 """
 
 import os
@@ -32,10 +31,8 @@ class ThreadWaits:
 
 def run(spin_count: str) -> float:
     """Tokens per second of the benchmark in a process of its own, from its table."""
-    env, words = (
-        {**os.environ, "GOMP_SPINCOUNT": spin_count},
-        [sys.executable, "-m", *BENCH.split()],
-    )
+    env = {**os.environ, "GOMP_SPINCOUNT": spin_count}
+    words = [sys.executable, "-m", *BENCH.split()]
     done = subprocess.run(words, env=env, capture_output=True, text=True, check=True)
     [row] = [line for line in done.stdout.splitlines() if line.startswith("| depth")]
     return float(row.split("|")[2].split()[0].replace(",", ""))
