@@ -119,7 +119,6 @@ PROMPTS = [{"prompt": "2 + 2?", "gold": "4"}, {"messages": row()["messages"][:1]
                 [
                     "Imagine a picture.",
                     "Look at https://a.b",
-                    "A rope is attached to a pole 12 m high.",
                     "How do I take a screenshot on Windows?",
                     "Write an email with an attachment.",
                     "파일을 첨부하는 방법",
@@ -132,7 +131,6 @@ PROMPTS = [{"prompt": "2 + 2?", "gold": "4"}, {"messages": row()["messages"][:1]
                     "See the image below.",
                     "https://a.b/c",
                     "첨부한 파일",
-                    "Summarize the attached file.",
                     "What is wrong in this screenshot?",
                 ],
             ),
