@@ -71,6 +71,8 @@ def main(cfg: GolfEval) -> None:
             f"no artifact found in {base_dir() / 'export'}",
             "python -m scripts.export --source=base --format=artifact",
         )
+    if len({path.name for path in paths}) < len(paths):  # values and inputs are named by it
+        raise ValueError("artifacts are listed by file name, but two have the same; rename one")
     artifacts = {path: read_artifact(path) for path in (each.expanduser() for each in paths)}
     require_one_recipe(artifacts)
     scored = [score_artifact(cfg, path, each, dist) for path, each in artifacts.items()]
