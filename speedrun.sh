@@ -50,10 +50,10 @@ cpu)
     shape=(--max_seq_len=256 --num_iterations=320 --total_batch_size=4096 --eval_every=80
         --eval_tokens=65536)
     score=(--split_tokens=65536 --max_documents=300)
-    mid=(--num_iterations=350 --init_lr_frac=0.85 --eval_every=175 --eval_tokens=32768)
+    mid=(--num_iterations=400 --init_lr_frac=0.85 --eval_every=200 --eval_tokens=32768)
     sft=(--num_iterations=80 --eval_every=20 --eval_tokens=32768)
-    rl=(--num_iterations=80 --init_lr_frac=0.04 --resample_zero_signal=1 --num_samples=8 --max_new_tokens=96
-        --eval_examples=200 --eval_every=40)
+    rl=(--num_iterations=100 --init_lr_frac=0.04 --resample_zero_signal=1 --num_samples=8 --max_new_tokens=96
+        --eval_examples=200 --eval_every=50)
     chat=(--max_problems=200 --max_new_tokens=96)
     ;;
 esac
@@ -61,6 +61,7 @@ esac
 if [ -n "${DRY_RUN:-}" ]; then # the last of duplicate flags wins
     export NANOCHAT_BASE_DIR="${NANOCHAT_BASE_DIR:-$PWD/out}/dry-run"
     unset NANOCHAT_REPORT_DIR
+    [ "$gpus" -gt 0 ] || [ "$PROFILE" = cpu ] || shape+=(--total_batch_size=$((2048 * processes)))
     text+=(--num_shards=1)
     tokenizer+=(--max_chars=1000000)
     shape+=(--num_iterations=2 --eval_tokens=1 --core_metric_max_per_task=2)

@@ -206,7 +206,7 @@ class Trainer:
         return total
 
     def warm_up(self) -> str:
-        """Compile the model; returns the seconds, its size and the memory."""
+        """Compile the model; returns the seconds and its size."""
         started = synchronize()
         x, y = read_rows(self.job, "train", 0, self.job.micro_rows)
         self.parts.loss(x, y).backward()

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from nanochat.config import start
+from nanochat.dist import peak_flops
 from nanochat.gpt import GPT
 from nanochat.records import default_rate, read_records
 from nanochat.scaling import HorizonConfig, plan_horizon, shape_for_depth
@@ -83,7 +84,9 @@ def main(cfg: Plan) -> None:
     gpu = cfg.gpu or reference.gpu
     here, there = (flops_of(depth, cfg.profile) for depth in (cfg.depth, reference.depth))
     token, horizon = (a / b for a, b in zip(here, there, strict=True))
-    share = reference.processes / cfg.processes
+    share, peaks = reference.processes / cfg.processes, [*map(peak_flops, (reference.gpu, gpu))]
+    if all(peaks):
+        share *= peaks[0] / peaks[1]
     records = {record["section"]: record for record in read_records()}
     same, total = False, 0.0
     if base := records.get("Base model training"):
@@ -91,12 +94,13 @@ def main(cfg: Plan) -> None:
         same = base["settings"]["depth"] == cfg.depth and device == (gpu or "cpu", cfg.processes)
     print(f"plan: profile {cfg.profile}, depth {cfg.depth} on {cfg.processes} x {gpu or 'CPU'}")
     for stage, minutes in zip(STAGES, reference.minutes, strict=True):
-        how = "scaled" if token != 1 or share != 1 else ""
-        if stage in records and same:
-            minutes, how = records[stage]["cost"]["wall_seconds"] / 60, "recorded"
-        elif not stage.startswith("Tokenizer"):
+        how, known, early = "", records.get(stage), stage.startswith("Tokenizer")
+        if same and known and (early or known["timestamp"] >= base["timestamp"]):
+            minutes, how = known["cost"]["wall_seconds"] / 60, "recorded"
+        elif not early:
             grows = stage == "Base model training" and cfg.profile in ("gpu", "h100x8")
-            minutes *= share * (horizon if grows else token)
+            factor = share * (horizon if grows else token)
+            minutes, how = minutes * factor, "scaled" if factor != 1 else ""
         total += minutes
         size = f"about {minutes:.0f}" if minutes >= 1 else "under 1"
         print(f"  {stage:<22} {size} min {how}".rstrip())

@@ -13,8 +13,7 @@ if [ "$gpus" -eq 0 ] && [ "${PROFILE:-}" != cpu ] && nvidia-smi -L 2>/dev/null |
     driver=$( (nvidia-smi --query-gpu=driver_version --format=csv,noheader || true) | head -n 1)
     fail "nvidia-smi lists GPUs that PyTorch cannot use (driver $driver, PyTorch built for CUDA \
 $(python -c 'import torch; print(torch.version.cuda)'))" \
-        "update the driver; or replace PyTorch (\`uv pip install torch --torch-backend=auto\`: see
-        docs/quickstart.md, Troubleshooting); or use PROFILE=cpu"
+        "update the driver; or replace PyTorch (docs/quickstart.md, Troubleshooting); or use PROFILE=cpu"
 fi
 if [ -z "${PROFILE:-}" ]; then
     PROFILE=$([ "$gpus" -ge 8 ] && echo h100x8 || { [ "$gpus" -ge 1 ] && echo gpu || echo cpu; })

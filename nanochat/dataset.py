@@ -131,8 +131,8 @@ class FirstUseConfig(DataConfig):
     revision: str | None = None
     """Branch, tag or commit of the repository. Default: main at first use, then pinned."""
     val_shard: str | None = None
-    """Validation file. Default: the last one by name; for a single file, its last documents (1% of
-    the text, up to 10% of a short one)."""
+    """Validation file. Default: the last one named val, test or alike, else the last one; for a
+    single file, its last documents (1% of the text, up to 10% of a short one)."""
 
 
 @dataclass(frozen=True)

@@ -351,7 +351,7 @@ class Engine:
 
     capacity: maximum tokens of prompt plus completion; default: the model's context length.
     tool: executes the model's tool calls; None = calls get no result. compiled: compile the decode
-    step, which pays off after thousands of tokens.
+    step (see COMPILED_ENGINE_TOKENS).
     """
 
     def __init__(

@@ -79,7 +79,7 @@ def explain(
     elif code == 404:
         why = f"{repo} has no {file or 'such revision'} at revision {revision}"
         fix = "choose another revision; if it was pinned, delete its folder under "
-        fix += "NANOCHAT_BASE_DIR/data and set --dataset again"
+        fix += "NANOCHAT_BASE_DIR/data and, if it is a text source, set --dataset again"
     else:
         why = f"the request to {constants.ENDPOINT} for {file or repo} failed ({line})"
     return UsageError(printable(why), fix), for_good

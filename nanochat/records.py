@@ -404,8 +404,7 @@ def to_json_types(value: Any) -> Any:
 
 def append_line(path: Path, value: Any) -> None:
     """
-    Append `to_json_types` of a value as a line, ending an unfinished last line. The caller holds
-    the lock.
+    Append `to_json_types` of a value as a line, in one write, ending an unfinished last line.
     """
     with path.open("ab+") as stream:
         size = stream.seek(0, os.SEEK_END)

@@ -515,7 +515,8 @@ def pack_rows(
 ) -> None:
     """
     Run `pack_text` in up to `workers` processes (default: one per core and per free GiB), which end
-    if this one does. Finished shards are kept. Raises UsageError if one fails; it prints its error.
+    if this one does; if one is killed, this one does the rest. Finished shards are kept. Raises
+    UsageError if one fails; it prints its error.
     """
     affinity = getattr(os, "sched_getaffinity", None)  # of Linux
     cores = len(affinity(0)) if affinity else os.cpu_count() or 1
@@ -532,14 +533,14 @@ def pack_rows(
         if any(each.exitcode for each in processes):
             break
         connection.wait(running)
-    if any(each.exitcode for each in processes):
-        for process in processes:
-            process.terminate()
-        raise UsageError(
-            "packing failed",
-            "see the error above; if there is none, memory ran out: pack with python -m "
-            f"scripts.data --workers=1 --max_seq_len={rows.max_seq_len}; finished shards are kept",
-        )
+    failed = [each.exitcode for each in processes if each.exitcode]
+    for process in processes:
+        process.terminate()
+    if any(code > 0 for code in failed):
+        raise UsageError("packing failed", "see the error above; finished shards are kept")
+    if failed:  # killed by a signal
+        print("a packing process was killed, probably for lack of memory; one goes on", flush=True)
+        pack_text(rows, source, tokenizer, num_rows)
 
 
 def pack_alone(source: Source, tokenizer: Path, max_seq_len: int, num_rows: int | None) -> None:

@@ -64,7 +64,7 @@ SMALLER = "a smaller model, shorter sequences or a larger machine"
 @dataclass(frozen=True)
 class TrainConfig:
     device_batch_size: int | None = None
-    """Micro-batch size per device, in rows; changes rounding only. Default: automatic."""
+    """Rows of a micro-batch per device; changes rounding only. Default: automatic (RL, DPO: 8)."""
     model_tag: str = ""
     """Checkpoint folder. Default: d<depth> or the parent's."""
     seed: int = 0
@@ -346,7 +346,7 @@ class Run:
 
     stage, tag    the checkpoints are <stage>_checkpoints/<tag>/
     num_steps     steps to train; a loop with a time limit lowers it to end the run
-    batch_tokens  tokens of a step over all ranks (in DPO and RL, the most it can have)
+    batch_tokens  tokens of a step over all ranks (DPO: at most; RL: of its answers, at most)
     compile       how to compile the model; None = not at all, for rows of any length
     settings      the script's flags; with `inputs` they decide whether --skip_if_done skips
     inputs        name -> fingerprint of each input, closest parent first
@@ -393,7 +393,7 @@ class Run:
         }
         self.state = {"stage": stage, "identity": self.identity, "settings": settings, **state}
         rows = max(1, batch_tokens // model.cfg.max_seq_len // dist.world_size)
-        self.rows_per_rank, self.device_rows = rows, cfg.device_batch_size or 1
+        self.rows_per_rank, self.device_rows = rows, cfg.device_batch_size or 8
         if compile is not None:
             self.device_rows = choose_device_rows(cfg.device_batch_size, rows, rows)
         self.stop = StopRequest()
@@ -447,7 +447,7 @@ class Run:
             rows_only = all(line.startswith("rows.") for line in changed)
             if changed and not (self.cfg.allow_data_change and rows_only):
                 raise ValueError(
-                    f"{found.folder} was trained with different settings:\n  "
+                    f"{self.folder} was trained with different settings:\n  "
                     + "\n  ".join(changed)
                     + "\nuse another --model_tag, or, if nothing else differs: rows, "
                     "--allow_data_change; fp8, the --dtype of before; batch_tokens (its default "

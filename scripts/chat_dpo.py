@@ -125,7 +125,7 @@ def main(cfg: ChatDPO) -> None:
         settings=resolved,
         inputs=inputs,
         identity={
-            "dpo": asdict(cfg.rollouts),
+            "rollouts": asdict(cfg.rollouts),
             "pair_digest": fingerprint(pairs),
             "schedule": asdict(SCHEDULE),
             "beta": cfg.beta,
@@ -134,7 +134,7 @@ def main(cfg: ChatDPO) -> None:
         },
         state={"source": parent.state["source"]},
     )
-    shape = cfg.train.device_batch_size or 8, tokenizer.bos_id, dist.device
+    shape = run.device_rows, tokenizer.bos_id, dist.device
     found = {}
     with run:
         for step in run.steps():  # from the last checkpoint on; the last turn only evaluates

@@ -134,7 +134,7 @@ def main(cfg: ChatRL) -> None:
         settings=resolved,
         inputs=inputs,
         identity={
-            "rl": asdict(rl),
+            "rollouts": asdict(rl),
             "resample_zero_signal": cfg.resample_zero_signal,
             "schedule": asdict(SCHEDULE),
             "task": spec,
@@ -145,7 +145,7 @@ def main(cfg: ChatRL) -> None:
         state={"source": parent.state["source"]},
     )
     engine.stop = run.stop
-    shape = cfg.train.device_batch_size or 8, tokenizer.bos_id, dist.device
+    shape = run.device_rows, tokenizer.bos_id, dist.device
     with run:
         before = after = evaluate()  # of the parent, also in a resumed run
         for step in run.steps():  # from the last checkpoint on; the last turn only evaluates

@@ -11,7 +11,6 @@ off by default.
 
 import difflib
 import math
-import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from functools import cached_property
@@ -45,12 +44,6 @@ STYLES = {
 """Instruction -> answer, with X for the letter."""
 
 
-def read_letter(answer: str) -> str | None:
-    """The capital letter that stands alone in an answer; None if there is none or several."""
-    found = set(re.findall(r"\b[A-Z]\b", answer))
-    return found.pop() if len(found) == 1 else None
-
-
 class Augmented(QuestionTask):
     """Modified questions of the task that is the next base class; one per conversation."""
 
@@ -79,9 +72,6 @@ class Styled(Augmented):
         instruction = shuffled([*STYLES], f"styled-0-{i}")[0]
         answer = STYLES[instruction].replace("X", LETTERS[asked.right])
         return [user(asked.ask(instruction)), assistant(answer)]
-
-    def extract(self, answer: str) -> str | None:
-        return read_letter(answer)
 
 
 class MoreOptions(Augmented):

@@ -26,13 +26,13 @@ from tasks.registry import TASKS, key_of, scored_task
 
 PART = re.compile(
     r"(?P<name>[\w./-]+(:(?P<source>([^,=*{}]|\{[^{}]*\})+))?)"
-    r"(=(?P<rows>[1-9]\d*))?(\*(?P<repeats>\d+\.?\d*|\.\d+)|[=*](?P<tokens>\d+)t)?"
+    r"(=(?P<count>[1-9]\d*))?(\*(?P<repeats>\d+\.?\d*|\.\d+)|[=*](?P<tokens>\d+)t)?"
 )
 COMMA = re.compile(r",(?![^{}]*\})")  # not inside braces
 FORM = "name[:source], then =<number of conversations>, *<repeats>, both, or =<tokens>t"
 MOST_REPEATS = 4  # more have diminishing returns: Muennighoff et al., arXiv:2305.16264
 RL_TURNS = (0, 0, 1, 3)  # numbers of earlier questions in RL, equally likely
-VAL_ROWS = 1_000  # per task: enough to measure a loss, without one task dominating
+VAL_COUNT = 1_000  # per task: enough to measure a loss, without one task dominating
 
 Declared = Mapping[str, Mapping[str, str]]  # own buckets: name -> task, source, augment and tags
 
@@ -54,7 +54,7 @@ class Bucket:
     source: str | None
     tags: Tags
     """Those of the task and the declared ones; a task with a data source has only the latter."""
-    rows: int | None
+    count: int | None
     """Use the first N conversations; None = all."""
     repeats: float
     """How often each is used in an epoch; 0 = not at all."""
@@ -69,13 +69,13 @@ class Bucket:
     @cached_property
     def train(self) -> Task:
         """The conversations to train on."""
-        return self.open("train", self.rows)
+        return self.open("train", self.count)
 
     @cached_property
     def val(self) -> Task:
-        """Up to VAL_ROWS conversations of the "val" split, or "test" if there is none."""
+        """Up to VAL_COUNT conversations of the "val" split, or "test" if there is none."""
         split = "val" if "val" in self.task.splits else "test"
-        return self.open(split, VAL_ROWS)
+        return self.open(split, VAL_COUNT)
 
     @property
     def benchmark(self) -> str:
@@ -95,7 +95,7 @@ def read_mixture(words: str) -> tuple[str, Declared]:
         return words, {}
     file = Path(words).expanduser()
     content = read_json(file)
-    if content.keys() != {"mixture", "buckets"}:
+    if not isinstance(content, dict) or content.keys() != {"mixture", "buckets"}:
         raise ValueError(f'{file} must be {{"mixture": "...", "buckets": {{name: {{...}}}}}}')
     known = "task", "source", "augment", *Tags.__annotations__
     for name, entry in content["buckets"].items():
@@ -125,7 +125,7 @@ def buckets(spec: str, declared: Mapping[str, Mapping[str, str]] = {}) -> list[B
 
 def make_bucket(part: re.Match[str], entry: Mapping[str, str]) -> Bucket:
     """The bucket of a part of a mixture. entry: its declaration; empty if it is a task."""
-    name, source, rows, repeats, tokens = part.group("name", "source", "rows", "repeats", "tokens")
+    name, source, count, repeats, tokens = part.group(*PART.groupindex)
     key, how = key_of(entry.get("task", name.partition(":")[0])), entry.get("augment", "")
     source, task = entry.get("source", source), TASKS[key]
     if not entry:
@@ -135,7 +135,7 @@ def make_bucket(part: re.Match[str], entry: Mapping[str, str]) -> Bucket:
     own["parent"] = "+".join(filter(None, (tags.parent, entry.get("parent"))))
     return Bucket(
         *(name, augment(task, how) if how else task, source, replace(tags, augmented=how, **own)),
-        rows=int(rows) if rows else None,
+        count=int(count) if count else None,
         repeats=float(repeats or 1),
         tokens=int(tokens) if tokens else None,
     )
@@ -224,7 +224,7 @@ def rl_questions(spec: str, seed: int = 0) -> Mixture:
             raise ValueError(
                 f"{bucket.name!r} in {spec!r}: use a number of questions (=500) or repeats (*2)"
             )
-        tasks += [bucket.open(bucket.task.rl_split, bucket.rows)] * int(bucket.repeats)
+        tasks += [bucket.open(bucket.task.rl_split, bucket.count)] * int(bucket.repeats)
     if not tasks:
         raise ValueError(f"{spec!r} has no questions to train on; use at least one task without *0")
     every = Mixture(tasks, seed)

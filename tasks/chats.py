@@ -161,9 +161,11 @@ class YiSang(Chats):
 
 
 def rename(messages: list[Any]) -> list[Any]:
-    """The messages with the keys role and content instead of from and value."""
+    """The messages with only the keys role and content, also if they are called from and value."""
     return [
-        {"role": ROLES.get(m["from"], m["from"]), "content": m["value"]} if "from" in m else m
+        {"role": ROLES.get(m["from"], m["from"]), "content": m["value"]}
+        if "from" in m
+        else {key: m[key] for key in ("role", "content") if key in m}
         for m in messages
     ]
 
@@ -212,7 +214,7 @@ class Preferences(Chats):
     def parse(self, row: Any) -> Preference:
         answers = row["chosen"], row["rejected"]
         pair = Preference(
-            *(check_conversation(complete(row.get("prompt"), answer)) for answer in answers)
+            *(check_conversation(rename(complete(row.get("prompt"), each))) for each in answers)
         )
         if pair.chosen[:-1] != pair.rejected[:-1] or pair.chosen == pair.rejected:
             raise ValueError("chosen and rejected are equal, or have different prompts")

@@ -82,7 +82,7 @@ def reject_contaminated(buckets: Mapping[str, Tags]) -> None:
                 raise UsageError(
                     f"{bucket} is made from {tags.parent}, as is final benchmark {name} (from "
                     f"{parents}): training on the same source and style would invalidate it",
-                    f'leave it out, or declare the bucket with "waived": "{name}"',
+                    f'leave it out, or (mid, SFT) give it "waived": "{name}" in a mixture file',
                 )
 
 

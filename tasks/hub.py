@@ -94,9 +94,9 @@ class HubTask(Task):
         path = folder / "manifest.json"
         with hold_lock(folder / ".lock", f"resolving {self.repo}"):
             manifest = pin_repo(self.repo, path, SUFFIXES, self.revision)
+            names = match_files(self.splits[self.split], manifest["files"], self.repo)
             write_json(path, manifest)
         source = HubRepo(self.repo, folder, manifest["commit"])
-        names = match_files(self.splits[self.split], manifest["files"], self.repo)
         rows = dict(enumerate(row for name in names for row in read_rows(source.fetch(name))))
         recorded = source.files()
         digests = {name: recorded[name]["sha256"] for name in names}

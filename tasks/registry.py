@@ -55,7 +55,7 @@ def key_of(name: str) -> str:
     known = {plain_name(word): key for key, task in TASKS.items() for word in (task.name, key)}
     if plain_name(name) not in known:
         known = ", ".join(TASKS)
-        raise ValueError(f"unknown task {name!r}; use jsonl:<file> or one of {known}")
+        raise ValueError(f"unknown task {name!r}; use one of {known}")
     return known[plain_name(name)]
 
 

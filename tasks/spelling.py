@@ -52,13 +52,15 @@ class WordTask(Task):
     def words(self) -> tuple[str, ...]:
         """
         The words of the split in lower case, at least three ASCII letters each. Raises MissingInput
-        without a file or words.
+        without a word, ValueError if `source` has none.
         """
         path = Path(self.source or base_dir() / "tokenizer" / "main" / "words.txt").expanduser()
         text = path.read_text("utf-8").lower() if path.exists() else ""
         words = re.findall(r"(?<!\S)[a-z]{3,}(?!\S)", text)
         if not (found := tuple(word for word in words if split_of("word", word) == self.split)):
-            fix = "python -m scripts.tok_train; or use spelling:<file with one word per line>"
+            if self.source:
+                raise ValueError(f"{path} has no word of 3 or more letters a to z for {self.split}")
+            fix = "python -m scripts.tok_train; or, in a mixture, spelling:<file, a word per line>"
             raise MissingInput(f"no word list for split {self.split} in {path}", fix)
         return found
 

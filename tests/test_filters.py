@@ -4,7 +4,7 @@ import pytest
 
 from nanochat.lab import filters
 from nanochat.lab.filters import EXAMPLES, RULES, apply_filters, parse_filters
-from tasks.augment import STYLES, augment, read_letter
+from tasks.augment import STYLES, augment
 from tasks.base import LETTERS, MCQuestion, QuestionTask
 from tasks.buckets import buckets
 from tasks.math_problems import GSM8K
@@ -52,18 +52,14 @@ def test_right_option_survives_new_orders_and_options(how, sizes):
     assert task.identity != TASK.identity
 
 
-def test_every_style_is_parsed_and_scored():
+def test_every_style_is_asked_and_answered():
     task, used = augmented("styles"), set()
     for i, (asked, answer) in enumerate(task):
         letter = LETTERS[TASK.question(i).right]
         [instruction] = [each for each in STYLES if each in asked["content"]]  # no second one
         assert answer["content"] == STYLES[instruction].replace("X", letter)
-        for form in STYLES.values():  # any format is accepted
-            scores = [task.score([asked, answer], form.replace("X", x)) for x in (letter, "Z")]
-            assert scores == [1, 0]
         used.add(instruction)
     assert used == set(STYLES)
-    assert read_letter("A, or maybe (B) or Option C is correct") is read_letter("no idea") is None
 
 
 def test_ten_options_come_from_training_questions(tmp_path, monkeypatch):

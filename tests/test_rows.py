@@ -388,18 +388,22 @@ def test_hub_shard_without_rows_is_skipped(tokenizer, monkeypatch):
     assert len(rows.batch(0, 4, SEED)) == 4 and "a.parquet" in rows.train_shards[0]
 
 
-def test_packing_ends_with_a_killed_run(folder, saved):
+@pytest.mark.parametrize("victim", ["run", "packer"])
+def test_packing_ends_with_a_killed_run_and_outlives_a_killed_packer(folder, saved, victim):
     rows, _ = opened(folder, saved)
+    words = ["-m", "scripts.data", f"--dataset={folder}", f"--max_seq_len={T}", "--workers=2"]
     with ExitStack() as held:
         for shard in missing_shards(rows):  # the packing process waits for these
             assert held.enter_context(common.try_lock(rows.lock_path(shard)))
-        words = ["-m", "scripts.data", f"--dataset={folder}", f"--max_seq_len={T}", "--workers=2"]
         with subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE) as process:
-            assert process.stdout
-            waiting = any(b"waiting" in line for line in process.stdout)
+            assert process.stdout and any(b"waiting" in line for line in process.stdout)
             packers = psutil.Process(process.pid).children()
-            process.kill()
-        assert waiting and packers and not psutil.wait_procs(packers, 60)[1]
+            (process if victim == "run" else packers[-1]).kill()
+            if victim == "packer":
+                held.close()
+                assert b"one goes on" in process.communicate()[0]
+        assert packers and not psutil.wait_procs(packers, 60)[1]
+    assert missing_shards(rows) == [] or victim == "run"
 
 
 # ---- Short validation text -----------------------------------------------------------------------

@@ -68,7 +68,7 @@ def mixture_flag(
     Flag that sets a mixture with these tokens of each bucket, from the same conversations; with
     declared buckets, it is written to a file.
     """
-    rows = ("" if part.rows is None else f"{part.rows}*" for part in parts)
+    rows = ("" if part.count is None else f"{part.count}*" for part in parts)
     spec = ",".join(f"{p.name}={n}{tokens[p.name]}t" for p, n in zip(parts, rows, strict=True))
     if not declared:
         return f"--mixture={spec}"

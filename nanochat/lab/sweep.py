@@ -39,6 +39,7 @@ from nanochat.common import (
 )
 from nanochat.config import require_at_least, require_positive
 from nanochat.lab.significance import Recorded
+from tasks.chats import topics
 from tasks.world.facts import DIGEST
 
 CODE = ("nanochat/*.py", "scripts/*.py", "tasks/**/*.py")
@@ -69,7 +70,7 @@ def code_fingerprint() -> str:
     code = itertools.chain.from_iterable(map(REPOSITORY.glob, CODE))
     digests = {str(p.relative_to(REPOSITORY)): records.code_digest(p.read_text()) for p in code}
     used = {name: digests[name] for name in digests.keys() - records.NOT_IN_CODE}
-    return fingerprint([used, DIGEST])
+    return fingerprint([used, DIGEST, topics()])
 
 
 @dataclass(frozen=True)
@@ -193,6 +194,8 @@ class Sweep:
                 time.sleep(POLL_SECONDS)
             process.terminate()  # only a stop request finds it running
             status = process.wait()  # until it has saved
+        if self.stop.asked and status < 0:
+            status = PREEMPTED
         entry = {"job": job.name, "command": words[0], "status": status}
         entry["seconds"] = time.perf_counter() - started
         records.append_line(self.folder / LEDGER, entry)

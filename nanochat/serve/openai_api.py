@@ -167,6 +167,8 @@ class Generation(BaseModel):
         for name, value in (self.model_extra or {}).items():
             neutral = {"best_of": (1, self.n), "length_penalty": (1,), "tfs_z": (1,)}.get(name, ())
             is_neutral = value in NEUTRAL or value in neutral
+            if name == "logprobs" and type(value) is int:  # 0 asks for those of the answer
+                is_neutral = False
             if name not in IGNORED and not is_neutral:
                 raise bad_field(name, "not supported; omit this field")
         return self

@@ -27,7 +27,7 @@ from nanochat.serve.openai_api import ApiError
 Scope = dict[str, Any]
 PROTECTED = "/v1/"
 HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\s:\[\]/?#@,]+)(:\d{1,5})?")
-ORIGIN = re.compile(rf"(?!http:.*:80$|https:.*:443$)https?://{HOST.pattern}")
+ORIGIN = re.compile(rf"(?!http:.*:80$|https:.*:443$)[a-z][a-z0-9+.-]*://{HOST.pattern}")
 SECURITY_HEADERS = [
     ("X-Content-Type-Options", "nosniff"),
     ("Referrer-Policy", "no-referrer"),
@@ -107,8 +107,8 @@ class SecurityMiddleware:
             raise ApiError(403, message, "host_not_allowed")
         if origin is not None and origin.lower().partition("://")[2] != host:
             if not {"*", origin} & set(self.cfg.allow_origins):
-                message = f"origin {origin} is not allowed; add it to --allow_origins"
-                raise ApiError(403, message, "foreign_origin")
+                fix = "; add it to --allow_origins" if ORIGIN.fullmatch(origin) else ""
+                raise ApiError(403, f"origin {origin} is not allowed{fix}", "foreign_origin")
         if self.key and scope["path"].startswith(PROTECTED) and scope["method"] != "OPTIONS":
             kind, _, given = headers.get("authorization", "").partition(" ")
             given = given.strip().encode("latin-1")

@@ -103,10 +103,10 @@ def validation_text(checkpoint: Checkpoint) -> tuple[Any, ...]:
 
 def is_shared(name: str, one: Recorded, other: Recorded) -> bool:
     """Whether both runs have a metric, of the same items and sampling settings."""
-    parts = summary.weights_of(name, other.items)
+    parts, others = (summary.weights_of(name, each.items) for each in (one, other))
     pairs = [(one.items.get(part, {}), other.items.get(part, {})) for part in parts]
     alike = all(a.get(key) == b.get(key) for a, b in pairs for key in ("of", "how"))
-    return name in other.values and alike
+    return name in other.values and parts == others and alike
 
 
 def recorded_scores(checkpoint: Checkpoint, sampled: bool = False) -> Recorded:

@@ -76,7 +76,7 @@ def main(cfg: Generate) -> None:
     print(f"{len(keys):,} prompts, {len(todo):,} to go, teacher {printable(model)}", flush=True)
 
     out.parent.mkdir(parents=True, exist_ok=True)
-    counts = {"Answered": 0, "Failed": 0}
+    counts = {"Answered": len(keys) - len(todo), "Failed": 0}
     pool = ThreadPoolExecutor(cfg.parallel)
     try:
         for future in as_completed([pool.submit(answer, cfg, client, model, row) for row in todo]):

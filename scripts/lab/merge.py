@@ -53,8 +53,8 @@ PATH = (0.25, 0.5, 0.75)  # between two parents
 MAX_RISE = 0.01  # relative rise in bits per byte that may be noise
 
 BASINS = """\
-warning: loss on the line from {} to {} rises {:.4f} bpb above its ends: they lie
-in different basins; merge models that were fine-tuned from one checkpoint"""
+warning: loss on the line from {} to {} rises {:.4f} bpb above a straight line: they
+lie in different basins; merge models that were fine-tuned from one checkpoint"""
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,7 @@ def main(cfg: ScalingLaws) -> None:
     for budget, depth in sorted(itertools.product(set(cfg.budgets), set(cfg.depths))):
         rows = math.ceil(budget / models[depth].flops_per_token() / cfg.max_seq_len)
         pack_text(text, source, tokenizer, rows)
-        if MIN_ROWS <= rows <= text.num_rows:
+        if MIN_ROWS <= rows <= text.totals()["rows"]:
             for (number, arm), i in itertools.product(enumerate(arms), range(cfg.seeds)):
                 run = (arm, budget, depth, 100 * number + i)
                 jobs[run] = make_job(cfg, *run, inputs)
@@ -102,8 +102,8 @@ def main(cfg: ScalingLaws) -> None:
     points = {run[:3] for run in jobs}  # without seeds
     if len(points) < MIN_POINTS * len(arms) or len(budgets) < 2:
         raise UsageError(
-            f"only {len(points)} sizes see {MIN_ROWS} rows or more without repeating text; "
-            f"a law needs {MIN_POINTS} of each arm, at two budgets",
+            f"{len(points) // len(arms)} sizes at {len(budgets)} budgets see {MIN_ROWS} rows or "
+            f"more, none twice; a law needs {MIN_POINTS} at two",
             "use other --budgets, more --depths, or more text (scripts.tok_train --num_shards)",
         )
 

@@ -67,7 +67,7 @@ def word_list(name: str) -> list[str]:
 
 def blocks(text: str) -> list[list[str]]:
     """Split a text at blank lines into blocks of lines."""
-    return [block.splitlines() for block in text.strip().split("\n\n")]
+    return [block.splitlines() for block in re.split(r"\n\s*\n", text.strip())]
 
 
 @cache
