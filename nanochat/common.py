@@ -4,6 +4,7 @@ Files, locks and stop signals. Does not import other modules of the project.
     base directory, atomic writes | locks | SIGTERM -> flag
 """
 
+import ast
 import fcntl
 import hashlib
 import json
@@ -15,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import IO, Any
 
@@ -83,6 +85,19 @@ def fingerprint(value: Any) -> str:
     """Hash of a JSON value, 16 hex digits; equal values have equal hashes on every machine."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+class TextRemover(ast.NodeTransformer):
+    """Removes docstrings and help texts from a syntax tree."""
+
+    def visit_Expr(self, node: ast.Expr) -> ast.Expr | None:
+        return None if isinstance(node.value, ast.Constant) else node
+
+
+@cache
+def code_digest(source: str) -> str:
+    """Digest of the syntax tree of Python code, without docstrings and help texts."""
+    return fingerprint(ast.dump(TextRemover().visit(ast.parse(source))))
 
 
 def sha256_file(path: Path) -> str:

@@ -10,7 +10,6 @@ A record stores the fingerprints of its inputs and outputs, so a report can chec
 belong to the same run.
 """
 
-import ast
 import json
 import math
 import os
@@ -23,13 +22,13 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from nanochat import common
+from nanochat.common import code_digest
 
 # ---- Sections of the report, in order ------------------------------------------------------------
 # These names must not change: reports are compared line by line.
@@ -205,19 +204,6 @@ def code_digests() -> dict[str, str]:
             if CODE.fullmatch(name) and name not in NOT_IN_CODE:
                 found[name] = code_digest(path.read_text())
     return found
-
-
-class TextRemover(ast.NodeTransformer):
-    """Removes docstrings and help texts from a syntax tree."""
-
-    def visit_Expr(self, node: ast.Expr) -> ast.Expr | None:
-        return None if isinstance(node.value, ast.Constant) else node
-
-
-@cache
-def code_digest(source: str) -> str:
-    """Digest of the syntax tree of Python code, without docstrings and help texts."""
-    return common.fingerprint(ast.dump(TextRemover().visit(ast.parse(source))))
 
 
 def changed_code(recorded: Mapping[str, str]) -> list[str]:

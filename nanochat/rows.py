@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import psutil
 
-from nanochat import common
+from nanochat import chat_format, common
 from nanochat.chat_format import Message, render
 from nanochat.common import UsageError
 from nanochat.config import Console
@@ -247,7 +247,7 @@ def file_name(shard: str) -> str:
 # ---- Best-fit packing of documents into rows -----------------------------------------------------
 # Every row starts with BOS. The rest of a cut document goes into a later row, after a BOS.
 
-PACKING_RULE = 3  # part of fingerprints: increment it when the same input packs differently
+PACKING_RULE = 3  # part of fingerprints: increment it when the same text packs differently
 
 # A larger pool cuts fewer documents. Measured: 2026-11, rows of 2,049, lognormal lengths
 # (mean 820 tokens; 7.7% of documents are longer than a row): 256 pieces cut 16%, 1,024 cut 15%,
@@ -602,10 +602,15 @@ class ChatPart(NamedTuple):
 def open_chat_rows(
     parts: Mapping[str, ChatPart], seed: int, tokenizer: Tokenizer, max_seq_len: int
 ) -> Rows:
-    """Open the rows of a mixture of conversations, which need not be packed yet."""
+    """
+    Open the rows of a mixture of conversations, which need not be packed yet. Packing is fast, so
+    an edit of this file or of chat_format.py packs them again.
+    """
     named = [{"name": n, "amount": p[2:], **p.identity} for n, p in parts.items()]
     made_of = {"buckets": named, "seed": seed, "tokenizer": tokenizer.fingerprint}
-    made_of |= {"max_seq_len": max_seq_len, "packing_rule": PACKING_RULE, "joined": JOINED}
+    files = map(Path, (__file__, str(chat_format.__file__)))
+    code = [common.code_digest(file.read_text()) for file in files]
+    made_of |= {"max_seq_len": max_seq_len, "code": code}
     return reopen_chat_rows({**made_of, "fingerprint": common.fingerprint(made_of)})
 
 

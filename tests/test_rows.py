@@ -17,7 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanochat import common
+from nanochat import chat_format, common
 from nanochat.chat_format import render
 from nanochat.common import UsageError, sha256_file
 from nanochat.dataset import DataConfig, Source, load_last_source, open_source
@@ -360,6 +360,15 @@ def test_B2_long_conversation_is_cut_or_skipped(capsys):
     assert "of 32 conversations, 1 fill a row of 63 tokens" in capsys.readouterr().out
     with pytest.raises(ValueError, match="no conversation to train on"):
         packed_chats([ALONE])
+
+
+def test_R38_chats_are_packed_again_when_their_format_changes(base, tmp_path, monkeypatch):
+    folders, code = [], Path(str(chat_format.__file__)).read_text()
+    for text in (code, code + "# a comment\n", code.replace("[0]", "[1]")):
+        (tmp_path / "edited.py").write_text(text)
+        monkeypatch.setattr(chat_format, "__file__", str(tmp_path / "edited.py"))
+        folders.append(packed_chats([chat("q", "a")]).folder)
+    assert folders[0] == folders[1] != folders[2]
 
 
 def test_every_window_of_a_mixture_has_its_amounts():

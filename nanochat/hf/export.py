@@ -19,14 +19,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from nanochat.common import REPOSITORY, UsageError, write_atomic, write_json
+from nanochat.common import REPOSITORY, UsageError, code_digest, write_atomic, write_json
 from nanochat.engine import TURN_TOKENS
 from nanochat.golf.size import list_imported_modules, read_source
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.hf.models import new_model, read_config
 from nanochat.hf.tokenizer import BOS, END, read_object, read_tokenizer, write_tokenizer
 from nanochat.loss import SOFTCAP
-from nanochat.records import code_digest, require_same_code
+from nanochat.records import require_same_code
 from nanochat.tokenizer import Tokenizer
 
 NATIVE, REMOTE = "nanochat", "nanochat_remote"  # model_type in config.json

@@ -33,6 +33,7 @@ from nanochat.common import (
     StopRequest,
     UsageError,
     base_dir,
+    code_digest,
     fingerprint,
     hold_run_lock,
     printable,
@@ -68,7 +69,7 @@ def sweep_folder() -> Path:
 def code_fingerprint() -> str:
     """Fingerprint of the code and the texts that runs use; docstrings do not count."""
     code = itertools.chain.from_iterable(map(REPOSITORY.glob, CODE))
-    digests = {str(p.relative_to(REPOSITORY)): records.code_digest(p.read_text()) for p in code}
+    digests = {str(p.relative_to(REPOSITORY)): code_digest(p.read_text()) for p in code}
     used = {name: digests[name] for name in digests.keys() - records.NOT_IN_CODE}
     return fingerprint([used, DIGEST, topics()])
 
