@@ -115,7 +115,7 @@ def run_test(
 
 # ---- LiveCodeBench: problems of programming contests ---------------------------------------------
 
-SECONDS = 5.0  # per test, on average, of a sandboxed program with PROGRAM_TESTS of them
+SECONDS = 5.0  # per test; a sandboxed program has PROGRAM_TESTS times this, however few it runs
 PROGRAM_TESTS = 12  # at most: a program that never ends costs a minute
 READ = "Write a Python program that reads stdin and prints to stdout."
 PROGRAM = "Answer with the whole program in a block of Python code."

@@ -52,7 +52,7 @@ class WordTask(Task):
     def words(self) -> tuple[str, ...]:
         """
         The words of the split in lower case, at least three ASCII letters each. Raises MissingInput
-        without a word, ValueError if `source` has none.
+        if the tokenizer's file has none, ValueError if `source` has none.
         """
         path = Path(self.source or base_dir() / "tokenizer" / "main" / "words.txt").expanduser()
         text = path.read_text("utf-8").lower() if path.exists() else ""
