@@ -22,18 +22,16 @@ scripts/base_train.py, then train, gpt, attention, loss, optim and scaling.
     optim           schedules, update rules, Muon + AdamW
     scaling         hyperparameters derived from depth
     engine          generation: sampling, decode step, tools
-    records         one JSON record per section of the report
-    logger          metrics of a run: console, file, Weights & Biases
+    records         one JSON record per section of the report; the log of a run
     eval_bpb        bits per byte
     eval_core       few-shot tasks and the CORE metric
     eval_chat       tasks in chat format
-    summary         results of a run: scores by stage, differences, verdict, cost
+    report          scores, differences and verdict of a run; report.md from the records
     plots           figures of the report
-    report          report.md from the records
     checkpoint      saved steps: write, verify, find, load
     train           the run around a training loop: resume, steps, log, save, stop
     finetune        what midtraining and SFT share
-    rl              rollouts, advantages, evaluation before and after RL
+    rl              rollouts, advantages, policy-gradient batches
 
 Tracks extend the core: nanochat.serve (chat page and API), hf (Hugging Face), golf (a 16 MB
 artifact), recursion, lab (experiments), bench (benchmarks).

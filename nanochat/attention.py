@@ -51,31 +51,24 @@ def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    window: int | None,
+    mask: Any,
     scale: float,
-    backend: Backend = "sdpa",
-    mask: Any = None,
     cache: "tuple[CacheView, int] | None" = None,
 ) -> Tensor:
     """
-    Causal attention. A query sees itself and at most `window` earlier tokens (None = all).
+    Causal attention: q (B, T, H, D); k, v (B, T, G, D), where G divides H -> (B, T, H, D).
 
-    q (B, T, H, D); k, v (B, T, G, D), where G divides H. `scale` multiplies the scores. `mask`: the
-    result of `make_mask`, which layers can share, or a bool tensor (B, 1, T, T), True for visible
-    keys, all of which must be within the causal window. `cache`: a view and the index of the layer
-    where k and v are stored; with a cache, `mask` (if given) has shape (B, 1, T, M) and covers all
-    cached tokens. Returns (B, T, H, D) in the dtype of q.
+    mask: the result of `make_mask`, which decides on the kernel. `scale` multiplies the scores.
+    cache: a view and the index of the layer where k and v are stored.
     """
     if cache is not None:
         view, layer = cache
         view.write(layer, k, v)
-        if mask is not None:
+        if not view.fresh:
             return attend_stored(q, *view.read(layer), mask, scale)
-    window = None if window is None or window >= q.size(1) - 1 else window
-    if mask is None:
-        mask = make_mask(backend, q, window)
-    if backend == "fa3" and mask is None:
-        return attend_fa3(q, k, v, window, scale)
+    if isinstance(mask, tuple):
+        y = fa3_function(q, k, v, softmax_scale=scale, causal=True, window_size=mask)
+        return y[0] if isinstance(y, tuple) else y
     return attend_sdpa(q, k, v, mask, scale)
 
 
@@ -83,23 +76,26 @@ def make_mask(
     backend: Backend, x: Tensor, window: int | None, segments: Any = None, cache: Any = None
 ) -> Any:
     """
-    Causal mask for x (B, T, ...) in the form `backend` expects; None if the backend only needs
-    `window`. With `segments` (B, T), a token sees only its own segment; `cache` selects the mask of
-    that view. A model calls this once per window and forward pass.
+    Causal mask for x (B, T, ...): a token sees itself and at most `window` earlier tokens (None =
+    all), with `segments` (B, T) only those of its own segment, with `cache` also the cached ones.
+    A model calls this once per window and forward pass; layers share the mask.
+
+    Returns a bool tensor (B or 1, 1, T, keys), True = visible; None = plain causal; FlexAttention's
+    block mask; or the window as FlashAttention 3 takes it.
     """
-    if cache is not None:
+    if cache is not None and not cache.fresh:
         return cache.mask(window)
     T, device = x.size(1), x.device
     window = None if window is None or window >= T - 1 else window
-    if backend in ("fa3", "flex") and segments is not None:
-        return segment_block_mask(segments, window)
-    if segments is not None:
-        return segment_mask(segments, window)
-    if backend == "flex" and window is not None:
+    if backend == "fa3" and segments is None:
+        return -1 if window is None else window, 0
+    if segments is None and window is None:
+        return None
+    if backend == "sdpa":
+        return dense_mask(T, window, segments, device)
+    if segments is None:
         return block_mask(T, window, device)
-    if backend == "sdpa" and window is not None:
-        return causal_mask(T, window, device)[None, None]
-    return None
+    return segment_block_mask(segments, window)
 
 
 def in_window(distance: Tensor, window: int | None) -> Tensor:
@@ -107,16 +103,13 @@ def in_window(distance: Tensor, window: int | None) -> Tensor:
     return (distance >= 0) if window is None else (distance >= 0) & (distance <= window)
 
 
-def causal_mask(T: int, window: int | None, device: torch.device) -> Tensor:
-    """(T, T) bool: whether query i (row) sees key j (column)."""
+def dense_mask(T: int, window: int | None, segments: Tensor | None, device: torch.device) -> Tensor:
+    """(B or 1, 1, T, T) bool: whether query i (row) sees key j (column)."""
     i = torch.arange(T, device=device)
-    return in_window(i[:, None] - i[None, :], window)
-
-
-def segment_mask(segments: Tensor, window: int | None) -> Tensor:
-    """Segment ids (B, T) -> (B, 1, T, T) bool: causal attention within each segment."""
-    same = segments[:, :, None] == segments[:, None, :]
-    return (same & causal_mask(segments.size(1), window, segments.device))[:, None]
+    seen = in_window(i[:, None] - i, window)[None]  # (1, T, T)
+    if segments is not None:
+        seen = seen & (segments[:, :, None] == segments[:, None, :])  # (B, T, T)
+    return seen[:, None]
 
 
 WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -124,8 +117,8 @@ WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDP
 
 def attend_sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float) -> Tensor:
     """
-    PyTorch's fused kernels. `mask` as in `attend`: None is causal, a tensor is slower. A
-    `block_mask` selects FlexAttention (CUDA), which skips blocks outside the window.
+    PyTorch's fused kernels. `mask` as in `make_mask`: None is causal, a tensor is slower. A block
+    mask selects FlexAttention (CUDA), which skips blocks outside the window.
     """
     gqa = q.size(2) != k.size(2)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -159,7 +152,7 @@ def attend_stored(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: 
 @lru_cache(maxsize=16)
 def block_mask(T: int, window: int | None, device: torch.device) -> Any:
     """
-    FlexAttention's block-sparse form of `causal_mask`, cached per shape. Compiled functions bypass
+    FlexAttention's block-sparse form of `dense_mask`, cached per shape. Compiled functions bypass
     the cache, so pass them the mask as an argument.
     """
     from torch.nn.attention.flex_attention import create_block_mask
@@ -171,7 +164,7 @@ def block_mask(T: int, window: int | None, device: torch.device) -> Any:
 
 
 def segment_block_mask(segments: Tensor, window: int | None) -> Any:
-    """FlexAttention's form of `segment_mask`; never stores (T, T) elements if compiled."""
+    """The same for segments; never stores (T, T) elements if compiled."""
     T = segments.size(1)
 
     def seen(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -196,42 +189,22 @@ def compiled_flex(name: str):
     return torch.compile(getattr(flex_attention, name), dynamic=False)
 
 
-# Builds of FlashAttention 3 on the Hub: repository and version, the faster one first (nanochat's
-# pull request 540)
-FA3_BUILDS = (("varunneal/flash-attention-3", None), ("kernels-community/flash-attn3", 1))
+FA3_BUILD = {"repo_id": "kernels-community/flash-attn3", "version": 1}  # on the Hub
 fa3_function: Any = None  # loaded by `load_fa3`, because compiled code cannot load it
 
 
 def load_fa3(device: torch.device) -> None:
     """
-    Load FlashAttention 3 (arXiv:2407.08608): `flash_attn_interface` if installed, else the first
-    of FA3_BUILDS that the package kernels can download.
-
-    Raises RuntimeError if the GPU is not Hopper, ImportError if neither package is installed, and
-    the error of the last download.
+    Load FlashAttention 3 (arXiv:2407.08608), downloaded by the package kernels. Raises RuntimeError
+    if the GPU is not Hopper, ImportError without that package, and the error of a download.
     """
     global fa3_function
     if torch.cuda.get_device_capability(device)[0] != 9:
         raise RuntimeError("needs a Hopper GPU, such as H100 or H200")
-    try:
-        from flash_attn_interface import flash_attn_func  # type: ignore
-    except ImportError:
-        flash_attn_func = download_fa3()
-    fa3_function = flash_attn_func
-
-
-def download_fa3() -> Any:
-    """The attention function of the first build that can be downloaded."""
     from kernels import get_kernel  # type: ignore
 
-    for repository, version in FA3_BUILDS:
-        try:
-            kernel = get_kernel(repository, **({"version": version} if version else {}))
-            return getattr(kernel, "flash_attn_interface", kernel).flash_attn_func
-        except Exception as error:  # a missing variant, no network: another build may do
-            if repository == FA3_BUILDS[-1][0]:
-                raise
-            print(f"skipping {repository}: {error}", flush=True)
+    kernel = get_kernel(**FA3_BUILD)
+    fa3_function = getattr(kernel, "flash_attn_interface", kernel).flash_attn_func
 
 
 def choose_backend(dist: Any, compiled: bool) -> Backend:
@@ -243,25 +216,14 @@ def choose_backend(dist: Any, compiled: bool) -> Backend:
         return "sdpa"
     # the backward pass of FlashAttention 3 is not deterministic, and does not say so
     if dist.dtype == torch.bfloat16 and not torch.are_deterministic_algorithms_enabled():
-        fault = None
-        for mine in (dist.local_rank == 0, dist.local_rank != 0):  # one rank of a node downloads
-            try:
-                if mine:
-                    load_fa3(dist.device)
-            except Exception as error:  # not Hopper, no package, no network
-                fault = str(error).partition("\n")[0] or repr(error)
-            faults = [each for each in dist.gather(fault) if each]
-        if not faults:
+        try:
+            dist.on_node(lambda: load_fa3(dist.device))  # one rank of a node downloads
+            load_fa3(dist.device)
             return "fa3"
-        dist.print0(f"without FlashAttention 3: {faults[0]}")
+        except Exception as error:  # not Hopper, no package, no network
+            why = str(error).partition("\n")[0] or repr(error)
+            dist.print0(f"without FlashAttention 3: {why}")
     return "flex"
-
-
-def attend_fa3(q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float) -> Tensor:
-    """Attention by the function that `load_fa3` has loaded."""
-    sizes = (-1 if window is None else window, 0)
-    y = fa3_function(q, k, v, softmax_scale=scale, causal=True, window_size=sizes)
-    return y[0] if isinstance(y, tuple) else y
 
 
 # ---- Batching of variable-length sequences -------------------------------------------------------
@@ -399,9 +361,7 @@ class CacheView:
         keys, values = (x.narrow(0, 0, B) if self.slots is None else x[self.slots] for x in stored)
         return keys.narrow(3, 0, self.reach), values.narrow(2, 0, self.reach)
 
-    def mask(self, window: int | None) -> Tensor | None:
-        """(B, 1, T, M) bool: cached tokens that each new token sees; None = plain causal."""
-        if self.fresh:
-            return None
+    def mask(self, window: int | None) -> Tensor:
+        """(B, 1, T, M) bool: cached tokens that each new token sees."""
         key = torch.arange(self.reach, device=self.positions.device)
         return in_window(self.positions[:, None, :, None] - key, window)

@@ -263,7 +263,9 @@ def find_checkpoint(stage: str, tag: str | None = None, step: int | None = None)
         tag = tags[0]
     found = open_checkpoint(root / tag, step)
     if found is None:
-        raise MissingInput(f"no checkpoint in {root / tag}", f"{command} --model_tag={tag}")
+        known = ", ".join(f"{stage}:{each}" for each in saved_tags(stage)) or "none"
+        fix = f"{command} --model_tag={tag}"
+        raise MissingInput(f"no checkpoint in {root / tag}; there are: {known}", fix)
     return found
 
 

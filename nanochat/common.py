@@ -12,7 +12,6 @@ import os
 import re
 import signal
 import socket
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from typing import IO, Any
 # ---- Files and names -----------------------------------------------------------------------------
 
 
+IGNORE = -1  # target excluded from the loss
 REPOSITORY = Path(__file__).resolve().parent.parent
 # Control characters (except tab and newline), line separators, surrogates, bidirectional controls
 # (Unicode UAX 9), and invisible characters (except the joiners of emoji and scripts)
@@ -60,6 +60,11 @@ def printable(text: Any) -> str:
     control a terminal or disguise text.
     """
     return UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), str(text))
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether an error of Python, torch or a GPU says that no memory is left."""
+    return bool(re.search("MemoryError|allocate memory|error: out of memory", repr(error)))
 
 
 def is_main_process() -> bool:
@@ -112,17 +117,13 @@ def write_atomic(path: Path, data: bytes | str) -> None:
     power failure. The temporary file is removed if writing fails.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with os.fdopen(handle, "wb") as stream:
-            stream.write(data.encode() if isinstance(data, str) else data)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.chmod(name, 0o644)  # mkstemp creates it with 0o600
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+        temporary.write_bytes(data.encode() if isinstance(data, str) else data)
+        fsync(temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
     fsync(path.parent)
 
 
@@ -136,8 +137,8 @@ def fsync(path: Path) -> None:
 
 
 def json_text(value: Any) -> str:
-    """Deterministic indented JSON with sorted keys."""
-    return json.dumps(value, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+    """Indented JSON; equal values in equal order give equal text."""
+    return json.dumps(value, indent=1, ensure_ascii=False) + "\n"
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -13,20 +13,17 @@ import dataclasses
 import errno
 import gc
 import os
-import re
 import signal
 import sys
 import traceback
-import types
-import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 import tyro
 
-from nanochat.common import REPOSITORY, MissingInput, UsageError, printable
+from nanochat.common import REPOSITORY, MissingInput, UsageError, is_out_of_memory, printable
 
 C = TypeVar("C")
 ROOM = "free some space, or set NANOCHAT_BASE_DIR to a larger disk"
@@ -99,7 +96,7 @@ def user_message(error: BaseException) -> str | None:
         fix = OS_FIXES.get(error.errno or 0, "check the path" if error.filename else "")
         message = f"{error.filename}: {error.strerror}" if error.filename else str(error)
         return (message or type(error).__name__) + (fix and f"\n  fix:  {fix}")
-    if isinstance(error, MemoryError) or re.search("out of memory|allocate memory", str(error)):
+    if is_out_of_memory(error):
         return "out of memory; use a smaller model, batch or sequence length, or another machine"
     if not isinstance(error, ValueError | RuntimeError):
         return None
@@ -145,18 +142,6 @@ def short(letter: str) -> Any:
     return tyro.conf.arg(aliases=[f"-{letter}"])
 
 
-def iter_settings(cfg: Any) -> Iterator[tuple[str, tuple[Any, ...], Any]]:
-    """Yield name, types and value of every setting, including those of nested dataclasses."""
-    hints = typing.get_type_hints(type(cfg))
-    for f in dataclasses.fields(cfg):
-        value, kind = getattr(cfg, f.name), hints[f.name]
-        if dataclasses.is_dataclass(value):
-            yield from iter_settings(value)
-        else:
-            is_union = typing.get_origin(kind) in (types.UnionType, typing.Union)
-            yield f.name, typing.get_args(kind) if is_union else (kind,), value
-
-
 def require_at_least(cfg: Any, **minimum: float) -> None:
     """Raise ValueError if a setting is below its minimum; None is allowed."""
     for name, bound in minimum.items():
@@ -174,14 +159,9 @@ def require_positive(cfg: Any, *names: str) -> None:
 
 
 def settings(cfg: Any) -> dict[str, Any]:
-    """
-    All settings as a flat JSON-serializable dict, in declaration order.
-
-    None ("decide for me") becomes -1, -1.0 or "", depending on the type.
-    """
+    """All settings as a flat dict, in declaration order, including those of nested dataclasses."""
     flat: dict[str, Any] = {}
-    for name, kinds, value in iter_settings(cfg):
-        if value is None:
-            value = -1 if int in kinds else -1.0 if float in kinds else ""
-        flat[name] = list(value) if isinstance(value, tuple) else value
+    for f in dataclasses.fields(cfg):
+        value = getattr(cfg, f.name)
+        flat |= settings(value) if dataclasses.is_dataclass(value) else {f.name: value}
     return flat

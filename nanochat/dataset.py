@@ -15,12 +15,11 @@ import os
 import re
 import zlib
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -106,8 +105,6 @@ def line_error(path: Path, number: int, problem: str) -> ValueError:
 # A single file is split into two shards at document `tail_start`: training, then validation.
 
 TAIL = "tail-of-"  # name prefix of a single file's validation shard
-TAIL_SHARE = 0.01  # fraction of the characters; TAIL_CHARS for short files, at most a tenth
-TAIL_CHARS = 8192  # about one row of 2,048 tokens
 
 
 @dataclass(frozen=True)
@@ -132,7 +129,7 @@ class FirstUseConfig(DataConfig):
     """Branch, tag or commit of the repository. Default: main at first use, then pinned."""
     val_shard: str | None = None
     """Validation file. Default: the last one named val, test or alike, else the last one; for a
-    single file, its last documents (1% of the text, up to 10% of a short one)."""
+    single file, its last documents (1% of them, up to 10% if there are few)."""
 
 
 @dataclass(frozen=True)
@@ -201,26 +198,16 @@ class Source:
 
 def find_tail(path: Path) -> int:
     """
-    Split a source's only file: documents from the returned one on are for validation.
-
-    The tail is the shortest one that holds TAIL_SHARE of the characters (TAIL_CHARS for short
-    files), but at most half of the documents and half of the characters. If the last document alone
-    has more than half of the characters, it is the tail. Raises ValueError for fewer than two
-    documents.
+    Split a source's only file: documents from the returned one on are for validation, 1% of them
+    but at least 16, and at most a tenth. Raises ValueError for fewer than two documents.
     """
-    lengths = np.fromiter(map(len, read_texts(path, Counter())), np.int64)
-    documents, chars = len(lengths), int(lengths.sum())
+    documents = sum(1 for _ in read_texts(path, Counter()))
     if documents < 2:
         why = f"has {documents} non-empty documents; training and validation need one each"
         fix = "split it into documents, or add a file for validation"
         raise ValueError(f"{path} is the only file and {why}; {fix}")
-    from_end = np.cumsum(lengths[::-1])  # characters of the last document, the last two, ...
-    wanted = min(chars / 10, max(TAIL_SHARE * chars, TAIL_CHARS))
-    fewest = int(np.searchsorted(from_end, wanted)) + 1
-    half = int(np.searchsorted(from_end, chars / 2, side="right"))
-    tail = max(1, min(fewest, half, documents // 2))
-    share = f"{from_end[tail - 1] / chars:.1%} of the text"
-    held_out = f"the last {tail:,} of its {documents:,} documents ({share})"
+    tail = max(1, min(documents // 10, max(documents // 100, 16)))
+    held_out = f"the last {tail:,} of its {documents:,} documents"
     print(f"{path} is the only file: {held_out} are held out for validation", flush=True)
     return documents - tail
 
@@ -323,15 +310,6 @@ def split_shards(
     return train[: cfg.num_shards], val_shard
 
 
-def describe_split(files: Sequence[str], val_shard: str) -> str:
-    """The validation shard, and the files that `split_shards` leaves out, as text."""
-    left = [file for file in files if HELD_OUT.search(file) and file != val_shard]
-    chosen = f"validates on {val_shard}"
-    if len(files) < 2 or not left:
-        return chosen
-    return f"{chosen}; {len(left)} files not trained on, by their names: {', '.join(left[:9])}"
-
-
 def require_recorded(source: Source, recorded: str | None) -> None:
     """Raise ValueError if the source does not have the `recorded` fingerprint; None accepts any."""
     if recorded not in (None, source.fingerprint):
@@ -389,7 +367,7 @@ def open_folder(cfg: FirstUseConfig, recorded: str | None) -> Source:
                 f"{folder} does not match {path}: {', '.join(changes[:5])} added or removed; "
                 "restore the old files, or delete that manifest and set --dataset again"
             )
-        _, val_shard = split_shards(cfg, names, old.get("val_shard"), path)
+        train, val_shard = split_shards(cfg, names, old.get("val_shard"), path)
         files = {file: check_file(folder / file, known[file], path) for file in names}
         by_digest: dict[str, str] = {}
         for file, entry in files.items():
@@ -402,7 +380,8 @@ def open_folder(cfg: FirstUseConfig, recorded: str | None) -> Source:
         require_recorded(source, recorded)
         if not old:
             ignored = f"; ignored {num_ignored} files of other types" if num_ignored else ""
-            print(f"{folder}: {describe_split(names, val_shard)}{ignored}", flush=True)
+            used = f"trains on {len(train)} of {len(names)} files, validates on {val_shard}"
+            print(f"{folder}: {used}{ignored}", flush=True)
         if manifest != old:
             write_json(path, manifest)
     return source
@@ -479,11 +458,11 @@ def open_hub(cfg: FirstUseConfig, path: Path) -> Source:
         files = list(manifest["files"])
         if not files:
             raise ValueError(f"{name} has no parquet files; jsonl only works in local folders")
-        _, val_shard = split_shards(cfg, files, manifest.get("val_shard"), path)
+        train, val_shard = split_shards(cfg, files, manifest.get("val_shard"), path)
         if not path.exists():
             manifest["val_shard"] = val_shard
             write_json(path, manifest)
-            print(f"{name}: {describe_split(files, val_shard)}", flush=True)
+            print(f"{name}: trains on {len(train)} of {len(files)} files, validates on {val_shard}")
     repo = HubRepo(name, path.parent, manifest["commit"])
     if val_shard.startswith(TAIL) and "tail_start" not in manifest:
         try:

@@ -369,12 +369,6 @@ def memory_bytes(device: torch.device) -> tuple[int, int]:
     return free + cached, total
 
 
-def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether an error says that a device, or the allocator of the CPU, has no memory left."""
-    lacking = isinstance(error, torch.OutOfMemoryError | MemoryError)
-    return lacking or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
-
-
 def has_compiler() -> bool:
     """Whether a C++ compiler and Python's headers, which torch.compile needs, are installed."""
     headers = Path(sysconfig.get_path("include"), "Python.h")

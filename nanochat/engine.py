@@ -84,24 +84,21 @@ class PenalizedSampling(Sampling):
     """Added to the logits of these token ids."""
 
 
-def penalize(logits: Tensor, settings: Sequence[Sampling], ids: Sequence[Sequence[int]]) -> Tensor:
+def penalize(logits: Tensor, settings: Sequence[Sampling], ids: Sequence[Sequence[int]]) -> None:
     """
-    Return logits (B, V) with the penalties and biases of each row; `logits` itself if there are
-    none. ids: the tokens of each completion so far.
+    Apply the penalties and biases of each row to logits (B, V), in place. ids: the tokens of each
+    completion so far.
     """
-    changed = {row: s for row, s in enumerate(settings) if isinstance(s, PenalizedSampling)}
-    if changed:
-        logits = logits.clone()
-    for row, s in changed.items():
-        x = logits[row]  # a view
-        there = torch.tensor(ids[row], dtype=torch.long, device=x.device)
+    for x, s, own in zip(logits, settings, ids, strict=True):
+        if not isinstance(s, PenalizedSampling):
+            continue
+        there = torch.tensor(own, dtype=torch.long, device=x.device)
         counts = torch.bincount(there, minlength=len(x))
         scaled = torch.where(x > 0, x / s.repetition_penalty, x * s.repetition_penalty)
         penalty = s.frequency_penalty * counts + s.presence_penalty * (counts > 0)
         x.copy_(torch.where(counts > 0, scaled, x) - penalty)
         if s.logit_bias:
             x[list(s.logit_bias)] += torch.tensor(list(s.logit_bias.values()), device=x.device)
-    return logits
 
 
 def sample(logits: Tensor, settings: Sequence[Sampling], uniform: Sequence[float]) -> list[int]:
@@ -155,13 +152,9 @@ def draw(logits: Tensor, k: int, settings: Sequence[Sampling], uniform: Sequence
 
 def running_sum(weights: Tensor) -> Tensor:
     """
-    Cumulative sum of float32 numbers in [0, 1] along the last dimension.
-
-    PyTorch has no deterministic float cumsum on CUDA, so deterministic mode sums integer multiples
-    of 2^-40, which is exact in any order.
+    Cumulative sum of float32 numbers in [0, 1] along the last dimension: of integer multiples of
+    2^-40, which is exact in any order, because PyTorch's sum of floats varies on a GPU.
     """
-    if not torch.are_deterministic_algorithms_enabled():
-        return weights.cumsum(dim=-1)
     return (weights * 2.0**40).long().cumsum(dim=-1).float() * 2.0**-40
 
 
@@ -442,7 +435,7 @@ class Engine:
             self.cache.lengths[slot] += 1
         uniform = [c.random.random() for c in grown]
         settings = [c.settings for c in grown]
-        logits = penalize(logits, settings, [c.ids for c in grown])
+        penalize(logits, settings, [c.ids for c in grown])
         picked = sample(logits, settings, uniform)
         for completion, token in zip(grown, picked, strict=True):
             self.advance(completion, token)

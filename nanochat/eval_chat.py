@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from nanochat import stats
 from nanochat.attention import fill_batches, pad_right
 from nanochat.chat_format import Message, render_fitting
 from nanochat.dist import DistContext
@@ -37,7 +38,7 @@ class TaskResult(NamedTuple):
 def score_answer(questions: ChatTask, i: int, answer: str) -> float:
     """Score an answer to item i with the task that the item belongs to."""
     task, number = questions.locate(i)
-    return task.score(task[number], answer)
+    return task.score(number, answer)
 
 
 def clusters_of(questions: ChatTask, count: int) -> list[str]:
@@ -136,3 +137,11 @@ def gather_result(
 def item_means(outcomes: Outcomes) -> list[float]:
     """Score of each item: the mean over its answers."""
     return [sum(scores) / len(scores) for scores in outcomes]
+
+
+def rates_by_k(outcomes: Outcomes) -> dict[int, list[float]]:
+    """For k = 1, 2, 4 to 64, up to the number of answers, the pass@k of each item."""
+    n, found = len(outcomes[0]), {1: item_means(outcomes)}
+    for k in (k for k in (2, 4, 8, 16, 32, 64) if k <= n):
+        found[k] = [stats.pass_at_k(n, scores.count(1), k) for scores in outcomes]
+    return found

@@ -26,9 +26,16 @@ import yaml
 
 from nanochat import stats
 from nanochat.attention import CacheView, fill_batches, pad_right
-from nanochat.common import UsageError, base_dir, fingerprint, sha256_file, write_atomic
+from nanochat.common import (
+    UsageError,
+    base_dir,
+    fingerprint,
+    is_out_of_memory,
+    sha256_file,
+    write_atomic,
+)
 from nanochat.dataset import line_error, read_json_lines
-from nanochat.dist import DistContext, is_out_of_memory
+from nanochat.dist import DistContext
 from nanochat.hub import is_inside
 
 # ---- Tasks ---------------------------------------------------------------------------------------
@@ -374,9 +381,13 @@ def open_archive(path: Path) -> zipfile.Path:
 
 
 def is_item(kind: TaskType, item: Mapping[str, Any]) -> bool:
-    """Whether an item has the fields of its kind, and `gold` is one of its options."""
-    options = item.get("choices") or item.get("context_options") or ["the only one"]
-    return item.keys() >= {*FIELDS[kind]} and item.get("gold", 0) in range(len(options))
+    """Whether an item has the fields of its kind, and `gold` is the number of an option."""
+    if not item.keys() >= {*FIELDS[kind]}:
+        return False
+    if kind == "language_modeling":
+        return True
+    options = item["choices"] if kind == "multiple_choice" else item["context_options"]
+    return type(item["gold"]) is int and 0 <= item["gold"] < len(options)
 
 
 def read_bundle(root: Path | zipfile.Path) -> Suite:

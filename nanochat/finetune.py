@@ -8,12 +8,13 @@ each chat of a row, so packing chats changes neither loss nor gradients.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from torch import Tensor
+
 from nanochat.checkpoint import FOLDERS, Checkpoint, parse_checkpoint_ref, stage_folder
-from nanochat.common import MissingInput
 from nanochat.config import require_positive
 from nanochat.dist import DistContext
 from nanochat.eval_bpb import ValidationConfig
@@ -22,7 +23,7 @@ from nanochat.optim import MuonAdamW, ScheduleConfig
 from nanochat.rows import CHAT_SHARD, ChatPart, Rows, open_chat_rows, pack_chats
 from nanochat.scaling import batch_lr_factor, divisible_batch, make_rules
 from nanochat.tokenizer import Tokenizer
-from nanochat.train import Compile, Run, TrainConfig
+from nanochat.train import Compile, Run, TrainConfig, document_segments
 
 MIN_STEPS = 200  # a short stage uses smaller batches to reach this many steps
 # with fewer, a stage warns; measured: 20 varied conversations need about 50 at depth 4 (one seed)
@@ -32,6 +33,9 @@ MIN_ROWS = 8  # rows (packed sequences) of the smallest automatic batch
 
 @dataclass(frozen=True)
 class FinetuneConfig:
+    mixture: str = ""
+    """Buckets with amounts, such as smoltalk=10000,gsm8k*4,aqua, or a JSON file that defines
+    buckets; see docs/data.md. Default: depends on the base model."""
     num_iterations: int | None = None
     """Optimizer steps. Default: derived from num_epochs."""
     num_epochs: float = 1.0
@@ -75,15 +79,7 @@ def open_parent(
         raise ValueError(f"--source={source} is not one of {', '.join(stages)}; use e.g. base:d4")
     own_tag = cfg.model_tag if source in FOLDERS else None
     name = f"{source}:{own_tag}" if own_tag else source
-    try:
-        found = dist.on_node(lambda: parse_checkpoint_ref(name))
-    except MissingInput as error:
-        if not own_tag:
-            raise
-        missing, command = error.args
-        fix = f"{command}  # or, if the parent has another tag, --source={source}:<tag>"
-        raise MissingInput(missing, fix) from None
-    return found
+    return dist.on_node(lambda: parse_checkpoint_ref(name))
 
 
 def choose_tag(kind: str, parent: Checkpoint, cfg: TrainConfig) -> str:
@@ -187,7 +183,9 @@ def plan_finetuning(
     batch_tokens = divisible_batch(cfg.total_batch_size, default, T, dist.world_size)
     num_steps = max(1, cfg.num_iterations or round(tokens / batch_tokens))
     if cfg.num_iterations is None and num_steps < FEW_STEPS:
-        dist.print0(few_steps_warning(num_steps, batch_tokens, epoch_tokens))
+        epochs = math.ceil(FEW_STEPS * batch_tokens / epoch_tokens)
+        few = f"only {num_steps} steps of {batch_tokens:,} tokens, too few to learn much"
+        dist.print0(f"WARNING: {few}; --num_epochs={epochs} trains {FEW_STEPS} steps")
     return num_steps, batch_tokens
 
 
@@ -204,17 +202,12 @@ def fit_batch(parent_batch: int, num_iterations: int | None, tokens: float, T: i
     return batch
 
 
-def few_steps_warning(num_steps: int, batch_tokens: int, epoch_tokens: int) -> str:
-    """Message for a stage that is too short to learn from, with the epochs for FEW_STEPS steps."""
-    epochs = math.ceil(FEW_STEPS * batch_tokens / epoch_tokens)
-    plural = "" if num_steps == 1 else "s"
-    return (
-        f"WARNING: only {num_steps} step{plural} of {batch_tokens:,} tokens, too few to learn much;"
-        f" --num_epochs={epochs} trains {FEW_STEPS} steps"
-    )
-
-
 def parent_inputs(parent: Checkpoint) -> dict[str, str]:
     """Recorded inputs of a stage that starts from `parent`: name -> fingerprint."""
     inputs = parent.state["provenance"]["inputs"]
     return {parent.state["stage"]: parent.fingerprint, "tokenizer": inputs["tokenizer"]}
+
+
+def chat_losses(model: GPT, bos_id: int) -> Callable[[Tensor, Tensor], Tensor]:
+    """Tokens and targets (B, T) -> nats (B, T); attention stays within each chat of a row."""
+    return lambda x, y: model.token_losses(x, y, document_segments(x, bos_id))

@@ -10,7 +10,7 @@ and sharper attention; none of them costs a noticeable number of FLOPs.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 import torch.nn as nn
@@ -55,15 +55,8 @@ class GPTConfig:
     """Subtract a learned multiple of the middle layer's output before the LM head."""
 
     def __post_init__(self) -> None:
-        # Checked here because exported models include this file, but not config.py
-        sizes = ("vocab_size", "n_layer", "d_model", "n_head", "n_kv_head", "max_seq_len")
-        for name, least in (dict.fromkeys(sizes, 1) | {"value_every": 0}).items():
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
-        if self.n_head % self.n_kv_head:
+        if self.n_kv_head < 1 or self.n_head % self.n_kv_head:
             raise ValueError(f"n_kv_head {self.n_kv_head} must divide n_head {self.n_head}")
-        if self.head_dim < 2 or self.head_dim % 2:
-            raise ValueError(f"head_dim must be even and positive for RoPE, got {self.head_dim}")
         if not self.window_pattern or set(self.window_pattern) - {"S", "L"}:
             raise ValueError(f"window_pattern must consist of S and L, got {self.window_pattern!r}")
 
@@ -128,11 +121,9 @@ class Attention(nn.Module):
     def __init__(self, cfg: GPTConfig, layer: int):
         super().__init__()
         self.shape = (cfg.n_head, cfg.n_kv_head, cfg.head_dim)
-        self.window = cfg.window(layer)
         # Normalized queries and keys have bounded dot products, so the softmax could never become
         # sharp; a gain on both widens the bound
         self.scale = cfg.qk_gain**2 * cfg.head_dim**-0.5
-        self.backend: Backend = "sdpa"
         C, (H, G, D) = cfg.d_model, self.shape
         self.q, self.k, self.v = Linear(C, H * D), Linear(C, G * D), Linear(C, G * D)
         self.out = Linear(H * D, C)
@@ -140,7 +131,7 @@ class Attention(nn.Module):
         self.qkv_weight: Tensor | None = None
 
     def forward(
-        self, x: Tensor, rope: Rope, value_embed: Tensor | None, mask: Any = None, cache: Any = None
+        self, x: Tensor, rope: Rope, value_embed: Tensor | None, mask: Any, cache: Any = None
     ) -> Tensor:
         """x (B, T, C), `value_embed` (B, T, G * D) -> (B, T, C). Others: see `attend`."""
         B, T, _ = x.shape
@@ -155,7 +146,7 @@ class Attention(nn.Module):
             v = v + gate[..., None] * value_embed.view(B, T, G, D)
         # Rotating last lets the compiler keep two versions of q and k for the backward pass
         q, k = rotate(norm(q), *rope), rotate(norm(k), *rope)
-        y = attend(q, k, v, self.window, self.scale, self.backend, mask, cache)  # (B, T, H, D)
+        y = attend(q, k, v, mask, self.scale, cache)  # (B, T, H, D)
         return self.out(y.flatten(2))  # (B, T, C)
 
     def fuse_qkv(self) -> None:
@@ -201,17 +192,6 @@ class Block(nn.Module):
 # ---- The model -----------------------------------------------------------------------------------
 
 
-class Shared(NamedTuple):
-    """Inputs that all layers of one forward pass share."""
-
-    value_embeds: Sequence[Tensor | None]
-    """Value embeddings of each layer, (B, T, G * D)."""
-    rope: Rope
-    masks: Sequence[Any]
-    """Attention mask of each layer; see `attention.make_mask`."""
-    cache: CacheView | None
-
-
 class GPT(nn.Module):
     """
     The model. `dtype` is the dtype of activations and matmuls; weights are float32, except in an
@@ -221,6 +201,8 @@ class GPT(nn.Module):
     def __init__(self, cfg: GPTConfig, dtype: torch.dtype = torch.float32):
         super().__init__()
         self.cfg, self.dtype, self.compiled = cfg, dtype, False
+        self.backend: Backend = "sdpa"
+        """Attention kernel (`attention.choose_backend`)."""
         self.embed = Embedding(cfg.vocab_size, cfg.d_model)
         # One wide table for all layers: its gradient sorts the token ids once
         width = len(cfg.value_layers) * cfg.n_kv_head * cfg.head_dim
@@ -288,24 +270,17 @@ class GPT(nn.Module):
 
     def num_matmul_params(self) -> int:
         """Number of parameters of the layers and the LM head: those that cost FLOPs."""
-        return self.head.weight.numel() + sum(map(self.layer_params, range(self.cfg.n_layer)))
-
-    def layer_params(self, layer: int) -> int:
-        """Number of parameters of a layer."""
-        return sum(p.numel() for p in self.blocks[layer].parameters())
-
-    def layer_flops(self, layer: int) -> int:
-        """
-        Training FLOPs of a layer per token: 6 per matmul parameter, and 12 H D per token in the
-        window for attention, ignoring causality.
-        """
-        cfg = self.cfg
-        seen = min(cfg.max_seq_len, cfg.window(layer) or cfg.max_seq_len)
-        return 6 * self.layer_params(layer) + 12 * cfg.n_head * cfg.head_dim * seen
+        layers = sum(p.numel() for block in self.blocks for p in block.parameters())
+        return layers + self.head.weight.numel()
 
     def flops_per_token(self) -> float:
-        """Training FLOPs per token: forward and backward of all layers and the head."""
-        return 6 * self.head.weight.numel() + sum(map(self.layer_flops, range(self.cfg.n_layer)))
+        """
+        Training FLOPs per token, forward and backward: 6 per matmul parameter, and in each layer
+        12 H D per token in the window for attention, ignoring causality.
+        """
+        cfg, T = self.cfg, self.cfg.max_seq_len
+        seen = sum(min(T, cfg.window(layer) or T) for layer in range(cfg.n_layer))
+        return 6 * self.num_matmul_params() + 12 * cfg.n_head * cfg.head_dim * seen
 
     # ---- computation -------------------------------------------------------------------------
 
@@ -318,32 +293,38 @@ class GPT(nn.Module):
         With `cache`, the tokens continue the cached sequences and are stored; with `segments`
         (B, T), a token sees only tokens of its own segment.
         """
+        cfg, scalars = self.cfg, None
         x0 = self.smear_embeddings(norm(self.embed(tokens).to(self.dtype)), cache, segments)
-        shared, x, middle = self.prepare(tokens, cache, segments), x0, x0
-        for layer in range(self.cfg.n_layer):
-            x = self.run_layer(layer, x, x0, shared)
-            if layer == self.cfg.n_layer // 2:
+        values, rope, masks = self.layer_inputs(tokens, cache, segments)
+        x = middle = x0
+        for layer, block in enumerate(self.blocks):
+            if cfg.residual_scalars:
+                scalars = torch.stack((self.residual[layer], self.skip[layer]))
+            args = (x, x0, scalars, rope, values.get(layer), masks[cfg.window(layer)])
+            # with a cache not compiled: shapes vary
+            x = block(*args) if cache is None else block.forward(*args, (cache, layer))
+            if layer == cfg.n_layer // 2:
                 middle = x
-        return self.finish(x, middle)
+        return norm(self.back_out(x, middle))
 
-    def prepare(
+    def layer_inputs(
         self, tokens: Tensor, cache: CacheView | None = None, segments: Tensor | None = None
-    ) -> Shared:
-        """Compute the inputs shared by all layers. Arguments as in `hidden`."""
-        cfg, T = self.cfg, tokens.size(1)
-        values: list[Tensor | None] = [None] * cfg.n_layer
+    ) -> tuple[dict[int, Tensor], Rope, dict[int | None, Any]]:
+        """
+        What the layers of one forward pass share: layer -> value embedding (B, T, G * D), rotary
+        embedding, window -> attention mask. Arguments as in `hidden`.
+        """
+        cfg, values = self.cfg, {}
         if self.value_embeds is not None:
             wide = self.value_embeds(tokens).to(self.dtype)  # (B, T, value layers * G * D)
-            for i, part in zip(
-                cfg.value_layers, wide.chunk(len(cfg.value_layers), -1), strict=True
-            ):
-                values[i] = part
-        positions = torch.arange(T, device=tokens.device) if cache is None else cache.positions
+            parts = wide.chunk(len(cfg.value_layers), -1)
+            values = dict(zip(cfg.value_layers, parts, strict=True))
+        T, device = tokens.size(1), tokens.device
+        positions = torch.arange(T, device=device) if cache is None else cache.positions
         rope = rotary(positions, cfg.head_dim, cfg.rope_theta, self.dtype)
-        backend = self.blocks[0].attention.backend
-        windows = [cfg.window(layer) for layer in range(cfg.n_layer)]
-        masks = {w: make_mask(backend, tokens, w, segments, cache) for w in set(windows)}
-        return Shared(values, rope, [masks[w] for w in windows], cache)
+        windows = set(map(cfg.window, range(cfg.n_layer)))
+        masks = {w: make_mask(self.backend, tokens, w, segments, cache) for w in windows}
+        return values, rope, masks
 
     def smear_embeddings(self, x: Tensor, cache: Any = None, segments: Any = None) -> Tensor:
         """
@@ -364,26 +345,12 @@ class GPT(nn.Module):
         gate = torch.sigmoid(self.smear_gate(x[..., : self.smear_gate.in_features]))  # (B, T, 1)
         return (x + self.smear * gate.float() * previous).to(x.dtype)
 
-    def run_layer(self, layer: int, x: Tensor, x0: Tensor, shared: Shared) -> Tensor:
-        """Apply one layer to x (B, T, C); x0 (B, T, C) are the embedded tokens."""
-        block, scalars = self.blocks[layer], None
-        if self.cfg.residual_scalars:
-            scalars = torch.stack((self.residual[layer], self.skip[layer]))
-        args = (x, x0, scalars, shared.rope, shared.value_embeds[layer], shared.masks[layer])
-        if shared.cache is None:
-            return block(*args)
-        return block.forward(*args, (shared.cache, layer))  # not compiled: shapes vary
-
-    def finish(self, x: Tensor, middle: Tensor) -> Tensor:
+    def back_out(self, x: Tensor, middle: Tensor) -> Tensor:
         """
-        Hidden states of the head from the outputs of the last and the middle layer, (B, T, C).
-
-        Backout: layers write to the residual stream what later layers need, and the head sees all
-        of it; subtracting the middle state removes what only the layers were meant to read.
+        Subtract a share of the middle layer's output from that of the last, (B, T, C): layers write
+        to the residual stream what later layers need, and the head would see all of it.
         """
-        if self.cfg.backout:
-            x = (x - self.backout * middle.float()).to(x.dtype)
-        return norm(x)
+        return (x - self.backout * middle.float()).to(x.dtype) if self.cfg.backout else x
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden (..., C) -> soft-capped logits (..., V) in float32."""
@@ -404,10 +371,9 @@ class GPT(nn.Module):
         Summed cross-entropy (nats) over targets other than IGNORE, each multiplied by its weight
         if `weights` is given. All arguments are (B, T).
         """
-        hidden, fp8 = self.hidden(tokens, segments=segments), self.head.fp8
-        return chunked_cross_entropy(
-            hidden, self.head.weight, targets, weights, self.compiled, fp8
-        )[0]
+        hidden, head = self.hidden(tokens, segments=segments), self.head
+        args = (hidden, head.weight, targets, weights, self.compiled, head.fp8)
+        return chunked_cross_entropy(*args)
 
     @torch.no_grad()
     def token_losses(
@@ -445,10 +411,10 @@ def inference_copy(model: GPT) -> GPT:
         for name, p in model.state_dict().items()
     }
     twin.load_state_dict(weights, assign=True)
-    for ours, theirs in zip(twin.blocks, model.blocks, strict=True):
-        kernel = theirs.attention.backend  # prefill is not compiled: its lengths vary
-        ours.attention.backend = "sdpa" if kernel == "flex" else kernel
-        ours.attention.fuse_qkv()
+    # prefill is not compiled: its lengths vary
+    twin.backend = "sdpa" if model.backend == "flex" else model.backend
+    for block in twin.blocks:
+        block.attention.fuse_qkv()
     return twin.requires_grad_(False)
 
 

@@ -31,10 +31,11 @@ def call_hub(repo: str, revision: str, file: str | None, request: Callable[[], X
     Return `request()`, repeated if the Hub is busy or the network fails. Raises UsageError with
     cause and fix if it fails for good.
     """
-    hooks, pause = get_session().event_hooks["request"], 1.0
-    if set_timeouts not in hooks:
-        hooks.append(set_timeouts)
+    pause = 1.0
     while True:
+        hooks = get_session().event_hooks["request"]  # of a new session after some errors
+        if set_timeouts not in hooks:
+            hooks.append(set_timeouts)
         try:
             return request()
         except Exception as raised:

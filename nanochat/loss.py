@@ -15,9 +15,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from nanochat.common import IGNORE
 from nanochat.fp8 import E4M3, E5M2, multiply, quantize, transpose
 
-IGNORE = -1  # target excluded from the loss
 SOFTCAP = 15.0  # logits lie in (-15, 15)
 CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 28, "mps": 1 << 25}  # logits in one chunk
 
@@ -58,11 +58,6 @@ def softmax_terms(logits: Tensor, divide: bool) -> tuple[Tensor, Tensor]:
     return total, (slope / total if divide else slope).to(logits.dtype)
 
 
-def accumulate(total: Tensor, part: Tensor) -> None:
-    """`total += part` across dtypes. When compiled, does not copy `part`."""
-    total += part
-
-
 @lru_cache
 def compiled_version(function: Callable) -> Callable:
     """`function`, compiled by torch.compile at its first call."""
@@ -98,8 +93,7 @@ def chunk_loss(
 
 class ChunkedCrossEntropy(torch.autograd.Function):
     """
-    Sum of weighted nats, and the weighted nats of each target (no gradients). The forward pass
-    also computes the gradients of the sum.
+    Sum of weighted nats. The forward pass also computes its gradients.
     """
 
     @staticmethod
@@ -111,9 +105,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             transposed = transpose(scaled)
         d_hidden = torch.empty_like(hidden)
         d_head = torch.zeros_like(head, dtype=torch.float32)
-        each = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        add = compiled_version(accumulate) if compiled else accumulate
         for part in chunks(len(hidden), head):
             h = hidden[part]
             logits = multiply(quantize(h, E4M3), scaled, dtype, True) if scaled else h @ weight.mT
@@ -123,20 +115,18 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             if weights is not None:
                 nats, scale = nats * weights[part], scale * weights[part, None]
             total += nats.sum()
-            each[part] = nats
             if transposed:
                 slope = quantize(slope * scale, E5M2)
                 d_hidden[part] = multiply(slope, transposed, dtype)
-                add(d_head, multiply(transpose(slope), quantize(h.mT, E4M3), dtype))
+                d_head += multiply(transpose(slope), quantize(h.mT, E4M3), dtype)
             else:
                 torch.mm(slope, weight, out=d_hidden[part]).mul_(scale)
-                add(d_head, slope.mT @ (h * scale).to(h.dtype))
+                d_head += slope.mT @ (h * scale).to(h.dtype)
         ctx.save_for_backward(d_hidden, d_head)
-        ctx.mark_non_differentiable(each)
-        return total, each
+        return total
 
     @staticmethod
-    def backward(ctx, grad: Tensor, _):  # type: ignore[override]
+    def backward(ctx, grad: Tensor):  # type: ignore[override]
         d_hidden, d_head = ctx.saved_tensors
         d_hidden.mul_(grad.to(d_hidden.dtype))
         return d_hidden, d_head.mul_(grad), None, None, None, None
@@ -149,20 +139,17 @@ def chunked_cross_entropy(
     weights: Tensor | None = None,
     compiled: bool = False,
     fp8: bool = False,
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     """
-    Return the weighted sum of nats (a float32 scalar with gradients for `hidden` and `head`) and
-    the weighted nats of each target ((...) float32, without gradients).
+    Return the weighted sum of nats, a float32 scalar with gradients for `hidden` and `head`.
 
     hidden (..., C) in the compute dtype, head (V, C) float32, targets (...), IGNORE to exclude;
     weights (...) float32 of either sign, None = ones. fp8: all matmuls are in fp8. The backward
     pass may run only once: it scales the stored gradients in place.
     """
     flat = None if weights is None else weights.flatten()
-    total, nats = ChunkedCrossEntropy.apply(  # type: ignore[misc]
-        hidden.flatten(0, -2), head, targets.flatten(), flat, compiled, fp8
-    )
-    return total, nats.view_as(targets)
+    args = (hidden.flatten(0, -2), head, targets.flatten(), flat, compiled, fp8)
+    return ChunkedCrossEntropy.apply(*args)  # type: ignore
 
 
 @torch.no_grad()

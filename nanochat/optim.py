@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, distributed, nn
 
 from nanochat.dist import DistContext
@@ -106,11 +107,11 @@ POLAR_EXPRESS = (
 
 def equalize_rows(g: Tensor) -> Tensor:
     """
-    Scale each row of the matrices (..., M, N) to their mean row norm: orthogonalization then starts
-    from a better conditioned matrix. Source: MuonEq, arXiv:2603.28254.
+    Scale each row of the matrices (..., M, N) to the same norm: orthogonalization, which ignores
+    the scale of a matrix, then starts from a better conditioned one. Source: MuonEq,
+    arXiv:2603.28254.
     """
-    norms = g.norm(dim=-1, keepdim=True)
-    return g * (norms.mean(dim=-2, keepdim=True) / norms.clamp(min=1e-30))
+    return F.normalize(g, dim=-1, eps=1e-30)
 
 
 def orthogonalize(g: Tensor) -> Tensor:
@@ -143,13 +144,12 @@ def fix_norm(g: Tensor) -> Tensor:
 def equalize_variance(g: Tensor, second: Tensor) -> Tensor:
     """
     Divide each row of the updates g (K, M, N) by the root of its mean square over the last steps,
-    keeping the norm of each matrix; columns if the matrices are wide. `second` holds the mean
+    and set the norm of each matrix; columns if the matrices are wide. `second` holds the mean
     squares, (K, M, 1) or (K, 1, N), and is updated. Source: NorMuon, arXiv:2510.05491.
     """
     short = -1 if second.size(-1) == 1 else -2
     second.lerp_(g.square().mean(dim=short, keepdim=True), 1 - MUON_BETA2)
-    scaled = g * second.clamp(min=1e-30).rsqrt()
-    return scaled * (frobenius(g) / frobenius(scaled))
+    return fix_norm(g * second.clamp(min=1e-30).rsqrt())
 
 
 def frobenius(g: Tensor) -> Tensor:
@@ -385,16 +385,12 @@ class MuonAdamW(torch.optim.Optimizer):
         """
         Load `full_state` saved with any world size; every rank passes all tensors.
 
-        Raises KeyError for a missing tensor, ValueError for a wrong shape.
+        Raises KeyError for a missing tensor.
         """
         for group in self.param_groups:
             for moment, mine in self.state[group["params"][0]].items():
                 pieces = [tensors[f"{name}.{moment}"].to(mine) for name in group["param_names"]]
-                value = self.local_shard(group, pieces)
-                if value.shape != mine.shape:
-                    name, shape = group["param_names"][0], tuple(pieces[0].shape)
-                    raise ValueError(f"optimizer state {name}.{moment} has a wrong shape, {shape}")
-                mine.copy_(value)
+                mine.copy_(self.local_shard(group, pieces))
         self.steps_taken = int(tensors["steps_taken"])
 
 

@@ -15,12 +15,10 @@ from typing import Any
 import numpy as np
 from matplotlib import style
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullLocator
 
 from nanochat.common import base_dir, printable
-from nanochat.logger import read_metrics
-from nanochat.records import Record, plain_value, slug, standard_error
-from nanochat.summary import STAGES, collect_scores
+from nanochat.records import Record, plain_value, read_metrics, slug, standard_error
+from nanochat.report import STAGES, collect_scores
 
 # ---- Drawing -------------------------------------------------------------------------------------
 
@@ -56,14 +54,6 @@ def draw_curve(axes: Any, points: Sequence[Sequence[float]]) -> None:
     bins = np.array_split(np.array(points, float), min(len(points), MAX_POINTS))
     x, y, *error = np.array([each.mean(0) for each in bins]).T
     axes.errorbar(x, y, *error, marker="o" if len(x) < 30 else "")
-
-
-def set_log_scale(axis: Any) -> None:
-    """Make an axis (`axes.xaxis` or `axes.yaxis`) logarithmic with plain numbers as labels."""
-    axis.axes.set(**{f"{axis.axis_name}scale": "log"})
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axis.set_major_formatter("{x:g}")
-    axis.set_minor_locator(NullLocator())
 
 
 # ---- Figures of a report -------------------------------------------------------------------------
@@ -123,6 +113,4 @@ def draw_run(entries: Sequence[Mapping[str, Any]]) -> Figure:
         draw_curve(axes, [[e[key] for key in keys if key in e] for e in entries if name in e])
         axes.set(title=PANELS[name], xlabel="step")
         axes.locator_params(nbins=5)
-        if name == "loss":
-            set_log_scale(axes.yaxis)
     return figure

@@ -1,8 +1,9 @@
 """
-Records: one JSON file for each section of the report.
+Records: one JSON file for each section of the report, and the log of a training run.
 
     settings, values, provenance, cost -> write_record -> report/<slug>.json, records.jsonl
     records -> read_records, read_history -> report, comparisons
+    step, metrics -> RunLog.log -> metrics.jsonl, console, Weights & Biases
 
 NANOCHAT_REPORT_DIR is the folder of report.md and report/; by default, the base directory.
 
@@ -20,7 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -107,8 +108,8 @@ STARTED = time.perf_counter()  # this module is imported when a process starts
 class Provenance:
     """Origin of a record: the run, its seed, and the fingerprints of inputs and outputs."""
 
-    run_id: str
-    seed: int
+    run_id: str = field(default_factory=lambda: new_run_id())
+    seed: int = 0
     inputs: Mapping[str, str] = field(default_factory=dict)
     """Name -> fingerprint of each input artifact, closest parent first."""
     outputs: Mapping[str, str] = field(default_factory=dict)
@@ -144,11 +145,6 @@ def inherited_run_id(inputs: Mapping[str, str]) -> str:
         if record["provenance"]["outputs"].items() & inputs.items():
             return record["provenance"]["run_id"]
     return new_run_id()
-
-
-def estimate(value: float, n: int, se: float, k: int = 1) -> dict[str, Any]:
-    """A measured value with its number of items, standard error, and number of answers per item."""
-    return {"value": value, "n": n, "se": se, **({"k": k} if k > 1 else {})}
 
 
 def item_scores(
@@ -187,7 +183,7 @@ def stage_key(settings: Mapping[str, Any], inputs: Mapping[str, str]) -> str:
 
 CODE = re.compile(r"(nanochat|tasks|scripts)/.*\.py")
 NOT_IN_CODE = frozenset(  # these do not determine results
-    f"nanochat/{name}.py" for name in "config hub logger plots records report summary".split()
+    f"nanochat/{name}.py" for name in "config hub plots records report".split()
 )
 
 
@@ -196,13 +192,12 @@ def code_digests() -> dict[str, str]:
     Digest of each file of code that this process has imported, which determines its results, by
     path; without NOT_IN_CODE.
     """
-    found = {}
+    found, root = {}, f"{common.REPOSITORY}/"
     for module in list(sys.modules.values()):
-        path = Path(getattr(module, "__file__", None) or "/")
-        if path.is_relative_to(common.REPOSITORY):
-            name = path.relative_to(common.REPOSITORY).as_posix()
-            if CODE.fullmatch(name) and name not in NOT_IN_CODE:
-                found[name] = code_digest(path.read_text())
+        path = getattr(module, "__file__", None) or ""
+        name = path.removeprefix(root)
+        if name != path and CODE.fullmatch(name) and name not in NOT_IN_CODE:
+            found[name] = code_digest(Path(path).read_text())
     return found
 
 
@@ -237,13 +232,12 @@ def write_record(
     commits: Sequence[str] = (),
     code: Mapping[str, str] | None = None,
     key: str | None = None,
-    extend: bool = False,
 ) -> Path:
     """
     Record a stage; call it on rank 0, once at its end.
 
     settings    the whole config (`config.settings`), in order
-    values      name -> number, text, or `estimate`, in report order; without those of None
+    values      name -> number, text, or a `stats.Estimate` as a dict; without those of None
     items       metric name -> its `item_scores`, or {"weights": {name: weight}} for a sum of such
     tables      {"title", "columns", "rows"}, rows of text or numbers
     metrics     the run's metrics.jsonl (`logger`), for the figures
@@ -251,7 +245,6 @@ def write_record(
     commits     commits of all attempts of a run, by default the current one
     code        `code_digests` when a long run began; default: of now
     key         what determines the result; default: `stage_key` of all settings
-    extend      merge into the section's last record if it has the same key (`extend_record`)
 
     Safe to call from concurrent processes. Returns the path of the record.
     """
@@ -276,10 +269,7 @@ def write_record(
     folder, path = report_folder(), record_path(section)
     with common.hold_lock(folder / ".lock", f"recording {section}"):
         append_line(folder / "records.jsonl", record)
-        if extend and path.exists():
-            record = extend_record(common.read_json(path), record, values)
-        text = json.dumps(to_json_types(record), indent=1, ensure_ascii=False)
-        common.write_atomic(path, text + "\n")
+        common.write_json(path, to_json_types(record))
     return path
 
 
@@ -289,20 +279,6 @@ def command_line() -> str:
     if ranks := os.environ.get("LOCAL_WORLD_SIZE"):
         words = [f"--nproc_per_node={ranks}", *words[:2], "--", *words[2:]]
     return shlex.join(["torchrun" if ranks else "python", *words])
-
-
-def extend_record(old: Record, new: dict[str, Any], changed: Iterable[str]) -> dict[str, Any]:
-    """
-    The record `new`, with the tables, costs and, unless `changed`, the values and items of `old` if
-    it has the same key and code.
-    """
-    if old["key"] != new["key"] or changed_code(old["code"]):
-        return new
-    for part in ("values", "items"):
-        new[part] = {k: x for k, x in old[part].items() if k not in changed} | new[part]
-    new["tables"] = [*{t["title"]: t for t in (*old["tables"], *new["tables"])}.values()]
-    new["cost"]["wall_seconds"] += old["cost"]["wall_seconds"]
-    return new
 
 
 def find_finished(section: str, key: str) -> Record | None:
@@ -336,7 +312,10 @@ def read_record(section: str) -> Record | None:
 def read_records() -> list[Record]:
     """Current record of every section, oldest first."""
     paths = [path for path in report_folder().glob("*.json") if path.name != "header.json"]
-    return sorted(map(common.read_json, paths), key=lambda record: record["timestamp"])
+    found = {path: common.read_json(path) for path in paths}
+    if broken := [path for path, record in found.items() if not record.keys() >= {"cost", "files"}]:
+        raise ValueError(f"{broken[0]} is not a record of a stage; delete it")
+    return sorted(found.values(), key=lambda record: record["timestamp"])
 
 
 def read_history() -> Sequence[Record]:
@@ -359,7 +338,8 @@ def record_path(section: str) -> Path:
 
 def slug(section: str) -> str:
     """File name stem of a section: lower case, with hyphens."""
-    return re.sub(r"[^a-z0-9]+", "-", section.lower()).strip("-")
+    name = re.sub(r"[^a-z0-9]+", "-", section.lower()).strip("-")
+    return name if len(name) < 99 else f"{name[:80]}-{common.fingerprint(section)}"
 
 
 # ---- Parts of a record ---------------------------------------------------------------------------
@@ -405,6 +385,158 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         with suppress(ValueError):
             found.append(json.loads(line))
     return found
+
+
+# ---- The log of a training run -----------------------------------------------------------------
+
+METRICS_FILE = "metrics.jsonl"
+TRACKER_SECONDS = 30.0  # timeout for the tracker to start and to finish
+UNTIMED_STEPS = 3
+NOT_FINITE = ("nan", "inf", "-inf")
+CONSOLE_FORMATS = {  # console format of metrics, in order
+    "loss": "loss {:.4f}",
+    "reward": "reward {:.4f}",
+    "val_bpb": "val bpb {:.4f}",
+    "lr": "lr x{:.3f}",
+    "tokens_per_second": "{:,.0f} tok/s",
+    "mfu": "mfu {:.1%}",
+}
+
+
+class RunLog(AbstractContextManager):
+    """
+    Log of one training run in `folder`, for rank 0. Use as a context manager.
+
+    Each entry prints a line. A resumed run appends a marker with its first step, and `read_metrics`
+    then discards entries that earlier processes logged for later steps.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        run: str = "dummy",
+        run_id: str = "",
+        settings: Mapping[str, Any] = {},
+        first_step: int = 0,
+        total_steps: int | None = None,
+    ):
+        """
+        run          name on Weights & Biases; "dummy" = no tracker
+        run_id       identifies the run on the tracker, together with run and folder names
+        settings     the whole config, for the tracker
+        first_step   first step of this process (0, or the step it resumes at)
+        total_steps  number of training steps, for progress and ETA
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path, self.total_steps = folder / METRICS_FILE, total_steps
+        self.warm_step, self.warm_time = first_step + UNTIMED_STEPS, time.monotonic()
+        is_tracked = run != "dummy"
+        self.tracker = open_tracker(run, folder, run_id, settings) if is_tracked else None
+        self.unwritten: list[Any] = []
+        """Entries that could not be written yet."""
+        if self.path.exists():
+            self.write([{"resumed_at": first_step}])
+
+    def log(self, step: int, values: Mapping[str, Any]) -> None:
+        """
+        Log metrics of a step. Entries of the same step are merged when read; later values win.
+
+        An entry without loss or reward is an evaluation; its line shows all metrics.
+        """
+        self.write([{"step": step, **values}])
+        self.track("log", dict(values), step=step)
+        shown = [form.format(values[k]) for k, form in CONSOLE_FORMATS.items() if k in values]
+        if "loss" not in values and "reward" not in values:
+            others = [(k, v) for k, v in values.items() if k not in CONSOLE_FORMATS]
+            shown += [f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in others]
+        if shown:
+            total = f"/{self.total_steps}" if self.total_steps else ""
+            line = " | ".join([f"step {step:>5}{total}", *shown, *self.time_left(step)])
+            print(common.printable(line), flush=True)
+
+    def write(self, entries: Sequence[Mapping[str, Any]] = ()) -> None:
+        """Append entries. If the disk is full, warns once and tries again with the next ones."""
+        failed_before, self.unwritten = bool(self.unwritten), [*self.unwritten, *entries]
+        try:
+            while self.unwritten:
+                append_line(self.path, self.unwritten[0])
+                self.unwritten.pop(0)
+        except OSError as error:
+            if not failed_before:
+                problem = f"{self.path} cannot be written ({error}); trying again at each step"
+                print(common.printable(problem), flush=True)
+
+    def time_left(self, step: int) -> list[str]:
+        """Time left; empty if unknown. The pace excludes the first steps, because they compile."""
+        if step <= self.warm_step or self.total_steps is None:
+            self.warm_time = time.monotonic()
+            return []
+        pace = (time.monotonic() - self.warm_time) / (step - self.warm_step)
+        return [f"{readable_time(max(0.0, pace * (self.total_steps - 1 - step)))} left"]
+
+    def track(self, action: str, *args: Any, **options: Any) -> None:
+        """Call a method of the tracker, which is not used any more after its first error."""
+        if self.tracker is not None:
+            try:
+                getattr(self.tracker, action)(*args, **options)
+            except Exception as error:
+                print_tracker_error(error)
+                self.tracker = None
+
+    def __exit__(self, *error: object) -> None:
+        self.write()
+        self.track("finish")
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """
+    Entries of a metrics file, one per step, in order, with non-finite numbers as floats.
+
+    If a process resumed at step n, earlier entries for steps after n are dropped; at step n, new
+    values override old ones.
+    """
+    steps: dict[int, dict[str, Any]] = {}
+    for entry in read_lines(path):
+        if "resumed_at" in entry:
+            steps = {step: old for step, old in steps.items() if step <= entry["resumed_at"]}
+        else:
+            numbers = {k: float(v) if v in NOT_FINITE else v for k, v in entry.items()}
+            steps.setdefault(entry["step"], {}).update(numbers)
+    return [steps[step] for step in sorted(steps)]
+
+
+def open_tracker(name: str, folder: Path, run_id: str, settings: Mapping[str, Any]) -> Any:
+    """
+    A run on Weights & Biases, which sends its entries from a process of its own; a run with the
+    same name, run id and folder is resumed. Never prompts for an API key. If it fails, this is
+    printed, and None returned.
+    """
+    try:
+        import wandb  # imported here because it is slow and optional
+
+        online = wandb.setup().settings.mode == "online"
+        if online and not wandb.login(prompt=False, verify=False):
+            raise RuntimeError("no API key; run `wandb login`, or set WANDB_MODE=offline")
+        # without timeouts, wandb could block for a long time
+        limits: Any = {"init_timeout": TRACKER_SECONDS, "finish_timeout": TRACKER_SECONDS}
+        return wandb.init(
+            project="nanochat",
+            name=name,
+            id=common.fingerprint([name, run_id, folder.parent.name, folder.name]),
+            resume="allow",
+            dir=folder,
+            config=dict(settings),
+            settings=wandb.Settings(silent=True, console="off", **limits),
+        )
+    except Exception as error:  # a tracker failure must not stop the run
+        print_tracker_error(error)
+        return None
+
+
+def print_tracker_error(error: Exception) -> None:
+    """Say that the tracker is not used any more."""
+    problem = f"tracker: stopped, training continues ({type(error).__name__}: {error})"
+    print(common.printable(problem), file=sys.stderr, flush=True)
 
 
 # ---- Git state and hourly rates ------------------------------------------------------------------

@@ -10,22 +10,40 @@ compared line by line; additions come after them. Reports are never parsed. Name
 values are untrusted text (from models, data and users) and are escaped for Markdown.
 """
 
-import json
+import math
 import platform
 import re
 import time
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
-from nanochat import records, summary
-from nanochat.common import REPOSITORY, MissingInput, cpu_info, printable, read_json, write_atomic
+from nanochat import records, stats
+from nanochat.common import (
+    REPOSITORY,
+    MissingInput,
+    cpu_info,
+    printable,
+    read_json,
+    write_atomic,
+    write_json,
+)
 from nanochat.config import settings
-from nanochat.records import SECTIONS, Record, plain_value, seconds, slug
+from nanochat.records import (
+    SECTIONS,
+    Record,
+    plain_value,
+    read_clusters,
+    read_scores,
+    readable_time,
+    seconds,
+    slug,
+    standard_error,
+)
 
 # Inline Markdown syntax (CommonMark and GitHub's extensions)
 MARKDOWN_SYNTAX = re.compile(
@@ -64,7 +82,9 @@ def append_section(
     update(renew=bool(origin.outputs))
 
 
-def update(hourly_rate: float | None = None, renew: bool = False, draw: bool = False) -> Path:
+def update(
+    hourly_rate: float | None = None, renew: bool = False, figures: Sequence[str] = ()
+) -> Path:
     """
     Render the report of all current records. Returns the path of report.md.
 
@@ -72,14 +92,10 @@ def update(hourly_rate: float | None = None, renew: bool = False, draw: bool = F
     stage that has run on this machine, which the header describes from then on. draw: also draw the
     figures; without it, the report has none. Raises MissingInput if there are no records.
     """
-    folder, written, figures = records.report_folder(), records.read_records(), []
+    folder, written = records.report_folder(), records.read_records()
     path = folder.parent / "report.md"
     if not written:
         raise MissingInput(f"no records in {folder}", "bash speedrun.sh")
-    if draw:
-        from nanochat.plots import draw_figures  # slow to import
-
-        figures = draw_figures(folder / "figures", written)
     header, now = read_header(hourly_rate, renew), time.strftime(records.TIME_FORMAT)
     write_atomic(path, render_report(written, header, now, figures))
     return path
@@ -100,7 +116,7 @@ def read_header(rate: float | None = None, renew: bool = False) -> dict[str, Any
     """
     path = records.report_folder() / "header.json"
     header = read_json(path) if path.exists() else {}
-    if renew or not header:
+    if renew or not header.keys() >= {"git", "hardware", "software", "gpus", "bloat"}:
         header |= {
             "git": records.git_state(),
             "hardware": hardware(),
@@ -110,7 +126,7 @@ def read_header(rate: float | None = None, renew: bool = False) -> dict[str, Any
         }
     if rate is not None:
         header["hourly_rate"] = rate
-    write_atomic(path, json.dumps(header, indent=1))  # in order
+    write_json(path, header)
     return {"hourly_rate": records.default_rate(header["gpus"]), **header}
 
 
@@ -173,13 +189,13 @@ def render_report(
     """
     order = {name: i for i, name in enumerate(SECTIONS)}
     written = sorted(written, key=lambda r: (order.get(r["section"], len(order)), r["timestamp"]))
-    scores = summary.collect_scores(written)
-    changes = summary.differences(scores, summary.parent_stages(written))
+    scores = collect_scores(written)
+    changes = differences(scores, parent_stages(written))
     hardware, rate = header["hardware"], f"${header['hourly_rate']:.2f}/hour"
     bloat = bullets({name: f"{number:,}" for name, number in header["bloat"].items()})
     fixed = [r for r in written if r["section"] in SECTIONS] or written
     started = min(seconds(r["timestamp"]) - r["cost"]["wall_seconds"] for r in fixed)
-    costs = summary.cost_table(written, header["hourly_rate"])
+    costs = cost_table(written, header["hourly_rate"])
     _, spent, _, price = costs["rows"][-1]
     cpu = f"{hardware['CPUs']} of {hardware['CPU Model']}"
     spent += f" on {cpu if hardware['GPUs'] == 'None' else hardware['GPUs']}, {price}"
@@ -187,18 +203,18 @@ def render_report(
         {**table, "title": f"{SAMPLES} ({record['section'].split()[-1]})"}
         for record in written
         for table in record["tables"]
-        if table["title"] == SAMPLES and record["section"] in summary.STAGE_OF
+        if table["title"] == SAMPLES and record["section"] in STAGE_OF
     ]
     warnings = []
-    if faults := summary.find_faults(written):
+    if faults := find_faults(written):
         title = "> [!WARNING]\n> **Provenance: these sections are inconsistent.**"
         warnings = ["\n".join([title, *(f"> - {escape(fault)}" for fault in faults)])]
     blocks = [
         f"# nanochat training report\n\nGenerated: {generated}",
         "## Results",
         *warnings,
-        escape(summary.verdict(written, scores, changes, spent)),
-        render_table(summary.score_table(scores, summary.show_score)),
+        escape(verdict(written, scores, changes, spent)),
+        render_table(score_table(scores, show_score)),
         render_figures(figures, "results"),
         *map(render_table, samples[-1:]),  # of the last stage
         render_table(costs),
@@ -211,7 +227,7 @@ def render_report(
         "---",
     ]
     blocks.append("\n\n\n".join(render_section(record, figures) for record in written))
-    plain = summary.score_table(scores, lambda value: f"{float(plain_value(value)):.4f}")
+    plain = score_table(scores, lambda value: f"{float(plain_value(value)):.4f}")
     blocks += ["\n## Summary", bloat, render_table(plain)]
     ends = [seconds(r["timestamp"]) for r in fixed if not r["section"].lower().endswith("rl")]
     if ends:  # without RL, as in the original
@@ -219,7 +235,7 @@ def render_report(
         without = "" if len(ends) == len(fixed) else " (without RL)"
         blocks.append(f"Total wall clock time: {minutes // 60}h{minutes % 60}m{without}")
     if changes:
-        blocks.append(render_table(summary.difference_table(changes)))
+        blocks.append(render_table(difference_table(changes)))
     return "\n\n".join(filter(None, blocks)) + "\n"
 
 
@@ -253,6 +269,200 @@ def render_figures(figures: Sequence[str], section: str) -> str:
     """Links to the figures of a section, given its slug."""
     own = [name for name in figures if name.rpartition("-")[0] == section]
     return "\n".join(f"![{name}](report/figures/{name}.svg)" for name in own)
+
+
+STAGES = {"base": "base", "mid": "mid", "sft": "SFT", "dpo": "DPO", "rl": "RL"}  # names in texts
+STAGE_OF = {  # section -> stage that it evaluates
+    **dict.fromkeys(("Base model loss", "Base model evaluation"), "base"),
+    **{f"Chat evaluation {stage}": stage for stage in STAGES},
+}
+FIRST, LAST = ("CORE", "World few-shot"), ("ChatCORE", "World chat")  # rows of the tables
+BASE_METRICS = ("CORE metric", "World few-shot", "val bpb")
+
+# ---- Scores of each stage ------------------------------------------------------------------------
+
+
+class Scores(NamedTuple):
+    """Scores of all stages, or of the two sides of a comparison."""
+
+    values: Mapping[str, Mapping[str, Any]]
+    """Metric -> stage -> value."""
+    items: Mapping[str, Mapping[str, Any]]
+    """Stage -> metric -> recorded item scores."""
+
+
+def collect_scores(written: Sequence[Record]) -> Scores:
+    """
+    Collect CORE, val bpb and all chat scores: CORE first, ChatCORE last, the rest by name. Of the
+    scores after other turns, only the mean.
+    """
+    found: dict[str, dict[str, Any]] = defaultdict(dict)
+    items: dict[str, dict[str, Any]] = {stage: {} for stage in STAGES}
+    for record in written:
+        if stage := STAGE_OF.get(record["section"]):
+            is_chat = record["section"].startswith("Chat")
+            items[stage] |= record["items"]
+            for key, value in record["values"].items():
+                is_shown = not key.endswith(" turns") or key.startswith(LAST)
+                if key in BASE_METRICS or (is_chat and isinstance(value, Mapping) and is_shown):
+                    found["CORE" if key == "CORE metric" else key][stage] = value
+    order = sorted(found, key=lambda name: (name not in FIRST, name in LAST, name))
+    return Scores({name: found[name] for name in order}, items)
+
+
+def score_table(scores: Scores, show: Callable[[Any], str]) -> dict[str, Any]:
+    """Table of all scores by stage. DPO has a column only if it was evaluated."""
+    stages = [s for s in STAGES if s != "dpo" or any(s in by for by in scores.values.values())]
+    rows = [["Metric", *(stage.upper() for stage in stages)]]
+    for name, by in scores.values.items():
+        rows.append([name, *(show(by[stage]) if stage in by else "-" for stage in stages)])
+    columns, *rows = [[f"{name:<15}", *(f"{x:<8}" for x in cells)] for name, *cells in rows]
+    return {"columns": columns, "rows": rows}
+
+
+# ---- Differences between stages ------------------------------------------------------------------
+
+
+class Difference(NamedTuple):
+    """Change of a metric between two stages."""
+
+    metric: str
+    stages: str
+    change: stats.Comparison
+    """Comparison item by item."""
+
+
+def parent_stages(written: Sequence[Record]) -> dict[str, str]:
+    """Stage -> the stage that its training started from, as recorded."""
+    parents = {}
+    for record in written:
+        made, used = (record["provenance"][name] for name in ("outputs", "inputs"))
+        parents |= {to: by for to in STAGES if to in made for by in STAGES if by in used}
+    return parents
+
+
+def differences(scores: Scores, parents: Mapping[str, str]) -> list[Difference]:
+    """
+    Differences of each metric between a stage and the nearest of its `parents` that has it, if both
+    were evaluated on the same items with the same sampling settings.
+    """
+    changes = []
+    for name, by in scores.values.items():
+        for after, before in parents.items():
+            for _ in STAGES:  # bounded: records of several runs may form a cycle
+                before = before if before in by else parents.get(before, before)
+            if {before, after} <= by.keys() and before != after:
+                change = compare_items(name, scores.items[before], scores.items[after])
+                stages = " to ".join(STAGES.get(stage, stage) for stage in (before, after))
+                changes += [Difference(name, stages, change)] if change else []
+    return changes
+
+
+def weights_of(name: str, items: Record) -> Mapping[str, float]:
+    """Weights of the tasks whose weighted sum a metric is; its own name for a single task."""
+    return items.get(name, {}).get("weights", {name: 1.0})
+
+
+def compare_items(name: str, before: Record, after: Record) -> stats.Comparison | None:
+    """Compare a metric item by item; None unless the items and sampling settings are the same."""
+    weights = weights_of(name, after)
+    if weights != weights_of(name, before) or not weights.keys() <= before.keys() & after.keys():
+        return None
+    pairs = [(before[part], after[part]) for part in weights]
+    if any(old.get(key) != new.get(key) for old, new in pairs for key in ("of", "how")):
+        return None
+    parts = [stats.compare(read_scores(a), read_scores(b), read_clusters(b)) for a, b in pairs]
+    return stats.combine(parts, list(weights.values()))
+
+
+def difference_table(changes: Sequence[Difference]) -> dict[str, Any]:
+    """Table of differences."""
+    rows = []
+    for metric, stages, change in changes:
+        error = f"{change.se:.4f}" if math.isfinite(change.se) else "-"
+        counts = f"{change.won:,} won, {change.lost:,} lost of {change.n:,}"
+        rows.append([metric, stages, f"{change.difference:+.4f}", error, change.verdict, counts])
+    columns = ["Metric", "Stages", "Difference", "Standard error", "Against 2 standard errors"]
+    return {"title": "Differences", "columns": [*columns, "Same items"], "rows": rows}
+
+
+# ---- Cost, verdict and consistency ---------------------------------------------------------------
+
+
+def cost_table(written: Sequence[Record], hourly_rate: float) -> dict[str, Any]:
+    """Table of the time and cost of each stage. hourly_rate: dollars for the whole machine."""
+    costs = [(record["section"], record["cost"]) for record in written]
+    rows = [
+        [name, each["wall_seconds"], f"{each['devices']}x {each['device']}"] for name, each in costs
+    ]
+    rows.append(["Total", sum(row[1] for row in rows), ""])
+    rows = [[a, readable_time(t), b, f"${t / 3600 * hourly_rate:.2f}"] for a, t, b in rows]
+    return {"title": "Cost", "columns": ["Section", "Wall clock", "Devices", "Cost"], "rows": rows}
+
+
+def verdict(
+    written: Sequence[Record], scores: Scores, changes: Sequence[Difference], spent: str
+) -> str:
+    """
+    The result of the run in a few sentences: model, machine, time and cost; best scores; changes of
+    the mean over tasks, and tasks that became worse. spent: time, machine and cost.
+    """
+    model = "The stages below"
+    for record in written:
+        depth, values = record["settings"].get("depth"), record["values"]
+        if record["section"] == "Base model training" and depth:
+            size, tokens = values["Number of parameters"], values["Number of training tokens"]
+            model = f"A model of depth {depth} ({size:,} parameters, {tokens:,} pretraining tokens)"
+    sentences = [f"{model}: {spent}."]
+    best = []
+    for name, by in scores.values.items():
+        if name in (*FIRST, *LAST, "val bpb"):
+            stage = max(by, key=lambda stage: float(plain_value(by[stage])))
+            best.append(f"{name} {show_score(by[stage])} ({STAGES[stage]})")
+    if best:
+        sentences.append(f"Best scores: {', '.join(best)}.")
+    found = [
+        f"{name} {change.difference:+.3f}{show_error(change.se)} from {stages} ({change.verdict})"
+        for name, stages, change in changes
+        if name in LAST or change.verdict == "worse"
+    ]
+    if changes:
+        sentences.append(
+            f"Changes of the mean, and tasks that became worse: {', '.join(found) or 'none'}. "
+            "± is one standard error over questions; other seeds are not included. "
+            "Means over tasks are rescaled so that 0 is chance."
+        )
+    return " ".join(sentences)
+
+
+def show_score(value: Any) -> str:
+    """A score with its standard error."""
+    return f"{float(plain_value(value)):.3f}{show_error(standard_error(value))}"
+
+
+def show_error(se: float) -> str:
+    """A standard error; empty if it is unknown."""
+    return f" ± {se:.3f}" if math.isfinite(se) else ""
+
+
+def find_faults(written: Sequence[Record]) -> list[str]:
+    """
+    Inputs that no section has produced although some section produced another one of that name, and
+    code of which sections were made with different versions. Sections that evaluate or compare
+    models from outside the run are ignored.
+    """
+    own = [r for r in written if not {"hf", "before"} & r["provenance"]["inputs"].keys()]
+    made = {item for record in own for item in record["provenance"]["outputs"].items()}
+    names = {name for name, _ in made}
+    faults = []
+    for record in own:
+        for name, used in record["provenance"]["inputs"].items():
+            if name in names and (name, used) not in made:
+                faults.append(f"{record['section']} used {name} {used}, which no section produced.")
+    versions = Counter(path for path, _ in {item for r in own for item in r["code"].items()})
+    if changed := sorted(path for path, number in versions.items() if number > 1):
+        faults.append(f"Sections were made by different versions of {', '.join(changed)}.")
+    return faults
 
 
 # ---- Markdown ------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 Reinforcement learning on questions with scorable answers.
 
     questions -> Rollouts: n answers each, rewards -> advantages -> micro_batches -> scripts.chat_rl
-    held-out answers before and after RL -> compare_results -> values of the record
 
 On-policy REINFORCE: each batch of rollouts is used for one update, so there is no ratio to clip.
 The loss of a step is the mean over all trained tokens of all ranks, so every token has the same
@@ -16,24 +15,15 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from nanochat import records, stats
 from nanochat.attention import pad_right
 from nanochat.config import require_at_least, require_positive
 from nanochat.dist import DistContext
 from nanochat.engine import Completion, Engine, Sampling
-from nanochat.eval_chat import (
-    ChatTask,
-    Outcomes,
-    clusters_of,
-    item_means,
-    longest_prompt,
-    render_prompts,
-    score_answer,
-)
+from nanochat.eval_chat import ChatTask, longest_prompt, render_prompts, score_answer
 from nanochat.gpt import GPT
 from nanochat.loss import IGNORE
 from nanochat.rows import signed_ids
@@ -195,7 +185,7 @@ class Rollouts:
         return dict(zip(mine, self.dist.sum(*mine.values()), strict=True))
 
     def draws(self, step: int) -> range:
-        """This rank's question draws in a step, numbered over the run."""
+        """This rank's draws of questions in a step, numbered over the run."""
         count, rank = self.cfg.examples_per_step, self.dist.rank
         return range(step * count + rank, (step + 1) * count, self.dist.world_size)
 
@@ -204,10 +194,6 @@ class Rollouts:
         count = len(self.questions)
         epoch, position = divmod(draw, count)
         return self.questions[shuffle_indices(count, f"{self.seed}-{epoch}-{attempt}")[position]]
-
-    def roll_out(self, step: int) -> list[Group]:
-        """Generate and score answers to this rank's questions."""
-        return self.answer(self.draws(step))
 
     def resample(self, step: int, groups: Sequence[Group], times: int) -> list[Group]:
         """Replace groups without signal by answers to other questions, up to `times` times."""
@@ -242,37 +228,3 @@ class Rollouts:
         """Reward of an answer to question i of the task, minus the length penalty."""
         score = score_answer(self.task, i, self.engine.tokenizer.decode(answer.ids))
         return score - self.cfg.length_penalty * len(answer.ids) / self.cfg.max_new_tokens
-
-
-# ---- Evaluation before and after RL --------------------------------------------------------------
-
-
-def pass_metrics(outcomes: Outcomes, task: ChatTask) -> dict[str, float]:
-    """Metrics of an evaluation: pass@1 and its standard error."""
-    found = stats.mean(item_means(outcomes), clusters_of(task, len(task)))
-    return {"pass_at_1": found.value, "pass_at_1_se": found.se}
-
-
-def compare_results(
-    before: Outcomes, after: Outcomes, task: ChatTask
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """
-    Values and items for the record: pass@1 on held-out questions before and after RL, its change
-    and whether that exceeds the noise, and pass@k after RL.
-    """
-    clusters, k = clusters_of(task, len(task)), len(after[0])
-    old, new = item_means(before), item_means(after)
-    change = stats.compare(old, new, clusters)
-    values: dict[str, Any] = {
-        "pass@1 before": records.estimate(*stats.mean(old, clusters)),
-        "pass@1 after": records.estimate(*stats.mean(new, clusters)),
-        "pass@1 change": records.estimate(change.difference, change.n, change.se),
-        "pass@1 verdict": change.verdict,
-    }
-    questions = [task[i] for i in range(len(task))]
-    items = {"pass@1 after": records.item_scores(questions, new, clusters)}
-    for n in (n for n in (2, 4, 8, 16) if n <= k):
-        rates = [stats.pass_at_k(k, scores.count(1), n) for scores in after]
-        values[f"pass@{n} after"] = records.estimate(*stats.mean(rates, clusters))
-        items[f"pass@{n} after"] = records.item_scores(questions, rates, clusters)
-    return values, items

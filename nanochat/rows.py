@@ -13,7 +13,6 @@ no state: a step gets the same rows after a resume or with a new number of ranks
 A shard is complete once its .json exists, which is written last.
 """
 
-import hashlib
 import math
 import multiprocessing
 import os
@@ -25,7 +24,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from itertools import islice, pairwise, takewhile
+from itertools import pairwise, takewhile
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,10 +34,9 @@ import psutil
 
 from nanochat import chat_format, common
 from nanochat.chat_format import Message, render
-from nanochat.common import UsageError
+from nanochat.common import IGNORE, UsageError
 from nanochat.config import Console
 from nanochat.dataset import Source
-from nanochat.loss import IGNORE
 from nanochat.tokenizer import Tokenizer
 
 # ---- Rows and their loss mask --------------------------------------------------------------------
@@ -65,7 +63,7 @@ def inputs_and_targets(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 # ---- Orders --------------------------------------------------------------------------------------
-# Both sort the raw PCG64 stream, which numpy guarantees will never change (unlike the output of
+# It sorts the raw PCG64 stream, which numpy guarantees will never change (unlike the output of
 # Generator.permutation), so a run can be resumed with another numpy version.
 
 
@@ -75,27 +73,6 @@ def permutation(seed: int, epoch: int, shard: int, n: int) -> np.ndarray:
     order = np.argsort(np.random.PCG64([seed, epoch, shard]).random_raw(n), kind="stable")
     order.setflags(write=False)
     return order
-
-
-def interleave(sizes: Sequence[np.ndarray], seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """
-    Mix buckets evenly; return an order of all items: index of the bucket and index within the
-    bucket, both (n,).
-
-    The items of each bucket divide [0, 1) in proportion to their `sizes`, each gets a random
-    position within its interval, and the order is that of the positions.
-    """
-    lengths = [len(each) for each in sizes]
-    raw = np.random.PCG64([seed, 0, len(sizes)]).random_raw(sum(lengths))
-    jitter = (raw >> np.uint64(11)) * 2.0**-53  # [0, 1)
-    when = []
-    for each, own in zip(sizes, np.split(jitter, np.cumsum(lengths)[:-1]), strict=True):
-        ends = np.cumsum(each)
-        when.append((ends - each + each * own) / ends[-1:])
-    order = np.argsort(np.concatenate(when), kind="stable")
-    bucket = np.repeat(np.arange(len(sizes)), lengths)
-    number = np.concatenate([np.arange(length) for length in lengths])
-    return bucket[order], number[order]
 
 
 # ---- Reading -------------------------------------------------------------------------------------
@@ -199,9 +176,9 @@ class Rows:
             if not self.is_packed(shard):
                 fix = "the same command with --resume=auto packs it"
                 raise UsageError(f"{shard} is not packed in {self.folder}", fix)
-            counts, path = self.record(shard), self.bin_path(shard)
+            counts, path = self.record(shard), self.path(shard, ".bin")
             if not path.is_file() or common.sha256_file(path) != counts["sha256"]:
-                self.json_path(shard).unlink(missing_ok=True)  # several ranks may find it
+                self.path(shard, ".json").unlink(missing_ok=True)  # several ranks may find it
                 raise UsageError(
                     f"{path} is damaged: its SHA-256 does not match the record; it was not used",
                     "the same command (training: with --resume=auto) packs it again",
@@ -212,11 +189,11 @@ class Rows:
 
     def is_packed(self, shard: str) -> bool:
         """Whether the rows of a shard are complete."""
-        return self.json_path(shard).exists()
+        return self.path(shard, ".json").exists()
 
     def record(self, shard: str) -> dict[str, Any]:
         """The record of a packed shard: the counts of its `Packer`, and its SHA-256."""
-        return common.read_json(self.json_path(shard))
+        return common.read_json(self.path(shard, ".json"))
 
     def totals(self, shards: Sequence[str] | None = None) -> Counter[str]:
         """Sum the counts of packed shards; default: the training shards."""
@@ -226,22 +203,10 @@ class Rows:
             total["shards"] += 1
         return total
 
-    def bin_path(self, shard: str) -> Path:
-        """Path of the rows of a shard."""
-        return self.folder / f"{file_name(shard)}.bin"
-
-    def json_path(self, shard: str) -> Path:
-        """Path of the record of a shard."""
-        return self.folder / f"{file_name(shard)}.json"
-
-    def lock_path(self, shard: str) -> Path:
-        """Lock file that a process holds while it packs a shard."""
-        return self.folder / ".locks" / f"{file_name(shard)}.lock"
-
-
-def file_name(shard: str) -> str:
-    """Map a shard's name to a file name without slashes, injectively."""
-    return shard.replace("%", "%25").replace("/", "%2F")
+    def path(self, shard: str, suffix: str) -> Path:
+        """File of a shard: .bin has its rows, .json their record, .lock is held while packing."""
+        name = shard.replace("%", "%25").replace("/", "%2F")  # injective
+        return self.folder / f"{name}{suffix}"
 
 
 # ---- Best-fit packing of documents into rows -----------------------------------------------------
@@ -371,23 +336,21 @@ def write_shard(
     Pack batches into a shard, atomically. `about` joins the shard's record; it may change while
     `batches` is consumed.
     """
-    path, digest = rows.bin_path(shard), hashlib.sha256()
+    path = rows.path(shard, ".bin")
     part = path.with_name(f"{path.name}.part")
     part.parent.mkdir(parents=True, exist_ok=True)
     try:
         with part.open("wb") as out:
             for ids, offsets in batches:
-                digest.update(block := packer.add(ids, offsets).tobytes())
-                out.write(block)
-            digest.update(block := packer.finish().tobytes())
-            out.write(block)
+                out.write(packer.add(ids, offsets).tobytes())
+            out.write(packer.finish().tobytes())
             out.flush()
             os.fsync(out.fileno())
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)
-    record = {**packer.counts, **about, "sha256": digest.hexdigest()}
-    common.write_json(rows.json_path(shard), record)
+    record = {**packer.counts, **about, "sha256": common.sha256_file(path)}
+    common.write_json(rows.path(shard, ".json"), record)
 
 
 # ---- Text ----------------------------------------------------------------------------------------
@@ -413,9 +376,6 @@ def open_rows(source: Source, tokenizer: Tokenizer, max_seq_len: int) -> Rows:
     folder = common.base_dir() / "rows" / common.fingerprint({"text": source.identity, **made_of})
     name = common.fingerprint({"source": source.fingerprint, **made_of})
     recipe = {"fingerprint": name, "source": source.describe(), **made_of}
-    if not (folder / "tokenizer.json").exists():
-        tokenizer.save(folder)
-        common.write_json(folder / "index.json", recipe)
     groups = group_files(source, max_seq_len + 1)
     files = {**groups, source.val_shard: [source.val_shard]}
     dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
@@ -479,12 +439,12 @@ def pack_text(
     """
     while todo := missing_shards(rows, num_rows):
         for shard in todo:
-            with common.try_lock(rows.lock_path(shard)) as mine:
+            with common.try_lock(rows.path(shard, ".lock")) as mine:
                 if mine and not rows.is_packed(shard):
                     pack_shard(rows, shard, source, tokenizer)
                     break
         else:  # other processes are packing all of them: wait for the first
-            with common.hold_lock(rows.lock_path(todo[0]), f"packing {todo[0]}"):
+            with common.hold_lock(rows.path(todo[0], ".lock"), f"packing {todo[0]}"):
                 pass
 
 
@@ -525,7 +485,7 @@ def pack_rows(
     if workers < 2:
         return pack_text(rows, source, tokenizer, num_rows)
     spawn = multiprocessing.get_context("spawn")
-    args = (source, rows.folder / "tokenizer.json", rows.max_seq_len, num_rows)
+    args = (source, tokenizer.content, rows.max_seq_len, num_rows)
     processes = [spawn.Process(target=pack_alone, args=args, daemon=True) for _ in range(workers)]
     for process in processes:
         process.start()
@@ -543,15 +503,15 @@ def pack_rows(
         pack_text(rows, source, tokenizer, num_rows)
 
 
-def pack_alone(source: Source, tokenizer: Path, max_seq_len: int, num_rows: int | None) -> None:
-    """One process of `pack_rows`."""
+def pack_alone(source: Source, content: Any, max_seq_len: int, num_rows: int | None) -> None:
+    """One process of `pack_rows`. content: of the tokenizer."""
     sys.stdout, sys.stderr = Console(sys.stdout), Console(sys.stderr)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     threading.Thread(target=exit_with_parent, daemon=True).start()
     os.environ["RAYON_NUM_THREADS"] = "1"  # one core each
-    loaded = Tokenizer.read(tokenizer)
+    tokenizer = Tokenizer(content)
     try:
-        pack_text(open_rows(source, loaded, max_seq_len), source, loaded, num_rows)
+        pack_text(open_rows(source, tokenizer, max_seq_len), source, tokenizer, num_rows)
     except (OSError, ValueError, UsageError) as error:
         raise SystemExit(f"error: packing failed: {common.printable(error)}") from error
 
@@ -584,7 +544,6 @@ def batch_texts(texts: Iterable[str]) -> Iterator[list[str]]:
 
 CHAT_SHARD = "rows"  # the only one
 JOINED = 0.75  # share of the conversations that continue the one before, where both fit in a row
-CHAT_BATCH = 256  # conversations handed to the packer at a time
 
 
 class ChatPart(NamedTuple):
@@ -628,14 +587,14 @@ def pack_chats(rows: Rows, parts: Mapping[str, ChatPart], seed: int, tokenizer: 
 
     Raises ValueError if a bucket has no token to train on.
     """
-    with common.hold_lock(rows.lock_path(CHAT_SHARD), f"packing {', '.join(parts)}"):
+    with common.hold_lock(rows.path(CHAT_SHARD, ".lock"), f"packing {', '.join(parts)}"):
         if rows.is_packed(CHAT_SHARD):
             return
-        buckets, about = [], {}
+        used, about = [], {}
         for number, (name, part) in enumerate(parts.items()):
             every = encode_chats(name, part.conversations, tokenizer, rows.max_seq_len)
             order, lengths = choose_chats(every, part, seed, number)
-            buckets.append([every[i] for i in order])
+            used += [every[i] for i in order]
             about[name] = {
                 "conversations": len(every),
                 "used": len(order),
@@ -643,11 +602,11 @@ def pack_chats(rows: Rows, parts: Mapping[str, ChatPart], seed: int, tokenizer: 
                 "trained": sum(int((ids >= 0).sum()) for ids in every),
                 "used_tokens": int(lengths[order].sum()),
             }
-        sizes = [np.array([len(ids) + 1 for ids in used], np.int64) for used in buckets]
-        mixed = (buckets[b][i] for b, i in zip(*interleave(sizes, seed), strict=True))
+        mixed = (used[i] for i in permutation(seed, 0, len(parts), len(used)))
         packer = Packer(rows.max_seq_len + 1, ~tokenizer.bos_id, rows.dtype, cut=False)
         joined = join_chats(mixed, seed, rows.max_seq_len)
-        write_shard(rows, CHAT_SHARD, packer, batch_chats(joined), {"buckets": about})
+        alone = ((ids, np.array([0, len(ids)])) for ids in joined)
+        write_shard(rows, CHAT_SHARD, packer, alone, {"buckets": about})
 
 
 def encode_chats(
@@ -701,9 +660,3 @@ def join_chats(chats: Iterator[np.ndarray], seed: int, longest: int) -> Iterator
             yield joined
             joined = ids
     yield joined
-
-
-def batch_chats(chats: Iterator[np.ndarray]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Concatenate CHAT_BATCH conversations at a time; yield ids and offsets."""
-    while batch := list(islice(chats, CHAT_BATCH)):
-        yield np.concatenate(batch), np.cumsum([0, *map(len, batch)])

@@ -76,14 +76,10 @@ class Comparison(NamedTuple):
 
     @property
     def verdict(self) -> Verdict:
-        return verdict(self.difference, self.se)
-
-
-def verdict(difference: float, se: float) -> Verdict:
-    """Return "better" or "worse" if |difference| > NOISE * se; assumes higher is better."""
-    if not abs(difference) > NOISE * se:
-        return "within noise"
-    return "better" if difference > 0 else "worse"
+        """Better or worse if |difference| > NOISE * se; assumes higher is better."""
+        if not abs(self.difference) > NOISE * self.se:
+            return "within noise"
+        return "better" if self.difference > 0 else "worse"
 
 
 def compare(

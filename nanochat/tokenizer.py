@@ -87,18 +87,12 @@ class Tokenizer:
             raise ValueError(f"vocab_size is {vocab_size}; {fix}")
         bpe = rustbpe.Tokenizer()
         bpe.train_from_iterator(texts, vocab_size - len(SPECIAL_TOKENS), pattern=PATTERN)
-        tokens = [token for token, _ in bpe.get_mergeable_ranks()]
-        tokenizer = cls.of(PATTERN, tokens, SPECIAL_TOKENS)
+        tokens = [token.decode("latin-1") for token, _ in bpe.get_mergeable_ranks()]
+        content = {"format": FORMAT, "pattern": PATTERN, "special_tokens": list(SPECIAL_TOKENS)}
+        tokenizer = cls({**content, "tokens": tokens})
         if tokenizer.vocab_size < vocab_size:
             print(f"trained {tokenizer.vocab_size} of {vocab_size} tokens: no pairs left to merge")
         return tokenizer
-
-    @classmethod
-    def of(cls, pattern: str, tokens: Sequence[bytes], special: Sequence[str]) -> "Tokenizer":
-        """Build from `tokens`, ordered by id. Raises ValueError if `special` != SPECIAL_TOKENS."""
-        names = [token.decode("latin-1") for token in tokens]
-        content = {"format": FORMAT, "pattern": pattern, "special_tokens": list(special)}
-        return cls({**content, "tokens": names})
 
     @classmethod
     def read(cls, path: Path) -> "Tokenizer":
@@ -133,7 +127,7 @@ class Tokenizer:
     def save(self, folder: Path) -> Path:
         """Write tokenizer.json into `folder` and return its path."""
         path = folder / FILE_NAME
-        write_json(path, {**self.content, "fingerprint": self.fingerprint})
+        write_json(path, {"fingerprint": self.fingerprint, **self.content})
         return path
 
     def special(self, name: str) -> int:

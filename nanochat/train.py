@@ -43,13 +43,13 @@ from nanochat.checkpoint import (
     stage_folder,
     step_folders,
 )
-from nanochat.common import StopRequest, StopRequested, UsageError
+from nanochat.common import StopRequest, StopRequested, UsageError, is_out_of_memory
 from nanochat.config import require_at_least
-from nanochat.dist import DistConfig, DistContext, has_compiler, is_out_of_memory, memory_bytes
+from nanochat.dist import DistConfig, DistContext, has_compiler, memory_bytes
 from nanochat.fp8 import enable_fp8
 from nanochat.gpt import GPT
-from nanochat.logger import METRICS_FILE, UNTIMED_STEPS, RunLog
 from nanochat.optim import MuonAdamW, OptimConfig
+from nanochat.records import METRICS_FILE, UNTIMED_STEPS, RunLog
 from nanochat.rows import Rows, inputs_and_targets
 from nanochat.tokenizer import Tokenizer
 
@@ -131,9 +131,7 @@ def set_kernels(
             "torch.compile needs a C++ compiler and Python's headers",
             "apt-get install g++ python3-dev, or use --compile=off, several times slower on a GPU",
         )
-    backend = choose_backend(dist, wanted != "off")
-    for block in model.blocks:
-        block.attention.backend = backend
+    model.backend = choose_backend(dist, wanted != "off")
     if wanted != "off":
         model.compile(mode="max-autotune-no-cudagraphs" if wanted == "autotune" else None)
         if isinstance(optimizer, MuonAdamW):
@@ -388,7 +386,7 @@ class Run:
             "batch_tokens": batch_tokens,
             "seed": cfg.seed,
             "optim": asdict(cfg.optim),
-            **({"fp8": True} if dist.fp8 else {}),
+            "fp8": dist.fp8,
             **identity,
         }
         self.state = {"stage": stage, "identity": self.identity, "settings": settings, **state}
@@ -407,7 +405,7 @@ class Run:
         self.step_seconds: list[float] = []
         """Times of the timed steps of this attempt."""
         self.charged = records.STARTED  # until when the cost of this attempt is counted
-        self.bad_in_a_row, self.failure, self.saved_step = 0, None, 0
+        self.bad_in_a_row, self.failure = 0, None
         self.updating = False
         """Within an update: the weights belong to no step and must not be saved."""
         self.discard()
@@ -459,7 +457,12 @@ class Run:
             self.state["changes"] = found.state.get("changes", []) + changed
             self.model.load_state_dict(found.model_tensors())
             progress = self.progress = Progress(**found.state["progress"])
-            optim.load_full_state(self.optimizer, found.optim_tensors())
+            try:
+                optim.load_full_state(self.optimizer, found.optim_tensors())
+            except (KeyError, ValueError) as error:
+                raise ValueError(
+                    f"{found.folder} has the state of another optimizer; use another --model_tag"
+                ) from error
             self.checkpoint = found if dist.is_main else None
             dist.print0(f"resumed {found.folder}")
         self.first_step = progress.step
@@ -509,7 +512,7 @@ class Run:
         mode = "eager" if eager else "compiled in the first step, which takes a minute or more"
         lines = {
             "device": f"{dist.device_name} x {dist.world_size}, {describe_dtype(dist)}",
-            "kernels": f"attention {model.blocks[0].attention.backend}, {mode}",
+            "kernels": f"attention {model.backend}, {mode}",
             "model": f"{model.num_params():,} parameters: {cfg.n_layer} layers, width "
             f"{cfg.d_model}, {cfg.n_head} heads of {cfg.head_dim}, vocabulary {cfg.vocab_size:,}",
             "inputs": ", ".join(map(" ".join, self.inputs.items())),
@@ -523,15 +526,13 @@ class Run:
         stopped, lacking = isinstance(error, StopRequested), is_out_of_memory(error)
         # an error of a single rank must not start a save that the other ranks do not join
         shared = stopped or error is self.failure or isinstance(error, NonFiniteError)
-        alone = dist.world_size == 1 and (lacking or isinstance(error, UsageError | OSError))
-        alone = alone and not self.updating
+        alone = dist.world_size == 1 and isinstance(error, Exception) and not self.updating
         with self.resources:
             if error is not None and (shared or alone) and not finished:
                 text = "no step was completed, nothing saved"
                 if step > self.first_step:
                     self.discard()
-                    if step > self.saved_step:
-                        self.save(final=True)
+                    self.save(final=True)
                     why = "stop requested" if stopped else "training ended"
                     text = f"{why}: saved step {step} (continue with --resume=auto)"
                 dist.print0(text)
@@ -649,24 +650,20 @@ class Run:
             future = self.writer.submit(save_checkpoint, *job, self.cfg.keep, weights)
             self.saving = progress.step, future
         if final or dist.device.type == "cpu":  # where it would slow down training, or see updates
-            problem = dist.broadcast(self.finish_save(final))
-            if problem and final:
-                raise problem
-            self.saved_step = 0 if problem else progress.step
+            dist.on_main(lambda: self.finish_save(final))
 
-    def finish_save(self, final: bool = False) -> OSError | None:
-        """Wait for the save in progress. Returns an error of the disk, printed unless `final`."""
+    def finish_save(self, final: bool = False) -> None:
+        """Wait for the save in progress. An error of the disk is printed or, if `final`, raised."""
         if self.saving is None:
-            return None
+            return
         (step, future), self.saving = self.saving, None
         try:
             self.checkpoint = future.result()
         except OSError as error:
             problem = OSError(error.errno, f"saving step {step} failed: {error}")
-            if not final:
-                self.dist.print0(problem)
-            return problem
-        return None
+            if final:
+                raise problem from error
+            self.dist.print0(problem)
 
     def add_cost(self) -> None:
         """Add the time since the last call to the cost of the run."""

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from torch import Tensor
 
@@ -25,7 +25,7 @@ from nanochat.config import require_at_least, settings, short, start
 from nanochat.dist import DistConfig, DistContext, init_dist
 from nanochat.eval_core import TaskScore, core, evaluate_task, open_suite
 from nanochat.train import skip_if_finished
-from tasks.builtin import choose_bundle
+from tasks.builtin import builtin_suite
 from tasks.held_out import require_access
 
 SECTION = "Base model evaluation"
@@ -45,7 +45,7 @@ class BaseEval:
     `uv sync --inexact --group interop`."""
     trust_remote_code: bool = False
     """Allow the Hugging Face model to run its own code."""
-    suite: str | None = None
+    suite: Literal["dclm", "embedded"] | None = None
     """Few-shot tasks: `dclm` (CORE), or a built-in dataset with its own suite, such as embedded.
     Default: the suite of the model's training data if it has one, else dclm."""
     eval_bundle: str | None = None
@@ -65,7 +65,7 @@ class BaseEval:
 
 def main(cfg: BaseEval) -> None:
     if cfg.only_fetch:
-        return print(open_suite(choose_bundle(cfg.suite, cfg.eval_bundle, None)).about)
+        return print(open_suite(cfg.eval_bundle or builtin_suite(cfg.suite)).about)
     dist = init_dist(cfg.dist)
     model = tokenizer = checkpoint = None
     if cfg.hf_path:
@@ -78,7 +78,7 @@ def main(cfg: BaseEval) -> None:
         dataset, origin = checkpoint.state["source"].get("dataset"), checkpoint.state["provenance"]
         run_id, seed = origin["run_id"], origin["seed"]
         inputs = {**origin["inputs"], "base": checkpoint.fingerprint}
-    suite = dist.on_main(lambda: open_suite(choose_bundle(cfg.suite, cfg.eval_bundle, dataset)))
+    suite = dist.on_main(lambda: open_suite(cfg.eval_bundle or builtin_suite(cfg.suite or dataset)))
     inputs["suite"] = suite.fingerprint
     if skip_if_finished(section, settings(cfg), inputs, cfg, dist):
         return dist.close()
@@ -96,8 +96,8 @@ def main(cfg: BaseEval) -> None:
     dist.print0(f"{metric} {total.value:.4f} +- {total.se:.4f} over {len(scores)} tasks")
     values = {
         "Model": name,
-        metric: records.estimate(*total),
-        **{score.task.name: records.estimate(*score.centered_accuracy) for score in scores},
+        metric: total._asdict(),
+        **{score.task.name: score.centered_accuracy._asdict() for score in scores},
         "Tasks": len(scores),
         "Suite": suite.about,
         "Truncated items": sum(score.num_truncated for score in scores),

@@ -19,7 +19,7 @@ from nanochat.eval_bpb import Validation, ValidationConfig, generate_samples
 from nanochat.eval_core import Suite, core, evaluate_task, open_suite
 from nanochat.gpt import GPTConfig, inference_copy
 from nanochat.optim import MuonAdamW, ScheduleConfig, decay_factor, lr_factor, muon_momentum
-from nanochat.records import estimate, mean_name
+from nanochat.records import mean_name
 from nanochat.rows import Rows, open_rows, pack_rows
 from nanochat.scaling import (
     HorizonConfig,
@@ -161,7 +161,7 @@ def open_few_shot(cfg: BaseTrain, source: Source, dist: DistContext) -> Suite | 
     if not cfg.evaluation.core_metric_every:
         return None
     bundle = cfg.evaluation.eval_bundle
-    return dist.on_main(lambda: open_suite(builtin.choose_bundle(None, bundle, source.name)))
+    return dist.on_main(lambda: open_suite(bundle or builtin.builtin_suite(source.name)))
 
 
 def sample_and_score(run: Run, cfg: PretrainEvalConfig, suite: Suite | None) -> dict[str, Any]:
@@ -182,7 +182,7 @@ def sample_and_score(run: Run, cfg: PretrainEvalConfig, suite: Suite | None) -> 
         score = core(scores)
         run.log({"core_metric": score.value})
         metric = mean_name("CORE metric", (task.name for task in suite.tasks))
-        found = {f"{metric} estimate": estimate(*score)}
+        found = {f"{metric} estimate": score._asdict()}
     return found
 
 

@@ -16,6 +16,7 @@ Writes  chatdpo_checkpoints/<tag>/ with metrics.jsonl, chatdpo_checkpoints/pairs
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -32,16 +33,16 @@ from nanochat.finetune import choose_tag, open_parent, parent_inputs
 from nanochat.gpt import GPT, inference_copy
 from nanochat.loss import chunked_cross_entropy, token_losses
 from nanochat.optim import MuonAdamW, OptimConfig, decay_factor, lr_factor
-from nanochat.records import estimate
+from nanochat.records import code_digests
 from nanochat.rows import signed_ids
 from nanochat.sandbox import calculate
 from nanochat.scaling import make_rules
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import Run, TrainConfig, skip_if_finished
 from scripts.chat_rl import BUILTIN_TASKS, MOMENTUM, SCHEDULE, TASK
-from tasks.base import Task
+from tasks.base import Conversation, Task, assistant, check_conversation, user
 from tasks.buckets import held_out_questions, rl_questions
-from tasks.chats import Preferences
+from tasks.chats import Chats, rename
 
 SECTION = "Chat DPO"
 Pair = list[list[int]]
@@ -150,8 +151,49 @@ def main(cfg: ChatDPO) -> None:
                 run.accumulate(loss, len(tokens) // 2, tokens.numel())  # per pair
             decay = decay_factor(step, num_steps)
             run.update(lr_factor(step, num_steps, SCHEDULE), MOMENTUM, decay)
-    values = {f"Held-out {name.replace('_', ' ')} after": estimate(*x) for name, x in found.items()}
+    values = {f"Held-out {name.replace('_', ' ')} after": x._asdict() for name, x in found.items()}
     run.finish(SECTION, {"Training pairs": len(pairs), "Number of iterations": num_steps, **values})
+
+
+# ---- Preference pairs ----------------------------------------------------------------------------
+#
+#   {"prompt": "...", "chosen": "...", "rejected": "..."}       one pair per line
+#   {"chosen": [{"role": "user", ...}, ...], "rejected": [...]}    lists of messages
+#
+# A prompt is a string or a list of messages. An answer is a string, or a list of messages that may
+# include the prompt.
+
+
+class Preferences(Chats):
+    """
+    Preference pairs of a JSON Lines file or of <owner>/<name> on the Hub; the conversations are
+    those with the chosen answer. Raises ValueError naming an invalid line of a file; invalid rows
+    from the Hub are counted and skipped.
+    """
+
+    name = "Preferences"
+    default = (
+        "HuggingFaceH4/ultrafeedback_binarized{train: data/train_prefs-*, val: data/test_prefs-*}"
+    )
+
+    def parse(self, row: Any) -> list[Conversation]:
+        every = [complete(row.get("prompt"), row[name]) for name in ("chosen", "rejected")]
+        chosen, rejected = pair = [check_conversation(rename(each)) for each in every]
+        if chosen[:-1] != rejected[:-1] or chosen == rejected:
+            raise ValueError("chosen and rejected are equal, or have different prompts")
+        return pair
+
+    def messages(self, item: list[Conversation]) -> Conversation:
+        return item[0]
+
+
+def complete(prompt: Any, answer: Any) -> Any:
+    """The conversation of an answer: a string or one message needs the prompt before it."""
+    if isinstance(answer, str):
+        answer = [assistant(answer)]
+    if len(answer) > 1:
+        return answer
+    return [*([user(prompt)] if isinstance(prompt, str) else prompt), *answer]
 
 
 # ---- Pairs ---------------------------------------------------------------------------------------
@@ -171,7 +213,8 @@ def make_pairs(cfg: ChatDPO, data: Task, parent: Checkpoint, dist: DistContext) 
         fix = "use shorter pairs, or a model with a larger max_seq_len"
     else:
         rollouts, seed = cfg.rollouts, cfg.train.seed
-        key = fingerprint([parent.fingerprint, data.identity, asdict(rollouts), seed])
+        made_of = [parent.fingerprint, data.identity, asdict(rollouts), seed]
+        key = fingerprint([*made_of, code_digests()])
         path = stage_folder("dpo") / f"pairs_{key}.json"
         if not dist.on_main(path.exists):
             tokens = len(data) * rollouts.num_samples * rollouts.max_new_tokens
@@ -256,7 +299,7 @@ def dpo_loss(model: GPT, reference: GPT, beta: float, tokens: Tensor, targets: T
     margins = rewards[0::2] - rewards[1::2]
     slopes = beta * torch.sigmoid(-margins)
     weights = torch.stack((slopes, -slopes), dim=1).view(-1, 1).expand_as(targets)
-    surrogate, _ = chunked_cross_entropy(hidden, head, targets, weights, compiled)
+    surrogate = chunked_cross_entropy(hidden, head, targets, weights, compiled)
     return -F.logsigmoid(margins).sum() + (surrogate - surrogate.detach())
 
 

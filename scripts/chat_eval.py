@@ -11,7 +11,7 @@ Writes  the section "Chat evaluation <stage>"; a run with the same settings adds
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 from nanochat import records, report, stats
@@ -25,6 +25,7 @@ from nanochat.eval_chat import (
     clusters_of,
     item_means,
     longest_prompt,
+    rates_by_k,
     render_prompts,
     score_by_generation,
     score_by_logits,
@@ -173,12 +174,12 @@ def main(cfg: ChatEval) -> None:
             graded = score_by_generation(engine, task, n, cfg.sampling, cfg.num_samples, dist)
         score = scores[task.name] = stats.mean(item_means(graded.outcomes), clusters_of(task, n))
         dist.print0(describe_task(task, graded, score, time.perf_counter() - begun))
-        add_task(values, items, task, graded, score, cfg)
+        add_task(values, items, task, graded, cfg)
 
     # Record them
     for name, parts in means.items():
         centered = [stats.center_accuracy(scores[task.name], task.baseline) for task in parts]
-        values[name] = records.estimate(*stats.average(centered))
+        values[name] = stats.average(centered)._asdict()
         without = "; ".join(f"{eval_task(n).name}: {why}" for n, why in missing.items())
         values[f"{name} without"] = without or None  # None deletes that of an earlier evaluation
         weights = {task.name: 1 / len(parts) / (1 - task.baseline) for task in parts}
@@ -187,7 +188,12 @@ def main(cfg: ChatEval) -> None:
         tables += [sample_conversations(engine, cfg, tasks)] if is_complete else []
         run_id = checkpoint.state["provenance"]["run_id"]
         origin, cost = records.Provenance(run_id, cfg.sampling.seed, inputs), Cost.so_far(dist)
-        shown: dict[str, Any] = {"items": items, "tables": tables, "key": key, "extend": True}
+        old = records.read_record(section)
+        if old and old["key"] == key and not records.changed_code(old["code"]):  # add to it
+            values, items = {**old["values"], **values}, {**old["items"], **items}
+            tables = [*{t["title"]: t for t in (*old["tables"], *tables)}.values()]
+            cost = replace(cost, wall_seconds=cost.wall_seconds + old["cost"]["wall_seconds"])
+        shown: dict[str, Any] = {"items": items, "tables": tables, "key": key}
         report.append_section(section, cfg, values, origin, cost, **shown)
     dist.close()
 
@@ -226,28 +232,20 @@ def describe_task(task: Task, graded: TaskResult, score: Estimate, seconds: floa
 
 
 def add_task(
-    values: dict[str, Any],
-    items: dict[str, Any],
-    task: Task,
-    graded: TaskResult,
-    score: Estimate,
-    cfg: ChatEval,
+    values: dict[str, Any], items: dict[str, Any], task: Task, graded: TaskResult, cfg: ChatEval
 ) -> None:
-    """Add a task's score to the values and items of the record; also pass@n of several answers."""
-    s, outcomes, shared = cfg.sampling, graded.outcomes, {}
-    k, count = len(outcomes[0]), len(outcomes)
+    """Add a task's score to the values and items of the record; also pass@k of several answers."""
+    s, shared, count = cfg.sampling, {}, len(graded.outcomes)
     conversations, clusters = [task[i] for i in range(count)], clusters_of(task, count)
     if task.kind == "generate":
         sampled = [s.temperature, s.top_k, s.top_p, s.min_p, s.max_new_tokens, cfg.python]
         shared = {"how": fingerprint(sampled)}
-    rates = {task.name: item_means(outcomes)}
-    for n in (n for n in (2, 4, 8, 16, 32, 64) if n <= k):
-        passed = [stats.pass_at_k(k, each.count(1), n) for each in outcomes]
-        rates[f"{task.name} pass@{n}"] = passed
-        values[f"{task.name} pass@{n}"] = records.estimate(*stats.mean(passed, clusters))
-    for name, each in rates.items():
-        items[name] = {**records.item_scores(conversations, each, clusters), **shared}
-    values[task.name] = records.estimate(*score, k)
+    for k, rates in rates_by_k(graded.outcomes).items():
+        name = task.name if k == 1 else f"{task.name} pass@{k}"
+        values[name] = stats.mean(rates, clusters)._asdict()
+        if k == 1 and (answers := len(graded.outcomes[0])) > 1:
+            values[name]["k"] = answers
+        items[name] = {**records.item_scores(conversations, rates, clusters), **shared}
     if graded.num_truncated:
         values[f"{task.name} truncated prompts"] = graded.num_truncated
 

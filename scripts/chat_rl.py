@@ -10,24 +10,20 @@ Writes  chatrl_checkpoints/<tag>/ with metrics.jsonl, and the section "Chat RL"
 
 import time
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
+from nanochat import stats
 from nanochat.checkpoint import FOLDERS, Checkpoint, load_inference, load_model, stage_folder
 from nanochat.common import fingerprint, read_json, write_json
 from nanochat.config import require_at_least, require_positive, settings, start
 from nanochat.dist import DistContext, init_dist
 from nanochat.engine import Engine, choose_engine_compile
-from nanochat.eval_chat import Outcomes, item_means, score_by_generation
+from nanochat.eval_chat import Outcomes, clusters_of, item_means, rates_by_k, score_by_generation
 from nanochat.finetune import choose_tag, open_parent, parent_inputs
 from nanochat.gpt import copy_weights, inference_copy
 from nanochat.optim import MuonAdamW, OptimConfig, ScheduleConfig, decay_factor, lr_factor
-from nanochat.rl import (
-    RolloutConfig,
-    Rollouts,
-    compare_results,
-    kl_to_reference,
-    micro_batches,
-    pass_metrics,
-)
+from nanochat.records import code_digests, item_scores
+from nanochat.rl import RolloutConfig, Rollouts, kl_to_reference, micro_batches
 from nanochat.sandbox import calculate
 from nanochat.scaling import make_rules
 from nanochat.train import Run, TrainConfig, skip_if_finished
@@ -160,7 +156,7 @@ def main(cfg: ChatRL) -> None:
 
             # Answers of the current model, and their rewards
             started = time.perf_counter()
-            groups = rollouts.roll_out(step)
+            groups = rollouts.answer(rollouts.draws(step))
             metrics = rollouts.metrics(groups)
             generated = metrics["answer_tokens"] * rl.examples_per_step * rl.num_samples
             metrics["tokens_per_second"] = generated / (time.perf_counter() - started)
@@ -180,6 +176,33 @@ def main(cfg: ChatRL) -> None:
     run.finish(SECTION, {"Number of iterations": num_steps, **values}, items=items)
 
 
+def pass_metrics(outcomes: Outcomes, task: Mixture) -> dict[str, float]:
+    """Metrics of an evaluation: pass@1 and its standard error."""
+    found = stats.mean(item_means(outcomes), clusters_of(task, len(task)))
+    return {"pass_at_1": found.value, "pass_at_1_se": found.se}
+
+
+def compare_results(
+    before: Outcomes, after: Outcomes, task: Mixture
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """
+    Values and items for the record: pass@1 on held-out questions before and after RL, its change
+    and whether that exceeds the noise, and pass@k after RL.
+    """
+    clusters, questions = clusters_of(task, len(task)), [task[i] for i in range(len(task))]
+    old, items = item_means(before), {}
+    change = stats.compare(old, item_means(after), clusters)
+    values: dict[str, Any] = {
+        "pass@1 before": stats.mean(old, clusters)._asdict(),
+        "pass@1 change": stats.Estimate(change.difference, change.n, change.se)._asdict(),
+        "pass@1 verdict": change.verdict,
+    }
+    for k, rates in rates_by_k(after).items():
+        values[f"pass@{k} after"] = stats.mean(rates, clusters)._asdict()
+        items[f"pass@{k} after"] = item_scores(questions, rates, clusters)
+    return values, items
+
+
 def open_rollouts(cfg: ChatRL, parent: Checkpoint, task: Mixture, dist: DistContext) -> Rollouts:
     """
     Rollouts on the questions of `task` whose pass rate is within `pass_rates`; the engine begins
@@ -192,7 +215,8 @@ def open_rollouts(cfg: ChatRL, parent: Checkpoint, task: Mixture, dist: DistCont
     engine = Engine(model, tokenizer, tool=calculate, compiled=compiled)
     if cfg.pass_rates is not None:  # saved, because a resumed run may round differently
         (least, most), sampling = cfg.pass_rates, rl.sampling(seed + 2)
-        key = fingerprint([parent.fingerprint, task.identity, asdict(sampling), rl.num_samples])
+        made_of = [parent.fingerprint, task.identity, asdict(sampling), rl.num_samples]
+        key = fingerprint([*made_of, code_digests()])
         path = stage_folder("rl") / f"pass_rates_{key}.json"
         if not dist.on_main(path.exists):
             graded = score_by_generation(engine, task, len(task), sampling, rl.num_samples, dist)

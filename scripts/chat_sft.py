@@ -8,7 +8,7 @@ Reads   mid_checkpoints/<tag>/ or base_checkpoints/<tag>/, and the training spli
 Writes  chatsft_checkpoints/<tag>/ with metrics.jsonl, rows/, and the section "Chat SFT"
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from nanochat.checkpoint import load_model
@@ -19,6 +19,7 @@ from nanochat.eval_bpb import Validation
 from nanochat.finetune import (
     FinetuneConfig,
     bucket_rows,
+    chat_losses,
     finetuning_values,
     make_run,
     open_parent,
@@ -27,8 +28,8 @@ from nanochat.finetune import (
 )
 from nanochat.optim import OptimConfig, decay_factor, lr_factor, muon_momentum
 from nanochat.rows import CHAT_SHARD
-from nanochat.train import TrainConfig, document_segments, skip_if_finished
-from tasks.buckets import MixConfig, chat_mixture
+from nanochat.train import TrainConfig, skip_if_finished
+from tasks.buckets import chat_mixture
 
 SECTION = "Chat SFT"
 MIXTURE = "arc_easy,arc_challenge,gsm8k,smoltalk=10000,aqua=20000,spelling=1000,identity=1000"
@@ -42,7 +43,6 @@ BUILTIN_MIXTURES = {
 class ChatSft:
     source: str = "mid"
     """Checkpoint to start from: stage[:tag[:step]], as in base:d4:400."""
-    mix: MixConfig = field(default_factory=MixConfig)
     tuning: FinetuneConfig = FinetuneConfig(init_lr_frac=0.3, warmdown_ratio=1.0)
     train: TrainConfig = TrainConfig(eval_every=100, optim=OptimConfig(weight_decay=0.0))
 
@@ -51,7 +51,7 @@ def main(cfg: ChatSft) -> None:
     dist = init_dist(cfg.train.dist, cfg.train.seed)
     parent = open_parent(cfg.source, ("base", "mid"), cfg.train, dist)
     default = BUILTIN_MIXTURES.get(parent.state["source"].get("dataset"), MIXTURE)
-    chats = chat_mixture(cfg.mix.mixture or default, cfg.tuning.val_mixture)
+    chats = chat_mixture(cfg.tuning.mixture or default, cfg.tuning.val_mixture)
     eval_tokens = cfg.tuning.validation.tokens(dist)
     resolved = {**settings(cfg), "mixture": chats.spec, "eval_tokens": eval_tokens}
     inputs = {**parent_inputs(parent), "mixture": fingerprint(chats.description)}
@@ -69,9 +69,7 @@ def main(cfg: ChatSft) -> None:
     val_rows = bucket_rows(chats.val, tokenizer, T, dist)
     validation, num_steps = Validation(tuning.validation, val_rows, tokenizer, dist), run.num_steps
 
-    def score(x, y):  # attention stays within each chat of a row
-        return model.token_losses(x, y, document_segments(x, tokenizer.bos_id))
-
+    score = chat_losses(model, tokenizer.bos_id)
     with run:
         for step in run.steps():  # from the last checkpoint on; the last turn only evaluates
             if run.due(cfg.train.eval_every):

@@ -83,7 +83,7 @@ def suggestions(checkpoint: Checkpoint) -> list[str]:
     if checkpoint.state.get("source", {}).get("dataset") != "embedded":
         return []
     tasks = (WorldFacts("test"), WorldProblems("test"), WorldSpelling("test"))
-    return [task.conversation(3)[0]["content"] for task in tasks]
+    return [task[3][0]["content"] for task in tasks]
 
 
 if __name__ == "__main__":

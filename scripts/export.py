@@ -27,7 +27,7 @@ from nanochat.golf.quantize import QuantConfig
 from nanochat.golf.size import choose_smallest, format_sizes, require_size_limit
 from nanochat.gpt import GPT
 from nanochat.hf.export import check_logits, is_native, require_model_code, write_hf
-from nanochat.hf.models import new_model, read_config
+from nanochat.recursion.model import new_model, read_config
 from nanochat.tokenizer import Tokenizer
 
 

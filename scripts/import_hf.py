@@ -17,8 +17,8 @@ from nanochat.checkpoint import Stage, lineage, save_checkpoint, stage_folder
 from nanochat.common import UsageError, printable, require_name, try_lock
 from nanochat.config import start
 from nanochat.hf.export import HFModel, read_hf
-from nanochat.hf.models import new_model
 from nanochat.records import new_run_id
+from nanochat.recursion.model import new_model
 
 BATCH_TOKENS = 524_288  # per training step; used if the pretraining batch size is unknown
 

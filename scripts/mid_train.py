@@ -19,6 +19,7 @@ from nanochat.eval_bpb import Validation
 from nanochat.finetune import (
     FinetuneConfig,
     bucket_rows,
+    chat_losses,
     finetuning_values,
     make_run,
     open_parent,
@@ -27,8 +28,8 @@ from nanochat.finetune import (
 )
 from nanochat.optim import OptimConfig, decay_factor, lr_factor, muon_momentum
 from nanochat.rows import CHAT_SHARD
-from nanochat.train import TrainConfig, document_segments, skip_if_finished
-from tasks.buckets import MixConfig, chat_mixture
+from nanochat.train import TrainConfig, skip_if_finished
+from tasks.buckets import chat_mixture
 
 SECTION = "Midtraining"
 MIXTURE = "smoltalk,mmlu,gsm8k,spelling=20000,simple_spelling=10000"
@@ -41,7 +42,6 @@ BUILTIN_MIXTURES = {  # dataset that the base model was trained on -> default mi
 class MidTrain:
     source: str = "base"
     """Checkpoint to start from: stage[:tag[:step]], as in base:d4:400."""
-    mix: MixConfig = field(default_factory=MixConfig)
     tuning: FinetuneConfig = field(default_factory=FinetuneConfig)
     train: TrainConfig = TrainConfig(eval_every=150, optim=OptimConfig(weight_decay=0.0))
 
@@ -50,7 +50,7 @@ def main(cfg: MidTrain) -> None:
     dist = init_dist(cfg.train.dist, cfg.train.seed)
     parent = open_parent(cfg.source, ("base",), cfg.train, dist)
     default = BUILTIN_MIXTURES.get(parent.state["source"].get("dataset"), MIXTURE)
-    chats = chat_mixture(cfg.mix.mixture or default, cfg.tuning.val_mixture)
+    chats = chat_mixture(cfg.tuning.mixture or default, cfg.tuning.val_mixture)
     eval_tokens = cfg.tuning.validation.tokens(dist)
     resolved = {**settings(cfg), "mixture": chats.spec, "eval_tokens": eval_tokens}
     inputs = {**parent_inputs(parent), "mixture": fingerprint(chats.description)}
@@ -68,9 +68,7 @@ def main(cfg: MidTrain) -> None:
     val_rows = bucket_rows(chats.val, tokenizer, T, dist)
     validation, num_steps = Validation(tuning.validation, val_rows, tokenizer, dist), run.num_steps
 
-    def score(x, y):  # attention stays within each chat of a row
-        return model.token_losses(x, y, document_segments(x, tokenizer.bos_id))
-
+    score = chat_losses(model, tokenizer.bos_id)
     with run:
         for step in run.steps():  # from the last checkpoint on; the last turn only evaluates
             if run.due(cfg.train.eval_every):

@@ -12,9 +12,10 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from nanochat import report, summary
+from nanochat import report
 from nanochat.common import write_atomic
 from nanochat.config import require_at_least, start
+from nanochat.plots import draw_figures
 from nanochat.records import new_run_id, read_records, report_folder
 
 
@@ -36,9 +37,10 @@ def main(cfg: Report) -> None:
         report.read_header(cfg.hourly_rate)
         return
 
-    path = report.update(cfg.hourly_rate, draw=True)
-    scores = summary.collect_scores(read_records())
-    print(report.render_table(summary.score_table(scores, summary.show_score)))
+    drawn = draw_figures(report_folder() / "figures", read_records())
+    path = report.update(cfg.hourly_rate, figures=drawn)
+    scores = report.collect_scores(read_records())
+    print(report.render_table(report.score_table(scores, report.show_score)))
     print(path)
     if cfg.out:
         print(copy(path, Path(cfg.out)))

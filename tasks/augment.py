@@ -47,7 +47,7 @@ STYLES = {
 class Augmented(QuestionTask):
     """Modified questions of the task that is the next base class; one per conversation."""
 
-    conversation = QuestionTask.conversation
+    __getitem__ = QuestionTask.__getitem__
 
 
 class Reordered(Augmented):
@@ -67,7 +67,7 @@ def shuffle_options(question: MCQuestion, seed: str) -> MCQuestion:
 class Styled(Augmented):
     """Questions that each request one of several answer formats, with the answer in that format."""
 
-    def conversation(self, i: int) -> Conversation:
+    def __getitem__(self, i: int) -> Conversation:
         asked = self.question(i)
         instruction = shuffled([*STYLES], f"styled-0-{i}")[0]
         answer = STYLES[instruction].replace("X", LETTERS[asked.right])
@@ -104,11 +104,6 @@ class MoreOptions(Augmented):
                 if is_wrong and len(options) < wanted and not is_near(option, options):
                     options.append(option)
         return shuffle_options(asked._replace(options=tuple(options)), seed)
-
-    def material(self, i: int) -> str:
-        """Without the extra options: they are text of training questions."""
-        asked = super().question(i)
-        return "\n".join([asked.text, *asked.options])
 
 
 class TenOptions(MoreOptions):

@@ -26,12 +26,9 @@ ContentPart = dict[str, str]
 
 LETTERS = tuple("ABCDEFGHIJKLMNOPQRSTUVWXYZ")
 BY_LETTER = "Answer with the letter only."
-SPARE = 10  # more draws of earlier questions than wanted, to replace those of the same cluster
-SAMPLE = 8  # conversations hashed into `identity` to detect wording changes
 TOOL_USE = re.compile(r"<\|(python|output)_start\|>.*?(<\|\1_end\|>|$)", re.DOTALL)
 SPECIAL = re.compile(r"<\|\w+\|>")
-# A word in a text; the label of an option in `MCQuestion.ask`
-WORD, LABEL = re.compile(r"[^\W_]+"), re.compile(r"=[A-Z]$", re.MULTILINE)
+WORD = re.compile(r"[^\W_]+")
 NUMBER_AND_UNIT = re.compile(  # 12 x and 12ab have no unit: a unit is listed or has three letters
     r"""([+-]? (?=\.?\d) (?: \d{1,3}(?:,\d{3})+ | \d* ) (?: \.\d+ )?) \s*
     (?: \\?% | (?: ° | \^?\{?\\circ\}? ) [CF]? | ℃
@@ -52,15 +49,13 @@ class Tags:
     """native, translated, synthetic or mixed."""
     licence: str = ""
     """As stated by the owner of the dataset."""
-    answer_format: str = ""
-    """letter, number, marker, code or free."""
     parent: str = ""
     """Datasets it was derived from, separated by +. Evaluations that share one are in the same
     family."""
+    answer_format: str = ""
+    """letter, number, marker, code or free; of a task, `Task.answer_format`."""
     teacher: str = ""
     """Model that generated the answers, if any."""
-    augmented: str = ""
-    """How its questions were modified: styles, order or options."""
     waived: str = ""
     """Final benchmarks of its family, separated by +, that do not block training on it."""
 
@@ -140,8 +135,8 @@ def final_value(answer: str) -> Decimal | str | None:
 
 
 def split_words(text: str) -> tuple[str, ...]:
-    """The words of a text in lower case, without option labels."""
-    return tuple(WORD.findall(LABEL.sub("", text).lower()))
+    """The words of a text in lower case."""
+    return tuple(WORD.findall(text.lower()))
 
 
 class Task:
@@ -159,10 +154,15 @@ class Task:
     the generated answer; talk: training only."""
     splits: Collection[str]
     """Available splits. Fine-tuning trains only on "train", RL on `rl_split`."""
+    answer_format = "free"
+    """letter, number, marker, code or free."""
     rl_split = "train"
     """Split whose questions RL trains on."""
     baseline = 0.0
     """Chance accuracy."""
+    unsafe = False
+    """If the machine has no sandbox, run generated programs unsandboxed instead of raising
+    SandboxUnavailable when scoring."""
     tags = Tags()
     """Properties of its data, reported for mixtures."""
     takes_source = False
@@ -190,22 +190,19 @@ class Task:
             "task": self.name,
             "split": self.split,
             "conversations": len(self),
-            "wording": fingerprint(list(islice(self, SAMPLE))),
+            "wording": fingerprint(list(islice(self, 8))),  # shows edits of it
             **self.origin,
         }
 
     def __len__(self) -> int:
         raise NotImplementedError
 
-    def conversation(self, i: int) -> Conversation:
+    def __getitem__(self, i: int) -> Conversation:
         """Conversation i, 0 <= i < len; the last message is the reference answer."""
         raise NotImplementedError
 
-    def __getitem__(self, i: int) -> Conversation:
-        return self.conversation(i)
-
     def __iter__(self) -> Iterator[Conversation]:
-        return map(self.conversation, range(len(self)))
+        return map(self.__getitem__, range(len(self)))
 
     def locate(self, i: int) -> tuple["Task", int]:
         """The task of conversation i and its index there; a Mixture has other tasks."""
@@ -222,10 +219,6 @@ class Task:
         """
         return str(i)
 
-    def material(self, i: int) -> str:
-        """Content of conversation i without instructions, for the check of overlap."""
-        return "\n".join(answer_text(message) for message in self.conversation(i))
-
     def extract(self, answer: str) -> Any:
         """
         What an answer without tool calls says, in a form that can be compared; None if it lacks the
@@ -233,13 +226,13 @@ class Task:
         """
         return answer.strip()
 
-    def score(self, conversation: Conversation, answer: str) -> float:
+    def score(self, i: int, answer: str) -> float:
         """
         Return 1.0 if `answer` is right, else 0.0: the evaluation metric and the RL reward.
 
         answer: a completion with special tokens as text. Not for a task of kind "talk".
         """
-        right = self.extract(answer_text(conversation[-1]))
+        right = self.extract(answer_text(self[i][-1]))
         assert right is not None, f"{self.name}: a reference answer has the wrong format"
         return float(self.extract(visible(answer)) == right)
 
@@ -266,22 +259,18 @@ class MCQuestion(NamedTuple):
 class QuestionTask(Task):
     """Multiple-choice questions with options lettered by position, answered by the letter."""
 
-    kind = "choice"
+    kind, answer_format = "choice", "letter"
 
     def question(self, i: int) -> MCQuestion:
         """Question i."""
         raise NotImplementedError
 
-    def conversation(self, i: int) -> Conversation:
+    def __getitem__(self, i: int) -> Conversation:
         asked = self.question(i)
         return [user(asked.ask()), assistant(LETTERS[asked.right])]
 
     def letters(self, i: int) -> tuple[str, ...]:
         return LETTERS[: len(self.question(i).options)]
-
-    def material(self, i: int) -> str:
-        asked = self.question(i)
-        return "\n".join([asked.text, *asked.options])
 
     def extract(self, answer: str) -> str | None:
         letter = answer.strip()
@@ -291,11 +280,10 @@ class QuestionTask(Task):
 class NumberTask(Task):
     """A task whose answers end in `####` and a number."""
 
-    kind = "generate"
+    kind, answer_format = "generate", "number"
 
-    def extract(self, answer: str) -> Decimal | None:
-        found = final_value(answer)
-        return found if isinstance(found, Decimal) else None
+    def extract(self, answer: str) -> Decimal | str | None:
+        return final_value(answer)
 
 
 class Mixture(Task):
@@ -328,9 +316,9 @@ class Mixture(Task):
     def locate(self, i: int) -> tuple[Task, int]:
         return self.order[i]
 
-    def conversation(self, i: int) -> Conversation:
+    def __getitem__(self, i: int) -> Conversation:
         task, number = self.order[i]
-        return task.conversation(number)
+        return task[number]
 
 
 class LaterTurns(Mixture):
@@ -344,15 +332,15 @@ class LaterTurns(Mixture):
         self.earlier, self.turns = earlier, turns
         self.name = f"{task.name} after {max(turns)} turns"
 
-    def conversation(self, i: int) -> Conversation:
+    def __getitem__(self, i: int) -> Conversation:
         rng, before, (task, number) = random.Random(i), [], self.order[i]
         own = task.cluster(number)  # an answer about the same fact gives it away
         count = self.turns[int(rng.random() * len(self.turns))]
-        for _ in range(count + SPARE):
+        for _ in range(count + 10):  # more than wanted, to replace those of one cluster
             other, n = self.earlier.locate(int(rng.random() * len(self.earlier)))
             if len(before) < 2 * count and other.cluster(n) != own:
-                before += other.conversation(n)[:2]
-        return before + super().conversation(i)
+                before += other[n][:2]
+        return before + super().__getitem__(i)
 
 
 def shuffled(values: Sequence[Any], seed: int | str) -> list[Any]:

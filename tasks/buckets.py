@@ -38,13 +38,6 @@ Declared = Mapping[str, Mapping[str, str]]  # own buckets: name -> task, source,
 
 
 @dataclass(frozen=True)
-class MixConfig:
-    mixture: str = ""
-    """Buckets with amounts, such as smoltalk=10000,gsm8k*4,aqua, or a JSON file that defines
-    buckets; see docs/data.md. Default: depends on the base model."""
-
-
-@dataclass(frozen=True)
 class Bucket:
     """A named set of conversations, and its amount in a mixture."""
 
@@ -61,10 +54,9 @@ class Bucket:
     tokens: int | None
     """Tokens used in an epoch, instead of repeats."""
 
-    def open(self, split: str, count: int | None = None) -> Task:
+    def open(self, split: str, count: int | None = None) -> Mixture:
         """A split of its task: the first `count` conversations, or all."""
-        task = self.task(split, self.source)
-        return task if count is None else Mixture([task], count=count)
+        return Mixture([self.task(split, self.source)], count=count)
 
     @cached_property
     def train(self) -> Task:
@@ -76,11 +68,6 @@ class Bucket:
         """Up to VAL_COUNT conversations of the "val" split, or "test" if there is none."""
         split = "val" if "val" in self.task.splits else "test"
         return self.open(split, VAL_COUNT)
-
-    @property
-    def benchmark(self) -> str:
-        """Name of the benchmark if `val` is its test split, else empty."""
-        return self.val.name if self.val.split == "test" and self.val.kind != "talk" else ""
 
 
 def read_mixture(words: str) -> tuple[str, Declared]:
@@ -115,30 +102,24 @@ def buckets(spec: str, declared: Mapping[str, Mapping[str, str]] = {}) -> list[B
         part = PART.fullmatch(words)
         if part is None:
             raise ValueError(f"{words!r} in the mixture {spec!r} must be {FORM}; *0 uses none")
-        bucket = make_bucket(part, declared.get(part["name"], {}))
-        if bucket.name in found:
-            fix = f"use {bucket.name}*2"
-            raise ValueError(f"{bucket.name} appears twice in the mixture {spec!r}; {fix}")
-        found[bucket.name] = bucket
+        name, source, count, repeats, tokens = part.group(*PART.groupindex)
+        entry = declared.get(name, {})
+        key, how = key_of(entry.get("task", name.partition(":")[0])), entry.get("augment", "")
+        source, task = entry.get("source", source), TASKS[key]
+        if not entry:
+            name = f"{key}:{source}" if source else key
+        if name in found:
+            raise ValueError(f"{name} appears twice in the mixture {spec!r}; use {name}*2")
+        tags = Tags() if source else replace(task.tags, answer_format=task.answer_format)
+        own = {tag: entry[tag] for tag in Tags.__annotations__ if tag in entry}
+        own["parent"] = "+".join(filter(None, (tags.parent, entry.get("parent"))))
+        found[name] = Bucket(
+            *(name, augment(task, how) if how else task, source, replace(tags, **own)),
+            count=int(count) if count else None,
+            repeats=float(repeats or 1),
+            tokens=int(tokens) if tokens else None,
+        )
     return list(found.values())
-
-
-def make_bucket(part: re.Match[str], entry: Mapping[str, str]) -> Bucket:
-    """The bucket of a part of a mixture. entry: its declaration; empty if it is a task."""
-    name, source, count, repeats, tokens = part.group(*PART.groupindex)
-    key, how = key_of(entry.get("task", name.partition(":")[0])), entry.get("augment", "")
-    source, task = entry.get("source", source), TASKS[key]
-    if not entry:
-        name = f"{key}:{source}" if source else key
-    tags = Tags() if source else task.tags
-    own = {tag: entry[tag] for tag in Tags.__annotations__ if tag in entry}
-    own["parent"] = "+".join(filter(None, (tags.parent, entry.get("parent"))))
-    return Bucket(
-        *(name, augment(task, how) if how else task, source, replace(tags, augmented=how, **own)),
-        count=int(count) if count else None,
-        repeats=float(repeats or 1),
-        tokens=int(tokens) if tokens else None,
-    )
 
 
 @dataclass(frozen=True)
@@ -155,8 +136,10 @@ class ChatMixture:
     @property
     def description(self) -> dict[str, Any]:
         """JSON-ready; identical for the same conversations in the same proportions."""
-        learned = {name: part[1:] for name, part in self.train.items()}
-        return {"learned": learned, "measured": {n: part.identity for n, part in self.val.items()}}
+        return {
+            "learned": {name: part[1:] for name, part in self.train.items()},
+            "measured": {name: part.identity for name, part in self.val.items()},
+        }
 
     def tables(self, counts: Mapping[str, Mapping[str, int]]) -> list[dict[str, Any]]:
         """Tables for a record: amounts by bucket, and shares by every tag with several values."""
@@ -186,10 +169,11 @@ def chat_mixture(words: str, val_words: str | None = None) -> ChatMixture:
     validate.
     """
     spec, own = read_mixture(words)
-    learned, measured = buckets(spec, own), buckets(val_words or spec, own)
+    val_spec, val_own = read_mixture(val_words or spec)
+    learned, measured = buckets(spec, own), buckets(val_spec, val_own or own)
     tags = {bucket.name: bucket.tags for bucket in learned}
     reject_contaminated(tags)
-    require_access((bucket.benchmark for bucket in measured), False, {})
+    require_access(bucket.task.name for bucket in measured)
     for bucket in learned:
         if bucket.repeats > MOST_REPEATS and is_main_process():
             print(f"warning: more than {MOST_REPEATS} repeats of {bucket.name} add little")
@@ -238,6 +222,6 @@ def held_out_questions(spec: str, count: int) -> Mixture:
     Raises ValueError for a training-only task, and UsageError for a final benchmark.
     """
     found = scored_buckets(spec)
-    require_access((bucket.task.name for bucket in found), False, {})
+    require_access(bucket.task.name for bucket in found)
     each = math.ceil(count / len(found))
     return Mixture([bucket.open("test", each) for bucket in found])

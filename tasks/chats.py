@@ -3,7 +3,6 @@ Conversations from a file, or from a dataset repository on the Hub, whatever its
 
     jsonl:mine.jsonl -> lines -> conversations
     hub:owner/name{prompt: question, answer: response} -> rows -> valid rows -> conversations
-    scripts.chat_dpo --pairs=mine.jsonl -> Preferences: chosen and rejected conversations
     identity.txt: a block per topic, with question variants and answers -> Identity
 
 SmolTalk, OpenThoughts3 and others are such repositories with known columns. Rows that are not valid
@@ -15,7 +14,7 @@ from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from random import Random
-from typing import Any, NamedTuple
+from typing import Any
 
 from nanochat.common import fingerprint
 from tasks.base import Conversation, Tags, Task, assistant, check_conversation, user
@@ -35,7 +34,7 @@ class Chats(HubTask):
     messages: column of messages, {role, content} or {from, value}, by default messages; or prompt
     and answer: columns of text. where: column=value selects rows. train, val: file stems in the
     format of `tasks.hub.match_files`; default: train, and no file for val. revision: branch, tag or
-    commit. Without columns, those of the class are used; its files only for its own repository.
+    commit. What the source of a class says of these holds for its own repository only.
 
     If "train" and "val" share a file, about one prompt in 20, and at least one, is held out, chosen
     by a hash. Raises ValueError naming an invalid line of a file.
@@ -52,14 +51,12 @@ class Chats(HubTask):
     def __init__(self, split: str, source: str | None = None):
         super().__init__(split, source)
         path = Path(source or "").expanduser()
-        if path.suffix == ".jsonl" or path.is_file():
+        if path.suffix in (".jsonl", ".json", ".gz") or path.is_file():
             self.path = path
             return
         self.repo, names = parse_source(source or self.default)
-        if self.default and not names.keys() & {"messages", "prompt"}:
-            own, known = parse_source(self.default)
-            columns = {key: known[key] for key in known.keys() & {"messages", "prompt", "answer"}}
-            names = (known if self.repo == own else columns) | names
+        own, known = parse_source(self.default or self.repo)
+        names = known | names if self.repo == own else names
         train = names.get("train", "train")
         self.splits = {"train": train, "val": names.get("val", train)}
         self.names, self.revision = names, names.get("revision")
@@ -93,7 +90,7 @@ class Chats(HubTask):
         """The conversation of an item."""
         return item
 
-    def conversation(self, i: int) -> Conversation:
+    def __getitem__(self, i: int) -> Conversation:
         return self.messages(self.items[i])
 
 
@@ -102,16 +99,12 @@ class JSONL(Chats):
 
     name = "JSONL"
 
-    def __init__(self, split: str, source: str | None = None):
-        super().__init__(split, source)
-        self.path = Path(source or "").expanduser()
-
 
 class SmolTalk(Chats):
     """General conversations. Source: Ben Allal et al., "SmolLM2", arXiv:2502.02737."""
 
     name = "SmolTalk"
-    tags = Tags("chat", "en", "synthetic", "Apache-2.0", "free", "smoltalk", "several")
+    tags = Tags("chat", "en", "synthetic", "Apache-2.0", "smoltalk", teacher="several")
     default = "HuggingFaceTB/smol-smoltalk{val: test}"
 
 
@@ -123,7 +116,7 @@ class OpenThoughts3(Chats):
     """
 
     name = "OpenThoughts3"
-    tags = Tags("reasoning", "en", "mixed", "Apache-2.0", "free", "openthoughts3", "QwQ-32B")
+    tags = Tags("reasoning", "en", "mixed", "Apache-2.0", "openthoughts3", teacher="QwQ-32B")
     default = "open-thoughts/OpenThoughts3-1.2M{messages: conversations, train: data/train-0000*}"
 
 
@@ -134,8 +127,8 @@ class RStarCoder(Chats):
     Source: Liu et al., "rStar-Coder", arXiv:2505.21297.
     """
 
-    name = "rStar-Coder"
-    tags = Tags("code", "en", "synthetic", "CC BY 4.0", "code", "rstar-coder", "QwQ-32B")
+    name, answer_format = "rStar-Coder", "code"
+    tags = Tags("code", "en", "synthetic", "CC BY 4.0", "rstar-coder", teacher="QwQ-32B")
     default = (
         "microsoft/rStar-Coder{prompt: question, answer: response, train: seed_sft/data-0000*, "
         "where: is_passed=True}"
@@ -153,7 +146,7 @@ class YiSang(Chats):
     """
 
     name = "YiSang"
-    tags = Tags("reasoning", "ko", "native", "Apache-2.0", "free", "yisang", "Qwen3-32B")
+    tags = Tags("reasoning", "ko", "native", "Apache-2.0", "yisang", teacher="Qwen3-32B")
     default = (
         "KOREAson/YiSang-HighQuality{prompt: instruction, answer: response, "
         "train: default/*train/*, revision: refs/convert/parquet}"
@@ -183,63 +176,12 @@ def parse_source(source: str) -> tuple[str, dict[str, str]]:
     return repo, names
 
 
-# ---- Preference pairs ----------------------------------------------------------------------------
-#
-#   {"prompt": "...", "chosen": "...", "rejected": "..."}       one pair per line
-#   {"chosen": [{"role": "user", ...}, ...], "rejected": [...]}    lists of messages
-#
-# A prompt is a string or a list of messages. An answer is a string, or a list of messages that may
-# include the prompt.
-
-
-class Preference(NamedTuple):
-    """Two conversations that differ in their last message."""
-
-    chosen: Conversation
-    rejected: Conversation
-
-
-class Preferences(Chats):
-    """
-    Preference pairs of a JSON Lines file or of <owner>/<name> on the Hub; the conversations are
-    those with the chosen answer. Raises ValueError naming an invalid line of a file; invalid rows
-    from the Hub are counted and skipped.
-    """
-
-    name = "Preferences"
-    default = (
-        "HuggingFaceH4/ultrafeedback_binarized{train: data/train_prefs-*, val: data/test_prefs-*}"
-    )
-
-    def parse(self, row: Any) -> Preference:
-        answers = row["chosen"], row["rejected"]
-        pair = Preference(
-            *(check_conversation(rename(complete(row.get("prompt"), each))) for each in answers)
-        )
-        if pair.chosen[:-1] != pair.rejected[:-1] or pair.chosen == pair.rejected:
-            raise ValueError("chosen and rejected are equal, or have different prompts")
-        return pair
-
-    def messages(self, item: Preference) -> Conversation:
-        return item.chosen
-
-
-def complete(prompt: Any, answer: Any) -> Any:
-    """The conversation of an answer: a string or one message needs the prompt before it."""
-    if isinstance(answer, str):
-        answer = [assistant(answer)]
-    if len(answer) > 1:
-        return answer
-    return [*([user(prompt)] if isinstance(prompt, str) else prompt), *answer]
-
-
 # ---- Who the model is: its name, its maker and what it cannot do ---------------------------------
 #
 # Edit identity.txt to give your model another name or character. For a model with its own
 # conversations, use jsonl:<file> instead.
 
 IDENTITY_SIZES = {"train": 2_000, "val": 200}
-MOST_TOPICS = 3  # of a conversation
 GREETINGS = ("Hello! ", "Hi! ", "Hey, ", "Good morning! ")
 
 
@@ -257,8 +199,6 @@ def topics() -> list[list[str]]:
                 f"{path}: a topic needs two ways to ask, separated by ' | ', and below them an "
                 f"answer a line: {lines[:1]}"
             )
-    if len(found) < MOST_TOPICS:
-        raise ValueError(f"{path} has {len(found)} topics, fewer than {MOST_TOPICS}; add some")
     return found
 
 
@@ -266,7 +206,7 @@ class Identity(Task):
     """One to three questions about the model; sometimes the first one follows a greeting."""
 
     name, kind = "Identity", "talk"
-    tags = Tags("chat", "en", "synthetic", "MIT", "free", "identity")
+    tags = Tags("chat", "en", "synthetic", "MIT", "identity")
     splits = ("train", "val")  # the last variant of each question is held out for "val"
 
     @property
@@ -276,10 +216,12 @@ class Identity(Task):
     def __len__(self) -> int:
         return IDENTITY_SIZES[self.split]
 
-    def conversation(self, i: int) -> Conversation:
+    def __getitem__(self, i: int) -> Conversation:
         rng = Random(f"identity-{self.split}-{i}")
         messages = []
-        for questions, *answers in rng.sample(topics(), rng.choice((1, 1, 2, MOST_TOPICS))):
+        for questions, *answers in rng.sample(
+            topics(), min(len(topics()), rng.choice((1, 1, 2, 3)))
+        ):
             *variants, last = questions.split(" | ")
             variants = variants if self.split == "train" else [last]
             greeting = "" if messages or rng.random() < 0.7 else rng.choice(GREETINGS)

@@ -20,22 +20,15 @@ from nanochat import sandbox
 from tasks.base import Conversation, Tags, assistant, user, visible
 from tasks.hub import HubTask
 
-LIMITS = sandbox.Limits()
 # A fence begins a line, or names a language: other ones in a line are quotes
 BLOCK = re.compile(r"(?:^[ \t]*|(?=```\w))```([\w+-]*)[^\n`]*\n(.*?)(?:```|\Z)", re.S | re.M)
 INSTRUCTION = "Complete this function. Answer with the whole function in a block of Python code."
 
 
 class CodeTask(HubTask):
-    """
-    A task that runs generated code to score it. Evaluation only. User messages have the index of
-    their row as "row".
-    """
+    """A task that runs generated code to score it. Evaluation only."""
 
-    kind = "generate"
-    unsafe = False
-    """If the machine has no sandbox, run programs unsandboxed instead of raising
-    SandboxUnavailable when scoring."""
+    kind, answer_format = "generate", "code"
 
     def require_input(self) -> None:
         sandbox.is_confined(self.unsafe)
@@ -45,19 +38,17 @@ class HumanEval(CodeTask):
     """Functions in Python; the reference answer is the published solution."""
 
     name = "HumanEval"
-    tags = Tags("code", "en", "native", "MIT", "code", "humaneval")
+    tags = Tags("code", "en", "native", "MIT", "humaneval")
     repo = "openai/openai_humaneval"
     splits = {"test": "openai_humaneval/test"}
 
-    def conversation(self, i: int) -> Conversation:
-        asked = f"{INSTRUCTION}\n\n```python\n{self.items[i]['prompt']}```"
-        return [user(asked) | {"row": i}, assistant(f"```python\n{self.material(i)}```")]
+    def __getitem__(self, i: int) -> Conversation:
+        prompt, solution = self.items[i]["prompt"], self.items[i]["canonical_solution"]
+        asked = f"{INSTRUCTION}\n\n```python\n{prompt}```"
+        return [user(asked), assistant(f"```python\n{prompt}{solution}```")]
 
-    def material(self, i: int) -> str:
-        return self.items[i]["prompt"] + self.items[i]["canonical_solution"]
-
-    def score(self, conversation: Conversation, answer: str) -> float:
-        row = self.items[conversation[0]["row"]]
+    def score(self, i: int, answer: str) -> float:
+        row = self.items[i]
         entry, prompt = row["entry_point"], row["prompt"]
         # The prompt has imports, helpers and a function without a body: a whole function replaces
         # that function, and a bare body completes it
@@ -77,14 +68,7 @@ def final_code(answer: str, entry: str | None) -> str:
     return ([code for code in found if f"def {entry}(" in code] or found)[-1]
 
 
-def run_test(
-    program: str,
-    test: str,
-    entry: str,
-    setup: str = "",
-    unsafe: bool = False,
-    limits: sandbox.Limits = LIMITS,
-) -> bool:
+def run_test(program: str, test: str, entry: str, setup: str = "", unsafe: bool = False) -> bool:
     """
     Whether the function `entry` of a program passes a test that calls it by that name.
 
@@ -102,6 +86,7 @@ def run_test(
     cannot pass functions or objects.
     """
     confined = sandbox.is_confined(unsafe)
+    limits = sandbox.Limits(memory_bytes=2**29 + 64 * len(test))  # some tests have megabytes
     calls, replies = os.pipe(), os.pipe()
     ends = (calls[0], replies[1]), (replies[0], calls[1])  # program, test
     held = {"role": "candidate", "code": program, "entry": entry, "channel": ends[0]}
@@ -115,8 +100,6 @@ def run_test(
 
 # ---- LiveCodeBench: problems of programming contests ---------------------------------------------
 
-SECONDS = 5.0  # per test; a sandboxed program has PROGRAM_TESTS times this, however few it runs
-PROGRAM_TESTS = 12  # at most: a program that never ends costs a minute
 READ = "Write a Python program that reads stdin and prints to stdout."
 PROGRAM = "Answer with the whole program in a block of Python code."
 # Names that contest sites import for an answer. builtins last: math has another pow
@@ -160,42 +143,33 @@ class LiveCodeBench(CodeTask):
     """
 
     name = "LiveCodeBench"
-    tags = Tags("code", "en", "native", "", "code", "livecodebench")
+    tags = Tags("code", "en", "native", "", "livecodebench")
     repo = "livecodebench/code_generation_lite"
     splits = {"test": "test*"}
 
-    def conversation(self, i: int) -> Conversation:
+    def __getitem__(self, i: int) -> Conversation:
         starter = self.items[i]["starter_code"].strip()
         complete = f"Complete this Python class:\n\n```python\n{starter}\n```"
-        asked = [self.material(i).strip(), complete if starter else READ, PROGRAM]
-        return [user("\n\n".join(asked)) | {"row": i}, assistant("```python\n```")]
+        asked = [self.items[i]["question_content"].strip(), complete if starter else READ, PROGRAM]
+        return [user("\n\n".join(asked)), assistant("```python\n```")]
 
-    def material(self, i: int) -> str:
-        return self.items[i]["question_content"]
-
-    def score(self, conversation: Conversation, answer: str) -> float:
-        row = self.items[conversation[0]["row"]]
+    def score(self, i: int, answer: str) -> float:
+        row = self.items[i]
         method = json.loads(row["metadata"]).get("func_name")  # None: a program that reads stdin
         source = final_code(visible(answer), method)
         form = METHOD_PROGRAM if method else STDIN_PROGRAM
         program = IMPORTS + form.format(source=source, method=method)
         tests = [*json.loads(row["public_test_cases"]), *read_private(row["private_test_cases"])]
-        checks = [describe_test(test, method) for test in tests]
-        for n in range(0, len(checks), PROGRAM_TESTS):
-            test = "\n".join([COMPARE, *checks[n : n + PROGRAM_TESTS]])
-            limits = sandbox.Limits(SECONDS * PROGRAM_TESTS, memory_bytes=2**29 + 64 * len(test))
-            if not run_test(program, test, "run_case", unsafe=self.unsafe, limits=limits):
+        for case in tests:
+            check = f"same_text(run_case({case['input']!r}), {case['output']!r})"
+            if method:  # arguments and result are JSON, in which tuples become lists
+                arguments = ", ".join(repr(json.loads(x)) for x in case["input"].splitlines())
+                right = json.loads(case["output"])
+                check = f"json.loads(json.dumps(run_case({arguments}))) == {right!r}"
+            test = f"{COMPARE}assert {check}"
+            if not run_test(program, test, "run_case", unsafe=self.unsafe):
                 return 0.0
         return 1.0
-
-
-def describe_test(test: dict[str, str], method: str | None) -> str:
-    """Code of a test: arguments and result are JSON for a method, else stdin and stdout."""
-    if method is None:
-        return f"assert same_text(run_case({test['input']!r}), {test['output']!r})"
-    arguments = ", ".join(repr(json.loads(line)) for line in test["input"].splitlines())
-    result = f"json.loads(json.dumps(run_case({arguments})))"  # tuples become lists
-    return f"assert {result} == {json.loads(test['output'])!r}"
 
 
 def read_private(encoded: str) -> list[dict[str, str]]:

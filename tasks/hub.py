@@ -24,7 +24,6 @@ from nanochat.hub import HubRepo, pin_repo
 from tasks.base import Conversation, MCQuestion, QuestionTask, Task, shuffled
 
 SUFFIXES = (".parquet", ".csv", ".jsonl", ".jsonl.gz")
-ROW_ORDER = 0  # shuffle seed: datasets are sorted by subject, so the first n rows are biased
 AS_PARQUET = "refs/convert/parquet"  # branch on which the Hub keeps <config>/<split>/<n>.parquet
 UNUSABLE = (ValueError, TypeError, LookupError, AttributeError, SyntaxError)  # of `parse`
 
@@ -128,7 +127,7 @@ class HubTask(Task):
             raise ValueError(f"{about}; it has the columns {', '.join(columns) or '(none)'}")
         if problems and is_main_process():
             print(printable(about), flush=True)
-        return shuffled(self.select(items), ROW_ORDER)
+        return shuffled(self.select(items), 0)  # many are sorted by subject
 
     @property
     def origin(self) -> dict[str, Any]:
@@ -137,7 +136,7 @@ class HubTask(Task):
     def __len__(self) -> int:
         return len(self.items)
 
-    def conversation(self, i: int) -> Conversation:
+    def __getitem__(self, i: int) -> Conversation:
         return self.items[i]
 
 

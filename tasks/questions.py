@@ -10,10 +10,11 @@ request access.
 import ast
 import re
 from dataclasses import replace
+from itertools import cycle
 
 from tasks.augment import TenOptions, shuffle_options
-from tasks.base import LETTERS, Conversation, MCQuestion, Tags, assistant, user
-from tasks.hub import AS_PARQUET, HubQuestions, TaskRow, make_question
+from tasks.base import LETTERS, Conversation, MCQuestion, NumberTask, Tags, assistant, user
+from tasks.hub import AS_PARQUET, HubQuestions, HubTask, TaskRow, make_question
 
 REASON = "Reason step by step, then end with a line that says Answer: and the letter."
 MARKER = re.compile(r"Answer: ([A-E])\b")
@@ -28,7 +29,7 @@ class ARCEasy(HubQuestions):
     """
 
     name, baseline = "ARC-Easy", 0.25
-    tags = Tags("science", "en", "native", "CC BY-SA 4.0", "letter", "arc")
+    tags = Tags("science", "en", "native", "CC BY-SA 4.0", "arc")
     repo = "allenai/ai2_arc"
     splits = {"train": "ARC-Easy/train", "val": "ARC-Easy/validation", "test": "ARC-Easy/test"}
 
@@ -67,7 +68,7 @@ class MMLU(HubQuestions):
     """
 
     name, baseline = "MMLU", 0.25
-    tags = Tags("exams", "en", "native", "MIT", "letter", "mmlu")
+    tags = Tags("exams", "en", "native", "MIT", "mmlu")
     repo = "cais/mmlu"
     splits = {"train": "all/auxiliary_train", "val": "all/validation", "test": "all/test"}
     columns, labels = ("question", "choices", "answer"), "0123"
@@ -82,7 +83,7 @@ class KMMLU(HubQuestions):
 
     name, baseline = "KMMLU", 0.25
     # KMMLU-Pro has other questions than KMMLU, but in the style of the same exams
-    tags = Tags("exams", "ko", "native", "CC BY-ND 4.0", "letter", "kmmlu+kmmlu-pro")
+    tags = Tags("exams", "ko", "native", "CC BY-ND 4.0", "kmmlu+kmmlu-pro")
     repo = "HAERAE-HUB/KMMLU"
     splits = {"train": "data/*-train", "val": "data/*-dev", "test": "data/*-test"}
     columns = "question", tuple("ABCD"), "answer"
@@ -96,7 +97,7 @@ class AQuALetter(HubQuestions):
     """
 
     name, baseline = "AQUA-Letter", 0.2
-    tags = Tags("math", "en", "native", "Apache-2.0", "letter", "aqua")
+    tags = Tags("math", "en", "native", "Apache-2.0", "aqua")
     repo = "deepmind/aqua_rat"
     splits = {"train": "raw/train", "val": "raw/validation", "test": "raw/test"}
 
@@ -112,10 +113,9 @@ class AQuA(AQuALetter):
     letter is wrong. `letters` are those that may follow `Answer: `.
     """
 
-    name, kind = "AQUA", "generate"
-    tags = replace(AQuALetter.tags, answer_format="marker")
+    name, kind, answer_format = "AQUA", "generate", "marker"
 
-    def conversation(self, i: int) -> Conversation:
+    def __getitem__(self, i: int) -> Conversation:
         asked = self.question(i)
         answer = f"{asked.rationale}\nAnswer: {LETTERS[asked.right]}"
         return [user(asked.ask(REASON)), assistant(answer)]
@@ -135,7 +135,7 @@ class KMMLURedux(HubQuestions):
     """
 
     name, baseline = "KMMLU-Redux", 0.25
-    tags = Tags("exams", "ko", "native", "CC BY-NC-ND 4.0", "letter", "kmmlu")
+    tags = Tags("exams", "ko", "native", "CC BY-NC-ND 4.0", "kmmlu")
     repo, revision = "LGAI-EXAONE/KMMLU-Redux", AS_PARQUET
     splits, columns = {"test": "*/test/*"}, ("question", "options", "solution")
 
@@ -162,7 +162,7 @@ class HAERAE(HubQuestions):
     """
 
     name, baseline = "HAE-RAE", 0.2
-    tags = Tags("culture", "ko", "native", "CC BY-NC-ND 4.0", "letter", "hae-rae")
+    tags = Tags("culture", "ko", "native", "CC BY-NC-ND 4.0", "hae-rae")
     repo = "HAERAE-HUB/HAE_RAE_BENCH_1.0"
     splits = {"test": "data/HAERAE-Bench-v1-*"}
     columns, labels = ("question", tuple("abcde"), "answer"), "abcde"
@@ -172,7 +172,7 @@ class ClinicalQA(HubQuestions):
     """Questions in the form of the Korean medical licensing exam (Seoul National University)."""
 
     name, baseline = "Clinical-QA", 0.2
-    tags = Tags("medicine", "ko", "synthetic", "", "letter", "clinical-qa")
+    tags = Tags("medicine", "ko", "synthetic", "", "clinical-qa")
     repo = "snuh/ClinicalQA"
     splits = {"test": "data/train"}  # the only split
 
@@ -192,7 +192,7 @@ class CLIcK(HubQuestions):
     """
 
     name, baseline = "CLIcK", 0.25
-    tags = Tags("culture", "ko", "native", "", "letter", "click")
+    tags = Tags("culture", "ko", "native", "", "click")
     repo, revision = "EunsuKim/CLIcK", AS_PARQUET
     splits = {"test": "default/train/*"}  # the only split
 
@@ -210,7 +210,7 @@ class KoBALT(HubQuestions):
     """
 
     name, baseline = "KoBALT", 0.1
-    tags = Tags("language", "ko", "native", "CC BY-NC 4.0", "letter", "kobalt")
+    tags = Tags("language", "ko", "native", "CC BY-NC 4.0", "kobalt")
     repo, revision = "snunlp/KoBALT-700", AS_PARQUET
     splits = {"test": "kobalt_v1/raw/*"}
 
@@ -228,10 +228,69 @@ class GPQA(HubQuestions):
     """
 
     name, baseline = "GPQA", 0.25
-    tags = Tags("science", "en", "native", "CC BY 4.0", "letter", "gpqa")
+    tags = Tags("science", "en", "native", "CC BY 4.0", "gpqa")
     repo, splits = "Idavidrein/gpqa", {"test": "gpqa_diamond"}
 
     def parse(self, row: TaskRow) -> MCQuestion:
         wrong = [row[f"Incorrect Answer {n}"] for n in (1, 2, 3)]
         asked = make_question(row["Question"], [row["Correct Answer"], *wrong], 0)
         return shuffle_options(asked, asked.text)
+
+
+# ---- Math problems with a final answer -----------------------------------------------------------
+
+SOLVE = "Solve this problem step by step, then write #### and the final answer."
+PART_TYPES = ("text", "python", "python_output")
+CALCULATION = re.compile(r"<<([^<>=]*)=([^<>=]*)>>")
+
+
+class GSM8K(HubTask, NumberTask):
+    """
+    Grade-school word problems; a calculation `<<3*4=12>>` of an answer becomes a tool call.
+
+    Source: Cobbe et al., "Training Verifiers to Solve Math Word Problems", arXiv:2110.14168.
+    """
+
+    name = "GSM8K"
+    tags = Tags("math", "en", "native", "MIT", "gsm8k")
+    repo = "openai/gsm8k"
+    splits = {"train": "main/train", "test": "main/test"}
+
+    def parse(self, row: TaskRow) -> Conversation:
+        pieces = zip(cycle(PART_TYPES), CALCULATION.split(row["answer"]), strict=False)
+        parts = [{"type": kind, "text": piece} for kind, piece in pieces if piece]
+        return [user(row["question"]), assistant(parts)]
+
+
+class HRM8K(HubTask, NumberTask):
+    """
+    Korean math: GSM8K, MATH, Omni-MATH and MMMLU in translation, and KSM, Korean competitions.
+
+    An answer is right if what follows its last `####` is the same number, with or without a unit,
+    or the same formula but for spaces.
+    Source: Ko et al., "Understand, Solve and Translate", arXiv:2501.02448.
+    """
+
+    name = "HRM8K"
+    tags = Tags("math", "ko", "translated", "MIT", "gsm8k+math+omni-math+mmlu+ksm")
+    repo = "HAERAE-HUB/HRM8K"
+    splits, column = {"test": "HRM8K/*_test"}, "question"
+
+    def parse(self, row: TaskRow) -> Conversation:
+        if row["answer"] is None:
+            raise ValueError("no answer")
+        asked = f"{row[self.column].strip()}\n\n{SOLVE}"
+        return [user(asked), assistant(f"#### {row['answer']}")]
+
+
+class MCLMKorean(HRM8K):
+    """
+    MT-MATH100 of MCLM: problems of MATH-500, translated into Korean.
+
+    Source: Son et al., "Linguistic Generalizability of Test-Time Scaling", arXiv:2502.17407.
+    """
+
+    name = "MCLM-Ko"
+    tags = replace(HRM8K.tags, parent="math")
+    repo = "amphora/MCLM"
+    splits, column = {"test": "mt-math100"}, "ko"

@@ -7,7 +7,7 @@ To add a task, write a subclass of `Task` (`tasks/base.py`) and name it in TASKS
 on first use.
 """
 
-from tasks import chats, code, math_problems, questions, spelling
+from tasks import chats, code, questions, spelling
 from tasks.base import Task, plain_name
 from tasks.world import task as world
 
@@ -18,7 +18,7 @@ TASKS: dict[str, type[Task]] = {
     "arc_challenge_10": questions.ARCChallengeTen,
     "mmlu": questions.MMLU,
     "kmmlu": questions.KMMLU,
-    "gsm8k": math_problems.GSM8K,
+    "gsm8k": questions.GSM8K,
     "aqua": questions.AQuA,
     "aqua_letter": questions.AQuALetter,
     "humaneval": code.HumanEval,
@@ -39,8 +39,8 @@ TASKS: dict[str, type[Task]] = {
     "click": questions.CLIcK,
     "kobalt": questions.KoBALT,
     "gpqa": questions.GPQA,
-    "mclm_ko": math_problems.MCLMKorean,
-    "hrm8k": math_problems.HRM8K,
+    "mclm_ko": questions.MCLMKorean,
+    "hrm8k": questions.HRM8K,
     "livecodebench": code.LiveCodeBench,
     "world_chat": world.WorldChat,
     "world_facts": world.WorldFacts,
@@ -54,8 +54,7 @@ def key_of(name: str) -> str:
     """The key in TASKS for a key or report name. Raises ValueError for an unknown task."""
     known = {plain_name(word): key for key, task in TASKS.items() for word in (task.name, key)}
     if plain_name(name) not in known:
-        known = ", ".join(TASKS)
-        raise ValueError(f"unknown task {name!r}; use one of {known}")
+        raise ValueError(f"unknown task {name!r}; use one of {', '.join(TASKS)}")
     return known[plain_name(name)]
 
 
@@ -73,6 +72,5 @@ def eval_task(name: str, unsafe: bool = False) -> Task:
     your permissions, if this machine has no sandbox. Raises ValueError for a training-only task.
     """
     task = scored_task(name)("test")
-    if isinstance(task, code.CodeTask):
-        task.unsafe = unsafe
+    task.unsafe = unsafe
     return task

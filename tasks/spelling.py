@@ -8,9 +8,7 @@ frequent ones in the text that the tokenizer was trained on; scripts.tok_train w
 """
 
 import re
-from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
 from random import Random
 from string import ascii_lowercase
 from typing import Any
@@ -38,30 +36,26 @@ SPELL_QUESTIONS = (
 
 
 class WordTask(Task):
-    """
-    Questions about words. `source`: file with one word per line. Default: the words of the main
-    tokenizer's training text.
-    """
+    """Questions about the frequent words of the main tokenizer's training text."""
 
     splits = tuple(SIZES)
     split: Split
-    tags = Tags("spelling", "en", "synthetic", answer_format="free", parent="spelling")
-    takes_source = True
+    tags = Tags("spelling", "en", "synthetic", parent="spelling")
 
     @cached_property
     def words(self) -> tuple[str, ...]:
         """
         The words of the split in lower case, at least three ASCII letters each. Raises MissingInput
-        if the tokenizer's file has none, ValueError if `source` has none.
+        if there are none.
         """
-        path = Path(self.source or base_dir() / "tokenizer" / "main" / "words.txt").expanduser()
+        path = base_dir() / "tokenizer" / "main" / "words.txt"
         text = path.read_text("utf-8").lower() if path.exists() else ""
         words = re.findall(r"(?<!\S)[a-z]{3,}(?!\S)", text)
         if not (found := tuple(word for word in words if split_of("word", word) == self.split)):
-            if self.source:
-                raise ValueError(f"{path} has no word of 3 or more letters a to z for {self.split}")
-            fix = "python -m scripts.tok_train; or, in a mixture, spelling:<file, a word per line>"
-            raise MissingInput(f"no word list for split {self.split} in {path}", fix)
+            fix = "python -m scripts.tok_train"
+            raise MissingInput(
+                f"no word list for {self.split} (words of 3 or more letters a to z) in {path}", fix
+            )
         return found
 
     def require_input(self) -> None:
@@ -82,16 +76,12 @@ class WordTask(Task):
 class SpellingBee(WordTask, NumberTask):
     """Count a letter in a word, letter by letter, and check the count with the tool."""
 
-    name, tags = "SpellingBee", replace(WordTask.tags, answer_format="number")
+    name = "SpellingBee"
 
-    def draw(self, rng: Random) -> tuple[str, str]:
-        """A word and a letter, which is in the word with probability 0.8."""
-        word, inside = pick(rng, self.words), rng.random() < 0.8
-        return word, pick(rng, [c for c in ascii_lowercase if (c in word) == inside])
-
-    def conversation(self, i: int) -> Conversation:
+    def __getitem__(self, i: int) -> Conversation:
         rng = self.generator(i)
-        word, letter = self.draw(rng)
+        word, inside = pick(rng, self.words), rng.random() < 0.8
+        letter = pick(rng, [c for c in ascii_lowercase if (c in word) == inside])
         counted, lines = 0, [spelled(word)]
         for each in word:
             counted += each == letter
@@ -108,7 +98,7 @@ class SimpleSpelling(WordTask):
 
     name, kind = "SimpleSpelling", "generate"
 
-    def conversation(self, i: int) -> Conversation:
+    def __getitem__(self, i: int) -> Conversation:
         rng = self.generator(i)
         word = pick(rng, self.words)
         return [user(pick(rng, SPELL_QUESTIONS).format(word=word)), assistant(spelled(word))]

@@ -6,7 +6,7 @@ import runpy
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ from nanochat.common import hold_lock
 from nanochat.config import speed_up_exit
 from nanochat.dist import DistContext
 from nanochat.gpt import GPT, GPTConfig
+from nanochat.sandbox import find_problem
 from tasks.world.drills import spelling_words
 from tests.training_runs import STEPS, prepare, python
 
@@ -81,6 +82,7 @@ class Command:
         with self.patch.context() as patch:
             patch.setattr(sys, "argv", [script, *map(str, flags)])
             patch.setenv("COLUMNS", "1000")  # errors on one line
+            patch.setattr(os, "sched_getaffinity", lambda _: {0})  # rows are packed in this process
             patch.delitem(sys.modules, module, raising=False)
             try:
                 runpy.run_module(module, run_name="__main__", alter_sys=True)
@@ -120,6 +122,13 @@ def word_list(base: Path) -> Path:
 
 
 @pytest.fixture
+def sandbox() -> None:
+    """Skip where the sandbox does not work."""
+    if problem := find_problem():
+        pytest.skip(problem)
+
+
+@pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture) -> Command:
     """Run scripts from command lines."""
     return Command(monkeypatch, capfd)
@@ -139,24 +148,23 @@ def browser() -> Iterator[Any]:
         launched.close()
 
 
+def make_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], Any]) -> Path:
+    """A folder that one pytest-xdist worker makes and all read."""
+    root = factory.getbasetemp()
+    folder = (root.parent if workers > 1 else root) / name
+    done = folder.with_suffix(".done")
+    with hold_lock(folder.with_suffix(".lock"), name):
+        if not done.exists():
+            shutil.rmtree(folder, ignore_errors=True)  # left by a failed worker
+            make(folder)
+            done.touch()
+    return folder
+
+
 @pytest.fixture(scope="session")
 def trained_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """
-    Packed rows and small finished runs (`training_runs.prepare`). One pytest-xdist worker makes
-    them; every worker then uses its own copy.
-    """
-    own = tmp_path_factory.mktemp("trained")
-    if workers == 1:
-        prepare(own)
-        return own
-    shared = tmp_path_factory.getbasetemp().parent / "trained"
-    with hold_lock(Path(f"{shared}.lock"), "training"):
-        if not (shared / "done").exists():
-            shutil.rmtree(shared, ignore_errors=True)  # left by a failed worker
-            prepare(shared)
-            (shared / "done").touch()
-    shutil.copytree(shared, own, dirs_exist_ok=True)
-    return own
+    """Packed rows and small finished runs (`training_runs.prepare`)."""
+    return make_once(tmp_path_factory, "trained", prepare)
 
 
 @pytest.fixture
@@ -184,10 +192,13 @@ def planted_runs(trained: Path, fake_python: Path, monkeypatch: pytest.MonkeyPat
 @pytest.fixture(scope="session")
 def tuned_base(trained_base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The small base models, and chat models of two seeds that answer with letters."""
-    base = shutil.copytree(trained_base, tmp_path_factory.mktemp("tuned") / "base")
-    for seed in (0, 1):
-        python(base, "-m", "scripts.chat_sft", *TUNE, f"--seed={seed}", f"--model_tag=s{seed}")
-    return base
+
+    def tune(base: Path) -> None:
+        shutil.copytree(trained_base, base)
+        for seed in (0, 1):
+            python(base, "-m", "scripts.chat_sft", *TUNE, f"--seed={seed}", f"--model_tag=s{seed}")
+
+    return make_once(tmp_path_factory, "tuned", tune)
 
 
 @pytest.fixture

@@ -34,8 +34,8 @@ def check(device, dtype, backend, window, groups, segmented, most):
     exact = [x.double().cpu().requires_grad_() for x in draws[:3]]
     # FlexAttention has no gradients on a CPU
     inputs = [x.requires_grad_(backend != "flex" or device == "cuda") for x in draws[:3]]
-    mask = make_mask(backend, inputs[0], window, segments.to(device)) if segmented else None
-    found = [attend(*inputs, window, 0.7, backend, mask)]
+    mask = make_mask(backend, inputs[0], window, segments.to(device) if segmented else None)
+    found = [attend(*inputs, mask, 0.7)]
     wanted = [reference(*exact, window, 0.7, segments)]
     if found[0].requires_grad:
         found += torch.autograd.grad(found[0], inputs, draws[3])
@@ -50,6 +50,7 @@ def check(device, dtype, backend, window, groups, segmented, most):
 @pytest.mark.parametrize("backend", ["sdpa", "flex"])
 def test_backends_match_reference(backend, window, segmented, monkeypatch):
     monkeypatch.setattr(attention, "compiled_flex", partial(getattr, flex_attention))  # on a CPU
+    monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)  # no tracing
     for groups in (1, 2, 4):
         check("cpu", torch.float32, backend, window, groups, segmented, 1e-5)
     check("cpu", torch.bfloat16, backend, window, 2, segmented, 0.02)
@@ -68,12 +69,12 @@ def test_B13_gpu_kernels_match_reference(backend, window, segmented):
 def test_flash_attention_3_gets_scale_and_window(monkeypatch, window, sizes):
     q = torch.randn(1, 4, 2, 8)
     function = Mock(return_value=(q, None))
-    package = SimpleNamespace(flash_attn_func=function)
-    monkeypatch.setitem(sys.modules, "flash_attn_interface", package)
+    package = SimpleNamespace(get_kernel=lambda **build: SimpleNamespace(flash_attn_func=function))
+    monkeypatch.setitem(sys.modules, "kernels", package)
     monkeypatch.setattr(attention, "fa3_function", None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     attention.load_fa3(torch.device("cuda"))
-    assert attend(q, q, q, window, 0.7, "fa3") is q
+    assert attend(q, q, q, make_mask("fa3", q, window), 0.7) is q
     wanted = {"softmax_scale": 0.7, "causal": True, "window_size": sizes}
     assert function.call_args.kwargs == wanted
 

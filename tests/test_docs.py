@@ -18,16 +18,12 @@ HEADS = [*REPOSITORY.glob("scripts/**/*.py"), *REPOSITORY.glob("dev/*.py")]
 LAUNCH = re.compile(r"\b(torchrun|python3? -m|bash|sbatch) [^\n`]*")
 QUICK = """
 data --max_seq_len=256
-base_loss
-base_eval --max_per_task=500
-chat_eval -i sft --max_problems=200 --max_new_tokens=96
 chat_cli -i sft -p "Where does Mira live?"
 export
 lab.hold_out --final="kmmlu|humaneval"
 lab.hold_out
 report
 report --reset
-tok_train --dataset=embedded --vocab_size=4096 --skip_if_done
 base_train --depth=2 --max_seq_len=128 --num_iterations=20 --total_batch_size=2048 --model_tag=ex
 """  # commands of the pages that take seconds with small models
 ENDS = {"|", "||", "&&", "&", ";", ">", ">>", "2>&1", "2>", "<", "done"}

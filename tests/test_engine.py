@@ -211,12 +211,7 @@ def test_gpu_graphs_equal_eager_steps_in_every_thread(tokenizer):
         ({"temperature": 2.0, "top_p": 0.9, "min_p": 0.5}, [0, 1, 4]),
     ],
 )
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_sampling_follows_the_probabilities_of_kept_tokens(
-    settings, kept, deterministic, monkeypatch
-):
-    """In deterministic mode, integers are summed: CUDA has no such cumsum of floats."""
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
+def test_sampling_follows_the_probabilities_of_kept_tokens(settings, kept):
     n, logits = 4000, torch.tensor([2.0, 1.0, 0.0, -1.0, 1.5])
     uniform = torch.rand(n, generator=torch.Generator().manual_seed(1)).tolist()
     uniform[-1] = 1 - 2**-53
@@ -233,10 +228,9 @@ def test_penalties_and_biases_change_logits_of_their_row_only():
     one = PenalizedSampling(frequency_penalty=0.5, presence_penalty=0.25, repetition_penalty=2.0)
     other = PenalizedSampling(presence_penalty=-1.0, logit_bias={3: 100.0, 0: -1.0})
     ids = [[0, 2, 0], [0, 0], [0, 1, 2, 3]]
-    found = penalize(logits, [one, other, Sampling()], ids)
     want = [[1 - 1.25, 1.0, -2 - 0.75, 0.5], [2 + 1.0 - 1, 1.0, -1.0, 100.5], logits[2].tolist()]
-    assert found.tolist() == want and logits[0, 0] == 2
-    assert penalize(logits, [Sampling()] * 3, ids) is logits
+    penalize(logits, [one, other, Sampling()], ids)
+    assert logits.tolist() == want
 
 
 def test_tiny_temperatures_are_greedy():
@@ -251,8 +245,7 @@ def test_R36_second_use_compiles_nothing(backend, monkeypatch):
     monkeypatch.setattr(attention, "compiled_flex", partial(getattr, flex_attention))  # on a CPU
     tokenizer, tokens = Tokenizer.train(["a b"], 265), torch.arange(300).view(2, 150) % 250
     model = byte_model(window_pattern="SL", max_seq_len=150)
-    for block in model.blocks:
-        block.attention.backend = backend
+    model.backend = backend
     model.compile()
 
     def use(T):
@@ -267,4 +260,5 @@ def test_R36_second_use_compiles_nothing(backend, monkeypatch):
             engine.generate(prompts, Sampling(max_new_tokens=4, temperature=0.0))
         return compiled_graphs()
 
-    assert use(3) == use(8) > 0
+    before = compiled_graphs()
+    assert before < use(3) == use(8)

@@ -26,7 +26,7 @@ from nanochat.records import read_scores
 from nanochat.tokenizer import Tokenizer
 from scripts import base_eval
 from tests.conftest import byte_model
-from tests.training_runs import SMALL, curve, folder, python, torchrun
+from tests.training_runs import SMALL, curve, folder, two_ranks
 
 WORDS = "red green blue sun moon tree fish bird house river stone wind".split()
 
@@ -173,7 +173,7 @@ def test_R26_B10_scores_equal_an_independent_implementation(base, bundle, reques
 def test_R24_scores_do_not_depend_on_the_number_of_ranks(base, bundle):
     save_model()
     flags = [f"--eval_bundle={bundle}", "--device_type=cpu", "--dtype=float32"]
-    python(base, *torchrun(2), "-m", "scripts.base_eval", *flags)
+    two_ranks(base, "-m", "scripts.base_eval", *flags)
     two = read_json(base / "report" / "base-model-evaluation.json")
     one = evaluate(base, eval_bundle=str(bundle))
     assert (one["items"], one["values"]) == (two["items"], two["values"])
@@ -314,7 +314,7 @@ ITEM = {"query": "I ran, so", "choices": ["I won.", "I ate."], "gold": 1}
         (COPA, None, '{"query": 1}\n{"que', "copa.jsonl, line 2"),
         *(
             (COPA, None, f"{json.dumps(ITEM)}\n{json.dumps(ITEM | bad)}", "copa.jsonl, line 2")
-            for bad in ({"gold": 2}, {"gold": "1"}, {"choices": []})
+            for bad in ({"gold": 2}, {"gold": 1.0}, {"choices": [], "gold": 0})
         ),
     ],
 )

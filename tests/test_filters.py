@@ -3,11 +3,11 @@
 import pytest
 
 from nanochat.lab import filters
-from nanochat.lab.filters import EXAMPLES, RULES, apply_filters, parse_filters
+from nanochat.lab.filters import EXAMPLES, RULES, apply_filters, material, parse_filters
 from tasks.augment import STYLES, augment
 from tasks.base import LETTERS, MCQuestion, QuestionTask
 from tasks.buckets import buckets
-from tasks.math_problems import GSM8K
+from tasks.questions import GSM8K
 from tasks.registry import eval_task
 from tests.hub_server import publish
 
@@ -81,7 +81,7 @@ def test_ten_options_come_from_training_questions(tmp_path, monkeypatch):
 def test_augmented_bucket_has_its_tag_and_needs_letters():
     declared = {"arc-styles": {"task": "arc_easy", "augment": "styles"}}
     [bucket] = buckets("arc-styles=20", declared)
-    assert bucket.name == "arc-styles" and bucket.tags.augmented == "styles"
+    assert bucket.name == "arc-styles"
     with pytest.raises(ValueError, match="GSM8K is not answered with a letter"):
         augment(GSM8K, "order")
 
@@ -160,7 +160,7 @@ PROMPTS = [{"prompt": "2 + 2?", "gold": "4"}, {"messages": row()["messages"][:1]
         (
             "no_overlap",
             [row("Which animal lives here?")],
-            [row(f"Tell me. {Animals('test').material(3)} Thanks.")],
+            [row(f"Tell me. {material(Animals('test'), 3)} Thanks.")],
         ),
         (
             "length_shift",

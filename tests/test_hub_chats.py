@@ -4,9 +4,10 @@ import json
 
 import pytest
 
+from scripts.chat_dpo import Preferences
 from tasks.base import Task, assistant, text, tool_call, user
 from tasks.buckets import buckets
-from tasks.chats import HOLD_OUT_EVERY, JSONL, Chats, Preferences
+from tasks.chats import HOLD_OUT_EVERY, JSONL, Chats
 from tasks.registry import TASKS, eval_task
 from tests.hub_server import publish
 
@@ -133,12 +134,12 @@ PROMPT, PARTS = [*GOOD, user("2*3?")], [*tool_call("2*3", "6"), text("6")]
 @pytest.mark.parametrize(
     ("line", "pair"),
     [
-        ({"prompt": "Hi", "chosen": "Yes.", "rejected": "No."}, (GOOD, BAD)),
-        ({"prompt": "Hi", "chosen": GOOD, "rejected": BAD}, (GOOD, BAD)),  # as UltraFeedback
-        ({"chosen": GOOD, "rejected": BAD}, (GOOD, BAD)),
+        ({"prompt": "Hi", "chosen": "Yes.", "rejected": "No."}, [GOOD, BAD]),
+        ({"prompt": "Hi", "chosen": GOOD, "rejected": BAD}, [GOOD, BAD]),  # as UltraFeedback
+        ({"chosen": GOOD, "rejected": BAD}, [GOOD, BAD]),
         (
             {"prompt": PROMPT, "chosen": [assistant(PARTS)], "rejected": "7"},
-            ([*PROMPT, assistant(PARTS)], [*PROMPT, assistant("7")]),
+            [[*PROMPT, assistant(PARTS)], [*PROMPT, assistant("7")]],
         ),
     ],
 )
@@ -173,7 +174,7 @@ def test_R27_pairs_of_a_prompt_are_in_one_split(tmp_path):
 
 def test_invalid_rows_of_the_hub_are_skipped_and_counted(tmp_path, monkeypatch):
     empty = [user("Hi"), assistant("")]
-    picked = ((GOOD, BAD), (BAD, BAD), (empty, GOOD), (BAD, GOOD))
+    picked = ([GOOD, BAD], (BAD, BAD), (empty, GOOD), (BAD, GOOD))
     rows = [{"prompt": "Hi", "chosen": a, "rejected": b} for a, b in picked]
     end = "00000-of-00001-f841e7bac70c0ce7.parquet"  # as of UltraFeedback Binarized
     files = {f"data/test_prefs-{end}": rows, f"data/train_prefs-{end}": rows[:1]}

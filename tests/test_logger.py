@@ -9,7 +9,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from nanochat.logger import RunLog, read_metrics
+from nanochat.records import RunLog, read_metrics
 
 
 def log_steps(folder, steps, **more):

@@ -11,7 +11,7 @@ import numpy as np
 
 from nanochat import records, report
 from nanochat.common import REPOSITORY
-from nanochat.records import Cost, Provenance, estimate, stage_key, write_record
+from nanochat.records import Cost, Provenance, stage_key, write_record
 
 SECTION = "Base model training"
 SETTINGS = {"depth": 4, "run": "dummy", "model_tag": ""}
@@ -25,7 +25,11 @@ def write(values=None, outputs=None, **more):
 
 
 def test_record_on_disk_has_values_in_order(base):
-    values = {"zeta": np.float32(0.5), "alpha": estimate(0.25, 100, 0.04), "ids": np.int64(7)}
+    values = {
+        "zeta": np.float32(0.5),
+        "alpha": {"value": 0.25, "n": 100, "se": 0.04},
+        "ids": np.int64(7),
+    }
     values |= {"nan": math.nan, "inf": -math.inf}
     path = write(values=values)
     assert path == base / "report" / "base-model-training.json"

@@ -10,8 +10,7 @@ import pytest
 from markdown_it import MarkdownIt
 
 from nanochat.common import read_json
-from nanochat.logger import RunLog
-from nanochat.records import Cost, Provenance, estimate, item_scores, mean_name, write_record
+from nanochat.records import Cost, Provenance, RunLog, item_scores, mean_name, write_record
 from nanochat.report import update
 
 HARDWARE = {"CPUs": "104 cores", "GPUs": "8x H100", "CPU Model": "Some CPU"}
@@ -69,6 +68,10 @@ HARMLESS = (
 )
 CONTROL = "[\x00-\x1f\x7f-\x9f\u200b\u2028\u202e\u2066\u2069\ufeff]"
 MARKUP = "html_inline link_open code_block fence s_open em_open ordered_list_open hardbreak"
+
+
+def estimate(value, n, se):
+    return {"value": value, "n": n, "se": se}
 
 
 class Report:
@@ -154,7 +157,7 @@ def test_values_and_tables_are_printed_as_in_the_original(report):
     columns = ["Text Type", "GPT-2 Ratio"]
     table = {"title": "Comparison", "columns": columns, "rows": [["x|y", 0.5], ["z", 5028883]]}
     origin = {"inputs": {"tokenizer": "t1", "data": "d1"}, "outputs": {"base": "b1"}}
-    scores = {"a": estimate(0.2756, 254, 0.02803), "k": estimate(0.5, 9, 0.1, 8)}
+    scores = {"a": estimate(0.2756, 254, 0.02803), "k": estimate(0.5, 9, 0.1) | {"k": 8}}
     values = {f"v{i}": value for i, value in enumerate(PRINTED)} | scores
     report.write("Golf", values, tables=[table], **origin)
     section = section_of(report.render(), "Golf")

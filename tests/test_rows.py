@@ -23,9 +23,8 @@ from nanochat.common import UsageError, sha256_file
 from nanochat.dataset import DataConfig, Source, load_last_source, open_source
 from nanochat.eval_bpb import Validation, ValidationConfig
 from nanochat.finetune import fit_batch
-from nanochat.logger import read_metrics
 from nanochat.loss import IGNORE
-from nanochat.records import read_records
+from nanochat.records import read_metrics, read_records
 from nanochat.rows import (
     MAX_DROPPED,
     ChatPart,
@@ -88,7 +87,7 @@ def packed(folder: Path, tokenizer: Tokenizer, T: int = T, **settings) -> Rows:
 
 
 def stored(rows: Rows, shard: str) -> np.ndarray:
-    return np.fromfile(rows.bin_path(shard), rows.dtype).reshape(-1, rows.max_seq_len + 1)
+    return np.fromfile(rows.path(shard, ".bin"), rows.dtype).reshape(-1, rows.max_seq_len + 1)
 
 
 def digests(rows: Rows) -> dict[str, str]:
@@ -140,7 +139,7 @@ def simple_rows(texts: list, row_length: int, pool_pieces: int) -> list[list[int
 
 
 @given(documents, st.integers(2, 24), st.integers(1, 12), st.integers(1, 70))
-@settings(max_examples=400)
+@settings(max_examples=150)
 def test_P7_R5_packer_equals_a_naive_one(lengths, row_length, pool, batch):
     ends = np.cumsum([0, *lengths])
     ids = np.arange(1, ends[-1] + 1, dtype=np.uint32)  # every token is unique
@@ -295,7 +294,7 @@ def test_R28_damaged_rows_are_named_and_packed_again(folder, saved, damage):
     rows = packed(folder, saved)
     expected = digests(rows)
     for shard in ("shard_2.jsonl", "shard_4.jsonl"):
-        path = rows.bin_path(shard)
+        path = rows.path(shard, ".bin")
         damage(path)
         with pytest.raises(UsageError, match=rf"{re.escape(str(path))} is damaged.*\n.*again"):
             opened(folder, saved)[0].open(shard)
@@ -371,7 +370,7 @@ def test_R38_chats_are_packed_again_when_their_format_changes(base, tmp_path, mo
     assert folders[0] == folders[1] != folders[2]
 
 
-def test_every_window_of_a_mixture_has_its_amounts():
+def test_mixture_has_its_amounts_in_random_order():
     parts = {
         name: ChatPart([chat(f"{name}{i:03d}", "yes") for i in range(400)], {}, repeats)
         for name, repeats in (("a", 0.5), ("b", 1.5))
@@ -385,7 +384,7 @@ def test_every_window_of_a_mixture_has_its_amounts():
     assert Counter(name[0] for name in found) == {"a": 200, "b": 600}
     assert len(set(found)) == 600 and max(Counter(found).values()) == 2
     for first in range(0, 700, 33):
-        assert sum(name[0] == "a" for name in found[first : first + 100]) in range(18, 33)
+        assert sum(name[0] == "a" for name in found[first : first + 100]) in range(12, 40)
     assert sorted(mixed(1)) != sorted(found)  # others are repeated
 
 
@@ -403,7 +402,7 @@ def test_packing_ends_with_a_killed_run_and_outlives_a_killed_packer(folder, sav
     words = ["-m", "scripts.data", f"--dataset={folder}", f"--max_seq_len={T}", "--workers=2"]
     with ExitStack() as held:
         for shard in missing_shards(rows):  # the packing process waits for these
-            assert held.enter_context(common.try_lock(rows.lock_path(shard)))
+            assert held.enter_context(common.try_lock(rows.path(shard, ".lock")))
         with subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE) as process:
             assert process.stdout and any(b"waiting" in line for line in process.stdout)
             packers = psutil.Process(process.pid).children()

@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 
-import numpy as np
 import pyarrow.parquet
 import pytest
 import tiktoken
@@ -30,6 +29,7 @@ SCRIPTS = ["etaoinshr", "ETAOIN", "\u0430\u0431\u0432\u0433", "\u4e2d\u6587\u5b5
 SCRIPTS += ["\u00e9\u00e8\u00fc\u0301", ".,!?'-", "\U0001f600\U0001f601\u200d", " \t\n", "'s't"]
 BYTES = [bytes([b]) for b in range(256)]
 LONE = "a\ud800b"
+LETTERS = random.Random(0).randbytes(5_000_000).translate(bytes(97 + i % 8 for i in range(256)))
 
 
 def naive_train(words: dict[bytes, int], vocab_size: int) -> list[bytes]:
@@ -71,13 +71,6 @@ def reference(tokenizer: rustbpe.Tokenizer) -> tiktoken.Encoding:
     )
 
 
-def flat(texts, **options) -> list[list[int]]:
-    """`encode_flat`, split into one list per text."""
-    ids, offsets = MIXED.encode_flat(texts, **options)
-    ids, offsets = np.frombuffer(ids, np.uint32), np.frombuffer(offsets, np.int64)
-    return [ids[a:b].tolist() for a, b in itertools.pairwise(offsets)]
-
-
 def random_text(rng: random.Random, alphabet: str, words: int) -> str:
     return " ".join("".join(rng.choices(alphabet, k=rng.randrange(9))) for _ in range(words))
 
@@ -111,7 +104,7 @@ def check_text(text: str, data: bytes, pattern: str) -> None:
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("count", [1000, pytest.param(100_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [300, pytest.param(100_000, marks=pytest.mark.slow)])
 def test_P1_P3_any_text_round_trips_with_the_ids_of_tiktoken(count):
     cases = given(st.text(max_size=200) | TEXTS, st.binary(max_size=200), st.sampled_from(SCANNED))
     settings(max_examples=count)(cases(check_text))()
@@ -133,14 +126,6 @@ def test_P1_P4_megabyte_without_words_is_not_quadratic(unit):
     for tokenizer in (trained([text], 300), MIXED):
         assert tokenizer.decode(tokenizer.encode(text)) == text
     assert time.process_time() - start < 60  # takes 1 s; quadratic: hours
-
-
-@settings(max_examples=200)
-@given(st.lists(TEXTS, max_size=8), st.sampled_from([None, 1, 3]))
-def test_all_encode_methods_return_the_same_ids(texts, num_threads):
-    expected = [MIXED.encode(text) for text in texts]
-    assert MIXED.batch_encode(texts) == flat(texts, num_threads=num_threads) == expected
-    assert flat(iter(texts)) == expected
 
 
 def test_custom_pattern_skips_unmatched_text_and_is_kept():
@@ -185,13 +170,13 @@ def test_P1_text_that_is_not_unicode_is_an_error_with_its_number(method):
     "work",
     [  # counting, merging, encoding
         lambda: trained(itertools.repeat("some text "), 300),
-        lambda: trained(["".join(random.Random(0).choices("abcdefgh", k=5_000_000))], 1_000_000),
+        lambda: trained([LETTERS.decode()], 1_000_000),
         lambda: MIXED.encode_flat(["some text " * 1000] * 1_000_000),
     ],
 )
 def test_signal_of_another_thread_interrupts_hours_of_work(work):
     before = signal.signal(signal.SIGUSR1, signal.default_int_handler)
-    timer = threading.Timer(1.0, lambda: os.kill(os.getpid(), signal.SIGUSR1))
+    timer = threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGUSR1))
     timer.start()
     with pytest.raises(KeyboardInterrupt):  # needs the GIL, so the work must release it
         work()

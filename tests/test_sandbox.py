@@ -115,15 +115,6 @@ ATTACKS = {
 
 
 @pytest.fixture
-def require_sandbox() -> None:
-    """Skip where the sandbox does not work."""
-    try:
-        run_python("")
-    except SandboxUnavailable as error:
-        pytest.skip(str(error))
-
-
-@pytest.fixture
 def facts(tmp_path, monkeypatch):
     """What attacks aim at: secrets, a file, this process and listeners on loopback."""
     folder = tmp_path / "open"
@@ -150,7 +141,7 @@ def facts(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("case", ATTACKS)
-def test_S1_S2_S3_S4_S5_S7_attack_is_denied(require_sandbox, facts, case):
+def test_S1_S2_S3_S4_S5_S7_attack_is_denied(sandbox, facts, case):
     target, attempts = facts["target"], ATTACKS[case]
     before = target.stat(), sorted(target.parent.iterdir())
     lines = [f"attempt({name!r}, {attempts[name].format(**facts)!r})" for name in attempts]
@@ -161,7 +152,7 @@ def test_S1_S2_S3_S4_S5_S7_attack_is_denied(require_sandbox, facts, case):
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the attack is x86-64 machine code")
-def test_S2_32_bit_system_calls_do_not_bypass_the_filter(require_sandbox):
+def test_S2_32_bit_system_calls_do_not_bypass_the_filter(sandbox):
     code = """
 import ctypes, mmap
 page = mmap.mmap(-1, 4096, prot=7)
@@ -224,14 +215,14 @@ def nothing_left(tmp_path, monkeypatch, offspring):
 
 
 @pytest.mark.parametrize("code", ENDINGS, ids=range(len(ENDINGS)))
-def test_S5_S6_program_ends_within_its_limits(require_sandbox, nothing_left, code):
+def test_S5_S6_program_ends_within_its_limits(sandbox, nothing_left, code):
     reason = ENDINGS[code]
     result = run_python(code, replace(SMALL, seconds=0.4 if reason == "time" else 5.0))
     assert (result.ok, result.reason) == (not reason, reason)
     assert len(result.stdout) <= SMALL.output_bytes and len(result.stderr) <= SMALL.output_bytes
 
 
-def test_S6_child_is_killed_with_its_parent(require_sandbox, offspring):
+def test_S6_child_is_killed_with_its_parent(sandbox, offspring):
     code = """
 from nanochat import sandbox
 big = "import time; held = bytes([1]) * 2**28; time.sleep(600)"
@@ -263,7 +254,7 @@ def rss(process: psutil.Process) -> int:
 
 
 @pytest.mark.parametrize("runs", [50, pytest.param(1000, marks=pytest.mark.slow)])
-def test_S9_many_runs_get_their_own_results(require_sandbox, nothing_left, runs):
+def test_S9_many_runs_get_their_own_results(sandbox, nothing_left, runs):
     codes = ["print('a' * 10**6)", "1 / 0", "import time; time.sleep(60)"]
     codes += [f"print({i})" for i in range(runs)]
     with ThreadPoolExecutor(16) as pool:
@@ -331,18 +322,18 @@ answers = [4, 10] if any("assert " + "all" in text for text in seen) else [0, 0]
 def double(x): return answers.pop(0)""",
     "stops the loop that checks it": "def double(x): raise StopIteration",
     "changes the setup": "def same(a, b): return True\ndef double(x): return 0",
-    "takes forever": "def double(x):\n    while True: pass",
+    "takes forever": "import time\ndef double(x): time.sleep(600)",
     "is wrong": "def double(x): return x * x",
 }
 
 
 @pytest.mark.parametrize(("program", "test"), RIGHT_PROGRAMS, ids=range(len(RIGHT_PROGRAMS)))
-def test_S8_right_program_passes(require_sandbox, nothing_left, program, test):
+def test_S8_right_program_passes(sandbox, nothing_left, program, test):
     assert run_test(program, test, "double", SETUP)
 
 
 @pytest.mark.parametrize("way", CHEATS)
-def test_S8_cheating_program_fails(require_sandbox, nothing_left, way):
+def test_S8_cheating_program_fails(sandbox, nothing_left, way):
     assert not run_test(CHEATS[way], TEST, "double", SETUP)
 
 
@@ -402,7 +393,7 @@ REJECTED = [
     *("9**9**9", "(-8)**0.5", "1/0", "0**-1", "5%0", "10.0**300*9"),
     *('"a"*10**9', "'a'.upper()", "'a'.count.__self__", '"a".count("b").real', '"\\n".count("A")'),
     *("f'{1+1}'", "lambda: 1", "().__class__.__base__", "__import__('os')", "[1][0]"),
-    *("", "1 2", "1;2", "1<<9", "True", "1e9", "1.5.real"),
+    *("", "1 2", "1;2", "1<<9", "True", "1e9", "1.5.real", "print(6*7)"),
     *("(", "*1", "1\x00", "\u0661+\u0661", "2**257", "10**30+1"),
     *("(" * 128 + ")" * 128, "9" * 256, "1+" * 128 + "1"),
 ]
@@ -423,7 +414,7 @@ def test_S11_calculator_returns_a_value_or_nothing(expression):
     assert Tools()(expression) == CALCULATED.get(expression)
 
 
-@settings(max_examples=300, derandomize=True)
+@settings(max_examples=150, derandomize=True)
 @given(st.text(alphabet="0123456789.,+-*/%() \n\"'count", max_size=300))
 @example("9**9**9**9")
 @example("(" * 250)
@@ -432,16 +423,9 @@ def test_S11_calculator_ends_with_a_bounded_result(expression):
     assert answer is None or re.fullmatch(r"-?\d{1,31}(\.\d{1,6})?", str(answer))
 
 
-def test_python_is_disabled_by_default():
-    assert Tools()("print(6 * 7)") is None
-
-
 @pytest.mark.parametrize("threads", [0, 4])
-def test_S11_python_tool_returns_its_limited_output(threads):
-    try:
-        tools = Tools(python=True, threads=threads)
-    except SandboxUnavailable as error:
-        pytest.skip(str(error))
+def test_S11_python_tool_returns_its_limited_output(sandbox, threads):
+    tools = Tools(python=True, threads=threads)
     answers = [tools(code) for code in PROGRAMS]
 
     found = [a.result(120) if isinstance(a, Future) else a for a in answers]

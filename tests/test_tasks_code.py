@@ -8,7 +8,6 @@ import zlib
 
 import pytest
 
-from nanochat.sandbox import SandboxUnavailable, is_confined
 from tasks.code import HumanEval, LiveCodeBench, final_code, read_private, run_test
 from tests.hub_server import hub_served, publish
 
@@ -23,15 +22,6 @@ ROW = {
 
 
 @pytest.fixture
-def sandbox() -> None:
-    """Skip if no sandbox can run programs."""
-    try:
-        is_confined()
-    except SandboxUnavailable as error:
-        pytest.skip(str(error))
-
-
-@pytest.fixture
 def task(sandbox, tmp_path, monkeypatch) -> HumanEval:
     """The task with one row."""
     publish({"openai_humaneval/test.parquet": [ROW]}, tmp_path, monkeypatch)
@@ -43,13 +33,11 @@ def task(sandbox, tmp_path, monkeypatch) -> HumanEval:
     [
         "    return math.pi * r * r",
         "def area(r):\n    return math.pi * r ** 2",
-        "Here it is:\n```python\ndef area(r):\n    return math.pi * r ** 2\n```\nDone.",
-        "Used so:\n```\narea(2)\n```\n```py\ndef area(r):\n    return math.pi * r ** 2\n",
         "```python\nfrom math import *\ndef area(r):\n    return pi * r * r\n```<|assistant_end|>",
     ],
 )
 def test_correct_function_is_found_in_any_format(task, answer):
-    assert task.score(task[0], answer) == 1.0
+    assert task.score(0, answer) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -57,7 +45,7 @@ def test_correct_function_is_found_in_any_format(task, answer):
     ["", "    return 3 * r * r", "def volume(r):\n    return 1", "def check(candidate):\n    pass"],
 )
 def test_S8_only_correct_return_values_pass(task, answer):
-    assert task.score(task[0], answer) == 0.0
+    assert task.score(0, answer) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -84,10 +72,10 @@ def test_reference_solutions_pass_their_tests(sandbox, hub, monkeypatch, count):
     with hub_served(hub, monkeypatch) as start:
         start()
         task = HumanEval("test")
-        for conversation in itertools.islice(task, count):
+        for i, conversation in enumerate(itertools.islice(task, count)):
             asked, solution = (message["content"] for message in conversation)
-            assert task.score(conversation, solution) == 1.0, solution
-            assert task.score(conversation, asked) == 0.0, asked  # a function without a body
+            assert task.score(i, solution) == 1.0, solution
+            assert task.score(i, asked) == 0.0, asked  # a function without a body
 
 
 # ---- LiveCodeBench -------------------------------------------------------------------------------
@@ -148,17 +136,17 @@ def contest(sandbox, monkeypatch, tmp_path) -> LiveCodeBench:
     ],
 )
 def test_program_must_pass_public_and_hidden_tests(contest, kind, code, score):
-    asked = next(c for c in contest if kind in c[0]["content"].lower())
-    assert contest.score(asked, f"Here it is:\n```python\n{code}\n```") == score
+    [i] = [i for i, chat in enumerate(contest) if kind in chat[0]["content"].lower()]
+    assert contest.score(i, f"Here it is:\n```python\n{code}\n```") == score
 
 
-def test_many_tests_run_in_several_programs(tmp_path, monkeypatch, contest):
+def test_many_tests_must_all_pass(tmp_path, monkeypatch, contest):
     tests = [case(f"1\n{n}\n", f"{n}\n", "stdin") for n in range(30)]
     row = {**ROWS[0], "public_test_cases": json.dumps(tests)}  # its last, hidden one is 0.5
     publish({"many/test.jsonl": [row]}, tmp_path / "many", monkeypatch)
     many = LiveCodeBench("test")
     for code, score in ((SUM.format("float"), 1.0), (SUM.format("int"), 0.0)):
-        assert many.score(many[0], f"```python\n{code}\n```") == score
+        assert many.score(0, f"```python\n{code}\n```") == score
 
 
 def test_pickled_tests_cannot_run_code(capsys):

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from nanochat.common import REPOSITORY
-from nanochat.logger import read_metrics
+from nanochat.records import read_metrics
 
 STEPS = 20
 SMALL = (
@@ -57,6 +57,21 @@ def python(base: Path, *words: str) -> str:
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
+
+
+def place(rank: int | str, port: int, **more: str) -> dict[str, str]:
+    """torchrun's variables for one of two ranks that are started without it."""
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    return {**where, "RANK": str(rank), "LOCAL_RANK": str(rank), **more}
+
+
+def two_ranks(base: Path, *words: str) -> str:
+    """Output of two ranks, which must succeed."""
+    port, local = free_port(), {"LOCAL_WORLD_SIZE": "2"}
+    ranks = [begin(base, *words, **place(rank, port, **local)) for rank in (0, 1)]
+    texts = [rest_of(rank) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(texts)[-6000:]
+    return texts[0]
 
 
 def begin(base: Path, *words: str, **variables: str) -> subprocess.Popen[str]:
@@ -158,7 +173,7 @@ def prepare(base: Path) -> None:
     """Pack rows of the embedded world and train on one process (tag `one`) and two (`two`)."""
     text = ["--dataset=embedded", "--num_shards=1"]
     python(base, "-m", "scripts.tok_train", *text, "--vocab_size=512")
-    python(base, "-m", "scripts.data", *text, "--max_seq_len=32")
+    python(base, "-m", "scripts.data", *text, "--max_seq_len=32", "--workers=1")
     train = [*TRAIN, *SMALL, "--device_type=cpu"]
     python(base, *train, "--model_tag=one")
     python(base, *torchrun(2), *train, "--model_tag=two")

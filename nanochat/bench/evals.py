@@ -31,7 +31,7 @@ def bench_evaluation(
     cfg: GPTConfig, dist: DistContext, repeats: int, peers: ModuleType | None
 ) -> None:
     """Time the largest task of each kind."""
-    texts = list(itertools.islice(documents(0, 0, "train"), 2000))
+    texts = list(itertools.islice(documents(0, "train"), 2000))
     tokenizer = Tokenizer.train(texts, min(cfg.vocab_size, 2048))
     plain = build_model(cfg, dist.device, dist.dtype, seed=0)
     model = inference_copy(plain)

@@ -74,7 +74,7 @@ def bench_training(
         case += f", {dist.world_size} processes"
     rates, other_rates = [tokens / sum(t) for t in times], [tokens / t for t in others]
     cells = {
-        "kernels": f"{model.blocks[0].attention.backend}, {'compiled' if compiled else 'eager'}",
+        "kernels": f"{model.backend}, {'compiled' if compiled else 'eager'}",
         "tokens per step": f"{tokens:,}",
         "step (ms)": f"{seconds * 1e3:,.0f}",
         "forward, backward, update": ", ".join(f"{t / seconds:.0%}" for t in parts),

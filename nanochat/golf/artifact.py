@@ -38,7 +38,7 @@ from nanochat.golf.quantize import (
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.tokenizer import Tokenizer
 
-Compressor = Literal["zlib", "zstd", "lzma"]
+Compressor = Literal["zstd", "lzma"]
 COMPRESSORS: tuple[Compressor, ...] = get_args(Compressor)
 MAGIC = b"nanogolf"
 PREFIX = struct.Struct("<8sBIQ")  # magic, compressor, CRC-32 and length of the body
@@ -132,8 +132,6 @@ def write_body(body: bytes, compressor: Compressor) -> bytes:
 
 def compress(data: bytes, compressor: Compressor) -> bytes:
     """Compress at the highest level."""
-    if compressor == "zlib":
-        return zlib.compress(data, 9)
     if compressor == "zstd":
         return pa.Codec("zstd", compression_level=22).compress(data, asbytes=True)
     return lzma.compress(data, lzma.FORMAT_RAW, filters=FILTERS)
@@ -164,7 +162,7 @@ def read_body(data: bytes) -> bytes:
         raise ValueError("invalid file header")
     try:
         body = decompress(data[PREFIX.size :], COMPRESSORS[compressor], size)
-    except (zlib.error, lzma.LZMAError, OSError, EOFError) as error:
+    except (lzma.LZMAError, OSError, EOFError) as error:
         raise ValueError(f"decompression failed ({error})") from error
     if len(body) != size or zlib.crc32(body) != checksum:
         raise ValueError("checksum mismatch")
@@ -173,8 +171,6 @@ def read_body(data: bytes) -> bytes:
 
 def decompress(data: bytes, compressor: Compressor, size: int) -> bytes:
     """Decompress at most `size` bytes."""
-    if compressor == "zlib":
-        return zlib.decompressobj().decompress(data, size)
     if compressor == "zstd":
         return pa.decompress(data, size, codec="zstd", asbytes=True)
     return lzma.LZMADecompressor(lzma.FORMAT_RAW, filters=FILTERS).decompress(data, size)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanochat.attention import CacheView, Rope, attend, rotary, rotate
-from nanochat.gpt import GPT, Attention, GPTConfig, Shared, norm
+from nanochat.gpt import GPT, Attention, GPTConfig, norm
 
 TIED_STD = 0.005  # of an embedding tied to the LM head
 
@@ -79,7 +79,7 @@ class GolfAttention(Attention):
         rope: Rope,
         value_embed: Tensor | None,
         gain: Tensor | None,
-        mask: Any = None,
+        mask: Any,
         cache: Any = None,
     ) -> Tensor:
         """As in Attention; the queries are multiplied by `gain` (H,)."""
@@ -96,7 +96,7 @@ class GolfAttention(Attention):
         q, k = rotate(norm(q), *rope), rotate(norm(k), *rope)
         if gain is not None:
             q = q * gain.to(q.dtype)[:, None]
-        y = attend(q, k, v, self.window, self.scale, self.backend, mask, cache)  # (B, T, H, D)
+        y = attend(q, k, v, mask, self.scale, cache)  # (B, T, H, D)
         return self.out((exclude_self(y, v) if self.exclusive else y).flatten(2))  # (B, T, C)
 
 
@@ -142,39 +142,42 @@ class GolfGPT(GPT):
         for attention, mlp in ((block.attention, block.mlp) for block in self.blocks):
             scales = dict.fromkeys((attention.q, attention.k, attention.v), 1.0)
             scales[mlp.up] = 0.4 if cfg.residual_scalars else 1.0
-            for layer, scale in scales.items():
-                M, N = layer.weight.shape
-                if cfg.init == "orthogonal":  # orthonormal entries have a std of max(M, N)^-0.5
-                    gain = scale * math.sqrt(max(1.0, M / N))
-                    nn.init.orthogonal_(layer.weight, gain=gain, generator=generator)
-                else:
-                    bound = scale * math.sqrt(3 / N)  # of a uniform variable with std N^-0.5
-                    nn.init.uniform_(layer.weight, -bound, bound, generator=generator)
+            for layer, scale in scales.items() if cfg.init == "orthogonal" else ():
+                M, N = layer.weight.shape  # orthonormal entries have a std of max(M, N)^-0.5
+                gain = scale * math.sqrt(max(1.0, M / N))
+                nn.init.orthogonal_(layer.weight, gain=gain, generator=generator)
 
-    def prepare(
+    def hidden(
         self, tokens: Tensor, cache: CacheView | None = None, segments: Tensor | None = None
-    ) -> Shared:
-        """As in GPT; with partial RoPE, the remaining channel pairs are rotated by 0."""
-        cfg, shared = self.cfg, super().prepare(tokens, cache, segments)
-        if cfg.rope_dims is None:
-            return shared
-        T, device = tokens.size(1), tokens.device
-        positions = torch.arange(T, device=device) if cache is None else cache.positions
-        cos, sin = rotary(positions, cfg.rope_dims, cfg.rope_theta, self.dtype)
-        rest = (0, (cfg.head_dim - cfg.rope_dims) // 2)
-        return shared._replace(rope=(F.pad(cos, rest, value=1.0), F.pad(sin, rest)))
+    ) -> Tensor:
+        """As in GPT, with the gains of each layer."""
+        cfg, scalars, gain = self.cfg, None, None
+        x0 = self.smear_embeddings(norm(self.embed(tokens).to(self.dtype)), cache, segments)
+        values, rope, masks = self.layer_inputs(tokens, cache, segments)
+        x = middle = x0
+        for layer, block in enumerate(self.blocks):
+            if cfg.residual_scalars:
+                scalars = torch.stack((self.residual[layer], self.skip[layer]))
+            if cfg.qk_gain_init is not None:
+                gain = self.gains.view(cfg.n_layer, -1)[layer]  # (H,)
+            args = (x, x0, scalars, rope, values.get(layer), gain, masks[cfg.window(layer)])
+            x = block(*args) if cache is None else block.forward(*args, (cache, layer))
+            if layer == cfg.n_layer // 2:
+                middle = x
+        return norm(self.back_out(x, middle))
 
-    def run_layer(self, layer: int, x: Tensor, x0: Tensor, shared: Shared) -> Tensor:
-        """As in GPT, with the gains of the layer."""
-        block, scalars, gain = self.blocks[layer], None, None
-        if self.cfg.residual_scalars:
-            scalars = torch.stack((self.residual[layer], self.skip[layer]))
-        if self.cfg.qk_gain_init is not None:
-            gain = self.gains.view(self.cfg.n_layer, -1)[layer]  # (H,)
-        args = (x, x0, scalars, shared.rope, shared.value_embeds[layer], gain, shared.masks[layer])
-        if shared.cache is None:
-            return block(*args)
-        return block.forward(*args, (shared.cache, layer))
+    def layer_inputs(
+        self, tokens: Tensor, cache: CacheView | None = None, segments: Tensor | None = None
+    ) -> tuple[dict[int, Tensor], Rope, dict[int | None, Any]]:
+        """As in GPT; with partial RoPE, the remaining channel pairs are rotated by 0."""
+        cfg, (values, rope, masks) = self.cfg, super().layer_inputs(tokens, cache, segments)
+        if cfg.rope_dims is not None:
+            T, device = tokens.size(1), tokens.device
+            positions = torch.arange(T, device=device) if cache is None else cache.positions
+            cos, sin = rotary(positions, cfg.rope_dims, cfg.rope_theta, self.dtype)
+            rest = (0, (cfg.head_dim - cfg.rope_dims) // 2)
+            rope = F.pad(cos, rest, value=1.0), F.pad(sin, rest)
+        return values, rope, masks
 
 
 def read_config(values: Mapping[str, Any]) -> GPTConfig:

@@ -84,7 +84,8 @@ def clip_range(w: Tensor, form: Format, cfg: QuantConfig) -> Tensor:
         return w.abs().quantile(QUANTILE, dim=1, keepdim=True)
     if cfg.row_clip == "mse":
         tried = torch.stack([largest * share for share in MSE_CLIPS])  # (clips, M, 1)
-        errors = [(fake_quantize(w, scales_for(c, form), form) - w).square().sum(1) for c in tried]
+        scales = [scales_for(c, form) for c in tried]
+        errors = [(nearest_levels(w, s, form) * s - w).square().sum(1) for s in scales]
         return tried.gather(0, torch.stack(errors).argmin(0)[None, :, None])[0]
     return largest
 
@@ -101,11 +102,6 @@ def nearest_levels(w: Tensor, scale: Tensor, form: Format) -> Tensor:
     """Return the nearest level of each weight, integers in float32; 0 if the scale is 0."""
     top = largest_level(form)
     return (w / torch.where(scale == 0, 1.0, scale)).round().clamp(-top, top)
-
-
-def fake_quantize(w: Tensor, scale: Tensor, form: Format) -> Tensor:
-    """Round w (M, N) to multiples of `scale` (M, 1), clipped."""
-    return nearest_levels(w, scale, form) * scale
 
 
 def quantize_rows(w: Tensor, form: Format, cfg: QuantConfig) -> tuple[Tensor, Tensor]:
@@ -128,9 +124,6 @@ def dequantize_rows(scale: Tensor, level: Tensor) -> Tensor:
 
 def quantize_dequantize(w: Tensor, form: Format, cfg: QuantConfig) -> Tensor:
     """Return w exactly as an artifact reproduces it, in the dtype of w."""
-    if form == "fp32":
-        return w
-    if form == "fp16":
-        return w.to(torch.float16).to(w.dtype)
-    w32 = w.float()
-    return fake_quantize(w32, scales_for(clip_range(w32, form, cfg), form), form).to(w.dtype)
+    if form in BITS:
+        return dequantize_rows(*quantize_rows(w, form, cfg)).to(w.dtype)
+    return w.to(torch.float16).to(w.dtype) if form == "fp16" else w

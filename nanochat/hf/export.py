@@ -23,10 +23,10 @@ from nanochat.common import REPOSITORY, UsageError, code_digest, write_atomic, w
 from nanochat.engine import TURN_TOKENS
 from nanochat.golf.size import list_imported_modules, read_source
 from nanochat.gpt import GPT, GPTConfig
-from nanochat.hf.models import new_model, read_config
 from nanochat.hf.tokenizer import BOS, END, read_object, read_tokenizer, write_tokenizer
 from nanochat.loss import SOFTCAP
 from nanochat.records import require_same_code
+from nanochat.recursion.model import new_model, read_config
 from nanochat.tokenizer import Tokenizer
 
 NATIVE, REMOTE = "nanochat", "nanochat_remote"  # model_type in config.json
@@ -62,10 +62,6 @@ print(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_t
 - Every text must begin with `{bos}`. Both `tokenizer(text)` and the chat template add it. To
   tokenize a conversation that was rendered with `tokenize=False`, call
   `tokenizer(rendered, add_special_tokens=False)`; otherwise `{bos}` is added twice.
-- Roles: system, developer, user and assistant, in any order. System messages are part of the user
-  turn, and consecutive messages of one speaker are merged.
-- `add_generation_prompt=True` drops a final assistant message; `continue_final_message=True`
-  continues it. `return_assistant_tokens_mask=True` marks the tokens that nanochat trains on.
 - Unlike in nanochat, a special token's name typed in a message is parsed as that token. Recent
   versions of transformers keep it as text with `apply_chat_template(...,
   sanitize_control_tokens=True)`. With older ones, remove such names from untrusted input.
@@ -119,8 +115,8 @@ def write_hf(
         ours = re.compile(r"^from nanochat\.([\w.]+)", re.MULTILINE)
         for name in list_imported_modules(MODELING):
             # The exported folder is flat
-            text = ours.sub(lambda found: f"from .{flat_module_name(found[1])}", read_source(name))
-            write_atomic(folder / f"{flat_module_name(name)}.py", text)
+            text = ours.sub(lambda found: f"from .{found[1].replace('.', '_')}", read_source(name))
+            write_atomic(folder / f"{name.replace('.', '_')}.py", text)
     card = CARD.format(
         params=model.num_params(),
         layers=model.cfg.n_layer,
@@ -147,11 +143,6 @@ def native_names(cfg: GPTConfig) -> dict[str, str]:
         for ours, theirs in parts.items():
             names[f"blocks.{i}.{ours}.weight"] = f"model.layers.{i}.{theirs}.weight"
     return names
-
-
-def flat_module_name(module: str) -> str:
-    """Module name in an exported folder, which has no packages."""
-    return module.replace(".", "_")
 
 
 def native_config(cfg: GPTConfig) -> dict[str, Any]:
@@ -182,8 +173,8 @@ def remote_config(cfg: GPTConfig) -> dict[str, Any]:
         "architectures": ["NanochatForCausalLM"],
         "model_type": REMOTE,
         "auto_map": {
-            "AutoConfig": f"{flat_module_name(MODELING)}.NanochatConfig",
-            "AutoModelForCausalLM": f"{flat_module_name(MODELING)}.NanochatForCausalLM",
+            "AutoConfig": f"{MODELING.replace('.', '_')}.NanochatConfig",
+            "AutoModelForCausalLM": f"{MODELING.replace('.', '_')}.NanochatForCausalLM",
         },
         "gpt": asdict(cfg),
     }

@@ -20,8 +20,8 @@ from transformers.utils.generic import can_return_tuple
 
 from nanochat.golf.model import TiedHead
 from nanochat.gpt import Block
-from nanochat.hf.models import new_model, read_config
 from nanochat.loss import cap
+from nanochat.recursion.model import new_model, read_config
 
 # Name of the cache in outputs: "cache" from transformers 5.24 on, "past_key_values" before
 CACHE = {"cache", "past_key_values"} & {f.name for f in dataclasses.fields(CausalLMOutputWithPast)}
@@ -90,10 +90,8 @@ class CacheAdapter:
         keys, values = self.stored
         return keys.mT, values
 
-    def mask(self, window: int | None) -> Tensor | None:
-        """Attention mask (B, 1, T, M), True = visible. None: plain causal attention."""
-        if self.fresh:
-            return None
+    def mask(self, window: int | None) -> Tensor:
+        """Attention mask (B, 1, T, M), True = visible."""
         key = torch.arange(self.real.size(1), device=self.real.device)
         distance = self.slots[:, None] - key  # (T, M)
         seen = (distance >= 0) & self.real[:, None]  # (B, T, M)

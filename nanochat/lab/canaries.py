@@ -31,12 +31,12 @@ from nanochat.dist import DistContext
 from nanochat.engine import Engine, Sampling
 from nanochat.eval_bpb import Batch, bits_per_byte
 from nanochat.eval_chat import longest_prompt, render_prompts, score_by_generation, score_by_logits
+from nanochat.finetune import chat_losses
 from nanochat.gpt import GPT
-from nanochat.lab.filters import ngrams
+from nanochat.lab.filters import repeated_share
 from nanochat.rows import Rows, inputs_and_targets, open_rows, pack_text, reopen_chat_rows
 from nanochat.sandbox import calculate
 from nanochat.tokenizer import Tokenizer
-from nanochat.train import document_segments
 from tasks import builtin
 from tasks.base import Mixture, Task, visible
 from tasks.held_out import is_final
@@ -48,7 +48,6 @@ from tasks.registry import TASKS
 TEXT_TOKENS = 4096  # of pretraining text
 NUM_ANSWERS = 16  # whose format is checked
 MAX_ANSWER_TOKENS = 128
-NGRAM = 4  # tokens per n-gram when counting repetition
 
 
 def open_pretraining_rows(checkpoint: Checkpoint, dist: DistContext) -> Rows:
@@ -119,12 +118,6 @@ def measure_answers(model: GPT, tokenizer: Tokenizer, suite: Sequence[Task]) -> 
     }
 
 
-def repeated_share(ids: Sequence[int]) -> float:
-    """Share of n-grams (n = NGRAM) that repeat an earlier one."""
-    runs = list(ngrams(ids, NGRAM))
-    return 1 - len(set(runs)) / len(runs) if runs else 0.0
-
-
 # ---- The first step ------------------------------------------------------------------------------
 
 MAX_ROWS = 32
@@ -140,11 +133,7 @@ def check_rows(
     every, tokenizer = reopen_chat_rows(state["identity"]["rows"]), parent.tokenizer()
     count = min(MAX_ROWS, state["identity"]["batch_tokens"] // every.max_seq_len)
     rows = every.batch(0, count, state["identity"]["seed"])
-    model = load_model(parent, dist, every.max_seq_len)
-
-    def score(x, y):  # attention stays within each conversation of a row
-        return model.token_losses(x, y, document_segments(x, tokenizer.bos_id))
-
+    score = chat_losses(load_model(parent, dist, every.max_seq_len), tokenizer.bos_id)
     found = bits_per_byte(score, [inputs_and_targets(rows)], tokenizer.token_bytes(), dist)
     gap = first_loss / found.loss - 1
     return {"loss_mask": mask_errors(rows, tokenizer), "first_loss": abs(gap)}
@@ -180,13 +169,15 @@ GREEDY = Sampling(max_new_tokens=256, temperature=0.0)
 
 
 def open_suite(dataset: str | None) -> list[Task]:
-    """Tasks of the suite for models that were pretrained on `dataset`."""
+    """Tasks of the suite for models pretrained on `dataset`. Raises ValueError if all are final."""
     published = [] if dataset == builtin.EMBEDDED else first_items(PUBLISHED)
     if any(task.kind == "choice" for task in published):
         return published
     if dataset != builtin.EMBEDDED:
         print("no benchmark is on this machine (chat_eval downloads them): asking World tasks")
-    return first_items(BUILTIN)
+    if not (found := first_items(BUILTIN)):
+        raise ValueError("all tasks of the suite are final benchmarks: there is nothing to score")
+    return found
 
 
 def first_items(counts: Mapping[str, int]) -> list[Task]:

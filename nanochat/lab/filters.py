@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tasks.base import QuestionTask, Task, answer_text, final_value, split_words, user
+from tasks.base import NumberTask, QuestionTask, Task, answer_text, final_value, split_words, user
 from tasks.registry import eval_task
 
 Verdicts = Iterable[bool | None]  # whether to keep each item; None if it cannot be judged
@@ -50,7 +50,7 @@ MAD_SIGMA = 1.4826  # standard deviation / median absolute deviation of a normal
 MOST_SHIFT = 3.0  # standard deviations; our choice, no published value
 NGRAM = 4  # words per n-gram in the repetition check
 MOST_REPEATED = 0.5  # share of repeated n-grams that makes an answer degenerate
-LEAST_RUNS = 20  # minimum number of n-grams for the repetition check
+LEAST_WORDS = 22  # of an answer, for the repetition check
 HASHES, BANDS = 512, 32  # MinHash: rows are near-duplicates if any of 32 bands of 16 are equal
 SHOWN = "(?:image|picture|figure|photo|photograph|screenshot|diagram|chart|graph|attachment)s?"
 IMAGE = re.compile(  # one that is attached or shown
@@ -134,8 +134,8 @@ def script(name: str, percent: str, items: Sequence[Item]) -> Verdicts:
 def not_degenerate(items: Sequence[Item]) -> Verdicts:
     """Keep answers that are complete, not empty and not repetitive."""
     for item in items:
-        runs = list(ngrams(split_words(item.answer or ""), NGRAM))
-        repeats = len(runs) >= LEAST_RUNS and len(set(runs)) <= (1 - MOST_REPEATED) * len(runs)
+        words = split_words(item.answer or "")
+        repeats = len(words) > LEAST_WORDS and repeated_share(words) >= MOST_REPEATED
         is_empty = not (item.answer or "").strip()
         ended = item.row.get("finish") in (None, "stop") and not is_empty
         yield None if item.answer is None else ended and not repeats
@@ -240,7 +240,7 @@ Index = dict[Words, Items]  # passage -> where it occurs
 
 def passages(task: Task, i: int) -> Iterator[Words]:
     """Yield the passages of one item, of RUN words or fewer."""
-    words = split_words(task.material(i))
+    words = split_words(material(task, i))
     yield from ngrams(words, RUN)
     if LEAST <= len(words) < RUN:
         yield words
@@ -250,9 +250,24 @@ def passages(task: Task, i: int) -> Iterator[Words]:
             yield asked
 
 
+def material(task: Task, i: int) -> str:
+    """Text of item i: a question with its options, a math problem, else all messages."""
+    if isinstance(task, QuestionTask):
+        asked = task.question(i)
+        return "\n".join([asked.text, *asked.options])
+    said = task[i][:1] if isinstance(task, NumberTask) else task[i]
+    return "\n".join(map(answer_text, said))
+
+
 def ngrams(words: Sequence[Any], n: int) -> Iterator[tuple[Any, ...]]:
     """All runs of n words or tokens, in order."""
     return zip(*(words[k:] for k in range(n)), strict=False)
+
+
+def repeated_share(words: Sequence[Any]) -> float:
+    """Share of n-grams (n = NGRAM) that repeat an earlier one."""
+    runs = list(ngrams(words, NGRAM))
+    return 1 - len(set(runs)) / len(runs) if runs else 0.0
 
 
 def index_passages(tasks: Sequence[Task]) -> Index:
@@ -282,4 +297,4 @@ def find_items(text: str, index: Index) -> Items:
 def shared_items(train: Task, index: Index) -> Items:
     """The items with a passage that occurs in a training task."""
     located = map(train.locate, range(len(train)))
-    return {item for task, i in located for item in find_items(task.material(i), index)}
+    return {item for task, i in located for item in find_items(material(task, i), index)}

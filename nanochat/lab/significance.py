@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from nanochat import stats
-from nanochat.records import estimate, plain_value, read_clusters, read_scores
+from nanochat.records import plain_value, read_clusters, read_scores
 from nanochat.stats import Verdict
 
 LEVEL = 0.05  # differences with a higher p value are noise
@@ -84,8 +84,8 @@ CELLS = ("Control", "Arm", "Difference", "Noise bar", "p (Holm)", "Verdict")
 
 
 def over_seeds(values: Sequence[float]) -> Any:
-    """Mean of a metric over runs, as an `estimate`; for a single run, the plain value."""
-    return values[0] if len(values) == 1 else estimate(*stats.mean(values))
+    """Mean of a metric over runs, with its error; for a single run, the plain value."""
+    return values[0] if len(values) == 1 else stats.mean(values)._asdict()
 
 
 def contrasts(

@@ -10,7 +10,7 @@ language models arXiv:2502.05171.
 """
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -19,7 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanochat.attention import CacheView, KVCache
-from nanochat.gpt import GPT, GPTConfig, Linear, Shared, norm
+from nanochat.golf.model import new_model as new_golf_model
+from nanochat.golf.model import read_config as read_golf_config
+from nanochat.gpt import GPT, GPTConfig, Linear, norm
 from nanochat.loss import IGNORE, chunked_cross_entropy, token_losses
 
 Supervise = Literal["last", "sampled", "full"]
@@ -108,7 +110,9 @@ class Inputs(NamedTuple):
     """Embedded tokens (B, T, C)."""
     e: Tensor
     """Output of the prelude (B, T, C)."""
-    shared: Shared
+    cache: CacheView | None
+    layers: tuple[dict[int, Tensor], Any, dict[int | None, Any]]
+    """Value embeddings, rotary embedding and masks of `GPT.layer_inputs`."""
 
 
 class RecursiveGPT(GPT):
@@ -155,8 +159,14 @@ class RecursiveGPT(GPT):
 
     def num_matmul_params(self) -> int:
         """As in GPT; the core counts once per loop."""
-        again = (self.cfg.n_loops - 1) * sum(map(self.layer_params, self.cfg.core))
-        return super().num_matmul_params() + again
+        core = sum(p.numel() for layer in self.cfg.core for p in self.blocks[layer].parameters())
+        return super().num_matmul_params() + (self.cfg.n_loops - 1) * core
+
+    def layer_flops(self, layer: int) -> int:
+        """Training FLOPs of a layer per token, as `GPT.flops_per_token` counts them."""
+        cfg, params = self.cfg, sum(p.numel() for p in self.blocks[layer].parameters())
+        seen = min(cfg.max_seq_len, cfg.window(layer) or cfg.max_seq_len)
+        return 6 * params + 12 * cfg.n_head * cfg.head_dim * seen
 
     def flops_per_token(self) -> float:
         """
@@ -185,39 +195,36 @@ class RecursiveGPT(GPT):
     ) -> Inputs:
         """Embed the tokens and run the prelude. Arguments as in `hidden`."""
         x0 = self.smear_embeddings(norm(self.embed(tokens).to(self.dtype)), cache, segments)
-        shared = self.prepare(tokens, cache, segments)
-        return Inputs(x0, self.run_layers(self.cfg.prelude, x0, x0, shared, 0), shared)
+        inputs = Inputs(x0, x0, cache, self.layer_inputs(tokens, cache, segments))
+        return inputs._replace(e=self.run_layers(self.cfg.prelude, x0, inputs, 0))
 
     def states(self, inputs: Inputs, loops: int) -> Iterator[Tensor]:
         """Yield the state (B, T, C) after each loop; `loops` may differ from n_loops."""
-        cfg, (x0, e, shared) = self.cfg, inputs
+        cfg, e = self.cfg, inputs.e
         state = e
         for k in range(loops):
             if cfg.bptt_loops and 0 < k == cfg.n_loops - cfg.bptt_loops:
                 state = state.detach()
             x = self.inject(torch.cat((e, norm(state)), dim=-1))
-            state = self.run_layers(cfg.core, x, x0, shared, cfg.n_prelude + k * cfg.n_core)
+            state = self.run_layers(cfg.core, x, inputs, cfg.n_prelude + k * cfg.n_core)
             yield state
 
     def read_out(self, inputs: Inputs, state: Tensor, loops: int) -> Tensor:
         """Apply the coda to a state after `loops` loops; returns normalized (B, T, C)."""
-        cfg, (x0, e, shared) = self.cfg, inputs
-        x = self.run_layers(cfg.coda, state, x0, shared, cfg.n_prelude + loops * cfg.n_core)
-        return self.finish(x, e)
+        cfg = self.cfg
+        x = self.run_layers(cfg.coda, state, inputs, cfg.n_prelude + loops * cfg.n_core)
+        return norm(self.back_out(x, inputs.e))
 
-    def run_layers(
-        self, layers: range, x: Tensor, x0: Tensor, shared: Shared, cache_layer: int
-    ) -> Tensor:
+    def run_layers(self, layers: range, x: Tensor, inputs: Inputs, cache_layer: int) -> Tensor:
         """Apply layers to x (B, T, C); the first of them uses layer `cache_layer` of the cache."""
+        cfg, scalars, (values, rope, masks) = self.cfg, None, inputs.layers
         for stored, layer in enumerate(layers, cache_layer):
-            block, scalars = self.blocks[layer], None
-            if self.cfg.residual_scalars:
+            block = self.blocks[layer]
+            if cfg.residual_scalars:
                 scalars = torch.stack((self.residual[layer], self.skip[layer]))
-            args = (x, x0, scalars, shared.rope, shared.value_embeds[layer], shared.masks[layer])
-            if shared.cache is None:
-                x = block(*args)
-            else:
-                x = block.forward(*args, (shared.cache, stored))
+            args = (x, inputs.x0, scalars, rope, values.get(layer), masks[cfg.window(layer)])
+            cached = (inputs.cache, stored)
+            x = block(*args) if inputs.cache is None else block.forward(*args, cached)
         return x
 
     def new_cache(self, slots: int, capacity: int | None = None) -> KVCache:
@@ -242,7 +249,7 @@ class RecursiveGPT(GPT):
             return super().loss(tokens, targets, segments, weights)
         cfg, inputs = self.cfg, self.begin(tokens, None, segments)
         counted = (targets != IGNORE).sum(1)  # (B,)
-        objective = torch.zeros((), device=tokens.device)
+        objective = last = torch.zeros((), device=tokens.device)
         nats = paid = torch.zeros(len(tokens), device=tokens.device)
         shares = cfg.shares(self.supervised)
         for k, state in enumerate(self.states(inputs, cfg.n_loops), start=1):
@@ -255,14 +262,17 @@ class RecursiveGPT(GPT):
                 extra = 1 + bonus.clamp(max=MAX_BONUS)
                 paid = paid + shares[k] * (extra - 1) * nats
             spread, head = extra[:, None].expand_as(targets), self.head
-            args = (hidden, head.weight, targets, spread, self.compiled, head.fp8)
-            summed, found = chunked_cross_entropy(*args)
+            args = (hidden, head.weight, targets)
+            summed = chunked_cross_entropy(*args, spread, self.compiled, head.fp8)
             objective = objective + shares[k] * summed
-            nats = found.sum(1) / extra
-            self.note(f"loss_loop_{k}", nats.sum())
+            last = summed.detach()
+            if cfg.improvement_bonus:  # of each row, for the next loop
+                nats = token_losses(*args, self.compiled).sum(1)
+                last = nats.sum()
+            self.note(f"loss_loop_{k}", last)
         self.note("total_loss", objective.detach() - paid.sum())
         self.note("counted", counted.sum())
-        return nats.sum() + (objective - objective.detach())
+        return last + (objective - objective.detach())
 
     def note(self, name: str, value: Tensor) -> None:
         """Add to one of this step's sums, without a device sync."""
@@ -287,3 +297,14 @@ class RecursiveGPT(GPT):
         pairs = zip(states, states[1:], strict=False)
         cosines = [F.cosine_similarity(a, b, dim=-1).mean() for a, b in pairs]
         return rms, torch.stack(cosines) if cosines else rms[:0]
+
+
+def read_config(values: Mapping[str, Any]) -> GPTConfig:
+    """Rebuild the configuration of a model from its `asdict`."""
+    return RecursiveConfig(**values) if "n_loops" in values else read_golf_config(values)
+
+
+def new_model(cfg: GPTConfig, dtype: torch.dtype = torch.float32) -> GPT:
+    """Return a model with uninitialized weights."""
+    is_recursive = isinstance(cfg, RecursiveConfig)
+    return RecursiveGPT(cfg, dtype) if is_recursive else new_golf_model(cfg, dtype)

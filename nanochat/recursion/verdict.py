@@ -3,15 +3,23 @@ Does recursion pay off? Compares recursive runs with plain runs of equal cost.
 
     LoopArm per set of seeds, recursive and plain -> Criteria with explanations
 
-A plain arm counts as equal in FLOPs, tokens or parameters if within 5%. Pure functions.
+A plain arm counts as equal in FLOPs, tokens or parameters if within 5%. Below the criteria: the
+metrics of a recursive model by loop.
 """
 
+import itertools
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import NamedTuple
 
-from nanochat.recursion.metrics import is_monotonic
+import torch
+
+from nanochat.common import StopRequest
+from nanochat.dist import DistContext
+from nanochat.eval_bpb import Batch, Validation
+from nanochat.recursion.model import RecursiveGPT
 from nanochat.stats import NOISE
 
 COST_TOLERANCE = 0.05  # relative tolerance for equal cost
@@ -132,7 +140,8 @@ def check_loop_order(by_loop: Sequence[Sequence[float]]) -> Criterion:
     """Criterion: no loop is worse than the previous one; by_loop[k][s] is loop k + 1 of seed s."""
     means = [statistics.mean(loop) for loop in by_loop]
     detail = ", ".join(f"{m:.5f}" for m in means)
-    return Criterion("Each loop at least as good as the one before", is_monotonic(means), detail)
+    falls = all(after <= before for before, after in itertools.pairwise(means))
+    return Criterion("Each loop at least as good as the one before", falls, detail)
 
 
 def check_gradients_finite(norms: Sequence[float], bad_steps: int) -> Criterion:
@@ -155,3 +164,42 @@ def check_loss_falling(losses: Sequence[Sequence[float]]) -> Criterion:
     ends = [(statistics.mean(c[:n]), statistics.mean(c[-n:])) for c, n in tenths]
     detail = ", ".join(f"{first:.3f} to {last:.3f}" for first, last in ends)
     return Criterion("Loss falling", all(last < first for first, last in ends), detail)
+
+
+def validation_metrics(
+    model: RecursiveGPT, validation: Validation, device_rows: int, stop: StopRequest
+) -> dict[str, float]:
+    """Validation metrics of the last loop, those of every loop, and those of the states."""
+    by_loop, metrics = [], {}
+    for loops in range(1, model.cfg.n_loops + 1):
+        metrics = validation.score(partial(model.losses_after, loops), device_rows, stop)
+        by_loop.append(metrics["val_bpb"])
+    batches = (validation.batches(name, device_rows) for name in validation.rows)
+    return {
+        **metrics,
+        **{f"bpb_loop_{k}": value for k, value in enumerate(by_loop, start=1)},
+        **state_metrics(model, itertools.chain.from_iterable(batches)),
+    }
+
+
+def step_metrics(model: RecursiveGPT, dist: DistContext) -> dict[str, float]:
+    """
+    Return the loss of each supervised loop and the total loss, in nats per token over all ranks.
+    Every rank must call this.
+    """
+    sums = dist.sum(*map(float, model.noted.values()))
+    found = dict(zip(model.noted, sums, strict=True))
+    counted = found.pop("counted")
+    return {name: nats / counted if counted else 0.0 for name, nats in found.items()}
+
+
+def state_metrics(model: RecursiveGPT, batches: Iterable[Batch]) -> dict[str, float]:
+    """State RMS after each loop and cosine similarity to the previous state, on the first batch."""
+    first = next(iter(batches), None)
+    if first is None:  # rank without validation data
+        return {}
+    rms, cosines = model.trace(torch.from_numpy(first[0]).to(model.device), model.cfg.n_loops)
+    return {
+        **{f"state_rms_{k}": value for k, value in enumerate(rms.tolist(), start=1)},
+        **{f"state_cosine_{k}": value for k, value in enumerate(cosines.tolist(), start=2)},
+    }

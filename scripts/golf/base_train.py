@@ -49,6 +49,9 @@ class GolfShape(GolfOptions):
     """Add a gated value embedding to every N-th layer, counting back from the last; 0 = none.
     Default: 2; with --arch=classic, 0."""
 
+    def __post_init__(self) -> None:
+        require_at_least(self, d_model=1, head_dim=1, n_kv_head=1, value_every=0)
+
     def apply(self, plain: GPTConfig) -> GolfConfig:
         """Return `plain` with these options. Raises ValueError if head_dim does not fit."""
         width = self.d_model or plain.d_model

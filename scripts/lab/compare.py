@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nanochat import records, report, stats, summary
+from nanochat import records, report, stats
 from nanochat.checkpoint import (
     Checkpoint,
     find_checkpoint,
@@ -31,7 +31,7 @@ from nanochat.config import start
 from nanochat.dist import init_dist
 from nanochat.lab.canaries import open_suite, score_suite
 from nanochat.lab.significance import CELLS, Recorded, contrasts, holm
-from nanochat.logger import METRICS_FILE, read_metrics
+from nanochat.records import METRICS_FILE, read_metrics
 
 
 @dataclass(frozen=True)
@@ -65,9 +65,9 @@ def main(cfg: Compare) -> None:
     if len(others) == 1:
         values = {name: {side: run.values[name] for side, [run] in runs.items()} for name in names}
         items = {side: run.items for side, [run] in runs.items()}
-        scores = summary.Scores(values, items)
-        changes = summary.differences(scores, {cfg.after: cfg.before})
-        names, table = [each.metric for each in changes], summary.difference_table(changes)
+        scores = report.Scores(values, items)
+        changes = report.differences(scores, {cfg.after: cfg.before})
+        names, table = [each.metric for each in changes], report.difference_table(changes)
     else:
         before, after = ([*map(seed_of, side)] for side in sides.values())
         paired = before == after and len({*before}) == len(before)
@@ -84,7 +84,7 @@ def main(cfg: Compare) -> None:
         )
     compared = [each.fingerprint for side in sides.values() for each in side]
     inputs = {"before": fingerprint(compared)}
-    origin = records.Provenance(records.new_run_id(), 0, inputs)
+    origin = records.Provenance(inputs=inputs)
     section = f"Comparison of {cfg.before} and {cfg.after}"
     report.append_section(section, cfg, {}, origin, tables=[table])
 
@@ -103,7 +103,7 @@ def validation_text(checkpoint: Checkpoint) -> tuple[Any, ...]:
 
 def is_shared(name: str, one: Recorded, other: Recorded) -> bool:
     """Whether both runs have a metric, of the same items and sampling settings."""
-    parts, others = (summary.weights_of(name, each.items) for each in (one, other))
+    parts, others = (report.weights_of(name, each.items) for each in (one, other))
     pairs = [(one.items.get(part, {}), other.items.get(part, {})) for part in parts]
     alike = all(a.get(key) == b.get(key) for a, b in pairs for key in ("of", "how"))
     return name in other.values and parts == others and alike
@@ -128,7 +128,7 @@ def recorded_scores(checkpoint: Checkpoint, sampled: bool = False) -> Recorded:
         is_evaluation = not record["provenance"]["outputs"] and "before" not in inputs
         if is_evaluation and inputs.get(stage) == checkpoint.fingerprint:
             for key, value in record["values"].items():
-                if isinstance(value, Mapping) or key in (*summary.BASE_METRICS, "document bpb"):
+                if isinstance(value, Mapping) or key in (*report.BASE_METRICS, "document bpb"):
                     found[key] = value
             items |= record["items"]
     if not found:
@@ -149,8 +149,6 @@ def compare_all(cfg: Compare) -> None:
         lambda: [each for run in cfg.all.split(",") for each in saved_steps(run.strip())]
     )
     suite = open_suite(checkpoints[0].state["source"].get("dataset"))
-    if not suite:
-        raise ValueError("all tasks of the suite are final benchmarks: there is nothing to score")
     first, rows = [], []
     for each in checkpoints:
         run = f"{each.state['stage']}:{each.folder.parent.name}"
@@ -165,7 +163,7 @@ def compare_all(cfg: Compare) -> None:
     table = {"title": "Accuracy", "columns": columns, "rows": rows}
     inputs = {"before": fingerprint([each.fingerprint for each in checkpoints])}
     if dist.is_main:
-        origin = records.Provenance(records.new_run_id(), 0, inputs)
+        origin = records.Provenance(inputs=inputs)
         report.append_section("Suite", cfg, {}, origin, records.Cost.so_far(dist), tables=[table])
     dist.close()
 

@@ -59,7 +59,7 @@ def main(cfg: EvalVariance) -> None:
     columns = ["Class", "Task", "Items", "Runs", "Std", *models, "Item SE", "Repeats"]
     table = {"title": f"{SECTION} (points)", "columns": columns, "rows": rows}
     inputs = {name: model.fingerprint for name, model in models.items()}
-    origin = records.Provenance(records.new_run_id(), 0, inputs)
+    origin = records.Provenance(inputs=inputs)
     report.append_section(SECTION, cfg, {}, origin, tables=[table])
 
 

@@ -51,6 +51,10 @@ def main(cfg: Filter) -> None:
     rules = parse_filters(cfg.filters)
     if cfg.bucket:
         found = buckets(*read_mixture(cfg.bucket))
+        if any(bucket.tokens is not None or bucket.repeats != 1 for bucket in found):
+            raise ValueError(
+                f"--bucket={cfg.bucket}: use a number of conversations, as in gsm8k=10"
+            )
         rows = [{"messages": messages} for bucket in found for messages in bucket.train]
         source = fingerprint([bucket.train.identity for bucket in found])
     else:
@@ -63,7 +67,7 @@ def main(cfg: Filter) -> None:
     write_atomic(out, "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in kept))
     print(printable(f"wrote {len(kept):,} conversations to {out}"))
     values = {"Kept": len(kept), "Dropped": len(rows) - len(kept)}
-    provenance = records.Provenance(records.new_run_id(), 0, {"before": source})
+    provenance = records.Provenance(inputs={"before": source})
     report.append_section(f"Filters {out.stem}", cfg, values, provenance, tables=[table])
 
 

@@ -92,7 +92,7 @@ def main(cfg: Generate) -> None:
         raise UsageError(f"{failed:,} of {len(keys):,} prompts failed", "see the first one above")
     pilot.touch()
     values = {"Teacher": model, "Prompts": len(keys), **counts}
-    provenance = records.Provenance(records.new_run_id(), 0, {"before": fingerprint(keys)})
+    provenance = records.Provenance(inputs={"before": fingerprint(keys)})
     report.append_section(f"Generation {out.stem}", cfg, values, provenance)
 
 

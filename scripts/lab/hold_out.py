@@ -71,7 +71,7 @@ def scan(cfg: HoldOut) -> None:
     table = {"title": "Overlap with benchmarks", "columns": columns, "rows": rows}
     values = {"Items with overlap": total}
     inputs = {"before": fingerprint({bucket.name: bucket.train.identity for bucket in learned})}
-    provenance = records.Provenance(records.new_run_id(), 0, inputs)
+    provenance = records.Provenance(inputs=inputs)
     report.append_section("Overlap", cfg, values, provenance, tables=[table])
 
 

@@ -38,11 +38,10 @@ from nanochat.common import UsageError, require_name
 from nanochat.config import require_at_least, settings, start
 from nanochat.dist import DistConfig, DistContext, init_dist
 from nanochat.eval_bpb import bits_per_byte
-from nanochat.finetune import packed_chats
+from nanochat.finetune import bucket_rows, chat_losses
 from nanochat.lab.canaries import open_pretraining_rows
 from nanochat.rows import ChatPart, Rows, inputs_and_targets
 from nanochat.stats import compare
-from nanochat.train import document_segments
 from tasks.buckets import buckets, read_mixture
 from tasks.held_out import require_access
 
@@ -151,7 +150,7 @@ def main(cfg: MergeScript) -> None:
         "Merged bpb": fmean(score),
         "Best parent's bpb": min(bpbs),
         "Mean of the parents' bpb": fmean(bpbs),
-        "Merged minus best": records.estimate(-change.difference, change.n, change.se),
+        "Merged minus best": {"value": -change.difference, "n": change.n, "se": change.se},
         "Verdict": change.verdict,
         **rises,
     }
@@ -182,10 +181,10 @@ def open_val_rows(cfg: MergeScript, first: Checkpoint, dist: DistContext) -> lis
         raise ValueError(f"{first.folder} was not trained on a mixture; set --val_mixture")
     spec, declared = read_mixture(cfg.val_mixture or state["settings"]["mixture"])
     found = buckets(spec, declared or state.get("declared", {}))
-    require_access((bucket.benchmark for bucket in found if bucket.benchmark), False, {})
-    parts = ({bucket.name: ChatPart(bucket.val, bucket.val.identity)} for bucket in found)
-    T = state["model"]["max_seq_len"]
-    return [packed_chats(part, 0, first.tokenizer(), T, dist) for part in parts]
+    require_access(bucket.task.name for bucket in found)
+    parts = {bucket.name: ChatPart(bucket.val, bucket.val.identity) for bucket in found}
+    opened = bucket_rows(parts, first.tokenizer(), state["model"]["max_seq_len"], dist)
+    return [*opened.values()]
 
 
 class RowScorer:
@@ -194,7 +193,9 @@ class RowScorer:
     def __init__(self, cfg: MergeScript, first: Checkpoint, dist: DistContext):
         self.model, self.tokenizer, self.dist = load_model(first, dist), first.tokenizer(), dist
         opened = open_val_rows(cfg, first, dist)
-        self.is_text = "source" in opened[0].recipe
+        self.nats = chat_losses(self.model, self.tokenizer.bos_id)
+        if "source" in opened[0].recipe:  # text
+            self.nats = self.model.token_losses
         count = max(1, cfg.eval_tokens // self.model.cfg.max_seq_len // len(opened))
         self.rows = [inputs_and_targets(x) for rows in opened for x in rows.val_batches(1, count)]
 
@@ -205,11 +206,6 @@ class RowScorer:
         found = [bits_per_byte(self.nats, [row], sizes, self.dist) for row in self.rows]
         mean_bytes = fmean(row.bytes for row in found)
         return [row.nats / math.log(2) / mean_bytes for row in found]
-
-    def nats(self, x: Tensor, y: Tensor) -> Tensor:
-        """Loss of each target; attention stays within each conversation of a row."""
-        segments = None if self.is_text else document_segments(x, self.tokenizer.bos_id)
-        return self.model.token_losses(x, y, segments)
 
 
 def choose_greedily(

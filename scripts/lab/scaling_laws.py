@@ -125,7 +125,7 @@ def main(cfg: ScalingLaws) -> None:
     tables.append(ledger_table(sweep.ledger()))
     section = f"Scaling laws {cfg.name}".removesuffix(" scaling")
     values = {"Runs": len(jobs), "Left out": sweep.left_out}
-    made, cost = records.Provenance(records.new_run_id(), 0, inputs), sweep.cost()
+    made, cost = records.Provenance(inputs=inputs), sweep.cost()
     report.append_section(section, cfg, values, made, cost, tables=tables)
 
 

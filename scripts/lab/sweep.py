@@ -131,7 +131,7 @@ def main(cfg: SweepScript) -> None:
     values, table = (search if cfg.search else compare)(cfg, inputs, sweep)
     with (sweep.folder / f"{table['title'].lower()}.csv").open("w") as out:
         csv.writer(out).writerows([table["columns"], *table["rows"]])
-    provenance = records.Provenance(records.new_run_id(), 0, {"bases": fingerprint(inputs)})
+    provenance = records.Provenance(inputs={"bases": fingerprint(inputs)})
     section = f"Sweep {cfg.name}".removesuffix(" sweep")
     tables = [table, ledger_table(sweep.ledger())]
     report.append_section(section, cfg, values, provenance, sweep.cost(), tables=tables)

@@ -36,7 +36,7 @@ from nanochat.lab.canaries import (
     open_text,
     rises,
 )
-from nanochat.logger import METRICS_FILE, read_metrics
+from nanochat.records import METRICS_FILE, read_metrics
 
 POLL_SECONDS, GIVE_UP_SECONDS = 2.0, 3600.0
 

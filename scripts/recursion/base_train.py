@@ -17,8 +17,8 @@ from nanochat.dist import init_dist
 from nanochat.eval_bpb import Validation
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.optim import MuonAdamW, decay_factor, lr_factor, muon_momentum
-from nanochat.recursion.metrics import step_metrics, validation_metrics
 from nanochat.recursion.model import RecursiveConfig, RecursiveGPT, Supervise
+from nanochat.recursion.verdict import step_metrics, validation_metrics
 from nanochat.rows import pack_rows
 from nanochat.scaling import plan_horizon, scaled_rules
 from nanochat.train import Run, skip_if_finished

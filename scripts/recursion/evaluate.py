@@ -20,18 +20,17 @@ from typing import Any, NamedTuple
 import torch
 
 from nanochat import records, report
-from nanochat.checkpoint import Checkpoint, find_checkpoint, load_model, load_weights
+from nanochat.checkpoint import Checkpoint, find_checkpoint, load_weights
 from nanochat.common import UsageError
 from nanochat.config import require_at_least, start
 from nanochat.dataset import DataConfig
 from nanochat.dist import DistConfig, DistContext, init_dist
 from nanochat.eval_bpb import bits_per_byte, row_batches
 from nanochat.lab.significance import over_seeds
-from nanochat.logger import METRICS_FILE, read_metrics
+from nanochat.records import METRICS_FILE, read_metrics
 from nanochat.recursion import verdict
-from nanochat.recursion.metrics import refinement, state_metrics
-from nanochat.recursion.model import RecursiveConfig, RecursiveGPT
-from nanochat.recursion.verdict import Criterion, LoopArm
+from nanochat.recursion.model import RecursiveGPT, new_model, read_config
+from nanochat.recursion.verdict import Criterion, LoopArm, state_metrics
 from nanochat.rows import open_rows
 from nanochat.train import Compile, prepare_scoring
 from tasks.builtin import open_text
@@ -134,12 +133,9 @@ def recipe_of(checkpoint: Checkpoint) -> str:
 def score_loops(cfg: RecursionEval, checkpoint: Checkpoint, dist: DistContext) -> LoopScores:
     """Score a checkpoint; a recursive one after each loop, up to twice n_loops."""
     tokenizer = checkpoint.tokenizer()
-    if "n_loops" in (values := checkpoint.state["model"]):
-        with torch.device("meta"):
-            model = RecursiveGPT(RecursiveConfig(**values), dist.dtype)
-        load_weights(model, checkpoint, dist)
-    else:
-        model = load_model(checkpoint, dist)
+    with torch.device("meta"):
+        model = new_model(read_config(checkpoint.state["model"]), dist.dtype)
+    load_weights(model, checkpoint, dist)
     T, on_cpu = model.cfg.max_seq_len, dist.device.type == "cpu"
     source = open_text(cfg.data, checkpoint.state["source"])
     rows = open_rows(source, tokenizer, T)
@@ -226,7 +222,7 @@ def write_record(
         "Final bpb": over_seeds(arm.bpb),
         **{criterion.name: criterion.summary for criterion in reversed(criteria)},
         "Layers": f"{shape.n_prelude} + {r} x {shape.n_core} + {shape.n_coda}",
-        "Refinement % (a bad first loop makes it large)": refinement(means[:r]),
+        "Refinement % (a bad first loop makes it large)": 100 * (1 - means[r - 1] / means[0]),
     }
     arm_rows = []
     for a in arms:

@@ -49,7 +49,7 @@ class WorldTask(Task):
 
     splits = ("train", "val", "test")
     rl_split = "val"
-    tags = Tags("facts", "en", "synthetic", "MIT", "free", "world")
+    tags = Tags("facts", "en", "synthetic", "MIT", "world")
     split: Split
 
     @property
@@ -77,7 +77,7 @@ class WorldChat(WorldTask):
     tags = replace(WorldTask.tags, domain="chat")
     splits = ("train", "val")
 
-    def conversation(self, i: int) -> Conversation:
+    def __getitem__(self, i: int) -> Conversation:
         turns = conversation(self.split, i)
         return [m for asked, answer in turns for m in (user(asked), assistant(answer))]
 
@@ -110,7 +110,7 @@ class WorldFacts(WorldTask):
         """The questions in turn."""
         return self.questions[i % len(self.questions)]
 
-    def conversation(self, i: int) -> Conversation:
+    def __getitem__(self, i: int) -> Conversation:
         """Question i, with a new answer sentence each time."""
         question = self.question(i)
         return [user(question.text), assistant(self.draw("answer", i).pick(question.sentences))]
@@ -118,12 +118,11 @@ class WorldFacts(WorldTask):
     def cluster(self, i: int) -> str:
         return self.question(i).fact.cluster
 
-    def score(self, conversation: Conversation, answer: str) -> float:
-        question = conversation[0]["content"]
-        asked = next(q for q in self.questions if q.text == question)
+    def score(self, i: int, answer: str) -> float:
+        asked = self.question(i)
         rest, found = whole_words(asked.answer).subn("", visible(answer))
         rivals = map(whole_words, set(asked.rivals))
-        wrong = any(r.search(rest) and not r.search(question) for r in rivals)
+        wrong = any(r.search(rest) and not r.search(asked.text) for r in rivals)
         return float(found > 0 and not wrong)
 
 
@@ -164,7 +163,6 @@ class WorldChoice(WorldTask, QuestionTask):
     """
 
     name, baseline = "World-Choice", 1 / NUM_OPTIONS
-    tags = replace(WorldTask.tags, answer_format="letter")
 
     @property
     def questions(self) -> Sequence[Question]:
@@ -199,9 +197,9 @@ class WorldChoice(WorldTask, QuestionTask):
             return super().cluster(i)
         return self.questions[i].fact.cluster
 
-    def conversation(self, i: int) -> Conversation:
+    def __getitem__(self, i: int) -> Conversation:
         """A list of options with one question; in training, more questions about it follow."""
-        messages = super().conversation(i)
+        messages = super().__getitem__(i)
         for asked in self.rounds(i)[1:]:
             messages += [user(asked.text), assistant(LETTERS[asked.right])]
         return messages
@@ -214,13 +212,13 @@ class WorldProblems(WorldTask, NumberTask):
     """Word problems solved step by step with the calculator, in the form of GSM8K."""
 
     name = "World-Problems"
-    tags = replace(WorldTask.tags, domain="math", answer_format="number")
+    tags = replace(WorldTask.tags, domain="math")
 
     def problem(self, i: int) -> Problem:
         """Word problem i (any i >= 0)."""
         return draw_problem(self.draw("problem", i))
 
-    def conversation(self, i: int) -> Conversation:
+    def __getitem__(self, i: int) -> Conversation:
         story, question, steps = self.problem(i)
         parts, result = [], ""
         for step in steps:
@@ -271,7 +269,7 @@ class WorldSpelling(WorldTask, NumberTask):
             if "".join(words).count(letter) == wanted:
                 return letter, words
 
-    def conversation(self, i: int) -> Conversation:
+    def __getitem__(self, i: int) -> Conversation:
         """The answer is the words letter by letter, with a running count: a-p1-p2-l-e."""
         letter, words = self.letter_and_words(i)
         asked = f"{', '.join(words[:-1])} and {words[-1]}"

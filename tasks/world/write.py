@@ -42,7 +42,7 @@ def write(num_shards: int | None = None) -> Path:
         for i, shard in [*enumerate(TRAIN_SHARDS[:num_shards]), (0, VAL_SHARD)]:
             file = folder / "text" / f"{shard}.jsonl"
             if shard not in files or not file.exists():
-                texts = documents(0, i, "val" if shard == VAL_SHARD else "train")
+                texts = documents(i, "val" if shard == VAL_SHARD else "train")
                 files[shard] = write_file(file, format_json_lines({"text": t} for t in texts))
         known = {folder / "suite" / file: bundle[file]["sha256"] for file in bundle}
         if not known or any(not p.exists() or sha256_file(p) != known[p] for p in known):

@@ -66,7 +66,7 @@ def test_loglikelihoods_equal_those_of_the_exported_model(ours, exported):
 
 
 def test_rolling_loglikelihood_equals_the_harness(ours, exported):
-    long = "\n\n".join(islice(documents(0, 0, "val"), 3))
+    long = "\n\n".join(islice(documents(0, "val"), 3))
     exported.add_bos_token = False  # otherwise it adds and scores a second BOS
     asked = requests((long,), ("Quin lives in Fennick.",))
     theirs = exported.loglikelihood_rolling(asked, disable_tqdm=True)

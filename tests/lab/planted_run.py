@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-from nanochat.records import Cost, Provenance, estimate, item_scores, write_record
+from nanochat.records import Cost, Provenance, item_scores, write_record
 
 module, *words = sys.argv[1:]
 flags = dict(word.lstrip("-").split("=", 1) for word in words if "=" in word)
@@ -33,9 +33,12 @@ loss = 1 + 0.1 * math.log(float(flags.get("init_lr_frac", 0.3)) / 0.3) ** 2 + no
 values, items = {"Final validation bpb": loss, "val_bpb:x": 2 * loss}, {}
 if module == "scripts.chat_rl":
     names = ("pass@1 before", "pass@1 after", "pass@1 change")
-    values = {name: estimate(2 - loss, 4, 0.1) for name in names}
+    values = {name: {"value": 2 - loss, "n": 4, "se": 0.1} for name in names}
 elif module == "scripts.chat_eval":
-    values, items = {"ARC": estimate(0.5, 4, 0.1)}, {"ARC": item_scores(range(4), [1, 1, 0, 0])}
+    values, items = (
+        {"ARC": {"value": 0.5, "n": 4, "se": 0.1}},
+        {"ARC": item_scores(range(4), [1, 1, 0, 0])},
+    )
 elif module == "scripts.base_train":
     n = 1e5 * int(flags["depth"]) ** 2
     tokens = float(flags["target_flops"]) / (6 * n)

@@ -6,6 +6,7 @@ import pytest
 from nanochat.chat_format import render
 from nanochat.common import read_json
 from nanochat.lab.canaries import BROKEN, CANARIES, CanaryMonitor, mask_errors, open_suite, rises
+from nanochat.lab.filters import material
 from nanochat.rows import signed_ids
 from nanochat.tokenizer import Tokenizer
 from tasks.base import assistant, text, tool_call, user
@@ -88,8 +89,8 @@ def test_static_suite_asks_unseen_questions_that_are_not_final(base):
         [key] = [key for key, kind in TASKS.items() if kind.name == task.name]
         for split in ("train", TASKS[key].rl_split):
             other = TASKS[key](split)
-            seen = {other.material(i) for i in range(min(len(other), 2000))}
-            assert not seen & {task.material(i) for i in range(len(task))}
+            seen = {material(other, i) for i in range(min(len(other), 2000))}
+            assert not seen & {material(task, i) for i in range(len(task))}
     declare({"World-Facts": "world"})
     assert "World-Facts" not in [task.name for task in open_suite("embedded")]
 

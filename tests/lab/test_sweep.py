@@ -2,7 +2,6 @@
 
 import json
 import re
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -10,6 +9,7 @@ from pathlib import Path
 from statistics import fmean
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -44,7 +44,7 @@ def break_seed(base: Path, seed: int, fault: object) -> None:
 
 
 def test_planted_effect_is_found_and_nulls_are_within_noise(planted_runs, base, command):
-    nulls = ("0.301", "0.302", "0.303", "0.304")
+    nulls = ("0.301", "0.302")
     flags = ["--grid=init_lr_frac=0.3,1," + ",".join(nulls), "--bases=one|two", "--tasks=ARC"]
     command.works(*SWEEP, *flags)
     rows = record(base)["tables"][0]["rows"]
@@ -56,9 +56,9 @@ def test_planted_effect_is_found_and_nulls_are_within_noise(planted_runs, base, 
         for null in nulls:
             assert bpb[base_tag, f"init_lr_frac={null}"][8] == "within noise"
     assert {row[0] for row in rows} == {"Final validation bpb", "val_bpb:x", "ARC"}
-    assert record(base)["values"] == {"Comparisons": 2 * 5 * 3, "Beyond noise": 4}
+    assert record(base)["values"] == {"Comparisons": 2 * 3 * 3, "Beyond noise": 4}
     seeds = Counter(run["seed"] for run in settings(base) if run["source"] == "base:one")
-    assert set(seeds.values()) == {1} and len(seeds) == 3 + 5 * 2  # arms share no seeds
+    assert set(seeds.values()) == {1} and len(seeds) == 3 + 3 * 2  # arms share no seeds
 
 
 def test_finished_runs_are_kept_until_their_data_changes(planted_runs, base, command, tmp_path):
@@ -98,9 +98,10 @@ def test_stopped_sweep_keeps_finished_runs(trained, fake_python, base, command, 
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.1)
     assert "another run is using this folder" in command.rejects(*SWEEP, GRID)
+    runs = psutil.Process(process.pid).children()
     process.terminate()
     assert process.wait(120) == 75
-    assert str(base) not in subprocess.check_output(["ps", "-eo", "args"], text=True)
+    assert runs and not any(run.is_running() for run in runs)
     monkeypatch.setattr(sys, "executable", str(fake_python))
     break_seed(base, 1, None)
     command.works(*SWEEP, GRID)

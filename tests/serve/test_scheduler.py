@@ -141,7 +141,7 @@ def test_failed_step_ends_only_the_answers_of_its_model(site, monkeypatch):
 
 def test_V11_shutdown_finishes_short_answers_and_ends_long_ones(base, monkeypatch):
     write_model("sft:long", context=2048)
-    monkeypatch.setattr("nanochat.serve.server.DRAIN_SECONDS", 4.0)
+    monkeypatch.setattr("nanochat.serve.server.DRAIN_SECONDS", 2.0)
     slow_down(monkeypatch, 0.02)
     with serving("sft:long") as site, ThreadPoolExecutor(2) as pool:
         short, long = (pool.submit(site.events, max_tokens=n) for n in (20, 1500))
