@@ -216,13 +216,16 @@ def choose_backend(dist: Any, compiled: bool) -> Backend:
         return "sdpa"
     # the backward pass of FlashAttention 3 is not deterministic, and does not say so
     if dist.dtype == torch.bfloat16 and not torch.are_deterministic_algorithms_enabled():
+        fault = None
         try:
             dist.on_node(lambda: load_fa3(dist.device))  # one rank of a node downloads
             load_fa3(dist.device)
-            return "fa3"
         except Exception as error:  # not Hopper, no package, no network
-            why = str(error).partition("\n")[0] or repr(error)
-            dist.print0(f"without FlashAttention 3: {why}")
+            fault = str(error).partition("\n")[0] or repr(error)
+        faults = [each for each in dist.gather(fault) if each]
+        if not faults:
+            return "fa3"
+        dist.print0(f"without FlashAttention 3: {faults[0]}")
     return "flex"
 
 

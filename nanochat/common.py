@@ -64,7 +64,8 @@ def printable(text: Any) -> str:
 
 def is_out_of_memory(error: BaseException | None) -> bool:
     """Whether an error of Python, torch or a GPU says that no memory is left."""
-    return bool(re.search("MemoryError|allocate memory|error: out of memory", repr(error)))
+    named = r"MemoryError|allocate memory|(error:|backend|failure \d+) '?out of memory"
+    return bool(re.search(named, repr(error)))
 
 
 def is_main_process() -> bool:

@@ -240,7 +240,7 @@ def write_record(
     values      name -> number, text, or a `stats.Estimate` as a dict; without those of None
     items       metric name -> its `item_scores`, or {"weights": {name: weight}} for a sum of such
     tables      {"title", "columns", "rows"}, rows of text or numbers
-    metrics     the run's metrics.jsonl (`logger`), for the figures
+    metrics     the run's metrics.jsonl (`RunLog`), for the figures
     files       output files or directories; `find_finished` checks their content later
     commits     commits of all attempts of a run, by default the current one
     code        `code_digests` when a long run began; default: of now
@@ -319,7 +319,7 @@ def read_records() -> list[Record]:
 
 
 def read_history() -> Sequence[Record]:
-    """All records ever written, oldest first; of an extended one, the parts."""
+    """All records ever written, oldest first."""
     return read_lines(report_folder() / "records.jsonl")
 
 

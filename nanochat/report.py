@@ -89,8 +89,8 @@ def update(
     Render the report of all current records. Returns the path of report.md.
 
     hourly_rate: dollars per hour for the whole machine, saved for later calls. renew: set by a
-    stage that has run on this machine, which the header describes from then on. draw: also draw the
-    figures; without it, the report has none. Raises MissingInput if there are no records.
+    stage that has run on this machine, which the header describes from then on. figures: names of
+    those in report/figures to show. Raises MissingInput if there are no records.
     """
     folder, written = records.report_folder(), records.read_records()
     path = folder.parent / "report.md"

@@ -352,9 +352,9 @@ class Run:
     state         further checkpoint state, only stored
 
     As a context manager it leaves no step behind: a stop request, five bad steps in a row, data
-    that cannot be read or, with one rank, a lack of memory end the loop after saving the completed
-    steps. A stop exits with status PREEMPTED, too little memory for the last evaluation with
-    UNEVALUATED. Raises UsageError if another run is using the folder, and ValueError if the
+    that cannot be read or, with one rank, any error outside an update end the loop after saving the
+    completed steps. A stop exits with status PREEMPTED, too little memory for the last evaluation
+    with UNEVALUATED. Raises UsageError if another run is using the folder, and ValueError if the
     checkpoint to resume has other settings or `device_batch_size` does not divide the batch.
     """
 
@@ -386,7 +386,7 @@ class Run:
             "batch_tokens": batch_tokens,
             "seed": cfg.seed,
             "optim": asdict(cfg.optim),
-            "fp8": dist.fp8,
+            **({"fp8": True} if dist.fp8 else {}),
             **identity,
         }
         self.state = {"stage": stage, "identity": self.identity, "settings": settings, **state}
@@ -459,7 +459,7 @@ class Run:
             progress = self.progress = Progress(**found.state["progress"])
             try:
                 optim.load_full_state(self.optimizer, found.optim_tensors())
-            except (KeyError, ValueError) as error:
+            except (KeyError, ValueError, RuntimeError) as error:
                 raise ValueError(
                     f"{found.folder} has the state of another optimizer; use another --model_tag"
                 ) from error

@@ -61,6 +61,8 @@ class BaseEval:
 
     def __post_init__(self) -> None:
         require_at_least(self, max_per_task=1)
+        if self.suite == "embedded" and self.eval_bundle:
+            raise ValueError("--eval_bundle requires --suite=dclm")
 
 
 def main(cfg: BaseEval) -> None:

@@ -214,7 +214,8 @@ def make_pairs(cfg: ChatDPO, data: Task, parent: Checkpoint, dist: DistContext) 
     else:
         rollouts, seed = cfg.rollouts, cfg.train.seed
         made_of = [parent.fingerprint, data.identity, asdict(rollouts), seed]
-        key = fingerprint([*made_of, code_digests()])
+        scored_by = [x for name, x in code_digests().items() if name.startswith("tasks/")]
+        key = fingerprint([*made_of, scored_by])
         path = stage_folder("dpo") / f"pairs_{key}.json"
         if not dist.on_main(path.exists):
             tokens = len(data) * rollouts.num_samples * rollouts.max_new_tokens

@@ -216,7 +216,8 @@ def open_rollouts(cfg: ChatRL, parent: Checkpoint, task: Mixture, dist: DistCont
     if cfg.pass_rates is not None:  # saved, because a resumed run may round differently
         (least, most), sampling = cfg.pass_rates, rl.sampling(seed + 2)
         made_of = [parent.fingerprint, task.identity, asdict(sampling), rl.num_samples]
-        key = fingerprint([*made_of, code_digests()])
+        scored_by = [x for name, x in code_digests().items() if name.startswith("tasks/")]
+        key = fingerprint([*made_of, scored_by])
         path = stage_folder("rl") / f"pass_rates_{key}.json"
         if not dist.on_main(path.exists):
             graded = score_by_generation(engine, task, len(task), sampling, rl.num_samples, dist)

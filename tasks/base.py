@@ -28,7 +28,8 @@ LETTERS = tuple("ABCDEFGHIJKLMNOPQRSTUVWXYZ")
 BY_LETTER = "Answer with the letter only."
 TOOL_USE = re.compile(r"<\|(python|output)_start\|>.*?(<\|\1_end\|>|$)", re.DOTALL)
 SPECIAL = re.compile(r"<\|\w+\|>")
-WORD = re.compile(r"[^\W_]+")
+# A word in a text; the label of an option in `MCQuestion.ask`
+WORD, LABEL = re.compile(r"[^\W_]+"), re.compile(r"=[A-Z]$", re.MULTILINE)
 NUMBER_AND_UNIT = re.compile(  # 12 x and 12ab have no unit: a unit is listed or has three letters
     r"""([+-]? (?=\.?\d) (?: \d{1,3}(?:,\d{3})+ | \d* ) (?: \.\d+ )?) \s*
     (?: \\?% | (?: ° | \^?\{?\\circ\}? ) [CF]? | ℃
@@ -135,8 +136,8 @@ def final_value(answer: str) -> Decimal | str | None:
 
 
 def split_words(text: str) -> tuple[str, ...]:
-    """The words of a text in lower case."""
-    return tuple(WORD.findall(text.lower()))
+    """The words of a text in lower case, without option labels."""
+    return tuple(WORD.findall(LABEL.sub("", text).lower()))
 
 
 class Task:
@@ -283,7 +284,8 @@ class NumberTask(Task):
     kind, answer_format = "generate", "number"
 
     def extract(self, answer: str) -> Decimal | str | None:
-        return final_value(answer)
+        found = final_value(answer)
+        return found if isinstance(found, Decimal) else None
 
 
 class Mixture(Task):

@@ -4,8 +4,8 @@ Mixtures of conversations: notation, and the conversations of every bucket.
     "smoltalk=10000,gsm8k*2,jsonl:mine.jsonl" -> buckets -> train and val of each
 
 A bucket is a task or one declared in a JSON file. Some tasks take a data source: jsonl:<file>,
-spelling:<word file>, smoltalk:<owner>/<name>. Training uses only the "train" split of a task. Data
-is downloaded on first use.
+smoltalk:<owner>/<name>. Training uses only the "train" split of a task. Data is downloaded on first
+use.
 """
 
 import math
@@ -173,7 +173,7 @@ def chat_mixture(words: str, val_words: str | None = None) -> ChatMixture:
     learned, measured = buckets(spec, own), buckets(val_spec, val_own or own)
     tags = {bucket.name: bucket.tags for bucket in learned}
     reject_contaminated(tags)
-    require_access(bucket.task.name for bucket in measured)
+    require_access(b.task.name for b in measured if "val" not in b.task.splits)
     for bucket in learned:
         if bucket.repeats > MOST_REPEATS and is_main_process():
             print(f"warning: more than {MOST_REPEATS} repeats of {bucket.name} add little")

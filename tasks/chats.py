@@ -51,12 +51,13 @@ class Chats(HubTask):
     def __init__(self, split: str, source: str | None = None):
         super().__init__(split, source)
         path = Path(source or "").expanduser()
-        if path.suffix in (".jsonl", ".json", ".gz") or path.is_file():
+        if path.suffix == ".jsonl" or path.is_file():
             self.path = path
             return
         self.repo, names = parse_source(source or self.default)
         own, known = parse_source(self.default or self.repo)
-        names = known | names if self.repo == own else names
+        if self.repo == own and not names.keys() & {"messages", "prompt"}:
+            names = known | names
         train = names.get("train", "train")
         self.splits = {"train": train, "val": names.get("val", train)}
         self.names, self.revision = names, names.get("revision")
@@ -98,6 +99,10 @@ class JSONL(Chats):
     """Conversations of your own, in a file of any name."""
 
     name = "JSONL"
+
+    def __init__(self, split: str, source: str | None = None):
+        super().__init__(split, source)
+        self.path = Path(source or "").expanduser()
 
 
 class SmolTalk(Chats):

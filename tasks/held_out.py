@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from nanochat.common import UsageError, base_dir, read_json, write_json
+from nanochat.common import UsageError, base_dir, hold_lock, read_json, write_json
 from nanochat.records import append_line, read_lines
 from tasks.base import Tags, plain_name
 
@@ -32,7 +32,8 @@ def final_benchmarks() -> dict[str, str]:
 def declare(final: Mapping[str, str]) -> Path:
     """Permanently declare benchmarks final. final: name -> dataset it is made from."""
     path = base_dir() / FILE
-    write_json(path, {"final": {**final_benchmarks(), **final}})
+    with hold_lock(base_dir() / ".lock", "the list of final benchmarks"):
+        write_json(path, {"final": {**final_benchmarks(), **final}})
     return path
 
 

@@ -10,10 +10,20 @@ request access.
 import ast
 import re
 from dataclasses import replace
+from decimal import Decimal
 from itertools import cycle
 
 from tasks.augment import TenOptions, shuffle_options
-from tasks.base import LETTERS, Conversation, MCQuestion, NumberTask, Tags, assistant, user
+from tasks.base import (
+    LETTERS,
+    Conversation,
+    MCQuestion,
+    NumberTask,
+    Tags,
+    assistant,
+    final_value,
+    user,
+)
 from tasks.hub import AS_PARQUET, HubQuestions, HubTask, TaskRow, make_question
 
 REASON = "Reason step by step, then end with a line that says Answer: and the letter."
@@ -281,6 +291,9 @@ class HRM8K(HubTask, NumberTask):
             raise ValueError("no answer")
         asked = f"{row[self.column].strip()}\n\n{SOLVE}"
         return [user(asked), assistant(f"#### {row['answer']}")]
+
+    def extract(self, answer: str) -> Decimal | str | None:
+        return final_value(answer)
 
 
 class MCLMKorean(HRM8K):

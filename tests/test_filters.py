@@ -3,7 +3,7 @@
 import pytest
 
 from nanochat.lab import filters
-from nanochat.lab.filters import EXAMPLES, RULES, apply_filters, material, parse_filters
+from nanochat.lab.filters import EXAMPLES, RULES, apply_filters, parse_filters
 from tasks.augment import STYLES, augment
 from tasks.base import LETTERS, MCQuestion, QuestionTask
 from tasks.buckets import buckets
@@ -78,7 +78,7 @@ def test_ten_options_come_from_training_questions(tmp_path, monkeypatch):
     assert "얼음" not in asked.options  # right in another question
 
 
-def test_augmented_bucket_has_its_tag_and_needs_letters():
+def test_augmented_bucket_has_its_name_and_needs_letters():
     declared = {"arc-styles": {"task": "arc_easy", "augment": "styles"}}
     [bucket] = buckets("arc-styles=20", declared)
     assert bucket.name == "arc-styles"
@@ -160,7 +160,7 @@ PROMPTS = [{"prompt": "2 + 2?", "gold": "4"}, {"messages": row()["messages"][:1]
         (
             "no_overlap",
             [row("Which animal lives here?")],
-            [row(f"Tell me. {material(Animals('test'), 3)} Thanks.")],
+            [row(f"Tell me. {Animals('test')[3][0]['content']} Thanks.")],
         ),
         (
             "length_shift",

@@ -297,6 +297,8 @@ def test_lost_console_does_not_end_or_unsave_a_run(trained):
     read_until_step(process, 3)
     assert process.stdout is not None
     process.stdout.close()
+    while len(losses(trained, "lost")) < 20 and process.poll() is None:
+        time.sleep(0.1)  # it goes on and tries to print
     process.send_signal(signal.SIGINT)
     assert process.wait(240) == PREEMPTED
     assert saved_steps(folder(trained, "lost"))

@@ -25,6 +25,7 @@ BAD_FLAGS = {
     "base_train --detph=2": "--detph=2.*--help",
     "base_train --dtype=int8": "int8.*bfloat16",
     "base_train --model_tag=../x": "--model_tag=../x.*use letters",
+    "base_train --eval_tokens=0": "eval_tokens must be at least 1, got 0",
     "base_train --device_batch_size=0": "device_batch_size must be at least 1, got 0",
     "base_train --arch=classic --window_pattern=LS": "pattern L.*remove it, or --window_pattern=LS",
     "base_train --target_flops=0": "target_flops must be positive, got 0",

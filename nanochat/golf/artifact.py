@@ -40,7 +40,7 @@ from nanochat.tokenizer import Tokenizer
 
 Compressor = Literal["zstd", "lzma"]
 COMPRESSORS: tuple[Compressor, ...] = get_args(Compressor)
-MAGIC = b"nanogolf"
+MAGIC = b"nanogol2"
 PREFIX = struct.Struct("<8sBIQ")  # magic, compressor, CRC-32 and length of the body
 FLOATS = {"fp16": np.dtype("<f2"), "fp32": np.dtype("<f4")}
 MAX_BODY = 1 << 32  # bytes; keeps a corrupt length from using all memory

@@ -125,5 +125,6 @@ def dequantize_rows(scale: Tensor, level: Tensor) -> Tensor:
 def quantize_dequantize(w: Tensor, form: Format, cfg: QuantConfig) -> Tensor:
     """Return w exactly as an artifact reproduces it, in the dtype of w."""
     if form in BITS:
-        return dequantize_rows(*quantize_rows(w, form, cfg)).to(w.dtype)
+        scale = scales_for(clip_range(w.float(), form, cfg), form)
+        return (nearest_levels(w.float(), scale, form) * scale).to(w.dtype)
     return w.to(torch.float16).to(w.dtype) if form == "fp16" else w

@@ -45,7 +45,7 @@ def data_arms(mixture: str, arms: str, floor: str) -> Arms:
     """
     The control and the data ablation arms, separated by |; flags set the tokens of every bucket.
 
-    Raises ValueError for an unsuitable mixture or arm, UsageError for data of final benchmarks.
+    Raises ValueError for an unsuitable mixture or arm.
     """
     spec, declared = read_mixture(mixture)
     parts = buckets(spec, declared)

@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tasks import code, questions
+from tasks.augment import MoreOptions
 from tasks.base import NumberTask, QuestionTask, Task, answer_text, final_value, split_words, user
 from tasks.registry import eval_task
 
@@ -50,7 +52,7 @@ MAD_SIGMA = 1.4826  # standard deviation / median absolute deviation of a normal
 MOST_SHIFT = 3.0  # standard deviations; our choice, no published value
 NGRAM = 4  # words per n-gram in the repetition check
 MOST_REPEATED = 0.5  # share of repeated n-grams that makes an answer degenerate
-LEAST_WORDS = 22  # of an answer, for the repetition check
+LEAST_WORDS = 23  # of an answer, for the repetition check
 HASHES, BANDS = 512, 32  # MinHash: rows are near-duplicates if any of 32 bands of 16 are equal
 SHOWN = "(?:image|picture|figure|photo|photograph|screenshot|diagram|chart|graph|attachment)s?"
 IMAGE = re.compile(  # one that is attached or shown
@@ -135,7 +137,7 @@ def not_degenerate(items: Sequence[Item]) -> Verdicts:
     """Keep answers that are complete, not empty and not repetitive."""
     for item in items:
         words = split_words(item.answer or "")
-        repeats = len(words) > LEAST_WORDS and repeated_share(words) >= MOST_REPEATED
+        repeats = len(words) >= LEAST_WORDS and repeated_share(words) >= MOST_REPEATED
         is_empty = not (item.answer or "").strip()
         ended = item.row.get("finish") in (None, "stop") and not is_empty
         yield None if item.answer is None else ended and not repeats
@@ -251,12 +253,18 @@ def passages(task: Task, i: int) -> Iterator[Words]:
 
 
 def material(task: Task, i: int) -> str:
-    """Text of item i: a question with its options, a math problem, else all messages."""
+    """
+    Text of item i without instructions: a question with its options, but not those added from
+    training questions; a math problem; else all messages.
+    """
     if isinstance(task, QuestionTask):
-        asked = task.question(i)
-        return "\n".join([asked.text, *asked.options])
+        own: Any = super(MoreOptions, task) if isinstance(task, MoreOptions) else task
+        return "\n".join([own.question(i).text, *own.question(i).options])
     said = task[i][:1] if isinstance(task, NumberTask) else task[i]
-    return "\n".join(map(answer_text, said))
+    text = "\n".join(map(answer_text, said))
+    for words in (code.INSTRUCTION, code.READ, code.PROGRAM, questions.SOLVE):
+        text = text.replace(words, "")
+    return text
 
 
 def ngrams(words: Sequence[Any], n: int) -> Iterator[tuple[Any, ...]]:

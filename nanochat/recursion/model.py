@@ -173,7 +173,8 @@ class RecursiveGPT(GPT):
         Expected training FLOPs per token over the sampled loops. A core pass without backward
         costs a third.
         """
-        cfg, head = self.cfg, 6 * self.head.weight.numel()
+        cfg = self.cfg
+        head = (8 if cfg.improvement_bonus else 6) * self.head.weight.numel()  # 2: `token_losses`
         loops = range(1, cfg.n_loops + 1)
         once = sum(map(self.layer_flops, cfg.core))
         readout = sum(map(self.layer_flops, cfg.coda)) + head

@@ -181,7 +181,7 @@ def open_val_rows(cfg: MergeScript, first: Checkpoint, dist: DistContext) -> lis
         raise ValueError(f"{first.folder} was not trained on a mixture; set --val_mixture")
     spec, declared = read_mixture(cfg.val_mixture or state["settings"]["mixture"])
     found = buckets(spec, declared or state.get("declared", {}))
-    require_access(bucket.task.name for bucket in found)
+    require_access(b.task.name for b in found if "val" not in b.task.splits)
     parts = {bucket.name: ChatPart(bucket.val, bucket.val.identity) for bucket in found}
     opened = bucket_rows(parts, first.tokenizer(), state["model"]["max_seq_len"], dist)
     return [*opened.values()]

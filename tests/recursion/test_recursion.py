@@ -110,7 +110,11 @@ def test_gradient_is_that_of_the_weighted_losses_of_all_loops(supervise, bonus):
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"supervise": "full", "bptt_loops": 1}, {"supervise": "full", "n_core": 3, "n_coda": 0}],
+    [
+        {},
+        {"supervise": "full", "bptt_loops": 1, "improvement_bonus": 1.0},
+        {"supervise": "full", "n_core": 3, "n_coda": 0},
+    ],
 )
 def test_flops_and_parameters_are_counted(changes):
     model, plain = untrained(config(**changes)), untrained(PLAIN)
