@@ -426,8 +426,8 @@ def full_state(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]
 
 def load_full_state(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
     """
-    Load `full_state`, saved with any world size. Raises KeyError, ValueError or RuntimeError if it
-    is that of another optimizer.
+    Load `full_state`, saved with any world size. Raises KeyError or ValueError if it is that of
+    another optimizer.
     """
     if isinstance(optimizer, MuonAdamW):
         return optimizer.load_full_state(tensors)

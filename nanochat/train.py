@@ -459,7 +459,7 @@ class Run:
             progress = self.progress = Progress(**found.state["progress"])
             try:
                 optim.load_full_state(self.optimizer, found.optim_tensors())
-            except (KeyError, ValueError, RuntimeError) as error:
+            except (KeyError, ValueError) as error:
                 raise ValueError(
                     f"{found.folder} has the state of another optimizer; use another --model_tag"
                 ) from error

@@ -46,9 +46,7 @@ class GolfConfig(GolfOptions, GPTConfig):
         super().__post_init__()
         dims = self.head_dim if self.rope_dims is None else self.rope_dims
         if not 2 <= dims <= self.head_dim or dims % 2 or self.head_dim % 2:
-            raise ValueError(
-                f"rope_dims {dims} and head_dim {self.head_dim} must be even, 2 or more"
-            )
+            raise ValueError(f"rope_dims {dims}, 2 to head_dim {self.head_dim}: both must be even")
         if not 0 <= self.xsa_last_n <= self.n_layer:
             raise ValueError(f"xsa_last_n must be 0 to {self.n_layer}, got {self.xsa_last_n}")
         if self.qk_gain_init is not None and not 0 < self.qk_gain_init < math.inf:
