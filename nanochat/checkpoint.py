@@ -240,8 +240,7 @@ def open_checkpoint(
     found = next(intact_checkpoints(folder, optimizer), None)
     if folders and found is None:
         raise CorruptCheckpoint(
-            f"all checkpoints in {folder} are corrupt; its training script with --resume=never "
-            "moves them aside and trains again"
+            f"all checkpoints in {folder} are corrupt; rename it, and the same command trains again"
         )
     return found
 

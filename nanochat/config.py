@@ -46,6 +46,8 @@ def start(main: Callable[[C], Any], default: C, doc: str | None):
     atexit.register(speed_up_exit)  # registered first, so it runs last
     sys.excepthook = print_traceback
     sys.stdout, sys.stderr = Console(sys.stdout), Console(sys.stderr)
+    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:  # set by scripts/__init__.py
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         main(parse(default, doc))
     except KeyboardInterrupt as error:

@@ -19,6 +19,7 @@ The loop itself stands in the script of each stage:
 
 import gc
 import math
+import resource
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -146,7 +147,8 @@ def choose_compile(flops: float, dist: DistContext) -> Compile:
         exact = torch.are_deterministic_algorithms_enabled()  # timings choose kernels at random
         return "autotune" if measured and flops > AUTOTUNE_FLOPS and not exact else "on"
     long = dist.device.type == "cpu" and flops > COMPILE_FLOPS
-    return "on" if long and has_compiler() else "off"
+    free = resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY
+    return "on" if long and free and has_compiler() else "off"  # it needs gigabytes of addresses
 
 
 def prepare_scoring(

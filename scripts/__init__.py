@@ -8,5 +8,12 @@ medians of 5, 2 cores, 2026-11).
 """
 
 import os
+import signal
+import sys
+from multiprocessing import current_process
 
 os.environ.setdefault("GOMP_SPINCOUNT", "30000")
+is_command = sys.argv[0] == "-m" or current_process().name != "MainProcess"  # or started by one
+if is_command and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    # Ctrl-C during the imports, which take seconds, just ends the process; see `config.start`
+    signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -100,31 +100,27 @@ def open_tasks(
     Return the tasks that can be scored, and name -> reason for the skipped ones, which are
     logged. Raises UsageError if a task in `task_name` cannot be scored.
     """
-    left_out = [name for name in default if is_final(TASKS[name].name) and not cfg.final]
-    selected = [name for name in default if name not in left_out]
-    if cfg.task_name:
-        selected = cfg.task_name.split("|")
-    elif left_out:
-        dist.print0(f"skipping final benchmarks: {', '.join(left_out)}; --final evaluates them")
+    selected = cfg.task_name.split("|") if cfg.task_name else default
     names = list({key_of(name): name for name in selected}.values())
-    mine = dist.on_node(lambda: {n: why_unavailable(n, cfg.unsafe_exec) for n in names})
+    mine = dist.on_node(lambda: {n: why_unavailable(n, cfg) for n in names})
     missing = {n: why for reasons in dist.gather(mine) for n, why in reasons.items() if why}
     for name, why in missing.items():
         if cfg.task_name:
             raise UsageError(f"{name} cannot be scored here: {why}", "remove it from --task_name")
         dist.print0(f"skipping {name}: {why}")
-    if not cfg.task_name:
-        missing |= dict.fromkeys(left_out, "final benchmark")
     return [eval_task(name, cfg.unsafe_exec) for name in names if name not in missing], missing
 
 
-def why_unavailable(name: str, unsafe: bool = False) -> str | None:
+def why_unavailable(name: str, cfg: ChatEval) -> str | None:
     """
     Why a task cannot be scored here; None if it can. Generated code needs a sandbox, spelling a
-    word list.
+    word list. Final benchmarks are not among the default tasks.
     """
+    task = eval_task(name, cfg.unsafe_exec)
+    if is_final(task.name) and not cfg.final and not cfg.task_name:
+        return "final benchmark, evaluated with --final"
     try:
-        eval_task(name, unsafe).require_input()
+        task.require_input()
     except (SandboxUnavailable, MissingInput) as error:
         return " ".join(str(error).split())
     return None

@@ -11,4 +11,4 @@ set -euo pipefail
 name=extreme preset=extreme
 iterations=5000 rows=256 save_every=500 eval_every=250 device_rows=16 eval_tokens=1048576
 shards=${SHARDS:-200} chars=1000000000 warmup=200
-source "$(dirname "$0")/../dev/recursion.sh"
+source "$(dirname "$0")/train_h100_fast.sh"

@@ -34,7 +34,7 @@ NUMBER_AND_UNIT = re.compile(  # 12 x and 12ab have no unit: a unit is listed or
     r"""([+-]? (?=\.?\d) (?: \d{1,3}(?:,\d{3})+ | \d* ) (?: \.\d+ )?) \s*
     (?: \\?% | (?: ° | \^?\{?\\circ\}? ) [CF]? | ℃
       | (?: \\(?:text|mathrm)\{[^{}\d]*\} | [mck]?m | [mk]?g | m?[lL] | s | h | km/h | m/s
-          | [a-zA-Z]{3,} [a-zA-Z\s]* ) (?: \^\{?[23]\}? | [²³] )?
+          | [a-zA-Z]{3} [a-zA-Z\s]* ) (?: \^\{?[23]\}? | [²³] )?
     )? \s* \(? \s* (?: (?![십백천만억조]) [가-힣.\s]+ )? \)?""",
     re.VERBOSE,
 )
@@ -166,15 +166,13 @@ class Task:
     SandboxUnavailable when scoring."""
     tags = Tags()
     """Properties of its data, reported for mixtures."""
-    takes_source = False
-    """Whether it reads `source`, a file or repository, instead of its own data."""
 
     def __init__(self, split: str, source: str | None = None):
         if split not in self.splits:
             raise ValueError(f"{self.name} has no split {split!r}; it has {', '.join(self.splits)}")
-        if source and not self.takes_source:
+        if source:
             raise ValueError(f"{self.name} takes no data source; remove {source!r}")
-        self.split, self.source = split, source
+        self.split = split
 
     def require_input(self) -> None:
         """Raise SandboxUnavailable or MissingInput if this machine cannot score the task."""
@@ -208,10 +206,6 @@ class Task:
     def locate(self, i: int) -> tuple["Task", int]:
         """The task of conversation i and its index there; a Mixture has other tasks."""
         return self, i
-
-    def letters(self, i: int) -> tuple[str, ...]:
-        """The option letters of question i; empty without options."""
-        return ()
 
     def cluster(self, i: int) -> str:
         """
@@ -271,6 +265,7 @@ class QuestionTask(Task):
         return [user(asked.ask()), assistant(LETTERS[asked.right])]
 
     def letters(self, i: int) -> tuple[str, ...]:
+        """The option letters of question i."""
         return LETTERS[: len(self.question(i).options)]
 
     def extract(self, answer: str) -> str | None:
@@ -342,7 +337,7 @@ class LaterTurns(Mixture):
             other, n = self.earlier.locate(int(rng.random() * len(self.earlier)))
             if len(before) < 2 * count and other.cluster(n) != own:
                 before += other[n][:2]
-        return before + super().__getitem__(i)
+        return before + task[number]
 
 
 def shuffled(values: Sequence[Any], seed: int | str) -> list[Any]:

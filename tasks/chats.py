@@ -42,16 +42,17 @@ class Chats(HubTask):
 
     name, kind = "Hub", "talk"
     splits = {"train": "train", "val": "train"}
-    takes_source = True
+    is_file = False
+    """Whether every source is a file."""
     names: Mapping[str, str] = {}
     """What the source calls its columns and files."""
     default = ""
     """Source that a subclass knows."""
 
     def __init__(self, split: str, source: str | None = None):
-        super().__init__(split, source)
+        super().__init__(split)
         path = Path(source or "").expanduser()
-        if path.suffix == ".jsonl" or path.is_file():
+        if self.is_file or path.suffix == ".jsonl" or path.is_file():
             self.path = path
             return
         self.repo, names = parse_source(source or self.default)
@@ -98,11 +99,7 @@ class Chats(HubTask):
 class JSONL(Chats):
     """Conversations of your own, in a file of any name."""
 
-    name = "JSONL"
-
-    def __init__(self, split: str, source: str | None = None):
-        super().__init__(split, source)
-        self.path = Path(source or "").expanduser()
+    name, is_file = "JSONL", True
 
 
 class SmolTalk(Chats):
@@ -194,7 +191,7 @@ GREETINGS = ("Hello! ", "Hi! ", "Hey, ", "Good morning! ")
 def topics() -> list[list[str]]:
     """
     Lines of each topic: question variants separated by |, then answers. Raises ValueError for a
-    topic with fewer than two variants or without answers, and for fewer than three topics.
+    topic with fewer than two variants or without answers.
     """
     path = Path(__file__).parent / "identity.txt"
     found = blocks(path.read_text(encoding="utf-8"))

@@ -65,7 +65,8 @@ def final_code(answer: str, entry: str | None) -> str:
     blocks = BLOCK.findall(answer)
     python = [code for language, code in blocks if language.lower() in ("python", "python3", "py")]
     found = python or [code for _, code in blocks] or [answer]
-    return ([code for code in found if f"def {entry}(" in code] or found)[-1]
+    chosen = ([code for code in found if f"def {entry}(" in code] or found)[-1]
+    return chosen.replace("from __future__ import annotations", "")  # only valid in the first line
 
 
 def run_test(program: str, test: str, entry: str, setup: str = "", unsafe: bool = False) -> bool:
@@ -163,7 +164,7 @@ class LiveCodeBench(CodeTask):
         for case in tests:
             check = f"same_text(run_case({case['input']!r}), {case['output']!r})"
             if method:  # arguments and result are JSON, in which tuples become lists
-                arguments = ", ".join(repr(json.loads(x)) for x in case["input"].splitlines())
+                arguments = ", ".join(repr(json.loads(x)) for x in case["input"].strip().split("\n"))
                 right = json.loads(case["output"])
                 check = f"json.loads(json.dumps(run_case({arguments}))) == {right!r}"
             test = f"{COMPARE}assert {check}"

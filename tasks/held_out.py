@@ -1,7 +1,7 @@
 """
 Final benchmarks: declared once, denied by default, every access logged.
 
-    held_out.json {final} -> require_access -> held_out_access.jsonl -> the report
+    held_out.json -> require_access -> held_out_access.jsonl -> the report
 
 A benchmark is for development unless declared `final`. Selecting models on a final benchmark
 defeats its purpose. A training bucket made from the same dataset as a final benchmark
@@ -26,14 +26,14 @@ def final_benchmarks() -> dict[str, str]:
     file is damaged.
     """
     path = base_dir() / FILE
-    return read_json(path)["final"] if path.exists() else {}
+    return read_json(path) if path.exists() else {}
 
 
 def declare(final: Mapping[str, str]) -> Path:
     """Permanently declare benchmarks final. final: name -> dataset it is made from."""
     path = base_dir() / FILE
     with hold_lock(base_dir() / ".lock", "the list of final benchmarks"):
-        write_json(path, {"final": {**final_benchmarks(), **final}})
+        write_json(path, {**final_benchmarks(), **final})
     return path
 
 

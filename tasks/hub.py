@@ -146,16 +146,16 @@ class HubQuestions(QuestionTask, HubTask):
     needs more than that.
     """
 
-    columns: tuple[str, str | tuple[str, ...], str] = "question", "options", "answer"
-    """Columns of the question, of the options (a list, or a column each), and of the answer."""
+    columns: tuple[str | tuple[str, ...], str]
+    """Columns of the options (a list, or a column each) and of the answer."""
     labels = "12345"
     """What the answer says for the first option, the second, ...; in lower case."""
 
     def parse(self, row: TaskRow) -> MCQuestion:
-        question, options, answer = self.columns
+        options, answer = self.columns
         listed = row[options] if isinstance(options, str) else [row[name] for name in options]
         right = [*self.labels].index(str(row[answer]).strip().lower())
-        return make_question(row[question], listed, right)
+        return make_question(row["question"], listed, right)
 
     def question(self, i: int) -> MCQuestion:
         return self.items[i]

@@ -81,7 +81,7 @@ class MMLU(HubQuestions):
     tags = Tags("exams", "en", "native", "MIT", "mmlu")
     repo = "cais/mmlu"
     splits = {"train": "all/auxiliary_train", "val": "all/validation", "test": "all/test"}
-    columns, labels = ("question", "choices", "answer"), "0123"
+    columns, labels = ("choices", "answer"), "0123"
 
 
 class KMMLU(HubQuestions):
@@ -96,7 +96,7 @@ class KMMLU(HubQuestions):
     tags = Tags("exams", "ko", "native", "CC BY-ND 4.0", "kmmlu+kmmlu-pro")
     repo = "HAERAE-HUB/KMMLU"
     splits = {"train": "data/*-train", "val": "data/*-dev", "test": "data/*-test"}
-    columns = "question", tuple("ABCD"), "answer"
+    columns = tuple("ABCD"), "answer"
 
 
 class AQuALetter(HubQuestions):
@@ -147,7 +147,7 @@ class KMMLURedux(HubQuestions):
     name, baseline = "KMMLU-Redux", 0.25
     tags = Tags("exams", "ko", "native", "CC BY-NC-ND 4.0", "kmmlu")
     repo, revision = "LGAI-EXAONE/KMMLU-Redux", AS_PARQUET
-    splits, columns = {"test": "*/test/*"}, ("question", "options", "solution")
+    splits, columns = {"test": "*/test/*"}, ("options", "solution")
 
 
 class KMMLUReduxTen(TenOptions, KMMLURedux):
@@ -175,7 +175,7 @@ class HAERAE(HubQuestions):
     tags = Tags("culture", "ko", "native", "CC BY-NC-ND 4.0", "hae-rae")
     repo = "HAERAE-HUB/HAE_RAE_BENCH_1.0"
     splits = {"test": "data/HAERAE-Bench-v1-*"}
-    columns, labels = ("question", tuple("abcde"), "answer"), "abcde"
+    columns, labels = (tuple("abcde"), "answer"), "abcde"
 
 
 class ClinicalQA(HubQuestions):

@@ -52,7 +52,7 @@ class WordTask(Task):
         text = path.read_text("utf-8").lower() if path.exists() else ""
         words = re.findall(r"(?<!\S)[a-z]{3,}(?!\S)", text)
         if not (found := tuple(word for word in words if split_of("word", word) == self.split)):
-            fix = "python -m scripts.tok_train"
+            fix = "python -m scripts.tok_train, or leave out spelling and simple_spelling"
             raise MissingInput(
                 f"no word list for {self.split} (words of 3 or more letters a to z) in {path}", fix
             )
@@ -68,10 +68,6 @@ class WordTask(Task):
     def __len__(self) -> int:
         return SIZES[self.split]
 
-    def generator(self, i: int) -> Random:
-        """Random generator of conversation i; the split is part of the seed."""
-        return Random(f"{self.name}-{self.split}-{i}")
-
 
 class SpellingBee(WordTask, NumberTask):
     """Count a letter in a word, letter by letter, and check the count with the tool."""
@@ -79,7 +75,7 @@ class SpellingBee(WordTask, NumberTask):
     name = "SpellingBee"
 
     def __getitem__(self, i: int) -> Conversation:
-        rng = self.generator(i)
+        rng = Random(f"{self.name}-{self.split}-{i}")
         word, inside = pick(rng, self.words), rng.random() < 0.8
         letter = pick(rng, [c for c in ascii_lowercase if (c in word) == inside])
         counted, lines = 0, [spelled(word)]
@@ -99,6 +95,6 @@ class SimpleSpelling(WordTask):
     name, kind = "SimpleSpelling", "generate"
 
     def __getitem__(self, i: int) -> Conversation:
-        rng = self.generator(i)
+        rng = Random(f"{self.name}-{self.split}-{i}")
         word = pick(rng, self.words)
         return [user(pick(rng, SPELL_QUESTIONS).format(word=word)), assistant(spelled(word))]

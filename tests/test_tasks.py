@@ -100,7 +100,7 @@ def test_row_of_a_dataset_becomes_a_conversation(key, tmp_path, monkeypatch, cap
     right = base.answer_text(answer)
     assert task.score(0, f"{right}<|assistant_end|>") == 1.0
     assert not any(task.score(0, wrong) for wrong in case.wrong if wrong != right)
-    assert task.baseline <= 0.25 and (task.baseline > 0) == bool(task.letters(0))
+    assert task.baseline <= 0.25 and (task.baseline > 0) == isinstance(task, base.QuestionTask)
 
 
 # ---- Scoring -------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ import numpy as np
 
 from nanochat.chat_format import render
 from nanochat.checkpoint import Checkpoint, load_model
-from nanochat.common import UsageError, read_json
+from nanochat.common import UsageError
 from nanochat.dataset import DataConfig
 from nanochat.dist import DistContext
 from nanochat.engine import Engine, Sampling
@@ -40,7 +40,6 @@ from nanochat.tokenizer import Tokenizer
 from tasks import builtin
 from tasks.base import Mixture, Task, visible
 from tasks.held_out import is_final
-from tasks.hub import HubTask, data_folder, match_files
 from tasks.registry import TASKS
 
 # ---- Metrics of a model --------------------------------------------------------------------------
@@ -108,7 +107,7 @@ def measure_answers(model: GPT, tokenizer: Tokenizer, suite: Sequence[Task]) -> 
     texts = [tokenizer.decode(answer.ids).strip() for answer in answers]
     pairs = list(zip(questions, texts, strict=True))
     ratio = max(1, sum(len(answer.ids) for answer in answers)) / max(1, expected)
-    choices = Counter(text for (task, i), text in pairs if task.letters(i)) or Counter("?")
+    choices = Counter(text for (task, i), text in pairs if task.kind == "choice") or Counter("?")
     return {
         "length": max(ratio, 1 / ratio),
         "no_end": fmean(answer.finish == "length" for answer in answers),
@@ -170,34 +169,14 @@ GREEDY = Sampling(max_new_tokens=256, temperature=0.0)
 
 def open_suite(dataset: str | None) -> list[Task]:
     """Tasks of the suite for models pretrained on `dataset`. Raises ValueError if all are final."""
-    published = [] if dataset == builtin.EMBEDDED else first_items(PUBLISHED)
-    if any(task.kind == "choice" for task in published):
-        return published
-    if dataset != builtin.EMBEDDED:
-        print("no benchmark is on this machine (chat_eval downloads them): asking World tasks")
-    if not (found := first_items(BUILTIN)):
-        raise ValueError("all tasks of the suite are final benchmarks: there is nothing to score")
-    return found
-
-
-def first_items(counts: Mapping[str, int]) -> list[Task]:
-    """The first items of each task that is on this machine and not final."""
-    found: list[Task] = []
+    counts, found = BUILTIN if dataset == builtin.EMBEDDED else PUBLISHED, []
     for key in (key for key in counts if not is_final(key)):
         kind = TASKS[key]
         split = next(s for s in ("val", "test") if s in kind.splits and s != kind.rl_split)
-        task = kind(split)
-        if not isinstance(task, HubTask) or is_local(task):
-            found.append(Mixture([task], count=counts[key]))
+        found.append(Mixture([kind(split)], count=counts[key]))
+    if not found:
+        raise ValueError("all tasks of the suite are final benchmarks: there is nothing to score")
     return found
-
-
-def is_local(task: HubTask) -> bool:
-    """Whether all files of the split are on this machine, so that nothing is downloaded."""
-    folder = data_folder(task.repo)
-    path, stem = folder / "manifest.json", task.splits[task.split]
-    names = path.exists() and match_files(stem, read_json(path)["files"], task.repo)
-    return bool(names) and all((folder / name).exists() for name in names)
 
 
 def score_suite(

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from nanochat.attention import CacheView, KVCache
@@ -286,18 +285,6 @@ class RecursiveGPT(GPT):
         *_, state = self.states(inputs, loops)
         hidden = self.read_out(inputs, state, loops)
         return token_losses(hidden, self.head.weight, targets, self.compiled)
-
-    @torch.no_grad()
-    def trace(self, tokens: Tensor, loops: int) -> tuple[Tensor, Tensor]:
-        """
-        Return the state RMS after each loop (loops,) and the state's mean cosine similarity to the
-        previous state (loops - 1,).
-        """
-        states = [s.float() for s in self.states(self.begin(tokens), loops)]
-        rms = torch.stack([s.square().mean().sqrt() for s in states])
-        pairs = zip(states, states[1:], strict=False)
-        cosines = [F.cosine_similarity(a, b, dim=-1).mean() for a, b in pairs]
-        return rms, torch.stack(cosines) if cosines else rms[:0]
 
 
 def read_config(values: Mapping[str, Any]) -> GPTConfig:

@@ -15,6 +15,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from nanochat.common import StopRequest
 from nanochat.dist import DistContext
@@ -193,13 +194,16 @@ def step_metrics(model: RecursiveGPT, dist: DistContext) -> dict[str, float]:
     return {name: nats / counted if counted else 0.0 for name, nats in found.items()}
 
 
+@torch.no_grad()
 def state_metrics(model: RecursiveGPT, batches: Iterable[Batch]) -> dict[str, float]:
     """State RMS after each loop and cosine similarity to the previous state, on the first batch."""
     first = next(iter(batches), None)
     if first is None:  # rank without validation data
         return {}
-    rms, cosines = model.trace(torch.from_numpy(first[0]).to(model.device), model.cfg.n_loops)
-    return {
-        **{f"state_rms_{k}": value for k, value in enumerate(rms.tolist(), start=1)},
-        **{f"state_cosine_{k}": value for k, value in enumerate(cosines.tolist(), start=2)},
-    }
+    inputs = model.begin(torch.from_numpy(first[0]).to(model.device))
+    states = [state.float() for state in model.states(inputs, model.cfg.n_loops)]
+    rms = [float(state.square().mean().sqrt()) for state in states]
+    found = {f"state_rms_{k}": value for k, value in enumerate(rms, start=1)}
+    for k, pair in enumerate(itertools.pairwise(states), start=2):
+        found[f"state_cosine_{k}"] = float(F.cosine_similarity(*pair, dim=-1).mean())
+    return found

@@ -154,7 +154,7 @@ class Generation(BaseModel):
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     repetition_penalty: float | None = Field(
-        None, gt=0, le=100, validation_alias=AliasChoices("repetition_penalty", "repeat_penalty")
+        None, ge=0.01, le=100, validation_alias=AliasChoices("repetition_penalty", "repeat_penalty")
     )
     logit_bias: Biases = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
@@ -165,7 +165,7 @@ class Generation(BaseModel):
     @model_validator(mode="after")
     def reject_unsupported(self) -> Self:
         for name, value in (self.model_extra or {}).items():
-            neutral = {"best_of": (1, self.n), "length_penalty": (1,), "tfs_z": (1,)}.get(name, ())
+            neutral = {"best_of": (1, self.n), "tfs_z": (1,)}.get(name, ())
             is_neutral = value in NEUTRAL or value in neutral
             if name == "logprobs" and type(value) is int:  # 0 asks for those of the answer
                 is_neutral = False

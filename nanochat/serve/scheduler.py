@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 
 from nanochat.chat_format import Transcript
-from nanochat.engine import TOOL_WAIT_SECONDS, Completion, Engine, Sampling
+from nanochat.engine import Completion, Engine, Sampling
 from nanochat.serve.openai_api import ApiError, Asked, Delta, FinishReason, Prompt, bad_field
 from nanochat.tokenizer import Tokenizer
 
@@ -156,11 +156,8 @@ class Worker:
         self, engine: Engine, asked: Asked, prompts: Sequence[tuple[Prompt, Sampling]]
     ) -> Reply:
         """
-        Queue a request. Raises ApiError if the queue is full or too short for it, or the server is
-        shutting down.
+        Queue a request. Raises ApiError if the queue is full or too short for it.
         """
-        if self.deadline is not None:
-            raise ApiError(503, "the server is shutting down", "shutting_down")
         reply, unfinished = Reply(engine, asked, prompts), self.num_unfinished(engine)
         limit = engine.slots + self.max_waiting
         if reply.total > limit:
@@ -180,7 +177,7 @@ class Worker:
         self.wake.set()
 
     def drain(self, seconds: float) -> None:
-        """Reject new requests, and abort completions that have not ended after `seconds`."""
+        """Abort completions that have not ended after `seconds`."""
         self.deadline = time.monotonic() + seconds
 
     def stop(self) -> None:
@@ -218,12 +215,11 @@ class Worker:
         if self.deadline is not None and time.monotonic() > self.deadline:
             self.fail(opened, ApiError(503, "the server shut down", "shutting_down"))
         engines = {reply.engine for reply in (*opened, *self.begun)}
-        idle = not any(engine.active or engine.waiting for engine in engines)
         for engine in engines:
             mine = [reply for reply in opened if reply.engine is engine]
             try:
                 self.update(engine, mine)
-                engine.step(TOOL_WAIT_SECONDS if idle else 0)
+                engine.step()
                 for reply in mine:
                     self.deliver(reply)
             except Exception as error:  # fails this engine's replies, not the server

@@ -62,7 +62,6 @@ DRAIN_SECONDS = 5.0  # time for running completions to finish on shutdown
 CLOSE_SECONDS = 8  # wait before closing open connections on shutdown
 HEARTBEAT_SECONDS = 15.0  # proxies close idle streams
 CHECK_SECONDS = 0.2  # at most between checks whether the client is still there
-CLIENT_LEFT = 499  # nginx's status for "client closed request"
 
 
 @dataclass(frozen=True)
@@ -141,7 +140,7 @@ async def whole_answer(reply: Reply, writer: Writer, request: Request) -> Respon
         for delta in deltas:
             found[delta.index].append(delta)
         if await request.is_disconnected():
-            return Response(status_code=CLIENT_LEFT)
+            return Response()  # which nobody reads
     return JSONResponse(writer.envelope(list(map(writer.choice, found)), reply.usage))
 
 
@@ -375,8 +374,7 @@ def listen(cfg: ServerConfig) -> socket.socket:
         found.listen()  # else a second server could bind the port while this one loads its model
     except OSError as error:
         found.close()
-        port = cfg.port + 1 if 1024 <= cfg.port < 2**16 - 1 else 8000  # below 1024: for root
-        address, fix = f"{cfg.host}:{cfg.port}", f"--port={port} or --host=127.0.0.1"
+        address, fix = f"{cfg.host}:{cfg.port}", "--port=0 (any that is free) or --host=127.0.0.1"
         message = f"cannot listen on {address} ({error.strerror}); try {fix}"
         raise ValueError(message) from error
     return found

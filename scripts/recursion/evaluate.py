@@ -23,17 +23,15 @@ from nanochat import records, report
 from nanochat.checkpoint import Checkpoint, find_checkpoint, load_weights
 from nanochat.common import UsageError
 from nanochat.config import require_at_least, start
-from nanochat.dataset import DataConfig
 from nanochat.dist import DistConfig, DistContext, init_dist
 from nanochat.eval_bpb import bits_per_byte, row_batches
+from nanochat.lab.canaries import open_pretraining_rows
 from nanochat.lab.significance import over_seeds
 from nanochat.records import METRICS_FILE, read_metrics
 from nanochat.recursion import verdict
 from nanochat.recursion.model import RecursiveGPT, new_model, read_config
 from nanochat.recursion.verdict import Criterion, LoopArm, state_metrics
-from nanochat.rows import open_rows
 from nanochat.train import Compile, prepare_scoring
-from tasks.builtin import open_text
 
 SECTION = "Recursion"
 GPU_ROWS = 16  # rows per forward pass on a GPU
@@ -48,7 +46,6 @@ class RecursionEval:
     """Folders of plain models to compare at equal cost: FLOPs, tokens or parameters."""
     eval_tokens: int | None = None
     """Validation tokens to score. Default: 10,485,760; 262,144 on a CPU."""
-    data: DataConfig = field(default_factory=DataConfig)
     dist: DistConfig = field(default_factory=DistConfig)
     compile: Compile = "auto"
     """torch.compile. auto: on GPUs and in long runs on a CPU. autotune: times several kernels."""
@@ -137,8 +134,7 @@ def score_loops(cfg: RecursionEval, checkpoint: Checkpoint, dist: DistContext) -
         model = new_model(read_config(checkpoint.state["model"]), dist.dtype)
     load_weights(model, checkpoint, dist)
     T, on_cpu = model.cfg.max_seq_len, dist.device.type == "cpu"
-    source = open_text(cfg.data, checkpoint.state["source"])
-    rows = open_rows(source, tokenizer, T)
+    rows = open_pretraining_rows(checkpoint, dist)
     tokens = cfg.eval_tokens or (262_144 if on_cpu else 20 * 524_288)
     size = prepare_scoring(cfg.compile, model, 2 * tokens, GPU_ROWS, dist)
     token_bytes, states = tokenizer.token_bytes(), {}
