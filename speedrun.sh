@@ -30,7 +30,7 @@ h100x8)
     depth=${DEPTH:-24}
     text=(--dataset=karpathy/climbmix-400b-shuffle)
     tokenizer=(--vocab_size=32768 --max_chars=2000000000)
-    shape=(--max_seq_len=2048 --target_param_data_ratio=8 --save_every=500)
+    shape=(--max_seq_len=2048 --target_param_data_ratio=8 --save_every=500 --compile=autotune)
     rl=(--examples_per_step="$(whole 32)") # a rank decodes 4 questions x 16 samples at a time
     ;;
 gpu)
@@ -64,7 +64,7 @@ if [ -n "${DRY_RUN:-}" ]; then # the last of duplicate flags wins
     [ "$gpus" -gt 0 ] || [ "$PROFILE" = cpu ] || shape+=(--total_batch_size=$((2048 * processes)))
     text+=(--num_shards=1)
     tokenizer+=(--max_chars=1000000)
-    shape+=(--num_iterations=2 --eval_tokens=1 --core_metric_max_per_task=2)
+    shape+=(--num_iterations=2 --eval_tokens=1 --core_metric_max_per_task=2 --compile=auto)
     score=(--split_tokens=1 --max_documents=8)
     core=(--max_per_task=2)
     mid+=(--num_iterations=2 --eval_tokens=1)

@@ -42,7 +42,7 @@ SCRIPTS = {
     "dpo": "chat_dpo",  # optional
     "rl": "chat_rl",
 }
-# + _checkpoints
+# stage -> name of its folder, before "_checkpoints"
 FOLDERS = {"base": "base", "mid": "mid", "sft": "chatsft", "dpo": "chatdpo", "rl": "chatrl"}
 ASIDE = ".before-"  # in the folder name of a run that was replaced
 CHECKPOINT_REF = re.compile(r"(?P<stage>\w+)(:(?P<tag>[^:]+)(:(?P<step>\d+))?)?")

@@ -156,7 +156,7 @@ def require_positive(cfg: Any, *names: str) -> None:
     """Raise ValueError if one of these settings is not above 0; None is allowed."""
     for name in names:
         value = getattr(cfg, name)
-        if value is not None and not value > 0:
+        if value is not None and not 0 < value < float("inf"):
             raise ValueError(f"{name} must be positive, got {value}")
 
 

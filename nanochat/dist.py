@@ -233,10 +233,8 @@ def init_dist(cfg: DistConfig = DistConfig(), seed: int = 0, steady: bool = True
     Raises ValueError if the requested device is not available.
     """
     env = os.environ
-    rank, local_rank, world_size = (
-        int(env.get(name, default))
-        for name, default in (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1))
-    )
+    rank, local_rank = (int(env.get(name, 0)) for name in ("RANK", "LOCAL_RANK"))
+    world_size = int(env.get("WORLD_SIZE", 1))
     mps = torch.backends.mps.is_available()
     present = {"cuda": torch.cuda.is_available(), "mps": mps, "cpu": True}
     kind = cfg.device_type or next(kind for kind in present if present[kind])
@@ -254,7 +252,7 @@ def init_dist(cfg: DistConfig = DistConfig(), seed: int = 0, steady: bool = True
     if kind == "cpu" and steady:
         keep_freed_memory()
     store = objects = None
-    if world_size > 1 and not distributed.is_initialized():
+    if world_size > 1:
         minutes = datetime.timedelta(minutes=cfg.collective_timeout_minutes)
         store, objects = join(device, rank, world_size, minutes)
     if cfg.deterministic:
@@ -265,8 +263,7 @@ def init_dist(cfg: DistConfig = DistConfig(), seed: int = 0, steady: bool = True
     name = "bfloat16" if fp8 else cfg.dtype
     dtype = getattr(torch, name) if name else default_dtype(device)
     local_size = int(env.get("LOCAL_WORLD_SIZE", world_size))
-    context = rank, local_rank, world_size, device, dtype
-    return DistContext(*context, fp8, local_size, store, objects)
+    return DistContext(rank, local_rank, world_size, device, dtype, fp8, local_size, store, objects)
 
 
 def default_dtype(device: torch.device) -> torch.dtype:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from nanochat.checkpoint import FOLDERS, Checkpoint, parse_checkpoint_ref, stage_folder
+from nanochat.checkpoint import Checkpoint, parse_checkpoint_ref, stage_folder
 from nanochat.config import require_positive
 from nanochat.dist import DistContext
 from nanochat.eval_bpb import ValidationConfig
@@ -25,7 +25,7 @@ from nanochat.scaling import batch_lr_factor, divisible_batch, make_rules
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import Compile, Run, TrainConfig, document_segments
 
-MIN_STEPS = 200  # a short stage uses smaller batches to reach this many steps
+MIN_TUNING_STEPS = 200  # a short stage uses smaller batches to reach this many steps
 # with fewer, a stage warns; measured: 20 varied conversations need about 50 at depth 4 (one seed)
 FEW_STEPS = 50
 MIN_ROWS = 8  # rows (packed sequences) of the smallest automatic batch
@@ -77,9 +77,9 @@ def open_parent(
     """
     if source.split(":")[0] not in stages:
         raise ValueError(f"--source={source} is not one of {', '.join(stages)}; use e.g. base:d4")
-    own_tag = cfg.model_tag if source in FOLDERS else None
-    name = f"{source}:{own_tag}" if own_tag else source
-    return dist.on_node(lambda: parse_checkpoint_ref(name))
+    if cfg.model_tag and ":" not in source:
+        source += f":{cfg.model_tag}"
+    return dist.on_node(lambda: parse_checkpoint_ref(source))
 
 
 def choose_tag(kind: str, parent: Checkpoint, cfg: TrainConfig) -> str:
@@ -117,10 +117,8 @@ def make_run(
     parent: Checkpoint,
     model: GPT,
     rows: Rows,
-    cfg: FinetuneConfig,
-    train: TrainConfig,
+    cfg: Any,
     dist: DistContext,
-    *,
     settings: Mapping[str, Any],
     inputs: Mapping[str, str],
     declared: Mapping[str, Any],
@@ -129,9 +127,10 @@ def make_run(
     The run of a stage, with its number of steps, batch size and optimizer. settings, inputs: as in
     `Run`. declared: buckets that are not tasks, for the checkpoint.
     """
-    num_steps, batch_tokens = plan_finetuning(cfg, parent, rows, dist)
+    tuning, train = cfg.tuning, cfg.train
+    num_steps, batch_tokens = plan_finetuning(tuning, parent, rows, dist)
     growth = batch_lr_factor(batch_tokens)
-    rules = make_rules(train.optim, model.cfg.d_model, cfg.init_lr_frac, growth)
+    rules = make_rules(train.optim, model.cfg.d_model, tuning.init_lr_frac, growth)
     optimizer = MuonAdamW(model, rules, dist)
     counts = rows.record(CHAT_SHARD)["buckets"]
     return Run(
@@ -144,14 +143,14 @@ def make_run(
         dist,
         num_steps=num_steps,
         batch_tokens=batch_tokens,
-        compile=cfg.compile,
+        compile=tuning.compile,
         settings=settings,
         inputs=inputs,
         identity={
             "rows": rows.recipe,
-            "schedule": asdict(cfg.schedule()),
+            "schedule": asdict(tuning.schedule()),
             "parent": parent.fingerprint,
-            "init_lr_frac": cfg.init_lr_frac,
+            "init_lr_frac": tuning.init_lr_frac,
         },
         state={"source": parent.state["source"], "mixture": counts, "declared": declared},
     )
@@ -189,15 +188,14 @@ def plan_finetuning(
     return num_steps, batch_tokens
 
 
-def fit_batch(parent_batch: int, num_iterations: int | None, tokens: float, T: int) -> int:
+def fit_batch(batch: int, num_iterations: int | None, tokens: float, T: int) -> int:
     """
     Return the tokens per step, starting from the parent's. Without `num_iterations`, halve them
-    until the run's `tokens` take at least MIN_STEPS steps, but keep at least MIN_ROWS rows.
+    until the run's `tokens` take at least MIN_TUNING_STEPS steps, but keep at least MIN_ROWS rows.
     """
-    batch = parent_batch
-    if num_iterations is not None:
-        return batch
-    while tokens / batch < MIN_STEPS and batch >= 2 * MIN_ROWS * T:
+    while (
+        num_iterations is None and tokens / batch < MIN_TUNING_STEPS and batch >= 2 * MIN_ROWS * T
+    ):
         batch = batch // (2 * T) * T  # whole rows
     return batch
 

@@ -105,15 +105,6 @@ POLAR_EXPRESS = (
 )
 
 
-def equalize_rows(g: Tensor) -> Tensor:
-    """
-    Scale each row of the matrices (..., M, N) to the same norm: orthogonalization, which ignores
-    the scale of a matrix, then starts from a better conditioned one. Source: MuonEq,
-    arXiv:2603.28254.
-    """
-    return F.normalize(g, dim=-1, eps=1e-30)
-
-
 def orthogonalize(g: Tensor) -> Tensor:
     """
     Keep the singular vectors of `g` and push every singular value toward 1.
@@ -173,7 +164,8 @@ def muon_update(
     """
     lr, beta, decay = scalars
     momentum.lerp_(grad, 1 - beta)
-    g = equalize_rows(grad.lerp(momentum, beta))  # Nesterov
+    # Rows of the same norm: orthogonalization starts from better conditioned matrices (MuonEq)
+    g = F.normalize(grad.lerp(momentum, beta), dim=-1, eps=1e-30)  # lerp: Nesterov
     g = fix_norm(orthogonalize(g.to(dtype)).float())
     g = equalize_variance(g, second)
     shrunk = weight * (g * weight > 0)

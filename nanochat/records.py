@@ -22,7 +22,7 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +42,7 @@ CHAT_KEYS = (
 )
 # The fixed sections in order, each with its leading keys.
 SECTIONS: dict[str, str] = {
-    "Tokenizer training": "max_chars, doc_cap, vocab_size, train_time, num_special_tokens, "
-    "token_bytes_min, token_bytes_max, token_bytes_mean, token_bytes_std",
+    "Tokenizer training": "",
     "Tokenizer evaluation": "",
     "Base model training": "run, device_type, depth, max_seq_len, num_iterations, target_flops, "
     "target_param_data_ratio, device_batch_size, total_batch_size, embedding_lr, "
@@ -54,13 +53,8 @@ SECTIONS: dict[str, str] = {
     "warmdown_ratio, final_lr_frac, Minimum validation bpb, Final validation bpb, "
     "CORE metric estimate, World few-shot estimate, MFU %, Total training flops, "
     "Total training time, Peak memory usage",
-    "Base model loss": "train bpb, val bpb, sample 0, sample 1, sample 2, sample 3, sample 4, "
-    "sample 5, sample 6",
-    "Base model evaluation": "Model, CORE metric, hellaswag_zeroshot, jeopardy, "
-    "bigbench_qa_wikidata, arc_easy, arc_challenge, copa, commonsense_qa, piqa, openbook_qa, "
-    "lambada_openai, hellaswag, winograd, winogrande, bigbench_dyck_languages, "
-    "agi_eval_lsat_ar, bigbench_cs_algorithms, bigbench_operators, "
-    "bigbench_repeat_copy_logic, squad, coqa, boolq, bigbench_language_identification",
+    "Base model loss": "",
+    "Base model evaluation": "",
     "Chat evaluation base": CHAT_KEYS,
     "Midtraining": "run, device_type, dtype, num_iterations, max_seq_len, device_batch_size, "
     "unembedding_lr, embedding_lr, matrix_lr, init_lr_frac, weight_decay, eval_every, "
@@ -105,18 +99,6 @@ STARTED = time.perf_counter()  # this module is imported when a process starts
 
 
 @dataclass(frozen=True)
-class Provenance:
-    """Origin of a record: the run, its seed, and the fingerprints of inputs and outputs."""
-
-    run_id: str = field(default_factory=lambda: new_run_id())
-    seed: int = 0
-    inputs: Mapping[str, str] = field(default_factory=dict)
-    """Name -> fingerprint of each input artifact, closest parent first."""
-    outputs: Mapping[str, str] = field(default_factory=dict)
-    """Name -> fingerprint of each output artifact."""
-
-
-@dataclass(frozen=True)
 class Cost:
     """Cost of a stage that ran on `devices` devices of type `device`."""
 
@@ -137,14 +119,6 @@ class Cost:
 def new_run_id() -> str:
     """Unique run id that sorts by time, e.g. 20261120-085201-3f9c01d2."""
     return time.strftime("%Y%m%d-%H%M%S-") + secrets.token_hex(4)
-
-
-def inherited_run_id(inputs: Mapping[str, str]) -> str:
-    """Run id of the last stage that produced an input (name -> fingerprint), else a new one."""
-    for record in reversed(read_history()):
-        if record["provenance"]["outputs"].items() & inputs.items():
-            return record["provenance"]["run_id"]
-    return new_run_id()
 
 
 def item_scores(
@@ -222,9 +196,10 @@ def write_record(
     section: str,
     settings: Mapping[str, Any],
     values: Mapping[str, Any],
-    provenance: Provenance,
+    inputs: Mapping[str, str],
     cost: Cost,
     *,
+    outputs: Mapping[str, str] = {},
     items: Mapping[str, Mapping[str, Any]] = {},
     tables: Sequence[Mapping[str, Any]] = (),
     metrics: Path | None = None,
@@ -251,7 +226,7 @@ def write_record(
     record = {
         "section": section,
         "timestamp": time.strftime(TIME_FORMAT),
-        "key": key or stage_key(settings, provenance.inputs),
+        "key": key or stage_key(settings, inputs),
         "settings": settings,
         "values": {name: value for name, value in values.items() if value is not None},
         "items": items,
@@ -260,7 +235,8 @@ def write_record(
         "files": hash_files(files),
         "code": code or code_digests(),
         "provenance": {
-            **asdict(provenance),
+            "inputs": inputs,
+            "outputs": outputs,
             "commit": ", ".join(commits or [git_state()["Commit"]]),
             "command": command_line(),
         },

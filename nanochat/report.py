@@ -68,7 +68,7 @@ SAMPLES = "Sample conversations"  # table of a record shown at the top of the re
 
 
 def append_section(
-    name: str, cfg: Any, values: Any, origin: Any, cost: records.Cost | None = None, **shown: Any
+    name: str, cfg: Any, values: Any, inputs: Any, cost: records.Cost | None = None, **shown: Any
 ) -> None:
     """
     Print the tables of a script, write its record and update the report. cfg: the script's config.
@@ -78,8 +78,8 @@ def append_section(
     for table in shown.get("tables", ()):
         print(render_table(table), flush=True)
     cost = cost or records.Cost.so_far()
-    records.write_record(name, settings(cfg), values, origin, cost, **shown)
-    update(renew=bool(origin.outputs))
+    records.write_record(name, settings(cfg), values, inputs, cost, **shown)
+    update(renew="outputs" in shown)
 
 
 def update(
@@ -252,7 +252,7 @@ def render_section(record: Record, figures: Sequence[str]) -> str:
     spent = f"{cost['wall_seconds'] / 60:.2f}m on {cost['devices']}x {cost['device']}"
     inputs = {f"input {key}": x for key, x in origin["inputs"].items()}
     outputs = {f"output {key}": x for key, x in origin["outputs"].items()}
-    made = {key: origin[key] for key in ("command", "commit", "run_id")} | inputs | outputs
+    made = {key: origin[key] for key in ("command", "commit")} | inputs | outputs
     blocks = [
         f"## {escape(name)}\ntimestamp: {record['timestamp']}",
         bullets(shown),

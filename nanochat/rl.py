@@ -147,6 +147,17 @@ def shuffle_indices(n: int, seed: str) -> list[int]:
     return random.Random(seed).sample(range(n), n)
 
 
+def draws_of_step(step: int, count: int, dist: DistContext) -> range:
+    """This rank's share of the `count` draws of a step, numbered over the run."""
+    return range(step * count + dist.rank, (step + 1) * count, dist.world_size)
+
+
+def drawn_index(draw: int, n: int, seed: int, attempt: int = 0) -> int:
+    """Which of `n` elements a draw has; each epoch and attempt has its own random order."""
+    epoch, position = divmod(draw, n)
+    return shuffle_indices(n, f"{seed}-{epoch}-{attempt}")[position]
+
+
 @dataclass(eq=False)
 class Rollouts:
     """
@@ -185,15 +196,8 @@ class Rollouts:
         return dict(zip(mine, self.dist.sum(*mine.values()), strict=True))
 
     def draws(self, step: int) -> range:
-        """This rank's draws of questions in a step, numbered over the run."""
-        count, rank = self.cfg.examples_per_step, self.dist.rank
-        return range(step * count + rank, (step + 1) * count, self.dist.world_size)
-
-    def question(self, draw: int, attempt: int = 0) -> int:
-        """Task index of a draw's question; each epoch and attempt has its own random order."""
-        count = len(self.questions)
-        epoch, position = divmod(draw, count)
-        return self.questions[shuffle_indices(count, f"{self.seed}-{epoch}-{attempt}")[position]]
+        """This rank's draws of questions in a step."""
+        return draws_of_step(step, self.cfg.examples_per_step, self.dist)
 
     def resample(self, step: int, groups: Sequence[Group], times: int) -> list[Group]:
         """Replace groups without signal by answers to other questions, up to `times` times."""
@@ -213,7 +217,8 @@ class Rollouts:
         question and its draw, not on the rank or, except for rounding, other prompts in the batch.
         """
         cfg, engine = self.cfg, self.engine
-        questions = [self.question(draw, attempt) for draw in draws]
+        order = [drawn_index(draw, len(self.questions), self.seed, attempt) for draw in draws]
+        questions = [self.questions[n] for n in order]
         most = longest_prompt(engine, cfg.max_new_tokens)
         prompts, _ = render_prompts(engine.tokenizer, (self.task[i] for i in questions), most)
         first = self.seed * 1_000_003 + attempt * 1_000_000_007

@@ -160,8 +160,6 @@ class Rows:
         rows_per_batch, max_seq_len + 1). Raises like `batch`, and UsageError if there are no rows.
         """
         rows = self.open(self.val_shard)
-        if not len(rows):
-            raise UsageError(f"{self.val_shard} has no validation rows", "use more validation text")
         order = permutation(0, 0, 0, len(rows))[:num_rows]
         first, last = (len(order) * r // world_size for r in (rank, rank + 1))
         for i in range(first, last, rows_per_batch):
@@ -369,7 +367,7 @@ def open_rows(source: Source, tokenizer: Tokenizer, max_seq_len: int) -> Rows:
     Open the rows of a source under rows/; they need not be packed yet.
 
     The folder name is a hash of everything that determines the rows of a shard, so runs with more
-    or fewer shards share it. It has a copy of the tokenizer and, for reference only, the recipe.
+    or fewer shards share it.
     """
     made_of = {"tokenizer": tokenizer.fingerprint, "max_seq_len": max_seq_len}
     made_of["packing_rule"] = PACKING_RULE

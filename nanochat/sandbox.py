@@ -30,7 +30,6 @@ from pathlib import Path
 from typing import Any
 
 START_SECONDS = 20.0  # timeout for interpreter startup on a machine that is busy training
-TICK = 0.05  # seconds between checks of a child that has closed its output
 CHUNK = 2**16
 READY = b"ready"  # sent by the child once it is confined
 PROBE = """
@@ -89,7 +88,7 @@ def is_confined(unsafe: bool = False) -> bool:
         raise SandboxUnavailable(
             f"the sandbox does not work on this machine ({problem}), so model-written code is not "
             "run; use Linux 5.13 or newer with Landlock and seccomp; to run it unsandboxed, with "
-            "your permissions: --unsafe_exec"
+            "your permissions: --unsafe_exec (chat_cli, chat_web, chat_eval)"
         )
     return not problem
 
@@ -208,7 +207,7 @@ def watch(process: subprocess.Popen[bytes], limits: Limits) -> tuple[list[bytear
                 return list(output.values()), "time"
             if not selector.get_map():
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(min(TICK, wait))
+                    process.wait(wait)
                 continue
             for key, _ in selector.select(wait):
                 piece = os.read(key.fd, CHUNK)

@@ -8,7 +8,7 @@ tuned at the reference point: depth 12, vocabulary size 32,768, 12 tokens per ma
 
 | rule | source |
 |---|---|
-| width 64 x depth, head width 128 from depth 8 on | nanochat, 2025-10 |
+| width 64 x depth; head width 128 at even depths from 8 on, else 64 | nanochat, 2025-10 |
 | 12 tokens per matmul parameter | nanochat, 2026-03 |
 | batch ~ tokens^0.383, 2^19 at the reference point | arXiv:2505.13738; nanochat, 2026-02 |
 | learning rates ~ sqrt(batch) above 2^19 | nanochat, 2026-02 |
@@ -124,18 +124,16 @@ def divisible_batch(asked: int | None, default: int, max_seq_len: int, world_siz
 
     Raises ValueError suggesting a multiple if `asked` does not divide evenly.
     """
-    unit = max_seq_len * world_size
-    batch = default if asked is None else asked
+    unit, batch = max_seq_len * world_size, asked or default
     rows = max(1, round(batch / unit))
-    if asked is None and batch % unit and rows > 16:
-        rows = 4 * round(rows / 4)
-    nearest = rows * unit
-    if asked is not None and asked % unit:
+    if asked and asked % unit:
         raise ValueError(
             f"total_batch_size {asked} is not a multiple of max_seq_len x world_size ({unit}); "
-            f"use --total_batch_size={nearest}"
+            f"use --total_batch_size={rows * unit}"
         )
-    return nearest
+    if batch % unit and rows > 16:
+        rows = 4 * round(rows / 4)
+    return rows * unit
 
 
 def batch_lr_factor(batch_tokens: int) -> float:

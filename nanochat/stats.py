@@ -92,8 +92,6 @@ def compare(
 
     Raises ValueError if the numbers of items differ.
     """
-    if len(before) != len(after):
-        raise ValueError(f"{len(before)} scores cannot be paired with {len(after)}")
     change = np.asarray(after, dtype=np.float64) - np.asarray(before, dtype=np.float64)
     difference, n, se = mean(change.tolist(), clusters)
     return Comparison(difference, se, n, int((change > 0).sum()), int((change < 0).sum()))

@@ -106,15 +106,13 @@ class RankMismatchError(RuntimeError):
 
 
 COMPILE_FLOPS = 1.5e13  # from which compilation pays on a CPU: 3 minutes of training at depth 4
-AUTOTUNED = ("H100", "H200")  # +2.5% at depth 16 on H100 (nanochat's pull request 747)
-AUTOTUNE_FLOPS = 1.4e18  # per GPU, from which it pays: an hour at 40% of their peak
 
 
 Compile = Literal["auto", "off", "on", "autotune"]
 """
 How a model is compiled. auto: on a GPU, and on a CPU if the run is long enough to amortize compile
-time. autotune: the compiler times several kernels for each matmul, which takes minutes; auto
-chooses it for runs of over an hour on the GPUs where it was measured to pay, H100 and H200.
+time. autotune: the compiler times several kernels for each matmul, which takes minutes; +2.5%
+tokens/s at depth 16 on H100 (nanochat's pull request 747). It chooses kernels at random.
 """
 
 
@@ -126,7 +124,11 @@ def set_kernels(
     chosen. Raises UsageError if that needs a compiler which is not installed.
     """
     if wanted == "auto":
-        wanted = choose_compile(flops / dist.world_size, dist)
+        # compiling needs gigabytes of addresses, which `ulimit -v` may deny
+        free = resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY
+        long = flops / dist.world_size > COMPILE_FLOPS and free and has_compiler()
+        pays = dist.device.type == "cuda" or (dist.device.type == "cpu" and long)
+        wanted = "on" if pays else "off"
     if wanted != "off" and not has_compiler():
         raise UsageError(
             "torch.compile needs a C++ compiler and Python's headers",
@@ -138,17 +140,6 @@ def set_kernels(
         if isinstance(optimizer, MuonAdamW):
             optimizer.compiled = dist.device.type != "cpu"  # no faster there: mostly matmuls
     return wanted
-
-
-def choose_compile(flops: float, dist: DistContext) -> Compile:
-    """What "auto" means for a run of `flops` per device."""
-    if dist.device.type == "cuda":
-        measured = any(name in dist.device_name for name in AUTOTUNED)
-        exact = torch.are_deterministic_algorithms_enabled()  # timings choose kernels at random
-        return "autotune" if measured and flops > AUTOTUNE_FLOPS and not exact else "on"
-    long = dist.device.type == "cpu" and flops > COMPILE_FLOPS
-    free = resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY
-    return "on" if long and free and has_compiler() else "off"  # it needs gigabytes of addresses
 
 
 def prepare_scoring(
@@ -170,17 +161,9 @@ ACTIVATION_BYTES = 33
 GPU_RESERVE = 2 << 30  # bytes for NCCL and cuBLAS, which allocate in the first steps
 
 
-def choose_device_rows(asked: int | None, rows: int, limit: int) -> int:
-    """
-    Micro-batch size: the largest divisor of `rows` (rows per rank and step) that is at most
-    `limit`. Raises ValueError suggesting a divisor if `asked` is not one.
-    """
-    most = max(1, limit) if asked is None else asked
-    best = max(d for d in range(1, rows + 1) if rows % d == 0 and d <= most)
-    if asked is not None and best < min(asked, rows):
-        share = f"{rows} rows per device and step"
-        raise ValueError(f"device_batch_size {asked} does not divide {share}; use {best}")
-    return best
+def largest_divisor(rows: int, limit: int) -> int:
+    """Largest divisor of `rows` (rows per rank and step) that is at most `limit`, but at least 1."""
+    return max(d for d in range(1, rows + 1) if rows % d == 0 and d <= max(1, limit))
 
 
 def rows_to_try(model: GPT, dist: DistContext) -> int:
@@ -301,9 +284,8 @@ def check_weights(model: GPT, dist: DistContext, step: int) -> None:
     Raise an error on every rank, naming the first weight that is not finite or differs between
     ranks. Compares sums of bits, so a single flipped one is found.
     """
-    bits = {2: torch.int16, 4: torch.int32}
     named = {name: weight.detach() for name, weight in model.named_parameters()}
-    sums = [x.view(bits[x.element_size()]).sum(dtype=torch.int64) for x in named.values()]
+    sums = [x.view(torch.int32).sum(dtype=torch.int64) for x in named.values()]
     finite = [x.isfinite().all() for x in named.values()]
     found = dist.gather(list(zip(*torch.stack(sums + finite).view(2, -1).tolist(), strict=True)))
     for name, *ranks in zip(named, *found, strict=True):
@@ -395,7 +377,11 @@ class Run:
         rows = max(1, batch_tokens // model.cfg.max_seq_len // dist.world_size)
         self.rows_per_rank, self.device_rows = rows, cfg.device_batch_size or 8
         if compile is not None:
-            self.device_rows = choose_device_rows(cfg.device_batch_size, rows, rows)
+            asked = min(cfg.device_batch_size or rows, rows)
+            self.device_rows = largest_divisor(rows, asked)
+            if self.device_rows != asked:
+                share = f"{rows} rows per device and step; use {self.device_rows}"
+                raise ValueError(f"device_batch_size {asked} does not divide {share}")
         self.stop = StopRequest()
         self.progress = Progress()
         self.checkpoint: Checkpoint | None = None
@@ -416,8 +402,7 @@ class Run:
 
     def __enter__(self) -> Self:
         cfg, dist = self.cfg, self.dist
-        run_id = dist.broadcast(records.inherited_run_id(self.inputs))
-        self.state["provenance"] = {"run_id": run_id, "seed": cfg.seed, "inputs": self.inputs}
+        self.state["provenance"] = {"seed": cfg.seed, "inputs": self.inputs}
         with ExitStack() as stack:
             lock = self.folder.parent / f".{self.folder.name}.lock"
             dist.on_main(lambda: stack.enter_context(common.hold_run_lock(lock)))
@@ -499,7 +484,7 @@ class Run:
             enable_fp8(self.model, dist.device)
         if self.cfg.device_batch_size is None:
             limit = progress.device_rows or rows_to_try(self.model, dist)
-            self.device_rows = choose_device_rows(None, self.rows_per_rank, limit)
+            self.device_rows = largest_divisor(self.rows_per_rank, limit)
         progress.device_rows = self.device_rows
         left = (self.num_steps - progress.step) * self.batch_tokens
         flops = left * self.model.flops_per_token()
@@ -732,7 +717,7 @@ class Run:
             raise UsageError(why, f"use {SMALLER}" if self.device_rows == 1 else fix)
         if self.dist.device.type == "cuda":
             torch.cuda.empty_cache()
-        self.device_rows = choose_device_rows(None, self.rows_per_rank, self.device_rows // 2)
+        self.device_rows = largest_divisor(self.rows_per_rank, self.device_rows // 2)
         self.progress.device_rows = self.device_rows
         self.dist.print0(f"out of memory; trying --device_batch_size={self.device_rows}")
 
@@ -789,7 +774,7 @@ class Run:
         NonFiniteError after MAX_BAD_STEPS skipped steps in a row (in float16, once the loss scale
         is 1), and as `reduce`.
         """
-        totals, progress = self.totals or self.reduce(), self.progress
+        totals, progress = self.totals or self.reduce(), self.progress  # a script may have reduced
         finite = math.isfinite(totals.loss + totals.norm)
         optim.set_schedule(self.optimizer, lr, momentum, decay)
         if finite and totals.scale:
@@ -900,10 +885,9 @@ class Run:
                 section,
                 self.settings,
                 {**values, "Data changed when resumed": changes},
-                records.Provenance(
-                    **saved.state["provenance"], outputs={self.stage: saved.fingerprint}
-                ),
+                self.inputs,
                 records.Cost(spent.wall_seconds, devices, dist.device_name),
+                outputs={self.stage: saved.fingerprint},
                 items=items,
                 tables=tables,
                 metrics=self.folder / METRICS_FILE,

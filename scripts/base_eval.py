@@ -73,12 +73,11 @@ def main(cfg: BaseEval) -> None:
     if cfg.hf_path:
         section, name, dataset = f"Evaluation of {cfg.hf_path}", cfg.hf_path, None
         model = tokenizer = HFModel(cfg.hf_path, dist, cfg.trust_remote_code)
-        run_id, seed, inputs = model.revision, 0, {"hf": model.revision}
+        inputs = {"hf": model.revision}
     else:
         checkpoint = dist.on_node(lambda: find_checkpoint("base", cfg.model_tag, cfg.model_step))
         section, name = SECTION, f"base_model (step {checkpoint.step})"
         dataset, origin = checkpoint.state["source"].get("dataset"), checkpoint.state["provenance"]
-        run_id, seed = origin["run_id"], origin["seed"]
         inputs = {**origin["inputs"], "base": checkpoint.fingerprint}
     suite = dist.on_main(lambda: open_suite(cfg.eval_bundle or builtin_suite(cfg.suite or dataset)))
     inputs["suite"] = suite.fingerprint
@@ -105,11 +104,11 @@ def main(cfg: BaseEval) -> None:
         "Truncated items": sum(score.num_truncated for score in scores),
     }
     if dist.is_main:
-        origin, cost = records.Provenance(run_id, seed, inputs), records.Cost.so_far(dist)
+        cost = records.Cost.so_far(dist)
         items = {s.task.name: records.item_scores(s.task.items, s.centered) for s in scores}
         items[metric] = {"weights": {s.task.name: 1 / len(scores) for s in scores}}
         tables = [task_table(scores), *accesses]
-        report.append_section(section, cfg, values, origin, cost, items=items, tables=tables)
+        report.append_section(section, cfg, values, inputs, cost, items=items, tables=tables)
     dist.close()
 
 

@@ -56,15 +56,16 @@ class BaseLoss:
 def main(cfg: BaseLoss) -> None:
     dist = init_dist(cfg.dist)
     checkpoint = dist.on_node(lambda: find_checkpoint("base", cfg.model_tag, cfg.model_step))
+    source = open_text(cfg.data, checkpoint.state["source"])
     origin = checkpoint.state["provenance"]
     inputs = {**origin["inputs"], "base": checkpoint.fingerprint}
+    inputs["data"] = source.fingerprint
     if skip_if_finished(SECTION, settings(cfg), inputs, cfg, dist):
         return dist.close()
 
     # Model and text
     tokenizer = checkpoint.tokenizer()
     model = load_model(checkpoint, dist)
-    source = open_text(cfg.data, checkpoint.state["source"])
     documents = list(source.texts(source.val_shard, cfg.max_documents))
     T = model.cfg.max_seq_len
     rows = open_rows(source, tokenizer, T)
@@ -103,11 +104,10 @@ def main(cfg: BaseLoss) -> None:
         "val tokens scored": val.tokens,
     }
     if dist.is_main:
-        provenance = records.Provenance(origin["run_id"], origin["seed"], inputs)
         cost = records.Cost.so_far(dist)
         shown = ("train bpb", "val bpb", "val minus train", "document bpb")
         print(", ".join(f"{name} {values[name]:.4f}" for name in shown), flush=True)
-        report.append_section(SECTION, cfg, values, provenance, cost)
+        report.append_section(SECTION, cfg, values, inputs, cost)
     dist.close()
 
 

@@ -1,7 +1,7 @@
 """
 Benchmark speed against other libraries.
 
-    python -m scripts.bench --what=all > out/bench.md         # everything
+    python -m scripts.bench --what=all > bench.md         # everything
     python -m scripts.bench --what=train --depth=4 --max_seq_len=512 --vocab_size=8192
     python -m scripts.bench --what=engine --depth=4
 

@@ -145,7 +145,8 @@ def main(cfg: ChatDPO) -> None:
                 run.log({f"held_out_{name}": each.value for name, each in found.items()})
             if run.finished:
                 break
-            mine = pairs_of_step(pairs, step, per_step, seed, dist)
+            draws = rl.draws_of_step(step, per_step, dist)
+            mine = [pairs[rl.drawn_index(draw, len(pairs), seed)] for draw in draws]
             for tokens, targets in pair_batches(mine, *shape):
                 loss = dpo_loss(model, reference, cfg.beta, tokens, targets)
                 run.accumulate(loss, len(tokens) // 2, tokens.numel())  # per pair
@@ -257,17 +258,6 @@ def sample_pairs(
             found[i] = [rl.encode_completion(group.answers[n]) for n in ends]
     every = {i: pair for part in dist.gather(found) for i, pair in part.items()}
     return [every[i] for i in sorted(every)]
-
-
-def pairs_of_step(
-    pairs: Sequence[Pair], step: int, per_step: int, seed: int, dist: DistContext
-) -> list[Pair]:
-    """This rank's pairs of a step; each epoch has its own random order."""
-    found = []
-    for draw in range(step * per_step + dist.rank, (step + 1) * per_step, dist.world_size):
-        epoch, position = divmod(draw, len(pairs))
-        found.append(pairs[rl.shuffle_indices(len(pairs), f"{seed}-{epoch}")[position]])
-    return found
 
 
 def pair_batches(

@@ -38,7 +38,7 @@ from nanochat.stats import Estimate
 from nanochat.tokenizer import Tokenizer
 from tasks.base import LaterTurns, Mixture, Task, user, visible
 from tasks.held_out import is_final, require_access
-from tasks.registry import TASKS, eval_task, key_of
+from tasks.registry import eval_task, key_of
 
 TURNS = 3  # before the questions that show what a model can do later in a chat
 LATER_PROBLEMS = 200  # such questions of each task
@@ -182,15 +182,14 @@ def main(cfg: ChatEval) -> None:
         items[name] = {"weights": weights}
     if dist.is_main:
         tables += [sample_conversations(engine, cfg, tasks)] if is_complete else []
-        run_id = checkpoint.state["provenance"]["run_id"]
-        origin, cost = records.Provenance(run_id, cfg.sampling.seed, inputs), Cost.so_far(dist)
+        cost = Cost.so_far(dist)
         old = records.read_record(section)
         if old and old["key"] == key and not records.changed_code(old["code"]):  # add to it
             values, items = {**old["values"], **values}, {**old["items"], **items}
             tables = [*{t["title"]: t for t in (*old["tables"], *tables)}.values()]
             cost = replace(cost, wall_seconds=cost.wall_seconds + old["cost"]["wall_seconds"])
         shown: dict[str, Any] = {"items": items, "tables": tables, "key": key}
-        report.append_section(section, cfg, values, origin, cost, **shown)
+        report.append_section(section, cfg, values, inputs, cost, **shown)
     dist.close()
 
 

@@ -12,7 +12,6 @@ Writes  data/ (downloads, manifest) and rows/<fingerprint>/ there; unless --down
         source for later stages
 """
 
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -31,7 +30,7 @@ class Data:
     tokenizer_tag: str = "main"
     """Tokenizer to use, a folder under tokenizer/."""
     workers: int | None = None
-    """Number of packing processes, each using under 1 GiB of memory. Default: one per core."""
+    """Number of packing processes. Default: one per core and per free GiB of memory."""
     download_only: bool = False
     """Only download and verify; needs no tokenizer."""
     data: FirstUseConfig = field(default_factory=FirstUseConfig)
@@ -48,15 +47,12 @@ def main(cfg: Data) -> None:
             count = len(list(pool.map(source.fetch, source.shards())))
         return print(printable(f"{source.name}: {count} shards present and verified"))
 
-    rows, started = open_rows(source, tokenizer, cfg.max_seq_len), time.monotonic()
-    before = rows.totals()["text_bytes"]
+    rows = open_rows(source, tokenizer, cfg.max_seq_len)
     pack_rows(rows, source, tokenizer, workers=cfg.workers)
-    seconds = time.monotonic() - started
-    speed = (rows.totals()["text_bytes"] - before) / 1e6 / seconds
     print(summary(rows))
     if empty := rows.totals()["empty_files"]:
         print(f"{empty} of the training files without text")
-    print(printable(f"{rows.folder}: {seconds:.1f} s, {speed:.1f} MB of text per second"))
+    print(printable(rows.folder))
     save_last_source(source.describe(), cfg.tokenizer_tag)
     num = len(source.train_shards)
     print(f"base training reads these {num} training shards, unless it has --num_shards")

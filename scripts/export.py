@@ -83,13 +83,12 @@ def write_artifact(
     formats = {f.name: trained[f.name] for f in fields(QuantConfig) if f.name in trained}
     if cfg.quantize:
         formats["quantize"] = cfg.quantize
-    provenance = checkpoint.state["provenance"]
     origin = {
         "stage": checkpoint.state["stage"],
         "tag": checkpoint.folder.parent.name,
         "step": checkpoint.step,
         "checkpoint": checkpoint.fingerprint,
-        **{name: provenance[name] for name in ("run_id", "seed")},
+        "seed": checkpoint.state["provenance"]["seed"],
     }
     stored = quantize_tensors(model.state_dict(), QuantConfig(**formats))
     written = choose_smallest(stored, model.cfg, tokenizer, origin)

@@ -17,7 +17,6 @@ from nanochat.checkpoint import Stage, lineage, save_checkpoint, stage_folder
 from nanochat.common import UsageError, printable, require_name, try_lock
 from nanochat.config import start
 from nanochat.hf.export import HFModel, read_hf
-from nanochat.records import new_run_id
 from nanochat.recursion.model import new_model
 
 BATCH_TOKENS = 524_288  # per training step; used if the pretraining batch size is unknown
@@ -54,7 +53,7 @@ def main(cfg: ImportHF) -> None:
 def default_origin(found: HFModel) -> Mapping[str, Any]:
     """Checkpoint state for a model that was trained with other software."""
     inputs = {"tokenizer": found.tokenizer.fingerprint}
-    provenance = {"run_id": new_run_id(), "seed": 0, "inputs": inputs}
+    provenance = {"seed": 0, "inputs": inputs}
     identity = {"batch_tokens": BATCH_TOKENS}
     started = {"stage": "base", "step": 0, "source": {}, "identity": identity}
     return {**started, "provenance": provenance}

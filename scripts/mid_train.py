@@ -9,7 +9,6 @@ Writes  mid_checkpoints/<tag>/ with metrics.jsonl, rows/, and the section "Midtr
 """
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from nanochat.checkpoint import load_model
 from nanochat.common import fingerprint
@@ -27,7 +26,6 @@ from nanochat.finetune import (
     parent_inputs,
 )
 from nanochat.optim import OptimConfig, decay_factor, lr_factor, muon_momentum
-from nanochat.rows import CHAT_SHARD
 from nanochat.train import TrainConfig, skip_if_finished
 from tasks.buckets import chat_mixture
 
@@ -62,9 +60,7 @@ def main(cfg: MidTrain) -> None:
     model, tokenizer = load_model(parent, dist, tuning.max_seq_len), parent.tokenizer()
     T = model.cfg.max_seq_len
     rows = packed_chats(chats.train, cfg.train.seed, tokenizer, T, dist)
-    counts = rows.record(CHAT_SHARD)["buckets"]
-    about: Any = {"settings": resolved, "inputs": inputs, "declared": chats.declared}
-    run = make_run("mid", parent, model, rows, tuning, cfg.train, dist, **about)
+    run = make_run("mid", parent, model, rows, cfg, dist, resolved, inputs, chats.declared)
     val_rows = bucket_rows(chats.val, tokenizer, T, dist)
     validation, num_steps = Validation(tuning.validation, val_rows, tokenizer, dist), run.num_steps
 
@@ -83,7 +79,7 @@ def main(cfg: MidTrain) -> None:
                 decay_factor(step, num_steps),
             )
     values = finetuning_values(run, metrics)
-    run.finish(SECTION, values, chats.tables(counts), following="chat_sft")
+    run.finish(SECTION, values, chats.tables(run.state["mixture"]), following="chat_sft")
 
 
 if __name__ == "__main__":

@@ -51,7 +51,8 @@ def reset() -> Path:
     folder = report_folder()
     archive = folder.rename(folder.with_name(f"{folder.name}-{new_run_id()}"))
     for page in folder.parent.glob("report.md"):
-        page.rename(archive / page.name)
+        write_atomic(archive / page.name, page.read_text().replace("](report/figures", "](figures"))
+        page.unlink()
     return archive
 
 

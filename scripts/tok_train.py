@@ -81,6 +81,7 @@ def main(cfg: TokTrain) -> None:
     inputs = {"data": source.fingerprint}
     key = records.stage_key(settings(cfg), inputs)
     if cfg.skip_if_done and records.find_finished(SECTION, key):
+        save_last_source(source.describe(), cfg.tokenizer_tag)
         return print(f"{SECTION}: finished already, skipped")
 
     started = time.perf_counter()
@@ -96,7 +97,6 @@ def main(cfg: TokTrain) -> None:
             f"{counts['documents']:,} documents, dropping {counts['characters_cut']:,} characters"
         )
 
-    run_id = records.new_run_id()  # later stages inherit it
     folder = tokenizer_dir(cfg.tokenizer_tag)
     tokenizer.save(folder)
     frequent = "".join(f"{word}\n" for word, _ in words.most_common(MAX_WORDS))
@@ -114,8 +114,8 @@ def main(cfg: TokTrain) -> None:
         **counts,
         "MB of text per second": counts["text_bytes"] / 1e6 / train_seconds,
     }
-    provenance = records.Provenance(run_id, 0, inputs, {"tokenizer": tokenizer.fingerprint})
-    report.append_section(SECTION, cfg, values, provenance, files=[folder])
+    outputs = {"tokenizer": tokenizer.fingerprint}
+    report.append_section(SECTION, cfg, values, inputs, outputs=outputs, files=[folder])
     size = f"vocabulary size {tokenizer.vocab_size:,}, {counts['text_bytes'] / 1e6:,.1f} MB of text"
     print(f"{folder}: {size}, {train_seconds:.1f} s")
     tag = "" if cfg.tokenizer_tag == "main" else f" --tokenizer_tag={cfg.tokenizer_tag}"

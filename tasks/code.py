@@ -164,7 +164,8 @@ class LiveCodeBench(CodeTask):
         for case in tests:
             check = f"same_text(run_case({case['input']!r}), {case['output']!r})"
             if method:  # arguments and result are JSON, in which tuples become lists
-                arguments = ", ".join(repr(json.loads(x)) for x in case["input"].strip().split("\n"))
+                lines = case["input"].strip().split("\n")
+                arguments = ", ".join(repr(json.loads(line)) for line in lines)
                 right = json.loads(case["output"])
                 check = f"json.loads(json.dumps(run_case({arguments}))) == {right!r}"
             test = f"{COMPARE}assert {check}"

@@ -37,7 +37,7 @@ def save_model(stage="base", dataset="a/b", context=200) -> tuple[GPT, Tokenizer
     shape = {"max_seq_len": context, "n_layer": 3, "window_pattern": "SL"}
     model = byte_model(vocab_size=290, **shape)
     model.head.weight.data[list(b"rgbsmtfhw")] *= 4  # some greedy answers begin words
-    origin = {"run_id": "run-1", "seed": 0, "inputs": {"tokenizer": tokenizer.fingerprint}}
+    origin = {"seed": 0, "inputs": {"tokenizer": tokenizer.fingerprint}}
     state = {"stage": stage, "source": {"dataset": dataset}, "provenance": origin}
     save_checkpoint(stage_folder(stage) / "d2", 7, model, None, tokenizer, state)
     return model, tokenizer

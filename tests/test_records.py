@@ -11,17 +11,16 @@ import numpy as np
 
 from nanochat import records, report
 from nanochat.common import REPOSITORY
-from nanochat.records import Cost, Provenance, stage_key, write_record
+from nanochat.records import Cost, stage_key, write_record
 
 SECTION = "Base model training"
 SETTINGS = {"depth": 4, "run": "dummy", "model_tag": ""}
 INPUTS = {"tokenizer": "aaaa", "data": "bbbb"}
 
 
-def write(values=None, outputs=None, **more):
-    origin = Provenance("run-1", 0, INPUTS, outputs or {})
+def write(values=None, **more):
     values = values or {"loss": 1.0}
-    return write_record(SECTION, SETTINGS, values, origin, Cost(60.0, 8, "H100"), **more)
+    return write_record(SECTION, SETTINGS, values, INPUTS, Cost(60.0, 8, "H100"), **more)
 
 
 def test_record_on_disk_has_values_in_order(base):

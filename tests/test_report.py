@@ -10,7 +10,7 @@ import pytest
 from markdown_it import MarkdownIt
 
 from nanochat.common import read_json
-from nanochat.records import Cost, Provenance, RunLog, item_scores, mean_name, write_record
+from nanochat.records import Cost, RunLog, item_scores, mean_name, write_record
 from nanochat.report import update
 
 HARDWARE = {"CPUs": "104 cores", "GPUs": "8x H100", "CPU Model": "Some CPU"}
@@ -86,13 +86,12 @@ class Report:
 
     def write(
         self, section, values, settings=None, at="2025-10-24 01:00:00", seconds=90.0,
-        run_id="run-1", inputs=None, outputs=None, **more,
+        inputs=None, **more,
     ):  # fmt: skip
-        origin = Provenance(run_id, 0, inputs or {}, outputs or {})
         cost = Cost(seconds, 8, "H100")
         with self.patch.context() as patch:
             patch.setattr(time, "strftime", lambda *_: at)
-            write_record(section, settings or {}, values, origin, cost, **more)
+            write_record(section, settings or {}, values, inputs or {}, cost, **more)
 
     def chat(self, stage, arc, gsm, of="the same questions", how="greedy", parent=None):
         """
@@ -165,7 +164,7 @@ def test_values_and_tables_are_printed_as_in_the_original(report):
     wanted += ["a: 0.2756 +- 0.0280 (n=254)", "k: 0.5000 +- 0.1000 (n=9, k=8)"]
     shown = ", ".join(bullets(section))
     assert shown.startswith(", ".join([*wanted, "command: python "]))
-    made = "run_id: run-1, input tokenizer: t1, input data: d1, output base: b1"
+    made = "input tokenizer: t1, input data: d1, output base: b1"
     assert shown.endswith(f"{made}, cost: 1.50m on 8x H100")
     assert (
         "### Comparison\n\n| Text Type | GPT-2 Ratio |\n|-----------|-------------|\n"
@@ -306,7 +305,6 @@ def test_S13_report_shows_untrusted_text_literally(report):
             f"Own {n} {text}",
             {f"value {text}": text},
             {"run": text, text: text},
-            run_id=text,
             inputs={text: text, "hf": ""},
             tables=[{"title": text, "columns": [text, "other"], "rows": [[text, 1]]}],
         )

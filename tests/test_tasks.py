@@ -9,7 +9,7 @@ import pytest
 
 from nanochat.common import MissingInput, fingerprint
 from scripts import chat_rl, chat_sft, mid_train
-from scripts.chat_eval import default_tasks, why_unavailable
+from scripts.chat_eval import ChatEval, default_tasks, why_unavailable
 from tasks import base, registry
 from tasks.base import Mixture, NumberTask, assistant, final_value, text, tool_call, user
 from tasks.buckets import buckets, chat_mixture, held_out_questions, rl_questions
@@ -201,7 +201,7 @@ def test_spelling_bee_counts_letters_with_the_tool(word_list):
 def test_spelling_without_words_has_a_fix(base):
     with pytest.raises(MissingInput, match=r"no word list(.|\n)*scripts\.tok_train"):
         SpellingBee("train")[0]
-    assert "no word list" in (why_unavailable("spelling") or "")
+    assert "no word list" in (why_unavailable("spelling", ChatEval()) or "")
 
 
 # ---- Tasks by name, and as buckets ---------------------------------------------------------------

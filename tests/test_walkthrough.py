@@ -12,7 +12,7 @@ from nanochat.engine import Engine, Sampling
 from nanochat.gpt import GPTConfig
 from nanochat.loss import IGNORE
 from nanochat.optim import MuonAdamW, OptimConfig
-from nanochat.records import Cost, Provenance, write_record
+from nanochat.records import Cost, write_record
 from nanochat.rows import Packer
 from nanochat.scaling import make_rules
 from nanochat.tokenizer import Tokenizer
@@ -70,6 +70,6 @@ def test_three_sentences_become_a_chat_model_and_a_report(dist):
 
     # What a stage found becomes a section of report.md
     values = {"First loss": losses[0], "Last loss": losses[-1]}
-    write_record("Base model training", {"steps": 10}, values, Provenance("tour", 0), Cost(1.0))
+    write_record("Base model training", {"steps": 10}, values, {}, Cost(1.0))
     text = report.update().read_text()
     assert "## Base model training" in text and f"- Last loss: {losses[-1]:.4f}" in text

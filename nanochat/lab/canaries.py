@@ -61,7 +61,7 @@ def open_pretraining_rows(checkpoint: Checkpoint, dist: DistContext) -> Rows:
     return rows
 
 
-def open_text(checkpoint: Checkpoint, dist: DistContext) -> list[Batch]:
+def pretraining_batches(checkpoint: Checkpoint, dist: DistContext) -> list[Batch]:
     """Some of these rows; none, with a message, if the text cannot be opened."""
     try:
         rows = open_pretraining_rows(checkpoint, dist)

@@ -44,7 +44,7 @@ class Item(NamedTuple):
 
 FilterRule = Callable[[Sequence[Item]], Verdicts]
 
-NUMBER = r"[+-]?\d[\d,]*(?:\.\d+)?"
+NUMBER = r"(?:(?<!\w)[+-])?\d[\d,]*(?:\.\d+)?"
 PUNCTUATION = ".,;:!?\"'"  # around words; unlike operators
 NUM_SHOWN = 3  # dropped rows shown per filter
 SHOWN_CHARS = 120
@@ -151,7 +151,8 @@ def verified(items: Sequence[Item]) -> Verdicts:
     for item in items:
         answer, gold = item.answer or "", item.row.get("gold")
         last = re.findall(NUMBER, answer)[-1:] if "####" not in answer else []
-        said = [final_value(f"#### {text}".lower()) for text in (answer, *last)]
+        whole = answer if "####" in answer else " ".join(answer.split())
+        said = [final_value(f"#### {text}".lower()) for text in (whole, *last)]
         right = final_value(f"#### {gold}".lower())
         yield None if item.answer is None or gold is None else right in said
 

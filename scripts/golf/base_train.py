@@ -29,7 +29,7 @@ from scripts.base_train import (
     SECTION,
     BaseTrain,
     open_few_shot,
-    open_text,
+    open_inputs,
     sample_and_score,
     summarize,
 )
@@ -114,7 +114,7 @@ def main(cfg: GolfTrain) -> None:
     dist = init_dist(cfg.train.dist, seed)
 
     # Tokenizer, text and rows; exit if this run has already finished
-    tokenizer, source, rows = open_text(cfg, dist)
+    tokenizer, source, rows = open_inputs(cfg, dist)
     inputs = {"rows": rows.fingerprint, "tokenizer": tokenizer.fingerprint}
     inputs["data"] = source.fingerprint
     resolved = {**settings(cfg), "eval_tokens": cfg.validation.tokens(dist)}
@@ -125,6 +125,7 @@ def main(cfg: GolfTrain) -> None:
     plain = cfg.model_config(tokenizer.vocab_size, dist.device.type)
     shape = cfg.golf_shape.apply(plain)
     model = build_model(shape, dist.device, dist.dtype, seed, GolfGPT)
+    cfg.quant.formats(dict(model.named_parameters()))  # a pattern without a match is an error now
     horizon = plan_horizon(model, cfg.horizon, dist.world_size)
     num_steps, batch_tokens = horizon.num_steps, horizon.batch_tokens
     rules = cfg.rules(cfg.train.optim, horizon, shape.d_model)
@@ -170,7 +171,7 @@ def main(cfg: GolfTrain) -> None:
         for step in run.steps():  # from the last checkpoint on; the last turn only evaluates
             if run.due(cfg.train.eval_every):
                 run.log(validation.score(model.token_losses, run.device_rows, run.stop))
-            few_shot |= sample_and_score(run, cfg.evaluation, suite)
+            few_shot |= sample_and_score(run, cfg, suite)
             if run.finished:
                 break
 

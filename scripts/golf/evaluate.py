@@ -157,10 +157,8 @@ def write_scores(cfg: GolfEval, dist: DistContext, scored: list[ScoredArtifact])
         "Bytes scored": scored[0].plain.bytes,
         **{s.path.stem: format_scores(s) for s in scored},
     }
-    origin = scored[0].artifact.origin
     inputs = {s.path.name: sha256_file(s.path)[:16] for s in scored}
-    provenance = records.Provenance(origin["run_id"], origin["seed"], inputs)
-    report.append_section(SECTION, cfg, values, provenance, records.Cost.so_far(dist))
+    report.append_section(SECTION, cfg, values, inputs, records.Cost.so_far(dist))
 
 
 def format_scores(s: ScoredArtifact) -> str:

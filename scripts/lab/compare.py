@@ -84,9 +84,8 @@ def main(cfg: Compare) -> None:
         )
     compared = [each.fingerprint for side in sides.values() for each in side]
     inputs = {"before": fingerprint(compared)}
-    origin = records.Provenance(inputs=inputs)
     section = f"Comparison of {cfg.before} and {cfg.after}"
-    report.append_section(section, cfg, {}, origin, tables=[table])
+    report.append_section(section, cfg, {}, inputs, tables=[table])
 
 
 def seed_of(checkpoint: Checkpoint) -> int:
@@ -163,8 +162,7 @@ def compare_all(cfg: Compare) -> None:
     table = {"title": "Accuracy", "columns": columns, "rows": rows}
     inputs = {"before": fingerprint([each.fingerprint for each in checkpoints])}
     if dist.is_main:
-        origin = records.Provenance(inputs=inputs)
-        report.append_section("Suite", cfg, {}, origin, records.Cost.so_far(dist), tables=[table])
+        report.append_section("Suite", cfg, {}, inputs, records.Cost.so_far(dist), tables=[table])
     dist.close()
 
 

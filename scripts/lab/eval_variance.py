@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from nanochat import records, report
+from nanochat import report
 from nanochat.checkpoint import parse_checkpoint_ref
 from nanochat.config import start
 from nanochat.records import read_scores
@@ -59,8 +59,7 @@ def main(cfg: EvalVariance) -> None:
     columns = ["Class", "Task", "Items", "Runs", "Std", *models, "Item SE", "Repeats"]
     table = {"title": f"{SECTION} (points)", "columns": columns, "rows": rows}
     inputs = {name: model.fingerprint for name, model in models.items()}
-    origin = records.Provenance(inputs=inputs)
-    report.append_section(SECTION, cfg, {}, origin, tables=[table])
+    report.append_section(SECTION, cfg, {}, inputs, tables=[table])
 
 
 def sampling_std(rates: Sequence[float], k: int) -> float:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nanochat import records, report
+from nanochat import report
 from nanochat.common import fingerprint, printable, write_atomic
 from nanochat.config import start
 from nanochat.dataset import read_json_lines
@@ -67,8 +67,8 @@ def main(cfg: Filter) -> None:
     write_atomic(out, "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in kept))
     print(printable(f"wrote {len(kept):,} conversations to {out}"))
     values = {"Kept": len(kept), "Dropped": len(rows) - len(kept)}
-    provenance = records.Provenance(inputs={"before": source})
-    report.append_section(f"Filters {out.stem}", cfg, values, provenance, tables=[table])
+    inputs = {"before": source}
+    report.append_section(f"Filters {out.stem}", cfg, values, inputs, tables=[table])
 
 
 def read_rows(path: str) -> Iterator[dict[str, Any]]:

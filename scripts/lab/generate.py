@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nanochat import records, report
+from nanochat import report
 from nanochat.common import UsageError, fingerprint, printable
 from nanochat.config import require_at_least, start
 from nanochat.records import append_line, read_lines
@@ -92,8 +92,8 @@ def main(cfg: Generate) -> None:
         raise UsageError(f"{failed:,} of {len(keys):,} prompts failed", "see the first one above")
     pilot.touch()
     values = {"Teacher": model, "Prompts": len(keys), **counts}
-    provenance = records.Provenance(inputs={"before": fingerprint(keys)})
-    report.append_section(f"Generation {out.stem}", cfg, values, provenance)
+    inputs = {"before": fingerprint(keys)}
+    report.append_section(f"Generation {out.stem}", cfg, values, inputs)
 
 
 def connect(cfg: Generate) -> tuple[Any, str]:

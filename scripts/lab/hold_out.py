@@ -14,7 +14,7 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 
-from nanochat import records, report
+from nanochat import report
 from nanochat.common import fingerprint, printable
 from nanochat.config import start
 from nanochat.lab.filters import BENCHMARKS, index_passages, shared_items
@@ -71,8 +71,7 @@ def scan(cfg: HoldOut) -> None:
     table = {"title": "Overlap with benchmarks", "columns": columns, "rows": rows}
     values = {"Items with overlap": total}
     inputs = {"before": fingerprint({bucket.name: bucket.train.identity for bucket in learned})}
-    provenance = records.Provenance(inputs=inputs)
-    report.append_section("Overlap", cfg, values, provenance, tables=[table])
+    report.append_section("Overlap", cfg, values, inputs, tables=[table])
 
 
 if __name__ == "__main__":

@@ -154,9 +154,18 @@ def main(cfg: MergeScript) -> None:
         "Verdict": change.verdict,
         **rises,
     }
-    output = records.Provenance(**provenance, outputs={first.state["stage"]: saved.fingerprint})
+    outputs = {first.state["stage"]: saved.fingerprint}
     cost = records.Cost.so_far(dist)
-    report.append_section("Merge", cfg, values, output, cost, tables=[table], files=[saved.folder])
+    report.append_section(
+        "Merge",
+        cfg,
+        values,
+        provenance["inputs"],
+        cost,
+        outputs=outputs,
+        tables=[table],
+        files=[saved.folder],
+    )
 
 
 def require_same_shape(cfg: MergeScript, models: Sequence[Checkpoint]) -> None:
@@ -175,7 +184,7 @@ def open_val_rows(cfg: MergeScript, first: Checkpoint, dist: DistContext) -> lis
     of the first model's training run, or pretraining text for base models.
     """
     state = first.state
-    if state["stage"] == "base" and not cfg.val_mixture:
+    if state["stage"] == "base" and state["source"] and not cfg.val_mixture:
         return [open_pretraining_rows(first, dist)]
     if not (cfg.val_mixture or "declared" in state):
         raise ValueError(f"{first.folder} was not trained on a mixture; set --val_mixture")

@@ -15,7 +15,7 @@ rerun the same command.
 
 Reads   the tokenizer and its text (scripts.tok_train)
 Writes  sweeps/<name>/ under the base directory (ledger), sweeps/runs/, and the section "Scaling
-        laws <name>" with a figure; deletes the checkpoints of its runs
+        laws <name>"; deletes the checkpoints of its runs
 """
 
 import itertools
@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from nanochat import records, report
+from nanochat import report
 from nanochat.checkpoint import stage_folder
 from nanochat.common import UsageError
 from nanochat.config import require_at_least, start
@@ -125,8 +125,7 @@ def main(cfg: ScalingLaws) -> None:
     tables.append(ledger_table(sweep.ledger()))
     section = f"Scaling laws {cfg.name}".removesuffix(" scaling")
     values = {"Runs": len(jobs), "Left out": sweep.left_out}
-    made, cost = records.Provenance(inputs=inputs), sweep.cost()
-    report.append_section(section, cfg, values, made, cost, tables=tables)
+    report.append_section(section, cfg, values, inputs, sweep.cost(), tables=tables)
 
 
 def make_job(

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Literal
 
-from nanochat import records, report
+from nanochat import report
 from nanochat.checkpoint import SCRIPTS, find_checkpoint
 from nanochat.common import UsageError, fingerprint
 from nanochat.config import require_at_least, start
@@ -131,10 +131,11 @@ def main(cfg: SweepScript) -> None:
     values, table = (search if cfg.search else compare)(cfg, inputs, sweep)
     with (sweep.folder / f"{table['title'].lower()}.csv").open("w") as out:
         csv.writer(out).writerows([table["columns"], *table["rows"]])
-    provenance = records.Provenance(inputs={"bases": fingerprint(inputs)})
     section = f"Sweep {cfg.name}".removesuffix(" sweep")
     tables = [table, ledger_table(sweep.ledger())]
-    report.append_section(section, cfg, values, provenance, sweep.cost(), tables=tables)
+    report.append_section(
+        section, cfg, values, {"bases": fingerprint(inputs)}, sweep.cost(), tables=tables
+    )
 
 
 def find_inputs(cfg: SweepScript) -> Inputs:

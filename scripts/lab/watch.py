@@ -33,7 +33,7 @@ from nanochat.lab.canaries import (
     check_rows,
     measure,
     open_suite,
-    open_text,
+    pretraining_batches,
     rises,
 )
 from nanochat.records import METRICS_FILE, read_metrics
@@ -60,7 +60,7 @@ def main(cfg: Watch) -> None:
         raise ValueError("name the run and its parent, as in --run=sft:d4 --parent=mid:d4")
     folder, parent = stage_folder(stage) / tag, parse_checkpoint_ref(cfg.parent)
     suite = open_suite(parent.state["source"].get("dataset"))
-    shared = open_text(parent, dist), suite, dist
+    shared = pretraining_batches(parent, dist), suite, dist
     before = measure(*load_inference(parent, dist), *shared)
     checkpoint, monitor = None, CanaryMonitor()
 
@@ -85,9 +85,9 @@ def main(cfg: Watch) -> None:
         raise MissingInput(f"no checkpoint in {folder}", "a training run with --save_every")
 
     values = {"Canaries": monitor.level, "Last step": checkpoint.step}
-    provenance = records.Provenance(**checkpoint.state["provenance"])
+    inputs = checkpoint.state["provenance"]["inputs"]
     cost, tables = records.Cost.so_far(dist), [monitor.table()]
-    report.append_section(f"Canaries {stage}", cfg, values, provenance, cost, tables=tables)
+    report.append_section(f"Canaries {stage}", cfg, values, inputs, cost, tables=tables)
     if monitor.level == "broken":
         print("broken: check the template, loss mask, --init_lr_frac and checkpoint", flush=True)
         raise SystemExit(BROKEN)

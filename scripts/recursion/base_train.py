@@ -26,7 +26,7 @@ from scripts.base_train import (
     SECTION,
     BaseTrain,
     open_few_shot,
-    open_text,
+    open_inputs,
     sample_and_score,
     summarize,
 )
@@ -105,7 +105,7 @@ def main(cfg: RecursionTrain) -> None:
         dist.print0(WARNING.format(cfg.recursion.recursion_preset))
 
     # Tokenizer, text and rows; exit if this run has already finished
-    tokenizer, source, rows = open_text(cfg, dist)
+    tokenizer, source, rows = open_inputs(cfg, dist)
     inputs = {"rows": rows.fingerprint, "tokenizer": tokenizer.fingerprint}
     inputs["data"] = source.fingerprint
     resolved = {**settings(cfg), "eval_tokens": cfg.validation.tokens(dist)}
@@ -151,7 +151,7 @@ def main(cfg: RecursionTrain) -> None:
                 else:
                     metrics = validation.score(model.token_losses, run.device_rows, run.stop)
                 run.log(metrics)
-            few_shot |= sample_and_score(run, cfg.evaluation, suite)
+            few_shot |= sample_and_score(run, cfg, suite)
             if run.finished:
                 break
             metrics = {}

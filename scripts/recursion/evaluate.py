@@ -233,13 +233,13 @@ def write_record(
         loop_rows.append([f"{k}{trained}", over_seeds([s.by_loop[k] for s in recursive]), *cells])
     columns = ["Arm", "Parameters", "FLOPs", "bpb", "Minus recursive"]
     by_loop = ["Loops", "bpb", "State RMS", "Cosine to the previous loop"]
-    provenance = records.Provenance(**recursive[0].checkpoint.state["provenance"])
+    inputs = recursive[0].checkpoint.state["provenance"]["inputs"]
     tables = [
         {"title": "Equal cost", "columns": columns, "rows": arm_rows},
         {"title": "By number of loops", "columns": by_loop, "rows": loop_rows},
     ]
     cost = records.Cost.so_far(dist)
-    report.append_section(SECTION, cfg, values, provenance, cost, tables=tables)
+    report.append_section(SECTION, cfg, values, inputs, cost, tables=tables)
 
 
 if __name__ == "__main__":

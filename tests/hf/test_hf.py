@@ -52,7 +52,7 @@ IDS = torch.randint(600, (2, 40), generator=torch.Generator().manual_seed(1))
 ONES = torch.ones_like(IDS)
 STATE = {
     "source": {"dataset": "embedded"},
-    "provenance": {"run_id": "run-1", "seed": 4, "inputs": {"tokenizer": TOKENIZER.fingerprint}},
+    "provenance": {"seed": 4, "inputs": {"tokenizer": TOKENIZER.fingerprint}},
     "identity": {"batch_tokens": 4096, "seed": 4},
 }
 

@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-from nanochat.records import Cost, Provenance, item_scores, write_record
+from nanochat.records import Cost, item_scores, write_record
 
 module, *words = sys.argv[1:]
 flags = dict(word.lstrip("-").split("=", 1) for word in words if "=" in word)
@@ -47,4 +47,4 @@ elif module == "scripts.base_train":
         "Number of training tokens": tokens,
         "Final validation bpb": 1 + 60 * n**-0.35 + 200 * tokens**-0.4,
     }
-write_record(module, flags, values, Provenance("run", 0), Cost(0.0), items=items)
+write_record(module, flags, values, {}, Cost(0.0), items=items)

@@ -29,7 +29,7 @@ def test_final_benchmark_needs_permission_and_is_logged(trained, command):
     [table] = [t for t in record["tables"] if t["title"] == "Access to final benchmarks"]
     assert [row[1] for row in table["rows"]] == ["World-Choice"]
     out = command.works(*SCORE, "-x", "1")  # without a choice of tasks, final ones are left out
-    assert "skipping final benchmarks: world_choice" in out
+    assert "skipping world_choice: final benchmark" in out
 
 
 def test_training_on_the_family_of_a_final_benchmark_is_rejected(trained, command):

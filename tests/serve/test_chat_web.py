@@ -98,7 +98,7 @@ def test_startup_errors_name_the_fix(base, command, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         for flags, fix in (
-            ((f"--port={port}",), f"--port={port + 1}"),
+            ((f"--port={port}",), "--port=0 "),
             (("--host=256.1.1.1",), "--host=127.0.0.1"),
         ):
             assert fix in command.rejects("chat_web", *flags)
