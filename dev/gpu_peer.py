@@ -440,7 +440,7 @@ def pack(clone: Path, folder: Path) -> None:
     from nanochat.dataset import DataConfig, load_last_source
     from nanochat.rows import open_rows
     from nanochat.tokenizer import Tokenizer
-    from tasks.builtin import open_text
+    from tasks.world.write import open_text
 
     tokenizer = Tokenizer.load("peer")
     source = open_text(DataConfig(), load_last_source("peer"))

@@ -162,7 +162,7 @@ GPU_RESERVE = 2 << 30  # bytes for NCCL and cuBLAS, which allocate in the first 
 
 
 def largest_divisor(rows: int, limit: int) -> int:
-    """Largest divisor of `rows` (rows per rank and step) that is at most `limit`, but at least 1."""
+    """Largest divisor of `rows` (rows per rank and step) up to `limit`, but at least 1."""
     return max(d for d in range(1, rows + 1) if rows % d == 0 and d <= max(1, limit))
 
 

@@ -25,8 +25,8 @@ from nanochat.config import require_at_least, settings, short, start
 from nanochat.dist import DistConfig, DistContext, init_dist
 from nanochat.eval_core import TaskScore, core, evaluate_task, open_suite
 from nanochat.train import skip_if_finished
-from tasks.builtin import builtin_suite
 from tasks.held_out import require_access
+from tasks.world.write import builtin_suite
 
 SECTION = "Base model evaluation"
 INSTALL = "uv sync --inexact --group interop"

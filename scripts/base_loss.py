@@ -22,7 +22,7 @@ from nanochat.dist import DistConfig, DistContext, init_dist
 from nanochat.eval_bpb import Bpb, bits_per_byte, document_bpb, generate_samples, row_batches
 from nanochat.rows import Rows, open_rows, pack_text
 from nanochat.train import Compile, prepare_scoring, skip_if_finished
-from tasks.builtin import open_text
+from tasks.world.write import open_text
 
 SECTION = "Base model loss"
 CHARS_PER_TOKEN = 3  # rough, to estimate the work

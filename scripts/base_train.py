@@ -30,7 +30,7 @@ from nanochat.scaling import (
 )
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import Compile, Run, TrainConfig, skip_if_finished
-from tasks import builtin
+from tasks.world import write as builtin
 
 SECTION = "Base model training"
 FP8_DEPTH = 20  # shallowest model with fp8 matmuls by default: +17% tokens/s (nanochat, 2026-02)

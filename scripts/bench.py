@@ -40,7 +40,7 @@ from nanochat.dataset import DataConfig, load_last_source
 from nanochat.dist import DistConfig, init_dist
 from nanochat.scaling import default_windows, shape_for_depth
 from nanochat.train import Compile
-from tasks.builtin import open_text
+from tasks.world.write import open_text
 
 DEPTHS = (4, 8, 12)
 EMBEDDED_VOCAB = 2048  # of the tokenizer benchmark: the built-in text has few different words

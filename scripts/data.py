@@ -20,7 +20,7 @@ from nanochat.config import require_at_least, start
 from nanochat.dataset import FirstUseConfig, load_last_source, save_last_source
 from nanochat.rows import Rows, open_rows, pack_rows
 from nanochat.tokenizer import Tokenizer
-from tasks.builtin import open_text
+from tasks.world.write import open_text
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from nanochat.config import settings, start
 from nanochat.dataset import DataConfig, Source, load_last_source
 from nanochat.rows import batch_texts
 from nanochat.tokenizer import Tokenizer
-from tasks.builtin import open_text
+from tasks.world.write import open_text
 
 SECTION = "Tokenizer evaluation"
 SAMPLES = Path(__file__).parent / "samples.toml"

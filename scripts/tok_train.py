@@ -20,7 +20,7 @@ from nanochat.common import require_name, write_atomic
 from nanochat.config import require_at_least, settings, start
 from nanochat.dataset import FirstUseConfig, Source, load_last_source, save_last_source
 from nanochat.tokenizer import SPECIAL_TOKENS, Tokenizer, tokenizer_dir
-from tasks.builtin import open_text
+from tasks.world.write import open_text
 
 SECTION = "Tokenizer training"
 WORD = re.compile(r"\b[a-z]{3,}\b")

@@ -114,7 +114,10 @@ def buckets(spec: str, declared: Mapping[str, Mapping[str, str]] = {}) -> list[B
         own = {tag: entry[tag] for tag in Tags.__annotations__ if tag in entry}
         own["parent"] = "+".join(filter(None, (tags.parent, entry.get("parent"))))
         found[name] = Bucket(
-            *(name, augment(task, how) if how else task, source, replace(tags, **own)),
+            name,
+            augment(task, how) if how else task,
+            source,
+            replace(tags, **own),
             count=int(count) if count else None,
             repeats=float(repeats or 1),
             tokens=int(tokens) if tokens else None,

@@ -21,9 +21,9 @@ import pytest
 from nanochat.common import UsageError
 from nanochat.dataset import DataConfig, FirstUseConfig, Source, open_source
 from nanochat.eval_core import FewShotTask, open_suite
-from tasks.builtin import open_text
 from tasks.world.corpus import documents
 from tasks.world.suite import suite
+from tasks.world.write import open_text
 from tests.hub_server import FakeHub, serve
 
 STORIES = [f"story {i} of a cat, a dog and the {i} mice they met " * 5 for i in range(40)]

@@ -36,7 +36,7 @@ def on_gpu(tmp_path_factory: pytest.TempPathFactory) -> OnGPU:
 
     run("bash", f"{sources}/build.sh", sys.prefix, built)
     words = ("bash", f"{sources}/run.sh", built, sys.executable, "-m", "tests.on_null_gpu")
-    return lambda *module: run(*words, *module)
+    return lambda *what: run(*words, *what)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_run_fits_in_memory_and_waits_once_per_step(
     on_gpu: OnGPU, depth: int, compiled: int, fp8: int
 ):
     flags = f"--depth={depth} --compile={compiled} --fp8={fp8}"
-    found = json.loads(on_gpu("tests.training_memory", *flags.split()).splitlines()[-1])
+    found = json.loads(on_gpu(*flags.split()).splitlines()[-1])
     assert found["peak"] < 80 * 2**30
     assert found["host_growth"] < 2**27  # weights are drawn on the device
     assert depth < 24 or found["device_rows"] == 16

@@ -37,10 +37,10 @@ from nanochat.lab.filters import repeated_share
 from nanochat.rows import Rows, inputs_and_targets, open_rows, pack_text, reopen_chat_rows
 from nanochat.sandbox import calculate
 from nanochat.tokenizer import Tokenizer
-from tasks import builtin
 from tasks.base import Mixture, Task, visible
 from tasks.held_out import is_final
 from tasks.registry import TASKS
+from tasks.world import write as builtin
 
 # ---- Metrics of a model --------------------------------------------------------------------------
 

@@ -27,7 +27,7 @@ from nanochat.golf.artifact import Artifact, read_artifact
 from nanochat.golf.size import code_bytes
 from nanochat.lab.significance import over_seeds
 from nanochat.train import Compile, prepare_scoring
-from tasks.builtin import open_text
+from tasks.world.write import open_text
 
 SECTION = "Parameter golf"
 CHARS_PER_TOKEN = 3  # rough, to estimate the work

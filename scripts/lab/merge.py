@@ -154,18 +154,10 @@ def main(cfg: MergeScript) -> None:
         "Verdict": change.verdict,
         **rises,
     }
-    outputs = {first.state["stage"]: saved.fingerprint}
-    cost = records.Cost.so_far(dist)
-    report.append_section(
-        "Merge",
-        cfg,
-        values,
-        provenance["inputs"],
-        cost,
-        outputs=outputs,
-        tables=[table],
-        files=[saved.folder],
-    )
+    shown: Any = {"tables": [table], "files": [saved.folder]}
+    shown["outputs"] = {first.state["stage"]: saved.fingerprint}
+    inputs, cost = provenance["inputs"], records.Cost.so_far(dist)
+    report.append_section("Merge", cfg, values, inputs, cost, **shown)
 
 
 def require_same_shape(cfg: MergeScript, models: Sequence[Checkpoint]) -> None:

@@ -39,7 +39,7 @@ from nanochat.lab.sweep import Job, Sweep, SweepConfig, ledger_table
 from nanochat.rows import open_rows, pack_text
 from nanochat.scaling import default_windows, plan_horizon, shape_for_depth
 from nanochat.tokenizer import Tokenizer
-from tasks.builtin import open_text
+from tasks.world.write import open_text
 
 EXPONENTS = np.geomspace(0.05, 1.2, 48)  # values of alpha and beta that a fit tries
 BOOTSTRAPS = 200

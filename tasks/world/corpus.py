@@ -67,11 +67,9 @@ def describe(rng: Draw, subject: Subject, low: int, high: int) -> str:
 def portrait(rng: Draw) -> Paragraphs:
     """One person, often followed by a friend and people of the same town."""
     p = rng.subject("person")
-    residents = rng.pick_n(subjects("person", town=p.town), 2)
-    others = [*subjects("person", name=p.friend), *residents]
+    others = subjects("person", name=p.friend) + rng.pick_n(subjects("person", town=p.town), 2)
     parts = [describe(rng, q, 3, 7) for q in [p, *others[: rng.between(0, 3)]]]
-    title = rng.say("person_titles", **vars(p))
-    return titled(rng, title, *parts)
+    return titled(rng, rng.say("person_titles", **vars(p)), *parts)
 
 
 def two_people(rng: Draw) -> Paragraphs:
@@ -136,15 +134,13 @@ def town_entry(rng: Draw) -> Paragraphs:
     about_them = state(rng, [p.facts[rng.pick(("trade", "town"))] for p in residents])
     [following] = subjects("town", name=t.next_town)
     more = describe(rng, following, 3, 7) if rng.random() < 0.5 else ""
-    title = rng.say("town_titles", **vars(t))
-    return titled(rng, title, text, about_them, more)
+    return titled(rng, rng.say("town_titles", **vars(t)), text, about_them, more)
 
 
 def walk(rng: Draw) -> Paragraphs:
     """A traveler's day in a town, meeting its people."""
     t = rng.subject("town")
-    arrival = rng.say("arrivals", **vars(t))
-    text = f"{arrival} {t.tell(rng, 2, 5)}"
+    text = f"{rng.say('arrivals', **vars(t))} {t.tell(rng, 2, 5)}"
     met = rng.pick_n(t.people, 2, 4)
     pairs = zip(word_list("meetings"), met, strict=False)
     meetings = [f"{text.format(name=p.name)} {p.tell(rng, 2, 4)}" for text, p in pairs]
@@ -207,9 +203,8 @@ def price_list(rng: Draw) -> Paragraphs:
     offers = rng.pick_n(subjects("goods"), 6, 14)
     half = len(offers) // 2
     listed = "\n".join(f"{g.name}: {g.price} pennies" for g in offers[:half])
-    prose = " ".join(telling(rng, g.facts.values()) for g in offers[half:])
     yield f"Market in {t.name}, every {t.day}. Prices of the day:\n{listed}"
-    yield prose
+    yield " ".join(telling(rng, g.facts.values()) for g in offers[half:])
 
 
 def recipe_text(rng: Draw) -> Paragraphs:
@@ -224,8 +219,7 @@ def recipe_text(rng: Draw) -> Paragraphs:
     fans = rng.pick_n(d.people, 1, 4)
     praise = state(rng, [p.facts["food"] for p in fans])
     how = (" " if rng.random() < 0.5 else "\n").join(steps)
-    known = telling(rng, d.facts.values())
-    return titled(rng, f"How to make {d.name}", known, how, praise)
+    return titled(rng, f"How to make {d.name}", telling(rng, d.facts.values()), how, praise)
 
 
 def kind_entry(rng: Draw, kind: str, relation: str) -> Paragraphs:
@@ -235,8 +229,7 @@ def kind_entry(rng: Draw, kind: str, relation: str) -> Paragraphs:
         known = rng.pick_n(subject.facts.values(), 9)
         goods = subjects("goods", **{kind: subject.name})
         known += [f for g in goods for f in g.facts.values()]
-        people = rng.pick_n(subject.people, 1, 3)
-        known += [p.facts[relation] for p in people]
+        known += [p.facts[relation] for p in rng.pick_n(subject.people, 1, 3)]
         parts.append(state(rng, known))
     return titled(rng, f"About {kind}s", *parts)
 

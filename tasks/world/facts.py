@@ -135,11 +135,6 @@ class Draw:
         return self.pick(word_list(sentences)).format(**fields)
 
 
-def an(noun: str) -> str:
-    """The noun with "a" or "an", chosen by spelling, which is right for every word used here."""
-    return f"an {noun}" if noun[0] in "aeio" else f"a {noun}"
-
-
 def upper_first(text: str) -> str:
     """Capitalize the first letter only."""
     return text[0].upper() + text[1:]
@@ -274,7 +269,8 @@ def make_subject(kind: str, fields: dict[str, str]) -> Subject:
     if kind == "person":
         [trade] = subjects("trade", name=fields["trade"])
         fields |= {"do": trade.do, "does": trade.does, "place": trade.place}
-    fields |= {f"a_{key}": an(value) for key, value in fields.items()}
+    vowels = "aeio"  # by spelling, which is right for every word used here
+    fields |= {f"a_{k}": f"a{'n' if v[0] in vowels else ''} {v}" for k, v in fields.items()}
     fields |= {upper_first(key): upper_first(value) for key, value in fields.items()}
     numbers = {key: int(value) for key, value in fields.items() if value.isdigit()}
     subject = Subject(**fields | numbers, kind=kind)

@@ -1,5 +1,5 @@
 """
-Write the embedded world to disk: text shards and an evaluation bundle.
+The built-in dataset: text shards and an evaluation bundle, written once, then read like any other.
 
     documents, few-shot tasks -> data/embedded/text/*.jsonl, suite/ -> manifest.json, written last
 
@@ -8,13 +8,14 @@ listed and are written again.
 """
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from nanochat.common import base_dir, hold_lock, read_json, sha256_file, write_atomic, write_json
+from nanochat.dataset import DataConfig, Source, choose_source, open_source
 from tasks.world.corpus import WORLD_VERSION, documents
 from tasks.world.facts import DIGEST
 from tasks.world.suite import SUITE_VERSION, suite
@@ -80,5 +81,21 @@ def bundle_files() -> Iterator[tuple[str, str]]:
             }
         )
     yield "eval_meta_data.csv", "".join(f"{row}\r\n" for row in rows)
-    about = {"about": "embedded world", "icl_tasks": entries}
-    yield "core.yaml", yaml.safe_dump(about, sort_keys=False)
+    core = {"about": "embedded world", "icl_tasks": entries}
+    yield "core.yaml", yaml.safe_dump(core, sort_keys=False)
+
+
+# ---- The dataset as any other --------------------------------------------------------------------
+
+
+def open_text(cfg: DataConfig, recorded: Mapping[str, Any] | None) -> Source:
+    """`dataset.open_source`, after writing what is missing of the built-in dataset."""
+    wanted = choose_source(cfg, recorded)
+    if wanted.dataset == EMBEDDED:
+        write(wanted.num_shards)
+    return open_source(cfg, recorded)
+
+
+def builtin_suite(dataset: str | None) -> str | None:
+    """Location of the few-shot tasks of the built-in dataset; None for another one."""
+    return str(write(num_shards=0) / "suite") if dataset == EMBEDDED else None
