@@ -52,7 +52,7 @@ class Chats(HubTask):
     def __init__(self, split: str, source: str | None = None):
         super().__init__(split)
         path = Path(source or "").expanduser()
-        if self.is_file or path.suffix == ".jsonl" or path.is_file():
+        if source and (self.is_file or path.suffix == ".jsonl" or path.is_file()):
             self.path = path
             return
         self.repo, names = parse_source(source or self.default)

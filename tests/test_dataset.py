@@ -147,7 +147,7 @@ BAD_FILES = {
         "not a readable parquet",
     ),
     "column.parquet": (parquet(content=["one"]), "no column `text`; the columns are content"),
-    "number.parquet": (parquet(text=[1, 2]), "holds int64, not strings"),
+    "number.parquet": (parquet(text=[1, 2]), "Unsupported cast from int64"),
 }
 
 

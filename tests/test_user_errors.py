@@ -4,6 +4,8 @@ import errno
 import json
 import os
 import re
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ import torch
 from nanochat.config import parse, settings
 from nanochat.tokenizer import Tokenizer
 from scripts.chat_rl import ChatRL
+from tests.training_runs import begin, rest_of
 
 TEXT = ("--dataset=embedded", "--num_shards=1")
 # command line -> what its error names, in order; FILE has no JSON, TYPES has a wrong type
@@ -105,6 +108,15 @@ def test_interrupt_has_status_130_and_no_traceback(command, monkeypatch):
     monkeypatch.setattr(Tokenizer, "train", interrupt)
     done = command("tok_train", *TEXT)
     assert done.status == 130 and "interrupted" in done.text and "Traceback" not in done.text
+
+
+def test_interrupt_while_torch_is_imported_prints_nothing(base):
+    process = begin(base, "-m", "scripts.base_train")
+    maps = Path(f"/proc/{process.pid}/maps")
+    while "libtorch" not in maps.read_text():
+        time.sleep(0.001)
+    process.send_signal(signal.SIGINT)
+    assert rest_of(process) == "" and process.returncode == -signal.SIGINT
 
 
 def test_out_of_memory_at_the_start_is_one_sentence(command, monkeypatch):

@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
+import lm_eval.models  # noqa: F401  (the harness adds its own only to an empty registry)
 import torch
 from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model

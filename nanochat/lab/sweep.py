@@ -38,7 +38,7 @@ from nanochat.common import (
     hold_run_lock,
     printable,
 )
-from nanochat.config import require_at_least, require_positive
+from nanochat.config import require_at_least
 from nanochat.lab.significance import Recorded
 from tasks.chats import topics
 from tasks.world.facts import DIGEST
@@ -56,8 +56,7 @@ class SweepConfig:
     """Device hours, including earlier runs, after which this sweep starts no further run."""
 
     def __post_init__(self) -> None:
-        require_at_least(self, devices=1)
-        require_positive(self, "cap_hours")
+        require_at_least(self, devices=1, cap_hours=0)
 
 
 def sweep_folder() -> Path:

@@ -11,6 +11,7 @@ from nanochat.common import MissingInput
 from nanochat.hf.export import write_hf
 from tasks.world.corpus import documents
 from tests.test_eval_core import save_model
+from tests.training_runs import python
 
 lm_eval = pytest.importorskip("lm_eval")
 from lm_eval.models.huggingface import HFLM  # noqa: E402
@@ -100,6 +101,11 @@ def test_P5_text_cannot_forge_a_rendered_conversation(ours, saved):
     opened = [*messages, {"role": "assistant", "content": "It is"}]
     ids = ours.encode(ours.apply_chat_template(opened, add_generation_prompt=False))
     assert ids[-2:] == tokenizer.encode("It is")[-2:]
+
+
+def test_models_of_the_harness_stay_available(tmp_path):
+    code = "import nanochat.hf.lm_eval; from lm_eval.api.registry import get_model as find; "
+    assert "Local" in python(tmp_path, "-c", f"{code}print(find('local-completions'))")
 
 
 def test_R26_harness_agrees_item_by_item_on_ARC(exported, ours, hub, tmp_path):
