@@ -111,7 +111,9 @@ def test_interrupt_has_status_130_and_no_traceback(command, monkeypatch):
 
 
 def test_interrupt_while_torch_is_imported_prints_nothing(base):
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore it
     process = begin(base, "-m", "scripts.base_train")
+    signal.signal(signal.SIGINT, before)
     maps = Path(f"/proc/{process.pid}/maps")
     while "libtorch" not in maps.read_text():
         time.sleep(0.001)
