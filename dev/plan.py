@@ -51,7 +51,8 @@ REFERENCE = {
     ),
     "cpu": Reference(
         "",
-        "measured on 2 cores with bfloat16 (2026-11); without it, up to three times as long",
+        "measured on 2 cores with bfloat16 (2026-11); without it, up to three times as long, "
+        "and DEPTH=2 helps",
         *(4, 1, (0.1, 0.1, 4.0, 0.2, 0.2, 0.3, 3.7, 0.4, 1.1, 0.3, 4.4, 0.3)),
     ),
 }
