@@ -140,7 +140,7 @@ async def whole_answer(reply: Reply, writer: Writer, request: Request) -> Respon
         for delta in deltas:
             found[delta.index].append(delta)
         if await request.is_disconnected():
-            return Response()  # which nobody reads
+            return Response()  # for a client that has left
     return JSONResponse(writer.envelope(list(map(writer.choice, found)), reply.usage))
 
 
