@@ -176,7 +176,8 @@ def make_job(
     words = [f"scripts.{SCRIPTS[cfg.stage]}", f"--num_iterations={steps}", f"--seed={seed}"]
     words += "--model_tag={tag} --eval_every=0 --keep=1 --resume=auto --skip_if_done".split()
     is_base = cfg.stage == "base"
-    words.append(f"--depth={base[1:]}" if is_base else f"--source={parent_stage(cfg)}:{base}")
+    depth = f"--depth={base.removeprefix('d')}"
+    words.append(depth if is_base else f"--source={parent_stage(cfg)}:{base}")
     words += [f"--total_batch_size={cfg.total_batch_size}"] if cfg.stage != "rl" else []
     words += [f"--mixture={cfg.mixture}"] if cfg.mixture else []
     words += [f"--task={cfg.task}"] if cfg.task else []
