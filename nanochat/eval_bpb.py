@@ -205,8 +205,8 @@ def document_bpb(
     Score documents separately, in windows of max_seq_len tokens that advance by `stride`; `rows`
     windows per forward pass. `bytes` counts the UTF-8 bytes of the texts, for any tokenizer.
 
-    Every rank must pass all texts. Raises ValueError for strides outside 1..max_seq_len
-    and AssertionError unless every byte is scored exactly once.
+    Every rank must pass all texts. Every byte is scored exactly once. Raises ValueError for strides
+    outside 1..max_seq_len.
     """
     T = model.cfg.max_seq_len
     if not 1 <= stride <= T:

@@ -124,8 +124,8 @@ def make_run(
     declared: Mapping[str, Any],
 ) -> Run:
     """
-    The run of a stage, with its number of steps, batch size and optimizer. settings, inputs: as in
-    `Run`. declared: buckets that are not tasks, for the checkpoint.
+    The run of a stage, with its number of steps, batch size and optimizer. cfg: of the script, with
+    `tuning` and `train`. settings, inputs: as in `Run`. declared: buckets that are not tasks.
     """
     tuning, train = cfg.tuning, cfg.train
     num_steps, batch_tokens = plan_finetuning(tuning, parent, rows, dist)

@@ -164,7 +164,8 @@ def muon_update(
     """
     lr, beta, decay = scalars
     momentum.lerp_(grad, 1 - beta)
-    # Rows of the same norm: orthogonalization starts from better conditioned matrices (MuonEq)
+    # Rows of the same norm: orthogonalization starts from better conditioned matrices.
+    # Source: MuonEq, arXiv:2603.28254
     g = F.normalize(grad.lerp(momentum, beta), dim=-1, eps=1e-30)  # lerp: Nesterov
     g = fix_norm(orthogonalize(g.to(dtype)).float())
     g = equalize_variance(g, second)

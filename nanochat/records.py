@@ -213,6 +213,8 @@ def write_record(
 
     settings    the whole config (`config.settings`), in order
     values      name -> number, text, or a `stats.Estimate` as a dict; without those of None
+    inputs      name -> fingerprint of each artifact that it was made from, closest parent first
+    outputs     name -> fingerprint of each artifact that it made
     items       metric name -> its `item_scores`, or {"weights": {name: weight}} for a sum of such
     tables      {"title", "columns", "rows"}, rows of text or numbers
     metrics     the run's metrics.jsonl (`RunLog`), for the figures

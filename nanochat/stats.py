@@ -88,9 +88,8 @@ def compare(
     clusters: Sequence[str] | Sequence[int] | None = None,
 ) -> Comparison:
     """
-    Compare two runs item by item, which removes item difficulty from the standard error.
-
-    Raises ValueError if the numbers of items differ.
+    Compare two runs item by item, which removes item difficulty from the standard error. Both have
+    the same items.
     """
     change = np.asarray(after, dtype=np.float64) - np.asarray(before, dtype=np.float64)
     difference, n, se = mean(change.tolist(), clusters)

@@ -131,7 +131,7 @@ class Tokenizer:
         return path
 
     def special(self, name: str) -> int:
-        """Return the id of a special token. Raises ValueError for an unknown name."""
+        """Return the id of a special token."""
         return self._special[name]
 
     def encode(self, text: str) -> list[int]:
