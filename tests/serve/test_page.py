@@ -286,10 +286,10 @@ def test_V15_two_tabs_asking_in_one_chat_lose_nothing(page, site, story, monkeyp
 
 
 def test_V15_chat_continues_after_a_server_restart(browser, base, monkeypatch):
-    write_model(context=1024)
+    write_model("sft:restarted", context=1024)
     context = browser.new_context()
     monkeypatch.setattr("nanochat.serve.server.DRAIN_SECONDS", 0.2)
-    with monkeypatch.context() as patch, serving() as site:
+    with monkeypatch.context() as patch, serving("sft:restarted") as site:
         says(patch, site, STORY)
         page = open_page(context, site.url)
         send(page, "Before")
@@ -301,7 +301,7 @@ def test_V15_chat_continues_after_a_server_restart(browser, base, monkeypatch):
     part = said(page)[3]
     send(page, "While it is down")
     assert messages(page).get_by_text("cannot be reached").is_visible()
-    with monkeypatch.context() as patch, serving(port=port) as site:
+    with monkeypatch.context() as patch, serving("sft:restarted", port=port) as site:
         says(patch, site, STORY)
         page.reload()
         page.wait_for_selector("select option", state="attached")

@@ -40,8 +40,8 @@ def test_V2_disconnects_free_slots_and_leak_nothing(site, monkeypatch, times):
 
 
 def test_V2_V3_full_queue_returns_429_and_disconnects_leave_it(base, monkeypatch):
-    write_model()
-    with serving(slots=1, max_waiting=1) as site:
+    write_model("sft:busy")
+    with serving("sft:busy", slots=1, max_waiting=1) as site:
         slow_down(monkeypatch, 0.01)
         first, second = site.raw(LONG), site.raw(LONG)
         until(lambda: site.load() == (1, 1))

@@ -43,10 +43,10 @@ def test_V7_foreign_hosts_and_origins_are_refused(site):
 
 
 def test_V7_key_is_required_and_listed_origins_may_call(base, tmp_path):
-    write_model(context=1024)
+    write_model("sft:keyed", context=1024)
     (tmp_path / "key").write_text("open-sesame\n")
     security = SecurityConfig(allow_origins=("https://my.page",), allowed_hosts=("My.Box",))
-    with serving(security=security, api_key_file=str(tmp_path / "key")) as site:
+    with serving("sft:keyed", security=security, api_key_file=str(tmp_path / "key")) as site:
         get = site.client.get
         wrong = ("", "Bearer open", "Basic open-sesame", "Bearer \xe9")
         for given in wrong:
@@ -159,8 +159,8 @@ def test_V4_V9_markdown_becomes_short_harmless_html(site):
 
 
 def test_V6_slow_and_idle_connections_are_closed(base):
-    write_model(context=1024)
-    with serving(security=SecurityConfig(request_seconds=1.0)) as site:
+    write_model("sft:slow", context=1024)
+    with serving("sft:slow", SecurityConfig(request_seconds=1.0)) as site:
         start = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
         slow = [site.raw() for _ in range(60)] + [site.raw(start) for _ in range(60)]
         unfinished = [site.raw(post({"messages": HELLO})[:-4]) for _ in range(20)]
@@ -185,8 +185,8 @@ def test_V6_slow_and_idle_connections_are_closed(base):
 
 
 def test_V4_V6_large_bodies_and_clients_that_do_not_read(base):
-    write_model(context=1024)
-    with serving(security=SecurityConfig(max_body_bytes=200_000, send_seconds=0.5)) as site:
+    write_model("sft:large", context=1024)
+    with serving("sft:large", SecurityConfig(max_body_bytes=200_000, send_seconds=0.5)) as site:
         large = b"x" * 3_000_000
         for content in (large, (large[i : i + 9999] for i in range(0, len(large), 9999))):
             head = {"Content-Type": "application/json"}
