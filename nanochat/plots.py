@@ -7,6 +7,7 @@ A training run has one figure with a panel for each metric of PANELS. Text is te
 is small.
 """
 
+import io
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -80,7 +81,9 @@ def draw_figures(folder: Path, written: Sequence[Record]) -> list[str]:
         if record["metrics"] and (entries := read_metrics(base_dir() / record["metrics"])):
             figures[f"{name}-training"] = draw_run(entries)
     for name, figure in figures.items():
-        figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
+        svg = io.StringIO()
+        figure.savefig(svg, format="svg", metadata={"Date": None})
+        (folder / f"{name}.svg").write_text(" ".join(svg.getvalue().split()) + "\n")  # one line
     return sorted(figures)
 
 
