@@ -252,7 +252,7 @@ def test_R35_folder_archive_and_url_hold_the_same_suite(bundle, archive, url):
     suite = open_suite(str(bundle))
     assert suite == open_suite(str(archive)) == open_suite(url)
     archive.unlink()
-    assert open_suite(url) == suite, "downloaded once"
+    assert open_suite(url) == suite  # downloaded once
     assert suite.about.startswith("DCLM, 6 of 22 tasks") and "without coqa" in suite.about
 
 
@@ -269,7 +269,7 @@ def test_S14_published_bundle_with_wrong_digest_is_rejected(
     monkeypatch.setattr(eval_core, "PUBLISHED_URL", url)
     monkeypatch.setattr(eval_core, "PUBLISHED_SHA256", "0" * 64)
     assert sha256_file(archive) in command.rejects(*FETCH)
-    assert not [path for path in base.rglob("*") if path.is_file()], "nothing remains on disk"
+    assert not [path for path in base.rglob("*") if path.is_file()]  # nothing remains on disk
     monkeypatch.setattr(eval_core, "PUBLISHED_SHA256", sha256_file(archive))
     command.works(*FETCH)
     [copy] = base.rglob("*.zip")

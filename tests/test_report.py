@@ -273,7 +273,7 @@ def test_figures_are_linked_kept_copied_and_reset(report, base):
         links = re.findall(r"!\[.*?\]\((.*?)\)", path.read_text())
         assert links == [f"{folder}/run-d4-training.svg"]
         assert len([*(path.parent / folder).iterdir()]) == 1
-    assert ".svg" not in update().read_text(), "a stage may have changed what they show"
+    assert ".svg" not in update().read_text()  # a stage may have changed what they show
     report.command.works("report", "--reset", "--hourly_rate=0.5")
     [archive] = base.glob("report-*")
     assert (archive / "run-d4.json").exists() and not report.path.exists()
@@ -319,7 +319,7 @@ def test_S13_report_shows_untrusted_text_literally(report):
     assert not {token.type for token in tokens} & set(MARKUP.split())
     folds = {token.content for token in tokens if token.type == "html_block"}
     assert folds == {FOLDED, "</details>\n"}
-    assert sum(token.type == "hr" for token in tokens) == 1, "only the rule after the header"
+    assert sum(token.type == "hr" for token in tokens) == 1  # only the rule after the header
     images = [str(token.attrs["src"]) for token in tokens if token.type == "image"]
     assert all(re.fullmatch(r"report/figures/[\w%-]+\.svg", image) for image in images)
     # Every text is shown completely, in headings, lists and tables
@@ -330,7 +330,7 @@ def test_S13_report_shows_untrusted_text_literally(report):
         shown = plain(text)
         wanted = {f"Own {n} {shown}", f"run: {shown}", f"{shown}: {shown}"}
         assert wanted | {f"value {shown}: {shown}"} <= set(seen) and seen.count(shown) >= 3
-    assert all(f"\n- run: {text}\n" in written for text in HARMLESS), "not escaped"
+    assert all(f"\n- run: {text}\n" in written for text in HARMLESS)  # not escaped
     drawing = ElementTree.parse(report.folder / "figures" / "results-stages.svg")
     assert not drawing.findall(".//{*}script") + drawing.findall(".//{*}a")
 

@@ -1,5 +1,6 @@
 """Packed rows: what text and chats become on disk, batches, and fine-tuning on them."""
 
+import errno
 import random
 import re
 import shutil
@@ -9,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import psutil
@@ -204,6 +206,12 @@ def test_data_packs_once_with_any_number_of_processes(folder, saved, command):
     assert digests(rows) == expected and not list(rows.folder.glob("*.part"))
 
 
+def test_packing_on_a_disk_without_inodes_says_so(folder, saved, command, monkeypatch):
+    full = OSError(errno.ENOSPC, "No space left on device", "x.lock")
+    monkeypatch.setattr("fcntl.flock", Mock(side_effect=full))
+    assert "x.lock: No space left" in command.rejects("data", "--dataset", folder, "--workers=1")
+
+
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(65_536, "<u2"), (65_537, "<u4")])
 def test_ids_above_65535_are_stored_in_four_bytes(folder, saved, monkeypatch, vocab_size, dtype):
     monkeypatch.setattr(saved, "vocab_size", vocab_size)
@@ -394,6 +402,7 @@ def test_hub_shard_without_rows_is_skipped(tokenizer, monkeypatch):
     with serve(FakeHub(files), monkeypatch):
         rows = packed(Path("owner/texts"), tokenizer, 8)
     assert len(rows.batch(0, 4, SEED)) == 4 and "a.parquet" in rows.train_shards[0]
+    assert rows.totals()["empty_files"] == 1
 
 
 @pytest.mark.parametrize("victim", ["run", "packer"])

@@ -14,6 +14,8 @@ from nanochat.common import PREEMPTED, UNEVALUATED, read_json
 from nanochat.dist import peak_flops
 from nanochat.optim import MuonAdamW
 from nanochat.rows import Rows
+from nanochat.train import set_kernels
+from tests.conftest import byte_model
 from tests.faulty import during_step
 from tests.training_runs import (
     SMALL,
@@ -31,6 +33,7 @@ from tests.training_runs import (
     two_ranks,
     weights,
 )
+from tests.web_server import CPU
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -40,6 +43,11 @@ def train(command, monkeypatch, tag, action, *flags, method="loss"):
     with monkeypatch.context() as patch:
         during_step(action, patch.setattr, method)
         return command("base_train", *SMALL, f"--model_tag={tag}", *flags)
+
+
+def test_model_is_not_compiled_under_a_memory_limit(monkeypatch):
+    monkeypatch.setattr("resource.getrlimit", lambda _: (1 << 40, 1 << 40))
+    assert set_kernels("auto", byte_model(), 1e20, CPU) == "off"
 
 
 def first_step(command, base, tag, *flags):

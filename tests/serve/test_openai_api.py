@@ -88,7 +88,7 @@ def test_V1_seed_and_n_determine_the_samples(site):
     for settings in ({"top_p": 0}, {"top_k": 1}, {"temperature": 0, "seed": 9}):
         assert sample(**settings) == greedy != four[:1]
     first, second = sample(prompt=["Once", "Once"])
-    assert first != second, "equal prompts of a request share no seed"
+    assert first != second  # equal prompts of a request share no seed
     prompts = ["abc", site.ids("abc"), site.ids("<|bos|>", "abc")]
     assert len(set(sample(prompt=prompts, seed=3) + sample(prompt=prompts[1], seed=3))) == 1
 

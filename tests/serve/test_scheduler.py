@@ -33,10 +33,10 @@ def test_V2_disconnects_free_slots_and_leak_nothing(site, monkeypatch, times):
         site.wait_until_idle()
         steps.append(len(taken) - before)
         memory.append(process.memory_info().rss)
-    assert sorted(steps)[times // 2] < 50 and max(steps) < 190, "a whole answer takes 200"
+    assert sorted(steps)[times // 2] < 50 and max(steps) < 190  # a whole answer takes 200
     assert memory[-1] - memory[times // 2] < 20e6
     until(lambda: process.num_fds() <= files + 2)
-    assert len(site.ask(n=8, max_tokens=2).json()["choices"]) == 8, "all slots are free"
+    assert len(site.ask(n=8, max_tokens=2).json()["choices"]) == 8  # all slots are free
 
 
 def test_V2_V3_full_queue_returns_429_and_disconnects_leave_it(base, monkeypatch):
@@ -52,7 +52,7 @@ def test_V2_V3_full_queue_returns_429_and_disconnects_leave_it(base, monkeypatch
         first.close()
         site.wait_until_idle()
         assert site.ask(max_tokens=1).status_code == 200
-        assert site.ask(n=3).status_code == 400, "a request that can never fit is not retryable"
+        assert site.ask(n=3).status_code == 400  # a request that can never fit is not retryable
 
 
 # ---- V3, V10: concurrent users -------------------------------------------------------------------
@@ -91,7 +91,7 @@ def test_retrained_model_answers_with_its_new_weights(base):
         weights = folder / "step_000002" / "model.safetensors"
         saved = weights.read_bytes()
         weights.write_bytes(b"")
-        assert answer() == old, "a damaged checkpoint replaces no good model"
+        assert answer() == old  # a damaged checkpoint replaces no good model
         write_model("sft:again", step=3, seed=4)
         weights.write_bytes(saved)
         assert answer() == answer("mid:new") != old

@@ -43,7 +43,7 @@ def test_V7_foreign_hosts_and_origins_are_refused(site):
 
 
 def test_V7_key_is_required_and_listed_origins_may_call(base, tmp_path):
-    write_model("sft:keyed", context=1024)
+    write_model("sft:keyed")
     (tmp_path / "key").write_text("open-sesame\n")
     security = SecurityConfig(allow_origins=("https://my.page",), allowed_hosts=("My.Box",))
     with serving("sft:keyed", security=security, api_key_file=str(tmp_path / "key")) as site:
@@ -100,7 +100,7 @@ def test_V16_ambiguous_requests_are_refused_and_closed(site, lines):
     smuggled = "\r\n\r\n0\r\n\r\nGET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
     with site.raw(("\r\n".join(head) + smuggled).encode()) as connection:
         found = received(connection)
-    assert found.count(b"HTTP/1.1 ") == 1, "the second request must not be answered"
+    assert found.count(b"HTTP/1.1 ") == 1  # the second request must not be answered
     assert found.startswith(b"HTTP/1.1 400") and b"onnection: close" in found
 
 
@@ -159,7 +159,7 @@ def test_V4_V9_markdown_becomes_short_harmless_html(site):
 
 
 def test_V6_slow_and_idle_connections_are_closed(base):
-    write_model("sft:slow", context=1024)
+    write_model("sft:slow")
     with serving("sft:slow", SecurityConfig(request_seconds=1.0)) as site:
         start = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
         slow = [site.raw() for _ in range(60)] + [site.raw(start) for _ in range(60)]
