@@ -100,7 +100,8 @@ def main(cfg: Plan) -> None:
             minutes, how = known["cost"]["wall_seconds"] / 60, "recorded"
         elif not early:
             grows = stage == "Base model training" and cfg.profile in ("gpu", "h100x8")
-            factor = share * (horizon if grows else token)
+            answers = stage.startswith("Chat ") and stage != "Chat SFT"  # no faster with less depth
+            factor = share * (horizon if grows else max(1.0, token) if answers else token)
             minutes, how = minutes * factor, "scaled" if factor != 1 else ""
         total += minutes
         size = f"about {minutes:.0f}" if minutes >= 1 else "under 1"

@@ -18,6 +18,8 @@ whatever a user types.
 import codecs
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from nanochat.tokenizer import Tokenizer
@@ -102,13 +104,18 @@ def merge_turns(messages: Sequence[Message]) -> list[Turn]:
             found.append(Turn(speaker, []))
         elif found[-1].parts and parts:
             parts = [SEPARATOR, *parts]
-        kept = found[-1].parts
-        for part in parts:
-            if kept and kept[-1]["type"] == part["type"] == "text":
-                kept[-1] = {"type": "text", "text": kept[-1]["text"] + part["text"]}
-            else:
-                kept.append(part)
-    return found
+        found[-1].parts.extend(parts)
+    return [Turn(speaker, join_texts(parts)) for speaker, parts in found]
+
+
+def join_texts(parts: Sequence[Message]) -> list[Message]:
+    """Join adjacent parts of text."""
+    joined: list[Message] = []
+    for kind, group in groupby(parts, key=itemgetter("type")):
+        found = list(group)
+        text = "".join(part["text"] for part in found)
+        joined += [{"type": "text", "text": text}] if kind == "text" else found
+    return joined
 
 
 def validate_message(i: int, message: Message) -> tuple[str, list[Message]]:

@@ -90,8 +90,8 @@ def save_checkpoint(
     weights: Mapping[str, Tensor] | None = None,
 ) -> Checkpoint:
     """
-    Write `folder`/step_<step>, and delete all but the newest `keep` steps up to it: later ones were
-    found corrupt. weights: tensors of the model to save. Default: the current ones.
+    Write `folder`/step_<step>. Keeps it and the `keep` - 1 steps before it; later ones exist only
+    if a resume found them corrupt. weights: those of the model to save. Default: the current ones.
 
     Old checkpoints stay untouched until the new one is complete. If writing fails, the partial one
     is removed and the error is raised, an OSError for disk errors. Only one process at a time may
@@ -240,7 +240,7 @@ def open_checkpoint(
     found = next(intact_checkpoints(folder, optimizer), None)
     if folders and found is None:
         raise CorruptCheckpoint(
-            f"all checkpoints in {folder} are corrupt; rename it, and the same command trains again"
+            f"all checkpoints in {folder} are corrupt; rename it and train that stage again"
         )
     return found
 

@@ -103,7 +103,17 @@ class TextRemover(ast.NodeTransformer):
 @cache
 def code_digest(source: str) -> str:
     """Digest of the syntax tree of Python code, without docstrings and help texts."""
-    return fingerprint(ast.dump(TextRemover().visit(ast.parse(source))))
+    return fingerprint(plain_tree(TextRemover().visit(ast.parse(source))))
+
+
+def plain_tree(node: Any) -> Any:
+    """A syntax tree as JSON, without empty fields: newer versions of Python have more of these."""
+    if isinstance(node, list):
+        return list(map(plain_tree, node))
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    found = {k: plain_tree(x) for k, x in ast.iter_fields(node) if x is not None and x != []}
+    return [type(node).__name__, found]
 
 
 def sha256_file(path: Path) -> str:

@@ -327,6 +327,7 @@ PEAK_FLOPS = {  # pattern of names -> dense bf16 FLOP/s of the data sheet, most 
     "H100 NVL": 835e12,
     "H100 PCIe": 756e12,
     "H100": 989e12,
+    "H200 NVL": 835e12,
     "H200": 989e12,  # GH200 too
     "B200": 2250e12,
     "B300": 2250e12,

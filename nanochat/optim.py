@@ -138,8 +138,8 @@ def equalize_variance(g: Tensor, second: Tensor) -> Tensor:
     and set the norm of each matrix; columns if the matrices are wide. `second` holds the mean
     squares, (K, M, 1) or (K, 1, N), and is updated. Source: NorMuon, arXiv:2510.05491.
     """
-    short = -1 if second.size(-1) == 1 else -2
-    second.lerp_(g.square().mean(dim=short, keepdim=True), 1 - MUON_BETA2)
+    along = -1 if second.size(-1) == 1 else -2
+    second.lerp_(g.square().mean(dim=along, keepdim=True), 1 - MUON_BETA2)
     return fix_norm(g * second.clamp(min=1e-30).rsqrt())
 
 
@@ -255,8 +255,8 @@ class MuonAdamW(torch.optim.Optimizer):
             weight = self.local_shard(group, group["params"])
             moments = {"first": torch.zeros_like(weight), "second": torch.zeros_like(weight)}
             if stacked:  # see `equalize_variance`
-                short = -1 if owner.size(0) >= owner.size(1) else -2
-                moments["second"] = moments["second"].narrow(short, 0, 1).clone()
+                along = -1 if owner.size(0) >= owner.size(1) else -2
+                moments["second"] = moments["second"].narrow(along, 0, 1).clone()
             self.state[owner] = moments
 
     # ---- stacks and shards of a group --------------------------------------------------------
@@ -439,11 +439,8 @@ def as_tensors(*numbers: float) -> list[Tensor]:
 
 def reduce_scatter(whole: Tensor, dist: DistContext) -> tuple[Tensor, Any]:
     """Start summing `whole` over ranks; the slice of this rank is valid after `.wait()`."""
-    if dist.device.type == "cuda":
-        mine = whole.new_empty(whole.size(0) // dist.world_size, *whole.shape[1:])
-        return mine, distributed.reduce_scatter_tensor(mine, whole, async_op=True)
-    work = distributed.all_reduce(whole, async_op=True)  # gloo: of everything; fine on CPUs
-    return whole.chunk(dist.world_size)[dist.rank], work
+    mine = whole.new_empty(whole.size(0) // dist.world_size, *whole.shape[1:])
+    return mine, distributed.reduce_scatter_tensor(mine, whole, async_op=True)
 
 
 def all_gather(mine: Tensor, dist: DistContext) -> tuple[Tensor, Any]:

@@ -45,7 +45,7 @@ class RolloutConfig:
     top_k: int | None = 50
     """Sample from the k most likely tokens; None = all tokens."""
     length_penalty: float = 0.0
-    """Reward penalty for an answer of maximum length; shorter answers lose proportionally less."""
+    """Share of the reward that a right answer of maximum length loses; shorter ones lose less."""
 
     def __post_init__(self) -> None:
         require_at_least(self, examples_per_step=1, num_samples=2, max_new_tokens=1)
@@ -230,6 +230,6 @@ class Rollouts:
         ]
 
     def reward(self, i: int, answer: Completion) -> float:
-        """Reward of an answer to question i of the task, minus the length penalty."""
+        """Reward of an answer to question i of the task; that of a right one falls with length."""
         score = score_answer(self.task, i, self.engine.tokenizer.decode(answer.ids))
-        return score - self.cfg.length_penalty * len(answer.ids) / self.cfg.max_new_tokens
+        return score * (1 - self.cfg.length_penalty * len(answer.ids) / self.cfg.max_new_tokens)

@@ -63,8 +63,8 @@ def inputs_and_targets(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 # ---- Orders --------------------------------------------------------------------------------------
-# It sorts the raw PCG64 stream, which numpy guarantees will never change (unlike the output of
-# Generator.permutation), so a run can be resumed with another numpy version.
+# `permutation` sorts the raw PCG64 stream, which numpy guarantees will never change (unlike the
+# output of Generator.permutation), so a run can be resumed with another numpy version.
 
 
 @lru_cache(maxsize=64)
@@ -357,7 +357,8 @@ def write_shard(
 
 BATCH_CHARS = 1 << 22  # of texts encoded at a time
 GROUP_ROWS = 512  # small files are combined into shards of about this many rows
-# Rough: a token is about 4 bytes of text; a byte of parquet or gzip holds about 3.3 bytes of text
+# Rough, on the high side: a token is about 4 bytes of text, a byte of parquet or gzip about 3.3;
+# `missing_shards` counts the rows of packed shards
 TOKENS_PER_STORED_BYTE = {".parquet": 1.0, ".gz": 1.0}
 TOKENS_PER_BYTE = 0.3
 
@@ -372,8 +373,8 @@ def open_rows(source: Source, tokenizer: Tokenizer, max_seq_len: int) -> Rows:
     made_of = {"tokenizer": tokenizer.fingerprint, "max_seq_len": max_seq_len}
     made_of["packing_rule"] = PACKING_RULE
     folder = common.base_dir() / "rows" / common.fingerprint({"text": source.identity, **made_of})
-    name = common.fingerprint({"source": source.fingerprint, **made_of})
-    recipe = {"fingerprint": name, "source": source.describe(), **made_of}
+    of_run = common.fingerprint({"source": source.fingerprint, **made_of})
+    recipe = {"fingerprint": of_run, "source": source.describe(), **made_of}
     groups = group_files(source, max_seq_len + 1)
     files = {**groups, source.val_shard: [source.val_shard]}
     dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
@@ -563,7 +564,7 @@ def open_chat_rows(
     Open the rows of a mixture of conversations, which need not be packed yet. Packing is fast, so
     an edit of this file or of chat_format.py packs them again.
     """
-    named = [{"name": n, "amount": p[2:], **p.identity} for n, p in parts.items()]
+    named = [{"name": n, "amount": list(p[2:]), **p.identity} for n, p in parts.items()]
     made_of = {"buckets": named, "seed": seed, "tokenizer": tokenizer.fingerprint}
     files = map(Path, (__file__, str(chat_format.__file__)))
     code = [common.code_digest(file.read_text()) for file in files]

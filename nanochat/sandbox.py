@@ -22,6 +22,7 @@ import selectors
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -108,9 +109,16 @@ def find_problem() -> str | None:
     return f"{result.reason or 'the probe broke out'} {result.stderr[-200:]}".strip()
 
 
-def run(job: dict[str, Any], limits: Limits, confined: bool, handed: Sequence[int] = ()) -> Result:
+def run(
+    job: dict[str, Any],
+    limits: Limits,
+    confined: bool,
+    handed: Sequence[int] = (),
+    together: threading.Barrier | None = None,
+) -> Result:
     """
-    Run one job in a child. The fds in `handed` are passed to the child and closed here.
+    Run one job in a child. The fds in `handed` are passed to the child and closed here. together:
+    waited for before the time is counted, by jobs that need each other.
 
     On a separate pipe, the child reports that it is confined. It closes the pipe before it runs any
     code, so that no code can fake a failure of the sandbox. Raises SandboxUnavailable if the child
@@ -141,6 +149,9 @@ def run(job: dict[str, Any], limits: Limits, confined: bool, handed: Sequence[in
         with contextlib.suppress(BrokenPipeError), process.stdin as pipe:  # the child did not start
             pipe.write(marshal.dumps({**job, **rights, "status": writer}))
         await_start(process, status.fileno())
+        if together:
+            with contextlib.suppress(threading.BrokenBarrierError):  # the other did not start
+                together.wait(START_SECONDS)
         output, reason = watch(process, limits)
         exit_status = kill(process)
         reason = reason or (f"exit status {exit_status}" if exit_status else "")

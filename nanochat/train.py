@@ -390,8 +390,6 @@ class Run:
         """Step being saved, and its result."""
         self.writer = ThreadPoolExecutor(1)
         self.logger: RunLog | None = None
-        self.step_seconds: list[float] = []
-        """Times of the timed steps of this attempt."""
         self.charged = records.STARTED  # until when the cost of this attempt is counted
         self.bad_in_a_row, self.failure = 0, None
         self.updating = False
@@ -478,7 +476,7 @@ class Run:
         return found
 
     def choose_kernels(self) -> None:
-        """Set kernels and micro-batch size; a resumed run keeps its kernels."""
+        """Set kernels and micro-batch size; a resumed run keeps that and how it is compiled."""
         progress, dist = self.progress, self.dist
         if dist.fp8:
             enable_fp8(self.model, dist.device)
@@ -519,7 +517,8 @@ class Run:
                 text = "no step was completed, nothing saved"
                 if step > self.first_step:
                     self.discard()
-                    self.save(final=True)
+                    if not dist.on_main(self.is_saved):
+                        self.save(final=True)
                     why = "stop requested" if stopped else "training ended"
                     text = f"{why}: saved step {step} (continue with --resume=auto)"
                 dist.print0(text)
@@ -638,6 +637,11 @@ class Run:
             self.saving = progress.step, future
         if final or dist.device.type == "cpu":  # where it would slow down training, or see updates
             dist.on_main(lambda: self.finish_save(final))
+
+    def is_saved(self) -> bool:
+        """Whether the newest checkpoint is of the current step."""
+        self.finish_save()
+        return self.checkpoint is not None and self.checkpoint.step == self.progress.step
 
     def finish_save(self, final: bool = False) -> None:
         """Wait for the save in progress. An error of the disk is printed or, if `final`, raised."""
@@ -802,7 +806,6 @@ class Run:
         progress.flops += flops
         if progress.step - self.first_step >= UNTIMED_STEPS:
             progress.train_seconds += seconds
-            self.step_seconds.append(seconds)
         progress.step += 1
         used = self.dist.utilization(flops / (seconds - metrics.get("rollout_seconds", 0.0)))
         values = {
@@ -848,8 +851,9 @@ class Run:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Median throughput of the timed steps of this attempt; None if there are none."""
-        seconds = self.step_seconds
+        """Median throughput of all attempts, without the first steps; None if there are no more."""
+        logged = self.dist.on_main(lambda: records.read_metrics(self.folder / METRICS_FILE))
+        seconds = [x["step_seconds"] for x in logged if "step_seconds" in x][UNTIMED_STEPS:]
         return self.batch_tokens / statistics.median(seconds) if seconds else None
 
     def measurements(self) -> dict[str, Any]:
@@ -893,7 +897,7 @@ class Run:
                 metrics=self.folder / METRICS_FILE,
                 files=[saved.folder],
                 commits=list(dict.fromkeys(saved.state["commits"])),
-                code=self.state["code"],
+                code=saved.state["code"],
             )
             report.update(renew=True)
             dist.print0(self.next_commands(following))

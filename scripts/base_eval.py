@@ -93,6 +93,9 @@ def main(cfg: BaseEval) -> None:
     for task in suite.tasks:
         scores.append(evaluate_task(model, tokenizer, task, dist, cfg.max_per_task))
         dist.print0(describe_score(scores[-1]))
+    about = suite.about
+    if cfg.max_per_task:
+        about += f"; at most {cfg.max_per_task} items of each task: not comparable with all of them"
     total, metric = core(scores), records.mean_name("CORE metric", names)
     dist.print0(f"{metric} {total.value:.4f} +- {total.se:.4f} over {len(scores)} tasks")
     values = {
@@ -100,7 +103,7 @@ def main(cfg: BaseEval) -> None:
         metric: total._asdict(),
         **{score.task.name: score.centered_accuracy._asdict() for score in scores},
         "Tasks": len(scores),
-        "Suite": suite.about,
+        "Suite": about,
         "Truncated items": sum(score.num_truncated for score in scores),
     }
     if dist.is_main:

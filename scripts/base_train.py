@@ -8,6 +8,7 @@ Reads   tokenizer/ (scripts.tok_train) and rows/; packs rows that are missing
 Writes  base_checkpoints/<tag>/ with metrics.jsonl, and the section "Base model training"
 """
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
@@ -18,7 +19,7 @@ from nanochat.dist import DistContext, init_dist, is_hopper
 from nanochat.eval_bpb import Validation, ValidationConfig, generate_samples
 from nanochat.eval_core import Suite, core, evaluate_task, open_suite
 from nanochat.gpt import GPTConfig, inference_copy
-from nanochat.optim import MuonAdamW, ScheduleConfig, decay_factor, lr_factor, muon_momentum
+from nanochat.optim import MuonAdamW, Rule, ScheduleConfig, decay_factor, lr_factor, muon_momentum
 from nanochat.records import mean_name
 from nanochat.rows import Rows, open_rows, pack_rows
 from nanochat.scaling import (
@@ -81,9 +82,7 @@ class BaseTrain:
 
 def main(cfg: BaseTrain) -> None:
     seed, schedule = cfg.train.seed, cfg.schedule
-    dist = init_dist(cfg.train.dist, seed)
-    if cfg.train.dist.dtype is None and cfg.depth >= FP8_DEPTH and is_hopper(dist.device):
-        dist = replace(dist, fp8=True)
+    dist = open_device(cfg)
 
     # Tokenizer, text and rows; exit if this run has already finished
     tokenizer, source, rows = open_inputs(cfg, dist)
@@ -136,9 +135,15 @@ def main(cfg: BaseTrain) -> None:
                 muon_momentum(step, num_steps, schedule),
                 decay_factor(step, num_steps),
             )
-    decay = {"weight_decay": rules["blocks"].weight_decay}  # Muon's
-    values = {**summarize(run, schedule), **decay, **run.measurements(), **few_shot}
+    values = {**summarize(run, schedule, rules), **run.measurements(), **few_shot}
     run.finish(SECTION, values, following="mid_train")
+
+
+def open_device(cfg: BaseTrain) -> DistContext:
+    """The ranks and their device, with fp8 where it is the default."""
+    dist = init_dist(cfg.train.dist, cfg.train.seed)
+    fp8 = cfg.train.dist.dtype is None and cfg.depth >= FP8_DEPTH and is_hopper(dist.device)
+    return replace(dist, fp8=dist.fp8 or fp8)
 
 
 def open_inputs(cfg: BaseTrain, dist: DistContext) -> tuple[Tokenizer, Source, Rows]:
@@ -178,7 +183,7 @@ def sample_and_score(run: Run, cfg: BaseTrain, suite: Suite | None) -> dict[str,
     return found
 
 
-def summarize(run: Run, schedule: ScheduleConfig) -> dict[str, Any]:
+def summarize(run: Run, schedule: ScheduleConfig, rules: Mapping[str, Rule]) -> dict[str, Any]:
     """First values of the report section."""
     progress, dist, throughput = run.progress, run.dist, run.tokens_per_second
     tokens = progress.step * run.batch_tokens
@@ -199,6 +204,7 @@ def summarize(run: Run, schedule: ScheduleConfig) -> dict[str, Any]:
         "Total training time": f"{progress.train_seconds / 60:.2f}m",
         "Peak memory usage": f"{dist.peak_memory_bytes() / 2**20:.2f}MiB",
         "Final training loss": progress.smooth_loss,
+        "weight_decay": rules["blocks"].weight_decay,  # Muon's
     }
 
 

@@ -34,7 +34,6 @@ from nanochat.bench.evals import bench_evaluation
 from nanochat.bench.table import METHOD
 from nanochat.bench.tokenizer import bench_tokenizer
 from nanochat.bench.train import bench_training
-from nanochat.common import REPOSITORY
 from nanochat.config import require_at_least, start
 from nanochat.dataset import DataConfig, load_last_source
 from nanochat.dist import DistConfig, init_dist
@@ -122,7 +121,7 @@ def bench_all(cfg: Bench) -> None:
     for flags in [*jobs, ["--what=tokenizer", "--vocab_size=32768"]]:
         sys.stdout.flush()
         # the last of duplicate flags wins
-        if subprocess.run([sys.executable, *command, *flags], cwd=REPOSITORY).returncode:
+        if subprocess.run([sys.executable, *command, *flags]).returncode:
             failed.append(" ".join(flags))
     if failed:
         raise SystemExit(f"error: failed, see above: {'; '.join(failed)}")

@@ -151,7 +151,7 @@ def main(cfg: ChatEval) -> None:
     todo, key = [*tasks, *later], score_key(cfg, inputs)
     wanted = {*means, *(task.name for task in todo)}
     record = dist.on_main(lambda: records.find_finished(section, key)) if cfg.skip_if_done else None
-    if record and record["values"].keys() >= wanted:
+    if record and record["values"].keys() >= wanted and has_questions(record["items"], cfg, todo):
         dist.print0(f"{section}: finished already, skipped")
         return dist.close()
     names = {task.name for each in todo for task in getattr(each, "tasks", [each])}
@@ -196,6 +196,12 @@ def main(cfg: ChatEval) -> None:
 def num_problems(cfg: ChatEval, task: Task) -> int:
     """Number of questions of a task to evaluate."""
     return min(len(task), cfg.max_problems or len(task))
+
+
+def has_questions(items: Mapping[str, Any], cfg: ChatEval, tasks: Sequence[Task]) -> bool:
+    """Whether the items of a record are of the questions that the tasks have now."""
+    asked = {t.name: fingerprint([t[i] for i in range(num_problems(cfg, t))]) for t in tasks}
+    return all(items[name]["of"] == digest for name, digest in asked.items())
 
 
 def open_engine(

@@ -22,7 +22,7 @@ from nanochat.eval_chat import Outcomes, clusters_of, item_means, rates_by_k, sc
 from nanochat.finetune import choose_tag, open_parent, parent_inputs
 from nanochat.gpt import copy_weights, inference_copy
 from nanochat.optim import MuonAdamW, OptimConfig, ScheduleConfig, decay_factor, lr_factor
-from nanochat.records import code_digests, item_scores
+from nanochat.records import item_scores
 from nanochat.rl import RolloutConfig, Rollouts, kl_to_reference, micro_batches
 from nanochat.sandbox import calculate
 from nanochat.scaling import make_rules
@@ -90,16 +90,16 @@ def main(cfg: ChatRL) -> None:
     dist = init_dist(cfg.train.dist, seed)
     parent = open_parent(cfg.source, tuple(FOLDERS), cfg.train, dist)
     spec = cfg.task or BUILTIN_TASKS.get(parent.state["source"].get("dataset"), TASK)
+    train_task = rl_questions(spec, seed)
+    held_out = held_out_questions(cfg.eval_task or spec, cfg.eval_examples)
+    questions = fingerprint([train_task.identity, held_out.identity])
     resolved, inputs = {**settings(cfg), "task": spec}, parent_inputs(parent)
+    inputs["questions"] = questions
     if skip_if_finished(SECTION, resolved, inputs, cfg.train, dist):
         return dist.close()
 
-    # Training and held-out questions
-    tag = choose_tag("rl", parent, cfg.train)
-    train_task = rl_questions(spec, seed)
-    held_out = held_out_questions(cfg.eval_task or spec, cfg.eval_examples)
-
     # Model, rollouts, optimizer
+    tag = choose_tag("rl", parent, cfg.train)
     model = load_model(parent, dist)
     reference = inference_copy(load_model(parent, dist)) if cfg.log_kl else None
     rollouts = open_rollouts(cfg, parent, train_task, dist)
@@ -215,9 +215,7 @@ def open_rollouts(cfg: ChatRL, parent: Checkpoint, task: Mixture, dist: DistCont
     engine = Engine(model, tokenizer, tool=calculate, compiled=compiled)
     if cfg.pass_rates is not None:  # saved, because a resumed run may round differently
         (least, most), sampling = cfg.pass_rates, rl.sampling(seed + 2)
-        made_of = [parent.fingerprint, task.identity, asdict(sampling), rl.num_samples]
-        scored_by = [x for name, x in code_digests().items() if name.startswith("tasks/")]
-        key = fingerprint([*made_of, scored_by])
+        key = fingerprint([parent.fingerprint, task.identity, asdict(sampling), rl.num_samples])
         path = stage_folder("rl") / f"pass_rates_{key}.json"
         if not dist.on_main(path.exists):
             graded = score_by_generation(engine, task, len(task), sampling, rl.num_samples, dist)

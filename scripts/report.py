@@ -27,7 +27,7 @@ class Report:
     """Folder for a copy of report.md, with figures in dev/report/. Default: no copy."""
     hourly_rate: float | None = None
     """Dollars per hour for the whole machine, or for all nodes; kept until --reset. Default: rental
-    price of this machine's GPUs; 0 without GPUs."""
+    price of this machine's GPUs, a flat 2.00 for other ones than H100, A100 and V100."""
 
 
 def main(cfg: Report) -> None:

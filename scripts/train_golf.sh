@@ -25,14 +25,14 @@ h100x8 | gpu)
     row=(--max_seq_len=2048)
     shape=(--depth=8 --d_model=512 --head_dim=64 --n_kv_head=4 --value_every=0 --rope_dims=32
         --xsa_last_n=2 --qk_gain_init=1.5)
-    train=(--total_batch_size=524288 --max_wallclock_seconds=600 --num_iterations=20000)
+    budget=(--total_batch_size=524288 --max_wallclock_seconds=600 --num_iterations=20000)
     rates=(--matrix_lr=0.03 --tied_lr=0.03 --decay_rule=decoupled --weight_decay=0.04
         --quantize="embed.*=int8,*=int6")
-    eval=(--eval_stride=128 --max_documents=50000)
+    scoring=(--eval_stride=128 --max_documents=50000)
     limit=(--limit_bytes=16000000)
     if [ "$PROFILE" = gpu ]; then # the last of duplicate flags wins
         shards=${SHARDS:-20} tokenizer+=(--max_chars=1000000000)
-        train+=(--total_batch_size="$(($(whole 64) * 2048))")
+        budget+=(--total_batch_size="$(($(whole 64) * 2048))")
         rates+=(--tied_lr=0.02)
     fi
     ;;
@@ -41,10 +41,10 @@ cpu)
     tokenizer=(--vocab_size=1024 --max_chars=100000000)
     row=(--max_seq_len=512)
     shape=(--depth=4 --d_model=128 --head_dim=32 --n_kv_head=1)
-    train=(--total_batch_size=4096 --max_wallclock_seconds="${SECONDS_OF_TRAINING:-300}"
+    budget=(--total_batch_size=4096 --max_wallclock_seconds="${SECONDS_OF_TRAINING:-300}"
         --num_iterations=20000)
     rates=(--matrix_lr=0.03 --tied_lr=0.02 --weight_decay=0.5 --quantize="*.mlp.*=int5,*=int6")
-    eval=(--eval_stride=128 --max_documents=300)
+    scoring=(--eval_stride=128 --max_documents=300)
     limit=(--limit_bytes=800000)
     ;;
 esac
@@ -58,11 +58,11 @@ for seed in $SEEDS; do
     tag="${TAG:-golf}-$seed"
     NANOCHAT_REPORT_DIR="$NANOCHAT_BASE_DIR/seeds/$seed" \
         stage "base model, seed $seed" train scripts.golf.base_train "${recipe[@]}" "${row[@]}" "${shape[@]}" \
-        "${train[@]}" "${rates[@]}" --seed="$seed" --model_tag="$tag" --run="${WANDB_RUN:-dummy}" \
+        "${budget[@]}" "${rates[@]}" --seed="$seed" --model_tag="$tag" --run="${WANDB_RUN:-dummy}" \
         --resume=auto --skip_if_done "$@"
     stage "artifact, seed $seed" python -m scripts.export --format=artifact --source=base \
         --model_tag="$tag" --out="$NANOCHAT_BASE_DIR/export/$tag.golf" "${limit[@]}"
     files+=("$NANOCHAT_BASE_DIR/export/$tag.golf")
 done
-stage "parameter golf" train scripts.golf.evaluate --artifacts "${files[@]}" "${eval[@]}" "${limit[@]}"
+stage "parameter golf" train scripts.golf.evaluate --artifacts "${files[@]}" "${scoring[@]}" "${limit[@]}"
 python -m scripts.report

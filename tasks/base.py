@@ -8,6 +8,7 @@ Also the two answer formats that several tasks share: an option letter, and a nu
 Tasks work on text only, independent of tokenizer and model.
 """
 
+import inspect
 import random
 import re
 from collections.abc import Collection, Iterator, Sequence
@@ -15,10 +16,11 @@ from dataclasses import dataclass
 from decimal import Decimal
 from functools import cached_property
 from itertools import islice
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from nanochat.chat_format import merge_turns
-from nanochat.common import fingerprint
+from nanochat.common import code_digest, fingerprint
 
 Message = dict[str, Any]
 Conversation = list[Message]
@@ -184,12 +186,14 @@ class Task:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """A JSON value that changes with the data, the options and the wording."""
+        """A JSON value that changes with the data, the options, the wording and the code."""
+        files = dict.fromkeys(inspect.getfile(kind) for kind in type(self).__mro__[:-1])
         return {
             "task": self.name,
             "split": self.split,
             "conversations": len(self),
             "wording": fingerprint(list(islice(self, 8))),  # shows edits of it
+            "code": [code_digest(Path(file).read_text()) for file in files],
             **self.origin,
         }
 

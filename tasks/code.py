@@ -15,6 +15,7 @@ import pickletools
 import re
 import zlib
 from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 
 from nanochat import sandbox
 from tasks.base import Conversation, Tags, assistant, user, visible
@@ -93,8 +94,9 @@ def run_test(program: str, test: str, entry: str, setup: str = "", unsafe: bool 
     held = {"role": "candidate", "code": program, "entry": entry, "channel": ends[0]}
     judge = {"role": "judge", "code": test, "setup": setup, "entry": entry, "channel": ends[1]}
     with ThreadPoolExecutor(1) as other:
-        candidate = other.submit(sandbox.run, held, limits, confined, ends[0])
-        verdict = sandbox.run(judge, limits, confined, ends[1])
+        both = Barrier(2)
+        candidate = other.submit(sandbox.run, held, limits, confined, ends[0], both)
+        verdict = sandbox.run(judge, limits, confined, ends[1], both)
         candidate.result()  # raises if it could not be started
     return verdict.ok
 

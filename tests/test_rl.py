@@ -111,10 +111,10 @@ def test_each_epoch_uses_every_selected_question_in_new_order(dist):
         loader_of(replace(dist, world_size=2), examples_per_step=5)
 
 
-def test_length_penalty_lowers_reward_of_longer_answers(dist):
+def test_length_penalty_lowers_reward_of_longer_right_answers(dist):
     answers = [answer([1], ids) for ids in ([65], [200, 65, 65, 65], [65, 65, 65])]
     brief = loader_of(dist, length_penalty=0.6)
-    assert [brief.reward(1, a) for a in answers] == pytest.approx([0.9, -0.4, 0.7])
+    assert [brief.reward(1, a) for a in answers] == pytest.approx([0.9, 0.0, 0.7])
 
 
 def test_questions_without_signal_are_resampled(dist):

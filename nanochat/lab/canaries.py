@@ -158,9 +158,8 @@ def mask_errors(rows: np.ndarray, tokenizer: Tokenizer) -> float:
 # ---- The static suite: about 200 questions -------------------------------------------------------
 # scripts.lab.compare asks them too. They are the first items, in the fixed
 # order of the tasks, of splits that no stage trains on: the validation split, or the test split of
-# GSM8K, which has no other, and of the built-in tasks, whose validation split is for RL. Nothing is
-# downloaded: if the benchmarks are not on this machine, the built-in tasks are asked. Final
-# benchmarks are left out.
+# GSM8K, which has no other, and of the built-in tasks, whose validation split is for RL. The
+# published ones are downloaded at first use. Final benchmarks are left out.
 
 PUBLISHED = {"arc_easy": 60, "arc_challenge": 50, "mmlu": 70, "gsm8k": 20}  # task -> items
 BUILTIN = {"world_choice": 110, "world_facts": 40, "world_problems": 25, "world_spelling": 25}

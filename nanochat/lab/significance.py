@@ -186,7 +186,7 @@ def compare_arms(
 def list_metrics(runs: Sequence[Recorded], first: str) -> list[str]:
     """
     Metrics that all runs share: `first`, bits per byte by bucket, and scores. Not those before RL
-    and their change.
+    and their change, and of pass@k, which contain each other, only pass@1.
     """
     values = runs[0].values
     shared = [name for name in values if all(name in run.values for run in runs)]
@@ -196,7 +196,7 @@ def list_metrics(runs: Sequence[Recorded], first: str) -> list[str]:
         name
         for name in shared
         if name.startswith("val_bpb:")
-        or (isinstance(values[name], Mapping) and not re.search(" before$| change$", name))
+        or (isinstance(values[name], Mapping) and not re.search(" before$| change$|@[248] ", name))
     ]
     return list(dict.fromkeys([first, *others]))
 

@@ -132,14 +132,14 @@ class Sweep:
     def run_all(self, jobs: Sequence[Job]) -> None:
         """
         Run all unfinished jobs. One that fails, such as a learning rate that diverges, is listed in
-        `failed`; running again tries it again.
+        `failed`; the same command tries it again.
 
         Raises UsageError if the same sweep is already running or, once the running jobs end, if the
         cap is reached or no job has ever succeeded; and SystemExit(PREEMPTED) if a stop was
         requested.
         """
         self.jobs = jobs
-        todo = [job for job in jobs if not job.done.exists()]
+        todo = [job for job in jobs if not job.done.exists() and job not in self.failed]
         print(f"{len(jobs)} runs: {len(jobs) - len(todo)} done, {len(todo)} to go", flush=True)
         lock = hold_run_lock(self.folder / ".lock.sweep", "--name")
         with lock, self.stop, ThreadPoolExecutor(self.cfg.devices) as pool:
@@ -184,7 +184,6 @@ class Sweep:
             print("$", *map(printable, command[1:]), file=log, flush=True)
             process = subprocess.Popen(
                 command,
-                cwd=REPOSITORY,
                 env={**os.environ, **variables, "NANOCHAT_REPORT_DIR": str(job.folder)},
                 stdout=log,
                 stderr=subprocess.STDOUT,

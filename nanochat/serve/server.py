@@ -231,6 +231,8 @@ def add_api(
     async def markdown(request: Request) -> dict[str, list[str]]:
         body = await request.body()
         async with rendering:  # one at a time: it shares the interpreter with generation
+            if await request.is_disconnected():
+                return {"html": []}
             return {"html": await asyncio.to_thread(render_answers, body)}
 
     @app.get("/v1/models")

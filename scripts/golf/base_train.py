@@ -195,7 +195,7 @@ def main(cfg: GolfTrain) -> None:
                     run.num_steps = step + 1
             if step + 1 == run.num_steps:
                 optimizer.take_average()
-    values = {**summarize(run, schedule), **run.measurements(), **few_shot}
+    values = {**summarize(run, schedule, rules), **run.measurements(), **few_shot}
     run.finish(SECTION, values)
 
 

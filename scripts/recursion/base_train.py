@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 from nanochat.checkpoint import build_model
 from nanochat.config import settings, start
-from nanochat.dist import init_dist
 from nanochat.eval_bpb import Validation
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.optim import MuonAdamW, decay_factor, lr_factor, muon_momentum
@@ -25,6 +24,7 @@ from nanochat.train import Run, skip_if_finished
 from scripts.base_train import (
     SECTION,
     BaseTrain,
+    open_device,
     open_few_shot,
     open_inputs,
     sample_and_score,
@@ -47,7 +47,7 @@ WARNING = (  # measured: 3 seeds each, 2026-11 (dev/LOG.md)
 
 
 @dataclass(frozen=True)
-class RecursionConfig:
+class RecursionFlags:
     recursion_preset: Preset = "none"
     """Apply the middle layers several times. share2: twice; moderate, aggressive, extreme: four
     times with a loss at every loop, increasingly steep weights and an improvement bonus."""
@@ -95,12 +95,12 @@ class RecursionConfig:
 
 @dataclass(frozen=True)
 class RecursionTrain(BaseTrain):
-    recursion: RecursionConfig = field(default_factory=RecursionConfig)
+    recursion: RecursionFlags = field(default_factory=RecursionFlags)
 
 
 def main(cfg: RecursionTrain) -> None:
     seed, schedule = cfg.train.seed, cfg.schedule
-    dist = init_dist(cfg.train.dist, seed)
+    dist = open_device(cfg)
     if cfg.recursion.recursion_preset in WEAK_PRESETS:
         dist.print0(WARNING.format(cfg.recursion.recursion_preset))
 
@@ -168,7 +168,7 @@ def main(cfg: RecursionTrain) -> None:
                 decay_factor(step, num_steps),
                 **metrics,
             )
-    values = {**summarize(run, schedule), **run.measurements(), **few_shot}
+    values = {**summarize(run, schedule, rules), **run.measurements(), **few_shot}
     run.finish(SECTION, values)
 
 

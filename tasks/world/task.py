@@ -9,7 +9,7 @@ or letter count of the val and test splits occurs in a training document or conv
 RL trains on the val split. The model has solved nearly all questions of the train split before RL
 (mean reward 0.81 on facts, 0.96 to 0.99 on others, at depth 4), because pretraining documents and
 conversations contain them, so most groups of answers have equal rewards and no signal. Questions
-of the val split are as new to it as those of the test split (dev/LOG.md, 2026-11-23).
+of the val split are as new to it as those of the test split (measured 2026-11-23).
 """
 
 from bisect import bisect

@@ -1,4 +1,4 @@
-"""Benchmarks: measurements add up, missing peers are reported, peers get equal results."""
+"""Benchmarks: measurements add up, missing peers are reported, peers get equal inputs."""
 
 import importlib.util
 import re
