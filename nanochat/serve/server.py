@@ -205,6 +205,8 @@ def add_api(
         asked = await asyncio.to_thread(read_request, kind, await request.body())
         name = asked.model or library.default
         engine = await library.get(name, worker.is_busy)
+        if await request.is_disconnected():
+            return Response()
         jobs = await asyncio.to_thread(prepare, asked, engine, defaults, truncation)
         writer, reply = Writer(asked, name), worker.submit(engine, asked, jobs)
         if asked.stream:

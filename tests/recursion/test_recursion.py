@@ -23,7 +23,7 @@ from nanochat.recursion.verdict import (
     check_loop_order,
     check_loss_falling,
 )
-from scripts.recursion.base_train import RecursionConfig
+from scripts.recursion.base_train import RecursionFlags
 from tests.conftest import TINY, decode, lively
 
 PLAIN = replace(TINY, n_layer=4)
@@ -130,12 +130,12 @@ def test_flops_and_parameters_are_counted(changes):
 
 
 def test_presets_and_flags_determine_the_shape():
-    cfg: Any = RecursionConfig("extreme").apply(replace(PLAIN, n_layer=13))
+    cfg: Any = RecursionFlags("extreme").apply(replace(PLAIN, n_layer=13))
     assert (cfg.n_prelude, cfg.n_core, cfg.n_coda, cfg.n_loops) == (3, 7, 3, 4)
-    own: Any = RecursionConfig("share2", n_loops=3, n_core=1, n_prelude=2).apply(PLAIN)
+    own: Any = RecursionFlags("share2", n_loops=3, n_core=1, n_prelude=2).apply(PLAIN)
     assert (own.n_prelude, own.n_core, own.n_coda, own.n_loops) == (2, 1, 1, 3)
     with pytest.raises(ValueError, match="bptt_loops require a recursive model"):
-        RecursionConfig(bptt_loops=1).apply(PLAIN)
+        RecursionFlags(bptt_loops=1).apply(PLAIN)
 
 
 # ---- Scripts -------------------------------------------------------------------------------------
