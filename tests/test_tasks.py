@@ -167,7 +167,7 @@ def test_mixture_repeats_and_shuffles_its_tasks():
     assert base.shuffled(range(10), 7) == [8, 6, 3, 1, 0, 5, 9, 7, 4, 2]  # on every machine
 
 
-def test_identity_changes_with_data_options_and_wording(tmp_path, monkeypatch):
+def test_identity_changes_with_data_options_wording_and_code(tmp_path, monkeypatch):
     publish({"raw/train.parquet": [AQUA]}, tmp_path, monkeypatch)
     few, aqua = WorldProblems("test"), AQuA("train")
     tasks = [few, WorldProblems("val"), aqua, AQuALetter("train")]
@@ -175,7 +175,9 @@ def test_identity_changes_with_data_options_and_wording(tmp_path, monkeypatch):
     tasks += [Mixture([few, few]), Mixture([few, aqua]), Mixture([aqua, few])]
     names = {fingerprint(task.identity) for task in tasks}
     monkeypatch.setattr("tasks.questions.REASON", "Think, then say Answer: and the letter.")
-    assert len({*names, fingerprint(aqua.identity)}) == len(tasks) + 1
+    names.add(fingerprint(aqua.identity))
+    monkeypatch.setattr("tasks.base.code_digest", len)
+    assert len({*names, fingerprint(aqua.identity)}) == len(tasks) + 2
     assert aqua.identity["commit"] and [*aqua.identity["sha256"]] == ["raw/train.parquet"]
 
 

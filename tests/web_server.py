@@ -112,7 +112,7 @@ def until(holds: Callable[[], bool]) -> None:
     """Wait until a condition holds."""
     deadline = time.monotonic() + 60
     while not holds():
-        assert time.monotonic() < deadline, "timed out"
+        assert time.monotonic() < deadline  # timed out otherwise
         time.sleep(0.01)
 
 
@@ -160,7 +160,7 @@ def serving(
         yield Site(url, server, client)
     server.should_exit = True
     thread.join(60)
-    assert not thread.is_alive(), "the server did not stop"
+    assert not thread.is_alive()  # it stopped
 
 
 def says(patch: pytest.MonkeyPatch, site: Site, *pieces: str | bytes) -> None:
