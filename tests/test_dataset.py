@@ -259,10 +259,11 @@ def test_built_in_text_is_written_once_and_verified(base):
     source = open_text(one, None)
     assert source.shards() == ["world_00000", "world_val"]
     assert texts_of(source, "world_val") == list(documents(0, "val"))
+    home = base / "data/embedded"
+    write(home / "suite/core.yaml", ["damaged"])  # written again
     grown = open_text(three, None)
     assert texts_of(grown, "world_00001") == list(documents(1, "train"))
     assert open_source(DataConfig(), source.describe()) == source
-    home = base / "data/embedded"
     assert open_suite(f"{home}/suite").tasks == tuple(FewShotTask(**task) for task in suite())
     write(home / "text/world_00000.jsonl", ["another"])
     with pytest.raises(ValueError, match="does not match its SHA-256"):

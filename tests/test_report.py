@@ -289,6 +289,9 @@ def test_header_describes_the_machine_and_rate_of_the_run(report):
     update(renew=True)  # a stage that runs on this machine
     header = read_json(report.header)
     assert header["hardware"] != HARDWARE and header["hourly_rate"] == 16
+    report.header.write_text("{}")
+    update()
+    assert "gpus" in read_json(report.header)
 
 
 def plain(text):

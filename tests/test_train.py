@@ -15,7 +15,6 @@ from nanochat.dist import peak_flops
 from nanochat.optim import MuonAdamW
 from nanochat.rows import Rows
 from nanochat.train import set_kernels
-from tests.conftest import byte_model
 from tests.faulty import during_step
 from tests.training_runs import (
     SMALL,
@@ -33,7 +32,6 @@ from tests.training_runs import (
     two_ranks,
     weights,
 )
-from tests.web_server import CPU
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -45,9 +43,9 @@ def train(command, monkeypatch, tag, action, *flags, method="loss"):
         return command("base_train", *SMALL, f"--model_tag={tag}", *flags)
 
 
-def test_model_is_not_compiled_under_a_memory_limit(monkeypatch):
+def test_model_is_not_compiled_under_a_memory_limit(monkeypatch, tiny_gpt, dist):
     monkeypatch.setattr("resource.getrlimit", lambda _: (1 << 40, 1 << 40))
-    assert set_kernels("auto", byte_model(), 1e20, CPU) == "off"
+    assert set_kernels("auto", tiny_gpt, 1e20, dist) == "off"
 
 
 def first_step(command, base, tag, *flags):
