@@ -61,7 +61,7 @@ def manifests(base: Path) -> list[Path]:
 
 def delete_named_manifest(message: str) -> None:
     found = re.search(r"/\S+manifest\.json", message)
-    assert found and re.search("delete (that manifest|/)", message), message
+    assert found and re.search("delete (that manifest|/)", message)
     Path(found[0]).unlink()
 
 
@@ -82,12 +82,14 @@ def data(command) -> Callable[..., str]:
 # ---- A folder ------------------------------------------------------------------------------------
 
 
-def test_folder_is_read_in_order_and_its_last_file_validates(folder, tmp_path):
+def test_folder_is_read_in_order_and_its_last_file_validates(folder, tmp_path, capsys):
+    (folder / "notes.txt").touch()
     write(folder / "below/c.jsonl.gz", ["six"])
     write(tmp_path / "elsewhere/d.jsonl", ["seven"])
     write(folder / ".ipynb_checkpoints/b.jsonl")
     (folder / "0").symlink_to(tmp_path / "elsewhere")
     source = opened(folder)
+    assert "ignored 1 files of other types" in capsys.readouterr().out
     assert source.shards() == ["0/d.jsonl", "a.jsonl", "b.parquet", "below/c.jsonl.gz"]
     assert [texts_of(source, s) for s in source.shards()] == [["seven"], STORIES, STORIES, ["six"]]
     fewer = opened(folder, num_shards=1)
@@ -156,7 +158,7 @@ def test_R11_R33_removing_a_named_bad_file_works(folder, base, data, name):
     content, message = BAD_FILES[name]
     (folder / name).write_bytes(content)
     found = data("rejects", f"--dataset={folder}")
-    assert re.search(rf"{re.escape(str(folder / name))}.*{message}", found, re.DOTALL), found
+    assert re.search(rf"{re.escape(str(folder / name))}.*{message}", found, re.DOTALL)
     assert re.search(r"remove it|leave the file out", found) and not manifests(base)
     (folder / name).unlink()
     data("works", f"--dataset={folder}")

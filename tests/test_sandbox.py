@@ -272,7 +272,7 @@ VALUES = r"""
 for value in [None, True, 1, -2**100, 1.5, float("inf"), "\ud800 é\n", b"\x00\xff", (), (1,), [],
     [[1], (2,)], {1, "a"}, frozenset([(1, 2)]), {}, {(1, "a"): {"b": [b"c"]}, 2.5: None}]:
     answer, named = double(value, named=value)
-    assert answer == value == named and type(answer) is type(value), value
+    assert answer == value == named and type(answer) is type(value)
 """
 RAISES = """
 try: double(-1)

@@ -233,7 +233,7 @@ def test_exported_tokenizer_ids_equal_ours(chat_tokenizer):
     texts = [*TEXTS, *odd]
     found = chat_tokenizer(texts, add_special_tokens=False)["input_ids"]
     for text, ids in zip(texts, found, strict=True):
-        assert ids == TOKENIZER.encode(text), text
+        assert ids == TOKENIZER.encode(text)
 
 
 def drawn_conversation(rng):
@@ -260,10 +260,10 @@ def test_chat_template_equals_render_on_any_conversation(chat_tokenizer):
         ids, mask = render(TOKENIZER, messages)
         assert (found["input_ids"], found["assistant_masks"]) == (ids, mask), messages
         prompt = apply(messages, add_generation_prompt=True, return_dict=False)
-        assert prompt == render_prompt(TOKENIZER, messages), messages
+        assert prompt == render_prompt(TOKENIZER, messages)
         if messages[-1]["content"] != []:  # transformers cannot continue an empty message
             found = apply(messages, continue_final_message=True, return_dict=False)
-            assert found == render_prompt(TOKENIZER, messages, continue_last=True), messages
+            assert found == render_prompt(TOKENIZER, messages, continue_last=True)
         text = apply(messages, tokenize=False)
         assert chat_tokenizer(text, add_special_tokens=False)["input_ids"] == ids
     assert chat_tokenizer("Hi.")["input_ids"] == [TOKENIZER.bos_id, *TOKENIZER.encode("Hi.")]
