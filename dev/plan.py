@@ -18,7 +18,7 @@ from nanochat.config import start
 from nanochat.dist import peak_flops
 from nanochat.gpt import GPT
 from nanochat.records import default_rate, read_records
-from nanochat.scaling import HorizonConfig, plan_horizon, shape_for_depth
+from nanochat.scaling import plan_horizon, shape_for_depth
 
 STAGES = (
     "Tokenizer training", "Tokenizer evaluation", "Base model training", "Base model loss",
@@ -51,7 +51,7 @@ REFERENCE = {
     ),
     "cpu": Reference(
         "",
-        "measured on 2 cores with bfloat16 (2026-11); without it, up to three times as long, "
+        "measured on 2 cores with bfloat16 (2026-11); without it, up to four times as long, "
         "and DEPTH=2 helps",
         *(4, 1, (0.1, 0.1, 4.0, 0.2, 0.2, 0.3, 3.7, 0.4, 1.1, 0.3, 4.4, 0.3)),
     ),
@@ -75,7 +75,7 @@ def flops_of(depth: int, profile: str) -> tuple[float, float]:
     vocab_size, max_seq_len = (32768, 2048) if profile in ("gpu", "h100x8") else (4096, 256)
     with torch.device("meta"):
         model = GPT(shape_for_depth(depth, vocab_size, max_seq_len))
-    horizon = plan_horizon(model, HorizonConfig(), 1)
+    horizon = plan_horizon(model)
     each = model.flops_per_token()
     return each, each * horizon.num_steps * horizon.batch_tokens
 

@@ -260,8 +260,9 @@ class Progress:
 
     @property
     def smooth_loss(self) -> float:
-        """Bias-corrected moving average of the loss; NaN before the first step."""
-        return self.loss_average / (1 - LOSS_BETA**self.step) if self.step else math.nan
+        """Bias-corrected moving average of the loss; NaN before the first finite step."""
+        counted = self.step - self.bad_steps
+        return self.loss_average / (1 - LOSS_BETA**counted) if counted else math.nan
 
 
 class Totals(NamedTuple):
@@ -801,8 +802,10 @@ class Run:
         """Count a completed step in the progress and log it."""
         progress, seconds = self.progress, time.perf_counter() - self.started
         flops = totals.tokens * self.model.flops_per_token()
-        loss = totals.loss if finite else progress.smooth_loss if progress.step else 0.0
-        progress.loss_average = LOSS_BETA * progress.loss_average + (1 - LOSS_BETA) * loss
+        if finite:
+            average = LOSS_BETA * progress.loss_average
+            progress.loss_average = average + (1 - LOSS_BETA) * totals.loss
+        progress.bad_steps += not finite
         progress.flops += flops
         if progress.step - self.first_step >= UNTIMED_STEPS:
             progress.train_seconds += seconds
@@ -833,7 +836,6 @@ class Run:
                 progress.loss_scale, progress.steps_at_scale = progress.loss_scale * 2, 0
             return
         self.bad_in_a_row += 1
-        progress.bad_steps += 1
         rows = f"; rows {ids.tolist()}" if len(ids) else ""
         self.dist.print0(
             f"step {step}: loss {totals.loss:.4f}, gradient norm {totals.norm:.4g}: skipped on "

@@ -41,7 +41,7 @@ cpu)
     tokenizer=(--vocab_size=1024 --max_chars=100000000)
     row=(--max_seq_len=512)
     shape=(--depth=4 --d_model=128 --head_dim=32 --n_kv_head=1)
-    budget=(--total_batch_size=4096 --max_wallclock_seconds="${SECONDS_OF_TRAINING:-300}"
+    budget=(--total_batch_size=4096 --max_wallclock_seconds=300
         --num_iterations=20000)
     rates=(--matrix_lr=0.03 --tied_lr=0.02 --weight_decay=0.5 --quantize="*.mlp.*=int5,*=int6")
     scoring=(--eval_stride=128 --max_documents=300)

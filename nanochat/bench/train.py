@@ -24,9 +24,8 @@ from nanochat.optim import MuonAdamW, OptimConfig
 from nanochat.scaling import make_rules
 from nanochat.train import Compile, set_kernels
 
-NOTE = """\
-Training step on random tokens, median times. Peer: the same model of transformers with autocast and
-PyTorch's AdamW."""
+NOTE = "Training step on random tokens, median times."
+PEER = " Peer: the same model of transformers with autocast and PyTorch's AdamW."
 
 
 def bench_training(
@@ -84,7 +83,7 @@ def bench_training(
     }
     peer = "transformers" if peers else ""
     found = compare(case, "tokens/s", rates, peer, other_rates)
-    print_table("Training", NOTE, [found | cells])
+    print_table("Training", NOTE + PEER * bool(peers), [found | cells])
 
 
 def clock(dist: DistContext) -> float:

@@ -31,8 +31,7 @@ def quantized_weights(model: nn.Module, cfg: QuantConfig) -> Iterator[None]:
     for name, form in cfg.formats(params).items():
         params[name].copy_(quantize_dequantize(params[name], form, cfg))
     try:
-        with torch.enable_grad():
-            yield
+        yield
     finally:
         for name, p in params.items():
             p.copy_(kept[name])
@@ -70,5 +69,4 @@ class AveragingMuonAdamW(MuonAdamW):
         for group in self.param_groups if self.ema_decay else ():
             average = self.state[group["params"][0]]["average"]
             whole = gather(average, self.dist) if group["sharded"] else average
-            for param, x in zip(group["params"], self.unstack(group, whole), strict=True):
-                param.copy_(x)
+            self.assign(group, whole)

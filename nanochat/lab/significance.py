@@ -192,11 +192,12 @@ def list_metrics(runs: Sequence[Recorded], first: str) -> list[str]:
     shared = [name for name in values if all(name in run.values for run in runs)]
     if first not in shared:
         raise ValueError(f"some runs did not record {first!r}; the first has {', '.join(values)}")
+    left_out = re.compile(r" before$| change$|pass@(?!1\b)")
     others = [
         name
         for name in shared
         if name.startswith("val_bpb:")
-        or (isinstance(values[name], Mapping) and not re.search(" before$| change$|@[248] ", name))
+        or (isinstance(values[name], Mapping) and not left_out.search(name))
     ]
     return list(dict.fromkeys([first, *others]))
 

@@ -8,6 +8,7 @@ Reads   the inputs of scripts.base_train; accepts its flags and more
 Writes  the outputs of scripts.base_train; scripts.export turns them into an artifact
 """
 
+import math
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
@@ -179,6 +180,8 @@ def main(cfg: GolfTrain) -> None:
             total = num_steps
             if max_seconds is not None and spent:
                 total = min(num_steps, step * max_seconds / spent)
+                if run.logger:
+                    run.logger.total_steps = math.ceil(total)  # for the time left
             quantize = late and step >= cfg.qat_start * total
             with quantized_weights(model, cfg.quant) if quantize else nullcontext():
                 run.backward(run.load(rows))

@@ -73,11 +73,11 @@ def main(cfg: Filter) -> None:
 
 def read_rows(path: str) -> Iterator[dict[str, Any]]:
     """
-    Yield the rows of a file, {"messages": [...]} or {"prompt": "..."}, answered or not. Raises
-    ValueError for a line that is not a conversation.
+    Yield the rows of a file, answered or not: {"messages": [...]}, {"prompt": "..."} or a list of
+    messages. Raises ValueError for a line that is not a conversation.
     """
     for number, row in read_json_lines(Path(path).expanduser()):
-        found = row if isinstance(row, dict) else {}
+        found = row if isinstance(row, dict) else {"messages": row}
         messages = found.get("messages") or [user(found.get("prompt", ""))]
         try:
             check_conversation(messages, is_answered=False)

@@ -24,7 +24,7 @@ from nanochat.common import UsageError, fingerprint, printable
 from nanochat.config import require_at_least, start
 from nanochat.records import append_line, read_lines
 from scripts.lab.filter import read_rows
-from tasks.base import assistant, user
+from tasks.base import answer_text, assistant, user
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def answer(cfg: Generate, client: Any, model: str, row: Mapping[str, Any]) -> di
     if cfg.as_prompt:
         if finish != "stop":
             raise ValueError(f"incomplete prompt, finish reason {finish!r}")
-        made |= {"prompt": text, "original": messages[-1]["content"]}
+        made |= {"prompt": text, "original": answer_text(messages[-1])}
         del made["messages"]
     return made
 

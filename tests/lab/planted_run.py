@@ -32,7 +32,7 @@ noise = random.Random(flags.get("seed")).gauss(0, 0.01)
 loss = 1 + 0.1 * math.log(float(flags.get("init_lr_frac", 0.3)) / 0.3) ** 2 + noise
 values, items = {"Final validation bpb": loss, "val_bpb:x": 2 * loss}, {}
 if module == "scripts.chat_rl":
-    names = ("pass@1 before", "pass@1 after", "pass@1 change")
+    names = ("pass@1 before", "pass@1 after", "pass@1 change", "pass@16 after")
     values = {name: {"value": 2 - loss, "n": 4, "se": 0.1} for name in names}
 elif module == "scripts.chat_eval":
     values, items = (
