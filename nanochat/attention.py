@@ -22,9 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 Rope = tuple[Tensor, Tensor]  # cosines and sines of positions, (..., 1, D/2) each
 
 
-def rotary(
-    positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype = torch.float32
-) -> Rope:
+def rotary(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> Rope:
     """Cosines and sines (..., 1, D/2) of positions (...). Source: RoFormer, arXiv:2104.09864."""
     step = torch.arange(0, head_dim, 2, device=positions.device).float()
     angle = positions.float()[..., None, None] * theta ** (-step / head_dim)

@@ -23,7 +23,15 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from nanochat.common import base_dir, fingerprint, hold_lock, read_json, sha256_file, write_json
+from nanochat.common import (
+    base_dir,
+    fingerprint,
+    hold_lock,
+    printable,
+    read_json,
+    sha256_file,
+    write_json,
+)
 from nanochat.config import require_at_least
 from nanochat.hub import HubRepo, pin_repo
 
@@ -205,7 +213,7 @@ def find_tail(path: Path) -> int:
         raise ValueError(f"{path} is the only file and {why}; {fix}")
     tail = max(1, min(documents // 10, max(documents // 100, 16)))
     held_out = f"the last {tail:,} of its {documents:,} documents"
-    print(f"{path} is the only file: {held_out} are held out for validation", flush=True)
+    print(printable(f"{path} is the only file: {held_out} are held out for validation"), flush=True)
     return documents - tail
 
 
@@ -299,7 +307,7 @@ def split_shards(
     train = [file for file in files if file != val_shard and file not in held_out]
     if not train and not val_shard.startswith(TAIL):
         raise ValueError(f"{cfg.dataset} has only files named for evaluation; rename one of them")
-    if cfg.num_shards is not None and not 1 <= cfg.num_shards <= len(train):
+    if cfg.num_shards is not None and cfg.num_shards > len(train):
         raise ValueError(
             f"--num_shards={cfg.num_shards}, but {cfg.dataset} has {len(train)} training shards; "
             f"use --num_shards={len(train)}, or leave it out to use all"
@@ -324,11 +332,7 @@ def save_last_source(described: Mapping[str, Any], tokenizer_tag: str) -> None:
 def load_last_source(tokenizer_tag: str) -> dict[str, Any] | None:
     """Return the last record of `save_last_source`, or None."""
     path = base_dir() / "data" / f"used_with_{tokenizer_tag}.json"
-    found = read_json(path) if path.exists() else None
-    if found and (missing := {"dataset", "val_shard", "fingerprint"} - found.keys()):
-        print(f"{path} has no {', '.join(sorted(missing))}: ignored", flush=True)
-        return None
-    return found
+    return read_json(path) if path.exists() else None
 
 
 # ---- A local folder ------------------------------------------------------------------------------
@@ -378,7 +382,7 @@ def open_folder(cfg: FirstUseConfig, recorded: str | None) -> Source:
         if not old:
             ignored = f"; ignored {num_ignored} files of other types" if num_ignored else ""
             used = f"trains on {len(train)} of {len(names)} files, validates on {val_shard}"
-            print(f"{folder}: {used}{ignored}", flush=True)
+            print(printable(f"{folder}: {used}{ignored}"), flush=True)
         if manifest != old:
             write_json(path, manifest)
     return source
@@ -459,7 +463,8 @@ def open_hub(cfg: FirstUseConfig, path: Path) -> Source:
         if not path.exists():
             manifest["val_shard"] = val_shard
             write_json(path, manifest)
-            print(f"{name}: trains on {len(train)} of {len(files)} files, validates on {val_shard}")
+            used = f"trains on {len(train)} of {len(files)} files, validates on {val_shard}"
+            print(printable(f"{name}: {used}"), flush=True)
     repo = HubRepo(name, path.parent, manifest["commit"])
     if val_shard.startswith(TAIL) and "tail_start" not in manifest:
         try:

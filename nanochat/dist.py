@@ -243,10 +243,11 @@ def init_dist(cfg: DistConfig = DistConfig(), seed: int = 0, steady: bool = True
             f"device_type {kind} is not available to PyTorch; check the driver and the PyTorch "
             "build, or use --device_type=cpu"
         )
-    if kind == "cuda" and local_rank >= (found := torch.cuda.device_count()):
-        raise ValueError(f"--nproc_per_node is above the {found} GPUs that PyTorch finds; lower it")
-    device = torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
+    device = torch.device(kind)
     if kind == "cuda":
+        if local_rank >= (found := torch.cuda.device_count()):
+            raise ValueError(f"--nproc_per_node is above the {found} GPUs of PyTorch; lower it")
+        device = torch.device(kind, local_rank)
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")  # allow TF32 in the few fp32 matmuls
     if kind == "cpu" and steady:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
@@ -196,7 +196,11 @@ class DecodeStep:
         self.compiled = compiled
         self.recorded = model.device.type == "cuda"
         self.key_positions = torch.arange(cache.room, device=model.device)
-        self.recordings: dict[tuple[int, int], Callable[[Tensor, Tensor], Tensor]] = {}
+        self.recordings: dict[tuple[int, int], Any] = {}
+        """
+        (rows, cache positions read) -> tokens, positions, CUDA graph of a step, its logits. All
+        share one memory pool: they never run concurrently, and only these tensors outlive a step.
+        """
         self.pool = torch.cuda.graph_pool_handle() if self.recorded else None
 
     def __call__(self, newest: Sequence[int]) -> Tensor:
@@ -224,32 +228,17 @@ class DecodeStep:
         unused = [0] * (rows - len(past))
         tokens, positions, _ = self.inputs([*newest, *unused], [*past, *unused])
         if (rows, read) not in self.recordings:
-            recording = self.record(tokens, positions, self.key_positions[:read])
-            self.recordings[rows, read] = recording
-        logits = self.recordings[rows, read](tokens, positions)
+            args = tokens, positions, self.key_positions[:read]
+            self.run_fused(*args)  # compile and load kernels before capture
+            # thread_local: other threads may use the device, e.g. when the server loads a model
+            graph, mode = torch.cuda.CUDAGraph(), "thread_local"
+            with CAPTURING, torch.cuda.graph(graph, pool=self.pool, capture_error_mode=mode):
+                self.recordings[rows, read] = tokens, positions, graph, self.run_fused(*args)
+        inputs, their_positions, graph, logits = self.recordings[rows, read]
+        inputs.copy_(tokens)
+        their_positions.copy_(positions)
+        graph.replay()
         return logits[: len(past)].clone()  # the next replay overwrites them
-
-    def record(
-        self, tokens: Tensor, positions: Tensor, key_positions: Tensor
-    ) -> Callable[[Tensor, Tensor], Tensor]:
-        """
-        Capture the step as a CUDA graph. Returns a function (tokens, positions) -> logits, the
-        same tensor in every call. All graphs share one memory pool: they never run concurrently,
-        and only inputs and logits outlive a step.
-        """
-        self.run_fused(tokens, positions, key_positions)  # compile and load kernels before capture
-        graph = torch.cuda.CUDAGraph()
-        # thread_local: other threads may use the device, e.g. when the server loads a model
-        with CAPTURING, torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
-            logits = self.run_fused(tokens, positions, key_positions)
-
-        def replay(new_tokens: Tensor, new_positions: Tensor) -> Tensor:
-            tokens.copy_(new_tokens)
-            positions.copy_(new_positions)
-            graph.replay()
-            return logits
-
-        return replay
 
     def run_fused(self, tokens: Tensor, positions: Tensor, key_positions: Tensor) -> Tensor:
         """Compiled step with dynamic len(key_positions) and, if B > 1, dynamic B."""
@@ -355,8 +344,7 @@ class Engine:
     ):
         self.model, self.tokenizer, self.tool = model, tokenizer, tool
         self.slots = slots or most_slots(model, memory_bytes(model.device)[1])
-        self.device = model.device
-        on_cpu = self.device.type == "cpu"
+        on_cpu = model.device.type == "cpu"
         self.prefill_tokens = CPU_PREFILL_TOKENS if on_cpu else GPU_PREFILL_TOKENS
         self.cache = model.new_cache(self.slots, capacity)
         self.decode_step = DecodeStep(model, self.cache, compiled)
@@ -468,7 +456,7 @@ class Engine:
 
     def prefill(self, slots: Sequence[int], prompts: Sequence[Sequence[int]]) -> None:
         """Prefill several empty slots in one forward pass."""
-        tokens = pad_right(prompts, self.tokenizer.bos_id, self.device)  # (B, T)
+        tokens = pad_right(prompts, self.tokenizer.bos_id, self.model.device)  # (B, T)
         self.model.hidden(tokens, self.cache.view(slots, tokens.size(1)))
         for slot, prompt in zip(slots, prompts, strict=True):
             self.cache.lengths[slot] = len(prompt)

@@ -76,7 +76,7 @@ def bits_per_byte(
             break
         lengths = np.where(targets == IGNORE, 0, token_bytes[targets.clip(min=0)])  # (B, T)
         x, y = (torch.from_numpy(each).to(dist.device) for each in (tokens, targets))
-        losses = score(x, y).to(torch.float32).cpu().double().numpy()
+        losses = score(x, y).cpu().double().numpy()
         masks = lengths > 0, targets != IGNORE
         parts = [(np.where(mask, losses, 0.0).sum(), mask.sum()) for mask in masks]
         sums += [*parts[0], *parts[1], lengths.sum()]

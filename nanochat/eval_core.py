@@ -49,7 +49,7 @@ TaskType = Literal["multiple_choice", "schema", "language_modeling"]
 
 @dataclass(frozen=True)
 class FewShotTask:
-    """A few-shot task. Items have DCLM's FIELDS."""
+    """A few-shot task. Items have DCLM's fields."""
 
     name: str
     kind: TaskType
@@ -295,7 +295,7 @@ def evaluate_task(
 
 def core(scores: Sequence[TaskScore]) -> stats.Estimate:
     """Unweighted mean of the tasks' centered accuracies."""
-    return stats.average([score.centered_accuracy for score in scores])
+    return stats.combine([s.centered_accuracy for s in scores], [1 / len(scores)] * len(scores))
 
 
 # ---- Suites of few-shot tasks --------------------------------------------------------------------
@@ -308,11 +308,6 @@ PUBLISHED_URL = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.
 PUBLISHED_SHA256 = "90a7c19e28ee7a52b4f6e1f87658deb9fde7f63deba2379045bdb1fe9ea5d200"
 PUBLISHED_ITEMS = 91_037  # over all tasks in the archive
 PUBLISHED_TASKS = 22
-FIELDS = {  # of an item, by kind of task
-    "multiple_choice": ("query", "choices", "gold"),
-    "schema": ("context_options", "continuation", "gold"),
-    "language_modeling": ("context", "continuation"),
-}
 MAX_UNPACKED_BYTES = 1 << 30  # per archive
 TIMEOUT_SECONDS = 30.0  # of a download without news
 BUNDLE_HINT = "pass a local copy with --eval_bundle=<folder or zip>"
@@ -380,14 +375,14 @@ def open_archive(path: Path) -> zipfile.Path:
     return root
 
 
-def is_item(kind: TaskType, item: Mapping[str, Any]) -> bool:
+def is_item(task: FewShotTask, item: Any) -> bool:
     """Whether an item has the fields of its kind, and `gold` is the number of an option."""
-    if not item.keys() >= {*FIELDS[kind]}:
+    try:
+        options = task.options(item)
+    except (LookupError, TypeError, AttributeError):
         return False
-    if kind == "language_modeling":
-        return True
-    options = item["choices"] if kind == "multiple_choice" else item["context_options"]
-    return type(item["gold"]) is int and 0 <= item["gold"] < len(options)
+    gold = item.get("gold", 0 if task.kind == "language_modeling" else None)
+    return type(gold) is int and gold in range(len(options))
 
 
 def read_bundle(root: Path | zipfile.Path) -> Suite:
@@ -409,15 +404,16 @@ def read_bundle(root: Path | zipfile.Path) -> Suite:
             raise ValueError(f"dataset_uri {uri!r} of {name} is not a path inside eval_data/")
         file = folder / "eval_data" / uri
         lines = list(read_json_lines(file)) if file.is_file() else []
-        for number, item in lines:
-            if not is_item(kind, item):
-                raise line_error(file, number, f"not an item of kind {kind}: {item!r:.200}")
         if not lines:
             missing.append(name)
             continue
         num_fewshot, baseline = int(entry["num_fewshot"][0]), baselines[name] / 100
         delimiter, items = entry.get("continuation_delimiter", " "), [item for _, item in lines]
-        tasks.append(FewShotTask(name, kind, num_fewshot, baseline, delimiter, items))
+        task = FewShotTask(name, kind, num_fewshot, baseline, delimiter, items)
+        for number, item in lines:
+            if not is_item(task, item):
+                raise line_error(file, number, f"not an item of kind {kind}: {item!r:.200}")
+        tasks.append(task)
     if not tasks:
         raise ValueError("it contains no items of any task")
     digest = fingerprint([asdict(task) for task in tasks])

@@ -184,7 +184,7 @@ def plan_finetuning(
     if cfg.num_iterations is None and num_steps < FEW_STEPS:
         epochs = math.ceil(FEW_STEPS * batch_tokens / epoch_tokens)
         few = f"only {num_steps} steps of {batch_tokens:,} tokens, too few to learn much"
-        dist.print0(f"WARNING: {few}; --num_epochs={epochs} trains {FEW_STEPS} steps")
+        dist.print0(f"WARNING: {few}; --num_epochs={epochs} trains at least {FEW_STEPS}")
     return num_steps, batch_tokens
 
 

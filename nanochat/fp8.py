@@ -83,5 +83,4 @@ def enable_fp8(model: Any, device: torch.device) -> None:
         raise UsageError(f"fp8 does not work on {name}", "omit --dtype=fp8")
     for layer in model.modules():
         if hasattr(layer, "fp8"):
-            linear: Any = layer
-            linear.fp8 = not any(n % 16 for n in linear.weight.shape)
+            layer.fp8 = not any(n % 16 for n in layer.weight.shape)

@@ -211,8 +211,9 @@ class GPT(nn.Module):
         self.blocks: Sequence[Block] = blocks
         self.head = Linear(cfg.d_model, cfg.vocab_size)
         if cfg.residual_scalars:
-            self.residual = nn.Parameter(torch.ones(cfg.n_layer))
-            self.skip = nn.Parameter(torch.zeros(cfg.n_layer))
+            depth = torch.linspace(0, 1, cfg.n_layer)
+            self.residual = nn.Parameter(1.15 - 0.10 * depth)
+            self.skip = nn.Parameter(0.20 - 0.15 * depth)
         if cfg.smear:
             self.smear_gate = Linear(min(SMEAR_CHANNELS, cfg.d_model), 1)
             self.smear = nn.Parameter(torch.zeros(1))
@@ -254,15 +255,8 @@ class GPT(nn.Module):
         if self.value_embeds is not None:
             bound = 3**0.5 * cfg.d_model**-0.5
             nn.init.uniform_(self.value_embeds.weight, -bound, bound, generator=generator)
-        if cfg.residual_scalars:
-            depth = torch.linspace(0, 1, cfg.n_layer)
-            self.residual.copy_(1.15 - 0.10 * depth)
-            self.skip.copy_(0.20 - 0.15 * depth)
         if cfg.smear:
             nn.init.uniform_(self.smear_gate.weight, 0.0, 0.02, generator=generator)
-            self.smear.zero_()
-        if cfg.backout:
-            self.backout.fill_(0.2)
 
     def num_params(self) -> int:
         """Number of parameters, embeddings included."""
@@ -308,7 +302,7 @@ class GPT(nn.Module):
         return norm(self.back_out(x, middle))
 
     def layer_inputs(
-        self, tokens: Tensor, cache: CacheView | None = None, segments: Tensor | None = None
+        self, tokens: Tensor, cache: CacheView | None, segments: Tensor | None
     ) -> tuple[dict[int, Tensor], Rope, dict[int | None, Any]]:
         """
         What the layers of one forward pass share: layer -> value embedding (B, T, G * D), rotary
@@ -326,7 +320,7 @@ class GPT(nn.Module):
         masks = {w: make_mask(self.backend, tokens, w, segments, cache) for w in windows}
         return values, rope, masks
 
-    def smear_embeddings(self, x: Tensor, cache: Any = None, segments: Any = None) -> Tensor:
+    def smear_embeddings(self, x: Tensor, cache: Any, segments: Any) -> Tensor:
         """
         Add to each normalized embedding x (B, T, C) a share of the previous token's, so that the
         first layer already sees pairs of tokens: x_t + amount * sigmoid(w . x_t[:24]) * x_(t-1).

@@ -19,7 +19,7 @@ from nanochat.common import IGNORE
 from nanochat.fp8 import E4M3, E5M2, multiply, quantize, transpose
 
 SOFTCAP = 15.0  # logits lie in (-15, 15)
-CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 28, "mps": 1 << 25}  # logits in one chunk
+CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 28}  # logits in one chunk
 
 
 def cap(logits: Tensor) -> Tensor:

@@ -297,8 +297,9 @@ class MuonAdamW(torch.optim.Optimizer):
             grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
             grad = self.stack(group, grads)
             if group["sharded"]:
-                grad, work = reduce_scatter(grad, self.dist)
-                pending.append(work)
+                whole, rows = grad, grad.size(0) // self.dist.world_size
+                grad = whole.new_empty(rows, *whole.shape[1:])
+                pending.append(distributed.reduce_scatter_tensor(grad, whole, async_op=True))
             elif self.dist.world_size > 1:
                 pending.append(distributed.all_reduce(grad, async_op=True))
             self.gradients.append(grad)
@@ -435,12 +436,6 @@ def load_full_state(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tens
 def as_tensors(*numbers: float) -> list[Tensor]:
     """Scalars as tensors: changing them does not recompile a compiled function."""
     return [torch.tensor(x, dtype=torch.float32) for x in numbers]
-
-
-def reduce_scatter(whole: Tensor, dist: DistContext) -> tuple[Tensor, Any]:
-    """Start summing `whole` over ranks; the slice of this rank is valid after `.wait()`."""
-    mine = whole.new_empty(whole.size(0) // dist.world_size, *whole.shape[1:])
-    return mine, distributed.reduce_scatter_tensor(mine, whole, async_op=True)
 
 
 def all_gather(mine: Tensor, dist: DistContext) -> tuple[Tensor, Any]:

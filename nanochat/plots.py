@@ -24,7 +24,7 @@ from nanochat.report import STAGES, collect_scores
 # ---- Drawing -------------------------------------------------------------------------------------
 
 WIDTH, HEIGHT = 7.4, 2.3  # inches: of a figure, and of a row of panels
-MAX_POINTS = 60  # of a curve; keeps a figure below 60 kB
+MAX_POINTS = 60  # of a curve, means of consecutive ones; keeps a figure below 60 kB
 INK = "#757b84"  # of text and axes; readable on white and on black
 INKED = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
 STYLE: Any = {
@@ -45,16 +45,6 @@ def new_figure(rows: int = 1, columns: int = 1, height: float = HEIGHT) -> tuple
     style.use(["default", STYLE])
     figure = Figure(figsize=(WIDTH, height * rows))
     return figure, figure.subplots(rows, columns, squeeze=False)
-
-
-def draw_curve(axes: Any, points: Sequence[Sequence[float]]) -> None:
-    """
-    Draw points (x, y) or (x, y, standard error), in order of x. Of more than MAX_POINTS, draw means
-    of consecutive ones.
-    """
-    bins = np.array_split(np.array(points, float), min(len(points), MAX_POINTS))
-    x, y, *error = np.array([each.mean(0) for each in bins]).T
-    axes.errorbar(x, y, *error, marker="o" if len(x) < 30 else "")
 
 
 # ---- Figures of a report -------------------------------------------------------------------------
@@ -113,7 +103,10 @@ def draw_run(entries: Sequence[Mapping[str, Any]]) -> Figure:
         axes.set_axis_off()
     for axes, name in zip(panels.flat, shown, strict=False):
         keys = ("step", name, f"{name}_se")
-        draw_curve(axes, [[e[key] for key in keys if key in e] for e in entries if name in e])
+        points = [[e[key] for key in keys if key in e] for e in entries if name in e]
+        bins = np.array_split(np.array(points, float), min(len(points), MAX_POINTS))
+        x, y, *error = np.array([each.mean(0) for each in bins]).T
+        axes.errorbar(x, y, *error, marker="o" if len(x) < 30 else "")
         axes.set(title=PANELS[name], xlabel="step")
         axes.locator_params(nbins=5)
     return figure

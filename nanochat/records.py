@@ -290,10 +290,7 @@ def read_record(section: str) -> Record | None:
 def read_records() -> list[Record]:
     """Current record of every section, oldest first."""
     paths = [path for path in report_folder().glob("*.json") if path.name != "header.json"]
-    found = {path: common.read_json(path) for path in paths}
-    if broken := [path for path, record in found.items() if not record.keys() >= {"cost", "files"}]:
-        raise ValueError(f"{broken[0]} is not a record of a stage; delete it")
-    return sorted(found.values(), key=lambda record: record["timestamp"])
+    return sorted(map(common.read_json, paths), key=lambda record: record["timestamp"])
 
 
 def read_history() -> Sequence[Record]:
@@ -315,9 +312,10 @@ def record_path(section: str) -> Path:
 
 
 def slug(section: str) -> str:
-    """File name stem of a section: lower case, with hyphens."""
+    """File name stem of a section: lower case, with hyphens; a long or foreign one is hashed."""
     name = re.sub(r"[^a-z0-9]+", "-", section.lower()).strip("-")
-    return name if len(name) < 99 else f"{name[:80]}-{common.fingerprint(section)}"
+    plain = len(name) < 99 and section.isascii()
+    return name if plain else f"{name[:80]}-{common.fingerprint(section)}"
 
 
 # ---- Parts of a record ---------------------------------------------------------------------------
@@ -408,12 +406,11 @@ class RunLog(AbstractContextManager):
         folder.mkdir(parents=True, exist_ok=True)
         self.path, self.total_steps = folder / METRICS_FILE, total_steps
         self.warm_step, self.warm_time = first_step + UNTIMED_STEPS, time.monotonic()
-        is_tracked = run != "dummy"
-        self.tracker = open_tracker(run, folder, run_id, settings) if is_tracked else None
+        self.tracker = None if run == "dummy" else open_tracker(run, folder, run_id, settings)
         self.unwritten: list[Any] = []
         """Entries that could not be written yet."""
         if self.path.exists():
-            self.write([{"resumed_at": first_step}])
+            self.write({"resumed_at": first_step})
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         """
@@ -421,7 +418,7 @@ class RunLog(AbstractContextManager):
 
         An entry without loss or reward is an evaluation; its line shows all metrics.
         """
-        self.write([{"step": step, **values}])
+        self.write({"step": step, **values})
         self.track("log", dict(values), step=step)
         shown = [form.format(values[k]) for k, form in CONSOLE_FORMATS.items() if k in values]
         if "loss" not in values and "reward" not in values:
@@ -432,7 +429,7 @@ class RunLog(AbstractContextManager):
             line = " | ".join([f"step {step:>5}{total}", *shown, *self.time_left(step)])
             print(common.printable(line), flush=True)
 
-    def write(self, entries: Sequence[Mapping[str, Any]] = ()) -> None:
+    def write(self, *entries: Mapping[str, Any]) -> None:
         """Append entries. If the disk is full, warns once and tries again with the next ones."""
         failed_before, self.unwritten = bool(self.unwritten), [*self.unwritten, *entries]
         try:

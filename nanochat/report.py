@@ -27,6 +27,7 @@ from nanochat.common import (
     REPOSITORY,
     MissingInput,
     cpu_info,
+    hold_lock,
     printable,
     read_json,
     write_atomic,
@@ -96,7 +97,9 @@ def update(
     path = folder.parent / "report.md"
     if not written:
         raise MissingInput(f"no records in {folder}", "bash speedrun.sh")
-    header, now = read_header(hourly_rate, renew), time.strftime(records.TIME_FORMAT)
+    with hold_lock(folder / ".lock", "describing the machine"):
+        header = read_header(hourly_rate, renew)
+    now = time.strftime(records.TIME_FORMAT)
     write_atomic(path, render_report(written, header, now, figures))
     return path
 
@@ -116,7 +119,7 @@ def read_header(rate: float | None = None, renew: bool = False) -> dict[str, Any
     """
     path = records.report_folder() / "header.json"
     header = read_json(path) if path.exists() else {}
-    if renew or not header.keys() >= {"git", "hardware", "software", "gpus", "bloat"}:
+    if renew or "git" not in header:
         header |= {
             "git": records.git_state(),
             "hardware": hardware(),
@@ -205,14 +208,12 @@ def render_report(
         for table in record["tables"]
         if table["title"] == SAMPLES and record["section"] in STAGE_OF
     ]
-    warnings = []
-    if faults := find_faults(written):
-        title = "> [!WARNING]\n> **Provenance: these sections are inconsistent.**"
-        warnings = ["\n".join([title, *(f"> - {escape(fault)}" for fault in faults)])]
+    faults = [f"\n> - {escape(fault)}" for fault in find_faults(written)]
+    warning = "> [!WARNING]\n> **Provenance: these sections are inconsistent.**"
     blocks = [
         f"# nanochat training report\n\nGenerated: {generated}",
         "## Results",
-        *warnings,
+        "".join([warning, *faults]) if faults else "",
         escape(verdict(written, scores, changes, spent)),
         render_table(score_table(scores, show_score)),
         render_figures(figures, "results"),

@@ -10,11 +10,9 @@ divisor). The baseline is the group's mean reward (arXiv:2402.03300). Gradients 
 plain softmax; they ignore top_k and temperature.
 """
 
-import random
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -26,7 +24,7 @@ from nanochat.engine import Completion, Engine, Sampling
 from nanochat.eval_chat import ChatTask, longest_prompt, render_prompts, score_answer
 from nanochat.gpt import GPT
 from nanochat.loss import IGNORE
-from nanochat.rows import signed_ids
+from nanochat.rows import permutation, signed_ids
 from nanochat.train import Batch
 
 # ---- Rollouts and the policy gradient ------------------------------------------------------------
@@ -141,12 +139,6 @@ def require_divisible(examples_per_step: int, dist: DistContext) -> None:
         )
 
 
-@lru_cache(maxsize=8)
-def shuffle_indices(n: int, seed: str) -> list[int]:
-    """The integers 0 to n - 1 in a random order."""
-    return random.Random(seed).sample(range(n), n)
-
-
 def draws_of_step(step: int, count: int, dist: DistContext) -> range:
     """This rank's share of the `count` draws of a step, numbered over the run."""
     return range(step * count + dist.rank, (step + 1) * count, dist.world_size)
@@ -155,7 +147,7 @@ def draws_of_step(step: int, count: int, dist: DistContext) -> range:
 def drawn_index(draw: int, n: int, seed: int, attempt: int = 0) -> int:
     """Which of `n` elements a draw has; each epoch and attempt has its own random order."""
     epoch, position = divmod(draw, n)
-    return shuffle_indices(n, f"{seed}-{epoch}-{attempt}")[position]
+    return int(permutation(seed, epoch, attempt, n)[position])
 
 
 @dataclass(eq=False)
@@ -195,16 +187,15 @@ class Rollouts:
         }
         return dict(zip(mine, self.dist.sum(*mine.values()), strict=True))
 
-    def draws(self, step: int) -> range:
-        """This rank's draws of questions in a step."""
-        return draws_of_step(step, self.cfg.examples_per_step, self.dist)
-
-    def resample(self, step: int, groups: Sequence[Group], times: int) -> list[Group]:
-        """Replace groups without signal by answers to other questions, up to `times` times."""
+    def resample(self, draws: Sequence[int], groups: Sequence[Group], times: int) -> list[Group]:
+        """
+        Replace those groups of `draws` without signal by answers to other questions, up to `times`
+        times.
+        """
         groups = list(groups)
         for attempt in range(1, times + 1):
             silent = [n for n, group in enumerate(groups) if not group.has_signal]
-            others = self.answer([self.draws(step)[n] for n in silent], attempt)
+            others = self.answer([draws[n] for n in silent], attempt)
             for n, group in zip(silent, others, strict=True):
                 groups[n] = group
         return groups
@@ -213,8 +204,9 @@ class Rollouts:
         """
         Generate and score `num_samples` answers per question.
 
-        A prompt that leaves no room for an answer is truncated on the left. Answers depend on the
-        question and its draw, not on the rank or, except for rounding, other prompts in the batch.
+        A prompt longer than `longest_prompt` loses its oldest turns, then its beginning. Answers
+        depend on the question and its draw, not on the rank or, except for rounding, other prompts
+        in the batch.
         """
         cfg, engine = self.cfg, self.engine
         order = [drawn_index(draw, len(self.questions), self.seed, attempt) for draw in draws]

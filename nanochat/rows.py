@@ -157,7 +157,7 @@ class Rows:
         Yield this rank's share of the first `num_rows` validation rows, in a fixed random order.
 
         The rows do not depend on batch size, ranks or number of training shards. Yields (at most
-        rows_per_batch, max_seq_len + 1). Raises like `batch`, and UsageError if there are no rows.
+        rows_per_batch, max_seq_len + 1). Raises like `batch`.
         """
         rows = self.open(self.val_shard)
         order = permutation(0, 0, 0, len(rows))[:num_rows]
@@ -229,7 +229,7 @@ class Packer:
     POOL_TOKENS tokens) and twice the current batch.
     """
 
-    def __init__(self, row_length: int, bos_id: int, dtype: Any = np.uint16, cut: bool = True):
+    def __init__(self, row_length: int, bos_id: int, dtype: Any, cut: bool = True):
         self.row_length = row_length
         self.bos = np.array([bos_id], dtype)
         self.cut = cut
@@ -342,8 +342,7 @@ def write_shard(
             for ids, offsets in batches:
                 out.write(packer.add(ids, offsets).tobytes())
             out.write(packer.finish().tobytes())
-            out.flush()
-            os.fsync(out.fileno())
+        common.fsync(part)
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)
@@ -640,7 +639,7 @@ def choose_chats(
     n, lengths = len(every), np.array([len(ids) + 1 for ids in every])
     repeats = part.repeats if part.tokens is None else part.tokens / lengths.sum()
     passes = [permutation(seed, time, bucket, n) for time in range(math.ceil(repeats))]
-    order = np.concatenate([np.empty(0, np.int64), *passes]).astype(np.int64)
+    order = np.concatenate([np.empty(0, np.int64), *passes])
     if part.tokens is None:
         return order[: round(repeats * n)], lengths
     middles = np.cumsum(lengths[order]) - lengths[order] / 2  # to the nearest conversation

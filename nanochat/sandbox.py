@@ -30,6 +30,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nanochat import sandbox_child
+
 START_SECONDS = 20.0  # timeout for interpreter startup on a machine that is busy training
 CHUNK = 2**16
 READY = b"ready"  # sent by the child once it is confined
@@ -124,39 +126,38 @@ def run(
     code, so that no code can fake a failure of the sandbox. Raises SandboxUnavailable if the child
     did not start.
     """
-    child = Path(__file__).with_name("sandbox_child.py").read_text(encoding="utf-8")
+    child = Path(sandbox_child.__file__).read_text(encoding="utf-8")
     reader, writer = os.pipe()
-    with contextlib.ExitStack() as until_end:
-        status = until_end.enter_context(open(reader, "rb", buffering=0))
-        with contextlib.ExitStack() as until_started:
-            for handle in {writer, *handed}:
-                until_started.callback(os.close, handle)
-            process = until_end.enter_context(
-                subprocess.Popen(
-                    [interpreter(), "-I", "-S", "-X", "utf8", "-c", child],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    env={},
-                    cwd="/",
-                    pass_fds=(writer, *handed),
-                    start_new_session=True,  # its own process group, no terminal
-                )
+    with open(reader, "rb", buffering=0) as status:
+        try:
+            process: Any = subprocess.Popen(
+                [interpreter(), "-I", "-S", "-X", "utf8", "-c", child],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env={},
+                cwd="/",
+                pass_fds=(writer, *handed),
+                start_new_session=True,  # its own process group, no terminal
             )
-            until_end.callback(kill, process)
-        assert process.stdin is not None
+        finally:
+            for handle in {writer, *handed}:
+                os.close(handle)
         rights = {"confined": confined, "rlimits": rlimits(limits), "readable": read_paths()}
-        with contextlib.suppress(BrokenPipeError), process.stdin as pipe:  # the child did not start
-            pipe.write(marshal.dumps({**job, **rights, "status": writer}))
-        await_start(process, status.fileno())
-        if together:
-            with contextlib.suppress(threading.BrokenBarrierError):  # the other did not start
-                together.wait(START_SECONDS)
-        output, reason = watch(process, limits)
-        exit_status = kill(process)
-        reason = reason or (f"exit status {exit_status}" if exit_status else "")
-        stdout, stderr = (x[: limits.output_bytes].decode("utf-8", "replace") for x in output)
-        return Result(not reason, stdout, stderr, reason)
+        with process:
+            try:
+                with contextlib.suppress(BrokenPipeError), process.stdin as pipe:
+                    pipe.write(marshal.dumps({**job, **rights, "status": writer}))
+                await_start(process, status.fileno())
+                if together:
+                    with contextlib.suppress(threading.BrokenBarrierError):
+                        together.wait(START_SECONDS)  # the other may not have started
+                output, reason = watch(process, limits)
+            finally:
+                exit_status = kill(process)
+    reason = reason or (f"exit status {exit_status}" if exit_status else "")
+    stdout, stderr = (x[: limits.output_bytes].decode("utf-8", "replace") for x in output)
+    return Result(not reason, stdout, stderr, reason)
 
 
 def interpreter() -> str:
@@ -186,7 +187,7 @@ def rlimits(limits: Limits) -> dict[str, int]:
     return found
 
 
-def await_start(process: subprocess.Popen[bytes], status: int) -> None:
+def await_start(process: Any, status: int) -> None:
     """Wait until the child is confined; else raise SandboxUnavailable with its output."""
     received = b""
     with selectors.DefaultSelector() as selector:
@@ -197,17 +198,15 @@ def await_start(process: subprocess.Popen[bytes], status: int) -> None:
             received += piece
     if received != READY:
         kill(process)
-        assert process.stderr is not None
         reason = (received + process.stderr.read(1000)).decode("utf-8", "replace").strip()
         raise SandboxUnavailable(f"it did not start: {reason or 'no answer'}")
 
 
-def watch(process: subprocess.Popen[bytes], limits: Limits) -> tuple[list[bytearray], str]:
+def watch(process: Any, limits: Limits) -> tuple[list[bytearray], str]:
     """
     Read until the child exits or exceeds a limit. Returns [stdout, stderr] and the name of the
     exceeded limit, or "".
     """
-    assert process.stdout is not None and process.stderr is not None
     output = {process.stdout.fileno(): bytearray(), process.stderr.fileno(): bytearray()}
     deadline = time.monotonic() + limits.seconds
     with selectors.DefaultSelector() as selector:

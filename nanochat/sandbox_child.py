@@ -3,14 +3,13 @@ The child's side of the sandbox: drop privileges, report "ready", then run the c
 
     job on fd 0 -> limits, Landlock, capabilities, seccomp -> "ready" -> run code, serve calls
 
-`sandbox.py` runs the source of this file with `python -I -S -c`; nothing imports it. The kernel
-enforces every restriction on the whole process, so nothing the code finds in this interpreter
-(these functions, ctypes, parent frames) can lift it. The code can compute, read the standard
-library, and use the pipes it was started with. It cannot write files or use processes, threads,
-sockets or signals, nor library modules that need them (subprocess, threading, asyncio).
+`sandbox.py` runs the source of this file with `python -I -S -c`. It imports little, because imports
+take most of a child's time. The kernel enforces every restriction on the whole process, so nothing
+the code finds in this interpreter (these functions, ctypes, parent frames) can lift it. The code
+can compute, read the standard library, and use the pipes it was started with. It cannot write
+files or use processes, threads, sockets or signals, nor library modules that need them (subprocess,
+threading, asyncio).
 """
-
-from __future__ import annotations
 
 import ctypes
 import marshal
@@ -19,11 +18,6 @@ import resource
 import stat
 import struct
 import sys
-
-TYPE_CHECKING = False  # importing `typing` would double the startup time of this file
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from typing import Any
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -84,22 +78,17 @@ def main() -> None:
     if job["role"] == "candidate":  # a function, not a program: its main guard does not run
         del namespace["__name__"]
     if job["role"] == "judge":
-        execute(job["setup"], namespace)
+        exec(job["setup"], namespace)
         namespace[job["entry"]] = remote(*job["channel"])
-    execute(job["code"], namespace)
+    exec(job["code"], namespace)
     if job["role"] == "candidate":
         serve(namespace[job["entry"]], *job["channel"])
-
-
-def execute(code: str, namespace: dict[str, Any]) -> None:
-    """Run source code in a namespace, without the future features that this file imports."""
-    exec(compile(code, "<code>", "exec", dont_inherit=True), namespace)
 
 
 # ---- Dropping privileges -------------------------------------------------------------------------
 
 
-def confine(job: dict[str, Any]) -> None:
+def confine(job: dict) -> None:
     """Apply the job's restrictions, ordered so that each step is still allowed. Raises OSError."""
     for name, value in job["rlimits"].items():
         kind = getattr(resource, name)
@@ -168,7 +157,7 @@ def step(operation: int, value: int, yes: int = 0, no: int = 0) -> bytes:
     return struct.pack("=HBBI", operation, yes, no, value)
 
 
-def call(function: Callable, *values: int | bytes) -> int:
+def call(function, *values: int | bytes) -> int:
     """Call a libc function with longs and addresses; returns its result. Raises OSError."""
     result = function(*(ctypes.c_long(v) if isinstance(v, int) else v for v in values))
     if result < 0:
@@ -179,7 +168,9 @@ def call(function: Callable, *values: int | bytes) -> int:
 # ---- Calls between the candidate (runs the program) and the judge (runs the test) ----------------
 
 
-COLLECTIONS = {kind.__name__: kind for kind in (list, tuple, set, frozenset, dict, bytes)}
+COLLECTIONS: dict[str, type] = {
+    kind.__name__: kind for kind in (list, tuple, set, frozenset, dict, bytes)
+}
 # Not StopIteration, which would silently end a loop in the test and skip its checks.
 ERRORS = {
     kind.__name__: kind
@@ -187,7 +178,7 @@ ERRORS = {
 }
 
 
-def serve(function: Callable, calls: int, replies: int) -> None:
+def serve(function, calls: int, replies: int) -> None:
     """Serve calls to `function`, one JSON line each, until the caller closes the pipe."""
     import json  # slow to import; only candidate and judge need it
 
@@ -202,7 +193,7 @@ def serve(function: Callable, calls: int, replies: int) -> None:
             answers.flush()
 
 
-def remote(replies: int, calls: int) -> Callable:
+def remote(replies: int, calls: int):
     """
     Return a proxy for the function served by the process at the other end of the pipes.
 
@@ -213,7 +204,7 @@ def remote(replies: int, calls: int) -> Callable:
 
     answers, questions = open(replies), open(calls, "w")
 
-    def ask(*args: Any, **kwargs: Any) -> Any:
+    def ask(*args, **kwargs):
         question = json.dumps(encode_value((args, kwargs)))
         try:
             questions.write(question + "\n")
@@ -228,7 +219,7 @@ def remote(replies: int, calls: int) -> Callable:
     return ask
 
 
-def encode_value(value: Any) -> Any:
+def encode_value(value):
     """Convert plain data to JSON types. Raises TypeError for other values."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -239,7 +230,7 @@ def encode_value(value: Any) -> Any:
     raise TypeError(f"only plain data can leave the sandbox, got {type(value).__name__}")
 
 
-def unpack(value: Any) -> Any:
+def unpack(value):
     """Inverse of `encode_value`; instances of subclasses become instances of the base type."""
     if not isinstance(value, list):
         return value

@@ -16,7 +16,7 @@ tuned at the reference point: depth 12, vocabulary size 32,768, 12 tokens per ma
 | AdamW of embeddings and head ~ width^-0.5 | nanochat, 2025-10 |
 | weight decay 0.28 at the reference point | nanochat, 2026-03 |
 | weight decay ~ 1 / (learning rate x steps) | arXiv:2405.13698 |
-| at least 960 steps | measured: d4, 2026-11 |
+| about 960 steps or more | measured: d4, 2026-11 |
 """
 
 import math
@@ -173,9 +173,9 @@ def scaled_rules(cfg: OptimConfig, horizon: Horizon, d_model: int) -> dict[str, 
 
     Learning rates grow with the square root of the batch above the reference batch. Those of the
     few scalars also fall below it, because in small batches their gradients are mostly noise.
-    Learning rate x decay x steps is constant at a given number of tokens per parameter, so the
-    weights' averaging time is the same fraction of every run, and in proportion to that number;
-    runs shorter than MIN_STEPS use the decay of MIN_STEPS.
+    Learning rate x decay x steps is proportional to the tokens per parameter, so the weights'
+    averaging time is the same fraction of all runs with one such number, and half of it at twice
+    the number; runs shorter than MIN_STEPS use the decay of MIN_STEPS.
     """
     batch = batch_lr_factor(horizon.batch_tokens)
     noise = min(1.0, horizon.batch_tokens / REFERENCE_BATCH) ** 0.5

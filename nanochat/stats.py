@@ -11,7 +11,7 @@ to Evals", arXiv:2411.00640.
 
 import math
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -21,11 +21,11 @@ Verdict = Literal["better", "worse", "within noise"]
 
 
 class Estimate(NamedTuple):
-    """A measured value, the number of items, and the standard error (NaN = unknown)."""
+    """A measured value, its standard error (NaN = unknown), and the number of items."""
 
     value: float
-    n: int
     se: float
+    n: int
 
 
 def mean(
@@ -44,20 +44,7 @@ def mean(
     deviations = np.bincount(index, values - values.mean())  # sum of each cluster
     groups, squares = len(deviations), math.fsum(deviations**2)
     se = math.sqrt(groups / (groups - 1) * squares) / n if groups > 1 else math.nan
-    return Estimate(float(values.mean()), n, se)
-
-
-def center_accuracy(accuracy: Estimate, baseline: float) -> Estimate:
-    """Rescale accuracy so that chance level (`baseline`) is 0 and perfect is 1."""
-    scale = 1 - baseline
-    return Estimate((accuracy.value - baseline) / scale, accuracy.n, accuracy.se / scale)
-
-
-def average(estimates: Sequence[Estimate]) -> Estimate:
-    """Unweighted mean of independent estimates with propagated error; n counts all items."""
-    value = math.fsum(e.value for e in estimates) / len(estimates)
-    se = math.hypot(*(e.se for e in estimates)) / len(estimates)
-    return Estimate(value, sum(e.n for e in estimates), se)
+    return Estimate(float(values.mean()), se, n)
 
 
 # ---- Comparison of two runs ----------------------------------------------------------------------
@@ -92,16 +79,19 @@ def compare(
     the same items.
     """
     change = np.asarray(after, dtype=np.float64) - np.asarray(before, dtype=np.float64)
-    difference, n, se = mean(change.tolist(), clusters)
+    difference, se, n = mean(change.tolist(), clusters)
     return Comparison(difference, se, n, int((change > 0).sum()), int((change < 0).sum()))
 
 
-def combine(parts: Sequence[Comparison], weights: Sequence[float]) -> Comparison:
-    """Comparison of a weighted sum of independent metrics, such as a mean over tasks."""
-    difference = math.fsum(w * c.difference for w, c in zip(weights, parts, strict=True))
-    se = math.hypot(*(w * c.se for w, c in zip(weights, parts, strict=True)))
-    n, won, lost = (sum(counts) for counts in zip(*(c[2:] for c in parts), strict=True))
-    return Comparison(difference, se, n, won, lost)
+Part = TypeVar("Part", Estimate, Comparison)
+
+
+def combine(parts: Sequence[Part], weights: Sequence[float]) -> Part:
+    """Weighted sum of independent estimates or comparisons, such as a mean over tasks."""
+    value = math.fsum(w * part[0] for w, part in zip(weights, parts, strict=True))
+    se = math.hypot(*(w * part.se for w, part in zip(weights, parts, strict=True)))
+    counts = map(sum, zip(*(part[2:] for part in parts), strict=True))
+    return type(parts[0])(value, se, *counts)
 
 
 # ---- Several samples per item --------------------------------------------------------------------

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 from nanochat import records, report, stats
 from nanochat.checkpoint import Stage, find_checkpoint, load_inference
-from nanochat.common import MissingInput, UsageError, fingerprint
+from nanochat.common import MissingInput, UsageError, fingerprint, hold_lock
 from nanochat.config import require_at_least, settings, short, start
 from nanochat.dist import DistConfig, DistContext, init_dist
 from nanochat.engine import Engine, Sampling, choose_engine_compile
@@ -168,28 +168,31 @@ def main(cfg: ChatEval) -> None:
             graded = score_by_logits(model, tokenizer, task, n, dist)
         else:
             graded = score_by_generation(engine, task, n, cfg.sampling, cfg.num_samples, dist)
-        score = scores[task.name] = stats.mean(item_means(graded.outcomes), clusters_of(task, n))
+        score = scores[task.name] = add_task(values, items, task, graded, cfg)
         dist.print0(describe_task(task, graded, score, time.perf_counter() - begun))
-        add_task(values, items, task, graded, cfg)
 
     # Record them
     for name, parts in means.items():
-        centered = [stats.center_accuracy(scores[task.name], task.baseline) for task in parts]
-        values[name] = stats.average(centered)._asdict()
+        weights = {task.name: 1 / len(parts) / (1 - task.baseline) for task in parts}
+        found = stats.combine([scores[task.name] for task in parts], list(weights.values()))
+        chance = sum(weights[task.name] * task.baseline for task in parts)
+        values[name] = {**found._asdict(), "value": found.value - chance}  # 0 is chance
         without = "; ".join(f"{eval_task(n).name}: {why}" for n, why in missing.items())
         values[f"{name} without"] = without or None  # None deletes that of an earlier evaluation
-        weights = {task.name: 1 / len(parts) / (1 - task.baseline) for task in parts}
         items[name] = {"weights": weights}
     if dist.is_main:
         tables += [sample_conversations(engine, cfg, tasks)] if is_complete else []
         cost = Cost.so_far(dist)
-        old = records.read_record(section)
-        if old and old["key"] == key and not records.changed_code(old["code"]):  # add to it
-            values, items = {**old["values"], **values}, {**old["items"], **items}
-            tables = [*{t["title"]: t for t in (*old["tables"], *tables)}.values()]
-            cost = replace(cost, wall_seconds=cost.wall_seconds + old["cost"]["wall_seconds"])
-        shown: dict[str, Any] = {"items": items, "tables": tables, "key": key}
-        report.append_section(section, cfg, values, inputs, cost, **shown)
+        with hold_lock(records.report_folder() / ".merge.lock", f"merging {section}"):
+            old = records.read_record(section)
+            if old and old["key"] == key and not records.changed_code(old["code"]):  # add to it
+                if old["values"].keys() - values.keys():
+                    earlier = old["cost"]["wall_seconds"]
+                    cost = replace(cost, wall_seconds=cost.wall_seconds + earlier)
+                values, items = {**old["values"], **values}, {**old["items"], **items}
+                tables = [*{t["title"]: t for t in (*old["tables"], *tables)}.values()]
+            shown: dict[str, Any] = {"items": items, "tables": tables, "key": key}
+            report.append_section(section, cfg, values, inputs, cost, **shown)
     dist.close()
 
 
@@ -234,8 +237,11 @@ def describe_task(task: Task, graded: TaskResult, score: Estimate, seconds: floa
 
 def add_task(
     values: dict[str, Any], items: dict[str, Any], task: Task, graded: TaskResult, cfg: ChatEval
-) -> None:
-    """Add a task's score to the values and items of the record; also pass@k of several answers."""
+) -> Estimate:
+    """
+    Add a task's score to the values and items of the record, also pass@k of several answers.
+    Returns the score.
+    """
     s, shared, count = cfg.sampling, {}, len(graded.outcomes)
     conversations, clusters = [task[i] for i in range(count)], clusters_of(task, count)
     if task.kind == "generate":
@@ -249,6 +255,7 @@ def add_task(
         items[name] = {**records.item_scores(conversations, rates, clusters), **shared}
     if graded.num_truncated:
         values[f"{task.name} truncated prompts"] = graded.num_truncated
+    return stats.mean(item_means(graded.outcomes), clusters)
 
 
 def sample_conversations(engine: Engine, cfg: ChatEval, tasks: Sequence[Task]) -> dict[str, Any]:

@@ -22,8 +22,8 @@ from nanochat.eval_chat import Outcomes, clusters_of, item_means, rates_by_k, sc
 from nanochat.finetune import choose_tag, open_parent, parent_inputs
 from nanochat.gpt import copy_weights, inference_copy
 from nanochat.optim import MuonAdamW, OptimConfig, ScheduleConfig, decay_factor, lr_factor
-from nanochat.records import item_scores
-from nanochat.rl import RolloutConfig, Rollouts, kl_to_reference, micro_batches
+from nanochat.records import code_digests, item_scores
+from nanochat.rl import RolloutConfig, Rollouts, draws_of_step, kl_to_reference, micro_batches
 from nanochat.sandbox import calculate
 from nanochat.scaling import make_rules
 from nanochat.train import Run, TrainConfig, skip_if_finished
@@ -156,11 +156,12 @@ def main(cfg: ChatRL) -> None:
 
             # Answers of the current model, and their rewards
             started = time.perf_counter()
-            groups = rollouts.answer(rollouts.draws(step))
+            draws = draws_of_step(step, rl.examples_per_step, dist)
+            groups = rollouts.answer(draws)
             metrics = rollouts.metrics(groups)
             generated = metrics["answer_tokens"] * rl.examples_per_step * rl.num_samples
             metrics["tokens_per_second"] = generated / (time.perf_counter() - started)
-            groups = rollouts.resample(step, groups, cfg.resample_zero_signal)
+            groups = rollouts.resample(draws, groups, cfg.resample_zero_signal)
             metrics["rollout_seconds"] = time.perf_counter() - started
             if reference is not None:  # both are inference copies, rounded alike
                 batches = micro_batches(groups, *shape)
@@ -194,7 +195,7 @@ def compare_results(
     change = stats.compare(old, item_means(after), clusters)
     values: dict[str, Any] = {
         "pass@1 before": stats.mean(old, clusters)._asdict(),
-        "pass@1 change": stats.Estimate(change.difference, change.n, change.se)._asdict(),
+        "pass@1 change": stats.Estimate(*change[:3])._asdict(),
         "pass@1 verdict": change.verdict,
     }
     for k, rates in rates_by_k(after).items():
@@ -215,7 +216,9 @@ def open_rollouts(cfg: ChatRL, parent: Checkpoint, task: Mixture, dist: DistCont
     engine = Engine(model, tokenizer, tool=calculate, compiled=compiled)
     if cfg.pass_rates is not None:  # saved, because a resumed run may round differently
         (least, most), sampling = cfg.pass_rates, rl.sampling(seed + 2)
-        key = fingerprint([parent.fingerprint, task.identity, asdict(sampling), rl.num_samples])
+        scored_by = [x for name, x in code_digests().items() if name.startswith("tasks/")]
+        made_of = [parent.fingerprint, task.identity, asdict(sampling), rl.num_samples]
+        key = fingerprint([*made_of, scored_by])
         path = stage_folder("rl") / f"pass_rates_{key}.json"
         if not dist.on_main(path.exists):
             graded = score_by_generation(engine, task, len(task), sampling, rl.num_samples, dist)

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from nanochat import records, report
-from nanochat.common import require_name, write_atomic
+from nanochat.common import printable, require_name, write_atomic
 from nanochat.config import require_at_least, settings, start
 from nanochat.dataset import FirstUseConfig, Source, load_last_source, save_last_source
 from nanochat.tokenizer import SPECIAL_TOKENS, Tokenizer, tokenizer_dir
@@ -59,7 +59,8 @@ def read_documents(
     shown = time.monotonic()
     for shard in source.train_shards:
         if time.monotonic() - shown > PROGRESS_SECONDS:
-            print(f"reading {shard} | {counts['characters']:,} characters so far", flush=True)
+            progress = f"reading {shard} | {counts['characters']:,} characters so far"
+            print(printable(progress), flush=True)
             shown = time.monotonic()
         counts["shards_read"] += 1
         for text in source.texts(shard):

@@ -164,7 +164,7 @@ def test_R26_B10_scores_equal_an_independent_implementation(base, bundle, reques
         scores = read_scores(record["items"][label])
         assert scores == pytest.approx([(x - chance) / (1 - chance) for x in outcomes], abs=1e-5)
         se = np.std(outcomes, ddof=1) / np.sqrt(n) / (1 - chance)
-        assert [*values[label].values()] == pytest.approx([centered[-1], n, se])
+        assert [*values[label].values()] == pytest.approx([centered[-1], se, n])
     assert values["CORE metric"]["value"] == pytest.approx(np.mean(centered))
     assert values["Truncated items"] == truncated and (truncated > 0 or real)
     assert f"{len(centered)} of 22 tasks" in values["Suite"] and "not comparable" in values["Suite"]

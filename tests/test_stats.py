@@ -11,11 +11,10 @@ from nanochat.stats import Estimate
 
 
 def test_estimates_equal_hand_computed_values():
-    assert stats.mean([0, 1, 1]) == approx((2 / 3, 3, 1 / 3))
-    assert stats.mean([0, 1, 1, 1], "aabb") == approx((0.75, 4, 0.25))
-    assert stats.center_accuracy(Estimate(0.625, 100, 0.03), 0.25) == approx((0.5, 100, 0.04))
-    parts = [Estimate(0.1, 10, 0.03), Estimate(0.5, 30, 0.04)]
-    assert stats.average(parts) == approx((0.3, 40, 0.025))
+    assert stats.mean([0, 1, 1]) == approx((2 / 3, 1 / 3, 3))
+    assert stats.mean([0, 1, 1, 1], "aabb") == approx((0.75, 0.25, 4))
+    parts = [Estimate(0.1, 0.03, 10), Estimate(0.5, 0.04, 30)]
+    assert stats.combine(parts, [0.5, 0.5]) == approx((0.3, 0.025, 40))
     assert math.isnan(stats.mean([1.0]).se) and math.isnan(stats.mean([0, 1], "aa").se)
     with pytest.raises(ValueError, match="at least one"):
         stats.mean([])

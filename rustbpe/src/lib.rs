@@ -14,11 +14,9 @@ mod scan;
 mod table;
 mod vocab;
 
-use std::ffi::c_int;
 use std::sync::{Arc, RwLock};
 
 use pyo3::exceptions::{PyTypeError, PyValueError};
-use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyString};
 use rayon::{ThreadPool, ThreadPoolBuilder};
@@ -30,8 +28,8 @@ use error::Error;
 use regex::{Splitter, DEFAULT_PATTERN};
 use vocab::Vocab;
 
-/// Bytes of text each thread counts between checks for Ctrl-C in training.
-const BUFFER_BYTES: usize = 1 << 22;
+/// Characters of text each thread counts between checks for Ctrl-C in training.
+const BUFFER_CHARS: usize = 1 << 22;
 
 /// Inputs below this many bytes are encoded on the calling thread.
 const SERIAL_BYTES: usize = 1 << 16;
@@ -117,7 +115,7 @@ impl Tokenizer {
         let mut num_texts = 0;
         loop {
             let buffer =
-                take(&mut texts, buffer_size as usize, BUFFER_BYTES * pool.current_num_threads())?;
+                take(&mut texts, buffer_size as usize, BUFFER_CHARS * pool.current_num_threads())?;
             if buffer.is_empty() {
                 break;
             }
@@ -195,18 +193,19 @@ impl Tokenizer {
 
     /// Encodes texts to one flat array of ids.
     ///
-    /// Returns `(ids, offsets)`, uint32 and int64 buffers that `numpy.frombuffer` wraps without a
-    /// copy: text i is `ids[offsets[i]:offsets[i + 1]]`. Releases the GIL; Ctrl-C interrupts.
+    /// Returns `(ids, offsets)`, uint32 and int64 as bytes for `numpy.frombuffer`: text i is
+    /// `ids[offsets[i]:offsets[i + 1]]`. Releases the GIL; Ctrl-C interrupts.
     #[pyo3(signature = (texts, num_threads=None))]
-    fn encode_flat(
+    fn encode_flat<'py>(
         &self,
-        py: Python<'_>,
-        texts: &Bound<'_, PyAny>,
+        py: Python<'py>,
+        texts: &Bound<'py, PyAny>,
         num_threads: Option<i64>,
-    ) -> PyResult<(Numbers, Numbers)> {
+    ) -> PyResult<(Bound<'py, PyBytes>, Bound<'py, PyBytes>)> {
         let texts = take_all(texts)?;
         let flat = self.encode_texts(py, &as_strs(&texts, 0)?, num_threads)?;
-        Ok((Numbers::new(flat.ids), Numbers::new(flat.offsets)))
+        let ids = as_bytes(py, &flat.ids, u32::to_ne_bytes)?;
+        Ok((ids, as_bytes(py, &flat.offsets, i64::to_ne_bytes)?))
     }
 
     /// Decodes `ids` to text; invalid UTF-8 becomes U+FFFD.
@@ -237,47 +236,18 @@ impl Tokenizer {
     }
 }
 
-/// A read-only byte buffer of numbers, for numpy.
-#[pyclass(frozen, module = "rustbpe")]
-struct Numbers {
-    storage: Box<dyn Storage>,
-}
-
-/// A vector of plain numbers, viewed as bytes.
-trait Storage: Send + Sync {
-    fn bytes(&self) -> (*const u8, usize);
-}
-
-impl<T: Copy + Send + Sync> Storage for Vec<T> {
-    fn bytes(&self) -> (*const u8, usize) {
-        (self.as_ptr().cast(), std::mem::size_of_val(self.as_slice()))
-    }
-}
-
-impl Numbers {
-    fn new<T: Copy + Send + Sync + 'static>(numbers: Vec<T>) -> Self {
-        Numbers { storage: Box::new(numbers) }
-    }
-}
-
-#[pymethods]
-impl Numbers {
-    unsafe fn __getbuffer__(
-        slf: Bound<'_, Self>,
-        view: *mut ffi::Py_buffer,
-        flags: c_int,
-    ) -> PyResult<()> {
-        let (start, len) = slf.get().storage.bytes();
-        // SAFETY: the view holds a reference to `slf`, whose numbers never move.
-        let filled = unsafe {
-            ffi::PyBuffer_FillInfo(view, slf.as_ptr(), start as *mut _, len as isize, 1, flags)
-        };
-        if filled == 0 {
-            Ok(())
-        } else {
-            Err(PyErr::fetch(slf.py()))
+/// The bytes of numbers.
+fn as_bytes<'py, T: Copy, const N: usize>(
+    py: Python<'py>,
+    numbers: &[T],
+    bytes_of: impl Fn(T) -> [u8; N],
+) -> PyResult<Bound<'py, PyBytes>> {
+    PyBytes::new_with(py, N * numbers.len(), |out| {
+        for (place, &number) in out.chunks_exact_mut(N).zip(numbers) {
+            place.copy_from_slice(&bytes_of(number));
         }
-    }
+        Ok(())
+    })
 }
 
 /// Splits a text into words. `engine` forces the regex engine even if the scanner would do.
@@ -317,20 +287,20 @@ fn checked_num_threads(num_threads: Option<i64>) -> PyResult<usize> {
     }
 }
 
-/// Takes up to `max_texts` texts or `max_bytes` bytes from an iterator.
+/// Takes up to `max_texts` texts or `max_chars` characters from an iterator.
 fn take<'py>(
     texts: &mut Bound<'py, pyo3::types::PyIterator>,
     max_texts: usize,
-    max_bytes: usize,
+    max_chars: usize,
 ) -> PyResult<Vec<Bound<'py, PyString>>> {
     let mut taken = Vec::new();
-    let mut bytes = 0;
-    while taken.len() < max_texts && bytes < max_bytes {
+    let mut chars = 0;
+    while taken.len() < max_texts && chars < max_chars {
         let Some(text) = texts.next() else { break };
         let text = text?.cast_into::<PyString>().map_err(|e| {
             PyTypeError::new_err(format!("texts must be str, not {}", e.into_inner().get_type()))
         })?;
-        bytes += text.len()?;
+        chars += text.len()?;
         taken.push(text);
     }
     Ok(taken)
@@ -391,6 +361,5 @@ fn interruptible<T: Send>(
 fn rustbpe(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add("DEFAULT_PATTERN", DEFAULT_PATTERN)?;
     m.add_class::<Tokenizer>()?;
-    m.add_class::<Numbers>()?;
     m.add_function(wrap_pyfunction!(split, m)?)
 }
