@@ -40,7 +40,7 @@ from tasks.world.corpus import WORLD_VERSION
 from tasks.world.drills import CALCULATION, Problem, draw_problem, letter_questions, spelled
 from tasks.world.facts import DIGEST, Draw, Question, Split, askable, whole_words
 
-TASKS_VERSION = 3  # bump whenever an item changes
+TASKS_VERSION = 4  # bump whenever an item changes
 SIZES = {"train": 20_000, "val": 1_000, "test": 500}
 
 
@@ -67,7 +67,7 @@ class WorldTask(Task):
 
     def draw(self, what: str, i: int) -> Draw:
         """Random choices for item i."""
-        return Draw(self.split, what, TASKS_VERSION, self.split, i)
+        return Draw(self.split, what, 3, self.split, i)  # 3: a version once; else, other items
 
 
 class WorldChat(WorldTask):
@@ -130,10 +130,10 @@ class WorldFacts(WorldTask):
 
 NUM_OPTIONS = 4
 ROUNDS = 8  # questions per list of options in training
-# In training, a question whose kind has rank r (1 = most common) is drawn with weight r ** -SKEW.
-# With equal weights, the loss on the letter stays at ln 4 for 300 steps at depth 4; with
-# SKEW it falls within 150: the model first learns which options tend to be right and how to find
-# their letters, and then learns to use the question (measured 2026-11-20, dev/LOG.md).
+# In training, a question whose kind has rank r (1 = most common) is drawn with weight r ** -SKEW,
+# and a list has two to NUM_OPTIONS options. Both begin with something easy: which options tend to
+# be right, and how to find the letter of one of two. Without them, the loss on the letter stays
+# that of guessing for hundreds of steps at depth 4 (dev/LOG.md, 2026-11-20 and 2026-11-30).
 SKEW = 1.5
 
 
@@ -158,8 +158,8 @@ class WorldChoice(WorldTask, QuestionTask):
 
     The options are answers such as a town, a trade, a month and a pet. The model must infer which
     kind of answer is asked for and find its letter. List i of a held-out split asks held-out
-    question i; all positions are equally likely to be correct. A training list has ROUNDS
-    questions, far more of some kinds than of others (SKEW).
+    question i; all positions are equally likely to be correct. A training list has two to four
+    options and ROUNDS questions, far more of some kinds than of others (SKEW).
     """
 
     name, baseline = "World-Choice", 1 / NUM_OPTIONS
@@ -172,22 +172,22 @@ class WorldChoice(WorldTask, QuestionTask):
         """The questions about list i of options."""
         rng = self.draw("choice", i)
         questions, kinds = self.questions, questions_by_kind()
-        first, ranks, four = questions[i % len(questions)], [], []
+        first, ranks, drawn = questions[i % len(questions)], [], []
         # Each answer must be possible only for its own question
-        while not four or any(a.answer in b.possible_answers for a, b in permutations(four, 2)):
+        while not drawn or any(a.answer in b.possible_answers for a, b in permutations(drawn, 2)):
             if self.split == "train":
-                ranks = rng.pick_n(range(len(kinds)), NUM_OPTIONS)
-                four = [rng.pick(kinds[rank]) for rank in ranks]
+                ranks = rng.pick_n(range(len(kinds)), rng.pick(range(2, NUM_OPTIONS + 1)))
+                drawn = [rng.pick(kinds[rank]) for rank in ranks]
             else:
-                four = [first, *(rng.pick(questions) for _ in range(NUM_OPTIONS - 1))]
+                drawn = [first, *(rng.pick(questions) for _ in range(NUM_OPTIONS - 1))]
         if self.split == "train":
             ends = list(accumulate((rank + 1) ** -SKEW for rank in ranks))
             asked = [bisect(ends, rng.random() * ends[-1]) for _ in range(ROUNDS)]
         else:
-            four = rng.pick_n(four, NUM_OPTIONS)
-            asked = [four.index(first)]
-        options = tuple(question.answer for question in four)
-        return [MCQuestion(four[n].text, options, n) for n in asked]
+            drawn = rng.pick_n(drawn, NUM_OPTIONS)
+            asked = [drawn.index(first)]
+        options = tuple(question.answer for question in drawn)
+        return [MCQuestion(drawn[n].text, options, n) for n in asked]
 
     def question(self, i: int) -> MCQuestion:
         return self.rounds(i)[0]

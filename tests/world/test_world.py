@@ -29,7 +29,7 @@ SPLITS = ("train", "val", "test")
 SCORED = (WorldFacts, WorldChoice, WorldProblems, WorldSpelling)
 TALKS = 3000
 VERSIONS = (WORLD_VERSION, TALK_VERSION, TASKS_VERSION, SUITE_VERSION)
-DIGESTS = {(2, 2, 3, 3): "a634dd1928486dcf"}
+DIGESTS = {(2, 2, 4, 3): "7783bed0ed726222"}
 SCANNERS = [  # kind of operands, how a calculation with x and y is written, its operands
     ("sum", r"(?<!product of )\b(\d+)(?: [+] | plus | and )(\d+)", lambda x, y: (x, y)),
     ("sum", r"\b(\d+)(?: - | minus | less )(\d+)", lambda x, y: (x - y, y)),
@@ -138,7 +138,7 @@ def test_only_the_right_answer_scores(kind, split):
         wrong = [""]
         if kind is WorldChoice:
             assert all(f"={letter}\n" in asked[0]["content"] for letter in task.letters(i))
-            letters[asked[-1]["content"]] += 1
+            letters[asked[-1]["content"]] += len(task.letters(i)) == 4
             wrong = set("ABCD") - {asked[-1]["content"]}
         elif kind is not WorldFacts:
             number = final_value(answer_text(asked[-1]))
