@@ -101,7 +101,7 @@ def buckets(spec: str, declared: Mapping[str, Mapping[str, str]] = {}) -> list[B
     for words in map(str.strip, COMMA.split(spec)):
         part = PART.fullmatch(words)
         if part is None:
-            raise ValueError(f"{words!r} in the mixture {spec!r} must be {FORM}; *0 uses none")
+            raise ValueError(f"{words!r} in the mixture {spec!r} must be {FORM}; *0 trains on none")
         name, source, count, repeats, tokens = part.group(*PART.groupindex)
         entry = declared.get(name, {})
         key, how = key_of(entry.get("task", name.partition(":")[0])), entry.get("augment", "")
