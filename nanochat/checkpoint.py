@@ -116,12 +116,14 @@ def save_checkpoint(
             "saved_at": saved_at,
         }
         common.write_json(temporary / "state.json", {**record, "seal": seal_of(record)})
-        shutil.rmtree(final, ignore_errors=True)  # the same step, saved again
+        if final.exists():  # the same step, saved again
+            final.rename(folder / f".saving_replaced_{step:06d}")
         temporary.rename(final)
         common.fsync(folder)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+    shutil.rmtree(folder / f".saving_replaced_{step:06d}", ignore_errors=True)
     saved = step_folders(folder)
     kept = [each for each in saved if each <= step][-keep:]
     for old in saved.keys() - kept:

@@ -230,10 +230,10 @@ class GPT(nn.Module):
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator | None = None) -> None:
         """
-        Initialize all weights. Uniform: matrices (standard deviation fan_in^-0.5, 0.4 of that
-        for up projections), value embeddings and gates; normal: token embedding and head; zero:
-        output projections, so that each layer starts as the identity. Source: nanochat's tuning
-        log, 2026-03.
+        Initialize all weights but the scalars, which the constructor sets. Uniform: matrices
+        (standard deviation fan_in^-0.5, 0.4 of that for up projections), value embeddings and
+        gates; normal: token embedding and head; zero: output projections, so that each layer starts
+        as the identity. Source: nanochat's tuning log, 2026-03.
         """
         cfg, modern = self.cfg, self.cfg.residual_scalars
 

@@ -290,7 +290,10 @@ def read_record(section: str) -> Record | None:
 def read_records() -> list[Record]:
     """Current record of every section, oldest first."""
     paths = [path for path in report_folder().glob("*.json") if path.name != "header.json"]
-    return sorted(map(common.read_json, paths), key=lambda record: record["timestamp"])
+    found = {path: common.read_json(path) for path in paths}
+    if broken := [path for path, record in found.items() if not record.keys() >= {"cost", "files"}]:
+        raise ValueError(f"{broken[0]} is not a record of a stage; delete it")
+    return sorted(found.values(), key=lambda record: record["timestamp"])
 
 
 def read_history() -> Sequence[Record]:

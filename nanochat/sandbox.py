@@ -127,6 +127,7 @@ def run(
     did not start.
     """
     child = Path(sandbox_child.__file__).read_text(encoding="utf-8")
+    rights = {"confined": confined, "rlimits": rlimits(limits), "readable": read_paths()}
     reader, writer = os.pipe()
     with open(reader, "rb", buffering=0) as status:
         try:
@@ -143,7 +144,6 @@ def run(
         finally:
             for handle in {writer, *handed}:
                 os.close(handle)
-        rights = {"confined": confined, "rlimits": rlimits(limits), "readable": read_paths()}
         with process:
             try:
                 with contextlib.suppress(BrokenPipeError), process.stdin as pipe:

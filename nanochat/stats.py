@@ -1,7 +1,7 @@
 """
 Statistics of evaluations: standard errors and paired comparisons.
 
-    scores of items -> Estimate (value, n, se); two scores per item -> Comparison
+    scores of items -> Estimate (value, se, n); two scores per item -> Comparison
 
 Items are treated as a random sample of all possible items: the standard error estimates how much
 the value would vary with other items. Items of a cluster, such as questions about one text, are

@@ -8,7 +8,7 @@ Filter a bucket of conversations and write the result to a file to train on.
 Use the file as a bucket: --mixture=jsonl:korean.jsonl.
 
 Reads   training conversations of a task, or a file of rows {"messages", "original", "gold", ...},
-        or of prompts to answer later, {"prompt", "original", ...};
+        of lists of messages, or of prompts to answer later, {"prompt", "original", ...};
         the tokenizer --tokenizer_tag and, for no_overlap, the evaluation splits of benchmarks
 Writes  --out, and the section "Filters <name of the file>"
 """

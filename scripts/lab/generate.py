@@ -8,7 +8,7 @@ Generate answers to prompts with a teacher behind any OpenAI-compatible API.
 A pilot is required: train on its rows and compare (scripts.lab.filter, scripts.lab.sweep) before
 paying for the rest. If interrupted, rerun the same command: finished answers are kept.
 
-Reads   a file of rows {"messages": [...]} or {"prompt": "..."}; other fields are kept
+Reads   a file of rows {"messages": [...]}, {"prompt": "..."} or [messages]; other fields are kept
 Writes  --out, the rows with answers and finish reasons ("finish"), or with --as_prompt new prompts;
         <out>.pilot next to it, and the section "Generation <name of the file>"
 """

@@ -154,7 +154,7 @@ def questions_by_kind() -> list[list[Question]]:
 
 class WorldChoice(WorldTask, QuestionTask):
     """
-    Questions about facts with four options of different kinds, in the form of ARC.
+    Questions about facts with options of different kinds, in the form of ARC.
 
     The options are answers such as a town, a trade, a month and a pet. The model must infer which
     kind of answer is asked for and find its letter. List i of a held-out split asks held-out
