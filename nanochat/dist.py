@@ -72,7 +72,7 @@ class DistContext:
     device: torch.device
     dtype: torch.dtype
     fp8: bool = False
-    """Whether training runs the matmuls inside the layers in fp8."""
+    """Whether training runs the matmuls of the layers and the LM head in fp8."""
     local_size: int = 1
     """Number of processes on this host."""
     store: Any = None

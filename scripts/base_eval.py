@@ -20,12 +20,12 @@ from torch import Tensor
 
 from nanochat import records, report
 from nanochat.checkpoint import find_checkpoint, load_inference
-from nanochat.common import MissingInput, fingerprint, sha256_file
+from nanochat.common import MissingInput, UsageError, fingerprint, sha256_file
 from nanochat.config import require_at_least, settings, short, start
 from nanochat.dist import DistConfig, DistContext, init_dist
 from nanochat.eval_core import TaskScore, core, evaluate_task, open_suite
 from nanochat.train import skip_if_finished
-from tasks.held_out import require_access
+from tasks.held_out import is_final, require_access
 from tasks.world.write import builtin_suite
 
 SECTION = "Base model evaluation"
@@ -84,16 +84,21 @@ def main(cfg: BaseEval) -> None:
     if skip_if_finished(section, settings(cfg), inputs, cfg, dist):
         return dist.close()
 
-    names, who = [task.name for task in suite.tasks], {"checkpoint": name, "section": section}
+    tasks = [task for task in suite.tasks if cfg.final or not is_final(task.name)]
+    names, who = [task.name for task in tasks], {"checkpoint": name, "section": section}
+    if not tasks:
+        raise UsageError("all tasks of the suite are final", "pass --final; the access is logged")
     accesses = dist.on_main(lambda: require_access(names, cfg.final, who))
+    about = suite.about
+    if final := [task.name for task in suite.tasks if task not in tasks]:
+        about += f"; without final {', '.join(final)}"
     if checkpoint is not None:
         model, tokenizer = load_inference(checkpoint, dist)
-    dist.print0(f"{name} on {suite.about}")
+    dist.print0(f"{name} on {about}")
     scores = []
-    for task in suite.tasks:
+    for task in tasks:
         scores.append(evaluate_task(model, tokenizer, task, dist, cfg.max_per_task))
         dist.print0(describe_score(scores[-1]))
-    about = suite.about
     if cfg.max_per_task:
         about += f"; at most {cfg.max_per_task} items of each task: not comparable with all of them"
     total, metric = core(scores), records.mean_name("CORE metric", names)

@@ -51,7 +51,7 @@ class Bench:
     what: Literal["all", "train", "peer", "engine", "evaluation", "tokenizer"] = "all"
     """Benchmark to run."""
     depth: int = 4
-    """Number of layers; --what=all also trains other depths."""
+    """Number of layers; for training, --what=all uses 4, 8 and 12."""
     max_seq_len: int = 512
     """Tokens per packed sequence ("row")."""
     rows: int = 8

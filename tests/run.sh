@@ -6,7 +6,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 # some tests load our models and call our server through other projects' packages
-SYNC_FLAGS="--group interop --group browser"
+SYNC_FLAGS="${SYNC_FLAGS-} --group interop --group browser"
 source dev/setup.sh
 
 ruff check .

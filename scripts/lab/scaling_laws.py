@@ -9,9 +9,9 @@ matmul parameters plus attention, so that a run takes 6 N D FLOPs. Source: appro
 al., arXiv:2203.15556. Errors are a bootstrap over residuals, so they contain the noise of runs and
 the misfit of the curve inside the measured range, but not a law that changes outside of it.
 
-No run repeats training text. Every run uses the recipe of its depth and number of tokens; an
-ablation arm ("arm") adds flags of base_train. Finished runs are kept: if a series is interrupted,
-rerun the same command.
+No run of the default shape repeats text. Every run uses the recipe of its depth and number of
+tokens; an ablation arm ("arm") adds flags of base_train. Finished runs are kept: if a series is
+interrupted, rerun the same command.
 
 Reads   the tokenizer and its text (scripts.tok_train)
 Writes  sweeps/<name>/ under the base directory (ledger), sweeps/runs/, and the section "Scaling

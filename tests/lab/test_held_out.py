@@ -25,11 +25,12 @@ def test_final_benchmark_needs_permission_and_is_logged(trained, command):
     log = (trained / held_out.ACCESS_LOG).read_text().splitlines()
     assert [json.loads(line)["benchmark"] for line in log] == ["World-Choice"]
     assert "World-Choice" in command.works("lab.hold_out").split("Access to final")[1]
-    record = read_json(trained / "report" / "chat-evaluation-base.json")
-    [table] = [t for t in record["tables"] if t["title"] == "Access to final benchmarks"]
-    assert [row[1] for row in table["rows"]] == ["World-Choice"]
+    assert "### Access to final benchmarks" in (trained / "report.md").read_text()
     out = command.works(*SCORE, "-x", "1")  # without a choice of tasks, final ones are left out
     assert "skipping world_choice: final benchmark" in out
+    held_out.declare({"world_answers": "world"})  # a few-shot task
+    out = command.works("base_eval", "-g", "one", "--max_per_task=1", "--dtype=float32")
+    assert "; without final world_answers" in out and "world_answers:" not in out
 
 
 def test_training_on_the_family_of_a_final_benchmark_is_rejected(trained, command):
