@@ -98,6 +98,7 @@ def save_checkpoint(
     call this.
     """
     final, temporary = folder / f"step_{step:06d}", folder / f".saving_{step:06d}"
+    replaced = folder / f".saving_replaced_{step:06d}"
     for interrupted in folder.glob(".saving_*"):
         shutil.rmtree(interrupted)
     temporary.mkdir(parents=True)
@@ -117,13 +118,15 @@ def save_checkpoint(
         }
         common.write_json(temporary / "state.json", {**record, "seal": seal_of(record)})
         if final.exists():  # the same step, saved again
-            final.rename(folder / f".saving_replaced_{step:06d}")
+            final.rename(replaced)
         temporary.rename(final)
         common.fsync(folder)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
+        if replaced.exists() and not final.exists():
+            replaced.rename(final)
         raise
-    shutil.rmtree(folder / f".saving_replaced_{step:06d}", ignore_errors=True)
+    shutil.rmtree(replaced, ignore_errors=True)
     saved = step_folders(folder)
     kept = [each for each in saved if each <= step][-keep:]
     for old in saved.keys() - kept:
@@ -152,10 +155,12 @@ def seal_of(state: Mapping[str, Any]) -> str:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """Read the state.json of a saved step. Raises CorruptCheckpoint if it is damaged."""
-    state = common.read_json(folder / "state.json")
+    """Read the state.json of a saved step. Raises CorruptCheckpoint if it is missing or damaged."""
+    state = None
+    with contextlib.suppress(FileNotFoundError, ValueError):
+        state = common.read_json(folder / "state.json")
     if not isinstance(state, dict) or state.pop("seal", None) != seal_of(state):
-        raise CorruptCheckpoint(f"{folder}/state.json is damaged: it does not match its seal")
+        raise CorruptCheckpoint(f"{folder}/state.json is missing, or does not match its seal")
     return state
 
 

@@ -204,7 +204,8 @@ class Source:
 def find_tail(path: Path) -> int:
     """
     Split a source's only file: documents from the returned one on are for validation, 1% of them
-    but at least 16, and at most a tenth. Raises ValueError for fewer than two documents.
+    but at least 16, and at most a tenth, but at least one. Raises ValueError for fewer than two
+    documents.
     """
     documents = sum(1 for _ in read_texts(path, Counter()))
     if documents < 2:

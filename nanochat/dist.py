@@ -330,6 +330,7 @@ PEAK_FLOPS = {  # pattern of names -> dense bf16 FLOP/s of the data sheet, most 
     "H100": 989e12,
     "H200 NVL": 835e12,
     "H200": 989e12,  # GH200 too
+    "GB[23]00": 2500e12,
     "B200": 2250e12,
     "B300": 2250e12,
     "A100[DX]?": 312e12,
@@ -346,8 +347,9 @@ M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # parameters of glibc's ma
 
 def peak_flops(name: str) -> float | None:
     """Peak FLOP/s of a device by name; None if unknown, as for CPUs."""
+    other = r"(?![\dA-Z]| Ti| Laptop)"  # another device whose name begins alike
     known = PEAK_FLOPS.items()
-    return next((peak for part, peak in known if re.search(rf"{part}(?![\dA-Z])", name)), None)
+    return next((peak for part, peak in known if re.search(part + other, name)), None)
 
 
 def is_hopper(device: torch.device) -> bool:

@@ -5,9 +5,9 @@ Generation: sampling, the decode step, and an engine with continuous batching an
     logits (B, V), settings and one uniform number per sequence -> token ids (B,)
 
 When a sequence finishes, the next queued one takes its slot. A prompt is prefilled once for all
-its samples. Text between <|python_start|> and <|python_end|> is passed to the tool, and the result
-is injected token by token; while the tool runs, other sequences may use the slot. The output of a
-sequence does not depend on the rest of the batch, except for rounding.
+its samples that are active together. Text between <|python_start|> and <|python_end|> is passed to
+the tool, and the result is injected token by token; while the tool runs, other sequences may use
+the slot. The output of a sequence does not depend on the rest of the batch, except for rounding.
 """
 
 import random

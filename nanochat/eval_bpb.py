@@ -126,7 +126,8 @@ def row_batches(batches: Iterable[np.ndarray], rows: int) -> Iterator[Batch]:
 
 class Validation:
     """
-    Validation rows of one or, in a mixture, several buckets, each with the same number of rows.
+    Validation rows of one or, in a mixture, several buckets, each with the same number of rows or,
+    if it has fewer, all.
     Raises UsageError if they are damaged.
     """
 

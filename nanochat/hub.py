@@ -173,8 +173,8 @@ class HubRepo:
                 os.replace(path, bad)
                 print(printable(f"{path} is damaged; set aside as {bad.name}"), flush=True)
         raise ValueError(
-            f"{self.name}: {file} arrived twice with {size} bytes and SHA-256 {digest[:16]}..., "
-            f"not as listed; run the same command later, or delete {self.folder} to start over"
+            f"{self.name}: {file} arrived with {size} bytes and SHA-256 {digest[:16]}..., not as "
+            f"listed; run the same command later, or delete {self.folder} to start over"
         )
 
     def remote_digest(self, file: str) -> str | None:

@@ -291,7 +291,7 @@ def read_records() -> list[Record]:
     """Current record of every section, oldest first."""
     paths = [path for path in report_folder().glob("*.json") if path.name != "header.json"]
     found = {path: common.read_json(path) for path in paths}
-    if broken := [path for path, record in found.items() if not record.keys() >= {"cost", "files"}]:
+    if broken := [path for path, record in found.items() if "timestamp" not in record]:
         raise ValueError(f"{broken[0]} is not a record of a stage; delete it")
     return sorted(found.values(), key=lambda record: record["timestamp"])
 
@@ -315,9 +315,9 @@ def record_path(section: str) -> Path:
 
 
 def slug(section: str) -> str:
-    """File name stem of a section: lower case, with hyphens; a long or foreign one is hashed."""
+    """File name stem of a section: lower case, with hyphens; a hash tells apart all but words."""
     name = re.sub(r"[^a-z0-9]+", "-", section.lower()).strip("-")
-    plain = len(name) < 99 and section.isascii()
+    plain = len(name) < 99 and name == section.lower().replace(" ", "-")
     return name if plain else f"{name[:80]}-{common.fingerprint(section)}"
 
 

@@ -93,14 +93,14 @@ def update(
     stage that has run on this machine, which the header describes from then on. figures: names of
     those in report/figures to show. Raises MissingInput if there are no records.
     """
-    folder, written = records.report_folder(), records.read_records()
+    folder = records.report_folder()
     path = folder.parent / "report.md"
-    if not written:
-        raise MissingInput(f"no records in {folder}", "bash speedrun.sh")
-    with hold_lock(folder / ".lock", "describing the machine"):
-        header = read_header(hourly_rate, renew)
-    now = time.strftime(records.TIME_FORMAT)
-    write_atomic(path, render_report(written, header, now, figures))
+    with hold_lock(folder / ".lock", "writing the report"):
+        written = records.read_records()
+        if not written:
+            raise MissingInput(f"no records in {folder}", "bash speedrun.sh")
+        header, now = read_header(hourly_rate, renew), time.strftime(records.TIME_FORMAT)
+        write_atomic(path, render_report(written, header, now, figures))
     return path
 
 
@@ -230,8 +230,10 @@ def render_report(
     blocks.append("\n\n\n".join(render_section(record, figures) for record in written))
     plain = score_table(scores, lambda value: f"{float(plain_value(value)):.4f}")
     blocks += ["\n## Summary", bloat, render_table(plain)]
-    ends = [seconds(r["timestamp"]) for r in fixed if not r["section"].lower().endswith("rl")]
-    if ends:  # without RL, as in the original
+    times = [(r["section"].lower().endswith(" rl"), seconds(r["timestamp"])) for r in fixed]
+    first_rl = min((t for is_rl, t in times if is_rl), default=math.inf)
+    ends = [t for is_rl, t in times if t <= first_rl and not is_rl]
+    if ends:  # without RL and what follows, as in the original
         minutes = int(max(ends) - started) // 60
         without = "" if len(ends) == len(fixed) else " (without RL)"
         blocks.append(f"Total wall clock time: {minutes // 60}h{minutes % 60}m{without}")

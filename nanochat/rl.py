@@ -48,6 +48,8 @@ class RolloutConfig:
     def __post_init__(self) -> None:
         require_at_least(self, examples_per_step=1, num_samples=2, max_new_tokens=1)
         require_positive(self, "temperature")
+        if not 0 <= self.length_penalty <= 1:
+            raise ValueError(f"length_penalty must be in [0, 1], got {self.length_penalty}")
 
     def sampling(self, seed: int) -> Sampling:
         """Sampling settings of both rollouts and evaluations."""

@@ -255,13 +255,15 @@ class Progress:
     gradients otherwise: halved after a bad step, doubled after RAISE_SCALE_AFTER good ones."""
     steps_at_scale: int = 0
     """Finite steps since `loss_scale` last changed."""
+    updates: int = 0
+    """Number of steps that updated the weights."""
     bad_steps: int = 0
     """Number of steps skipped as non-finite."""
 
     @property
     def smooth_loss(self) -> float:
-        """Bias-corrected moving average of the loss; NaN before the first finite step."""
-        counted = self.step - self.bad_steps
+        """Bias-corrected moving average of the loss; NaN before the first update."""
+        counted = self.updates
         return self.loss_average / (1 - LOSS_BETA**counted) if counted else math.nan
 
 
@@ -677,7 +679,7 @@ class Run:
         try:
             ids = rows.row_ids(self.progress.step, number, self.cfg.seed)
             mine = rows.read(np.split(ids, dist.world_size)[dist.rank])
-        except (UsageError, OSError) as error:
+        except (UsageError, OSError, ValueError) as error:
             self.failure = error
         x, y = inputs_and_targets(mine)
         tokens, targets = to_device(x, device), to_device(y, device)
@@ -802,10 +804,10 @@ class Run:
         """Count a completed step in the progress and log it."""
         progress, seconds = self.progress, time.perf_counter() - self.started
         flops = totals.tokens * self.model.flops_per_token()
-        if finite:
+        if finite and totals.scale:
             average = LOSS_BETA * progress.loss_average
             progress.loss_average = average + (1 - LOSS_BETA) * totals.loss
-        progress.bad_steps += not finite
+            progress.updates += 1
         progress.flops += flops
         if progress.step - self.first_step >= UNTIMED_STEPS:
             progress.train_seconds += seconds
@@ -836,6 +838,7 @@ class Run:
                 progress.loss_scale, progress.steps_at_scale = progress.loss_scale * 2, 0
             return
         self.bad_in_a_row += 1
+        progress.bad_steps += 1
         rows = f"; rows {ids.tolist()}" if len(ids) else ""
         self.dist.print0(
             f"step {step}: loss {totals.loss:.4f}, gradient norm {totals.norm:.4g}: skipped on "

@@ -12,6 +12,7 @@ Writes  the section "Tokenizer evaluation"
 """
 
 import multiprocessing
+import time
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -104,9 +105,10 @@ def rival_counts(texts: Sequence[str]) -> dict[str, list[int] | str]:
     with multiprocessing.get_context("spawn").Pool(len(RIVALS)) as pool:
         pool.map(abs, range(len(RIVALS)))  # start the processes before the time limit applies
         results = {r: pool.apply_async(count_rival, (RIVALS[r], texts)) for r in RIVALS}
+        deadline = time.monotonic() + FETCH_SECONDS
         for rival, result in results.items():
             try:
-                found[rival] = result.get(FETCH_SECONDS)
+                found[rival] = result.get(max(0.0, deadline - time.monotonic()))
             except multiprocessing.TimeoutError:
                 found[rival] = f"skipped: no vocabulary within {FETCH_SECONDS:g} s"
             except (OSError, ValueError) as error:  # no network, or another file

@@ -4,8 +4,8 @@ Mixtures of conversations: notation, and the conversations of every bucket.
     "smoltalk=10000,gsm8k*2,jsonl:mine.jsonl" -> buckets -> train and val of each
 
 A bucket is a task or one declared in a JSON file. Some tasks take a data source: jsonl:<file>,
-smoltalk:<owner>/<name>. Training uses only the "train" split of a task. Data is downloaded on first
-use.
+smoltalk:<owner>/<name>. Fine-tuning uses only the "train" split of a task, RL its `rl_split`. Data
+is downloaded on first use.
 """
 
 import math
