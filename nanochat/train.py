@@ -263,8 +263,7 @@ class Progress:
     @property
     def smooth_loss(self) -> float:
         """Bias-corrected moving average of the loss; NaN before the first update."""
-        counted = self.updates
-        return self.loss_average / (1 - LOSS_BETA**counted) if counted else math.nan
+        return self.loss_average / (1 - LOSS_BETA**self.updates) if self.updates else math.nan
 
 
 class Totals(NamedTuple):
