@@ -133,8 +133,8 @@ class FirstUseConfig(DataConfig):
     revision: str | None = None
     """Branch, tag or commit of the repository. Default: main at first use, then pinned."""
     val_shard: str | None = None
-    """Validation file. Default: the last one named val, test or alike, else the last one; for a
-    single file, its last documents (1% of them, up to 10% if there are few)."""
+    """Validation file. Default: the last one named val, test or alike, else the last one, not named
+    train if there is one; of a single file, the last documents (1%, up to 10% if there are few)."""
 
 
 @dataclass(frozen=True)
@@ -222,9 +222,10 @@ def find_tail(path: Path) -> int:
 # The manifest is written under the base directory at first use, after all checks have passed.
 
 # Names of files that are not trained on
-HELD_OUT = re.compile(r"(?<![a-z])(val|valid|validation|dev|test)(?![a-z])", re.IGNORECASE)
-TEST = re.compile(r"(?<![a-z])test(?![a-z])", re.IGNORECASE)
-TRAINING = re.compile(r"(?<![a-z])train(ing)?(?![a-z])", re.IGNORECASE)
+WORD = r"(?i)(?<![a-z])({})(s|_?sets?)?(?![a-z])"
+HELD_OUT = re.compile(WORD.format("val|valid|validation|dev|eval|test"))
+TEST = re.compile(WORD.format("test"))
+TRAINING = re.compile(WORD.format("train|training"))
 
 
 def choose_source(cfg: DataConfig, recorded: Mapping[str, Any] | None) -> FirstUseConfig:
@@ -288,13 +289,15 @@ def split_shards(
     Return the training shards and the validation shard.
 
     The validation shard is the one `recorded` in the manifest at `path`; at first use,
-    cfg.val_shard, or the last one whose name says validation, or test, or else the last one. Other
-    files with such names are not trained on. Raises ValueError if a setting contradicts that.
+    cfg.val_shard, or the last one whose name says validation, or test, or does not say train, or
+    else the last one. Files named for evaluation are not trained on. Raises ValueError if a setting
+    contradicts that.
     """
     options = [recorded] if recorded else files if len(files) > 1 else [TAIL + files[0]]
     held_out = [file for file in files if HELD_OUT.search(file)] if len(files) > 1 else []
     best = [file for file in held_out if not TEST.search(file)] or held_out
-    val_shard = cfg.val_shard or recorded or (best or options)[-1]
+    best = best or [file for file in options if not TRAINING.search(file)] or options
+    val_shard = cfg.val_shard or recorded or best[-1]
     if held_out and val_shard not in held_out and TRAINING.search(val_shard):
         raise ValueError(
             f"--val_shard={val_shard} would validate on a file named for training; use "

@@ -238,13 +238,19 @@ def test_R6_recorded_text_that_changed_is_rejected(folder, base):
     assert open_source(DataConfig(str(folder)), recorded).fingerprint != recorded["fingerprint"]
 
 
-@pytest.mark.parametrize("word", ["val", "test"])
+@pytest.mark.parametrize("word", ["val", "testset"])
 def test_files_named_for_evaluation_are_not_trained_on(tmp_path, word):
     write(tmp_path / f"text/data/{word}-00000-of-00001.parquet")
     write(tmp_path / "text/data/train.parquet", ["one", "two"])
     with pytest.raises(ValueError, match=f"train.parquet.*use --val_shard=data/{word}"):
         opened(tmp_path / "text", val_shard="data/train.parquet")
     assert opened(tmp_path / "text").train_shards == ["data/train.parquet"]
+
+
+def test_default_validation_file_is_not_named_for_training(tmp_path):
+    write(tmp_path / "text/more.jsonl")
+    write(tmp_path / "text/train.jsonl", ["one", "two"])
+    assert opened(tmp_path / "text").val_shard == "more.jsonl"
 
 
 def test_two_files_of_equal_content_are_an_error(folder):
