@@ -100,6 +100,7 @@ def main(cfg: ChatDPO) -> None:
     else:
         task = cfg.task or BUILTIN_TASKS.get(parent.state["source"].get("dataset"), TASK)
         data = rl_questions(task, seed), held_out_questions(task, cfg.eval_examples)
+        inputs["questions"] = fingerprint([each.identity for each in data])
     resolved = {**settings(cfg), "task": task}
     if skip_if_finished(SECTION, resolved, inputs, cfg.train, dist):
         return dist.close()
@@ -131,23 +132,23 @@ def main(cfg: ChatDPO) -> None:
             "schedule": asdict(SCHEDULE),
             "beta": cfg.beta,
             "init_lr_frac": cfg.init_lr_frac,
-            **inputs,
+            **parent_inputs(parent),
         },
         state={"source": parent.state["source"]},
     )
-    shape = run.device_rows, tokenizer.bos_id, dist.device
+    batching = run.device_rows, tokenizer.bos_id, dist.device
     found = {}
     with run:
         for step in run.steps():  # from the last checkpoint on; the last turn only evaluates
             if run.due(cfg.train.eval_every):
-                batches = pair_batches(held_out[dist.rank :: dist.world_size], *shape)
+                batches = pair_batches(held_out[dist.rank :: dist.world_size], *batching)
                 found = evaluate_pairs(model, reference, cfg.beta, batches, dist)
                 run.log({f"held_out_{name}": each.value for name, each in found.items()})
             if run.finished:
                 break
             draws = rl.draws_of_step(step, per_step, dist)
             mine = [pairs[rl.drawn_index(draw, len(pairs), seed)] for draw in draws]
-            for tokens, targets in pair_batches(mine, *shape):
+            for tokens, targets in pair_batches(mine, *batching):
                 loss = dpo_loss(model, reference, cfg.beta, tokens, targets)
                 run.accumulate(loss, len(tokens) // 2, tokens.numel())  # per pair
             decay = decay_factor(step, num_steps)

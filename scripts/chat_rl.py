@@ -92,9 +92,8 @@ def main(cfg: ChatRL) -> None:
     spec = cfg.task or BUILTIN_TASKS.get(parent.state["source"].get("dataset"), TASK)
     train_task = rl_questions(spec, seed)
     held_out = held_out_questions(cfg.eval_task or spec, cfg.eval_examples)
-    questions = fingerprint([train_task.identity, held_out.identity])
     resolved, inputs = {**settings(cfg), "task": spec}, parent_inputs(parent)
-    inputs["questions"] = questions
+    inputs["questions"] = fingerprint([train_task.identity, held_out.identity])
     if skip_if_finished(SECTION, resolved, inputs, cfg.train, dist):
         return dist.close()
 
@@ -136,12 +135,13 @@ def main(cfg: ChatRL) -> None:
             "task": spec,
             "init_lr_frac": cfg.init_lr_frac,
             "pass_rates": rates and list(rates),
-            **inputs,
+            "questions": fingerprint(train_task.identity),
+            **parent_inputs(parent),
         },
         state={"source": parent.state["source"]},
     )
     engine.stop = run.stop
-    shape = run.device_rows, tokenizer.bos_id, dist.device
+    batching = run.device_rows, tokenizer.bos_id, dist.device
     with run:
         before = after = evaluate()  # of the parent, also in a resumed run
         for step in run.steps():  # from the last checkpoint on; the last turn only evaluates
@@ -164,11 +164,11 @@ def main(cfg: ChatRL) -> None:
             groups = rollouts.resample(draws, groups, cfg.resample_zero_signal)
             metrics["rollout_seconds"] = time.perf_counter() - started
             if reference is not None:  # both are inference copies, rounded alike
-                batches = micro_batches(groups, *shape)
+                batches = micro_batches(groups, *batching)
                 metrics["kl"] = kl_to_reference(engine.model, reference, batches, dist)
 
             # Policy gradient: log p of each sampled token, weighted by the advantage of its answer
-            for batch in micro_batches([group for group in groups if group.has_signal], *shape):
+            for batch in micro_batches([group for group in groups if group.has_signal], *batching):
                 loss = model.loss(batch.tokens, batch.targets, weights=batch.weights)
                 run.accumulate(loss, sum(batch.counts), batch.tokens.numel())
             decay = decay_factor(step, num_steps)
