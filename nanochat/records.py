@@ -92,7 +92,7 @@ Record = Mapping[str, Any]
 TIME_FORMAT = "%Y-%m-%d %H:%M:%S"
 # Settings that do not affect the result: a finished stage stays finished when they change.
 NOT_IN_KEY = frozenset(
-    "run skip_if_done resume keep allow_data_change device_batch_size final unsafe_exec "
+    "run skip_if_done resume keep allow_data_change device_batch_size unsafe_exec "
     "collective_timeout_minutes save_every".split()
 )
 STARTED = time.perf_counter()  # this module is imported when a process starts
@@ -520,8 +520,7 @@ def print_tracker_error(error: Exception) -> None:
 # ---- Git state and hourly rates ------------------------------------------------------------------
 
 
-# Generated reports do not count as code changes
-WITHOUT_REPORT = (":(exclude)report.md", ":(exclude)dev/report")
+CODE_PATHS = "nanochat tasks scripts rustbpe pyproject.toml".split()  # whose changes are "dirty"
 DOLLARS_PER_GPU_HOUR = {"H100": 3.00, "A100": 1.79, "V100": 0.55}  # on demand, October 2025
 OTHER_PER_HOUR = 2.00
 
@@ -535,9 +534,9 @@ def git(repository: Path, *words: str) -> str:
 
 
 def git_state(repository: Path = common.REPOSITORY) -> dict[str, str]:
-    """Branch, short commit hash and whether there are changes, and commit subject."""
+    """Branch, short commit hash and whether code has changed, and commit subject."""
     commit, _, message = git(repository, "log", "-1", "--abbrev=7", "--format=%h %s").partition(" ")
-    changes = git(repository, "status", "--porcelain", "--", ".", *WITHOUT_REPORT)
+    changes = git(repository, "status", "--porcelain", "--", *CODE_PATHS)
     return {
         "Branch": git(repository, "rev-parse", "--abbrev-ref", "HEAD").strip() or "unknown",
         "Commit": f"{commit} ({'dirty' if changes else 'clean'})" if commit else "unknown",

@@ -162,10 +162,10 @@ def code_size(repository: Path = REPOSITORY) -> dict[str, int]:
     """
     Size of the code: characters, lines, files, tokens (characters // 4), lines of uv.lock.
 
-    Counts tracked py, md, rs, html, js, css, toml and sh files except generated reports; 0 without
-    git. Dependencies are 0 without uv.lock.
+    Counts tracked py, md, rs, html, js, css, toml and sh files except report.md; 0 without git.
+    Dependencies are 0 without uv.lock.
     """
-    names = records.git(repository, "ls-files", "-z", "--", *CODE, *records.WITHOUT_REPORT)
+    names = records.git(repository, "ls-files", "-z", "--", *CODE, ":(exclude)report.md")
     paths = [repository / name for name in names.split("\0")]
     texts = [path.read_text("utf-8", "replace") for path in paths if path.is_file()]
     characters, lock = sum(map(len, texts)), repository / "uv.lock"

@@ -101,7 +101,7 @@ def test_code_size_and_git_state_are_those_of_tracked_code(tmp_path):
     state = records.git_state(tmp_path)
     assert (state["Branch"], state["Message"]) == ("main", "First")
     assert re.fullmatch(r"[0-9a-f]{7} \(clean\)", state["Commit"])
-    (tmp_path / "untracked.py").write_text("z = 3\n")
+    (tmp_path / "pyproject.toml").write_text("")
     assert records.git_state(tmp_path)["Commit"].endswith(" (dirty)")
     assert list(report.code_size(tmp_path).values()) == [22, 3, 2, 5, 3]
 
