@@ -91,7 +91,7 @@ def main(cfg: BaseEval) -> None:
     accesses = dist.on_main(lambda: require_access(names, cfg.final, who))
     about = suite.about
     if final := [task.name for task in suite.tasks if task not in tasks]:
-        about += f"; without final {', '.join(final)}"
+        about += f"; not comparable: without final {', '.join(final)}"
     if checkpoint is not None:
         model, tokenizer = load_inference(checkpoint, dist)
     dist.print0(f"{name} on {about}")

@@ -144,7 +144,9 @@ def main(cfg: ChatEval) -> None:
     means: dict[str, list[Task]] = {mean: counted} if is_complete else {}
     later: list[Task] = []
     if is_complete and not cfg.task_name and cfg.source != "base":  # a text model has no turns
-        later = [LaterTurns(t, Mixture(counted), [TURNS], LATER_PROBLEMS) for t in counted]
+        for number, task in enumerate(counted):
+            earlier = Mixture(counted, seed=number)  # other turns, so that errors are independent
+            later.append(LaterTurns(task, earlier, [TURNS], LATER_PROBLEMS))
         means[f"{mean} after {TURNS} turns"] = later
 
     # Stop if they are recorded; only scores with the same key are merged into a record
@@ -220,7 +222,7 @@ def open_engine(
 
 def score_key(cfg: ChatEval, inputs: Mapping[str, str]) -> str:
     """Key of the record: what the score of a task depends on."""
-    same = ("task_name", "model_tag", "step", "batch_size")
+    same = ("task_name", "model_tag", "step", "batch_size", "final")
     return records.stage_key({k: v for k, v in settings(cfg).items() if k not in same}, inputs)
 
 

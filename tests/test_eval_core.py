@@ -206,7 +206,7 @@ def test_finished_evaluation_is_skipped_unless_items_change(base, bundle, capsys
     save_model()
     flags = {"eval_bundle": str(bundle), "skip_if_done": True}
     evaluate(base, **flags)
-    evaluate(base, **flags, final=True)
+    evaluate(base, **flags)
     assert "finished already" in capsys.readouterr().out
     file = bundle / "eval_data" / "squad.jsonl"
     file.write_text("\n".join(file.read_text().splitlines()[1:]))
@@ -277,21 +277,12 @@ def test_S14_published_bundle_with_wrong_digest_is_rejected(
     assert "6 of 22 tasks" in command.works(*FETCH)
 
 
-@pytest.mark.parametrize(
-    ("name", "size", "message"),
-    [
-        ("eval_bundle/../../up.txt", 1, "up.txt' points outside of the archive"),
-        ("/tmp/absolute.txt", 1, "absolute.txt' points outside of the archive"),
-        ("..\\up.txt", 1, "up.txt' points outside of the archive"),
-        ("eval_bundle/bomb", 8 << 20, "8,[0-9,]+ bytes unpacked"),
-    ],
-)
-def test_S14_unsafe_archive_is_rejected(archive, command, monkeypatch, name, size, message):
+def test_S14_huge_archive_is_rejected(archive, command, monkeypatch):
     with zipfile.ZipFile(archive, "a", zipfile.ZIP_DEFLATED) as file:
-        file.writestr(zipfile.ZipInfo(name), bytes(size))
+        file.writestr("eval_bundle/bomb", bytes(8 << 20))
     monkeypatch.setattr(eval_core, "MAX_UNPACKED_BYTES", 2**20)
     printed = command.rejects(*FETCH, f"--eval_bundle={archive}")
-    assert re.search(f"(?s){message}.*--eval_bundle", printed)
+    assert re.search("(?s)8,[0-9,]+ bytes unpacked.*--eval_bundle", printed)
 
 
 def test_S14_error_names_the_damaged_member(archive, command):
@@ -318,7 +309,7 @@ ITEM = {"query": "I ran, so", "choices": ["I won.", "I ate."], "gold": 1}
         ),
     ],
 )
-def test_invalid_bundle_file_is_named(bundle, command, file, old, new, message):
+def test_S14_invalid_bundle_file_is_named(bundle, command, file, old, new, message):
     text = (bundle / file).read_text()
     (bundle / file).write_text(text.replace(old or text, new))
     printed = command.rejects(*FETCH, f"--eval_bundle={bundle}")

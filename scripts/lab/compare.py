@@ -7,11 +7,11 @@ checkpoints of runs.
     python -m scripts.lab.compare --before=base:a0,base:a1,base:a2 --after=base:b0,base:b1,base:b2
     python -m scripts.lab.compare --all=base:d4,sft:d4
 
-Reads   records from scripts.base_eval, base_loss and chat_eval, and the validation bpb in the
-        training log of base models; evaluates nothing itself. With --all, the checkpoints, which
-        answer the questions of the static suite (nanochat/lab/canaries.py)
-Writes  the section "Comparison of <before> and <after>", with a verdict for every metric; with
-        --all, the section "Suite"
+Reads   records from scripts.base_eval and chat_eval; for several seeds also those of base_loss, and
+        the validation bpb in the training log of base models; evaluates nothing itself. With --all,
+        the checkpoints, which answer the questions of the static suite (nanochat/lab/canaries.py)
+Writes  the section "Comparison of <before> and <after>", with a verdict for every metric that both
+        have of the same items; with --all, the section "Suite"
 """
 
 from collections.abc import Mapping

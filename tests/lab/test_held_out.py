@@ -29,8 +29,10 @@ def test_final_benchmark_needs_permission_and_is_logged(trained, command):
     out = command.works(*SCORE, "-x", "1")  # without a choice of tasks, final ones are left out
     assert "skipping world_choice: final benchmark" in out
     held_out.declare({"world_answers": "world"})  # a few-shot task
-    out = command.works("base_eval", "-g", "one", "--max_per_task=1", "--dtype=float32")
-    assert "; without final world_answers" in out and "world_answers:" not in out
+    few_shot = ["base_eval", "-g", "one", "--max_per_task=1", "--dtype=float32"]
+    out = command.works(*few_shot)
+    assert "without final world_answers" in out and "world_answers:" not in out
+    assert "world_answers:" in command.works(*few_shot, "--final", "--skip_if_done")
 
 
 def test_training_on_the_family_of_a_final_benchmark_is_rejected(trained, command):
