@@ -73,8 +73,6 @@ class DistContext:
     dtype: torch.dtype
     fp8: bool = False
     """Whether training runs the matmuls of the layers and the LM head in fp8."""
-    local_size: int = 1
-    """Number of processes on this host."""
     store: Any = None
     """Key-value store of the process group."""
     objects: Any = None
@@ -175,7 +173,7 @@ class DistContext:
         return every[self.rank - self.local_rank][0]
 
     def attempt(self, work: Callable[[], T]) -> tuple[T | None, Exception | None]:
-        """Run `work`; return its result and its error. One process raises the error."""
+        """Run `work`; return its result and its error, which a single process raises."""
         try:
             return work(), None
         except Exception as error:
@@ -263,8 +261,7 @@ def init_dist(cfg: DistConfig = DistConfig(), seed: int = 0, steady: bool = True
     fp8 = cfg.dtype == "fp8"
     name = "bfloat16" if fp8 else cfg.dtype
     dtype = getattr(torch, name) if name else default_dtype(device)
-    local_size = int(env.get("LOCAL_WORLD_SIZE", world_size))
-    return DistContext(rank, local_rank, world_size, device, dtype, fp8, local_size, store, objects)
+    return DistContext(rank, local_rank, world_size, device, dtype, fp8, store, objects)
 
 
 def default_dtype(device: torch.device) -> torch.dtype:

@@ -3,9 +3,9 @@ Matmuls in fp8 for training, on Ada, Hopper and later GPUs.
 
     float tensor -> quantize -> fp8 values and the factor of their scale -> multiply -> float tensor
 
-One scale per tensor, results in the compute dtype. Weights and activations are e4m3; gradients are
-e5m2, which trades precision for range. Source: Micikevicius et al., "FP8 Formats for Deep
-Learning", 2022, arXiv:2209.05433.
+One scale per tensor; outputs and gradients have the dtype of what they belong to. Weights and
+activations are e4m3; gradients are e5m2, which trades precision for range. Source: Micikevicius et
+al., "FP8 Formats for Deep Learning", 2022, arXiv:2209.05433.
 """
 
 from typing import Any

@@ -257,7 +257,7 @@ class MuonAdamW(torch.optim.Optimizer):
             if stacked:  # see `equalize_variance`
                 along = -1 if owner.size(0) >= owner.size(1) else -2
                 moments["second"] = moments["second"].narrow(along, 0, 1).clone()
-            self.state[owner] = moments
+            self.state[owner] = moments  # of the whole group, under its first parameter
 
     # ---- stacks and shards of a group --------------------------------------------------------
 

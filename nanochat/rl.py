@@ -87,7 +87,7 @@ def pad_signed(
     """Tokens and targets, (B, T) each, of `signed_ids`, right-padded with `pad`."""
     signed = pad_right(rows, ~pad, device)  # (B, T + 1)
     tokens = torch.where(signed < 0, ~signed, signed)
-    return tokens[:, :-1], signed[:, 1:].clamp(min=IGNORE)
+    return tokens[:, :-1], signed[:, 1:].clamp(min=IGNORE)  # any ~id becomes IGNORE
 
 
 def micro_batches(

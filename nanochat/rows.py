@@ -69,7 +69,7 @@ def inputs_and_targets(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 @lru_cache(maxsize=64)
 def permutation(seed: int, epoch: int, shard: int, n: int) -> np.ndarray:
-    """Return the order of the `n` rows of a shard in an epoch."""
+    """Return the order of the `n` rows of a shard in an epoch. Other uses number other things."""
     order = np.argsort(np.random.PCG64([seed, epoch, shard]).random_raw(n), kind="stable")
     order.setflags(write=False)
     return order

@@ -19,6 +19,7 @@ The loop itself stands in the script of each stage:
 
 import gc
 import math
+import os
 import resource
 import statistics
 import time
@@ -511,7 +512,7 @@ class Run:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         dist, step, finished = self.dist, self.progress.step, self.progress.finished
         stopped, lacking = isinstance(error, StopRequested), is_out_of_memory(error)
-        # an error of a single rank must not start a save that the other ranks do not join
+        # shared: every rank raises this error, so all join the save; alone: there is no other rank
         shared = stopped or error is self.failure or isinstance(error, NonFiniteError)
         alone = dist.world_size == 1 and isinstance(error, Exception) and not self.updating
         with self.resources:
@@ -855,7 +856,7 @@ class Run:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Median throughput of all attempts, without the first steps; None if there are no more."""
+        """Median throughput over all attempts; None for a run of only UNTIMED_STEPS steps."""
         logged = self.dist.on_main(lambda: records.read_metrics(self.folder / METRICS_FILE))
         seconds = [x["step_seconds"] for x in logged if "step_seconds" in x][UNTIMED_STEPS:]
         return self.batch_tokens / statistics.median(seconds) if seconds else None
@@ -910,7 +911,8 @@ class Run:
     def next_commands(self, following: str) -> str:
         """Lines printed after training: the checkpoint folder and the next commands."""
         stage, tag, dist = self.stage, self.folder.name, self.dist
-        many = f"torchrun --nproc_per_node={dist.local_size} -m scripts.{{}} --"
+        ranks = os.environ.get("LOCAL_WORLD_SIZE", dist.world_size)
+        many = f"torchrun --nproc_per_node={ranks} -m scripts.{{}} --"
         command = many if dist.world_size > 1 else "python -m scripts.{}"
         lines = [f"checkpoint: {self.folder}/step_{self.progress.step:06d}"]
         if following:

@@ -36,7 +36,7 @@ NUMBER_AND_UNIT = re.compile(  # 12 x and 12ab have no unit: a unit is listed or
     r"""([+-]? (?=\.?\d) (?: \d{1,3}(?:,\d{3})+ | \d* ) (?: \.\d+ )?) \s*
     (?: \\?% | (?: ° | \^?\{?\\circ\}? ) [CF]? | ℃
       | (?: \\(?:text|mathrm)\{[^{}\d]*\} | [mck]?m | [mk]?g | m?[lL] | s | h | km/h | m/s
-          | [a-zA-Z]{3} [a-zA-Z\s]* ) (?: \^\{?[23]\}? | [²³] )?
+          | in | ft | yd | mi | oz | lb | hr | [a-zA-Z]{3} [a-zA-Z\s]* ) (?: \^\{?[23]\}? | [²³] )?
     )? \s* \(? \s* (?: (?![십백천만억조]) [가-힣.\s]+ )? \)?""",
     re.VERBOSE,
 )
@@ -130,7 +130,7 @@ def final_value(answer: str) -> Decimal | str | None:
         return None
     line = " ".join(rest.strip().partition("\n")[0].split())  # else matching takes n^4 steps
     line = re.sub(r"\\boxed\{(.*)\}", r"\1", line)
-    line = re.sub(r"₩|\\?\$", "", line).replace("−", "-").lstrip(" *").rstrip(" *.")
+    line = re.sub(r"₩|\\?\$", "", line).replace("−", "-").lstrip(" *").rstrip(" *.,")
     if amount := NUMBER_AND_UNIT.fullmatch(line):
         return Decimal(amount[1].replace(",", ""))
     plain = re.sub(r"\s|\\[!,;]|\\(left|right)", "", line)

@@ -146,7 +146,7 @@ PROMPTS = [{"prompt": "2 + 2?", "gold": "4"}, {"messages": row()["messages"][:1]
             [
                 row(said="so\n#### $1,200.00", gold=1200),
                 row(said="Paris", gold="paris"),
-                row(said="In all, 3 + 15 = 18.", gold=18),
+                row(said="3 + 15 is 18, I think.", gold=18),
                 *PROMPTS,
             ],
             [row(said="#### 13", gold=12), row(said="In all, 18 of 20.", gold=18)],

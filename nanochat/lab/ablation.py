@@ -103,7 +103,7 @@ def arm_counts(
     sizes = (end - start for start, end in itertools.pairwise(ends))
     found = dict(zip(control, sizes, strict=True))
     if found == control and not arm.startswith("copy:"):
-        raise ValueError(f"{arm!r} equals the control, {found}: the changed buckets have count 0")
+        raise ValueError(f"{arm!r} changes nothing in {found}; use another arm")
     return found
 
 
@@ -130,10 +130,8 @@ def wanted_counts(
         case "ratio", (tag, one, other, left, right):
             values = {name: getattr(each, tag, None) for name, each in tags.items()}
             a, b = (sum(n for x, n in counts.items() if values[x] == v) for v in (one, other))
-            if not (a and b):
-                raise ValueError(
-                    f"{change!r}: the mixture lacks tokens with {tag} {one} or {other}"
-                )
+            if not (a and b) or one == other:
+                raise ValueError(f"{change!r}: use two values of {tag} that the mixture has")
             share = int(left) / (int(left) + int(right))
             factor = {one: share * (a + b) / a, other: (1 - share) * (a + b) / b}
             return {x: n * factor[values[x]] for x, n in counts.items() if values[x] in factor}

@@ -44,7 +44,7 @@ class Item(NamedTuple):
 
 FilterRule = Callable[[Sequence[Item]], Verdicts]
 
-NUMBER = r"(?:(?<!\w)[+-])?\d[\d,]*(?:\.\d+)?"
+NUMBER = r"(?:(?<!\w)[+-])?\d+(?:,\d+)*(?:\.\d+)?"
 PUNCTUATION = ".,;:!?\"'"  # around words; unlike operators
 NUM_SHOWN = 3  # dropped rows shown per filter
 SHOWN_CHARS = 120

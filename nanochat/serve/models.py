@@ -97,6 +97,7 @@ class ModelLibrary:
                         message = f"failed to load {name}; see the server log"
                         raise ApiError(503, message, "model_unavailable") from error
                     engine = current.engine
+                # after a failure, too: it is not tried again before the next save
                 self.loaded[name] = LoadedModel(engine, state)
             self.loaded[name] = model = self.loaded.pop(name)  # the last one
         return model.engine

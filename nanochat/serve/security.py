@@ -5,7 +5,7 @@ ASGI middleware that validates every request before the application sees it.
     -> SecurityMiddleware (host, origin, key, size) -> app
 
 Rejects DNS rebinding (a foreign host name that resolves to this machine), cross-origin requests,
-ambiguous headers, and oversized or incomplete bodies; drops clients that do not read.
+ambiguous headers, and bodies that are too large or too slow; drops clients that do not read.
 Cross-origin pages cannot read responses: no CORS header is sent unless --allow_origins lists them.
 """
 

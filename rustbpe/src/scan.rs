@@ -1,4 +1,4 @@
-//! Hand-written splitter for GPT-4's pattern, with numbers of any length.
+//! Hand-written splitter for GPT-4's pattern, with numbers of up to a given number of digits.
 //!
 //!     text, start of a word -> end of that word
 //!

@@ -106,6 +106,9 @@ class SweepScript:
                 "--arms changes the proportions of --mixture: set that; RL has no mixture, use "
                 '--grid="task=a|b"'
             )
+        for flag, stages in (("mixture", ("mid", "sft")), ("task", ("rl",))):
+            if getattr(self, flag) and self.stage not in stages:
+                raise ValueError(f"--{flag} is for --stage={' and '.join(stages)}; leave it out")
         for flag, held_out in (("mixture", "val_mixture"), ("task", "eval_task")):
             if re.search(rf"\b{flag}=", self.grid) and f"{held_out}=" not in self.flags:
                 raise ValueError(
@@ -151,6 +154,7 @@ def find_inputs(cfg: SweepScript) -> Inputs:
     named = re.findall(r"mixture=([^\s;]+)", f"{cfg.flags} {cfg.grid}")
     specs = [spec for words in named for spec in words.split("|")]
     specs += [cfg.mixture] if cfg.mixture else []
+    # a spec may be a mixture to train or to validate on: both of its splits count
     data = fingerprint([chat_mixture(cfg.mixture or spec, spec).description for spec in specs])
     stage = parent_stage(cfg)
     return {base: {stage: find_checkpoint(stage, base).fingerprint, "data": data} for base in bases}

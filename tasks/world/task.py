@@ -67,7 +67,7 @@ class WorldTask(Task):
 
     def draw(self, what: str, i: int) -> Draw:
         """Random choices for item i."""
-        return Draw(self.split, what, 3, self.split, i)  # 3: a version once; else, other items
+        return Draw(self.split, what, 3, self.split, i)  # 3 is fixed: other numbers, other items
 
 
 class WorldChat(WorldTask):
