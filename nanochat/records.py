@@ -175,6 +175,11 @@ def code_digests() -> dict[str, str]:
     return found
 
 
+def code_state() -> dict[str, Any]:
+    """The code of this process and its commit, as `write_record` takes them."""
+    return {"code": code_digests(), "commits": [git_state()["Commit"]]}
+
+
 def changed_code(recorded: Mapping[str, str]) -> list[str]:
     """Files whose code differs from the `recorded` digest, or that are missing now."""
     texts = {name: common.REPOSITORY / name for name in recorded}
@@ -220,7 +225,7 @@ def write_record(
     metrics     the run's metrics.jsonl (`RunLog`), for the figures
     files       output files or directories; `find_finished` checks their content later
     commits     commits of all attempts of a run, by default the current one
-    code        `code_digests` when a long run began; default: of now
+    code        `code_digests` when a long run or evaluation began; default: of now
     key         what determines the result; default: `stage_key` of all settings
 
     Safe to call from concurrent processes. Returns the path of the record.

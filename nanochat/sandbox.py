@@ -246,7 +246,6 @@ def kill(process: subprocess.Popen[bytes]) -> int:
 PYTHON_LIMITS = Limits(seconds=3.0, output_bytes=2000)
 MAX_CHARACTERS = 256  # length limit of an expression
 LARGEST = 10**30  # magnitude limit of all intermediate values
-LARGEST_FLOAT = 2**53 - 1  # exact up to here
 LARGEST_EXPONENT = 256
 DECIMALS = 6  # any value >= 3 reproduces the same number of GSM8K annotations
 ARITHMETIC = re.compile(r"[0-9.,+*/%()\s-]+")
@@ -332,7 +331,7 @@ def evaluate_node(node: ast.AST) -> int | float:
             value = OPERATORS[type(op)](a, b)
         case _:
             raise ValueError("not arithmetic")
-    largest = LARGEST if isinstance(value, int) else LARGEST_FLOAT
+    largest = LARGEST if isinstance(value, int) else 2**53 - 1  # a float is exact up to here
     if not abs(value) <= largest:  # a complex number fails when it is rounded
         raise ValueError("too large")
     return value

@@ -454,9 +454,9 @@ class Run:
             self.checkpoint = found if dist.is_main else None
             dist.print0(f"resumed {found.folder}")
         self.first_step = progress.step
-        commit = records.git_state()["Commit"]
-        earlier = found.state["commits"] if found else []
-        self.state |= {"code": records.code_digests(), "commits": [*earlier, commit]}
+        self.state |= records.code_state()
+        if found:
+            self.state["commits"] = found.state["commits"] + self.state["commits"]
         self.state["tracked"] = found.state["tracked"] if found else records.new_run_id()
         if found and (changed := records.changed_code(found.state["code"])):
             dist.print0(f"resuming with changed code: {', '.join(changed)}")

@@ -68,7 +68,7 @@ class BaseEval:
 def main(cfg: BaseEval) -> None:
     if cfg.only_fetch:
         return print(open_suite(cfg.eval_bundle or builtin_suite(cfg.suite)).about)
-    dist = init_dist(cfg.dist)
+    dist, code = init_dist(cfg.dist), records.code_state()
     model = tokenizer = checkpoint = None
     if cfg.hf_path:
         section, name, dataset = f"Evaluation of {cfg.hf_path}", cfg.hf_path, None
@@ -116,7 +116,8 @@ def main(cfg: BaseEval) -> None:
         items = {s.task.name: records.item_scores(s.task.items, s.centered) for s in scores}
         items[metric] = {"weights": {s.task.name: 1 / len(scores) for s in scores}}
         tables = [task_table(scores), *accesses]
-        report.append_section(section, cfg, values, inputs, cost, items=items, tables=tables)
+        shown: dict[str, Any] = {**code, "items": items, "tables": tables}
+        report.append_section(section, cfg, values, inputs, cost, **shown)
     dist.close()
 
 

@@ -54,7 +54,7 @@ class BaseLoss:
 
 
 def main(cfg: BaseLoss) -> None:
-    dist = init_dist(cfg.dist)
+    dist, code = init_dist(cfg.dist), records.code_state()
     checkpoint = dist.on_node(lambda: find_checkpoint("base", cfg.model_tag, cfg.model_step))
     source = open_text(cfg.data, checkpoint.state["source"])
     origin = checkpoint.state["provenance"]
@@ -107,7 +107,7 @@ def main(cfg: BaseLoss) -> None:
         cost = records.Cost.so_far(dist)
         shown = ("train bpb", "val bpb", "val minus train", "document bpb")
         print(", ".join(f"{name} {values[name]:.4f}" for name in shown), flush=True)
-        report.append_section(SECTION, cfg, values, inputs, cost)
+        report.append_section(SECTION, cfg, values, inputs, cost, **code)
     dist.close()
 
 

@@ -130,7 +130,7 @@ def main(cfg: ChatEval) -> None:
     section = f"Chat evaluation {cfg.source}"
     if cfg.num_samples > 1 or cfg.sampling.temperature > 0:  # a section of its own
         section += f", {cfg.num_samples} answers at temperature {cfg.sampling.temperature:g}"
-    dist = init_dist(cfg.dist, cfg.sampling.seed)
+    dist, code = init_dist(cfg.dist, cfg.sampling.seed), records.code_state()
     checkpoint = dist.on_node(lambda: find_checkpoint(cfg.source, cfg.model_tag, cfg.step))
     inputs = parent_inputs(checkpoint)
 
@@ -193,7 +193,7 @@ def main(cfg: ChatEval) -> None:
                     cost = replace(cost, wall_seconds=cost.wall_seconds + earlier)
                 values, items = {**old["values"], **values}, {**old["items"], **items}
                 tables = [*{t["title"]: t for t in (*old["tables"], *tables)}.values()]
-            shown: dict[str, Any] = {"items": items, "tables": tables, "key": key}
+            shown: dict[str, Any] = {"items": items, "tables": tables, "key": key, **code}
             report.append_section(section, cfg, values, inputs, cost, **shown)
     dist.close()
 
