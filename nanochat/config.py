@@ -98,6 +98,8 @@ def user_message(error: BaseException) -> str | None:
         fix = OS_FIXES.get(error.errno or 0, "check the path" if error.filename else "")
         message = f"{error.filename}: {error.strerror}" if error.filename else str(error)
         return (message or type(error).__name__) + (fix and f"\n  fix:  {fix}")
+    if isinstance(error, UnicodeEncodeError):  # the name of a file, or a flag
+        return f"{error.object[: error.end][-99:]!r}: not valid UTF-8; rename it"
     if is_out_of_memory(error):
         return "out of memory; use a smaller model, batch or sequence length, or another machine"
     if not isinstance(error, ValueError | RuntimeError):
@@ -125,9 +127,6 @@ def speed_up_exit() -> None:
 def parse(default: C, doc: str | None = None, args: Sequence[str] | None = None) -> C:
     """Fill a config dataclass from `args` (default: sys.argv). Exits with status 2 on bad flags."""
     args = list(sys.argv[1:] if args is None else args)
-    if bad := [arg for arg in args if any("\ud800" <= char <= "\udfff" for char in arg)]:
-        print(f"error: {bad[0]!r} is not valid UTF-8; encode it as UTF-8", file=sys.stderr)
-        raise SystemExit(2)
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     return tyro.cli(
         type(default),

@@ -133,8 +133,8 @@ class FirstUseConfig(DataConfig):
     revision: str | None = None
     """Branch, tag or commit of the repository. Default: main at first use, then pinned."""
     val_shard: str | None = None
-    """Validation file. Default: the last one named val, test or alike, else the last one, not named
-    train if there is one; of a single file, the last documents (1%, up to 10% if there are few)."""
+    """Validation file. Default: the last one named val or alike, else test, else the last one, not
+    named train if there is one; of a single file, its last documents (1%; of few, up to 10%)."""
 
 
 @dataclass(frozen=True)

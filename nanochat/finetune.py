@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from nanochat.checkpoint import Checkpoint, parse_checkpoint_ref, stage_folder
+from nanochat.checkpoint import ASIDE, Checkpoint, parse_checkpoint_ref, stage_folder
 from nanochat.config import require_positive
 from nanochat.dist import DistContext
 from nanochat.eval_bpb import ValidationConfig
@@ -87,7 +87,7 @@ def choose_tag(kind: str, parent: Checkpoint, cfg: TrainConfig) -> str:
     Tag of a stage's checkpoints: --model_tag or the parent's. Raises ValueError if they would
     replace the parent.
     """
-    tag = cfg.model_tag or parent.folder.parent.name
+    tag = cfg.model_tag or parent.folder.parent.name.partition(ASIDE)[0]
     if parent.folder.parent == stage_folder(kind) / tag:
         raise ValueError(
             f"this run would replace its parent {kind}:{tag}; use --source={kind}:{tag} and "

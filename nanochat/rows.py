@@ -625,7 +625,8 @@ def encode_chats(
             flush=True,
         )
     if not kept:
-        raise ValueError(f"no conversation to train on in {name}")
+        fix = "use shorter ones, or a --val_mixture if these are its held-out conversations"
+        raise ValueError(f"{name} has no answer within {max_seq_len:,} tokens; {fix}")
     return kept
 
 

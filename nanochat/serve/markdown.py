@@ -20,6 +20,7 @@ from nanochat.serve.openai_api import ApiError, read_request
 MOST_CHARACTERS = 20_000  # as in ui.html. That many "[" take 2 s, and twice as many 8 s
 MOST_CELLS = 5_000  # of tables in an answer. The parser fills up short rows: 65,000 cells take 2 s
 MARK = "\ufdd0{}\ufdd1"  # place of a tool's call or result while its answer is Markdown
+STAR = re.compile(r"(?<=[0-9A-Za-z])\*(?=[0-9A-Za-z])")  # a product, as in 2*3*4; no emphasis
 
 
 class Part(BaseModel):
@@ -54,7 +55,7 @@ def render_answer(parts: Sequence[Part]) -> str:
     text, tools = "", {}
     for i, part in enumerate(parts):
         if part.type == "text":
-            text += part.text.replace("\ufdd0", "\ufffd")
+            text += STAR.sub("\ufdd2", part.text.replace("\ufdd0", "\ufffd"))
         else:
             name = "call" if part.type == "python" else "result"
             code = f'<code class="{name}" title="Tool {name}">{escape(part.text)}</code>'
@@ -69,7 +70,7 @@ def render_answer(parts: Sequence[Part]) -> str:
         for child in token.children or ():
             if child.type == "link_open":
                 child.attrs |= {"target": "_blank", "rel": "noopener noreferrer"}
-    html = parser.renderer.render(tokens, parser.options, {})
+    html = parser.renderer.render(tokens, parser.options, {}).replace("\ufdd2", "*")
     # in one pass, because a tool's text may contain marks, and not in attributes, which have no ">"
     marks = f"<[^>]*>|{MARK.format(r'[0-9]+')}"
     return re.sub(marks, lambda x: x[0] if x[0][0] == "<" else tools.get(x[0], ""), html)

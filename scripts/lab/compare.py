@@ -7,9 +7,9 @@ checkpoints of runs.
     python -m scripts.lab.compare --before=base:a0,base:a1,base:a2 --after=base:b0,base:b1,base:b2
     python -m scripts.lab.compare --all=base:d4,sft:d4
 
-Reads   records from scripts.base_eval and chat_eval; for several seeds also those of base_loss, and
-        the validation bpb in the training log of base models; evaluates nothing itself. With --all,
-        the checkpoints, which answer the questions of the static suite (nanochat/lab/canaries.py)
+Reads   records from scripts.base_eval and chat_eval and, for several seeds, the validation bpb in
+        the training log of base models; evaluates nothing itself. With --all, the checkpoints,
+        which answer the questions of the static suite (nanochat/lab/canaries.py)
 Writes  the section "Comparison of <before> and <after>", with a verdict for every metric that both
         have of the same items; with --all, the section "Suite"
 """
@@ -63,10 +63,9 @@ def main(cfg: Compare) -> None:
     if len({validation_text(each) for side in sides.values() for each in side}) > 1:
         names = [name for name in names if "bpb" not in name]
     if len(others) == 1:
-        values = {name: {side: run.values[name] for side, [run] in runs.items()} for name in names}
-        items = {side: run.items for side, [run] in runs.items()}
-        scores = report.Scores(values, items)
-        changes = report.differences(scores, {cfg.after: cfg.before})
+        stages = f"{cfg.before} to {cfg.after}"
+        found = {name: report.compare_items(name, first.items, others[0].items) for name in names}
+        changes = [report.Difference(name, stages, each) for name, each in found.items() if each]
         names, table = [each.metric for each in changes], report.difference_table(changes)
     else:
         before, after = ([*map(seed_of, side)] for side in sides.values())
@@ -127,7 +126,7 @@ def recorded_scores(checkpoint: Checkpoint, sampled: bool = False) -> Recorded:
         is_evaluation = not record["provenance"]["outputs"] and "before" not in inputs
         if is_evaluation and inputs.get(stage) == checkpoint.fingerprint:
             for key, value in record["values"].items():
-                if isinstance(value, Mapping) or key in (*report.BASE_METRICS, "document bpb"):
+                if isinstance(value, Mapping):
                     found[key] = value
             items |= record["items"]
     if not found:

@@ -27,6 +27,7 @@ from nanochat.lab.filters import apply_filters, parse_filters
 from nanochat.tokenizer import Tokenizer
 from tasks.base import check_conversation, user
 from tasks.buckets import buckets, read_mixture
+from tasks.chats import rename
 
 
 @dataclass(frozen=True)
@@ -78,8 +79,10 @@ def read_rows(path: str) -> Iterator[dict[str, Any]]:
     """
     for number, row in read_json_lines(Path(path).expanduser()):
         found = row if isinstance(row, dict) else {"messages": row}
-        messages = found.get("messages") or [user(found.get("prompt", ""))]
         try:
+            if "messages" in found:
+                found["messages"] = rename(found["messages"])
+            messages = found.get("messages") or [user(found.get("prompt", ""))]
             check_conversation(messages, is_answered=False)
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: {error}") from error

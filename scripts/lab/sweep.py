@@ -106,9 +106,9 @@ class SweepScript:
                 "--arms changes the proportions of --mixture: set that; RL has no mixture, use "
                 '--grid="task=a|b"'
             )
-        for flag, stages in (("mixture", ("mid", "sft")), ("task", ("rl",))):
+        for flag, stages in (("mixture", "mid and sft"), ("task", "rl")):
             if getattr(self, flag) and self.stage not in stages:
-                raise ValueError(f"--{flag} is for --stage={' and '.join(stages)}; leave it out")
+                raise ValueError(f"--{flag} is for --stage={stages}; leave it out")
         for flag, held_out in (("mixture", "val_mixture"), ("task", "eval_task")):
             if re.search(rf"\b{flag}=", self.grid) and f"{held_out}=" not in self.flags:
                 raise ValueError(

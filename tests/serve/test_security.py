@@ -133,7 +133,7 @@ def test_V4_V9_markdown_becomes_short_harmless_html(site):
         return "".join(got.json().get("html", []))
 
     evil = (
-        "<img src=x onerror=1> [a](javascript:b) ![c](https://example.org/d) <javascript:e>",
+        "2*3*4 <img src=x onerror=1> [a](javascript:b) ![c](https://example.org/d) <javascript:e>",
         '|a|\n|-:|\n|[b](data:text/html,c "d")|\n\n[e]\n\n[e]: vbscript:f',
         '```" onload=1\n</code><script>\n```\n[a](https://b "\' onclick=c")',
     )
