@@ -223,7 +223,7 @@ def find_tail(path: Path) -> int:
 
 # Names of files that are not trained on
 WORD = r"(?i)(?<![a-z])({})(s|_?sets?)?(?![a-z])"
-HELD_OUT = re.compile(WORD.format("val|valid|validation|dev|eval|test"))
+HELD_OUT = re.compile(WORD.format("val|valid|validation|dev|eval|evaluation|test|testing"))
 TEST = re.compile(WORD.format("test"))
 TRAINING = re.compile(WORD.format("train|training"))
 

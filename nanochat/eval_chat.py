@@ -7,7 +7,6 @@ Items are split among ranks and outcomes gathered, so results depend neither on 
 nor on the batch size, except for rounding.
 """
 
-import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -15,7 +14,7 @@ import torch
 
 from nanochat import stats
 from nanochat.attention import fill_batches, pad_right
-from nanochat.chat_format import Message, render_fitting
+from nanochat.chat_format import Message, render_fitting, render_prompt
 from nanochat.dist import DistContext
 from nanochat.engine import Engine, Sampling
 from nanochat.gpt import GPT
@@ -70,10 +69,8 @@ def render_prompts(
     prompts, num_truncated = [], 0
     for messages in conversations:
         asked = messages[:-1] if messages[-1]["role"] == "assistant" else messages
-        whole = render_fitting(tokenizer, asked, sys.maxsize)
-        num_truncated += len(whole) > most
-        fits = whole if len(whole) <= most else render_fitting(tokenizer, asked, most)
-        prompts.append(trim(fits, most))
+        num_truncated += len(render_prompt(tokenizer, asked)) > most
+        prompts.append(trim(render_fitting(tokenizer, asked, most), most))
     return prompts, num_truncated
 
 

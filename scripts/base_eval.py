@@ -116,8 +116,8 @@ def main(cfg: BaseEval) -> None:
         items = {s.task.name: records.item_scores(s.task.items, s.centered) for s in scores}
         items[metric] = {"weights": {s.task.name: 1 / len(scores) for s in scores}}
         tables = [task_table(scores), *accesses]
-        shown: dict[str, Any] = {**code, "items": items, "tables": tables}
-        report.append_section(section, cfg, values, inputs, cost, **shown)
+        shown = {"items": items, "tables": tables}
+        report.append_section(section, cfg, values, inputs, cost, **shown, **code)
     dist.close()
 
 

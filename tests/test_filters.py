@@ -114,7 +114,7 @@ PROMPTS = [{"prompt": "2 + 2?", "gold": "4"}, {"messages": row()["messages"][:1]
                 row,
                 [
                     "Imagine a picture.",
-                    "Look at https://a.b",
+                    "Look at https://a.b. Is there a cycle in the graph with these edges?",
                     "How do I take a screenshot on Windows?",
                     "Write an email with an attachment.",
                     "파일을 첨부하는 방법",

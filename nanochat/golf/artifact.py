@@ -56,12 +56,8 @@ class StoredTensor(NamedTuple):
     form: Format
     floats: bytes
     """Scales of a quantized tensor, else all values."""
-    levels: np.ndarray | None
-    """int8 in the tensor's shape; None if not quantized."""
-
-    def level_bytes(self) -> bytes:
-        """Return the encoded levels; empty if not quantized."""
-        return b"" if self.levels is None else self.levels.tobytes()
+    levels: bytes
+    """int8; empty if not quantized."""
 
 
 @dataclass(frozen=True)
@@ -92,13 +88,13 @@ def quantize_tensors(weights: Mapping[str, Tensor], cfg: QuantConfig) -> list[St
     """Convert every tensor to its format. Raises ValueError if a tensor overflows its format."""
     stored = []
     for name, form in cfg.formats(weights).items():
-        w, levels = weights[name].detach().to("cpu", torch.float32), None
+        w, levels = weights[name].detach().to("cpu", torch.float32), b""
         if form in BITS:
             try:
                 scale, level = quantize_rows(w, form, cfg)
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from error
-            floats, levels = scale.numpy().astype(FLOATS["fp16"]), level.numpy()
+            floats, levels = scale.numpy().astype(FLOATS["fp16"]), level.numpy().tobytes()
         else:
             with np.errstate(over="ignore"):
                 floats = w.numpy().astype(FLOATS[form])
@@ -119,8 +115,7 @@ def make_body(
         "origin": dict(origin),
     }
     text = json.dumps(head, separators=(",", ":")).encode()
-    floats = [s.floats for s in stored]
-    levels = [s.level_bytes() for s in stored]
+    floats, levels = [s.floats for s in stored], [s.levels for s in stored]
     return b"".join([struct.pack("<I", len(text)), text, *floats, *levels])
 
 

@@ -60,7 +60,7 @@ def choose_smallest(
     by: Compressor = min(files, key=lambda by: len(files[by]))
     tensors = []
     for s in stored:
-        payload = s.floats + s.level_bytes()
+        payload = s.floats + s.levels
         tensors.append((s, len(payload), len(compress(payload, by))))
     tried: dict[Compressor, int] = {which: len(data) for which, data in files.items()}
     return SmallestFile(files[by], by, tried, tensors, code_bytes())

@@ -54,10 +54,12 @@ NGRAM = 4  # words per n-gram in the repetition check
 MOST_REPEATED = 0.5  # share of repeated n-grams that makes an answer degenerate
 LEAST_WORDS = 23  # of an answer, for the repetition check
 HASHES, BANDS = 512, 32  # MinHash: rows are near-duplicates if any of 32 bands of 16 are equal
-SHOWN = "(?:image|picture|figure|photo|photograph|screenshot|diagram|chart|graph|attachment)s?"
+PHOTO = "(?:image|picture|photo|photograph|screenshot|attachment)s?"
+SHOWN = f"(?:{PHOTO}|(?:figure|diagram|chart|graph)s?)"
 IMAGE = re.compile(  # one that is attached or shown
     rf"!\[[^\]]*\]\(|<img\b|data:image/|\A\s*https?://\S+\s*\Z"
-    rf"|\b(?:attached (?:{SHOWN}|file|document)|(?:see|look at|in|from) (?:the|this|these) {SHOWN}"
+    rf"|\b(?:attached (?:{SHOWN}|file|document)|(?:see|look at) (?:the|this|these) {SHOWN}"
+    rf"|(?:in|from) (?:the|this|these) {PHOTO}"
     rf"|{SHOWN} (?:is |are |shown )?(?:attached|above|below))\b"
     r"|첨부(?:한|된) ?(?:파일|그림|사진|이미지)|(?:다음|아래) (?:그림|사진|이미지)",
     re.IGNORECASE,

@@ -70,7 +70,8 @@ def render_answer(parts: Sequence[Part]) -> str:
         for child in token.children or ():
             if child.type == "link_open":
                 child.attrs |= {"target": "_blank", "rel": "noopener noreferrer"}
-    html = parser.renderer.render(tokens, parser.options, {}).replace("\ufdd2", "*")
+    html = parser.renderer.render(tokens, parser.options, {})
+    html = re.sub("\ufdd2|%EF%B7%92", "*", html)  # the latter in links
     # in one pass, because a tool's text may contain marks, and not in attributes, which have no ">"
     marks = f"<[^>]*>|{MARK.format(r'[0-9]+')}"
     return re.sub(marks, lambda x: x[0] if x[0][0] == "<" else tools.get(x[0], ""), html)

@@ -120,7 +120,7 @@ def recorded_scores(checkpoint: Checkpoint, sampled: bool = False) -> Recorded:
     for entry in read_metrics(checkpoint.folder.parent / METRICS_FILE) if stage == "base" else []:
         if entry["step"] == step and "val_bpb" in entry:
             found["val_bpb"] = entry["val_bpb"]
-    history = sorted(records.read_history(), key=temperature, reverse=not sampled)
+    history = sorted(records.read_history(), key=is_sampled, reverse=not sampled)
     for record in history:
         inputs = record["provenance"]["inputs"]
         is_evaluation = not record["provenance"]["outputs"] and "before" not in inputs
@@ -135,9 +135,9 @@ def recorded_scores(checkpoint: Checkpoint, sampled: bool = False) -> Recorded:
     return Recorded(found, items)
 
 
-def temperature(record: records.Record) -> float:
-    """Temperature of the answers of an evaluation; 0 for other records."""
-    return record["settings"].get("temperature", 0.0)
+def is_sampled(record: records.Record) -> bool:
+    """Whether a record is an evaluation of sampled answers."""
+    return record["settings"].get("temperature", 0) > 0
 
 
 def compare_all(cfg: Compare) -> None:

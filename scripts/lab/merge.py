@@ -154,10 +154,9 @@ def main(cfg: MergeScript) -> None:
         "Verdict": change.verdict,
         **rises,
     }
-    shown: Any = {"tables": [table], "files": [saved.folder]}
-    shown["outputs"] = {first.state["stage"]: saved.fingerprint}
     inputs, cost = provenance["inputs"], records.Cost.so_far(dist)
-    report.append_section("Merge", cfg, values, inputs, cost, **shown)
+    made: Any = {"files": [saved.folder], "outputs": {first.state["stage"]: saved.fingerprint}}
+    report.append_section("Merge", cfg, values, inputs, cost, tables=[table], **made)
 
 
 def require_same_shape(cfg: MergeScript, models: Sequence[Checkpoint]) -> None:
