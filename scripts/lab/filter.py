@@ -80,11 +80,11 @@ def read_rows(path: str) -> Iterator[dict[str, Any]]:
     for number, row in read_json_lines(Path(path).expanduser()):
         found = row if isinstance(row, dict) else {"messages": row}
         try:
-            if "messages" in found:
+            if isinstance(found.get("messages"), list):
                 found["messages"] = rename(found["messages"])
             messages = found.get("messages") or [user(found.get("prompt", ""))]
             check_conversation(messages, is_answered=False)
-        except ValueError as error:
+        except (ValueError, TypeError) as error:
             raise ValueError(f"{path}, line {number}: {error}") from error
         yield found
 
