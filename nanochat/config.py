@@ -99,7 +99,7 @@ def user_message(error: BaseException) -> str | None:
         message = f"{error.filename}: {error.strerror}" if error.filename else str(error)
         return (message or type(error).__name__) + (fix and f"\n  fix:  {fix}")
     if isinstance(error, UnicodeEncodeError):  # the name of a file, or a flag
-        return f"{error.object[: error.end][-99:]!r}: not valid UTF-8; rename it"
+        return f"{error.object[: error.end][-99:]!r} is not valid UTF-8; use other characters"
     if is_out_of_memory(error):
         return "out of memory; use a smaller model, batch or sequence length, or another machine"
     if not isinstance(error, ValueError | RuntimeError):

@@ -133,8 +133,8 @@ class FirstUseConfig(DataConfig):
     revision: str | None = None
     """Branch, tag or commit of the repository. Default: main at first use, then pinned."""
     val_shard: str | None = None
-    """Validation file. Default: the last one named val or alike, else test, else the last one, not
-    named train if there is one; of a single file, its last documents (1%; of few, up to 10%)."""
+    """Validation file. Default: the last one named for validation, else for testing, else not for
+    training, else the last; of a single file, its last documents (1%; of few, up to 10%)."""
 
 
 @dataclass(frozen=True)
@@ -224,7 +224,7 @@ def find_tail(path: Path) -> int:
 # Names of files that are not trained on
 WORD = r"(?i)(?<![a-z])({})(s|_?sets?)?(?![a-z])"
 HELD_OUT = re.compile(WORD.format("val|valid|validation|dev|eval|evaluation|test|testing"))
-TEST = re.compile(WORD.format("test"))
+TEST = re.compile(WORD.format("test|testing"))
 TRAINING = re.compile(WORD.format("train|training"))
 
 

@@ -173,7 +173,7 @@ class DistContext:
         return every[self.rank - self.local_rank][0]
 
     def attempt(self, work: Callable[[], T]) -> tuple[T | None, Exception | None]:
-        """Run `work`; return its result and its error, which a single process raises."""
+        """Run `work`; return its result and its error. With one process, raise the error."""
         try:
             return work(), None
         except Exception as error:

@@ -4,8 +4,8 @@ Chunked cross-entropy of the LM head.
     hidden (..., C), head (V, C), targets (...) -> nats per token, or their sum and its gradients
 
 The N x V logits are never materialized: each chunk of tokens computes its logits, loss and
-gradients in one pass. Logits are soft-capped to +-SOFTCAP, which bounds the exponentials to add,
-so no running maximum is needed.
+gradients in one pass. Logits are soft-capped to +-SOFTCAP, which bounds the exponentials to be
+summed, so no running maximum is needed.
 """
 
 import math

@@ -525,7 +525,8 @@ def print_tracker_error(error: Exception) -> None:
 # ---- Git state and hourly rates ------------------------------------------------------------------
 
 
-CODE_PATHS = "nanochat tasks scripts rustbpe pyproject.toml".split()  # whose changes are "dirty"
+# Changes of these are "dirty"
+CODE_PATHS = "nanochat tasks scripts rustbpe dev/*.sh speedrun.sh pyproject.toml".split()
 DOLLARS_PER_GPU_HOUR = {"H100": 3.00, "A100": 1.79, "V100": 0.55}  # on demand, October 2025
 OTHER_PER_HOUR = 2.00
 

@@ -69,7 +69,7 @@ def inputs_and_targets(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 @lru_cache(maxsize=64)
 def permutation(seed: int, epoch: int, shard: int, n: int) -> np.ndarray:
-    """Return the order of the `n` rows of a shard in an epoch. Other uses number other things."""
+    """Return the order of the `n` rows of a shard in an epoch, or of things numbered otherwise."""
     order = np.argsort(np.random.PCG64([seed, epoch, shard]).random_raw(n), kind="stable")
     order.setflags(write=False)
     return order
@@ -625,7 +625,7 @@ def encode_chats(
             flush=True,
         )
     if not kept:
-        fix = "use shorter ones, or a --val_mixture if these are its held-out conversations"
+        fix = "use shorter conversations, or --val_mixture if these are the held-out ones"
         raise ValueError(f"{name} has no answer within {max_seq_len:,} tokens; {fix}")
     return kept
 

@@ -331,7 +331,7 @@ def evaluate_node(node: ast.AST) -> int | float:
             value = OPERATORS[type(op)](a, b)
         case _:
             raise ValueError("not arithmetic")
-    largest = LARGEST if isinstance(value, int) else 2**53 - 1  # a float is exact up to here
+    largest = LARGEST if isinstance(value, int) else 2**53 - 1  # exact for floats
     if not abs(value) <= largest:  # a complex number fails when it is rounded
         raise ValueError("too large")
     return value

@@ -856,7 +856,7 @@ class Run:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Median throughput over all attempts; None for a run of only UNTIMED_STEPS steps."""
+        """Median throughput over all attempts; None for at most UNTIMED_STEPS steps."""
         logged = self.dist.on_main(lambda: records.read_metrics(self.folder / METRICS_FILE))
         seconds = [x["step_seconds"] for x in logged if "step_seconds" in x][UNTIMED_STEPS:]
         return self.batch_tokens / statistics.median(seconds) if seconds else None

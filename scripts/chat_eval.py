@@ -187,7 +187,7 @@ def main(cfg: ChatEval) -> None:
         cost = Cost.so_far(dist)
         with hold_lock(records.report_folder() / ".merge.lock", f"merging {section}"):
             old = records.read_record(section)
-            if old and old["key"] == key and not records.changed_code(old["code"]):  # add to it
+            if old and (old["key"], old["code"]) == (key, code["code"]):  # add to it
                 if old["values"].keys() - values.keys():
                     earlier = old["cost"]["wall_seconds"]
                     cost = replace(cost, wall_seconds=cost.wall_seconds + earlier)

@@ -16,7 +16,7 @@ SEEDS=${SEEDS:-0}
 
 # All profiles: tied embeddings, MLP ratio 3, quantization-aware training for the last 15%.
 # GPU profiles use the shape of the Parameter Golf record entry with a vocabulary of 4,096, and
-# weight decay to keep weights small; the CPU profile: git show 70e4b1b:dev/LOG.md, 2026-11-21.
+# weight decay to keep weights small; for the CPU profile, see git show 70e4b1b:dev/LOG.md.
 recipe=(--tie_embeddings --mlp_ratio=3 --qat_start=0.85 --eval_every=0 --window_pattern=L)
 case "$PROFILE" in
 h100x8 | gpu)

@@ -54,8 +54,8 @@ NGRAM = 4  # words per n-gram in the repetition check
 MOST_REPEATED = 0.5  # share of repeated n-grams that makes an answer degenerate
 LEAST_WORDS = 23  # of an answer, for the repetition check
 HASHES, BANDS = 512, 32  # MinHash: rows are near-duplicates if any of 32 bands of 16 are equal
-PHOTO = "(?:image|picture|photo|photograph|screenshot|attachment)s?"
-SHOWN = f"(?:{PHOTO}|(?:figure|diagram|chart|graph)s?)"
+PHOTO = "(?:image|picture|figure|photo|photograph|screenshot|diagram|chart|attachment)s?"
+SHOWN = f"(?:{PHOTO}|graphs?)"
 IMAGE = re.compile(  # one that is attached or shown
     rf"!\[[^\]]*\]\(|<img\b|data:image/|\A\s*https?://\S+\s*\Z"
     rf"|\b(?:attached (?:{SHOWN}|file|document)|(?:see|look at) (?:the|this|these) {SHOWN}"

@@ -270,7 +270,7 @@ class RecursiveGPT(GPT):
                 nats = token_losses(*args, self.compiled).sum(1)
                 last = nats.sum()
             self.note(f"loss_loop_{k}", last)
-        # the bonus is shown as minus that share of the improvement over the loop before
+        # shown as -shares[k] * (extra - 1) * improvement over the previous supervised loop
         self.note("total_loss", objective.detach() - paid.sum())
         self.note("counted", counted.sum())
         return last + (objective - objective.detach())

@@ -142,7 +142,7 @@ class Worker:
         self.wake = threading.Event()
         self.deadline: float | None = None  # set during shutdown
         self.closed = False
-        self.begun: set[Reply] = set()  # submitted to their engines; of the generation thread
+        self.begun: set[Reply] = set()  # in their engines; used only by the generation thread
         self.thread = threading.Thread(target=self.run, name="engines", daemon=True)
 
     # ---- called on the event loop ------------------------------------------------------------

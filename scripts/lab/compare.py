@@ -10,8 +10,8 @@ checkpoints of runs.
 Reads   records from scripts.base_eval and chat_eval and, for several seeds, the validation bpb in
         the training log of base models; evaluates nothing itself. With --all, the checkpoints,
         which answer the questions of the static suite (nanochat/lab/canaries.py)
-Writes  the section "Comparison of <before> and <after>", with a verdict for every metric that both
-        have of the same items; with --all, the section "Suite"
+Writes  the section "Comparison of <before> and <after>", with a verdict for every metric that all
+        have, of the same items; with --all, the section "Suite"
 """
 
 from collections.abc import Mapping

@@ -84,8 +84,8 @@ def read_rows(path: str) -> Iterator[dict[str, Any]]:
                 found["messages"] = rename(found["messages"])
             messages = found.get("messages") or [user(found.get("prompt", ""))]
             check_conversation(messages, is_answered=False)
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"{path}, line {number}: {error}") from error
+        except (ValueError, TypeError, LookupError) as error:
+            raise ValueError(f"{path}, line {number}: no conversation ({error})") from error
         yield found
 
 

@@ -154,7 +154,7 @@ def find_inputs(cfg: SweepScript) -> Inputs:
     named = re.findall(r"mixture=([^\s;]+)", f"{cfg.flags} {cfg.grid}")
     specs = [spec for words in named for spec in words.split("|")]
     specs += [cfg.mixture] if cfg.mixture else []
-    # a spec may be a mixture to train or to validate on: both of its splits count
+    # a spec without --mixture may be one to train or to validate on: both of its splits count
     data = fingerprint([chat_mixture(cfg.mixture or spec, spec).description for spec in specs])
     stage = parent_stage(cfg)
     return {base: {stage: find_checkpoint(stage, base).fingerprint, "data": data} for base in bases}

@@ -51,7 +51,7 @@ DOCUMENTS_PER_SHARD = 2500  # 1.2 MB of text
 
 def documents(shard: int, split: Split) -> Iterator[str]:
     """Iterator over the DOCUMENTS_PER_SHARD documents of one shard; deterministic."""
-    rng = Draw(split, WORLD_VERSION, 0, split, shard)  # 0 is fixed
+    rng = Draw(split, WORLD_VERSION, 0, split, shard)  # 0 is fixed: other numbers, other text
     return ("\n\n".join(filter(None, rng.pick(FORMS)(rng))) for _ in range(DOCUMENTS_PER_SHARD))
 
 
