@@ -28,6 +28,7 @@ atexit.register(speed_up_exit)
 # transformers caches remote code by folder name; use a fresh cache
 HF_MODULES = tempfile.TemporaryDirectory(prefix="hf_modules_")
 os.environ["HF_MODULES_CACHE"] = HF_MODULES.name
+os.environ["NO_PROXY"] = os.environ["no_proxy"] = "127.0.0.1,localhost"  # of the tests' servers
 
 settings.register_profile("no deadline", deadline=None)  # a machine may be busy
 settings.load_profile("no deadline")
@@ -59,8 +60,14 @@ TUNE = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the file with the longest test first, so that no worker waits for it at the end."""
+    """
+    Run the file with the longest test first, so that no worker waits for it at the end. Mark tests
+    that need real data.
+    """
     items.sort(key=lambda item: item.path.name != "test_speedrun.py")
+    for item in items:
+        if "hub" in getattr(item, "fixturenames", ()):
+            item.add_marker("resources")
 
 
 class Done(NamedTuple):

@@ -78,7 +78,8 @@ def test_B17_unreachable_vocabularies_are_skipped(base, command, train, monkeypa
     text = "quokka " * 500
     ratio = len(text) / len(Tokenizer.load().encode(text))
     assert found["values"]["bytes per token, text-val"] == pytest.approx(ratio)
-    assert "finished already" not in command.works("tok_eval", "--skip_if_done")
+    again = command.works("tok_eval", "--skip_if_done")
+    assert "finished already, skipped (without GPT-2 and GPT-4; python -m scripts.tok_eval" in again
 
 
 def test_B17_hanging_vocabulary_download_times_out(monkeypatch, tmp_path):
@@ -90,6 +91,7 @@ def test_B17_hanging_vocabulary_download_times_out(monkeypatch, tmp_path):
     assert found == {"GPT-2": why, "GPT-4": why}
 
 
+@pytest.mark.resources
 def test_rival_counts_and_table_are_right(monkeypatch):
     monkeypatch.setattr(tok_eval, "FETCH_SECONDS", 60.0)
     if not os.environ.get("TIKTOKEN_CACHE_DIR"):
