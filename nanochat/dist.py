@@ -19,9 +19,10 @@ import signal
 import sys
 import sysconfig
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -30,7 +31,7 @@ import torch
 from torch import Tensor, distributed
 from torch.distributed.rendezvous import rendezvous
 
-from nanochat.common import HUNG, UsageError, cpu_info, printable
+from nanochat.common import HUNG, UsageError, printable
 from nanochat.config import require_positive, short
 
 T = TypeVar("T")
@@ -51,8 +52,9 @@ class DistConfig:
     dtype: Annotated[Literal["bfloat16", "float16", "float32", "fp8"] | None, short("d")] = None
     """Dtype of activations and matmuls; master weights are float32. fp8: bfloat16 with fp8 matmuls
     in training (Ada, Hopper and later GPUs). float16: for GPUs before Ampere; training scales the
-    loss. Default: bfloat16 if the hardware supports it natively (including CPUs with AVX512-BF16 or
-    AMX), else float32; scripts.base_train from depth 20 on Hopper: fp8."""
+    loss. Default: that of the checkpoint, if it was trained on this type of device; otherwise on a
+    GPU bfloat16 if it is native, on a CPU bfloat16 if it is measured to be faster, else float32;
+    scripts.base_train from depth 20 on Hopper: fp8."""
     deterministic: bool = False
     """Use only deterministic algorithms, for bit-identical runs; slower on a GPU."""
     collective_timeout_minutes: float = 10.0
@@ -82,6 +84,24 @@ class DistContext:
     def is_main(self) -> bool:
         """Whether this is the main rank, which prints, logs and writes files."""
         return self.rank == 0
+
+    @property
+    def compute(self) -> dict[str, str]:
+        """Type of the device and compute dtype, as checkpoints store them for `keep_dtype`."""
+        return {"device_type": self.device.type, "dtype": str(self.dtype).removeprefix("torch.")}
+
+    def keep_dtype(self, cfg: DistConfig, compute: Mapping[str, str] | None) -> "DistContext":
+        """
+        Return these ranks with the dtype that a checkpoint was trained in, so that results do not
+        depend on which machine of a kind goes on with it. compute: of the checkpoint, None if
+        unknown. Without effect if --dtype is set or the type of the device differs.
+        """
+        if cfg.dtype or not compute or compute["device_type"] != self.device.type:
+            return self
+        own, kept = self.compute["dtype"], compute["dtype"]
+        if own != kept:
+            self.print0(f"dtype     {kept}, as before; --dtype={own} is the default of this device")
+        return replace(self, dtype=getattr(torch, kept))
 
     @property
     def device_name(self) -> str:
@@ -261,16 +281,32 @@ def init_dist(cfg: DistConfig = DistConfig(), seed: int = 0, steady: bool = True
     fp8 = cfg.dtype == "fp8"
     name = "bfloat16" if fp8 else cfg.dtype
     dtype = getattr(torch, name) if name else default_dtype(device)
-    return DistContext(rank, local_rank, world_size, device, dtype, fp8, store, objects)
+    dist = DistContext(rank, local_rank, world_size, device, dtype, fp8, store, objects)
+    return replace(dist, dtype=dist.broadcast(dtype))
 
 
 def default_dtype(device: torch.device) -> torch.dtype:
-    """bfloat16 if the device has native bfloat16 matmuls, else float32."""
+    """bfloat16 if native on a GPU, or if its matmuls are faster on this CPU; otherwise float32."""
+    half, full = torch.bfloat16, torch.float32
     if device.type == "cuda":
-        native = torch.cuda.get_device_capability(device) >= (8, 0)
-    else:
-        native = device.type == "cpu" and re.search(r"avx512_bf16|amx_bf16", cpu_info("flags"))
-    return torch.bfloat16 if native else torch.float32
+        return half if torch.cuda.get_device_capability(device) >= (8, 0) else full
+    faster = device.type == "cpu" and matmul_rate(half) >= BFLOAT16_GAIN * matmul_rate(full)
+    return half if faster else full
+
+
+def matmul_rate(dtype: torch.dtype) -> float:
+    """
+    FLOP/s of one CPU thread: the best of four products of 256 x 256 matrices. Counts the time of
+    the thread, which other processes do not lengthen. Takes about 4 ms, or one slow product.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    x, times = torch.ones(256, 256, dtype=dtype), [time.thread_time()]
+    while len(times) < 5 and times[-1] < times[0] + 0.02:  # the first one prepares the kernel
+        torch.mm(x, x)
+        times.append(time.thread_time())
+    torch.set_num_threads(threads)
+    return 2 * 256**3 / min(b - a for a, b in pairwise(times))
 
 
 def join(
@@ -339,6 +375,9 @@ PEAK_FLOPS = {  # pattern of names -> dense bf16 FLOP/s of the data sheet, most 
     "RTX 4090": 165e12,
     "RTX 3090": 71e12,
 }
+# From which rate of bfloat16 matmuls, relative to float32, a CPU trains in bfloat16. No flag of the
+# CPU tells: with avx512_bf16, an EPYC (Zen 4) has 2 to 5, a Xeon without AMX 0.5 (2026-11)
+BFLOAT16_GAIN = 1.2
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # parameters of glibc's mallopt
 
 

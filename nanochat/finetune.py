@@ -114,6 +114,7 @@ def bucket_rows(
 
 def make_run(
     stage: Literal["mid", "sft"],
+    tag: str,
     parent: Checkpoint,
     model: GPT,
     rows: Rows,
@@ -135,7 +136,7 @@ def make_run(
     counts = rows.record(CHAT_SHARD)["buckets"]
     return Run(
         stage,
-        choose_tag(stage, parent, train),
+        tag,
         train,
         model,
         optimizer,

@@ -40,6 +40,7 @@ from nanochat.checkpoint import (
     Checkpoint,
     CorruptCheckpoint,
     Stage,
+    newest_state,
     open_checkpoint,
     save_checkpoint,
     stage_folder,
@@ -454,7 +455,7 @@ class Run:
             self.checkpoint = found if dist.is_main else None
             dist.print0(f"resumed {found.folder}")
         self.first_step = progress.step
-        self.state |= records.code_state()
+        self.state |= {"compute": dist.compute, **records.code_state()}
         if found:
             self.state["commits"] = found.state["commits"] + self.state["commits"]
         self.state["tracked"] = found.state["tracked"] if found else records.new_run_id()
@@ -920,6 +921,21 @@ class Run:
         if stage in ("sft", "dpo", "rl"):
             lines.append(f"chat: python -m scripts.chat_cli --source={stage} --model_tag={tag}")
         return "\n".join(lines)
+
+
+def keep_dtype(
+    dist: DistContext, cfg: TrainConfig, stage: Stage, tag: str, parent: Checkpoint | None = None
+) -> DistContext:
+    """
+    The ranks with the dtype of the run that will be resumed, if there is one, else of the parent;
+    see `DistContext.keep_dtype`.
+    """
+
+    def read() -> dict[str, str] | None:
+        own = newest_state(stage_folder(stage) / tag) if cfg.resume == "auto" else None
+        return (own or (parent.state if parent else {})).get("compute")
+
+    return dist.keep_dtype(cfg.dist, dist.on_main(read))
 
 
 def describe_dtype(dist: DistContext) -> str:

@@ -56,6 +56,7 @@ class BaseLoss:
 def main(cfg: BaseLoss) -> None:
     dist, code = init_dist(cfg.dist), records.code_state()
     checkpoint = dist.on_node(lambda: find_checkpoint("base", cfg.model_tag, cfg.model_step))
+    dist = dist.keep_dtype(cfg.dist, checkpoint.state.get("compute"))
     source = open_text(cfg.data, checkpoint.state["source"])
     origin = checkpoint.state["provenance"]
     inputs = {**origin["inputs"], "base": checkpoint.fingerprint}

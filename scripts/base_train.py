@@ -30,7 +30,7 @@ from nanochat.scaling import (
     shape_for_depth,
 )
 from nanochat.tokenizer import Tokenizer
-from nanochat.train import Compile, Run, TrainConfig, skip_if_finished
+from nanochat.train import Compile, Run, TrainConfig, keep_dtype, skip_if_finished
 from tasks.world import write as builtin
 
 SECTION = "Base model training"
@@ -82,7 +82,8 @@ class BaseTrain:
 
 def main(cfg: BaseTrain) -> None:
     seed, schedule = cfg.train.seed, cfg.schedule
-    dist = open_device(cfg)
+    tag = cfg.train.model_tag or f"d{cfg.depth}"
+    dist = keep_dtype(open_device(cfg), cfg.train, "base", tag)
 
     # Tokenizer, text and rows; exit if this run has already finished
     tokenizer, source, rows = open_inputs(cfg, dist)
@@ -104,7 +105,7 @@ def main(cfg: BaseTrain) -> None:
 
     run = Run(
         "base",
-        cfg.train.model_tag or f"d{cfg.depth}",
+        tag,
         cfg.train,
         model,
         optimizer,

@@ -132,6 +132,7 @@ def main(cfg: ChatEval) -> None:
         section += f", {cfg.num_samples} answers at temperature {cfg.sampling.temperature:g}"
     dist, code = init_dist(cfg.dist, cfg.sampling.seed), records.code_state()
     checkpoint = dist.on_node(lambda: find_checkpoint(cfg.source, cfg.model_tag, cfg.step))
+    dist = dist.keep_dtype(cfg.dist, checkpoint.state.get("compute"))
     inputs = parent_inputs(checkpoint)
 
     # Choose the tasks, and the means over them

@@ -19,6 +19,7 @@ from nanochat.finetune import (
     FinetuneConfig,
     bucket_rows,
     chat_losses,
+    choose_tag,
     finetuning_values,
     make_run,
     open_parent,
@@ -26,7 +27,7 @@ from nanochat.finetune import (
     parent_inputs,
 )
 from nanochat.optim import OptimConfig, decay_factor, lr_factor, muon_momentum
-from nanochat.train import TrainConfig, skip_if_finished
+from nanochat.train import TrainConfig, keep_dtype, skip_if_finished
 from tasks.buckets import chat_mixture
 
 SECTION = "Chat SFT"
@@ -48,6 +49,8 @@ class ChatSft:
 def main(cfg: ChatSft) -> None:
     dist = init_dist(cfg.train.dist, cfg.train.seed)
     parent = open_parent(cfg.source, ("base", "mid"), cfg.train, dist)
+    tag = choose_tag("sft", parent, cfg.train)
+    dist = keep_dtype(dist, cfg.train, "sft", tag, parent)
     default = BUILTIN_MIXTURES.get(parent.state["source"].get("dataset"), MIXTURE)
     chats = chat_mixture(cfg.tuning.mixture or default, cfg.tuning.val_mixture)
     eval_tokens = cfg.tuning.validation.tokens(dist)
@@ -61,7 +64,7 @@ def main(cfg: ChatSft) -> None:
     model, tokenizer = load_model(parent, dist, tuning.max_seq_len), parent.tokenizer()
     T = model.cfg.max_seq_len
     rows = packed_chats(chats.train, cfg.train.seed, tokenizer, T, dist)
-    run = make_run("sft", parent, model, rows, cfg, dist, resolved, inputs, chats.declared)
+    run = make_run("sft", tag, parent, model, rows, cfg, dist, resolved, inputs, chats.declared)
     val_rows = bucket_rows(chats.val, tokenizer, T, dist)
     validation, num_steps = Validation(tuning.validation, val_rows, tokenizer, dist), run.num_steps
 

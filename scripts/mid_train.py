@@ -19,6 +19,7 @@ from nanochat.finetune import (
     FinetuneConfig,
     bucket_rows,
     chat_losses,
+    choose_tag,
     finetuning_values,
     make_run,
     open_parent,
@@ -26,7 +27,7 @@ from nanochat.finetune import (
     parent_inputs,
 )
 from nanochat.optim import OptimConfig, decay_factor, lr_factor, muon_momentum
-from nanochat.train import TrainConfig, skip_if_finished
+from nanochat.train import TrainConfig, keep_dtype, skip_if_finished
 from tasks.buckets import chat_mixture
 
 SECTION = "Midtraining"
@@ -47,6 +48,8 @@ class MidTrain:
 def main(cfg: MidTrain) -> None:
     dist = init_dist(cfg.train.dist, cfg.train.seed)
     parent = open_parent(cfg.source, ("base",), cfg.train, dist)
+    tag = choose_tag("mid", parent, cfg.train)
+    dist = keep_dtype(dist, cfg.train, "mid", tag, parent)
     default = BUILTIN_MIXTURES.get(parent.state["source"].get("dataset"), MIXTURE)
     chats = chat_mixture(cfg.tuning.mixture or default, cfg.tuning.val_mixture)
     eval_tokens = cfg.tuning.validation.tokens(dist)
@@ -60,7 +63,7 @@ def main(cfg: MidTrain) -> None:
     model, tokenizer = load_model(parent, dist, tuning.max_seq_len), parent.tokenizer()
     T = model.cfg.max_seq_len
     rows = packed_chats(chats.train, cfg.train.seed, tokenizer, T, dist)
-    run = make_run("mid", parent, model, rows, cfg, dist, resolved, inputs, chats.declared)
+    run = make_run("mid", tag, parent, model, rows, cfg, dist, resolved, inputs, chats.declared)
     val_rows = bucket_rows(chats.val, tokenizer, T, dist)
     validation, num_steps = Validation(tuning.validation, val_rows, tokenizer, dist), run.num_steps
 

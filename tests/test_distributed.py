@@ -89,6 +89,16 @@ def test_B5_B6_ranks_have_equal_weights_after_each_step(base, here):
         np.testing.assert_allclose(found, want, rtol=1e-4)
 
 
+def test_all_ranks_take_the_dtype_of_the_main_rank(base):
+    """Rank 1 measures faster matmuls in bfloat16, rank 0 in float32."""
+    code = (
+        "import os, torch; from nanochat import dist; half = os.environ['RANK'] == '1';"
+        "dist.matmul_rate = lambda dtype: 1 + ((dtype == torch.bfloat16) == half);"
+        "here = dist.init_dist(); print(here.gather(here.dtype)); here.close()"
+    )
+    assert "[torch.float32, torch.float32]" in two_ranks(base, "-c", code)
+
+
 RUN = "--num_iterations={} --total_batch_size=512 --eval_tokens=1024 --dtype=float32"
 RECURSION = (
     f"recursion.base_train --depth=3 --max_seq_len=32 {RUN.format(12)} "

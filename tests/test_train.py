@@ -5,6 +5,7 @@ import itertools
 import math
 import os
 import re
+import shutil
 import signal
 
 import pytest
@@ -72,6 +73,54 @@ def test_grad_clip_bounds_the_gradient(trained, command):
         run, found = first_step(command, trained, "clipped", f"--grad_clip={limit}")
         assert curve(run, "grad_norm") == [norm]  # before clipping
         torch.testing.assert_close(found, factor * want)
+
+
+# ---- The compute dtype -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def measure(monkeypatch):
+    """
+    Let a CPU measure bfloat16 matmuls of this speed, relative to float32; returns the dtypes that
+    are measured from then on.
+    """
+
+    def install(gain):
+        measured = []
+        rates = {torch.bfloat16: gain, torch.float32: 1.0}
+        record = lambda dtype: measured.append(dtype) or rates[dtype]  # noqa: E731
+        monkeypatch.setattr("nanochat.dist.matmul_rate", record)
+        return measured
+
+    return install
+
+
+def test_dtype_is_measured_once_and_kept_when_resumed_and_in_later_stages(
+    trained, command, measure
+):
+    def dtype_of(section):
+        return read_json(trained / "report" / f"{section}.json")["values"]["Compute dtype"]
+
+    free = [flag for flag in SMALL if "dtype" not in flag]
+    free += ["--num_iterations=4", "--save_every=2"]
+    measured = measure(2.0)
+    text = command.works("base_train", *free, "--model_tag=half")
+    assert measured == [torch.bfloat16, torch.float32] and "as before" not in text
+    assert dtype_of("base-model-training") == "bfloat16"
+    copy_until(4, folder(trained, "half"), folder(trained, "cut"))
+    shutil.rmtree(folder(trained, "cut") / "step_000004")
+
+    measure(1.1)  # on another machine
+    text = command.works("base_train", *free, "--model_tag=cut", "--resume=auto")
+    assert "bfloat16, as before; --dtype=float32 is the default of this device" in text
+    assert losses(trained, "cut") == losses(trained, "half")
+    tune = ["mid_train", *"--source=base:cut --mixture=world_facts=60 --num_iterations=2".split()]
+    command.works(*tune)
+    assert dtype_of("midtraining") == "bfloat16"
+    command.works(*tune, "--dtype=float32")
+    assert dtype_of("midtraining") == "float32"
+    command.works("base_train", *free, "--model_tag=new", "--num_iterations=1")
+    assert dtype_of("base-model-training") == "float32"
 
 
 # ---- Memory --------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from nanochat.gpt import GPTConfig
 from nanochat.optim import OptimConfig, Rule, decay_factor, lr_factor, muon_momentum
 from nanochat.rows import pack_rows
 from nanochat.scaling import Horizon, batch_lr_factor, default_head_dim, plan_horizon, scaled_rules
-from nanochat.train import Run, skip_if_finished
+from nanochat.train import Run, keep_dtype, skip_if_finished
 from scripts.base_train import (
     SECTION,
     BaseTrain,
@@ -112,7 +112,8 @@ class GolfTrain(BaseTrain):
 def main(cfg: GolfTrain) -> None:
     seed, schedule = cfg.train.seed, cfg.schedule
     max_seconds, late = cfg.max_wallclock_seconds, cfg.qat_start < 1
-    dist = init_dist(cfg.train.dist, seed)
+    tag = cfg.train.model_tag or f"d{cfg.depth}"
+    dist = keep_dtype(init_dist(cfg.train.dist, seed), cfg.train, "base", tag)
 
     # Tokenizer, text and rows; exit if this run has already finished
     tokenizer, source, rows = open_inputs(cfg, dist)
@@ -136,7 +137,7 @@ def main(cfg: GolfTrain) -> None:
 
     run = Run(
         "base",
-        cfg.train.model_tag or f"d{cfg.depth}",
+        tag,
         cfg.train,
         model,
         optimizer,

@@ -20,7 +20,7 @@ from nanochat.recursion.model import RecursiveConfig, RecursiveGPT, Supervise
 from nanochat.recursion.verdict import step_metrics, validation_metrics
 from nanochat.rows import pack_rows
 from nanochat.scaling import plan_horizon, scaled_rules
-from nanochat.train import Run, skip_if_finished
+from nanochat.train import Run, keep_dtype, skip_if_finished
 from scripts.base_train import (
     SECTION,
     BaseTrain,
@@ -100,7 +100,8 @@ class RecursionTrain(BaseTrain):
 
 def main(cfg: RecursionTrain) -> None:
     seed, schedule = cfg.train.seed, cfg.schedule
-    dist = open_device(cfg)
+    tag = cfg.train.model_tag or f"d{cfg.depth}"
+    dist = keep_dtype(open_device(cfg), cfg.train, "base", tag)
     if cfg.recursion.recursion_preset in WEAK_PRESETS:
         dist.print0(WARNING.format(cfg.recursion.recursion_preset))
 
@@ -125,7 +126,7 @@ def main(cfg: RecursionTrain) -> None:
 
     run = Run(
         "base",
-        cfg.train.model_tag or f"d{cfg.depth}",
+        tag,
         cfg.train,
         model,
         optimizer,
