@@ -11,6 +11,7 @@ summed, so no running maximum is needed.
 import math
 from collections.abc import Callable, Iterator
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,6 +65,15 @@ def compiled_version(function: Callable) -> Callable:
     return torch.compile(function, dynamic=False)
 
 
+def run_compiled(function: Callable, logits: Tensor, *args: Any) -> Any:
+    """
+    Run a function of logits (n, V) with `compiled_version`; on a CPU, compiled once for any n > 1.
+    """
+    if logits.device.type == "cpu":
+        torch._dynamo.maybe_mark_dynamic(logits, 0)
+    return compiled_version(function)(logits, *args)
+
+
 # ---- Loss and gradients --------------------------------------------------------------------------
 
 
@@ -80,8 +90,8 @@ def chunk_loss(
     `divide`, and the factors (n, 1) that normalize their rows. Nats and factors are 0 for IGNORE.
     """
     counted = (targets != IGNORE)[:, None]
-    terms = compiled_version(softmax_terms) if compiled else softmax_terms
-    total, slope = terms(logits, divide)
+    terms = (logits, divide)
+    total, slope = run_compiled(softmax_terms, *terms) if compiled else softmax_terms(*terms)
     capped = target_logits(logits, targets)  # (n, 1)
     at_target = (torch.exp(capped - SOFTCAP) - total) * (1.0 - (capped / SOFTCAP) ** 2)
     divisor = torch.ones_like(total) if divide else total
@@ -147,21 +157,37 @@ def chunked_cross_entropy(
     weights (...) float32 of either sign, None = ones. fp8: all matmuls are in fp8. The backward
     pass may run only once: it scales the stored gradients in place.
     """
-    flat = None if weights is None else weights.flatten()
-    args = (hidden.flatten(0, -2), head, targets.flatten(), flat, compiled, fp8)
-    return ChunkedCrossEntropy.apply(*args)  # type: ignore
+    hidden, targets = hidden.flatten(0, -2), targets.flatten()
+    weights = None if weights is None else weights.flatten()
+    if (counted := skip_ignored(targets)) is not None and not fp8:
+        hidden, targets = hidden[counted], targets[counted]
+        weights = None if weights is None else weights[counted]
+    return ChunkedCrossEntropy.apply(hidden, head, targets, weights, compiled, fp8)  # type: ignore
 
 
 @torch.no_grad()
 def token_losses(hidden: Tensor, head: Tensor, targets: Tensor, compiled: bool = False) -> Tensor:
     """Nats of each target, (...) float32, 0 for IGNORE; no gradients. Shapes as above."""
     hidden, flat, weight = hidden.flatten(0, -2), targets.flatten(), head.to(hidden.dtype)
+    if (counted := skip_ignored(flat)) is not None:
+        found = torch.zeros_like(flat, dtype=torch.float32)
+        found[counted] = token_losses(hidden[counted], head, flat[counted], compiled)
+        return found.view_as(targets)
     nats = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
-    totals = compiled_version(log_total) if compiled else log_total
     for part in chunks(len(hidden), head):
         logits = hidden[part] @ weight.mT
-        nats[part] = (totals(logits) - target_logits(logits, flat[part])).squeeze(1)
+        total = run_compiled(log_total, logits) if compiled else log_total(logits)
+        nats[part] = (total - target_logits(logits, flat[part])).squeeze(1)
     return (nats * (flat != IGNORE)).view_as(targets)
+
+
+def skip_ignored(targets: Tensor) -> Tensor | None:
+    """
+    Indices of the targets (n,) that are not IGNORE, if some are and it pays to leave these out: on
+    a CPU. On a GPU, their number would have to be waited for.
+    """
+    counted = (targets != IGNORE).nonzero().squeeze(1) if targets.device.type == "cpu" else targets
+    return None if len(counted) == len(targets) else counted
 
 
 def chunks(num_tokens: int, head: Tensor) -> Iterator[slice]:
