@@ -88,9 +88,11 @@ def test_compiled_muon_update_equals_the_eager_one(dist, shape):
     torch.testing.assert_close(compiled, eager, rtol=1e-4, atol=1e-5)
 
 
-def test_adamw_matches_pytorch(dist):
+@pytest.mark.parametrize("compiled", [False, True])
+def test_adamw_matches_pytorch(dist, compiled):
     draws = torch.randn(5, 7, 5, generator=torch.Generator().manual_seed(0))
-    (found,) = updated(dist, Rule("adamw", 0.01, (0.8, 0.95), 0.1), draws[:1], draws[1:, None])
+    rule = Rule("adamw", 0.01, (0.8, 0.95), 0.1)
+    (found,) = updated(dist, rule, draws[:1], draws[1:, None], compiled)
     q = torch.nn.Parameter(draws[0].clone())
     theirs = torch.optim.AdamW([q], lr=0.01, betas=(0.8, 0.95), eps=1e-10, weight_decay=0.1)
     for grad, factors in zip(draws[1:], STEPS, strict=True):
