@@ -27,6 +27,7 @@ from nanochat.common import StopRequest, printable
 from nanochat.config import require_at_least, short
 from nanochat.dist import has_compiler, memory_bytes
 from nanochat.gpt import GPT
+from nanochat.loss import cap
 from nanochat.tokenizer import SPECIAL_TOKENS, Tokenizer
 
 # ---- Sampling: temperature, top-k, top-p, min-p and penalties per sequence -----------------------
@@ -98,9 +99,12 @@ def penalize(logits: Tensor, settings: Sequence[Sampling], ids: Sequence[Sequenc
             x[list(s.logit_bias)] += torch.tensor(list(s.logit_bias.values()), device=x.device)
 
 
-def sample(logits: Tensor, settings: Sequence[Sampling], uniform: Sequence[float]) -> list[int]:
+def sample(
+    logits: Tensor, settings: Sequence[Sampling], uniform: Sequence[float], capped: bool = True
+) -> list[int]:
     """
-    Sample the next token id of each row from logits (B, V), float32.
+    Sample the next token id of each row from logits (B, V), float32. If they are not soft-capped,
+    only those of the candidates will be: the cap does not change their order.
 
     uniform: one number in [0, 1) per row. Temperature applies first, then top-k, top-p and min-p
     (arXiv:2407.01082). Among tied tokens, top-k keeps exactly k tokens; the others keep all.
@@ -115,14 +119,24 @@ def sample(logits: Tensor, settings: Sequence[Sampling], uniform: Sequence[float
         if k == 1:
             found = of_group.argmax(dim=-1)
         else:
-            found = draw(of_group, k, [settings[r] for r in rows], [uniform[r] for r in rows])
+            of_rows = [settings[r] for r in rows], [uniform[r] for r in rows]
+            found = draw(of_group, k, *of_rows, capped)
         for row, token in zip(rows, found.tolist(), strict=True):
             picked[row] = token
     return picked
 
 
-def draw(logits: Tensor, k: int, settings: Sequence[Sampling], uniform: Sequence[float]) -> Tensor:
-    """Sample from each row's `k` most likely tokens: (B, V) -> (B,). Needs temperatures > 0."""
+def draw(
+    logits: Tensor,
+    k: int,
+    settings: Sequence[Sampling],
+    uniform: Sequence[float],
+    capped: bool = True,
+) -> Tensor:
+    """
+    Sample from each row's `k` most likely tokens: (B, V) -> (B,). Needs temperatures > 0; others as
+    in `sample`.
+    """
 
     def column(values: Iterable[float]) -> Tensor:
         return torch.tensor(list(values), dtype=torch.float32, device=logits.device)[:, None]
@@ -130,6 +144,7 @@ def draw(logits: Tensor, k: int, settings: Sequence[Sampling], uniform: Sequence
     ids, descending = None, k < logits.size(1)
     if descending:
         logits, ids = logits.topk(k, dim=-1)  # (B, k), in descending order
+    logits = logits if capped else cap(logits)
     shifted = logits - logits.amax(dim=-1, keepdim=True)
     # unnormalized probabilities, largest = 1
     weights = (shifted / column(s.temperature for s in settings)).exp()
@@ -165,13 +180,15 @@ def next_logits(
     model: GPT, cache: KVCache, tokens: Tensor, positions: Tensor, key_positions: Tensor
 ) -> Tensor:
     """
-    Decode tokens (B, 1) at positions (B, 1) of the first B slots; returns logits (B, V).
+    Decode tokens (B, 1) at positions (B, 1) of the first B slots; returns logits (B, V), on a CPU
+    without the soft cap.
 
     The tokens attend to the first len(key_positions) cache positions; this number may vary without
     recompilation.
     """
     view = CacheView(cache, None, positions, key_positions.size(0))
-    return model.logits(model.hidden(tokens, view)[:, -1])
+    logits = model.uncapped_logits(model.hidden(tokens, view)).squeeze(1)
+    return logits if logits.device.type == "cpu" else cap(logits)
 
 
 CAPTURING = threading.Lock()  # PyTorch captures one CUDA graph at a time in a process
@@ -204,7 +221,7 @@ class DecodeStep:
         self.pool = torch.cuda.graph_pool_handle() if self.recorded else None
 
     def __call__(self, newest: Sequence[int]) -> Tensor:
-        """Logits (B, V) after the newest tokens; the caller must update `cache.lengths`."""
+        """`next_logits` after the newest tokens; the caller must update `cache.lengths`."""
         past = self.cache.lengths[: len(newest)]
         if self.compiled:
             try:
@@ -420,8 +437,11 @@ class Engine:
             self.cache.lengths[slot] += 1
         uniform = [c.random.random() for c in grown]
         settings = [c.settings for c in grown]
-        penalize(logits, settings, [c.ids for c in grown])
-        picked = sample(logits, settings, uniform)
+        capped = self.model.device.type != "cpu"
+        if any(isinstance(s, PenalizedSampling) for s in settings):
+            logits, capped = logits if capped else cap(logits), True
+            penalize(logits, settings, [c.ids for c in grown])
+        picked = sample(logits, settings, uniform, capped)
         for completion, token in zip(grown, picked, strict=True):
             self.advance(completion, token)
         self.evict()

@@ -86,6 +86,18 @@ def norm(x: Tensor) -> Tensor:
     return F.rms_norm(x, (x.size(-1),))
 
 
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """
+    x (..., C) @ weight (N, C) transposed -> (..., N), for x of the dtype of the weight.
+
+    A decode step on a CPU in float32, x (B, 1, C), computes the transpose: with 64 rows 1.3 to 1.8
+    times as fast, with one row equal (EPYC with AVX2, 2026-12).
+    """
+    if x.device.type == "cpu" and x.dtype == torch.float32 and x.ndim == 3 and x.size(1) == 1:
+        return (weight @ x[:, 0].mT).mT[:, None]
+    return F.linear(x, weight)
+
+
 class Linear(nn.Linear):
     """
     Bias-free linear layer with float32 weights: matmul in the dtype of the input. With `fp8`,
@@ -100,7 +112,7 @@ class Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         if self.fp8 and torch.is_grad_enabled():
             return fp8_linear(x, self.weight)
-        return F.linear(x, self.weight.to(x.dtype))
+        return linear(x, self.weight.to(x.dtype))
 
 
 class Embedding(nn.Embedding):
@@ -139,7 +151,7 @@ class Attention(nn.Module):
         if self.qkv_weight is None:
             q, k, v = self.q(x), self.k(x), self.v(x)
         else:
-            q, k, v = F.linear(x, self.qkv_weight).split((H * D, G * D, G * D), dim=-1)
+            q, k, v = linear(x, self.qkv_weight).split((H * D, G * D, G * D), dim=-1)
         q, k, v = q.view(B, T, H, D), k.view(B, T, G, D), v.view(B, T, G, D)
         if self.gate is not None and value_embed is not None:
             gate = 3 * torch.sigmoid(self.gate(x[..., : self.gate.in_features]))  # (B, T, G)
@@ -346,9 +358,13 @@ class GPT(nn.Module):
         """
         return (x - self.backout * middle.float()).to(x.dtype) if self.cfg.backout else x
 
+    def uncapped_logits(self, hidden: Tensor) -> Tensor:
+        """hidden (..., C) -> logits (..., V) in float32, without the soft cap."""
+        return linear(hidden, self.head.weight.to(hidden.dtype)).float()
+
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden (..., C) -> soft-capped logits (..., V) in float32."""
-        return cap(F.linear(hidden, self.head.weight.to(hidden.dtype)))
+        return cap(self.uncapped_logits(hidden))
 
     def forward(self, tokens: Tensor) -> Tensor:
         """tokens (B, T) -> soft-capped logits (B, T, V) in float32. Training uses `loss`."""

@@ -171,9 +171,9 @@ def says(patch: pytest.MonkeyPatch, site: Site, *pieces: str | bytes) -> None:
     engine, script, plain = site.engine, site.ids(*pieces, "<|assistant_end|>"), generation.sample
     turns = {engine.tokenizer.special(name) for name in generation.TURN_TOKENS}
 
-    def sample(logits: Any, settings: Any, uniform: Any) -> list[int]:
+    def sample(logits: Any, *settings: Any) -> list[int]:
         if len(engine.active) != len(logits):  # a step of another model
-            return plain(logits, settings, uniform)
+            return plain(logits, *settings)
         return [script[min(len(row.ids), len(script) - 1)] for row in engine.active]
 
     patch.setattr(engine, "ends", turns)
@@ -184,10 +184,10 @@ def slow_down(patch: pytest.MonkeyPatch, seconds: float) -> list[int]:
     """Delay every token; returns a list that collects the number of tokens of each step."""
     plain, taken = generation.sample, []
 
-    def sample(logits: Any, settings: Any, uniform: Any) -> list[int]:
+    def sample(logits: Any, *settings: Any) -> list[int]:
         time.sleep(seconds)
-        taken.append(len(settings))
-        return plain(logits, settings, uniform)
+        taken.append(len(logits))
+        return plain(logits, *settings)
 
     patch.setattr("nanochat.engine.sample", sample)
     return taken

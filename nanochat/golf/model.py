@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanochat.attention import CacheView, Rope, attend, rotary, rotate
-from nanochat.gpt import GPT, Attention, GPTConfig, norm
+from nanochat.gpt import GPT, Attention, GPTConfig, linear, norm
 
 TIED_STD = 0.005  # of an embedding tied to the LM head
 
@@ -88,7 +88,7 @@ class GolfAttention(Attention):
         if self.qkv_weight is None:
             q, k, v = self.q(x), self.k(x), self.v(x)
         else:
-            q, k, v = F.linear(x, self.qkv_weight).split((H * D, G * D, G * D), dim=-1)
+            q, k, v = linear(x, self.qkv_weight).split((H * D, G * D, G * D), dim=-1)
         q, k, v = q.view(B, T, H, D), k.view(B, T, G, D), v.view(B, T, G, D)
         if self.gate is not None and value_embed is not None:
             gate = 3 * torch.sigmoid(self.gate(x[..., : self.gate.in_features]))  # (B, T, G)
