@@ -68,6 +68,16 @@ class Group(NamedTuple):
         return max(self.rewards) > min(self.rewards)
 
 
+class Asked(NamedTuple):
+    """A question whose answers are being generated."""
+
+    question: int
+    """Its index in the task."""
+    attempt: int
+    """Number of questions of the same draw before it."""
+    answers: list[Completion]
+
+
 def advantages(rewards: Sequence[float]) -> list[float]:
     """Advantage of each answer to a question: its reward minus the mean of all."""
     mean = sum(rewards) / len(rewards)
@@ -189,39 +199,46 @@ class Rollouts:
         }
         return dict(zip(mine, self.dist.sum(*mine.values()), strict=True))
 
-    def resample(self, draws: Sequence[int], groups: Sequence[Group], times: int) -> list[Group]:
+    def answer(self, draws: Sequence[int], resample: int = 0) -> tuple[list[Group], list[Group]]:
         """
-        Replace those groups of `draws` without signal by answers to other questions, up to `times`
-        times.
-        """
-        groups = list(groups)
-        for attempt in range(1, times + 1):
-            silent = [n for n, group in enumerate(groups) if not group.has_signal]
-            others = self.answer([draws[n] for n in silent], attempt)
-            for n, group in zip(silent, others, strict=True):
-                groups[n] = group
-        return groups
+        Generate and score `num_samples` answers to the question of each draw.
 
-    def answer(self, draws: Sequence[int], attempt: int = 0) -> list[Group]:
+        A group without signal is replaced by the answers to another question, up to `resample`
+        times, as soon as it is complete: its slots need not wait for the longest answer. Returns
+        the groups of the first questions and those of the last. Answers depend on the question and
+        its draw, not on the rank or, except for rounding, other prompts in the batch.
         """
-        Generate and score `num_samples` answers per question.
+        first: dict[int, Group] = {}
+        last: dict[int, Group] = {}
+        running = {draw: self.ask(draw, 0) for draw in draws}
+        while running:
+            self.engine.step()
+            stopped = self.engine.stop is not None and self.engine.stop.asked
+            for draw, (question, attempt, answers) in list(running.items()):
+                for answer in answers if stopped else ():
+                    self.engine.cancel(answer)
+                if not all(answer.finish for answer in answers):
+                    continue
+                group = Group(answers, [self.reward(question, answer) for answer in answers])
+                last[draw] = group
+                first.setdefault(draw, group)
+                del running[draw]
+                if not (group.has_signal or attempt == resample or stopped):
+                    running[draw] = self.ask(draw, attempt + 1)
+        return [first[draw] for draw in draws], [last[draw] for draw in draws]
 
-        A prompt longer than `longest_prompt` loses its oldest turns, then its beginning. Answers
-        depend on the question and its draw, not on the rank or, except for rounding, other prompts
-        in the batch.
+    def ask(self, draw: int, attempt: int) -> Asked:
+        """
+        Queue the answers to the question of a draw.
+
+        A prompt longer than `longest_prompt` loses its oldest turns, then its beginning.
         """
         cfg, engine = self.cfg, self.engine
-        order = [drawn_index(draw, len(self.questions), self.seed, attempt) for draw in draws]
-        questions = [self.questions[n] for n in order]
+        question = self.questions[drawn_index(draw, len(self.questions), self.seed, attempt)]
         most = longest_prompt(engine, cfg.max_new_tokens)
-        prompts, _ = render_prompts(engine.tokenizer, (self.task[i] for i in questions), most)
-        first = self.seed * 1_000_003 + attempt * 1_000_000_007
-        seeds = [first + draw for draw in draws]
-        groups = engine.generate(prompts, cfg.sampling(0), cfg.num_samples, seeds)
-        return [
-            Group(group, [self.reward(i, answer) for answer in group])
-            for i, group in zip(questions, groups, strict=True)
-        ]
+        [prompt], _ = render_prompts(engine.tokenizer, [self.task[question]], most)
+        seed = self.seed * 1_000_003 + attempt * 1_000_000_007 + draw
+        return Asked(question, attempt, engine.submit(prompt, cfg.sampling(seed), cfg.num_samples))
 
     def reward(self, i: int, answer: Completion) -> float:
         """Reward of an answer to question i of the task; that of a right one falls with length."""

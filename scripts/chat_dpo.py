@@ -38,7 +38,7 @@ from nanochat.rows import signed_ids
 from nanochat.sandbox import calculate
 from nanochat.scaling import make_rules
 from nanochat.tokenizer import Tokenizer
-from nanochat.train import Run, TrainConfig, skip_if_finished
+from nanochat.train import Run, TrainConfig, keep_dtype, skip_if_finished
 from scripts.chat_rl import BUILTIN_TASKS, MOMENTUM, SCHEDULE, TASK
 from tasks.base import Conversation, Task, assistant, check_conversation, user
 from tasks.buckets import held_out_questions, rl_questions
@@ -94,6 +94,7 @@ def main(cfg: ChatDPO) -> None:
     rl.require_divisible(per_step, dist)
     parent = open_parent(cfg.source, tuple(FOLDERS), cfg.train, dist)
     tag, inputs, task = choose_tag("dpo", parent, cfg.train), parent_inputs(parent), ""
+    dist = keep_dtype(dist, cfg.train, "dpo", tag, parent)
     if cfg.pairs:
         data = Preferences("train", cfg.pairs), Preferences("val", cfg.pairs)
         inputs["pairs"] = fingerprint(data[0].identity)
@@ -253,7 +254,7 @@ def sample_pairs(
     questions, found = range(len(task)), {}
     rollouts = rl.Rollouts(task, questions, cfg, seed, dist, engine)
     mine = questions[dist.rank :: dist.world_size]
-    for i, group in zip(mine, rollouts.answer(mine), strict=True):
+    for i, group in zip(mine, rollouts.answer(mine)[0], strict=True):
         if group.has_signal:
             ends = [group.rewards.index(extreme(group.rewards)) for extreme in (max, min)]
             found[i] = [rl.encode_completion(group.answers[n]) for n in ends]

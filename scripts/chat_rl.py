@@ -26,7 +26,7 @@ from nanochat.records import code_digests, item_scores
 from nanochat.rl import RolloutConfig, Rollouts, draws_of_step, kl_to_reference, micro_batches
 from nanochat.sandbox import calculate
 from nanochat.scaling import make_rules
-from nanochat.train import Run, TrainConfig, skip_if_finished
+from nanochat.train import Run, TrainConfig, describe_dtype, keep_dtype, skip_if_finished
 from tasks.base import Mixture
 from tasks.buckets import held_out_questions, rl_questions
 
@@ -89,6 +89,8 @@ def main(cfg: ChatRL) -> None:
     rl, seed = cfg.rl, cfg.train.seed
     dist = init_dist(cfg.train.dist, seed)
     parent = open_parent(cfg.source, tuple(FOLDERS), cfg.train, dist)
+    tag = choose_tag("rl", parent, cfg.train)
+    dist = keep_dtype(dist, cfg.train, "rl", tag, parent)
     spec = cfg.task or BUILTIN_TASKS.get(parent.state["source"].get("dataset"), TASK)
     train_task = rl_questions(spec, seed)
     held_out = held_out_questions(cfg.eval_task or spec, cfg.eval_examples)
@@ -98,7 +100,6 @@ def main(cfg: ChatRL) -> None:
         return dist.close()
 
     # Model, rollouts, optimizer
-    tag = choose_tag("rl", parent, cfg.train)
     model = load_model(parent, dist)
     reference = inference_copy(load_model(parent, dist)) if cfg.log_kl else None
     rollouts = open_rollouts(cfg, parent, train_task, dist)
@@ -157,11 +158,8 @@ def main(cfg: ChatRL) -> None:
             # Answers of the current model, and their rewards
             started = time.perf_counter()
             draws = draws_of_step(step, rl.examples_per_step, dist)
-            groups = rollouts.answer(draws)
-            metrics = rollouts.metrics(groups)
-            generated = metrics["answer_tokens"] * rl.examples_per_step * rl.num_samples
-            metrics["tokens_per_second"] = generated / (time.perf_counter() - started)
-            groups = rollouts.resample(draws, groups, cfg.resample_zero_signal)
+            first, groups = rollouts.answer(draws, cfg.resample_zero_signal)
+            metrics = rollouts.metrics(first)
             metrics["rollout_seconds"] = time.perf_counter() - started
             if reference is not None:  # both are inference copies, rounded alike
                 batches = micro_batches(groups, *batching)
@@ -174,7 +172,8 @@ def main(cfg: ChatRL) -> None:
             decay = decay_factor(step, num_steps)
             run.update(lr_factor(step, num_steps, SCHEDULE), MOMENTUM, decay, **metrics)
     values, items = compare_results(before, after, held_out)
-    run.finish(SECTION, {"Number of iterations": num_steps, **values}, items=items)
+    about = {"Number of iterations": num_steps, "Compute dtype": describe_dtype(dist)}
+    run.finish(SECTION, {**about, **values}, items=items)
 
 
 def pass_metrics(outcomes: Outcomes, task: Mixture) -> dict[str, float]:

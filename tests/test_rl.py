@@ -92,7 +92,7 @@ def test_reward_increases(dist):
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     for step in range(20):
         copy_weights(loader.engine.model, model)
-        groups = loader.answer(range(4 * step, 4 * step + 4))
+        groups, _ = loader.answer(range(4 * step, 4 * step + 4))
         rewards.append(loader.metrics(groups)["reward"])
         for each in batches_of(groups, 8):
             model.loss(each.tokens, each.targets, weights=each.weights).backward()
@@ -119,8 +119,7 @@ def test_length_penalty_lowers_reward_of_longer_right_answers(dist):
 
 def test_questions_without_signal_are_resampled(dist):
     loader = loader_of(dist, num_samples=3, examples_per_step=10)
-    groups = loader.answer(range(10))
-    learned = loader.resample(range(10), groups, 2)
+    groups, learned = loader.answer(range(10), 2)
     silent, still = ([n for n in range(10) if not g[n].has_signal] for g in (groups, learned))
     assert set(still) < set(silent) < set(range(10))
     assert all(n in silent or learned[n] is groups[n] for n in range(10))
