@@ -1,5 +1,5 @@
 """
-Ours side by side with karpathy/nanochat ("upstream") on one GPU: a table row for each result.
+Ours side by side with karpathy/nanochat ("upstream") on one GPU or a CPU: a table row a result.
 
     python -m scripts.tok_train --tokenizer_tag=peer --dataset=karpathy/climbmix-400b-shuffle \
         --num_shards=2 --vocab_size=32768 --max_chars=500000000
@@ -9,12 +9,14 @@ Ours side by side with karpathy/nanochat ("upstream") on one GPU: a table row fo
     python -m dev.gpu_peer 2    # training speed: depth 16, bf16 and fp8
     python -m dev.gpu_peer 3    # decoding: depths 12 and 24, batches of 1 and 64
 
+    python -m dev.gpu_peer cpu --clone=<clone of upstream>    # speeds at depth 4, without a GPU
+
 A part takes at most 4 minutes and needs no network, only PyTorch, NumPy and out/peer/ (under 64
 MiB): `pack` copies upstream's code and the other packages, for the same or a later Python on the
 same platform. Each side runs in a process of its own, for both packages are called nanochat; the
-parent sends them commands in turn. All sides use bfloat16, the same micro-batches and synchronized
-timing after a warm-up, in which they compile at the same time; the optimizers compile in the first
-step. `--small` shrinks everything, to try it on a CPU.
+parent sends them commands in turn. Each side uses its default dtype (on these GPUs bfloat16), the
+same micro-batches and synchronized timing after a warm-up, in which they compile at the same time;
+the optimizers compile in the first step. `--small` shrinks everything, to try it on a CPU.
 """
 
 import argparse
@@ -26,6 +28,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -49,10 +52,10 @@ CHUNK = 30  # steps of one side until the other's turn
 MICRO_ROWS = 16
 HELD_OUT_ROWS = 128
 REPEATS = 6
+CPU_T, CPU_V = (512, 256), 8192  # part cpu
 PROMPT, NEW_TOKENS, TOP_K = 128, 128, 50
 PACKAGES = ("tyro", "docstring_parser", "typeguard", "typing_inspection", "psutil", "rustbpe")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,7 @@ class Job:
     windows: str = "SSSL"
     fp8: bool = False
     T: int = T
+    vocab_size: int = V
     steps: int = STEPS
     batch_rows: int = BATCH_ROWS
     micro_rows: int = MICRO_ROWS
@@ -88,12 +92,12 @@ class Parts(NamedTuple):
 
 def build_ours(job: Job) -> Any:
     """Our untrained model."""
-    from nanochat.gpt import GPT
+    from nanochat.checkpoint import build_model
+    from nanochat.dist import init_dist
     from nanochat.scaling import shape_for_depth
 
-    model = GPT(shape_for_depth(job.depth, V, job.T, "default", job.windows), DTYPE).to(DEVICE)
-    model.init_weights(torch.Generator(DEVICE).manual_seed(0))
-    return model
+    shape = shape_for_depth(job.depth, job.vocab_size, job.T, "default", job.windows)
+    return build_model(shape, DEVICE, init_dist().dtype, seed=0)
 
 
 def prepare_ours(job: Job) -> Parts:
@@ -103,7 +107,8 @@ def prepare_ours(job: Job) -> Parts:
     from nanochat.fp8 import enable_fp8
     from nanochat.scaling import Horizon, scaled_rules
 
-    model, dist = build_ours(job), DistContext(0, 0, 1, DEVICE, DTYPE)
+    model = build_ours(job)
+    dist = DistContext(0, 0, 1, DEVICE, model.dtype)
     if job.fp8 and DEVICE.type == "cuda":
         enable_fp8(model, DEVICE)
     model.backend = "flex" if DEVICE.type == "cuda" else "sdpa"
@@ -111,7 +116,7 @@ def prepare_ours(job: Job) -> Parts:
     horizon = Horizon(job.steps, job.batch_rows * job.T)
     rules = scaled_rules(optim.OptimConfig(), horizon, model.cfg.d_model)
     optimizer, cfg = optim.MuonAdamW(model, rules, dist), optim.ScheduleConfig()
-    optimizer.compiled = True
+    optimizer.compiled = DEVICE.type == "cuda"
 
     def schedule(step: int) -> None:
         factor = optim.lr_factor(step, job.steps, cfg)
@@ -126,8 +131,9 @@ def build_upstream(job: Job) -> Any:
     from nanochat.gpt import GPT, GPTConfig  # upstream's: `worker` has put it first in sys.path
 
     width = 64 * job.depth
-    heads: Any = dict.fromkeys(("n_head", "n_kv_head"), max(1, width // 128))
-    sizes: Any = {"sequence_len": job.T, "vocab_size": V, "n_layer": job.depth, "n_embd": width}
+    heads: Any = dict.fromkeys(("n_head", "n_kv_head"), width // (128 if width >= 512 else 64))
+    sizes: Any = {"sequence_len": job.T, "vocab_size": job.vocab_size, "n_layer": job.depth}
+    sizes["n_embd"] = width
     with torch.device("meta"):
         model: Any = GPT(GPTConfig(**sizes, **heads, window_pattern=job.windows))
     model.to_empty(device=DEVICE)
@@ -255,7 +261,7 @@ class Decoder:
     def __init__(self, job: Job):
         self.job, self.engines = job, {}
         generator = torch.Generator().manual_seed(0)
-        self.prompt = torch.randint(1000, 30000, (PROMPT,), generator=generator).tolist()
+        self.prompt = torch.randint(1000, 8000, (PROMPT,), generator=generator).tolist()
         if job.side == "upstream":
             # its engine imports the loader of checkpoints, which needs packages that are not here
             sys.modules["nanochat.checkpoint_manager"] = stub = ModuleType("stub")
@@ -310,7 +316,6 @@ class Decoder:
 @lru_cache
 def worker(job: Job) -> Any:
     """The model of this process."""
-    os.environ["NANOCHAT_DTYPE"] = str(DTYPE).removeprefix("torch.")  # of upstream
     if job.side == "upstream":
         sys.path.insert(0, str(job.folder))
     torch.set_float32_matmul_precision("high")
@@ -415,12 +420,33 @@ def compare_training(ours: Job) -> None:
 def compare_decoding(ours: Job) -> None:
     """Part 3: tokens per second after the first token, by depth and batch size."""
     for depth in (ours.depth, 2 * ours.depth):
-        job = replace(ours, depth=depth)
-        with run_sides(job, replace(job, side="upstream")) as sides:
-            for batch in (1, 64):
-                warm_up(sides, batch)
-                rates = medians(sides, batch, repeats=3)
-                print_row(f"d{depth}, batch {batch}, generated tokens/s", *rates)
+        decode_batches(replace(ours, depth=depth), (1, 64))
+
+
+def decode_batches(ours: Job, batches: Sequence[int]) -> None:
+    """Rows of the decoding speed of both sides, by batch size."""
+    with run_sides(ours, replace(ours, side="upstream")) as sides:
+        for batch in batches:
+            warm_up(sides, batch)
+            rates = medians(sides, batch, repeats=3)
+            print_row(f"d{ours.depth}, batch {batch}, generated tokens/s", *rates)
+
+
+def compare_on_cpu(ours: Job, clone: Path) -> None:
+    """Part cpu: a training step by row length, and decoding by batch size, on random tokens."""
+    with tempfile.TemporaryDirectory() as folder:
+        job = replace(ours, folder=Path(folder), windows="L")
+        copy_upstream(clone, job.folder)
+        rows = np.random.default_rng(0).integers(CPU_V, size=(job.batch_rows, T + 1))
+        rows.astype("<u2").tofile(job.folder / "train.bin")
+        print_origin(job.folder)
+        for length in CPU_T:
+            each = replace(job, T=length)
+            with run_sides(each, replace(each, side="upstream")) as sides:
+                warm_up(sides)
+                case = f"d{job.depth}, {job.batch_rows} rows of {length}, tokens/s"
+                print_row(case, *medians(sides))
+        decode_batches(replace(job, T=CPU_T[0], decode_tokens=NEW_TOKENS), (1, 8, 64))
 
 
 # ---- Preparation ---------------------------------------------------------------------------------
@@ -430,6 +456,12 @@ def describe_commit(clone: Path) -> str:
     """Short hash of the commit of a clone, "-dirty" if its files differ."""
     command = ["git", "-C", str(clone), "describe", "--always", "--dirty", "--abbrev=7"]
     return subprocess.run(command, capture_output=True, text=True).stdout.strip() or "unknown"
+
+
+def copy_upstream(clone: Path, folder: Path) -> None:
+    """Copy upstream's package, and write the commit of the clone."""
+    shutil.copytree(clone / "nanochat", folder / "nanochat")
+    (folder / "COMMIT").write_text(describe_commit(clone))
 
 
 def pack(clone: Path, folder: Path) -> None:
@@ -446,8 +478,7 @@ def pack(clone: Path, folder: Path) -> None:
     source = open_text(DataConfig(), load_last_source("peer"))
     rows = open_rows(source, tokenizer, T)
     shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(clone / "nanochat", folder / "nanochat")
-    (folder / "COMMIT").write_text(describe_commit(clone))
+    copy_upstream(clone, folder)
     with (folder / "train.bin").open("wb") as file:
         for step in range(STEPS):
             rows.read(rows.row_ids(step, BATCH_ROWS, 0)).astype("<u2").tofile(file)
@@ -463,8 +494,8 @@ def pack(clone: Path, folder: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("part", choices=["pack", "1", "2", "3"])
-    parser.add_argument("--clone", type=Path, help="pack: a clone of upstream")
+    parser.add_argument("part", choices=["pack", "1", "2", "3", "cpu"])
+    parser.add_argument("--clone", type=Path, help="pack, cpu: a clone of upstream")
     parser.add_argument("--folder", type=Path, default=Path("out/peer"))
     parser.add_argument("--small", action="store_true")
     args = parser.parse_args()
@@ -475,10 +506,13 @@ def main() -> None:
         job = replace(job, decode_tokens=8 if args.small else NEW_TOKENS)
     if args.small:
         job = replace(job, depth=2, T=64, steps=4, batch_rows=2, micro_rows=1)
-    if args.part == "pack" and not args.clone:
-        parser.error("pack needs --clone")
+    if args.part in ("pack", "cpu") and not args.clone:
+        parser.error(f"{args.part} needs --clone")
     if args.part == "pack":
         return pack(args.clone, job.folder)
+    if args.part == "cpu":
+        job = replace(job, depth=4, vocab_size=CPU_V, batch_rows=MICRO_ROWS)
+        return compare_on_cpu(job, args.clone)
     sys.path.append(str(job.folder / "packages"))  # of the processes, too; installed ones go first
     os.environ["HF_HUB_OFFLINE"] = "1"  # no retries
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # as upstream sets it
