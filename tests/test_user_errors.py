@@ -14,7 +14,7 @@ import torch
 from nanochat.config import parse, settings
 from nanochat.tokenizer import Tokenizer
 from scripts.chat_rl import ChatRL
-from tests.training_runs import begin, rest_of
+from tests.training_runs import begin_anew, rest_of
 
 TEXT = ("--dataset=embedded", "--num_shards=1")
 # command line -> what its error names, in order; FILE has no JSON, TYPES has a wrong type
@@ -112,7 +112,7 @@ def test_interrupt_has_status_130_and_no_traceback(command, monkeypatch):
 
 def test_interrupt_while_torch_is_imported_prints_nothing(base):
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore it
-    process = begin(base, "-m", "scripts.base_train")
+    process = begin_anew(base, "-m", "scripts.base_train")
     signal.signal(signal.SIGINT, before)
     maps = Path(f"/proc/{process.pid}/maps")
     while "libtorch" not in maps.read_text():

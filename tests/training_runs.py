@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from nanochat.common import REPOSITORY
 from nanochat.records import read_metrics
+from tests.zygote import ForkedProcess, fork
 
 STEPS = 20
 SMALL = (
@@ -50,13 +51,11 @@ def environment(base: Path) -> dict[str, str]:
 
 
 def python(base: Path, *words: str) -> str:
-    """Run Python, which must succeed; return its standard output."""
-    done = subprocess.run(
-        [sys.executable, *words],
-        cwd=REPOSITORY, env=environment(base), capture_output=True, text=True, timeout=280,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout
+    """Run Python, which must succeed; return its output."""
+    process = begin(base, *words)
+    text = rest_of(process)
+    assert process.returncode == 0, text[-6000:]
+    return text
 
 
 def place(rank: int | str, port: int, **more: str) -> dict[str, str]:
@@ -74,23 +73,33 @@ def two_ranks(base: Path, *words: str) -> str:
     return texts[0]
 
 
-def begin(base: Path, *words: str, **variables: str) -> subprocess.Popen[str]:
+def begin(base: Path, *words: str, **variables: str) -> ForkedProcess:
     """Start a process in its own group; stdout and stderr share one pipe."""
-    process = subprocess.Popen(
-        [sys.executable, *words], cwd=REPOSITORY, env={**environment(base), **variables},
-        text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
-    )  # fmt: skip
+    process = fork(words, {**environment(base), **variables})
     atexit.register(end_group, process)  # also if the test fails
     return process
 
 
-def end_group(process: subprocess.Popen[str]) -> None:
+def begin_anew(base: Path, *words: str) -> subprocess.Popen[str]:
+    """As `begin`, with a new interpreter, which imports torch."""
+    process = subprocess.Popen(
+        [sys.executable, *words], cwd=REPOSITORY, env=environment(base), text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+    )  # fmt: skip
+    atexit.register(end_group, process)
+    return process
+
+
+Process = ForkedProcess | subprocess.Popen[str]
+
+
+def end_group(process: Process) -> None:
     """Kill a process of `begin`, with its children, if it still runs."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def read_until_step(process: subprocess.Popen[str], step: int) -> str:
+def read_until_step(process: Process, step: int) -> str:
     """The output of a training run until it has logged `step`."""
     assert process.stdout is not None
     text = ""
@@ -101,12 +110,12 @@ def read_until_step(process: subprocess.Popen[str], step: int) -> str:
     raise AssertionError(f"exited before step {step}:\n{text[-3000:]}")
 
 
-def rest_of(process: subprocess.Popen[str]) -> str:
+def rest_of(process: Process) -> str:
     """The output of a process until it exits."""
     return process.communicate(timeout=240)[0]
 
 
-def workers(process: subprocess.Popen[str]) -> list[psutil.Process]:
+def workers(process: Process) -> list[psutil.Process]:
     """The ranks that torchrun started, in order."""
     ranks = {}
     for child in psutil.Process(process.pid).children():
@@ -176,4 +185,4 @@ def prepare(base: Path) -> None:
     python(base, "-m", "scripts.data", *text, "--max_seq_len=32", "--workers=1")
     train = [*TRAIN, *SMALL, "--device_type=cpu"]
     python(base, *train, "--model_tag=one")
-    python(base, *torchrun(2), *train, "--model_tag=two")
+    two_ranks(base, *train, "--model_tag=two")

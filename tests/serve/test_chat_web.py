@@ -12,7 +12,7 @@ import pytest
 
 from nanochat.dist import init_dist
 from nanochat.serve.models import ModelLibrary
-from tests.training_runs import begin, rest_of
+from tests.training_runs import begin_anew, rest_of
 from tests.web_server import CHAT, HELLO, write_model
 
 
@@ -25,7 +25,7 @@ def base(tmp_path, monkeypatch):
 
 def start(base, *flags):
     """Start the script; returns process, client and the text printed so far."""
-    process = begin(base, "-m", "scripts.chat_web", "--port=0", "--dtype=float32", *flags)
+    process = begin_anew(base, "-m", "scripts.chat_web", "--port=0", "--dtype=float32", *flags)
     shown = ""
     for line in process.stdout:
         shown += line
