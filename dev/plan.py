@@ -6,7 +6,8 @@ Print the plan of a speedrun: minutes of each stage, and the cost of all.
 
 The total is that of a whole run; a rerun skips finished stages. A stage that is recorded for this
 depth and machine takes as long as it did then. The minutes of the others are those of the profile's
-reference run (REFERENCE), scaled to this depth and number of processes.
+reference run (REFERENCE), scaled to this depth and number of processes, and on a CPU to the rate of
+its matmuls, which is measured.
 """
 
 from dataclasses import dataclass
@@ -15,8 +16,9 @@ from typing import NamedTuple
 import torch
 
 from nanochat.config import start
-from nanochat.dist import peak_flops
+from nanochat.dist import default_dtype, matmul_rate, peak_flops
 from nanochat.gpt import GPT
+from nanochat.optim import POLAR_EXPRESS
 from nanochat.records import default_rate, read_records
 from nanochat.scaling import plan_horizon, shape_for_depth
 
@@ -36,6 +38,12 @@ class Reference(NamedTuple):
     processes: int
     minutes: tuple[float, ...]
     """Of each of STAGES."""
+    rate: float | None = None
+    """FLOP/s of the matmuls of all threads of a CPU."""
+
+
+MATMUL_SHARE = 0.6  # of a CPU run's time, in proportion to the matmul rate (docs/performance.md)
+CPU_BATCH = 4096  # tokens per step of the profile cpu
 
 
 REFERENCE = {
@@ -71,13 +79,39 @@ class Plan:
 
 
 def flops_of(depth: int, profile: str) -> tuple[float, float]:
-    """FLOPs of a training token, and of base training with the default horizon, of this depth."""
-    vocab_size, max_seq_len = (32768, 2048) if profile in ("gpu", "h100x8") else (4096, 256)
+    """
+    FLOPs of a training token, its share of Muon's included, and of base training with the default
+    horizon, of this depth.
+    """
+    on_gpu = profile in ("gpu", "h100x8")
+    vocab_size, max_seq_len = (32768, 2048) if on_gpu else (4096, 256)
     with torch.device("meta"):
         model = GPT(shape_for_depth(depth, vocab_size, max_seq_len))
     horizon = plan_horizon(model)
     each = model.flops_per_token()
+    each += muon_flops(model) / (horizon.batch_tokens if on_gpu else CPU_BATCH)
     return each, each * horizon.num_steps * horizon.batch_tokens
+
+
+def muon_flops(model: GPT) -> float:
+    """FLOPs of orthogonalizing the gradients of a step: per iteration, three matmuls a matrix."""
+    shapes = [sorted(p.shape) for block in model.blocks for p in block.parameters()]
+    return sum(
+        len(POLAR_EXPRESS) * 2 * short * short * (2 * long + short) for short, long in shapes
+    )
+
+
+def cpu_speed(reference: Reference) -> tuple[float, str]:
+    """
+    Time of a run on this CPU as a multiple of the reference's, from the rate of its matmuls in the
+    default dtype, and that rate as text.
+    """
+    dtype = default_dtype(torch.device("cpu"))
+    rate, threads = matmul_rate(dtype), torch.get_num_threads()
+    assert reference.rate is not None
+    factor = 1 - MATMUL_SHARE + MATMUL_SHARE * reference.rate / (rate * threads)
+    about = f"{dtype}".removeprefix("torch.")
+    return factor, f"{threads} threads, {about} matmuls at {rate / 1e9:.0f} GFLOP/s per thread"
 
 
 def main(cfg: Plan) -> None:
@@ -88,12 +122,14 @@ def main(cfg: Plan) -> None:
     share, peaks = reference.processes / cfg.processes, [*map(peak_flops, (reference.gpu, gpu))]
     if all(peaks):
         share *= peaks[0] / peaks[1]
+    speed, measured = cpu_speed(reference) if reference.rate else (1.0, "")
     records = {record["section"]: record for record in read_records()}
     same, total = False, 0.0
     if base := records.get("Base model training"):
         device = (base["cost"]["device"], base["cost"]["devices"])
         same = base["settings"]["depth"] == cfg.depth and device == (gpu or "cpu", cfg.processes)
-    print(f"plan: profile {cfg.profile}, depth {cfg.depth} on {cfg.processes} x {gpu or 'CPU'}")
+    where = f"{cfg.processes} x {gpu or 'CPU'}{measured and ': '}{measured}"
+    print(f"plan: profile {cfg.profile}, depth {cfg.depth} on {where}")
     for stage, minutes in zip(STAGES, reference.minutes, strict=True):
         how, known, early = "", records.get(stage), stage.startswith("Tokenizer")
         if same and known and (early or known["timestamp"] >= base["timestamp"]):
@@ -102,7 +138,7 @@ def main(cfg: Plan) -> None:
             grows = stage == "Base model training" and cfg.profile in ("gpu", "h100x8")
             answers = stage.startswith("Chat ") and stage != "Chat SFT"  # no faster with less depth
             factor = share * (horizon if grows else max(1.0, token) if answers else token)
-            minutes, how = minutes * factor, "scaled" if factor != 1 else ""
+            minutes, how = minutes * factor * speed, "scaled" if factor != 1 else ""
         total += minutes
         size = f"about {minutes:.0f}" if minutes >= 1 else "under 1"
         print(f"  {stage:<22} {size} min {how}".rstrip())
