@@ -202,7 +202,7 @@ def fused_adamw_update(
     `adamw_update` by PyTorch's kernel, which reads each tensor once: on a CPU 4 to 6 times as fast.
     """
     lr, beta1, beta2, decay, step = (x.item() for x in scalars)
-    rates = {"lr": lr, "beta1": beta1, "beta2": beta2, "weight_decay": decay}
+    rates: Any = {"lr": lr, "beta1": beta1, "beta2": beta2, "weight_decay": decay}
     rates["eps"] = EPSILON * (1 - beta2**step) ** -0.5  # the kernel corrects the moment before
     before = torch.tensor(step - 1.0)  # the kernel counts from 0
     state = [first], [second], [], [before]

@@ -14,6 +14,7 @@ from torch.nn.attention import flex_attention
 from nanochat import attention
 from nanochat.engine import TURN_TOKENS, Engine, PenalizedSampling, Sampling, penalize, sample
 from nanochat.gpt import GPT, inference_copy
+from nanochat.loss import IGNORE, cap
 from nanochat.tokenizer import Tokenizer
 from tests.conftest import TINY, byte_model
 
@@ -233,6 +234,14 @@ def test_penalties_and_biases_change_logits_of_their_row_only():
     assert logits.tolist() == want
 
 
+@pytest.mark.parametrize("settings", [{}, {"top_k": 5}, {"top_p": 0.8}, {"temperature": 0.0}])
+def test_capping_only_the_candidates_samples_the_same(settings):
+    generator = torch.Generator().manual_seed(3)
+    logits, uniform = 20 * torch.randn(50, 40, generator=generator), [i / 50 for i in range(50)]
+    every = [Sampling(**settings)] * 50
+    assert sample(logits, every, uniform, capped=False) == sample(cap(logits), every, uniform)
+
+
 def test_tiny_temperatures_are_greedy():
     logits = 3 * torch.randn(3, 30, generator=torch.Generator().manual_seed(2))
     found = sample(logits, [Sampling(temperature=t) for t in (0, 1e-37, 1e-300)], [0.99] * 3)
@@ -252,6 +261,7 @@ def test_R36_second_use_compiles_nothing(backend, monkeypatch):
         """Train, score rows, score and continue prompts of about T tokens."""
         if backend != "flex":  # has no gradients on a CPU
             model.loss(tokens, tokens).backward()
+            model.loss(tokens, tokens.where(tokens % T > 0, IGNORE)).backward()
         for segments in (None, tokens // 99):
             model.token_losses(tokens, tokens, segments)
         engine = Engine(inference_copy(model), tokenizer, slots=2, compiled=True)

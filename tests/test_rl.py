@@ -124,6 +124,16 @@ def test_questions_without_signal_are_resampled(dist):
     assert set(still) < set(silent) < set(range(10))
     assert all(n in silent or learned[n] is groups[n] for n in range(10))
 
+    def answer_alone(draw, attempt):
+        asked = loader.ask(draw, attempt)
+        while loader.engine.busy:
+            loader.engine.step()
+        return [answer.ids for answer in asked.answers]
+
+    for n in {*silent} - {*still}:
+        found = [answer.ids for answer in learned[n].answers]
+        assert found in [answer_alone(n, attempt) for attempt in (1, 2)]
+
 
 def test_results_before_and_after_are_compared_by_question():
     before, after = [[0.0, 0.0, 0.0, 0.0]] * 10, [[1.0, 0.0, 1.0, 0.0]] * 9 + [[0.0] * 4]
