@@ -445,7 +445,7 @@ def compare_on_cpu(ours: Job, clone: Path) -> None:
             with run_sides(each, replace(each, side="upstream")) as sides:
                 warm_up(sides)
                 case = f"d{job.depth}, {job.batch_rows} rows of {length}, tokens/s"
-                print_row(case, *medians(sides))
+                print_row(case, *medians(sides, repeats=2 * REPEATS))
         decode_batches(replace(job, T=CPU_T[0], decode_tokens=NEW_TOKENS), (1, 8, 64))
 
 
