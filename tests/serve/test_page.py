@@ -201,7 +201,7 @@ def test_draft_survives_a_reload(page, site, story):
     page.reload()
     assert message.input_value() == "Half a ques"
     send(page, "Hello")
-    assert not message.input_value()
+    until(lambda: not message.input_value())
 
 
 def test_chats_are_exported_imported_and_deleted(page, site, story):
