@@ -42,7 +42,9 @@ class Reference(NamedTuple):
     """FLOP/s of the matmuls of all threads of a CPU."""
 
 
-MATMUL_SHARE = 0.6  # of a CPU run's time, in proportion to the matmul rate (docs/performance.md)
+# Part of a CPU run's time that is inversely proportional to the matmul rate; fitted to two kinds of
+# EPYC with AVX2 only: 28.6 min at about 75 GFLOP/s per thread, 53 to 55 min at 32 (2026-12)
+MATMUL_SHARE = 0.6
 CPU_BATCH = 4096  # tokens per step of the profile cpu
 
 
