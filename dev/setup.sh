@@ -47,8 +47,8 @@ has c++ || # links the tokenizer; torch.compile needs it, too
 headers=$(python3 -c 'import sysconfig; print(sysconfig.get_path("include"))' 2>/dev/null || true)
 [ -e "$headers/Python.h" ] || export UV_PYTHON_PREFERENCE=only-managed
 echo "setup: installing packages (PyTorch with CUDA: about 6 GB on disk; once, takes minutes)"
-# compile bytecode once, not at the start of every stage; --inexact keeps other installed packages
-uv sync --quiet --inexact --compile-bytecode ${SYNC_FLAGS-}
+uv sync --quiet --inexact ${SYNC_FLAGS-} # --inexact keeps other installed packages
+unset PYTHONDONTWRITEBYTECODE # set in some containers: each start would compile what it imports again
 [ -e .venv/bin/uv ] || ln -sf "$(command -v uv)" .venv/bin/uv # found wherever the environment is active
 source .venv/bin/activate
 # Scripts can also be started by their path, and from other folders

@@ -869,7 +869,6 @@ class Run:
             "Tokens per second": "-" if speed is None else f"{speed:,.0f}",
             "Batch tokens": self.batch_tokens,
             "Rows per device pass": self.device_rows,
-            "Compute dtype": describe_dtype(self.dist),
             "Compiled": progress.compile,
             "Skipped steps": progress.bad_steps,
         }
@@ -891,10 +890,11 @@ class Run:
             self.add_cost()
             devices, spent = dist.world_size, self.progress
             changes = "; ".join(saved.state.get("changes", [])) or None
+            about = {"Compute dtype": describe_dtype(dist), "Data changed when resumed": changes}
             records.write_record(
                 section,
                 self.settings,
-                {**values, "Data changed when resumed": changes},
+                {**values, **about},
                 self.inputs,
                 records.Cost(spent.wall_seconds, devices, dist.device_name),
                 outputs={self.stage: saved.fingerprint},

@@ -26,7 +26,7 @@ from nanochat.records import code_digests, item_scores
 from nanochat.rl import RolloutConfig, Rollouts, draws_of_step, kl_to_reference, micro_batches
 from nanochat.sandbox import calculate
 from nanochat.scaling import make_rules
-from nanochat.train import Run, TrainConfig, describe_dtype, keep_dtype, skip_if_finished
+from nanochat.train import Run, TrainConfig, keep_dtype, skip_if_finished
 from tasks.base import Mixture
 from tasks.buckets import held_out_questions, rl_questions
 
@@ -172,8 +172,7 @@ def main(cfg: ChatRL) -> None:
             decay = decay_factor(step, num_steps)
             run.update(lr_factor(step, num_steps, SCHEDULE), MOMENTUM, decay, **metrics)
     values, items = compare_results(before, after, held_out)
-    about = {"Number of iterations": num_steps, "Compute dtype": describe_dtype(dist)}
-    run.finish(SECTION, {**about, **values}, items=items)
+    run.finish(SECTION, {"Number of iterations": num_steps, **values}, items=items)
 
 
 def pass_metrics(outcomes: Outcomes, task: Mixture) -> dict[str, float]:

@@ -28,7 +28,6 @@ def run(base: Path, *words: str, **extra: str) -> subprocess.CompletedProcess:
 
 def environment(base: Path) -> dict[str, str]:
     own = {"NANOCHAT_BASE_DIR": str(base), "REPORT_OUT": str(base / "copy")}
-    own["SYNC_FLAGS"] = "--no-compile-bytecode"  # looks at 20,000 files
     return {**os.environ, **own, "PROFILE": "cpu", "DEPTH": "2", "DRY_RUN": "1"}
 
 
