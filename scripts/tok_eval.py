@@ -11,7 +11,7 @@ Reads   tokenizer/<tag>/ (scripts.tok_train), a training shard and the validatio
 Writes  the section "Tokenizer evaluation"
 """
 
-import multiprocessing
+import threading
 import time
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -99,27 +99,26 @@ def rival_counts(texts: Sequence[str]) -> dict[str, list[int] | str]:
     """
     Baseline -> number of tokens in each text, or why the baseline was skipped.
 
-    tiktoken's download has no timeout, so each baseline runs in its own process, which is killed at
-    the time limit.
+    tiktoken's download has no timeout, so each baseline gets a thread; one that is late is left
+    behind.
     """
-    found: dict[str, list[int] | str] = {}
-    with multiprocessing.get_context("spawn").Pool(len(RIVALS)) as pool:
-        pool.map(abs, range(len(RIVALS)))  # start the processes before the time limit applies
-        results = {r: pool.apply_async(count_rival, (RIVALS[r], texts)) for r in RIVALS}
-        deadline = time.monotonic() + FETCH_SECONDS
-        for rival, result in results.items():
-            try:
-                found[rival] = result.get(max(0.0, deadline - time.monotonic()))
-            except multiprocessing.TimeoutError:
-                found[rival] = f"skipped: no vocabulary within {FETCH_SECONDS:g} s"
-            except (OSError, ValueError) as error:  # no network, or another file
-                found[rival] = f"skipped: no vocabulary ({type(error).__name__})"
-    return found
+    late = f"skipped: no vocabulary within {FETCH_SECONDS:g} s"
+    found: dict[str, list[int] | str] = dict.fromkeys(RIVALS, late)
 
+    def count(rival: str) -> None:
+        try:
+            encode = tiktoken.get_encoding(RIVALS[rival]).encode_ordinary_batch
+            found[rival] = list(map(len, encode(list(texts))))
+        except (OSError, ValueError) as error:  # no network, or another file
+            found[rival] = f"skipped: no vocabulary ({type(error).__name__})"
 
-def count_rival(name: str, texts: Sequence[str]) -> list[int]:
-    """Number of tokens in each text with a tiktoken encoding."""
-    return list(map(len, tiktoken.get_encoding(name).encode_ordinary_batch(list(texts))))
+    threads = [threading.Thread(target=count, args=[rival], daemon=True) for rival in RIVALS]
+    deadline = time.monotonic() + FETCH_SECONDS
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return dict(found)
 
 
 if __name__ == "__main__":

@@ -3,10 +3,10 @@
 import json
 import re
 import shutil
+import signal
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 import torch
 
@@ -19,6 +19,7 @@ from tests.training_runs import (
     STEPS,
     TRAIN,
     begin,
+    begin_ranks,
     copy_until,
     curve,
     folder,
@@ -30,9 +31,7 @@ from tests.training_runs import (
     read_until_step,
     rest_of,
     saved_steps,
-    torchrun,
-    two_ranks,
-    workers,
+    all_ranks,
 )
 
 
@@ -70,7 +69,7 @@ def test_R4_elastic_resume_has_same_losses(base, here, saved_by, resumed_with):
     if resumed_with == 1:
         assert "resumed" in here.works("base_train", *words)
     else:
-        assert "resumed" in python(base, *torchrun(resumed_with), *TRAIN, *words)
+        assert "resumed" in all_ranks(base, *TRAIN, *words, world_size=resumed_with)
     np.testing.assert_allclose(losses(base, tag), losses(base, "one"), rtol=1e-5)
 
 
@@ -83,7 +82,7 @@ def test_B5_B6_ranks_have_equal_weights_after_each_step(base, here):
     here.works("tok_train", *text, "--vocab_size=1027")
     words = ["base_train", *SMALL, *text, "--num_iterations=8", "--save_every=1"]
     here.works(*words, "--model_tag=odd-1")
-    two_ranks(base, "-m", "tests.faulty", "churn", "all", *words, "--model_tag=odd-2")
+    all_ranks(base, "-m", "tests.faulty", "churn", "all", *words, "--model_tag=odd-2")
     for name in ("loss", "lr", "grad_norm"):
         found, want = (curve(folder(base, tag), name) for tag in ("odd-2", "odd-1"))
         np.testing.assert_allclose(found, want, rtol=1e-4)
@@ -96,7 +95,7 @@ def test_all_ranks_take_the_dtype_of_the_main_rank(base):
         "dist.matmul_rate = lambda dtype: 1 + ((dtype == torch.bfloat16) == half);"
         "here = dist.init_dist(); print(here.gather(here.dtype)); here.close()"
     )
-    assert "[torch.float32, torch.float32]" in two_ranks(base, "-c", code)
+    assert "[torch.float32, torch.float32]" in all_ranks(base, "-c", code)
 
 
 RUN = "--num_iterations={} --total_batch_size=512 --eval_tokens=1024 --dtype=float32"
@@ -134,7 +133,7 @@ def test_training_matches_on_one_and_two_processes(base, here, stage, monkeypatc
     pairs.write_text("\n".join(map(json.dumps, lines)))
     script, *flags = command.format(pairs=pairs).split()
     here.works(script, *flags, "--model_tag=1")
-    two_ranks(base, "-m", "tests.faulty", "grade", "all", script, *flags, "--model_tag=2")
+    all_ranks(base, "-m", "tests.faulty", "grade", "all", script, *flags, "--model_tag=2")
     one, two = (stage_folder(stage.split()[0]) / tag for tag in "12")
     assert len(curve(one, "loss")) >= 3 and any(curve(one, "grad_norm"))
     for name in names.split():
@@ -162,7 +161,7 @@ def test_time_limit_stops_two_processes_at_same_step(base):
         "--max_wallclock_seconds=1.5 --num_iterations=5000 --eval_tokens=1024 --dtype=float32 "
         "--warmup_steps=0 --final_lr_frac=0 --model_tag=clock"
     ).split()
-    two_ranks(base, *words)
+    all_ranks(base, *words)
     run = folder(base, "clock")
     left = curve(run, "seconds_left")
     assert saved_steps(run) == [len(left)] and left == sorted(left, reverse=True)
@@ -175,14 +174,12 @@ def test_time_limit_stops_two_processes_at_same_step(base):
 
 def test_R16_frozen_rank_is_named_and_the_run_aborts(base):
     words = [*TRAIN, *SMALL, "--num_iterations=100000", "--compile=off", "--model_tag=frozen"]
-    process = begin(base, *torchrun(2), *words, "--collective_timeout_minutes=0.1")
-    read_until_step(process, 5)
-    other, frozen = workers(process)
-    frozen.suspend()
-    assert psutil.wait_procs([other], timeout=120)[0]
-    frozen.kill()  # torchrun would, after a grace period of 30 s
-    text = rest_of(process)
-    assert process.returncode and re.search(r"(?i)\brank 1\b", text), text[-3000:]
+    other, frozen = begin_ranks(base, *words, "--collective_timeout_minutes=0.1")
+    read_until_step(other, 5)
+    frozen.send_signal(signal.SIGSTOP)
+    text = rest_of(other)
+    frozen.kill()  # as torchrun would, after a grace period of 30 s
+    assert other.returncode and re.search(r"(?i)\brank 1\b", text), text[-3000:]
 
 
 def test_R16_rank_missing_at_the_start_is_named(base):
@@ -195,7 +192,7 @@ def test_R16_rank_missing_at_the_start_is_named(base):
 def test_R16_long_work_of_the_main_rank_is_waited_for(base):
     words = ["-m", "tests.faulty", "dawdle", "0", "base_train", *SMALL]
     flags = ["--sample_every=8", "--collective_timeout_minutes=0.1", "--model_tag=slow"]
-    assert "decoding slowly" in two_ranks(base, *words, *flags)
+    assert "decoding slowly" in all_ranks(base, *words, *flags)
     assert losses(base, "slow") == losses(base, "two")
 
 

@@ -16,7 +16,7 @@ from tasks.registry import eval_task
 from tasks.world.task import WorldFacts, WorldProblems
 from tests.hub_server import hub_served
 from tests.test_eval_core import save_model
-from tests.training_runs import two_ranks
+from tests.training_runs import all_ranks
 
 NAMES = ("World-Choice", "World-Facts", "World-Problems", "World-Spelling")
 
@@ -52,7 +52,7 @@ def test_scored_letter_matches_a_plain_forward_pass(evaluate):
 def test_R24_scores_do_not_depend_on_the_number_of_ranks(evaluate, base):
     save_model("sft", "embedded")
     flags = "--max_problems=5 --max_new_tokens=4 --device_type=cpu --dtype=float32".split()
-    two_ranks(base, "-m", "scripts.chat_eval", *flags)
+    all_ranks(base, "-m", "scripts.chat_eval", *flags)
     two = read_json(base / "report" / "chat-evaluation-sft.json")
     one = evaluate(max_problems=5)
     assert [(one["items"][n]["scores"], one["values"][n]) for n in NAMES] == [

@@ -26,7 +26,7 @@ from nanochat.records import read_scores
 from nanochat.tokenizer import Tokenizer
 from scripts import base_eval
 from tests.conftest import byte_model
-from tests.training_runs import SMALL, curve, folder, two_ranks
+from tests.training_runs import SMALL, curve, folder, all_ranks
 
 WORDS = "red green blue sun moon tree fish bird house river stone wind".split()
 
@@ -173,7 +173,7 @@ def test_R26_B10_scores_equal_an_independent_implementation(base, bundle, reques
 def test_R24_scores_do_not_depend_on_the_number_of_ranks(base, bundle):
     save_model()
     flags = [f"--eval_bundle={bundle}", "--device_type=cpu", "--dtype=float32"]
-    two_ranks(base, "-m", "scripts.base_eval", *flags)
+    all_ranks(base, "-m", "scripts.base_eval", *flags)
     two = read_json(base / "report" / "base-model-evaluation.json")
     one = evaluate(base, eval_bundle=str(bundle))
     assert (one["items"], one["values"]) == (two["items"], two["values"])

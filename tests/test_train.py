@@ -21,6 +21,7 @@ from tests.training_runs import (
     SMALL,
     STEPS,
     begin,
+    begin_ranks,
     copy_until,
     curve,
     equal,
@@ -29,8 +30,7 @@ from tests.training_runs import (
     losses,
     rest_of,
     saved_steps,
-    torchrun,
-    two_ranks,
+    all_ranks,
     weights,
 )
 
@@ -149,7 +149,7 @@ def test_R17_rows_that_do_not_fit_are_halved(trained, command, monkeypatch):
 
 def test_R17_ranks_agree_on_rows_that_fit_on_each(trained):
     words = ["-m", "tests.faulty", "crowd", "1", "base_train", *SMALL]
-    assert "device_batch_size=2" in two_ranks(trained, *words, "--model_tag=crowded")
+    assert "device_batch_size=2" in all_ranks(trained, *words, "--model_tag=crowded")
     for name in ("loss", "grad_norm"):
         found, want = (curve(folder(trained, tag), name) for tag in ("crowded", "one"))
         assert found == pytest.approx(want, rel=1e-4)
@@ -225,10 +225,11 @@ def test_R13_weights_that_are_not_finite_are_not_saved(trained, command, monkeyp
 
 
 def test_R13_R15_faults_of_one_rank_are_found_on_all(trained):
-    words = [*torchrun(2), "-m", "tests.faulty", "corrupt", "1", "base_train", *SMALL]
-    process = begin(trained, *words, "--num_iterations=200", "--model_tag=corrupt", "--compile=off")
-    text = rest_of(process)
-    assert process.returncode and re.search(r"step 3: loss nan.*skipped on all ranks", text)
+    words = ["-m", "tests.faulty", "corrupt", "1", "base_train", *SMALL, "--num_iterations=200"]
+    ranks = begin_ranks(trained, *words, "--model_tag=corrupt", "--compile=off")
+    text = "".join(map(rest_of, ranks))
+    assert all(rank.returncode for rank in ranks)
+    assert re.search(r"step 3: loss nan.*skipped on all ranks", text)
     changed = re.search(r"changed (\S+)", text)
     assert changed and f": {changed[1]} differs on rank 1 of 2" in text, text[-3000:]
     assert saved_steps(folder(trained, "corrupt"))[0] == 4  # the weights were equal then

@@ -21,7 +21,7 @@ from nanochat.golf.quantize import QuantConfig, quantize_dequantize
 from nanochat.golf.size import choose_smallest, code_bytes
 from nanochat.tokenizer import Tokenizer
 from tests.conftest import GOLF_CHANGES, TINY, lively
-from tests.training_runs import curve, python, two_ranks, weights
+from tests.training_runs import curve, python, all_ranks, weights
 
 CPU = ["--dtype=float32", "--device_type=cpu"]
 TRAIN = [
@@ -135,7 +135,7 @@ def test_score_from_the_file_alone_is_the_reported_one(trained, tmp_path, comman
     command.works(*SCORE, f"--artifacts={kept}")
     found, alone = scores(trained), tmp_path / "empty"
     words = ["-m", f"scripts.{SCORE[0]}", *SCORE[1:], f"--artifacts={kept}"]
-    two_ranks(alone, *words, "--dataset=embedded", "--num_shards=1")
+    all_ranks(alone, *words, "--dataset=embedded", "--num_shards=1")
     for name in ("Roundtrip bpb", "Roundtrip sliding bpb"):
         assert scores(alone)[name] == pytest.approx(found[name], abs=1e-6)
     assert "the same seed, 1" in command.rejects(*SCORE, "--artifacts", first, kept)
