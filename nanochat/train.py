@@ -147,10 +147,14 @@ def set_kernels(
 def prepare_scoring(
     wanted: Compile, model: GPT, tokens: int, gpu_rows: int, dist: DistContext
 ) -> int:
-    """Set kernels to score `tokens` tokens. Returns the default number of rows per forward pass."""
+    """
+    Set kernels to score `tokens` tokens, or a few more. Returns the default number of rows per
+    forward pass.
+    """
     set_kernels(wanted, model, tokens * model.flops_per_token() / 3, dist)  # no backward pass
-    on_cpu = dist.device.type == "cpu"
-    return max(1, CPU_TOKENS // model.cfg.max_seq_len) if on_cpu else gpu_rows
+    T = model.cfg.max_seq_len
+    most = CPU_TOKENS // T if dist.device.type == "cpu" else gpu_rows
+    return max(1, min(most, tokens // T))
 
 
 # ---- Micro-batch size ----------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from tests.training_runs import (
     SMALL,
     STEPS,
     TRAIN,
+    all_ranks,
     begin,
     begin_ranks,
     copy_until,
@@ -31,7 +32,6 @@ from tests.training_runs import (
     read_until_step,
     rest_of,
     saved_steps,
-    all_ranks,
 )
 
 

@@ -26,7 +26,7 @@ from nanochat.records import read_scores
 from nanochat.tokenizer import Tokenizer
 from scripts import base_eval
 from tests.conftest import byte_model
-from tests.training_runs import SMALL, curve, folder, all_ranks
+from tests.training_runs import SMALL, all_ranks, curve, folder
 
 WORDS = "red green blue sun moon tree fish bird house river stone wind".split()
 

@@ -20,7 +20,7 @@ from tests.faulty import during_step
 from tests.training_runs import (
     SMALL,
     STEPS,
-    begin,
+    all_ranks,
     begin_ranks,
     copy_until,
     curve,
@@ -30,7 +30,6 @@ from tests.training_runs import (
     losses,
     rest_of,
     saved_steps,
-    all_ranks,
     weights,
 )
 

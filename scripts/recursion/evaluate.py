@@ -79,6 +79,7 @@ def main(cfg: RecursionEval) -> None:
     )
     require_comparable([*recursive, *plain])
     require_one_recipe(recursive, plain)
+    require_other_seeds([*recursive, *plain])
     recursive = [score_loops(cfg, checkpoint, dist) for checkpoint in recursive]
     plain = [score_loops(cfg, checkpoint, dist) for checkpoint in plain]
     arms = [arm_of(recursive), *arms_of(plain)]
@@ -120,6 +121,17 @@ def require_one_recipe(recursive: Sequence[Checkpoint], plain: Sequence[Checkpoi
     for each in plain:
         if "n_loops" in each.state["model"]:
             raise UsageError(f"{each.folder} is recursive", "evaluate it alone, with --model_tags")
+
+
+def require_other_seeds(checkpoints: Sequence[Checkpoint]) -> None:
+    """Raise UsageError if two checkpoints have the same recipe and seed."""
+    seen: dict[tuple[str, int], str] = {}
+    for each in checkpoints:
+        key, tag = (recipe_of(each), each.state["identity"]["seed"]), each.folder.parent.name
+        if key in seen:
+            problem = f"{seen[key]} and {tag} have the same recipe and seed"
+            raise UsageError(problem, "pass one tag per seed")
+        seen[key] = tag
 
 
 def recipe_of(checkpoint: Checkpoint) -> str:
@@ -178,9 +190,6 @@ def arm_of(seeds: Sequence[LoopScores]) -> LoopArm:
     """Return the arm of the given seeds, with the mean cost of a run."""
     model, states = seeds[0].model, [s.checkpoint.state for s in seeds]
     cfg, passes = model.cfg, getattr(model.cfg, "n_passes", model.cfg.n_layer)
-    if len({state["identity"]["seed"] for state in states}) < len(seeds):
-        tags = ", ".join(s.tag for s in seeds)
-        raise UsageError(f"{tags} have the same recipe but repeat a seed", "pass one tag per seed")
     shape = f"{cfg.n_layer} layers" + (f" ({passes} with repeats)" if passes > cfg.n_layer else "")
     tokens = mean(s.checkpoint.step * s.checkpoint.state["identity"]["batch_tokens"] for s in seeds)
     return LoopArm(

@@ -21,7 +21,7 @@ from nanochat.golf.quantize import QuantConfig, quantize_dequantize
 from nanochat.golf.size import choose_smallest, code_bytes
 from nanochat.tokenizer import Tokenizer
 from tests.conftest import GOLF_CHANGES, TINY, lively
-from tests.training_runs import curve, python, all_ranks, weights
+from tests.training_runs import all_ranks, curve, python, weights
 
 CPU = ["--dtype=float32", "--device_type=cpu"]
 TRAIN = [
