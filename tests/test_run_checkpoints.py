@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from nanochat.checkpoint import stage_folder
-from nanochat.common import PREEMPTED, REPOSITORY
+from nanochat.common import PREEMPTED
 from nanochat.records import read_history
 from tests.faulty import during_step, grade
 from tests.training_runs import (
@@ -24,6 +24,7 @@ from tests.training_runs import (
     TRAIN,
     begin,
     begin_ranks,
+    copy_code,
     copy_until,
     curve,
     environment,
@@ -210,8 +211,7 @@ ACTIVATION = ".square())"
     ],
 )
 def test_R38_edited_code_is_named(trained, trained_base, tmp_path, new, flag, status, found):
-    for name in ("nanochat", "scripts", "tasks"):
-        shutil.copytree(REPOSITORY / name, tmp_path / name)
+    copy_code(tmp_path, "nanochat", "scripts", "tasks")
     model = tmp_path / "nanochat" / "gpt.py"
     edited = model.read_text().replace(ACTIVATION, new)
     assert edited != model.read_text()

@@ -4,7 +4,6 @@ import contextlib
 import os
 import random
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +16,12 @@ from dev.plan import STAGES
 from nanochat import config
 from nanochat.common import REPOSITORY, read_json
 from tests.hub_server import hub_served, small_hub
+from tests.training_runs import copy_code
 from tests.zygote import zygote
+
+installs = pytest.mark.skipif(
+    not os.access(REPOSITORY / ".venv", os.W_OK), reason="this user cannot install packages here"
+)
 
 
 def run(base: Path, *words: str, **extra: str) -> subprocess.CompletedProcess:
@@ -103,6 +107,7 @@ def check_fixed_keys(report: str, *tasks: str) -> None:
     assert set(tasks) <= every
 
 
+@installs
 @pytest.mark.timeout(1200)
 def test_R18_rerun_after_a_kill_skips_finished_stages_and_redoes_damaged_ones(tmp_path):
     base = tmp_path / "my models"
@@ -118,6 +123,7 @@ def test_R18_rerun_after_a_kill_skips_finished_stages_and_redoes_damaged_ones(tm
     check_fixed_keys((base / "copy" / "report.md").read_text(), "CORE metric", "ChatCORE")
 
 
+@installs
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_R18_run_killed_in_every_stage_gives_the_same_results(tmp_path):
@@ -135,6 +141,7 @@ def test_R18_run_killed_in_every_stage_gives_the_same_results(tmp_path):
     assert again.stdout.count("finished already, skipped") == len(STAGES), again.stdout
 
 
+@installs
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_h100x8_dry_run_finishes_on_eight_processes(hub, tmp_path, monkeypatch):
@@ -173,7 +180,7 @@ SMI = 'nvidia-smi() { [ "${SMI-}" ] && [ "$1" = -L ] && echo GPU 0 || echo 535.1
 )
 def test_profile_is_derived_from_the_gpus(tmp_path, gpus, extra, detected):
     (tmp_path / "dev").mkdir()
-    shutil.copy(REPOSITORY / "dev" / "profile.sh", tmp_path / "dev")
+    copy_code(tmp_path, "dev/profile.sh")
     fail = re.findall(r"(?ms)^fail.*?^}", (REPOSITORY / "dev" / "setup.sh").read_text())[0]
     fakes = f"python() {{ echo {gpus} NVIDIA H100; }}\n{SMI}{fail}"
     (tmp_path / "dev" / "setup.sh").write_text(fakes)
@@ -192,6 +199,7 @@ def test_wrong_shell_gets_one_sentence(tmp_path):
     assert len(done.stderr.splitlines()) == 1
 
 
+@installs
 def test_failed_installation_ends_the_setup(tmp_path):
     done = run(tmp_path, "bash", "dev/setup.sh", SYNC_FLAGS="--no-such-flag")
     assert done.returncode == 2 and "--no-such-flag" in done.stderr
@@ -215,9 +223,7 @@ torchrun() { python "$@"; }
 
 def commands_of(script: str, folder: Path, **variables: str) -> list[tuple[str, list[str]]]:
     """(script, flags) of what a shell script would run; it runs in a copy, `folder`."""
-    for name in ("scripts", "dev"):
-        shutil.copytree(REPOSITORY / name, folder / name, dirs_exist_ok=True)
-    shutil.copy(REPOSITORY / "speedrun.sh", folder)
+    copy_code(folder, "scripts", "dev", "speedrun.sh")
     for name in ("dev/setup.sh", ".venv/bin/activate"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(FAKES)

@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -151,6 +152,17 @@ def curve(run: Path, name: str) -> list[float]:
 
 def saved_steps(run: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("step_")) for path in run.glob("step_*"))
+
+
+def copy_code(copy: Path, *names: str) -> None:
+    """Copy files and folders of the repository, which may be read-only, into a folder."""
+    for name in names:
+        if (REPOSITORY / name).is_dir():
+            shutil.copytree(REPOSITORY / name, copy / name, dirs_exist_ok=True)
+        else:
+            shutil.copy(REPOSITORY / name, copy / name)
+        for path in (copy / name, *(copy / name).rglob("*")):
+            path.chmod(path.stat().st_mode | stat.S_IWUSR)
 
 
 def copy_until(step: int, run: Path, copy: Path) -> None:
