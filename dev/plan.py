@@ -19,7 +19,7 @@ from nanochat.config import start
 from nanochat.dist import default_dtype, matmul_rate, peak_flops
 from nanochat.gpt import GPT
 from nanochat.optim import POLAR_EXPRESS
-from nanochat.records import default_rate, read_records
+from nanochat.records import default_rate, read_records, seconds
 from nanochat.scaling import plan_horizon, shape_for_depth
 
 STAGES = (
@@ -134,7 +134,7 @@ def main(cfg: Plan) -> None:
     print(f"plan: profile {cfg.profile}, depth {cfg.depth} on {where}")
     for stage, minutes in zip(STAGES, reference.minutes, strict=True):
         how, known, early = "", records.get(stage), stage.startswith("Tokenizer")
-        if same and known and (early or known["timestamp"] >= base["timestamp"]):
+        if same and known and (early or seconds(known["timestamp"]) >= seconds(base["timestamp"])):
             minutes, how = known["cost"]["wall_seconds"] / 60, "recorded"
         elif not early:
             grows = stage == "Base model training" and cfg.profile in ("gpu", "h100x8")

@@ -2,9 +2,10 @@
 Train a chat model end to end: text -> tokenizer -> base -> mid -> SFT -> RL -> chat.
 
 Core modules; each imports only from modules above it. To read how a model is trained, start with
-scripts/base_train.py, then train, gpt, attention, loss, optim and scaling.
+scripts/base_train.py, then run, train, gpt, attention, loss, optim and scaling.
 
     common          files, locks, stop signals
+    recipe          what determines a result: flags, inputs, digests of the code
     config          command-line flags from config dataclasses
     dist            ranks, devices, dtypes, collectives
     stats           means, standard errors, paired tests
@@ -29,7 +30,8 @@ scripts/base_train.py, then train, gpt, attention, loss, optim and scaling.
     report          scores, differences and verdict of a run; report.md from the records
     plots           figures of the report
     checkpoint      saved steps: write, verify, find, load
-    train           the run around a training loop: resume, steps, log, save, stop
+    train           one training step: batches, gradients, updates
+    run             the run around a training loop: resume, save, log, stop, record
     finetune        what midtraining and SFT share
     rl              rollouts, advantages, policy-gradient batches
 

@@ -11,21 +11,23 @@ checkpoint that fails verification is skipped in favor of the previous good one.
 import contextlib
 import errno
 import hashlib
+import importlib
 import os
 import re
 import shutil
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from nanochat import common
+from nanochat import common, recipe
 from nanochat.common import MissingInput, UsageError, base_dir, printable
 from nanochat.config import short
 from nanochat.dist import DistContext
@@ -44,6 +46,7 @@ SCRIPTS = {
 }
 # stage -> name of its folder, before "_checkpoints"
 FOLDERS = {"base": "base", "mid": "mid", "sft": "chatsft", "dpo": "chatdpo", "rl": "chatrl"}
+CHANGED = "Model code changed since"  # in records
 ASIDE = ".before-"  # in the folder name of a run that was replaced
 CHECKPOINT_REF = re.compile(r"(?P<stage>\w+)(:(?P<tag>[^:]+)(:(?P<step>\d+))?)?")
 
@@ -108,13 +111,13 @@ def save_checkpoint(
         files[MODEL_FILE] = save_tensors(weights, temporary / MODEL_FILE)
         if optim_tensors is not None:
             files[OPTIM_FILE] = save_tensors(optim_tensors, temporary / OPTIM_FILE)
-        saved_at = time.strftime("%Y-%m-%d %H:%M:%S")
         record = {
             **state,
             "step": step,
+            "class": f"{type(model).__module__}.{type(model).__qualname__}",
             "model": asdict(model.cfg),
             "files": files,
-            "saved_at": saved_at,
+            "saved_at": time.time(),
         }
         common.write_json(temporary / "state.json", {**record, "seal": seal_of(record)})
         if final.exists():  # the same step, saved again
@@ -139,8 +142,14 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> str:
     Write a safetensors file and flush it to disk. Returns its SHA-256. Raises OSError if the disk
     is full or fails.
     """
+    found, seen = {}, set()
+    for name, x in tensors.items():
+        x = x.cpu().contiguous()
+        tied = x.data_ptr() in seen  # the format has no ties
+        found[name] = x.clone() if tied else x
+        seen.add(x.data_ptr())
     try:
-        save_file({name: x.cpu().contiguous() for name, x in tensors.items()}, path)
+        save_file(found, path)
     except SafetensorError as error:
         found = re.search(r"os error (\d+)", str(error))
         code = int(found[1]) if found else errno.EIO
@@ -161,6 +170,17 @@ def read_state(folder: Path) -> dict[str, Any]:
         state = common.read_json(folder / "state.json")
     if not isinstance(state, dict) or state.pop("seal", None) != seal_of(state):
         raise CorruptCheckpoint(f"{folder}/state.json is missing, or does not match its seal")
+    return upgrade(state)
+
+
+def upgrade(state: dict[str, Any]) -> dict[str, Any]:
+    """Add what states before 2026-12 lack: times in seconds, batch size, peak learning rates."""
+    if isinstance(saved_at := state.get("saved_at"), str):
+        state["saved_at"] = time.mktime(time.strptime(saved_at, "%Y-%m-%d %H:%M:%S"))
+    if identity := state.get("identity"):
+        state.setdefault("batch_tokens", identity["batch_tokens"])
+        if "optim" in identity:
+            state.setdefault("rates", identity["optim"])
     return state
 
 
@@ -206,7 +226,7 @@ def saved_tags(stage: str) -> list[str]:
     for folder in {path.parent for path in stage_folder(stage).glob("*/step_*")}:
         if ASIDE not in folder.name:
             state = newest_state(folder)
-            saved[folder.name] = state["saved_at"] if state else ""
+            saved[folder.name] = state["saved_at"] if state else 0.0
     return sorted(saved, key=lambda tag: (saved[tag], tag), reverse=True)
 
 
@@ -310,11 +330,11 @@ class CheckpointChoice:
 
 def lineage(state: Mapping[str, Any]) -> dict[str, Any]:
     """
-    State to carry over when the model is saved elsewhere: its source, provenance and batch size in
-    tokens.
+    State to carry over when the model is saved elsewhere: its source, provenance, peak learning
+    rates and batch size in tokens.
     """
-    identity = {"batch_tokens": state["identity"]["batch_tokens"]}
-    return {"source": state["source"], "provenance": state["provenance"], "identity": identity}
+    kept = ("source", "provenance", "rates", "batch_tokens")
+    return {name: state[name] for name in kept if name in state}
 
 
 # ---- Models --------------------------------------------------------------------------------------
@@ -339,26 +359,47 @@ def build_model(
 
 def load_model(checkpoint: Checkpoint, dist: DistContext, max_seq_len: int | None = None) -> GPT:
     """
-    Rebuild the model of a checkpoint on the device, from its saved config. `max_seq_len` overrides
-    its row length. Raises UsageError for a model with options that GPT does not have.
+    Rebuild the model of a checkpoint on the device, from its saved class and config. `max_seq_len`
+    overrides its row length. Raises UsageError as `model_class`.
     """
-    saved, known = checkpoint.state["model"], {each.name for each in fields(GPTConfig)}
-    if other := sorted(saved.keys() - known):
-        raise UsageError(
-            f"{checkpoint.folder} is not a model of scripts.base_train: it has {', '.join(other)}",
-            "use the scripts of the track that trained it, or another checkpoint",
-        )
-    cfg = GPTConfig(**saved)
-    with torch.device("meta"):
-        model = GPT(replace(cfg, max_seq_len=max_seq_len or cfg.max_seq_len), dist.dtype)
-    return load_weights(model, checkpoint, dist)
-
-
-def load_weights(model: Model, checkpoint: Checkpoint, dist: DistContext) -> Model:
-    """Fill a model on the meta device with the weights of a checkpoint; returns it."""
-    model.to_empty(device=dist.device)
+    if changed := changed_code(checkpoint):
+        dist.print0(printable(f"{checkpoint.folder} was trained by other code: {changed} changed"))
+    kind, config = model_class(checkpoint.state)
+    cfg = config(**checkpoint.state["model"])
+    with dist.device:
+        model = kind(replace(cfg, max_seq_len=max_seq_len or cfg.max_seq_len), dist.dtype)
     model.load_state_dict(checkpoint.model_tensors())
     return model
+
+
+def changed_code(checkpoint: Checkpoint) -> str | None:
+    """Files of the model's class that have changed since the checkpoint was saved, or None."""
+    kind, _ = model_class(checkpoint.state)
+    file = Path(sys.modules[kind.__module__].__file__ or "")
+    recipe.add_code(file)
+    changed = recipe.changed_code(checkpoint.state.get("code", {}))
+    return ", ".join(sorted(recipe.imported_files(file).keys() & changed)) or None
+
+
+def model_class(state: Mapping[str, Any]) -> tuple[type[GPT], type[GPTConfig]]:
+    """
+    The class of a saved model and that of its configuration, which annotates its `cfg`. Raises
+    UsageError if it is no subclass of GPT in this package, or lacks saved options.
+    """
+    path = state.get("class", f"{GPT.__module__}.{GPT.__qualname__}")  # older ones name no class
+    module, _, name = path.rpartition(".")
+    kind: Any = None
+    if module.startswith("nanochat."):
+        with contextlib.suppress(ImportError):
+            kind = getattr(importlib.import_module(module), name, None)
+    if not (isinstance(kind, type) and issubclass(kind, GPT)):
+        problem = f"the model has the class {path}, which nanochat/ does not define"
+        raise UsageError(problem, "use the code that trained it, or another checkpoint")
+    config = get_type_hints(kind)["cfg"]
+    if unknown := sorted(state["model"].keys() - {each.name for each in fields(config)}):
+        problem = f"the model has {', '.join(unknown)}, which {config.__name__} does not have"
+        raise UsageError(problem, "use the code that trained it, or another checkpoint")
+    return kind, config
 
 
 def load_inference(checkpoint: Checkpoint, dist: DistContext) -> tuple[GPT, Tokenizer]:

@@ -87,6 +87,15 @@ def require_name(flag: str, name: str) -> str:
     return name
 
 
+def to_json_types(value: Any) -> Any:
+    """
+    Convert to JSON types, keeping order: paths to text, scalars of numpy and torch to numbers, and
+    numbers that are not finite to "nan", "inf" or "-inf".
+    """
+    text = json.dumps(value, default=lambda x: str(x) if isinstance(x, Path) else x.item())
+    return json.loads(text, parse_constant=lambda name: str(float(name)))
+
+
 def fingerprint(value: Any) -> str:
     """Hash of a JSON value, 16 hex digits; equal values have equal hashes on every machine."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)

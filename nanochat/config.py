@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 import tyro
 
+from nanochat import recipe
 from nanochat.common import REPOSITORY, MissingInput, UsageError, is_out_of_memory, printable
 
 C = TypeVar("C")
@@ -43,6 +44,7 @@ def start(main: Callable[[C], Any], default: C, doc: str | None):
     User errors print a message and exit with status 2 or the error's own `status`; internal errors
     keep their traceback. An interrupt exits with status 130.
     """
+    recipe.read_code(Path(sys.modules[type(default).__module__].__file__ or ""))
     atexit.register(speed_up_exit)  # registered first, so it runs last
     sys.excepthook = print_traceback
     sys.stdout, sys.stderr = Console(sys.stdout), Console(sys.stderr)

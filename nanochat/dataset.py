@@ -18,7 +18,7 @@ from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -114,6 +114,8 @@ TAIL = "tail-of-"  # name prefix of a single file's validation shard
 
 @dataclass(frozen=True)
 class DataConfig:
+    NOT_IN_RECIPE: ClassVar[str] = "dataset num_shards revision val_shard"
+
     dataset: str | None = None
     """Text source: a Hub dataset with parquet files (karpathy/climbmix-400b-shuffle), `embedded`
     (the built-in dataset, no network), or a local folder of .parquet, .jsonl or .jsonl.gz files

@@ -24,7 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import psutil
 import torch
@@ -47,6 +47,8 @@ class RankHung(UsageError):
 
 @dataclass(frozen=True)
 class DistConfig:
+    NOT_IN_RECIPE: ClassVar[str] = "device_type deterministic collective_timeout_minutes"
+
     device_type: Literal["cuda", "cpu", "mps"] | None = None
     """Device to compute on. Default: cuda if available, else mps, else cpu."""
     dtype: Annotated[Literal["bfloat16", "float16", "float32", "fp8"] | None, short("d")] = None

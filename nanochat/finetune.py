@@ -9,30 +9,41 @@ each chat of a row, so packing chats changes neither loss nor gradients.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor
 
-from nanochat.checkpoint import ASIDE, Checkpoint, parse_checkpoint_ref, stage_folder
+from nanochat.checkpoint import (
+    ASIDE,
+    CHANGED,
+    Checkpoint,
+    changed_code,
+    parse_checkpoint_ref,
+    stage_folder,
+)
 from nanochat.config import require_positive
 from nanochat.dist import DistContext
 from nanochat.eval_bpb import ValidationConfig
 from nanochat.gpt import GPT
-from nanochat.optim import MuonAdamW, ScheduleConfig
-from nanochat.rows import CHAT_SHARD, ChatPart, Rows, open_chat_rows, pack_chats
+from nanochat.optim import MuonAdamW, OptimConfig, ScheduleConfig
+from nanochat.rows import ChatPart, Rows, open_chat_rows, pack_chats
+from nanochat.run import Run
 from nanochat.scaling import batch_lr_factor, divisible_batch, make_rules
 from nanochat.tokenizer import Tokenizer
-from nanochat.train import Compile, Run, TrainConfig, document_segments
+from nanochat.train import Compile, TrainConfig, document_segments
 
 MIN_TUNING_STEPS = 200  # a short stage uses smaller batches to reach this many steps
 # with fewer, a stage warns; measured: 20 varied conversations need about 50 at depth 4 (one seed)
 FEW_STEPS = 50
+Script = TypeVar("Script", bound=Any)
 MIN_ROWS = 8  # rows (packed sequences) of the smallest automatic batch
 
 
 @dataclass(frozen=True)
 class FinetuneConfig:
+    NOT_IN_RECIPE: ClassVar[str] = "compile"
+
     mixture: str = ""
     """Buckets with amounts, such as smoltalk=10000,gsm8k*4,aqua, or a JSON file that defines
     buckets; see docs/data.md. Default: depends on the base model."""
@@ -82,6 +93,22 @@ def open_parent(
     return dist.on_node(lambda: parse_checkpoint_ref(source))
 
 
+def inherit_rates(cfg: Script, parent: Checkpoint) -> Script:
+    """A script's config with the peak learning rates of the base model, where no flag sets them."""
+    optim = cfg.train.optim.with_rates(base_rates(parent))
+    return replace(cfg, train=replace(cfg.train, optim=optim))
+
+
+def base_rates(parent: Checkpoint) -> Mapping[str, float]:
+    """The peak learning rates with which the base model of a checkpoint was trained, if known."""
+    return parent.state.get("rates") or OptimConfig().rates()
+
+
+def inherited_state(parent: Checkpoint) -> dict[str, Any]:
+    """What the checkpoints of a stage keep of the parent's: the source of its text, base rates."""
+    return {"source": parent.state["source"], "rates": base_rates(parent)}
+
+
 def choose_tag(kind: str, parent: Checkpoint, cfg: TrainConfig) -> str:
     """
     Tag of a stage's checkpoints: --model_tag or the parent's. Raises ValueError if they would
@@ -112,54 +139,18 @@ def bucket_rows(
     return {name: packed_chats({name: part}, 0, tokenizer, T, dist) for name, part in parts.items()}
 
 
-def make_run(
-    stage: Literal["mid", "sft"],
-    tag: str,
-    parent: Checkpoint,
-    model: GPT,
-    rows: Rows,
-    cfg: Any,
-    dist: DistContext,
-    settings: Mapping[str, Any],
-    inputs: Mapping[str, str],
-    declared: Mapping[str, Any],
-) -> Run:
-    """
-    The run of a stage, with its number of steps, batch size and optimizer. cfg: of the script, with
-    `tuning` and `train`. settings, inputs: as in `Run`. declared: buckets that are not tasks.
-    """
-    tuning, train = cfg.tuning, cfg.train
-    num_steps, batch_tokens = plan_finetuning(tuning, parent, rows, dist)
+def tuning_optimizer(
+    model: GPT, cfg: FinetuneConfig, optim: OptimConfig, batch_tokens: int, dist: DistContext
+) -> MuonAdamW:
+    """The optimizer of a stage, for its batch size."""
     growth = batch_lr_factor(batch_tokens)
-    rules = make_rules(train.optim, model.cfg.d_model, tuning.init_lr_frac, growth)
-    optimizer = MuonAdamW(model, rules, dist)
-    counts = rows.record(CHAT_SHARD)["buckets"]
-    return Run(
-        stage,
-        tag,
-        train,
-        model,
-        optimizer,
-        parent.tokenizer(),
-        dist,
-        num_steps=num_steps,
-        batch_tokens=batch_tokens,
-        compile=tuning.compile,
-        settings=settings,
-        inputs=inputs,
-        identity={
-            "rows": rows.recipe,
-            "schedule": asdict(tuning.schedule()),
-            "parent": parent.fingerprint,
-            "init_lr_frac": tuning.init_lr_frac,
-        },
-        state={"source": parent.state["source"], "mixture": counts, "declared": declared},
-    )
+    return MuonAdamW(model, make_rules(optim, model.cfg.d_model, cfg.init_lr_frac, growth), dist)
 
 
-def finetuning_values(run: Run, metrics: Mapping[str, float]) -> dict[str, Any]:
+def finetuning_values(run: Run, parent: Checkpoint, metrics: Mapping[str, float]) -> dict[str, Any]:
     """Values that the records of both stages have. metrics: those of the last validation."""
     return {
+        CHANGED: changed_code(parent),
         "Number of iterations": run.num_steps,
         "DDP world size": run.dist.world_size,
         "Minimum validation bpb": run.progress.min_val,
@@ -179,7 +170,7 @@ def plan_finetuning(
         raise ValueError("the mixture has less than one conversation; use more of it")
     epoch_tokens = rows.num_rows * T
     tokens = cfg.num_epochs * epoch_tokens
-    default = fit_batch(parent.state["identity"]["batch_tokens"], cfg.num_iterations, tokens, T)
+    default = fit_batch(parent.state["batch_tokens"], cfg.num_iterations, tokens, T)
     batch_tokens = divisible_batch(cfg.total_batch_size, default, T, dist.world_size)
     num_steps = max(1, cfg.num_iterations or round(tokens / batch_tokens))
     if cfg.num_iterations is None and num_steps < FEW_STEPS:

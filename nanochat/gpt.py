@@ -210,6 +210,8 @@ class GPT(nn.Module):
     `inference_copy`.
     """
 
+    cfg: GPTConfig
+
     def __init__(self, cfg: GPTConfig, dtype: torch.dtype = torch.float32):
         super().__init__()
         self.cfg, self.dtype, self.compiled = cfg, dtype, False
@@ -421,6 +423,9 @@ def inference_copy(model: GPT) -> GPT:
         for name, p in model.state_dict().items()
     }
     twin.load_state_dict(weights, assign=True)
+    for name, buffer in model.named_buffers():  # also those that are not in the state
+        owner, _, leaf = name.rpartition(".")
+        setattr(twin.get_submodule(owner), leaf, buffer.clone())
     # prefill is not compiled: its lengths vary
     twin.backend = "sdpa" if model.backend == "flex" else model.backend
     for block in twin.blocks:
@@ -433,3 +438,5 @@ def copy_weights(twin: GPT, model: GPT) -> None:
     """Copy weights into an `inference_copy` model in place; its compiled code stays valid."""
     for name, weight in twin.named_parameters():
         weight.copy_(model.get_parameter(name))
+    for name, buffer in twin.named_buffers():
+        buffer.copy_(model.get_buffer(name))

@@ -11,8 +11,8 @@ the result.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, Self
 
 import torch
 import torch.nn.functional as F
@@ -216,15 +216,17 @@ SHARDED_ROWS = 1024  # smallest number of rows of a parameter that AdamW shards
 
 @dataclass(frozen=True)
 class OptimConfig:
-    embedding_lr: float = 0.3
+    embedding_lr: float | None = 0.3
     """Peak AdamW learning rate of the token embedding at width 768, scaled by width^-0.5. Value
-    embeddings use half."""
-    unembedding_lr: float = 0.008
-    """Peak AdamW learning rate of the LM head at width 768, scaled by width^-0.5."""
+    embeddings use half. Default after pretraining: that of the base model."""
+    unembedding_lr: float | None = 0.008
+    """Peak AdamW learning rate of the LM head at width 768, scaled by width^-0.5. Default after
+    pretraining: that of the base model."""
     weight_decay: float | None = None
     """Muon weight decay. Default: derived from the training horizon; 0 after pretraining."""
-    matrix_lr: float = 0.02
-    """Peak Muon learning rate of the matrices inside the layers."""
+    matrix_lr: float | None = 0.02
+    """Peak Muon learning rate of the matrices inside the layers. Default after pretraining: that of
+    the base model."""
     grad_clip: float = 0.0
     """Maximum global gradient norm; larger gradients are scaled down to it. 0 = no clipping."""
 
@@ -232,6 +234,18 @@ class OptimConfig:
         for name, value in asdict(self).items():
             if value is not None and not 0 <= value < float("inf"):
                 raise ValueError(f"{name} must be finite and at least 0, got {value}")
+
+    def rates(self) -> dict[str, Any]:
+        """The peak learning rates by name; None stands for that of the base model."""
+        return {name: getattr(self, name) for name in RATES}
+
+    def with_rates(self, base: Mapping[str, float]) -> Self:
+        """With the `rates` of the base model where none are set."""
+        return replace(self, **{n: base[n] for n, x in self.rates().items() if x is None})
+
+
+RATES = ("embedding_lr", "unembedding_lr", "matrix_lr")
+TUNING = OptimConfig(None, None, 0.0, None)  # after pretraining
 
 
 @dataclass(frozen=True)
@@ -434,7 +448,7 @@ def full_state(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]
         yield from optimizer.full_state()
         return
     for index, moments in optimizer.state_dict()["state"].items():
-        yield from ((f"{index}.{moment}", x) for moment, x in moments.items())
+        yield from ((f"{index}.{name}", torch.as_tensor(x)) for name, x in moments.items())
 
 
 def load_full_state(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:

@@ -29,7 +29,8 @@ from typing import Any
 import numpy as np
 
 from nanochat import common
-from nanochat.common import code_digest
+from nanochat.common import to_json_types
+from nanochat.recipe import Recipe, changed_code, code_digests, list_changes, require_same_code
 
 # ---- Sections of the report, in order ------------------------------------------------------------
 # These names must not change: reports are compared line by line.
@@ -90,11 +91,6 @@ def mean_name(name: str, tasks: Iterable[str]) -> str:
 
 Record = Mapping[str, Any]
 TIME_FORMAT = "%Y-%m-%d %H:%M:%S"
-# Settings that do not affect the result: a finished stage stays finished when they change.
-NOT_IN_KEY = frozenset(
-    "run skip_if_done resume keep allow_data_change device_batch_size unsafe_exec "
-    "collective_timeout_minutes save_every".split()
-)
 STARTED = time.perf_counter()  # this module is imported when a process starts
 
 
@@ -117,8 +113,8 @@ class Cost:
 
 
 def new_run_id() -> str:
-    """Unique run id that sorts by time, e.g. 20261120-085201-3f9c01d2."""
-    return time.strftime("%Y%m%d-%H%M%S-") + secrets.token_hex(4)
+    """Unique run id that sorts by time (UTC), e.g. 20261120-085201-3f9c01d2."""
+    return time.strftime("%Y%m%d-%H%M%S-", time.gmtime()) + secrets.token_hex(4)
 
 
 def item_scores(
@@ -147,56 +143,6 @@ def read_clusters(entry: Mapping[str, Any]) -> list[str] | None:
     return entry.get("clusters", "").split() or None
 
 
-def stage_key(settings: Mapping[str, Any], inputs: Mapping[str, str]) -> str:
-    """Fingerprint of everything that determines a stage's result: settings and input artifacts."""
-    relevant = {name: value for name, value in settings.items() if name not in NOT_IN_KEY}
-    return common.fingerprint(to_json_types({"settings": relevant, "inputs": inputs}))
-
-
-# ---- Code that determines a result ---------------------------------------------------------------
-
-CODE = re.compile(r"(nanochat|tasks|scripts)/.*\.py")
-NOT_IN_CODE = frozenset(  # these do not determine results
-    f"nanochat/{name}.py" for name in "config hub plots records report".split()
-)
-
-
-def code_digests() -> dict[str, str]:
-    """
-    Digest of each file of code that this process has imported, which determines its results, by
-    path; without NOT_IN_CODE.
-    """
-    found, root = {}, f"{common.REPOSITORY}/"
-    for module in list(sys.modules.values()):
-        path = getattr(module, "__file__", None) or ""
-        name = path.removeprefix(root)
-        if name != path and CODE.fullmatch(name) and name not in NOT_IN_CODE:
-            found[name] = code_digest(Path(path).read_text())
-    return found
-
-
-def code_state() -> dict[str, Any]:
-    """The code of this process and its commit, as `write_record` takes them."""
-    return {"code": code_digests(), "commits": [git_state()["Commit"]]}
-
-
-def changed_code(recorded: Mapping[str, str]) -> list[str]:
-    """Files whose code differs from the `recorded` digest, or that are missing now."""
-    texts = {name: common.REPOSITORY / name for name in recorded}
-    now = {x: code_digest(path.read_text()) for x, path in texts.items() if path.exists()}
-    return sorted(name for name, digest in recorded.items() if now.get(name) != digest)
-
-
-def require_same_code(what: str, changed: Sequence[str], fix: str) -> None:
-    """
-    Raise UsageError if files of code that `what` was made with have changed, unless the environment
-    variable ACCEPT_CODE_CHANGE is 1.
-    """
-    if changed and os.environ.get("ACCEPT_CODE_CHANGE") != "1":
-        problem = f"{what} was made by other code: {', '.join(changed)} changed"
-        raise common.UsageError(problem, f"{fix}, or set ACCEPT_CODE_CHANGE=1")
-
-
 def write_record(
     section: str,
     settings: Mapping[str, Any],
@@ -211,7 +157,7 @@ def write_record(
     files: Iterable[Path] = (),
     commits: Sequence[str] = (),
     code: Mapping[str, str] | None = None,
-    key: str | None = None,
+    recipe: Recipe | None = None,
 ) -> Path:
     """
     Record a stage; call it on rank 0, once at its end.
@@ -225,15 +171,15 @@ def write_record(
     metrics     the run's metrics.jsonl (`RunLog`), for the figures
     files       output files or directories; `find_finished` checks their content later
     commits     commits of all attempts of a run, by default the current one
-    code        `code_digests` when a long run or evaluation began; default: of now
-    key         what determines the result; default: `stage_key` of all settings
+    code        `code_digests` of the run; default: of this process
+    recipe      what determines the result; default: all settings, and the inputs
 
     Safe to call from concurrent processes. Returns the path of the record.
     """
     record = {
         "section": section,
-        "timestamp": time.strftime(TIME_FORMAT),
-        "key": key or stage_key(settings, inputs),
+        "timestamp": time.time(),
+        "recipe": (recipe or Recipe(settings, inputs, settings)).to_json(),
         "settings": settings,
         "values": {name: value for name, value in values.items() if value is not None},
         "items": items,
@@ -264,22 +210,28 @@ def command_line() -> str:
     return shlex.join(["torchrun" if ranks else "python", *words])
 
 
-def find_finished(section: str, key: str) -> Record | None:
+def find_finished(section: str, recipe: Recipe) -> Record | None:
     """
-    Record of the section if its `stage_key` is `key` and its output files are intact, else None.
-    Raises UsageError if it was made by other code.
+    Record of the section if it was made by the same recipe and its output files are intact; else
+    None, and differences are printed. Raises UsageError if it was made by other code.
 
     The SHA-256 of every recorded file must match. A stage that has outputs but recorded no
     files cannot be checked and is not finished. Only the section's current record is considered, so
     that the report shows the results of a skipped stage, not those of another run.
     """
     record = read_record(section)
-    if record is None or record["key"] != key:
+    if record is None:
+        return None
+    fix = "run it again without --skip_if_done"
+    if "recipe" not in record:
+        problem = f"{section} was recorded before 2026-12, without its recipe"
+        raise common.UsageError(problem, f"{fix}, or delete {record_path(section)}")
+    if changes := list_changes(record["recipe"], recipe):
+        print(common.printable(f"{section}: not as recorded; {'; '.join(changes)}"), flush=True)
         return None
     files = [common.base_dir() / name for name in record["files"]]
     if (record["provenance"]["outputs"] and not files) or hash_files(files) != record["files"]:
         return None
-    fix = "run it again without --skip_if_done"
     if files and "resume" in record["settings"]:
         fix += f" and with --resume=never, or rename {files[0].parent.parent}"
     require_same_code(section, changed_code(record["code"]), fix)
@@ -298,7 +250,7 @@ def read_records() -> list[Record]:
     found = {path: common.read_json(path) for path in paths}
     if broken := [path for path, record in found.items() if "timestamp" not in record]:
         raise ValueError(f"{broken[0]} is not a record of a stage; delete it")
-    return sorted(found.values(), key=lambda record: record["timestamp"])
+    return sorted(found.values(), key=lambda record: seconds(record["timestamp"]))
 
 
 def read_history() -> Sequence[Record]:
@@ -340,16 +292,7 @@ def relative_path(path: Path) -> str:
     return os.path.relpath(path.resolve(), common.base_dir())
 
 
-# ---- Valid JSON, one value per line --------------------------------------------------------------
-
-
-def to_json_types(value: Any) -> Any:
-    """
-    Convert to JSON types, keeping order: paths to text, scalars of numpy and torch to numbers, and
-    numbers that are not finite to "nan", "inf" or "-inf".
-    """
-    text = json.dumps(value, default=lambda x: str(x) if isinstance(x, Path) else x.item())
-    return json.loads(text, parse_constant=lambda name: str(float(name)))
+# ---- Files with one JSON value per line ----------------------------------------------------------
 
 
 def append_line(path: Path, value: Any) -> None:
@@ -569,9 +512,16 @@ def standard_error(value: Any) -> float:
     return float(value["se"]) if isinstance(value, Mapping) else math.nan
 
 
-def seconds(timestamp: str) -> float:
-    """Convert a timestamp to seconds since the epoch."""
-    return time.mktime(time.strptime(timestamp, TIME_FORMAT))
+def seconds(timestamp: float | str) -> float:
+    """A record's timestamp in seconds since 1970; before 2026-12, they were local time as text."""
+    if isinstance(timestamp, str):
+        return time.mktime(time.strptime(timestamp, TIME_FORMAT))
+    return timestamp
+
+
+def local_time(seconds: float) -> str:
+    """Seconds since 1970 as local date and time."""
+    return time.strftime(TIME_FORMAT, time.localtime(seconds))
 
 
 def readable_time(seconds: float) -> str:

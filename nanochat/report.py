@@ -34,6 +34,7 @@ from nanochat.common import (
     write_json,
 )
 from nanochat.config import settings
+from nanochat.recipe import make_recipe
 from nanochat.records import (
     SECTIONS,
     Record,
@@ -79,7 +80,8 @@ def append_section(
     for table in shown.get("tables", ()):
         print(render_table(table), flush=True)
     cost = cost or records.Cost.so_far()
-    records.write_record(name, settings(cfg), values, inputs, cost, **shown)
+    recipe = make_recipe(cfg, inputs)
+    records.write_record(name, settings(cfg), values, inputs, cost, recipe=recipe, **shown)
     update(renew="outputs" in shown)
 
 
@@ -191,7 +193,8 @@ def render_report(
     <section>-<kind>; those of the section "results" are at the top. generated: date and time.
     """
     order = {name: i for i, name in enumerate(SECTIONS)}
-    written = sorted(written, key=lambda r: (order.get(r["section"], len(order)), r["timestamp"]))
+    written = sorted(written, key=lambda r: seconds(r["timestamp"]))
+    written.sort(key=lambda r: order.get(r["section"], len(order)))
     scores = collect_scores(written)
     changes = differences(scores, parent_stages(written))
     hardware, rate = header["hardware"], f"${header['hourly_rate']:.2f}/hour"
@@ -224,7 +227,7 @@ def render_report(
         f"### Hardware\n{bullets({**hardware, 'Hourly Rate': rate})}",
         f"### Software\n{bullets(header['software'])}",
         f"\n### Bloat\n{bloat}",
-        f"Run started: {time.strftime(records.TIME_FORMAT, time.localtime(started))}",
+        f"Run started: {records.local_time(started)}",
         "---",
     ]
     blocks.append("\n\n\n".join(render_section(record, figures) for record in written))
@@ -257,7 +260,7 @@ def render_section(record: Record, figures: Sequence[str]) -> str:
     outputs = {f"output {key}": x for key, x in origin["outputs"].items()}
     made = {key: origin[key] for key in ("command", "commit")} | inputs | outputs
     blocks = [
-        f"## {escape(name)}\ntimestamp: {record['timestamp']}",
+        f"## {escape(name)}\ntimestamp: {records.local_time(seconds(record['timestamp']))}",
         bullets(shown),
         *(render_table(table) for table in record["tables"] if table["title"] != SAMPLES),
         render_figures(figures, slug(name)),

@@ -32,11 +32,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import psutil
 
-from nanochat import chat_format, common
+from nanochat import chat_format, common, dataset
 from nanochat.chat_format import Message, render
 from nanochat.common import IGNORE, UsageError
 from nanochat.config import Console
 from nanochat.dataset import Source
+from nanochat.recipe import digests
 from nanochat.tokenizer import Tokenizer
 
 # ---- Rows and their loss mask --------------------------------------------------------------------
@@ -210,8 +211,6 @@ class Rows:
 # ---- Best-fit packing of documents into rows -----------------------------------------------------
 # Every row starts with BOS. The rest of a cut document goes into a later row, after a BOS.
 
-PACKING_RULE = 3  # part of fingerprints: increment it when the same text packs differently
-
 # A larger pool cuts fewer documents. Measured: 2026-11, rows of 2,049, lognormal lengths
 # (mean 820 tokens; 7.7% of documents are longer than a row): 256 pieces cut 16%, 1,024 cut 15%,
 # 8,192 cut 11%.
@@ -366,14 +365,14 @@ def open_rows(source: Source, tokenizer: Tokenizer, max_seq_len: int) -> Rows:
     """
     Open the rows of a source under rows/; they need not be packed yet.
 
-    The folder name is a hash of everything that determines the rows of a shard, so runs with more
-    or fewer shards share it.
+    The folder name is a hash of everything that determines the rows of a shard, this file's and
+    dataset.py's code included, so runs with more or fewer shards share it.
     """
     made_of = {"tokenizer": tokenizer.fingerprint, "max_seq_len": max_seq_len}
-    made_of["packing_rule"] = PACKING_RULE
-    folder = common.base_dir() / "rows" / common.fingerprint({"text": source.identity, **made_of})
     of_run = common.fingerprint({"source": source.fingerprint, **made_of})
     recipe = {"fingerprint": of_run, "source": source.describe(), **made_of}
+    code = digests(sys.modules[__name__], dataset)
+    name = common.fingerprint({"text": source.identity, "code": code, **made_of})
     groups = group_files(source, max_seq_len + 1)
     files = {**groups, source.val_shard: [source.val_shard]}
     dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
@@ -381,6 +380,7 @@ def open_rows(source: Source, tokenizer: Tokenizer, max_seq_len: int) -> Rows:
         name: sum(expected_rows(source, file, max_seq_len + 1) for file in group)
         for name, group in groups.items()
     }
+    folder = common.base_dir() / "rows" / name
     return Rows(folder, list(groups), source.val_shard, dtype, recipe, files, expected)
 
 
@@ -483,7 +483,7 @@ def pack_rows(
     if workers < 2:
         return pack_text(rows, source, tokenizer, num_rows)
     spawn = multiprocessing.get_context("spawn")
-    args = (source, tokenizer.content, rows.max_seq_len, num_rows)
+    args = (source, tokenizer.content, rows.max_seq_len, num_rows, rows.folder)
     processes = [spawn.Process(target=pack_alone, args=args, daemon=True) for _ in range(workers)]
     for process in processes:
         process.start()
@@ -501,15 +501,23 @@ def pack_rows(
         pack_text(rows, source, tokenizer, num_rows)
 
 
-def pack_alone(source: Source, content: Any, max_seq_len: int, num_rows: int | None) -> None:
-    """One process of `pack_rows`. content: of the tokenizer."""
+def pack_alone(
+    source: Source, content: Any, max_seq_len: int, num_rows: int | None, folder: Path
+) -> None:
+    """
+    One process of `pack_rows`. content: of the tokenizer. folder: of the rows that the parent
+    opened; here it is another one if code was edited in between.
+    """
     sys.stdout, sys.stderr = Console(sys.stdout), Console(sys.stderr)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     threading.Thread(target=exit_with_parent, daemon=True).start()
     os.environ["RAYON_NUM_THREADS"] = "1"  # one core each
     tokenizer = Tokenizer(content)
     try:
-        pack_text(open_rows(source, tokenizer, max_seq_len), source, tokenizer, num_rows)
+        rows = open_rows(source, tokenizer, max_seq_len)
+        if rows.folder != folder:
+            raise UsageError("rows.py or dataset.py was edited just now", "rerun the command")
+        pack_text(rows, source, tokenizer, num_rows)
     except (OSError, ValueError, UsageError) as error:
         raise SystemExit(f"error: packing failed: {common.printable(error)}") from error
 
@@ -565,9 +573,8 @@ def open_chat_rows(
     """
     named = [{"name": n, "amount": list(p[2:]), **p.identity} for n, p in parts.items()]
     made_of = {"buckets": named, "seed": seed, "tokenizer": tokenizer.fingerprint}
-    files = map(Path, (__file__, str(chat_format.__file__)))
-    code = [common.code_digest(file.read_text()) for file in files]
-    made_of |= {"max_seq_len": max_seq_len, "code": code}
+    made_of["max_seq_len"] = max_seq_len
+    made_of["code"] = digests(sys.modules[__name__], chat_format)
     return reopen_chat_rows({**made_of, "fingerprint": common.fingerprint(made_of)})
 
 

@@ -151,9 +151,10 @@ def make_rules(
     (`batch_lr_factor`). noise: on those of the few scalars. Source: nanochat's tuning log, 2026-03.
     """
     width = batch * (d_model / 768) ** -0.5
-    embedding_lr, head_lr = cfg.embedding_lr * width, cfg.unembedding_lr * width
+    embedding_lr, head_lr, matrix_lr = cfg.rates().values()
+    embedding_lr, head_lr = embedding_lr * width, head_lr * width
     found = {
-        "blocks": Rule("muon", cfg.matrix_lr * batch, weight_decay=cfg.weight_decay or 0.0),
+        "blocks": Rule("muon", matrix_lr * batch, weight_decay=cfg.weight_decay or 0.0),
         "embed": Rule("adamw", embedding_lr, (0.8, 0.995), 0.001),
         "value_embeds": Rule("adamw", embedding_lr / 2, (0.8, 0.995), 0.01),
         "head": Rule("adamw", head_lr, (0.8, 0.96), 0.01),

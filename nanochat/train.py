@@ -1,60 +1,32 @@
 """
-What all training scripts share: batches, gradients, updates, and the run around the loop.
+One training step: batches, gradients, updates. The run around it is run.py.
 
-    packed rows -> Run.load -> Batch -> Run.backward -> gradients -> Run.update -> weights
-    Run: lock, resume -> steps -> log, save, stop signal -> finish: record and report
+    packed rows -> load -> Batch -> backward -> gradients -> update -> weights, metrics
 
-The loop itself stands in the script of each stage:
-
-    with run:
-        for step in run.steps():  # from the last checkpoint on; the last turn only evaluates
-            if run.due(cfg.eval_every):
-                run.log(...)
-            if run.finished:  # trained and saved; only the last evaluation was left
-                break
-            run.backward(run.load(rows))
-            run.update(learning rate factor, Muon momentum, weight decay factor)
-    run.finish("Base model training", values)
+The loop itself stands in the script of each stage.
 """
 
 import gc
 import math
-import os
 import resource
-import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, NamedTuple, Self
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nanochat import common, optim, records, report
+from nanochat import common, optim
 from nanochat.attention import choose_backend
-from nanochat.checkpoint import (
-    ASIDE,
-    Checkpoint,
-    CorruptCheckpoint,
-    Stage,
-    newest_state,
-    open_checkpoint,
-    save_checkpoint,
-    stage_folder,
-    step_folders,
-)
 from nanochat.common import StopRequest, StopRequested, UsageError, is_out_of_memory
 from nanochat.config import require_at_least
 from nanochat.dist import DistConfig, DistContext, has_compiler, memory_bytes
-from nanochat.fp8 import enable_fp8
 from nanochat.gpt import GPT
 from nanochat.optim import MuonAdamW, OptimConfig
-from nanochat.records import METRICS_FILE, UNTIMED_STEPS, RunLog
+from nanochat.records import UNTIMED_STEPS
 from nanochat.rows import Rows, inputs_and_targets
-from nanochat.tokenizer import Tokenizer
 
 CHECK_RANKS_EVERY = 100  # steps between checks that the weights are equal on all ranks
 MAX_BAD_STEPS = 5  # consecutive non-finite steps, each skipped, that stop the run
@@ -66,6 +38,11 @@ SMALLER = "a smaller model, shorter sequences or a larger machine"
 
 @dataclass(frozen=True)
 class TrainConfig:
+    NOT_IN_RECIPE: ClassVar[str] = (
+        "device_batch_size model_tag eval_every save_every keep resume allow_data_change "
+        "skip_if_done run"
+    )
+
     device_batch_size: int | None = None
     """Rows of a micro-batch per device; changes rounding only. Default: automatic (RL, DPO: 8)."""
     model_tag: str = ""
@@ -222,8 +199,8 @@ def to_device(x: np.ndarray, device: torch.device) -> Tensor:
 
 
 def to_host(x: Tensor) -> Tensor:
-    """Copy of a tensor in host memory, which later updates do not change."""
-    return x.detach().to("cpu", copy=True)
+    """Copy of a tensor of a GPU, which later updates do not change; one in host memory as it is."""
+    return x.detach().to("cpu")
 
 
 def document_segments(tokens: Tensor, bos_id: int) -> Tensor:
@@ -240,8 +217,10 @@ class Progress:
 
     step: int = 0
     """Completed steps."""
+    rows: int = 0
+    """Packed rows of these steps, over all ranks."""
     finished: bool = False
-    """All planned steps are done."""
+    """In a checkpoint: whether all planned steps are done."""
     loss_average: float = 0.0
     """Moving average of the training loss, biased towards 0 (see `smooth_loss`)."""
     min_val: float | None = None
@@ -311,372 +290,56 @@ def check_weights(model: GPT, dist: DistContext, step: int) -> None:
             )
 
 
-def list_changes(was: Mapping[str, Any], now: Mapping[str, Any], at: str = "") -> list[str]:
+# ---- The step ------------------------------------------------------------------------------------
+
+
+class Step:
     """
-    Differences between two identities of a run, one line per setting. Parts with the same
-    fingerprint are equal, even if the text is in another folder.
-    """
-    lines = []
-    for name in sorted(was.keys() | now.keys()):
-        old, new = was.get(name), now.get(name)
-        if isinstance(old, Mapping) and isinstance(new, Mapping):
-            if "fingerprint" not in old or old["fingerprint"] != new.get("fingerprint"):
-                lines += list_changes(old, new, f"{at}{name}.")
-        elif old != new:
-            lines.append(f"{at}{name}: was {old!r}, now {new!r}")
-    return lines
+    The training steps of a model, with the state that they share.
 
-
-# ---- The run around a training loop --------------------------------------------------------------
-
-
-class Run:
-    """
-    The run around a training loop: lock and resume, steps, log, saves, stop signal, record.
-
-    stage, tag    the checkpoints are <stage>_checkpoints/<tag>/
-    num_steps     steps to train; a loop with a time limit lowers it to end the run
-    batch_tokens  tokens of a step over all ranks (DPO: at most; RL: of its answers, at most)
-    compile       how to compile the model; None = not at all, for rows of any length
-    settings      the script's flags; with `inputs` they decide whether --skip_if_done skips
-    inputs        name -> fingerprint of each input, closest parent first
-    identity      further settings that must match for a checkpoint to be resumed
-    state         further checkpoint state, only stored
-
-    As a context manager it leaves no step behind: a stop request, five bad steps in a row, data
-    that cannot be read or, with one rank, any error outside an update end the loop after saving the
-    completed steps. A stop exits with status PREEMPTED, too little memory for the last evaluation
-    with UNEVALUATED. Raises UsageError if another run is using the folder, and ValueError if the
-    checkpoint to resume has other settings or `device_batch_size` does not divide the batch.
+    `start` sets their size: tokens per step over all ranks (DPO: at most; RL: of its answers, at
+    most), and rows per micro-batch.
     """
 
     def __init__(
-        self,
-        stage: Stage,
-        tag: str,
-        cfg: TrainConfig,
-        model: GPT,
-        optimizer: torch.optim.Optimizer,
-        tokenizer: Tokenizer,
-        dist: DistContext,
-        *,
-        num_steps: int,
-        batch_tokens: int,
-        compile: Compile | None,
-        settings: Mapping[str, Any],
-        inputs: Mapping[str, str],
-        identity: Mapping[str, Any],
-        state: Mapping[str, Any],
+        self, model: GPT, optimizer: torch.optim.Optimizer, cfg: TrainConfig, dist: DistContext
     ):
-        self.stage, self.folder, self.cfg = stage, stage_folder(stage) / tag, cfg
-        self.model, self.optimizer, self.tokenizer, self.dist = model, optimizer, tokenizer, dist
-        self.num_steps, self.batch_tokens = num_steps, batch_tokens
-        self.settings, self.inputs = settings, inputs
-        self.compile: Compile | None = compile
-        self.identity = {
-            "model": asdict(model.cfg),
-            "batch_tokens": batch_tokens,
-            "seed": cfg.seed,
-            "optim": asdict(cfg.optim),
-            **({"fp8": True} if dist.fp8 else {}),
-            **identity,
-        }
-        self.state = {"stage": stage, "identity": self.identity, "settings": settings, **state}
-        rows = max(1, batch_tokens // model.cfg.max_seq_len // dist.world_size)
-        self.rows_per_rank, self.device_rows = rows, cfg.device_batch_size or 8
-        if compile is not None:
-            asked = min(cfg.device_batch_size or rows, rows)
-            self.device_rows = largest_divisor(rows, asked)
-            if self.device_rows != asked:
-                share = f"{rows} rows per device and step; use {self.device_rows}"
-                raise ValueError(f"device_batch_size {asked} does not divide {share}")
-        self.stop = StopRequest()
+        self.model, self.optimizer, self.cfg, self.dist = model, optimizer, cfg, dist
         self.progress = Progress()
-        self.checkpoint: Checkpoint | None = None
-        """Newest one, saved or resumed; main rank only."""
-        self.saving: tuple[int, Future[Checkpoint]] | None = None
-        """Step being saved, and its result."""
-        self.writer = ThreadPoolExecutor(1)
-        self.logger: RunLog | None = None
-        self.charged = records.STARTED  # until when the cost of this attempt is counted
-        self.bad_in_a_row, self.failure = 0, None
+        self.stop = StopRequest()
+        self.bad_in_a_row, self.diverged = 0, False
+        self.failure: Exception | None = None
+        """Why rows could not be read, on any rank."""
         self.updating = False
         """Within an update: the weights belong to no step and must not be saved."""
         self.discard()
 
-    # ---- beginning and end -----------------------------------------------------------------------
-
-    def __enter__(self) -> Self:
-        cfg, dist = self.cfg, self.dist
-        self.state["provenance"] = {"seed": cfg.seed, "inputs": self.inputs}
-        with ExitStack() as stack:
-            lock = self.folder.parent / f".{self.folder.name}.lock"
-            dist.on_main(lambda: stack.enter_context(common.hold_run_lock(lock)))
-            stack.enter_context(self.writer)
-            stack.callback(self.finish_save)
-            self.resume()
-            if self.compile is not None:
-                self.choose_kernels()
-            self.describe()
-            stack.enter_context(self.stop)
-            self.resources = stack.pop_all()
-        return self
-
-    def resume(self) -> None:
+    def start(self, batch_tokens: int, varying: bool) -> None:
         """
-        Load the newest good checkpoint if --resume=auto; otherwise, the run starts at step 0 and
-        replaces an earlier one (`open_log`).
-
-        Raises CorruptCheckpoint if all are corrupt, and ValueError listing the differences if the
-        checkpoint has a different `identity` (model, batch, seed, rows). Rows alone may differ if
-        `allow_data_change` is set.
+        Set the size of the steps to come. varying: rows have any length, as in RL and DPO, and
+        micro-batches a fixed number of rows. Raises ValueError if `device_batch_size` does not
+        divide the batch.
         """
-        progress, dist = self.progress, self.dist
-        found = self.newest_checkpoint()
-        if found is not None:
-            changed = list_changes(found.state["identity"], self.identity)
-            rows_only = all(line.startswith("rows.") for line in changed)
-            if changed and not (self.cfg.allow_data_change and rows_only):
-                raise ValueError(
-                    f"{self.folder} was trained with different settings:\n  "
-                    + "\n  ".join(changed)
-                    + "\nuse another --model_tag, or, if nothing else differs: rows, "
-                    "--allow_data_change; fp8, the --dtype of before; batch_tokens (its default "
-                    "depends on the number of ranks), --total_batch_size with its old value; with "
-                    "speedrun.sh, rename that folder"
-                )
-            for line in changed:
-                dist.print0(f"resuming despite {line}")
-            self.state["changes"] = found.state.get("changes", []) + changed
-            self.model.load_state_dict(found.model_tensors())
-            progress = self.progress = Progress(**found.state["progress"])
-            try:
-                optim.load_full_state(self.optimizer, found.optim_tensors())
-            except (KeyError, ValueError) as error:
-                raise ValueError(
-                    f"{found.folder} has the state of another optimizer; use another --model_tag"
-                ) from error
-            self.checkpoint = found if dist.is_main else None
-            dist.print0(f"resumed {found.folder}")
-        self.first_step = progress.step
-        self.state |= {"compute": dist.compute, **records.code_state()}
-        if found:
-            self.state["commits"] = found.state["commits"] + self.state["commits"]
-        self.state["tracked"] = found.state["tracked"] if found else records.new_run_id()
-        if found and (changed := records.changed_code(found.state["code"])):
-            dist.print0(f"resuming with changed code: {', '.join(changed)}")
-
-    def newest_checkpoint(self) -> Checkpoint | None:
-        """
-        The checkpoint to resume, verified by one rank per node; None to start at step 0. Raises
-        CorruptCheckpoint, on every rank, if all are corrupt or the nodes' files differ.
-        """
-        dist, folder = self.dist, self.folder
-        if self.cfg.resume == "never":
-            return None
-        found = dist.on_node(lambda: open_checkpoint(folder, optimizer=True))
-        name = f"step {found.step} ({found.fingerprint})" if found else "no checkpoint"
-        names = dist.gather(name)
-        for rank, other in enumerate(names):
-            if other != names[0]:
-                message = f"rank {rank} finds {other} in {folder}, rank 0 {names[0]}"
-                raise CorruptCheckpoint(f"{message}; all nodes need a shared disk")
-        return found
-
-    def choose_kernels(self) -> None:
-        """Set kernels and micro-batch size; a resumed run keeps that and how it is compiled."""
-        progress, dist = self.progress, self.dist
-        if dist.fp8:
-            enable_fp8(self.model, dist.device)
-        if self.cfg.device_batch_size is None:
-            limit = progress.device_rows or rows_to_try(self.model, dist)
-            self.device_rows = largest_divisor(self.rows_per_rank, limit)
-        progress.device_rows = self.device_rows
-        left = (self.num_steps - progress.step) * self.batch_tokens
-        flops = left * self.model.flops_per_token()
-        if self.compile in ("off", "on", "autotune"):
-            progress.compile = self.compile
-        progress.compile = set_kernels(progress.compile, self.model, flops, dist, self.optimizer)
-
-    def describe(self) -> None:
-        """Print what is about to be trained, and where."""
-        model, dist, cfg = self.model, self.dist, self.model.cfg
-        eager = self.progress.compile in ("auto", "off")
-        mode = "eager" if eager else "compiled in the first step, which takes a minute or more"
-        lines = {
-            "device": f"{dist.device_name} x {dist.world_size}, {describe_dtype(dist)}",
-            "kernels": f"attention {model.backend}, {mode}",
-            "model": f"{model.num_params():,} parameters: {cfg.n_layer} layers, width "
-            f"{cfg.d_model}, {cfg.n_head} heads of {cfg.head_dim}, vocabulary {cfg.vocab_size:,}",
-            "inputs": ", ".join(map(" ".join, self.inputs.items())),
-            "batch": f"{self.batch_tokens:,} tokens, {self.device_rows} rows per pass",
-            "training": f"{self.num_steps:,} steps, from step {self.first_step:,}",
-        }
-        dist.print0("\n".join(f"{name:<10}{text}" for name, text in lines.items()))
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        dist, step, finished = self.dist, self.progress.step, self.progress.finished
-        stopped, lacking = isinstance(error, StopRequested), is_out_of_memory(error)
-        # shared: every rank raises this error, so all join the save; alone: there is no other rank
-        shared = stopped or error is self.failure or isinstance(error, NonFiniteError)
-        alone = dist.world_size == 1 and isinstance(error, Exception) and not self.updating
-        with self.resources:
-            if error is not None and (shared or alone) and not finished:
-                text = "no step was completed, nothing saved"
-                if step > self.first_step:
-                    self.discard()
-                    if not dist.on_main(self.is_saved):
-                        self.save(final=True)
-                    why = "stop requested" if stopped else "training ended"
-                    text = f"{why}: saved step {step} (continue with --resume=auto)"
-                dist.print0(text)
-        if stopped and finished:
-            dist.print0("trained and saved; --resume=auto repeats the last evaluation")
-        if stopped:
-            dist.close()
-            raise SystemExit(common.PREEMPTED) from error
-        if lacking and finished:
-            print(
-                "out of memory in the final evaluation; the trained model is saved. Rerun with "
-                "--resume=auto to repeat only the evaluation, with more free memory or a smaller "
-                "--device_batch_size",
-                flush=True,
-            )
-            raise SystemExit(common.UNEVALUATED) from error
-        if lacking:
-            fix = f"use a smaller --device_batch_size, {SMALLER}"
-            raise UsageError(f"out of memory at step {step}", fix) from error
-
-    # ---- the loop --------------------------------------------------------------------------------
-
-    @property
-    def finished(self) -> bool:
-        """Whether all steps are done and the model is saved."""
-        return self.progress.finished
-
-    def steps(self) -> Iterator[int]:
-        """
-        Yield the index of each step, from the last checkpoint on; then, once the trained model is
-        saved, their number, for the last evaluation.
-        """
-        progress, every = self.progress, self.cfg.save_every
-        if progress.step > self.num_steps:
-            problem = f"{self.folder} has {progress.step} steps, this run {self.num_steps}"
-            raise UsageError(problem, "use another --model_tag, or --resume=never to train again")
-        trained = progress.finished and progress.step == self.num_steps
-        progress.finished = False  # until all steps are done and saved
-        while progress.step < self.num_steps:
-            if progress.step % CHECK_RANKS_EVERY == 0:
-                check_weights(self.model, self.dist, progress.step)
-            self.started = time.perf_counter()
-            yield progress.step
-            if every and progress.step % every == 0 and progress.step < self.num_steps:
-                self.save()
-        if not trained:
-            self.save(final=True)
-        progress.finished = True
-        yield progress.step
-
-    def due(self, every: int) -> bool:
-        """Whether something that happens every N steps happens now; always after the last step."""
-        step = self.progress.step
-        return self.finished or bool(step and every and step % every == 0)
-
-    def log(self, metrics: Mapping[str, Any]) -> None:
-        """Log an evaluation before the current step. "val_bpb" is to be minimized."""
-        progress = self.progress
-        if (value := metrics.get("val_bpb")) is not None:
-            progress.last_val = value
-            progress.min_val = value if progress.min_val is None else min(progress.min_val, value)
-        self.write(progress.step, metrics)
-        self.started = time.perf_counter()  # evaluations do not count as training
-
-    def print(self, text: str) -> None:
-        """Print on the main rank, after work that does not count as training."""
-        self.dist.print0(text)
+        cfg, self.batch_tokens, self.first_step = self.cfg, batch_tokens, self.progress.step
+        rows = max(1, batch_tokens // self.model.cfg.max_seq_len // self.dist.world_size)
+        self.rows_per_rank, self.device_rows = rows, cfg.device_batch_size or 8
         self.started = time.perf_counter()
-
-    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Write metrics to the log."""
-        self.open_log()
-        if self.logger:
-            self.logger.log(step, metrics)
-
-    def open_log(self) -> None:
-        """
-        Open the log, and before that move the checkpoints of an earlier run that this one replaces
-        aside: when there is something to log, everything has been checked.
-        """
-        if self.logger is None and self.dist.is_main:
-            if self.cfg.resume == "never" and step_folders(self.folder):
-                aside = self.folder.rename(f"{self.folder}{ASIDE}{records.new_run_id()}")
-                self.dist.print0(f"moved the checkpoints of an earlier run to {aside}")
-            about = (self.cfg.run, self.state["tracked"], self.settings, self.first_step)
-            self.logger = self.resources.enter_context(RunLog(self.folder, *about, self.num_steps))
-
-    def raise_if_stopped(self) -> None:
-        """Raise StopRequested on every rank if any was asked to stop. Waits for all ranks."""
-        if self.dist.any(self.stop.asked):
-            raise StopRequested
-
-    # ---- saving ----------------------------------------------------------------------------------
-
-    def save(self, final: bool = False) -> None:
-        """
-        Save the state of all ranks: on a GPU, a thread writes a copy while training goes on;
-        `final` waits until it is on disk. Call on every rank.
-
-        Raises as `check_weights`. If the disk fails, training goes on and the older checkpoints
-        stay; a `final` save raises OSError.
-        """
-        dist, progress, model = self.dist, self.progress, self.model
-        self.open_log()
-        check_weights(model, dist, progress.step)
-        dist.on_main(self.finish_save)  # the previous one; a collective would time out
-        gathered = optim.full_state(self.optimizer)  # by all ranks; the main rank copies
-        moments = {n: to_host(x) for n, x in gathered if dist.is_main}
-        self.add_cost()
-        if dist.is_main:
-            weights = {name: to_host(x) for name, x in model.state_dict().items()}
-            finished = progress.step >= self.num_steps
-            state = {**self.state, "progress": {**asdict(progress), "finished": finished}}
-            job = (self.folder, progress.step, model, moments, self.tokenizer, state)
-            future = self.writer.submit(save_checkpoint, *job, self.cfg.keep, weights)
-            self.saving = progress.step, future
-        if final or dist.device.type == "cpu":  # where it would slow down training, or see updates
-            dist.on_main(lambda: self.finish_save(final))
-
-    def is_saved(self) -> bool:
-        """Whether the newest checkpoint is of the current step."""
-        self.finish_save()
-        return self.checkpoint is not None and self.checkpoint.step == self.progress.step
-
-    def finish_save(self, final: bool = False) -> None:
-        """Wait for the save in progress. An error of the disk is printed or, if `final`, raised."""
-        if self.saving is None:
+        if varying:
             return
-        (step, future), self.saving = self.saving, None
-        try:
-            self.checkpoint = future.result()
-        except OSError as error:
-            problem = OSError(error.errno, f"saving step {step} failed: {error}")
-            if final:
-                raise problem from error
-            self.dist.print0(problem)
+        limit = self.progress.device_rows or rows_to_try(self.model, self.dist)
+        asked = min(cfg.device_batch_size or limit, rows)
+        self.device_rows = largest_divisor(rows, asked)
+        if cfg.device_batch_size and self.device_rows != asked:
+            share = f"{rows} rows per device and step; use {self.device_rows}"
+            raise ValueError(f"device_batch_size {asked} does not divide {share}")
+        self.progress.device_rows = self.device_rows
 
-    def add_cost(self) -> None:
-        """Add the time since the last call to the cost of the run."""
-        seconds, self.charged = time.perf_counter() - self.charged, time.perf_counter()
-        self.progress.wall_seconds += seconds
-
-    # ---- one step --------------------------------------------------------------------------------
-
-    def load(self, rows: Rows, mask_documents: bool = False) -> Batch:
+    def load(self, rows: Rows, chats_begin_with: int | None = None) -> Batch:
         """
         Read this rank's rows of the current step and start copying them to the device.
 
-        mask_documents: attention stays within each document or conversation. If the rows cannot be
-        read, the batch is empty, and `update` raises the error on all ranks.
+        chats_begin_with: the token that begins a chat, if attention stays within each. If the rows
+        cannot be read, the batch is empty, and `update` raises the error on all ranks.
         """
         dist, device = self.dist, self.dist.device
         number = self.batch_tokens // rows.max_seq_len
@@ -688,7 +351,8 @@ class Run:
             self.failure = error
         x, y = inputs_and_targets(mine)
         tokens, targets = to_device(x, device), to_device(y, device)
-        segments = document_segments(tokens, self.tokenizer.bos_id) if mask_documents else None
+        bos_id = chats_begin_with
+        segments = None if bos_id is None else document_segments(tokens, bos_id)
         return Batch(tokens, targets, (y >= 0).sum(axis=1), segments, ids=ids)
 
     def backward(self, batch: Batch) -> None:
@@ -777,14 +441,16 @@ class Run:
         self.totals = Totals(loss, norm * scale, int(tokens), scale, gradients)
         return self.totals
 
-    def update(self, lr: float, momentum: float, decay: float, **metrics: float) -> None:
+    def apply(
+        self, lr: float, momentum: float, decay: float, other_seconds: float = 0.0
+    ) -> dict[str, Any]:
         """
-        Update the weights with the accumulated gradients, and log the step with `metrics`.
+        Update the weights with the accumulated gradients. Returns the metrics of the step.
 
-        lr, decay: factors on the peak learning rates and Muon's weight decay. momentum: Muon's. The
+        lr, decay: factors on the peak learning rates and Muon's weight decay. momentum: Muon's.
+        other_seconds: time of the step that was not training, without which MFU is measured. The
         update is skipped if the loss or a gradient is not finite or all targets are ignored. Raises
-        NonFiniteError after MAX_BAD_STEPS skipped steps in a row (in float16, once the loss scale
-        is 1), and as `reduce`.
+        as `reduce`.
         """
         totals, progress = self.totals or self.reduce(), self.progress  # a script may have reduced
         finite = math.isfinite(totals.loss + totals.norm)
@@ -797,16 +463,16 @@ class Run:
             self.updating = True
             self.optimizer.step()
             self.updating = False
-        ids = self.batch_ids
+        metrics = self.count_step(totals, finite, other_seconds)
+        self.note_bad_step(finite, totals)
         self.discard()
-        self.count_step(totals, finite, {"lr": lr, **metrics})
         if progress.step == self.first_step + 1:
             gc.collect()
             gc.freeze()  # exclude long-lived objects from later collections
-        self.handle_bad_step(finite, totals, ids)
+        return {**metrics, "lr": lr}
 
-    def count_step(self, totals: Totals, finite: bool, metrics: Mapping[str, Any]) -> None:
-        """Count a completed step in the progress and log it."""
+    def count_step(self, totals: Totals, finite: bool, other_seconds: float) -> dict[str, Any]:
+        """Count a completed step in the progress. Returns its metrics."""
         progress, seconds = self.progress, time.perf_counter() - self.started
         flops = totals.tokens * self.model.flops_per_token()
         if finite and totals.scale:
@@ -817,24 +483,20 @@ class Run:
         if progress.step - self.first_step >= UNTIMED_STEPS:
             progress.train_seconds += seconds
         progress.step += 1
-        used = self.dist.utilization(flops / (seconds - metrics.get("rollout_seconds", 0.0)))
-        values = {
+        progress.rows += len(self.batch_ids)
+        used = self.dist.utilization(flops / (seconds - other_seconds))
+        return {
             "loss": totals.loss,
             "grad_norm": totals.norm,
             "smooth_loss": progress.smooth_loss,
             "tokens_per_second": totals.tokens / seconds,
             "step_seconds": seconds,
             **({} if used is None else {"mfu": used}),
-            **metrics,
         }
-        self.write(progress.step - 1, values)
 
-    def handle_bad_step(self, finite: bool, totals: Totals, ids: Any) -> None:
-        """
-        Report a step that was skipped, adjust the loss scale, and end the run after too many bad
-        steps. ids: the rows of the step.
-        """
-        progress, step = self.progress, self.progress.step - 1
+    def note_bad_step(self, finite: bool, totals: Totals) -> None:
+        """Report a step that was skipped, and adjust the loss scale."""
+        progress, step, ids = self.progress, self.progress.step - 1, self.batch_ids
         float16 = self.dist.dtype == torch.float16
         if finite:
             self.bad_in_a_row = 0
@@ -843,121 +505,29 @@ class Run:
                 progress.loss_scale, progress.steps_at_scale = progress.loss_scale * 2, 0
             return
         self.bad_in_a_row += 1
+        self.diverged = self.bad_in_a_row >= MAX_BAD_STEPS and self.loss_scale == 1.0
         progress.bad_steps += 1
         rows = f"; rows {ids.tolist()}" if len(ids) else ""
         self.dist.print0(
             f"step {step}: loss {totals.loss:.4f}, gradient norm {totals.norm:.4g}: skipped on "
             f"all ranks ({self.bad_in_a_row} consecutive){rows}"
         )
-        if self.bad_in_a_row >= MAX_BAD_STEPS and self.loss_scale == 1.0:
-            raise NonFiniteError(
-                f"{MAX_BAD_STEPS} consecutive non-finite steps, the last at step {step}; inspect "
-                "the logged rows or lower the learning rates"
-            )
         if float16:
             progress.loss_scale, progress.steps_at_scale = max(1.0, progress.loss_scale / 2), 0
 
-    # ---- the record ------------------------------------------------------------------------------
-
-    @property
-    def tokens_per_second(self) -> float | None:
-        """Median throughput over all attempts; None for at most UNTIMED_STEPS steps."""
-        logged = self.dist.on_main(lambda: records.read_metrics(self.folder / METRICS_FILE))
-        seconds = [x["step_seconds"] for x in logged if "step_seconds" in x][UNTIMED_STEPS:]
-        return self.batch_tokens / statistics.median(seconds) if seconds else None
-
-    def measurements(self) -> dict[str, Any]:
-        """Values for the record of a stage whose steps all have `batch_tokens` tokens."""
-        speed, progress = self.tokens_per_second, self.progress
-        return {
-            "Tokens per second": "-" if speed is None else f"{speed:,.0f}",
-            "Batch tokens": self.batch_tokens,
-            "Rows per device pass": self.device_rows,
-            "Compiled": progress.compile,
-            "Skipped steps": progress.bad_steps,
-        }
-
-    def finish(
-        self,
-        section: str,
-        values: Mapping[str, Any],
-        tables: Sequence[Mapping[str, Any]] = (),
-        items: Mapping[str, Any] = {},
-        following: str = "",
-    ) -> None:
+    def raise_if_diverged(self) -> None:
         """
-        Write the record of the finished run, update the report and print the next commands: that of
-        the `following` script, and for chat models how to talk to them.
+        Raise NonFiniteError after MAX_BAD_STEPS skipped steps in a row (in float16, once the loss
+        scale is 1).
         """
-        saved, dist = self.checkpoint, self.dist
-        if saved is not None:
-            self.add_cost()
-            devices, spent = dist.world_size, self.progress
-            changes = "; ".join(saved.state.get("changes", [])) or None
-            about = {"Compute dtype": describe_dtype(dist), "Data changed when resumed": changes}
-            records.write_record(
-                section,
-                self.settings,
-                {**values, **about},
-                self.inputs,
-                records.Cost(spent.wall_seconds, devices, dist.device_name),
-                outputs={self.stage: saved.fingerprint},
-                items=items,
-                tables=tables,
-                metrics=self.folder / METRICS_FILE,
-                files=[saved.folder],
-                commits=list(dict.fromkeys(saved.state["commits"])),
-                code=saved.state["code"],
+        if self.diverged:
+            last = self.progress.step - 1
+            raise NonFiniteError(
+                f"{MAX_BAD_STEPS} consecutive non-finite steps, the last at step {last}; inspect "
+                "the logged rows or lower the learning rates"
             )
-            report.update(renew=True)
-            dist.print0(self.next_commands(following))
-        dist.close()
-
-    def next_commands(self, following: str) -> str:
-        """Lines printed after training: the checkpoint folder and the next commands."""
-        stage, tag, dist = self.stage, self.folder.name, self.dist
-        ranks = os.environ.get("LOCAL_WORLD_SIZE", dist.world_size)
-        many = f"torchrun --nproc_per_node={ranks} -m scripts.{{}} --"
-        command = many if dist.world_size > 1 else "python -m scripts.{}"
-        lines = [f"checkpoint: {self.folder}/step_{self.progress.step:06d}"]
-        if following:
-            lines.append(f"next: {command.format(following)} --model_tag={tag}")
-        if stage in ("sft", "dpo", "rl"):
-            lines.append(f"chat: python -m scripts.chat_cli --source={stage} --model_tag={tag}")
-        return "\n".join(lines)
-
-
-def keep_dtype(
-    dist: DistContext, cfg: TrainConfig, stage: Stage, tag: str, parent: Checkpoint | None = None
-) -> DistContext:
-    """
-    The ranks with the dtype of the run that will be resumed, if there is one, else of the parent;
-    see `DistContext.keep_dtype`.
-    """
-
-    def read() -> dict[str, str] | None:
-        own = newest_state(stage_folder(stage) / tag) if cfg.resume == "auto" else None
-        return (own or (parent.state if parent else {})).get("compute")
-
-    return dist.keep_dtype(cfg.dist, dist.on_main(read))
 
 
 def describe_dtype(dist: DistContext) -> str:
     """The compute dtype, for a summary."""
     return str(dist.dtype).removeprefix("torch.") + (" with fp8 matmuls" if dist.fp8 else "")
-
-
-def skip_if_finished(
-    section: str, settings: dict[str, Any], inputs: dict[str, str], cfg: Any, dist: DistContext
-) -> bool:
-    """
-    Whether --skip_if_done is set and this stage is already recorded, with its checkpoint intact.
-    `cfg` has skip_if_done.
-    """
-    key = records.stage_key(settings, inputs)
-    found = cfg.skip_if_done and dist.on_main(
-        lambda: records.find_finished(section, key) is not None
-    )
-    if found:
-        dist.print0(f"{section}: finished already, skipped")
-    return found

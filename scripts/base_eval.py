@@ -14,17 +14,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from torch import Tensor
 
 from nanochat import records, report
-from nanochat.checkpoint import find_checkpoint, load_inference
+from nanochat.checkpoint import CHANGED, changed_code, find_checkpoint, load_inference
 from nanochat.common import MissingInput, UsageError, fingerprint, sha256_file
-from nanochat.config import require_at_least, settings, short, start
+from nanochat.config import require_at_least, short, start
 from nanochat.dist import DistConfig, DistContext, init_dist
 from nanochat.eval_core import TaskScore, core, evaluate_task, open_suite
-from nanochat.train import skip_if_finished
+from nanochat.recipe import make_recipe
+from nanochat.run import skip_if_finished
 from tasks.held_out import is_final, require_access
 from tasks.world.write import builtin_suite
 
@@ -34,6 +35,10 @@ INSTALL = "uv sync --inexact --group interop"
 
 @dataclass(frozen=True)
 class BaseEval:
+    NOT_IN_RECIPE: ClassVar[str] = (
+        "model_tag model_step eval_bundle hf_path trust_remote_code only_fetch skip_if_done"
+    )
+
     model_tag: Annotated[str | None, short("g")] = None
     """Folder under base_checkpoints/. Default: the newest."""
     model_step: Annotated[int | None, short("s")] = None
@@ -68,7 +73,7 @@ class BaseEval:
 def main(cfg: BaseEval) -> None:
     if cfg.only_fetch:
         return print(open_suite(cfg.eval_bundle or builtin_suite(cfg.suite)).about)
-    dist, code = init_dist(cfg.dist), records.code_state()
+    dist, commits = init_dist(cfg.dist), [records.git_state()["Commit"]]
     model = tokenizer = checkpoint = None
     if cfg.hf_path:
         section, name, dataset = f"Evaluation of {cfg.hf_path}", cfg.hf_path, None
@@ -82,7 +87,7 @@ def main(cfg: BaseEval) -> None:
         inputs = {**origin["inputs"], "base": checkpoint.fingerprint}
     suite = dist.on_main(lambda: open_suite(cfg.eval_bundle or builtin_suite(cfg.suite or dataset)))
     inputs["suite"] = suite.fingerprint
-    if skip_if_finished(section, settings(cfg), inputs, cfg, dist):
+    if skip_if_finished(section, make_recipe(cfg, inputs), cfg.skip_if_done, dist):
         return dist.close()
 
     tasks = [task for task in suite.tasks if cfg.final or not is_final(task.name)]
@@ -111,6 +116,7 @@ def main(cfg: BaseEval) -> None:
         "Tasks": len(scores),
         "Suite": about,
         "Truncated items": sum(score.num_truncated for score in scores),
+        CHANGED: changed_code(checkpoint) if checkpoint else None,
     }
     if dist.is_main:
         cost = records.Cost.so_far(dist)
@@ -118,7 +124,7 @@ def main(cfg: BaseEval) -> None:
         items[metric] = {"weights": {s.task.name: 1 / len(scores) for s in scores}}
         tables = [task_table(scores), *accesses]
         shown = {"items": items, "tables": tables}
-        report.append_section(section, cfg, values, inputs, cost, **shown, **code)
+        report.append_section(section, cfg, values, inputs, cost, **shown, commits=commits)
     dist.close()
 
 

@@ -10,18 +10,20 @@ Writes  the section "Base model loss"
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import numpy as np
 
 from nanochat import records, report
-from nanochat.checkpoint import Checkpoint, find_checkpoint, load_model
-from nanochat.config import require_at_least, settings, short, start
+from nanochat.checkpoint import CHANGED, Checkpoint, changed_code, find_checkpoint, load_model
+from nanochat.config import require_at_least, short, start
 from nanochat.dataset import DataConfig
 from nanochat.dist import DistConfig, DistContext, init_dist
 from nanochat.eval_bpb import Bpb, bits_per_byte, document_bpb, generate_samples, row_batches
+from nanochat.recipe import make_recipe
 from nanochat.rows import Rows, open_rows, pack_text
-from nanochat.train import Compile, prepare_scoring, skip_if_finished
+from nanochat.run import skip_if_finished
+from nanochat.train import Compile, prepare_scoring
 from tasks.world.write import open_text
 
 SECTION = "Base model loss"
@@ -31,6 +33,8 @@ GPU_ROWS = 32  # packed sequences ("rows") per forward pass on a GPU
 
 @dataclass(frozen=True)
 class BaseLoss:
+    NOT_IN_RECIPE: ClassVar[str] = "device_batch_size model_tag model_step skip_if_done compile"
+
     device_batch_size: int | None = None
     """Rows per forward pass on each device; does not change the result. Default: automatic."""
     split_tokens: int | None = None
@@ -54,14 +58,14 @@ class BaseLoss:
 
 
 def main(cfg: BaseLoss) -> None:
-    dist, code = init_dist(cfg.dist), records.code_state()
+    dist, commits = init_dist(cfg.dist), [records.git_state()["Commit"]]
     checkpoint = dist.on_node(lambda: find_checkpoint("base", cfg.model_tag, cfg.model_step))
     dist = dist.keep_dtype(cfg.dist, checkpoint.state.get("compute"))
     source = open_text(cfg.data, checkpoint.state["source"])
     origin = checkpoint.state["provenance"]
     inputs = {**origin["inputs"], "base": checkpoint.fingerprint}
     inputs["data"] = source.fingerprint
-    if skip_if_finished(SECTION, settings(cfg), inputs, cfg, dist):
+    if skip_if_finished(SECTION, make_recipe(cfg, inputs), cfg.skip_if_done, dist):
         return dist.close()
 
     # Model and text
@@ -103,19 +107,21 @@ def main(cfg: BaseLoss) -> None:
         "document bytes": plain.bytes,
         "train tokens scored": train.tokens,
         "val tokens scored": val.tokens,
+        CHANGED: changed_code(checkpoint),
     }
     if dist.is_main:
         cost = records.Cost.so_far(dist)
         shown = ("train bpb", "val bpb", "val minus train", "document bpb")
         print(", ".join(f"{name} {values[name]:.4f}" for name in shown), flush=True)
-        report.append_section(SECTION, cfg, values, inputs, cost, **code)
+        report.append_section(SECTION, cfg, values, inputs, cost, commits=commits)
     dist.close()
 
 
 def count_trained_rows(checkpoint: Checkpoint) -> int:
     """Number of rows that a model was trained on; 0 for an imported model."""
     state = checkpoint.state
-    return checkpoint.step * state["identity"]["batch_tokens"] // state["model"]["max_seq_len"]
+    trained = checkpoint.step * state["batch_tokens"] // state["model"]["max_seq_len"]
+    return state.get("progress", {}).get("rows", trained)
 
 
 def train_batches(

@@ -9,8 +9,8 @@ Writes  base_checkpoints/<tag>/ with metrics.jsonl, and the section "Base model 
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal
 
 from nanochat.checkpoint import build_model
 from nanochat.config import require_at_least, settings, start
@@ -20,8 +20,10 @@ from nanochat.eval_bpb import Validation, ValidationConfig, generate_samples
 from nanochat.eval_core import Suite, core, evaluate_task, open_suite
 from nanochat.gpt import GPTConfig, inference_copy
 from nanochat.optim import MuonAdamW, Rule, ScheduleConfig, decay_factor, lr_factor, muon_momentum
+from nanochat.recipe import make_recipe
 from nanochat.records import mean_name
 from nanochat.rows import Rows, open_rows, pack_rows
+from nanochat.run import Run, keep_batch, resumed_state, skip_if_finished
 from nanochat.scaling import (
     HorizonConfig,
     default_windows,
@@ -30,7 +32,7 @@ from nanochat.scaling import (
     shape_for_depth,
 )
 from nanochat.tokenizer import Tokenizer
-from nanochat.train import Compile, Run, TrainConfig, keep_dtype, skip_if_finished
+from nanochat.train import Compile, TrainConfig
 from tasks.world import write as builtin
 
 SECTION = "Base model training"
@@ -39,6 +41,8 @@ FP8_DEPTH = 20  # shallowest model with fp8 matmuls by default: +17% tokens/s (n
 
 @dataclass(frozen=True)
 class BaseTrain:
+    NOT_IN_RECIPE: ClassVar[str] = "tokenizer_tag core_metric_every sample_every compile"
+
     depth: int = 20
     """Number of layers; width, batch size, training length and learning rates follow from it."""
     max_seq_len: int = 2048
@@ -83,48 +87,38 @@ class BaseTrain:
 def main(cfg: BaseTrain) -> None:
     seed, schedule = cfg.train.seed, cfg.schedule
     tag = cfg.train.model_tag or f"d{cfg.depth}"
-    dist = keep_dtype(open_device(cfg), cfg.train, "base", tag)
+    dist = open_device(cfg)
+    before = resumed_state("base", tag, cfg.train, dist)
+    dist = dist.keep_dtype(cfg.train.dist, before.get("compute"))
 
     # Tokenizer, text and rows; exit if this run has already finished
     tokenizer, source, rows = open_inputs(cfg, dist)
-    inputs = {"rows": rows.fingerprint, "tokenizer": tokenizer.fingerprint}
-    inputs["data"] = source.fingerprint
+    inputs = {"rows": rows.recipe, "tokenizer": tokenizer.fingerprint, "data": source.fingerprint}
+    recipe = make_recipe(cfg, inputs, fp8=dist.fp8 or None)
     dist.print0(f"text      {source.name}, {len(source.train_shards):,} training shards")
     resolved = {**settings(cfg), "eval_tokens": cfg.validation.tokens(dist)}
-    if skip_if_finished(SECTION, resolved, inputs, cfg.train, dist):
+    if skip_if_finished(SECTION, recipe, cfg.train.skip_if_done, dist):
         return dist.close()
 
     # Everything follows from depth
     shape = cfg.model_config(tokenizer.vocab_size, dist.device.type)
     model = build_model(shape, dist.device, dist.dtype, seed)
-    horizon = plan_horizon(model, cfg.horizon, dist.world_size)
+    horizon = plan_horizon(model, keep_batch(cfg.horizon, before), dist.world_size)
     num_steps, batch_tokens = horizon.num_steps, horizon.batch_tokens
     rules = scaled_rules(cfg.train.optim, horizon, shape.d_model)
     optimizer = MuonAdamW(model, rules, dist)
     suite = open_few_shot(cfg, source, dist)
 
-    run = Run(
-        "base",
-        tag,
-        cfg.train,
-        model,
-        optimizer,
-        tokenizer,
-        dist,
-        num_steps=num_steps,
-        batch_tokens=batch_tokens,
-        compile=cfg.compile,
-        settings=resolved,
-        inputs=inputs,
-        identity={"rows": rows.recipe, "schedule": asdict(schedule)},
-        state={"source": source.describe()},
-    )
+    run = Run("base", tag, recipe, model, optimizer, tokenizer, cfg.train, dist)
+    run.state |= {"source": source.describe(), "settings": resolved}
     num_rows = num_steps * batch_tokens // cfg.max_seq_len
     dist.on_node(lambda: pack_rows(rows, source, tokenizer, num_rows))
     few_shot: dict[str, Any] = {}
-    with run:
+    with run.begin(num_steps, batch_tokens, cfg.compile):
         validation = Validation(cfg.validation, {source.name: rows}, tokenizer, dist)
-        for step in run.steps():  # from the last checkpoint on; the last turn only evaluates
+        for step in run.steps():  # from the last checkpoint on; the last pass saves and evaluates
+            if run.due(cfg.train.save_every):
+                run.save()  # the trained model before its evaluation, which may fail
             if run.due(cfg.train.eval_every):
                 run.log(validation.score(model.token_losses, run.device_rows, run.stop))
             few_shot |= sample_and_score(run, cfg, suite)

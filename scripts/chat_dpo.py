@@ -16,7 +16,7 @@ Writes  chatdpo_checkpoints/<tag>/ with metrics.jsonl, chatdpo_checkpoints/pairs
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -24,21 +24,22 @@ from torch import Tensor
 
 from nanochat import rl, stats
 from nanochat.chat_format import Message, render, render_prompt
-from nanochat.checkpoint import FOLDERS, Checkpoint, load_model, stage_folder
+from nanochat.checkpoint import CHANGED, FOLDERS, Checkpoint, changed_code, load_model, stage_folder
 from nanochat.common import fingerprint, read_json, write_json
 from nanochat.config import require_at_least, require_positive, settings, start
 from nanochat.dist import DistContext, init_dist
 from nanochat.engine import Engine, choose_engine_compile
-from nanochat.finetune import choose_tag, open_parent, parent_inputs
+from nanochat.finetune import choose_tag, inherit_rates, inherited_state, open_parent, parent_inputs
 from nanochat.gpt import GPT, inference_copy
 from nanochat.loss import chunked_cross_entropy, token_losses
-from nanochat.optim import MuonAdamW, OptimConfig, decay_factor, lr_factor
-from nanochat.records import code_digests
+from nanochat.optim import TUNING, MuonAdamW, decay_factor, lr_factor
+from nanochat.recipe import code_digests, data_id, make_recipe
 from nanochat.rows import signed_ids
+from nanochat.run import Run, resumed_state, skip_if_finished
 from nanochat.sandbox import calculate
 from nanochat.scaling import make_rules
 from nanochat.tokenizer import Tokenizer
-from nanochat.train import Run, TrainConfig, keep_dtype, skip_if_finished
+from nanochat.train import TrainConfig
 from scripts.chat_rl import BUILTIN_TASKS, MOMENTUM, SCHEDULE, TASK
 from tasks.base import Conversation, Task, assistant, check_conversation, user
 from tasks.buckets import held_out_questions, rl_questions
@@ -51,6 +52,8 @@ Pair = list[list[int]]
 
 @dataclass(frozen=True)
 class ChatDPO:
+    NOT_IN_RECIPE: ClassVar[str] = "source pairs"
+
     source: str = "sft"
     """Checkpoint to start from, also the frozen reference: stage[:tag[:step]], as in sft:d4:400."""
     pairs: str = ""
@@ -72,11 +75,7 @@ class ChatDPO:
     """Weight of the log-probability ratio to the parent; lower values allow larger changes."""
     rollouts: rl.RolloutConfig = rl.RolloutConfig(num_samples=8)
     train: TrainConfig = TrainConfig(
-        device_batch_size=8,
-        eval_every=60,
-        save_every=60,
-        keep=1,
-        optim=OptimConfig(weight_decay=0.0),
+        device_batch_size=8, eval_every=60, save_every=60, keep=1, optim=TUNING
     )
 
     def __post_init__(self) -> None:
@@ -93,17 +92,20 @@ def main(cfg: ChatDPO) -> None:
     dist = init_dist(cfg.train.dist, seed)
     rl.require_divisible(per_step, dist)
     parent = open_parent(cfg.source, tuple(FOLDERS), cfg.train, dist)
+    cfg = inherit_rates(cfg, parent)
     tag, inputs, task = choose_tag("dpo", parent, cfg.train), parent_inputs(parent), ""
-    dist = keep_dtype(dist, cfg.train, "dpo", tag, parent)
+    before = resumed_state("dpo", tag, cfg.train, dist)
+    dist = dist.keep_dtype(cfg.train.dist, (before or parent.state).get("compute"))
     if cfg.pairs:
         data = Preferences("train", cfg.pairs), Preferences("val", cfg.pairs)
-        inputs["pairs"] = fingerprint(data[0].identity)
+        inputs["pairs"] = data_id(data[0].identity)
     else:
         task = cfg.task or BUILTIN_TASKS.get(parent.state["source"].get("dataset"), TASK)
         data = rl_questions(task, seed), held_out_questions(task, cfg.eval_examples)
-        inputs["questions"] = fingerprint([each.identity for each in data])
+        inputs["questions"] = data_id([each.identity for each in data])
     resolved = {**settings(cfg), "task": task}
-    if skip_if_finished(SECTION, resolved, inputs, cfg.train, dist):
+    recipe = make_recipe(cfg, inputs)
+    if skip_if_finished(SECTION, recipe, cfg.train.skip_if_done, dist):
         return dist.close()
 
     # Model, frozen reference, pairs, optimizer
@@ -114,33 +116,15 @@ def main(cfg: ChatDPO) -> None:
     rules = make_rules(cfg.train.optim, model.cfg.d_model, cfg.init_lr_frac)
     tokenizer, optimizer = parent.tokenizer(), MuonAdamW(model, rules, dist)
 
-    run = Run(
-        "dpo",
-        tag,
-        cfg.train,
-        model,
-        optimizer,
-        tokenizer,
-        dist,
-        num_steps=num_steps,
-        batch_tokens=per_step * 2 * model.cfg.max_seq_len,
-        compile=None,
-        settings=resolved,
-        inputs=inputs,
-        identity={
-            "rollouts": asdict(cfg.rollouts),
-            "pair_digest": fingerprint(pairs),
-            "schedule": asdict(SCHEDULE),
-            "beta": cfg.beta,
-            "init_lr_frac": cfg.init_lr_frac,
-            **parent_inputs(parent),
-        },
-        state={"source": parent.state["source"]},
-    )
-    batching = run.device_rows, tokenizer.bos_id, dist.device
+    run = Run("dpo", tag, recipe, model, optimizer, tokenizer, cfg.train, dist)
+    run.state |= {**inherited_state(parent), "settings": resolved}
     found = {}
-    with run:
-        for step in run.steps():  # from the last checkpoint on; the last turn only evaluates
+    batch_tokens = per_step * 2 * model.cfg.max_seq_len  # at most
+    with run.begin(num_steps, batch_tokens, None):
+        batching = run.device_rows, tokenizer.bos_id, dist.device
+        for step in run.steps():  # from the last checkpoint on; the last pass saves and evaluates
+            if run.due(cfg.train.save_every):
+                run.save()  # the trained model before its evaluation, which may fail
             if run.due(cfg.train.eval_every):
                 batches = pair_batches(held_out[dist.rank :: dist.world_size], *batching)
                 found = evaluate_pairs(model, reference, cfg.beta, batches, dist)
@@ -155,7 +139,8 @@ def main(cfg: ChatDPO) -> None:
             decay = decay_factor(step, num_steps)
             run.update(lr_factor(step, num_steps, SCHEDULE), MOMENTUM, decay)
     values = {f"Held-out {name.replace('_', ' ')} after": x._asdict() for name, x in found.items()}
-    run.finish(SECTION, {"Training pairs": len(pairs), "Number of iterations": num_steps, **values})
+    about = {"Training pairs": len(pairs), "Number of iterations": num_steps}
+    run.finish(SECTION, {**about, CHANGED: changed_code(parent), **values})
 
 
 # ---- Preference pairs ----------------------------------------------------------------------------

@@ -12,12 +12,12 @@ Writes  the section "Chat evaluation <stage>"; a run with the same settings adds
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from nanochat import records, report, stats
-from nanochat.checkpoint import Stage, find_checkpoint, load_inference
+from nanochat.checkpoint import CHANGED, Stage, changed_code, find_checkpoint, load_inference
 from nanochat.common import MissingInput, UsageError, fingerprint, hold_lock
-from nanochat.config import require_at_least, settings, short, start
+from nanochat.config import require_at_least, short, start
 from nanochat.dist import DistConfig, DistContext, init_dist
 from nanochat.engine import Engine, Sampling, choose_engine_compile
 from nanochat.eval_chat import (
@@ -32,6 +32,7 @@ from nanochat.eval_chat import (
 )
 from nanochat.finetune import parent_inputs
 from nanochat.gpt import GPT
+from nanochat.recipe import Recipe, code_digests, list_changes, make_recipe
 from nanochat.records import Cost
 from nanochat.sandbox import SandboxUnavailable, Tools
 from nanochat.stats import Estimate
@@ -51,6 +52,10 @@ BUILTIN_EVAL_TASKS = {  # dataset that the base model was trained on -> tasks
 
 @dataclass(frozen=True)
 class ChatEval:
+    NOT_IN_RECIPE: ClassVar[str] = (
+        "source model_tag step task_name batch_size unsafe_exec final skip_if_done"
+    )
+
     task_name: Annotated[str | None, short("a")] = None
     """Tasks, separated by |. Default: a standard set that depends on the pretraining data."""
     sampling: Sampling = Sampling(max_new_tokens=512, temperature=0.0, top_k=50)
@@ -130,7 +135,8 @@ def main(cfg: ChatEval) -> None:
     section = f"Chat evaluation {cfg.source}"
     if cfg.num_samples > 1 or cfg.sampling.temperature > 0:  # a section of its own
         section += f", {cfg.num_samples} answers at temperature {cfg.sampling.temperature:g}"
-    dist, code = init_dist(cfg.dist, cfg.sampling.seed), records.code_state()
+    dist = init_dist(cfg.dist, cfg.sampling.seed)
+    commits = [records.git_state()["Commit"]]
     checkpoint = dist.on_node(lambda: find_checkpoint(cfg.source, cfg.model_tag, cfg.step))
     dist = dist.keep_dtype(cfg.dist, checkpoint.state.get("compute"))
     inputs = parent_inputs(checkpoint)
@@ -151,9 +157,11 @@ def main(cfg: ChatEval) -> None:
         means[f"{mean} after {TURNS} turns"] = later
 
     # Stop if they are recorded; only scores with the same key are merged into a record
-    todo, key = [*tasks, *later], score_key(cfg, inputs)
+    todo, recipe = [*tasks, *later], make_recipe(cfg, inputs)
     wanted = {*means, *(task.name for task in todo)}
-    record = dist.on_main(lambda: records.find_finished(section, key)) if cfg.skip_if_done else None
+    record = None
+    if cfg.skip_if_done:
+        record = dist.on_main(lambda: records.find_finished(section, recipe))
     if record and record["values"].keys() >= wanted and has_questions(record["items"], cfg, todo):
         dist.print0(f"{section}: finished already, skipped")
         return dist.close()
@@ -164,7 +172,8 @@ def main(cfg: ChatEval) -> None:
     # Score them
     model, tokenizer = load_inference(checkpoint, dist)
     engine = open_engine(cfg, model, tokenizer, todo, dist)
-    values, items, scores = {}, {}, {}
+    items, scores = {}, {}
+    values: dict[str, Any] = {CHANGED: changed_code(checkpoint)}
     for task in todo:
         begun, n = time.perf_counter(), num_problems(cfg, task)
         if task.kind == "choice":
@@ -188,13 +197,13 @@ def main(cfg: ChatEval) -> None:
         cost = Cost.so_far(dist)
         with hold_lock(records.report_folder() / ".merge.lock", f"merging {section}"):
             old = records.read_record(section)
-            if old and (old["key"], old["code"]) == (key, code["code"]):  # add to it
+            if old and is_same(old, recipe):  # add to it
                 if old["values"].keys() - values.keys():
                     earlier = old["cost"]["wall_seconds"]
                     cost = replace(cost, wall_seconds=cost.wall_seconds + earlier)
                 values, items = {**old["values"], **values}, {**old["items"], **items}
                 tables = [*{t["title"]: t for t in (*old["tables"], *tables)}.values()]
-            shown: dict[str, Any] = {"items": items, "tables": tables, "key": key, **code}
+            shown: dict[str, Any] = {"items": items, "tables": tables, "commits": commits}
             report.append_section(section, cfg, values, inputs, cost, **shown)
     dist.close()
 
@@ -221,10 +230,10 @@ def open_engine(
     return Engine(model, tokenizer, cfg.batch_size, tool=tool, compiled=compiled)
 
 
-def score_key(cfg: ChatEval, inputs: Mapping[str, str]) -> str:
-    """Key of the record: what the score of a task depends on."""
-    same = ("task_name", "model_tag", "step", "batch_size", "final")
-    return records.stage_key({k: v for k, v in settings(cfg).items() if k not in same}, inputs)
+def is_same(record: records.Record, recipe: Recipe) -> bool:
+    """Whether a record has scores by the same recipe and code."""
+    same = "recipe" in record and not list_changes(record["recipe"], recipe)
+    return same and record["code"] == code_digests()
 
 
 def describe_task(task: Task, graded: TaskResult, score: Estimate, seconds: float) -> str:

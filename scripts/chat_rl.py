@@ -10,23 +10,33 @@ Writes  chatrl_checkpoints/<tag>/ with metrics.jsonl, and the section "Chat RL"
 
 import time
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from nanochat import stats
-from nanochat.checkpoint import FOLDERS, Checkpoint, load_inference, load_model, stage_folder
+from nanochat.checkpoint import (
+    CHANGED,
+    FOLDERS,
+    Checkpoint,
+    changed_code,
+    load_inference,
+    load_model,
+    stage_folder,
+)
 from nanochat.common import fingerprint, read_json, write_json
 from nanochat.config import require_at_least, require_positive, settings, start
 from nanochat.dist import DistContext, init_dist
 from nanochat.engine import Engine, choose_engine_compile
 from nanochat.eval_chat import Outcomes, clusters_of, item_means, rates_by_k, score_by_generation
-from nanochat.finetune import choose_tag, open_parent, parent_inputs
+from nanochat.finetune import choose_tag, inherit_rates, inherited_state, open_parent, parent_inputs
 from nanochat.gpt import copy_weights, inference_copy
-from nanochat.optim import MuonAdamW, OptimConfig, ScheduleConfig, decay_factor, lr_factor
-from nanochat.records import code_digests, item_scores
+from nanochat.optim import TUNING, MuonAdamW, ScheduleConfig, decay_factor, lr_factor
+from nanochat.recipe import code_digests, data_id, make_recipe
+from nanochat.records import item_scores
 from nanochat.rl import RolloutConfig, Rollouts, draws_of_step, kl_to_reference, micro_batches
+from nanochat.run import Run, resumed_state, skip_if_finished
 from nanochat.sandbox import calculate
 from nanochat.scaling import make_rules
-from nanochat.train import Run, TrainConfig, keep_dtype, skip_if_finished
+from nanochat.train import TrainConfig
 from tasks.base import Mixture
 from tasks.buckets import held_out_questions, rl_questions
 
@@ -41,6 +51,8 @@ BUILTIN_TASKS = {  # dataset of the base model -> default task
 
 @dataclass(frozen=True)
 class ChatRL:
+    NOT_IN_RECIPE: ClassVar[str] = "source log_kl"
+
     source: str = "sft"
     """Checkpoint to start from: stage[:tag[:step]], as in sft:d4:400."""
     num_iterations: int | None = None
@@ -50,11 +62,7 @@ class ChatRL:
     init_lr_frac: float = 0.05
     """Peak learning rates as a fraction of the pretraining ones; they decay linearly to 0."""
     train: TrainConfig = TrainConfig(
-        device_batch_size=8,
-        eval_every=60,
-        save_every=60,
-        keep=1,
-        optim=OptimConfig(weight_decay=0.0),
+        device_batch_size=8, eval_every=60, save_every=60, keep=1, optim=TUNING
     )
     task: str | None = None
     """Task or mixture of tasks to train on, as in gsm8k or gsm8k,aqua=2000. Default: gsm8k, or
@@ -89,14 +97,17 @@ def main(cfg: ChatRL) -> None:
     rl, seed = cfg.rl, cfg.train.seed
     dist = init_dist(cfg.train.dist, seed)
     parent = open_parent(cfg.source, tuple(FOLDERS), cfg.train, dist)
+    cfg = inherit_rates(cfg, parent)
     tag = choose_tag("rl", parent, cfg.train)
-    dist = keep_dtype(dist, cfg.train, "rl", tag, parent)
+    before = resumed_state("rl", tag, cfg.train, dist)
+    dist = dist.keep_dtype(cfg.train.dist, (before or parent.state).get("compute"))
     spec = cfg.task or BUILTIN_TASKS.get(parent.state["source"].get("dataset"), TASK)
     train_task = rl_questions(spec, seed)
     held_out = held_out_questions(cfg.eval_task or spec, cfg.eval_examples)
     resolved, inputs = {**settings(cfg), "task": spec}, parent_inputs(parent)
-    inputs["questions"] = fingerprint([train_task.identity, held_out.identity])
-    if skip_if_finished(SECTION, resolved, inputs, cfg.train, dist):
+    inputs["questions"] = data_id([train_task.identity, held_out.identity])
+    recipe = make_recipe(cfg, inputs)
+    if skip_if_finished(SECTION, recipe, cfg.train.skip_if_done, dist):
         return dist.close()
 
     # Model, rollouts, optimizer
@@ -115,37 +126,16 @@ def main(cfg: ChatRL) -> None:
         run.raise_if_stopped()  # the engine has stopped then
         return outcomes
 
-    rates = cfg.pass_rates
-    run = Run(
-        "rl",
-        tag,
-        cfg.train,
-        model,
-        optimizer,
-        tokenizer,
-        dist,
-        num_steps=num_steps,
-        batch_tokens=rl.examples_per_step * rl.num_samples * rl.max_new_tokens,
-        compile=None,
-        settings=resolved,
-        inputs=inputs,
-        identity={
-            "rollouts": asdict(rl),
-            "resample_zero_signal": cfg.resample_zero_signal,
-            "schedule": asdict(SCHEDULE),
-            "task": spec,
-            "init_lr_frac": cfg.init_lr_frac,
-            "pass_rates": rates and list(rates),
-            "questions": fingerprint(train_task.identity),
-            **parent_inputs(parent),
-        },
-        state={"source": parent.state["source"]},
-    )
+    run = Run("rl", tag, recipe, model, optimizer, tokenizer, cfg.train, dist)
+    run.state |= {**inherited_state(parent), "settings": resolved}
     engine.stop = run.stop
-    batching = run.device_rows, tokenizer.bos_id, dist.device
-    with run:
+    batch_tokens = rl.examples_per_step * rl.num_samples * rl.max_new_tokens
+    with run.begin(num_steps, batch_tokens, None):
+        batching = run.device_rows, tokenizer.bos_id, dist.device
         before = after = evaluate()  # of the parent, also in a resumed run
-        for step in run.steps():  # from the last checkpoint on; the last turn only evaluates
+        for step in run.steps():  # from the last checkpoint on; the last pass saves and evaluates
+            if run.due(cfg.train.save_every):
+                run.save()  # the trained model before its evaluation, which may fail
             copy_weights(engine.model, model)
             if step == 0:
                 run.log(pass_metrics(before, held_out))
@@ -172,7 +162,8 @@ def main(cfg: ChatRL) -> None:
             decay = decay_factor(step, num_steps)
             run.update(lr_factor(step, num_steps, SCHEDULE), MOMENTUM, decay, **metrics)
     values, items = compare_results(before, after, held_out)
-    run.finish(SECTION, {"Number of iterations": num_steps, **values}, items=items)
+    about = {"Number of iterations": num_steps, CHANGED: changed_code(parent)}
+    run.finish(SECTION, {**about, **values}, items=items)
 
 
 def pass_metrics(outcomes: Outcomes, task: Mixture) -> dict[str, float]:

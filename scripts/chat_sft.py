@@ -9,9 +9,9 @@ Writes  chatsft_checkpoints/<tag>/ with metrics.jsonl, rows/, and the section "C
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from nanochat.checkpoint import load_model
-from nanochat.common import fingerprint
 from nanochat.config import settings, start
 from nanochat.dist import init_dist
 from nanochat.eval_bpb import Validation
@@ -21,13 +21,19 @@ from nanochat.finetune import (
     chat_losses,
     choose_tag,
     finetuning_values,
-    make_run,
+    inherit_rates,
+    inherited_state,
     open_parent,
     packed_chats,
     parent_inputs,
+    plan_finetuning,
+    tuning_optimizer,
 )
-from nanochat.optim import OptimConfig, decay_factor, lr_factor, muon_momentum
-from nanochat.train import TrainConfig, keep_dtype, skip_if_finished
+from nanochat.optim import TUNING, decay_factor, lr_factor, muon_momentum
+from nanochat.recipe import data_id, make_recipe
+from nanochat.rows import CHAT_SHARD
+from nanochat.run import Run, keep_batch, resumed_state, skip_if_finished
+from nanochat.train import TrainConfig
 from tasks.buckets import chat_mixture
 
 SECTION = "Chat SFT"
@@ -40,53 +46,64 @@ BUILTIN_MIXTURES = {
 
 @dataclass(frozen=True)
 class ChatSft:
+    NOT_IN_RECIPE: ClassVar[str] = "source"
+
     source: str = "mid"
     """Checkpoint to start from: stage[:tag[:step]], as in base:d4:400."""
     tuning: FinetuneConfig = FinetuneConfig(init_lr_frac=0.3, warmdown_ratio=1.0)
-    train: TrainConfig = TrainConfig(eval_every=100, optim=OptimConfig(weight_decay=0.0))
+    train: TrainConfig = TrainConfig(eval_every=100, optim=TUNING)
 
 
 def main(cfg: ChatSft) -> None:
     dist = init_dist(cfg.train.dist, cfg.train.seed)
     parent = open_parent(cfg.source, ("base", "mid"), cfg.train, dist)
+    cfg = inherit_rates(cfg, parent)
     tag = choose_tag("sft", parent, cfg.train)
-    dist = keep_dtype(dist, cfg.train, "sft", tag, parent)
+    before = resumed_state("sft", tag, cfg.train, dist)
+    dist = dist.keep_dtype(cfg.train.dist, (before or parent.state).get("compute"))
     default = BUILTIN_MIXTURES.get(parent.state["source"].get("dataset"), MIXTURE)
     chats = chat_mixture(cfg.tuning.mixture or default, cfg.tuning.val_mixture)
     eval_tokens = cfg.tuning.validation.tokens(dist)
     resolved = {**settings(cfg), "mixture": chats.spec, "eval_tokens": eval_tokens}
-    inputs = {**parent_inputs(parent), "mixture": fingerprint(chats.description)}
-    if skip_if_finished(SECTION, resolved, inputs, cfg.train, dist):
+    inputs = {**parent_inputs(parent), "mixture": data_id(chats.description)}
+    recipe = make_recipe(cfg, inputs)
+    if skip_if_finished(SECTION, recipe, cfg.train.skip_if_done, dist):
         return dist.close()
 
     # Model, packed conversations, run with its optimizer
-    tuning, schedule, metrics = cfg.tuning, cfg.tuning.schedule(), {}
+    tuning, schedule, metrics = keep_batch(cfg.tuning, before), cfg.tuning.schedule(), {}
     model, tokenizer = load_model(parent, dist, tuning.max_seq_len), parent.tokenizer()
     T = model.cfg.max_seq_len
     rows = packed_chats(chats.train, cfg.train.seed, tokenizer, T, dist)
-    run = make_run("sft", tag, parent, model, rows, cfg, dist, resolved, inputs, chats.declared)
+    num_steps, batch_tokens = plan_finetuning(tuning, parent, rows, dist)
+    optimizer = tuning_optimizer(model, tuning, cfg.train.optim, batch_tokens, dist)
+    run = Run("sft", tag, recipe, model, optimizer, tokenizer, cfg.train, dist)
+    counts = rows.record(CHAT_SHARD)["buckets"]
+    run.state |= {**inherited_state(parent), "mixture": counts, "declared": chats.declared}
+    run.state |= {"rows": rows.recipe, "settings": resolved}
     val_rows = bucket_rows(chats.val, tokenizer, T, dist)
-    validation, num_steps = Validation(tuning.validation, val_rows, tokenizer, dist), run.num_steps
+    validation = Validation(tuning.validation, val_rows, tokenizer, dist)
 
     score = chat_losses(model, tokenizer.bos_id)
-    with run:
-        for step in run.steps():  # from the last checkpoint on; the last turn only evaluates
+    with run.begin(num_steps, batch_tokens, tuning.compile):
+        for step in run.steps():  # from the last checkpoint on; the last pass saves and evaluates
+            if run.due(cfg.train.save_every):
+                run.save()  # the trained model before its evaluation, which may fail
             if run.due(cfg.train.eval_every):
                 metrics = validation.score(score, run.device_rows, run.stop)
                 run.log(metrics)
             if run.finished:
                 break
-            run.backward(run.load(rows, mask_documents=True))
+            run.backward(run.load(rows, chats_begin_with=tokenizer.bos_id))
             run.update(
                 lr_factor(step, num_steps, schedule),
                 muon_momentum(step, num_steps, schedule),
                 decay_factor(step, num_steps),
             )
-    counts = run.state["mixture"]
     values = {
         "Training rows": sum(count["used"] for count in counts.values()),
         "Training loss": run.progress.smooth_loss,
-        **finetuning_values(run, metrics),
+        **finetuning_values(run, parent, metrics),
     }
     run.finish(SECTION, values, chats.tables(counts), following="chat_rl")
 

@@ -15,9 +15,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal
 
-import torch
-
-from nanochat.checkpoint import Checkpoint, CheckpointChoice, lineage, load_weights
+from nanochat.checkpoint import Checkpoint, CheckpointChoice, lineage, load_model
 from nanochat.common import UsageError, base_dir, write_atomic
 from nanochat.config import start
 from nanochat.dist import DistConfig, init_dist
@@ -27,7 +25,6 @@ from nanochat.golf.quantize import QuantConfig
 from nanochat.golf.size import choose_smallest, format_sizes, require_size_limit
 from nanochat.gpt import GPT
 from nanochat.hf.export import check_logits, is_native, require_model_code, write_hf
-from nanochat.recursion.model import new_model, read_config
 from nanochat.tokenizer import Tokenizer
 
 
@@ -53,11 +50,9 @@ def main(cfg: Export) -> None:
     tokenizer = checkpoint.tokenizer()
     name = f"{stage}-{checkpoint.folder.parent.name}" + ".golf" * (cfg.format == "artifact")
     out = Path(cfg.out).expanduser() if cfg.out else base_dir() / "export" / name
-    with torch.device("meta"):
-        model = new_model(read_config(checkpoint.state["model"]), dist.dtype)
+    model = load_model(checkpoint, dist)
     if cfg.format == "artifact" and type(model) not in (GPT, GolfGPT):
         raise UsageError("an artifact holds a plain or a golf model", "use --format=hf")
-    load_weights(model, checkpoint, dist)
     if cfg.format == "artifact":
         write_artifact(cfg, model, tokenizer, checkpoint, out)
         what = f"an artifact of {out.stat().st_size:,} bytes"

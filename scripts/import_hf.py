@@ -54,8 +54,7 @@ def default_origin(found: HFModel) -> Mapping[str, Any]:
     """Checkpoint state for a model that was trained with other software."""
     inputs = {"tokenizer": found.tokenizer.fingerprint}
     provenance = {"seed": 0, "inputs": inputs}
-    identity = {"batch_tokens": BATCH_TOKENS}
-    started = {"stage": "base", "step": 0, "source": {}, "identity": identity}
+    started = {"stage": "base", "step": 0, "source": {}, "batch_tokens": BATCH_TOKENS}
     return {**started, "provenance": provenance}
 
 

@@ -18,14 +18,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import tiktoken
 
 from nanochat import records, report
 from nanochat.common import printable
-from nanochat.config import settings, start
+from nanochat.config import start
 from nanochat.dataset import DataConfig, Source, load_last_source
+from nanochat.recipe import make_recipe
 from nanochat.rows import batch_texts
 from nanochat.tokenizer import Tokenizer
 from tasks.world.write import open_text
@@ -38,6 +39,8 @@ FETCH_SECONDS = 10.0  # time limit per baseline for download and encoding
 
 @dataclass(frozen=True)
 class TokEval:
+    NOT_IN_RECIPE: ClassVar[str] = "tokenizer_tag skip_if_done"
+
     tokenizer_tag: str = "main"
     """Folder under tokenizer/ of the tokenizer to evaluate."""
     skip_if_done: bool = False
@@ -49,8 +52,7 @@ def main(cfg: TokEval) -> None:
     tokenizer = Tokenizer.load(cfg.tokenizer_tag)
     source = open_text(cfg.data, load_last_source(cfg.tokenizer_tag))
     inputs = {"tokenizer": tokenizer.fingerprint, "data": source.fingerprint}
-    key = records.stage_key(settings(cfg), inputs)
-    if cfg.skip_if_done and (found := records.find_finished(SECTION, key)):
+    if cfg.skip_if_done and (found := records.find_finished(SECTION, make_recipe(cfg, inputs))):
         missing = [rival for rival in RIVALS if f"Comparison with {rival}" in found["values"]]
         without = f" (without {' and '.join(missing)}; python -m scripts.tok_eval tries again)"
         return print(f"{SECTION}: finished already, skipped{without if missing else ''}")

@@ -14,11 +14,13 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from nanochat import records, report
 from nanochat.common import printable, require_name, write_atomic
-from nanochat.config import require_at_least, settings, start
+from nanochat.config import require_at_least, start
 from nanochat.dataset import FirstUseConfig, Source, load_last_source, save_last_source
+from nanochat.recipe import make_recipe
 from nanochat.tokenizer import SPECIAL_TOKENS, Tokenizer, tokenizer_dir
 from tasks.world.write import open_text
 
@@ -31,6 +33,8 @@ MAX_WORDS = 20_000  # words kept for tasks/spelling.py
 
 @dataclass(frozen=True)
 class TokTrain:
+    NOT_IN_RECIPE: ClassVar[str] = "tokenizer_tag skip_if_done"
+
     max_chars: int = 10_000_000_000
     """Maximum number of characters to train on."""
     doc_cap: int = 10_000
@@ -80,8 +84,7 @@ def read_documents(
 def main(cfg: TokTrain) -> None:
     source = open_text(cfg.data, load_last_source(cfg.tokenizer_tag))
     inputs = {"data": source.fingerprint}
-    key = records.stage_key(settings(cfg), inputs)
-    if cfg.skip_if_done and records.find_finished(SECTION, key):
+    if cfg.skip_if_done and records.find_finished(SECTION, make_recipe(cfg, inputs)):
         save_last_source(source.describe(), cfg.tokenizer_tag)
         return print(f"{SECTION}: finished already, skipped")
 

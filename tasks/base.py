@@ -181,7 +181,10 @@ class Task:
 
     @property
     def origin(self) -> dict[str, Any]:
-        """What determines the conversations besides the split: commit, digests, options."""
+        """
+        What determines the conversations besides split and code: commit, digests, options. Empty if
+        unknown; `identity` then reads all conversations.
+        """
         return {}
 
     @property
@@ -192,7 +195,8 @@ class Task:
             "task": self.name,
             "split": self.split,
             "conversations": len(self),
-            "wording": fingerprint(list(islice(self, 8))),  # shows edits of it
+            # all of them, unless something else says what they are: then the first show the wording
+            "wording": fingerprint(list(islice(self, 8 if self.origin else None))),
             "code": [code_digest(Path(file).read_text()) for file in files],
             **self.origin,
         }

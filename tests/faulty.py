@@ -18,9 +18,10 @@ from typing import Any
 import torch
 
 from nanochat import rl
+from nanochat.common import REPOSITORY
 from nanochat.gpt import GPT
+from nanochat.run import Run
 from nanochat.tokenizer import Tokenizer
-from nanochat.train import Run
 
 
 def during_step(
@@ -86,18 +87,24 @@ def dawdle(now: Any, model: GPT, tokens: torch.Tensor, loss: torch.Tensor) -> No
         Tokenizer.decode = decode  # type: ignore
 
 
+def edit(now: Any, model: GPT, tokens: torch.Tensor, loss: torch.Tensor) -> None:
+    """At step 3, somebody edits a file of the running code and is not done yet."""
+    if now.step == 3:
+        (REPOSITORY / "nanochat" / "gpt.py").write_text("def (")
+
+
 def grade(task: Any, i: int, answer: str) -> float:
     """A reward that untrained models get, too."""
     return float(len(answer) % 2)
 
 
-FAULTS = {fault.__name__: fault for fault in (corrupt, crowd, churn, dawdle)}
+FAULTS = {fault.__name__: fault for fault in (corrupt, crowd, churn, dawdle, edit)}
 
 if __name__ == "__main__":
     fault, rank, script = sys.argv[1:4]
     sys.argv[1:4] = []
     if fault == "grade":
         rl.score_answer = grade
-    elif rank in ("all", os.environ["RANK"]):
+    elif rank in ("all", os.environ.get("RANK")):
         during_step(FAULTS[fault])
     runpy.run_module(f"scripts.{script}", run_name="__main__", alter_sys=True)

@@ -22,10 +22,12 @@ import tyro
 from nanochat import checkpoint, common, dist, engine, eval_bpb, rl, train
 from nanochat.checkpoint import build_model
 from nanochat.optim import MuonAdamW, OptimConfig
+from nanochat.recipe import Recipe
 from nanochat.rows import Rows
+from nanochat.run import Run
 from nanochat.scaling import make_rules, shape_for_depth
 from nanochat.tokenizer import Tokenizer
-from nanochat.train import Run, TrainConfig
+from nanochat.train import TrainConfig
 from tests.conftest import TINY
 
 argmax, total = torch.Tensor.argmax, dist.DistContext.sum
@@ -83,14 +85,12 @@ def measure(depth: int = 2, compile: int = 0, fp8: int = 0) -> dict[str, float]:
     model = build_model(shape, here.device, here.dtype, seed=0)
     host = on_host.peak_memory_bytes() - host
     optimizer = MuonAdamW(model, make_rules(OptimConfig(), shape.d_model), here)
-    run = Run(
-        *("base", "memory", TrainConfig(), model, optimizer, Tokenizer.train(["a"], 265), here),
-        num_steps=4, batch_tokens=ROWS * T, compile="on" if compile else "off",
-        settings={}, inputs={}, identity={}, state={},
-    )  # fmt: skip
+    tokenizer, recipe = Tokenizer.train(["a"], 265), Recipe({}, {}, {})
+    run = Run("base", "memory", recipe, model, optimizer, tokenizer, TrainConfig(), here)
+    run.state["settings"] = {}
     rows = RandomRows()
     checkpoint.save_checkpoint = lambda *args: None  # type: ignore  # copies without writing them
-    with run:
+    with run.begin(4, ROWS * T, "on" if compile else "off"):
         with warnings.catch_warnings(record=True) as waits:
             warnings.simplefilter("always")
             for step in run.steps():
@@ -103,7 +103,7 @@ def measure(depth: int = 2, compile: int = 0, fp8: int = 0) -> dict[str, float]:
                 torch.cuda.set_sync_debug_mode("default")
                 if step == 2:
                     break
-        run.save()
+        run.save(wait=True)
     return {
         "weights": 4 * model.num_params(),
         "host_growth": host,

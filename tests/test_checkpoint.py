@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import time
 
 import pytest
@@ -18,7 +19,10 @@ from nanochat.checkpoint import (
     stage_folder,
     step_folders,
 )
+from nanochat.common import UsageError
+from nanochat.gpt import GPT, copy_weights, inference_copy
 from nanochat.tokenizer import Tokenizer
+from tests.conftest import TINY, lively
 
 FILES = ("model.safetensors", "optim.safetensors", "tokenizer.json", "state.json")
 
@@ -45,7 +49,7 @@ def save(folder, tiny_gpt, tokenizer):
 
     def save(step, tag="tiny"):
         optim = {"steps_taken": torch.tensor(step), "m": torch.randn(300, 400).T}
-        state = {"identity": {"seed": 0}, "source": {"of": 1.5}}
+        state = {"source": {"of": 1.5}}
         folder_of_tag = folder.with_name(tag)
         return optim, save_checkpoint(folder_of_tag, step, tiny_gpt, optim, tokenizer, state)
 
@@ -111,8 +115,58 @@ def test_R1_interrupted_saves_are_left_alone_until_the_next_save(save, folder):
 
 def test_newest_tag_is_the_default_also_in_a_copy(save, folder):
     save(5)
-    time.sleep(1.1)  # state.json has the time in seconds
     save(1, "later")
     os.utime(folder / "step_000005" / "state.json")  # copied last
     assert find_checkpoint("base").folder.parent.name == "later"
     assert find_checkpoint("base", "tiny").step == 5
+
+
+def test_newest_tag_does_not_depend_on_the_time_zone(save, monkeypatch):
+    for zone, tag in (("UTC-9", "earlier"), ("UTC+9", "later")):  # 18 hours between their clocks
+        monkeypatch.setenv("TZ", zone)
+        time.tzset()
+        save(1, tag)
+    assert find_checkpoint("base").folder.parent.name == "later"
+
+
+# ---- Classes, buffers and ties -------------------------------------------------------------------
+
+
+class Edited(GPT):
+    """A head tied to the embedding, and a table that is not saved."""
+
+    def __init__(self, cfg, dtype=torch.float32):
+        super().__init__(cfg, dtype)
+        self.head.weight = self.embed.weight
+        self.register_buffer("slopes", torch.linspace(1, 2, cfg.d_model), persistent=False)
+        self.register_buffer("shift", torch.zeros(cfg.d_model))
+
+    def hidden(self, *args, **options):
+        return super().hidden(*args, **options) * self.slopes + self.shift
+
+
+def test_R43_buffers_and_ties_survive_loading_and_copies(folder, tokenizer, dist, monkeypatch):
+    monkeypatch.setattr(Edited, "__module__", "nanochat.gpt")
+    monkeypatch.setattr("nanochat.gpt.Edited", Edited, raising=False)
+    model, tokens = lively(Edited(TINY)), torch.arange(16)[None]
+    model.shift.fill_(0.5)
+    loaded = load_model(save_checkpoint(folder, 1, model, None, tokenizer, {}), dist)
+    assert torch.equal(loaded(tokens), model(tokens))
+    assert loaded.head.weight is loaded.embed.weight and loaded.num_params() == model.num_params()
+    twin = inference_copy(loaded)
+    assert torch.equal(twin(tokens), model(tokens))
+    with torch.no_grad():
+        loaded.shift.add_(1.0)
+        loaded.slopes.mul_(2.0)
+        loaded.embed.weight.mul_(1.5)
+    assert not torch.equal(twin(tokens), loaded(tokens))
+    copy_weights(twin, loaded)
+    assert torch.equal(twin(tokens), loaded(tokens))
+
+
+@pytest.mark.parametrize("path", ["os.path", "tests.test_checkpoint.Edited", "nanochat.gpt.MLP"])
+def test_class_of_other_code_is_refused_by_name(save, folder, dist, path):
+    _, saved = save(1)
+    saved.state["class"] = path
+    with pytest.raises(UsageError, match=rf"the class {re.escape(path)}, which nanochat/ does not"):
+        load_model(saved, dist)

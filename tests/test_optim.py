@@ -9,7 +9,15 @@ import pytest
 import torch
 
 from nanochat import optim
-from nanochat.optim import MuonAdamW, Rule, ScheduleConfig, lr_factor, muon_momentum
+from nanochat.optim import (
+    MuonAdamW,
+    Rule,
+    ScheduleConfig,
+    full_state,
+    load_full_state,
+    lr_factor,
+    muon_momentum,
+)
 
 CFG = ScheduleConfig(warmup_steps=40, warmdown_ratio=0.5, final_lr_frac=0.1)
 TOKENS = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
@@ -123,3 +131,20 @@ def test_momentum_and_weight_decay_follow_their_schedules():
     assert found == pytest.approx([0.85, 0.91, 0.97, 0.97, 0.935, 0.90])
     factors = [optim.decay_factor(s, 1000) for s in (0, 250, 500, 1000)]
     assert factors == pytest.approx([1, 0.854, 0.5, 0], abs=1e-3)
+
+
+def test_R43_numbers_in_the_state_of_another_optimizer_are_saved():
+    def stepped():
+        weight = torch.nn.Parameter(torch.ones(3))
+        optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
+        weight.grad = torch.ones(3)
+        optimizer.step()
+        return weight, optimizer
+
+    weight, optimizer = stepped()
+    optimizer.state[weight]["count"] = 3
+    saved = dict(full_state(optimizer))
+    weight, fresh = stepped()
+    load_full_state(fresh, saved)
+    assert fresh.state[weight]["count"] == 3
+    assert torch.equal(fresh.state[weight]["momentum_buffer"], saved["0.momentum_buffer"])

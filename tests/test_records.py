@@ -11,7 +11,8 @@ import numpy as np
 
 from nanochat import records, report
 from nanochat.common import REPOSITORY
-from nanochat.records import Cost, stage_key, write_record
+from nanochat.recipe import Recipe
+from nanochat.records import Cost, write_record
 
 SECTION = "Base model training"
 SETTINGS = {"depth": 4, "run": "dummy", "model_tag": ""}
@@ -47,7 +48,7 @@ def test_rerun_replaces_the_record_and_history_keeps_both(base):
 
 
 def finished(section=SECTION):
-    return records.find_finished(section, stage_key(SETTINGS, INPUTS)) is not None
+    return records.find_finished(section, Recipe(SETTINGS, INPUTS, SETTINGS)) is not None
 
 
 def test_R18_stage_is_finished_while_its_outputs_are_intact(base, monkeypatch):
@@ -72,16 +73,6 @@ def test_R18_stage_is_finished_while_its_outputs_are_intact(base, monkeypatch):
     assert not finished()  # outputs without recorded files cannot be checked
     write()
     assert finished()  # a stage without outputs has nothing to check
-
-
-def test_R38_imported_code_counts_but_not_that_of_the_report():
-    code = "import nanochat.report, nanochat.gpt, tasks.hub; from nanochat.records import *"
-    words = [sys.executable, "-c", f"{code}; print(*code_digests())"]
-    names = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True).stdout.split()
-    assert {"nanochat/gpt.py", "nanochat/attention.py", "tasks/base.py", "tasks/hub.py"} <= {*names}
-    assert not {"nanochat/hub.py", "nanochat/report.py", "nanochat/engine.py"} & {*names}
-    digests = {**records.code_digests(), "nanochat/gone.py": "", "tasks/base.py": ""}
-    assert records.changed_code(digests) == ["nanochat/gone.py", "tasks/base.py"]
 
 
 # ---- Facts in the header of a report -------------------------------------------------------------

@@ -90,7 +90,8 @@ class Report:
     ):  # fmt: skip
         cost = Cost(seconds, 8, "H100")
         with self.patch.context() as patch:
-            patch.setattr(time, "strftime", lambda *_: at)
+            then = time.mktime(time.strptime(at, "%Y-%m-%d %H:%M:%S"))
+            patch.setattr(time, "time", lambda: then)
             write_record(section, settings or {}, values, inputs or {}, cost, **more)
 
     def chat(self, stage, arc, gsm, of="the same questions", how="greedy", parent=None):
@@ -353,9 +354,9 @@ def test_sections_of_different_code_give_a_warning(report):
     assert "different versions" not in report.render()
     path = report.folder / "own.json"
     record = read_json(path)
-    record["code"]["nanochat/gpt.py"] = "0123456789abcdef"
+    record["code"]["nanochat/common.py"] = "0123456789abcdef"
     path.write_text(json.dumps(record))
-    assert "Sections were made by different versions of nanochat/gpt.py." in report.render()
+    assert "Sections were made by different versions of nanochat/common.py." in report.render()
 
 
 # ---- Figures -------------------------------------------------------------------------------------

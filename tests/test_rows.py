@@ -17,13 +17,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanochat import chat_format, common
+from nanochat import chat_format, common, recipe
 from nanochat.chat_format import render
 from nanochat.common import UsageError, sha256_file
 from nanochat.dataset import DataConfig, Source, load_last_source, open_source
 from nanochat.eval_bpb import Validation, ValidationConfig
 from nanochat.finetune import fit_batch
 from nanochat.loss import IGNORE
+from nanochat.recipe import compare_trees
 from nanochat.records import read_metrics, read_records
 from nanochat.rows import (
     MAX_DROPPED,
@@ -39,7 +40,7 @@ from nanochat.rows import (
     pack_text,
 )
 from nanochat.tokenizer import Tokenizer, tokenizer_dir
-from nanochat.train import document_segments, list_changes
+from nanochat.train import document_segments
 from tests.conftest import byte_model
 from tests.hub_server import FakeHub, serve
 from tests.test_dataset import parquet, write
@@ -229,13 +230,13 @@ def test_R6_differences_name_the_changed_setting(folder, tokenizer, tmp_path):
     before = opened(folder, tokenizer)[0].recipe
     other = Tokenizer.train(["quite different words"] * 9, 270)
     line = f"tokenizer: was {tokenizer.fingerprint!r}, now {other.fingerprint!r}"
-    assert line in list_changes(before, opened(folder, other)[0].recipe)
+    assert line in compare_trees(before, opened(folder, other)[0].recipe)
     copied = shutil.copytree(folder, tmp_path / "copy")
-    assert list_changes(before, opened(copied, tokenizer)[0].recipe) == []
+    assert compare_trees(before, opened(copied, tokenizer)[0].recipe) == []
     grown = shutil.copytree(folder, tmp_path / "grown")
     write(grown / "z.jsonl", ["new"])
     line = "source.val_shard: was 'shard_4.jsonl', now 'z.jsonl'"
-    assert line in list_changes(before, opened(grown, tokenizer)[0].recipe)
+    assert line in compare_trees(before, opened(grown, tokenizer)[0].recipe)
 
 
 # ---- Batches -------------------------------------------------------------------------------------
@@ -270,6 +271,17 @@ def test_R24_B9_validation_rows_depend_only_on_the_shard(folder, tokenizer):
         parts = [batch for rank in (0, 1, 2) for batch in rows.val_batches(7, num_rows, rank, 3)]
         assert max(map(len, parts)) == 7
         assert (np.concatenate(parts) == every[:num_rows]).all()
+
+
+def test_R38_rows_belong_to_the_code_that_packs_them(folder, saved, capfd, monkeypatch):
+    rows, source = opened(folder, saved)
+    monkeypatch.setitem(recipe.code_of_process, "nanochat/rows.py", "edited")
+    edited, _ = opened(folder, saved)
+    assert edited.folder != rows.folder
+    with pytest.raises(UsageError, match="packing failed"):  # its processes read the file as it is
+        pack_rows(edited, source, saved, workers=2)
+    assert "rows.py or dataset.py was edited just now" in capfd.readouterr().err
+    assert not list(edited.folder.glob("*.bin"))
 
 
 def test_missing_and_unreadable_shards_are_named(folder, saved, capfd):

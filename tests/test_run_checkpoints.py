@@ -9,13 +9,14 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from nanochat.checkpoint import stage_folder
-from nanochat.common import PREEMPTED
+from nanochat.checkpoint import read_state, seal_of, stage_folder
+from nanochat.common import PREEMPTED, code_digest, read_json, write_json
 from nanochat.records import read_history
 from tests.faulty import during_step, grade
 from tests.training_runs import (
@@ -88,8 +89,8 @@ def test_R2_resumed_stage_equals_uninterrupted_one(trained, command, stage, monk
 CHANGED = {
     "--seed=1": "seed: was 0, now 1",
     "--matrix_lr=0.03": "matrix_lr: was 0.02, now 0.03",
-    "--total_batch_size=1024": "batch_tokens: was 512, now 1024",
-    "--depth=3": "n_layer: was 2, now 3",
+    "--total_batch_size=1024": "total_batch_size: was 512, now 1024",
+    "--depth=3": "depth: was 2, now 3",
 }
 OTHER_ROWS = "--dataset=embedded", "--num_shards=2"
 
@@ -105,6 +106,34 @@ def test_R6_resuming_with_other_settings_is_an_error(trained, command):
     assert line in command.rejects(*words, *OTHER_ROWS)
     assert line in command.works(*words, *OTHER_ROWS, allowed)
     assert saved_steps(folder(trained, "one")) == [STEPS]
+
+
+def test_stage_of_code_without_recipes_is_refused_in_one_sentence(trained, command):
+    path = folder(trained, "one") / f"step_{STEPS:06d}"
+    state = read_state(path)
+    state.pop("recipe")
+    write_json(path / "state.json", {**state, "seal": seal_of(state)})
+    words = ("base_train", *SMALL, "--model_tag=one")
+    for flag, why in (
+        ("--resume=auto", "trained before 2026-12, without a recipe to compare"),
+        ("--skip_if_done", "recorded before 2026-12, without its recipe"),
+    ):
+        record = trained / "report" / "base-model-training.json"
+        write_json(record, {k: v for k, v in read_json(record).items() if k != "recipe"})
+        text = command.rejects(*words, flag)
+        assert why in text and "fix:" in text
+    assert saved_steps(folder(trained, "one")) == [STEPS]
+
+
+def test_batch_and_dtype_of_a_resumed_run_are_kept(trained, command, monkeypatch):
+    """Their defaults depend on ranks and machine."""
+    free = [flag for flag in SMALL if "batch_size" not in flag]
+    command.works("base_train", *free, "--model_tag=whole")
+    copy_until(8, folder(trained, "whole"), folder(trained, "cut"))
+    monkeypatch.setattr("nanochat.scaling.auto_batch", lambda tokens, T: 4 * T)
+    text = command.works("base_train", *free, "--model_tag=cut", "--resume=auto")
+    assert "resumed" in text and losses(trained, "cut") == losses(trained, "whole")
+    assert equal(weights(trained, "cut"), weights(trained, "whole"))
 
 
 def test_finished_stage_is_skipped_or_extended(trained, command):
@@ -211,20 +240,49 @@ ACTIVATION = ".square())"
     ],
 )
 def test_R38_edited_code_is_named(trained, trained_base, tmp_path, new, flag, status, found):
-    copy_code(tmp_path, "nanochat", "scripts", "tasks")
-    model = tmp_path / "nanochat" / "gpt.py"
-    edited = model.read_text().replace(ACTIVATION, new)
-    assert edited != model.read_text()
-    model.write_text(edited)
+    copy_edited(tmp_path, new)
     if flag == "--resume=auto":
         shutil.rmtree(folder(trained, "two"))
         copy_until(8, folder(trained_base, "two"), folder(trained, "two"))
-    words = [sys.executable, *TRAIN, *SMALL, "--device_type=cpu", "--model_tag=two", flag]
-    done = subprocess.run(
-        words, cwd=tmp_path, env=environment(trained), capture_output=True, text=True
-    )
+    words = [*TRAIN, *SMALL, "--device_type=cpu", "--model_tag=two", flag]
+    done = run_copy(tmp_path, trained, *words)
     assert done.returncode == status and found in done.stdout + done.stderr
     assert status == 0 or "ACCEPT_CODE_CHANGE=1" in done.stderr
+
+
+def test_R38_model_loaded_by_other_code_is_printed_and_recorded(trained, tmp_path):
+    copy_edited(tmp_path, ".sin())")
+    words = "-m scripts.base_loss --model_tag=one --split_tokens=64 --max_documents=1".split()
+    done = run_copy(tmp_path, trained, *words)
+    assert done.returncode == 0, done.stderr
+    assert "was trained by other code: nanochat/gpt.py changed" in done.stdout
+    values = read_json(trained / "report" / "base-model-loss.json")["values"]
+    assert values["Model code changed since"] == "nanochat/gpt.py"
+
+
+def test_R38_code_is_recorded_as_it_was_when_the_process_started(trained, tmp_path):
+    copy_edited(tmp_path)
+    model = tmp_path / "nanochat" / "gpt.py"
+    ran = code_digest(model.read_text())
+    words = ["-m", "tests.faulty", "edit", "all", "base_train", *SMALL, "--model_tag=edited"]
+    done = run_copy(tmp_path, trained, *words)
+    assert done.returncode == 0 and model.read_text() == "def (", done.stderr
+    record = read_json(trained / "report" / "base-model-training.json")
+    assert record["code"]["nanochat/gpt.py"] == ran
+
+
+def copy_edited(copy: Path, activation: str = ACTIVATION) -> None:
+    """Copy the code into a folder, with another activation."""
+    copy_code(copy, "nanochat", "scripts", "tasks", "tests", "rustbpe/src")
+    model = copy / "nanochat" / "gpt.py"
+    assert ACTIVATION in model.read_text()
+    model.write_text(model.read_text().replace(ACTIVATION, activation))
+
+
+def run_copy(copy: Path, base: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run Python on a copy of the code."""
+    command, env = [sys.executable, *words], environment(base)
+    return subprocess.run(command, cwd=copy, env=env, capture_output=True, text=True)
 
 
 # ---- Kills ---------------------------------------------------------------------------------------

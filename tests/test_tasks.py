@@ -181,6 +181,22 @@ def test_identity_changes_with_data_options_wording_and_code(tmp_path, monkeypat
     assert aqua.identity["commit"] and [*aqua.identity["sha256"]] == ["raw/train.parquet"]
 
 
+def test_identity_of_a_task_of_ones_own_changes_with_every_conversation():
+    class Own(base.Task):
+        name, kind, splits = "Own", "talk", ("train",)
+
+        def __len__(self):
+            return len(asked)
+
+        def __getitem__(self, i):
+            return [base.user(asked[i]), base.assistant("Yes.")]
+
+    asked = [f"Is it {i}?" for i in range(200)]
+    before = fingerprint(Own("train").identity)
+    asked[150] = "Is it another?"
+    assert fingerprint(Own("train").identity) != before
+
+
 # ---- Spelling ------------------------------------------------------------------------------------
 
 

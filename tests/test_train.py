@@ -11,10 +11,12 @@ import signal
 import pytest
 import torch
 
+from nanochat.checkpoint import stage_folder
 from nanochat.common import PREEMPTED, UNEVALUATED, read_json
 from nanochat.dist import peak_flops
 from nanochat.optim import MuonAdamW
 from nanochat.rows import Rows
+from nanochat.run import Run
 from nanochat.train import set_kernels
 from tests.faulty import during_step
 from tests.training_runs import (
@@ -30,6 +32,7 @@ from tests.training_runs import (
     losses,
     rest_of,
     saved_steps,
+    tensors,
     weights,
 )
 
@@ -232,6 +235,40 @@ def test_R13_R15_faults_of_one_rank_are_found_on_all(trained):
     changed = re.search(r"changed (\S+)", text)
     assert changed and f": {changed[1]} differs on rank 1 of 2" in text, text[-3000:]
     assert saved_steps(folder(trained, "corrupt"))[0] == 4  # the weights were equal then
+
+
+def test_R43_tensors_of_a_script_are_saved_and_restored(trained, command, monkeypatch):
+    plain = Run.update
+
+    def update(run, *rest, **metrics):
+        plain(run, *rest, **metrics)
+        head = run.model.head.weight.detach()
+        run.tensors.setdefault("average", torch.zeros_like(head)).lerp_(head, 0.1)
+
+    monkeypatch.setattr(Run, "update", update)
+    command.works("base_train", *SMALL, "--model_tag=whole")
+    whole, cut = folder(trained, "whole"), folder(trained, "cut")
+    copy_until(8, whole, cut)
+    command.works("base_train", *SMALL, "--model_tag=cut", "--resume=auto")
+    assert tensors(cut, file="optim")["run.average"].any()
+    assert equal(tensors(cut, file="optim"), tensors(whole, file="optim"))
+
+
+# ---- Learning rates ------------------------------------------------------------------------------
+
+
+def test_rates_of_later_stages_are_fractions_of_those_of_the_base_model(trained, command):
+    slow = ("--num_iterations=4", "--matrix_lr=0.002", "--model_tag=slow")
+    command.works("base_train", *SMALL, *slow)
+    tune = "--mixture=world_chat=300 --max_seq_len=64 --total_batch_size=512 --eval_tokens=1024"
+    words = f"{tune} --num_iterations=2 --dtype=float32".split()
+    for tag, rate in {"mine": None, "same": 0.002, "own": 0.02}.items():
+        given = [f"--matrix_lr={rate}"] if rate else []
+        command.works("mid_train", "--source=base:slow", *words, f"--model_tag={tag}", *given)
+    mine, same, own = (tensors(stage_folder("mid") / tag, 2) for tag in ("mine", "same", "own"))
+    assert equal(mine, same) and not equal(mine, own)
+    command.works("chat_sft", "--source=mid:own", *words, "--model_tag=sft")  # not those of mid
+    assert read_json(trained / "report" / "chat-sft.json")["settings"]["matrix_lr"] == 0.002
 
 
 # ---- Evaluations ---------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from nanochat.golf.size import list_imported_modules, read_source
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.hf.tokenizer import BOS, END, read_object, read_tokenizer, write_tokenizer
 from nanochat.loss import SOFTCAP
-from nanochat.records import require_same_code
+from nanochat.recipe import require_same_code
 from nanochat.recursion.model import new_model, read_config
 from nanochat.tokenizer import Tokenizer
 

@@ -129,9 +129,9 @@ def check_rows(
     Canaries of the packed conversations of a run's first step: the share of wrong targets, and the
     relative difference of the first loss from the parent's.
     """
-    every, tokenizer = reopen_chat_rows(state["identity"]["rows"]), parent.tokenizer()
-    count = min(MAX_ROWS, state["identity"]["batch_tokens"] // every.max_seq_len)
-    rows = every.batch(0, count, state["identity"]["seed"])
+    every, tokenizer = reopen_chat_rows(state["rows"]), parent.tokenizer()
+    count = min(MAX_ROWS, state["batch_tokens"] // every.max_seq_len)
+    rows = every.batch(0, count, state["provenance"]["seed"])
     score = chat_losses(load_model(parent, dist, every.max_seq_len), tokenizer.bos_id)
     found = bits_per_byte(score, [inputs_and_targets(rows)], tokenizer.token_bytes(), dist)
     gap = first_loss / found.loss - 1

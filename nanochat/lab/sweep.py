@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from nanochat import records
+from nanochat import recipe, records
 from nanochat.common import (
     PREEMPTED,
     REPOSITORY,
@@ -69,7 +69,7 @@ def code_fingerprint() -> str:
     """Fingerprint of the code and the texts that runs use; docstrings do not count."""
     code = itertools.chain.from_iterable(map(REPOSITORY.glob, CODE))
     digests = {str(p.relative_to(REPOSITORY)): code_digest(p.read_text()) for p in code}
-    used = {name: digests[name] for name in digests.keys() - records.NOT_IN_CODE}
+    used = {name: digests[name] for name in digests.keys() - recipe.NOT_IN_CODE}
     return fingerprint([used, DIGEST, topics()])
 
 

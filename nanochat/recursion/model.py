@@ -128,7 +128,9 @@ class RecursiveGPT(GPT):
         super().__init__(cfg, dtype)
         first: Any = self.blocks[cfg.n_prelude]  # so it is trained and counted like its matrices
         first.inject = Linear(2 * cfg.d_model, cfg.d_model)
-        self.begin_step(0, 0)
+        self.supervised: tuple[int, ...] = (cfg.n_loops,)
+        self.noted: dict[str, Tensor] = {}
+        """Sums over the micro-batches of a step: nats by loop, total loss, target count."""
 
     @property
     def inject(self) -> Linear:
@@ -151,8 +153,7 @@ class RecursiveGPT(GPT):
         elif cfg.supervise == "sampled" and cfg.n_loops > 1:
             drawn = random.Random(f"loop-{seed}-{step}").randint(1, cfg.n_loops - 1)
             self.supervised = (drawn, cfg.n_loops)
-        self.noted: dict[str, Tensor] = {}
-        """Sums over the micro-batches of a step: nats by loop, total loss, target count."""
+        self.noted = {}
 
     # ---- counts ------------------------------------------------------------------------------
 

@@ -11,13 +11,14 @@ import asyncio
 import gc
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from nanochat.checkpoint import (
     FOLDERS,
     Checkpoint,
     load_inference,
+    model_class,
     newest_state,
     parse_checkpoint_ref,
     read_state,
@@ -25,10 +26,9 @@ from nanochat.checkpoint import (
     stage_folder,
     step_folders,
 )
-from nanochat.common import printable
+from nanochat.common import UsageError, printable
 from nanochat.dist import DistContext, memory_bytes
 from nanochat.engine import Engine, Sampling, Tool, most_slots
-from nanochat.gpt import GPTConfig
 from nanochat.serve.openai_api import ApiError
 
 
@@ -134,5 +134,7 @@ def saved_state(name: str) -> dict[str, Any]:
 
 
 def is_loadable(state: Mapping[str, Any]) -> bool:
-    """Whether `checkpoint.load_model` can load a model: it has no options of another class."""
-    return bool(state) and state["model"].keys() <= {option.name for option in fields(GPTConfig)}
+    """Whether `checkpoint.load_model` knows the class of a model and its options."""
+    with suppress(UsageError):
+        return bool(state and model_class(state))
+    return False

@@ -15,7 +15,6 @@ import time
 import uuid
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, TypeVar
 
 from pydantic import (
@@ -335,7 +334,7 @@ def model_entry(name: str, state: Mapping[str, Any]) -> dict[str, Any]:
         "id": name,
         "object": "model",
         "owned_by": "nanochat",
-        "created": int(datetime.fromisoformat(state["saved_at"]).timestamp()),
+        "created": int(state["saved_at"]),
         "stage": stage,
         "description": "continues text" if stage == "base" else "answers in chats",
         "max_model_len": context,

@@ -23,9 +23,10 @@ from nanochat.golf.qat import AveragingMuonAdamW, quantized_weights
 from nanochat.golf.quantize import QuantConfig
 from nanochat.gpt import GPTConfig
 from nanochat.optim import OptimConfig, Rule, decay_factor, lr_factor, muon_momentum
+from nanochat.recipe import make_recipe
 from nanochat.rows import pack_rows
+from nanochat.run import Run, keep_batch, resumed_state, skip_if_finished
 from nanochat.scaling import Horizon, batch_lr_factor, default_head_dim, plan_horizon, scaled_rules
-from nanochat.train import Run, keep_dtype, skip_if_finished
 from scripts.base_train import (
     SECTION,
     BaseTrain,
@@ -113,14 +114,16 @@ def main(cfg: GolfTrain) -> None:
     seed, schedule = cfg.train.seed, cfg.schedule
     max_seconds, late = cfg.max_wallclock_seconds, cfg.qat_start < 1
     tag = cfg.train.model_tag or f"d{cfg.depth}"
-    dist = keep_dtype(init_dist(cfg.train.dist, seed), cfg.train, "base", tag)
+    dist = init_dist(cfg.train.dist, seed)
+    before = resumed_state("base", tag, cfg.train, dist)
+    dist = dist.keep_dtype(cfg.train.dist, before.get("compute"))
 
     # Tokenizer, text and rows; exit if this run has already finished
     tokenizer, source, rows = open_inputs(cfg, dist)
-    inputs = {"rows": rows.fingerprint, "tokenizer": tokenizer.fingerprint}
-    inputs["data"] = source.fingerprint
+    inputs = {"rows": rows.recipe, "tokenizer": tokenizer.fingerprint, "data": source.fingerprint}
+    recipe = make_recipe(cfg, inputs, fp8=dist.fp8 or None)
     resolved = {**settings(cfg), "eval_tokens": cfg.validation.tokens(dist)}
-    if skip_if_finished(SECTION, resolved, inputs, cfg.train, dist):
+    if skip_if_finished(SECTION, recipe, cfg.train.skip_if_done, dist):
         return dist.close()
 
     # Model, horizon, optimizer, rows
@@ -128,49 +131,29 @@ def main(cfg: GolfTrain) -> None:
     shape = cfg.golf_shape.apply(plain)
     model = build_model(shape, dist.device, dist.dtype, seed, GolfGPT)
     cfg.quant.formats(dict(model.named_parameters()))  # a pattern without a match is an error now
-    horizon = plan_horizon(model, cfg.horizon, dist.world_size)
+    horizon = plan_horizon(model, keep_batch(cfg.horizon, before), dist.world_size)
     num_steps, batch_tokens = horizon.num_steps, horizon.batch_tokens
     rules = cfg.rules(cfg.train.optim, horizon, shape.d_model)
     decoupled = cfg.decay_rule == "decoupled"
     optimizer = AveragingMuonAdamW(model, rules, dist, ema_decay=cfg.ema_decay, decoupled=decoupled)
     suite = open_few_shot(cfg, source, dist)
 
-    run = Run(
-        "base",
-        tag,
-        cfg.train,
-        model,
-        optimizer,
-        tokenizer,
-        dist,
-        num_steps=num_steps,
-        batch_tokens=batch_tokens,
-        compile=cfg.compile,
-        settings=resolved,
-        inputs=inputs,
-        identity={
-            "rows": rows.recipe,
-            "schedule": asdict(schedule),
-            "tied_lr": cfg.tied_lr,
-            "decay_rule": cfg.decay_rule,
-            "max_wallclock_seconds": max_seconds,
-            "ema_decay": cfg.ema_decay,
-            "qat": {"start": cfg.qat_start, **asdict(cfg.quant)} if late else None,
-        },
-        state={"source": source.describe()},
-    )
+    run = Run("base", tag, recipe, model, optimizer, tokenizer, cfg.train, dist)
+    run.state |= {"source": source.describe(), "settings": resolved}
     num_rows = num_steps * batch_tokens // cfg.max_seq_len
     dist.on_node(lambda: pack_rows(rows, source, tokenizer, num_rows))
     few_shot: dict[str, Any] = {}
-    with run:
+    with run.begin(num_steps, batch_tokens, cfg.compile):
         validation = Validation(cfg.validation, {source.name: rows}, tokenizer, dist)
         spent = run.progress.train_seconds  # of training, without evaluations and saves
         if max_seconds is not None and spent >= max_seconds:  # finished by time
             run.num_steps = run.progress.step
-        if cfg.ema_decay and run.finished and run.progress.step < run.num_steps:
+        if cfg.ema_decay and run.progress.finished and not run.finished:
             fix = "train all steps with --resume=never, or use --ema_decay=0"
             raise UsageError("the run has averaged weights and cannot be extended", fix)
-        for step in run.steps():  # from the last checkpoint on; the last turn only evaluates
+        for step in run.steps():  # from the last checkpoint on; the last pass saves and evaluates
+            if run.due(cfg.train.save_every):
+                run.save()  # the trained model before its evaluation, which may fail
             if run.due(cfg.train.eval_every):
                 run.log(validation.score(model.token_losses, run.device_rows, run.stop))
             few_shot |= sample_and_score(run, cfg, suite)

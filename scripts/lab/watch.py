@@ -67,7 +67,7 @@ def main(cfg: Watch) -> None:
     # The first step, then every checkpoint; a canary must trigger at two of them
     for checkpoint in saved_checkpoints(folder, cfg.follow):
         log, step = read_log(folder), checkpoint.step
-        if not monitor.worst and "rows" in checkpoint.state["identity"]:
+        if not monitor.worst and "rows" in checkpoint.state:
             monitor.record(1, check_rows(checkpoint.state, log[0]["loss"], parent, dist))
         try:
             found = rises(before, measure(*load_inference(checkpoint, dist), *shared))

@@ -16,11 +16,12 @@ from nanochat.config import settings, start
 from nanochat.eval_bpb import Validation
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.optim import MuonAdamW, decay_factor, lr_factor, muon_momentum
+from nanochat.recipe import make_recipe
 from nanochat.recursion.model import RecursiveConfig, RecursiveGPT, Supervise
 from nanochat.recursion.verdict import step_metrics, validation_metrics
 from nanochat.rows import pack_rows
+from nanochat.run import Run, keep_batch, resumed_state, skip_if_finished
 from nanochat.scaling import plan_horizon, scaled_rules
-from nanochat.train import Run, keep_dtype, skip_if_finished
 from scripts.base_train import (
     SECTION,
     BaseTrain,
@@ -101,16 +102,18 @@ class RecursionTrain(BaseTrain):
 def main(cfg: RecursionTrain) -> None:
     seed, schedule = cfg.train.seed, cfg.schedule
     tag = cfg.train.model_tag or f"d{cfg.depth}"
-    dist = keep_dtype(open_device(cfg), cfg.train, "base", tag)
+    dist = open_device(cfg)
+    before = resumed_state("base", tag, cfg.train, dist)
+    dist = dist.keep_dtype(cfg.train.dist, before.get("compute"))
     if cfg.recursion.recursion_preset in WEAK_PRESETS:
         dist.print0(WARNING.format(cfg.recursion.recursion_preset))
 
     # Tokenizer, text and rows; exit if this run has already finished
     tokenizer, source, rows = open_inputs(cfg, dist)
-    inputs = {"rows": rows.fingerprint, "tokenizer": tokenizer.fingerprint}
-    inputs["data"] = source.fingerprint
+    inputs = {"rows": rows.recipe, "tokenizer": tokenizer.fingerprint, "data": source.fingerprint}
+    recipe = make_recipe(cfg, inputs, fp8=dist.fp8 or None)
     resolved = {**settings(cfg), "eval_tokens": cfg.validation.tokens(dist)}
-    if skip_if_finished(SECTION, resolved, inputs, cfg.train, dist):
+    if skip_if_finished(SECTION, recipe, cfg.train.skip_if_done, dist):
         return dist.close()
 
     # Model (without flags of recursion, a plain one to compare with), horizon, optimizer, rows
@@ -118,34 +121,22 @@ def main(cfg: RecursionTrain) -> None:
     shape = cfg.recursion.apply(plain)
     kind = GPT if shape is plain else RecursiveGPT
     model = build_model(shape, dist.device, dist.dtype, seed, kind)
-    horizon = plan_horizon(model, cfg.horizon, dist.world_size)
+    horizon = plan_horizon(model, keep_batch(cfg.horizon, before), dist.world_size)
     num_steps, batch_tokens = horizon.num_steps, horizon.batch_tokens
     rules = scaled_rules(cfg.train.optim, horizon, shape.d_model)
     optimizer = MuonAdamW(model, rules, dist)
     suite = open_few_shot(cfg, source, dist)
 
-    run = Run(
-        "base",
-        tag,
-        cfg.train,
-        model,
-        optimizer,
-        tokenizer,
-        dist,
-        num_steps=num_steps,
-        batch_tokens=batch_tokens,
-        compile=cfg.compile,
-        settings=resolved,
-        inputs=inputs,
-        identity={"rows": rows.recipe, "schedule": asdict(schedule)},
-        state={"source": source.describe()},
-    )
+    run = Run("base", tag, recipe, model, optimizer, tokenizer, cfg.train, dist)
+    run.state |= {"source": source.describe(), "settings": resolved}
     num_rows = num_steps * batch_tokens // cfg.max_seq_len
     dist.on_node(lambda: pack_rows(rows, source, tokenizer, num_rows))
     few_shot: dict[str, Any] = {}
-    with run:
+    with run.begin(num_steps, batch_tokens, cfg.compile):
         validation = Validation(cfg.validation, {source.name: rows}, tokenizer, dist)
-        for step in run.steps():  # from the last checkpoint on; the last turn only evaluates
+        for step in run.steps():  # from the last checkpoint on; the last pass saves and evaluates
+            if run.due(cfg.train.save_every):
+                run.save()  # the trained model before its evaluation, which may fail
             if run.due(cfg.train.eval_every):
                 if isinstance(model, RecursiveGPT):
                     metrics = validation_metrics(model, validation, run.device_rows, run.stop)

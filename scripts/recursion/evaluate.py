@@ -17,10 +17,8 @@ from functools import partial
 from statistics import mean
 from typing import Any, NamedTuple
 
-import torch
-
 from nanochat import records, report
-from nanochat.checkpoint import Checkpoint, find_checkpoint, load_weights
+from nanochat.checkpoint import Checkpoint, find_checkpoint, load_model
 from nanochat.common import UsageError
 from nanochat.config import require_at_least, start
 from nanochat.dist import DistConfig, DistContext, init_dist
@@ -29,7 +27,7 @@ from nanochat.lab.canaries import open_pretraining_rows
 from nanochat.lab.significance import over_seeds
 from nanochat.records import METRICS_FILE, read_metrics
 from nanochat.recursion import verdict
-from nanochat.recursion.model import RecursiveGPT, new_model, read_config
+from nanochat.recursion.model import RecursiveGPT
 from nanochat.recursion.verdict import Criterion, LoopArm, state_metrics
 from nanochat.train import Compile, prepare_scoring
 
@@ -127,7 +125,7 @@ def require_other_seeds(checkpoints: Sequence[Checkpoint]) -> None:
     """Raise UsageError if two checkpoints have the same recipe and seed."""
     seen: dict[tuple[str, int], str] = {}
     for each in checkpoints:
-        key, tag = (recipe_of(each), each.state["identity"]["seed"]), each.folder.parent.name
+        key, tag = (recipe_of(each), each.state["provenance"]["seed"]), each.folder.parent.name
         if key in seen:
             problem = f"{seen[key]} and {tag} have the same recipe and seed"
             raise UsageError(problem, "pass one tag per seed")
@@ -136,15 +134,14 @@ def require_other_seeds(checkpoints: Sequence[Checkpoint]) -> None:
 
 def recipe_of(checkpoint: Checkpoint) -> str:
     """Key shared by all seeds of an arm."""
-    return json.dumps([{**checkpoint.state["identity"], "seed": None}, checkpoint.step])
+    recipe = checkpoint.state["recipe"]
+    return json.dumps([{**recipe["flags"], "seed": None}, recipe["inputs"], checkpoint.step])
 
 
 def score_loops(cfg: RecursionEval, checkpoint: Checkpoint, dist: DistContext) -> LoopScores:
     """Score a checkpoint; a recursive one after each loop, up to twice n_loops."""
     tokenizer = checkpoint.tokenizer()
-    with torch.device("meta"):
-        model = new_model(read_config(checkpoint.state["model"]), dist.dtype)
-    load_weights(model, checkpoint, dist)
+    model = load_model(checkpoint, dist)
     T, on_cpu = model.cfg.max_seq_len, dist.device.type == "cpu"
     rows = open_pretraining_rows(checkpoint, dist)
     tokens = cfg.eval_tokens or (262_144 if on_cpu else 20 * 524_288)
@@ -191,7 +188,7 @@ def arm_of(seeds: Sequence[LoopScores]) -> LoopArm:
     model, states = seeds[0].model, [s.checkpoint.state for s in seeds]
     cfg, passes = model.cfg, getattr(model.cfg, "n_passes", model.cfg.n_layer)
     shape = f"{cfg.n_layer} layers" + (f" ({passes} with repeats)" if passes > cfg.n_layer else "")
-    tokens = mean(s.checkpoint.step * s.checkpoint.state["identity"]["batch_tokens"] for s in seeds)
+    tokens = mean(s.checkpoint.step * s.checkpoint.state["batch_tokens"] for s in seeds)
     return LoopArm(
         f"{shape}, width {cfg.d_model}, {tokens:,.0f} tokens",
         [s.by_loop[getattr(cfg, "n_loops", 1)] for s in seeds],

@@ -53,7 +53,7 @@ ONES = torch.ones_like(IDS)
 STATE = {
     "source": {"dataset": "embedded"},
     "provenance": {"seed": 4, "inputs": {"tokenizer": TOKENIZER.fingerprint}},
-    "identity": {"batch_tokens": 4096, "seed": 4},
+    "batch_tokens": 4096,
 }
 
 

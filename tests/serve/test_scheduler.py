@@ -99,7 +99,7 @@ def test_retrained_model_answers_with_its_new_weights(base):
 
 def test_pinned_step_stays_when_its_tag_trains_on(base, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr("nanochat.checkpoint.time.strftime", lambda _: "2026-01-01 00:00:00")
+        patch.setattr("nanochat.checkpoint.time.time", lambda: 1.7e9)
         write_model("sft:pinned")
     with serving("sft:pinned:1", endless=False) as site:
 
