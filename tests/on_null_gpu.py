@@ -19,7 +19,8 @@ import numpy as np
 import torch
 import tyro
 
-from nanochat import checkpoint, common, dist, engine, eval_bpb, rl, train
+from nanochat import common, dist, engine, eval_bpb, rl, train
+from nanochat import run as run_module
 from nanochat.checkpoint import build_model
 from nanochat.optim import MuonAdamW, OptimConfig
 from nanochat.recipe import Recipe
@@ -50,9 +51,9 @@ def reduce_to_good_totals(run: Run) -> train.Totals:
 
 torch.backends.cuda.enable_cudnn_sdp(False)  # avoid asking cuDNN for a plan
 torch.exp2 = lambda x: torch.exp(x * 0.6931471805599453)  # exp2 is compiled on first use
-train.check_weights = lambda *_: None
+run_module.check_weights = lambda *_: None
 Run.reduce = reduce_to_good_totals
-engine.sample = lambda logits, settings, uniform: [int(logits.size(-1) * u) for u in uniform]
+engine.sample = lambda logits, settings, uniform, *_: [int(logits.size(-1) * u) for u in uniform]
 dist.DistContext.sum = lambda one, *x: np.nan_to_num(total(one, *x)).tolist()
 eval_bpb.Bpb.value = property(lambda scored: 1.0)
 rl.Rollouts.reward = lambda self, i, answer: float(sum(answer.ids) % 2)
@@ -89,7 +90,7 @@ def measure(depth: int = 2, compile: int = 0, fp8: int = 0) -> dict[str, float]:
     run = Run("base", "memory", recipe, model, optimizer, tokenizer, TrainConfig(), here)
     run.state["settings"] = {}
     rows = RandomRows()
-    checkpoint.save_checkpoint = lambda *args: None  # type: ignore  # copies without writing them
+    run_module.save_checkpoint = lambda *args: None  # type: ignore  # copies without writing them
     with run.begin(4, ROWS * T, "on" if compile else "off"):
         with warnings.catch_warnings(record=True) as waits:
             warnings.simplefilter("always")
