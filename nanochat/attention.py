@@ -216,7 +216,7 @@ def choose_backend(dist: Any, compiled: bool) -> Backend:
     if dist.dtype == torch.bfloat16 and not torch.are_deterministic_algorithms_enabled():
         fault = None
         try:
-            dist.on_node(lambda: load_fa3(dist.device))  # one rank of a node downloads
+            dist.on_main(lambda: load_fa3(dist.device))  # one rank downloads
             load_fa3(dist.device)
         except Exception as error:  # not Hopper, no package, no network
             fault = str(error).partition("\n")[0] or repr(error)

@@ -114,8 +114,7 @@ def save_checkpoint(
         record = {
             **state,
             "step": step,
-            "class": f"{type(model).__module__}.{type(model).__qualname__}",
-            "model": asdict(model.cfg),
+            **describe_model(model),
             "files": files,
             "saved_at": time.time(),
         }
@@ -225,16 +224,20 @@ def saved_tags(stage: str) -> list[str]:
     saved = {}
     for folder in {path.parent for path in stage_folder(stage).glob("*/step_*")}:
         if ASIDE not in folder.name:
-            state = newest_state(folder)
+            state = saved_state(folder)
             saved[folder.name] = state["saved_at"] if state else 0.0
     return sorted(saved, key=lambda tag: (saved[tag], tag), reverse=True)
 
 
-def newest_state(folder: Path) -> dict[str, Any] | None:
-    """The newest readable state of a folder, or None; its files are not verified."""
-    for path in reversed(step_folders(folder).values()):
+def saved_state(folder: Path, step: int | None = None) -> dict[str, Any] | None:
+    """
+    The newest readable state of a folder, or that of `step`; None if there is none. Its other files
+    are not verified.
+    """
+    for saved, path in reversed(step_folders(folder).items()):
         with contextlib.suppress(OSError, ValueError):
-            return read_state(path)
+            if step in (None, saved):
+                return read_state(path)
     return None
 
 
@@ -247,63 +250,55 @@ def intact_checkpoints(folder: Path, optimizer: bool = False) -> Iterator[Checkp
             print(printable(f"skipping corrupt checkpoint: {error}"), flush=True)
 
 
-def open_checkpoint(
-    folder: Path, step: int | None = None, optimizer: bool = False
-) -> Checkpoint | None:
+def newest_checkpoint(folder: Path, optimizer: bool = False) -> Checkpoint | None:
     """
-    Return the newest good checkpoint of a folder, or exactly `step`; None if there is none.
-    optimizer: its optimizer state will be loaded, too.
-
-    Raises FileNotFoundError if `step` does not exist, ValueError if it is corrupt, and
-    CorruptCheckpoint if all checkpoints are.
+    The newest good checkpoint of a folder; None if there is none. optimizer: its optimizer state
+    will be loaded, too. Raises CorruptCheckpoint if all are corrupt.
     """
-    folders = step_folders(folder)
-    if step is not None:
-        if step not in folders:
-            raise FileNotFoundError(f"no step {step} in {folder}; available: {list(folders)}")
-        return read_checkpoint(folders[step], optimizer)
+    listed = step_folders(folder)
     found = next(intact_checkpoints(folder, optimizer), None)
-    if folders and found is None:
-        raise CorruptCheckpoint(
-            f"all checkpoints in {folder} are corrupt; rename it and train that stage again"
-        )
+    if found is None and step_folders(folder) != listed:  # a run has replaced them meanwhile
+        return newest_checkpoint(folder, optimizer)
+    if found is None and listed:
+        problem = f"all checkpoints in {folder} are corrupt"
+        raise CorruptCheckpoint(f"{problem}; rename it and train that stage again")
     return found
 
 
-def find_checkpoint(stage: str, tag: str | None = None, step: int | None = None) -> Checkpoint:
+def find_checkpoint(ref: str, tag: str | None = None, step: int | None = None) -> Checkpoint:
     """
-    Return a checkpoint of a stage. Default: the last good step of the most recently saved tag.
+    Return a checkpoint by reference: stage[:tag[:step]], as in sft, base:d4 or base:d4:400.
 
-    Raises MissingInput with the script that creates one.
+    tag, step: used where `ref` has none. Default: the most recently saved tag, its last good step.
+
+    Raises ValueError if the reference is malformed, CorruptCheckpoint, FileNotFoundError for a
+    missing step, and MissingInput with the script that creates a checkpoint.
     """
+    parts = CHECKPOINT_REF.fullmatch(ref)
+    if not parts or parts["stage"] not in FOLDERS:
+        raise ValueError(f"invalid checkpoint {ref!r}; use stage[:tag[:step]], as in base:d4:400")
+    stage, tag = parts["stage"], parts["tag"] or tag or None
+    step = int(parts["step"]) if parts["step"] else step
     root, command = stage_folder(stage), f"python -m scripts.{SCRIPTS[stage]}"
     if stage == "base":  # the default depth would take weeks on a CPU
         named = re.fullmatch(r"d(\d+)", tag or "")
         command += f" --depth={named[1] if named else 4}"
     if tag is None:
-        tags = saved_tags(stage)
-        if not tags:
-            raise MissingInput(f"no checkpoint in {root}", command)
-        tag = tags[0]
-    found = open_checkpoint(root / tag, step)
+        tag = next(iter(saved_tags(stage)), None)
+    if tag is None:
+        raise MissingInput(f"no checkpoint in {root}", command)
+    folder = root / tag
+    folders = step_folders(folder)
+    if step is not None:
+        if step not in folders:
+            raise FileNotFoundError(f"no step {step} in {folder}; available: {list(folders)}")
+        return read_checkpoint(folders[step])
+    found = newest_checkpoint(folder)
     if found is None:
         known = ", ".join(f"{stage}:{each}" for each in saved_tags(stage)) or "none"
         fix = f"{command} --model_tag={tag}"
-        raise MissingInput(f"no checkpoint in {root / tag}; there are: {known}", fix)
+        raise MissingInput(f"no checkpoint in {folder}; there are: {known}", fix)
     return found
-
-
-def parse_checkpoint_ref(name: str) -> Checkpoint:
-    """
-    Return the checkpoint of stage[:tag[:step]], as in sft, base:d4 or base:d4:400.
-
-    Raises ValueError if malformed, MissingInput or FileNotFoundError if the checkpoint is missing.
-    """
-    found = CHECKPOINT_REF.fullmatch(name)
-    if not found or found["stage"] not in FOLDERS:
-        raise ValueError(f"invalid checkpoint {name!r}; use stage[:tag[:step]], as in base:d4:400")
-    step = int(found["step"]) if found["step"] else None
-    return find_checkpoint(found["stage"], found["tag"], step)
 
 
 @dataclass(frozen=True)
@@ -381,6 +376,12 @@ def changed_code(checkpoint: Checkpoint) -> str | None:
     return ", ".join(sorted(recipe.imported_files(file).keys() & changed)) or None
 
 
+def describe_model(model: GPT) -> dict[str, Any]:
+    """What `model_class` and `load_model` need of a model: its class and its configuration."""
+    kind = type(model)
+    return {"class": f"{kind.__module__}.{kind.__qualname__}", "model": asdict(model.cfg)}
+
+
 def model_class(state: Mapping[str, Any]) -> tuple[type[GPT], type[GPTConfig]]:
     """
     The class of a saved model and that of its configuration, which annotates its `cfg`. Raises
@@ -390,8 +391,11 @@ def model_class(state: Mapping[str, Any]) -> tuple[type[GPT], type[GPTConfig]]:
     module, _, name = path.rpartition(".")
     kind: Any = None
     if module.startswith("nanochat."):
-        with contextlib.suppress(ImportError):
+        try:
             kind = getattr(importlib.import_module(module), name, None)
+        except ModuleNotFoundError as error:
+            if not module.startswith(error.name or ""):  # a package that its file imports
+                raise
     if not (isinstance(kind, type) and issubclass(kind, GPT)):
         problem = f"the model has the class {path}, which nanochat/ does not define"
         raise UsageError(problem, "use the code that trained it, or another checkpoint")

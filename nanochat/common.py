@@ -249,7 +249,7 @@ def hold_run_lock(path: Path, flag: str = "--model_tag") -> Iterator[None]:
 
 PREEMPTED = 75  # stopped on request, with the completed steps saved
 UNEVALUATED = 76  # trained and saved, but ran out of memory in the final evaluation
-HUNG = 77  # this rank timed out waiting for another rank
+RANK_MISSING = 77  # another rank did not join in time
 
 
 class StopRequested(RuntimeError):

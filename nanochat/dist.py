@@ -4,8 +4,7 @@ One process of a run: its rank, device and dtype, sums over ranks, and what the 
     flags, environment of torchrun -> init_dist -> DistContext
 
 Collectives on tensors time out after `collective_timeout_minutes`; those on objects, `broadcast`,
-`gather`, `on_main` and `on_node`, wait a day for long work of one rank. The error of a collective
-that fails names the ranks that do not answer.
+`gather` and `on_main`, wait a day for long work of one rank.
 """
 
 import ctypes
@@ -31,18 +30,17 @@ import torch
 from torch import Tensor, distributed
 from torch.distributed.rendezvous import rendezvous
 
-from nanochat.common import HUNG, UsageError, printable
+from nanochat.common import RANK_MISSING, UsageError, printable
 from nanochat.config import require_positive, short
 
 T = TypeVar("T")
 LONG_WORK = datetime.timedelta(days=1)
-ANSWER_SECONDS = 5.0  # ranks that are alive notice a failed collective within this time
 
 
-class RankHung(UsageError):
-    """A rank did not answer in time."""
+class RankMissing(UsageError):
+    """A rank did not join in time."""
 
-    status = HUNG
+    status = RANK_MISSING
 
 
 @dataclass(frozen=True)
@@ -77,8 +75,6 @@ class DistContext:
     dtype: torch.dtype
     fp8: bool = False
     """Whether training runs the matmuls of the layers and the LM head in fp8."""
-    store: Any = None
-    """Key-value store of the process group."""
     objects: Any = None
     """Process group of collectives on objects."""
 
@@ -88,11 +84,12 @@ class DistContext:
         return self.rank == 0
 
     @property
-    def compute(self) -> dict[str, str]:
+    def compute(self) -> dict[str, Any]:
         """Type of the device and compute dtype, as checkpoints store them for `keep_dtype`."""
-        return {"device_type": self.device.type, "dtype": str(self.dtype).removeprefix("torch.")}
+        name = str(self.dtype).removeprefix("torch.")
+        return {"device_type": self.device.type, "dtype": name, "fp8": self.fp8}
 
-    def keep_dtype(self, cfg: DistConfig, compute: Mapping[str, str] | None) -> "DistContext":
+    def keep_dtype(self, cfg: DistConfig, compute: Mapping[str, Any] | None) -> "DistContext":
         """
         Return these ranks with the dtype that a checkpoint was trained in, so that results do not
         depend on which machine of a kind goes on with it. compute: of the checkpoint, None if
@@ -122,7 +119,7 @@ class DistContext:
         """Sum each value over ranks, in float64 (MPS: float32)."""
         if self.world_size == 1:
             return [float(v) for v in values]
-        return self.wait(lambda: self.sum_on_device(*values).tolist())
+        return self.sum_on_device(*values).tolist()
 
     def sum_on_device(self, *values: Tensor | float) -> Tensor:
         """
@@ -135,7 +132,7 @@ class DistContext:
             [v.to(**kind) if isinstance(v, Tensor) else torch.full((), v, **kind) for v in values]
         )
         if self.world_size > 1:
-            self.wait(lambda: distributed.all_reduce(total))
+            distributed.all_reduce(total)
         return total
 
     def any(self, flag: bool) -> bool:
@@ -147,35 +144,15 @@ class DistContext:
         if self.world_size == 1:
             return value
         box = [value]
-        self.wait(lambda: distributed.broadcast_object_list(box, src=0, group=self.objects))
+        distributed.broadcast_object_list(box, src=0, group=self.objects)
         return box[0]
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks, in rank order, on every rank."""
         box: list[Any] = [value] * self.world_size
         if self.world_size > 1:
-            self.wait(lambda: distributed.all_gather_object(box, value, group=self.objects))
+            distributed.all_gather_object(box, value, group=self.objects)
         return box
-
-    def wait(self, work: Callable[[], T]) -> T:
-        """
-        Run a collective operation or a wait for one. If it fails, raises RankHung, naming the ranks
-        that do not answer any more; with no such rank, the error itself.
-        """
-        try:
-            return work()
-        except RuntimeError as error:
-            if self.store is None or isinstance(error, RankHung | torch.AcceleratorError):
-                raise
-            args = ("failed", self.rank, self.world_size, ANSWER_SECONDS)
-            missing, why = silent_ranks(self.store, *args), printable(error).splitlines()[0]
-            if not missing:
-                raise
-            raise RankHung(
-                f"rank {missing} of {self.world_size} did not answer ({why})",
-                "check that process and its device; restart with --resume=auto to resume from the "
-                "last checkpoint",
-            ) from error
 
     def on_main(self, work: Callable[[], T]) -> T:
         """Run `work` on the main rank; every rank returns its result or raises its error."""
@@ -183,16 +160,6 @@ class DistContext:
         if error:
             raise error
         return result
-
-    def on_node(self, work: Callable[[], T]) -> T:
-        """Run `work` on the first rank of each node; all ranks of the node return its result. An
-        error on any node is raised on all ranks."""
-        mine = self.attempt(work) if self.local_rank == 0 else (None, None)
-        every = self.gather(mine)
-        for _, error in (mine, *every):  # own error first: it has the traceback
-            if error:
-                raise error
-        return every[self.rank - self.local_rank][0]
 
     def attempt(self, work: Callable[[], T]) -> tuple[T | None, Exception | None]:
         """Run `work`; return its result and its error. With one process, raise the error."""
@@ -272,10 +239,10 @@ def init_dist(cfg: DistConfig = DistConfig(), seed: int = 0, steady: bool = True
         torch.set_float32_matmul_precision("high")  # allow TF32 in the few fp32 matmuls
     if kind == "cpu" and steady:
         keep_freed_memory()
-    store = objects = None
+    objects = None
     if world_size > 1:
         minutes = datetime.timedelta(minutes=cfg.collective_timeout_minutes)
-        store, objects = join(device, rank, world_size, minutes)
+        objects = join(device, rank, world_size, minutes)
     if cfg.deterministic:
         env.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
         torch.use_deterministic_algorithms(True)
@@ -283,7 +250,7 @@ def init_dist(cfg: DistConfig = DistConfig(), seed: int = 0, steady: bool = True
     fp8 = cfg.dtype == "fp8"
     name = "bfloat16" if fp8 else cfg.dtype
     dtype = getattr(torch, name) if name else default_dtype(device)
-    dist = DistContext(rank, local_rank, world_size, device, dtype, fp8, store, objects)
+    dist = DistContext(rank, local_rank, world_size, device, dtype, fp8, objects)
     return replace(dist, dtype=dist.broadcast(dtype))
 
 
@@ -311,12 +278,10 @@ def matmul_rate(dtype: torch.dtype) -> float:
     return 2 * 256**3 / min(b - a for a, b in pairwise(times))
 
 
-def join(
-    device: torch.device, rank: int, world_size: int, timeout: datetime.timedelta
-) -> tuple[Any, Any]:
+def join(device: torch.device, rank: int, world_size: int, timeout: datetime.timedelta) -> Any:
     """
-    Join the process group. Returns its store and the group for objects. Raises RankHung, naming
-    the ranks that are missing, if not all join within `timeout`.
+    Join the process group. Returns the group for objects. Raises RankMissing, naming the ranks, if
+    not all join within `timeout`.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun hosts the store
         store, _, _ = next(rendezvous("env://", rank, world_size, timeout=timeout))
@@ -328,8 +293,14 @@ def join(
         # On one node, torchrun keeps the store, with addresses of dead ranks, when it restarts them
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = distributed.PrefixStore(attempt, store)  # pyright: ignore
-    if missing := silent_ranks(store, "joined", rank, world_size, timeout.total_seconds()):
-        raise RankHung(f"rank {missing} of {world_size} did not join", "start all processes")
+    store.set(f"joined/{rank}", "")
+    missing, deadline = list(range(world_size)), time.monotonic() + timeout.total_seconds()
+    while missing and time.monotonic() < deadline:
+        missing = [each for each in missing if not store.check([f"joined/{each}"])]
+        time.sleep(0.02)
+    if missing:
+        names = ", ".join(map(str, missing))
+        raise RankMissing(f"rank {names} of {world_size} did not join", "start all processes")
     on_gpu = device.type == "cuda"
     distributed.init_process_group(
         "nccl" if on_gpu else "gloo",
@@ -341,20 +312,7 @@ def join(
     )
     if on_gpu:  # Python's handler would not run during NCCL's waits
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    return store, distributed.new_group(timeout=LONG_WORK, backend="gloo")
-
-
-def silent_ranks(store: Any, key: str, rank: int, world_size: int, seconds: float) -> str:
-    """
-    Tell the other ranks through the store that this one has reached `key`. Returns the ranks that
-    do not within `seconds`, as text; empty if all do.
-    """
-    store.set(f"{key}/{rank}", "")
-    others, deadline = list(range(world_size)), time.monotonic() + seconds
-    while others and time.monotonic() < deadline:
-        others = [each for each in others if not store.check([f"{key}/{each}"])]
-        time.sleep(0.02)
-    return ", ".join(map(str, others))
+    return distributed.new_group(timeout=LONG_WORK, backend="gloo")
 
 
 # ---- The device ----------------------------------------------------------------------------------

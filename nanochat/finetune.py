@@ -19,7 +19,7 @@ from nanochat.checkpoint import (
     CHANGED,
     Checkpoint,
     changed_code,
-    parse_checkpoint_ref,
+    find_checkpoint,
     stage_folder,
 )
 from nanochat.config import require_positive
@@ -88,9 +88,7 @@ def open_parent(
     """
     if source.split(":")[0] not in stages:
         raise ValueError(f"--source={source} is not one of {', '.join(stages)}; use e.g. base:d4")
-    if cfg.model_tag and ":" not in source:
-        source += f":{cfg.model_tag}"
-    return dist.on_node(lambda: parse_checkpoint_ref(source))
+    return dist.on_main(lambda: find_checkpoint(source, cfg.model_tag or None))
 
 
 def inherit_rates(cfg: Script, parent: Checkpoint) -> Script:
@@ -126,9 +124,9 @@ def choose_tag(kind: str, parent: Checkpoint, cfg: TrainConfig) -> str:
 def packed_chats(
     parts: Mapping[str, ChatPart], seed: int, tokenizer: Tokenizer, T: int, dist: DistContext
 ) -> Rows:
-    """The rows of conversations; one process per node packs them, the others wait."""
+    """The rows of conversations; the main rank packs them."""
     rows = open_chat_rows(parts, seed, tokenizer, T)
-    dist.on_node(lambda: pack_chats(rows, parts, seed, tokenizer))
+    dist.on_main(lambda: pack_chats(rows, parts, seed, tokenizer))
     return rows
 
 

@@ -82,7 +82,7 @@ def set_schedule(
 ) -> None:
     """
     Scale the learning rates of all parameter groups; for Muon also set `momentum` and scale the
-    weight decay. Works for every torch optimizer.
+    weight decay.
     """
     for group in optimizer.param_groups:
         group["lr"] = group.setdefault("initial_lr", group["lr"]) * lr_factor  # torch's own name
@@ -264,7 +264,7 @@ class MuonAdamW(torch.optim.Optimizer):
 
     rules: by the first part of a parameter's name, such as "blocks" or "head".
 
-    Used as any torch optimizer. Before the step, `reduce_gradients` sums the gradients over ranks
+    Before the step, `reduce_gradients` sums the gradients over ranks
     and returns their norm; `gradients` are then this rank's slices. With one rank, nothing is
     sharded. Set `compiled` to compile the update rules.
     """
@@ -337,7 +337,7 @@ class MuonAdamW(torch.optim.Optimizer):
             for param in params:
                 param.grad = None
         for work in pending:
-            self.dist.wait(work.wait)
+            work.wait()
         squares = {True: [], False: []}
         for group, grad in zip(self.param_groups, self.gradients, strict=True):
             squares[group["sharded"]].append(torch.linalg.vector_norm(grad).square())
@@ -367,7 +367,7 @@ class MuonAdamW(torch.optim.Optimizer):
                 self.assign(group, weight)
         self.gradients = []
         for group, whole, work in launched:
-            self.dist.wait(work.wait)
+            work.wait()
             self.assign(group, whole)
 
     def update(self, group: dict[str, Any], weight: Tensor, grad: Tensor) -> None:
@@ -401,9 +401,13 @@ class MuonAdamW(torch.optim.Optimizer):
         All ranks must iterate: they gather the shards. Tensors may share memory with the state.
         """
         for group in self.param_groups:
-            for moment, mine in self.state[group["params"][0]].items():
+            names, state = group["param_names"], self.state[group["params"][0]]
+            for moment, mine in state.items():
+                if not isinstance(mine, Tensor):  # a number, of the whole group
+                    yield f"{names[0]}.{moment}", torch.tensor(mine)
+                    continue
                 whole = gather(mine, self.dist) if group["sharded"] else mine
-                for name, x in zip(group["param_names"], self.unstack(group, whole), strict=True):
+                for name, x in zip(names, self.unstack(group, whole), strict=True):
                     yield f"{name}.{moment}", x
         yield "steps_taken", torch.tensor(self.steps_taken)
 
@@ -415,55 +419,14 @@ class MuonAdamW(torch.optim.Optimizer):
         Raises KeyError for a missing tensor.
         """
         for group in self.param_groups:
-            for moment, mine in self.state[group["params"][0]].items():
-                pieces = [tensors[f"{name}.{moment}"].to(mine) for name in group["param_names"]]
+            names, state = group["param_names"], self.state[group["params"][0]]
+            for moment, mine in state.items():
+                if not isinstance(mine, Tensor):
+                    state[moment] = tensors[f"{names[0]}.{moment}"].item()
+                    continue
+                pieces = [tensors[f"{name}.{moment}"].to(mine) for name in names]
                 mine.copy_(self.local_shard(group, pieces))
         self.steps_taken = int(tensors["steps_taken"])
-
-
-# ---- What a training loop needs of any torch optimizer -------------------------------------------
-
-
-def reduce_gradients(
-    optimizer: torch.optim.Optimizer, dist: DistContext
-) -> tuple[Tensor, list[Tensor]]:
-    """
-    Sum the gradients over ranks. Returns the global norm, a scalar on the device, and the tensors
-    that the next step uses as gradients.
-    """
-    if isinstance(optimizer, MuonAdamW):
-        return optimizer.reduce_gradients(), optimizer.gradients
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    for p in params if dist.world_size > 1 else ():  # the same tensors on all ranks
-        p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-    grads = [p.grad for p in params if p.grad is not None]
-    for grad in grads if dist.world_size > 1 else ():
-        distributed.all_reduce(grad)
-    return torch.nn.utils.get_total_norm(grads), grads
-
-
-def full_state(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
-    """Yield the state of all ranks as (name, tensor); all ranks must iterate."""
-    if isinstance(optimizer, MuonAdamW):
-        yield from optimizer.full_state()
-        return
-    for index, moments in optimizer.state_dict()["state"].items():
-        yield from ((f"{index}.{name}", torch.as_tensor(x)) for name, x in moments.items())
-
-
-def load_full_state(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
-    """
-    Load `full_state`, saved with any world size. Raises KeyError or ValueError if it is that of
-    another optimizer.
-    """
-    if isinstance(optimizer, MuonAdamW):
-        return optimizer.load_full_state(tensors)
-    state: dict[int, dict[str, Tensor]] = {}
-    for name, x in tensors.items():
-        index, moment = name.split(".")
-        state.setdefault(int(index), {})[moment] = x
-    groups = optimizer.state_dict()["param_groups"]
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
 def as_tensors(*numbers: float) -> list[Tensor]:
@@ -480,5 +443,5 @@ def all_gather(mine: Tensor, dist: DistContext) -> tuple[Tensor, Any]:
 def gather(mine: Tensor, dist: DistContext) -> Tensor:
     """Collect the ranks' slices into one tensor."""
     whole, work = all_gather(mine, dist)
-    dist.wait(work.wait)
+    work.wait()
     return whole

@@ -5,9 +5,10 @@ Recipes: what determines a result, so that a stage is skipped or resumed only if
     recipe of then, recipe of now -> list_changes -> skip, resume, train again, or stop
     script -> read_code -> digests of its code, when the process starts -> changed_code
 
-All flags belong to the recipe as they are given, except those that their class lists in
-NOT_IN_RECIPE, because they cannot change the result. So a new flag needs nothing more. A flag that
-an older recipe lacks had the default of now: the flag itself is no difference, the edited file is.
+All flags belong to the recipe, except those that their class lists in NOT_IN_RECIPE: an input
+stands for them (such as `dataset`), or they change rounding, logs or evaluations, not what is
+trained. So a new flag needs nothing more. A flag that an older recipe lacks had the default of now:
+the flag itself is no difference, the edited file is.
 """
 
 import ast
@@ -155,8 +156,10 @@ def imported_files(module: Path) -> dict[str, Path]:
 
 def imports_of(path: Path) -> list[Path]:
     """Files of the repository that a file imports."""
-    names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    names, tree = set(), ast.Module([], [])
+    with suppress(SyntaxError, OSError):  # of an edit that is not finished
+        tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:

@@ -210,10 +210,11 @@ def command_line() -> str:
     return shlex.join(["torchrun" if ranks else "python", *words])
 
 
-def find_finished(section: str, recipe: Recipe) -> Record | None:
+def find_finished(section: str, recipe: Recipe, tag: str = "") -> Record | None:
     """
-    Record of the section if it was made by the same recipe and its output files are intact; else
-    None, and differences are printed. Raises UsageError if it was made by other code.
+    Record of the section if it was made by the same recipe (with the same tag, if there is one) and
+    its output files are intact; else None, and differences are printed. Raises UsageError if it was
+    made by other code.
 
     The SHA-256 of every recorded file must match. A stage that has outputs but recorded no
     files cannot be checked and is not finished. Only the section's current record is considered, so
@@ -226,10 +227,13 @@ def find_finished(section: str, recipe: Recipe) -> Record | None:
     if "recipe" not in record:
         problem = f"{section} was recorded before 2026-12, without its recipe"
         raise common.UsageError(problem, f"{fix}, or delete {record_path(section)}")
-    if changes := list_changes(record["recipe"], recipe):
+    files = [common.base_dir() / name for name in record["files"]]
+    changes = list_changes(record["recipe"], recipe)
+    if tag and files and (saved := files[0].parent.parent.name) != tag:
+        changes.append(f"--model_tag: was {saved!r}, now {tag!r}")
+    if changes:
         print(common.printable(f"{section}: not as recorded; {'; '.join(changes)}"), flush=True)
         return None
-    files = [common.base_dir() / name for name in record["files"]]
     if (record["provenance"]["outputs"] and not files) or hash_files(files) != record["files"]:
         return None
     if files and "resume" in record["settings"]:

@@ -17,14 +17,18 @@ The loop itself stands in the script of each stage:
             run.update(learning rate factor, Muon momentum, weight decay factor)
     run.finish("Base model training", values)
 
-What decides (recipe.py: the flags as given without NOT_IN_RECIPE, ids of inputs, digests of code):
+The recipe decides (recipe.py: flags without NOT_IN_RECIPE, ids of inputs, digests of code). A new
+flag is a field of a config and counts, unless the config lists it in NOT_IN_RECIPE.
 
-    --skip_if_done    the same recipe has finished, with its files intact: nothing is done. Other
-                      code: an error that names the files.
-    --resume=auto     flags and inputs as in the newest checkpoint: the run goes on from there, and
-                      changed code is printed and recorded. Other flags or inputs: an error that
-                      lists them; MAY_GROW may differ, and with --allow_data_change inputs.
-    neither           the run starts at step 0; checkpoints of an earlier one are moved aside.
+    as before, and ...    --skip_if_done                    --resume=auto
+    finished              nothing is done                   the last evaluation is repeated
+    unfinished            trains: see --resume              goes on from the newest good checkpoint
+    other flags, inputs   printed; trains: see --resume     error that lists them
+    other code            error that names the files        goes on; the files are printed, recorded
+
+Resuming with more steps is no error. --allow_data_change accepts other inputs, ACCEPT_CODE_CHANGE=1
+other code of a finished stage. With --resume=never, the run starts at step 0 and moves the
+checkpoints of an earlier one aside.
 """
 
 import os
@@ -36,18 +40,18 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
-from nanochat import common, optim, records, report
+from nanochat import common, records, report
 from nanochat.checkpoint import (
     ASIDE,
     Checkpoint,
-    CorruptCheckpoint,
     Stage,
-    newest_state,
-    open_checkpoint,
+    describe_model,
+    model_class,
+    newest_checkpoint,
     save_checkpoint,
+    saved_state,
     stage_folder,
     step_folders,
 )
@@ -55,6 +59,7 @@ from nanochat.common import StopRequested, UsageError, is_out_of_memory
 from nanochat.dist import DistContext
 from nanochat.fp8 import enable_fp8
 from nanochat.gpt import GPT
+from nanochat.optim import MuonAdamW
 from nanochat.recipe import Recipe, changed_code, code_digests, list_changes
 from nanochat.records import METRICS_FILE, UNTIMED_STEPS, RunLog
 from nanochat.tokenizer import Tokenizer
@@ -71,7 +76,7 @@ from nanochat.train import (
     to_host,
 )
 
-MAY_GROW = ("--num_iterations:", "--num_epochs:")  # flags that may differ in a resumed run
+LENGTHS = ("num_iterations", "num_epochs")  # flags that may be larger in a resumed run
 CHECK_RANKS_EVERY = 100  # steps between checks that the weights are equal on all ranks
 OWN = "run."  # before the names of `Run.tensors` in a checkpoint
 Batched = TypeVar("Batched", bound=Any)  # a config with total_batch_size
@@ -81,8 +86,7 @@ class Run(Step):
     """
     A training run with its folder <stage>_checkpoints/<tag>/. recipe: what determines the result.
 
-    Raises UsageError if another run is using the folder, and ValueError if the checkpoint to resume
-    has another recipe.
+    Raises UsageError if the class of the model could not be loaded again.
     """
 
     def __init__(
@@ -91,12 +95,13 @@ class Run(Step):
         tag: str,
         recipe: Recipe,
         model: GPT,
-        optimizer: torch.optim.Optimizer,
+        optimizer: MuonAdamW,
         tokenizer: Tokenizer,
         cfg: TrainConfig,
         dist: DistContext,
     ):
         super().__init__(model, optimizer, cfg, dist)
+        model_class(describe_model(model))
         self.stage, self.folder = stage, stage_folder(stage) / tag
         self.recipe, self.tokenizer = recipe, tokenizer
         self.state: dict[str, Any] = {"stage": stage, "recipe": recipe.to_json()}
@@ -113,6 +118,8 @@ class Run(Step):
         """Step being saved, and its result."""
         self.writer = ThreadPoolExecutor(1)
         self.logger: RunLog | None = None
+        """Main rank only."""
+        self.is_logging = False
         self.charged = records.STARTED  # until when the cost of this attempt is counted
 
     # ---- beginning and end -----------------------------------------------------------------------
@@ -130,7 +137,7 @@ class Run(Step):
         The block leaves no step behind: a stop request, five bad steps in a row, data that cannot
         be read or, with one rank, any error outside an update end it after saving the completed
         steps. A stop exits with status PREEMPTED, too little memory for the last evaluation with
-        UNEVALUATED.
+        UNEVALUATED. Raises UsageError if another run is using the folder, and as `resume`.
         """
         self.num_steps = num_steps
         try:
@@ -162,7 +169,7 @@ class Run(Step):
         stopped = isinstance(error, StopRequested)
         shared = stopped or error is self.failure or isinstance(error, NonFiniteError)
         alone = self.dist.world_size == 1 and isinstance(error, Exception) and not self.updating
-        if not (shared or alone) or (self.trained and not stopped):
+        if not (shared or alone):
             return
         step, text = self.progress.step, "no step was completed, nothing saved"
         if self.trained:
@@ -195,7 +202,7 @@ class Run(Step):
         Raises CorruptCheckpoint if all are corrupt, and ValueError listing the differences if the
         checkpoint has another recipe.
         """
-        dist, folder, found = self.dist, self.folder, self.newest_checkpoint()
+        dist, folder, found = self.dist, self.folder, self.find_resumable()
         commits = [records.git_state()["Commit"]]
         self.state |= {"compute": dist.compute, "code": code_digests(), "commits": commits}
         self.state["provenance"] = {"seed": self.cfg.seed, "inputs": self.recipe.ids}
@@ -204,9 +211,10 @@ class Run(Step):
         if found is None:
             return
         was = found.state
-        changed = self.list_changes(found)
+        changed = self.require_same_recipe(found)
         if code := changed_code(was["code"]):
-            dist.print0(f"resuming with changed code: {', '.join(code)}")
+            changed.append(f"code: {', '.join(code)}")
+            dist.print0(f"resuming with changed {changed[-1]}")
         self.state["changes"] = was.get("changes", []) + changed
         self.state |= {"commits": was["commits"] + commits, "tracked": was["tracked"]}
         self.model.load_state_dict(found.model_tensors())
@@ -218,21 +226,24 @@ class Run(Step):
         for name in [name for name in tensors if name.startswith(OWN)]:
             self.tensors[name.removeprefix(OWN)] = tensors.pop(name).to(dist.device)
         try:
-            optim.load_full_state(self.optimizer, tensors)
-        except (KeyError, ValueError) as error:
+            self.optimizer.load_full_state(tensors)
+        except (KeyError, RuntimeError) as error:
             problem = f"{found.folder} has the state of another optimizer; use another --model_tag"
             raise ValueError(problem) from error
         self.checkpoint = found if dist.is_main else None
         dist.print0(f"resumed {found.folder}")
 
-    def list_changes(self, found: Checkpoint) -> list[str]:
+    def require_same_recipe(self, found: Checkpoint) -> list[str]:
         """Accepted differences of the recipe to that of a checkpoint; others are an error."""
         if "recipe" not in found.state:
-            problem = f"{self.folder} was trained before 2026-12, without a recipe to compare"
+            problem = f"{self.folder} has no recipe to compare: imported, merged or before 2026-12"
             fix = "finish it with the code that began it, use another --model_tag, or"
             raise UsageError(problem, f"{fix} --resume=never to train again")
-        every = list_changes(found.state["recipe"], self.recipe)
-        changed = [line for line in every if not line.startswith(MAY_GROW)]
+        was, now = found.state["recipe"], self.recipe.flags
+        longer = [x for x in LENGTHS if (now.get(x) or 0) > (was["flags"].get(x) or 0)]
+        accepted = tuple(f"--{name}:" for name in longer)
+        differences = list_changes(was, self.recipe)
+        changed = [line for line in differences if not line.startswith(accepted)]
         inputs_only = not any(line.startswith("--") for line in changed)
         if changed and not (self.cfg.allow_data_change and inputs_only):
             raise ValueError(
@@ -246,21 +257,20 @@ class Run(Step):
             self.dist.print0(f"resuming despite {line}")
         return changed
 
-    def newest_checkpoint(self) -> Checkpoint | None:
+    def find_resumable(self) -> Checkpoint | None:
         """
-        The checkpoint to resume, verified by one rank per node; None to start at step 0. Raises
-        CorruptCheckpoint, on every rank, if all are corrupt or the nodes' files differ.
+        The checkpoint to resume, verified by the main rank; None to start at step 0. Raises
+        CorruptCheckpoint if all are corrupt, and UsageError if another rank has other files.
         """
         dist, folder = self.dist, self.folder
         if self.cfg.resume == "never":
             return None
-        found = dist.on_node(lambda: open_checkpoint(folder, optimizer=True))
-        name = f"step {found.step} ({found.fingerprint})" if found else "no checkpoint"
-        names = dist.gather(name)
-        for rank, other in enumerate(names):
-            if other != names[0]:
-                message = f"rank {rank} finds {other} in {folder}, rank 0 {names[0]}"
-                raise CorruptCheckpoint(f"{message}; all nodes need a shared disk")
+        found = dist.on_main(lambda: newest_checkpoint(folder, optimizer=True))
+        mine = saved_state(folder, found.step if found else None)
+        same = (mine and mine["files"]) == (found and found.state["files"])
+        if dist.any(not same):
+            problem = f"not all ranks find the checkpoints of rank 0 in {folder}"
+            raise UsageError(problem, "put NANOCHAT_BASE_DIR on a disk that all nodes share")
         return found
 
     def choose_kernels(self, compile: Compile | None) -> None:
@@ -347,15 +357,20 @@ class Run(Step):
 
     def open_log(self) -> None:
         """
-        Open the log, and before that move the checkpoints of an earlier run that this one replaces
-        aside: when there is something to log, everything has been checked.
+        Open the log at its first entry. A run that replaces another one first moves its checkpoints
+        aside: by then, everything has been checked.
         """
-        if self.logger is None and self.dist.is_main:
+
+        def begin() -> None:
             if self.cfg.resume == "never" and step_folders(self.folder):
                 aside = self.folder.rename(f"{self.folder}{ASIDE}{records.new_run_id()}")
                 self.dist.print0(f"moved the checkpoints of an earlier run to {aside}")
             about = (self.cfg.run, self.state["tracked"], self.state["settings"], self.first_step)
             self.logger = self.resources.enter_context(RunLog(self.folder, *about, self.num_steps))
+
+        if not self.is_logging:
+            self.dist.on_main(begin)
+            self.is_logging = True
 
     def raise_if_stopped(self) -> None:
         """Raise StopRequested on every rank if any was asked to stop. Waits for all ranks."""
@@ -380,7 +395,7 @@ class Run(Step):
             return
         self.open_log()
         check_weights(model, dist, progress.step)
-        gathered = optim.full_state(self.optimizer)  # by all ranks; the main rank copies
+        gathered = self.optimizer.full_state()  # by all ranks; the main rank copies
         moments = {n: to_host(x) for n, x in gathered if dist.is_main}
         moments |= {f"{OWN}{name}": to_host(x) for name, x in self.tensors.items() if dist.is_main}
         self.add_cost()
@@ -421,16 +436,18 @@ class Run(Step):
 
     # ---- the record ------------------------------------------------------------------------------
 
-    @property
-    def tokens_per_second(self) -> float | None:
-        """Median throughput over all attempts; None for at most UNTIMED_STEPS steps."""
+    def measure_throughput(self) -> float | None:
+        """
+        Median tokens per second over all attempts; None for at most UNTIMED_STEPS steps. Call on
+        every rank.
+        """
         logged = self.dist.on_main(lambda: records.read_metrics(self.folder / METRICS_FILE))
         seconds = [x["step_seconds"] for x in logged if "step_seconds" in x][UNTIMED_STEPS:]
         return self.batch_tokens / statistics.median(seconds) if seconds else None
 
     def measurements(self) -> dict[str, Any]:
         """Values for the record of a stage whose steps all have `batch_tokens` tokens."""
-        speed, progress = self.tokens_per_second, self.progress
+        speed, progress = self.measure_throughput(), self.progress
         return {
             "Tokens per second": "-" if speed is None else f"{speed:,.0f}",
             "Batch tokens": self.batch_tokens,
@@ -451,12 +468,14 @@ class Run(Step):
         Write the record of the finished run, update the report and print the next commands: that of
         the `following` script, and for chat models how to talk to them.
         """
-        saved, dist = self.checkpoint, self.dist
-        if saved is not None:
+        dist = self.dist
+
+        def write() -> None:
+            assert (saved := self.checkpoint) is not None
             self.add_cost()
             devices, spent = dist.world_size, self.progress
-            changes = "; ".join(saved.state.get("changes", [])) or None
-            about = {"Compute dtype": describe_dtype(dist), "Data changed when resumed": changes}
+            changes = "; ".join(self.state.get("changes", [])) or None
+            about = {"Compute dtype": describe_dtype(dist), "Changed when resumed": changes}
             records.write_record(
                 section,
                 self.state["settings"],
@@ -473,7 +492,9 @@ class Run(Step):
                 recipe=self.recipe,
             )
             report.update(renew=True)
-            dist.print0(self.next_commands(following))
+
+        dist.on_main(write)
+        dist.print0(self.next_commands(following))
         dist.close()
 
     def next_commands(self, following: str) -> str:
@@ -497,7 +518,7 @@ def resumed_state(stage: Stage, tag: str, cfg: TrainConfig, dist: DistContext) -
     """
 
     def read() -> dict[str, Any] | None:
-        return newest_state(stage_folder(stage) / tag) if cfg.resume == "auto" else None
+        return saved_state(stage_folder(stage) / tag) if cfg.resume == "auto" else None
 
     return dist.on_main(read) or {}
 
@@ -507,12 +528,18 @@ def keep_batch(cfg: Batched, state: Mapping[str, Any]) -> Batched:
     return replace(cfg, total_batch_size=cfg.total_batch_size or state.get("batch_tokens"))
 
 
-def skip_if_finished(section: str, recipe: Recipe, wanted: bool, dist: DistContext) -> bool:
+def skip_if_finished(
+    section: str, recipe: Recipe, wanted: bool, dist: DistContext, tag: str = ""
+) -> bool:
     """
     Whether --skip_if_done is set (`wanted`) and this stage is already recorded, with its checkpoint
-    intact.
+    intact. tag: of a training run.
     """
-    found = wanted and dist.on_main(lambda: records.find_finished(section, recipe) is not None)
+
+    def is_finished() -> bool:
+        return records.find_finished(section, recipe, tag) is not None
+
+    found = wanted and dist.on_main(is_finished)
     if found:
         dist.print0(f"{section}: finished already, skipped")
     return found

@@ -22,13 +22,12 @@ from nanochat import common, optim
 from nanochat.attention import choose_backend
 from nanochat.common import StopRequest, StopRequested, UsageError, is_out_of_memory
 from nanochat.config import require_at_least
-from nanochat.dist import DistConfig, DistContext, has_compiler, memory_bytes
+from nanochat.dist import DistConfig, DistContext, as_picklable, has_compiler, memory_bytes
 from nanochat.gpt import GPT
 from nanochat.optim import MuonAdamW, OptimConfig
 from nanochat.records import UNTIMED_STEPS
 from nanochat.rows import Rows, inputs_and_targets
 
-CHECK_RANKS_EVERY = 100  # steps between checks that the weights are equal on all ranks
 MAX_BAD_STEPS = 5  # consecutive non-finite steps, each skipped, that stop the run
 LOSS_BETA = 0.9  # decay of the moving average of the training loss
 FLOAT16_LOSS_SCALE = 2.0**14  # at the start of training
@@ -96,7 +95,7 @@ tokens/s at depth 16 on H100 (nanochat's pull request 747). It chooses kernels a
 
 
 def set_kernels(
-    wanted: Compile, model: GPT, flops: float, dist: DistContext, optimizer: Any = None
+    wanted: Compile, model: GPT, flops: float, dist: DistContext, optimizer: MuonAdamW | None = None
 ) -> Compile:
     """
     Choose the attention kernel and compile, if worthwhile for a run of `flops`. Returns what was
@@ -116,7 +115,7 @@ def set_kernels(
     model.backend = choose_backend(dist, wanted != "off")
     if wanted != "off":
         model.compile(mode="max-autotune-no-cudagraphs" if wanted == "autotune" else None)
-        if isinstance(optimizer, MuonAdamW):
+        if optimizer is not None:
             optimizer.compiled = dist.device.type != "cpu"  # no faster there: mostly matmuls
     return wanted
 
@@ -263,7 +262,7 @@ class Totals(NamedTuple):
     scale: float
     """Gradients times `scale` are means over all targets; 0 if there are none."""
     gradients: list[Tensor]
-    """Reduced gradients; under MuonAdamW, this rank's slices."""
+    """Reduced gradients: this rank's slices."""
 
 
 def check_weights(model: GPT, dist: DistContext, step: int) -> None:
@@ -301,9 +300,7 @@ class Step:
     most), and rows per micro-batch.
     """
 
-    def __init__(
-        self, model: GPT, optimizer: torch.optim.Optimizer, cfg: TrainConfig, dist: DistContext
-    ):
+    def __init__(self, model: GPT, optimizer: MuonAdamW, cfg: TrainConfig, dist: DistContext):
         self.model, self.optimizer, self.cfg, self.dist = model, optimizer, cfg, dist
         self.progress = Progress()
         self.stop = StopRequest()
@@ -427,18 +424,19 @@ class Step:
         could not read its rows.
         """
         dist = self.dist
-        norm, gradients = optim.reduce_gradients(self.optimizer, dist)
+        norm = self.optimizer.reduce_gradients()
         ending = self.stop.asked or self.failure is not None
         losses = sum(self.losses, torch.zeros((), device=dist.device))
         sums = dist.sum_on_device(losses, self.count, self.tokens, ending)
         totals = torch.cat((sums, norm.to(sums.dtype)[None]))
-        nats, count, tokens, ended, norm = dist.wait(totals.tolist)
+        nats, count, tokens, ended, norm = totals.tolist()
         if ended:
-            self.failure = next(filter(None, dist.gather(self.failure)), None)
+            mine = self.failure and as_picklable(self.failure)
+            self.failure = next(filter(None, dist.gather(mine)), None)
             raise self.failure or StopRequested()
         scale = self.batch_tokens / self.loss_scale / count if count else 0.0
         loss = nats / count if count else 0.0
-        self.totals = Totals(loss, norm * scale, int(tokens), scale, gradients)
+        self.totals = Totals(loss, norm * scale, int(tokens), scale, self.optimizer.gradients)
         return self.totals
 
     def apply(

@@ -80,7 +80,7 @@ def main(cfg: BaseEval) -> None:
         model = tokenizer = HFModel(cfg.hf_path, dist, cfg.trust_remote_code)
         inputs = {"hf": model.revision}
     else:
-        checkpoint = dist.on_node(lambda: find_checkpoint("base", cfg.model_tag, cfg.model_step))
+        checkpoint = dist.on_main(lambda: find_checkpoint("base", cfg.model_tag, cfg.model_step))
         dist = dist.keep_dtype(cfg.dist, checkpoint.state.get("compute"))
         section, name = SECTION, f"base_model (step {checkpoint.step})"
         dataset, origin = checkpoint.state["source"].get("dataset"), checkpoint.state["provenance"]

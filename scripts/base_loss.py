@@ -59,7 +59,7 @@ class BaseLoss:
 
 def main(cfg: BaseLoss) -> None:
     dist, commits = init_dist(cfg.dist), [records.git_state()["Commit"]]
-    checkpoint = dist.on_node(lambda: find_checkpoint("base", cfg.model_tag, cfg.model_step))
+    checkpoint = dist.on_main(lambda: find_checkpoint("base", cfg.model_tag, cfg.model_step))
     dist = dist.keep_dtype(cfg.dist, checkpoint.state.get("compute"))
     source = open_text(cfg.data, checkpoint.state["source"])
     origin = checkpoint.state["provenance"]
@@ -86,7 +86,7 @@ def main(cfg: BaseLoss) -> None:
     trained = 0 if cfg.data.dataset else count_trained_rows(checkpoint)
     most = min(num_rows, trained or num_rows)
     needed = -(-most // step_rows) * step_rows
-    dist.on_node(lambda: pack_text(rows, source, tokenizer, needed))
+    dist.on_main(lambda: pack_text(rows, source, tokenizer, needed))
 
     def packed_bpb(batches: Iterator[np.ndarray]) -> Bpb:
         scored, sizes = row_batches(batches, step_rows), tokenizer.token_bytes()

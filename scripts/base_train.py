@@ -78,30 +78,28 @@ class BaseTrain:
             pattern = f"--window_pattern={self.window_pattern}"
             raise ValueError(f"--arch=classic has the pattern L; remove it, or {pattern}")
 
-    def model_config(self, vocab_size: int, device_type: str) -> GPTConfig:
-        """Configuration of the model that these settings describe."""
-        windows = self.window_pattern or default_windows(device_type)
+    def model_config(self, vocab_size: int, windows: str) -> GPTConfig:
+        """Configuration of the model that these settings describe. windows: the default pattern."""
+        windows = self.window_pattern or windows
         return shape_for_depth(self.depth, vocab_size, self.max_seq_len, self.arch, windows)
 
 
 def main(cfg: BaseTrain) -> None:
     seed, schedule = cfg.train.seed, cfg.schedule
     tag = cfg.train.model_tag or f"d{cfg.depth}"
-    dist = open_device(cfg)
-    before = resumed_state("base", tag, cfg.train, dist)
-    dist = dist.keep_dtype(cfg.train.dist, before.get("compute"))
+    dist, before = open_device(cfg, tag)
 
     # Tokenizer, text and rows; exit if this run has already finished
     tokenizer, source, rows = open_inputs(cfg, dist)
     inputs = {"rows": rows.recipe, "tokenizer": tokenizer.fingerprint, "data": source.fingerprint}
-    recipe = make_recipe(cfg, inputs, fp8=dist.fp8 or None)
+    recipe = make_recipe(cfg, inputs)
     dist.print0(f"text      {source.name}, {len(source.train_shards):,} training shards")
     resolved = {**settings(cfg), "eval_tokens": cfg.validation.tokens(dist)}
-    if skip_if_finished(SECTION, recipe, cfg.train.skip_if_done, dist):
+    if skip_if_finished(SECTION, recipe, cfg.train.skip_if_done, dist, tag):
         return dist.close()
 
     # Everything follows from depth
-    shape = cfg.model_config(tokenizer.vocab_size, dist.device.type)
+    shape = cfg.model_config(tokenizer.vocab_size, choose_windows(before, dist))
     model = build_model(shape, dist.device, dist.dtype, seed)
     horizon = plan_horizon(model, keep_batch(cfg.horizon, before), dist.world_size)
     num_steps, batch_tokens = horizon.num_steps, horizon.batch_tokens
@@ -112,7 +110,7 @@ def main(cfg: BaseTrain) -> None:
     run = Run("base", tag, recipe, model, optimizer, tokenizer, cfg.train, dist)
     run.state |= {"source": source.describe(), "settings": resolved}
     num_rows = num_steps * batch_tokens // cfg.max_seq_len
-    dist.on_node(lambda: pack_rows(rows, source, tokenizer, num_rows))
+    dist.on_main(lambda: pack_rows(rows, source, tokenizer, num_rows))
     few_shot: dict[str, Any] = {}
     with run.begin(num_steps, batch_tokens, cfg.compile):
         validation = Validation(cfg.validation, {source.name: rows}, tokenizer, dist)
@@ -134,11 +132,22 @@ def main(cfg: BaseTrain) -> None:
     run.finish(SECTION, values, following="mid_train")
 
 
-def open_device(cfg: BaseTrain) -> DistContext:
-    """The ranks and their device, with fp8 where it is the default."""
+def open_device(cfg: BaseTrain, tag: str) -> tuple[DistContext, dict[str, Any]]:
+    """
+    The ranks, and the state of the run that will be resumed, whose dtype they keep; a new run
+    trains in fp8 where that is the default.
+    """
     dist = init_dist(cfg.train.dist, cfg.train.seed)
-    fp8 = cfg.train.dist.dtype is None and cfg.depth >= FP8_DEPTH and is_hopper(dist.device)
-    return replace(dist, fp8=dist.fp8 or fp8)
+    before = resumed_state("base", tag, cfg.train, dist)
+    fp8 = cfg.depth >= FP8_DEPTH and is_hopper(dist.device)
+    if compute := before.get("compute"):
+        dist, fp8 = dist.keep_dtype(cfg.train.dist, compute), compute.get("fp8", False)
+    return replace(dist, fp8=dist.fp8 or (fp8 and cfg.train.dist.dtype is None)), before
+
+
+def choose_windows(before: Mapping[str, Any], dist: DistContext) -> str:
+    """The default window pattern: that of the run that will be resumed, else of the device."""
+    return before["model"]["window_pattern"] if before else default_windows(dist.device.type)
 
 
 def open_inputs(cfg: BaseTrain, dist: DistContext) -> tuple[Tokenizer, Source, Rows]:
@@ -180,7 +189,7 @@ def sample_and_score(run: Run, cfg: BaseTrain, suite: Suite | None) -> dict[str,
 
 def summarize(run: Run, schedule: ScheduleConfig, rules: Mapping[str, Rule]) -> dict[str, Any]:
     """First values of the report section."""
-    progress, dist, throughput = run.progress, run.dist, run.tokens_per_second
+    progress, dist, throughput = run.progress, run.dist, run.measure_throughput()
     tokens = progress.step * run.batch_tokens
     flops = progress.flops / tokens  # per token
     mfu = throughput and dist.utilization(throughput * flops)

@@ -98,14 +98,14 @@ def main(cfg: ChatDPO) -> None:
     dist = dist.keep_dtype(cfg.train.dist, (before or parent.state).get("compute"))
     if cfg.pairs:
         data = Preferences("train", cfg.pairs), Preferences("val", cfg.pairs)
-        inputs["pairs"] = data_id(data[0].identity)
+        inputs["pairs"] = data_id([each.identity for each in data])
     else:
         task = cfg.task or BUILTIN_TASKS.get(parent.state["source"].get("dataset"), TASK)
         data = rl_questions(task, seed), held_out_questions(task, cfg.eval_examples)
         inputs["questions"] = data_id([each.identity for each in data])
     resolved = {**settings(cfg), "task": task}
     recipe = make_recipe(cfg, inputs)
-    if skip_if_finished(SECTION, recipe, cfg.train.skip_if_done, dist):
+    if skip_if_finished(SECTION, recipe, cfg.train.skip_if_done, dist, tag):
         return dist.close()
 
     # Model, frozen reference, pairs, optimizer

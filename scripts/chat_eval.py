@@ -107,7 +107,7 @@ def open_tasks(
     """
     selected = cfg.task_name.split("|") if cfg.task_name else default
     names = list({key_of(name): name for name in selected}.values())
-    mine = dist.on_node(lambda: {n: why_unavailable(n, cfg) for n in names})
+    mine = dist.on_main(lambda: {n: why_unavailable(n, cfg) for n in names})
     missing = {n: why for reasons in dist.gather(mine) for n, why in reasons.items() if why}
     for name, why in missing.items():
         if cfg.task_name:
@@ -137,7 +137,7 @@ def main(cfg: ChatEval) -> None:
         section += f", {cfg.num_samples} answers at temperature {cfg.sampling.temperature:g}"
     dist = init_dist(cfg.dist, cfg.sampling.seed)
     commits = [records.git_state()["Commit"]]
-    checkpoint = dist.on_node(lambda: find_checkpoint(cfg.source, cfg.model_tag, cfg.step))
+    checkpoint = dist.on_main(lambda: find_checkpoint(cfg.source, cfg.model_tag, cfg.step))
     dist = dist.keep_dtype(cfg.dist, checkpoint.state.get("compute"))
     inputs = parent_inputs(checkpoint)
 

@@ -107,7 +107,7 @@ def main(cfg: ChatRL) -> None:
     resolved, inputs = {**settings(cfg), "task": spec}, parent_inputs(parent)
     inputs["questions"] = data_id([train_task.identity, held_out.identity])
     recipe = make_recipe(cfg, inputs)
-    if skip_if_finished(SECTION, recipe, cfg.train.skip_if_done, dist):
+    if skip_if_finished(SECTION, recipe, cfg.train.skip_if_done, dist, tag):
         return dist.close()
 
     # Model, rollouts, optimizer

@@ -67,7 +67,7 @@ def main(cfg: ChatSft) -> None:
     resolved = {**settings(cfg), "mixture": chats.spec, "eval_tokens": eval_tokens}
     inputs = {**parent_inputs(parent), "mixture": data_id(chats.description)}
     recipe = make_recipe(cfg, inputs)
-    if skip_if_finished(SECTION, recipe, cfg.train.skip_if_done, dist):
+    if skip_if_finished(SECTION, recipe, cfg.train.skip_if_done, dist, tag):
         return dist.close()
 
     # Model, packed conversations, run with its optimizer

@@ -10,11 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import nanochat
 from nanochat.checkpoint import (
     CorruptCheckpoint,
     find_checkpoint,
     load_model,
-    open_checkpoint,
+    newest_checkpoint,
+    read_checkpoint,
     save_checkpoint,
     stage_folder,
     step_folders,
@@ -27,8 +29,8 @@ from tests.conftest import TINY, lively
 FILES = ("model.safetensors", "optim.safetensors", "tokenizer.json", "state.json")
 
 
-def newest(folder, step=None):
-    found = open_checkpoint(folder, step, optimizer=True)
+def newest(folder):
+    found = newest_checkpoint(folder, optimizer=True)
     assert found is not None
     return found.step
 
@@ -76,9 +78,9 @@ def test_B11_steps_sort_numerically_and_only_newest_are_kept(save, folder):
     assert list(step_folders(folder)) == [1_000_000, 1_000_001]
     assert newest(folder) == 1_000_001
     with pytest.raises(FileNotFoundError, match="999999"):
-        open_checkpoint(folder, 999_999)
+        find_checkpoint("base:tiny:999999")
     save(5)  # an earlier step: not deleted at once
-    assert newest(folder, 5) == 5
+    assert find_checkpoint("base:tiny:5").step == 5
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -94,7 +96,7 @@ def test_R10_bit_flips_are_detected_and_previous_step_is_used(save, folder, caps
         assert newest(folder) == 1
         assert name in capsys.readouterr().out
     with pytest.raises(ValueError, match=name):
-        open_checkpoint(folder, 2, optimizer=True)
+        read_checkpoint(folder / "step_000002", optimizer=True)
     path.write_bytes(original)
     assert newest(folder) == 2
     path.unlink()
@@ -169,4 +171,13 @@ def test_class_of_other_code_is_refused_by_name(save, folder, dist, path):
     _, saved = save(1)
     saved.state["class"] = path
     with pytest.raises(UsageError, match=rf"the class {re.escape(path)}, which nanochat/ does not"):
+        load_model(saved, dist)
+
+
+def test_package_that_the_class_of_a_model_needs_is_named(save, dist, tmp_path, monkeypatch):
+    _, saved = save(1)
+    (tmp_path / "edited.py").write_text("import missing_package\n")
+    monkeypatch.setattr("nanochat.__path__", [*nanochat.__path__, str(tmp_path)])
+    saved.state["class"] = "nanochat.edited.Edited"
+    with pytest.raises(ModuleNotFoundError, match="missing_package"):
         load_model(saved, dist)

@@ -1,6 +1,5 @@
 """Update rules against reference implementations, schedules, gradient norm, optimizer state."""
 
-import copy
 import math
 from dataclasses import replace
 
@@ -9,15 +8,7 @@ import pytest
 import torch
 
 from nanochat import optim
-from nanochat.optim import (
-    MuonAdamW,
-    Rule,
-    ScheduleConfig,
-    full_state,
-    load_full_state,
-    lr_factor,
-    muon_momentum,
-)
+from nanochat.optim import MuonAdamW, Rule, ScheduleConfig, lr_factor, muon_momentum
 
 CFG = ScheduleConfig(warmup_steps=40, warmdown_ratio=0.5, final_lr_frac=0.1)
 TOKENS = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
@@ -35,19 +26,6 @@ def updated(dist, rule, weights, grads, compiled=False):
         optim.set_schedule(optimizer, *factors)
         optimizer.step()
     return [p.detach() for p in params.values()]
-
-
-def train(model, optimizer, dist, steps):
-    """Losses of `steps` steps on one batch, as a training loop takes them."""
-    losses = []
-    for _ in range(steps):
-        loss = model.loss(TOKENS, TOKENS.roll(1, 1)) / TOKENS.numel()
-        loss.backward()
-        optim.reduce_gradients(optimizer, dist)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
 
 
 def reference_muon(weight, grads, lr, decay):
@@ -110,15 +88,6 @@ def test_adamw_matches_pytorch(dist, compiled):
     torch.testing.assert_close(found, q.detach(), rtol=1e-5, atol=1e-6)
 
 
-def test_any_torch_optimizer_continues_from_its_saved_state(dist, tiny_gpt):
-    optimizer = torch.optim.AdamW(tiny_gpt.parameters())
-    train(tiny_gpt, optimizer, dist, 3)
-    twin = copy.deepcopy(tiny_gpt)
-    resumed = torch.optim.AdamW(twin.parameters())
-    optim.load_full_state(resumed, {name: x.clone() for name, x in optim.full_state(optimizer)})
-    assert train(twin, resumed, dist, 3) == train(tiny_gpt, optimizer, dist, 3)
-
-
 def test_lr_warms_up_stays_constant_and_decays():
     factors = [lr_factor(s, 1000, CFG) for s in range(1000)]
     assert factors[0] == 1 / 40 and factors[19] == 0.5 and factors[39:501] == [1.0] * 462
@@ -133,18 +102,11 @@ def test_momentum_and_weight_decay_follow_their_schedules():
     assert factors == pytest.approx([1, 0.854, 0.5, 0], abs=1e-3)
 
 
-def test_R43_numbers_in_the_state_of_another_optimizer_are_saved():
-    def stepped():
-        weight = torch.nn.Parameter(torch.ones(3))
-        optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
-        weight.grad = torch.ones(3)
-        optimizer.step()
-        return weight, optimizer
-
-    weight, optimizer = stepped()
-    optimizer.state[weight]["count"] = 3
-    saved = dict(full_state(optimizer))
-    weight, fresh = stepped()
-    load_full_state(fresh, saved)
-    assert fresh.state[weight]["count"] == 3
-    assert torch.equal(fresh.state[weight]["momentum_buffer"], saved["0.momentum_buffer"])
+def test_R43_numbers_in_the_state_of_an_optimizer_are_saved(dist):
+    rules = {"p": Rule("muon", 0.1), "q": Rule("adamw", 0.1)}
+    params = {name: torch.nn.Parameter(torch.ones(3, 3)) for name in rules}
+    optimizer, fresh = (MuonAdamW(torch.nn.ParameterDict(params), rules, dist) for _ in range(2))
+    for each, count in ((optimizer, 3), (fresh, 0)):
+        each.state[params["p"]]["count"], each.state[params["q"]]["rate"] = count, count / 2
+    fresh.load_full_state(dict(optimizer.full_state()))
+    assert fresh.state[params["p"]]["count"] == 3 and fresh.state[params["q"]]["rate"] == 1.5

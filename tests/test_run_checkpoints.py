@@ -105,6 +105,8 @@ def test_R6_resuming_with_other_settings_is_an_error(trained, command):
     line = "rows.source.num_shards: was 1, now 2"  # only rows may change, if asked for
     assert line in command.rejects(*words, *OTHER_ROWS)
     assert line in command.works(*words, *OTHER_ROWS, allowed)
+    record = read_json(trained / "report" / "base-model-training.json")
+    assert line in record["values"]["Changed when resumed"]
     assert saved_steps(folder(trained, "one")) == [STEPS]
 
 
@@ -115,7 +117,7 @@ def test_stage_of_code_without_recipes_is_refused_in_one_sentence(trained, comma
     write_json(path / "state.json", {**state, "seal": seal_of(state)})
     words = ("base_train", *SMALL, "--model_tag=one")
     for flag, why in (
-        ("--resume=auto", "trained before 2026-12, without a recipe to compare"),
+        ("--resume=auto", "no recipe to compare"),
         ("--skip_if_done", "recorded before 2026-12, without its recipe"),
     ):
         record = trained / "report" / "base-model-training.json"
@@ -125,12 +127,13 @@ def test_stage_of_code_without_recipes_is_refused_in_one_sentence(trained, comma
     assert saved_steps(folder(trained, "one")) == [STEPS]
 
 
-def test_batch_and_dtype_of_a_resumed_run_are_kept(trained, command, monkeypatch):
+def test_batch_and_windows_of_a_resumed_run_are_kept(trained, command, monkeypatch):
     """Their defaults depend on ranks and machine."""
     free = [flag for flag in SMALL if "batch_size" not in flag]
     command.works("base_train", *free, "--model_tag=whole")
     copy_until(8, folder(trained, "whole"), folder(trained, "cut"))
     monkeypatch.setattr("nanochat.scaling.auto_batch", lambda tokens, T: 4 * T)
+    monkeypatch.setattr("scripts.base_train.default_windows", lambda device_type: "SL")
     text = command.works("base_train", *free, "--model_tag=cut", "--resume=auto")
     assert "resumed" in text and losses(trained, "cut") == losses(trained, "whole")
     assert equal(weights(trained, "cut"), weights(trained, "whole"))
@@ -142,6 +145,11 @@ def test_finished_stage_is_skipped_or_extended(trained, command):
     assert "finished already, skipped" in command.works(*words)
     command.works(*words, "--num_iterations=9")
     assert len(curve(stage_folder("mid") / "small", "loss")) == 9
+    shorter = command.rejects(*words, "--num_iterations=8")
+    assert "--num_iterations: was 9, now 8" in shorter
+    other = command.works(*words, "--num_iterations=9", "--model_tag=other")
+    assert "--model_tag: was 'small', now 'other'" in other
+    assert len(curve(stage_folder("mid") / "other", "loss")) == 9
 
 
 def test_R10_damaged_checkpoints_are_skipped_or_moved_aside(trained, trained_base, command):

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from nanochat import engine as generation
-from nanochat.checkpoint import build_model, parse_checkpoint_ref, save_checkpoint, stage_folder
+from nanochat.checkpoint import build_model, find_checkpoint, save_checkpoint, stage_folder
 from nanochat.dist import DistContext
 from nanochat.engine import Engine, Sampling
 from nanochat.sandbox import Tools
@@ -146,7 +146,7 @@ def serving(
     """Serve a saved checkpoint; `endless`: completions end only at max_tokens."""
     cfg = ServerConfig(port=port, security=security or SecurityConfig(), **settings)
     library = ModelLibrary(CPU, name, Tools(), cfg.slots or 8, cfg.max_models)
-    checkpoint = parse_checkpoint_ref(name)
+    checkpoint = find_checkpoint(name)
     library.loaded[name] = LoadedModel(library.load(checkpoint), checkpoint.state)
     if endless:
         library.loaded[name].engine.ends = set()

@@ -57,7 +57,7 @@ def open_pretraining_rows(checkpoint: Checkpoint, dist: DistContext) -> Rows:
     source, tokenizer = checkpoint.state["source"], checkpoint.tokenizer()
     text = builtin.open_text(DataConfig(), source)
     rows = open_rows(text, tokenizer, checkpoint.state["model"]["max_seq_len"])
-    dist.on_node(lambda: pack_text(rows, text, tokenizer, num_rows=0))
+    dist.on_main(lambda: pack_text(rows, text, tokenizer, num_rows=0))
     return rows
 
 

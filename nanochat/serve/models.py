@@ -17,14 +17,12 @@ from typing import Any, NamedTuple
 from nanochat.checkpoint import (
     FOLDERS,
     Checkpoint,
+    find_checkpoint,
     load_inference,
     model_class,
-    newest_state,
-    parse_checkpoint_ref,
-    read_state,
+    saved_state,
     saved_tags,
     stage_folder,
-    step_folders,
 )
 from nanochat.common import UsageError, printable
 from nanochat.dist import DistContext, memory_bytes
@@ -63,7 +61,7 @@ class ModelLibrary:
         Without models that `checkpoint.load_model` cannot load.
         """
         names = [f"{stage}:{tag}" for stage in reversed(FOLDERS) for tag in saved_tags(stage)]
-        states = {name: saved_state(name) for name in (self.default, *names)}
+        states = {name: state_of(name) for name in (self.default, *names)}
         for name, (_, state) in self.loaded.copy().items():
             states[name] = states.get(name) or state  # its checkpoint may be gone
         return {name: state for name, state in states.items() if is_loadable(state)}
@@ -85,12 +83,12 @@ class ModelLibrary:
                     message = f"model {name!r} not found; available: {', '.join(known)}"
                     raise ApiError(404, message, "model_not_found", "model")
                 self.make_room(is_busy)
-            current, state = self.loaded.get(name), await asyncio.to_thread(saved_state, name)
+            current, state = self.loaded.get(name), await asyncio.to_thread(state_of, name)
             is_new = state and current and state != current.state and not is_busy(current.engine)
             if is_new or not current:
                 print(printable(f"loading {name}"), flush=True)
                 try:
-                    engine = await asyncio.to_thread(lambda: self.load(parse_checkpoint_ref(name)))
+                    engine = await asyncio.to_thread(lambda: self.load(find_checkpoint(name)))
                 except (ValueError, OSError, RuntimeError) as error:
                     print(printable(f"failed to load {name}: {error}"), flush=True)
                     if not current:
@@ -122,15 +120,10 @@ class ModelLibrary:
         return engine
 
 
-def saved_state(name: str) -> dict[str, Any]:
+def state_of(name: str) -> dict[str, Any]:
     """State of the checkpoint that a name stands for; empty if there is none or it is damaged."""
     stage, tag, *step = name.split(":")
-    folder = stage_folder(stage) / tag
-    if not step:
-        return newest_state(folder) or {}
-    with suppress(KeyError, OSError, ValueError):
-        return read_state(step_folders(folder)[int(step[0])])
-    return {}
+    return saved_state(stage_folder(stage) / tag, *map(int, step)) or {}
 
 
 def is_loadable(state: Mapping[str, Any]) -> bool:

@@ -30,6 +30,7 @@ from nanochat.scaling import Horizon, batch_lr_factor, default_head_dim, plan_ho
 from scripts.base_train import (
     SECTION,
     BaseTrain,
+    choose_windows,
     open_few_shot,
     open_inputs,
     sample_and_score,
@@ -121,13 +122,13 @@ def main(cfg: GolfTrain) -> None:
     # Tokenizer, text and rows; exit if this run has already finished
     tokenizer, source, rows = open_inputs(cfg, dist)
     inputs = {"rows": rows.recipe, "tokenizer": tokenizer.fingerprint, "data": source.fingerprint}
-    recipe = make_recipe(cfg, inputs, fp8=dist.fp8 or None)
+    recipe = make_recipe(cfg, inputs)
     resolved = {**settings(cfg), "eval_tokens": cfg.validation.tokens(dist)}
-    if skip_if_finished(SECTION, recipe, cfg.train.skip_if_done, dist):
+    if skip_if_finished(SECTION, recipe, cfg.train.skip_if_done, dist, tag):
         return dist.close()
 
     # Model, horizon, optimizer, rows
-    plain = cfg.model_config(tokenizer.vocab_size, dist.device.type)
+    plain = cfg.model_config(tokenizer.vocab_size, choose_windows(before, dist))
     shape = cfg.golf_shape.apply(plain)
     model = build_model(shape, dist.device, dist.dtype, seed, GolfGPT)
     cfg.quant.formats(dict(model.named_parameters()))  # a pattern without a match is an error now
@@ -141,7 +142,7 @@ def main(cfg: GolfTrain) -> None:
     run = Run("base", tag, recipe, model, optimizer, tokenizer, cfg.train, dist)
     run.state |= {"source": source.describe(), "settings": resolved}
     num_rows = num_steps * batch_tokens // cfg.max_seq_len
-    dist.on_node(lambda: pack_rows(rows, source, tokenizer, num_rows))
+    dist.on_main(lambda: pack_rows(rows, source, tokenizer, num_rows))
     few_shot: dict[str, Any] = {}
     with run.begin(num_steps, batch_tokens, cfg.compile):
         validation = Validation(cfg.validation, {source.name: rows}, tokenizer, dist)

@@ -128,7 +128,7 @@ def find_source_checkpoint(artifact: Artifact, dist: DistContext) -> Checkpoint 
     origin = artifact.origin
     place = origin["stage"], origin["tag"], origin["step"]
     try:
-        found = dist.on_node(lambda: find_checkpoint(*place))
+        found = dist.on_main(lambda: find_checkpoint(*place))
     except (FileNotFoundError, ValueError):
         return None
     return found if found.fingerprint == origin["checkpoint"] else None

@@ -19,13 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanochat import records, report, stats
-from nanochat.checkpoint import (
-    Checkpoint,
-    find_checkpoint,
-    intact_checkpoints,
-    load_inference,
-    parse_checkpoint_ref,
-)
+from nanochat.checkpoint import Checkpoint, find_checkpoint, intact_checkpoints, load_inference
 from nanochat.common import MissingInput, fingerprint
 from nanochat.config import start
 from nanochat.dist import init_dist
@@ -54,7 +48,7 @@ def main(cfg: Compare) -> None:
     if cfg.all:
         return compare_all(cfg)
     sides = {
-        side: sorted((parse_checkpoint_ref(ref.strip()) for ref in side.split(",")), key=seed_of)
+        side: sorted((find_checkpoint(ref.strip()) for ref in side.split(",")), key=seed_of)
         for side in (cfg.before, cfg.after)
     }
     runs = {side: [recorded_scores(c) for c in each] for side, each in sides.items()}
@@ -167,8 +161,7 @@ def compare_all(cfg: Compare) -> None:
 
 def saved_steps(run: str) -> list[Checkpoint]:
     """Intact checkpoints of a run, stage[:tag], by step. Raises MissingInput if there are none."""
-    stage, _, tag = run.partition(":")
-    folder = find_checkpoint(stage, tag or None).folder.parent
+    folder = find_checkpoint(run).folder.parent
     return list(intact_checkpoints(folder))[::-1]
 
 

@@ -19,7 +19,7 @@ from statistics import fmean
 from typing import Any
 
 from nanochat import report
-from nanochat.checkpoint import parse_checkpoint_ref
+from nanochat.checkpoint import find_checkpoint
 from nanochat.config import start
 from nanochat.records import read_scores
 from scripts.lab.compare import recorded_scores
@@ -37,7 +37,7 @@ class EvalVariance:
 
 
 def main(cfg: EvalVariance) -> None:
-    models = {name: parse_checkpoint_ref(name) for name in cfg.checkpoints.split("|")}
+    models = {name: find_checkpoint(name) for name in cfg.checkpoints.split("|")}
     scores = [recorded_scores(model, sampled=True) for model in models.values()]
     rows = []
     for task, first in scores[0].values.items():

@@ -28,9 +28,9 @@ from torch import Tensor
 from nanochat import records, report
 from nanochat.checkpoint import (
     Checkpoint,
+    find_checkpoint,
     lineage,
     load_model,
-    parse_checkpoint_ref,
     save_checkpoint,
     stage_folder,
 )
@@ -104,8 +104,8 @@ class MergeScript:
 def main(cfg: MergeScript) -> None:
     dist = init_dist(cfg.dist, steady=False)
     names = cfg.models.split("|")
-    parents = [parse_checkpoint_ref(name) for name in names]
-    base = parse_checkpoint_ref(cfg.base) if cfg.base else None
+    parents = [find_checkpoint(name) for name in names]
+    base = find_checkpoint(cfg.base) if cfg.base else None
     require_same_shape(cfg, [*parents, base] if base else parents)
     first, shares = parents[0], cfg.shares(len(parents))
     folder = stage_folder(first.state["stage"]) / require_name("tag", cfg.tag)

@@ -18,8 +18,8 @@ from typing import Any
 from nanochat import records, report
 from nanochat.checkpoint import (
     Checkpoint,
+    find_checkpoint,
     load_inference,
-    parse_checkpoint_ref,
     read_checkpoint,
     stage_folder,
     step_folders,
@@ -58,7 +58,7 @@ def main(cfg: Watch) -> None:
     stage, _, tag = cfg.run.partition(":")
     if not tag or not cfg.parent:
         raise ValueError("name the run and its parent, as in --run=sft:d4 --parent=mid:d4")
-    folder, parent = stage_folder(stage) / tag, parse_checkpoint_ref(cfg.parent)
+    folder, parent = stage_folder(stage) / tag, find_checkpoint(cfg.parent)
     suite = open_suite(parent.state["source"].get("dataset"))
     shared = pretraining_batches(parent, dist), suite, dist
     before = measure(*load_inference(parent, dist), *shared)

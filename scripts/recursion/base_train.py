@@ -20,11 +20,12 @@ from nanochat.recipe import make_recipe
 from nanochat.recursion.model import RecursiveConfig, RecursiveGPT, Supervise
 from nanochat.recursion.verdict import step_metrics, validation_metrics
 from nanochat.rows import pack_rows
-from nanochat.run import Run, keep_batch, resumed_state, skip_if_finished
+from nanochat.run import Run, keep_batch, skip_if_finished
 from nanochat.scaling import plan_horizon, scaled_rules
 from scripts.base_train import (
     SECTION,
     BaseTrain,
+    choose_windows,
     open_device,
     open_few_shot,
     open_inputs,
@@ -102,22 +103,20 @@ class RecursionTrain(BaseTrain):
 def main(cfg: RecursionTrain) -> None:
     seed, schedule = cfg.train.seed, cfg.schedule
     tag = cfg.train.model_tag or f"d{cfg.depth}"
-    dist = open_device(cfg)
-    before = resumed_state("base", tag, cfg.train, dist)
-    dist = dist.keep_dtype(cfg.train.dist, before.get("compute"))
+    dist, before = open_device(cfg, tag)
     if cfg.recursion.recursion_preset in WEAK_PRESETS:
         dist.print0(WARNING.format(cfg.recursion.recursion_preset))
 
     # Tokenizer, text and rows; exit if this run has already finished
     tokenizer, source, rows = open_inputs(cfg, dist)
     inputs = {"rows": rows.recipe, "tokenizer": tokenizer.fingerprint, "data": source.fingerprint}
-    recipe = make_recipe(cfg, inputs, fp8=dist.fp8 or None)
+    recipe = make_recipe(cfg, inputs)
     resolved = {**settings(cfg), "eval_tokens": cfg.validation.tokens(dist)}
-    if skip_if_finished(SECTION, recipe, cfg.train.skip_if_done, dist):
+    if skip_if_finished(SECTION, recipe, cfg.train.skip_if_done, dist, tag):
         return dist.close()
 
     # Model (without flags of recursion, a plain one to compare with), horizon, optimizer, rows
-    plain = cfg.model_config(tokenizer.vocab_size, dist.device.type)
+    plain = cfg.model_config(tokenizer.vocab_size, choose_windows(before, dist))
     shape = cfg.recursion.apply(plain)
     kind = GPT if shape is plain else RecursiveGPT
     model = build_model(shape, dist.device, dist.dtype, seed, kind)
@@ -130,7 +129,7 @@ def main(cfg: RecursionTrain) -> None:
     run = Run("base", tag, recipe, model, optimizer, tokenizer, cfg.train, dist)
     run.state |= {"source": source.describe(), "settings": resolved}
     num_rows = num_steps * batch_tokens // cfg.max_seq_len
-    dist.on_node(lambda: pack_rows(rows, source, tokenizer, num_rows))
+    dist.on_main(lambda: pack_rows(rows, source, tokenizer, num_rows))
     few_shot: dict[str, Any] = {}
     with run.begin(num_steps, batch_tokens, cfg.compile):
         validation = Validation(cfg.validation, {source.name: rows}, tokenizer, dist)

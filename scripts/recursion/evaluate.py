@@ -72,7 +72,7 @@ def main(cfg: RecursionEval) -> None:
     dist = init_dist(cfg.dist)
 
     tags = (cfg.model_tags or (None,), cfg.plain_tags)
-    recursive, plain = dist.on_node(
+    recursive, plain = dist.on_main(
         lambda: [[find_checkpoint("base", tag) for tag in group] for group in tags]
     )
     require_comparable([*recursive, *plain])
