@@ -481,7 +481,7 @@ def pack(clone: Path, folder: Path) -> None:
     copy_upstream(clone, folder)
     with (folder / "train.bin").open("wb") as file:
         for step in range(STEPS):
-            rows.read(rows.row_ids(step, BATCH_ROWS, 0)).astype("<u2").tofile(file)
+            rows.read(rows.row_ids(step * BATCH_ROWS, BATCH_ROWS, 0)).astype("<u2").tofile(file)
     with (folder / "held_out.bin").open("wb") as file:
         for some in rows.val_batches(MICRO_ROWS, HELD_OUT_ROWS):
             some.astype("<u2").tofile(file)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from nanochat.attention import Backend, CacheView, KVCache, Rope, attend, make_mask, rotary, rotate
 from nanochat.fp8 import fp8_linear
-from nanochat.loss import cap, chunked_cross_entropy, token_losses
+from nanochat.loss import Loss, cap, chunked_loss, cross_entropy, token_losses
 
 VALUE_CHANNELS = 12  # input channels of the gates of the value embeddings
 SMEAR_CHANNELS = 24  # input channels of the smear gate
@@ -377,15 +377,16 @@ class GPT(nn.Module):
         tokens: Tensor,
         targets: Tensor,
         segments: Tensor | None = None,
-        weights: Tensor | None = None,
+        loss: Loss = cross_entropy,
+        tensors: Sequence[Tensor] = (),
     ) -> Tensor:
         """
-        Summed cross-entropy (nats) over targets other than IGNORE, each multiplied by its weight
-        if `weights` is given. All arguments are (B, T).
+        Sum of a loss over targets other than IGNORE, as a scalar with gradients. Its logits and
+        targets are those of all tokens, flat; `tensors` are its further arguments. All are (B, T).
         """
         hidden, head = self.hidden(tokens, segments=segments), self.head
-        args = (hidden, head.weight, targets, weights, self.compiled, head.fp8)
-        return chunked_cross_entropy(*args)
+        args = (hidden, head.weight, targets, loss, tensors, self.compiled, head.fp8)
+        return chunked_loss(*args)
 
     @torch.no_grad()
     def token_losses(

@@ -1,15 +1,15 @@
 """
-Chunked cross-entropy of the LM head.
+The loss, and its gradients with respect to hidden states and LM head.
 
-    hidden (..., C), head (V, C), targets (...) -> nats per token, or their sum and its gradients
+    function of logits and targets -> chunk by chunk, on hidden (..., C), head (V, C) -> summed nats
 
-The N x V logits are never materialized: each chunk of tokens computes its logits, loss and
-gradients in one pass. Logits are soft-capped to +-SOFTCAP, which bounds the exponentials to be
-summed, so no running maximum is needed.
+A loss is a plain function (logits, targets, *tensors) -> nats of each token, such as
+`cross_entropy`; autograd differentiates it. The N x V logits are never materialized: each chunk of
+tokens computes its logits, loss and gradients in the forward pass.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -22,41 +22,49 @@ from nanochat.fp8 import E4M3, E5M2, multiply, quantize, transpose
 SOFTCAP = 15.0  # logits lie in (-15, 15)
 CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 28}  # logits in one chunk
 
+Loss = Callable[..., Tensor]
+"""
+Logits (n, V) in float32, soft cap included, targets (n,) and further tensors (n,) -> nats (n,).
+"""
+
 
 def cap(logits: Tensor) -> Tensor:
-    """SOFTCAP * tanh(logits / SOFTCAP) in float32, any shape."""
-    return SOFTCAP * torch.tanh(logits.float() / SOFTCAP)
-
-
-def exponentials(logits: Tensor) -> tuple[Tensor, Tensor]:
     """
-    Return r and exp(capped - SOFTCAP) in float32, any shape; capped logits are SOFTCAP * (1 - 2 r).
-
-    exp2 is cheaper than exp, and the compiler recomputes it instead of storing it.
+    SOFTCAP * tanh(logits / SOFTCAP) in float32, any shape. By exp2, which is cheaper than tanh: the
+    compiler recomputes it in each pass instead of storing it.
     """
     r = (1.0 + torch.exp2(logits.float() * (2.0 / math.log(2) / SOFTCAP))).reciprocal()
-    return r, torch.exp(r * (-2.0 * SOFTCAP))
+    return SOFTCAP - 2.0 * SOFTCAP * r
 
 
-# ---- Passes over all logits or head weights, compiled or eager -----------------------------------
-
-
-def log_total(logits: Tensor) -> Tensor:
-    """Log-sum-exp of the capped logits: (n, V) -> (n, 1) in float32."""
-    return exponentials(logits)[1].sum(dim=1, keepdim=True).log() + SOFTCAP
-
-
-def softmax_terms(logits: Tensor, divide: bool) -> tuple[Tensor, Tensor]:
+def cross_entropy(logits: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
     """
-    Softmax denominators and gradients of the log-sum-exp of capped logits (n, V).
-
-    Returns the row sums of exp(capped - SOFTCAP), (n, 1) in float32, and the summands times
-    d capped / d logit = 4 r (1 - r), (n, V) in the logits' dtype. Unless `divide` is set, the
-    division by the sums is left to the matmuls, so that this compiles into one pass.
+    Nats of each target, times its weight; a `Loss`. The cap bounds the logits, so exponentials are
+    summed without a running maximum, one pass less than `F.cross_entropy`.
     """
-    r, e = exponentials(logits)
-    total, slope = e.sum(dim=1, keepdim=True), e * (4.0 * (r - r * r))
-    return total, (slope / total if divide else slope).to(logits.dtype)
+    total = torch.exp(logits - SOFTCAP).sum(dim=1).log() + SOFTCAP
+    nats = total - logits.gather(1, targets[:, None]).squeeze(1)
+    return nats if weights is None else weights * nats
+
+
+# ---- One chunk -----------------------------------------------------------------------------------
+
+
+def chunk_losses(loss: Loss, logits: Tensor, targets: Tensor, *tensors: Tensor) -> Tensor:
+    """Losses (n,) of the uncapped logits (n, V); 0 for IGNORE."""
+    losses = loss(cap(logits), targets.clamp(min=0), *tensors)
+    return losses.masked_fill(targets == IGNORE, 0.0)
+
+
+def chunk_gradients(
+    loss: Loss, logits: Tensor, targets: Tensor, *tensors: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients of the summed losses with respect to the logits, in their dtype, and the sum."""
+
+    def total(logits: Tensor) -> Tensor:
+        return chunk_losses(loss, logits, targets, *tensors).sum()
+
+    return torch.func.grad_and_value(total)(logits)
 
 
 @lru_cache
@@ -65,49 +73,25 @@ def compiled_version(function: Callable) -> Callable:
     return torch.compile(function, dynamic=False)
 
 
-def run_compiled(function: Callable, logits: Tensor, *args: Any) -> Any:
+def run_compiled(function: Callable, loss: Loss, *tensors: Tensor) -> Any:
     """
-    Run a function of logits (n, V) with `compiled_version`; on a CPU, compiled once for any n > 1.
+    Run a function of a loss and tensors (n, ...) with `compiled_version`; on a CPU, compiled once
+    for any n > 1.
     """
-    if logits.device.type == "cpu":
-        torch._dynamo.maybe_mark_dynamic(logits, 0)
-    return compiled_version(function)(logits, *args)
+    for x in tensors:
+        if x.device.type == "cpu":
+            torch._dynamo.maybe_mark_dynamic(x, 0)
+    return compiled_version(function)(loss, *tensors)
 
 
-# ---- Loss and gradients --------------------------------------------------------------------------
+# ---- All chunks ----------------------------------------------------------------------------------
 
 
-def target_logits(logits: Tensor, targets: Tensor) -> Tensor:
-    """Capped logit of each target, (n, 1) in float32; for IGNORE, the logit of token 0."""
-    return cap(logits.gather(1, targets.clamp(min=0)[:, None]))
-
-
-def chunk_loss(
-    logits: Tensor, targets: Tensor, compiled: bool, divide: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """
-    logits (n, V), targets (n,) -> nats (n,) in float32, gradients (n, V), unnormalized unless
-    `divide`, and the factors (n, 1) that normalize their rows. Nats and factors are 0 for IGNORE.
-    """
-    counted = (targets != IGNORE)[:, None]
-    terms = (logits, divide)
-    total, slope = run_compiled(softmax_terms, *terms) if compiled else softmax_terms(*terms)
-    capped = target_logits(logits, targets)  # (n, 1)
-    at_target = (torch.exp(capped - SOFTCAP) - total) * (1.0 - (capped / SOFTCAP) ** 2)
-    divisor = torch.ones_like(total) if divide else total
-    here = torch.arange(len(slope), device=slope.device)
-    slope[here, targets.clamp(min=0)] = (at_target * divisor / total).squeeze(1).to(slope.dtype)
-    nats = (total.log() + SOFTCAP - capped) * counted
-    return nats.squeeze(1), slope, counted / divisor
-
-
-class ChunkedCrossEntropy(torch.autograd.Function):
-    """
-    Sum of weighted nats. The forward pass also computes its gradients.
-    """
+class ChunkedLoss(torch.autograd.Function):
+    """Sum of the losses. The forward pass also computes its gradients."""
 
     @staticmethod
-    def forward(ctx, hidden: Tensor, head: Tensor, targets, weights, compiled, fp8):
+    def forward(ctx, hidden: Tensor, head: Tensor, loss: Loss, compiled, fp8, *tensors: Tensor):
         weight, dtype = head.to(hidden.dtype), hidden.dtype
         scaled = transposed = None
         if fp8:
@@ -119,19 +103,17 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         for part in chunks(len(hidden), head):
             h = hidden[part]
             logits = multiply(quantize(h, E4M3), scaled, dtype, True) if scaled else h @ weight.mT
-            # float16 and fp8 have too few exponents for unnormalized gradients
-            divide = fp8 or dtype == torch.float16
-            nats, slope, scale = chunk_loss(logits, targets[part], compiled, divide)
-            if weights is not None:
-                nats, scale = nats * weights[part], scale * weights[part, None]
-            total += nats.sum()
+            args = loss, logits, *(x[part] for x in tensors)
+            found = run_compiled(chunk_gradients, *args) if compiled else chunk_gradients(*args)
+            slope, nats = found
+            total += nats
             if transposed:
-                slope = quantize(slope * scale, E5M2)
+                slope = quantize(slope, E5M2)
                 d_hidden[part] = multiply(slope, transposed, dtype)
                 d_head += multiply(transpose(slope), quantize(h.mT, E4M3), dtype)
             else:
-                torch.mm(slope, weight, out=d_hidden[part]).mul_(scale)
-                d_head += slope.mT @ (h * scale).to(h.dtype)
+                torch.mm(slope, weight, out=d_hidden[part])
+                d_head += slope.mT @ h
         ctx.save_for_backward(d_hidden, d_head)
         return total
 
@@ -139,35 +121,37 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx, grad: Tensor):  # type: ignore[override]
         d_hidden, d_head = ctx.saved_tensors
         d_hidden.mul_(grad.to(d_hidden.dtype))
-        return d_hidden, d_head.mul_(grad), None, None, None, None
+        return d_hidden, d_head.mul_(grad), *[None] * (len(ctx.needs_input_grad) - 2)
 
 
-def chunked_cross_entropy(
+def chunked_loss(
     hidden: Tensor,
     head: Tensor,
     targets: Tensor,
-    weights: Tensor | None = None,
+    loss: Loss = cross_entropy,
+    tensors: Sequence[Tensor] = (),
     compiled: bool = False,
     fp8: bool = False,
 ) -> Tensor:
     """
-    Return the weighted sum of nats, a float32 scalar with gradients for `hidden` and `head`.
+    Return the sum of a loss over the targets, a float32 scalar with gradients for `hidden` and
+    `head`.
 
     hidden (..., C) in the compute dtype, head (V, C) float32, targets (...), IGNORE to exclude;
-    weights (...) float32 of either sign, None = ones. fp8: all matmuls are in fp8. The backward
-    pass may run only once: it scales the stored gradients in place.
+    tensors (...) are further arguments of the loss. fp8: all matmuls are in fp8. The backward pass
+    may run only once: it scales the stored gradients in place.
     """
-    hidden, targets = hidden.flatten(0, -2), targets.flatten()
-    weights = None if weights is None else weights.flatten()
-    if (counted := skip_ignored(targets)) is not None and not fp8:
-        hidden, targets = hidden[counted], targets[counted]
-        weights = None if weights is None else weights[counted]
-    return ChunkedCrossEntropy.apply(hidden, head, targets, weights, compiled, fp8)  # type: ignore
+    hidden, flat = hidden.flatten(0, -2), [targets.flatten(), *(x.flatten() for x in tensors)]
+    if (counted := skip_ignored(flat[0])) is not None and not fp8:
+        hidden, flat = hidden[counted], [x[counted] for x in flat]
+    return ChunkedLoss.apply(hidden, head, loss, compiled, fp8, *flat)  # type: ignore
 
 
 @torch.no_grad()
 def token_losses(hidden: Tensor, head: Tensor, targets: Tensor, compiled: bool = False) -> Tensor:
-    """Nats of each target, (...) float32, 0 for IGNORE; no gradients. Shapes as above."""
+    """
+    Cross-entropy (nats) of each target, (...) float32, 0 for IGNORE; no gradients. Shapes as above.
+    """
     hidden, flat, weight = hidden.flatten(0, -2), targets.flatten(), head.to(hidden.dtype)
     if (counted := skip_ignored(flat)) is not None:
         found = torch.zeros_like(flat, dtype=torch.float32)
@@ -175,10 +159,9 @@ def token_losses(hidden: Tensor, head: Tensor, targets: Tensor, compiled: bool =
         return found.view_as(targets)
     nats = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
     for part in chunks(len(hidden), head):
-        logits = hidden[part] @ weight.mT
-        total = run_compiled(log_total, logits) if compiled else log_total(logits)
-        nats[part] = (total - target_logits(logits, flat[part])).squeeze(1)
-    return (nats * (flat != IGNORE)).view_as(targets)
+        args = cross_entropy, hidden[part] @ weight.mT, flat[part]
+        nats[part] = run_compiled(chunk_losses, *args) if compiled else chunk_losses(*args)
+    return nats.view_as(targets)
 
 
 def skip_ignored(targets: Tensor) -> Tensor | None:

@@ -105,7 +105,7 @@ def micro_batches(
 ) -> Iterator[Batch]:
     """
     Collate the answers of groups, sorted by length, into batches of at most `rows` rows,
-    right-padded with `pad`. Targets are the sampled tokens; `weights` are the advantages.
+    right-padded with `pad`. Targets are the sampled tokens; `tensors` has the advantages.
     """
     learned = [
         (encode_completion(answer), advantage)
@@ -118,7 +118,7 @@ def micro_batches(
         x, y = pad_signed(signed, pad, device)  # (B, T)
         counts = [sum(number >= 0 for number in row) for row in signed]
         weights = torch.tensor(advantage, device=device)[:, None].expand_as(x)
-        yield Batch(x, y, counts, weights=weights)
+        yield Batch(x, y, counts, tensors=(weights,))
 
 
 def kl_to_reference(

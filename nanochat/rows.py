@@ -3,7 +3,7 @@ Packed sequences ("rows") on disk, and batches as a pure function of (rows, seed
 
     texts -> tokenizer -> Packer -> rows/<name>/<shard>.bin and .json -> Rows
     conversations -> ids, or ~ids without loss -> Packer -> the same
-    Rows.batch(step) -> (rows, max_seq_len + 1) ids -> inputs_and_targets -> tokens, targets
+    Rows.batch(first, count) -> ids (count, T + 1) -> inputs_and_targets -> tokens, targets
 
 The order of rows: a run reads an endless sequence of epochs. Within an epoch, shards come in a
 fixed order and the rows of each are permuted by (seed, epoch, shard). Step s of a run with R rows
@@ -115,16 +115,16 @@ class Rows:
         packed = takewhile(self.is_packed, self.train_shards)
         return np.cumsum([0, *(self.record(shard)["rows"] for shard in packed)])
 
-    def row_ids(self, step: int, rows_per_step: int, seed: int) -> np.ndarray:
+    def row_ids(self, first: int, count: int, seed: int) -> np.ndarray:
         """
-        Return the ids of a step's rows, (rows_per_step, 3): epoch, index of the shard, index in the
-        shard. Raises UsageError if they are not packed.
+        Return the ids of the rows number `first` to `first + count` of a run, (count, 3): epoch,
+        index of the shard, index in the shard. Raises UsageError if they are not packed.
         """
         total, complete = self.starts[-1], len(self.starts) > len(self.train_shards)
-        numbers = step * rows_per_step + np.arange(rows_per_step, dtype=np.int64)
+        numbers = first + np.arange(count, dtype=np.int64)
         if not total or (numbers[-1] >= total and not complete):
             raise UsageError(
-                f"{self.folder} has {total:,} training rows, fewer than step {step} needs",
+                f"{self.folder} has {total:,} training rows, fewer than {numbers[-1] + 1:,}",
                 "use more text" if complete else "the same command with --resume=auto packs it",
             )
         epochs, numbers = np.divmod(numbers, total)
@@ -144,12 +144,12 @@ class Rows:
             out[here] = self.open(self.train_shards[shard])[ids[here, 2]]
         return out
 
-    def batch(self, step: int, rows_per_step: int, seed: int) -> np.ndarray:
+    def batch(self, first: int, count: int, seed: int) -> np.ndarray:
         """
-        Return the rows of a step, (rows_per_step, max_seq_len + 1), in the stored dtype. Raises
+        Return the rows of `row_ids`, (count, max_seq_len + 1), in the stored dtype. Raises
         UsageError if a shard is missing or damaged.
         """
-        return self.read(self.row_ids(step, rows_per_step, seed))
+        return self.read(self.row_ids(first, count, seed))
 
     def val_batches(
         self, rows_per_batch: int, num_rows: int, rank: int = 0, world_size: int = 1

@@ -442,8 +442,8 @@ class Run(Step):
         every rank.
         """
         logged = self.dist.on_main(lambda: records.read_metrics(self.folder / METRICS_FILE))
-        seconds = [x["step_seconds"] for x in logged if "step_seconds" in x][UNTIMED_STEPS:]
-        return self.batch_tokens / statistics.median(seconds) if seconds else None
+        speeds = [x["tokens_per_second"] for x in logged if "tokens_per_second" in x]
+        return statistics.median(speeds[UNTIMED_STEPS:]) if speeds[UNTIMED_STEPS:] else None
 
     def measurements(self) -> dict[str, Any]:
         """Values for the record of a stage whose steps all have `batch_tokens` tokens."""

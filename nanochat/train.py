@@ -24,6 +24,7 @@ from nanochat.common import StopRequest, StopRequested, UsageError, is_out_of_me
 from nanochat.config import require_at_least
 from nanochat.dist import DistConfig, DistContext, as_picklable, has_compiler, memory_bytes
 from nanochat.gpt import GPT
+from nanochat.loss import Loss, cross_entropy
 from nanochat.optim import MuonAdamW, OptimConfig
 from nanochat.records import UNTIMED_STEPS
 from nanochat.rows import Rows, inputs_and_targets
@@ -174,8 +175,8 @@ class Batch(NamedTuple):
     """Number of non-ignored targets of each row."""
     segments: Tensor | None = None
     """Index of each token's document within its row, if attention stays within documents."""
-    weights: Tensor | None = None
-    """Loss weights. Default: 1."""
+    tensors: tuple[Tensor, ...] = ()
+    """Further arguments of the loss, such as advantages."""
     ids: Any = ()
     """The rows, for messages."""
 
@@ -183,7 +184,10 @@ class Batch(NamedTuple):
         """Micro-batches of `rows` rows."""
         for first in range(0, len(self.counts), rows):
             part = slice(first, first + rows)
-            yield Batch(*(None if x is None else x[part] for x in self[:5]))  # type: ignore
+            segments = None if self.segments is None else self.segments[part]
+            tensors = tuple(x[part] for x in self.tensors)
+            each = self.tokens[part], self.targets[part], self.counts[part]
+            yield Batch(*each, segments, tensors)
 
 
 def to_device(x: np.ndarray, device: torch.device) -> Tensor:
@@ -331,18 +335,21 @@ class Step:
             raise ValueError(f"device_batch_size {asked} does not divide {share}")
         self.progress.device_rows = self.device_rows
 
-    def load(self, rows: Rows, chats_begin_with: int | None = None) -> Batch:
+    def load(
+        self, rows: Rows, chats_begin_with: int | None = None, batch_tokens: int | None = None
+    ) -> Batch:
         """
-        Read this rank's rows of the current step and start copying them to the device.
+        Read this rank's part of the next rows and start copying them to the device.
 
-        chats_begin_with: the token that begins a chat, if attention stays within each. If the rows
-        cannot be read, the batch is empty, and `update` raises the error on all ranks.
+        chats_begin_with: the token that begins a chat, if attention stays within each.
+        batch_tokens: of this step, over all ranks. Default: those of `start`. If the rows cannot be
+        read, the batch is empty, and `update` raises the error on all ranks.
         """
         dist, device = self.dist, self.dist.device
-        number = self.batch_tokens // rows.max_seq_len
+        number = (batch_tokens or self.batch_tokens) // rows.max_seq_len
         ids, mine = np.zeros((0, 3), np.int64), np.zeros((0, rows.max_seq_len + 1), np.int64)
         try:
-            ids = rows.row_ids(self.progress.step, number, self.cfg.seed)
+            ids = rows.row_ids(self.progress.rows, number, self.cfg.seed)
             mine = rows.read(np.split(ids, dist.world_size)[dist.rank])
         except (UsageError, OSError, ValueError) as error:
             self.failure = error
@@ -352,10 +359,10 @@ class Step:
         segments = None if bos_id is None else document_segments(tokens, bos_id)
         return Batch(tokens, targets, (y >= 0).sum(axis=1), segments, ids=ids)
 
-    def backward(self, batch: Batch) -> None:
+    def backward(self, batch: Batch, loss: Loss = cross_entropy) -> None:
         """
-        Accumulate the gradients of the model's loss on a batch, `device_rows` rows at a time. Ends
-        early at a stop request.
+        Accumulate the gradients of a loss on a batch, `device_rows` rows at a time. Ends early at a
+        stop request.
 
         If the first step runs out of memory on any rank, all ranks halve `device_rows` and start
         it again. Raises UsageError if not even one row fits, or if `device_batch_size` is set.
@@ -366,8 +373,9 @@ class Step:
                 for part in batch.split(self.device_rows):
                     if self.stop.asked:
                         break
-                    loss = self.model.loss(part.tokens, part.targets, part.segments, part.weights)
-                    self.accumulate(loss, int(sum(part.counts)), part.tokens.numel())
+                    args = part.tokens, part.targets, part.segments, loss, part.tensors
+                    count, tokens = int(sum(part.counts)), part.tokens.numel()
+                    self.accumulate(self.model.loss(*args), count, tokens)
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise

@@ -129,8 +129,8 @@ def train_batches(
 ) -> Iterator[np.ndarray]:
     """Yield this rank's batches of the first `num_rows` rows of a training run with this seed."""
     for number in range(dist.rank, -(-num_rows // step_rows), dist.world_size):
-        batch = rows.batch(number, step_rows, seed)
-        yield batch[: num_rows - number * step_rows]
+        first = number * step_rows
+        yield rows.batch(first, min(step_rows, num_rows - first), seed)
 
 
 if __name__ == "__main__":

@@ -190,7 +190,7 @@ def sample_and_score(run: Run, cfg: BaseTrain, suite: Suite | None) -> dict[str,
 def summarize(run: Run, schedule: ScheduleConfig, rules: Mapping[str, Rule]) -> dict[str, Any]:
     """First values of the report section."""
     progress, dist, throughput = run.progress, run.dist, run.measure_throughput()
-    tokens = progress.step * run.batch_tokens
+    tokens = progress.rows * run.model.cfg.max_seq_len
     flops = progress.flops / tokens  # per token
     mfu = throughput and dist.utilization(throughput * flops)
     return {

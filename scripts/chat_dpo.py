@@ -31,7 +31,7 @@ from nanochat.dist import DistContext, init_dist
 from nanochat.engine import Engine, choose_engine_compile
 from nanochat.finetune import choose_tag, inherit_rates, inherited_state, open_parent, parent_inputs
 from nanochat.gpt import GPT, inference_copy
-from nanochat.loss import chunked_cross_entropy, token_losses
+from nanochat.loss import chunked_loss, cross_entropy, token_losses
 from nanochat.optim import TUNING, MuonAdamW, decay_factor, lr_factor
 from nanochat.recipe import code_digests, data_id, make_recipe
 from nanochat.rows import signed_ids
@@ -277,7 +277,7 @@ def dpo_loss(model: GPT, reference: GPT, beta: float, tokens: Tensor, targets: T
     margins = rewards[0::2] - rewards[1::2]
     slopes = beta * torch.sigmoid(-margins)
     weights = torch.stack((slopes, -slopes), dim=1).view(-1, 1).expand_as(targets)
-    surrogate = chunked_cross_entropy(hidden, head, targets, weights, compiled)
+    surrogate = chunked_loss(hidden, head, targets, cross_entropy, (weights,), compiled)
     return -F.logsigmoid(margins).sum() + (surrogate - surrogate.detach())
 
 

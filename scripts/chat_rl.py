@@ -12,6 +12,8 @@ import time
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
+from torch import Tensor
+
 from nanochat import stats
 from nanochat.checkpoint import (
     CHANGED,
@@ -29,6 +31,7 @@ from nanochat.engine import Engine, choose_engine_compile
 from nanochat.eval_chat import Outcomes, clusters_of, item_means, rates_by_k, score_by_generation
 from nanochat.finetune import choose_tag, inherit_rates, inherited_state, open_parent, parent_inputs
 from nanochat.gpt import copy_weights, inference_copy
+from nanochat.loss import cross_entropy
 from nanochat.optim import TUNING, MuonAdamW, ScheduleConfig, decay_factor, lr_factor
 from nanochat.recipe import code_digests, data_id, make_recipe
 from nanochat.records import item_scores
@@ -155,15 +158,20 @@ def main(cfg: ChatRL) -> None:
                 batches = micro_batches(groups, *batching)
                 metrics["kl"] = kl_to_reference(engine.model, reference, batches, dist)
 
-            # Policy gradient: log p of each sampled token, weighted by the advantage of its answer
+            # edit here: `policy_gradient`, and the tensors of a batch
             for batch in micro_batches([group for group in groups if group.has_signal], *batching):
-                loss = model.loss(batch.tokens, batch.targets, weights=batch.weights)
-                run.accumulate(loss, sum(batch.counts), batch.tokens.numel())
+                args = batch.tokens, batch.targets, None, policy_gradient, batch.tensors
+                run.accumulate(model.loss(*args), sum(batch.counts), batch.tokens.numel())
             decay = decay_factor(step, num_steps)
             run.update(lr_factor(step, num_steps, SCHEDULE), MOMENTUM, decay, **metrics)
     values, items = compare_results(before, after, held_out)
     about = {"Number of iterations": num_steps, CHANGED: changed_code(parent)}
     run.finish(SECTION, {**about, **values}, items=items)
+
+
+def policy_gradient(logits: Tensor, targets: Tensor, advantages: Tensor) -> Tensor:
+    """The loss: -log p of each sampled token, weighted by the advantage of its answer."""
+    return cross_entropy(logits, targets, advantages)
 
 
 def pass_metrics(outcomes: Outcomes, task: Mixture) -> dict[str, float]:

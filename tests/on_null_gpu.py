@@ -69,8 +69,8 @@ class RandomRows(Rows):
     def __init__(self) -> None:
         self.max_seq_len = T
 
-    def row_ids(self, step: int, rows_per_step: int, seed: int) -> np.ndarray:
-        return np.arange(step * rows_per_step, (step + 1) * rows_per_step)[:, None]
+    def row_ids(self, first: int, count: int, seed: int) -> np.ndarray:
+        return np.arange(first, first + count)[:, None]
 
     def read(self, ids: np.ndarray) -> np.ndarray:
         return np.random.default_rng(ids[0, 0]).integers(0, VOCAB_SIZE, (len(ids), T + 1))

@@ -109,7 +109,7 @@ def test_loss_and_gradients_are_those_of_cross_entropy(name, compiled):
         model.compile()
     torch.testing.assert_close(model.token_losses(TOKENS, targets), nats, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(model.loss(TOKENS, targets), nats.sum(), rtol=1e-5, atol=1e-4)
-    model.loss(TOKENS, targets, weights=weights).backward()
+    model.loss(TOKENS, targets, tensors=(weights,)).backward()
     for (name, p), want in zip(model.named_parameters(), wanted, strict=True):
         assert want.any(), name
         torch.testing.assert_close(p.grad, want, rtol=1e-3, atol=1e-4)

@@ -1,5 +1,6 @@
 """Chunked cross-entropy against PyTorch in float64; bits per byte."""
 
+import inspect
 import math
 
 import pytest
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 from nanochat import loss as loss_module
 from nanochat.common import UsageError
 from nanochat.eval_bpb import bits_per_byte
-from nanochat.loss import IGNORE, SOFTCAP, chunked_cross_entropy, token_losses
+from nanochat.loss import IGNORE, SOFTCAP, chunked_loss, cross_entropy, token_losses
 
 V, C, N = 64, 32, 80
 
@@ -45,7 +46,8 @@ def test_loss_and_gradients_match_pytorch(dtype, fp8, most, size, weights):
     logits = SOFTCAP * torch.tanh(exact[0] @ exact[1].T / SOFTCAP)
     nats = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none")
     weighted = nats if weights is None else nats * weights
-    loss = chunked_cross_entropy(hidden, head, targets, weights, fp8=fp8)
+    tensors = () if weights is None else (weights,)
+    loss = chunked_loss(hidden, head, targets, cross_entropy, tensors, fp8=fp8)
     found = loss, *torch.autograd.grad(2 * loss, (hidden, head))
     wanted = weighted.sum(), *torch.autograd.grad(2 * weighted.sum(), exact)
     for got, want in zip(found, wanted, strict=True):
@@ -54,9 +56,47 @@ def test_loss_and_gradients_match_pytorch(dtype, fp8, most, size, weights):
     assert (token_losses(hidden, head, targets) - nats).norm() < most * nats.norm()
 
 
+def z_loss(logits, targets):
+    return cross_entropy(logits, targets) + 0.1 * logits.logsumexp(1) ** 2
+
+
+def label_smoothing(logits, targets):
+    return F.cross_entropy(logits, targets, reduction="none", label_smoothing=0.1)
+
+
+def ppo(logits, targets, advantages, old):
+    ratio = (old - cross_entropy(logits, targets)).exp()
+    return -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+
+
+def entropy_bonus(logits, targets, advantages):
+    p = logits.softmax(1)
+    return advantages * cross_entropy(logits, targets) + 0.1 * (p * p.log()).sum(1)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("loss", [z_loss, label_smoothing, ppo, entropy_bonus])
+def test_any_function_of_logits_and_targets_is_a_loss(loss, compiled):
+    """IGNORE is 0, in chunks as in one."""
+    hidden, head, targets = problem()
+    extra = torch.linspace(-2, 3, N), torch.linspace(2, 4, N)
+    extra = extra[: len(inspect.signature(loss).parameters) - 2]
+    exact = [x.detach().double().requires_grad_() for x in (hidden, head)]
+    logits = SOFTCAP * torch.tanh(exact[0] @ exact[1].T / SOFTCAP)
+    counted = targets != IGNORE
+    nats = loss(logits[counted], targets[counted], *(x[counted].double() for x in extra)).sum()
+    found = chunked_loss(hidden, head, targets, loss, extra, compiled)
+    for got, want in zip(
+        (found, *torch.autograd.grad(found, (hidden, head))),
+        (nats, *torch.autograd.grad(nats, exact)),
+        strict=True,
+    ):
+        assert (got - want).norm() < 1e-5 * want.norm()
+
+
 def test_B1_batch_with_all_targets_ignored_has_zero_loss_and_gradients():
     hidden, head, targets = problem()
-    loss = chunked_cross_entropy(hidden, head, torch.full_like(targets, IGNORE))
+    loss = chunked_loss(hidden, head, torch.full_like(targets, IGNORE))
     loss.backward()
     assert loss.item() == 0 and not hidden.grad.any() and not head.grad.any()
 

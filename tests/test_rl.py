@@ -39,7 +39,7 @@ def test_only_sampled_tokens_are_trained():
     assert both.tokens.tolist() == [[5, 6, 7, 20, 21, 256], [5, 6, 7, 10, 11, 12]]
     targets = [[IGNORE, IGNORE, 20, 21, IGNORE, IGNORE], [IGNORE, IGNORE, 10, IGNORE, 12, 264]]
     assert both.targets.tolist() == targets
-    assert (both.counts, both.weights[:, 0].tolist()) == ([2, 3], [-0.5, 0.5])
+    assert (both.counts, both.tensors[0][:, 0].tolist()) == ([2, 3], [-0.5, 0.5])
 
 
 def test_kl_to_reference_matches_its_definition(dist):
@@ -95,7 +95,7 @@ def test_reward_increases(dist):
         groups, _ = loader.answer(range(4 * step, 4 * step + 4))
         rewards.append(loader.metrics(groups)["reward"])
         for each in batches_of(groups, 8):
-            model.loss(each.tokens, each.targets, weights=each.weights).backward()
+            model.loss(each.tokens, each.targets, tensors=each.tensors).backward()
         optimizer.step()
         optimizer.zero_grad()
     assert sum(rewards[:4]) / 4 < 0.85

@@ -17,7 +17,7 @@ from nanochat.dist import peak_flops
 from nanochat.optim import MuonAdamW
 from nanochat.rows import Rows
 from nanochat.run import Run
-from nanochat.train import set_kernels
+from nanochat.train import Step, set_kernels
 from tests.faulty import during_step
 from tests.training_runs import (
     SMALL,
@@ -66,6 +66,26 @@ def test_R20_B4_gradient_does_not_depend_on_micro_batch(trained, command):
     run, found = first_step(command, trained, "half", "--dtype=float16", "--device_batch_size=8")
     assert (found - want).norm() < 0.01 * want.norm()
     assert curve(run, "grad_norm") == pytest.approx(curve(whole, "grad_norm"), rel=0.01)
+
+
+def test_R4_schedule_of_the_batch_trains_each_row_once(trained, command, monkeypatch):
+    """Half of the batch in the first 8 steps, also in a run that is resumed within them."""
+    plain, seen = Step.load, []
+
+    def load(run, rows):
+        batch = plain(run, rows, batch_tokens=256 if run.progress.step < 8 else None)
+        seen.extend(map(tuple, batch.ids.tolist()))
+        return batch
+
+    monkeypatch.setattr(Step, "load", load)
+    command.works("base_train", *SMALL, "--model_tag=ramp")
+    assert len(seen) == len(set(seen)) == 8 * 8 + (STEPS - 8) * 16
+    values = read_json(trained / "report" / "base-model-training.json")["values"]
+    assert values["Number of training tokens"] == len(seen) * 32
+    copy_until(4, folder(trained, "ramp"), folder(trained, "cut"))
+    every, seen[:] = seen.copy(), []
+    command.works("base_train", *SMALL, "--model_tag=cut", "--resume=auto")
+    assert seen == every[4 * 8 :] and losses(trained, "cut") == losses(trained, "ramp")
 
 
 def test_grad_clip_bounds_the_gradient(trained, command):

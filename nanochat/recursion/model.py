@@ -21,7 +21,7 @@ from nanochat.attention import CacheView, KVCache
 from nanochat.golf.model import new_model as new_golf_model
 from nanochat.golf.model import read_config as read_golf_config
 from nanochat.gpt import GPT, GPTConfig, Linear, norm
-from nanochat.loss import IGNORE, chunked_cross_entropy, token_losses
+from nanochat.loss import IGNORE, Loss, chunked_loss, cross_entropy, token_losses
 
 Supervise = Literal["last", "sampled", "full"]
 MAX_BONUS = 4.0  # upper bound on a bonus, relative to its loop's weight
@@ -240,14 +240,15 @@ class RecursiveGPT(GPT):
         tokens: Tensor,
         targets: Tensor,
         segments: Tensor | None = None,
-        weights: Tensor | None = None,
+        loss: Loss = cross_entropy,
+        tensors: Sequence[Tensor] = (),
     ) -> Tensor:
         """
         Return the summed cross-entropy (nats) of the last loop. Gradients come from the weighted
-        sum over supervised loops; with `weights` (RL, may be negative), from the last loop only.
+        sum over supervised loops; with another loss (as in RL), from the last loop only.
         """
-        if weights is not None:
-            return super().loss(tokens, targets, segments, weights)
+        if loss is not cross_entropy or tensors:
+            return super().loss(tokens, targets, segments, loss, tensors)
         cfg, inputs = self.cfg, self.begin(tokens, None, segments)
         counted = (targets != IGNORE).sum(1)  # (B,)
         objective = last = torch.zeros((), device=tokens.device)
@@ -264,7 +265,7 @@ class RecursiveGPT(GPT):
                 paid = paid + shares[k] * (extra - 1) * nats
             spread, head = extra[:, None].expand_as(targets), self.head
             args = (hidden, head.weight, targets)
-            summed = chunked_cross_entropy(*args, spread, self.compiled, head.fp8)
+            summed = chunked_loss(*args, cross_entropy, (spread,), self.compiled, head.fp8)
             objective = objective + shares[k] * summed
             last = summed.detach()
             if cfg.improvement_bonus:  # of each row, for the next loop
