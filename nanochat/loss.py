@@ -43,7 +43,9 @@ def cross_entropy(logits: Tensor, targets: Tensor, weights: Tensor | None = None
     summed without a running maximum, one pass less than `F.cross_entropy`.
     """
     total = torch.exp(logits - SOFTCAP).sum(dim=1).log() + SOFTCAP
-    nats = total - logits.gather(1, targets[:, None]).squeeze(1)
+    # not gathered: the gradient of that would be another (n, V)
+    at_target = torch.arange(logits.size(1), device=logits.device) == targets[:, None]
+    nats = total - torch.where(at_target, logits, 0.0).sum(dim=1)
     return nats if weights is None else weights * nats
 
 
@@ -100,7 +102,7 @@ class ChunkedLoss(torch.autograd.Function):
         d_hidden = torch.empty_like(hidden)
         d_head = torch.zeros_like(head, dtype=torch.float32)
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        for part in chunks(len(hidden), head):
+        for part in chunks(len(hidden), head, compiled):
             h = hidden[part]
             logits = multiply(quantize(h, E4M3), scaled, dtype, True) if scaled else h @ weight.mT
             args = loss, logits, *(x[part] for x in tensors)
@@ -158,7 +160,7 @@ def token_losses(hidden: Tensor, head: Tensor, targets: Tensor, compiled: bool =
         found[counted] = token_losses(hidden[counted], head, flat[counted], compiled)
         return found.view_as(targets)
     nats = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
-    for part in chunks(len(hidden), head):
+    for part in chunks(len(hidden), head, compiled):
         args = cross_entropy, hidden[part] @ weight.mT, flat[part]
         nats[part] = run_compiled(chunk_losses, *args) if compiled else chunk_losses(*args)
     return nats.view_as(targets)
@@ -173,11 +175,13 @@ def skip_ignored(targets: Tensor) -> Tensor | None:
     return None if len(counted) == len(targets) else counted
 
 
-def chunks(num_tokens: int, head: Tensor) -> Iterator[slice]:
+def chunks(num_tokens: int, head: Tensor, compiled: bool) -> Iterator[slice]:
     """
-    Slices of tokens whose logits fit in a CPU cache, or in a small part of a GPU's memory: a
-    multiple of 16, as fp8 needs it.
+    Slices of tokens whose logits fit in a CPU cache, or in a small part of a GPU's memory, where
+    several copies of them exist if they are not compiled: a multiple of 16, as fp8 needs it.
     """
-    rows = max(1, CHUNK_ELEMENTS.get(head.device.type, 1 << 25) // len(head) // 16) * 16
+    kind = head.device.type
+    most = CHUNK_ELEMENTS.get(kind, 1 << 25) // (4 if kind == "cuda" and not compiled else 1)
+    rows = max(1, most // len(head) // 16) * 16
     for i in range(0, num_tokens, rows):
         yield slice(i, i + rows)
