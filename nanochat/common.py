@@ -5,6 +5,7 @@ Files, locks and stop signals. Does not import other modules of the project.
 """
 
 import ast
+import errno
 import fcntl
 import hashlib
 import json
@@ -152,6 +153,9 @@ def fsync(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        if not (path.is_dir() and error.errno in (errno.EINVAL, errno.EOPNOTSUPP)):
+            raise  # CIFS and VirtualBox flush no directories
     finally:
         os.close(handle)
 
@@ -185,13 +189,30 @@ def cpu_info(name: str) -> str:
 # The operating system releases the locks of a process when it exits.
 
 
-def take_lock(file: IO) -> bool:
-    """Lock an open file until it is closed. Returns False if another process has locked it."""
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of file systems that have none
+
+
+def take_lock(file: IO, wait: bool = False) -> bool:
+    """
+    Lock an open file until it is closed. Returns False if another process has locked it, or waits.
+    On a file system without locks, one line says so, and other processes are not noticed.
+    """
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:
         return False
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        print_missing_locks(Path(file.name).parent, str(error.strerror))
     return True
+
+
+@cache
+def print_missing_locks(folder: Path, why: str) -> None:
+    """Print, once for each folder, that its file system has no locks."""
+    text = f"no file locks in {folder} ({why}): do not start two runs there at the same time"
+    print(printable(text), flush=True)
 
 
 @contextmanager
@@ -209,7 +230,7 @@ def hold_lock(path: Path, what: str) -> Iterator[None]:
     with path.open("a") as file:
         if not take_lock(file):
             print(f"waiting for another process: {printable(what)}", flush=True)
-            fcntl.flock(file, fcntl.LOCK_EX)
+            take_lock(file, wait=True)
         yield
 
 

@@ -1,11 +1,13 @@
 """The checkpoints of a run: resuming, full disks, two runs in one folder, changed code."""
 
+import errno
 import io
 import os
 import re
 import resource
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -182,6 +184,37 @@ def test_R22_second_run_is_rejected_and_a_stale_lock_taken_over(trained, command
     text = command.works("base_train", *words)
     assert f"stale lock: process {process.pid}" in text
     assert "stale" not in command.works("base_train", *words)  # released
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
+def test_R22_run_goes_on_without_locks_and_says_where(trained, command, monkeypatch, code):
+    def flock(file, operation):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    text = command.works("base_train", *SMALL, "--num_iterations=2", f"--model_tag=free{code}")
+    line = f"no file locks in {folder(trained, 'one').parent} ({os.strerror(code)})"
+    assert text.count(line) == 1
+
+
+@pytest.mark.parametrize(("code", "works"), [(errno.EINVAL, True), (errno.EIO, False)])
+def test_run_is_saved_where_folders_cannot_be_flushed(
+    trained, command, monkeypatch, code, works
+):
+    plain = os.fsync
+
+    def fsync(handle):
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise OSError(code, os.strerror(code))
+        plain(handle)
+
+    monkeypatch.setattr("os.fsync", fsync)
+    words = ("base_train", *SMALL, "--num_iterations=2", f"--model_tag=dirs{code}")
+    if works:
+        command.works(*words)
+        assert saved_steps(folder(trained, f"dirs{code}")) == [2]
+    else:
+        assert os.strerror(code) in command.rejects(*words)
 
 
 # ---- Full disks ----------------------------------------------------------------------------------
