@@ -179,7 +179,7 @@ def upgrade(state: dict[str, Any]) -> dict[str, Any]:
     if identity := state.get("identity"):
         state.setdefault("batch_tokens", identity["batch_tokens"])
         if "optim" in identity:
-            state.setdefault("rates", identity["optim"])
+            state.setdefault("learning_rates", identity["optim"])
     return state
 
 
@@ -328,7 +328,7 @@ def lineage(state: Mapping[str, Any]) -> dict[str, Any]:
     State to carry over when the model is saved elsewhere: its source, provenance, peak learning
     rates and batch size in tokens.
     """
-    kept = ("source", "provenance", "rates", "batch_tokens")
+    kept = ("source", "provenance", "learning_rates", "batch_tokens")
     return {name: state[name] for name in kept if name in state}
 
 

@@ -91,20 +91,23 @@ def open_parent(
     return dist.on_main(lambda: find_checkpoint(source, cfg.model_tag or None))
 
 
-def inherit_rates(cfg: Script, parent: Checkpoint) -> Script:
+def inherit_learning_rates(cfg: Script, parent: Checkpoint) -> Script:
     """A script's config with the peak learning rates of the base model, where no flag sets them."""
-    optim = cfg.train.optim.with_rates(base_rates(parent))
+    optim = cfg.train.optim.with_learning_rates(base_learning_rates(parent))
     return replace(cfg, train=replace(cfg.train, optim=optim))
 
 
-def base_rates(parent: Checkpoint) -> Mapping[str, float]:
+def base_learning_rates(parent: Checkpoint) -> Mapping[str, float]:
     """The peak learning rates with which the base model of a checkpoint was trained, if known."""
-    return parent.state.get("rates") or OptimConfig().rates()
+    return parent.state.get("learning_rates") or OptimConfig().learning_rates()
 
 
 def inherited_state(parent: Checkpoint) -> dict[str, Any]:
-    """What the checkpoints of a stage keep of the parent's: the source of its text, base rates."""
-    return {"source": parent.state["source"], "rates": base_rates(parent)}
+    """
+    What the checkpoints of a stage keep of the parent's: the source of its text, and the learning
+    rates of the base model.
+    """
+    return {"source": parent.state["source"], "learning_rates": base_learning_rates(parent)}
 
 
 def choose_tag(kind: str, parent: Checkpoint, cfg: TrainConfig) -> str:

@@ -2,7 +2,7 @@
 Learning-rate schedules, and Muon + AdamW sharded over ranks.
 
     (step, num_steps) -> lr_factor, muon_momentum, decay_factor -> set_schedule
-    rules by name of the parameter -> MuonAdamW: gradients -> reduce_gradients -> step
+    rules by name and shape of the parameter -> MuonAdamW: gradients -> reduce_gradients -> step
 
 Weights, gradients and optimizer state are float32. Matrices inside the layers are updated in stacks
 of equal shape; each rank updates its slice of a stack or of a large embedding, and all ranks gather
@@ -12,7 +12,7 @@ the result.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -211,6 +211,8 @@ def fused_adamw_update(
 
 # ---- The optimizer, sharded over ranks -----------------------------------------------------------
 
+# edit here: update rules of any shape, by the kind of a `Rule`; "muon" is for stacks of matrices
+UPDATES = {"adamw": adamw_update}
 SHARDED_ROWS = 1024  # smallest number of rows of a parameter that AdamW shards
 
 
@@ -235,38 +237,49 @@ class OptimConfig:
             if value is not None and not 0 <= value < float("inf"):
                 raise ValueError(f"{name} must be finite and at least 0, got {value}")
 
-    def rates(self) -> dict[str, Any]:
+    def learning_rates(self) -> dict[str, Any]:
         """The peak learning rates by name; None stands for that of the base model."""
-        return {name: getattr(self, name) for name in RATES}
+        return {name: getattr(self, name) for name in LEARNING_RATES}
 
-    def with_rates(self, base: Mapping[str, float]) -> Self:
-        """With the `rates` of the base model where none are set."""
-        return replace(self, **{n: base[n] for n, x in self.rates().items() if x is None})
+    def with_learning_rates(self, base: Mapping[str, float]) -> Self:
+        """With the `learning_rates` of the base model where none are set."""
+        return replace(self, **{n: base[n] for n, x in self.learning_rates().items() if x is None})
 
 
-RATES = ("embedding_lr", "unembedding_lr", "matrix_lr")
+LEARNING_RATES = ("embedding_lr", "unembedding_lr", "matrix_lr")
 TUNING = OptimConfig(None, None, 0.0, None)  # after pretraining
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Update rule of some parameters. `lr` is the peak; Muon does not use `betas`."""
+    """
+    Update rule of some parameters: "muon" or a key of UPDATES. `lr` is the peak; Muon does not use
+    `betas`.
+    """
 
-    kind: Literal["muon", "adamw"]
+    kind: str
     lr: float
     betas: tuple[float, float] = (0.8, 0.95)
     weight_decay: float = 0.0
 
 
+def choose_rule(name: str, param: Tensor, rules: Mapping[str, Rule]) -> Rule:
+    """
+    The rule of a parameter: that of the first part of its name, such as "blocks" or "head". What
+    has none, or has Muon and is no matrix or stack of matrices, gets the rule "scalars".
+    """
+    rule = rules.get(name.split(".")[0])
+    return rules["scalars"] if rule is None or (rule.kind == "muon" and param.ndim < 2) else rule
+
+
 class MuonAdamW(torch.optim.Optimizer):
     """
-    Muon for the matrices inside the layers, AdamW for all other parameters of `model`.
+    Muon for the matrices inside the layers, AdamW for all other parameters of `model`, or what
+    `rules` says (`choose_rule`).
 
-    rules: by the first part of a parameter's name, such as "blocks" or "head".
-
-    Before the step, `reduce_gradients` sums the gradients over ranks
-    and returns their norm; `gradients` are then this rank's slices. With one rank, nothing is
-    sharded. Set `compiled` to compile the update rules.
+    Before the step, `reduce_gradients` sums the gradients over ranks and returns their norm;
+    `gradients` are then this rank's slices. With one rank, nothing is sharded. Set `compiled` to
+    compile the update rules.
     """
 
     def __init__(self, model: nn.Module, rules: Mapping[str, Rule], dist: DistContext):
@@ -274,7 +287,9 @@ class MuonAdamW(torch.optim.Optimizer):
         self.gradients: list[Tensor] = []
         groups: dict[Any, dict[str, Any]] = {}
         for name, param in model.named_parameters():
-            rule = rules[name.split(".")[0]]
+            rule = choose_rule(name, param, rules)
+            if name.split(".")[0] not in rules:
+                dist.print0(f"optimizer {name} has no rule of its own, and is updated as a scalar")
             key = param.shape if rule.kind == "muon" else name
             group = groups.setdefault(key, {"params": [], **asdict(rule)})
             group["params"].append((name, param))
@@ -286,7 +301,7 @@ class MuonAdamW(torch.optim.Optimizer):
             weight = self.local_shard(group, group["params"])
             moments = {"first": torch.zeros_like(weight), "second": torch.zeros_like(weight)}
             if stacked:  # see `equalize_variance`
-                along = -1 if owner.size(0) >= owner.size(1) else -2
+                along = -1 if owner.size(-2) >= owner.size(-1) else -2
                 moments["second"] = moments["second"].narrow(along, 0, 1).clone()
             self.state[owner] = moments  # of the whole group, under its first parameter
 
@@ -373,7 +388,7 @@ class MuonAdamW(torch.optim.Optimizer):
     def update(self, group: dict[str, Any], weight: Tensor, grad: Tensor) -> None:
         """Apply the rule of a group to this rank's slice of its weights."""
         state = self.state[group["params"][0]]
-        args = (weight, grad, state["first"], state["second"])
+        args = weight, grad, state["first"], state["second"]
         if group["kind"] == "muon":
             dtype = self.dist.dtype
             if dtype == torch.float16:  # entries of a gradient can be below its range
@@ -384,15 +399,27 @@ class MuonAdamW(torch.optim.Optimizer):
             # the compiler of torch 2.15 fails for matrices of one row, such as gates of one head
             compiled = self.compiled and weight.size(-2) > 1
             kernel = compiled_version(muon_update) if compiled else muon_update
-            kernel(*args, scalars, dtype)
+            weight, grad, first, second = (x.flatten(0, -3) for x in args)  # also stacks of stacks
+            kernel(weight, grad, first, second, scalars, dtype)
         else:
             each = (group["lr"], *group["betas"], group["weight_decay"], self.steps_taken)
-            kernel = compiled_version(adamw_update) if self.compiled else adamw_update
-            if weight.device.type == "cpu" and not self.compiled:
+            function = UPDATES[group["kind"]]
+            kernel = compiled_version(function) if self.compiled else function
+            if kernel is adamw_update and weight.device.type == "cpu":
                 kernel = fused_adamw_update
             kernel(*args, as_tensors(*each))
 
-    # ---- state of all ranks, for checkpoints -------------------------------------------------
+    # ---- gradients and state of all ranks ----------------------------------------------------
+
+    @torch.no_grad()
+    def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """
+        Yield the reduced gradients by the names of their parameters. All ranks must iterate: they
+        gather the slices.
+        """
+        for group, mine in zip(self.param_groups, self.gradients, strict=True):
+            whole = gather(mine, self.dist) if group["sharded"] else mine
+            yield from zip(group["param_names"], self.unstack(group, whole), strict=True)
 
     @torch.no_grad()
     def full_state(self) -> Iterator[tuple[str, Tensor]]:

@@ -79,7 +79,7 @@ from nanochat.train import (
 LENGTHS = ("num_iterations", "num_epochs")  # flags that may be larger in a resumed run
 CHECK_RANKS_EVERY = 100  # steps between checks that the weights are equal on all ranks
 OWN = "run."  # before the names of `Run.tensors` in a checkpoint
-Batched = TypeVar("Batched", bound=Any)  # a config with total_batch_size
+BatchConfig = TypeVar("BatchConfig", bound=Any)  # a config with total_batch_size
 
 
 class Run(Step):
@@ -206,7 +206,7 @@ class Run(Step):
         commits = [records.git_state()["Commit"]]
         self.state |= {"compute": dist.compute, "code": code_digests(), "commits": commits}
         self.state["provenance"] = {"seed": self.cfg.seed, "inputs": self.recipe.ids}
-        self.state.setdefault("rates", self.cfg.optim.rates())
+        self.state.setdefault("learning_rates", self.cfg.optim.learning_rates())
         self.state["tracked"] = records.new_run_id()
         if found is None:
             return
@@ -523,7 +523,7 @@ def resumed_state(stage: Stage, tag: str, cfg: TrainConfig, dist: DistContext) -
     return dist.on_main(read) or {}
 
 
-def keep_batch(cfg: Batched, state: Mapping[str, Any]) -> Batched:
+def keep_batch(cfg: BatchConfig, state: Mapping[str, Any]) -> BatchConfig:
     """The config with the batch size of a resumed run as its default, whatever the ranks."""
     return replace(cfg, total_batch_size=cfg.total_batch_size or state.get("batch_tokens"))
 

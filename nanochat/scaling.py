@@ -145,19 +145,21 @@ def make_rules(
     cfg: OptimConfig, d_model: int, lr_frac: float = 1.0, batch: float = 1.0, noise: float = 1.0
 ) -> dict[str, Rule]:
     """
-    Update rules by the first part of a parameter's name.
+    Update rules by the first part of a parameter's name; "scalars": of all others, and of what is
+    no matrix in the layers (`optim.choose_rule`).
 
     lr_frac: factor on all learning rates. batch: on those that grow with the batch
     (`batch_lr_factor`). noise: on those of the few scalars. Source: nanochat's tuning log, 2026-03.
     """
     width = batch * (d_model / 768) ** -0.5
-    embedding_lr, head_lr, matrix_lr = cfg.rates().values()
+    embedding_lr, head_lr, matrix_lr = cfg.learning_rates().values()
     embedding_lr, head_lr = embedding_lr * width, head_lr * width
     found = {
         "blocks": Rule("muon", matrix_lr * batch, weight_decay=cfg.weight_decay or 0.0),
         "embed": Rule("adamw", embedding_lr, (0.8, 0.995), 0.001),
         "value_embeds": Rule("adamw", embedding_lr / 2, (0.8, 0.995), 0.01),
         "head": Rule("adamw", head_lr, (0.8, 0.96), 0.01),
+        "scalars": Rule("adamw", 0.005 * batch * noise),
         "residual": Rule("adamw", 0.005 * batch * noise, (0.8, 0.95), 0.05),
         "skip": Rule("adamw", 0.5 * batch * noise, (0.96, 0.95)),
         "smear_gate": Rule("adamw", 0.2 * noise),

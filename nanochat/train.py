@@ -447,6 +447,15 @@ class Step:
         self.totals = Totals(loss, norm * scale, int(tokens), scale, self.optimizer.gradients)
         return self.totals
 
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """
+        Yield the mean gradients of the step by the names of their parameters, before clipping.
+        Between `backward` and the update, on every rank. Raises as `reduce`.
+        """
+        totals = self.totals or self.reduce()
+        for name, gradient in self.optimizer.named_gradients():
+            yield name, gradient * totals.scale
+
     def apply(
         self, lr: float, momentum: float, decay: float, other_seconds: float = 0.0
     ) -> dict[str, Any]:

@@ -29,14 +29,20 @@ from nanochat.common import fingerprint, read_json, write_json
 from nanochat.config import require_at_least, require_positive, settings, start
 from nanochat.dist import DistContext, init_dist
 from nanochat.engine import Engine, choose_engine_compile
-from nanochat.finetune import choose_tag, inherit_rates, inherited_state, open_parent, parent_inputs
+from nanochat.finetune import (
+    choose_tag,
+    inherit_learning_rates,
+    inherited_state,
+    open_parent,
+    parent_inputs,
+)
 from nanochat.gpt import GPT, inference_copy
 from nanochat.loss import chunked_loss, cross_entropy, token_losses
 from nanochat.optim import TUNING, MuonAdamW, decay_factor, lr_factor
 from nanochat.recipe import code_digests, data_id, make_recipe
 from nanochat.rows import signed_ids
 from nanochat.run import Run, resumed_state, skip_if_finished
-from nanochat.sandbox import calculate
+from nanochat.sandbox import Tools
 from nanochat.scaling import make_rules
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import TrainConfig
@@ -92,7 +98,7 @@ def main(cfg: ChatDPO) -> None:
     dist = init_dist(cfg.train.dist, seed)
     rl.require_divisible(per_step, dist)
     parent = open_parent(cfg.source, tuple(FOLDERS), cfg.train, dist)
-    cfg = inherit_rates(cfg, parent)
+    cfg = inherit_learning_rates(cfg, parent)
     tag, inputs, task = choose_tag("dpo", parent, cfg.train), parent_inputs(parent), ""
     before = resumed_state("dpo", tag, cfg.train, dist)
     dist = dist.keep_dtype(cfg.train.dist, (before or parent.state).get("compute"))
@@ -209,7 +215,7 @@ def make_pairs(cfg: ChatDPO, data: Task, parent: Checkpoint, dist: DistContext) 
             tokens = len(data) * rollouts.num_samples * rollouts.max_new_tokens
             compiled = choose_engine_compile(dist.device, tokens)
             model = inference_copy(load_model(parent, dist))
-            engine = Engine(model, tokenizer, tool=calculate, compiled=compiled)
+            engine = Engine(model, tokenizer, tool=Tools(), compiled=compiled)
             sampled = sample_pairs(engine, data, rollouts, seed, dist)
             dist.on_main(lambda: write_json(path, sampled))
         pairs = dist.on_main(lambda: read_json(path))

@@ -29,7 +29,13 @@ from nanochat.config import require_at_least, require_positive, settings, start
 from nanochat.dist import DistContext, init_dist
 from nanochat.engine import Engine, choose_engine_compile
 from nanochat.eval_chat import Outcomes, clusters_of, item_means, rates_by_k, score_by_generation
-from nanochat.finetune import choose_tag, inherit_rates, inherited_state, open_parent, parent_inputs
+from nanochat.finetune import (
+    choose_tag,
+    inherit_learning_rates,
+    inherited_state,
+    open_parent,
+    parent_inputs,
+)
 from nanochat.gpt import copy_weights, inference_copy
 from nanochat.loss import cross_entropy
 from nanochat.optim import TUNING, MuonAdamW, ScheduleConfig, decay_factor, lr_factor
@@ -37,7 +43,7 @@ from nanochat.recipe import code_digests, data_id, make_recipe
 from nanochat.records import item_scores
 from nanochat.rl import RolloutConfig, Rollouts, draws_of_step, kl_to_reference, micro_batches
 from nanochat.run import Run, resumed_state, skip_if_finished
-from nanochat.sandbox import calculate
+from nanochat.sandbox import Tools
 from nanochat.scaling import make_rules
 from nanochat.train import TrainConfig
 from tasks.base import Mixture
@@ -100,7 +106,7 @@ def main(cfg: ChatRL) -> None:
     rl, seed = cfg.rl, cfg.train.seed
     dist = init_dist(cfg.train.dist, seed)
     parent = open_parent(cfg.source, tuple(FOLDERS), cfg.train, dist)
-    cfg = inherit_rates(cfg, parent)
+    cfg = inherit_learning_rates(cfg, parent)
     tag = choose_tag("rl", parent, cfg.train)
     before = resumed_state("rl", tag, cfg.train, dist)
     dist = dist.keep_dtype(cfg.train.dist, (before or parent.state).get("compute"))
@@ -210,7 +216,7 @@ def open_rollouts(cfg: ChatRL, parent: Checkpoint, task: Mixture, dist: DistCont
     total = (cfg.num_iterations or 0) * rl.examples_per_step or round(cfg.num_epochs * len(task))
     compiled = choose_engine_compile(dist.device, total * rl.num_samples * rl.max_new_tokens)
     model, tokenizer = load_inference(parent, dist)
-    engine = Engine(model, tokenizer, tool=calculate, compiled=compiled)
+    engine = Engine(model, tokenizer, tool=Tools(), compiled=compiled)
     if cfg.pass_rates is not None:  # saved, because a resumed run may round differently
         (least, most), sampling = cfg.pass_rates, rl.sampling(seed + 2)
         scored_by = [x for name, x in code_digests().items() if name.startswith("tasks/")]

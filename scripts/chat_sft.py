@@ -21,7 +21,7 @@ from nanochat.finetune import (
     chat_losses,
     choose_tag,
     finetuning_values,
-    inherit_rates,
+    inherit_learning_rates,
     inherited_state,
     open_parent,
     packed_chats,
@@ -57,7 +57,7 @@ class ChatSft:
 def main(cfg: ChatSft) -> None:
     dist = init_dist(cfg.train.dist, cfg.train.seed)
     parent = open_parent(cfg.source, ("base", "mid"), cfg.train, dist)
-    cfg = inherit_rates(cfg, parent)
+    cfg = inherit_learning_rates(cfg, parent)
     tag = choose_tag("sft", parent, cfg.train)
     before = resumed_state("sft", tag, cfg.train, dist)
     dist = dist.keep_dtype(cfg.train.dist, (before or parent.state).get("compute"))

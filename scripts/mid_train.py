@@ -21,7 +21,7 @@ from nanochat.finetune import (
     chat_losses,
     choose_tag,
     finetuning_values,
-    inherit_rates,
+    inherit_learning_rates,
     inherited_state,
     open_parent,
     packed_chats,
@@ -56,7 +56,7 @@ class MidTrain:
 def main(cfg: MidTrain) -> None:
     dist = init_dist(cfg.train.dist, cfg.train.seed)
     parent = open_parent(cfg.source, ("base",), cfg.train, dist)
-    cfg = inherit_rates(cfg, parent)
+    cfg = inherit_learning_rates(cfg, parent)
     tag = choose_tag("mid", parent, cfg.train)
     before = resumed_state("mid", tag, cfg.train, dist)
     dist = dist.keep_dtype(cfg.train.dist, (before or parent.state).get("compute"))

@@ -1,6 +1,6 @@
 """
 Faults during training: `during_step` in this process, or a script with one of FAULTS on one rank,
-or with the rewards of `grade` on all:
+or with the rewards of `grade`, or the optimizer of `use_lion`, on all:
 
     python -m tests.faulty <fault> <rank or all> <script> <flags>
 """
@@ -12,12 +12,13 @@ import runpy
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from nanochat import rl
+from nanochat import optim, rl, scaling
 from nanochat.common import REPOSITORY
 from nanochat.gpt import GPT
 from nanochat.run import Run
@@ -98,6 +99,32 @@ def grade(task: Any, i: int, answer: str) -> float:
     return float(len(answer) % 2)
 
 
+def lion(weight, grad, first, second, scalars):  # type: ignore
+    """An update rule of one's own. Source: Chen et al., 2023, arXiv:2302.06675."""
+    lr, beta1, beta2, decay, _ = scalars
+    step = grad.lerp(first, beta1).sign()
+    first.lerp_(grad, 1 - beta2)
+    weight.mul_(1 - lr * decay).sub_(lr * step)
+
+
+def use_lion() -> None:
+    """Update all but the layers by Lion, sharded, and log the norm of each gradient."""
+    plain_rules, plain_update = scaling.make_rules, Run.update
+
+    def make_rules(*args: Any, **options: Any) -> dict[str, optim.Rule]:
+        rules = plain_rules(*args, **options)
+        others = {n: replace(r, kind="lion", lr=r.lr / 100) for n, r in rules.items()}
+        return {**others, "blocks": rules["blocks"]}
+
+    def update(run: Run, *rest: Any, **metrics: float) -> None:
+        norms = {f"norm {name}": x.norm().item() for name, x in run.gradients()}
+        plain_update(run, *rest, **metrics, **norms)
+
+    optim.UPDATES["lion"], optim.SHARDED_ROWS = lion, 64
+    scaling.make_rules = make_rules
+    Run.update = update  # type: ignore
+
+
 FAULTS = {fault.__name__: fault for fault in (corrupt, crowd, churn, dawdle, edit)}
 
 if __name__ == "__main__":
@@ -105,6 +132,8 @@ if __name__ == "__main__":
     sys.argv[1:4] = []
     if fault == "grade":
         rl.score_answer = grade
+    elif fault == "lion":
+        use_lion()
     elif rank in ("all", os.environ.get("RANK")):
         during_step(FAULTS[fault])
     runpy.run_module(f"scripts.{script}", run_name="__main__", alter_sys=True)

@@ -143,6 +143,21 @@ def test_training_matches_on_one_and_two_processes(base, here, stage, monkeypatc
         )
 
 
+def test_update_rule_of_ones_own_is_sharded_and_saved_for_any_ranks(base):
+    """And the gradients of the parameters are whole on any rank."""
+    words = ["-m", "tests.faulty", "lion", "all", "base_train", *SMALL]
+    python(base, *words, "--model_tag=lion1")
+    all_ranks(base, *words, "--model_tag=lion2")
+    copy_until(8, folder(base, "lion2"), folder(base, "lion21"))
+    python(base, *words, "--model_tag=lion21", "--resume=auto")
+    names = ["loss", "norm blocks.0.mlp.up.weight", "norm blocks.1.attention.k.weight"]
+    for name in [*names, "norm embed.weight", "norm head.weight", "norm smear"]:
+        one = curve(folder(base, "lion1"), name)
+        assert len(one) == STEPS and one[-1] > 0
+        for tag in ("lion2", "lion21"):
+            np.testing.assert_allclose(curve(folder(base, tag), name), one, rtol=2e-3, err_msg=name)
+
+
 # ---- Launching -----------------------------------------------------------------------------------
 
 

@@ -88,6 +88,29 @@ def test_adamw_matches_pytorch(dist, compiled):
     torch.testing.assert_close(found, q.detach(), rtol=1e-5, atol=1e-6)
 
 
+def test_rules_are_chosen_by_name_and_shape(dist, capsys):
+    """Experts in one tensor are updated as single matrices; what has no rule, as a scalar."""
+    draws = torch.randn(5, 4, 6, 8, generator=torch.Generator().manual_seed(0))
+    muon, scalars = Rule("muon", 0.02), Rule("adamw", 0.01)
+    want = updated(dist, muon, draws[0], draws[1:])
+    model = torch.nn.Module()
+    model.blocks = torch.nn.ParameterDict(
+        {"experts": draws[0].clone(), "gain": draws[0, 0, 0].clone()}
+    )
+    model.extra = torch.nn.Parameter(draws[0, 0, 0].clone())
+    optimizer = MuonAdamW(model, {"blocks": muon, "scalars": scalars}, dist)
+    text = capsys.readouterr().out
+    assert "extra has no rule of its own" in text and "blocks" not in text
+    for grads, factors in zip(draws[1:], STEPS, strict=True):
+        model.blocks["experts"].grad = grads.clone()
+        model.blocks["gain"].grad = model.extra.grad = grads[0, 0].clone()
+        optim.set_schedule(optimizer, *factors)
+        optimizer.step()
+    torch.testing.assert_close(model.blocks["experts"].detach(), torch.stack(want))
+    (gain,) = updated(dist, scalars, draws[:1, 0, 0], draws[1:, :1, 0])
+    assert torch.equal(model.blocks["gain"], gain) and torch.equal(model.extra, gain)
+
+
 def test_lr_warms_up_stays_constant_and_decays():
     factors = [lr_factor(s, 1000, CFG) for s in range(1000)]
     assert factors[0] == 1 / 40 and factors[19] == 0.5 and factors[39:501] == [1.0] * 462

@@ -198,9 +198,7 @@ def test_R22_run_goes_on_without_locks_and_says_where(trained, command, monkeypa
 
 
 @pytest.mark.parametrize(("code", "works"), [(errno.EINVAL, True), (errno.EIO, False)])
-def test_run_is_saved_where_folders_cannot_be_flushed(
-    trained, command, monkeypatch, code, works
-):
+def test_run_is_saved_where_folders_cannot_be_flushed(trained, command, monkeypatch, code, works):
     plain = os.fsync
 
     def fsync(handle):

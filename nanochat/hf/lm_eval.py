@@ -24,7 +24,7 @@ from nanochat.dist import DistConfig, init_dist
 from nanochat.engine import Engine, Sampling, choose_engine_compile
 from nanochat.eval_chat import longest_prompt, trim
 from nanochat.eval_core import Question, score_options, truncate_options
-from nanochat.sandbox import calculate
+from nanochat.sandbox import Tools
 from nanochat.serve.openai_api import ChatRequest
 from nanochat.serve.scheduler import Answer
 
@@ -119,7 +119,7 @@ class NanochatLM(LM):
     def generate_until(self, requests: Sequence[Any], **options: Any) -> list[str]:
         """Generate a completion of each prompt, without tool calls, up to the first stop string."""
         compiled = choose_engine_compile(self.dist.device, MAX_GEN_TOKS * len(requests))
-        engine = Engine(self.model, self.own_tokenizer, tool=calculate, compiled=compiled)
+        engine = Engine(self.model, self.own_tokenizer, tool=Tools(), compiled=compiled)
         answers, texts = {}, [""] * len(requests)
         for number, (context, wanted) in enumerate(request.args for request in requests):
             until = wanted.get("until") or []

@@ -35,7 +35,7 @@ from nanochat.finetune import chat_losses
 from nanochat.gpt import GPT
 from nanochat.lab.filters import repeated_share
 from nanochat.rows import Rows, inputs_and_targets, open_rows, pack_text, reopen_chat_rows
-from nanochat.sandbox import calculate
+from nanochat.sandbox import Tools
 from nanochat.tokenizer import Tokenizer
 from tasks.base import Mixture, Task, visible
 from tasks.held_out import is_final
@@ -190,7 +190,7 @@ def score_suite(
         if task.kind == "choice":
             graded = score_by_logits(model, tokenizer, task, len(task), dist)
         else:
-            engine = Engine(model, tokenizer, tool=calculate)
+            engine = Engine(model, tokenizer, tool=Tools())
             graded = score_by_generation(engine, task, len(task), GREEDY, 1, dist)
         found[task.name] = [score for (score,) in graded.outcomes]
     return found
