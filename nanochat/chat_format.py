@@ -20,7 +20,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from nanochat.tokenizer import Tokenizer
 
@@ -29,6 +29,7 @@ PARTS = {  # type of a part -> start token, end token, 1 = trained on
     "python_output": ("<|output_start|>", "<|output_end|>", 0),
 }
 Message = Mapping[str, Any]
+Trained = Literal["assistant", "user", "all"]  # speakers whose tokens have loss
 SPEAKERS = {"system": "user", "developer": "user", "user": "user", "assistant": "assistant"}
 SEPARATOR = {"type": "text", "text": "\n\n"}  # between consecutive messages of one speaker
 
@@ -43,33 +44,40 @@ class Turn(NamedTuple):
 
 
 def render(
-    tokenizer: Tokenizer, messages: Sequence[Message], max_tokens: int | None = None
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    max_tokens: int | None = None,
+    trained: Trained = "assistant",
 ) -> tuple[list[int], list[int]]:
     """
-    Return the ids and loss mask (0 or 1) of a conversation, truncated to `max_tokens`.
+    Return the ids and loss mask (0 or 1) of a conversation, truncated to `max_tokens`. trained:
+    whose turns have loss.
 
     Raises ValueError naming a message with an invalid role or content.
     """
     ids, mask = [tokenizer.bos_id], [0]
     for turn in merge_turns(messages):
-        turn_ids, turn_mask = render_turn(tokenizer, turn)
+        turn_ids, turn_mask = render_turn(tokenizer, turn, trained)
         ids += turn_ids
         mask += turn_mask
     return ids[:max_tokens], mask[:max_tokens]
 
 
-def render_turn(tokenizer: Tokenizer, turn: Turn) -> tuple[list[int], list[int]]:
+def render_turn(
+    tokenizer: Tokenizer, turn: Turn, trained: Trained = "assistant"
+) -> tuple[list[int], list[int]]:
     """Return the ids and loss mask of one turn, including its start and end tokens."""
-    trained = int(turn.speaker == "assistant")
+    has_loss = int(trained in (turn.speaker, "all"))
     ids, mask = [tokenizer.special(f"<|{turn.speaker}_start|>")], [0]
     for part in turn.parts:
-        part_ids, part_trained = tokenizer.encode(part["text"]), trained
+        part_ids, part_has_loss = tokenizer.encode(part["text"]), has_loss
         if part["type"] != "text":  # only in assistant turns
-            first, last, part_trained = PARTS[part["type"]]
+            first, last, can_have_loss = PARTS[part["type"]]
             part_ids = [tokenizer.special(first), *part_ids, tokenizer.special(last)]
+            part_has_loss = has_loss * can_have_loss
         ids += part_ids
-        mask += [part_trained] * len(part_ids)
-    return [*ids, tokenizer.special(f"<|{turn.speaker}_end|>")], [*mask, trained]
+        mask += [part_has_loss] * len(part_ids)
+    return [*ids, tokenizer.special(f"<|{turn.speaker}_end|>")], [*mask, has_loss]
 
 
 def render_prompt(

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor
 
+from nanochat.chat_format import Trained
 from nanochat.checkpoint import (
     ASIDE,
     CHANGED,
@@ -125,19 +126,32 @@ def choose_tag(kind: str, parent: Checkpoint, cfg: TrainConfig) -> str:
 
 
 def packed_chats(
-    parts: Mapping[str, ChatPart], seed: int, tokenizer: Tokenizer, T: int, dist: DistContext
+    parts: Mapping[str, ChatPart],
+    seed: int,
+    tokenizer: Tokenizer,
+    T: int,
+    dist: DistContext,
+    trained: Trained = "assistant",
 ) -> Rows:
-    """The rows of conversations; the main rank packs them."""
-    rows = open_chat_rows(parts, seed, tokenizer, T)
+    """The rows of conversations; the main rank packs them. trained: whose turns have loss."""
+    rows = open_chat_rows(parts, seed, tokenizer, T, trained)
     dist.on_main(lambda: pack_chats(rows, parts, seed, tokenizer))
     return rows
 
 
 def bucket_rows(
-    parts: Mapping[str, ChatPart], tokenizer: Tokenizer, T: int, dist: DistContext
+    parts: Mapping[str, ChatPart],
+    tokenizer: Tokenizer,
+    T: int,
+    dist: DistContext,
+    trained: Trained = "assistant",
 ) -> dict[str, Rows]:
     """The rows of each bucket on its own, for validation."""
-    return {name: packed_chats({name: part}, 0, tokenizer, T, dist) for name, part in parts.items()}
+
+    def alone(name: str) -> Rows:
+        return packed_chats({name: parts[name]}, 0, tokenizer, T, dist, trained)
+
+    return {name: alone(name) for name in parts}
 
 
 def tuning_optimizer(

@@ -33,7 +33,7 @@ import numpy as np
 import psutil
 
 from nanochat import chat_format, common, dataset
-from nanochat.chat_format import Message, render
+from nanochat.chat_format import Message, Trained, render
 from nanochat.common import IGNORE, UsageError
 from nanochat.config import Console
 from nanochat.dataset import Source
@@ -544,9 +544,9 @@ def batch_texts(texts: Iterable[str]) -> Iterator[list[str]]:
 
 
 # ---- Conversations -------------------------------------------------------------------------------
-# Only the answers have loss. A conversation stays in one row; padding is BOS without loss. Most
-# conversations continue the one before: users change the topic, data sets have one topic a
-# conversation, and a model that only saw those falls apart after a few questions.
+# Only the answers have loss, by default. A conversation stays in one row; padding is BOS without
+# loss. Most conversations continue the one before: users change the topic, data sets have one topic
+# a conversation, and a model that only saw those falls apart after a few questions.
 
 CHAT_SHARD = "rows"  # the only one
 JOINED = 0.75  # share of the conversations that continue the one before, where both fit in a row
@@ -565,7 +565,11 @@ class ChatPart(NamedTuple):
 
 
 def open_chat_rows(
-    parts: Mapping[str, ChatPart], seed: int, tokenizer: Tokenizer, max_seq_len: int
+    parts: Mapping[str, ChatPart],
+    seed: int,
+    tokenizer: Tokenizer,
+    max_seq_len: int,
+    trained: Trained = "assistant",
 ) -> Rows:
     """
     Open the rows of a mixture of conversations, which need not be packed yet. Packing is fast, so
@@ -573,7 +577,7 @@ def open_chat_rows(
     """
     named = [{"name": n, "amount": list(p[2:]), **p.identity} for n, p in parts.items()]
     made_of = {"buckets": named, "seed": seed, "tokenizer": tokenizer.fingerprint}
-    made_of["max_seq_len"] = max_seq_len
+    made_of |= {"max_seq_len": max_seq_len, "trained": trained}
     made_of["code"] = digests(sys.modules[__name__], chat_format)
     return reopen_chat_rows({**made_of, "fingerprint": common.fingerprint(made_of)})
 
@@ -597,7 +601,8 @@ def pack_chats(rows: Rows, parts: Mapping[str, ChatPart], seed: int, tokenizer: 
             return
         used, about = [], {}
         for number, (name, part) in enumerate(parts.items()):
-            every = encode_chats(name, part.conversations, tokenizer, rows.max_seq_len)
+            trained = rows.recipe["trained"]
+            every = encode_chats(name, part.conversations, tokenizer, rows.max_seq_len, trained)
             order, lengths = choose_chats(every, part, seed, number)
             used += [every[i] for i in order]
             about[name] = {
@@ -615,14 +620,19 @@ def pack_chats(rows: Rows, parts: Mapping[str, ChatPart], seed: int, tokenizer: 
 
 
 def encode_chats(
-    name: str, conversations: Iterable[Sequence[Message]], tokenizer: Tokenizer, max_seq_len: int
+    name: str,
+    conversations: Iterable[Sequence[Message]],
+    tokenizer: Tokenizer,
+    max_seq_len: int,
+    trained: Trained,
 ) -> list[np.ndarray]:
     """
     Encode conversations as `signed_ids` without BOS. What is longer than a row is cut;
     conversations without a token to train on are skipped. Prints the number of both.
     """
     print(f"encoding {name}", flush=True)
-    every = [signed_ids(*render(tokenizer, chat, max_seq_len + 1))[1:] for chat in conversations]
+    rendered = (render(tokenizer, chat, max_seq_len + 1, trained) for chat in conversations)
+    every = [signed_ids(*each)[1:] for each in rendered]
     kept = [ids for ids in every if (ids >= 0).any()]
     cut, skipped = sum(len(ids) == max_seq_len for ids in kept), len(every) - len(kept)
     if cut or skipped:
@@ -633,7 +643,7 @@ def encode_chats(
         )
     if not kept:
         fix = "use shorter conversations, or --val_mixture if these are the held-out ones"
-        raise ValueError(f"{name} has no answer within {max_seq_len:,} tokens; {fix}")
+        raise ValueError(f"{name} has no token to train on within {max_seq_len:,}; {fix}")
     return kept
 
 

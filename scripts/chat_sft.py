@@ -37,6 +37,7 @@ from nanochat.train import TrainConfig
 from tasks.buckets import chat_mixture
 
 SECTION = "Chat SFT"
+TRAINED = "assistant"  # edit here: whose turns have loss; "user" or "all"
 MIXTURE = "arc_easy,arc_challenge,gsm8k,smoltalk=10000,aqua=20000,spelling=1000,identity=1000"
 BUILTIN_MIXTURES = {
     "embedded": "world_chat=1000,identity=500,world_facts=4000,world_choice=400,"
@@ -74,14 +75,14 @@ def main(cfg: ChatSft) -> None:
     tuning, schedule, metrics = keep_batch(cfg.tuning, before), cfg.tuning.schedule(), {}
     model, tokenizer = load_model(parent, dist, tuning.max_seq_len), parent.tokenizer()
     T = model.cfg.max_seq_len
-    rows = packed_chats(chats.train, cfg.train.seed, tokenizer, T, dist)
+    rows = packed_chats(chats.train, cfg.train.seed, tokenizer, T, dist, TRAINED)
     num_steps, batch_tokens = plan_finetuning(tuning, parent, rows, dist)
     optimizer = tuning_optimizer(model, tuning, cfg.train.optim, batch_tokens, dist)
     run = Run("sft", tag, recipe, model, optimizer, tokenizer, cfg.train, dist)
     counts = rows.record(CHAT_SHARD)["buckets"]
     run.state |= {**inherited_state(parent), "mixture": counts, "declared": chats.declared}
     run.state |= {"rows": rows.recipe, "settings": resolved}
-    val_rows = bucket_rows(chats.val, tokenizer, T, dist)
+    val_rows = bucket_rows(chats.val, tokenizer, T, dist, TRAINED)
     validation = Validation(tuning.validation, val_rows, tokenizer, dist)
 
     score = chat_losses(model, tokenizer.bos_id)

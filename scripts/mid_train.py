@@ -37,6 +37,7 @@ from nanochat.train import TrainConfig
 from tasks.buckets import chat_mixture
 
 SECTION = "Midtraining"
+TRAINED = "assistant"  # edit here: whose turns have loss; "user" or "all"
 MIXTURE = "smoltalk,mmlu,gsm8k,spelling=20000,simple_spelling=10000"
 BUILTIN_MIXTURES = {  # dataset that the base model was trained on -> default mixture
     "embedded": "world_chat=3000,world_choice=3600,world_problems=1000,world_spelling=2500"
@@ -73,14 +74,14 @@ def main(cfg: MidTrain) -> None:
     tuning, schedule, metrics = keep_batch(cfg.tuning, before), cfg.tuning.schedule(), {}
     model, tokenizer = load_model(parent, dist, tuning.max_seq_len), parent.tokenizer()
     T = model.cfg.max_seq_len
-    rows = packed_chats(chats.train, cfg.train.seed, tokenizer, T, dist)
+    rows = packed_chats(chats.train, cfg.train.seed, tokenizer, T, dist, TRAINED)
     num_steps, batch_tokens = plan_finetuning(tuning, parent, rows, dist)
     optimizer = tuning_optimizer(model, tuning, cfg.train.optim, batch_tokens, dist)
     run = Run("mid", tag, recipe, model, optimizer, tokenizer, cfg.train, dist)
     counts = rows.record(CHAT_SHARD)["buckets"]
     run.state |= {**inherited_state(parent), "mixture": counts, "declared": chats.declared}
     run.state |= {"rows": rows.recipe, "settings": resolved}
-    val_rows = bucket_rows(chats.val, tokenizer, T, dist)
+    val_rows = bucket_rows(chats.val, tokenizer, T, dist, TRAINED)
     validation = Validation(tuning.validation, val_rows, tokenizer, dist)
 
     score = chat_losses(model, tokenizer.bos_id)

@@ -20,9 +20,9 @@ def decode(ids):
     )
 
 
-def shown(messages):
+def shown(messages, trained="assistant"):
     """All ids as text, then only those with loss."""
-    ids, mask = render(TOKENIZER, messages)
+    ids, mask = render(TOKENIZER, messages, trained=trained)
     return decode(ids), decode(i for i, m in zip(ids, mask, strict=True) if m)
 
 
@@ -45,6 +45,9 @@ def test_B3_only_assistant_text_and_its_end_have_loss():
     )
     ids, mask = render(TOKENIZER, messages, max_tokens=7)
     assert len(ids) == len(mask) == 7
+    trained = {who: shown(messages, who)[1] for who in ("user", "all")}
+    assert trained["user"] == "Be kind.\n\nhi]6*7?]"
+    assert trained["all"] == "Be kind.\n\nhi]hello}6*7?]I count: <6*7>so 42}"
 
 
 def test_V14_messages_of_one_speaker_in_any_order_are_merged():

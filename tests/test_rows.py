@@ -374,7 +374,7 @@ def test_B2_long_conversation_is_cut_or_skipped(capsys):
     ids, mask = render(CHAT_TOKENIZER, long)
     assert len(found) == 31 and (ids[1:64], mask[1:64]) in found
     assert "of 32 conversations, 1 fill a row of 63 tokens" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="no answer within"):
+    with pytest.raises(ValueError, match="no token to train on within"):
         packed_chats([ALONE])
 
 
