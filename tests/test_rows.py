@@ -450,6 +450,7 @@ def test_R34_short_validation_text_gives_no_nan(tmp_path, base, command):
     assert "Minimum validation bpb" in written and not re.search(r"(?i)\bnan\b", written)
     values = next(r["values"] for r in read_records() if r["section"] == "Base model loss")
     assert 1024 < values["train tokens scored"] <= 2048  # of the two steps; the text has more
+    assert values["val minus train"] == values["val bpb"] - values["train bpb"]
 
 
 # ---- Fine-tuning ---------------------------------------------------------------------------------

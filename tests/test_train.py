@@ -13,7 +13,7 @@ import torch
 
 from nanochat.checkpoint import stage_folder
 from nanochat.common import PREEMPTED, UNEVALUATED, read_json
-from nanochat.dist import peak_flops
+from nanochat.dist import matmul_rate, peak_flops
 from nanochat.optim import MuonAdamW
 from nanochat.rows import Rows
 from nanochat.run import Run
@@ -86,6 +86,10 @@ def test_R4_schedule_of_the_batch_trains_each_row_once(trained, command, monkeyp
     every, seen[:] = seen.copy(), []
     command.works("base_train", *SMALL, "--model_tag=cut", "--resume=auto")
     assert seen == every[4 * 8 :] and losses(trained, "cut") == losses(trained, "ramp")
+
+
+def test_matmul_rate_is_in_flops_per_second():
+    assert 1e8 < matmul_rate(torch.float32) < 1e14
 
 
 def test_grad_clip_bounds_the_gradient(trained, command):
