@@ -111,6 +111,7 @@ class TextRemover(ast.NodeTransformer):
 
 
 @cache
+@cache  # a file is compared more than once
 def code_digest(source: str) -> str:
     """Digest of the syntax tree of Python code, without docstrings and help texts."""
     return fingerprint(plain_tree(TextRemover().visit(ast.parse(source))))

@@ -225,9 +225,10 @@ class GPT(nn.Module):
         self.blocks: Sequence[Block] = blocks
         self.head = Linear(cfg.d_model, cfg.vocab_size)
         if cfg.residual_scalars:
-            depth = torch.linspace(0, 1, cfg.n_layer)
-            self.residual = nn.Parameter(1.15 - 0.10 * depth)
-            self.skip = nn.Parameter(0.20 - 0.15 * depth)
+            # arithmetic on the meta device (see `inference_copy`) would import torch.compile
+            depth = torch.linspace(0, 1, cfg.n_layer, device="cpu")
+            self.residual = nn.Parameter(torch.tensor((1.15 - 0.10 * depth).tolist()))
+            self.skip = nn.Parameter(torch.tensor((0.20 - 0.15 * depth).tolist()))
         if cfg.smear:
             self.smear_gate = Linear(min(SMEAR_CHANNELS, cfg.d_model), 1)
             self.smear = nn.Parameter(torch.zeros(1))
@@ -247,12 +248,12 @@ class GPT(nn.Module):
         Initialize all weights but the scalars, which the constructor sets. Uniform: matrices
         (standard deviation fan_in^-0.5, 0.4 of that for up projections), value embeddings and
         gates; normal: token embedding and head; zero: output projections, so that each layer starts
-        as the identity. Source: nanochat's tuning log, 2026-03.
+        as the identity. Source: karpathy/nanochat's log, 2026-03.
         """
         cfg, modern = self.cfg, self.cfg.residual_scalars
 
         def uniform(weight: Tensor, scale: float) -> None:
-            bound = 3**0.5 * scale * weight.size(1) ** -0.5  # of a variable with that deviation
+            bound = 3**0.5 * scale * weight.size(-1) ** -0.5  # of a variable with that deviation
             nn.init.uniform_(weight, -bound, bound, generator=generator)
 
         nn.init.normal_(self.embed.weight, std=0.8 if modern else 1.0, generator=generator)
@@ -339,7 +340,8 @@ class GPT(nn.Module):
         Add to each normalized embedding x (B, T, C) a share of the previous token's, so that the
         first layer already sees pairs of tokens: x_t + amount * sigmoid(w . x_t[:24]) * x_(t-1).
 
-        The first token of a sequence or segment has no previous one. Source: nanochat, 2026-03.
+        The first token of a sequence or segment has no previous one. Source: karpathy/nanochat,
+        2026-03.
         """
         if not self.cfg.smear:
             return x

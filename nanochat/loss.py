@@ -66,7 +66,11 @@ def chunk_gradients(
     def total(logits: Tensor) -> Tensor:
         return chunk_losses(loss, logits, targets, *tensors).sum()
 
-    return torch.func.grad_and_value(total)(logits)
+    if torch.compiler.is_compiling():  # what the compiler can trace; it imports torch.compile
+        return torch.func.grad_and_value(total)(logits)
+    with torch.enable_grad():
+        nats = total(logits := logits.detach().requires_grad_())
+    return torch.autograd.grad(nats, logits)[0], nats.detach()
 
 
 @lru_cache

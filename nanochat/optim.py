@@ -78,14 +78,14 @@ def decay_factor(step: int, num_steps: float) -> float:
 
 
 def set_schedule(
-    optimizer: torch.optim.Optimizer, lr_factor: float, momentum: float, decay_factor: float
+    optimizer: "MuonAdamW", lr_factor: float, momentum: float, decay_factor: float
 ) -> None:
     """
     Scale the learning rates of all parameter groups; for Muon also set `momentum` and scale the
     weight decay.
     """
     for group in optimizer.param_groups:
-        group["lr"] = group.setdefault("initial_lr", group["lr"]) * lr_factor  # torch's own name
+        group["lr"] = group.setdefault("initial_lr", group["lr"]) * lr_factor
         if group.get("kind") == "muon":
             decay = group.setdefault("initial_decay", group["weight_decay"])
             group |= {"momentum": momentum, "weight_decay": decay * decay_factor}
@@ -272,10 +272,11 @@ def choose_rule(name: str, param: Tensor, rules: Mapping[str, Rule]) -> Rule:
     return rules["scalars"] if rule is None or (rule.kind == "muon" and param.ndim < 2) else rule
 
 
-class MuonAdamW(torch.optim.Optimizer):
+class MuonAdamW:
     """
     Muon for the matrices inside the layers, AdamW for all other parameters of `model`, or what
-    `rules` says (`choose_rule`).
+    `rules` says (`choose_rule`). `param_groups` are as in torch.optim.Optimizer, which is not used:
+    it imports torch.compile, for seconds.
 
     Before the step, `reduce_gradients` sums the gradients over ranks and returns their norm;
     `gradients` are then this rank's slices. With one rank, nothing is sharded. Set `compiled` to
@@ -291,9 +292,11 @@ class MuonAdamW(torch.optim.Optimizer):
             if name.split(".")[0] not in rules:
                 dist.print0(f"optimizer {name} has no rule of its own, and is updated as a scalar")
             key = param.shape if rule.kind == "muon" else name
-            group = groups.setdefault(key, {"params": [], **asdict(rule)})
-            group["params"].append((name, param))
-        super().__init__(list(groups.values()), {})
+            group = groups.setdefault(key, {"params": [], "param_names": [], **asdict(rule)})
+            group["params"].append(param)
+            group["param_names"].append(name)
+        self.param_groups = list(groups.values())
+        self.state: dict[Tensor, dict[str, Any]] = {}
         for group in self.param_groups:
             owner, stacked = group["params"][0], group["kind"] == "muon"
             large = stacked or (owner.ndim == 2 and owner.size(0) >= SHARDED_ROWS)
@@ -359,15 +362,16 @@ class MuonAdamW(torch.optim.Optimizer):
         mine, common = (sum(squares[sharded]) for sharded in (True, False))
         return (self.dist.sum_on_device(mine)[0] + common).sqrt()
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
+    def zero_grad(self) -> None:
         """Discard all gradients, reduced or not."""
         self.gradients = []
-        super().zero_grad(set_to_none)
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.grad = None
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self) -> None:
         """Update the weights with the learning rate, momentum and weight decay of each group."""
-        assert closure is None, "MuonAdamW does not support closures"
         if not self.gradients:
             self.reduce_gradients()
         self.steps_taken += 1

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -156,17 +157,24 @@ def imported_files(module: Path) -> dict[str, Path]:
 
 def imports_of(path: Path) -> list[Path]:
     """Files of the repository that a file imports."""
-    names, tree = set(), ast.Module([], [])
+    names = frozenset()
     with suppress(SyntaxError, OSError):  # of an edit that is not finished
-        tree = ast.parse(path.read_text())
-    for node in ast.walk(tree):
+        names = imported_names(path.read_text())
+    inside = [common.REPOSITORY / name.replace(".", "/") for name in names]
+    files = [file for at in inside for file in (at.with_suffix(".py"), at / "__init__.py")]
+    return [file for file in files if file.is_file()]
+
+
+@cache
+def imported_names(source: str) -> frozenset[str]:
+    """Modules of this project, and names in them, that Python code imports."""
+    names = set()
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-    inside = [common.REPOSITORY / name.replace(".", "/") for name in names]
-    files = [file for at in inside for file in (at.with_suffix(".py"), at / "__init__.py")]
-    return [file for file in files if file.is_file()]
+    return frozenset(name for name in names if name.startswith(CODE))
 
 
 def file_digest(path: Path) -> str:

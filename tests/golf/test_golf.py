@@ -21,7 +21,7 @@ from nanochat.golf.quantize import QuantConfig, quantize_dequantize
 from nanochat.golf.size import choose_smallest, code_bytes
 from nanochat.tokenizer import Tokenizer
 from tests.conftest import GOLF_CHANGES, TINY, lively
-from tests.training_runs import all_ranks, curve, python, weights
+from tests.training_runs import all_ranks, begin_anew, curve, rest_of, weights
 
 CPU = ["--dtype=float32", "--device_type=cpu"]
 TRAIN = [
@@ -160,5 +160,5 @@ def test_counted_code_is_exactly_what_scoring_loads(tokenizer, tmp_path):
     model, path = model_for(tokenizer), tmp_path / "model.golf"
     stored = quantize_tensors(model.state_dict(), QuantConfig())
     path.write_bytes(choose_smallest(stored, model.cfg, tokenizer, {}).data)
-    loaded = python(tmp_path, "-c", SCORE_FROM_FILE, str(path)).split()
+    loaded = rest_of(begin_anew(tmp_path, "-c", SCORE_FROM_FILE, str(path))).split()
     assert set(loaded) == code_bytes().keys()
