@@ -475,8 +475,8 @@ def pack(clone: Path, folder: Path) -> None:
     from tasks.world.write import open_text
 
     tokenizer = Tokenizer.load("peer")
-    source = open_text(DataConfig(), load_last_source("peer"))
-    rows = open_rows(source, tokenizer, T)
+    text = open_text(DataConfig(), load_last_source("peer"))
+    rows = open_rows(text, tokenizer, T)
     shutil.rmtree(folder, ignore_errors=True)
     copy_upstream(clone, folder)
     with (folder / "train.bin").open("wb") as file:
@@ -489,7 +489,7 @@ def pack(clone: Path, folder: Path) -> None:
         [found] = find_spec(name).submodule_search_locations  # type: ignore
         kept = shutil.ignore_patterns("__pycache__", "tests")
         shutil.copytree(found, folder / "packages" / name, ignore=kept)
-    print(f"{folder}: {STEPS} steps of {BATCH_ROWS} rows of {source.name}, of {rows.num_rows:,}")
+    print(f"{folder}: {STEPS} steps of {BATCH_ROWS} rows of {text.name}, of {rows.num_rows:,}")
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -45,6 +45,13 @@ segments, else FlashAttention 3.
 """
 
 
+class Window(NamedTuple):
+    """Numbers of visible tokens before and after each one, for FlashAttention 3; -1 = all."""
+
+    before: int
+    after: int
+
+
 def attend(
     q: Tensor,
     k: Tensor,
@@ -64,7 +71,7 @@ def attend(
         view.write(layer, k, v)
         if not view.fresh:
             return attend_stored(q, *view.read(layer), mask, scale)
-    if isinstance(mask, tuple):
+    if isinstance(mask, Window):
         y = fa3_function(q, k, v, softmax_scale=scale, causal=True, window_size=mask)
         return y[0] if isinstance(y, tuple) else y
     return attend_sdpa(q, k, v, mask, scale)
@@ -78,15 +85,15 @@ def make_mask(
     all), with `segments` (B, T) only those of its own segment, with `cache` also the cached ones.
     A model calls this once per window and forward pass; layers share the mask.
 
-    Returns a bool tensor (B or 1, 1, T, keys), True = visible; None = plain causal; FlexAttention's
-    block mask; or the window as FlashAttention 3 takes it.
+    The kernel takes its own kind of mask. sdpa: a bool tensor (B or 1, 1, T, keys), True = visible,
+    or None = plain causal; FlexAttention: its block mask; FlashAttention 3: a `Window`.
     """
     if cache is not None and not cache.fresh:
         return cache.mask(window)
     T, device = x.size(1), x.device
     window = None if window is None or window >= T - 1 else window
     if backend == "fa3" and segments is None:
-        return -1 if window is None else window, 0
+        return Window(-1 if window is None else window, 0)
     if segments is None and window is None:
         return None
     if backend == "sdpa":

@@ -9,7 +9,8 @@ Chat format: render conversations as token ids, with a mask of the tokens that c
 
 A message is {"role": "system", "user" or "assistant", "content": text or a list of parts}; the
 role "developer" is the same as "system". A part is {"type", "text"} with type `text` or, in
-assistant messages, `python` (a tool call, with loss) or `python_output` (its result, no loss).
+assistant messages, `python` (a tool call, with loss) or `python_output` (its result, no loss). A
+message with "weight" 0 has no loss.
 System messages become user text. Consecutive messages of one speaker form one turn, with a blank
 line in between; consecutive text parts are concatenated. Text never encodes to special tokens,
 whatever a user types.
@@ -19,7 +20,6 @@ import codecs
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from itertools import groupby
-from operator import itemgetter
 from typing import Any, Literal, NamedTuple
 
 from nanochat.tokenizer import Tokenizer
@@ -70,14 +70,15 @@ def render_turn(
     has_loss = int(trained in (turn.speaker, "all"))
     ids, mask = [tokenizer.special(f"<|{turn.speaker}_start|>")], [0]
     for part in turn.parts:
-        part_ids, part_has_loss = tokenizer.encode(part["text"]), has_loss
+        part_ids, part_has_loss = tokenizer.encode(part["text"]), has_loss * weight_of(part)
         if part["type"] != "text":  # only in assistant turns
             first, last, can_have_loss = PARTS[part["type"]]
             part_ids = [tokenizer.special(first), *part_ids, tokenizer.special(last)]
-            part_has_loss = has_loss * can_have_loss
+            part_has_loss *= can_have_loss
         ids += part_ids
         mask += [part_has_loss] * len(part_ids)
-    return [*ids, tokenizer.special(f"<|{turn.speaker}_end|>")], [*mask, has_loss]
+    ends_with_loss = has_loss * weight_of(turn.parts[-1]) if turn.parts else has_loss
+    return [*ids, tokenizer.special(f"<|{turn.speaker}_end|>")], [*mask, ends_with_loss]
 
 
 def render_prompt(
@@ -119,11 +120,17 @@ def merge_turns(messages: Sequence[Message]) -> list[Turn]:
 def join_texts(parts: Sequence[Message]) -> list[Message]:
     """Join adjacent parts of text."""
     joined: list[Message] = []
-    for kind, group in groupby(parts, key=itemgetter("type")):
+    for (kind, weight), group in groupby(parts, key=lambda part: (part["type"], weight_of(part))):
         found = list(group)
         text = "".join(part["text"] for part in found)
-        joined += [{"type": "text", "text": text}] if kind == "text" else found
+        mark = {} if weight else {"weight": 0}
+        joined += [{"type": "text", "text": text, **mark}] if kind == "text" else found
     return joined
+
+
+def weight_of(part: Message) -> int:
+    """0 for a part of a message that is not trained on, else 1."""
+    return part.get("weight", 1)
 
 
 def validate_message(i: int, message: Message) -> tuple[str, list[Message]]:
@@ -145,7 +152,10 @@ def validate_message(i: int, message: Message) -> tuple[str, list[Message]]:
             raise ValueError(
                 f"message {i} has invalid part {part!r:.80}; {role} parts are {', '.join(known)}"
             )
-    return SPEAKERS[role], [part for part in content if part["type"] != "text" or part["text"]]
+    parts: list[Message] = [part for part in content if part["type"] != "text" or part["text"]]
+    if message.get("weight", 1) == 0:
+        parts = [{**part, "weight": 0} for part in parts]
+    return SPEAKERS[role], parts
 
 
 # ---- Conversations at inference ------------------------------------------------------------------

@@ -357,7 +357,7 @@ def load_model(checkpoint: Checkpoint, dist: DistContext, max_seq_len: int | Non
     Rebuild the model of a checkpoint on the device, from its saved class and config. `max_seq_len`
     overrides its row length. Raises UsageError as `model_class`.
     """
-    if changed := changed_code(checkpoint):
+    if changed := changed_model_code(checkpoint):
         dist.print0(printable(f"{checkpoint.folder} was trained by other code: {changed} changed"))
     kind, config = model_class(checkpoint.state)
     cfg = config(**checkpoint.state["model"])
@@ -367,7 +367,7 @@ def load_model(checkpoint: Checkpoint, dist: DistContext, max_seq_len: int | Non
     return model
 
 
-def changed_code(checkpoint: Checkpoint) -> str | None:
+def changed_model_code(checkpoint: Checkpoint) -> str | None:
     """Files of the model's class that have changed since the checkpoint was saved, or None."""
     kind, _ = model_class(checkpoint.state)
     file = Path(sys.modules[kind.__module__].__file__ or "")

@@ -1,7 +1,8 @@
 """
-Text sources: a dataset on the Hub, a local folder, or the built-in dataset.
+Text of one source or of several: a dataset on the Hub, a local folder, the built-in dataset.
 
-    DataConfig -> open_source -> Source: ordered shards -> texts(shard)
+    DataConfig -> open_text -> Text: sources and their shares -> documents
+                  open_source -> Source: ordered shards -> texts(shard)
 
 The first use of a source writes a manifest under the base directory: commit, file list, validation
 shard, and the SHA-256 of every file once it is read. Later runs must read exactly the same text or
@@ -15,10 +16,10 @@ import os
 import re
 import zlib
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -37,7 +38,7 @@ from nanochat.hub import HubRepo, pin_repo
 
 # ---- Reading files -------------------------------------------------------------------------------
 
-SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz")
+SUFFIXES = (".parquet", ".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
 READ_ROWS = 256  # parquet rows decoded at a time
 LEAVE_OUT = "replace it or remove it"
 
@@ -49,7 +50,7 @@ def read_texts(path: Path, skipped: Counter) -> Iterator[str]:
 
     Skipped texts are counted in `skipped` under `null`, `empty` and `undecodable`.
     """
-    for raw in (read_parquet if path.suffix == ".parquet" else read_jsonl)(path):
+    for raw in (read_parquet if path.suffix.lower() == ".parquet" else read_jsonl)(path):
         try:
             if raw:
                 yield raw.decode()
@@ -68,6 +69,10 @@ def read_parquet(path: Path) -> Iterator[bytes | None]:
                 raise ValueError(f"{path}: no column `text`; the columns are {names}; {LEAVE_OUT}")
             for batch in file.iter_batches(READ_ROWS, columns=["text"], use_threads=False):
                 yield from batch.column(0).cast(pa.large_binary()).to_pylist()
+    except pa.ArrowNotImplementedError as error:
+        kind = pq.read_schema(path).field("text").type
+        why = f"the column `text` has the type {kind}, not string"
+        raise ValueError(f"{path}: {why}; {LEAVE_OUT}") from error
     except (pa.ArrowException, OSError) as error:
         line = str(error).splitlines()[0]
         raise ValueError(f"{path} is not a readable parquet file ({line}); {LEAVE_OUT}") from error
@@ -79,8 +84,10 @@ def read_jsonl(path: Path) -> Iterator[bytes | None]:
         fields = value if isinstance(value, dict) else {}
         text = fields.get("text", 0)
         if not isinstance(text, str | None):
-            found = ", ".join(fields)[:200] or "none"
-            raise line_error(path, number, f"expected a string `text`; the fields are {found}")
+            found = f"the fields are {', '.join(fields)[:200] or 'none'}"
+            if "text" in fields:
+                found = f"it is {json.dumps(text):.60}"
+            raise line_error(path, number, f"expected a string `text`; {found}")
         # A lone surrogate becomes invalid UTF-8
         yield None if text is None else text.encode(errors="surrogatepass")
 
@@ -92,7 +99,8 @@ def read_json_lines(path: Path) -> Iterator[tuple[int, Any]]:
     """
     number = 0
     try:
-        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as stream:
+        packed = path.suffix.lower() == ".gz"
+        with gzip.open(path, "rb") if packed else path.open("rb") as stream:
             for number, line in enumerate(stream, 1):
                 if not line.isspace():
                     yield number, json.loads(line)
@@ -107,9 +115,9 @@ def line_error(path: Path, number: int, problem: str) -> ValueError:
 
 
 # ---- Text sources: ordered, frozen shards with a fingerprint -------------------------------------
-# A single file is split into two shards at document `tail_start`: training, then validation.
+# An only file of text is split into two shards at document `tail_start`: training, then validation.
 
-TAIL = "tail-of-"  # name prefix of a single file's validation shard
+TAIL = "tail-of-"  # name prefix of that validation shard
 
 
 @dataclass(frozen=True)
@@ -119,10 +127,11 @@ class DataConfig:
     dataset: str | None = None
     """Text source: a Hub dataset with parquet files (karpathy/climbmix-400b-shuffle), `embedded`
     (the built-in dataset, no network), or a local folder of .parquet, .jsonl or .jsonl.gz files
-    with a `text` field. Default: the source of the earlier stages."""
+    with a `text` field; or several with their shares of the rows: ./books=0.7,./code=0.3. Default:
+    the source of the earlier stages."""
     num_shards: int | None = None
-    """Training shards to use, from the first. Default: with --dataset, all; else, as in the earlier
-    stages."""
+    """Training shards to use of a single source, from the first. Default: with --dataset, all;
+    else, as in the earlier stages."""
 
     def __post_init__(self) -> None:
         require_at_least(self, num_shards=1)
@@ -135,8 +144,8 @@ class FirstUseConfig(DataConfig):
     revision: str | None = None
     """Branch, tag or commit of the repository. Default: main at first use, then pinned."""
     val_shard: str | None = None
-    """Validation file. Default: the last one named for validation, else for testing, else not for
-    training, else the last; of a single file, its last documents (1%; of few, up to 10%)."""
+    """Validation file. Default: the last one named for validation, else the last; of a single file,
+    its last documents (1%; of few, up to 10%)."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +161,7 @@ class Source:
     files: dict[str, dict[str, Any]] = field(compare=False)
     """File -> bytes and sha256, from the manifest."""
     tail_start: int | None
-    """First validation document of a single file."""
+    """First validation document of the only training file."""
     manifest: Path
     folder: Path
     """Directory of the files."""
@@ -198,9 +207,73 @@ class Source:
         path, skips = self.fetch(shard), Counter() if skipped is None else skipped
         if shard.startswith(TAIL):
             every = itertools.islice(read_texts(path, Counter()), self.tail_start, None)
-        else:
+        elif TAIL + shard == self.val_shard:
             every = itertools.islice(read_texts(path, skips), self.tail_start)
+        else:
+            every = read_texts(path, skips)
         return itertools.islice(every, most)
+
+
+@dataclass(frozen=True)
+class Text:
+    """Text of one source, or of several in proportion to their shares, which sum to 1."""
+
+    sources: Sequence[Source]
+    shares: Sequence[float]
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether there are several sources."""
+        return len(self.sources) > 1
+
+    @property
+    def name(self) -> str:
+        """Value for --dataset."""
+        first, *others = self.sources
+        pairs = zip(self.sources, self.shares, strict=True)
+        return ",".join(f"{s.name}={share:g}" for s, share in pairs) if others else first.name
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of the text of all sources and their shares; of a single one, its fingerprint."""
+        first, *others = (source.fingerprint for source in self.sources)
+        return fingerprint([first, *others, *self.shares]) if others else first
+
+    def describe(self) -> dict[str, Any]:
+        """JSON-ready description; `open_text(DataConfig(), described)` reopens this text."""
+        described = [source.describe() for source in self.sources]
+        if not self.is_mixed:
+            return described[0]
+        pairs = zip(described, self.shares, strict=True)
+        parts = {each["dataset"]: {**each, "share": share} for each, share in pairs}
+        return {"dataset": self.name, "fingerprint": self.fingerprint, "sources": parts}
+
+    def documents(self) -> Iterator[tuple[str, str]]:
+        """
+        Yield (shard, text) of each training document. Several sources alternate, so that the
+        characters of each are about its share, until they end.
+        """
+        running = {i: training_documents(source) for i, source in enumerate(self.sources)}
+        read = [0.0] * len(self.sources)  # characters divided by the share
+        while running:
+            i = min(running, key=read.__getitem__)
+            if (found := next(running[i], None)) is None:
+                del running[i]
+                continue
+            read[i] += len(found[1]) / self.shares[i]
+            yield found
+
+    def val_texts(self, most: int | None = None) -> Iterator[str]:
+        """Yield validation documents; of several sources, `most` in proportion to their shares."""
+        for source, share in zip(self.sources, self.shares, strict=True):
+            yield from source.texts(source.val_shard, most and max(1, round(most * share)))
+
+
+def training_documents(source: Source) -> Iterator[tuple[str, str]]:
+    """Yield (shard, text) of each training document of a source, in order."""
+    for shard in source.train_shards:
+        for text in source.texts(shard):
+            yield shard, text
 
 
 def find_tail(path: Path) -> int:
@@ -213,21 +286,24 @@ def find_tail(path: Path) -> int:
     if documents < 2:
         why = f"has {documents} non-empty documents; training and validation need one each"
         fix = "split it into documents, or add a file for validation"
-        raise ValueError(f"{path} is the only file and {why}; {fix}")
+        raise ValueError(f"{path} is the only file of text and {why}; {fix}")
     tail = max(1, min(documents // 10, max(documents // 100, 16)))
     held_out = f"the last {tail:,} of its {documents:,} documents"
-    print(printable(f"{path} is the only file: {held_out} are held out for validation"), flush=True)
+    print(printable(f"{path}, the only file of text: {held_out} are for validation"), flush=True)
     return documents - tail
 
 
 # ---- Opening a source ----------------------------------------------------------------------------
 # The manifest is written under the base directory at first use, after all checks have passed.
 
-# Names of files that are not trained on
-WORD = r"(?i)(?<![a-z])({})(s|_?sets?)?(?![a-z])"
-HELD_OUT = re.compile(WORD.format("val|valid|validation|dev|eval|evaluation|test|testing"))
-TEST = re.compile(WORD.format("test|testing"))
-TRAINING = re.compile(WORD.format("train|training"))
+Role = Literal["train", "validate", "leave out"]
+ROLES: dict[str, Role] = {  # name of a file or a folder, without shard numbers
+    **dict.fromkeys(("val", "valid", "validation", "dev"), "validate"),
+    **dict.fromkeys(("test", "tests", "testing", "eval", "evaluation"), "leave out"),
+}
+SHARD_NUMBER = re.compile(r"([-_.]?\d+)(-of-\d+)?(-[0-9a-f]{16})?$")
+MOST_LISTED = 10  # files in a message
+SMALLEST_SHARE = 1e-3  # of a source in a mixture
 
 
 def choose_source(cfg: DataConfig, recorded: Mapping[str, Any] | None) -> FirstUseConfig:
@@ -243,6 +319,54 @@ def choose_source(cfg: DataConfig, recorded: Mapping[str, Any] | None) -> FirstU
         names = ("dataset", "num_shards", "revision", "val_shard")
         given = {name: recorded.get(name) for name in names} | given
     return FirstUseConfig(**given)
+
+
+def split_mixture(words: str) -> dict[str, float]:
+    """
+    The sources of a value of --dataset and their shares, normalized: "a=0.7,b=0.3", or "a,b" for
+    equal ones. Raises ValueError for other forms, shares below SMALLEST_SHARE and repeated names.
+    """
+    if os.path.exists(words) or not re.search(r",|=[\d.]+$", words):
+        return {words: 1.0}
+    found: dict[str, float] = {}
+    parts = [part.strip() for part in words.split(",")]
+    for part in parts:
+        name, _, share = part.rpartition("=") if "=" in words else (part, "", "1")
+        if not name or not re.fullmatch(r"\d+\.?\d*|\.\d+", share) or not float(share):
+            form = "<source>=<share above 0>, as in ./books=0.7,./code=0.3"
+            raise ValueError(f"--dataset={words}: {part!r} must be {form}")
+        if name in found:
+            raise ValueError(f"--dataset={words} has {name} twice; add up its shares")
+        found[name] = float(share)
+    shares = {name: share / sum(found.values()) for name, share in found.items()}
+    if small := [name for name, share in shares.items() if share < SMALLEST_SHARE]:
+        raise ValueError(f"--dataset={words}: {small[0]} is less than {SMALLEST_SHARE} of all")
+    return shares
+
+
+def open_text(cfg: DataConfig, recorded: Mapping[str, Any] | None = None) -> Text:
+    """
+    Open the sources that `choose_source` returns, one or, separated by commas, several.
+
+    Raises ValueError with the fix if their text has changed, and for flags that are for one source.
+    """
+    wanted = choose_source(cfg, recorded)
+    shares = split_mixture(wanted.dataset or "")
+    if len(shares) == 1:
+        return Text([open_source(cfg, recorded)], [1.0])
+    for name in ("num_shards", "revision", "val_shard"):
+        if getattr(cfg, name, None) is not None:
+            fix = "open each alone first, such as with scripts.data --download_only, which fixes it"
+            raise ValueError(f"--{name} is for one source, not for {wanted.dataset}; {fix}")
+    known = (recorded or {}).get("sources", {}) if cfg.dataset is None else {}
+    if known:
+        sources = [open_source(DataConfig(), known[name]) for name in known]
+        return Text(sources, [known[name]["share"] for name in known])
+    sources = [open_source(FirstUseConfig(name)) for name in shares]
+    names = [source.name for source in sources]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"--dataset={wanted.dataset} has {twice[0]} twice; add up its shares")
+    return Text(sources, list(shares.values()))
 
 
 def open_source(cfg: DataConfig, recorded: Mapping[str, Any] | None = None) -> Source:
@@ -291,34 +415,51 @@ def split_shards(
     Return the training shards and the validation shard.
 
     The validation shard is the one `recorded` in the manifest at `path`; at first use,
-    cfg.val_shard, or the last one whose name says validation, or test, or does not say train, or
-    else the last one. Files named for evaluation are not trained on. Raises ValueError if a setting
-    contradicts that.
+    cfg.val_shard, or the last one named for validation, or else the last one, of a single one its
+    last documents. Files named for validation or tests are not trained on. Raises ValueError if a
+    setting contradicts that.
     """
+    text = [file for file in files if role_of(file) == "train"] if len(files) > 1 else files
+    named = [file for file in files if role_of(file) == "validate"] if len(files) > 1 else []
     options = [recorded] if recorded else files if len(files) > 1 else [TAIL + files[0]]
-    held_out = [file for file in files if HELD_OUT.search(file)] if len(files) > 1 else []
-    best = [file for file in held_out if not TEST.search(file)] or held_out
-    best = best or [file for file in options if not TRAINING.search(file)] or options
-    val_shard = cfg.val_shard or recorded or best[-1]
-    if held_out and val_shard not in held_out and TRAINING.search(val_shard):
-        raise ValueError(
-            f"--val_shard={val_shard} would validate on a file named for training; use "
-            f"--val_shard={best[-1]}"
-        )
-    if val_shard not in options:
+    if not text:
+        raise ValueError(f"{cfg.dataset} has only files named for evaluation; rename one of them")
+    val_shard = cfg.val_shard or recorded or [*text, *named][-1]
+    if not (cfg.val_shard or recorded or named or len(text) > 1):
+        val_shard = TAIL + val_shard
+    elif val_shard not in options:
         why = f"has {len(files)} files, {files[0]} to {files[-1]}; if there are several, choose one"
         if recorded:
             why = f"already validates on {recorded}; delete {path} to start over"
         raise ValueError(f"--val_shard={val_shard}: {cfg.dataset} {why}, or leave --val_shard out")
-    train = [file for file in files if file != val_shard and file not in held_out]
-    if not train and not val_shard.startswith(TAIL):
-        raise ValueError(f"{cfg.dataset} has only files named for evaluation; rename one of them")
+    train = [file for file in text if file != val_shard]
+    if not train:
+        raise ValueError(f"--val_shard={val_shard} leaves no file of {cfg.dataset} to train on")
     if cfg.num_shards is not None and cfg.num_shards > len(train):
         raise ValueError(
             f"--num_shards={cfg.num_shards}, but {cfg.dataset} has {len(train)} training shards; "
             f"use --num_shards={len(train)}, or leave it out to use all"
         )
     return train[: cfg.num_shards], val_shard
+
+
+def role_of(file: str) -> Role:
+    """
+    What a file is for, by its name or that of a folder that it is in: compared whole, without
+    suffix and shard number. So `test_prep_books.jsonl` is text.
+    """
+    names = [SHARD_NUMBER.sub("", part) for part in reversed(stem_of(file).split("/"))]
+    roles: list[Role] = [ROLES[name] for name in names if name in ROLES]
+    return roles[0] if roles else "train"
+
+
+def describe_files(train: Sequence[str], files: Sequence[str], val_shard: str) -> str:
+    """What the files of a source are used for, at its first use."""
+    used = f"trains on {len(train)} of {len(files)} files, validates on {val_shard}"
+    left = [file for file in files if file != val_shard and role_of(file) != "train"]
+    more = f" and {len(left) - MOST_LISTED} more" if len(left) > MOST_LISTED else ""
+    listed = f"; left out, by name: {', '.join(left[:MOST_LISTED])}{more}"
+    return used + (listed if left and len(files) > 1 else "")
 
 
 def require_recorded(source: Source, recorded: str | None) -> None:
@@ -356,7 +497,7 @@ def open_folder(cfg: FirstUseConfig, recorded: str | None) -> Source:
         fix = "check the path"
         if folder.is_file():
             fix = "use a folder of .jsonl files, each line with a `text` field (docs/data.md)"
-            if folder.name.endswith(SUFFIXES):
+            if is_text_file(folder.name):
                 fix = f"use its folder: --dataset={folder.parent}"
         raise ValueError(f"--dataset={cfg.dataset}: not a folder; {fix}")
     name = str(folder)
@@ -364,10 +505,11 @@ def open_folder(cfg: FirstUseConfig, recorded: str | None) -> Source:
     path = base_dir() / "data" / f"{folder.name}-{fingerprint(name)[:8]}" / "manifest.json"
     with hold_lock(path.parent / ".lock", f"reading {folder}"):
         old = read_json(path) if path.exists() else {}
-        names, num_ignored = find_files(folder)
+        names, others = find_files(folder)
         if not names:
             fix = "add one with a `text` field per row or line; docs/data.md converts .txt files"
-            raise ValueError(f"{folder} contains no {', '.join(SUFFIXES)} file; {fix}")
+            found = f" (ignored: {', '.join(others)})" if others else ""
+            raise ValueError(f"{folder} contains no {', '.join(SUFFIXES)} file{found}; {fix}")
         known = old.get("files", dict.fromkeys(names))
         if changes := sorted(known.keys() ^ set(names)):
             raise ValueError(
@@ -376,18 +518,22 @@ def open_folder(cfg: FirstUseConfig, recorded: str | None) -> Source:
             )
         train, val_shard = split_shards(cfg, names, old.get("val_shard"), path)
         files = {file: check_file(folder / file, known[file], path) for file in names}
+        stems = Counter(map(stem_of, names))
+        if twice := [stem for stem, count in stems.items() if count > 1]:
+            raise ValueError(f"{folder}: several files are named {twice[0]}; remove or rename one")
         by_digest: dict[str, str] = {}
         for file, entry in files.items():
             if (same := by_digest.setdefault(entry["sha256"], file)) != file:
                 raise ValueError(f"{folder}: {same} and {file} have equal content; remove one")
         manifest = {"data_dir": name, "val_shard": val_shard, "files": files}
         if val_shard.startswith(TAIL):
-            manifest["tail_start"] = old.get("tail_start") or find_tail(folder / names[0])
+            tail = folder / val_shard.removeprefix(TAIL)
+            manifest["tail_start"] = old.get("tail_start") or find_tail(tail)
         source = make_source(cfg, manifest, path, folder)
         require_recorded(source, recorded)
         if not old:
-            ignored = f"; ignored {num_ignored} files of other types" if num_ignored else ""
-            used = f"trains on {len(train)} of {len(names)} files, validates on {val_shard}"
+            ignored = f"; ignored: {', '.join(others)}" if others else ""
+            used = describe_files(train, names, val_shard)
             print(printable(f"{folder}: {used}{ignored}"), flush=True)
         if manifest != old:
             write_json(path, manifest)
@@ -401,10 +547,21 @@ def require_unchanged(path: Path, known: dict[str, Any], manifest: Path) -> None
         raise ValueError(f"{path} is missing or does not match its SHA-256 in {manifest}; {fix}")
 
 
-def find_files(folder: Path) -> tuple[list[str], int]:
+def is_text_file(name: str) -> bool:
+    """Whether a file has one of the SUFFIXES, in lower or upper case."""
+    return name.lower().endswith(SUFFIXES)
+
+
+def stem_of(file: str) -> str:
+    """The path of a file in lower case, without its suffix."""
+    suffix = max(filter(file.lower().endswith, SUFFIXES), key=len, default="")
+    return file.lower().removesuffix(suffix)
+
+
+def find_files(folder: Path) -> tuple[list[str], list[str]]:
     """
-    Return the sorted names of the text files under a folder, and the number of other files. Links
-    to folders are followed; hidden files and folders are left out.
+    Return the sorted names of the text files under a folder, and how many others there are of each
+    type, as in "3 .txt". Links to folders are followed; hidden files and folders are left out.
 
     Raises ValueError for an entry that is not a regular file and for a link that would repeat text,
     OSError for an unreadable folder.
@@ -413,7 +570,7 @@ def find_files(folder: Path) -> tuple[list[str], int]:
     def stop(error: OSError) -> None:
         raise error
 
-    names, seen, others = [], {}, 0
+    names, seen, others = [], {}, Counter[str]()
     for below, folders, files in os.walk(folder, onerror=stop, followlinks=True):
         folders[:] = [name for name in folders if not name.startswith(".")]
         real = Path(below).resolve()
@@ -422,12 +579,12 @@ def find_files(folder: Path) -> tuple[list[str], int]:
             raise ValueError(f"{below} links to {real}, already read as {other}; remove one")
         seen[real] = below
         visible = [file for file in files if not file.startswith(".")]
-        paths = [Path(below, file) for file in visible if file.endswith(SUFFIXES)]
-        others += len(visible) - len(paths)
+        paths = [Path(below, file) for file in visible if is_text_file(file)]
+        others.update(Path(file).suffix or file for file in visible if not is_text_file(file))
         if wrong := [path for path in paths if not path.is_file()]:
             raise ValueError(f"{wrong[0]} is a broken link or not a regular file; remove it")
         names += [path.relative_to(folder).as_posix() for path in paths]
-    return sorted(names), others
+    return sorted(names), [f"{count} {kind}" for kind, count in others.most_common(10)]
 
 
 def check_file(file: Path, known: dict[str, Any] | None, manifest: Path) -> dict[str, Any]:
@@ -469,12 +626,11 @@ def open_hub(cfg: FirstUseConfig, path: Path) -> Source:
         if not path.exists():
             manifest["val_shard"] = val_shard
             write_json(path, manifest)
-            used = f"trains on {len(train)} of {len(files)} files, validates on {val_shard}"
-            print(printable(f"{name}: {used}"), flush=True)
+            print(printable(f"{name}: {describe_files(train, files, val_shard)}"), flush=True)
     repo = HubRepo(name, path.parent, manifest["commit"])
     if val_shard.startswith(TAIL) and "tail_start" not in manifest:
         try:
-            manifest["tail_start"] = find_tail(repo.fetch(files[0]))
+            manifest["tail_start"] = find_tail(repo.fetch(val_shard.removeprefix(TAIL)))
         except ValueError:
             path.unlink()  # so that a later commit can be used
             raise

@@ -22,7 +22,7 @@ from nanochat.common import IGNORE, StopRequest, StopRequested, UsageError
 from nanochat.config import require_at_least
 from nanochat.dist import DistContext
 from nanochat.gpt import GPT, inference_copy
-from nanochat.rows import Rows, inputs_and_targets
+from nanochat.rows import AnyRows, MixedRows, Rows, inputs_and_targets
 from nanochat.tokenizer import Tokenizer
 
 
@@ -126,9 +126,8 @@ def row_batches(batches: Iterable[np.ndarray], rows: int) -> Iterator[Batch]:
 
 class Validation:
     """
-    Validation rows of one or, in a mixture, several buckets, each with the same number of rows or,
-    if it has fewer, all.
-    Raises UsageError if they are damaged.
+    Validation rows of one or, in a mixture, several buckets, each with its share of the rows (by
+    default equal ones) or, if it has fewer, all. Raises UsageError if they are damaged.
     """
 
     def __init__(
@@ -137,17 +136,20 @@ class Validation:
         rows: Mapping[str, Rows],
         tokenizer: Tokenizer,
         dist: DistContext,
+        shares: Sequence[float] = (),
     ):
         self.rows, self.dist = rows, dist
         self.token_bytes = tokenizer.token_bytes()
-        T = next(iter(rows.values())).max_seq_len
-        self.num_rows = max(1, cfg.tokens(dist) // T // len(rows))
+        total = cfg.tokens(dist) // next(iter(rows.values())).max_seq_len
+        shares = shares or [1 / len(rows)] * len(rows)
+        pairs = zip(rows, shares, strict=True)
+        self.num_rows = {name: max(1, int(total * share + 1e-6)) for name, share in pairs}
         for each in rows.values():
             each.open(each.val_shard)
 
     def batches(self, bucket: str, device_rows: int) -> Iterator[Batch]:
         """Yield this rank's batches of a bucket, of `device_rows` rows."""
-        share = self.num_rows, self.dist.rank, self.dist.world_size
+        share = self.num_rows[bucket], self.dist.rank, self.dist.world_size
         return row_batches(self.rows[bucket].val_batches(device_rows, *share), device_rows)
 
     def score(
@@ -171,6 +173,15 @@ class Validation:
         if len(found) > 1:
             metrics |= {f"val_bpb:{name}": bpb.value for name, bpb in found.items()}
         return metrics
+
+
+def validate_text(
+    cfg: ValidationConfig, rows: AnyRows, tokenizer: Tokenizer, dist: DistContext
+) -> Validation:
+    """Validation on the text of a run; of several sources, in proportion to their shares."""
+    if isinstance(rows, MixedRows):
+        return Validation(cfg, rows.parts, tokenizer, dist, rows.shares)
+    return Validation(cfg, {"text": rows}, tokenizer, dist)
 
 
 # ---- Whole documents -----------------------------------------------------------------------------

@@ -27,6 +27,7 @@ import yaml
 from nanochat import stats
 from nanochat.attention import CacheView, fill_batches, pad_right
 from nanochat.common import (
+    IGNORE,
     UsageError,
     base_dir,
     fingerprint,
@@ -172,27 +173,25 @@ def score_batch(model: Any, questions: Sequence[Question]) -> list[list[OptionSc
     saved = sum(q.shared * (len(q.options) - 1) for q in questions)
     total = sum(len(ids) for q in questions for ids in q.options)
     shares_prefix = model.new_cache and saved >= MIN_SHARED_FRACTION * total
-    inputs, targets, counts = [], [], []  # of each option: tokens, and how many are scored
+    inputs, targets = [], []  # a row for each option
     for q in questions:
+        skipped = q.shared if shares_prefix else 0
         for ids, start in zip(q.options, q.starts, strict=True):
-            inputs.append(ids[q.shared if shares_prefix else 0 : -1])
-            targets += ids[start:]
-            counts.append(len(ids) - start)
-    x = pad_right(inputs, 0, model.device)  # (B, T)
+            inputs.append(ids[skipped:-1])
+            targets.append([*[IGNORE] * (start - 1 - skipped), *ids[start:]])
+    x, y = pad_right(inputs, 0, model.device), pad_right(targets, IGNORE, model.device)  # (B, T)
     view = prefill_shared(model, questions, x.size(1)) if shares_prefix else None
-    ends = [row * x.size(1) + len(ids) for row, ids in enumerate(inputs)]
-    index = [i for end, n in zip(ends, counts, strict=True) for i in range(end - n, end)]
-    index, y = (torch.tensor(each, device=model.device) for each in (index, targets))  # (N,)
-    states = model.hidden(x, view).flatten(0, 1)[index]  # (N, C)
-    nats, greedy = [], []
-    for h, target in zip(states.split(HEAD_TOKENS), y.split(HEAD_TOKENS), strict=True):
-        logits = model.logits(h).float()
-        nats.append(F.cross_entropy(logits, target, reduction="none"))
-        greedy.append(logits.argmax(dim=1) == target)
-    each = (torch.cat(parts).cpu().split(counts) for parts in (nats, greedy))
-    scores = (
-        OptionScore(n.double().mean().item(), bool(g.all())) for n, g in zip(*each, strict=True)
-    )
+    scored = y != IGNORE
+    states, y = model.hidden(x, view)[scored], y[scored]  # (N, C), (N,)
+    nats, greedy = torch.empty(len(y)), torch.empty(len(y), dtype=torch.bool)
+    for first in range(0, len(y), HEAD_TOKENS):
+        part = slice(first, first + HEAD_TOKENS)
+        logits = model.logits(states[part]).float()
+        nats[part] = F.cross_entropy(logits, y[part], reduction="none")
+        greedy[part] = logits.argmax(dim=1) == y[part]
+    counts = scored.sum(dim=1).tolist()
+    each = zip(nats.double().split(counts), greedy.split(counts), strict=True)
+    scores = (OptionScore(n.mean().item(), bool(g.all())) for n, g in each)
     return [[next(scores) for _ in q.options] for q in questions]
 
 

@@ -18,18 +18,20 @@ from nanochat.chat_format import Trained
 from nanochat.checkpoint import (
     ASIDE,
     CHANGED,
+    FOLDERS,
     Checkpoint,
-    changed_code,
+    Stage,
+    changed_model_code,
     find_checkpoint,
     stage_folder,
 )
 from nanochat.config import require_positive
-from nanochat.dist import DistContext
+from nanochat.dist import DistContext, init_dist
 from nanochat.eval_bpb import ValidationConfig
 from nanochat.gpt import GPT
 from nanochat.optim import MuonAdamW, OptimConfig, ScheduleConfig
 from nanochat.rows import ChatPart, Rows, open_chat_rows, pack_chats
-from nanochat.run import Run
+from nanochat.run import Run, resumed_state
 from nanochat.scaling import batch_lr_factor, divisible_batch, make_rules
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import Compile, TrainConfig, document_segments
@@ -77,6 +79,27 @@ class FinetuneConfig:
         return ScheduleConfig(0, self.warmdown_ratio, final_lr_frac=0.0)
 
 
+def open_stage(
+    stage: Stage, cfg: Script, parents: Sequence[str] = tuple(FOLDERS)
+) -> tuple[Script, Checkpoint, str, dict[str, Any], DistContext]:
+    """
+    Open a stage that starts from a checkpoint of one of `parents`, by default any stage.
+
+    Returns the script's config with the peak learning rates of the base model where no flag sets
+    them; the parent; the tag of the run; the state of the run that will be resumed, if any
+    (`resumed_state`); and the ranks, with the dtype of that run, else of the parent. Raises as
+    `open_parent` and `choose_tag`.
+    """
+    train = cfg.train
+    dist = init_dist(train.dist, train.seed)
+    parent = open_parent(cfg.source, parents, train, dist)
+    tag = choose_tag(stage, parent, train)
+    before = resumed_state(stage, tag, train, dist)
+    dist = dist.keep_dtype(train.dist, (before or parent.state).get("compute"))
+    optim = train.optim.with_learning_rates(base_learning_rates(parent))
+    return replace(cfg, train=replace(train, optim=optim)), parent, tag, before, dist
+
+
 def open_parent(
     source: str, stages: Sequence[str], cfg: TrainConfig, dist: DistContext
 ) -> Checkpoint:
@@ -92,12 +115,6 @@ def open_parent(
     return dist.on_main(lambda: find_checkpoint(source, cfg.model_tag or None))
 
 
-def inherit_learning_rates(cfg: Script, parent: Checkpoint) -> Script:
-    """A script's config with the peak learning rates of the base model, where no flag sets them."""
-    optim = cfg.train.optim.with_learning_rates(base_learning_rates(parent))
-    return replace(cfg, train=replace(cfg.train, optim=optim))
-
-
 def base_learning_rates(parent: Checkpoint) -> Mapping[str, float]:
     """The peak learning rates with which the base model of a checkpoint was trained, if known."""
     return parent.state.get("learning_rates") or OptimConfig().learning_rates()
@@ -111,15 +128,15 @@ def inherited_state(parent: Checkpoint) -> dict[str, Any]:
     return {"source": parent.state["source"], "learning_rates": base_learning_rates(parent)}
 
 
-def choose_tag(kind: str, parent: Checkpoint, cfg: TrainConfig) -> str:
+def choose_tag(stage: Stage, parent: Checkpoint, cfg: TrainConfig) -> str:
     """
     Tag of a stage's checkpoints: --model_tag or the parent's. Raises ValueError if they would
     replace the parent.
     """
     tag = cfg.model_tag or parent.folder.parent.name.partition(ASIDE)[0]
-    if parent.folder.parent == stage_folder(kind) / tag:
+    if parent.folder.parent == stage_folder(stage) / tag:
         raise ValueError(
-            f"this run would replace its parent {kind}:{tag}; use --source={kind}:{tag} and "
+            f"this run would replace its parent {stage}:{tag}; use --source={stage}:{tag} and "
             "another --model_tag"
         )
     return tag
@@ -165,7 +182,7 @@ def tuning_optimizer(
 def finetuning_values(run: Run, parent: Checkpoint, metrics: Mapping[str, float]) -> dict[str, Any]:
     """Values that the records of both stages have. metrics: those of the last validation."""
     return {
-        CHANGED: changed_code(parent),
+        CHANGED: changed_model_code(parent),
         "Number of iterations": run.num_steps,
         "DDP world size": run.dist.world_size,
         "Minimum validation bpb": run.progress.min_val,

@@ -5,10 +5,11 @@ Packed sequences ("rows") on disk, and batches as a pure function of (rows, seed
     conversations -> ids, or ~ids without loss -> Packer -> the same
     Rows.batch(first, count) -> ids (count, T + 1) -> inputs_and_targets -> tokens, targets
 
-The order of rows: a run reads an endless sequence of epochs. Within an epoch, shards come in a
-fixed order and the rows of each are permuted by (seed, epoch, shard). Step s of a run with R rows
-per step reads rows s * R to (s + 1) * R - 1 of that sequence; every rank reads its slice. There is
-no state: a step gets the same rows after a resume or with a new number of ranks.
+The order of rows: a run reads an endless sequence of epochs. Within an epoch, windows of
+consecutive shards, of about WINDOW_TOKENS tokens, come in a fixed order, and the rows of each are
+permuted by (seed, epoch, window), so that files of one folder mix. Step s of a run with R rows per
+step reads rows s * R to (s + 1) * R - 1 of that sequence; every rank reads its slice. There is no
+state: a step gets the same rows after a resume or with a new number of ranks.
 
 A shard is complete once its .json exists, which is written last.
 """
@@ -36,7 +37,7 @@ from nanochat import chat_format, common, dataset
 from nanochat.chat_format import Message, Trained, render
 from nanochat.common import IGNORE, UsageError
 from nanochat.config import Console
-from nanochat.dataset import Source
+from nanochat.dataset import Source, Text
 from nanochat.recipe import digests
 from nanochat.tokenizer import Tokenizer
 
@@ -68,10 +69,13 @@ def inputs_and_targets(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 # output of Generator.permutation), so a run can be resumed with another numpy version.
 
 
-@lru_cache(maxsize=64)
-def permutation(seed: int, epoch: int, shard: int, n: int) -> np.ndarray:
-    """Return the order of the `n` rows of a shard in an epoch, or of things numbered otherwise."""
-    order = np.argsort(np.random.PCG64([seed, epoch, shard]).random_raw(n), kind="stable")
+WINDOW_TOKENS = 1 << 25  # a window ends with the shard that makes it this large; packed in seconds
+
+
+@lru_cache(maxsize=16)
+def permutation(seed: int, epoch: int, window: int, n: int) -> np.ndarray:
+    """Return the order of the `n` rows of a window in an epoch, or of things numbered otherwise."""
+    order = np.argsort(np.random.PCG64([seed, epoch, window]).random_raw(n), kind="stable")
     order.setflags(write=False)
     return order
 
@@ -103,17 +107,35 @@ class Rows:
 
     @property
     def num_rows(self) -> int:
-        """Number of training rows in the shards before the first one that is not packed."""
+        """Number of training rows in the windows before the first one that is not packed."""
         return int(self.starts[-1])
+
+    @cached_property
+    def windows(self) -> list[range]:
+        """
+        Indices of the shards of each window. They follow from expected sizes, so packing more
+        shards does not change them.
+        """
+        found, first, rows = [], 0, 0.0
+        for i, shard in enumerate(self.train_shards, 1):
+            rows += self.expected.get(shard, math.inf)
+            if rows * self.max_seq_len >= WINDOW_TOKENS or i == len(self.train_shards):
+                found.append(range(first, i))
+                first, rows = i, 0.0
+        return found
 
     @cached_property
     def starts(self) -> np.ndarray:
         """
-        Index within the epoch of the first row of each packed shard, and the number of rows. Read
-        once, after packing.
+        Index within the epoch of the first row of each shard of the packed windows, and the number
+        of rows. Read once, after packing.
         """
-        packed = takewhile(self.is_packed, self.train_shards)
-        return np.cumsum([0, *(self.record(shard)["rows"] for shard in packed)])
+
+        def is_packed(window: range) -> bool:
+            return all(self.is_packed(self.train_shards[i]) for i in window)
+
+        packed = [i for window in takewhile(is_packed, self.windows) for i in window]
+        return np.cumsum([0, *(self.record(self.train_shards[i])["rows"] for i in packed)])
 
     def row_ids(self, first: int, count: int, seed: int) -> np.ndarray:
         """
@@ -128,13 +150,15 @@ class Rows:
                 "use more text" if complete else "the same command with --resume=auto packs it",
             )
         epochs, numbers = np.divmod(numbers, total)
+        firsts = [window.start for window in self.windows if window.stop < len(self.starts)]
+        bounds = np.append(self.starts[firsts], total)
+        windows = np.searchsorted(bounds, numbers, side="right") - 1
+        for epoch, window in sorted(set(zip(epochs.tolist(), windows.tolist(), strict=True))):
+            here, begin = (epochs == epoch) & (windows == window), int(bounds[window])
+            order = permutation(seed, epoch, window, int(bounds[window + 1]) - begin)
+            numbers[here] = begin + order[numbers[here] - begin]
         shards = np.searchsorted(self.starts, numbers, side="right") - 1
-        rows = numbers - self.starts[shards]
-        for epoch, shard in sorted(set(zip(epochs.tolist(), shards.tolist(), strict=True))):
-            here = (epochs == epoch) & (shards == shard)
-            count = int(self.starts[shard + 1] - self.starts[shard])
-            rows[here] = permutation(seed, epoch, shard, count)[rows[here]]
-        return np.stack([epochs, shards, rows], axis=1)
+        return np.stack([epochs, shards, numbers - self.starts[shards]], axis=1)
 
     def read(self, ids: np.ndarray) -> np.ndarray:
         """Return the rows of `ids`, (n, max_seq_len + 1), in the stored dtype."""
@@ -176,10 +200,12 @@ class Rows:
                 fix = "the same command with --resume=auto packs it"
                 raise UsageError(f"{shard} is not packed in {self.folder}", fix)
             counts, path = self.record(shard), self.path(shard, ".bin")
-            if not path.is_file() or common.sha256_file(path) != counts["sha256"]:
+            size = counts["rows"] * (self.max_seq_len + 1) * self.dtype.itemsize
+            fits = path.is_file() and path.stat().st_size == size  # and the record is not damaged
+            if not fits or common.sha256_file(path) != counts["sha256"]:
                 self.path(shard, ".json").unlink(missing_ok=True)  # several ranks may find it
                 raise UsageError(
-                    f"{path} is damaged: its SHA-256 does not match the record; it was not used",
+                    f"{path} is damaged: it does not match its record; it was not used",
                     "the same command (training: with --resume=auto) packs it again",
                 )
             flat = np.memmap(path, self.dtype, "r") if counts["rows"] else np.empty(0, self.dtype)
@@ -206,6 +232,140 @@ class Rows:
         """File of a shard: .bin has its rows, .json their record, .lock is held while packing."""
         name = shard.replace("%", "%25").replace("/", "%2F")  # injective
         return self.folder / f"{name}{suffix}"
+
+
+# ---- Rows of several sources ---------------------------------------------------------------------
+
+BLOCK = 10_000  # rows among which each source has exactly its share
+
+
+class Block(NamedTuple):
+    """Which source each row of a block comes from."""
+
+    sources: np.ndarray
+    """Index of the source of each row."""
+    numbers: np.ndarray
+    """Number of each row among those of its source in the block."""
+
+
+def split_block(shares: Sequence[float]) -> np.ndarray:
+    """Rows of each source in a block, in proportion to the shares, by largest remainder."""
+    exact = np.array(shares) * BLOCK
+    counts = np.floor(exact).astype(np.int64)
+    counts[np.argsort(counts - exact, kind="stable")[: BLOCK - counts.sum()]] += 1
+    return counts
+
+
+@lru_cache(maxsize=64)
+def draw_block(shares: tuple[float, ...], seed: int, block: int) -> Block:
+    """
+    A random order of the sources in a block, in which any run of rows has about the same shares:
+    row j of n of a source is at a random point between j / n and (j + 1) / n of the block.
+    """
+    counts = split_block(shares)
+    random = np.random.PCG64([seed, block]).random_raw(BLOCK) / 2.0**64
+    numbers = np.concatenate([np.arange(count) for count in counts])
+    sources = np.repeat(np.arange(len(counts)), counts)
+    order = np.argsort((numbers + random) / counts[sources], kind="stable")
+    sources, numbers = sources[order], numbers[order]
+    return Block(sources, numbers)
+
+
+@dataclass(eq=False)
+class MixedRows:
+    """
+    The rows of several sources in proportion to their shares. Which source a row comes from depends
+    on (seed, number of the row) only; a source that ends begins anew while others go on.
+    """
+
+    parts: Mapping[str, Rows]
+    """Name of the source -> its rows, which all mixtures share."""
+    shares: tuple[float, ...]
+    recipe: Mapping[str, Any]
+    """As that of `Rows`."""
+
+    def __post_init__(self) -> None:
+        self.max_seq_len: int = self.recipe["max_seq_len"]
+        self.fingerprint: str = self.recipe["fingerprint"]
+
+    @property
+    def num_rows(self) -> int:
+        """Number of packed training rows of all sources."""
+        return sum(part.num_rows for part in self.parts.values())
+
+    def place(self, first: int, count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+        """
+        The source of each of the rows number `first` to `first + count` of a run, and its number
+        among the rows of that source, (count,) each.
+        """
+        blocks, within = np.divmod(first + np.arange(count, dtype=np.int64), BLOCK)
+        sources, numbers = np.empty_like(within), np.empty_like(within)
+        counts = split_block(self.shares)
+        for block in np.unique(blocks).tolist():
+            here = blocks == block
+            drawn = draw_block(self.shares, seed, block)
+            sources[here] = drawn.sources[within[here]]
+            numbers[here] = block * counts[sources[here]] + drawn.numbers[within[here]]
+        return sources, numbers
+
+    def row_ids(self, first: int, count: int, seed: int) -> np.ndarray:
+        """
+        As `Rows.row_ids`, (count, 4): source, epoch, shard, row. The numbers of a source's rows
+        ascend, so each is read in the order of a run on that source alone.
+        """
+        sources, numbers = self.place(first, count, seed)
+        ids = np.empty((count, 4), np.int64)
+        for i, rows in enumerate(self.parts.values()):
+            here = np.flatnonzero(sources == i)
+            if len(here):
+                begin = int(numbers[here].min())
+                span = rows.row_ids(begin, int(numbers[here].max()) - begin + 1, seed)
+                ids[here, 0], ids[here, 1:] = i, span[numbers[here] - begin]
+        return ids
+
+    def read(self, ids: np.ndarray) -> np.ndarray:
+        """Return the rows of `ids`, (n, max_seq_len + 1), in the stored dtype."""
+        first, *_ = parts = list(self.parts.values())
+        out = np.empty((len(ids), self.max_seq_len + 1), first.dtype)
+        for i in np.unique(ids[:, 0]).tolist():
+            here = ids[:, 0] == i
+            out[here] = parts[i].read(ids[here, 1:])
+        return out
+
+    def batch(self, first: int, count: int, seed: int) -> np.ndarray:
+        """As `Rows.batch`."""
+        return self.read(self.row_ids(first, count, seed))
+
+    def val_rows(self, num_rows: int) -> dict[str, int]:
+        """How many of `num_rows` validation rows each source has, at least one."""
+        pairs = zip(self.parts, self.shares, strict=True)
+        return {name: max(1, round(share * num_rows)) for name, share in pairs}
+
+    def val_batches(
+        self, rows_per_batch: int, num_rows: int, rank: int = 0, world_size: int = 1
+    ) -> Iterator[np.ndarray]:
+        """As `Rows.val_batches`, of one source after another in proportion to the shares."""
+        for name, count in self.val_rows(num_rows).items():
+            yield from self.parts[name].val_batches(rows_per_batch, count, rank, world_size)
+
+    def totals(self) -> Counter[str]:
+        """Sum the counts of all packed training shards."""
+        return sum((part.totals() for part in self.parts.values()), Counter[str]())
+
+    def table(self, num_rows: int, seed: int) -> dict[str, Any]:
+        """Table for a record: what the first `num_rows` rows of a run took of each source."""
+        counts, lines = split_block(self.shares) * (num_rows // BLOCK), []
+        rest = draw_block(self.shares, seed, num_rows // BLOCK).sources[: num_rows % BLOCK]
+        counts = counts + np.bincount(rest, minlength=len(counts))
+        for (name, rows), used in zip(self.parts.items(), counts.tolist(), strict=True):
+            complete = all(map(rows.is_packed, rows.train_shards))
+            epochs = f"{used / max(1, rows.num_rows):.2f}" if complete else "below 1"
+            tokens = f"{used * self.max_seq_len:,}"
+            lines.append([name, tokens, epochs, f"{used / max(1, num_rows):.1%}"])
+        return {"title": "Text", "columns": ["Source", "Tokens", "Epochs", "Share"], "rows": lines}
+
+
+AnyRows = Rows | MixedRows
 
 
 # ---- Best-fit packing of documents into rows -----------------------------------------------------
@@ -361,9 +521,25 @@ TOKENS_PER_STORED_BYTE = {".parquet": 1.0, ".gz": 1.0}
 TOKENS_PER_BYTE = 0.3
 
 
-def open_rows(source: Source, tokenizer: Tokenizer, max_seq_len: int) -> Rows:
+def open_rows(text: Text, tokenizer: Tokenizer, max_seq_len: int) -> AnyRows:
+    """Open the rows of a text under rows/; they need not be packed yet."""
+    parts = {
+        source.name: open_source_rows(source, tokenizer, max_seq_len) for source in text.sources
+    }
+    if not text.is_mixed:
+        return next(iter(parts.values()))
+    shares = dict(zip(parts, text.shares, strict=True))
+    sources = {name: rows.recipe["source"] for name, rows in parts.items()}
+    made_of = {"tokenizer": tokenizer.fingerprint, "max_seq_len": max_seq_len}
+    hashes = [rows.fingerprint for rows in parts.values()]
+    mixed = common.fingerprint([hashes, *text.shares])
+    recipe = {"fingerprint": mixed, "sources": sources, "shares": shares, **made_of}
+    return MixedRows(parts, tuple(text.shares), recipe)
+
+
+def open_source_rows(source: Source, tokenizer: Tokenizer, max_seq_len: int) -> Rows:
     """
-    Open the rows of a source under rows/; they need not be packed yet.
+    Open the rows of one source.
 
     The folder name is a hash of everything that determines the rows of a shard, this file's and
     dataset.py's code included, so runs with more or fewer shards share it.
@@ -386,7 +562,7 @@ def open_rows(source: Source, tokenizer: Tokenizer, max_seq_len: int) -> Rows:
 
 def expected_rows(source: Source, file: str, row_length: int) -> float:
     """Rough number of rows of a file, from its size."""
-    tokens = TOKENS_PER_STORED_BYTE.get(Path(file).suffix, TOKENS_PER_BYTE)
+    tokens = TOKENS_PER_STORED_BYTE.get(Path(file).suffix.lower(), TOKENS_PER_BYTE)
     return source.files[file]["bytes"] * tokens / row_length
 
 
@@ -416,25 +592,48 @@ def group_files(source: Source, row_length: int) -> dict[str, list[str]]:
 
 
 def missing_shards(rows: Rows, num_rows: int | None = None) -> list[str]:
-    """The shards still to pack: for validation, and for about `num_rows` training rows or all."""
+    """
+    The shards still to pack: for validation, and for about `num_rows` training rows in whole
+    windows, or all.
+    """
     shards, known = [rows.val_shard], 0.0
-    for shard in rows.train_shards:
+    for window in rows.windows:
         if num_rows is not None and known >= num_rows:
             break
-        shards.append(shard)
-        known += rows.record(shard)["rows"] if rows.is_packed(shard) else rows.expected[shard]
+        for shard in (rows.train_shards[i] for i in window):
+            shards.append(shard)
+            known += rows.record(shard)["rows"] if rows.is_packed(shard) else rows.expected[shard]
     return [shard for shard in shards if not rows.is_packed(shard)]
 
 
-def pack_text(
-    rows: Rows, source: Source, tokenizer: Tokenizer, num_rows: int | None = None
-) -> None:
+def parts_to_pack(
+    rows: AnyRows, text: Text, num_rows: int | None
+) -> Iterator[tuple[Rows, Source, int | None]]:
+    """The rows of each source, and how many training rows a run over `num_rows` needs of them."""
+    if isinstance(rows, Rows):
+        yield rows, text.sources[0], num_rows
+        return
+    counts = split_block(rows.shares)
+    for part, source, count in zip(rows.parts.values(), text.sources, counts.tolist(), strict=True):
+        spread = len(counts) + 1  # by which the first rows of a block may exceed its share
+        yield part, source, num_rows and math.ceil(num_rows * count / BLOCK) + spread
+
+
+def pack_text(rows: AnyRows, text: Text, tokenizer: Tokenizer, num_rows: int | None = None) -> None:
     """
     Pack missing shards in order until there are `num_rows` training rows (default: all shards).
 
     Shares the work with other processes that call it, and returns when all of it is done. Raises
     ValueError for unreadable files.
     """
+    for part, source, count in parts_to_pack(rows, text, num_rows):
+        pack_source(part, source, tokenizer, count)
+
+
+def pack_source(
+    rows: Rows, source: Source, tokenizer: Tokenizer, num_rows: int | None = None
+) -> None:
+    """`pack_text` of one source."""
     while todo := missing_shards(rows, num_rows):
         for shard in todo:
             with common.try_lock(rows.path(shard, ".lock")) as mine:
@@ -465,8 +664,8 @@ def pack_shard(rows: Rows, shard: str, source: Source, tokenizer: Tokenizer) -> 
 
 
 def pack_rows(
-    rows: Rows,
-    source: Source,
+    rows: AnyRows,
+    text: Text,
     tokenizer: Tokenizer,
     num_rows: int | None = None,
     workers: int | None = None,
@@ -476,12 +675,20 @@ def pack_rows(
     if this one does; if one is killed, this one does the rest. Finished shards are kept. Raises
     UsageError if one fails; it prints its error.
     """
+    for part, source, count in parts_to_pack(rows, text, num_rows):
+        pack_in_processes(part, source, tokenizer, count, workers)
+
+
+def pack_in_processes(
+    rows: Rows, source: Source, tokenizer: Tokenizer, num_rows: int | None, workers: int | None
+) -> None:
+    """`pack_rows` of one source."""
     affinity = getattr(os, "sched_getaffinity", None)  # of Linux
     cores = len(affinity(0)) if affinity else os.cpu_count() or 1
     most = min(cores, psutil.virtual_memory().available >> 30)
     workers = min(workers or most, len(missing_shards(rows, num_rows)))
     if workers < 2:
-        return pack_text(rows, source, tokenizer, num_rows)
+        return pack_source(rows, source, tokenizer, num_rows)
     spawn = multiprocessing.get_context("spawn")
     args = (source, tokenizer.content, rows.max_seq_len, num_rows, rows.folder)
     processes = [spawn.Process(target=pack_alone, args=args, daemon=True) for _ in range(workers)]
@@ -498,7 +705,7 @@ def pack_rows(
         raise UsageError("packing failed", "see the error above; finished shards are kept")
     if failed:  # killed by a signal
         print("a packing process was killed, probably for lack of memory; one goes on", flush=True)
-        pack_text(rows, source, tokenizer, num_rows)
+        pack_source(rows, source, tokenizer, num_rows)
 
 
 def pack_alone(
@@ -514,10 +721,10 @@ def pack_alone(
     os.environ["RAYON_NUM_THREADS"] = "1"  # one core each
     tokenizer = Tokenizer(content)
     try:
-        rows = open_rows(source, tokenizer, max_seq_len)
+        rows = open_source_rows(source, tokenizer, max_seq_len)
         if rows.folder != folder:
             raise UsageError("rows.py or dataset.py was edited just now", "rerun the command")
-        pack_text(rows, source, tokenizer, num_rows)
+        pack_source(rows, source, tokenizer, num_rows)
     except (OSError, ValueError, UsageError) as error:
         raise SystemExit(f"error: packing failed: {common.printable(error)}") from error
 

@@ -6,15 +6,15 @@ Scaling rules: depth -> shape, horizon, batch size, learning rates and weight de
 All defaults follow from depth by one recipe; explicit settings override them. Learning rates were
 tuned at the reference point: depth 12, vocabulary size 32,768, 12 tokens per matmul parameter.
 
-| rule | source |
+| rule | source (upstream: karpathy/nanochat) |
 |---|---|
-| width 64 x depth; head width 128 at even depths from 8 on, else 64 | nanochat, 2025-10 |
-| 12 tokens per matmul parameter | nanochat, 2026-03 |
-| batch ~ tokens^0.383, 2^19 at the reference point | arXiv:2505.13738; nanochat, 2026-02 |
-| learning rates ~ sqrt(batch) above 2^19 | nanochat, 2026-02 |
+| width 64 x depth; head width 128 at even depths from 8 on, else 64 | upstream, 2025-10 |
+| 12 tokens per matmul parameter | upstream, 2026-03 |
+| batch ~ tokens^0.383, 2^19 at the reference point | arXiv:2505.13738; upstream, 2026-02 |
+| learning rates ~ sqrt(batch) above 2^19 | upstream, 2026-02 |
 | constant learning rates below 2^19, but sqrt(batch) for scalars | measured: d4, 2026-11 |
-| AdamW of embeddings and head ~ width^-0.5 | nanochat, 2025-10 |
-| weight decay 0.28 at the reference point | nanochat, 2026-03 |
+| AdamW of embeddings and head ~ width^-0.5 | upstream, 2025-10 |
+| weight decay 0.28 at the reference point | upstream, 2026-03 |
 | weight decay ~ 1 / (learning rate x steps) | arXiv:2405.13698 |
 | about 960 steps or more | measured: d4, 2026-11 |
 """
@@ -149,7 +149,7 @@ def make_rules(
     no matrix in the layers (`optim.choose_rule`).
 
     lr_frac: factor on all learning rates. batch: on those that grow with the batch
-    (`batch_lr_factor`). noise: on those of the few scalars. Source: nanochat's tuning log, 2026-03.
+    (`batch_lr_factor`). noise: on those of the few scalars. Source: karpathy/nanochat, 2026-03.
     """
     width = batch * (d_model / 768) ** -0.5
     embedding_lr, head_lr, matrix_lr = cfg.learning_rates().values()

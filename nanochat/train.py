@@ -27,7 +27,7 @@ from nanochat.gpt import GPT
 from nanochat.loss import Loss, cross_entropy
 from nanochat.optim import MuonAdamW, OptimConfig
 from nanochat.records import UNTIMED_STEPS
-from nanochat.rows import Rows, inputs_and_targets
+from nanochat.rows import AnyRows, inputs_and_targets
 
 MAX_BAD_STEPS = 5  # consecutive non-finite steps, each skipped, that stop the run
 LOSS_BETA = 0.9  # decay of the moving average of the training loss
@@ -91,7 +91,7 @@ Compile = Literal["auto", "off", "on", "autotune"]
 """
 How a model is compiled. auto: on a GPU, and on a CPU if the run is long enough to amortize compile
 time. autotune: the compiler times several kernels for each matmul, which takes minutes; +2.5%
-tokens/s at depth 16 on H100 (nanochat's pull request 747). It chooses kernels at random.
+tokens/s at depth 16 on H100 (karpathy/nanochat#747). It chooses kernels at random.
 """
 
 
@@ -274,18 +274,19 @@ def check_weights(model: GPT, dist: DistContext, step: int) -> None:
     Raise an error on every rank, naming the first weight that is not finite or differs between
     ranks. Compares sums of bits, so a single flipped one is found.
     """
-    named = {name: weight.detach() for name, weight in model.named_parameters()}
-    sums = [x.view(torch.int32).sum(dtype=torch.int64) for x in named.values()]
-    finite = [x.isfinite().all() for x in named.values()]
-    found = dist.gather(list(zip(*torch.stack(sums + finite).view(2, -1).tolist(), strict=True)))
-    for name, *ranks in zip(named, *found, strict=True):
-        if not all(good for _, good in ranks):
+    named = dict(model.named_parameters())
+    bits = [x.detach().view(torch.int32).sum(dtype=torch.int64) for x in named.values()]
+    finite = [x.detach().isfinite().all() for x in named.values()]
+    found = dist.gather((torch.stack(bits).tolist(), torch.stack(finite).tolist()))
+    for i, name in enumerate(named):
+        sums = [sums_of_rank[i] for sums_of_rank, _ in found]
+        if not all(finite_of_rank[i] for _, finite_of_rank in found):
             raise NonFiniteError(
                 f"{name} has non-finite values before step {step}, not saved; --resume=auto "
                 "resumes from the last good step"
             )
-        usual = max(ranks, key=ranks.count)  # rank 0 wins ties
-        if others := [rank for rank, value in enumerate(ranks) if value != usual]:
+        usual = max(sums, key=sums.count)  # rank 0 wins ties
+        if others := [rank for rank, value in enumerate(sums) if value != usual]:
             raise RankMismatchError(
                 f"weights differ between ranks before step {step}: {name} differs on rank "
                 f"{', '.join(map(str, others))} of {dist.world_size}; check that device and "
@@ -336,7 +337,7 @@ class Step:
         self.progress.device_rows = self.device_rows
 
     def load(
-        self, rows: Rows, chats_begin_with: int | None = None, batch_tokens: int | None = None
+        self, rows: AnyRows, chats_begin_with: int | None = None, batch_tokens: int | None = None
     ) -> Batch:
         """
         Read this rank's part of the next rows and start copying them to the device.

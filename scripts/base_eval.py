@@ -19,7 +19,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from torch import Tensor
 
 from nanochat import records, report
-from nanochat.checkpoint import CHANGED, changed_code, find_checkpoint, load_inference
+from nanochat.checkpoint import CHANGED, changed_model_code, find_checkpoint, load_inference
 from nanochat.common import MissingInput, UsageError, fingerprint, sha256_file
 from nanochat.config import require_at_least, short, start
 from nanochat.dist import DistConfig, DistContext, init_dist
@@ -116,7 +116,7 @@ def main(cfg: BaseEval) -> None:
         "Tasks": len(scores),
         "Suite": about,
         "Truncated items": sum(score.num_truncated for score in scores),
-        CHANGED: changed_code(checkpoint) if checkpoint else None,
+        CHANGED: changed_model_code(checkpoint) if checkpoint else None,
     }
     if dist.is_main:
         cost = records.Cost.so_far(dist)

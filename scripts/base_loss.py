@@ -15,13 +15,13 @@ from typing import Annotated, ClassVar
 import numpy as np
 
 from nanochat import records, report
-from nanochat.checkpoint import CHANGED, Checkpoint, changed_code, find_checkpoint, load_model
+from nanochat.checkpoint import CHANGED, Checkpoint, changed_model_code, find_checkpoint, load_model
 from nanochat.config import require_at_least, short, start
 from nanochat.dataset import DataConfig
 from nanochat.dist import DistConfig, DistContext, init_dist
 from nanochat.eval_bpb import Bpb, bits_per_byte, document_bpb, generate_samples, row_batches
 from nanochat.recipe import make_recipe
-from nanochat.rows import Rows, open_rows, pack_text
+from nanochat.rows import AnyRows, MixedRows, open_rows, pack_text
 from nanochat.run import skip_if_finished
 from nanochat.train import Compile, prepare_scoring
 from tasks.world.write import open_text
@@ -61,19 +61,19 @@ def main(cfg: BaseLoss) -> None:
     dist, commits = init_dist(cfg.dist), [records.git_state()["Commit"]]
     checkpoint = dist.on_main(lambda: find_checkpoint("base", cfg.model_tag, cfg.model_step))
     dist = dist.keep_dtype(cfg.dist, checkpoint.state.get("compute"))
-    source = open_text(cfg.data, checkpoint.state["source"])
+    text = open_text(cfg.data, checkpoint.state["source"])
     origin = checkpoint.state["provenance"]
     inputs = {**origin["inputs"], "base": checkpoint.fingerprint}
-    inputs["data"] = source.fingerprint
+    inputs["data"] = text.fingerprint
     if skip_if_finished(SECTION, make_recipe(cfg, inputs), cfg.skip_if_done, dist):
         return dist.close()
 
     # Model and text
     tokenizer = checkpoint.tokenizer()
     model = load_model(checkpoint, dist)
-    documents = list(source.texts(source.val_shard, cfg.max_documents))
+    documents = list(text.val_texts(cfg.max_documents))
     T = model.cfg.max_seq_len
-    rows = open_rows(source, tokenizer, T)
+    rows = open_rows(text, tokenizer, T)
     on_cpu = dist.device.type == "cpu"
     split_tokens = cfg.split_tokens or (262_144 if on_cpu else 20 * 524_288)
     chars = sum(map(len, documents))
@@ -86,7 +86,7 @@ def main(cfg: BaseLoss) -> None:
     trained = 0 if cfg.data.dataset else count_trained_rows(checkpoint)
     most = min(num_rows, trained or num_rows)
     needed = -(-most // step_rows) * step_rows
-    dist.on_main(lambda: pack_text(rows, source, tokenizer, needed))
+    dist.on_main(lambda: pack_text(rows, text, tokenizer, needed))
 
     def packed_bpb(batches: Iterator[np.ndarray]) -> Bpb:
         scored, sizes = row_batches(batches, step_rows), tokenizer.token_bytes()
@@ -95,19 +95,25 @@ def main(cfg: BaseLoss) -> None:
     most = min(most, rows.num_rows)
     train = packed_bpb(train_batches(rows, most, step_rows, seed, dist))
     val = packed_bpb(rows.val_batches(step_rows, num_rows, dist.rank, dist.world_size))
+    by_source = {}
+    if isinstance(rows, MixedRows):
+        for name, count in rows.val_rows(num_rows).items():
+            share = rows.parts[name].val_batches(step_rows, count, dist.rank, dist.world_size)
+            by_source[f"val bpb:{name}"] = packed_bpb(share).value
 
     # bpb on whole documents: comparable across packing methods and tokenizers
     plain = document_bpb(model, documents, tokenizer, T, step_rows, dist)
     values = {
         "train bpb": train.value,
         "val bpb": val.value,
+        **by_source,
         **generate_samples(model, tokenizer),
         "val minus train": val.value - train.value,
         "document bpb": plain.value,
         "document bytes": plain.bytes,
         "train tokens scored": train.tokens,
         "val tokens scored": val.tokens,
-        CHANGED: changed_code(checkpoint),
+        CHANGED: changed_model_code(checkpoint),
     }
     if dist.is_main:
         cost = records.Cost.so_far(dist)
@@ -125,7 +131,7 @@ def count_trained_rows(checkpoint: Checkpoint) -> int:
 
 
 def train_batches(
-    rows: Rows, num_rows: int, step_rows: int, seed: int, dist: DistContext
+    rows: AnyRows, num_rows: int, step_rows: int, seed: int, dist: DistContext
 ) -> Iterator[np.ndarray]:
     """Yield this rank's batches of the first `num_rows` rows of a training run with this seed."""
     for number in range(dist.rank, -(-num_rows // step_rows), dist.world_size):

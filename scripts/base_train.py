@@ -14,15 +14,15 @@ from typing import Any, ClassVar, Literal
 
 from nanochat.checkpoint import build_model
 from nanochat.config import require_at_least, settings, start
-from nanochat.dataset import DataConfig, Source, load_last_source
+from nanochat.dataset import DataConfig, Text, load_last_source
 from nanochat.dist import DistContext, init_dist, is_hopper
-from nanochat.eval_bpb import Validation, ValidationConfig, generate_samples
+from nanochat.eval_bpb import ValidationConfig, generate_samples, validate_text
 from nanochat.eval_core import Suite, core, evaluate_task, open_suite
 from nanochat.gpt import GPTConfig, inference_copy
 from nanochat.optim import MuonAdamW, Rule, ScheduleConfig, decay_factor, lr_factor, muon_momentum
 from nanochat.recipe import make_recipe
 from nanochat.records import mean_name
-from nanochat.rows import Rows, open_rows, pack_rows
+from nanochat.rows import AnyRows, MixedRows, open_rows, pack_rows
 from nanochat.run import Run, keep_batch, resumed_state, skip_if_finished
 from nanochat.scaling import (
     HorizonConfig,
@@ -36,7 +36,7 @@ from nanochat.train import Compile, TrainConfig
 from tasks.world import write as builtin
 
 SECTION = "Base model training"
-FP8_DEPTH = 20  # shallowest model with fp8 matmuls by default: +17% tokens/s (nanochat, 2026-02)
+FP8_DEPTH = 20  # shallowest model with fp8 matmuls by default: +17% tokens/s (upstream, 2026-02)
 
 
 @dataclass(frozen=True)
@@ -90,10 +90,11 @@ def main(cfg: BaseTrain) -> None:
     dist, before = open_device(cfg, tag)
 
     # Tokenizer, text and rows; exit if this run has already finished
-    tokenizer, source, rows = open_inputs(cfg, dist)
-    inputs = {"rows": rows.recipe, "tokenizer": tokenizer.fingerprint, "data": source.fingerprint}
+    tokenizer, text, rows = open_inputs(cfg, dist)
+    inputs = {"rows": rows.recipe, "tokenizer": tokenizer.fingerprint, "data": text.fingerprint}
     recipe = make_recipe(cfg, inputs)
-    dist.print0(f"text      {source.name}, {len(source.train_shards):,} training shards")
+    shards = sum(len(source.train_shards) for source in text.sources)
+    dist.print0(f"text      {text.name}, {shards:,} training shards")
     resolved = {**settings(cfg), "eval_tokens": cfg.validation.tokens(dist)}
     if skip_if_finished(SECTION, recipe, cfg.train.skip_if_done, dist, tag):
         return dist.close()
@@ -105,15 +106,15 @@ def main(cfg: BaseTrain) -> None:
     num_steps, batch_tokens = horizon.num_steps, horizon.batch_tokens
     rules = scaled_rules(cfg.train.optim, horizon, shape.d_model)
     optimizer = MuonAdamW(model, rules, dist)
-    suite = open_few_shot(cfg, source, dist)
+    suite = open_few_shot(cfg, text, dist)
 
     run = Run("base", tag, recipe, model, optimizer, tokenizer, cfg.train, dist)
-    run.state |= {"source": source.describe(), "settings": resolved}
+    run.state |= {"source": text.describe(), "settings": resolved}
     num_rows = num_steps * batch_tokens // cfg.max_seq_len
-    dist.on_main(lambda: pack_rows(rows, source, tokenizer, num_rows))
+    dist.on_main(lambda: pack_rows(rows, text, tokenizer, num_rows))
     few_shot: dict[str, Any] = {}
     with run.begin(num_steps, batch_tokens, cfg.compile):
-        validation = Validation(cfg.validation, {source.name: rows}, tokenizer, dist)
+        validation = validate_text(cfg.validation, rows, tokenizer, dist)
         for step in run.steps():  # from the last checkpoint on; the last pass saves and evaluates
             if run.due(cfg.train.save_every):
                 run.save()  # the trained model before its evaluation, which may fail
@@ -129,7 +130,7 @@ def main(cfg: BaseTrain) -> None:
                 decay_factor(step, num_steps),
             )
     values = {**summarize(run, schedule, rules), **run.measurements(), **few_shot}
-    run.finish(SECTION, values, following="mid_train")
+    run.finish(SECTION, values, text_tables(run, rows), following="mid_train")
 
 
 def open_device(cfg: BaseTrain, tag: str) -> tuple[DistContext, dict[str, Any]]:
@@ -150,19 +151,19 @@ def choose_windows(before: Mapping[str, Any], dist: DistContext) -> str:
     return before["model"]["window_pattern"] if before else default_windows(dist.device.type)
 
 
-def open_inputs(cfg: BaseTrain, dist: DistContext) -> tuple[Tokenizer, Source, Rows]:
+def open_inputs(cfg: BaseTrain, dist: DistContext) -> tuple[Tokenizer, Text, AnyRows]:
     """Open the tokenizer, the text and its rows, packed or not yet packed."""
     tokenizer = Tokenizer.load(cfg.tokenizer_tag)
     used = load_last_source(cfg.tokenizer_tag)
-    source = dist.on_main(lambda: builtin.open_text(cfg.data, used))
-    return tokenizer, source, open_rows(source, tokenizer, cfg.max_seq_len)
+    text = dist.on_main(lambda: builtin.open_text(cfg.data, used))
+    return tokenizer, text, open_rows(text, tokenizer, cfg.max_seq_len)
 
 
-def open_few_shot(cfg: BaseTrain, source: Source, dist: DistContext) -> Suite | None:
+def open_few_shot(cfg: BaseTrain, text: Text, dist: DistContext) -> Suite | None:
     """Few-shot tasks to evaluate during training; None if they are off."""
     if not cfg.core_metric_every:
         return None
-    return dist.on_main(lambda: open_suite(cfg.eval_bundle or builtin.builtin_suite(source.name)))
+    return dist.on_main(lambda: open_suite(cfg.eval_bundle or builtin.builtin_suite(text.name)))
 
 
 def sample_and_score(run: Run, cfg: BaseTrain, suite: Suite | None) -> dict[str, Any]:
@@ -185,6 +186,12 @@ def sample_and_score(run: Run, cfg: BaseTrain, suite: Suite | None) -> dict[str,
         metric = mean_name("CORE metric", (task.name for task in suite.tasks))
         found = {f"{metric} estimate": score._asdict()}
     return found
+
+
+def text_tables(run: Run, rows: AnyRows) -> list[dict[str, Any]]:
+    """Table of the sources of a mixture of text; none for a single source."""
+    mixed = isinstance(rows, MixedRows)
+    return [rows.table(run.progress.rows, run.cfg.seed)] if mixed else []
 
 
 def summarize(run: Run, schedule: ScheduleConfig, rules: Mapping[str, Rule]) -> dict[str, Any]:

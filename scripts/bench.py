@@ -26,7 +26,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, field, replace
 from importlib import import_module
-from itertools import chain, islice
+from itertools import islice
 from typing import Literal
 
 from nanochat.bench.engine import bench_engine
@@ -100,9 +100,9 @@ def tokenizer(cfg: Bench) -> None:
     data, known = cfg.data, load_last_source("main")
     if known is None and data.dataset is None:
         data = replace(data, dataset="embedded")
-    source = open_text(data, known)
-    texts = [*islice(chain.from_iterable(map(source.texts, source.train_shards)), cfg.documents)]
-    small = source.name == "embedded"
+    text = open_text(data, known)
+    texts = [document for _, document in islice(text.documents(), cfg.documents)]
+    small = text.name == "embedded"
     vocab_size = min(cfg.vocab_size, EMBEDDED_VOCAB) if small else cfg.vocab_size
     threads = sorted({1, os.cpu_count() or 1})
     bench_tokenizer(texts, vocab_size, threads, cfg.repeats)

@@ -24,32 +24,27 @@ from torch import Tensor
 
 from nanochat import rl, stats
 from nanochat.chat_format import Message, render, render_prompt
-from nanochat.checkpoint import CHANGED, FOLDERS, Checkpoint, changed_code, load_model, stage_folder
+from nanochat.checkpoint import CHANGED, Checkpoint, changed_model_code, load_model, stage_folder
 from nanochat.common import fingerprint, read_json, write_json
 from nanochat.config import require_at_least, require_positive, settings, start
-from nanochat.dist import DistContext, init_dist
+from nanochat.dist import DistContext
 from nanochat.engine import Engine, choose_engine_compile
-from nanochat.finetune import (
-    choose_tag,
-    inherit_learning_rates,
-    inherited_state,
-    open_parent,
-    parent_inputs,
-)
+from nanochat.finetune import inherited_state, open_stage, parent_inputs
 from nanochat.gpt import GPT, inference_copy
 from nanochat.loss import chunked_loss, cross_entropy, token_losses
 from nanochat.optim import TUNING, MuonAdamW, decay_factor, lr_factor
 from nanochat.recipe import code_digests, data_id, make_recipe
 from nanochat.rows import signed_ids
-from nanochat.run import Run, resumed_state, skip_if_finished
+from nanochat.run import Run, skip_if_finished
 from nanochat.sandbox import Tools
 from nanochat.scaling import make_rules
 from nanochat.tokenizer import Tokenizer
 from nanochat.train import TrainConfig
 from scripts.chat_rl import BUILTIN_TASKS, MOMENTUM, SCHEDULE, TASK
-from tasks.base import Conversation, Task, assistant, check_conversation, user
+from tasks.base import Conversation, Task
 from tasks.buckets import held_out_questions, rl_questions
-from tasks.chats import Chats, rename
+from tasks.chats import Chats
+from tasks.layouts import read_pair
 
 SECTION = "Chat DPO"
 Pair = list[list[int]]
@@ -94,14 +89,10 @@ class ChatDPO:
 
 
 def main(cfg: ChatDPO) -> None:
+    cfg, parent, tag, _, dist = open_stage("dpo", cfg)
     seed, per_step = cfg.train.seed, cfg.rollouts.examples_per_step
-    dist = init_dist(cfg.train.dist, seed)
     rl.require_divisible(per_step, dist)
-    parent = open_parent(cfg.source, tuple(FOLDERS), cfg.train, dist)
-    cfg = inherit_learning_rates(cfg, parent)
-    tag, inputs, task = choose_tag("dpo", parent, cfg.train), parent_inputs(parent), ""
-    before = resumed_state("dpo", tag, cfg.train, dist)
-    dist = dist.keep_dtype(cfg.train.dist, (before or parent.state).get("compute"))
+    inputs, task = parent_inputs(parent), ""
     if cfg.pairs:
         data = Preferences("train", cfg.pairs), Preferences("val", cfg.pairs)
         inputs["pairs"] = data_id([each.identity for each in data])
@@ -127,26 +118,27 @@ def main(cfg: ChatDPO) -> None:
     found = {}
     batch_tokens = per_step * 2 * model.cfg.max_seq_len  # at most
     with run.begin(num_steps, batch_tokens, None):
-        batching = run.device_rows, tokenizer.bos_id, dist.device
+        size, pad = run.device_rows, tokenizer.bos_id
         for step in run.steps():  # from the last checkpoint on; the last pass saves and evaluates
             if run.due(cfg.train.save_every):
                 run.save()  # the trained model before its evaluation, which may fail
             if run.due(cfg.train.eval_every):
-                batches = pair_batches(held_out[dist.rank :: dist.world_size], *batching)
+                own = held_out[dist.rank :: dist.world_size]
+                batches = pair_batches(own, size, pad, dist.device)
                 found = evaluate_pairs(model, reference, cfg.beta, batches, dist)
                 run.log({f"held_out_{name}": each.value for name, each in found.items()})
             if run.finished:
                 break
             draws = rl.draws_of_step(step, per_step, dist)
             mine = [pairs[rl.drawn_index(draw, len(pairs), seed)] for draw in draws]
-            for tokens, targets in pair_batches(mine, *batching):
+            for tokens, targets in pair_batches(mine, size, pad, dist.device):
                 loss = dpo_loss(model, reference, cfg.beta, tokens, targets)
                 run.accumulate(loss, len(tokens) // 2, tokens.numel())  # per pair
             decay = decay_factor(step, num_steps)
             run.update(lr_factor(step, num_steps, SCHEDULE), MOMENTUM, decay)
     values = {f"Held-out {name.replace('_', ' ')} after": x._asdict() for name, x in found.items()}
     about = {"Training pairs": len(pairs), "Number of iterations": num_steps}
-    run.finish(SECTION, {**about, CHANGED: changed_code(parent), **values})
+    run.finish(SECTION, {**about, CHANGED: changed_model_code(parent), **values})
 
 
 # ---- Preference pairs ----------------------------------------------------------------------------
@@ -170,24 +162,11 @@ class Preferences(Chats):
         "HuggingFaceH4/ultrafeedback_binarized{train: data/train_prefs-*, val: data/test_prefs-*}"
     )
 
-    def parse(self, row: Any) -> list[Conversation]:
-        every = [complete(row.get("prompt"), row[name]) for name in ("chosen", "rejected")]
-        chosen, rejected = pair = [check_conversation(rename(each)) for each in every]
-        if chosen[:-1] != rejected[:-1] or chosen == rejected:
-            raise ValueError("chosen and rejected are equal, or have different prompts")
-        return pair
+    def read(self, row: Any) -> list[Conversation]:
+        return read_pair(row, self.names)
 
     def messages(self, item: list[Conversation]) -> Conversation:
         return item[0]
-
-
-def complete(prompt: Any, answer: Any) -> Any:
-    """The conversation of an answer: a string or one message needs the prompt before it."""
-    if isinstance(answer, str):
-        answer = [assistant(answer)]
-    if len(answer) > 1:
-        return answer
-    return [*([user(prompt)] if isinstance(prompt, str) else prompt), *answer]
 
 
 # ---- Pairs ---------------------------------------------------------------------------------------

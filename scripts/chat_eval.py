@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar
 
 from nanochat import records, report, stats
-from nanochat.checkpoint import CHANGED, Stage, changed_code, find_checkpoint, load_inference
+from nanochat.checkpoint import CHANGED, Stage, changed_model_code, find_checkpoint, load_inference
 from nanochat.common import MissingInput, UsageError, fingerprint, hold_lock
 from nanochat.config import require_at_least, short, start
 from nanochat.dist import DistConfig, DistContext, init_dist
@@ -173,7 +173,7 @@ def main(cfg: ChatEval) -> None:
     model, tokenizer = load_inference(checkpoint, dist)
     engine = open_engine(cfg, model, tokenizer, todo, dist)
     items, scores = {}, {}
-    values: dict[str, Any] = {CHANGED: changed_code(checkpoint)}
+    values: dict[str, Any] = {CHANGED: changed_model_code(checkpoint)}
     for task in todo:
         begun, n = time.perf_counter(), num_problems(cfg, task)
         if task.kind == "choice":

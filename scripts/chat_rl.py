@@ -17,32 +17,25 @@ from torch import Tensor
 from nanochat import stats
 from nanochat.checkpoint import (
     CHANGED,
-    FOLDERS,
     Checkpoint,
-    changed_code,
+    changed_model_code,
     load_inference,
     load_model,
     stage_folder,
 )
 from nanochat.common import fingerprint, read_json, write_json
 from nanochat.config import require_at_least, require_positive, settings, start
-from nanochat.dist import DistContext, init_dist
+from nanochat.dist import DistContext
 from nanochat.engine import Engine, choose_engine_compile
 from nanochat.eval_chat import Outcomes, clusters_of, item_means, rates_by_k, score_by_generation
-from nanochat.finetune import (
-    choose_tag,
-    inherit_learning_rates,
-    inherited_state,
-    open_parent,
-    parent_inputs,
-)
+from nanochat.finetune import inherited_state, open_stage, parent_inputs
 from nanochat.gpt import copy_weights, inference_copy
 from nanochat.loss import cross_entropy
 from nanochat.optim import TUNING, MuonAdamW, ScheduleConfig, decay_factor, lr_factor
 from nanochat.recipe import code_digests, data_id, make_recipe
 from nanochat.records import item_scores
 from nanochat.rl import RolloutConfig, Rollouts, draws_of_step, kl_to_reference, micro_batches
-from nanochat.run import Run, resumed_state, skip_if_finished
+from nanochat.run import Run, skip_if_finished
 from nanochat.sandbox import Tools
 from nanochat.scaling import make_rules
 from nanochat.train import TrainConfig
@@ -103,13 +96,8 @@ class ChatRL:
 
 
 def main(cfg: ChatRL) -> None:
+    cfg, parent, tag, _, dist = open_stage("rl", cfg)
     rl, seed = cfg.rl, cfg.train.seed
-    dist = init_dist(cfg.train.dist, seed)
-    parent = open_parent(cfg.source, tuple(FOLDERS), cfg.train, dist)
-    cfg = inherit_learning_rates(cfg, parent)
-    tag = choose_tag("rl", parent, cfg.train)
-    before = resumed_state("rl", tag, cfg.train, dist)
-    dist = dist.keep_dtype(cfg.train.dist, (before or parent.state).get("compute"))
     spec = cfg.task or BUILTIN_TASKS.get(parent.state["source"].get("dataset"), TASK)
     train_task = rl_questions(spec, seed)
     held_out = held_out_questions(cfg.eval_task or spec, cfg.eval_examples)
@@ -129,18 +117,19 @@ def main(cfg: ChatRL) -> None:
     rules = make_rules(cfg.train.optim, model.cfg.d_model, cfg.init_lr_frac)
     optimizer = MuonAdamW(model, rules, dist)
 
+    run = Run("rl", tag, recipe, model, optimizer, tokenizer, cfg.train, dist)
+    run.state |= {**inherited_state(parent), "settings": resolved}
+    engine.stop = run.stop
+
     def evaluate() -> Outcomes:
         args = held_out, len(held_out), rl.sampling(seed + 1), cfg.eval_samples, dist
         outcomes = score_by_generation(engine, *args).outcomes
         run.raise_if_stopped()  # the engine has stopped then
         return outcomes
 
-    run = Run("rl", tag, recipe, model, optimizer, tokenizer, cfg.train, dist)
-    run.state |= {**inherited_state(parent), "settings": resolved}
-    engine.stop = run.stop
     batch_tokens = rl.examples_per_step * rl.num_samples * rl.max_new_tokens
     with run.begin(num_steps, batch_tokens, None):
-        batching = run.device_rows, tokenizer.bos_id, dist.device
+        rows, pad = run.device_rows, tokenizer.bos_id
         before = after = evaluate()  # of the parent, also in a resumed run
         for step in run.steps():  # from the last checkpoint on; the last pass saves and evaluates
             if run.due(cfg.train.save_every):
@@ -161,17 +150,18 @@ def main(cfg: ChatRL) -> None:
             metrics = rollouts.metrics(first)
             metrics["rollout_seconds"] = time.perf_counter() - started
             if reference is not None:  # both are inference copies, rounded alike
-                batches = micro_batches(groups, *batching)
+                batches = micro_batches(groups, rows, pad, dist.device)
                 metrics["kl"] = kl_to_reference(engine.model, reference, batches, dist)
 
             # edit here: `policy_gradient`, and the tensors of a batch
-            for batch in micro_batches([group for group in groups if group.has_signal], *batching):
+            learned = [group for group in groups if group.has_signal]
+            for batch in micro_batches(learned, rows, pad, dist.device):
                 args = batch.tokens, batch.targets, None, policy_gradient, batch.tensors
                 run.accumulate(model.loss(*args), sum(batch.counts), batch.tokens.numel())
             decay = decay_factor(step, num_steps)
             run.update(lr_factor(step, num_steps, SCHEDULE), MOMENTUM, decay, **metrics)
     values, items = compare_results(before, after, held_out)
-    about = {"Number of iterations": num_steps, CHANGED: changed_code(parent)}
+    about = {"Number of iterations": num_steps, CHANGED: changed_model_code(parent)}
     run.finish(SECTION, {**about, **values}, items=items)
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from nanochat.common import printable
 from nanochat.config import require_at_least, start
 from nanochat.dataset import FirstUseConfig, load_last_source, save_last_source
-from nanochat.rows import Rows, open_rows, pack_rows
+from nanochat.rows import MixedRows, Rows, open_rows, pack_rows
 from nanochat.tokenizer import Tokenizer
 from tasks.world.write import open_text
 
@@ -41,20 +41,23 @@ class Data:
 
 def main(cfg: Data) -> None:
     tokenizer = None if cfg.download_only else Tokenizer.load(cfg.tokenizer_tag)
-    source = open_text(cfg.data, load_last_source(cfg.tokenizer_tag))
+    text = open_text(cfg.data, load_last_source(cfg.tokenizer_tag))
     if tokenizer is None:
-        with ThreadPoolExecutor(cfg.workers) as pool:
-            count = len(list(pool.map(source.fetch, source.shards())))
-        return print(printable(f"{source.name}: {count} shards present and verified"))
+        for source in text.sources:
+            with ThreadPoolExecutor(cfg.workers) as pool:
+                count = len(list(pool.map(source.fetch, source.shards())))
+            print(printable(f"{source.name}: {count} shards present and verified"))
+        return
 
-    rows = open_rows(source, tokenizer, cfg.max_seq_len)
-    pack_rows(rows, source, tokenizer, workers=cfg.workers)
-    print(summary(rows))
-    if empty := rows.totals()["empty_files"]:
-        print(f"{empty} of the training files without text")
-    print(printable(rows.folder))
-    save_last_source(source.describe(), cfg.tokenizer_tag)
-    num = len(source.train_shards)
+    packed = open_rows(text, tokenizer, cfg.max_seq_len)
+    pack_rows(packed, text, tokenizer, workers=cfg.workers)
+    for rows in packed.parts.values() if isinstance(packed, MixedRows) else [packed]:
+        print(summary(rows))
+        if empty := rows.totals()["empty_files"]:
+            print(f"{empty} of the training files without text")
+        print(printable(rows.folder))
+    save_last_source(text.describe(), cfg.tokenizer_tag)
+    num = sum(len(source.train_shards) for source in text.sources)
     print(f"base training reads these {num} training shards, unless it has --num_shards")
 
 

@@ -62,7 +62,7 @@ def main(cfg: Export) -> None:
         write_hf(out, model, tokenizer, dist.dtype, origin)
         if not check_logits(out):
             print("not compared with our logits, which needs transformers", flush=True)
-        code = "" if is_native(model.cfg) else ", trust_remote_code=True"
+        code = "" if is_native(model) else ", trust_remote_code=True"
         what = f'{dist.dtype}\nAutoModelForCausalLM.from_pretrained("{out}"{code})'
     print(f"{checkpoint.folder} -> {out}: {model.num_params():,} parameters in {what}")
     dist.close()

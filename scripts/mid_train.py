@@ -13,17 +13,14 @@ from typing import ClassVar
 
 from nanochat.checkpoint import load_model
 from nanochat.config import settings, start
-from nanochat.dist import init_dist
 from nanochat.eval_bpb import Validation
 from nanochat.finetune import (
     FinetuneConfig,
     bucket_rows,
     chat_losses,
-    choose_tag,
     finetuning_values,
-    inherit_learning_rates,
     inherited_state,
-    open_parent,
+    open_stage,
     packed_chats,
     parent_inputs,
     plan_finetuning,
@@ -32,7 +29,7 @@ from nanochat.finetune import (
 from nanochat.optim import TUNING, decay_factor, lr_factor, muon_momentum
 from nanochat.recipe import data_id, make_recipe
 from nanochat.rows import CHAT_SHARD
-from nanochat.run import Run, keep_batch, resumed_state, skip_if_finished
+from nanochat.run import Run, keep_batch, skip_if_finished
 from nanochat.train import TrainConfig
 from tasks.buckets import chat_mixture
 
@@ -55,12 +52,7 @@ class MidTrain:
 
 
 def main(cfg: MidTrain) -> None:
-    dist = init_dist(cfg.train.dist, cfg.train.seed)
-    parent = open_parent(cfg.source, ("base",), cfg.train, dist)
-    cfg = inherit_learning_rates(cfg, parent)
-    tag = choose_tag("mid", parent, cfg.train)
-    before = resumed_state("mid", tag, cfg.train, dist)
-    dist = dist.keep_dtype(cfg.train.dist, (before or parent.state).get("compute"))
+    cfg, parent, tag, before, dist = open_stage("mid", cfg, parents=("base",))
     default = BUILTIN_MIXTURES.get(parent.state["source"].get("dataset"), MIXTURE)
     chats = chat_mixture(cfg.tuning.mixture or default, cfg.tuning.val_mixture)
     eval_tokens = cfg.tuning.validation.tokens(dist)

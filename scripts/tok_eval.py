@@ -14,9 +14,8 @@ Writes  the section "Tokenizer evaluation"
 import threading
 import time
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -25,7 +24,7 @@ import tiktoken
 from nanochat import records, report
 from nanochat.common import printable
 from nanochat.config import start
-from nanochat.dataset import DataConfig, Source, load_last_source
+from nanochat.dataset import DataConfig, load_last_source
 from nanochat.recipe import make_recipe
 from nanochat.rows import batch_texts
 from nanochat.tokenizer import Tokenizer
@@ -50,19 +49,20 @@ class TokEval:
 
 def main(cfg: TokEval) -> None:
     tokenizer = Tokenizer.load(cfg.tokenizer_tag)
-    source = open_text(cfg.data, load_last_source(cfg.tokenizer_tag))
-    inputs = {"tokenizer": tokenizer.fingerprint, "data": source.fingerprint}
+    text = open_text(cfg.data, load_last_source(cfg.tokenizer_tag))
+    inputs = {"tokenizer": tokenizer.fingerprint, "data": text.fingerprint}
     if cfg.skip_if_done and (found := records.find_finished(SECTION, make_recipe(cfg, inputs))):
         missing = [rival for rival in RIVALS if f"Comparison with {rival}" in found["values"]]
         without = f" (without {' and '.join(missing)}; python -m scripts.tok_eval tries again)"
         return print(f"{SECTION}: finished already, skipped{without if missing else ''}")
 
     # the report that ours is compared with has "fwe", whatever the dataset of the Hub
-    name = "World" if source.name == "embedded" else "fwe" if source.repo else "text"
+    of_hub = text.sources[0].repo is not None
+    name = "World" if text.name == "embedded" else "fwe" if of_hub else "text"
     texts = {
         **tomllib.loads(SAMPLES.read_text(encoding="utf-8")),
-        f"{name}-train": first_batch(source, source.train_shards),
-        f"{name}-val": first_batch(source, [source.val_shard]),
+        f"{name}-train": first_batch(document for _, document in text.documents()),
+        f"{name}-val": first_batch(text.val_texts()),
     }
     ours = {kind: len(tokenizer.encode(text)) for kind, text in texts.items()}
     theirs = rival_counts(list(texts.values()))
@@ -78,9 +78,9 @@ def main(cfg: TokEval) -> None:
     report.append_section(SECTION, cfg, values, inputs, tables=tables)
 
 
-def first_batch(source: Source, shards: Sequence[str]) -> str:
-    """First documents of shards (a few MB), joined by newlines."""
-    return "\n".join(next(batch_texts(chain.from_iterable(map(source.texts, shards)))))
+def first_batch(documents: Iterable[str]) -> str:
+    """First documents (a few MB), joined by newlines."""
+    return "\n".join(next(batch_texts(documents)))
 
 
 def compare_tokenizers(

@@ -19,7 +19,7 @@ from typing import ClassVar
 from nanochat import records, report
 from nanochat.common import printable, require_name, write_atomic
 from nanochat.config import require_at_least, start
-from nanochat.dataset import FirstUseConfig, Source, load_last_source, save_last_source
+from nanochat.dataset import FirstUseConfig, Text, load_last_source, save_last_source
 from nanochat.recipe import make_recipe
 from nanochat.tokenizer import SPECIAL_TOKENS, Tokenizer, tokenizer_dir
 from tasks.world.write import open_text
@@ -53,45 +53,44 @@ class TokTrain:
 
 
 def read_documents(
-    source: Source, max_chars: int, doc_cap: int, counts: Counter[str], words: Counter[str]
+    text: Text, max_chars: int, doc_cap: int, counts: Counter[str], words: Counter[str]
 ) -> Iterator[str]:
     """
-    Yield the documents of a source up to `max_chars` characters, each truncated to `doc_cap`.
-    Counts what it reads in `counts`, and the ASCII words of the first WORD_CHARS characters in
-    `words`.
+    Yield the documents of a text up to `max_chars` characters, each truncated to `doc_cap`. Counts
+    what it reads in `counts`, and the ASCII words of the first WORD_CHARS characters in `words`.
     """
-    shown = time.monotonic()
-    for shard in source.train_shards:
+    shown, shards = time.monotonic(), set()
+    for shard, document in text.documents():
         if time.monotonic() - shown > PROGRESS_SECONDS:
             progress = f"reading {shard} | {counts['characters']:,} characters so far"
             print(printable(progress), flush=True)
             shown = time.monotonic()
-        counts["shards_read"] += 1
-        for text in source.texts(shard):
-            counts["documents_cut"] += len(text) > doc_cap
-            counts["characters_cut"] += max(0, len(text) - doc_cap)
-            text = text[: min(doc_cap, max_chars - counts["characters"])]
-            counts["documents"] += 1
-            counts["characters"] += len(text)
-            counts["text_bytes"] += len(text.encode())
-            if counts["characters"] <= WORD_CHARS:
-                words.update(WORD.findall(text.lower()))
-            yield text
-            if counts["characters"] == max_chars:
-                return
+        shards.add(shard)
+        counts["shards_read"] = len(shards)
+        counts["documents_cut"] += len(document) > doc_cap
+        counts["characters_cut"] += max(0, len(document) - doc_cap)
+        document = document[: min(doc_cap, max_chars - counts["characters"])]
+        counts["documents"] += 1
+        counts["characters"] += len(document)
+        counts["text_bytes"] += len(document.encode())
+        if counts["characters"] <= WORD_CHARS:
+            words.update(WORD.findall(document.lower()))
+        yield document
+        if counts["characters"] == max_chars:
+            return
 
 
 def main(cfg: TokTrain) -> None:
-    source = open_text(cfg.data, load_last_source(cfg.tokenizer_tag))
-    inputs = {"data": source.fingerprint}
+    text = open_text(cfg.data, load_last_source(cfg.tokenizer_tag))
+    inputs = {"data": text.fingerprint}
     if cfg.skip_if_done and records.find_finished(SECTION, make_recipe(cfg, inputs)):
-        save_last_source(source.describe(), cfg.tokenizer_tag)
+        save_last_source(text.describe(), cfg.tokenizer_tag)
         return print(f"{SECTION}: finished already, skipped")
 
     started = time.perf_counter()
     names = "documents characters text_bytes shards_read documents_cut characters_cut".split()
     counts, words = Counter[str](dict.fromkeys(names, 0)), Counter[str]()
-    documents = read_documents(source, cfg.max_chars, cfg.doc_cap, counts, words)
+    documents = read_documents(text, cfg.max_chars, cfg.doc_cap, counts, words)
     tokenizer = Tokenizer.train(documents, cfg.vocab_size)
     train_seconds = time.perf_counter() - started
 
@@ -105,7 +104,7 @@ def main(cfg: TokTrain) -> None:
     tokenizer.save(folder)
     frequent = "".join(f"{word}\n" for word, _ in words.most_common(MAX_WORDS))
     write_atomic(folder / "words.txt", frequent)
-    save_last_source(source.describe(), cfg.tokenizer_tag)
+    save_last_source(text.describe(), cfg.tokenizer_tag)
     lengths = tokenizer.token_bytes()
     lengths = lengths[lengths > 0]  # special tokens have no bytes
     values = {
@@ -125,7 +124,7 @@ def main(cfg: TokTrain) -> None:
     tag = "" if cfg.tokenizer_tag == "main" else f" --tokenizer_tag={cfg.tokenizer_tag}"
     # by default depth 4 sees 50 million tokens, hours on a CPU; on the built-in text as speedrun.sh
     short = " --max_seq_len=256 --num_iterations=320 --total_batch_size=4096"
-    flags = f"{tag}{short if source.name == 'embedded' else ''}"
+    flags = f"{tag}{short if text.name == 'embedded' else ''}"
     print(f"next: python -m scripts.base_train --depth=4{flags}")
 
 

@@ -3,9 +3,9 @@ Mixtures of conversations: notation, and the conversations of every bucket.
 
     "smoltalk=10000,gsm8k*2,jsonl:mine.jsonl" -> buckets -> train and val of each
 
-A bucket is a task or one declared in a JSON file. Some tasks take a data source: jsonl:<file>,
-smoltalk:<owner>/<name>. Fine-tuning uses only the "train" split of a task, RL its `rl_split`. Data
-is downloaded on first use.
+A bucket is a task or one declared in a JSON file. Some tasks take a data source: jsonl:<file>, or
+the file alone, smoltalk:<owner>/<name>. Fine-tuning uses only the "train" split of a task, RL its
+`rl_split`. Data is downloaded on first use.
 """
 
 import math
@@ -21,11 +21,12 @@ from nanochat.common import is_main_process, read_json
 from nanochat.rows import ChatPart
 from tasks.augment import augment
 from tasks.base import LaterTurns, Mixture, Tags, Task
+from tasks.chats import FILES
 from tasks.held_out import reject_contaminated, require_access
 from tasks.registry import TASKS, key_of, scored_task
 
 PART = re.compile(
-    r"(?P<name>[\w./-]+(:(?P<source>([^,=*{}]|\{[^{}]*\})+))?)"
+    r"(?P<name>[\w./~-]+(:(?P<source>([^,=*{}]|\{[^{}]*\})+))?)"
     r"(=(?P<count>[1-9]\d*))?(\*(?P<repeats>\d+\.?\d*|\.\d+)|[=*](?P<tokens>\d+)t)?"
 )
 COMMA = re.compile(r",(?![^{}]*\})")  # not inside braces
@@ -82,8 +83,11 @@ def read_mixture(words: str) -> tuple[str, Declared]:
         return words, {}
     file = Path(words).expanduser()
     content = read_json(file)
+    if isinstance(content, list):  # conversations
+        return words, {}
     if not isinstance(content, dict) or content.keys() != {"mixture", "buckets"}:
-        raise ValueError(f'{file} must be {{"mixture": "...", "buckets": {{name: {{...}}}}}}')
+        form = '{"mixture": "...", "buckets": {name: {...}}}'
+        raise ValueError(f"{file} must be {form}, or a list of conversations")
     known = "task", "source", "augment", *Tags.__annotations__
     for name, entry in content["buckets"].items():
         if "task" not in entry or not all(k in known and type(entry[k]) is str for k in entry):
@@ -103,6 +107,8 @@ def buckets(spec: str, declared: Mapping[str, Mapping[str, str]] = {}) -> list[B
         if part is None:
             raise ValueError(f"{words!r} in the mixture {spec!r} must be {FORM}; *0 trains on none")
         name, source, count, repeats, tokens = part.group(*PART.groupindex)
+        if name.endswith(FILES) and ":" not in name and name not in declared:
+            name, source = f"jsonl:{name}", name
         entry = declared.get(name, {})
         key, how = key_of(entry.get("task", name.partition(":")[0])), entry.get("augment", "")
         source, task = entry.get("source", source), TASKS[key]

@@ -1,8 +1,8 @@
 """
 Conversations from a file, or from a dataset repository on the Hub, whatever its columns are called.
 
-    jsonl:mine.jsonl -> lines -> conversations
-    hub:owner/name{prompt: question, answer: response} -> rows -> valid rows -> conversations
+    jsonl:mine.jsonl -> rows -> conversations (layouts.py)
+    hub:owner/name{prompt: inquiry, answer: reply} -> rows -> valid rows -> conversations
     identity.txt: a block per topic, with question variants and answers -> Identity
 
 SmolTalk, OpenThoughts3 and others are such repositories with known columns. Rows that are not valid
@@ -17,24 +17,26 @@ from random import Random
 from typing import Any
 
 from nanochat.common import fingerprint
-from tasks.base import Conversation, Tags, Task, assistant, check_conversation, user
+from tasks.base import Conversation, Tags, Task, assistant, user
 from tasks.hub import HubTask
+from tasks.layouts import read_conversation
 from tasks.world.facts import blocks
 
 HOLD_OUT_EVERY = 20  # hold out one prompt in 20
 KEYS = {"messages", "prompt", "answer", "where", "train", "val", "revision"}
-ROLES = {"human": "user", "gpt": "assistant"}  # names in conversations of the form from, value
+OF_HUB = {"train", "val", "revision"}  # keys that say nothing about a file
+FILES = (".jsonl", ".ndjson", ".json", ".jsonl.gz")
 
 
 class Chats(HubTask):
     """
-    `source`: a JSON Lines file, each line a list of {role, content} or an object with such a list;
-    or <owner>/<name>, then in braces what the columns and files are called.
+    `source`: a file of JSON Lines or with a JSON array, or <owner>/<name>; then, in braces, what
+    the fields and files are called, if they have no usual name (`layouts.read_conversation`).
 
-    messages: column of messages, {role, content} or {from, value}, by default messages; or prompt
-    and answer: columns of text. where: column=value selects rows. train, val: file stems in the
-    format of `tasks.hub.match_files`; default: train, and no file for val. revision: branch, tag or
-    commit. What the source of a class says of these holds for its own repository only.
+    messages: field of messages; or prompt and answer. where: field=value selects rows. train, val:
+    file stems in the format of `tasks.hub.match_files`; default: train, and no file for val.
+    revision: branch, tag or commit. What the source of a class says of these holds for its own
+    repository only.
 
     If "train" and "val" share a file, about one prompt in 20, and at least one, is held out, chosen
     by a hash. Raises ValueError naming an invalid line of a file.
@@ -51,11 +53,13 @@ class Chats(HubTask):
 
     def __init__(self, split: str, source: str | None = None):
         super().__init__(split)
-        path = Path(source or "").expanduser()
-        if source and (self.is_file or path.suffix == ".jsonl" or path.is_file()):
-            self.path = path
-            return
         self.repo, names = parse_source(source or self.default)
+        path = Path(self.repo).expanduser()
+        if source and (self.is_file or path.name.endswith(FILES) or path.is_file()):
+            if wrong := sorted(names.keys() & OF_HUB):
+                raise ValueError(f"{source}: {', '.join(wrong)} is for repositories; remove it")
+            self.path, self.names = path, names
+            return
         own, known = parse_source(self.default or self.repo)
         if self.repo == own and not names.keys() & {"messages", "prompt"}:
             names = known | names
@@ -67,12 +71,11 @@ class Chats(HubTask):
         column, _, value = self.names.get("where", "").partition("=")
         if column and str(row[column]) != value:
             raise ValueError(f"{column} is {str(row[column])[:40]}")
-        if "prompt" in self.names:
-            answer = row[self.names.get("answer", "answer")]
-            return check_conversation([user(row[self.names["prompt"]]), assistant(answer)])
-        column = self.names.get("messages", "messages")
-        messages = row.get(column) if isinstance(row, dict) else row
-        return check_conversation(rename(messages) if isinstance(messages, list) else messages)
+        return self.read(row)
+
+    def read(self, row: Any) -> Any:
+        """The item of a row. Raises ValueError if it has none."""
+        return read_conversation(row, self.names)
 
     def select(self, items: list[Any]) -> list[Any]:
         if self.splits["val"] != self.splits["train"]:
@@ -119,7 +122,7 @@ class OpenThoughts3(Chats):
 
     name = "OpenThoughts3"
     tags = Tags("reasoning", "en", "mixed", "Apache-2.0", "openthoughts3", teacher="QwQ-32B")
-    default = "open-thoughts/OpenThoughts3-1.2M{messages: conversations, train: data/train-0000*}"
+    default = "open-thoughts/OpenThoughts3-1.2M{train: data/train-0000*}"
 
 
 class RStarCoder(Chats):
@@ -153,16 +156,6 @@ class YiSang(Chats):
         "KOREAson/YiSang-HighQuality{prompt: instruction, answer: response, "
         "train: default/*train/*, revision: refs/convert/parquet}"
     )
-
-
-def rename(messages: list[Any]) -> list[Any]:
-    """The messages with only the keys role and content, also if they are called from and value."""
-    return [
-        {"role": ROLES.get(m["from"], m["from"]), "content": m["value"]}
-        if "from" in m
-        else {key: m[key] for key in ("role", "content") if key in m}
-        for m in messages
-    ]
 
 
 def parse_source(source: str) -> tuple[str, dict[str, str]]:

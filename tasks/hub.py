@@ -8,9 +8,11 @@ columns.
 """
 
 import csv
+import json
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import cached_property, lru_cache
 from pathlib import Path
 from statistics import mode
@@ -62,7 +64,32 @@ def read_rows(path: Path) -> list[Any]:
         csv.field_size_limit(sys.maxsize)
         with path.open(encoding="utf-8-sig", newline="") as stream:
             return list(csv.DictReader(stream))
-    return [line for _, line in read_json_lines(path)]
+    return [row for _, row in read_json_rows(path)]
+
+
+def read_json_rows(path: Path) -> Iterator[tuple[int, Any]]:
+    """
+    Yield (number, row) of a file of JSON Lines, or of a JSON array of rows on one line or several.
+    Raises as `read_json_lines`.
+    """
+    if path.suffix != ".gz":
+        with path.open("rb") as file, suppress(ValueError, RecursionError):
+            if file.read(1024).lstrip()[:1] == b"[":
+                file.seek(0)
+                rows = json.load(file)  # an error: lines that are lists
+                if not all(isinstance(row, dict) and row.keys() & {"role", "from"} for row in rows):
+                    yield from enumerate(rows, 1)
+                    return
+    yield from read_json_lines(path)
+
+
+def explain(error: Exception) -> str:
+    """What is wrong with a row, from an error of UNUSABLE."""
+    if isinstance(error, KeyError):
+        return f"there is no field {error}"
+    if isinstance(error, UnicodeError):
+        return "its text is no valid Unicode"
+    return str(error) if isinstance(error, ValueError) else f"a field has another type ({error})"
 
 
 class HubTask(Task):
@@ -88,7 +115,7 @@ class HubTask(Task):
         files. Files are downloaded and pinned on first use. Raises ValueError if there are none.
         """
         if self.path:
-            return dict(read_json_lines(self.path)), {"sha256": sha256_file(self.path)}
+            return dict(read_json_rows(self.path)), {"sha256": sha256_file(self.path)}
         folder = data_folder(self.repo)
         path = folder / "manifest.json"
         with hold_lock(folder / ".lock", f"resolving {self.repo}"):
@@ -117,7 +144,7 @@ class HubTask(Task):
             try:
                 items.append(self.parse(row))
             except UNUSABLE as error:
-                problems.append(str(error) if type(error) is ValueError else repr(error))
+                problems.append(explain(error))
                 if self.path:
                     raise ValueError(f"{self.path}, line {number}: {problems[0]}") from error
         about = f"{self.name}: skipped {len(problems):,} of {len(rows):,} rows of "

@@ -18,13 +18,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from nanochat.common import UsageError
-from nanochat.dataset import DataConfig, FirstUseConfig, Source, open_source
+from nanochat import dataset
+from nanochat.common import UsageError, read_json
+from nanochat.dataset import DataConfig, FirstUseConfig, Source, open_source, role_of, split_mixture
 from nanochat.eval_core import FewShotTask, open_suite
 from tasks.world.corpus import documents
 from tasks.world.suite import suite
 from tasks.world.write import open_text
+from tests import training_runs
 from tests.hub_server import FakeHub, serve
+from tests.training_runs import SMALL, copy_until, curve, equal, tensors
 
 STORIES = [f"story {i} of a cat, a dog and the {i} mice they met " * 5 for i in range(40)]
 LINES = b"".join(b'{"text": "line %d of many"}\n' % i for i in range(5000))
@@ -84,12 +87,13 @@ def data(command) -> Callable[..., str]:
 
 def test_folder_is_read_in_order_and_its_last_file_validates(folder, tmp_path, capsys):
     (folder / "notes.txt").touch()
+    (folder / "more.jsonl.zst").touch()
     write(folder / "below/c.jsonl.gz", ["six"])
     write(tmp_path / "elsewhere/d.jsonl", ["seven"])
     write(folder / ".ipynb_checkpoints/b.jsonl")
     (folder / "0").symlink_to(tmp_path / "elsewhere")
     source = opened(folder)
-    assert "ignored 1 files of other types" in capsys.readouterr().out
+    assert re.search(r"ignored: 1 \.(txt|zst), 1 \.", capsys.readouterr().out)
     assert source.shards() == ["0/d.jsonl", "a.jsonl", "b.parquet", "below/c.jsonl.gz"]
     assert [texts_of(source, s) for s in source.shards()] == [["seven"], STORIES, STORIES, ["six"]]
     fewer = opened(folder, num_shards=1)
@@ -129,6 +133,8 @@ def test_last_documents_of_a_single_file_validate(tmp_path, texts, held_out, cap
 @pytest.mark.parametrize("kind", [pa.string(), pa.binary(), pa.dictionary(pa.int32(), pa.string())])
 def test_all_types_of_text_are_read_and_skips_counted(folder, kind):
     column = pa.array([b"one", None, b"", b"two", b"\xff\xfe"]).cast(kind, safe=False)
+    for path in folder.iterdir():
+        path.unlink()
     (folder / "a.parquet").write_bytes(parquet(text=column))
     write(folder / "b.jsonl", ["one", None, "", "\ud83d half a pair", "two"])
     for shard in ("a.parquet", "b.jsonl"):
@@ -149,7 +155,9 @@ BAD_FILES = {
         "not a readable parquet",
     ),
     "column.parquet": (parquet(content=["one"]), "no column `text`; the columns are content"),
-    "number.parquet": (parquet(text=[1, 2]), "Unsupported cast from int64"),
+    "number.parquet": (parquet(text=[1, 2]), "`text` has the type int64, not string"),
+    "lists.parquet": (parquet(text=[["a"]]), "`text` has the type list<.*>, not string"),
+    "nan.jsonl": (b'{"text": NaN}\n', "line 1.*string `text`; it is NaN"),
 }
 
 
@@ -238,19 +246,46 @@ def test_R6_recorded_text_that_changed_is_rejected(folder, base):
     assert open_source(DataConfig(str(folder)), recorded).fingerprint != recorded["fingerprint"]
 
 
-@pytest.mark.parametrize("word", ["val", "testset"])
-def test_files_named_for_evaluation_are_not_trained_on(tmp_path, word):
-    write(tmp_path / f"text/data/{word}-00000-of-00001.parquet")
-    write(tmp_path / "text/data/train.parquet", ["one", "two"])
-    with pytest.raises(ValueError, match=f"train.parquet.*use --val_shard=data/{word}"):
-        opened(tmp_path / "text", val_shard="data/train.parquet")
-    assert opened(tmp_path / "text").train_shards == ["data/train.parquet"]
+@pytest.mark.parametrize(
+    ("file", "role"),
+    [
+        ("validation-00000-of-00001.parquet", "validate"),
+        ("data/val_0003.jsonl", "validate"),
+        ("en/dev/0000.parquet", "validate"),
+        ("data/test-00000-of-00001-f841e7bac70c0ce7.parquet", "leave out"),
+        ("Testing.jsonl.gz", "leave out"),
+        ("unit_tests_python.jsonl", "train"),
+        ("test_prep_books.jsonl", "train"),
+        ("developers.jsonl", "train"),
+        ("train-00000-of-00002.parquet", "train"),
+    ],
+)
+def test_role_of_a_file_follows_from_its_whole_name(file, role):
+    assert role_of(file) == role
 
 
-def test_default_validation_file_is_not_named_for_training(tmp_path):
-    write(tmp_path / "text/more.jsonl")
-    write(tmp_path / "text/train.jsonl", ["one", "two"])
-    assert opened(tmp_path / "text").val_shard == "more.jsonl"
+def test_files_named_for_evaluation_are_left_out_and_listed(tmp_path, capsys):
+    for name in ("dev", "test", "val", "train-0", "train-1", "unit_tests"):
+        write(tmp_path / f"text/{name}.jsonl", [name, "two"])
+    source = opened(tmp_path / "text")
+    assert source.train_shards == ["train-0.jsonl", "train-1.jsonl", "unit_tests.jsonl"]
+    assert source.val_shard == "val.jsonl"
+    assert "left out, by name: dev.jsonl, test.jsonl" in capsys.readouterr().out
+
+
+def test_only_file_of_text_validates_on_its_last_documents(tmp_path):
+    write(tmp_path / "text/test.jsonl", ["one", "two"])
+    write(tmp_path / "text/train.jsonl")
+    source = opened(tmp_path / "text")
+    assert source.shards() == ["train.jsonl", "tail-of-train.jsonl"]
+    assert [text for shard in source.shards() for text in texts_of(source, shard)] == STORIES
+    assert opened(tmp_path / "text") == source
+
+
+def test_files_of_one_name_are_an_error(folder):
+    write(folder / "a.jsonl.gz", ["other"])
+    with pytest.raises(ValueError, match="several files are named a; remove or rename one"):
+        opened(folder)
 
 
 def test_two_files_of_equal_content_are_an_error(folder):
@@ -259,17 +294,107 @@ def test_two_files_of_equal_content_are_an_error(folder):
         opened(folder)
 
 
+# ---- Mixtures of text ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "shares"),
+    [
+        ("a=0.7,b=0.3", {"a": 0.7, "b": 0.3}),
+        ("./a=3, me/repo=1", {"./a": 0.75, "me/repo": 0.25}),
+        ("a,b", {"a": 0.5, "b": 0.5}),
+        ("a=2", {"a": 1.0}),
+        ("/x=y/z", {"/x=y/z": 1.0}),
+    ],
+)
+def test_shares_are_normalized(words, shares):
+    assert split_mixture(words) == pytest.approx(shares)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("a=0.7,b", "'b' must be <source>=<share above 0>"),
+        ("a=1,b=0", "'b=0' must be"),
+        ("a=1,=2", "'=2' must be"),
+        ("a=1,b=-1", "'b=-1' must be"),
+        ("a=1,a=2", "has a twice; add up its shares"),
+        ("a=1,b=0.0001", "b is less than 0.001 of all"),
+        ("a=1,,b=1", "'' must be"),
+    ],
+)
+def test_wrong_mixture_is_named(words, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        split_mixture(words)
+
+
+def test_mixture_is_reopened_with_the_same_text(folder, tmp_path):
+    write(tmp_path / "other/x.jsonl", [f"other {i}" for i in range(40)])
+    text = dataset.open_text(DataConfig(f"{folder}=3,{tmp_path / 'other'}=1"))
+    assert text.shares == [0.75, 0.25] and text.name.endswith("other=0.25")
+    again = dataset.open_text(DataConfig(), text.describe())
+    assert (again.fingerprint, again.shares) == (text.fingerprint, text.shares)
+    other = dataset.open_text(DataConfig(f"{folder}=1,{tmp_path / 'other'}=1"))
+    assert other.fingerprint != text.fingerprint
+    shards = [shard for shard, _ in text.documents()]
+    assert set(shards) == {"a.jsonl", "x.jsonl"}
+    assert len(list(text.val_texts(4))) == 4
+    with pytest.raises(ValueError, match="has .*other twice"):
+        dataset.open_text(DataConfig(f"{tmp_path}/other,{tmp_path}/./other"))
+    with pytest.raises(ValueError, match="--num_shards is for one source"):
+        dataset.open_text(DataConfig(f"{folder},{tmp_path}/other", num_shards=1))
+    write(tmp_path / "other/x.jsonl", ["changed"] * 40)
+    with pytest.raises(ValueError, match="does not match its SHA-256"):
+        dataset.open_text(DataConfig(), text.describe())
+
+
+def test_tokenizer_reads_the_shares_of_a_mixture(tmp_path):
+    for name, letter in (("one", "a"), ("two", "b")):
+        write(tmp_path / name / "x.jsonl", [f"{letter} " * 50] * 300)
+    text = dataset.open_text(DataConfig(f"{tmp_path}/one=0.8,{tmp_path}/two=0.2"))
+    letters = [document[0] for _, document in text.documents()]
+    assert letters[:200].count("a") == 160
+    assert letters.count("a") == letters.count("b") == 284  # each to its end
+
+
+def test_R6_mixture_trains_resumes_and_is_scored_by_source(trained, tmp_path, command):
+    paths = [tmp_path / name for name in ("books", "notes")]
+    for number, path in enumerate(paths):
+        lines = [f"{word} " * (9 + i % 7) for i, word in enumerate(STORIES * 60)]
+        write(path / "x.jsonl", [f"{number} {line}" for line in lines])
+    words = ["base_train", *SMALL, "--eval_tokens=2048"]
+    mixed = f"--dataset={paths[0]}=0.7,{paths[1]}=0.3"
+    command.works(*words, mixed, "--model_tag=mixed")
+    run = training_runs.folder(trained, "mixed")
+    copy_until(8, run, run.with_name("cut"))
+    command.works(*words, mixed, "--model_tag=cut", "--resume=auto")
+    assert equal(*(tensors(run.with_name(tag)) for tag in ("mixed", "cut")))
+    assert all(curve(run, f"val_bpb:{path}") for path in paths)
+    record = read_json(trained / "report" / "base-model-training.json")
+    [table] = record["tables"]
+    assert [line[-1] for line in table["rows"]] == ["70.0%", "30.0%"]
+    text = command.works("base_loss", "--model_tag=mixed", "--split_tokens=1024")
+    assert "val bpb" in text
+    values = read_json(trained / "report" / "base-model-loss.json")["values"]
+    assert {f"val bpb:{path}" for path in paths} <= values.keys()
+    other = f"--dataset={paths[0]}=0.6,{paths[1]}=0.4"
+    text = command.rejects(*words, other, "--model_tag=cut", "--resume=auto")
+    assert f"rows.shares.{paths[0]}: was 0.7, now 0.6" in text
+    text = command.works(*words, f"--dataset=embedded,{paths[1]}", "--model_tag=world")
+    assert f"embedded=0.5,{paths[1]}=0.5" in text
+
+
 # ---- The built-in world --------------------------------------------------------------------------
 
 
 def test_built_in_text_is_written_once_and_verified(base):
     one, three = (DataConfig("embedded", num_shards=n) for n in (1, 3))
-    source = open_text(one, None)
+    [source] = open_text(one, None).sources
     assert source.shards() == ["world_00000", "world_val"]
     assert texts_of(source, "world_val") == list(documents(0, "val"))
     home = base / "data/embedded"
     write(home / "suite/core.yaml", ["damaged"])  # written again
-    grown = open_text(three, None)
+    [grown] = open_text(three, None).sources
     assert texts_of(grown, "world_00001") == list(documents(1, "train"))
     assert open_source(DataConfig(), source.describe()) == source
     assert open_suite(f"{home}/suite").tasks == tuple(FewShotTask(**task) for task in suite())

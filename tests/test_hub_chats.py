@@ -84,7 +84,7 @@ def test_other_repository_of_a_known_task_has_its_own_files(tmp_path, monkeypatc
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("me/mine", "list of messages, got NoneType; it has the columns inquiry, reply"),
+        ("me/mine", "no conversation in the fields inquiry, reply; read are"),
         ("me/mine{message: a}", "<owner>/<name>.*with the keys answer, messages"),
         (
             "me/mine{prompt: inquiry, answer: reply, train: own}",
@@ -151,7 +151,7 @@ def test_every_layout_gives_a_pair(tmp_path, line, pair):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ({"prompt": "Hi", "chosen": "Yes."}, "KeyError.'rejected'"),
+        ({"prompt": "Hi", "chosen": "Yes."}, "no rejected among the fields prompt, chosen"),
         (row(chosen="No."), "chosen and rejected are equal"),
         ({**row(), "chosen": GOOD}, "different prompts"),
     ],

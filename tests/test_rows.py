@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -19,18 +20,22 @@ from hypothesis import strategies as st
 
 from nanochat import chat_format, common, recipe
 from nanochat.chat_format import render
-from nanochat.common import UsageError, sha256_file
-from nanochat.dataset import DataConfig, Source, load_last_source, open_source
+from nanochat.common import UsageError, read_json, sha256_file, write_json
+from nanochat.dataset import DataConfig, Text, load_last_source, open_text
 from nanochat.eval_bpb import Validation, ValidationConfig
 from nanochat.finetune import fit_batch
 from nanochat.loss import IGNORE
 from nanochat.recipe import compare_trees
 from nanochat.records import read_metrics, read_records
 from nanochat.rows import (
+    BLOCK,
     MAX_DROPPED,
+    WINDOW_TOKENS,
     ChatPart,
+    MixedRows,
     Packer,
     Rows,
+    draw_block,
     inputs_and_targets,
     missing_shards,
     open_chat_rows,
@@ -76,14 +81,20 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "text"
 
 
-def opened(folder: Path, tokenizer: Tokenizer, T: int = T, **settings) -> tuple[Rows, Source]:
-    source = open_source(DataConfig(str(folder), **settings))
-    return open_rows(source, tokenizer, T), source
+@pytest.fixture(autouse=True)
+def small_windows(monkeypatch) -> None:
+    """A window for each shard; processes that pack keep the default."""
+    monkeypatch.setattr("nanochat.rows.WINDOW_TOKENS", 1)
 
 
-def packed(folder: Path, tokenizer: Tokenizer, T: int = T, **settings) -> Rows:
-    rows, source = opened(folder, tokenizer, T, **settings)
-    pack_text(rows, source, tokenizer)
+def opened(folder: Path | str, tokenizer: Tokenizer, T: int = T, **settings) -> tuple[Any, Text]:
+    text = open_text(DataConfig(str(folder), **settings))
+    return open_rows(text, tokenizer, T), text
+
+
+def packed(folder: Path | str, tokenizer: Tokenizer, T: int = T, **settings) -> Any:
+    rows, text = opened(folder, tokenizer, T, **settings)
+    pack_text(rows, text, tokenizer)
     return rows
 
 
@@ -217,10 +228,10 @@ def test_ids_above_65535_are_stored_in_four_bytes(folder, saved, monkeypatch, vo
 
 
 def test_more_shards_keep_existing_rows(folder, tokenizer, capsys):
-    rows, source = opened(folder, tokenizer)
-    pack_text(rows, source, tokenizer, num_rows=1)
+    rows, text = opened(folder, tokenizer)
+    pack_text(rows, text, tokenizer, num_rows=1)
     assert missing_shards(rows) == [f"shard_{i}.jsonl" for i in (1, 2, 3)]
-    pack_text(rows, source, tokenizer, num_rows=rows.num_rows + 1)
+    pack_text(rows, text, tokenizer, num_rows=rows.num_rows + 1)
     assert len(missing_shards(rows)) == 2
     assert packed(folder, tokenizer, num_shards=3).folder == packed(folder, tokenizer).folder
     assert capsys.readouterr().out.count("packed") == 5
@@ -242,16 +253,19 @@ def test_R6_differences_name_the_changed_setting(folder, tokenizer, tmp_path):
 # ---- Batches -------------------------------------------------------------------------------------
 
 
-def test_R4_R5_step_has_the_same_rows_on_any_ranks(folder, tokenizer):
+def test_R4_R5_step_has_the_same_rows_on_any_ranks(folder, tokenizer, monkeypatch):
+    monkeypatch.setattr("nanochat.rows.WINDOW_TOKENS", 1024 * T)  # about two shards
     rows = packed(folder, tokenizer)
     shards, total = [stored(rows, shard) for shard in rows.train_shards], rows.num_rows
     batches = [rows.batch(step * ROWS, ROWS, SEED) for step in range(2 * total // ROWS + 1)]
     first, second, _ = np.split(np.concatenate(batches), [total, 2 * total])
-    for epoch in (first, second):  # every row once, shards in order
-        for shard in shards:
-            here, epoch = np.split(epoch, [len(shard)])
-            assert sorted(map(bytes, here)) == sorted(map(bytes, shard))
-            assert (here != shard).any()
+    assert list(map(len, rows.windows)) == [2, 2]
+    windows = [np.concatenate(shards[:2]), np.concatenate(shards[2:])]
+    for epoch in (first, second):  # every row once, windows in order
+        for window in windows:
+            here, epoch = np.split(epoch, [len(window)])
+            assert sorted(map(bytes, here)) == sorted(map(bytes, window))
+            assert (here != window).any()
     assert (first != second).any() and (rows.batch(0, ROWS, SEED + 1) != batches[0]).any()
 
     again, _ = opened(folder, tokenizer)
@@ -259,6 +273,68 @@ def test_R4_R5_step_has_the_same_rows_on_any_ranks(folder, tokenizer):
         for world_size in (1, 2, 8):
             ids = np.split(again.row_ids(step * ROWS, ROWS, SEED), world_size)
             assert (np.concatenate(list(map(again.read, ids))) == batches[step]).all()
+
+
+def test_files_of_one_folder_mix(tokenizer, tmp_path, monkeypatch):
+    """Two files of each of two kinds, in order of their names."""
+    monkeypatch.setattr("nanochat.rows.WINDOW_TOKENS", WINDOW_TOKENS)
+    for name, word in (("a0", "sea"), ("a1", "sea"), ("b0", "boat"), ("b1", "boat"), ("val", "x")):
+        texts = [f"{word} " * (60 + i % 5) + name for i in range(1500)]
+        write(tmp_path / "text" / f"{name}.jsonl", texts)
+    rows = packed(tmp_path / "text", tokenizer)
+    sea = tokenizer.encode(" sea")[0]
+    is_sea = np.array([(row == sea).any() for row in rows.batch(0, rows.num_rows, SEED)])
+    share, parts = is_sea.mean(), is_sea[: len(is_sea) // 100 * 100].reshape(-1, 100).mean(axis=1)
+    bound = 3 * (share * (1 - share) / 100) ** 0.5
+    assert len(parts) > 20 and (abs(parts - share) <= bound).mean() >= 0.97
+
+
+MIXTURES = ([0.7, 0.3], [1 / 3, 1 / 3, 1 / 3], [0.98, 0.019, 0.001])
+
+
+@pytest.mark.parametrize("shares", MIXTURES)
+def test_any_part_of_a_mixture_has_its_shares(shares):
+    for seed, count in ((0, 100), (1, 2000), (2, BLOCK), (3, 3 * BLOCK + 77)):
+        rows = MixedRows({}, tuple(shares), {"max_seq_len": T, "fingerprint": ""})
+        sources, numbers = rows.place(0, count, seed)
+        for i, share in enumerate(shares):
+            mine = numbers[sources == i]
+            assert (mine == np.arange(len(mine))).all()  # each of its rows once, in order
+            assert abs(len(mine) - share * count) <= 2 + count / 2000
+        for first in (0, 33, count // 2):
+            part = rows.place(first, count - first, seed)
+            assert (part[0] == sources[first:]).all() and (part[1] == numbers[first:]).all()
+    orders = {draw_block(tuple(shares), seed, block).sources.tobytes()
+              for seed in (0, 1) for block in (0, 1)}  # fmt: skip
+    assert len(orders) == 4
+
+
+def test_R4_R5_mixture_reads_each_source_as_if_alone_on_any_ranks(folder, tokenizer, tmp_path):
+    """A source that ends begins anew while others go on."""
+    small = tmp_path / "small"
+    small.mkdir()
+    for name in ("shard_0.jsonl", "shard_1.jsonl"):
+        (folder / name).rename(small / name)
+    mixed = packed(f"{folder}=3,{small}=1", tokenizer)
+    whole, part = (packed(each, tokenizer) for each in (folder, small))
+    assert [each.folder for each in mixed.parts.values()] == [whole.folder, part.folder]
+    count = 4 * ROWS * (3 * part.num_rows // ROWS)  # the small one three times
+    ids = mixed.row_ids(0, count, SEED)
+    for i, alone in enumerate((whole, part)):
+        mine = ids[ids[:, 0] == i]
+        assert (mine[:, 1:] == alone.row_ids(0, len(mine), SEED)).all()
+        assert (mixed.read(mine) == alone.read(mine[:, 1:])).all()
+    assert ids[ids[:, 0] == 1][-1, 1] >= 2 and mixed.num_rows == whole.num_rows + part.num_rows
+    for world_size in (1, 2, 8):
+        pieces = np.split(mixed.row_ids(ROWS, ROWS, SEED), world_size)
+        assert (
+            np.concatenate(list(map(mixed.read, pieces))) == mixed.batch(ROWS, ROWS, SEED)
+        ).all()
+    share = [*mixed.val_batches(5, 8)]
+    assert sum(map(len, share)) == 8
+    [[_, tokens, epochs, some], [*_, rest]] = mixed.table(count, SEED)["rows"]
+    assert (some, rest) == ("75.0%", "25.0%") and tokens == f"{3 * count // 4 * T:,}"
+    assert epochs == f"{3 * count / 4 / whole.num_rows:.2f}"
 
 
 def test_R24_B9_validation_rows_depend_only_on_the_shard(folder, tokenizer):
@@ -274,26 +350,26 @@ def test_R24_B9_validation_rows_depend_only_on_the_shard(folder, tokenizer):
 
 
 def test_R38_rows_belong_to_the_code_that_packs_them(folder, saved, capfd, monkeypatch):
-    rows, source = opened(folder, saved)
+    rows, text = opened(folder, saved)
     monkeypatch.setitem(recipe.code_of_process, "nanochat/rows.py", "edited")
     edited, _ = opened(folder, saved)
     assert edited.folder != rows.folder
     with pytest.raises(UsageError, match="packing failed"):  # its processes read the file as it is
-        pack_rows(edited, source, saved, workers=2)
+        pack_rows(edited, text, saved, workers=2)
     assert "rows.py or dataset.py was edited just now" in capfd.readouterr().err
     assert not list(edited.folder.glob("*.bin"))
 
 
 def test_missing_and_unreadable_shards_are_named(folder, saved, capfd):
-    rows, source = opened(folder, saved)
-    pack_text(rows, source, saved, num_rows=1)
+    rows, text = opened(folder, saved)
+    pack_text(rows, text, saved, num_rows=1)
     with pytest.raises(UsageError, match="rows, fewer than "):
         rows.batch(0, 20 * ROWS, SEED)
     (folder / "shard_1.jsonl").write_text('{"text": "fine"}\n{"text": "cut of')
     with pytest.raises(ValueError, match=r"shard_1\.jsonl is missing or does not match"):
-        pack_text(rows, source, saved)
+        pack_text(rows, text, saved)
     with pytest.raises(UsageError, match="finished shards are kept"):
-        pack_rows(rows, source, saved, workers=2)
+        pack_rows(rows, text, saved, workers=2)
     assert "shard_1.jsonl is missing or does not match" in capfd.readouterr().err
 
 
@@ -306,7 +382,12 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("damage", [flip, Path.unlink])
+def miscount(path: Path) -> None:
+    record = path.with_suffix(".json")
+    write_json(record, {**read_json(record), "rows": read_json(record)["rows"] ^ 4})
+
+
+@pytest.mark.parametrize("damage", [flip, Path.unlink, miscount])
 def test_R28_damaged_rows_are_named_and_packed_again(folder, saved, damage):
     rows = packed(folder, saved)
     expected = digests(rows)

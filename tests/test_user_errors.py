@@ -65,7 +65,7 @@ BAD_FLAGS = {
 }
 # a file of conversations -> the problem
 BAD_CONVERSATIONS = {
-    '{"role": "user"}': "line 1: conversation must be a list of messages",
+    '{"role": "user"}': "line 1: no conversation in the fields role; read are",
     "words": "line 1: not JSON",
     "": "it is empty",
     None: "No such file or directory.*check the path",

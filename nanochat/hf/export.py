@@ -95,10 +95,10 @@ def write_hf(
     origin: JSON-serializable metadata on the model's training; returned by `read_hf`.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    native = is_native(model.cfg)
+    native = is_native(model)
     names = native_names(model.cfg) if native else {n: f"gpt.{n}" for n in model.state_dict()}
     tensors = {
-        names[name]: p.detach().to("cpu", dtype).contiguous()
+        names[name]: p.detach().to("cpu", dtype, copy=True).contiguous()  # the format has no ties
         for name, p in model.state_dict().items()
     }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -129,9 +129,11 @@ def write_hf(
     write_atomic(folder / "README.md", card)
 
 
-def is_native(cfg: GPTConfig) -> bool:
-    """Whether transformers has a built-in class for this architecture."""
-    return type(cfg) is GPTConfig and cfg == cfg.classic()
+def is_native(model: GPT) -> bool:
+    """Whether transformers has a built-in class for this architecture, with the same weights."""
+    cfg = model.cfg
+    classic = type(cfg) is GPTConfig and cfg == cfg.classic()
+    return classic and native_names(cfg).keys() == model.state_dict().keys()
 
 
 def native_names(cfg: GPTConfig) -> dict[str, str]:

@@ -12,6 +12,7 @@ language models arXiv:2502.05171.
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -244,10 +245,10 @@ class RecursiveGPT(GPT):
         tensors: Sequence[Tensor] = (),
     ) -> Tensor:
         """
-        Return the summed cross-entropy (nats) of the last loop. Gradients come from the weighted
-        sum over supervised loops; with another loss (as in RL), from the last loop only.
+        Return the summed loss of the last loop. Gradients come from the weighted sum over
+        supervised loops; with further tensors (as in RL), from the last loop only.
         """
-        if loss is not cross_entropy or tensors:
+        if tensors:
             return super().loss(tokens, targets, segments, loss, tensors)
         cfg, inputs = self.cfg, self.begin(tokens, None, segments)
         counted = (targets != IGNORE).sum(1)  # (B,)
@@ -265,7 +266,7 @@ class RecursiveGPT(GPT):
                 paid = paid + shares[k] * (extra - 1) * nats
             spread, head = extra[:, None].expand_as(targets), self.head
             args = (hidden, head.weight, targets)
-            summed = chunked_loss(*args, cross_entropy, (spread,), self.compiled, head.fp8)
+            summed = chunked_loss(*args, weighted(loss), (spread,), self.compiled, head.fp8)
             objective = objective + shares[k] * summed
             last = summed.detach()
             if cfg.improvement_bonus:  # of each row, for the next loop
@@ -288,6 +289,14 @@ class RecursiveGPT(GPT):
         *_, state = self.states(inputs, loops)
         hidden = self.read_out(inputs, state, loops)
         return token_losses(hidden, self.head.weight, targets, self.compiled)
+
+
+@lru_cache
+def weighted(loss: Loss) -> Loss:
+    """A loss of logits and targets, times a weight of each token."""
+    if loss is cross_entropy:  # has weights of its own
+        return loss
+    return lambda logits, targets, weights: weights * loss(logits, targets)
 
 
 def read_config(values: Mapping[str, Any]) -> GPTConfig:

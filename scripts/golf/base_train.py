@@ -17,7 +17,7 @@ from nanochat.checkpoint import build_model
 from nanochat.common import UsageError
 from nanochat.config import require_at_least, require_positive, settings, start
 from nanochat.dist import init_dist
-from nanochat.eval_bpb import Validation
+from nanochat.eval_bpb import validate_text
 from nanochat.golf.model import GolfConfig, GolfGPT, GolfOptions
 from nanochat.golf.qat import AveragingMuonAdamW, quantized_weights
 from nanochat.golf.quantize import QuantConfig
@@ -120,8 +120,8 @@ def main(cfg: GolfTrain) -> None:
     dist = dist.keep_dtype(cfg.train.dist, before.get("compute"))
 
     # Tokenizer, text and rows; exit if this run has already finished
-    tokenizer, source, rows = open_inputs(cfg, dist)
-    inputs = {"rows": rows.recipe, "tokenizer": tokenizer.fingerprint, "data": source.fingerprint}
+    tokenizer, text, rows = open_inputs(cfg, dist)
+    inputs = {"rows": rows.recipe, "tokenizer": tokenizer.fingerprint, "data": text.fingerprint}
     recipe = make_recipe(cfg, inputs)
     resolved = {**settings(cfg), "eval_tokens": cfg.validation.tokens(dist)}
     if skip_if_finished(SECTION, recipe, cfg.train.skip_if_done, dist, tag):
@@ -137,15 +137,15 @@ def main(cfg: GolfTrain) -> None:
     rules = cfg.rules(cfg.train.optim, horizon, shape.d_model)
     decoupled = cfg.decay_rule == "decoupled"
     optimizer = AveragingMuonAdamW(model, rules, dist, ema_decay=cfg.ema_decay, decoupled=decoupled)
-    suite = open_few_shot(cfg, source, dist)
+    suite = open_few_shot(cfg, text, dist)
 
     run = Run("base", tag, recipe, model, optimizer, tokenizer, cfg.train, dist)
-    run.state |= {"source": source.describe(), "settings": resolved}
+    run.state |= {"source": text.describe(), "settings": resolved}
     num_rows = num_steps * batch_tokens // cfg.max_seq_len
-    dist.on_main(lambda: pack_rows(rows, source, tokenizer, num_rows))
+    dist.on_main(lambda: pack_rows(rows, text, tokenizer, num_rows))
     few_shot: dict[str, Any] = {}
     with run.begin(num_steps, batch_tokens, cfg.compile):
-        validation = Validation(cfg.validation, {source.name: rows}, tokenizer, dist)
+        validation = validate_text(cfg.validation, rows, tokenizer, dist)
         spent = run.progress.train_seconds  # of training, without evaluations and saves
         if max_seconds is not None and spent >= max_seconds:  # finished by time
             run.num_steps = run.progress.step

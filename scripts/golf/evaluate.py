@@ -89,8 +89,7 @@ def score_artifact(
     model = artifact.build(dist)
     parent = find_source_checkpoint(artifact, dist)
     recorded = parent.state["source"] if parent else None
-    source = open_text(cfg.data, recorded)
-    texts = list(source.texts(source.val_shard, cfg.max_documents))
+    texts = list(open_text(cfg.data, recorded).val_texts(cfg.max_documents))
     T = model.cfg.max_seq_len
     stride = max(1, T // 4) if cfg.eval_stride is None else cfg.eval_stride
     passes = 2 + (T / stride if stride else 0)

@@ -22,12 +22,11 @@ from typing import Any
 from nanochat import report
 from nanochat.common import fingerprint, printable, write_atomic
 from nanochat.config import start
-from nanochat.dataset import read_json_lines
 from nanochat.lab.filters import apply_filters, parse_filters
 from nanochat.tokenizer import Tokenizer
-from tasks.base import check_conversation, user
 from tasks.buckets import buckets, read_mixture
-from tasks.chats import rename
+from tasks.hub import read_json_rows
+from tasks.layouts import CHATS, read_conversation
 
 
 @dataclass(frozen=True)
@@ -74,19 +73,17 @@ def main(cfg: Filter) -> None:
 
 def read_rows(path: str) -> Iterator[dict[str, Any]]:
     """
-    Yield the rows of a file, answered or not: {"messages": [...]}, {"prompt": "..."} or a list of
-    messages. Raises ValueError for a line that is not a conversation.
+    Yield the rows of a file, answered or not, their conversation as "messages" (or, to be answered,
+    "prompt"). Raises ValueError for a line that is not a conversation.
     """
-    for number, row in read_json_lines(Path(path).expanduser()):
-        found = row if isinstance(row, dict) else {"messages": row}
+    for number, row in read_json_rows(Path(path).expanduser()):
         try:
-            if isinstance(found.get("messages"), list):
-                found["messages"] = rename(found["messages"])
-            messages = found.get("messages") or [user(found.get("prompt", ""))]
-            check_conversation(messages, is_answered=False)
-        except (ValueError, TypeError, LookupError) as error:
-            raise ValueError(f"{path}, line {number}: no conversation ({error})") from error
-        yield found
+            messages = read_conversation(row, is_answered=False)
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: {error}") from error
+        others = {} if isinstance(row, list) else {k: row[k] for k in row if k not in CHATS}
+        to_answer = messages[-1]["role"] != "assistant" and "prompt" in others
+        yield others if to_answer else {**others, "messages": messages}
 
 
 if __name__ == "__main__":

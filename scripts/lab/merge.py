@@ -40,7 +40,7 @@ from nanochat.dist import DistConfig, DistContext, init_dist
 from nanochat.eval_bpb import bits_per_byte
 from nanochat.finetune import bucket_rows, chat_losses
 from nanochat.lab.canaries import open_pretraining_rows
-from nanochat.rows import ChatPart, Rows, inputs_and_targets
+from nanochat.rows import AnyRows, ChatPart, inputs_and_targets
 from nanochat.stats import compare
 from tasks.buckets import buckets, read_mixture
 from tasks.held_out import require_access
@@ -169,7 +169,7 @@ def require_same_shape(cfg: MergeScript, models: Sequence[Checkpoint]) -> None:
         raise UsageError(message, "merge models with the same shape and tokenizer")
 
 
-def open_val_rows(cfg: MergeScript, first: Checkpoint, dist: DistContext) -> list[Rows]:
+def open_val_rows(cfg: MergeScript, first: Checkpoint, dist: DistContext) -> list[AnyRows]:
     """
     Packed validation sequences ("rows"): held-out conversations of each bucket of --val_mixture or
     of the first model's training run, or pretraining text for base models.

@@ -82,9 +82,9 @@ class ScalingLaws:
 def main(cfg: ScalingLaws) -> None:
     arms, device = cfg.arms.split("|"), init_dist(steady=False).device.type
     tokenizer = Tokenizer.load()
-    source = open_text(DataConfig(), load_last_source("main"))
-    text = open_rows(source, tokenizer, cfg.max_seq_len)
-    inputs = {"rows": text.fingerprint, "tokenizer": tokenizer.fingerprint}
+    text = open_text(DataConfig(), load_last_source("main"))
+    packed = open_rows(text, tokenizer, cfg.max_seq_len)
+    inputs = {"rows": packed.fingerprint, "tokenizer": tokenizer.fingerprint}
     shape = tokenizer.vocab_size, cfg.max_seq_len, "default", default_windows(device)
     with torch.device("meta"):  # to count FLOPs, without weights
         models = {d: GPT(shape_for_depth(d, *shape)) for d in {*cfg.depths, *cfg.project}}
@@ -93,8 +93,8 @@ def main(cfg: ScalingLaws) -> None:
     jobs: dict[tuple[str, float, int, int], Job] = {}
     for budget, depth in sorted(itertools.product(set(cfg.budgets), set(cfg.depths))):
         rows = math.ceil(budget / models[depth].flops_per_token() / cfg.max_seq_len)
-        pack_text(text, source, tokenizer, rows)
-        if MIN_ROWS <= rows <= text.totals()["rows"]:
+        pack_text(packed, text, tokenizer, rows)
+        if MIN_ROWS <= rows <= packed.totals()["rows"]:
             for (number, arm), i in itertools.product(enumerate(arms), range(cfg.seeds)):
                 run = (arm, budget, depth, 100 * number + i)
                 jobs[run] = make_job(cfg, *run, inputs)

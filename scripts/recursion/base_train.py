@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from nanochat.checkpoint import build_model
 from nanochat.config import settings, start
-from nanochat.eval_bpb import Validation
+from nanochat.eval_bpb import validate_text
 from nanochat.gpt import GPT, GPTConfig
 from nanochat.optim import MuonAdamW, decay_factor, lr_factor, muon_momentum
 from nanochat.recipe import make_recipe
@@ -108,8 +108,8 @@ def main(cfg: RecursionTrain) -> None:
         dist.print0(WARNING.format(cfg.recursion.recursion_preset))
 
     # Tokenizer, text and rows; exit if this run has already finished
-    tokenizer, source, rows = open_inputs(cfg, dist)
-    inputs = {"rows": rows.recipe, "tokenizer": tokenizer.fingerprint, "data": source.fingerprint}
+    tokenizer, text, rows = open_inputs(cfg, dist)
+    inputs = {"rows": rows.recipe, "tokenizer": tokenizer.fingerprint, "data": text.fingerprint}
     recipe = make_recipe(cfg, inputs)
     resolved = {**settings(cfg), "eval_tokens": cfg.validation.tokens(dist)}
     if skip_if_finished(SECTION, recipe, cfg.train.skip_if_done, dist, tag):
@@ -124,15 +124,15 @@ def main(cfg: RecursionTrain) -> None:
     num_steps, batch_tokens = horizon.num_steps, horizon.batch_tokens
     rules = scaled_rules(cfg.train.optim, horizon, shape.d_model)
     optimizer = MuonAdamW(model, rules, dist)
-    suite = open_few_shot(cfg, source, dist)
+    suite = open_few_shot(cfg, text, dist)
 
     run = Run("base", tag, recipe, model, optimizer, tokenizer, cfg.train, dist)
-    run.state |= {"source": source.describe(), "settings": resolved}
+    run.state |= {"source": text.describe(), "settings": resolved}
     num_rows = num_steps * batch_tokens // cfg.max_seq_len
-    dist.on_main(lambda: pack_rows(rows, source, tokenizer, num_rows))
+    dist.on_main(lambda: pack_rows(rows, text, tokenizer, num_rows))
     few_shot: dict[str, Any] = {}
     with run.begin(num_steps, batch_tokens, cfg.compile):
-        validation = Validation(cfg.validation, {source.name: rows}, tokenizer, dist)
+        validation = validate_text(cfg.validation, rows, tokenizer, dist)
         for step in run.steps():  # from the last checkpoint on; the last pass saves and evaluates
             if run.due(cfg.train.save_every):
                 run.save()  # the trained model before its evaluation, which may fail

@@ -14,8 +14,9 @@ from typing import Any
 
 import yaml
 
+from nanochat import dataset
 from nanochat.common import base_dir, hold_lock, read_json, sha256_file, write_atomic, write_json
-from nanochat.dataset import DataConfig, Source, choose_source, open_source
+from nanochat.dataset import DataConfig, Text, choose_source, split_mixture
 from tasks.world.corpus import WORLD_VERSION, documents
 from tasks.world.facts import DIGEST
 from tasks.world.suite import SUITE_VERSION, suite
@@ -88,14 +89,14 @@ def bundle_files() -> Iterator[tuple[str, str]]:
 # ---- The dataset as any other --------------------------------------------------------------------
 
 
-def open_text(cfg: DataConfig, recorded: Mapping[str, Any] | None) -> Source:
-    """`dataset.open_source`, after writing what is missing of the built-in dataset."""
+def open_text(cfg: DataConfig, recorded: Mapping[str, Any] | None) -> Text:
+    """`dataset.open_text`, after writing what is missing of the built-in dataset."""
     wanted = choose_source(cfg, recorded)
-    if wanted.dataset == EMBEDDED:
+    if EMBEDDED in split_mixture(wanted.dataset or ""):
         write(wanted.num_shards)
-    return open_source(cfg, recorded)
+    return dataset.open_text(cfg, recorded)
 
 
-def builtin_suite(dataset: str | None) -> str | None:
+def builtin_suite(name: str | None) -> str | None:
     """Location of the few-shot tasks of the built-in dataset; None for another one."""
-    return str(write(num_shards=0) / "suite") if dataset == EMBEDDED else None
+    return str(write(num_shards=0) / "suite") if name == EMBEDDED else None

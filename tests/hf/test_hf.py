@@ -118,7 +118,7 @@ def generate(model, ids, num_new=6, **options):
 def test_logits_and_loss_equal_ours(exported):
     ours, folder, theirs, _ = exported
     modules = [file.read_text() for file in folder.glob("*.py")]
-    assert bool(modules) != is_native(ours.cfg) and "from nanochat" not in "".join(modules)
+    assert bool(modules) != is_native(ours) and "from nanochat" not in "".join(modules)
     for text in TEXTS[:25]:
         ids = torch.tensor([[TOKENIZER.bos_id, *TOKENIZER.encode(text)][:192]])
         near(theirs(ids).logits, ours(ids))
@@ -133,7 +133,7 @@ def test_logits_and_loss_equal_ours(exported):
 @torch.no_grad()
 def test_positions_pack_documents_and_padding_is_invisible(exported):
     ours, _, theirs, _ = exported
-    native, counted = is_native(ours.cfg), torch.arange(40)[None]
+    native, counted = is_native(ours), torch.arange(40)[None]
     starts = torch.cat((counted[:, :15], counted[:, :25]), 1)
     options = {"use_cache": False} if native else {}  # ours then decides so itself
     segments = (counted >= 15).long().expand(2, -1)

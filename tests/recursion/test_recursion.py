@@ -108,6 +108,23 @@ def test_gradient_is_that_of_the_weighted_losses_of_all_loops(supervise, bonus):
         torch.testing.assert_close(found[name], grad, rtol=1e-3, atol=1e-4)
 
 
+def test_another_loss_trains_all_supervised_loops():
+    def smoothed(logits, targets):
+        return F.cross_entropy(logits, targets, reduction="none", label_smoothing=0.2)
+
+    twins = [lively(untrained(config(n_loops=k))) for k in (1, 2, 3)]
+    model: Any = lively(untrained(config(supervise="full", supervision_base=3.0)))
+    model.begin_step(0, 0)
+    loss = model.loss(TOKENS, TARGETS, loss=smoothed)
+    loss.backward()
+    sums = [twin.loss(TOKENS, TARGETS, loss=smoothed) for twin in twins]
+    sum(share / 13 * each for share, each in zip((1, 3, 9), sums, strict=True)).backward()
+    torch.testing.assert_close(loss, sums[-1])
+    found = gradients(model)
+    for name, grad in gradients(*twins).items():
+        torch.testing.assert_close(found[name], grad, rtol=1e-3, atol=1e-4)
+
+
 @pytest.mark.parametrize(
     "changes",
     [
