@@ -2,13 +2,14 @@
 Run a script on a GPU whose kernels compute nothing, or measure the memory of training steps there.
 
     python -m tests.on_null_gpu scripts.base_train --depth=2
-    python -m tests.on_null_gpu --depth=24 --compile=1    # peak memory and waits of a step, as JSON
+    python -m tests.on_null_gpu --depth=24 --compile=1    # memory, waits, launches of a step: JSON
 
 Sizes, dtypes, devices, memory and compiled graphs are as on a real GPU; all values are garbage.
 Code that branches on results is replaced. Measured steps have 64 rows of 2,048 tokens and a
 vocabulary of 32,768.
 """
 
+import ctypes
 import json
 import runpy
 import sys
@@ -77,8 +78,8 @@ class RandomRows(Rows):
 
 
 def measure(depth: int = 2, compile: int = 0, fp8: int = 0) -> dict[str, float]:
-    """Peak bytes of three steps and a save of a new model of this depth, and waits."""
-    here = replace(dist.init_dist(), fp8=bool(fp8))
+    """Peak bytes of three steps and a save of a new model of this depth, waits and launches."""
+    here, driver = replace(dist.init_dist(), fp8=bool(fp8)), ctypes.CDLL(None)
     shape = shape_for_depth(depth, VOCAB_SIZE, T)
     on_host = replace(here, device=CPU)
     build_model(TINY, here.device, here.dtype, seed=0)  # loads libraries
@@ -98,10 +99,12 @@ def measure(depth: int = 2, compile: int = 0, fp8: int = 0) -> dict[str, float]:
                 if step == 0:
                     torch.cuda.reset_peak_memory_stats()
                 waits.clear()
+                launches = driver.nullgpu_launches()
                 torch.cuda.set_sync_debug_mode("warn")
                 run.backward(run.load(rows))
                 run.update(1.0, 0.95, 1.0)
                 torch.cuda.set_sync_debug_mode("default")
+                launches = driver.nullgpu_launches() - launches
                 if step == 2:
                     break
         run.save(wait=True)
@@ -111,6 +114,7 @@ def measure(depth: int = 2, compile: int = 0, fp8: int = 0) -> dict[str, float]:
         "device_rows": run.device_rows,
         "peak": torch.cuda.max_memory_allocated(),
         "waits": len(waits),
+        "launches": launches,
     }
 
 
