@@ -392,11 +392,18 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def token_losses(
-        self, tokens: Tensor, targets: Tensor, segments: Tensor | None = None
+        self,
+        tokens: Tensor,
+        targets: Tensor,
+        segments: Tensor | None = None,
+        loss: Loss = cross_entropy,
     ) -> Tensor:
-        """Cross-entropy (nats) of each target (B, T) in float32, 0 for IGNORE."""
+        """
+        A loss of each target (B, T) in float32, 0 for IGNORE: the nats, or a measure such as the
+        entropy.
+        """
         hidden = self.hidden(tokens, segments=segments)
-        return token_losses(hidden, self.head.weight, targets, self.compiled)
+        return token_losses(hidden, self.head.weight, targets, self.compiled, loss)
 
     def new_cache(self, slots: int, capacity: int | None = None) -> KVCache:
         """KV cache for `slots` sequences of up to `capacity` tokens (default: max_seq_len)."""

@@ -24,7 +24,8 @@ CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 28}  # logits in one chunk
 
 Loss = Callable[..., Tensor]
 """
-Logits (n, V) in float32, soft cap included, targets (n,) and further tensors (n,) -> nats (n,).
+Logits (n, V) in float32, soft cap included, targets (n,) and further tensors (n,) -> nats (n,). On
+a GPU it also sees positions without a target, as target 0, whose losses are then left out.
 """
 
 
@@ -154,18 +155,22 @@ def chunked_loss(
 
 
 @torch.no_grad()
-def token_losses(hidden: Tensor, head: Tensor, targets: Tensor, compiled: bool = False) -> Tensor:
-    """
-    Cross-entropy (nats) of each target, (...) float32, 0 for IGNORE; no gradients. Shapes as above.
-    """
+def token_losses(
+    hidden: Tensor,
+    head: Tensor,
+    targets: Tensor,
+    compiled: bool = False,
+    loss: Loss = cross_entropy,
+) -> Tensor:
+    """A loss of each target, (...) float32, 0 for IGNORE; no gradients. Shapes as above."""
     hidden, flat, weight = hidden.flatten(0, -2), targets.flatten(), head.to(hidden.dtype)
     if (counted := skip_ignored(flat)) is not None:
         found = torch.zeros_like(flat, dtype=torch.float32)
-        found[counted] = token_losses(hidden[counted], head, flat[counted], compiled)
+        found[counted] = token_losses(hidden[counted], head, flat[counted], compiled, loss)
         return found.view_as(targets)
     nats = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
     for part in chunks(len(hidden), head, compiled):
-        args = cross_entropy, hidden[part] @ weight.mT, flat[part]
+        args = loss, hidden[part] @ weight.mT, flat[part]
         nats[part] = run_compiled(chunk_losses, *args) if compiled else chunk_losses(*args)
     return nats.view_as(targets)
 

@@ -73,7 +73,9 @@ def list_changes(was: Mapping[str, Any], now: Recipe) -> list[str]:
     flags, defaults, inputs = map(to_json_types, (now.flags, now.defaults, now.inputs))
     old = {**defaults, **was["flags"]}
     lines = [
-        f"--{name}: was {old.get(name)!r}, now {value!r}"
+        f"--{name}: was {old[name]!r}, now {value!r}"
+        if name in was["flags"]
+        else f"--{name}: the earlier code had no such flag, now {value!r}"
         for name, value in flags.items()
         if old.get(name) != value
     ]

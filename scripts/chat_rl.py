@@ -153,7 +153,8 @@ def main(cfg: ChatRL) -> None:
                 batches = micro_batches(groups, rows, pad, dist.device)
                 metrics["kl"] = kl_to_reference(engine.model, reference, batches, dist)
 
-            # edit here: `policy_gradient`, and the tensors of a batch
+            # edit here: `policy_gradient`, and the tensors of a batch; a term that does not depend
+            # on rewards, such as an entropy bonus, also needs the groups without signal
             learned = [group for group in groups if group.has_signal]
             for batch in micro_batches(learned, rows, pad, dist.device):
                 args = batch.tokens, batch.targets, None, policy_gradient, batch.tensors
