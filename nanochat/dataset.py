@@ -264,9 +264,19 @@ class Text:
             yield found
 
     def val_texts(self, most: int | None = None) -> Iterator[str]:
-        """Yield validation documents; of several sources, `most` in proportion to their shares."""
-        for source, share in zip(self.sources, self.shares, strict=True):
-            yield from source.texts(source.val_shard, most and max(1, round(most * share)))
+        """
+        Yield validation documents, at most `most`. Several sources alternate as above until the
+        first one ends, so that the shares hold.
+        """
+        running = [source.texts(source.val_shard) for source in self.sources]
+        read, count = [0.0] * len(self.sources), 0
+        while most is None or count < most:
+            i = min(range(len(running)), key=read.__getitem__)
+            if (text := next(running[i], None)) is None:
+                return
+            read[i] += len(text) / self.shares[i]
+            count += 1
+            yield text
 
 
 def training_documents(source: Source) -> Iterator[tuple[str, str]]:
@@ -327,7 +337,7 @@ def split_mixture(words: str) -> dict[str, float]:
     equal ones. Raises ValueError for other forms, shares below SMALLEST_SHARE and repeated names.
     """
     if os.path.exists(words) or not re.search(r",|=[\d.]+$", words):
-        return {words: 1.0}
+        return {words: 1.0} if words else {}
     found: dict[str, float] = {}
     parts = [part.strip() for part in words.split(",")]
     for part in parts:
@@ -338,7 +348,7 @@ def split_mixture(words: str) -> dict[str, float]:
         if name in found:
             raise ValueError(f"--dataset={words} has {name} twice; add up its shares")
         found[name] = float(share)
-    shares = {name: share / sum(found.values()) for name, share in found.items()}
+    shares = {name: share / sum(found.values()) for name, share in sorted(found.items())}
     if small := [name for name, share in shares.items() if share < SMALLEST_SHARE]:
         raise ValueError(f"--dataset={words}: {small[0]} is less than {SMALLEST_SHARE} of all")
     return shares
@@ -352,21 +362,26 @@ def open_text(cfg: DataConfig, recorded: Mapping[str, Any] | None = None) -> Tex
     """
     wanted = choose_source(cfg, recorded)
     shares = split_mixture(wanted.dataset or "")
-    if len(shares) == 1:
-        return Text([open_source(cfg, recorded)], [1.0])
+    if len(shares) < 2:
+        alone = cfg if cfg.dataset is None else replace(cfg, dataset=next(iter(shares), ""))
+        return Text([open_source(alone, recorded)], [1.0])
     for name in ("num_shards", "revision", "val_shard"):
         if getattr(cfg, name, None) is not None:
             fix = "open each alone first, such as with scripts.data --download_only, which fixes it"
+            if name == "num_shards":
+                fix = "leave it out; a source in a mixture has all of its files"
             raise ValueError(f"--{name} is for one source, not for {wanted.dataset}; {fix}")
     known = (recorded or {}).get("sources", {}) if cfg.dataset is None else {}
     if known:
         sources = [open_source(DataConfig(), known[name]) for name in known]
         return Text(sources, [known[name]["share"] for name in known])
     sources = [open_source(FirstUseConfig(name)) for name in shares]
+    pairs = sorted(zip(sources, shares.values(), strict=True), key=lambda pair: pair[0].name)
+    sources, fractions = [source for source, _ in pairs], [share for _, share in pairs]
     names = [source.name for source in sources]
     if twice := [name for name in names if names.count(name) > 1]:
         raise ValueError(f"--dataset={wanted.dataset} has {twice[0]} twice; add up its shares")
-    return Text(sources, list(shares.values()))
+    return Text(sources, fractions)
 
 
 def open_source(cfg: DataConfig, recorded: Mapping[str, Any] | None = None) -> Source:

@@ -126,8 +126,8 @@ def row_batches(batches: Iterable[np.ndarray], rows: int) -> Iterator[Batch]:
 
 class Validation:
     """
-    Validation rows of one or, in a mixture, several buckets, each with its share of the rows (by
-    default equal ones) or, if it has fewer, all. Raises UsageError if they are damaged.
+    Validation rows of one or, in a mixture, several buckets: `num_rows` of each, by default the
+    same number or, if it has fewer, all. Raises UsageError if they are damaged.
     """
 
     def __init__(
@@ -136,16 +136,15 @@ class Validation:
         rows: Mapping[str, Rows],
         tokenizer: Tokenizer,
         dist: DistContext,
-        shares: Sequence[float] = (),
+        num_rows: Mapping[str, int] | None = None,
     ):
         self.rows, self.dist = rows, dist
         self.token_bytes = tokenizer.token_bytes()
-        total = cfg.tokens(dist) // next(iter(rows.values())).max_seq_len
-        shares = shares or [1 / len(rows)] * len(rows)
-        pairs = zip(rows, shares, strict=True)
-        self.num_rows = {name: max(1, int(total * share + 1e-6)) for name, share in pairs}
-        for each in rows.values():
-            each.open(each.val_shard)
+        T = next(iter(rows.values())).max_seq_len
+        each = max(1, cfg.tokens(dist) // T // len(rows))
+        self.num_rows = num_rows or dict.fromkeys(rows, each)
+        for part in rows.values():
+            part.open(part.val_shard)
 
     def batches(self, bucket: str, device_rows: int) -> Iterator[Batch]:
         """Yield this rank's batches of a bucket, of `device_rows` rows."""
@@ -180,7 +179,8 @@ def validate_text(
 ) -> Validation:
     """Validation on the text of a run; of several sources, in proportion to their shares."""
     if isinstance(rows, MixedRows):
-        return Validation(cfg, rows.parts, tokenizer, dist, rows.shares)
+        num_rows = rows.val_rows(cfg.tokens(dist) // rows.max_seq_len)
+        return Validation(cfg, rows.parts, tokenizer, dist, num_rows)
     return Validation(cfg, {"text": rows}, tokenizer, dist)
 
 

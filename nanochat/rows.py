@@ -337,9 +337,14 @@ class MixedRows:
         return self.read(self.row_ids(first, count, seed))
 
     def val_rows(self, num_rows: int) -> dict[str, int]:
-        """How many of `num_rows` validation rows each source has, at least one."""
-        pairs = zip(self.parts, self.shares, strict=True)
-        return {name: max(1, round(share * num_rows)) for name, share in pairs}
+        """
+        How many of at most `num_rows` validation rows each source has, at least one: in proportion
+        to the shares, so the source with the least text for its share limits all.
+        """
+        found = [len(part.open(part.val_shard)) for part in self.parts.values()]
+        most = min(n / share for n, share in zip(found, self.shares, strict=True))
+        total, pairs = min(num_rows, most), zip(self.parts, self.shares, strict=True)
+        return {name: max(1, round(share * total)) for name, share in pairs}
 
     def val_batches(
         self, rows_per_batch: int, num_rows: int, rank: int = 0, world_size: int = 1

@@ -343,13 +343,16 @@ class Step:
         Read this rank's part of the next rows and start copying them to the device.
 
         chats_begin_with: the token that begins a chat, if attention stays within each.
-        batch_tokens: of this step, over all ranks. Default: those of `start`. If the rows cannot be
-        read, the batch is empty, and `update` raises the error on all ranks.
+        batch_tokens: of this step, over all ranks, whole rows of each. Default: those of `start`.
+        If the rows cannot be read, the batch is empty, and `update` raises the error on all ranks.
         """
         dist, device = self.dist, self.dist.device
         number = (batch_tokens or self.batch_tokens) // rows.max_seq_len
         ids, mine = np.zeros((0, 3), np.int64), np.zeros((0, rows.max_seq_len + 1), np.int64)
         try:
+            if number % dist.world_size or not number:
+                problem = f"a batch of {number} rows for {dist.world_size} ranks"
+                raise UsageError(problem, "use batch_tokens with whole rows for each rank")
             ids = rows.row_ids(self.progress.rows, number, self.cfg.seed)
             mine = rows.read(np.split(ids, dist.world_size)[dist.rank])
         except (UsageError, OSError, ValueError) as error:

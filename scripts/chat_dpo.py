@@ -162,6 +162,9 @@ class Preferences(Chats):
         "HuggingFaceH4/ultrafeedback_binarized{train: data/train_prefs-*, val: data/test_prefs-*}"
     )
 
+    def __init__(self, split: str, source: str | None = None):
+        super().__init__(split, source and source.removeprefix("jsonl:"))
+
     def read(self, row: Any) -> list[Conversation]:
         return read_pair(row, self.names)
 

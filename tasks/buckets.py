@@ -107,8 +107,10 @@ def buckets(spec: str, declared: Mapping[str, Mapping[str, str]] = {}) -> list[B
         if part is None:
             raise ValueError(f"{words!r} in the mixture {spec!r} must be {FORM}; *0 trains on none")
         name, source, count, repeats, tokens = part.group(*PART.groupindex)
-        if name.endswith(FILES) and ":" not in name and name not in declared:
+        if name.lower().endswith(FILES) and ":" not in name and name not in declared:
             name, source = f"jsonl:{name}", name
+        if "." in name and ":" not in name and name not in declared and Path(name).is_file():
+            raise ValueError(f"{name} is a file; use jsonl:{name} if it has JSON in each line")
         entry = declared.get(name, {})
         key, how = key_of(entry.get("task", name.partition(":")[0])), entry.get("augment", "")
         source, task = entry.get("source", source), TASKS[key]

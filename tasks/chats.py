@@ -16,10 +16,10 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from nanochat.common import fingerprint
+from nanochat.common import fingerprint, is_main_process, printable
 from tasks.base import Conversation, Tags, Task, assistant, user
-from tasks.hub import HubTask
-from tasks.layouts import read_conversation
+from tasks.hub import HubTask, NotSelected
+from tasks.layouts import read_conversation, unread_fields
 from tasks.world.facts import blocks
 
 HOLD_OUT_EVERY = 20  # hold out one prompt in 20
@@ -53,9 +53,10 @@ class Chats(HubTask):
 
     def __init__(self, split: str, source: str | None = None):
         super().__init__(split)
+        self.unread: set[str] = set()
         self.repo, names = parse_source(source or self.default)
         path = Path(self.repo).expanduser()
-        if source and (self.is_file or path.name.endswith(FILES) or path.is_file()):
+        if source and (self.is_file or path.name.lower().endswith(FILES) or path.is_file()):
             if wrong := sorted(names.keys() & OF_HUB):
                 raise ValueError(f"{source}: {', '.join(wrong)} is for repositories; remove it")
             self.path, self.names = path, names
@@ -70,7 +71,8 @@ class Chats(HubTask):
     def parse(self, row: Any) -> Any:
         column, _, value = self.names.get("where", "").partition("=")
         if column and str(row[column]) != value:
-            raise ValueError(f"{column} is {str(row[column])[:40]}")
+            raise NotSelected(f"{column} is {str(row[column])[:40]}")
+        self.unread |= unread_fields(row, self.names)
         return self.read(row)
 
     def read(self, row: Any) -> Any:
@@ -78,6 +80,9 @@ class Chats(HubTask):
         return read_conversation(row, self.names)
 
     def select(self, items: list[Any]) -> list[Any]:
+        if self.unread and self.path and self.split == "train" and is_main_process():
+            listed = ", ".join(sorted(self.unread)[:10])
+            print(printable(f"{self.path}: fields that are not read: {listed}"), flush=True)
         if self.splits["val"] != self.splits["train"]:
             return items
         names = [fingerprint(self.messages(item)[:-1]) for item in items]  # of all but the answer

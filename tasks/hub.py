@@ -73,14 +73,18 @@ def read_json_rows(path: Path) -> Iterator[tuple[int, Any]]:
     Raises as `read_json_lines`.
     """
     if path.suffix != ".gz":
-        with path.open("rb") as file, suppress(ValueError, RecursionError):
-            if file.read(1024).lstrip()[:1] == b"[":
+        with path.open(encoding="utf-8-sig") as file, suppress(ValueError, RecursionError):
+            if file.read(1024).lstrip()[:1] == "[":
                 file.seek(0)
                 rows = json.load(file)  # an error: lines that are lists
                 if not all(isinstance(row, dict) and row.keys() & {"role", "from"} for row in rows):
                     yield from enumerate(rows, 1)
                     return
     yield from read_json_lines(path)
+
+
+class NotSelected(ValueError):
+    """A row that is left out on purpose."""
 
 
 def explain(error: Exception) -> str:
@@ -145,10 +149,12 @@ class HubTask(Task):
                 items.append(self.parse(row))
             except UNUSABLE as error:
                 problems.append(explain(error))
-                if self.path:
+                if self.path and not isinstance(error, NotSelected):
                     raise ValueError(f"{self.path}, line {number}: {problems[0]}") from error
         about = f"{self.name}: skipped {len(problems):,} of {len(rows):,} rows of "
         about += f"{self.path or self.repo}: {mode(problems or ['it is empty'])}"
+        if self.path and not rows:
+            raise ValueError(f"{self.path} is empty; add conversations")
         if not items:
             columns = map(str, next(iter(rows.values()), ()))
             raise ValueError(f"{about}; it has the columns {', '.join(columns) or '(none)'}")

@@ -16,6 +16,8 @@ from tasks.base import Conversation, assistant, check_conversation, user
 CHATS = ("messages", "conversations", "conversation")
 PROMPTS = ("prompt", "instruction", "question")
 ANSWERS = ("completion", "response", "output", "answer")
+CONTEXTS = ("input", "context")  # continue the prompt
+SYSTEMS = ("system", "system_prompt")
 ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant"}
 READ = (
     f"read are a list of messages ({', '.join(CHATS)}; each {{role, content}} or {{from, value}}), "
@@ -31,10 +33,14 @@ def read_conversation(
     The conversation of a row. names: what the source calls its fields, by messages, prompt, answer.
     is_answered: it must end with an answer.
 
-    A field `system` is the system message, `input` continues an `instruction`, and a message with
-    `weight` 0 is not trained on. Raises ValueError if the row is none.
+    A field `system` or `system_prompt` is the system message, `input` or `context` continues the
+    prompt, and a message with `weight` 0 is not trained on. Raises ValueError if the row is none.
     """
     row = as_object(row)
+    if row.get("weight") == 0:
+        raise ValueError(
+            "the row has a weight of 0; a weight is of a message, or leave the row out"
+        )
     if (found := first_field(row, fields(names, "messages", CHATS))) is not None:
         return check_conversation(with_system(row, rename(found)), is_answered)
     prompt = read_prompt(row, names)
@@ -62,6 +68,7 @@ def read_pair(row: Any, names: Mapping[str, str] = {}) -> list[Conversation]:
             f"whole conversations or answers to a prompt ({', '.join(PROMPTS)})"
         )
     prompt, pair = read_prompt(row, names), []
+    opening = [m for m in prompt or () if m["role"] in ("system", "developer")]
     for name in ("chosen", "rejected"):
         answer = row[name]
         if isinstance(answer, dict) and not is_message(answer):  # an object with messages
@@ -71,6 +78,8 @@ def read_pair(row: Any, names: Mapping[str, str] = {}) -> list[Conversation]:
             if prompt is None:
                 raise unknown_fields(row)
             messages = prompt + messages
+        elif messages[0]["role"] not in ("system", "developer"):
+            messages = opening + messages
         pair.append(check_conversation(with_system(row, messages)))
     chosen, rejected = pair
     if chosen[:-1] != rejected[:-1]:
@@ -94,7 +103,15 @@ def as_object(row: Any) -> dict[str, Any]:
 
 def unknown_fields(row: Mapping[str, Any]) -> ValueError:
     """The error for a row without a conversation."""
-    return ValueError(f"no conversation in the fields {', '.join(map(str, row)) or 'none'}; {READ}")
+    listed = [f"{name}{'' if value is not None else ' (null)'}" for name, value in row.items()]
+    return ValueError(f"no conversation in the fields {', '.join(listed) or 'none'}; {READ}")
+
+
+def unread_fields(row: Any, names: Mapping[str, str] = {}) -> set[str]:
+    """Fields of a row that no conversation or pair is made of, such as notes."""
+    named = {value.partition("=")[0] for value in names.values()}  # also of `where`
+    known = {*CHATS, *PROMPTS, *ANSWERS, *CONTEXTS, *SYSTEMS, *named, "chosen", "rejected"}
+    return {str(name) for name in row if name not in known} if isinstance(row, dict) else set()
 
 
 def fields(names: Mapping[str, str], key: str, known: Sequence[str]) -> Sequence[str]:
@@ -113,8 +130,8 @@ def first_field(row: Mapping[str, Any], wanted: Sequence[str]) -> Any:
 def read_prompt(row: Mapping[str, Any], names: Mapping[str, str]) -> list[Any] | None:
     """The messages before the answer, if there are any."""
     prompt = first_field(row, fields(names, "prompt", PROMPTS))
-    more = row.get("input")
-    if isinstance(prompt, str) and prompt == row.get("instruction") and isinstance(more, str):
+    more = text_field(row, CONTEXTS)
+    if isinstance(prompt, str):
         prompt = "\n\n".join(filter(None, (prompt, more)))
     return None if prompt is None else as_messages(prompt, user)
 
@@ -123,16 +140,29 @@ def as_messages(value: Any, speaker: Any) -> list[Any]:
     """Messages: a text as one of the speaker, a list of messages, or one message."""
     if isinstance(value, str):
         return [speaker(value)]
+    if not isinstance(value, list | dict):
+        raise ValueError(f"a prompt or an answer is {value!r:.60}; it must be text or messages")
     return rename([value] if isinstance(value, dict) else value)
 
 
 def with_system(row: Mapping[str, Any], messages: list[Any]) -> list[Any]:
     """The messages after the system message of the row, if it has one and they do not."""
-    system = row.get("system")
+    system = text_field(row, SYSTEMS)
     begun = messages and messages[0]["role"] in ("system", "developer")
-    if not isinstance(system, str) or not system.strip() or begun:
+    if not system.strip():
         return messages
-    return [{"role": "system", "content": system}, *messages]
+    if begun and messages[0]["content"] != system:
+        raise ValueError("there are two system messages, a field and the first message; remove one")
+    return messages if begun else [{"role": "system", "content": system}, *messages]
+
+
+def text_field(row: Mapping[str, Any], wanted: Sequence[str]) -> str:
+    """The first of the wanted fields, which must be text; empty without one."""
+    found = first_field(row, wanted)
+    if not isinstance(found, str | None):
+        names = " or ".join(wanted)
+        raise ValueError(f"the field {names} must be text, got {found!r:.60}")
+    return found or ""
 
 
 def is_message(value: Any) -> bool:
@@ -152,6 +182,11 @@ def rename(messages: Any) -> list[Any]:
         if not isinstance(message, dict):
             raise ValueError(f"the message {message!r:.60} is no object with role and content")
         named = ("from", "value") if "from" in message else ("role", "content")
+        if missing := [name for name in named if message.get(name) is None]:
+            found = ", ".join(message)
+            raise ValueError(f"a message has no {' and no '.join(missing)}, but the keys {found}")
+        if message.get("tool_calls"):
+            raise ValueError("a message has tool_calls; write them as parts of type python")
         role, content = map(message.get, named)
         role = ROLES.get(role, role) if isinstance(role, str) else role
         found = {"role": role, "content": content}

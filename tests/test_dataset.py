@@ -331,7 +331,9 @@ def test_wrong_mixture_is_named(words, message):
 def test_mixture_is_reopened_with_the_same_text(folder, tmp_path):
     write(tmp_path / "other/x.jsonl", [f"other {i}" for i in range(40)])
     text = dataset.open_text(DataConfig(f"{folder}=3,{tmp_path / 'other'}=1"))
-    assert text.shares == [0.75, 0.25] and text.name.endswith("other=0.25")
+    assert text.shares == [0.25, 0.75] and text.name.endswith("text=0.75")  # in order of names
+    swapped = dataset.open_text(DataConfig(f"{tmp_path / 'other'}=1,{folder}=3"))
+    assert swapped.fingerprint == text.fingerprint
     again = dataset.open_text(DataConfig(), text.describe())
     assert (again.fingerprint, again.shares) == (text.fingerprint, text.shares)
     other = dataset.open_text(DataConfig(f"{folder}=1,{tmp_path / 'other'}=1"))
@@ -341,7 +343,9 @@ def test_mixture_is_reopened_with_the_same_text(folder, tmp_path):
     assert len(list(text.val_texts(4))) == 4
     with pytest.raises(ValueError, match="has .*other twice"):
         dataset.open_text(DataConfig(f"{tmp_path}/other,{tmp_path}/./other"))
-    with pytest.raises(ValueError, match="--num_shards is for one source"):
+    alone = dataset.open_text(DataConfig(f"{folder}=0.7"))
+    assert alone.fingerprint == dataset.open_text(DataConfig(str(folder))).fingerprint
+    with pytest.raises(ValueError, match="--num_shards is for one source.*; leave it out"):
         dataset.open_text(DataConfig(f"{folder},{tmp_path}/other", num_shards=1))
     write(tmp_path / "other/x.jsonl", ["changed"] * 40)
     with pytest.raises(ValueError, match="does not match its SHA-256"):
@@ -381,7 +385,7 @@ def test_R6_mixture_trains_resumes_and_is_scored_by_source(trained, tmp_path, co
     text = command.rejects(*words, other, "--model_tag=cut", "--resume=auto")
     assert f"rows.shares.{paths[0]}: was 0.7, now 0.6" in text
     text = command.works(*words, f"--dataset=embedded,{paths[1]}", "--model_tag=world")
-    assert f"embedded=0.5,{paths[1]}=0.5" in text
+    assert f"{paths[1]}=0.5,embedded=0.5" in text
 
 
 # ---- The built-in world --------------------------------------------------------------------------

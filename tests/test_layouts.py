@@ -36,6 +36,14 @@ FORMS = {  # row -> conversation
         {"instruction": "Add.", "input": "2 and 3", "output": "5", "text": "Below is"},
         [user("Add.\n\n2 and 3"), assistant("5")],
     ),
+    "Dolly": (
+        {"instruction": "Who?", "context": "Ann came.", "response": "Ann.", "category": "qa"},
+        [user("Who?\n\nAnn came."), assistant("Ann.")],
+    ),
+    "a system prompt": (
+        {"system_prompt": "Be brief.", "question": "Hi", "response": "Yes."},
+        [SYSTEM, *HI],
+    ),
     "prompt and completion": ({"prompt": "Hi", "completion": "Yes."}, HI),
     "prompt and response": ({"prompt": "Hi", "response": "Yes."}, HI),
     "question and answer": ({"question": "Hi", "answer": "Yes."}, HI),
@@ -80,16 +88,20 @@ def test_file_is_a_bucket_without_a_prefix(tmp_path, monkeypatch):
         (tmp_path / name).write_text(ALL)
     for words in ("mine.jsonl", "jsonl:mine.jsonl", "./mine.json", "~/mine.ndjson=9*2"):
         [bucket] = buckets(words)
-        assert len(bucket.train) in (9, 12) and bucket.name.startswith("jsonl:")
+        assert len(bucket.train) >= 9 and bucket.name.startswith("jsonl:")
+    (tmp_path / "own.csv").write_text("prompt,answer\n")
+    with pytest.raises(ValueError, match="own.csv is a file; use jsonl:own.csv"):
+        buckets("own.csv")
 
 
-def test_fields_are_named_in_braces(tmp_path):
+def test_fields_are_named_in_braces_and_others_listed(tmp_path, capsys):
     path = tmp_path / "own.jsonl"
-    lines = [{"inquiry": f"q{i}", "reply": "a", "talk": HI, "lang": "en"} for i in range(3)]
+    lines = [{"inquiry": f"q{i}", "reply": "a", "talk": HI, "lang": "en"} for i in range(2)]
+    lines.append({**lines[0], "inquiry": "q2", "lang": "de"})
     path.write_text("".join(map("{}\n".format, map(json.dumps, lines))))
     [named] = buckets(f"jsonl:{path}{{prompt: inquiry, answer: reply, where: lang=en}}")
-    found = named.train.items if hasattr(named.train, "items") else list(named.train)
-    assert all(each[0]["content"].startswith("q") for each in found)
+    assert {each[0]["content"] for each in [*named.train, *named.val]} == {"q0", "q1"}
+    assert "fields that are not read: talk\n" in capsys.readouterr().out
     with pytest.raises(ValueError, match="val is for repositories"):
         JSONL("train", f"{path}{{messages: talk, val: dev}}")
 
@@ -103,9 +115,22 @@ NEAR_MISSES = {  # row -> what the error says
     "an empty list": ({"messages": []}, r"\[\] is no list of messages"),
     "no answer": ({"messages": HI[:1]}, "roles must alternate"),
     "an unknown role": ({"messages": [{"role": "bot", "content": "x"}]}, "has role 'bot'"),
-    "no content": ({"messages": [user("Hi"), {"role": "assistant"}]}, "message 1: content must be"),
+    "no content": (
+        {"messages": [user("Hi"), {"role": "assistant"}]},
+        "a message has no content, but the keys role",
+    ),
     "a message that is a string": ({"messages": ["Hi", "Yes."]}, "the message 'Hi' is no object"),
-    "value without from": ({"conversations": [{"value": "Hi"}]}, "has role None"),
+    "value without from": ({"conversations": [{"value": "Hi"}]}, "no role and no content, but"),
+    "from and content": (
+        {"messages": [{"from": "human", "content": "Hi"}]},
+        "a message has no value, but the keys from, content",
+    ),
+    "a null answer": ({"prompt": "Hi", "completion": None}, r"prompt, completion \(null\)"),
+    "a number as answer": ({"prompt": "Hi", "answer": 4}, "a prompt or an answer is 4; it must be"),
+    "a list as input": ({"instruction": "Hi", "input": ["a"], "output": "b"}, "must be text"),
+    "two system messages": ({"system": "No.", "messages": [SYSTEM, *HI]}, "two system messages"),
+    "a weight of the row": ({"messages": HI, "weight": 0}, "a weight is of a message"),
+    "tool calls": ({"messages": [HI[0], {**HI[1], "tool_calls": [1]}]}, "has tool_calls"),
     "a weight": ({"messages": [HI[0], {**HI[1], "weight": 0.5}]}, "has the weight 0.5; use 0"),
     "an empty answer": ({"instruction": "Hi", "output": ""}, "a message is empty"),
     "an image": ({"messages": [user("Hi"), assistant([{"type": "image"}])]}, "invalid part"),
@@ -139,6 +164,10 @@ PAIRS = {
     "whole chats": ({"prompt": "Hi", "chosen": HI, "rejected": NO}, [HI, NO]),
     "chats of from and value": ({"chosen": {"conversations": SHARED}, "rejected": NO}, [HI, NO]),
     "a list of two": ([HI, NO], [HI, NO]),
+    "a system message in the prompt": (
+        {"prompt": [SYSTEM, HI[0]], "chosen": HI, "rejected": NO},
+        [[SYSTEM, *HI], [SYSTEM, *NO]],
+    ),
     "a system message": (
         {"system": "Be brief.", "prompt": "Hi", "chosen": "Yes.", "rejected": "No."},
         [[SYSTEM, *HI], [SYSTEM, *NO]],
@@ -147,7 +176,7 @@ PAIRS = {
 PAIR_MISSES = {
     "no rejected answer": ({"prompt": "Hi", "chosen": "Yes."}, "no rejected among the fields"),
     "no prompt": ({"chosen": "Yes.", "rejected": "No."}, "no conversation in the fields"),
-    "a number": ({"prompt": "Hi", "chosen": 1, "rejected": 2}, "1 is no list of messages"),
+    "a number": ({"prompt": "Hi", "chosen": 1, "rejected": 2}, "a prompt or an answer is 1"),
     "scores": ({"prompt": "Hi", "responses": ["Yes.", "No."]}, "no chosen and rejected among"),
     "a string": ("Hi", "'Hi' is no conversation"),
 }

@@ -317,22 +317,25 @@ def test_R4_R5_mixture_reads_each_source_as_if_alone_on_any_ranks(folder, tokeni
         (folder / name).rename(small / name)
     mixed = packed(f"{folder}=3,{small}=1", tokenizer)
     whole, part = (packed(each, tokenizer) for each in (folder, small))
-    assert [each.folder for each in mixed.parts.values()] == [whole.folder, part.folder]
+    assert [each.folder for each in mixed.parts.values()] == [part.folder, whole.folder]
     count = 4 * ROWS * (3 * part.num_rows // ROWS)  # the small one three times
     ids = mixed.row_ids(0, count, SEED)
-    for i, alone in enumerate((whole, part)):
+    for i, alone in enumerate((part, whole)):
         mine = ids[ids[:, 0] == i]
         assert (mine[:, 1:] == alone.row_ids(0, len(mine), SEED)).all()
         assert (mixed.read(mine) == alone.read(mine[:, 1:])).all()
-    assert ids[ids[:, 0] == 1][-1, 1] >= 2 and mixed.num_rows == whole.num_rows + part.num_rows
+    assert ids[ids[:, 0] == 0][-1, 1] >= 2 and mixed.num_rows == whole.num_rows + part.num_rows
     for world_size in (1, 2, 8):
         pieces = np.split(mixed.row_ids(ROWS, ROWS, SEED), world_size)
         assert (
             np.concatenate(list(map(mixed.read, pieces))) == mixed.batch(ROWS, ROWS, SEED)
         ).all()
-    share = [*mixed.val_batches(5, 8)]
-    assert sum(map(len, share)) == 8
-    [[_, tokens, epochs, some], [*_, rest]] = mixed.table(count, SEED)["rows"]
+    assert sum(map(len, mixed.val_batches(5, 8))) == 8
+    most = mixed.val_rows(10**9)  # as many as the shorter one allows
+    assert most[str(folder)] == pytest.approx(3 * most[str(small)], abs=2)
+    sizes = [len(rows.open(rows.val_shard)) for rows in (part, whole)]
+    assert most[str(small)] == sizes[0] or most[str(folder)] == sizes[1]
+    [[*_, rest], [_, tokens, epochs, some]] = mixed.table(count, SEED)["rows"]
     assert (some, rest) == ("75.0%", "25.0%") and tokens == f"{3 * count // 4 * T:,}"
     assert epochs == f"{3 * count / 4 / whole.num_rows:.2f}"
 

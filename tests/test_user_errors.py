@@ -67,7 +67,7 @@ BAD_FLAGS = {
 BAD_CONVERSATIONS = {
     '{"role": "user"}': "line 1: no conversation in the fields role; read are",
     "words": "line 1: not JSON",
-    "": "it is empty",
+    "": "is empty; add conversations",
     None: "No such file or directory.*check the path",
 }
 

@@ -25,6 +25,7 @@ from nanochat.config import start
 from nanochat.lab.filters import apply_filters, parse_filters
 from nanochat.tokenizer import Tokenizer
 from tasks.buckets import buckets, read_mixture
+from tasks.chats import parse_source
 from tasks.hub import read_json_rows
 from tasks.layouts import CHATS, read_conversation
 
@@ -47,6 +48,8 @@ class Filter:
 def main(cfg: Filter) -> None:
     if not cfg.out or bool(cfg.bucket) == bool(cfg.rows):
         raise ValueError("set --out, and either --bucket or --rows")
+    if cfg.rows and Path(cfg.out).resolve() == Path(cfg.rows).resolve():
+        raise ValueError(f"--out={cfg.out} would replace the rows that are read; use another name")
     encode = Tokenizer.load(cfg.tokenizer_tag).encode if cfg.tokenizer_tag else str
     rules = parse_filters(cfg.filters)
     if cfg.bucket:
@@ -76,9 +79,10 @@ def read_rows(path: str) -> Iterator[dict[str, Any]]:
     Yield the rows of a file, answered or not, their conversation as "messages" (or, to be answered,
     "prompt"). Raises ValueError for a line that is not a conversation.
     """
-    for number, row in read_json_rows(Path(path).expanduser()):
+    file, names = parse_source(path.removeprefix("jsonl:"))
+    for number, row in read_json_rows(Path(file).expanduser()):
         try:
-            messages = read_conversation(row, is_answered=False)
+            messages = read_conversation(row, names, is_answered=False)
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: {error}") from error
         others = {} if isinstance(row, list) else {k: row[k] for k in row if k not in CHATS}
