@@ -152,7 +152,8 @@ def validate_message(i: int, message: Message) -> tuple[str, list[Message]]:
             raise ValueError(
                 f"message {i} has invalid part {part!r:.80}; {role} parts are {', '.join(known)}"
             )
-    parts: list[Message] = [part for part in content if part["type"] != "text" or part["text"]]
+    kept = [part for part in content if part["type"] != "text" or part["text"]]
+    parts: list[Message] = [{"type": part["type"], "text": part["text"]} for part in kept]
     if message.get("weight", 1) == 0:
         parts = [{**part, "weight": 0} for part in parts]
     return SPEAKERS[role], parts

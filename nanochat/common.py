@@ -110,7 +110,6 @@ class TextRemover(ast.NodeTransformer):
         return None if isinstance(node.value, ast.Constant) else node
 
 
-@cache
 @cache  # a file is compared more than once
 def code_digest(source: str) -> str:
     """Digest of the syntax tree of Python code, without docstrings and help texts."""

@@ -70,8 +70,9 @@ def read_parquet(path: Path) -> Iterator[bytes | None]:
             for batch in file.iter_batches(READ_ROWS, columns=["text"], use_threads=False):
                 yield from batch.column(0).cast(pa.large_binary()).to_pylist()
     except pa.ArrowNotImplementedError as error:
-        kind = pq.read_schema(path).field("text").type
-        why = f"the column `text` has the type {kind}, not string"
+        kind = str(pq.read_schema(path).field("text").type)
+        is_text = kind.removeprefix("large_") in ("string", "binary")
+        why = f"the column `text` {'is not readable' if is_text else 'has the type'} ({kind})"
         raise ValueError(f"{path}: {why}; {LEAVE_OUT}") from error
     except (pa.ArrowException, OSError) as error:
         line = str(error).splitlines()[0]
@@ -193,7 +194,7 @@ class Source:
         file = shard.removeprefix(TAIL)
         if self.repo:
             return self.repo.fetch(file)
-        name = file if file.endswith(SUFFIXES) else f"{file}.jsonl"  # of the built-in dataset
+        name = file if is_text_file(file) else f"{file}.jsonl"  # of the built-in dataset
         require_unchanged(self.folder / name, self.files[file], self.manifest)
         return self.folder / name
 
@@ -313,6 +314,9 @@ ROLES: dict[str, Role] = {  # name of a file or a folder, without shard numbers
 }
 SHARD_NUMBER = re.compile(r"([-_.]?\d+)(-of-\d+)?(-[0-9a-f]{16})?$")
 MOST_LISTED = 10  # files in a message
+OLDER_ROLES = re.compile(
+    r"(?i)(?<![a-z])(val|valid|validation|dev|eval|evaluation|test|testing)(s|_?sets?)?(?![a-z])"
+)
 SMALLEST_SHARE = 1e-3  # of a source in a mixture
 
 
@@ -336,7 +340,7 @@ def split_mixture(words: str) -> dict[str, float]:
     The sources of a value of --dataset and their shares, normalized: "a=0.7,b=0.3", or "a,b" for
     equal ones. Raises ValueError for other forms, shares below SMALLEST_SHARE and repeated names.
     """
-    if os.path.exists(words) or not re.search(r",|=[\d.]+$", words):
+    if Path(words).expanduser().exists() or not re.search(r",|=[\d.]+$", words):
         return {words: 1.0} if words else {}
     found: dict[str, float] = {}
     parts = [part.strip() for part in words.split(",")]
@@ -413,7 +417,7 @@ def make_source(
 ) -> Source:
     """Build the source of a `manifest` at `path` with files in `folder`, fetched by `repo`."""
     files, tail_start = manifest["files"], manifest.get("tail_start")
-    train, val_shard = split_shards(cfg, list(files), manifest["val_shard"], path)
+    train, val_shard = split_shards(cfg, roles_in(manifest), manifest["val_shard"], path)
     name, split = str(cfg.dataset), {"tail_start": tail_start} if tail_start else {}
     if repo:
         identity = {"kind": "hub", "dataset": name, "commit": repo.commit, **split}
@@ -424,18 +428,19 @@ def make_source(
 
 
 def split_shards(
-    cfg: FirstUseConfig, files: list[str], recorded: str | None, path: Path
+    cfg: FirstUseConfig, roles: Mapping[str, Role], recorded: str | None, path: Path
 ) -> tuple[list[str], str]:
     """
-    Return the training shards and the validation shard.
+    Return the training shards and the validation shard, of files with these `roles`.
 
     The validation shard is the one `recorded` in the manifest at `path`; at first use,
     cfg.val_shard, or the last one named for validation, or else the last one, of a single one its
     last documents. Files named for validation or tests are not trained on. Raises ValueError if a
     setting contradicts that.
     """
-    text = [file for file in files if role_of(file) == "train"] if len(files) > 1 else files
-    named = [file for file in files if role_of(file) == "validate"] if len(files) > 1 else []
+    files = list(roles)
+    text = [file for file in files if roles[file] == "train"] if len(files) > 1 else files
+    named = [file for file in files if roles[file] == "validate"] if len(files) > 1 else []
     options = [recorded] if recorded else files if len(files) > 1 else [TAIL + files[0]]
     if not text:
         raise ValueError(f"{cfg.dataset} has only files named for evaluation; rename one of them")
@@ -468,10 +473,39 @@ def role_of(file: str) -> Role:
     return roles[0] if roles else "train"
 
 
-def describe_files(train: Sequence[str], files: Sequence[str], val_shard: str) -> str:
+def roles_of(files: Sequence[str]) -> dict[str, Role]:
+    """
+    What each file is for: `role_of`, and in `wiki_dev.jsonl` beside `wiki_train.jsonl` what follows
+    the common prefix.
+    """
+    roles: dict[str, Role] = {file: role_of(file) for file in files}
+    stems = set(map(plain_stem, files))
+    for file in files:
+        found = re.search(r"[-_.]([a-z]*)$", plain_stem(file))
+        if found and found[1] in ROLES and plain_stem(file)[: found.start(1)] + "train" in stems:
+            roles[file] = ROLES[found[1]]
+    return roles
+
+
+def plain_stem(file: str) -> str:
+    """The path of a file in lower case, without suffix and shard number."""
+    return SHARD_NUMBER.sub("", stem_of(file))
+
+
+def roles_in(manifest: Mapping[str, Any]) -> dict[str, Role]:
+    """Roles of the files of a manifest; before 2026-12, a word anywhere in a name decided."""
+    files = manifest["files"]
+    older: dict[str, Role] = {
+        file: "leave out" if OLDER_ROLES.search(file) else "train" for file in files
+    }
+    return manifest.get("roles") or older
+
+
+def describe_files(train: Sequence[str], roles: Mapping[str, Role], val_shard: str) -> str:
     """What the files of a source are used for, at its first use."""
+    files = list(roles)
     used = f"trains on {len(train)} of {len(files)} files, validates on {val_shard}"
-    left = [file for file in files if file != val_shard and role_of(file) != "train"]
+    left = [file for file in files if file != val_shard and roles[file] != "train"]
     more = f" and {len(left) - MOST_LISTED} more" if len(left) > MOST_LISTED else ""
     listed = f"; left out, by name: {', '.join(left[:MOST_LISTED])}{more}"
     return used + (listed if left and len(files) > 1 else "")
@@ -531,16 +565,17 @@ def open_folder(cfg: FirstUseConfig, recorded: str | None) -> Source:
                 f"{folder} does not match {path}: {', '.join(changes[:5])} added or removed; "
                 "restore the old files, or delete that manifest and set --dataset again"
             )
-        train, val_shard = split_shards(cfg, names, old.get("val_shard"), path)
+        roles = roles_in(old) if old else roles_of(names)
+        train, val_shard = split_shards(cfg, roles, old.get("val_shard"), path)
         files = {file: check_file(folder / file, known[file], path) for file in names}
         stems = Counter(map(stem_of, names))
-        if twice := [stem for stem, count in stems.items() if count > 1]:
+        if twice := [stem for stem, count in stems.items() if count > 1 and not old]:
             raise ValueError(f"{folder}: several files are named {twice[0]}; remove or rename one")
         by_digest: dict[str, str] = {}
         for file, entry in files.items():
             if (same := by_digest.setdefault(entry["sha256"], file)) != file:
                 raise ValueError(f"{folder}: {same} and {file} have equal content; remove one")
-        manifest = {"data_dir": name, "val_shard": val_shard, "files": files}
+        manifest = {"data_dir": name, "val_shard": val_shard, "files": files, "roles": roles}
         if val_shard.startswith(TAIL):
             tail = folder / val_shard.removeprefix(TAIL)
             manifest["tail_start"] = old.get("tail_start") or find_tail(tail)
@@ -548,7 +583,7 @@ def open_folder(cfg: FirstUseConfig, recorded: str | None) -> Source:
         require_recorded(source, recorded)
         if not old:
             ignored = f"; ignored: {', '.join(others)}" if others else ""
-            used = describe_files(train, names, val_shard)
+            used = describe_files(train, roles, val_shard)
             print(printable(f"{folder}: {used}{ignored}"), flush=True)
         if manifest != old:
             write_json(path, manifest)
@@ -637,11 +672,12 @@ def open_hub(cfg: FirstUseConfig, path: Path) -> Source:
         files = list(manifest["files"])
         if not files:
             raise ValueError(f"{name} has no parquet files; jsonl only works in local folders")
-        train, val_shard = split_shards(cfg, files, manifest.get("val_shard"), path)
+        roles = roles_in(manifest) if path.exists() else roles_of(files)
+        train, val_shard = split_shards(cfg, roles, manifest.get("val_shard"), path)
         if not path.exists():
-            manifest["val_shard"] = val_shard
+            manifest |= {"val_shard": val_shard, "roles": roles}
             write_json(path, manifest)
-            print(printable(f"{name}: {describe_files(train, files, val_shard)}"), flush=True)
+            print(printable(f"{name}: {describe_files(train, roles, val_shard)}"), flush=True)
     repo = HubRepo(name, path.parent, manifest["commit"])
     if val_shard.startswith(TAIL) and "tail_start" not in manifest:
         try:

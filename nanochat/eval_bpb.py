@@ -179,7 +179,11 @@ def validate_text(
 ) -> Validation:
     """Validation on the text of a run; of several sources, in proportion to their shares."""
     if isinstance(rows, MixedRows):
-        num_rows = rows.val_rows(cfg.tokens(dist) // rows.max_seq_len)
+        asked = cfg.tokens(dist) // rows.max_seq_len
+        num_rows = rows.val_rows(asked)
+        if (found := sum(num_rows.values())) < asked / 2:
+            why = "as many as the shares and the shortest validation text allow"
+            dist.print0(f"validation on {found:,} rows, not {asked:,}: {why}")
         return Validation(cfg, rows.parts, tokenizer, dist, num_rows)
     return Validation(cfg, {"text": rows}, tokenizer, dist)
 

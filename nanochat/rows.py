@@ -69,6 +69,7 @@ def inputs_and_targets(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 # output of Generator.permutation), so a run can be resumed with another numpy version.
 
 
+ORDER = "windows"  # change it with the order: older runs are then not resumed in another one
 WINDOW_TOKENS = 1 << 25  # a window ends with the shard that makes it this large; packed in seconds
 
 
@@ -550,8 +551,8 @@ def open_source_rows(source: Source, tokenizer: Tokenizer, max_seq_len: int) -> 
     dataset.py's code included, so runs with more or fewer shards share it.
     """
     made_of = {"tokenizer": tokenizer.fingerprint, "max_seq_len": max_seq_len}
-    of_run = common.fingerprint({"source": source.fingerprint, **made_of})
-    recipe = {"fingerprint": of_run, "source": source.describe(), **made_of}
+    of_run = common.fingerprint({"source": source.fingerprint, "order": ORDER, **made_of})
+    recipe = {"fingerprint": of_run, "source": source.describe(), "order": ORDER, **made_of}
     code = digests(sys.modules[__name__], dataset)
     name = common.fingerprint({"text": source.identity, "code": code, **made_of})
     groups = group_files(source, max_seq_len + 1)

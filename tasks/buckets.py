@@ -82,8 +82,14 @@ def read_mixture(words: str) -> tuple[str, Declared]:
     if not re.fullmatch(r"[^:=,]+\.json", words):
         return words, {}
     file = Path(words).expanduser()
-    content = read_json(file)
-    if isinstance(content, list):  # conversations
+    try:
+        content = read_json(file)
+    except ValueError:
+        text = file.read_text(encoding="utf-8", errors="replace")
+        if '"mixture"' in text or text.lstrip()[:1] not in ("[", "{"):
+            raise
+        return words, {}  # JSON Lines
+    if isinstance(content, list) or not content.keys() & {"mixture", "buckets"}:  # conversations
         return words, {}
     if not isinstance(content, dict) or content.keys() != {"mixture", "buckets"}:
         form = '{"mixture": "...", "buckets": {name: {...}}}'

@@ -77,9 +77,9 @@ def read_json_rows(path: Path) -> Iterator[tuple[int, Any]]:
             if file.read(1024).lstrip()[:1] == "[":
                 file.seek(0)
                 rows = json.load(file)  # an error: lines that are lists
-                if not all(isinstance(row, dict) and row.keys() & {"role", "from"} for row in rows):
-                    yield from enumerate(rows, 1)
-                    return
+                turns = [isinstance(row, dict) and row.keys() & {"role", "from"} for row in rows]
+                yield from enumerate([rows] if turns and all(turns) else rows, 1)
+                return
     yield from read_json_lines(path)
 
 
@@ -150,7 +150,7 @@ class HubTask(Task):
             except UNUSABLE as error:
                 problems.append(explain(error))
                 if self.path and not isinstance(error, NotSelected):
-                    raise ValueError(f"{self.path}, line {number}: {problems[0]}") from error
+                    raise ValueError(f"{self.path}, line {number}: {problems[-1]}") from error
         about = f"{self.name}: skipped {len(problems):,} of {len(rows):,} rows of "
         about += f"{self.path or self.repo}: {mode(problems or ['it is empty'])}"
         if self.path and not rows:

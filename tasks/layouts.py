@@ -130,7 +130,7 @@ def first_field(row: Mapping[str, Any], wanted: Sequence[str]) -> Any:
 def read_prompt(row: Mapping[str, Any], names: Mapping[str, str]) -> list[Any] | None:
     """The messages before the answer, if there are any."""
     prompt = first_field(row, fields(names, "prompt", PROMPTS))
-    more = text_field(row, CONTEXTS)
+    more = "" if "prompt" in names else text_field(row, CONTEXTS)
     if isinstance(prompt, str):
         prompt = "\n\n".join(filter(None, (prompt, more)))
     return None if prompt is None else as_messages(prompt, user)
@@ -193,5 +193,5 @@ def rename(messages: Any) -> list[Any]:
         weight = message.get("weight")
         if weight not in (None, 0, 1):
             raise ValueError(f"a message has the weight {weight!r}; use 0 (not trained on) or 1")
-        renamed.append({**found, "weight": 0} if weight == 0 and weight is not None else found)
+        renamed.append({**found, "weight": 0} if weight == 0 else found)
     return renamed

@@ -270,7 +270,7 @@ class RecursiveGPT(GPT):
             objective = objective + shares[k] * summed
             last = summed.detach()
             if cfg.improvement_bonus:  # of each row, for the next loop
-                nats = token_losses(*args, self.compiled).sum(1)
+                nats = token_losses(*args, self.compiled, loss).sum(1)
                 last = nats.sum()
             self.note(f"loss_loop_{k}", last)
         # shown as -shares[k] * (extra - 1) * improvement over the previous supervised loop

@@ -35,6 +35,7 @@ from scripts.base_train import (
     open_inputs,
     sample_and_score,
     summarize,
+    text_tables,
 )
 
 
@@ -184,7 +185,7 @@ def main(cfg: GolfTrain) -> None:
             if step + 1 == run.num_steps:
                 optimizer.take_average()
     values = {**summarize(run, schedule, rules), **run.measurements(), **few_shot}
-    run.finish(SECTION, values)
+    run.finish(SECTION, values, text_tables(run, rows))
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from scripts.base_train import (
     open_inputs,
     sample_and_score,
     summarize,
+    text_tables,
 )
 
 Preset = Literal["none", "share2", "moderate", "aggressive", "extreme"]
@@ -160,7 +161,7 @@ def main(cfg: RecursionTrain) -> None:
                 **metrics,
             )
     values = {**summarize(run, schedule, rules), **run.measurements(), **few_shot}
-    run.finish(SECTION, values)
+    run.finish(SECTION, values, text_tables(run, rows))
 
 
 if __name__ == "__main__":
