@@ -72,7 +72,8 @@ def read_parquet(path: Path) -> Iterator[bytes | None]:
     except pa.ArrowNotImplementedError as error:
         kind = str(pq.read_schema(path).field("text").type)
         is_text = kind.removeprefix("large_") in ("string", "binary")
-        why = f"the column `text` {'is not readable' if is_text else 'has the type'} ({kind})"
+        why = f"the column `text` has the type {kind}, not string"
+        why = "the column `text` cannot be decoded" if is_text else why
         raise ValueError(f"{path}: {why}; {LEAVE_OUT}") from error
     except (pa.ArrowException, OSError) as error:
         line = str(error).splitlines()[0]
@@ -475,8 +476,8 @@ def role_of(file: str) -> Role:
 
 def roles_of(files: Sequence[str]) -> dict[str, Role]:
     """
-    What each file is for: `role_of`, and in `wiki_dev.jsonl` beside `wiki_train.jsonl` what follows
-    the common prefix.
+    What each file is for: `role_of`; of `wiki_dev.jsonl`, if there is a `wiki_train.jsonl`, what
+    follows the common prefix.
     """
     roles: dict[str, Role] = {file: role_of(file) for file in files}
     stems = set(map(plain_stem, files))

@@ -164,8 +164,8 @@ BAD_FILES = {
         "not a readable parquet",
     ),
     "column.parquet": (parquet(content=["one"]), "no column `text`; the columns are content"),
-    "number.parquet": (parquet(text=[1, 2]), "`text` has the type .int64"),
-    "lists.parquet": (parquet(text=[["a"]]), "`text` has the type .list<"),
+    "number.parquet": (parquet(text=[1, 2]), "`text` has the type int64, not string"),
+    "lists.parquet": (parquet(text=[["a"]]), "`text` has the type list<.*, not string"),
     "nan.jsonl": (b'{"text": NaN}\n', "line 1.*string `text`; it is NaN"),
 }
 
