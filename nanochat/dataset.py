@@ -15,7 +15,7 @@ import json
 import os
 import re
 import zlib
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -117,9 +117,11 @@ def line_error(path: Path, number: int, problem: str) -> ValueError:
 
 
 # ---- Text sources: ordered, frozen shards with a fingerprint -------------------------------------
-# An only file of text is split into two shards at document `tail_start`: training, then validation.
+# If the last file is more than LARGEST_HELD_OUT of the text, it is split into two shards at its
+# document `tail_start`: training, then validation.
 
 TAIL = "tail-of-"  # name prefix of that validation shard
+LARGEST_HELD_OUT = 0.1  # of the text
 
 
 @dataclass(frozen=True)
@@ -146,8 +148,8 @@ class FirstUseConfig(DataConfig):
     revision: str | None = None
     """Branch, tag or commit of the repository. Default: main at first use, then pinned."""
     val_shard: str | None = None
-    """Validation file. Default: the last one named for validation, else the last; of a single file,
-    its last documents (1%; of few, up to 10%)."""
+    """Validation file. Default: the last one named for validation, else the last; if that is more
+    than a tenth of the text, its last documents (1%; of few, up to 10%)."""
 
 
 @dataclass(frozen=True)
@@ -158,12 +160,12 @@ class Source:
     """Value for --dataset: a repository, the path of a folder, or the built-in dataset."""
     train_shards: list[str]
     val_shard: str
-    identity: dict[str, Any]
-    """Determines the text of every shard, including unused ones."""
+    id: str
+    """16 hex digits; determines the text of every shard, including unused ones."""
     files: dict[str, dict[str, Any]] = field(compare=False)
     """File -> bytes and sha256, from the manifest."""
     tail_start: int | None
-    """First validation document of the only training file."""
+    """First validation document of the file that is split."""
     manifest: Path
     folder: Path
     """Directory of the files."""
@@ -172,9 +174,8 @@ class Source:
 
     @property
     def fingerprint(self) -> str:
-        """Hash of the identity and the ordered list of shards in use."""
-        shards = {"train_shards": self.train_shards, "val_shard": self.val_shard}
-        return fingerprint({"identity": self.identity, **shards})
+        """Hash of the id and the shards in use."""
+        return fingerprint([self.id, self.train_shards, self.val_shard])
 
     def describe(self) -> dict[str, Any]:
         """JSON-ready description; `open_source(DataConfig(), described)` reopens this source."""
@@ -288,21 +289,29 @@ def training_documents(source: Source) -> Iterator[tuple[str, str]]:
             yield shard, text
 
 
-def find_tail(path: Path) -> int:
+def split_last(path: Path, documents: int, name: str | None) -> dict[str, Any]:
     """
-    Split a source's only file: documents from the returned one on are for validation, 1% of them
-    but at least 16, and at most a tenth, but at least one. Raises ValueError for fewer than two
-    documents.
+    Split a source's last file, at `path`: documents from `tail_start` on are for validation, 1% of
+    them but at least 16, and at most a tenth, but at least one. A single document is the validation
+    shard `name`; None: the file is the only one with text, and a ValueError is raised.
+
+    Returns the entry for the manifest.
     """
-    documents = sum(1 for _ in read_texts(path, Counter()))
+    if documents < 2 and name:
+        return {"val_shard": name}
     if documents < 2:
         why = f"has {documents} non-empty documents; training and validation need one each"
         fix = "split it into documents, or add a file for validation"
         raise ValueError(f"{path} is the only file of text and {why}; {fix}")
     tail = max(1, min(documents // 10, max(documents // 100, 16)))
-    held_out = f"the last {tail:,} of its {documents:,} documents"
-    print(printable(f"{path}, the only file of text: {held_out} are for validation"), flush=True)
-    return documents - tail
+    held_out = f"the last {tail:,} of its {documents:,} documents are for validation"
+    print(printable(f"{path}: {held_out}"), flush=True)
+    return {"tail_start": documents - tail}
+
+
+def count_documents(path: Path) -> int:
+    """Read a file to its end and count its documents. Raises ValueError as `read_texts`."""
+    return sum(1 for _ in read_texts(path, Counter()))
 
 
 # ---- Opening a source ----------------------------------------------------------------------------
@@ -353,7 +362,7 @@ def split_mixture(words: str) -> dict[str, float]:
         if name in found:
             raise ValueError(f"--dataset={words} has {name} twice; add up its shares")
         found[name] = float(share)
-    shares = {name: share / sum(found.values()) for name, share in sorted(found.items())}
+    shares = {name: share / sum(found.values()) for name, share in found.items()}
     if small := [name for name, share in shares.items() if share < SMALLEST_SHARE]:
         raise ValueError(f"--dataset={words}: {small[0]} is less than {SMALLEST_SHARE} of all")
     return shares
@@ -381,7 +390,7 @@ def open_text(cfg: DataConfig, recorded: Mapping[str, Any] | None = None) -> Tex
         sources = [open_source(DataConfig(), known[name]) for name in known]
         return Text(sources, [known[name]["share"] for name in known])
     sources = [open_source(FirstUseConfig(name)) for name in shares]
-    pairs = sorted(zip(sources, shares.values(), strict=True), key=lambda pair: pair[0].name)
+    pairs = sorted(zip(sources, shares.values(), strict=True), key=lambda pair: pair[0].id)
     sources, fractions = [source for source, _ in pairs], [share for _, share in pairs]
     names = [source.name for source in sources]
     if twice := [name for name in names if names.count(name) > 1]:
@@ -418,37 +427,39 @@ def make_source(
 ) -> Source:
     """Build the source of a `manifest` at `path` with files in `folder`, fetched by `repo`."""
     files, tail_start = manifest["files"], manifest.get("tail_start")
-    train, val_shard = split_shards(cfg, roles_in(manifest), manifest["val_shard"], path)
-    name, split = str(cfg.dataset), {"tail_start": tail_start} if tail_start else {}
+    train, val_shard = split_shards(cfg, manifest, path)
     if repo:
-        identity = {"kind": "hub", "dataset": name, "commit": repo.commit, **split}
+        identity: Any = [repo.name, repo.commit]
     else:  # the manifest of the built-in dataset has its own identity
         digests = {file: entry["sha256"] for file, entry in files.items()}
-        identity = manifest.get("identity") or {"kind": "local", "files": digests, **split}
-    return Source(name, train, val_shard, identity, files, tail_start, path, folder, repo)
+        identity = manifest.get("identity") or digests
+    id, name = fingerprint([identity, tail_start]), str(cfg.dataset)
+    return Source(name, train, val_shard, id, files, tail_start, path, folder, repo)
 
 
 def split_shards(
-    cfg: FirstUseConfig, roles: Mapping[str, Role], recorded: str | None, path: Path
+    cfg: FirstUseConfig, manifest: Mapping[str, Any], path: Path
 ) -> tuple[list[str], str]:
     """
-    Return the training shards and the validation shard, of files with these `roles`.
+    Return the training shards and the validation shard of the files of a manifest, at `path`.
 
-    The validation shard is the one `recorded` in the manifest at `path`; at first use,
-    cfg.val_shard, or the last one named for validation, or else the last one, of a single one its
-    last documents. Files named for validation or tests are not trained on. Raises ValueError if a
-    setting contradicts that.
+    The validation shard is the one that it has; at first use, cfg.val_shard, or the last one named
+    for validation, or else the last one, or its last documents. Files named for validation or tests
+    are not trained on. Raises ValueError if a setting contradicts that.
     """
+    roles, recorded = roles_in(manifest), manifest.get("val_shard")
     files = list(roles)
     text = [file for file in files if roles[file] == "train"] if len(files) > 1 else files
     named = [file for file in files if roles[file] == "validate"] if len(files) > 1 else []
-    options = [recorded] if recorded else files if len(files) > 1 else [TAIL + files[0]]
     if not text:
         raise ValueError(f"{cfg.dataset} has only files named for evaluation; rename one of them")
-    val_shard = cfg.val_shard or recorded or [*text, *named][-1]
-    if not (cfg.val_shard or recorded or named or len(text) > 1):
-        val_shard = TAIL + val_shard
-    elif val_shard not in options:
+    sizes = [manifest["files"][file]["bytes"] for file in text]
+    default = [*text, *named][-1]
+    if not named and sizes[-1] > LARGEST_HELD_OUT * sum(sizes):
+        default = TAIL + default
+    options = [recorded] if recorded else [*files, default] if len(files) > 1 else [default]
+    val_shard = cfg.val_shard or recorded or default
+    if val_shard not in options:
         why = f"has {len(files)} files, {files[0]} to {files[-1]}; if there are several, choose one"
         if recorded:
             why = f"already validates on {recorded}; delete {path} to start over"
@@ -566,8 +577,9 @@ def open_folder(cfg: FirstUseConfig, recorded: str | None) -> Source:
                 f"{folder} does not match {path}: {', '.join(changes[:5])} added or removed; "
                 "restore the old files, or delete that manifest and set --dataset again"
             )
-        roles = roles_in(old) if old else roles_of(names)
-        train, val_shard = split_shards(cfg, roles, old.get("val_shard"), path)
+        sizes = {file: {"bytes": (folder / file).stat().st_size} for file in names}
+        manifest = old or {"data_dir": name, "files": sizes, "roles": roles_of(names)}
+        train, val_shard = split_shards(cfg, manifest, path)
         files = {file: check_file(folder / file, known[file], path) for file in names}
         stems = Counter(map(stem_of, names))
         if twice := [stem for stem, count in stems.items() if count > 1 and not old]:
@@ -576,15 +588,16 @@ def open_folder(cfg: FirstUseConfig, recorded: str | None) -> Source:
         for file, entry in files.items():
             if (same := by_digest.setdefault(entry["sha256"], file)) != file:
                 raise ValueError(f"{folder}: {same} and {file} have equal content; remove one")
-        manifest = {"data_dir": name, "val_shard": val_shard, "files": files, "roles": roles}
-        if val_shard.startswith(TAIL):
-            tail = folder / val_shard.removeprefix(TAIL)
-            manifest["tail_start"] = old.get("tail_start") or find_tail(tail)
+        manifest = {**manifest, "files": files, "val_shard": val_shard}
+        if val_shard.startswith(TAIL) and "tail_start" not in old:
+            last = val_shard.removeprefix(TAIL)
+            name = last if len(train) > 1 else None
+            manifest |= split_last(folder / last, files[last]["documents"], name)
         source = make_source(cfg, manifest, path, folder)
         require_recorded(source, recorded)
         if not old:
             ignored = f"; ignored: {', '.join(others)}" if others else ""
-            used = describe_files(train, roles, val_shard)
+            used = describe_files(source.train_shards, manifest["roles"], source.val_shard)
             print(printable(f"{folder}: {used}{ignored}"), flush=True)
         if manifest != old:
             write_json(path, manifest)
@@ -640,7 +653,7 @@ def find_files(folder: Path) -> tuple[list[str], list[str]]:
 
 def check_file(file: Path, known: dict[str, Any] | None, manifest: Path) -> dict[str, Any]:
     """
-    Return the manifest entry of a file: bytes, modification time and SHA-256.
+    Return the manifest entry of a file: bytes, modification time, documents and SHA-256.
 
     A new file is read to its end. Raises ValueError if it is unusable or differs from `known`.
     """
@@ -650,10 +663,10 @@ def check_file(file: Path, known: dict[str, Any] | None, manifest: Path) -> dict
         return known
     if known:
         require_unchanged(file, known, manifest)
-        return {**entry, "sha256": known["sha256"]}
-    if not deque(read_texts(file, Counter()), maxlen=1):  # read to the end
+        return {**known, **entry}
+    if not (documents := count_documents(file)):
         raise ValueError(f"{file} contains no text; {LEAVE_OUT}")
-    return {**entry, "sha256": sha256_file(file)}
+    return {**entry, "documents": documents, "sha256": sha256_file(file)}
 
 
 # ---- A dataset on the Hub ------------------------------------------------------------------------
@@ -673,18 +686,23 @@ def open_hub(cfg: FirstUseConfig, path: Path) -> Source:
         files = list(manifest["files"])
         if not files:
             raise ValueError(f"{name} has no parquet files; jsonl only works in local folders")
-        roles = roles_in(manifest) if path.exists() else roles_of(files)
-        train, val_shard = split_shards(cfg, roles, manifest.get("val_shard"), path)
         if not path.exists():
-            manifest |= {"val_shard": val_shard, "roles": roles}
+            manifest["roles"] = roles_of(files)
+        train, val_shard = split_shards(cfg, manifest, path)
+        if not path.exists():
+            manifest["val_shard"] = val_shard
             write_json(path, manifest)
-            print(printable(f"{name}: {describe_files(train, roles, val_shard)}"), flush=True)
+            used = describe_files(train, manifest["roles"], val_shard)
+            print(printable(f"{name}: {used}"), flush=True)
     repo = HubRepo(name, path.parent, manifest["commit"])
     if val_shard.startswith(TAIL) and "tail_start" not in manifest:
+        last = val_shard.removeprefix(TAIL)
+        file = repo.fetch(last)
         try:
-            manifest["tail_start"] = find_tail(repo.fetch(val_shard.removeprefix(TAIL)))
+            split = split_last(file, count_documents(file), last if len(train) > 1 else None)
         except ValueError:
             path.unlink()  # so that a later commit can be used
             raise
-        repo.record({"tail_start": manifest["tail_start"]})
+        manifest |= split
+        repo.record(split)
     return make_source(cfg, manifest, path, repo.folder, repo)

@@ -5,11 +5,12 @@ Packed sequences ("rows") on disk, and batches as a pure function of (rows, seed
     conversations -> ids, or ~ids without loss -> Packer -> the same
     Rows.batch(first, count) -> ids (count, T + 1) -> inputs_and_targets -> tokens, targets
 
-The order of rows: a run reads an endless sequence of epochs. Within an epoch, windows of
-consecutive shards, of about WINDOW_TOKENS tokens, come in a fixed order, and the rows of each are
-permuted by (seed, epoch, window), so that files of one folder mix. Step s of a run with R rows per
-step reads rows s * R to (s + 1) * R - 1 of that sequence; every rank reads its slice. There is no
-state: a step gets the same rows after a resume or with a new number of ranks.
+The order of rows: a run reads the first shards that have enough rows for it (`Rows.first`), in an
+endless sequence of epochs. An epoch visits these shards in a random order, several at a time (a
+window), and the rows of a window in a random order, so that files of one folder mix; both depend on
+(seed, epoch). Step s of a run with R rows per step reads rows s * R to (s + 1) * R - 1 of that
+sequence; every rank reads its slice. There is no state: a step gets the same rows after a resume or
+with a new number of ranks.
 
 A shard is complete once its .json exists, which is written last.
 """
@@ -23,9 +24,9 @@ import sys
 import threading
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from itertools import pairwise, takewhile
+from itertools import pairwise
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -69,8 +70,10 @@ def inputs_and_targets(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 # output of Generator.permutation), so a run can be resumed with another numpy version.
 
 
-ORDER = "windows"  # change it with the order: older runs are then not resumed in another one
-WINDOW_TOKENS = 1 << 25  # a window ends with the shard that makes it this large; packed in seconds
+ORDER = "random shards"  # change it with the order: older runs are then not resumed in another one
+WINDOW_SHARDS = 8  # smallest number of shards of a window, if there are as many
+WINDOW_TOKENS = 1 << 25  # and of tokens: files may be small
+SHARDS = 1 << 32  # in place of the number of a window: the order of the shards
 
 
 @lru_cache(maxsize=16)
@@ -79,6 +82,24 @@ def permutation(seed: int, epoch: int, window: int, n: int) -> np.ndarray:
     order = np.argsort(np.random.PCG64([seed, epoch, window]).random_raw(n), kind="stable")
     order.setflags(write=False)
     return order
+
+
+@lru_cache(maxsize=4)
+def make_windows(tokens: tuple[int, ...], seed: int, epoch: int) -> list[np.ndarray]:
+    """
+    Return the shards of each window of an epoch, ascending, of shards with so many `tokens`. A
+    window that is too small at the end joins the one before.
+    """
+    order = permutation(seed, epoch, SHARDS, len(tokens))
+    found, first = [], 0
+    for last in range(1, len(order) + 1):
+        window = order[first:last]
+        if len(window) >= WINDOW_SHARDS and sum(tokens[i] for i in window) >= WINDOW_TOKENS:
+            found.append(window)
+            first = last
+    rest = order[first:]
+    found = [*found[:-1], np.concatenate([found[-1], rest])] if found else [rest]
+    return [np.sort(window) for window in found]
 
 
 # ---- Reading -------------------------------------------------------------------------------------
@@ -106,60 +127,54 @@ class Rows:
         self.fingerprint: str = self.recipe["fingerprint"]
         self.opened: dict[str, np.ndarray] = {}
 
+    def first(self, num_rows: int | None) -> "Rows":
+        """
+        The same rows with only those training shards that a run over `num_rows` rows reads: the
+        first ones that have as many, by the expected number where they are not packed; None: all.
+        """
+        kept, found = [], 0.0
+        for shard in self.train_shards:
+            if num_rows is not None and found >= num_rows:
+                break
+            kept.append(shard)
+            found += self.record(shard)["rows"] if self.is_packed(shard) else self.expected[shard]
+        return replace(self, train_shards=kept)
+
+    @cached_property
+    def sizes(self) -> np.ndarray:
+        """Number of rows of each training shard. Raises UsageError if one is not packed."""
+        records = [
+            self.record(shard)["rows"] for shard in map(self.require_packed, self.train_shards)
+        ]
+        return np.array(records, np.int64)
+
     @property
     def num_rows(self) -> int:
-        """Number of training rows in the windows before the first one that is not packed."""
-        return int(self.starts[-1])
-
-    @cached_property
-    def windows(self) -> list[range]:
-        """
-        Indices of the shards of each window. They follow from expected sizes, so packing more
-        shards does not change them.
-        """
-        found, first, rows = [], 0, 0.0
-        for i, shard in enumerate(self.train_shards, 1):
-            rows += self.expected.get(shard, math.inf)
-            if rows * self.max_seq_len >= WINDOW_TOKENS or i == len(self.train_shards):
-                found.append(range(first, i))
-                first, rows = i, 0.0
-        return found
-
-    @cached_property
-    def starts(self) -> np.ndarray:
-        """
-        Index within the epoch of the first row of each shard of the packed windows, and the number
-        of rows. Read once, after packing.
-        """
-
-        def is_packed(window: range) -> bool:
-            return all(self.is_packed(self.train_shards[i]) for i in window)
-
-        packed = [i for window in takewhile(is_packed, self.windows) for i in window]
-        return np.cumsum([0, *(self.record(self.train_shards[i])["rows"] for i in packed)])
+        """Number of training rows. Raises UsageError if a shard is not packed."""
+        return int(self.sizes.sum())
 
     def row_ids(self, first: int, count: int, seed: int) -> np.ndarray:
         """
         Return the ids of the rows number `first` to `first + count` of a run, (count, 3): epoch,
-        index of the shard, index in the shard. Raises UsageError if they are not packed.
+        index of the shard, index in the shard. Raises UsageError if a shard is not packed, or if
+        there are no rows.
         """
-        total, complete = self.starts[-1], len(self.starts) > len(self.train_shards)
-        numbers = first + np.arange(count, dtype=np.int64)
-        if not total or (numbers[-1] >= total and not complete):
-            raise UsageError(
-                f"{self.folder} has {total:,} training rows, fewer than {numbers[-1] + 1:,}",
-                "use more text" if complete else "the same command with --resume=auto packs it",
-            )
-        epochs, numbers = np.divmod(numbers, total)
-        firsts = [window.start for window in self.windows if window.stop < len(self.starts)]
-        bounds = np.append(self.starts[firsts], total)
-        windows = np.searchsorted(bounds, numbers, side="right") - 1
-        for epoch, window in sorted(set(zip(epochs.tolist(), windows.tolist(), strict=True))):
-            here, begin = (epochs == epoch) & (windows == window), int(bounds[window])
-            order = permutation(seed, epoch, window, int(bounds[window + 1]) - begin)
-            numbers[here] = begin + order[numbers[here] - begin]
-        shards = np.searchsorted(self.starts, numbers, side="right") - 1
-        return np.stack([epochs, shards, numbers - self.starts[shards]], axis=1)
+        if not self.num_rows:
+            raise UsageError(f"{self.folder} has no training rows", "use more text")
+        epochs, numbers = np.divmod(first + np.arange(count, dtype=np.int64), self.num_rows)
+        tokens, ids = tuple(self.sizes * self.max_seq_len), np.empty((count, 3), np.int64)
+        for epoch in np.unique(epochs).tolist():
+            begin = 0  # of a window, in the epoch
+            for window, shards in enumerate(make_windows(tokens, seed, epoch)):
+                ends = np.cumsum(self.sizes[shards])
+                here = (epochs == epoch) & (begin <= numbers) & (numbers < begin + ends[-1])
+                if here.any():
+                    row = permutation(seed, epoch, window, int(ends[-1]))[numbers[here] - begin]
+                    at = np.searchsorted(ends, row, side="right")
+                    ids[here, 0], ids[here, 1] = epoch, shards[at]
+                    ids[here, 2] = row - ends[at] + self.sizes[shards[at]]
+                begin += ends[-1]
+        return ids
 
     def read(self, ids: np.ndarray) -> np.ndarray:
         """Return the rows of `ids`, (n, max_seq_len + 1), in the stored dtype."""
@@ -197,10 +212,7 @@ class Rows:
         a run first opens it; a damaged shard counts as not packed from then on.
         """
         if shard not in self.opened:
-            if not self.is_packed(shard):
-                fix = "the same command with --resume=auto packs it"
-                raise UsageError(f"{shard} is not packed in {self.folder}", fix)
-            counts, path = self.record(shard), self.path(shard, ".bin")
+            counts, path = self.record(self.require_packed(shard)), self.path(shard, ".bin")
             size = counts["rows"] * (self.max_seq_len + 1) * self.dtype.itemsize
             fits = path.is_file() and path.stat().st_size == size  # and the record is not damaged
             if not fits or common.sha256_file(path) != counts["sha256"]:
@@ -216,6 +228,13 @@ class Rows:
     def is_packed(self, shard: str) -> bool:
         """Whether the rows of a shard are complete."""
         return self.path(shard, ".json").exists()
+
+    def require_packed(self, shard: str) -> str:
+        """Return a shard. Raises UsageError if it is not packed."""
+        if not self.is_packed(shard):
+            fix = "the same command with --resume=auto packs it"
+            raise UsageError(f"{shard} is not packed in {self.folder}", fix)
+        return shard
 
     def record(self, shard: str) -> dict[str, Any]:
         """The record of a packed shard: the counts of its `Packer`, and its SHA-256."""
@@ -289,9 +308,22 @@ class MixedRows:
         self.max_seq_len: int = self.recipe["max_seq_len"]
         self.fingerprint: str = self.recipe["fingerprint"]
 
+    def needed(self, num_rows: int | None) -> list[int | None]:
+        """How many rows of each source a run over `num_rows` rows reads; None: all, as often."""
+        if num_rows is None:
+            return [None] * len(self.parts)
+        spread = len(self.parts) + 1  # by which the first rows of a block may exceed its share
+        counts = split_block(self.shares).tolist()
+        return [math.ceil(num_rows * count / BLOCK) + spread for count in counts]
+
+    def first(self, num_rows: int | None) -> "MixedRows":
+        """As `Rows.first`."""
+        pairs = zip(self.parts.items(), self.needed(num_rows), strict=True)
+        return replace(self, parts={name: part.first(count) for (name, part), count in pairs})
+
     @property
     def num_rows(self) -> int:
-        """Number of packed training rows of all sources."""
+        """Number of training rows of all sources. Raises UsageError if a shard is not packed."""
         return sum(part.num_rows for part in self.parts.values())
 
     def place(self, first: int, count: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -364,14 +396,19 @@ class MixedRows:
         rest = draw_block(self.shares, seed, num_rows // BLOCK).sources[: num_rows % BLOCK]
         counts = counts + np.bincount(rest, minlength=len(counts))
         for (name, rows), used in zip(self.parts.items(), counts.tolist(), strict=True):
-            complete = all(map(rows.is_packed, rows.train_shards))
-            epochs = f"{used / max(1, rows.num_rows):.2f}" if complete else "below 1"
+            is_whole = len(rows.train_shards) == len(rows.expected)
+            epochs = f"{used / rows.num_rows:.2f}" if is_whole else "below 1"
             tokens = f"{used * self.max_seq_len:,}"
             lines.append([name, tokens, epochs, f"{used / max(1, num_rows):.1%}"])
         return {"title": "Text", "columns": ["Source", "Tokens", "Epochs", "Share"], "rows": lines}
 
 
 AnyRows = Rows | MixedRows
+
+
+def parts_of(rows: AnyRows) -> list[Rows]:
+    """The rows of each source."""
+    return [*rows.parts.values()] if isinstance(rows, MixedRows) else [rows]
 
 
 # ---- Best-fit packing of documents into rows -----------------------------------------------------
@@ -554,7 +591,7 @@ def open_source_rows(source: Source, tokenizer: Tokenizer, max_seq_len: int) -> 
     of_run = common.fingerprint({"source": source.fingerprint, "order": ORDER, **made_of})
     recipe = {"fingerprint": of_run, "source": source.describe(), "order": ORDER, **made_of}
     code = digests(sys.modules[__name__], dataset)
-    name = common.fingerprint({"text": source.identity, "code": code, **made_of})
+    name = common.fingerprint({"text": source.id, "code": code, **made_of})
     groups = group_files(source, max_seq_len + 1)
     files = {**groups, source.val_shard: [source.val_shard]}
     dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
@@ -598,57 +635,44 @@ def group_files(source: Source, row_length: int) -> dict[str, list[str]]:
 
 
 def missing_shards(rows: Rows, num_rows: int | None = None) -> list[str]:
-    """
-    The shards still to pack: for validation, and for about `num_rows` training rows in whole
-    windows, or all.
-    """
-    shards, known = [rows.val_shard], 0.0
-    for window in rows.windows:
-        if num_rows is not None and known >= num_rows:
-            break
-        for shard in (rows.train_shards[i] for i in window):
-            shards.append(shard)
-            known += rows.record(shard)["rows"] if rows.is_packed(shard) else rows.expected[shard]
+    """The shards still to pack: for validation, and for `num_rows` training rows, or all."""
+    shards = [rows.val_shard, *rows.first(num_rows).train_shards]
     return [shard for shard in shards if not rows.is_packed(shard)]
 
 
-def parts_to_pack(
+def missing_of_all(
     rows: AnyRows, text: Text, num_rows: int | None
-) -> Iterator[tuple[Rows, Source, int | None]]:
-    """The rows of each source, and how many training rows a run over `num_rows` needs of them."""
-    if isinstance(rows, Rows):
-        yield rows, text.sources[0], num_rows
-        return
-    counts = split_block(rows.shares)
-    for part, source, count in zip(rows.parts.values(), text.sources, counts.tolist(), strict=True):
-        spread = len(counts) + 1  # by which the first rows of a block may exceed its share
-        yield part, source, num_rows and math.ceil(num_rows * count / BLOCK) + spread
+) -> list[tuple[Rows, Source, str]]:
+    """`missing_shards` of all sources, with the rows and the source of each."""
+    counts = rows.needed(num_rows) if isinstance(rows, MixedRows) else [num_rows]
+    return [
+        (part, source, shard)
+        for part, source, count in zip(parts_of(rows), text.sources, counts, strict=True)
+        for shard in missing_shards(part, count)
+    ]
 
 
-def pack_text(rows: AnyRows, text: Text, tokenizer: Tokenizer, num_rows: int | None = None) -> None:
+def pack_text(
+    rows: AnyRows, text: Text, tokenizer: Tokenizer, num_rows: int | None = None
+) -> AnyRows:
     """
     Pack missing shards in order until there are `num_rows` training rows (default: all shards).
+    Returns the rows of a run over `num_rows`, see `Rows.first`.
 
     Shares the work with other processes that call it, and returns when all of it is done. Raises
     ValueError for unreadable files.
     """
-    for part, source, count in parts_to_pack(rows, text, num_rows):
-        pack_source(part, source, tokenizer, count)
-
-
-def pack_source(
-    rows: Rows, source: Source, tokenizer: Tokenizer, num_rows: int | None = None
-) -> None:
-    """`pack_text` of one source."""
-    while todo := missing_shards(rows, num_rows):
-        for shard in todo:
-            with common.try_lock(rows.path(shard, ".lock")) as mine:
-                if mine and not rows.is_packed(shard):
-                    pack_shard(rows, shard, source, tokenizer)
+    while todo := missing_of_all(rows, text, num_rows):
+        for part, source, shard in todo:
+            with common.try_lock(part.path(shard, ".lock")) as mine:
+                if mine and not part.is_packed(shard):
+                    pack_shard(part, shard, source, tokenizer)
                     break
         else:  # other processes are packing all of them: wait for the first
-            with common.hold_lock(rows.path(todo[0], ".lock"), f"packing {todo[0]}"):
+            part, _, shard = todo[0]
+            with common.hold_lock(part.path(shard, ".lock"), f"packing {shard}"):
                 pass
+    return rows.first(num_rows)
 
 
 def pack_shard(rows: Rows, shard: str, source: Source, tokenizer: Tokenizer) -> None:
@@ -675,28 +699,21 @@ def pack_rows(
     tokenizer: Tokenizer,
     num_rows: int | None = None,
     workers: int | None = None,
-) -> None:
+) -> AnyRows:
     """
-    Run `pack_text` in up to `workers` processes (default: one per core and per free GiB), which end
-    if this one does; if one is killed, this one does the rest. Finished shards are kept. Raises
+    `pack_text` in up to `workers` processes (default: one per core and per free GiB), which end if
+    this one does; if one is killed, this one does the rest. Finished shards are kept. Raises
     UsageError if one fails; it prints its error.
     """
-    for part, source, count in parts_to_pack(rows, text, num_rows):
-        pack_in_processes(part, source, tokenizer, count, workers)
-
-
-def pack_in_processes(
-    rows: Rows, source: Source, tokenizer: Tokenizer, num_rows: int | None, workers: int | None
-) -> None:
-    """`pack_rows` of one source."""
     affinity = getattr(os, "sched_getaffinity", None)  # of Linux
     cores = len(affinity(0)) if affinity else os.cpu_count() or 1
     most = min(cores, psutil.virtual_memory().available >> 30)
-    workers = min(workers or most, len(missing_shards(rows, num_rows)))
+    workers = min(workers or most, len(missing_of_all(rows, text, num_rows)))
     if workers < 2:
-        return pack_source(rows, source, tokenizer, num_rows)
+        return pack_text(rows, text, tokenizer, num_rows)
     spawn = multiprocessing.get_context("spawn")
-    args = (source, tokenizer.content, rows.max_seq_len, num_rows, rows.folder)
+    folders = [part.folder for part in parts_of(rows)]
+    args = text, tokenizer.content, rows.max_seq_len, num_rows, folders
     processes = [spawn.Process(target=pack_alone, args=args, daemon=True) for _ in range(workers)]
     for process in processes:
         process.start()
@@ -707,30 +724,33 @@ def pack_in_processes(
     failed = [each.exitcode for each in processes if each.exitcode]
     for process in processes:
         process.terminate()
+    for process in processes:
+        process.join()
     if any(code > 0 for code in failed):
         raise UsageError("packing failed", "see the error above; finished shards are kept")
     if failed:  # killed by a signal
         print("a packing process was killed, probably for lack of memory; one goes on", flush=True)
-        pack_source(rows, source, tokenizer, num_rows)
+    return pack_text(rows, text, tokenizer, num_rows)
 
 
 def pack_alone(
-    source: Source, content: Any, max_seq_len: int, num_rows: int | None, folder: Path
+    text: Text, content: Any, max_seq_len: int, num_rows: int | None, folders: Sequence[Path]
 ) -> None:
     """
-    One process of `pack_rows`. content: of the tokenizer. folder: of the rows that the parent
-    opened; here it is another one if code was edited in between.
+    One process of `pack_rows`. content: of the tokenizer. folders: of the rows that the parent
+    opened; here they are others if code was edited in between.
     """
     sys.stdout, sys.stderr = Console(sys.stdout), Console(sys.stderr)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # removes the unfinished file
     threading.Thread(target=exit_with_parent, daemon=True).start()
     os.environ["RAYON_NUM_THREADS"] = "1"  # one core each
     tokenizer = Tokenizer(content)
     try:
-        rows = open_source_rows(source, tokenizer, max_seq_len)
-        if rows.folder != folder:
+        rows = open_rows(text, tokenizer, max_seq_len)
+        if [part.folder for part in parts_of(rows)] != folders:
             raise UsageError("rows.py or dataset.py was edited just now", "rerun the command")
-        pack_source(rows, source, tokenizer, num_rows)
+        pack_text(rows, text, tokenizer, num_rows)
     except (OSError, ValueError, UsageError) as error:
         raise SystemExit(f"error: packing failed: {common.printable(error)}") from error
 

@@ -109,9 +109,9 @@ def main(cfg: BaseTrain) -> None:
     suite = open_few_shot(cfg, text, dist)
 
     run = Run("base", tag, recipe, model, optimizer, tokenizer, cfg.train, dist)
-    run.state |= {"source": text.describe(), "settings": resolved}
     num_rows = num_steps * batch_tokens // cfg.max_seq_len
-    dist.on_main(lambda: pack_rows(rows, text, tokenizer, num_rows))
+    run.state |= {"source": text.describe(), "settings": resolved, "num_rows": num_rows}
+    rows = dist.on_main(lambda: pack_rows(rows, text, tokenizer, num_rows))
     few_shot: dict[str, Any] = {}
     with run.begin(num_steps, batch_tokens, cfg.compile):
         validation = validate_text(cfg.validation, rows, tokenizer, dist)

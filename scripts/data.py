@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from nanochat.common import printable
 from nanochat.config import require_at_least, start
 from nanochat.dataset import FirstUseConfig, load_last_source, save_last_source
-from nanochat.rows import MixedRows, Rows, open_rows, pack_rows
+from nanochat.rows import Rows, open_rows, pack_rows, parts_of
 from nanochat.tokenizer import Tokenizer
 from tasks.world.write import open_text
 
@@ -51,7 +51,7 @@ def main(cfg: Data) -> None:
 
     packed = open_rows(text, tokenizer, cfg.max_seq_len)
     pack_rows(packed, text, tokenizer, workers=cfg.workers)
-    for rows in packed.parts.values() if isinstance(packed, MixedRows) else [packed]:
+    for rows in parts_of(packed):
         print(summary(rows))
         if empty := rows.totals()["empty_files"]:
             print(f"{empty} of the training files without text")

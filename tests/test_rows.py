@@ -30,13 +30,14 @@ from nanochat.records import read_metrics, read_records
 from nanochat.rows import (
     BLOCK,
     MAX_DROPPED,
-    WINDOW_TOKENS,
+    WINDOW_SHARDS,
     ChatPart,
     MixedRows,
     Packer,
     Rows,
     draw_block,
     inputs_and_targets,
+    make_windows,
     missing_shards,
     open_chat_rows,
     open_rows,
@@ -74,16 +75,17 @@ def saved(tokenizer, base) -> Tokenizer:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Five files, each large enough for a shard of rows, with texts of many lengths."""
-    for number in range(5):
+    for number, name in enumerate(("shard_0", "shard_1", "shard_2", "shard_3", "val")):
         rng = random.Random(number)
         texts = [sentence(rng, int(rng.lognormvariate(4.5, 1)) + 1) for _ in range(100)]
-        write(tmp_path / "text" / f"shard_{number}.jsonl", texts)
+        write(tmp_path / "text" / f"{name}.jsonl", texts)
     return tmp_path / "text"
 
 
 @pytest.fixture(autouse=True)
 def small_windows(monkeypatch) -> None:
     """A window for each shard; processes that pack keep the default."""
+    monkeypatch.setattr("nanochat.rows.WINDOW_SHARDS", 1)
     monkeypatch.setattr("nanochat.rows.WINDOW_TOKENS", 1)
 
 
@@ -229,10 +231,11 @@ def test_ids_above_65535_are_stored_in_four_bytes(folder, saved, monkeypatch, vo
 
 def test_more_shards_keep_existing_rows(folder, tokenizer, capsys):
     rows, text = opened(folder, tokenizer)
-    pack_text(rows, text, tokenizer, num_rows=1)
+    one: Any = pack_text(rows, text, tokenizer, num_rows=1)
     assert missing_shards(rows) == [f"shard_{i}.jsonl" for i in (1, 2, 3)]
-    pack_text(rows, text, tokenizer, num_rows=rows.num_rows + 1)
+    two: Any = pack_text(rows, text, tokenizer, num_rows=one.num_rows + 1)
     assert len(missing_shards(rows)) == 2
+    assert [part.train_shards for part in (one, two)] == [["shard_0.jsonl"], rows.train_shards[:2]]
     assert packed(folder, tokenizer, num_shards=3).folder == packed(folder, tokenizer).folder
     assert capsys.readouterr().out.count("packed") == 5
 
@@ -246,7 +249,7 @@ def test_R6_differences_name_the_changed_setting(folder, tokenizer, tmp_path):
     assert compare_trees(before, opened(copied, tokenizer)[0].recipe) == []
     grown = shutil.copytree(folder, tmp_path / "grown")
     write(grown / "z.jsonl", ["new"])
-    line = "source.val_shard: was 'shard_4.jsonl', now 'z.jsonl'"
+    line = "source.num_shards: was 4, now 5"
     assert line in compare_trees(before, opened(grown, tokenizer)[0].recipe)
 
 
@@ -254,19 +257,25 @@ def test_R6_differences_name_the_changed_setting(folder, tokenizer, tmp_path):
 
 
 def test_R4_R5_step_has_the_same_rows_on_any_ranks(folder, tokenizer, monkeypatch):
-    monkeypatch.setattr("nanochat.rows.WINDOW_TOKENS", 1024 * T)  # about two shards
+    monkeypatch.setattr("nanochat.rows.WINDOW_SHARDS", 2)
     rows = packed(folder, tokenizer)
     shards, total = [stored(rows, shard) for shard in rows.train_shards], rows.num_rows
     batches = [rows.batch(step * ROWS, ROWS, SEED) for step in range(2 * total // ROWS + 1)]
-    first, second, _ = np.split(np.concatenate(batches), [total, 2 * total])
-    assert list(map(len, rows.windows)) == [2, 2]
-    windows = [np.concatenate(shards[:2]), np.concatenate(shards[2:])]
-    for epoch in (first, second):  # every row once, windows in order
+    epochs = np.split(np.concatenate(batches), [total, 2 * total])[:2]
+    tokens, visited = tuple(rows.sizes * T), []
+    for number, epoch in enumerate(epochs):  # every row once, windows of two shards in some order
+        windows = make_windows(tokens, SEED, number)
+        visited.append([window.tolist() for window in windows])
+        assert sorted(sum(visited[-1], [])) == [0, 1, 2, 3] and list(map(len, windows)) == [2, 2]
         for window in windows:
-            here, epoch = np.split(epoch, [len(window)])
-            assert sorted(map(bytes, here)) == sorted(map(bytes, window))
-            assert (here != window).any()
+            expected = np.concatenate([shards[i] for i in window])
+            here, epoch = np.split(epoch, [len(expected)])
+            assert sorted(map(bytes, here)) == sorted(map(bytes, expected))
+            assert (here != expected).any()
+    first, second = epochs
     assert (first != second).any() and (rows.batch(0, ROWS, SEED + 1) != batches[0]).any()
+    others = [make_windows(tokens, seed, 0) for seed in range(5)]
+    assert len({str(windows) for windows in others}) > 1  # the order of shards is a random one
 
     again, _ = opened(folder, tokenizer)
     for step in (len(batches) - 1, 0):  # as a resumed run, in any order
@@ -275,9 +284,22 @@ def test_R4_R5_step_has_the_same_rows_on_any_ranks(folder, tokenizer, monkeypatc
             assert (np.concatenate(list(map(again.read, ids))) == batches[step]).all()
 
 
+@pytest.mark.parametrize(
+    ("sizes", "shards", "expected"),
+    [([5] * 3, 2, [3]), ([5] * 7, 2, [2, 2, 3]), ([1] * 7, 2, [3, 4]), ([9], 8, [1])],
+)
+def test_windows_have_enough_shards_and_tokens(sizes, shards, expected, monkeypatch):
+    monkeypatch.setattr("nanochat.rows.WINDOW_SHARDS", shards)
+    monkeypatch.setattr("nanochat.rows.WINDOW_TOKENS", 3)
+    make_windows.cache_clear()
+    windows = make_windows(tuple(sizes), SEED, 0)
+    assert list(map(len, windows)) == expected
+    assert sorted(np.concatenate(windows)) == list(range(len(sizes)))
+
+
 def test_files_of_one_folder_mix(tokenizer, tmp_path, monkeypatch):
     """Two files of each of two kinds, in order of their names."""
-    monkeypatch.setattr("nanochat.rows.WINDOW_TOKENS", WINDOW_TOKENS)
+    monkeypatch.setattr("nanochat.rows.WINDOW_SHARDS", WINDOW_SHARDS)
     for name, word in (("a0", "sea"), ("a1", "sea"), ("b0", "boat"), ("b1", "boat"), ("val", "x")):
         texts = [f"{word} " * (60 + i % 5) + name for i in range(1500)]
         write(tmp_path / "text" / f"{name}.jsonl", texts)
@@ -317,14 +339,18 @@ def test_R4_R5_mixture_reads_each_source_as_if_alone_on_any_ranks(folder, tokeni
         (folder / name).rename(small / name)
     mixed = packed(f"{folder}=3,{small}=1", tokenizer)
     whole, part = (packed(each, tokenizer) for each in (folder, small))
-    assert [each.folder for each in mixed.parts.values()] == [part.folder, whole.folder]
+    alone = {str(folder): whole, str(small): part}
+    assert {name: rows.folder for name, rows in mixed.parts.items()} == {
+        name: rows.folder for name, rows in alone.items()
+    }
     count = 4 * ROWS * (3 * part.num_rows // ROWS)  # the small one three times
     ids = mixed.row_ids(0, count, SEED)
-    for i, alone in enumerate((part, whole)):
-        mine = ids[ids[:, 0] == i]
-        assert (mine[:, 1:] == alone.row_ids(0, len(mine), SEED)).all()
-        assert (mixed.read(mine) == alone.read(mine[:, 1:])).all()
-    assert ids[ids[:, 0] == 0][-1, 1] >= 2 and mixed.num_rows == whole.num_rows + part.num_rows
+    for i, name in enumerate(mixed.parts):
+        mine, rows = ids[ids[:, 0] == i], alone[name]
+        assert (mine[:, 1:] == rows.row_ids(0, len(mine), SEED)).all()
+        assert (mixed.read(mine) == rows.read(mine[:, 1:])).all()
+        assert name == str(folder) or mine[-1, 1] >= 2
+    assert mixed.num_rows == whole.num_rows + part.num_rows
     for world_size in (1, 2, 8):
         pieces = np.split(mixed.row_ids(ROWS, ROWS, SEED), world_size)
         assert (
@@ -335,9 +361,11 @@ def test_R4_R5_mixture_reads_each_source_as_if_alone_on_any_ranks(folder, tokeni
     assert most[str(folder)] == pytest.approx(3 * most[str(small)], abs=2)
     sizes = [len(rows.open(rows.val_shard)) for rows in (part, whole)]
     assert most[str(small)] == sizes[0] or most[str(folder)] == sizes[1]
-    [[*_, rest], [_, tokens, epochs, some]] = mixed.table(count, SEED)["rows"]
-    assert (some, rest) == ("75.0%", "25.0%") and tokens == f"{3 * count // 4 * T:,}"
-    assert epochs == f"{3 * count / 4 / whole.num_rows:.2f}"
+    lines = {name: line for name, *line in mixed.table(count, SEED)["rows"]}
+    tokens, epochs = f"{3 * count // 4 * T:,}", f"{3 * count / 4 / whole.num_rows:.2f}"
+    assert lines[str(folder)] == [tokens, epochs, "75.0%"] and lines[str(small)][-1] == "25.0%"
+    few = mixed.first(ROWS)  # the shards of a shorter run, which does not read all
+    assert {line[2] for line in few.table(ROWS, SEED)["rows"]} == {"below 1"}
 
 
 def test_R24_B9_validation_rows_depend_only_on_the_shard(folder, tokenizer):
@@ -366,7 +394,7 @@ def test_R38_rows_belong_to_the_code_that_packs_them(folder, saved, capfd, monke
 def test_missing_and_unreadable_shards_are_named(folder, saved, capfd):
     rows, text = opened(folder, saved)
     pack_text(rows, text, saved, num_rows=1)
-    with pytest.raises(UsageError, match="rows, fewer than "):
+    with pytest.raises(UsageError, match=r"shard_1\.jsonl is not packed"):
         rows.batch(0, 20 * ROWS, SEED)
     (folder / "shard_1.jsonl").write_text('{"text": "fine"}\n{"text": "cut of')
     with pytest.raises(ValueError, match=r"shard_1\.jsonl is missing or does not match"):
@@ -394,7 +422,7 @@ def miscount(path: Path) -> None:
 def test_R28_damaged_rows_are_named_and_packed_again(folder, saved, damage):
     rows = packed(folder, saved)
     expected = digests(rows)
-    for shard in ("shard_2.jsonl", "shard_4.jsonl"):
+    for shard in ("shard_2.jsonl", "val.jsonl"):
         path = rows.path(shard, ".bin")
         damage(path)
         with pytest.raises(UsageError, match=rf"{re.escape(str(path))} is damaged.*\n.*again"):
