@@ -74,7 +74,8 @@ if [ -n "${DRY_RUN:-}" ]; then # the last of duplicate flags wins
 fi
 
 # ---- Plan ---------------------------------------------------------------------------------------
-python -m dev.plan --profile="$PROFILE" --depth="$depth" --processes="$processes" --gpu="$gpu_name"
+[ -n "${plan_only:-}${DRY_RUN:-}" ] || save=--save # for the report
+python -m dev.plan --profile="$PROFILE" --depth="$depth" --processes="$processes" --gpu="$gpu_name" ${save:-}
 [ -z "${plan_only:-}" ] || exit 0
 if [[ $gpu_name =~ H100|H200|H800|H20 ]]; then
     uv sync --quiet --inexact ${SYNC_FLAGS-} --group fa3 ||

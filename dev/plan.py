@@ -15,11 +15,12 @@ from typing import NamedTuple
 
 import torch
 
+from nanochat.common import write_json
 from nanochat.config import start
 from nanochat.dist import default_dtype, matmul_rate, peak_flops
 from nanochat.gpt import GPT
 from nanochat.optim import POLAR_EXPRESS
-from nanochat.records import default_rate, read_records, seconds
+from nanochat.records import PLAN_FILE, default_rate, read_records, report_folder, seconds
 from nanochat.scaling import plan_horizon, shape_for_depth
 
 STAGES = (
@@ -78,6 +79,8 @@ class Plan:
     """Number of training processes, one per GPU."""
     gpu: str = ""
     """Name of the GPUs. Default: those of the reference run."""
+    save: bool = False
+    """Save the plan for the report, unless a stage of it has run."""
 
 
 def flops_of(depth: int, profile: str) -> tuple[float, float]:
@@ -126,7 +129,7 @@ def main(cfg: Plan) -> None:
         share *= peaks[0] / peaks[1]
     speed, measured = cpu_speed(reference) if reference.rate else (1.0, "")
     records = {record["section"]: record for record in read_records()}
-    same, total = False, 0.0
+    same, planned = False, {}
     if base := records.get("Base model training"):
         device = (base["cost"]["device"], base["cost"]["devices"])
         same = base["settings"]["depth"] == cfg.depth and device == (gpu or "cpu", cfg.processes)
@@ -141,9 +144,12 @@ def main(cfg: Plan) -> None:
             answers = stage.startswith("Chat ") and stage != "Chat SFT"  # no faster with less depth
             factor = share * (horizon if grows else max(1.0, token) if answers else token)
             minutes, how = minutes * factor * speed, "scaled" if factor != 1 else ""
-        total += minutes
+        planned[stage] = 60 * minutes
         size = f"about {minutes:.0f}" if minutes >= 1 else "under 1"
         print(f"  {stage:<22} {size} min {how}".rstrip())
+    total = sum(planned.values()) / 60
+    if cfg.save and not same:
+        write_json(report_folder() / PLAN_FILE, planned)
     rate = default_rate([gpu] * cfg.processes if gpu else [])
     cost = f"${total / 60 * rate:.2f} at ${rate:.2f} an hour"
     print(f"  {'whole run':<22} about {total:.0f} min, {cost}")

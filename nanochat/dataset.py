@@ -324,9 +324,6 @@ ROLES: dict[str, Role] = {  # name of a file or a folder, without shard numbers
 }
 SHARD_NUMBER = re.compile(r"([-_.]?\d+)(-of-\d+)?(-[0-9a-f]{16})?$")
 MOST_LISTED = 10  # files in a message
-OLDER_ROLES = re.compile(
-    r"(?i)(?<![a-z])(val|valid|validation|dev|eval|evaluation|test|testing)(s|_?sets?)?(?![a-z])"
-)
 SMALLEST_SHARE = 1e-3  # of a source in a mixture
 
 
@@ -505,12 +502,8 @@ def plain_stem(file: str) -> str:
 
 
 def roles_in(manifest: Mapping[str, Any]) -> dict[str, Role]:
-    """Roles of the files of a manifest; before 2026-12, a word anywhere in a name decided."""
-    files = manifest["files"]
-    older: dict[str, Role] = {
-        file: "leave out" if OLDER_ROLES.search(file) else "train" for file in files
-    }
-    return manifest.get("roles") or older
+    """Roles of the files of a manifest; that of the built-in dataset has none."""
+    return manifest.get("roles") or roles_of(list(manifest["files"]))
 
 
 def describe_files(train: Sequence[str], roles: Mapping[str, Role], val_shard: str) -> str:

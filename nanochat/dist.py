@@ -108,6 +108,15 @@ class DistContext:
         on_gpu = self.device.type == "cuda"
         return torch.cuda.get_device_name(self.device) if on_gpu else self.device.type
 
+    @property
+    def num_threads(self) -> int:
+        """Number of CPU threads that PyTorch uses in this process."""
+        return torch.get_num_threads()
+
+    def describe_dtype(self) -> str:
+        """The compute dtype, for a summary."""
+        return str(self.dtype).removeprefix("torch.") + (" with fp8 matmuls" if self.fp8 else "")
+
     def print0(self, *words: Any) -> None:
         """Print on the main rank only."""
         if self.is_main:

@@ -3,7 +3,7 @@ Recipes: what determines a result, so that a stage is skipped or resumed only if
 
     flags, inputs -> make_recipe -> in the record of a stage, and in the checkpoints of a run
     recipe of then, recipe of now -> list_changes -> skip, resume, train again, or stop
-    script -> read_code -> digests of its code, when the process starts -> changed_code
+    script -> read_code, when the process starts -> digests of its code -> changed_code
 
 All flags belong to the recipe, except those that their class lists in NOT_IN_RECIPE: an input
 stands for them (such as `dataset`), or they change rounding, logs or evaluations, not what is
@@ -12,6 +12,7 @@ the flag itself is no difference, the edited file is.
 """
 
 import ast
+import hashlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -119,24 +120,30 @@ CODE = ("nanochat", "tasks", "scripts")
 NOT_IN_CODE = frozenset(  # these do not determine results
     f"nanochat/{name}.py" for name in "config hub plots recipe records report".split()
 )
+code_at_start: dict[str, bytes] = {}
+"""Path -> content of each file of code, as `read_code` found it."""
 code_of_process: dict[str, str] = {}
-"""Path -> digest of each file, as `read_code` found it."""
+"""Path -> digest of each file that this process runs."""
+undigested: list[Path] = []
+"""Files whose digests, and those of what they import, are not in code_of_process yet."""
 
 
 def read_code(script: Path) -> None:
     """
-    Read the digests of the code that a script runs. `config.start` does so before any work: a file
-    that is edited later, while the process runs the old one, is recorded as it was.
+    Read the code before a script does any work, as `config.start` does: a file that is edited
+    later, while the process runs the old one, is recorded as it was.
     """
     code_of_process.clear()
-    add_code(script)
+    code_at_start.clear()
+    undigested[:] = [script]
+    for path in (path for folder in CODE for path in (common.REPOSITORY / folder).rglob("*.py")):
+        with suppress(OSError):  # just removed
+            code_at_start[os.path.relpath(path, common.REPOSITORY)] = path.read_bytes()
 
 
 def add_code(module: Path) -> None:
-    """Add the digests of a file and of all that it imports, such as the class of a saved model."""
-    for name, path in imported_files(module).items():
-        if name not in code_of_process:
-            code_of_process[name] = file_digest(path)
+    """Add a file and all that it imports, such as the class of a saved model."""
+    undigested.append(module)
 
 
 def imported_files(module: Path) -> dict[str, Path]:
@@ -161,7 +168,7 @@ def imports_of(path: Path) -> list[Path]:
     """Files of the repository that a file imports."""
     names = frozenset()
     with suppress(SyntaxError, OSError):  # of an edit that is not finished
-        names = imported_names(path.read_text())
+        names = imported_names(read_file(path).decode())
     inside = [common.REPOSITORY / name.replace(".", "/") for name in names]
     files = [file for at in inside for file in (at.with_suffix(".py"), at / "__init__.py")]
     return [file for file in files if file.is_file()]
@@ -179,19 +186,29 @@ def imported_names(source: str) -> frozenset[str]:
     return frozenset(name for name in names if name.startswith(CODE))
 
 
+def read_file(path: Path) -> bytes:
+    """A file of code, as it was when this process started."""
+    return code_at_start.get(os.path.relpath(path, common.REPOSITORY)) or path.read_bytes()
+
+
 def file_digest(path: Path) -> str:
     """Digest of a file of code; comments, docstrings and help texts of Python do not count."""
+    content = read_file(path)
     with suppress(SyntaxError):  # of an edit that is not finished
-        return code_digest(path.read_text()) if path.suffix == ".py" else common.sha256_file(path)
-    return common.sha256_file(path)
+        if path.suffix == ".py":
+            return code_digest(content.decode())
+    return hashlib.sha256(content).hexdigest()
 
 
 def code_digests() -> dict[str, str]:
     """Path -> digest of each file of code that determines what this process does."""
-    if not code_of_process:  # not started by `config.start`, as in a test
-        for module in list(sys.modules.values()):
-            if file := getattr(module, "__file__", None):
-                add_code(Path(file))
+    if not code_of_process and not undigested:  # not started by `config.start`, as in a test
+        files = [getattr(module, "__file__", None) for module in sys.modules.values()]
+        undigested.extend(Path(file) for file in files if file)
+    while undigested:
+        for name, path in imported_files(undigested.pop()).items():
+            if name not in code_of_process:
+                code_of_process[name] = file_digest(path)
     return dict(code_of_process)
 
 

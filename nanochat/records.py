@@ -32,51 +32,6 @@ from nanochat import common
 from nanochat.common import to_json_types
 from nanochat.recipe import Recipe, changed_code, code_digests, list_changes, require_same_code
 
-# ---- Sections of the report, in order ------------------------------------------------------------
-# These names must not change: reports are compared line by line.
-
-
-CHAT_TASKS = "ARC-Easy, ARC-Challenge, MMLU, GSM8K, HumanEval, AQUA, ChatCORE"
-CHAT_KEYS = (
-    "source, task_name, dtype, temperature, max_new_tokens, num_samples, top_k, batch_size, "
-    f"model_tag, step, max_problems, device_type, {CHAT_TASKS}"
-)
-# The fixed sections in order, each with its leading keys.
-SECTIONS: dict[str, str] = {
-    "Tokenizer training": "",
-    "Tokenizer evaluation": "",
-    "Base model training": "run, device_type, depth, max_seq_len, num_iterations, target_flops, "
-    "target_param_data_ratio, device_batch_size, total_batch_size, embedding_lr, "
-    "unembedding_lr, weight_decay, matrix_lr, grad_clip, eval_every, eval_tokens, "
-    "core_metric_every, core_metric_max_per_task, sample_every, model_tag, "
-    "Number of parameters, Number of FLOPs per token, Calculated number of iterations, "
-    "Number of training tokens, Tokens : Params ratio, DDP world size, warmup_ratio, "
-    "warmdown_ratio, final_lr_frac, Minimum validation bpb, Final validation bpb, "
-    "CORE metric estimate, World few-shot estimate, MFU %, Total training flops, "
-    "Total training time, Peak memory usage",
-    "Base model loss": "",
-    "Base model evaluation": "",
-    "Chat evaluation base": CHAT_KEYS,
-    "Midtraining": "run, device_type, dtype, num_iterations, max_seq_len, device_batch_size, "
-    "unembedding_lr, embedding_lr, matrix_lr, init_lr_frac, weight_decay, eval_every, "
-    "eval_tokens, total_batch_size, Number of iterations, DDP world size, "
-    "Minimum validation bpb",
-    "Chat evaluation mid": CHAT_KEYS,
-    "Chat SFT": "run, source, device_type, dtype, device_batch_size, num_epochs, "
-    "num_iterations, unembedding_lr, embedding_lr, matrix_lr, "
-    "weight_decay, init_lr_frac, eval_every, Training rows, "
-    "Number of iterations, Training loss, Validation loss",
-    "Chat evaluation sft": CHAT_KEYS,
-    "Chat DPO": "run, source, pairs, task, dtype, device_batch_size, examples_per_step, beta, "
-    "num_samples, max_new_tokens, temperature, top_k, unembedding_lr, embedding_lr, matrix_lr, "
-    "weight_decay, init_lr_frac, num_epochs, save_every, eval_every, eval_examples",
-    "Chat evaluation dpo": CHAT_KEYS,
-    "Chat RL": "run, source, dtype, device_batch_size, examples_per_step, num_samples, "
-    "max_new_tokens, temperature, top_k, unembedding_lr, embedding_lr, matrix_lr, "
-    "weight_decay, init_lr_frac, num_epochs, save_every, eval_every, eval_examples",
-    "Chat evaluation rl": CHAT_KEYS,
-}
-
 # Means over tasks -> their names on the built-in world, whose scores compare with no published ones
 WORLD_NAMES = {"CORE metric": "World few-shot", "ChatCORE": "World chat"}
 
@@ -90,6 +45,7 @@ def mean_name(name: str, tasks: Iterable[str]) -> str:
 
 
 Record = Mapping[str, Any]
+HEADER_FILE, PLAN_FILE = "header.json", "plan.json"  # beside the records
 TIME_FORMAT = "%Y-%m-%d %H:%M:%S"
 STARTED = time.perf_counter()  # this module is imported when a process starts
 
@@ -101,15 +57,27 @@ class Cost:
     wall_seconds: float
     devices: int = 1
     device: str = "cpu"
+    cpu: str = ""
+    """Kind of CPU."""
+    threads: int = 0
+    """Of a process; 0: not recorded."""
+    dtype: str = ""
+    """Of the matmuls of a model."""
 
     @classmethod
-    def so_far(cls, dist: Any = None) -> "Cost":
+    def so_far(cls, dist: Any = None, seconds: float | None = None) -> "Cost":
         """
-        Cost of all devices of `dist` (DistContext), by default of one CPU, since the start of the
-        process.
+        Cost of `seconds` of all devices of `dist` (DistContext), by default of one CPU since the
+        start of the process.
         """
-        seconds = time.perf_counter() - STARTED
-        return cls(seconds, dist.world_size, dist.device_name) if dist else cls(seconds)
+        seconds = time.perf_counter() - STARTED if seconds is None else seconds
+        cpu = common.cpu_info("model name")
+        if dist is None:
+            return cls(seconds, cpu=cpu)
+        return cls(
+            *(seconds, dist.world_size, dist.device_name, cpu),
+            *(dist.num_threads, dist.describe_dtype()),
+        )
 
 
 def new_run_id() -> str:
@@ -250,7 +218,7 @@ def read_record(section: str) -> Record | None:
 
 def read_records() -> list[Record]:
     """Current record of every section, oldest first."""
-    paths = [path for path in report_folder().glob("*.json") if path.name != "header.json"]
+    paths = [x for x in report_folder().glob("*.json") if x.name not in (HEADER_FILE, PLAN_FILE)]
     found = {path: common.read_json(path) for path in paths}
     if broken := [path for path, record in found.items() if "timestamp" not in record]:
         raise ValueError(f"{broken[0]} is not a record of a stage; delete it")
@@ -262,10 +230,14 @@ def read_history() -> Sequence[Record]:
     return read_lines(report_folder() / "records.jsonl")
 
 
+def report_home() -> Path:
+    """Folder of report.md and of report/: NANOCHAT_REPORT_DIR or the base directory."""
+    return Path(os.environ.get("NANOCHAT_REPORT_DIR") or common.base_dir()).expanduser()
+
+
 def report_folder() -> Path:
-    """Folder of records: report/ under NANOCHAT_REPORT_DIR or the base directory. Creates it."""
-    home = os.environ.get("NANOCHAT_REPORT_DIR") or common.base_dir()
-    folder = Path(home).expanduser() / "report"
+    """Folder of records: report/ in `report_home`. Creates it."""
+    folder = report_home() / "report"
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 

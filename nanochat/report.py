@@ -4,15 +4,16 @@ The report: report.md, rendered from the records of the stages.
     records + header (time, hardware, code version) -> render_report -> report.md with SVG figures
 
 `render_report` is a pure function; a stage calls `update` after `records.write_record`. The report
-opens with a verdict, a table of results, samples and costs. Each section shows results first and
-folds the rest. Names, order and keys of the fixed sections must not change, because reports are
-compared line by line; additions come after them. Reports are never parsed. Names, settings and
-values are untrusted text (from models, data and users) and are escaped for Markdown.
+opens with what was trained and how good it is; then the stages follow, results first, the rest
+folded. The names of SECTIONS and the keys of the original report do not change, because reports are
+compared line by line. Reports are never parsed. Names, settings and values are untrusted (from
+models, data and users): `text` shows them as text.
 """
 
 import math
 import platform
 import re
+import textwrap
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -36,7 +37,6 @@ from nanochat.common import (
 from nanochat.config import settings
 from nanochat.recipe import make_recipe
 from nanochat.records import (
-    SECTIONS,
     Record,
     plain_value,
     read_clusters,
@@ -47,23 +47,22 @@ from nanochat.records import (
     standard_error,
 )
 
-# Inline Markdown syntax (CommonMark and GitHub's extensions)
-MARKDOWN_SYNTAX = re.compile(
-    r"""
-    [`\[\]]                           # code, links, images
-    | \\(?=[!-/:-@\[-`{-~]|$)         # backslash escapes
-    | <(?=[a-z/!?]|[^\s<>]*@)         # HTML, links; not special tokens such as <|bos|>
-    | &(?=\#?\w+;)                    # entities
-    | (?<![^\W_])_ | _(?![^\W_])      # emphasis; not within a word
-    | \*(?=[^*]*\*) | ~(?=[^~]*~) | \$(?=[^$]*\$)  # emphasis, math: all but the last
-    | :(?=//) | (?<=\bwww)\. | (?<=\w)@(?=\w)  # autolinks
-    """,
-    re.VERBOSE | re.IGNORECASE,
+SECTIONS = (  # in order; others follow by time
+    "Tokenizer training", "Tokenizer evaluation", "Base model training", "Base model loss",
+    "Base model evaluation", "Chat evaluation base", "Midtraining", "Chat evaluation mid",
+    "Chat SFT", "Chat evaluation sft", "Chat DPO", "Chat evaluation dpo", "Chat RL",
+    "Chat evaluation rl",
+)  # fmt: skip
+SIGNS = {"better": " ▲", "worse": " ▼"}
+LEGEND = (
+    "Bold: the best stage. ▲ ▼: better or worse than the stage before by more than two standard "
+    "errors of the difference. ± is one standard error over questions; other seeds are not "
+    "included. Means over tasks are rescaled so that 0 is chance."
 )
-BLOCK_START = re.compile(  # headings, lists, rules, quotes, numbered lists
-    r"^((?=#{1,6}(\s|$)|[-+*](\s|$)|[-=]+\s*$|>)|\d{1,9}(?=[.)](\s|$)))"
-)
-SAMPLES = "Sample conversations"  # table of a record shown at the top of the report
+BAR = 30  # characters of a bar for the whole time
+WIDTH = 100  # characters of a line of a dialog
+PIPE = "│"  # in a cell; "|" would end it, and after a backslash even if escaped
+SAMPLES = "Sample conversations"  # table of a record, shown as a dialog at the top of the report
 
 
 # ---- Public interface ----------------------------------------------------------------------------
@@ -114,12 +113,13 @@ CODE = ("*.py", "*.md", "*.rs", "*.html", "*.js", "*.css", "*.toml", "*.sh")
 
 def read_header(rate: float | None = None, renew: bool = False) -> dict[str, Any]:
     """
-    Read the header (code version, machine, hourly rate), creating it on the first call and if
-    `renew` is set: it describes the machine of the newest stage, not that of a later evaluation.
+    Read the header (code version, machine, hourly rate, planned seconds of each section), creating
+    it on the first call and if `renew` is set: it describes the machine of the newest stage, not
+    that of a later evaluation.
 
     rate: dollars per hour, kept from then on. Default: the rental price of the GPUs.
     """
-    path = records.report_folder() / "header.json"
+    path = records.report_folder() / records.HEADER_FILE
     header = read_json(path) if path.exists() else {}
     if renew or "git" not in header:
         header |= {
@@ -132,6 +132,8 @@ def read_header(rate: float | None = None, renew: bool = False) -> dict[str, Any
     if rate is not None:
         header["hourly_rate"] = rate
     write_json(path, header)
+    plan = path.with_name(records.PLAN_FILE)
+    header["plan"] = read_json(plan) if plan.exists() else {}
     return {"hourly_rate": records.default_rate(header["gpus"]), **header}
 
 
@@ -189,7 +191,7 @@ def render_report(
     """
     Text of report.md, a pure function of its arguments.
 
-    Order: results, environment, fixed sections, others oldest first, the summary. figures: names,
+    Order: results, environment, SECTIONS, others oldest first, the summary. figures: names,
     <section>-<kind>; those of the section "results" are at the top. generated: date and time.
     """
     order = {name: i for i, name in enumerate(SECTIONS)}
@@ -197,42 +199,40 @@ def render_report(
     written.sort(key=lambda r: order.get(r["section"], len(order)))
     scores = collect_scores(written)
     changes = differences(scores, parent_stages(written))
-    hardware, rate = header["hardware"], f"${header['hourly_rate']:.2f}/hour"
+    hardware, rate = header["hardware"], header["hourly_rate"]
     bloat = bullets({name: f"{number:,}" for name, number in header["bloat"].items()})
     fixed = [r for r in written if r["section"] in SECTIONS] or written
     started = min(seconds(r["timestamp"]) - r["cost"]["wall_seconds"] for r in fixed)
-    costs = cost_table(written, header["hourly_rate"])
-    _, spent, _, price = costs["rows"][-1]
+    total = sum(record["cost"]["wall_seconds"] for record in written)
     cpu = f"{hardware['CPUs']} of {hardware['CPU Model']}"
-    spent += f" on {cpu if hardware['GPUs'] == 'None' else hardware['GPUs']}, {price}"
+    machine = cpu if hardware["GPUs"] == "None" else hardware["GPUs"]
+    spent = f"{readable_time(total)} on {machine}, ${total / 3600 * rate:.2f}"
     samples = [
         {**table, "title": f"{SAMPLES} ({record['section'].split()[-1]})"}
         for record in written
         for table in record["tables"]
         if table["title"] == SAMPLES and record["section"] in STAGE_OF
     ]
-    faults = [f"\n> - {escape(fault)}" for fault in find_faults(written)]
-    warning = "> [!WARNING]\n> **Provenance: these sections are inconsistent.**"
     blocks = [
         f"# nanochat training report\n\nGenerated: {generated}",
         "## Results",
-        "".join([warning, *faults]) if faults else "",
-        escape(verdict(written, scores, changes, spent)),
-        render_table(score_table(scores, show_score)),
+        render_faults(find_faults(written)),
+        *map(text, verdict(written, scores, changes, spent)),
+        render_table(score_table(scores, changes)),
+        LEGEND if changes else "",
         render_figures(figures, "results"),
-        *map(render_table, samples[-1:]),  # of the last stage
-        render_table(costs),
+        *map(render_dialog, samples[-1:]),  # of the last stage
+        render_table(cost_table(written, rate, header.get("plan", {}))),
         "## Environment",
         f"### Git Information\n{bullets(header['git'])}",
-        f"### Hardware\n{bullets({**hardware, 'Hourly Rate': rate})}",
+        f"### Hardware\n{bullets({**hardware, 'Hourly Rate': Markdown(f'${rate:.2f}/hour')})}",
         f"### Software\n{bullets(header['software'])}",
         f"\n### Bloat\n{bloat}",
         f"Run started: {records.local_time(started)}",
         "---",
     ]
     blocks.append("\n\n\n".join(render_section(record, figures) for record in written))
-    plain = score_table(scores, lambda value: f"{float(plain_value(value)):.4f}")
-    blocks += ["\n## Summary", bloat, render_table(plain)]
+    blocks += ["\n## Summary", bloat, render_table(plain_table(scores))]
     times = [(r["section"].lower().endswith(" rl"), seconds(r["timestamp"])) for r in fixed]
     first_rl = min((t for is_rl, t in times if is_rl), default=math.inf)
     ends = [t for is_rl, t in times if t <= first_rl and not is_rl]
@@ -245,27 +245,34 @@ def render_report(
     return "\n\n".join(filter(None, blocks)) + "\n"
 
 
+def render_faults(faults: Sequence[str]) -> str:
+    """A warning with these lines; empty without any."""
+    lines = ["[!WARNING]", "**Provenance: these sections are inconsistent.**"]
+    return "\n".join(f"> {x}" for x in [*lines, *(f"- {text(x)}" for x in faults)] if faults)
+
+
 def render_section(record: Record, figures: Sequence[str]) -> str:
     """
-    A section: results, tables, figures; then, folded, the settings, command, provenance and cost.
-    Keys of SECTIONS come first, in their order.
+    A section: values in the order of the script, tables, figures; then, folded, the settings,
+    command, provenance and cost.
     """
-    name, values, settings = record["section"], record["values"], record["settings"]
-    origin, cost, fixed = record["provenance"], record["cost"], SECTIONS.get(name, "").split(", ")
-    keys = [*fixed, *values, *settings]
-    shown = {key: values[key] for key in keys if key in values}
-    folded = {key: settings[key] for key in keys if key in settings and key not in values}
-    spent = f"{cost['wall_seconds'] / 60:.2f}m on {cost['devices']}x {cost['device']}"
-    inputs = {f"input {key}": x for key, x in origin["inputs"].items()}
-    outputs = {f"output {key}": x for key, x in origin["outputs"].items()}
-    made = {key: origin[key] for key in ("command", "commit")} | inputs | outputs
+    name, origin, cost = record["section"], record["provenance"], record["cost"]
+    shown = {k: v for k, v in record["settings"].items() if k not in record["values"]}
+    on = [cost.get("cpu"), cost.get("threads") and f"{cost['threads']} threads", cost.get("dtype")]
+    where = ", ".join([f"{cost['devices']}x {cost['device']}", *filter(None, on)])
+    made = {
+        **{key: origin[key] for key in ("command", "commit")},
+        **{f"input {key}": x for key, x in origin["inputs"].items()},
+        **{f"output {key}": x for key, x in origin["outputs"].items()},
+        "cost": f"{cost['wall_seconds'] / 60:.2f}m on {where}",
+    }
     blocks = [
-        f"## {escape(name)}\ntimestamp: {records.local_time(seconds(record['timestamp']))}",
-        bullets(shown),
+        f"## {text(name)}\ntimestamp: {records.local_time(seconds(record['timestamp']))}",
+        bullets(record["values"]),
         *(render_table(table) for table in record["tables"] if table["title"] != SAMPLES),
         render_figures(figures, slug(name)),
         "<details><summary>Settings and provenance</summary>",
-        bullets({**folded, **made, "cost": spent}),
+        bullets({**shown, **made}),
         "</details>",
     ]
     return "\n\n".join(filter(None, blocks))
@@ -316,14 +323,37 @@ def collect_scores(written: Sequence[Record]) -> Scores:
     return Scores({name: found[name] for name in order}, items)
 
 
-def score_table(scores: Scores, show: Callable[[Any], str]) -> dict[str, Any]:
-    """Table of all scores by stage. DPO has a column only if it was evaluated."""
+def score_table(scores: Scores, changes: Sequence["Difference"]) -> dict[str, Any]:
+    """
+    Table of all scores by stage: the best of each metric in bold; ▲ and ▼ where it is better or
+    worse than after the stage before.
+    """
+    signs = {(x.metric, x.after): SIGNS.get(x.change.verdict, "") for x in changes}
+    best = {
+        name: (min if name.endswith("bpb") else max)(by, key=lambda s: float(plain_value(by[s])))
+        for name, by in scores.values.items()
+    }
+
+    def show(name: str, stage: str, value: Any) -> Markdown:
+        shown = show_score(value)
+        shown = f"**{shown}**" if stage == best[name] and len(scores.values[name]) > 1 else shown
+        return Markdown(shown + signs.get((name, stage), ""))
+
+    return make_score_table(scores, show)
+
+
+def plain_table(scores: Scores) -> dict[str, Any]:
+    """Table of all scores by stage, as in the original report."""
+    return make_score_table(scores, lambda _, __, value: f"{float(plain_value(value)):.4f}")
+
+
+def make_score_table(scores: Scores, show: Callable[[str, str, Any], str]) -> dict[str, Any]:
+    """Table of metrics by stage. DPO has a column only if it was evaluated."""
     stages = [s for s in STAGES if s != "dpo" or any(s in by for by in scores.values.values())]
     rows = [["Metric", *(stage.upper() for stage in stages)]]
     for name, by in scores.values.items():
-        rows.append([name, *(show(by[stage]) if stage in by else "-" for stage in stages)])
-    columns, *rows = [[f"{name:<15}", *(f"{x:<8}" for x in cells)] for name, *cells in rows]
-    return {"columns": columns, "rows": rows}
+        rows.append([name, *(show(name, s, by[s]) if s in by else "-" for s in stages)])
+    return {"columns": rows[0], "rows": rows[1:]}
 
 
 # ---- Differences between stages ------------------------------------------------------------------
@@ -333,7 +363,8 @@ class Difference(NamedTuple):
     """Change of a metric between two stages."""
 
     metric: str
-    stages: str
+    before: str
+    after: str
     change: stats.Comparison
     """Comparison item by item."""
 
@@ -359,8 +390,7 @@ def differences(scores: Scores, parents: Mapping[str, str]) -> list[Difference]:
                 before = before if before in by else parents.get(before, before)
             if {before, after} <= by.keys() and before != after:
                 change = compare_items(name, scores.items[before], scores.items[after])
-                stages = " to ".join(STAGES.get(stage, stage) for stage in (before, after))
-                changes += [Difference(name, stages, change)] if change else []
+                changes += [Difference(name, before, after, change)] if change else []
     return changes
 
 
@@ -384,7 +414,8 @@ def compare_items(name: str, before: Record, after: Record) -> stats.Comparison 
 def difference_table(changes: Sequence[Difference]) -> dict[str, Any]:
     """Table of differences."""
     rows = []
-    for metric, stages, change in changes:
+    for metric, before, after, change in changes:
+        stages = f"{STAGES.get(before, before)} to {STAGES.get(after, after)}"
         error = f"{change.se:.4f}" if math.isfinite(change.se) else "-"
         counts = f"{change.won:,} won, {change.lost:,} lost of {change.n:,}"
         rows.append([metric, stages, f"{change.difference:+.4f}", error, change.verdict, counts])
@@ -395,50 +426,72 @@ def difference_table(changes: Sequence[Difference]) -> dict[str, Any]:
 # ---- Cost, verdict and consistency ---------------------------------------------------------------
 
 
-def cost_table(written: Sequence[Record], hourly_rate: float) -> dict[str, Any]:
-    """Table of the time and cost of each stage. hourly_rate: dollars for the whole machine."""
-    costs = [(record["section"], record["cost"]) for record in written]
-    rows = [
-        [name, each["wall_seconds"], f"{each['devices']}x {each['device']}"] for name, each in costs
-    ]
-    rows.append(["Total", sum(row[1] for row in rows), ""])
-    rows = [[a, readable_time(t), b, f"${t / 3600 * hourly_rate:.2f}"] for a, t, b in rows]
-    return {"title": "Cost", "columns": ["Section", "Wall clock", "Devices", "Cost"], "rows": rows}
+def cost_table(
+    written: Sequence[Record], hourly_rate: float, planned: Mapping[str, float]
+) -> dict[str, Any]:
+    """
+    Table of the time and cost of each stage, with a bar of its share. hourly_rate: dollars for the
+    whole machine. planned: section -> seconds that the plan promised, if there was one.
+    """
+    times = {record["section"]: record["cost"]["wall_seconds"] for record in written}
+    total, rows = sum(times.values()), []
+    for name, spent in {**times, "Total": total}.items():
+        bar = "█" * round(BAR * spent / max(total, 1e-9)) if name != "Total" else ""
+        price = Markdown(f"${spent / 3600 * hourly_rate:.2f}")
+        known = planned.get(name, sum(planned.values()) if name == "Total" else None)
+        promise = [readable_time(known) if known else "-"] if planned else []
+        rows.append([name, readable_time(spent), *promise, bar, price])
+    promise = ["Planned"] if planned else []
+    columns = ["Section", "Wall clock", *promise, "Share of the time", "Cost"]
+    return {"title": "Cost", "columns": columns, "rows": rows}
 
 
 def verdict(
     written: Sequence[Record], scores: Scores, changes: Sequence[Difference], spent: str
-) -> str:
+) -> list[str]:
     """
-    The result of the run in a few sentences: model, machine, time and cost; best scores; changes of
-    the mean over tasks, and tasks that became worse. spent: time, machine and cost.
+    The result of the run in up to three sentences: what was trained, and time, machine and cost
+    (`spent`); the main score and what each stage added to it; the weakest task, and what became
+    worse.
     """
-    model = "The stages below"
+    model, of = "The stages below", "text"
     for record in written:
         depth, values = record["settings"].get("depth"), record["values"]
+        of = record["settings"].get("dataset") or of
         if record["section"] == "Base model training" and depth:
             size, tokens = values["Number of parameters"], values["Number of training tokens"]
-            model = f"A model of depth {depth} ({size:,} parameters, {tokens:,} pretraining tokens)"
+            model = f"A model of depth {depth} ({size:,} parameters, {tokens:,} tokens of {of})"
     sentences = [f"{model}: {spent}."]
-    best = []
-    for name, by in scores.values.items():
-        if name in (*FIRST, *LAST, "val bpb"):
-            stage = max(by, key=lambda stage: float(plain_value(by[stage])))
-            best.append(f"{name} {show_score(by[stage])} ({STAGES[stage]})")
-    if best:
-        sentences.append(f"Best scores: {', '.join(best)}.")
-    found = [
-        f"{name} {change.difference:+.3f}{show_error(change.se)} from {stages} ({change.verdict})"
-        for name, stages, change in changes
-        if name in LAST or change.verdict == "worse"
-    ]
-    if changes:
+    named = [name for name in (*LAST, *FIRST, "val bpb") if name in scores.values]
+    if not named:
+        return sentences
+    main, steps = named[0], [x for x in changes if x.metric == named[0]]
+    *_, stage = [stage for stage in STAGES if stage in scores.values[main]]
+    added = [f"{STAGES[x.after]} {show_change(x.change)}" for x in steps]
+    about = f": {', '.join(added)}" if added else ""
+    sentences.append(
+        f"{main} is {show_score(scores.values[main][stage])} after {STAGES[stage]}{about}."
+    )
+    parts = [name for name in weights_of(main, scores.items[stage]) if name in scores.values]
+    tasks = {name: scores.values[name][stage] for name in parts if stage in scores.values[name]}
+    if main not in tasks and tasks:
+        weakest = min(tasks, key=lambda name: float(plain_value(tasks[name])))
+        worse = [
+            f"{x.metric} after {STAGES[x.after]} ({show_change(x.change)})"
+            for x in changes
+            if x.change.verdict == "worse"
+        ]
         sentences.append(
-            f"Changes of the mean, and tasks that became worse: {', '.join(found) or 'none'}. "
-            "± is one standard error over questions; other seeds are not included. "
-            "Means over tasks are rescaled so that 0 is chance."
+            f"Its weakest task is {weakest}, {show_score(tasks[weakest])}; "
+            f"worse than after the stage before: {', '.join(worse) or 'none'}."
         )
-    return " ".join(sentences)
+    return sentences
+
+
+def show_change(change: stats.Comparison) -> str:
+    """A difference with its standard error, and whether it is noise."""
+    noise = f" ({change.verdict})" if change.verdict not in SIGNS else ""
+    return f"{change.difference:+.3f}{show_error(change.se)}{noise}"
 
 
 def show_score(value: Any) -> str:
@@ -473,21 +526,37 @@ def find_faults(written: Sequence[Record]) -> list[str]:
 
 # ---- Markdown ------------------------------------------------------------------------------------
 
+# What Markdown, or GitHub's extensions, may read as more than text: characters; underscores at the
+# edge of a word; autolinks; lists and rules at the start
+ACTIVE = re.compile(
+    r"""[^\w\ .,:;()%+/=±▲▼█│'"?!$-] | (?<![^\W_])_ | _(?![^\W_]) | \$.*\$ | :// | \bwww\.
+    | ^\ *(?:[-+]\ |[-=]{2,}\ *$|\d+[.)](?:\ |$)) | ^\ {4}""",
+    re.VERBOSE | re.IGNORECASE,
+)
+
+
+class Markdown(str):
+    """Text that is Markdown, not to be shown literally."""
+
+
+def text(value: Any) -> str:
+    """
+    A value as one line of Markdown that shows it literally: in a code span if Markdown might read
+    it otherwise.
+    """
+    if isinstance(value, Markdown):
+        return value
+    line = printable(format_value(value)).replace("\n", r"\n")
+    if not ACTIVE.search(line):
+        return line
+    ticks = "`" * (1 + max(map(len, re.findall("`+", line)), default=0))
+    pad = " " if line[0] in "` " or line[-1] in "` " else ""
+    return f"{ticks}{pad}{line}{pad}{ticks}"
+
 
 def bullets(entries: Mapping[str, Any]) -> str:
-    """A list. Key and value are escaped together, so markup cannot span both."""
-    lines = [escape(f"{key}: {format_value(value)}").lstrip() for key, value in entries.items()]
-    return "\n".join("- " + BLOCK_START.sub(r"\1\\", line) for line in lines)
-
-
-def cell(value: Any) -> str:
-    """A table cell."""
-    return escape(format_value(value)).replace("|", r"\|")
-
-
-def escape(text: str) -> str:
-    """Escape text as one line of Markdown; markup at the start of a block is not escaped."""
-    return MARKDOWN_SYNTAX.sub(r"\\\g<0>", printable(text).replace("\n", r"\n"))
+    """A list of keys and values."""
+    return "\n".join(f"- {text(key)}: {text(value)}" for key, value in entries.items())
 
 
 def format_value(value: Any) -> str:
@@ -505,9 +574,37 @@ def format_value(value: Any) -> str:
 
 
 def render_table(table: Record) -> str:
-    """A Markdown table with its title. Integers are printed as is, floats with 4 decimals."""
-    columns, title = [cell(column) for column in table["columns"]], table.get("title")
-    rule = "|".join("-" * (len(column) + 2) for column in columns)
-    rows = [[str(c) if isinstance(c, int) else cell(c) for c in row] for row in table["rows"]]
-    lines = [f"| {' | '.join(columns)} |", f"|{rule}|", *(f"| {' | '.join(r)} |" for r in rows)]
-    return "\n".join([f"### {escape(title)}\n", *lines] if title else lines)
+    """
+    A Markdown table with its title, its columns padded to equal width. Integers are printed as is,
+    floats with 4 decimals.
+    """
+
+    def cell(value: Any) -> str:
+        if isinstance(value, int | Markdown):
+            return str(value)
+        return text(format_value(value).replace("|", PIPE))
+
+    lines = [list(map(cell, row)) for row in (table["columns"], *table["rows"])]
+    widths = [max(3, *map(len, column)) for column in zip(*lines, strict=True)]
+    lines.insert(1, ["-" * width for width in widths])
+    rows = [
+        f"| {' | '.join(x.ljust(w) for x, w in zip(row, widths, strict=True))} |" for row in lines
+    ]
+    title = table.get("title")
+    return "\n".join([f"### {text(title)}\n", *rows] if title else rows)
+
+
+def render_dialog(table: Record) -> str:
+    """Conversations, rows of texts of the speakers that the columns name, in a code fence."""
+    lines, indent = [], max(map(len, table["columns"])) + 2
+    for row in table["rows"]:
+        for who, words in zip(table["columns"], row, strict=True):
+            for line in printable(words).split("\n") if words else ():
+                begin, space = f"{who:<{indent}}", " " * indent
+                fill = textwrap.fill(line, WIDTH, initial_indent=begin, subsequent_indent=space)
+                lines.append(fill)
+                who = ""
+        lines.append("")
+    dialog = "\n".join(lines[:-1])
+    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", dialog)), default=0))
+    return f"### {text(table['title'])}\n\n{fence}text\n{dialog}\n{fence}"

@@ -71,7 +71,6 @@ from nanochat.train import (
     Step,
     TrainConfig,
     check_weights,
-    describe_dtype,
     set_kernels,
     to_host,
 )
@@ -292,7 +291,7 @@ class Run(Step):
         eager = self.progress.compile in ("auto", "off")
         mode = "eager" if eager else "compiled in the first step, which takes a minute or more"
         lines = {
-            "device": f"{dist.device_name} x {dist.world_size}, {describe_dtype(dist)}",
+            "device": f"{dist.device_name} x {dist.world_size}, {dist.describe_dtype()}",
             "kernels": f"attention {model.backend}, {mode}",
             "model": f"{model.num_params():,} parameters: {cfg.n_layer} layers, width "
             f"{cfg.d_model}, {cfg.n_head} heads of {cfg.head_dim}, vocabulary {cfg.vocab_size:,}",
@@ -473,15 +472,14 @@ class Run(Step):
         def write() -> None:
             assert (saved := self.checkpoint) is not None
             self.add_cost()
-            devices, spent = dist.world_size, self.progress
             changes = "; ".join(self.state.get("changes", [])) or None
-            about = {"Compute dtype": describe_dtype(dist), "Changed when resumed": changes}
+            about = {"Compute dtype": dist.describe_dtype(), "Changed when resumed": changes}
             records.write_record(
                 section,
                 self.state["settings"],
                 {**values, **about},
                 self.recipe.ids,
-                records.Cost(spent.wall_seconds, devices, dist.device_name),
+                records.Cost.so_far(dist, self.progress.wall_seconds),
                 outputs={self.stage: saved.fingerprint},
                 items=items,
                 tables=tables,

@@ -545,8 +545,3 @@ class Step:
                 f"{MAX_BAD_STEPS} consecutive non-finite steps, the last at step {last}; inspect "
                 "the logged rows or lower the learning rates"
             )
-
-
-def describe_dtype(dist: DistContext) -> str:
-    """The compute dtype, for a summary."""
-    return str(dist.dtype).removeprefix("torch.") + (" with fp8 matmuls" if dist.fp8 else "")

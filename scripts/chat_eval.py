@@ -12,6 +12,7 @@ Writes  the section "Chat evaluation <stage>"; a run with the same settings adds
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import mean
 from typing import Annotated, Any, ClassVar
 
 from nanochat import records, report, stats
@@ -21,12 +22,14 @@ from nanochat.config import require_at_least, short, start
 from nanochat.dist import DistConfig, DistContext, init_dist
 from nanochat.engine import Engine, Sampling, choose_engine_compile
 from nanochat.eval_chat import (
+    Outcomes,
     TaskResult,
     clusters_of,
     item_means,
     longest_prompt,
     rates_by_k,
     render_prompts,
+    score_answer,
     score_by_generation,
     score_by_logits,
 )
@@ -37,7 +40,7 @@ from nanochat.records import Cost
 from nanochat.sandbox import SandboxUnavailable, Tools
 from nanochat.stats import Estimate
 from nanochat.tokenizer import Tokenizer
-from tasks.base import LaterTurns, Mixture, Task, user, visible
+from tasks.base import LaterTurns, Mixture, Task, answer_text, user, visible
 from tasks.held_out import is_final, require_access
 from tasks.registry import eval_task, key_of
 
@@ -147,14 +150,14 @@ def main(cfg: ChatEval) -> None:
     counted = [task for task in tasks if key_of(task.name) in default]
     named = {key_of(task.name) for task in counted} | missing.keys()
     is_complete = bool(counted) and named >= set(default)
-    mean = records.mean_name("ChatCORE", (task.name for task in counted))
-    means: dict[str, list[Task]] = {mean: counted} if is_complete else {}
+    main_score = records.mean_name("ChatCORE", (task.name for task in counted))
+    means: dict[str, list[Task]] = {main_score: counted} if is_complete else {}
     later: list[Task] = []
     if is_complete and not cfg.task_name and cfg.source != "base":  # a text model has no turns
         for number, task in enumerate(counted):
             earlier = Mixture(counted, seed=number)  # other turns, so that errors are independent
             later.append(LaterTurns(task, earlier, [TURNS], LATER_PROBLEMS))
-        means[f"{mean} after {TURNS} turns"] = later
+        means[f"{main_score} after {TURNS} turns"] = later
 
     # Stop if they are recorded; only scores with the same key are merged into a record
     todo, recipe = [*tasks, *later], make_recipe(cfg, inputs)
@@ -172,7 +175,7 @@ def main(cfg: ChatEval) -> None:
     # Score them
     model, tokenizer = load_inference(checkpoint, dist)
     engine = open_engine(cfg, model, tokenizer, todo, dist)
-    items, scores = {}, {}
+    items, scores, outcomes = {}, {}, {}
     values: dict[str, Any] = {CHANGED: changed_model_code(checkpoint)}
     for task in todo:
         begun, n = time.perf_counter(), num_problems(cfg, task)
@@ -180,6 +183,7 @@ def main(cfg: ChatEval) -> None:
             graded = score_by_logits(model, tokenizer, task, n, dist)
         else:
             graded = score_by_generation(engine, task, n, cfg.sampling, cfg.num_samples, dist)
+        outcomes[task.name] = graded.outcomes
         score = scores[task.name] = add_task(values, items, task, graded, cfg)
         dist.print0(describe_task(task, graded, score, time.perf_counter() - begun))
 
@@ -193,7 +197,7 @@ def main(cfg: ChatEval) -> None:
         values[f"{name} without"] = without or None  # None deletes that of an earlier evaluation
         items[name] = {"weights": weights}
     if dist.is_main:
-        tables += [sample_conversations(engine, cfg, tasks)] if is_complete else []
+        tables += [sample_conversations(engine, cfg, tasks, outcomes)] if is_complete else []
         cost = Cost.so_far(dist)
         with hold_lock(records.report_folder() / ".merge.lock", f"merging {section}"):
             old = records.read_record(section)
@@ -270,19 +274,31 @@ def add_task(
     return stats.mean(item_means(graded.outcomes), clusters)
 
 
-def sample_conversations(engine: Engine, cfg: ChatEval, tasks: Sequence[Task]) -> dict[str, Any]:
+def sample_conversations(
+    engine: Engine, cfg: ChatEval, tasks: Sequence[Task], outcomes: Mapping[str, Outcomes]
+) -> dict[str, Any]:
     """
-    Table of greedy answers to two questions about the model and to the first question of each
-    generated task, whether right or wrong.
+    Table of greedy answers to two questions about the model, to the first question of each
+    generated task, and to one that had no right answer, with what was expected of wrong ones.
     """
-    asked = [[user(text)] for text in OPENERS]
-    asked += [task[0][:1] for task in tasks if task.kind == "generate"]
+    generated = [task for task in tasks if task.kind == "generate"]
+    chosen = [(task, 0) for task in generated]
+    weak = sorted(generated, key=lambda t: mean(item_means(outcomes[t.name])))
+    failed = [(t, i) for t in weak for i, found in enumerate(outcomes[t.name]) if not any(found)]
+    chosen = list(dict.fromkeys([*chosen, *failed[:1]]))
+    asked = [[user(text)] for text in OPENERS] + [task[i][:1] for task, i in chosen]
     most = longest_prompt(engine, cfg.sampling.max_new_tokens)
     prompts, _ = render_prompts(engine.tokenizer, asked, most)
     groups = engine.generate(prompts, Sampling(min(cfg.sampling.max_new_tokens, 128), 0.0))
-    answers = [visible(engine.tokenizer.decode(group[0].ids)) for group in groups]
-    rows = [[m["content"], a] for [m], a in zip(asked, answers, strict=True)]
-    return {"title": report.SAMPLES, "columns": ["User", "Model"], "rows": rows}
+    answers = [engine.tokenizer.decode(group[0].ids) for group in groups]
+    expected = [""] * len(OPENERS)
+    for (task, i), answer in zip(chosen, answers[len(OPENERS) :], strict=True):
+        right = visible(answer_text(task[i][-1]))
+        expected.append("" if score_answer(task, i, answer) else f"expected: {right}")
+    rows = [
+        [m["content"], visible(a), e] for [m], a, e in zip(asked, answers, expected, strict=True)
+    ]
+    return {"title": report.SAMPLES, "columns": ["User", "Model", "Wrong"], "rows": rows}
 
 
 if __name__ == "__main__":

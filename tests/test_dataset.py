@@ -26,7 +26,6 @@ from nanochat.dataset import (
     Source,
     open_source,
     role_of,
-    roles_in,
     roles_of,
     split_mixture,
 )
@@ -285,8 +284,6 @@ def test_role_of_a_file_follows_from_its_whole_name(file, role):
 def test_words_after_a_common_prefix_count_beside_training_files(base, folder):
     files = ["wiki_dev.jsonl", "wiki_test-00.jsonl", "wiki_train.jsonl", "unit_test.jsonl"]
     assert list(roles_of(files).values()) == ["validate", "leave out", "train", "train"]
-    older = {"files": dict.fromkeys(["a_test.jsonl", "b.jsonl"])}  # a manifest before 2026-12
-    assert list(roles_in(older).values()) == ["leave out", "train"]
     write(folder / "C.JSONL", ["upper case"])
     assert texts_of(opened(folder, val_shard="a.jsonl"), "C.JSONL") == ["upper case"]
 

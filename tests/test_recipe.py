@@ -130,6 +130,8 @@ def test_R38_digests_are_those_of_the_start_and_changes_are_named(tmp_path, monk
     before = recipe.code_digests()
     assert before.keys() == {"nanochat/script.py", "nanochat/used.py"}
     for text, named in (("x = 1  # one\n", []), ("x = 2\n", ["nanochat/used.py"])):
+        used.write_text("x = 1\n")
+        recipe.read_code(script)
         used.write_text(text)
         assert recipe.code_digests() == before  # this process runs the old code
         recipe.read_code(script)  # as the next one does

@@ -157,7 +157,8 @@ if __name__ == "__main__":
     for module in MODULES.split():
         __import__(module)
     for script in (REPOSITORY / "scripts").rglob("*.py"):
-        recipe.read_code(script)  # remembers digests of texts
+        recipe.read_code(script)
+        recipe.code_digests()  # remembers those of texts
     recipe.code_of_process.clear()
     gc.collect()
     gc.freeze()

@@ -3,10 +3,10 @@ HTTP server for the OpenAI-compatible API and the chat page.
 
     request -> SecurityMiddleware -> FastAPI -> prepare -> Worker.submit -> Reply -> response
 
-Routes: / is the chat page, ui.html; /v1 has chat completions, completions, models, and Markdown for
-the page; /health is for monitoring. A response is one JSON object when the reply is complete, or a
-stream of server-sent events. On shutdown, running completions have DRAIN_SECONDS to finish, then
-their streams end with an error.
+Routes: / is the chat page, ui.html; /report the training report, unless there is an API key; /v1
+has chat completions, completions, models, and Markdown for the page; /health is for monitoring. A
+response is one JSON object when the reply is complete, or a stream of server-sent events. On
+shutdown, running completions have DRAIN_SECONDS to finish, then their streams end with an error.
 """
 
 import asyncio
@@ -32,6 +32,7 @@ from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingRes
 from nanochat.common import printable
 from nanochat.config import require_at_least, short
 from nanochat.engine import Engine, Sampling
+from nanochat.records import report_home
 from nanochat.serve.markdown import render_answers
 from nanochat.serve.models import ModelLibrary
 from nanochat.serve.openai_api import (
@@ -57,6 +58,9 @@ from nanochat.serve.security import (
 )
 
 PAGE = Path(__file__).with_name("ui.html")
+REPORT_MARK = "<!-- link to the report -->"
+REPORT_LINK = '<p class="bar"><a href="/report" target="_blank">Training report</a></p>'
+STATIC = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; frame-ancestors 'none'"
 BACKLOG = 32  # connections that asyncio accepts in a round; after about three, one is closed
 DRAIN_SECONDS = 5.0  # time for running completions to finish on shutdown
 CLOSE_SECONDS = 8  # wait before closing open connections on shutdown
@@ -253,14 +257,24 @@ def add_api(
         return model_entry(name, found[name])
 
 
-def add_pages(app: FastAPI, worker: Worker) -> None:
-    """Add the routes for the chat page and monitoring."""
+def add_pages(app: FastAPI, worker: Worker, report: Path | None) -> None:
+    """
+    Add the routes for the chat page, which links to the training report in the file `report` if
+    there is one, and monitoring.
+    """
     page = PAGE.read_text("utf-8")
     headers = {"Content-Security-Policy": page_policy(page), "Cache-Control": "no-cache"}
 
     @app.get("/")
     def chat_page() -> Response:
-        return HTMLResponse(page, headers=headers)
+        link = REPORT_LINK if report and report.exists() else ""
+        return HTMLResponse(page.replace(REPORT_MARK, link), headers=headers)
+
+    @app.get("/report")
+    def report_page() -> Response:
+        if report is None or not report.exists():
+            raise ApiError(404, "no report; python -m scripts.report writes it", "not_found")
+        return HTMLResponse(report.read_text("utf-8"), headers={"Content-Security-Policy": STATIC})
 
     @app.get("/health")
     def health() -> dict[str, Any]:
@@ -326,7 +340,8 @@ class Server(uvicorn.Server):
         self.library, self.worker = library, Worker(cfg.max_waiting)
         api = FastAPI(title="nanochat", lifespan=self.run_worker, openapi_url=None)
         add_api(api, library, self.worker, defaults, cfg.truncation, suggestions)
-        add_pages(api, self.worker)
+        page = report_home() / "report.html"
+        add_pages(api, self.worker, None if cfg.key else page)  # a browser sends no key
         add_errors(api)
         app: Any = SecurityMiddleware(api, cfg.security, cfg.key)
         if cfg.security.allow_origins:

@@ -57,9 +57,9 @@ def main(cfg: Compare) -> None:
     if len({validation_text(each) for side in sides.values() for each in side}) > 1:
         names = [name for name in names if "bpb" not in name]
     if len(others) == 1:
-        stages = f"{cfg.before} to {cfg.after}"
+        stages = cfg.before, cfg.after
         found = {name: report.compare_items(name, first.items, others[0].items) for name in names}
-        changes = [report.Difference(name, stages, each) for name, each in found.items() if each]
+        changes = [report.Difference(name, *stages, each) for name, each in found.items() if each]
         names, table = [each.metric for each in changes], report.difference_table(changes)
     else:
         before, after = ([*map(seed_of, side)] for side in sides.values())

@@ -55,6 +55,8 @@ def test_V7_key_is_required_and_listed_origins_may_call(base, tmp_path):
                 assert refused.status_code == 401 and refused.headers["www-authenticate"]
         for path in ("/", "/health"):  # the page asks for the key
             assert get(path).status_code == 200
+        (base / "report.html").write_text("of this model")  # a browser could not send the key
+        assert get("/report").status_code == 404 and "/report" not in get("/").text
         origin = {"Origin": "https://my.page"}
         asked = {"Access-Control-Request-Headers": "authorization"}
         asked["Access-Control-Request-Method"] = "POST"
@@ -110,6 +112,16 @@ def test_V9_policy_of_the_page_allows_only_its_own_code(site):
     assert parts["default-src"] == parts["frame-ancestors"] == parts["base-uri"] == "'none'"
     assert all(parts[name].startswith("'sha256-") for name in ("script-src", "style-src"))
     assert " " not in parts["script-src"] + parts["style-src"] and parts["connect-src"] == "'self'"
+
+
+def test_report_is_linked_and_served_if_there_is_one(base, site):
+    (base / "report.html").unlink(missing_ok=True)
+    assert site.client.get("/report").status_code == 404
+    assert '"/report"' not in site.client.get("/").text
+    (base / "report.html").write_text("<h1>Scores</h1>")
+    answer = site.client.get("/report")
+    assert answer.text == "<h1>Scores</h1>" and '"/report"' in site.client.get("/").text
+    assert answer.headers["content-security-policy"].startswith("default-src 'none'")
 
 
 class Tags(HTMLParser):
