@@ -80,7 +80,7 @@ class Plan:
     gpu: str = ""
     """Name of the GPUs. Default: those of the reference run."""
     save: bool = False
-    """Save the plan for the report, unless a stage of it has run."""
+    """Save the plan for the report, unless this model's base training has run here."""
 
 
 def flops_of(depth: int, profile: str) -> tuple[float, float]:

@@ -289,16 +289,17 @@ def training_documents(source: Source) -> Iterator[tuple[str, str]]:
             yield shard, text
 
 
-def split_last(path: Path, documents: int, name: str | None) -> dict[str, Any]:
+def split_last(
+    manifest: Mapping[str, Any], file: str, path: Path, documents: int
+) -> dict[str, Any]:
     """
-    Split a source's last file, at `path`: documents from `tail_start` on are for validation, 1% of
-    them but at least 16, and at most a tenth, but at least one. A single document is the validation
-    shard `name`; None: the file is the only one with text, and a ValueError is raised.
-
-    Returns the entry for the manifest.
+    Return the entries of a manifest for its last file, at `path`: its documents from `tail_start`
+    on are for validation, 1% of them but at least 16, and at most a tenth, but at least one. If it
+    has a single document, the whole file is; ValueError if it is the only one with text.
     """
-    if documents < 2 and name:
-        return {"val_shard": name}
+    text = [name for name, role in roles_in(manifest).items() if role == "train"]
+    if documents < 2 and len(text) > 1:
+        return {"val_shard": file}
     if documents < 2:
         why = f"has {documents} non-empty documents; training and validation need one each"
         fix = "split it into documents, or add a file for validation"
@@ -584,8 +585,7 @@ def open_folder(cfg: FirstUseConfig, recorded: str | None) -> Source:
         manifest = {**manifest, "files": files, "val_shard": val_shard}
         if val_shard.startswith(TAIL) and "tail_start" not in old:
             last = val_shard.removeprefix(TAIL)
-            name = last if len(train) > 1 else None
-            manifest |= split_last(folder / last, files[last]["documents"], name)
+            manifest |= split_last(manifest, last, folder / last, files[last]["documents"])
         source = make_source(cfg, manifest, path, folder)
         require_recorded(source, recorded)
         if not old:
@@ -692,7 +692,7 @@ def open_hub(cfg: FirstUseConfig, path: Path) -> Source:
         last = val_shard.removeprefix(TAIL)
         file = repo.fetch(last)
         try:
-            split = split_last(file, count_documents(file), last if len(train) > 1 else None)
+            split = split_last(manifest, last, file, count_documents(file))
         except ValueError:
             path.unlink()  # so that a later commit can be used
             raise

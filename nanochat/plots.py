@@ -8,7 +8,6 @@ is small.
 """
 
 import io
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -81,8 +80,9 @@ PANELS = {  # logged metric -> title of its panel, in order
 
 def draw_figures(folder: Path, written: Sequence[Record]) -> list[str]:
     """Replace `folder` by the figures of all records; returns their names."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
+    for old in folder.glob("*.svg"):
+        old.unlink()
     chats = [record for record in written if record["section"].startswith("Chat evaluation")]
     scores = {name: by for name, by in collect_scores(chats).values.items() if len(by) > 1}
     figures = {"results-stages": draw_scores(scores)} if scores else {}

@@ -136,7 +136,8 @@ def read_code(script: Path) -> None:
     code_of_process.clear()
     code_at_start.clear()
     undigested[:] = [script]
-    for path in (path for folder in CODE for path in (common.REPOSITORY / folder).rglob("*.py")):
+    paths = [path for folder in CODE for path in (common.REPOSITORY / folder).rglob("*.py")]
+    for path in [*paths, *rust_files()]:
         with suppress(OSError):  # just removed
             code_at_start[os.path.relpath(path, common.REPOSITORY)] = path.read_bytes()
 
@@ -159,9 +160,13 @@ def imported_files(module: Path) -> dict[str, Path]:
         if name not in found and name.startswith(CODE) and name not in NOT_IN_CODE:
             found[name] = path
             ahead += imports_of(path)
-    rust = (common.REPOSITORY / "rustbpe" / "src").glob("*.rs")
-    found |= {os.path.relpath(path, common.REPOSITORY): path for path in rust}
+    found |= {os.path.relpath(path, common.REPOSITORY): path for path in rust_files()}
     return dict(sorted(found.items()))
+
+
+def rust_files() -> list[Path]:
+    """The sources of rustbpe."""
+    return [*(common.REPOSITORY / "rustbpe" / "src").glob("*.rs")]
 
 
 def imports_of(path: Path) -> list[Path]:
@@ -188,7 +193,8 @@ def imported_names(source: str) -> frozenset[str]:
 
 def read_file(path: Path) -> bytes:
     """A file of code, as it was when this process started."""
-    return code_at_start.get(os.path.relpath(path, common.REPOSITORY)) or path.read_bytes()
+    content = code_at_start.get(os.path.relpath(path, common.REPOSITORY))
+    return path.read_bytes() if content is None else content
 
 
 def file_digest(path: Path) -> str:

@@ -45,7 +45,7 @@ def mean_name(name: str, tasks: Iterable[str]) -> str:
 
 
 Record = Mapping[str, Any]
-HEADER_FILE, PLAN_FILE = "header.json", "plan.json"  # beside the records
+HEADER_FILE, PLAN_FILE = "header.json", "_plan.json"  # in the folder of the records
 TIME_FORMAT = "%Y-%m-%d %H:%M:%S"
 STARTED = time.perf_counter()  # this module is imported when a process starts
 

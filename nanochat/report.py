@@ -7,7 +7,7 @@ The report: report.md, rendered from the records of the stages.
 opens with what was trained and how good it is; then the stages follow, results first, the rest
 folded. The names of SECTIONS and the keys of the original report do not change, because reports are
 compared line by line. Reports are never parsed. Names, settings and values are untrusted (from
-models, data and users): `text` shows them as text.
+models, data and users): `literal` shows them as text.
 """
 
 import math
@@ -217,9 +217,9 @@ def render_report(
         f"# nanochat training report\n\nGenerated: {generated}",
         "## Results",
         render_faults(find_faults(written)),
-        *map(text, verdict(written, scores, changes, spent)),
+        *map(literal, verdict(written, scores, changes, spent)),
         render_table(score_table(scores, changes)),
-        LEGEND if changes else "",
+        LEGEND if scores.values else "",
         render_figures(figures, "results"),
         *map(render_dialog, samples[-1:]),  # of the last stage
         render_table(cost_table(written, rate, header.get("plan", {}))),
@@ -248,7 +248,7 @@ def render_report(
 def render_faults(faults: Sequence[str]) -> str:
     """A warning with these lines; empty without any."""
     lines = ["[!WARNING]", "**Provenance: these sections are inconsistent.**"]
-    return "\n".join(f"> {x}" for x in [*lines, *(f"- {text(x)}" for x in faults)] if faults)
+    return "\n".join(f"> {x}" for x in [*lines, *(f"- {literal(x)}" for x in faults)] if faults)
 
 
 def render_section(record: Record, figures: Sequence[str]) -> str:
@@ -267,7 +267,7 @@ def render_section(record: Record, figures: Sequence[str]) -> str:
         "cost": f"{cost['wall_seconds'] / 60:.2f}m on {where}",
     }
     blocks = [
-        f"## {text(name)}\ntimestamp: {records.local_time(seconds(record['timestamp']))}",
+        f"## {literal(name)}\ntimestamp: {records.local_time(seconds(record['timestamp']))}",
         bullets(record["values"]),
         *(render_table(table) for table in record["tables"] if table["title"] != SAMPLES),
         render_figures(figures, slug(name)),
@@ -527,9 +527,10 @@ def find_faults(written: Sequence[Record]) -> list[str]:
 # ---- Markdown ------------------------------------------------------------------------------------
 
 # What Markdown, or GitHub's extensions, may read as more than text: characters; underscores at the
-# edge of a word; autolinks; lists and rules at the start
+# edge of a word; autolinks; emoji names; lists and rules at the start
 ACTIVE = re.compile(
-    r"""[^\w\ .,:;()%+/=±▲▼█│'"?!$-] | (?<![^\W_])_ | _(?![^\W_]) | \$.*\$ | :// | \bwww\.
+    r"""[^\w\ .,:;()%+/=±▲▼█│'"?!$@-] | (?<![^\W_])_ | _(?![^\W_]) | \$.*\$ | :// | \bwww\.
+    | @(?!\ ) | (?<!\ )@ | :[a-z+-][\w+-]*:
     | ^\ *(?:[-+]\ |[-=]{2,}\ *$|\d+[.)](?:\ |$)) | ^\ {4}""",
     re.VERBOSE | re.IGNORECASE,
 )
@@ -539,7 +540,7 @@ class Markdown(str):
     """Text that is Markdown, not to be shown literally."""
 
 
-def text(value: Any) -> str:
+def literal(value: Any) -> str:
     """
     A value as one line of Markdown that shows it literally: in a code span if Markdown might read
     it otherwise.
@@ -556,7 +557,7 @@ def text(value: Any) -> str:
 
 def bullets(entries: Mapping[str, Any]) -> str:
     """A list of keys and values."""
-    return "\n".join(f"- {text(key)}: {text(value)}" for key, value in entries.items())
+    return "\n".join(f"- {literal(key)}: {literal(value)}" for key, value in entries.items())
 
 
 def format_value(value: Any) -> str:
@@ -582,7 +583,7 @@ def render_table(table: Record) -> str:
     def cell(value: Any) -> str:
         if isinstance(value, int | Markdown):
             return str(value)
-        return text(format_value(value).replace("|", PIPE))
+        return literal(format_value(value).replace("|", PIPE))
 
     lines = [list(map(cell, row)) for row in (table["columns"], *table["rows"])]
     widths = [max(3, *map(len, column)) for column in zip(*lines, strict=True)]
@@ -591,20 +592,23 @@ def render_table(table: Record) -> str:
         f"| {' | '.join(x.ljust(w) for x, w in zip(row, widths, strict=True))} |" for row in lines
     ]
     title = table.get("title")
-    return "\n".join([f"### {text(title)}\n", *rows] if title else rows)
+    return "\n".join([f"### {literal(title)}\n", *rows] if title else rows)
 
 
 def render_dialog(table: Record) -> str:
-    """Conversations, rows of texts of the speakers that the columns name, in a code fence."""
+    """
+    Conversations, rows of texts of the speakers that the columns name, in a code fence; of the
+    third and later ones, empty texts are left out.
+    """
     lines, indent = [], max(map(len, table["columns"])) + 2
     for row in table["rows"]:
-        for who, words in zip(table["columns"], row, strict=True):
-            for line in printable(words).split("\n") if words else ():
-                begin, space = f"{who:<{indent}}", " " * indent
-                fill = textwrap.fill(line, WIDTH, initial_indent=begin, subsequent_indent=space)
-                lines.append(fill)
-                who = ""
+        for number, (who, words) in enumerate(zip(table["columns"], row, strict=True)):
+            begin, space = f"{printable(who):<{indent}}", " " * indent
+            for line in printable(words).split("\n") if words or number < 2 else ():
+                filled = textwrap.wrap(line, WIDTH, initial_indent=begin, subsequent_indent=space)
+                lines += filled or [begin.rstrip()]
+                begin = space
         lines.append("")
     dialog = "\n".join(lines[:-1])
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", dialog)), default=0))
-    return f"### {text(table['title'])}\n\n{fence}text\n{dialog}\n{fence}"
+    return f"### {literal(table['title'])}\n\n{fence}text\n{dialog}\n{fence}"

@@ -8,9 +8,9 @@ Packed sequences ("rows") on disk, and batches as a pure function of (rows, seed
 The order of rows: a run reads the first shards that have enough rows for it (`Rows.first`), in an
 endless sequence of epochs. An epoch visits these shards in a random order, several at a time (a
 window), and the rows of a window in a random order, so that files of one folder mix; both depend on
-(seed, epoch). Step s of a run with R rows per step reads rows s * R to (s + 1) * R - 1 of that
-sequence; every rank reads its slice. There is no state: a step gets the same rows after a resume or
-with a new number of ranks.
+(seed, epoch). A run that is made longer goes on with further shards. Step s of a run with R rows a
+step reads rows s * R to (s + 1) * R - 1 of that sequence; every rank reads its slice. There is no
+state: a step gets the same rows after a resume or with a new number of ranks.
 
 A shard is complete once its .json exists, which is written last.
 """
@@ -26,7 +26,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -73,7 +73,7 @@ def inputs_and_targets(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 ORDER = "random shards"  # change it with the order: older runs are then not resumed in another one
 WINDOW_SHARDS = 8  # smallest number of shards of a window, if there are as many
 WINDOW_TOKENS = 1 << 25  # and of tokens: files may be small
-SHARDS = 1 << 32  # in place of the number of a window: the order of the shards
+SHARDS = 1 << 32  # for the order of shards, as windows have the numbers below
 
 
 @lru_cache(maxsize=16)
@@ -84,21 +84,26 @@ def permutation(seed: int, epoch: int, window: int, n: int) -> np.ndarray:
     return order
 
 
-@lru_cache(maxsize=4)
-def make_windows(tokens: tuple[int, ...], seed: int, epoch: int) -> list[np.ndarray]:
+@lru_cache(maxsize=64)
+def make_windows(
+    tokens: tuple[int, ...], ends: tuple[int, ...], seed: int, epoch: int
+) -> list[np.ndarray]:
     """
-    Return the shards of each window of an epoch, ascending, of shards with so many `tokens`. A
-    window that is too small at the end joins the one before.
+    Return the shards of each window of an epoch, ascending. tokens: of each shard. ends: numbers of
+    shards; those up to the first come first, and so on. A small window at the end joins the one
+    before.
     """
-    order = permutation(seed, epoch, SHARDS, len(tokens))
-    found, first = [], 0
-    for last in range(1, len(order) + 1):
-        window = order[first:last]
-        if len(window) >= WINDOW_SHARDS and sum(tokens[i] for i in window) >= WINDOW_TOKENS:
-            found.append(window)
-            first = last
-    rest = order[first:]
-    found = [*found[:-1], np.concatenate([found[-1], rest])] if found else [rest]
+    found = []
+    for begin, end in pairwise(dict.fromkeys((0, *ends))):
+        order = begin + permutation(seed, epoch, SHARDS + begin, end - begin)
+        windows, first, size = [], 0, 0
+        for last, shard in enumerate(order, 1):
+            size += tokens[shard]
+            if last - first >= WINDOW_SHARDS and size >= WINDOW_TOKENS:
+                windows.append(order[first:last])
+                first, size = last, 0
+        rest = order[first:]
+        found += [*windows[:-1], np.concatenate([windows[-1], rest])] if windows else [rest]
     return [np.sort(window) for window in found]
 
 
@@ -121,24 +126,34 @@ class Rows:
     """Shard -> files of the source packed into it, in order."""
     expected: Mapping[str, float] = field(default_factory=dict)
     """Training shard -> rough number of rows, before it is packed."""
+    ends: tuple[int, ...] = ()
+    """Numbers of training shards that the run read when it began and after each time that it was
+    made longer; () = all."""
+    is_cut: bool = False
+    """Whether the source has more training shards."""
 
     def __post_init__(self) -> None:
         self.max_seq_len: int = self.recipe["max_seq_len"]
         self.fingerprint: str = self.recipe["fingerprint"]
         self.opened: dict[str, np.ndarray] = {}
 
-    def first(self, num_rows: int | None) -> "Rows":
+    def first(self, lengths: Sequence[int] | None) -> "Rows":
         """
-        The same rows with only those training shards that a run over `num_rows` rows reads: the
-        first ones that have as many, by the expected number where they are not packed; None: all.
+        The same rows with only those training shards that a run reads: the first ones that have as
+        many rows as it needs, by the expected number where they are not packed. lengths: numbers of
+        rows, when it began and after each time that it was made longer; None: all shards.
         """
-        kept, found = [], 0.0
-        for shard in self.train_shards:
-            if num_rows is not None and found >= num_rows:
-                break
-            kept.append(shard)
+        if lengths is None:
+            return self
+        found, ends, most = 0.0, [0], list(accumulate(lengths, max))
+        for i, shard in enumerate(self.train_shards, 1):
+            while len(ends) <= len(most) and found >= most[len(ends) - 1]:
+                ends.append(i - 1)
             found += self.record(shard)["rows"] if self.is_packed(shard) else self.expected[shard]
-        return replace(self, train_shards=kept)
+        ends += [len(self.train_shards)] * (len(most) + 1 - len(ends))
+        is_cut = self.is_cut or ends[-1] < len(self.train_shards)
+        kept = self.train_shards[: ends[-1]]
+        return replace(self, train_shards=kept, ends=tuple(ends[1:]), is_cut=is_cut)
 
     @cached_property
     def sizes(self) -> np.ndarray:
@@ -156,24 +171,29 @@ class Rows:
     def row_ids(self, first: int, count: int, seed: int) -> np.ndarray:
         """
         Return the ids of the rows number `first` to `first + count` of a run, (count, 3): epoch,
-        index of the shard, index in the shard. Raises UsageError if a shard is not packed, or if
-        there are no rows.
+        index of the shard, index in the shard. Raises UsageError if a shard is not packed, if there
+        are no rows, or fewer than these although the source has more.
         """
-        if not self.num_rows:
-            raise UsageError(f"{self.folder} has no training rows", "use more text")
-        epochs, numbers = np.divmod(first + np.arange(count, dtype=np.int64), self.num_rows)
+        total, last = self.num_rows, first + count
+        if not total or (self.is_cut and last > total):
+            problem = f"{self.folder} has {total:,} training rows for this run, fewer than {last:,}"
+            fix = "pack as many as the run reads (pack_rows)" if self.is_cut else "use more text"
+            raise UsageError(problem, fix)
+        epochs, numbers = np.divmod(first + np.arange(count, dtype=np.int64), total)
         tokens, ids = tuple(self.sizes * self.max_seq_len), np.empty((count, 3), np.int64)
+        ends = self.ends or (len(tokens),)
         for epoch in np.unique(epochs).tolist():
             begin = 0  # of a window, in the epoch
-            for window, shards in enumerate(make_windows(tokens, seed, epoch)):
-                ends = np.cumsum(self.sizes[shards])
-                here = (epochs == epoch) & (begin <= numbers) & (numbers < begin + ends[-1])
+            for window, shards in enumerate(make_windows(tokens, ends, seed, epoch)):
+                bounds = np.cumsum(self.sizes[shards])
+                size = int(bounds[-1])
+                here = (epochs == epoch) & (begin <= numbers) & (numbers < begin + size)
                 if here.any():
-                    row = permutation(seed, epoch, window, int(ends[-1]))[numbers[here] - begin]
-                    at = np.searchsorted(ends, row, side="right")
+                    row = permutation(seed, epoch, window, size)[numbers[here] - begin]
+                    at = np.searchsorted(bounds, row, side="right")
                     ids[here, 0], ids[here, 1] = epoch, shards[at]
-                    ids[here, 2] = row - ends[at] + self.sizes[shards[at]]
-                begin += ends[-1]
+                    ids[here, 2] = row - bounds[at] + self.sizes[shards[at]]
+                begin += size
         return ids
 
     def read(self, ids: np.ndarray) -> np.ndarray:
@@ -308,18 +328,15 @@ class MixedRows:
         self.max_seq_len: int = self.recipe["max_seq_len"]
         self.fingerprint: str = self.recipe["fingerprint"]
 
-    def needed(self, num_rows: int | None) -> list[int | None]:
-        """How many rows of each source a run over `num_rows` rows reads; None: all, as often."""
-        if num_rows is None:
-            return [None] * len(self.parts)
-        spread = len(self.parts) + 1  # by which the first rows of a block may exceed its share
-        counts = split_block(self.shares).tolist()
-        return [math.ceil(num_rows * count / BLOCK) + spread for count in counts]
-
-    def first(self, num_rows: int | None) -> "MixedRows":
+    def first(self, lengths: Sequence[int] | None) -> "MixedRows":
         """As `Rows.first`."""
-        pairs = zip(self.parts.items(), self.needed(num_rows), strict=True)
-        return replace(self, parts={name: part.first(count) for (name, part), count in pairs})
+        if lengths is None:
+            return self
+        spread = len(self.parts) + 1  # by which the first rows of a block may exceed its share
+        parts, counts = {}, split_block(self.shares).tolist()
+        for (name, part), count in zip(self.parts.items(), counts, strict=True):
+            parts[name] = part.first([n and math.ceil(n * count / BLOCK) + spread for n in lengths])
+        return replace(self, parts=parts)
 
     @property
     def num_rows(self) -> int:
@@ -396,8 +413,7 @@ class MixedRows:
         rest = draw_block(self.shares, seed, num_rows // BLOCK).sources[: num_rows % BLOCK]
         counts = counts + np.bincount(rest, minlength=len(counts))
         for (name, rows), used in zip(self.parts.items(), counts.tolist(), strict=True):
-            is_whole = len(rows.train_shards) == len(rows.expected)
-            epochs = f"{used / rows.num_rows:.2f}" if is_whole else "below 1"
+            epochs = "below 1" if rows.is_cut else f"{used / max(1, rows.num_rows):.2f}"
             tokens = f"{used * self.max_seq_len:,}"
             lines.append([name, tokens, epochs, f"{used / max(1, num_rows):.1%}"])
         return {"title": "Text", "columns": ["Source", "Tokens", "Epochs", "Share"], "rows": lines}
@@ -559,9 +575,10 @@ def write_shard(
 BATCH_CHARS = 1 << 22  # of texts encoded at a time
 GROUP_ROWS = 512  # small files are combined into shards of about this many rows
 # Rough, on the high side: a token is about 4 bytes of text, a byte of parquet or gzip about 3.3;
-# `missing_shards` counts the rows of packed shards
+# `Rows.first` counts the rows of packed shards
 TOKENS_PER_STORED_BYTE = {".parquet": 1.0, ".gz": 1.0}
 TOKENS_PER_BYTE = 0.3
+ENDED = 128 + signal.SIGTERM  # exit status of a packing process that got this signal
 
 
 def open_rows(text: Text, tokenizer: Tokenizer, max_seq_len: int) -> AnyRows:
@@ -634,35 +651,32 @@ def group_files(source: Source, row_length: int) -> dict[str, list[str]]:
     return dict(zip(names, runs, strict=True))
 
 
-def missing_shards(rows: Rows, num_rows: int | None = None) -> list[str]:
-    """The shards still to pack: for validation, and for `num_rows` training rows, or all."""
-    shards = [rows.val_shard, *rows.first(num_rows).train_shards]
-    return [shard for shard in shards if not rows.is_packed(shard)]
-
-
-def missing_of_all(
-    rows: AnyRows, text: Text, num_rows: int | None
+def missing_shards(
+    rows: AnyRows, text: Text, lengths: Sequence[int] | None = None
 ) -> list[tuple[Rows, Source, str]]:
-    """`missing_shards` of all sources, with the rows and the source of each."""
-    counts = rows.needed(num_rows) if isinstance(rows, MixedRows) else [num_rows]
+    """
+    The shards still to pack, with their rows and source: for validation, and those that a run of
+    these `lengths` reads (`Rows.first`), or all.
+    """
     return [
         (part, source, shard)
-        for part, source, count in zip(parts_of(rows), text.sources, counts, strict=True)
-        for shard in missing_shards(part, count)
+        for part, source in zip(parts_of(rows.first(lengths)), text.sources, strict=True)
+        for shard in (part.val_shard, *part.train_shards)
+        if not part.is_packed(shard)
     ]
 
 
 def pack_text(
-    rows: AnyRows, text: Text, tokenizer: Tokenizer, num_rows: int | None = None
+    rows: AnyRows, text: Text, tokenizer: Tokenizer, lengths: Sequence[int] | None = None
 ) -> AnyRows:
     """
-    Pack missing shards in order until there are `num_rows` training rows (default: all shards).
-    Returns the rows of a run over `num_rows`, see `Rows.first`.
+    Pack missing shards in order until there are enough for a run of these `lengths` (default: all).
+    Returns the rows of this run, see `Rows.first`.
 
     Shares the work with other processes that call it, and returns when all of it is done. Raises
     ValueError for unreadable files.
     """
-    while todo := missing_of_all(rows, text, num_rows):
+    while todo := missing_shards(rows, text, lengths):
         for part, source, shard in todo:
             with common.try_lock(part.path(shard, ".lock")) as mine:
                 if mine and not part.is_packed(shard):
@@ -672,7 +686,7 @@ def pack_text(
             part, _, shard = todo[0]
             with common.hold_lock(part.path(shard, ".lock"), f"packing {shard}"):
                 pass
-    return rows.first(num_rows)
+    return rows.first(lengths)
 
 
 def pack_shard(rows: Rows, shard: str, source: Source, tokenizer: Tokenizer) -> None:
@@ -697,7 +711,7 @@ def pack_rows(
     rows: AnyRows,
     text: Text,
     tokenizer: Tokenizer,
-    num_rows: int | None = None,
+    lengths: Sequence[int] | None = None,
     workers: int | None = None,
 ) -> AnyRows:
     """
@@ -708,12 +722,12 @@ def pack_rows(
     affinity = getattr(os, "sched_getaffinity", None)  # of Linux
     cores = len(affinity(0)) if affinity else os.cpu_count() or 1
     most = min(cores, psutil.virtual_memory().available >> 30)
-    workers = min(workers or most, len(missing_of_all(rows, text, num_rows)))
+    workers = min(workers or most, len(missing_shards(rows, text, lengths)))
     if workers < 2:
-        return pack_text(rows, text, tokenizer, num_rows)
+        return pack_text(rows, text, tokenizer, lengths)
     spawn = multiprocessing.get_context("spawn")
     folders = [part.folder for part in parts_of(rows)]
-    args = text, tokenizer.content, rows.max_seq_len, num_rows, folders
+    args = text, tokenizer.content, rows.max_seq_len, lengths, folders
     processes = [spawn.Process(target=pack_alone, args=args, daemon=True) for _ in range(workers)]
     for process in processes:
         process.start()
@@ -726,15 +740,19 @@ def pack_rows(
         process.terminate()
     for process in processes:
         process.join()
-    if any(code > 0 for code in failed):
+    if any(code > 0 and code != ENDED for code in failed):
         raise UsageError("packing failed", "see the error above; finished shards are kept")
     if failed:  # killed by a signal
         print("a packing process was killed, probably for lack of memory; one goes on", flush=True)
-    return pack_text(rows, text, tokenizer, num_rows)
+    return pack_text(rows, text, tokenizer, lengths)
 
 
 def pack_alone(
-    text: Text, content: Any, max_seq_len: int, num_rows: int | None, folders: Sequence[Path]
+    text: Text,
+    content: Any,
+    max_seq_len: int,
+    lengths: Sequence[int] | None,
+    folders: Sequence[Path],
 ) -> None:
     """
     One process of `pack_rows`. content: of the tokenizer. folders: of the rows that the parent
@@ -742,7 +760,7 @@ def pack_alone(
     """
     sys.stdout, sys.stderr = Console(sys.stdout), Console(sys.stderr)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # removes the unfinished file
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(ENDED))  # removes the unfinished file
     threading.Thread(target=exit_with_parent, daemon=True).start()
     os.environ["RAYON_NUM_THREADS"] = "1"  # one core each
     tokenizer = Tokenizer(content)
@@ -750,7 +768,7 @@ def pack_alone(
         rows = open_rows(text, tokenizer, max_seq_len)
         if [part.folder for part in parts_of(rows)] != folders:
             raise UsageError("rows.py or dataset.py was edited just now", "rerun the command")
-        pack_text(rows, text, tokenizer, num_rows)
+        pack_text(rows, text, tokenizer, lengths)
     except (OSError, ValueError, UsageError) as error:
         raise SystemExit(f"error: packing failed: {common.printable(error)}") from error
 

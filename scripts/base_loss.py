@@ -85,8 +85,8 @@ def main(cfg: BaseLoss) -> None:
     num_rows, seed = max(1, split_tokens // T), origin["seed"]
     trained = 0 if cfg.data.dataset else count_trained_rows(checkpoint)
     most = min(num_rows, trained or num_rows)
-    of_run = checkpoint.state.get("num_rows", trained) if trained else most  # fixes their order
-    rows = dist.on_main(lambda: pack_text(rows, text, tokenizer, of_run))
+    lengths = checkpoint.state.get("lengths", [trained]) if trained else [most]  # for their order
+    rows = dist.on_main(lambda: pack_text(rows, text, tokenizer, lengths))
 
     def packed_bpb(batches: Iterator[np.ndarray]) -> Bpb:
         scored, sizes = row_batches(batches, step_rows), tokenizer.token_bytes()

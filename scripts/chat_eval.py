@@ -289,7 +289,7 @@ def sample_conversations(
     asked = [[user(text)] for text in OPENERS] + [task[i][:1] for task, i in chosen]
     most = longest_prompt(engine, cfg.sampling.max_new_tokens)
     prompts, _ = render_prompts(engine.tokenizer, asked, most)
-    groups = engine.generate(prompts, Sampling(min(cfg.sampling.max_new_tokens, 128), 0.0))
+    groups = engine.generate(prompts, Sampling(cfg.sampling.max_new_tokens, 0.0))
     answers = [engine.tokenizer.decode(group[0].ids) for group in groups]
     expected = [""] * len(OPENERS)
     for (task, i), answer in zip(chosen, answers[len(OPENERS) :], strict=True):

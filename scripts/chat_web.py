@@ -69,7 +69,8 @@ def main(cfg: ChatWeb) -> None:
     server = Server(library, defaults, cfg.server, suggestions(checkpoint))
 
     if key is None and cfg.server.host not in ("127.0.0.1", "::1", "localhost"):
-        print("note   anyone who can reach this host can use the models; consider --api_key_file")
+        who = "anyone who can reach this host can use the models and read the report"
+        print(f"note   {who}; consider --api_key_file")
     about = f"context {engine.cache.capacity} tokens, {engine.slots} concurrent completions"
     del engine  # only the library keeps it, and may unload it
     print(f"model  {name}, step {checkpoint.step}: {about}, {dist.device_name}")

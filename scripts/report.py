@@ -24,7 +24,7 @@ from markdown_it import MarkdownIt
 from nanochat import report
 from nanochat.common import base_dir, write_atomic
 from nanochat.config import require_at_least, start
-from nanochat.plots import draw_figures, draw_run, to_svg
+from nanochat.plots import PANELS, draw_figures, draw_run, to_svg
 from nanochat.records import METRICS_FILE, new_run_id, read_metrics, read_records, report_folder
 
 
@@ -47,6 +47,8 @@ class Report:
 
     def __post_init__(self) -> None:
         require_at_least(self, hourly_rate=0, port=1)
+        if self.port > 65_535:
+            raise ValueError(f"--port={self.port}: use one of 1 to 65535, such as --port=8001")
 
 
 def main(cfg: Report) -> None:
@@ -62,7 +64,7 @@ def main(cfg: Report) -> None:
     figures = path.parent / "report" / "figures"
     images = {f"report/figures/{file.name}": file.read_text() for file in figures.glob("*.svg")}
     write_atomic(path.with_suffix(".html"), to_page(path.read_text(), images))
-    results = path.read_text().partition("## Results\n")[2].partition("## Environment\n")[0]
+    results = path.read_text().partition("## Results\n")[2].partition("\n## Environment\n")[0]
     if cfg.print:
         print(results.strip())
     else:
@@ -136,6 +138,8 @@ def follow(port: int) -> None:
     """Serve the page of the running stage on this machine."""
 
     class Page(BaseHTTPRequestHandler):
+        timeout = 5  # of a browser that opens a connection in advance
+
         def do_GET(self) -> None:
             body = show_progress().encode()
             self.send_response(200)
@@ -156,14 +160,16 @@ def show_progress() -> str:
     """Page of the run that was logged last, with the scores of finished stages."""
     logs = base_dir().glob(f"*_checkpoints/*/{METRICS_FILE}")
     blocks, images, written = ["# Training"], {}, read_records()
-    if path := max(logs, key=lambda path: path.stat().st_mtime, default=None):
-        entries = read_metrics(path)
+    path = max(logs, key=lambda path: path.stat().st_mtime, default=None)
+    if path and (entries := read_metrics(path)):
         age = time.time() - path.stat().st_mtime
-        where = report.text(f"{path.parent.parent.name}/{path.parent.name}")
+        where = report.literal(f"{path.parent.parent.name}/{path.parent.name}")
         blocks.append(f"{where}, step {entries[-1]['step']:,}, logged {age:.0f} s ago")
         last = {name: value for entry in entries[-50:] for name, value in entry.items()}
-        images["losses"] = to_svg(draw_run(entries))
-        blocks += ["![losses](losses)", report.bullets(last)]
+        if last.keys() & PANELS.keys():
+            images["losses"] = to_svg(draw_run(entries))
+            blocks.append("![losses](losses)")
+        blocks.append(report.bullets(last))
     else:
         blocks.append("No run has logged a step yet.")
     scores = report.collect_scores(written)

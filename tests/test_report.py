@@ -19,7 +19,7 @@ from markdown_it import MarkdownIt
 
 from nanochat.common import read_json
 from nanochat.records import Cost, RunLog, item_scores, mean_name, write_record
-from nanochat.report import update
+from nanochat.report import literal, update
 from scripts.report import follow, show_progress
 
 HARDWARE = {"CPUs": "104 cores", "GPUs": "8x H100", "CPU Model": "Some CPU"}
@@ -212,7 +212,7 @@ def test_verdict_table_and_cost_of_a_run(report):
 def test_cost_stands_beside_the_plan_of_the_run(report):
     report.write("Base model training", {}, seconds=3600.0)
     plan = {"Base model training": 1800, "Chat RL": 60}
-    (report.folder / "plan.json").write_text(json.dumps(plan))
+    (report.folder / "_plan.json").write_text(json.dumps(plan))
     rows = rows_of(section_of(report.render(), "Results"))
     assert rows[-4:-3] + rows[-2:] == [
         "Section | Wall clock | Planned | Share of the time | Cost",
@@ -263,7 +263,8 @@ def test_built_in_world_is_no_core_and_samples_are_on_top(report):
     values = {mean_name("CORE metric", ["world_sums"]): estimate(0.7, 100, 0.01)}
     old = {**table, "rows": [["Hi", "Old."]]}
     report.write("Base model evaluation", values, tables=[old])
-    report.write("Chat evaluation rl", {}, tables=[{**table, "rows": [["Two\nlines", "a | b"]]}])
+    rows = [["Two\nlines", "a | b"], ["Silent", ""], ["", "\nA `` b"]]
+    report.write("Chat evaluation rl", {}, tables=[{**table, "rows": rows}])
     report.write("Chat evaluation rl, 5 answers at temperature 1", {}, tables=[old])
     report.write("Base model loss", {"val bpb": 1.5})
     text = report.render()
@@ -272,7 +273,8 @@ def test_built_in_world_is_no_core_and_samples_are_on_top(report):
     assert "- World few-shot: 0.7000" in section_of(text, "Base model evaluation")
     top = section_of(text, "Results")
     assert "World few-shot is 0.700 ± 0.010 after base." in top
-    dialog = "User   Two\n       lines\nModel  a | b\n"
+    dialog = "User   Two\n       lines\nModel  a | b\n\nUser   Silent\nModel\n\n"
+    dialog += "User\nModel\n       A `` b\n"
     assert f"### Sample conversations (rl)\n\n```text\n{dialog}```\n" in top
 
 
@@ -318,6 +320,13 @@ def test_results_are_printed_and_the_page_has_its_figures_inside(report, base):
 
 
 def test_running_stage_is_followed_in_a_browser(report, base):
+    assert "No run has logged a step yet." in show_progress()
+    with RunLog(base / "chatdpo_checkpoints/d4") as log:
+        log.log(0, {"held_out_loss": 0.5})
+    assert "held_out_loss: 0.5000" in show_progress()
+    torn = base / "mid_checkpoints/d4/metrics.jsonl"
+    torn.parent.mkdir(parents=True)
+    torn.write_text('{"step": 1')
     assert "No run has logged a step yet." in show_progress()
     report.write("Base model evaluation", {"CORE metric": 0.25})
     with RunLog(base / "base_checkpoints/d4") as log:
@@ -479,3 +488,9 @@ def test_figures_show_every_metric_and_are_small(report, base):
         svg = (report.folder / "figures" / f"{name}.svg").read_text()
         assert texts <= set(re.findall("<text[^>]*>(.*?)</text>", svg))
         assert ElementTree.fromstring(svg).tag.endswith("svg") and len(svg) < 60_000
+
+
+def test_common_names_are_not_put_into_code_spans():
+    for name in ("Intel(R) Xeon(R) CPU @ 2.20GHz", "snake_case, 0.5 +- 0.1 (n=3)", "a - b: 100%"):
+        assert literal(name) == name
+    assert literal("me@example.org :tada:") == "`me@example.org :tada:`"

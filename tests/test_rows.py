@@ -104,6 +104,10 @@ def stored(rows: Rows, shard: str) -> np.ndarray:
     return np.fromfile(rows.path(shard, ".bin"), rows.dtype).reshape(-1, rows.max_seq_len + 1)
 
 
+def missing(rows: Rows, text: Text) -> list[str]:
+    return [shard for *_, shard in missing_shards(rows, text)]
+
+
 def digests(rows: Rows) -> dict[str, str]:
     return {path.name: sha256_file(path) for path in rows.folder.glob("*.bin")}
 
@@ -231,10 +235,12 @@ def test_ids_above_65535_are_stored_in_four_bytes(folder, saved, monkeypatch, vo
 
 def test_more_shards_keep_existing_rows(folder, tokenizer, capsys):
     rows, text = opened(folder, tokenizer)
-    one: Any = pack_text(rows, text, tokenizer, num_rows=1)
-    assert missing_shards(rows) == [f"shard_{i}.jsonl" for i in (1, 2, 3)]
-    two: Any = pack_text(rows, text, tokenizer, num_rows=one.num_rows + 1)
-    assert len(missing_shards(rows)) == 2
+    one: Any = pack_text(rows, text, tokenizer, [1])
+    assert missing(rows, text) == [f"shard_{i}.jsonl" for i in (1, 2, 3)]
+    with pytest.raises(UsageError, match="training rows for this run, fewer than"):
+        one.batch(0, one.num_rows + 1, SEED)
+    two: Any = pack_text(rows, text, tokenizer, [one.num_rows + 1])
+    assert len(missing(rows, text)) == 2
     assert [part.train_shards for part in (one, two)] == [["shard_0.jsonl"], rows.train_shards[:2]]
     assert packed(folder, tokenizer, num_shards=3).folder == packed(folder, tokenizer).folder
     assert capsys.readouterr().out.count("packed") == 5
@@ -262,9 +268,9 @@ def test_R4_R5_step_has_the_same_rows_on_any_ranks(folder, tokenizer, monkeypatc
     shards, total = [stored(rows, shard) for shard in rows.train_shards], rows.num_rows
     batches = [rows.batch(step * ROWS, ROWS, SEED) for step in range(2 * total // ROWS + 1)]
     epochs = np.split(np.concatenate(batches), [total, 2 * total])[:2]
-    tokens, visited = tuple(rows.sizes * T), []
+    tokens, ends, visited = tuple(rows.sizes * T), (4,), []
     for number, epoch in enumerate(epochs):  # every row once, windows of two shards in some order
-        windows = make_windows(tokens, SEED, number)
+        windows = make_windows(tokens, ends, SEED, number)
         visited.append([window.tolist() for window in windows])
         assert sorted(sum(visited[-1], [])) == [0, 1, 2, 3] and list(map(len, windows)) == [2, 2]
         for window in windows:
@@ -274,7 +280,7 @@ def test_R4_R5_step_has_the_same_rows_on_any_ranks(folder, tokenizer, monkeypatc
             assert (here != expected).any()
     first, second = epochs
     assert (first != second).any() and (rows.batch(0, ROWS, SEED + 1) != batches[0]).any()
-    others = [make_windows(tokens, seed, 0) for seed in range(5)]
+    others = [make_windows(tokens, ends, seed, 0) for seed in range(5)]
     assert len({str(windows) for windows in others}) > 1  # the order of shards is a random one
 
     again, _ = opened(folder, tokenizer)
@@ -282,6 +288,21 @@ def test_R4_R5_step_has_the_same_rows_on_any_ranks(folder, tokenizer, monkeypatc
         for world_size in (1, 2, 8):
             ids = np.split(again.row_ids(step * ROWS, ROWS, SEED), world_size)
             assert (np.concatenate(list(map(again.read, ids))) == batches[step]).all()
+
+
+def test_R5_longer_run_reads_each_row_once(folder, tokenizer, monkeypatch):
+    rows, text = opened(folder, tokenizer)
+    monkeypatch.setattr("nanochat.rows.WINDOW_SHARDS", WINDOW_SHARDS)
+    short: Any = pack_text(rows, text, tokenizer, [500])
+    longer: Any = pack_text(rows, text, tokenizer, [500, 500, 2 * short.num_rows])
+    assert len(short.train_shards) < len(longer.train_shards)
+    begun = short.row_ids(0, 500, SEED)
+    ids = longer.row_ids(0, longer.num_rows, SEED)
+    assert (ids[:500] == begun).all()
+    assert len(np.unique(ids, axis=0)) == longer.num_rows
+    shorter = rows.first([500, 10])  # as it began
+    assert (shorter.row_ids(0, 500, SEED) == begun).all()
+    assert (rows.first([2 * short.num_rows]).row_ids(0, 500, SEED) != begun).any()
 
 
 @pytest.mark.parametrize(
@@ -292,7 +313,7 @@ def test_windows_have_enough_shards_and_tokens(sizes, shards, expected, monkeypa
     monkeypatch.setattr("nanochat.rows.WINDOW_SHARDS", shards)
     monkeypatch.setattr("nanochat.rows.WINDOW_TOKENS", 3)
     make_windows.cache_clear()
-    windows = make_windows(tuple(sizes), SEED, 0)
+    windows = make_windows(tuple(sizes), (len(sizes),), SEED, 0)
     assert list(map(len, windows)) == expected
     assert sorted(np.concatenate(windows)) == list(range(len(sizes)))
 
@@ -364,7 +385,7 @@ def test_R4_R5_mixture_reads_each_source_as_if_alone_on_any_ranks(folder, tokeni
     lines = {name: line for name, *line in mixed.table(count, SEED)["rows"]}
     tokens, epochs = f"{3 * count // 4 * T:,}", f"{3 * count / 4 / whole.num_rows:.2f}"
     assert lines[str(folder)] == [tokens, epochs, "75.0%"] and lines[str(small)][-1] == "25.0%"
-    few = mixed.first(ROWS)  # the shards of a shorter run, which does not read all
+    few = mixed.first([ROWS])  # the shards of a shorter run, which does not read all
     assert {line[2] for line in few.table(ROWS, SEED)["rows"]} == {"below 1"}
 
 
@@ -393,7 +414,7 @@ def test_R38_rows_belong_to_the_code_that_packs_them(folder, saved, capfd, monke
 
 def test_missing_and_unreadable_shards_are_named(folder, saved, capfd):
     rows, text = opened(folder, saved)
-    pack_text(rows, text, saved, num_rows=1)
+    pack_text(rows, text, saved, [1])
     with pytest.raises(UsageError, match=r"shard_1\.jsonl is not packed"):
         rows.batch(0, 20 * ROWS, SEED)
     (folder / "shard_1.jsonl").write_text('{"text": "fine"}\n{"text": "cut of')
@@ -528,10 +549,10 @@ def test_hub_shard_without_rows_is_skipped(tokenizer, monkeypatch):
 
 @pytest.mark.parametrize("victim", ["run", "packer"])
 def test_packing_ends_with_a_killed_run_and_outlives_a_killed_packer(folder, saved, victim):
-    rows, _ = opened(folder, saved)
+    rows, text = opened(folder, saved)
     words = ["-m", "scripts.data", f"--dataset={folder}", f"--max_seq_len={T}", "--workers=2"]
     with ExitStack() as held:
-        for shard in missing_shards(rows):  # the packing process waits for these
+        for shard in missing(rows, text):  # the packing process waits for these
             assert held.enter_context(common.try_lock(rows.path(shard, ".lock")))
         with subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE) as process:
             assert process.stdout and any(b"waiting" in line for line in process.stdout)
@@ -541,7 +562,7 @@ def test_packing_ends_with_a_killed_run_and_outlives_a_killed_packer(folder, sav
                 held.close()
                 assert b"one goes on" in process.communicate()[0]
         assert packers and not psutil.wait_procs(packers, 60)[1]
-    assert missing_shards(rows) == [] or victim == "run"
+    assert missing(rows, text) == [] or victim == "run"
 
 
 # ---- Short validation text -----------------------------------------------------------------------

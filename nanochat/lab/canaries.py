@@ -57,7 +57,7 @@ def open_pretraining_rows(checkpoint: Checkpoint, dist: DistContext) -> AnyRows:
     source, tokenizer = checkpoint.state["source"], checkpoint.tokenizer()
     text = builtin.open_text(DataConfig(), source)
     rows = open_rows(text, tokenizer, checkpoint.state["model"]["max_seq_len"])
-    return dist.on_main(lambda: pack_text(rows, text, tokenizer, num_rows=0))
+    return dist.on_main(lambda: pack_text(rows, text, tokenizer, [0]))
 
 
 def pretraining_batches(checkpoint: Checkpoint, dist: DistContext) -> list[Batch]:

@@ -142,8 +142,9 @@ def main(cfg: GolfTrain) -> None:
 
     run = Run("base", tag, recipe, model, optimizer, tokenizer, cfg.train, dist)
     num_rows = num_steps * batch_tokens // cfg.max_seq_len
-    run.state |= {"source": text.describe(), "settings": resolved, "num_rows": num_rows}
-    rows = dist.on_main(lambda: pack_rows(rows, text, tokenizer, num_rows))
+    lengths = [*dict.fromkeys((*before.get("lengths", ()), num_rows))]  # if it was made longer
+    run.state |= {"source": text.describe(), "settings": resolved, "lengths": lengths}
+    rows = dist.on_main(lambda: pack_rows(rows, text, tokenizer, lengths))
     few_shot: dict[str, Any] = {}
     with run.begin(num_steps, batch_tokens, cfg.compile):
         validation = validate_text(cfg.validation, rows, tokenizer, dist)

@@ -93,7 +93,7 @@ def main(cfg: ScalingLaws) -> None:
     jobs: dict[tuple[str, float, int, int], Job] = {}
     for budget, depth in sorted(itertools.product(set(cfg.budgets), set(cfg.depths))):
         rows = math.ceil(budget / models[depth].flops_per_token() / cfg.max_seq_len)
-        pack_text(packed, text, tokenizer, rows)
+        pack_text(packed, text, tokenizer, [rows])
         whole = packed.totals()["rows"]  # without repeating any source
         if isinstance(packed, MixedRows):
             parts = zip(packed.parts.values(), packed.shares, strict=True)
