@@ -100,12 +100,11 @@ stage "chat evaluation base" evaluate base
 stage "midtraining" train scripts.mid_train --model_tag="$tag" "${mid[@]}" "${go[@]}"
 stage "chat evaluation mid" evaluate mid
 stage "chat sft" train scripts.chat_sft --model_tag="$tag" "${sft[@]}" "${go[@]}"
+offer "Chat with the model so far, in a second terminal" "chat_cli -i sft -g $tag"
 stage "chat evaluation sft" evaluate sft
 stage "chat rl" train scripts.chat_rl --model_tag="$tag" "${rl[@]}" "${go[@]}"
 stage "chat evaluation rl" evaluate rl
 
 python -m scripts.report ${REPORT_OUT:+--out="$REPORT_OUT"}
-echo
-echo "speedrun: done. The report is ${REPORT_OUT:-${NANOCHAT_REPORT_DIR:-${NANOCHAT_BASE_DIR:-out}}}/report.md. Chat with your model:"
-where=${NANOCHAT_BASE_DIR:+"NANOCHAT_BASE_DIR=$(printf %q "$NANOCHAT_BASE_DIR") "}
-echo "    source .venv/bin/activate && ${where}python -m scripts.chat_web    # browser; terminal: chat_cli"
+echo "speedrun: done. The report is ${REPORT_OUT:-${NANOCHAT_REPORT_DIR:-${NANOCHAT_BASE_DIR:-out}}}/report.md."
+offer "Chat with your model" "chat_web    # browser; terminal: chat_cli"

@@ -47,6 +47,8 @@ class Reference(NamedTuple):
 # EPYC with AVX2 only: 28.6 min at about 75 GFLOP/s per thread, 53 to 55 min at 32 (2026-12)
 MATMUL_SHARE = 0.6
 CPU_BATCH = 4096  # tokens per step of the profile cpu
+EARLY = "Tokenizer"  # stages that do not depend on the depth
+LONG_MINUTES, SHALLOW = 20, 2  # of a CPU run, for which another depth is suggested
 
 
 REFERENCE = {
@@ -62,7 +64,7 @@ REFERENCE = {
     ),
     "cpu": Reference(
         "",
-        "measured on 2 cores of an EPYC with AVX2 only, a busy host (2026-12); DEPTH=2 is shorter",
+        "measured on 2 cores of an EPYC with AVX2 only, a busy host (2026-12)",
         *(4, 1, (0.1, 0.1, 8.6, 0.5, 0.3, 0.4, 8.3, 0.5, 2.0, 0.5, 6.2, 0.5)),
         rate=150e9,
     ),
@@ -119,15 +121,28 @@ def cpu_speed(reference: Reference) -> tuple[float, str]:
     return factor, f"{threads} threads, {about} matmuls at {rate / 1e9:.0f} GFLOP/s per thread"
 
 
+def scale(reference: Reference, profile: str, depth: int, speed: float) -> dict[str, float]:
+    """Minutes of each stage at another depth, times `speed`; early ones stay as they are."""
+    here, there = (flops_of(d, profile) for d in (depth, reference.depth))
+    token, horizon = (a / b for a, b in zip(here, there, strict=True))
+    found = {}
+    for stage, minutes in zip(STAGES, reference.minutes, strict=True):
+        grows = stage == "Base model training" and profile in ("gpu", "h100x8")
+        answers = stage.startswith("Chat ") and stage != "Chat SFT"  # no faster with less depth
+        factor = horizon if grows else max(1.0, token) if answers else token
+        found[stage] = minutes * (1 if stage.startswith(EARLY) else factor * speed)
+    return found
+
+
 def main(cfg: Plan) -> None:
     reference = REFERENCE[cfg.profile]
     gpu = cfg.gpu or reference.gpu
-    here, there = (flops_of(depth, cfg.profile) for depth in (cfg.depth, reference.depth))
-    token, horizon = (a / b for a, b in zip(here, there, strict=True))
     share, peaks = reference.processes / cfg.processes, [*map(peak_flops, (reference.gpu, gpu))]
     if all(peaks):
         share *= peaks[0] / peaks[1]
     speed, measured = cpu_speed(reference) if reference.rate else (1.0, "")
+    speed *= share
+    scaled = scale(reference, cfg.profile, cfg.depth, speed)
     records = {record["section"]: record for record in read_records()}
     same, planned = False, {}
     if base := records.get("Base model training"):
@@ -135,15 +150,10 @@ def main(cfg: Plan) -> None:
         same = base["settings"]["depth"] == cfg.depth and device == (gpu or "cpu", cfg.processes)
     where = f"{cfg.processes} x {gpu or 'CPU'}{measured and ': '}{measured}"
     print(f"plan: profile {cfg.profile}, depth {cfg.depth} on {where}")
-    for stage, minutes in zip(STAGES, reference.minutes, strict=True):
-        how, known, early = "", records.get(stage), stage.startswith("Tokenizer")
+    for stage, minutes in scaled.items():
+        how, known, early = "", records.get(stage), stage.startswith(EARLY)
         if same and known and (early or seconds(known["timestamp"]) >= seconds(base["timestamp"])):
             minutes, how = known["cost"]["wall_seconds"] / 60, "recorded"
-        elif not early:
-            grows = stage == "Base model training" and cfg.profile in ("gpu", "h100x8")
-            answers = stage.startswith("Chat ") and stage != "Chat SFT"  # no faster with less depth
-            factor = share * (horizon if grows else max(1.0, token) if answers else token)
-            minutes, how = minutes * factor * speed, "scaled" if factor != 1 else ""
         planned[stage] = 60 * minutes
         size = f"about {minutes:.0f}" if minutes >= 1 else "under 1"
         print(f"  {stage:<22} {size} min {how}".rstrip())
@@ -154,6 +164,9 @@ def main(cfg: Plan) -> None:
     cost = f"${total / 60 * rate:.2f} at ${rate:.2f} an hour"
     print(f"  {'whole run':<22} about {total:.0f} min, {cost}")
     print(f"  reference: depth {reference.depth}, {reference.about}")
+    if cfg.profile == "cpu" and cfg.depth > SHALLOW and total > LONG_MINUTES:
+        less = sum(scale(reference, cfg.profile, SHALLOW, speed).values())
+        print(f"  more than {LONG_MINUTES} minutes; DEPTH={SHALLOW} takes about {less:.0f}")
 
 
 if __name__ == "__main__":

@@ -51,10 +51,16 @@ stage() { # stage <name> <command...>
     exit "$status"
 }
 
+offer() { # offer <what> <script and flags>: print the command, for another terminal
+    local where=${NANOCHAT_BASE_DIR:+"NANOCHAT_BASE_DIR=$(printf %q "$NANOCHAT_BASE_DIR") "}
+    printf '\n%s:\n    source .venv/bin/activate && %spython -m scripts.%s\n' "$1" "$where" "$2"
+}
+
 train() { # train <module> <flags...>, in one process or one per GPU
     if [ "$processes" -gt 1 ]; then
         # without --, torchrun would parse --run as its own --run_path
-        torchrun --standalone --nproc_per_node="$processes" -m "$1" -- "${@:2}"
+        # a local address: a host's name may not resolve
+        torchrun --standalone --local-addr=127.0.0.1 --nproc_per_node="$processes" -m "$1" -- "${@:2}"
     else
         python -m "$@"
     fi

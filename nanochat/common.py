@@ -140,19 +140,31 @@ def write_atomic(path: Path, data: bytes | str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        temporary.write_bytes(data.encode() if isinstance(data, str) else data)
-        fsync(temporary)
-        os.replace(temporary, path)
+        with errors_name(path):
+            temporary.write_bytes(data.encode() if isinstance(data, str) else data)
+            fsync(temporary)
+            os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
     fsync(path.parent)
+
+
+@contextmanager
+def errors_name(path: Path) -> Iterator[None]:
+    """In errors of the system that name no file, as those of writing to a full disk, name this."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
 
 
 def fsync(path: Path) -> None:
     """Flush a file, or the entries of a directory, to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(handle)
+        with errors_name(path):
+            os.fsync(handle)
     except OSError as error:
         if not (path.is_dir() and error.errno in (errno.EINVAL, errno.EOPNOTSUPP)):
             raise  # CIFS and VirtualBox flush no directories
@@ -190,6 +202,7 @@ def cpu_info(name: str) -> str:
 
 
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of file systems that have none
+READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 def take_lock(file: IO, wait: bool = False) -> bool:
@@ -216,19 +229,32 @@ def print_missing_locks(folder: Path, why: str) -> None:
 
 
 @contextmanager
+def open_lock(path: Path) -> Iterator[IO | None]:
+    """Open a lock file; None in a folder where this process can only read, which needs no lock."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("a")
+    except OSError as error:
+        if error.errno not in READ_ONLY:
+            raise
+        yield None
+    else:
+        with file:
+            yield file
+
+
+@contextmanager
 def try_lock(path: Path) -> Iterator[bool]:
     """Yield True while holding a lock file, or False if another process holds it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
-        yield take_lock(file)
+    with open_lock(path) as file:
+        yield file is None or take_lock(file)
 
 
 @contextmanager
 def hold_lock(path: Path, what: str) -> Iterator[None]:
     """Hold a lock file; if another process holds it, print `what` and wait."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
-        if not take_lock(file):
+    with open_lock(path) as file:
+        if file and not take_lock(file):
             print(f"waiting for another process: {printable(what)}", flush=True)
             take_lock(file, wait=True)
         yield

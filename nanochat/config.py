@@ -28,7 +28,10 @@ from nanochat.common import REPOSITORY, MissingInput, UsageError, is_out_of_memo
 
 C = TypeVar("C")
 ROOM = "free some space, or set NANOCHAT_BASE_DIR to a larger disk"
-ACCESS = "change its permissions, or use another path (for generated files, set NANOCHAT_BASE_DIR)"
+ACCESS = (
+    "change its permissions, or use another path (NANOCHAT_REPORT_DIR for records and report, "
+    "NANOCHAT_BASE_DIR for all generated files)"
+)
 FOLDER = "this must be a folder, but a file with that name exists; use another path"
 OS_FIXES = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), ROOM),
@@ -78,12 +81,12 @@ class Console:
         return getattr(self.stream, name)
 
     def write(self, text: str) -> int:
-        with suppress(OSError):
+        with suppress(OSError, AttributeError):  # a closed one is None
             self.stream.write(text)
         return len(text)
 
     def flush(self) -> None:
-        with suppress(OSError):
+        with suppress(OSError, AttributeError):
             self.stream.flush()
 
 
@@ -150,7 +153,8 @@ def require_at_least(cfg: Any, **minimum: float) -> None:
     for name, bound in minimum.items():
         value = getattr(cfg, name)
         if value is not None and not value >= bound:  # also rejects NaN
-            raise ValueError(f"{name} must be at least {bound}, got {value}")
+            never = " (0 = never)" if name.endswith("_every") and not bound else ""
+            raise ValueError(f"{name} must be at least {bound}{never}, got {value}")
 
 
 def require_positive(cfg: Any, *names: str) -> None:

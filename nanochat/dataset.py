@@ -699,3 +699,7 @@ def open_hub(cfg: FirstUseConfig, path: Path) -> Source:
         manifest |= split
         repo.record(split)
     return make_source(cfg, manifest, path, repo.folder, repo)
+
+
+if __name__ == "__main__":
+    raise SystemExit("use python -m scripts.data --dataset=<source> --num_shards=<n>")

@@ -17,6 +17,7 @@ import shutil
 import signal
 import sys
 import sysconfig
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -347,6 +348,7 @@ PEAK_FLOPS = {  # pattern of names -> dense bf16 FLOP/s of the data sheet, most 
 # From which rate of bfloat16 matmuls, relative to float32, a CPU trains in bfloat16. No flag of the
 # CPU tells: with avx512_bf16, an EPYC (Zen 4) has 2 to 5, a Xeon without AMX 0.5 (2026-11)
 BFLOAT16_GAIN = 1.2
+COMPILER_ROOM = 64 << 20  # bytes for what torch.compile writes
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # parameters of glibc's mallopt
 
 
@@ -375,10 +377,27 @@ def memory_bytes(device: torch.device) -> tuple[int, int]:
     return free + cached, total
 
 
-def has_compiler() -> bool:
-    """Whether a C++ compiler and Python's headers, which torch.compile needs, are installed."""
+def compiler_problem() -> UsageError | None:
+    """
+    Why torch.compile cannot work here, with the fix; None if it can. It needs a C++ compiler with
+    Python's headers, and folders with room from which libraries can be loaded.
+    """
     headers = Path(sysconfig.get_path("include"), "Python.h")
-    return any(map(shutil.which, ("g++", "c++", "clang++"))) and headers.exists()
+    if not (any(map(shutil.which, ("g++", "c++", "clang++"))) and headers.exists()):
+        why, fix = "a C++ compiler and Python's headers", "apt-get install g++ python3-dev"
+        return UsageError(f"torch.compile needs {why}", f"{fix}, or use --compile=off")
+    temporary = Path(tempfile.gettempdir())
+    cache = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or temporary).absolute()
+    disks = {
+        folder: os.statvfs(next(path for path in (folder, *folder.parents) if path.exists()))
+        for folder in (temporary, cache)
+    }
+    full = [x for x, disk in disks.items() if disk.f_bavail * disk.f_frsize < COMPILER_ROOM]
+    if full or disks[cache].f_flag & getattr(os, "ST_NOEXEC", 0):
+        why = f"{full[0]} is full" if full else f"no library can be loaded from {cache} (noexec)"
+        fix = "set TORCHINDUCTOR_CACHE_DIR and TMPDIR to folders on another disk"
+        return UsageError(f"torch.compile cannot work: {why}", f"{fix}, or use --compile=off")
+    return None
 
 
 def keep_freed_memory() -> None:

@@ -25,7 +25,7 @@ from torch import Tensor
 from nanochat.attention import BLOCK, CacheView, KVCache, fill_batches, pad_right
 from nanochat.common import StopRequest, printable
 from nanochat.config import require_at_least, short
-from nanochat.dist import has_compiler, memory_bytes
+from nanochat.dist import compiler_problem, memory_bytes
 from nanochat.gpt import GPT
 from nanochat.loss import cap
 from nanochat.tokenizer import SPECIAL_TOKENS, Tokenizer
@@ -567,4 +567,4 @@ def choose_engine_compile(device: torch.device, most_tokens: int = 0) -> bool:
     number of tokens to generate.
     """
     pays = device.type == "cuda" or (device.type == "cpu" and most_tokens >= COMPILED_ENGINE_TOKENS)
-    return pays and has_compiler()
+    return pays and compiler_problem() is None

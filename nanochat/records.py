@@ -46,6 +46,7 @@ def mean_name(name: str, tasks: Iterable[str]) -> str:
 
 Record = Mapping[str, Any]
 HEADER_FILE, PLAN_FILE = "header.json", "_plan.json"  # in the folder of the records
+HISTORY_FILE = "records.jsonl"
 TIME_FORMAT = "%Y-%m-%d %H:%M:%S"
 STARTED = time.perf_counter()  # this module is imported when a process starts
 
@@ -163,11 +164,23 @@ def write_record(
         },
         "cost": asdict(cost),
     }
+    require_writable()
     folder, path = report_folder(), record_path(section)
     with common.hold_lock(folder / ".lock", f"recording {section}"):
-        append_line(folder / "records.jsonl", record)
-        common.write_json(path, to_json_types(record))
+        common.write_json(path, to_json_types(record))  # first: see `read_history`
+        append_line(folder / HISTORY_FILE, record)
     return path
+
+
+def require_writable() -> None:
+    """Raise UsageError if records cannot be written, before a stage that would be lost works."""
+    folder = report_home() / "report"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / ".lock").open("a").close()
+    except OSError as error:
+        problem = f"records cannot be written to {error.filename} ({error.strerror})"
+        raise common.UsageError(problem, "set NANOCHAT_REPORT_DIR to another folder") from error
 
 
 def command_line() -> str:
@@ -226,8 +239,11 @@ def read_records() -> list[Record]:
 
 
 def read_history() -> Sequence[Record]:
-    """All records ever written, oldest first."""
-    return read_lines(report_folder() / "records.jsonl")
+    """All records ever written, oldest first, also those that did not fit on a full disk."""
+    past = read_lines(report_folder() / HISTORY_FILE)
+    known = {(record["section"], record["timestamp"]) for record in past}
+    now = [r for r in read_records() if (r["section"], r["timestamp"]) not in known]
+    return sorted([*past, *now], key=lambda record: seconds(record["timestamp"]))
 
 
 def report_home() -> Path:
@@ -275,7 +291,7 @@ def append_line(path: Path, value: Any) -> None:
     """
     Append `to_json_types` of a value as a line, in one write, ending an unfinished last line.
     """
-    with path.open("ab+") as stream:
+    with common.errors_name(path), path.open("ab+") as stream:
         size = stream.seek(0, os.SEEK_END)
         torn = size and os.pread(stream.fileno(), 1, size - 1) != b"\n"
         stream.write(b"\n" * bool(torn) + json.dumps(to_json_types(value)).encode() + b"\n")
@@ -459,7 +475,12 @@ def git(repository: Path, *words: str) -> str:
 
 
 def git_state(repository: Path = common.REPOSITORY) -> dict[str, str]:
-    """Branch, short commit hash and whether code has changed, and commit subject."""
+    """
+    Branch, short commit hash and whether code has changed, and commit subject; unknown for a copy
+    without .git, also inside of another repository.
+    """
+    if not git(repository, "ls-files"):
+        return {"Branch": "unknown", "Commit": "unknown", "Message": ""}
     commit, _, message = git(repository, "log", "-1", "--abbrev=7", "--format=%h %s").partition(" ")
     changes = git(repository, "status", "--porcelain", "--", *CODE_PATHS)
     return {

@@ -47,6 +47,7 @@ from nanochat.records import (
     standard_error,
 )
 
+TITLE = "# nanochat training report"
 SECTIONS = (  # in order; others follow by time
     "Tokenizer training", "Tokenizer evaluation", "Base model training", "Base model loss",
     "Base model evaluation", "Chat evaluation base", "Midtraining", "Chat evaluation mid",
@@ -214,7 +215,7 @@ def render_report(
         if table["title"] == SAMPLES and record["section"] in STAGE_OF
     ]
     blocks = [
-        f"# nanochat training report\n\nGenerated: {generated}",
+        f"{TITLE}\n\nGenerated: {generated}",
         "## Results",
         render_faults(find_faults(written)),
         *map(literal, verdict(written, scores, changes, spent)),
@@ -612,3 +613,7 @@ def render_dialog(table: Record) -> str:
     dialog = "\n".join(lines[:-1])
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", dialog)), default=0))
     return f"### {literal(table['title'])}\n\n{fence}text\n{dialog}\n{fence}"
+
+
+if __name__ == "__main__":
+    raise SystemExit("use python -m scripts.report; with --reset, to start a new report")

@@ -22,12 +22,13 @@ import random
 import signal
 import sys
 import threading
+import traceback
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
-from multiprocessing import connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,7 +38,7 @@ import psutil
 from nanochat import chat_format, common, dataset
 from nanochat.chat_format import Message, Trained, render
 from nanochat.common import IGNORE, UsageError
-from nanochat.config import Console
+from nanochat.config import Console, user_message
 from nanochat.dataset import Source, Text
 from nanochat.recipe import digests
 from nanochat.tokenizer import Tokenizer
@@ -558,8 +559,12 @@ def write_shard(
     try:
         with part.open("wb") as out:
             for ids, offsets in batches:
-                out.write(packer.add(ids, offsets).tobytes())
-            out.write(packer.finish().tobytes())
+                packed = packer.add(ids, offsets)
+                with common.errors_name(path):
+                    out.write(packed.tobytes())
+            with common.errors_name(path):
+                out.write(packer.finish().tobytes())
+                out.flush()
         common.fsync(part)
         os.replace(part, path)
     finally:
@@ -578,7 +583,6 @@ GROUP_ROWS = 512  # small files are combined into shards of about this many rows
 # `Rows.first` counts the rows of packed shards
 TOKENS_PER_STORED_BYTE = {".parquet": 1.0, ".gz": 1.0}
 TOKENS_PER_BYTE = 0.3
-ENDED = 128 + signal.SIGTERM  # exit status of a packing process that got this signal
 
 
 def open_rows(text: Text, tokenizer: Tokenizer, max_seq_len: int) -> AnyRows:
@@ -717,7 +721,7 @@ def pack_rows(
     """
     `pack_text` in up to `workers` processes (default: one per core and per free GiB), which end if
     this one does; if one is killed, this one does the rest. Finished shards are kept. Raises
-    UsageError if one fails; it prints its error.
+    ValueError if one fails.
     """
     affinity = getattr(os, "sched_getaffinity", None)  # of Linux
     cores = len(affinity(0)) if affinity else os.cpu_count() or 1
@@ -727,23 +731,24 @@ def pack_rows(
         return pack_text(rows, text, tokenizer, lengths)
     spawn = multiprocessing.get_context("spawn")
     folders = [part.folder for part in parts_of(rows)]
-    args = text, tokenizer.content, rows.max_seq_len, lengths, folders
+    errors, sender = spawn.Pipe(duplex=False)
+    args = text, tokenizer.content, rows.max_seq_len, lengths, folders, sender
     processes = [spawn.Process(target=pack_alone, args=args, daemon=True) for _ in range(workers)]
     for process in processes:
         process.start()
     while running := [each.sentinel for each in processes if each.is_alive()]:
         if any(each.exitcode for each in processes):
             break
-        connection.wait(running)
+        wait(running)
     failed = [each.exitcode for each in processes if each.exitcode]
     for process in processes:
         process.terminate()
     for process in processes:
         process.join()
-    if any(code > 0 and code != ENDED for code in failed):
-        raise UsageError("packing failed", "see the error above; finished shards are kept")
-    if failed:  # killed by a signal
-        print("a packing process was killed, probably for lack of memory; one goes on", flush=True)
+    if errors.poll():
+        raise ValueError(f"packing failed, finished shards are kept: {errors.recv()}")
+    if failed:
+        print(f"a packing process ended with status {failed[0]}; one goes on", flush=True)
     return pack_text(rows, text, tokenizer, lengths)
 
 
@@ -753,14 +758,15 @@ def pack_alone(
     max_seq_len: int,
     lengths: Sequence[int] | None,
     folders: Sequence[Path],
+    errors: Connection,
 ) -> None:
     """
     One process of `pack_rows`. content: of the tokenizer. folders: of the rows that the parent
-    opened; here they are others if code was edited in between.
+    opened; here they are others if code was edited in between. errors: receives the message of one.
     """
     sys.stdout, sys.stderr = Console(sys.stdout), Console(sys.stderr)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(ENDED))  # removes the unfinished file
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # removes the unfinished file
     threading.Thread(target=exit_with_parent, daemon=True).start()
     os.environ["RAYON_NUM_THREADS"] = "1"  # one core each
     tokenizer = Tokenizer(content)
@@ -769,8 +775,9 @@ def pack_alone(
         if [part.folder for part in parts_of(rows)] != folders:
             raise UsageError("rows.py or dataset.py was edited just now", "rerun the command")
         pack_text(rows, text, tokenizer, lengths)
-    except (OSError, ValueError, UsageError) as error:
-        raise SystemExit(f"error: packing failed: {common.printable(error)}") from error
+    except Exception as error:
+        errors.send(user_message(error) or "".join(traceback.format_exception(error)))
+        sys.exit(1)
 
 
 def exit_with_parent() -> None:

@@ -535,9 +535,10 @@ def skip_if_finished(
     """
 
     def is_finished() -> bool:
-        return records.find_finished(section, recipe, tag) is not None
+        records.require_writable()
+        return wanted and records.find_finished(section, recipe, tag) is not None
 
-    found = wanted and dist.on_main(is_finished)
+    found = dist.on_main(is_finished)
     if found:
         dist.print0(f"{section}: finished already, skipped")
     return found

@@ -22,7 +22,7 @@ from nanochat import common, optim
 from nanochat.attention import choose_backend
 from nanochat.common import StopRequest, StopRequested, UsageError, is_out_of_memory
 from nanochat.config import require_at_least
-from nanochat.dist import DistConfig, DistContext, as_picklable, has_compiler, memory_bytes
+from nanochat.dist import DistConfig, DistContext, as_picklable, compiler_problem, memory_bytes
 from nanochat.gpt import GPT
 from nanochat.loss import Loss, cross_entropy
 from nanochat.optim import MuonAdamW, OptimConfig
@@ -100,19 +100,19 @@ def set_kernels(
 ) -> Compile:
     """
     Choose the attention kernel and compile, if worthwhile for a run of `flops`. Returns what was
-    chosen. Raises UsageError if that needs a compiler which is not installed.
+    chosen. Raises UsageError if that needs a compiler, which does not work.
     """
+    problem = compiler_problem()
     if wanted == "auto":
         # compiling needs gigabytes of addresses, which `ulimit -v` may deny
         free = resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY
-        long = flops / dist.world_size > COMPILE_FLOPS and free and has_compiler()
-        pays = dist.device.type == "cuda" or (dist.device.type == "cpu" and long)
+        long = flops / dist.world_size > COMPILE_FLOPS and free and dist.device.type == "cpu"
+        if long and problem:
+            dist.print0(f"not compiled, which is slower: {problem.args[0]}")
+        pays = dist.device.type == "cuda" or (long and not problem)
         wanted = "on" if pays else "off"
-    if wanted != "off" and not has_compiler():
-        raise UsageError(
-            "torch.compile needs a C++ compiler and Python's headers",
-            "apt-get install g++ python3-dev, or use --compile=off, several times slower on a GPU",
-        )
+    if wanted != "off" and problem:
+        raise problem
     model.backend = choose_backend(dist, wanted != "off")
     if wanted != "off":
         model.compile(mode="max-autotune-no-cudagraphs" if wanted == "autotune" else None)

@@ -81,6 +81,8 @@ def main(cfg: BaseLoss) -> None:
     default = prepare_scoring(cfg.compile, model, tokens, GPU_ROWS, dist)
     step_rows = cfg.device_batch_size or default
 
+    dist.print0(f"scoring {len(documents):,} documents, and rows of {2 * split_tokens:,} tokens")
+
     # bpb on packed rows: those trained on first, and held-out text
     num_rows, seed = max(1, split_tokens // T), origin["seed"]
     trained = 0 if cfg.data.dataset else count_trained_rows(checkpoint)

@@ -54,6 +54,8 @@ class ChatCli(CheckpointChoice):
 
 
 def main(cfg: ChatCli) -> None:
+    if cfg.prompt is None and sys.stdin is None:
+        raise ValueError("standard input is closed; pass the question with -p")
     prompt = cfg.prompt if cfg.prompt is not None or sys.stdin.isatty() else piped_text()
     dist = init_dist(cfg.dist, cfg.sampling.seed)
     source, checkpoint = cfg.find()

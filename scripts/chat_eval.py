@@ -144,6 +144,8 @@ def main(cfg: ChatEval) -> None:
     dist = dist.keep_dtype(cfg.dist, checkpoint.state.get("compute"))
     inputs = parent_inputs(checkpoint)
 
+    dist.on_main(records.require_writable)
+
     # Choose the tasks, and the means over them
     default = default_tasks(checkpoint.state["source"])
     tasks, missing = open_tasks(cfg, default, dist)

@@ -19,7 +19,7 @@ from nanochat.checkpoint import Checkpoint, CheckpointChoice, lineage, load_mode
 from nanochat.common import UsageError, base_dir, write_atomic
 from nanochat.config import start
 from nanochat.dist import DistConfig, init_dist
-from nanochat.golf.artifact import quantize_tensors
+from nanochat.golf.artifact import MAGIC, quantize_tensors
 from nanochat.golf.model import GolfGPT
 from nanochat.golf.quantize import QuantConfig
 from nanochat.golf.size import choose_smallest, format_sizes, require_size_limit
@@ -74,6 +74,8 @@ def write_artifact(
     """Print the table of sizes and write the artifact. Raises UsageError if it is too large."""
     if path.is_dir():
         raise ValueError(f"--out={path} is a folder; an artifact is one file, so pass its name")
+    if path.exists() and not path.read_bytes().startswith(MAGIC):
+        raise ValueError(f"--out={path} is another file, not an artifact; pass a new name")
     trained = checkpoint.state.get("settings", {})
     formats = {f.name: trained[f.name] for f in fields(QuantConfig) if f.name in trained}
     if cfg.quantize:

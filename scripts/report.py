@@ -22,7 +22,7 @@ from pathlib import Path
 from markdown_it import MarkdownIt
 
 from nanochat import report
-from nanochat.common import base_dir, write_atomic
+from nanochat.common import UsageError, base_dir, write_atomic
 from nanochat.config import require_at_least, start
 from nanochat.plots import PANELS, draw_figures, draw_run, to_svg
 from nanochat.records import METRICS_FILE, new_run_id, read_metrics, read_records, report_folder
@@ -87,15 +87,21 @@ def reset() -> Path:
     return archive
 
 
-def copy(report: Path, out: Path) -> Path:
-    """Copy the report to `out` and its figures to `out`/dev/report; return the copied report."""
+def copy(path: Path, out: Path) -> Path:
+    """
+    Copy the report to `out` and its figures to `out`/dev/report; return the copied report. Raises
+    UsageError if a report.md there is another document.
+    """
+    page = out / "report.md"
+    if page.exists() and not page.read_text(errors="replace").startswith(report.TITLE):
+        raise UsageError(f"{page} is not a report of training", "use another folder")
     for old in (out / "dev" / "report").glob("*.svg"):
         old.unlink()
-    figures = report.parent / "report" / "figures"
+    figures = path.parent / "report" / "figures"
     shutil.copytree(figures, out / "dev" / "report", dirs_exist_ok=True)
-    text = report.read_text().replace("](report/figures/", "](dev/report/")  # other ] are in code
-    write_atomic(out / "report.md", text)
-    return out / "report.md"
+    text = path.read_text().replace("](report/figures/", "](dev/report/")  # other ] are in code
+    write_atomic(page, text)
+    return page
 
 
 # ---- Pages in HTML -------------------------------------------------------------------------------

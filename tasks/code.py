@@ -23,6 +23,7 @@ from tasks.hub import HubTask
 
 # A fence begins a line, or names a language: other ones in a line are quotes
 BLOCK = re.compile(r"(?:^[ \t]*|(?=```\w))```([\w+-]*)[^\n`]*\n(.*?)(?:```|\Z)", re.S | re.M)
+FUTURE = re.compile(r"^from __future__ import (?:\([^)]*\)|.*)", re.M)  # only valid as first lines
 INSTRUCTION = "Complete this function. Answer with the whole function in a block of Python code."
 
 
@@ -67,7 +68,7 @@ def final_code(answer: str, entry: str | None) -> str:
     python = [code for language, code in blocks if language.lower() in ("python", "python3", "py")]
     found = python or [code for _, code in blocks] or [answer]
     chosen = ([code for code in found if f"def {entry}(" in code] or found)[-1]
-    return chosen.replace("from __future__ import annotations", "")  # only valid in the first line
+    return chosen
 
 
 def run_test(program: str, test: str, entry: str, setup: str = "", unsafe: bool = False) -> bool:
@@ -88,6 +89,7 @@ def run_test(program: str, test: str, entry: str, setup: str = "", unsafe: bool 
     cannot pass functions or objects.
     """
     confined = sandbox.is_confined(unsafe)
+    program = "\n".join([*FUTURE.findall(program), FUTURE.sub("", program)])
     limits = sandbox.Limits(memory_bytes=2**29 + 64 * len(test))  # some tests have megabytes
     calls, replies = os.pipe(), os.pipe()
     ends = (calls[0], replies[1]), (replies[0], calls[1])  # program, test

@@ -45,6 +45,8 @@ def test_rerun_replaces_the_record_and_history_keeps_both(base):
             stream.write('{"section": "Base mo')  # of a killed process
     assert [record["values"]["loss"] for record in records.read_records()] == [2.0]
     assert [record["values"]["loss"] for record in records.read_history()] == [3.0, 2.0]
+    (base / "report" / "records.jsonl").unlink()  # on a full disk, a record may miss there
+    assert [record["values"]["loss"] for record in records.read_history()] == [2.0]
 
 
 def finished(section=SECTION):
@@ -95,6 +97,9 @@ def test_code_size_and_git_state_are_those_of_tracked_code(tmp_path):
     (tmp_path / "pyproject.toml").write_text("")
     assert records.git_state(tmp_path)["Commit"].endswith(" (dirty)")
     assert list(report.code_size(tmp_path).values()) == [22, 3, 2, 5, 3]
+    (tmp_path / "copy").mkdir()
+    (tmp_path / "copy" / "a.py").touch()  # without .git, inside of another repository
+    assert records.git_state(tmp_path / "copy")["Commit"] == "unknown"
 
 
 def test_R39_threads_wait_with_a_limit_on_spinning():

@@ -300,6 +300,10 @@ def test_figures_are_linked_kept_copied_and_reset(report, base):
         links = re.findall(r"!\[.*?\]\((.*?)\)", path.read_text())
         assert links == [f"{folder}/run-d4-training.svg"]
         assert len([*(path.parent / folder).iterdir()]) == 1
+    (base / "own").mkdir()
+    own = base / "own" / "report.md"
+    own.write_text("# My report")
+    assert f"{own} is not a report" in report.command.rejects("report", f"--out={own.parent}")
     assert ".svg" not in update().read_text()  # a stage may have changed what they show
     report.command.works("report", "--reset", "--hourly_rate=0.5")
     [archive] = base.glob("report-*")

@@ -239,6 +239,14 @@ def test_plan_needs_no_gpu_prints_cost_and_runs_no_stage(tmp_path, command):
     assert re.search(r"run +about \d+ min, \$\d", command.works(name, *flags))
 
 
+def test_plan_of_a_slow_cpu_names_a_shorter_run(command, monkeypatch):
+    monkeypatch.setattr("nanochat.dist.matmul_rate", lambda _: 1e10)
+    shorter = "more than 20 minutes; DEPTH=2 takes about "
+    assert shorter in command.works("dev.plan") and shorter not in command.works(
+        "dev.plan", "--depth=2"
+    )
+
+
 @pytest.mark.parametrize("profile", ["h100x8", "gpu", "cpu"])
 @pytest.mark.parametrize("script", ["speedrun.sh", "aqua", "golf", "h100_fast", "h100_extreme"])
 def test_stages_get_valid_flags(script, profile, tmp_path, command, monkeypatch):

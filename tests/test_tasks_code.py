@@ -34,6 +34,7 @@ def task(sandbox, tmp_path, monkeypatch) -> HumanEval:
         "    return math.pi * r * r",
         "def area(r):\n    return math.pi * r ** 2",
         "```python\nfrom math import *\ndef area(r):\n    return pi * r * r\n```<|assistant_end|>",
+        "from __future__ import annotations\ndef area(r: Any) -> Any:\n    return math.pi * r**2",
     ],
 )
 def test_correct_function_is_found_in_any_format(task, answer):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from nanochat.checkpoint import stage_folder
-from nanochat.common import PREEMPTED, UNEVALUATED, read_json
+from nanochat.common import PREEMPTED, UNEVALUATED, UsageError, read_json
 from nanochat.dist import matmul_rate, peak_flops
 from nanochat.optim import MuonAdamW
 from nanochat.rows import Rows
@@ -49,6 +49,15 @@ def train(command, monkeypatch, tag, action, *flags, method="loss"):
 def test_model_is_not_compiled_under_a_memory_limit(monkeypatch, tiny_gpt, dist):
     monkeypatch.setattr("resource.getrlimit", lambda _: (6e9, 6e9))
     assert set_kernels("auto", tiny_gpt, 1e20, dist) == "off"
+
+
+def test_compiler_that_cannot_work_is_named(monkeypatch, tiny_gpt, dist, capsys):
+    # no room there, and no library can be loaded
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/proc/cache")
+    assert set_kernels("auto", tiny_gpt, 1e20, dist) == "off"
+    assert "slower: torch.compile cannot work: /proc/cache is full" in capsys.readouterr().out
+    with pytest.raises(UsageError, match="set TORCHINDUCTOR_CACHE_DIR"):
+        set_kernels("on", tiny_gpt, 1e20, dist)
 
 
 def first_step(command, base, tag, *flags):

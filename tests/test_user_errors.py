@@ -5,13 +5,17 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
 
+from nanochat import common
 from nanochat.config import parse, settings
+from nanochat.records import append_line
 from nanochat.tokenizer import Tokenizer
 from scripts.chat_rl import ChatRL
 from tests.training_runs import begin_anew, rest_of
@@ -36,6 +40,7 @@ BAD_FLAGS = {
     "base_train --weight_decay=nan": "weight_decay must be finite.*at least 0",
     "base_train --seed=10000000000000000000000": "seed .* is too large",
     "base_train --depth=0": "depth must be at least 1, got 0",
+    "base_train --core-metric-every=-1": r"core_metric_every must be .* 0 \(0 = never\), got -1",
     "base_eval --suite=dclm --eval_bundle=README.md --only_fetch": "not a zip file.*--eval_bundle",
     "base_eval --suite=dclm --eval_bundle=docs --only_fetch": "no core.yaml.*--eval_bundle",
     "base_train --tokenizer_tag=none": "no tokenizer.*scripts.tok_train --tokenizer_tag=none",
@@ -99,6 +104,40 @@ def test_unusable_base_directory_is_named_with_a_fix(command, monkeypatch, tmp_p
     monkeypatch.setenv("NANOCHAT_BASE_DIR", str(path))
     text = command.rejects("tok_train", *TEXT)
     assert str(path) in text and re.search("use another path|check the path|BASE_DIR", text)
+
+
+READ_ONLY = Path("/sys/kernel")  # also for root
+
+
+def test_outputs_are_checked_before_a_stage_works(trained, command, monkeypatch):
+    monkeypatch.setenv("NANOCHAT_REPORT_DIR", str(READ_ONLY / "report"))
+    for line in ("chat_eval -i base -a World-Stories -x 2", "base_loss --split_tokens=1"):
+        text = command.rejects(*line.split())
+        assert f"records cannot be written to {READ_ONLY}" in text and "NANOCHAT_REPORT_DIR" in text
+        assert "accuracy" not in text and "bpb" not in text
+
+
+def test_folders_that_are_only_read_need_no_lock():
+    with common.hold_lock(READ_ONLY / ".lock", "nothing"), common.try_lock(READ_ONLY / "x") as mine:
+        assert mine
+
+
+def test_errors_of_writing_name_the_file():
+    with pytest.raises(OSError, match="No space left.*/dev/full"):
+        append_line(Path("/dev/full"), {})
+
+
+def test_closed_standard_input_names_the_flag(trained, command, monkeypatch):
+    monkeypatch.setattr("sys.stdin", None)
+    assert "standard input is closed; pass the question with -p" in command.rejects("chat_cli")
+
+
+@pytest.mark.parametrize("name", ["dataset", "report"])
+def test_modules_that_are_commands_elsewhere_name_the_script(name):
+    done = subprocess.run(
+        [sys.executable, "-m", f"nanochat.{name}"], capture_output=True, text=True
+    )
+    assert done.returncode and "use python -m scripts." in done.stderr
 
 
 def test_interrupt_has_status_130_and_no_traceback(command, monkeypatch):

@@ -32,6 +32,7 @@ from nanochat.tokenizer import Tokenizer
 NATIVE, REMOTE = "nanochat", "nanochat_remote"  # model_type in config.json
 MODELING = "hf.modeling"  # entry module of the remote code
 MOST_DISTANCE = 1e-3  # between logits of an export and ours in float32, relative to the largest
+CARD_MARK = "A model trained with nanochat:"
 CARD = """---
 library_name: transformers
 pipeline_tag: text-generation
@@ -39,7 +40,7 @@ tags:
 - nanochat
 ---
 
-A model trained with nanochat: {params:,} parameters, {layers} layers, vocabulary size {vocab:,},
+{mark} {params:,} parameters, {layers} layers, vocabulary size {vocab:,},
 context length {context:,}.
 
 ```python
@@ -92,10 +93,24 @@ def write_hf(
     """
     Write a model and its tokenizer, overwriting an earlier export in the folder.
 
-    origin: JSON-serializable metadata on the model's training; returned by `read_hf`.
+    origin: JSON-serializable metadata on the model's training; returned by `read_hf`. Raises
+    UsageError if the folder has other files.
     """
+    require_own_folder(folder)
     folder.mkdir(parents=True, exist_ok=True)
     native = is_native(model)
+    # First: it marks the folder as an export
+    card = CARD.format(
+        mark=CARD_MARK,
+        params=model.num_params(),
+        layers=model.cfg.n_layer,
+        vocab=model.cfg.vocab_size,
+        context=model.cfg.max_seq_len,
+        remote="" if native else ", trust_remote_code=True",
+        bos=BOS,
+        loads=NATIVE_LOADS if native else REMOTE_LOADS,
+    )
+    write_atomic(folder / "README.md", card)
     names = native_names(model.cfg) if native else {n: f"gpt.{n}" for n in model.state_dict()}
     tensors = {
         names[name]: p.detach().to("cpu", dtype, copy=True).contiguous()  # the format has no ties
@@ -117,16 +132,15 @@ def write_hf(
             # The exported folder is flat
             text = ours.sub(lambda found: f"from .{found[1].replace('.', '_')}", read_source(name))
             write_atomic(folder / f"{name.replace('.', '_')}.py", text)
-    card = CARD.format(
-        params=model.num_params(),
-        layers=model.cfg.n_layer,
-        vocab=model.cfg.vocab_size,
-        context=model.cfg.max_seq_len,
-        remote="" if native else ", trust_remote_code=True",
-        bos=BOS,
-        loads=NATIVE_LOADS if native else REMOTE_LOADS,
-    )
-    write_atomic(folder / "README.md", card)
+
+
+def require_own_folder(folder: Path) -> None:
+    """Raise UsageError unless a folder is new, empty, or an earlier export."""
+    card = folder / "README.md"
+    is_export = card.is_file() and CARD_MARK in card.read_text(errors="replace")
+    if folder.exists() and not is_export and any(folder.iterdir()):
+        problem = f"{folder} has files that are not of an earlier export"
+        raise UsageError(problem, "use a new or empty folder for --out")
 
 
 def is_native(model: GPT) -> bool:
@@ -244,6 +258,9 @@ def read_hf(folder: Path) -> HFModel:
     Raises FileNotFoundError, or ValueError with the file and the unsupported value.
     """
     file = folder / "config.json"
+    if (folder / "adapter_config.json").exists() and not file.exists():
+        fix = "merge it into its model (merge_and_unload of peft) and save that"
+        raise ValueError(f"{folder} has an adapter, not a model; {fix}")
     config = read_object(file)
     kind = config.get("model_type")
     if kind not in (NATIVE, REMOTE):

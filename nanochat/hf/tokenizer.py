@@ -223,7 +223,10 @@ def read_tokenizer(file: Path) -> Tokenizer:
 def read_object(file: Path) -> dict[str, Any]:
     """Read a JSON object. Raises FileNotFoundError, or ValueError for anything else."""
     if not file.is_file():
-        raise FileNotFoundError(f"{file} not found; pass a Hugging Face model folder")
+        fix = "pass a Hugging Face model folder"
+        if file.name == "tokenizer.json" and file.with_name("config.json").exists():
+            fix = "save the tokenizer there, too (tokenizer.save_pretrained)"
+        raise FileNotFoundError(f"{file} not found; {fix}")
     content = read_json(file)
     if not isinstance(content, dict):
         raise ValueError(f"{file} is not a JSON object")

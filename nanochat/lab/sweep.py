@@ -124,6 +124,7 @@ class Sweep:
     """Runs the jobs of one sweep."""
 
     def __init__(self, cfg: SweepConfig, name: str):
+        records.require_writable()
         self.cfg, self.folder = cfg, sweep_folder() / name
         self.stop, self.problem = StopRequest(), ""
         self.jobs: Sequence[Job] = []

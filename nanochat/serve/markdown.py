@@ -64,6 +64,10 @@ def render_answer(parts: Sequence[Part]) -> str:
     if pipes and len(pipes) * max(pipes) > MOST_CELLS:
         parser.disable("table")
     tokens = parser.parse(text)
+    if tokens and tokens[-1].markup == "####":  # the final answer, as in GSM8K: no headline
+        for token in (tokens[-3], tokens[-1]):
+            token.tag = "p"
+        tokens[-3].attrs["class"] = "answer"
     for token in tokens:
         if style := token.attrs.pop("style", None):  # text-align:right, of a table's cell
             token.attrs["class"] = str(style).partition(":")[2]

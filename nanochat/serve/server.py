@@ -59,7 +59,7 @@ from nanochat.serve.security import (
 
 PAGE = Path(__file__).with_name("ui.html")
 REPORT_MARK = "<!-- link to the report -->"
-REPORT_LINK = '<p class="bar"><a href="/report" target="_blank">Training report</a></p>'
+REPORT_LINK = '<p class="bar"><a href="report" target="_blank">Training report</a></p>'
 STATIC = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; frame-ancestors 'none'"
 BACKLOG = 32  # connections that asyncio accepts in a round; after about three, one is closed
 DRAIN_SECONDS = 5.0  # time for running completions to finish on shutdown
@@ -312,7 +312,10 @@ def add_errors(app: FastAPI) -> None:
         return JSONResponse(ApiError(500, f"{type(error).__name__}: see the server log").body, 500)
 
     async def unknown_path(request: Request, error: Any) -> Response:
-        message = f"{error.detail}: {request.method} {request.url.path}"
+        path = request.url.path
+        message = f"{error.detail}: {request.method} {path}"
+        if path.startswith(("/chat/", "/completions", "/models")):
+            message += f"; use /v1{path}, as a base URL that ends with /v1"
         body = ApiError(error.status_code, message).body
         return JSONResponse(body, error.status_code, error.headers)
 

@@ -65,6 +65,7 @@ class ScoredArtifact(NamedTuple):
 
 def main(cfg: GolfEval) -> None:
     dist = init_dist(cfg.dist)
+    dist.on_main(records.require_writable)
     paths = cfg.artifacts or sorted((base_dir() / "export").glob("*.golf"))
     if not paths:
         raise MissingInput(

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nanochat import report
+from nanochat import records, report
 from nanochat.common import fingerprint, printable, write_atomic
 from nanochat.config import start
 from nanochat.lab.filters import apply_filters, parse_filters
@@ -50,6 +50,10 @@ def main(cfg: Filter) -> None:
         raise ValueError("set --out, and either --bucket or --rows")
     if cfg.rows and Path(cfg.out).resolve() == Path(cfg.rows).resolve():
         raise ValueError(f"--out={cfg.out} would replace the rows that are read; use another name")
+    out = Path(cfg.out).expanduser()
+    section = f"Filters {out.stem}"
+    if out.exists() and not records.read_record(section):
+        raise ValueError(f"--out={out} exists and was not made by filters; pass a new name")
     encode = Tokenizer.load(cfg.tokenizer_tag).encode if cfg.tokenizer_tag else str
     rules = parse_filters(cfg.filters)
     if cfg.bucket:
@@ -66,12 +70,11 @@ def main(cfg: Filter) -> None:
     kept, table = apply_filters(rows, rules, lambda text: len(encode(text)))
     if not kept:
         raise ValueError(f"the filters {cfg.filters} drop all of {cfg.bucket or cfg.rows}")
-    out = Path(cfg.out).expanduser()
     write_atomic(out, "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in kept))
     print(printable(f"wrote {len(kept):,} conversations to {out}"))
     values = {"Kept": len(kept), "Dropped": len(rows) - len(kept)}
     inputs = {"before": source}
-    report.append_section(f"Filters {out.stem}", cfg, values, inputs, tables=[table])
+    report.append_section(section, cfg, values, inputs, tables=[table])
 
 
 def read_rows(path: str) -> Iterator[dict[str, Any]]:

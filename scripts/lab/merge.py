@@ -103,6 +103,7 @@ class MergeScript:
 
 def main(cfg: MergeScript) -> None:
     dist = init_dist(cfg.dist, steady=False)
+    records.require_writable()
     names = cfg.models.split("|")
     parents = [find_checkpoint(name) for name in names]
     base = find_checkpoint(cfg.base) if cfg.base else None

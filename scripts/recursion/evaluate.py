@@ -70,7 +70,7 @@ class LoopScores(NamedTuple):
 
 def main(cfg: RecursionEval) -> None:
     dist = init_dist(cfg.dist)
-
+    dist.on_main(records.require_writable)
     tags = (cfg.model_tags or (None,), cfg.plain_tags)
     recursive, plain = dist.on_main(
         lambda: [[find_checkpoint("base", tag) for tag in group] for group in tags]

@@ -322,20 +322,41 @@ def test_R40_export_of_edited_code_is_right_or_rejected(base, command, monkeypat
 )
 def test_unsupported_models_are_rejected_with_a_reason(tmp_path, command, file, change, message):
     assert "config.json" in command.rejects("import_hf", f"--hf_path={tmp_path}")
+    (tmp_path / "adapter_config.json").touch()
+    assert "merge_and_unload" in command.rejects("import_hf", f"--hf_path={tmp_path}")
+    (tmp_path / "adapter_config.json").unlink()
     write_hf(tmp_path, model_of("classic"), TOKENIZER)
+    (tmp_path / "tokenizer.json").rename(tmp_path / "kept")
+    assert "tokenizer.save_pre" in command.rejects("import_hf", f"--hf_path={tmp_path}")
+    (tmp_path / "kept").rename(tmp_path / "tokenizer.json")
     (tmp_path / file).write_text(json.dumps({**read_json(tmp_path / file), **change}))
     assert re.search(message, command.rejects("import_hf", f"--hf_path={tmp_path}"))
+
+
+def test_files_that_are_no_export_are_kept(base, command, tmp_path):
+    save(model_of("classic"))
+    (tmp_path / "out").mkdir()
+    for name, words in (("README.md", ("export",)), ("a.golf", ("export", "--format=artifact"))):
+        path = tmp_path / "out" / name
+        path.write_text("mine")
+        out = path.parent if name == "README.md" else path
+        assert re.search("earlier export|another file", command.rejects(*words, f"--out={out}"))
+        assert path.read_text() == "mine"
+        path.unlink()
+    for _ in range(2):  # the second one over the first
+        command.works("export", f"--out={tmp_path / 'out'}")
 
 
 def test_exported_model_scores_equal_ours_item_by_item(base, command, tmp_path):
     model = model_of("default")
     save(model)
-    write_hf(tmp_path, model, TOKENIZER)
+    hf_path = tmp_path / "hf"
+    write_hf(hf_path, model, TOKENIZER)
     flags = "--suite=embedded --max_per_task=6 --dtype=float32 --device_type=cpu".split()
     command.works("base_eval", *flags)
-    command.works("base_eval", *flags, f"--hf_path={tmp_path}", "--trust_remote_code")
+    command.works("base_eval", *flags, f"--hf_path={hf_path}", "--trust_remote_code")
     ours, theirs = read_lines(base / "report" / "records.jsonl")
-    assert theirs["section"] == f"Evaluation of {tmp_path}" and theirs["items"] == ours["items"]
+    assert theirs["section"] == f"Evaluation of {hf_path}" and theirs["items"] == ours["items"]
 
 
 def test_remote_code_and_missing_packages_name_the_fix(monkeypatch, tmp_path, command):

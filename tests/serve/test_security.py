@@ -56,7 +56,7 @@ def test_V7_key_is_required_and_listed_origins_may_call(base, tmp_path):
         for path in ("/", "/health"):  # the page asks for the key
             assert get(path).status_code == 200
         (base / "report.html").write_text("of this model")  # a browser could not send the key
-        assert get("/report").status_code == 404 and "/report" not in get("/").text
+        assert get("/report").status_code == 404 and '"report"' not in get("/").text
         origin = {"Origin": "https://my.page"}
         asked = {"Access-Control-Request-Headers": "authorization"}
         asked["Access-Control-Request-Method"] = "POST"
@@ -70,6 +70,14 @@ def test_V7_key_is_required_and_listed_origins_may_call(base, tmp_path):
         assert get("/v1/models", headers=evil).status_code == 403
         for host in ("my.box", "MY.BOX:80"):
             assert get("/health", headers={"Host": host}).status_code == 200
+
+
+def test_refused_origins_and_paths_name_the_fix(site):
+    for origin, fix in (("null", "'*'"), ("file://", "'*'"), ("https://a.b", "https://a.b")):
+        answer = site.client.get("/health", headers={"Origin": origin})
+        assert answer.status_code == 403 and f"--allow_origins={fix}" in answer.text
+    answer = site.client.post("/chat/completions", json={})
+    assert answer.status_code == 404 and "use /v1/chat/completions" in answer.text
 
 
 def test_malformed_hosts_and_origins_are_named():
@@ -117,10 +125,10 @@ def test_V9_policy_of_the_page_allows_only_its_own_code(site):
 def test_report_is_linked_and_served_if_there_is_one(base, site):
     (base / "report.html").unlink(missing_ok=True)
     assert site.client.get("/report").status_code == 404
-    assert '"/report"' not in site.client.get("/").text
+    assert '"report"' not in site.client.get("/").text
     (base / "report.html").write_text("<h1>Scores</h1>")
     answer = site.client.get("/report")
-    assert answer.text == "<h1>Scores</h1>" and '"/report"' in site.client.get("/").text
+    assert answer.text == "<h1>Scores</h1>" and '"report"' in site.client.get("/").text
     assert answer.headers["content-security-policy"].startswith("default-src 'none'")
 
 
@@ -153,6 +161,8 @@ def test_V4_V9_markdown_becomes_short_harmless_html(site):
     assert found.tags <= set("p a br table thead tbody tr th td pre code".split())
     assert found.names <= {"href", "title", "class", "target", "rel"}
     assert found.links == ["https://example.org/d*d", "https://b"]
+    solved = render([{"type": "text", "text": "# Sum\n#### 3\nso\n\n#### 27"}])
+    assert "<h4>3</h4>" in solved and solved.endswith('<p class="answer">27</p>\n')
     call = ("text", "`a"), ("python", "<b>"), ("python_output", '"'), ("text", "b`")
     html = render([{"type": kind, "text": text} for kind, text in call])
     assert 'class="call" title="Tool call">&lt;b&gt;</code><code class="result"' in html
