@@ -386,7 +386,7 @@ def compiler_problem() -> UsageError | None:
     if not (any(map(shutil.which, ("g++", "c++", "clang++"))) and headers.exists()):
         why, fix = "a C++ compiler and Python's headers", "apt-get install g++ python3-dev"
         return UsageError(f"torch.compile needs {why}", f"{fix}, or use --compile=off")
-    temporary = Path(tempfile.gettempdir())
+    temporary = Path(os.environ.get("TMPDIR") or tempfile.gettempdir())  # of the compiler
     cache = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or temporary).absolute()
     disks = {
         folder: os.statvfs(next(path for path in (folder, *folder.parents) if path.exists()))

@@ -564,7 +564,9 @@ def bullets(entries: Mapping[str, Any]) -> str:
 def format_value(value: Any) -> str:
     """Format a value for the report."""
     if isinstance(value, Mapping):  # an estimate
-        text = " +- ".join(format_value(value[name]) for name in ("value", "se"))
+        text = format_value(value["value"])
+        if math.isfinite(error := standard_error(value)):
+            text += f" +- {format_value(error)}"
         answers = f", k={value['k']}" if "k" in value else ""
         return f"{text} (n={value['n']:,}{answers})"
     if isinstance(value, list | tuple):

@@ -27,6 +27,10 @@ class Estimate(NamedTuple):
     se: float
     n: int
 
+    def __str__(self) -> str:
+        """The value with its standard error, if it is known."""
+        return f"{self.value:.4f}" + f" +- {self.se:.4f}" * math.isfinite(self.se)
+
 
 def mean(
     scores: Sequence[float], clusters: Sequence[str] | Sequence[int] | None = None

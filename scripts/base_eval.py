@@ -108,7 +108,7 @@ def main(cfg: BaseEval) -> None:
     if cfg.max_per_task:
         about += f"; at most {cfg.max_per_task} items of each task: not comparable with all of them"
     total, metric = core(scores), records.mean_name("CORE metric", names)
-    dist.print0(f"{metric} {total.value:.4f} +- {total.se:.4f} over {len(scores)} tasks")
+    dist.print0(f"{metric} {total} over {len(scores)} tasks")
     values = {
         "Model": name,
         metric: total._asdict(),
@@ -178,8 +178,8 @@ def describe_score(score: TaskScore) -> str:
     accuracy, centered = score.accuracy, score.centered_accuracy
     truncated = f", {score.num_truncated} truncated" if score.num_truncated else ""
     return (
-        f"{score.task.name}: accuracy {accuracy.value:.4f}, centered {centered.value:.4f} "
-        f"+- {centered.se:.4f} ({accuracy.n} items{truncated}), {score.seconds:.1f} s"
+        f"{score.task.name}: accuracy {accuracy.value:.4f}, centered {centered} "
+        f"({accuracy.n} items{truncated}), {score.seconds:.1f} s"
     )
 
 
@@ -188,8 +188,8 @@ def task_table(scores: Sequence[TaskScore]) -> dict[str, Any]:
     rows = []
     for s in scores:
         counts = [s.task.name, s.task.num_fewshot, len(s.outcomes), s.num_truncated]
-        accuracy = f"{s.accuracy.value:.4f} +- {s.accuracy.se:.4f}"
-        rows.append([*counts, f"{s.task.random_baseline:.3f}", accuracy, f"{s.seconds:.1f}"])
+        chance = f"{s.task.random_baseline:.3f}"
+        rows.append([*counts, chance, str(s.accuracy), f"{s.seconds:.1f}"])
     columns = ["Task", "Examples", "Items", "Truncated", "Chance", "Accuracy", "Seconds"]
     return {"title": "Tasks", "columns": columns, "rows": rows}
 

@@ -247,10 +247,7 @@ def describe_task(task: Task, graded: TaskResult, score: Estimate, seconds: floa
     k = len(graded.outcomes[0])
     repeats = f", {k} answers each" if k > 1 else ""
     repeats += f", {graded.num_truncated} truncated" if graded.num_truncated else ""
-    return (
-        f"{task.name}: {score.value:.4f} +- {score.se:.4f} ({score.n} questions{repeats}), "
-        f"{seconds:.1f} s"
-    )
+    return f"{task.name}: {score} ({score.n} questions{repeats}), {seconds:.1f} s"
 
 
 def add_task(

@@ -46,3 +46,8 @@ def test_items_of_a_cluster_count_as_one_draw():
     assert found == approx(want) and found.verdict == "worse"
     repeated = stats.compare([*before + 0.3] * 4, [*after] * 4, [*range(60)] * 4)
     assert repeated[:2] == approx(want[:2])
+
+
+def test_R34_unknown_error_is_not_printed():
+    assert str(mean([1.0])) == "1.0000" and str(mean([0.0, 1.0])) == "0.5000 +- 0.5000"
+    assert format_value({"value": 1.0, "se": "nan", "n": 1}) == "1.0000 (n=1)"

@@ -7,6 +7,7 @@ The manifest has the identity and the digest of every file. Files from an interr
 listed and are written again.
 """
 
+import copy
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -37,7 +38,8 @@ def write(num_shards: int | None = None) -> Path:
     folder = base_dir() / "data" / EMBEDDED
     path = folder / "manifest.json"
     with hold_lock(folder / ".lock", f"writing the dataset {EMBEDDED}"):
-        manifest = read_json(path) if path.exists() else {}
+        before = read_json(path) if path.exists() else {}
+        manifest = copy.deepcopy(before)
         if manifest.get("identity") != IDENTITY:
             manifest = {"identity": IDENTITY, "val_shard": VAL_SHARD}
         files, bundle = manifest.setdefault("files", {}), manifest.setdefault("suite", {})
@@ -50,7 +52,8 @@ def write(num_shards: int | None = None) -> Path:
         if not known or any(not p.exists() or sha256_file(p) != known[p] for p in known):
             for file, text in bundle_files():
                 bundle[file] = write_file(folder / "suite" / file, text)
-        write_json(path, manifest)
+        if manifest != before:  # the folder may be read-only
+            write_json(path, manifest)
     return folder
 
 
