@@ -7,6 +7,7 @@ import pytest
 from pytest import approx
 
 from nanochat import stats
+from nanochat.report import format_value
 from nanochat.stats import Estimate
 
 
@@ -49,5 +50,6 @@ def test_items_of_a_cluster_count_as_one_draw():
 
 
 def test_R34_unknown_error_is_not_printed():
-    assert str(mean([1.0])) == "1.0000" and str(mean([0.0, 1.0])) == "0.5000 +- 0.5000"
+    assert str(stats.mean([1.0])) == "1.0000"
+    assert str(stats.mean([0.0, 1.0])) == "0.5000 +- 0.5000"
     assert format_value({"value": 1.0, "se": "nan", "n": 1}) == "1.0000 (n=1)"
