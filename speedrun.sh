@@ -82,6 +82,11 @@ if [[ $gpu_name =~ H100|H200|H800|H20 ]]; then
         echo "speedrun: FlashAttention 3 was not installed; training works without it"
 fi
 
+if [ -f "${REPORT_OUT:-}/report.md" ] && ! grep -q "^# nanochat training report" "$REPORT_OUT/report.md"; then
+    echo "error: $REPORT_OUT/report.md is not a report of training; use another REPORT_OUT" >&2
+    exit 2
+fi
+
 # ---- Stages -------------------------------------------------------------------------------------
 few_shot=1 suite=() estimate=() # the embedded dataset has its own few-shot tasks
 [ "$PROFILE" = cpu ] || fetch_suite

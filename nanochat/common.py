@@ -15,7 +15,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import IO, Any
@@ -201,7 +201,8 @@ def cpu_info(name: str) -> str:
 # The operating system releases the locks of a process when it exits.
 
 
-NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of file systems that have none
+# Of file systems that have none, or (EBADF, NFS) none on files that are open to read
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF)
 READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
@@ -230,17 +231,19 @@ def print_missing_locks(folder: Path, why: str) -> None:
 
 @contextmanager
 def open_lock(path: Path) -> Iterator[IO | None]:
-    """Open a lock file; None in a folder where this process can only read, which needs no lock."""
+    """
+    Open a lock file, only to read if it is of another user. None if there is none and this process
+    cannot make it: in a folder that it can only read.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = path.open("a")
     except OSError as error:
         if error.errno not in READ_ONLY:
             raise
-        yield None
-    else:
-        with file:
-            yield file
+        file = path.open() if path.exists() else None
+    with file or nullcontext():
+        yield file
 
 
 @contextmanager

@@ -225,11 +225,6 @@ class Text:
     shares: Sequence[float]
 
     @property
-    def is_mixed(self) -> bool:
-        """Whether there are several sources."""
-        return len(self.sources) > 1
-
-    @property
     def name(self) -> str:
         """Value for --dataset."""
         first, *others = self.sources
@@ -245,7 +240,7 @@ class Text:
     def describe(self) -> dict[str, Any]:
         """JSON-ready description; `open_text(DataConfig(), described)` reopens this text."""
         described = [source.describe() for source in self.sources]
-        if not self.is_mixed:
+        if len(described) == 1:
             return described[0]
         pairs = zip(described, self.shares, strict=True)
         parts = {each["dataset"]: {**each, "share": share} for each, share in pairs}

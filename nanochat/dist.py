@@ -17,7 +17,6 @@ import shutil
 import signal
 import sys
 import sysconfig
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -386,18 +385,27 @@ def compiler_problem() -> UsageError | None:
     if not (any(map(shutil.which, ("g++", "c++", "clang++"))) and headers.exists()):
         why, fix = "a C++ compiler and Python's headers", "apt-get install g++ python3-dev"
         return UsageError(f"torch.compile needs {why}", f"{fix}, or use --compile=off")
-    temporary = Path(os.environ.get("TMPDIR") or tempfile.gettempdir())  # of the compiler
-    cache = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or temporary).absolute()
-    disks = {
-        folder: os.statvfs(next(path for path in (folder, *folder.parents) if path.exists()))
-        for folder in (temporary, cache)
-    }
-    full = [x for x, disk in disks.items() if disk.f_bavail * disk.f_frsize < COMPILER_ROOM]
-    if full or disks[cache].f_flag & getattr(os, "ST_NOEXEC", 0):
-        why = f"{full[0]} is full" if full else f"no library can be loaded from {cache} (noexec)"
-        fix = "set TORCHINDUCTOR_CACHE_DIR and TMPDIR to folders on another disk"
-        return UsageError(f"torch.compile cannot work: {why}", f"{fix}, or use --compile=off")
-    return None
+    temporary = os.environ.get("TMPDIR") or "/tmp"  # of the compiler; Python's would not be full
+    cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or temporary
+    why = folder_problem(temporary) or folder_problem(cache, loads=True)
+    fix = "set TORCHINDUCTOR_CACHE_DIR and TMPDIR to other folders, or use --compile=off"
+    return UsageError(f"torch.compile cannot work: {why}", fix) if why else None
+
+
+def folder_problem(name: str, loads: bool = False) -> str:
+    """Why torch.compile cannot use a folder, to load libraries from it if `loads`; "" if it can."""
+    folder = Path(name).absolute()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        disk = os.statvfs(folder)
+    except OSError as error:
+        return f"{folder} cannot be used ({error.strerror})"
+    if disk.f_bavail * disk.f_frsize < COMPILER_ROOM:
+        return f"{folder} is full"
+    if not os.access(folder, os.W_OK):
+        return f"{folder} cannot be written"
+    noexec = loads and disk.f_flag & getattr(os, "ST_NOEXEC", 0)
+    return f"no library can be loaded from {folder} (noexec)" if noexec else ""
 
 
 def keep_freed_memory() -> None:

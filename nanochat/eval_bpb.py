@@ -22,7 +22,7 @@ from nanochat.common import IGNORE, StopRequest, StopRequested, UsageError
 from nanochat.config import require_at_least
 from nanochat.dist import DistContext
 from nanochat.gpt import GPT, inference_copy
-from nanochat.rows import AnyRows, MixedRows, Rows, inputs_and_targets
+from nanochat.rows import Rows, Shards, inputs_and_targets
 from nanochat.tokenizer import Tokenizer
 
 
@@ -133,7 +133,7 @@ class Validation:
     def __init__(
         self,
         cfg: ValidationConfig,
-        rows: Mapping[str, Rows],
+        rows: Mapping[str, Shards],
         tokenizer: Tokenizer,
         dist: DistContext,
         num_rows: Mapping[str, int] | None = None,
@@ -175,17 +175,15 @@ class Validation:
 
 
 def validate_text(
-    cfg: ValidationConfig, rows: AnyRows, tokenizer: Tokenizer, dist: DistContext
+    cfg: ValidationConfig, rows: Rows, tokenizer: Tokenizer, dist: DistContext
 ) -> Validation:
     """Validation on the text of a run; of several sources, in proportion to their shares."""
-    if isinstance(rows, MixedRows):
-        asked = cfg.tokens(dist) // rows.max_seq_len
-        num_rows = rows.val_rows(asked)
-        if (found := sum(num_rows.values())) < asked / 2:
-            why = "as many as the shares and the shortest validation text allow"
-            dist.print0(f"validation on {found:,} rows, not {asked:,}: {why}")
-        return Validation(cfg, rows.parts, tokenizer, dist, num_rows)
-    return Validation(cfg, {"text": rows}, tokenizer, dist)
+    asked = cfg.tokens(dist) // rows.max_seq_len
+    num_rows = rows.val_rows(asked)
+    if (found := sum(num_rows.values())) < asked / 2:
+        why = "as many as the validation text and the shares allow"
+        dist.print0(f"validation on {found:,} rows, not {asked:,}: {why}")
+    return Validation(cfg, rows.parts, tokenizer, dist, num_rows)
 
 
 # ---- Whole documents -----------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from nanochat.dist import DistContext, init_dist
 from nanochat.eval_bpb import ValidationConfig
 from nanochat.gpt import GPT
 from nanochat.optim import MuonAdamW, OptimConfig, ScheduleConfig
-from nanochat.rows import ChatPart, Rows, open_chat_rows, pack_chats
+from nanochat.rows import ChatPart, Rows, Shards, open_chat_rows, pack_chats
 from nanochat.run import Run, resumed_state
 from nanochat.scaling import batch_lr_factor, divisible_batch, make_rules
 from nanochat.tokenizer import Tokenizer
@@ -162,11 +162,11 @@ def bucket_rows(
     T: int,
     dist: DistContext,
     trained: Trained = "assistant",
-) -> dict[str, Rows]:
+) -> dict[str, Shards]:
     """The rows of each bucket on its own, for validation."""
 
-    def alone(name: str) -> Rows:
-        return packed_chats({name: parts[name]}, 0, tokenizer, T, dist, trained)
+    def alone(name: str) -> Shards:
+        return packed_chats({name: parts[name]}, 0, tokenizer, T, dist, trained).only
 
     return {name: alone(name) for name in parts}
 

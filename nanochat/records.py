@@ -243,7 +243,7 @@ def read_history() -> Sequence[Record]:
     past = read_lines(report_folder() / HISTORY_FILE)
     known = {(record["section"], record["timestamp"]) for record in past}
     now = [r for r in read_records() if (r["section"], r["timestamp"]) not in known]
-    return sorted([*past, *now], key=lambda record: seconds(record["timestamp"]))
+    return [*past, *now]
 
 
 def report_home() -> Path:

@@ -1,11 +1,11 @@
 """
 Packed sequences ("rows") on disk, and batches as a pure function of (rows, seed, step).
 
-    texts -> tokenizer -> Packer -> rows/<name>/<shard>.bin and .json -> Rows
+    texts -> tokenizer -> Packer -> rows/<name>/<shard>.bin and .json -> Shards, of each source
     conversations -> ids, or ~ids without loss -> Packer -> the same
-    Rows.batch(first, count) -> ids (count, T + 1) -> inputs_and_targets -> tokens, targets
+    Shards -> Rows.batch(first, count) -> ids (count, T + 1) -> inputs_and_targets
 
-The order of rows: a run reads the first shards that have enough rows for it (`Rows.first`), in an
+The order of rows: a run reads the first shards that have enough rows for it (`Shards.first`), in an
 endless sequence of epochs. An epoch visits these shards in a random order, several at a time (a
 window), and the rows of a window in a random order, so that files of one folder mix; both depend on
 (seed, epoch). A run that is made longer goes on with further shards. Step s of a run with R rows a
@@ -30,7 +30,7 @@ from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 import psutil
@@ -112,17 +112,15 @@ def make_windows(
 
 
 @dataclass(eq=False)
-class Rows:
-    """The rows of one run: training shards in order, and a validation shard."""
+class Shards:
+    """The rows of one source: training shards in order, and a validation shard."""
 
     folder: Path
     """Directory; may contain more shards than this run reads."""
     train_shards: list[str]
     val_shard: str
     dtype: np.dtype
-    recipe: Mapping[str, Any]
-    """JSON-ready settings that determine the rows, with their fingerprint and `max_seq_len`; saved
-    in every checkpoint."""
+    max_seq_len: int
     files: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Shard -> files of the source packed into it, in order."""
     expected: Mapping[str, float] = field(default_factory=dict)
@@ -132,13 +130,10 @@ class Rows:
     made longer; () = all."""
     is_cut: bool = False
     """Whether the source has more training shards."""
+    opened: dict[str, np.ndarray] = field(default_factory=dict)
+    """Rows of each shard that was opened."""
 
-    def __post_init__(self) -> None:
-        self.max_seq_len: int = self.recipe["max_seq_len"]
-        self.fingerprint: str = self.recipe["fingerprint"]
-        self.opened: dict[str, np.ndarray] = {}
-
-    def first(self, lengths: Sequence[int] | None) -> "Rows":
+    def first(self, lengths: Sequence[int] | None) -> "Shards":
         """
         The same rows with only those training shards that a run reads: the first ones that have as
         many rows as it needs, by the expected number where they are not packed. lengths: numbers of
@@ -171,9 +166,9 @@ class Rows:
 
     def row_ids(self, first: int, count: int, seed: int) -> np.ndarray:
         """
-        Return the ids of the rows number `first` to `first + count` of a run, (count, 3): epoch,
-        index of the shard, index in the shard. Raises UsageError if a shard is not packed, if there
-        are no rows, or fewer than these although the source has more.
+        Return the ids of the rows number `first` to `first + count` of a run on this source alone,
+        (count, 3): epoch, index of the shard, index in the shard. Raises UsageError if a shard is
+        not packed, if there are no rows, or fewer than these although the source has more.
         """
         total, last = self.num_rows, first + count
         if not total or (self.is_cut and last > total):
@@ -275,7 +270,7 @@ class Rows:
         return self.folder / f"{name}{suffix}"
 
 
-# ---- Rows of several sources ---------------------------------------------------------------------
+# ---- The rows of a run ---------------------------------------------------------------------------
 
 BLOCK = 10_000  # rows among which each source has exactly its share
 
@@ -313,24 +308,32 @@ def draw_block(shares: tuple[float, ...], seed: int, block: int) -> Block:
 
 
 @dataclass(eq=False)
-class MixedRows:
+class Rows:
     """
-    The rows of several sources in proportion to their shares. Which source a row comes from depends
-    on (seed, number of the row) only; a source that ends begins anew while others go on.
+    The rows of a run: those of one source, or of several in proportion to their shares. Which
+    source a row comes from depends on (seed, number of the row) only; a source that ends begins
+    anew while others go on.
     """
 
-    parts: Mapping[str, Rows]
-    """Name of the source -> its rows, which all mixtures share."""
+    parts: Mapping[str, Shards]
+    """Name of the source -> its rows, which all runs share."""
     shares: tuple[float, ...]
     recipe: Mapping[str, Any]
-    """As that of `Rows`."""
+    """JSON-ready settings that determine the rows, with their fingerprint and `max_seq_len`; saved
+    in every checkpoint."""
 
     def __post_init__(self) -> None:
         self.max_seq_len: int = self.recipe["max_seq_len"]
         self.fingerprint: str = self.recipe["fingerprint"]
 
-    def first(self, lengths: Sequence[int] | None) -> "MixedRows":
-        """As `Rows.first`."""
+    @property
+    def only(self) -> Shards:
+        """The rows of a single source."""
+        [shards] = self.parts.values()
+        return shards
+
+    def first(self, lengths: Sequence[int] | None) -> "Rows":
+        """As `Shards.first`, of each source."""
         if lengths is None:
             return self
         spread = len(self.parts) + 1  # by which the first rows of a block may exceed its share
@@ -361,8 +364,9 @@ class MixedRows:
 
     def row_ids(self, first: int, count: int, seed: int) -> np.ndarray:
         """
-        As `Rows.row_ids`, (count, 4): source, epoch, shard, row. The numbers of a source's rows
-        ascend, so each is read in the order of a run on that source alone.
+        Return the ids of the rows number `first` to `first + count`, (count, 4): source, and what
+        `Shards.row_ids` returns and raises. The numbers of a source's rows ascend, so each is read
+        in the order of a run on that source alone.
         """
         sources, numbers = self.place(first, count, seed)
         ids = np.empty((count, 4), np.int64)
@@ -384,7 +388,7 @@ class MixedRows:
         return out
 
     def batch(self, first: int, count: int, seed: int) -> np.ndarray:
-        """As `Rows.batch`."""
+        """As `Shards.batch`."""
         return self.read(self.row_ids(first, count, seed))
 
     def val_rows(self, num_rows: int) -> dict[str, int]:
@@ -400,13 +404,9 @@ class MixedRows:
     def val_batches(
         self, rows_per_batch: int, num_rows: int, rank: int = 0, world_size: int = 1
     ) -> Iterator[np.ndarray]:
-        """As `Rows.val_batches`, of one source after another in proportion to the shares."""
+        """As `Shards.val_batches`, of one source after another in proportion to the shares."""
         for name, count in self.val_rows(num_rows).items():
             yield from self.parts[name].val_batches(rows_per_batch, count, rank, world_size)
-
-    def totals(self) -> Counter[str]:
-        """Sum the counts of all packed training shards."""
-        return sum((part.totals() for part in self.parts.values()), Counter[str]())
 
     def table(self, num_rows: int, seed: int) -> dict[str, Any]:
         """Table for a record: what the first `num_rows` rows of a run took of each source."""
@@ -418,14 +418,6 @@ class MixedRows:
             tokens = f"{used * self.max_seq_len:,}"
             lines.append([name, tokens, epochs, f"{used / max(1, num_rows):.1%}"])
         return {"title": "Text", "columns": ["Source", "Tokens", "Epochs", "Share"], "rows": lines}
-
-
-AnyRows = Rows | MixedRows
-
-
-def parts_of(rows: AnyRows) -> list[Rows]:
-    """The rows of each source."""
-    return [*rows.parts.values()] if isinstance(rows, MixedRows) else [rows]
 
 
 # ---- Best-fit packing of documents into rows -----------------------------------------------------
@@ -546,8 +538,16 @@ class Packer:
 Batches = Iterable[tuple[np.ndarray, np.ndarray]]  # ids and offsets, as `Packer.add` takes them
 
 
+def write_all(out: IO[bytes], rows: np.ndarray, path: Path) -> None:
+    """Write rows to an unbuffered file; errors name `path`."""
+    left = memoryview(rows.tobytes())
+    with common.errors_name(path):
+        while left:
+            left = left[out.write(left) :]
+
+
 def write_shard(
-    rows: Rows, shard: str, packer: Packer, batches: Batches, about: Mapping[str, Any]
+    rows: Shards, shard: str, packer: Packer, batches: Batches, about: Mapping[str, Any]
 ) -> None:
     """
     Pack batches into a shard, atomically. `about` joins the shard's record; it may change while
@@ -556,15 +556,12 @@ def write_shard(
     path = rows.path(shard, ".bin")
     part = path.with_name(f"{path.name}.part")
     part.parent.mkdir(parents=True, exist_ok=True)
+    out = part.open("wb", buffering=0)  # so that all errors of writing are those of `write`
     try:
-        with part.open("wb") as out:
+        with out:
             for ids, offsets in batches:
-                packed = packer.add(ids, offsets)
-                with common.errors_name(path):
-                    out.write(packed.tobytes())
-            with common.errors_name(path):
-                out.write(packer.finish().tobytes())
-                out.flush()
+                write_all(out, packer.add(ids, offsets), path)
+            write_all(out, packer.finish(), path)
         common.fsync(part)
         os.replace(part, path)
     finally:
@@ -578,41 +575,33 @@ def write_shard(
 # on these, the tokenizer and the row length. Processes share the work through lock files.
 
 BATCH_CHARS = 1 << 22  # of texts encoded at a time
+MESSAGE_CHARS = 4000  # of an error: what a pipe takes without a reader
 GROUP_ROWS = 512  # small files are combined into shards of about this many rows
 # Rough, on the high side: a token is about 4 bytes of text, a byte of parquet or gzip about 3.3;
-# `Rows.first` counts the rows of packed shards
+# `Shards.first` counts the rows of packed shards
 TOKENS_PER_STORED_BYTE = {".parquet": 1.0, ".gz": 1.0}
 TOKENS_PER_BYTE = 0.3
 
 
-def open_rows(text: Text, tokenizer: Tokenizer, max_seq_len: int) -> AnyRows:
+def open_rows(text: Text, tokenizer: Tokenizer, max_seq_len: int) -> Rows:
     """Open the rows of a text under rows/; they need not be packed yet."""
-    parts = {
-        source.name: open_source_rows(source, tokenizer, max_seq_len) for source in text.sources
-    }
-    if not text.is_mixed:
-        return next(iter(parts.values()))
-    shares = dict(zip(parts, text.shares, strict=True))
-    sources = {name: rows.recipe["source"] for name, rows in parts.items()}
-    made_of = {"tokenizer": tokenizer.fingerprint, "max_seq_len": max_seq_len}
-    hashes = [rows.fingerprint for rows in parts.values()]
-    mixed = common.fingerprint([hashes, *text.shares])
-    recipe = {"fingerprint": mixed, "sources": sources, "shares": shares, **made_of}
-    return MixedRows(parts, tuple(text.shares), recipe)
+    parts = {source.name: open_shards(source, tokenizer, max_seq_len) for source in text.sources}
+    made_of = {"tokenizer": tokenizer.fingerprint, "max_seq_len": max_seq_len, "order": ORDER}
+    of_run = common.fingerprint({"text": text.fingerprint, **made_of})
+    recipe = {"fingerprint": of_run, "text": text.describe(), **made_of}
+    return Rows(parts, tuple(text.shares), recipe)
 
 
-def open_source_rows(source: Source, tokenizer: Tokenizer, max_seq_len: int) -> Rows:
+def open_shards(source: Source, tokenizer: Tokenizer, max_seq_len: int) -> Shards:
     """
     Open the rows of one source.
 
     The folder name is a hash of everything that determines the rows of a shard, this file's and
     dataset.py's code included, so runs with more or fewer shards share it.
     """
-    made_of = {"tokenizer": tokenizer.fingerprint, "max_seq_len": max_seq_len}
-    of_run = common.fingerprint({"source": source.fingerprint, "order": ORDER, **made_of})
-    recipe = {"fingerprint": of_run, "source": source.describe(), "order": ORDER, **made_of}
     code = digests(sys.modules[__name__], dataset)
-    name = common.fingerprint({"text": source.id, "code": code, **made_of})
+    made_of = {"tokenizer": tokenizer.fingerprint, "max_seq_len": max_seq_len, "code": code}
+    name = common.fingerprint({"text": source.id, **made_of})
     groups = group_files(source, max_seq_len + 1)
     files = {**groups, source.val_shard: [source.val_shard]}
     dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
@@ -621,7 +610,7 @@ def open_source_rows(source: Source, tokenizer: Tokenizer, max_seq_len: int) -> 
         for name, group in groups.items()
     }
     folder = common.base_dir() / "rows" / name
-    return Rows(folder, list(groups), source.val_shard, dtype, recipe, files, expected)
+    return Shards(folder, list(groups), source.val_shard, dtype, max_seq_len, files, expected)
 
 
 def expected_rows(source: Source, file: str, row_length: int) -> float:
@@ -656,26 +645,26 @@ def group_files(source: Source, row_length: int) -> dict[str, list[str]]:
 
 
 def missing_shards(
-    rows: AnyRows, text: Text, lengths: Sequence[int] | None = None
-) -> list[tuple[Rows, Source, str]]:
+    rows: Rows, text: Text, lengths: Sequence[int] | None = None
+) -> list[tuple[Shards, Source, str]]:
     """
-    The shards still to pack, with their rows and source: for validation, and those that a run of
-    these `lengths` reads (`Rows.first`), or all.
+    The shards still to pack, with those of their source: for validation, and those that a run of
+    these `lengths` reads (`Shards.first`), or all.
     """
     return [
         (part, source, shard)
-        for part, source in zip(parts_of(rows.first(lengths)), text.sources, strict=True)
+        for part, source in zip(rows.first(lengths).parts.values(), text.sources, strict=True)
         for shard in (part.val_shard, *part.train_shards)
         if not part.is_packed(shard)
     ]
 
 
 def pack_text(
-    rows: AnyRows, text: Text, tokenizer: Tokenizer, lengths: Sequence[int] | None = None
-) -> AnyRows:
+    rows: Rows, text: Text, tokenizer: Tokenizer, lengths: Sequence[int] | None = None
+) -> Rows:
     """
     Pack missing shards in order until there are enough for a run of these `lengths` (default: all).
-    Returns the rows of this run, see `Rows.first`.
+    Returns the rows of this run.
 
     Shares the work with other processes that call it, and returns when all of it is done. Raises
     ValueError for unreadable files.
@@ -693,7 +682,7 @@ def pack_text(
     return rows.first(lengths)
 
 
-def pack_shard(rows: Rows, shard: str, source: Source, tokenizer: Tokenizer) -> None:
+def pack_shard(rows: Shards, shard: str, source: Source, tokenizer: Tokenizer) -> None:
     """Pack one shard, in bounded memory. The caller must hold the shard's lock."""
     skipped, about = Counter[str](), {"text_bytes": 0, "skipped": 0, "empty_files": 0}
 
@@ -712,12 +701,12 @@ def pack_shard(rows: Rows, shard: str, source: Source, tokenizer: Tokenizer) -> 
 
 
 def pack_rows(
-    rows: AnyRows,
+    rows: Rows,
     text: Text,
     tokenizer: Tokenizer,
     lengths: Sequence[int] | None = None,
     workers: int | None = None,
-) -> AnyRows:
+) -> Rows:
     """
     `pack_text` in up to `workers` processes (default: one per core and per free GiB), which end if
     this one does; if one is killed, this one does the rest. Finished shards are kept. Raises
@@ -730,7 +719,7 @@ def pack_rows(
     if workers < 2:
         return pack_text(rows, text, tokenizer, lengths)
     spawn = multiprocessing.get_context("spawn")
-    folders = [part.folder for part in parts_of(rows)]
+    folders = [part.folder for part in rows.parts.values()]
     errors, sender = spawn.Pipe(duplex=False)
     args = text, tokenizer.content, rows.max_seq_len, lengths, folders, sender
     processes = [spawn.Process(target=pack_alone, args=args, daemon=True) for _ in range(workers)]
@@ -747,8 +736,8 @@ def pack_rows(
         process.join()
     if errors.poll():
         raise ValueError(f"packing failed, finished shards are kept: {errors.recv()}")
-    if failed:
-        print(f"a packing process ended with status {failed[0]}; one goes on", flush=True)
+    if failed:  # killed by a signal
+        print("a packing process was killed, probably for lack of memory; one goes on", flush=True)
     return pack_text(rows, text, tokenizer, lengths)
 
 
@@ -758,25 +747,26 @@ def pack_alone(
     max_seq_len: int,
     lengths: Sequence[int] | None,
     folders: Sequence[Path],
-    errors: Connection,
+    sender: Connection,
 ) -> None:
     """
     One process of `pack_rows`. content: of the tokenizer. folders: of the rows that the parent
-    opened; here they are others if code was edited in between. errors: receives the message of one.
+    opened; here they are others if code was edited in between. sender: of the message of an error.
     """
     sys.stdout, sys.stderr = Console(sys.stdout), Console(sys.stderr)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # removes the unfinished file
     threading.Thread(target=exit_with_parent, daemon=True).start()
     os.environ["RAYON_NUM_THREADS"] = "1"  # one core each
-    tokenizer = Tokenizer(content)
     try:
+        tokenizer = Tokenizer(content)
         rows = open_rows(text, tokenizer, max_seq_len)
-        if [part.folder for part in parts_of(rows)] != folders:
+        if [part.folder for part in rows.parts.values()] != folders:
             raise UsageError("rows.py or dataset.py was edited just now", "rerun the command")
         pack_text(rows, text, tokenizer, lengths)
     except Exception as error:
-        errors.send(user_message(error) or "".join(traceback.format_exception(error)))
+        message = user_message(error) or "".join(traceback.format_exception(error))
+        sender.send(message[-MESSAGE_CHARS:])
         sys.exit(1)
 
 
@@ -842,8 +832,9 @@ def open_chat_rows(
 
 def reopen_chat_rows(recipe: Mapping[str, Any]) -> Rows:
     """Open the rows with this `recipe`, as saved in a checkpoint."""
-    folder = common.base_dir() / "rows" / recipe["fingerprint"]
-    return Rows(folder, [CHAT_SHARD], CHAT_SHARD, np.dtype("<i4"), recipe)
+    folder, T = common.base_dir() / "rows" / recipe["fingerprint"], recipe["max_seq_len"]
+    shards = Shards(folder, [CHAT_SHARD], CHAT_SHARD, np.dtype("<i4"), T)
+    return Rows({"conversations": shards}, (1.0,), recipe)
 
 
 def pack_chats(rows: Rows, parts: Mapping[str, ChatPart], seed: int, tokenizer: Tokenizer) -> None:
@@ -854,8 +845,9 @@ def pack_chats(rows: Rows, parts: Mapping[str, ChatPart], seed: int, tokenizer: 
 
     Raises ValueError if a bucket has no token to train on.
     """
-    with common.hold_lock(rows.path(CHAT_SHARD, ".lock"), f"packing {', '.join(parts)}"):
-        if rows.is_packed(CHAT_SHARD):
+    shards = rows.only
+    with common.hold_lock(shards.path(CHAT_SHARD, ".lock"), f"packing {', '.join(parts)}"):
+        if shards.is_packed(CHAT_SHARD):
             return
         used, about = [], {}
         for number, (name, part) in enumerate(parts.items()):
@@ -871,10 +863,10 @@ def pack_chats(rows: Rows, parts: Mapping[str, ChatPart], seed: int, tokenizer: 
                 "used_tokens": int(lengths[order].sum()),
             }
         mixed = (used[i] for i in permutation(seed, 0, len(parts), len(used)))
-        packer = Packer(rows.max_seq_len + 1, ~tokenizer.bos_id, rows.dtype, cut=False)
+        packer = Packer(rows.max_seq_len + 1, ~tokenizer.bos_id, shards.dtype, cut=False)
         joined = join_chats(mixed, seed, rows.max_seq_len)
         alone = ((ids, np.array([0, len(ids)])) for ids in joined)
-        write_shard(rows, CHAT_SHARD, packer, alone, {"buckets": about})
+        write_shard(shards, CHAT_SHARD, packer, alone, {"buckets": about})
 
 
 def encode_chats(

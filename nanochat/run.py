@@ -535,8 +535,10 @@ def skip_if_finished(
     """
 
     def is_finished() -> bool:
+        if wanted and records.find_finished(section, recipe, tag):
+            return True
         records.require_writable()
-        return wanted and records.find_finished(section, recipe, tag) is not None
+        return False
 
     found = dist.on_main(is_finished)
     if found:

@@ -27,7 +27,7 @@ from nanochat.gpt import GPT
 from nanochat.loss import Loss, cross_entropy
 from nanochat.optim import MuonAdamW, OptimConfig
 from nanochat.records import UNTIMED_STEPS
-from nanochat.rows import AnyRows, inputs_and_targets
+from nanochat.rows import Rows, inputs_and_targets
 
 MAX_BAD_STEPS = 5  # consecutive non-finite steps, each skipped, that stop the run
 LOSS_BETA = 0.9  # decay of the moving average of the training loss
@@ -100,19 +100,19 @@ def set_kernels(
 ) -> Compile:
     """
     Choose the attention kernel and compile, if worthwhile for a run of `flops`. Returns what was
-    chosen. Raises UsageError if that needs a compiler, which does not work.
+    chosen. Raises UsageError if a compiler is needed and does not work on some rank.
     """
-    problem = compiler_problem()
-    if wanted == "auto":
+    is_auto, on_cpu = wanted == "auto", dist.device.type == "cpu"
+    if is_auto:
         # compiling needs gigabytes of addresses, which `ulimit -v` may deny
         free = resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY
-        long = flops / dist.world_size > COMPILE_FLOPS and free and dist.device.type == "cpu"
-        if long and problem:
-            dist.print0(f"not compiled, which is slower: {problem.args[0]}")
-        pays = dist.device.type == "cuda" or (long and not problem)
-        wanted = "on" if pays else "off"
-    if wanted != "off" and problem:
-        raise problem
+        long = flops / dist.world_size > COMPILE_FLOPS and free
+        wanted = "on" if dist.device.type == "cuda" or (on_cpu and long) else "off"
+    if wanted != "off" and (problem := next(filter(None, dist.gather(compiler_problem())), None)):
+        if not (is_auto and on_cpu):
+            raise problem
+        dist.print0(f"not compiled, which is slower: {problem.args[0]}")
+        wanted = "off"
     model.backend = choose_backend(dist, wanted != "off")
     if wanted != "off":
         model.compile(mode="max-autotune-no-cudagraphs" if wanted == "autotune" else None)
@@ -337,7 +337,7 @@ class Step:
         self.progress.device_rows = self.device_rows
 
     def load(
-        self, rows: AnyRows, chats_begin_with: int | None = None, batch_tokens: int | None = None
+        self, rows: Rows, chats_begin_with: int | None = None, batch_tokens: int | None = None
     ) -> Batch:
         """
         Read this rank's part of the next rows and start copying them to the device.
@@ -348,7 +348,7 @@ class Step:
         """
         dist, device = self.dist, self.dist.device
         number = (batch_tokens or self.batch_tokens) // rows.max_seq_len
-        ids, mine = np.zeros((0, 3), np.int64), np.zeros((0, rows.max_seq_len + 1), np.int64)
+        ids, mine = np.zeros((0, 4), np.int64), np.zeros((0, rows.max_seq_len + 1), np.int64)
         try:
             if number % dist.world_size or not number:
                 problem = f"a batch of {number} rows for {dist.world_size} ranks"

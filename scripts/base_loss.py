@@ -21,7 +21,7 @@ from nanochat.dataset import DataConfig
 from nanochat.dist import DistConfig, DistContext, init_dist
 from nanochat.eval_bpb import Bpb, bits_per_byte, document_bpb, generate_samples, row_batches
 from nanochat.recipe import make_recipe
-from nanochat.rows import AnyRows, MixedRows, open_rows, pack_text
+from nanochat.rows import Rows, open_rows, pack_text
 from nanochat.run import skip_if_finished
 from nanochat.train import Compile, prepare_scoring
 from tasks.world.write import open_text
@@ -98,10 +98,9 @@ def main(cfg: BaseLoss) -> None:
     train = packed_bpb(train_batches(rows, most, step_rows, seed, dist))
     val = packed_bpb(rows.val_batches(step_rows, num_rows, dist.rank, dist.world_size))
     by_source = {}
-    if isinstance(rows, MixedRows):
-        for name, count in rows.val_rows(num_rows).items():
-            share = rows.parts[name].val_batches(step_rows, count, dist.rank, dist.world_size)
-            by_source[f"val bpb:{name}"] = packed_bpb(share).value
+    for name, count in rows.val_rows(num_rows).items() if len(rows.parts) > 1 else ():
+        share = rows.parts[name].val_batches(step_rows, count, dist.rank, dist.world_size)
+        by_source[f"val bpb:{name}"] = packed_bpb(share).value
 
     # bpb on whole documents: comparable across packing methods and tokenizers
     plain = document_bpb(model, documents, tokenizer, T, step_rows, dist)
@@ -133,7 +132,7 @@ def count_trained_rows(checkpoint: Checkpoint) -> int:
 
 
 def train_batches(
-    rows: AnyRows, num_rows: int, step_rows: int, seed: int, dist: DistContext
+    rows: Rows, num_rows: int, step_rows: int, seed: int, dist: DistContext
 ) -> Iterator[np.ndarray]:
     """Yield this rank's batches of the first `num_rows` rows of a training run with this seed."""
     for number in range(dist.rank, -(-num_rows // step_rows), dist.world_size):

@@ -22,7 +22,7 @@ from nanochat.gpt import GPTConfig, inference_copy
 from nanochat.optim import MuonAdamW, Rule, ScheduleConfig, decay_factor, lr_factor, muon_momentum
 from nanochat.recipe import make_recipe
 from nanochat.records import mean_name
-from nanochat.rows import AnyRows, MixedRows, open_rows, pack_rows
+from nanochat.rows import Rows, open_rows, pack_rows
 from nanochat.run import Run, keep_batch, resumed_state, skip_if_finished
 from nanochat.scaling import (
     HorizonConfig,
@@ -152,7 +152,7 @@ def choose_windows(before: Mapping[str, Any], dist: DistContext) -> str:
     return before["model"]["window_pattern"] if before else default_windows(dist.device.type)
 
 
-def open_inputs(cfg: BaseTrain, dist: DistContext) -> tuple[Tokenizer, Text, AnyRows]:
+def open_inputs(cfg: BaseTrain, dist: DistContext) -> tuple[Tokenizer, Text, Rows]:
     """Open the tokenizer, the text and its rows, packed or not yet packed."""
     tokenizer = Tokenizer.load(cfg.tokenizer_tag)
     used = load_last_source(cfg.tokenizer_tag)
@@ -189,10 +189,10 @@ def sample_and_score(run: Run, cfg: BaseTrain, suite: Suite | None) -> dict[str,
     return found
 
 
-def text_tables(run: Run, rows: AnyRows) -> list[dict[str, Any]]:
+def text_tables(run: Run, rows: Rows) -> list[dict[str, Any]]:
     """Table of the sources of a mixture of text; none for a single source."""
-    mixed = isinstance(rows, MixedRows)
-    return [rows.table(run.progress.rows, run.cfg.seed)] if mixed else []
+    is_mixed = len(rows.parts) > 1
+    return [rows.table(run.progress.rows, run.cfg.seed)] if is_mixed else []
 
 
 def summarize(run: Run, schedule: ScheduleConfig, rules: Mapping[str, Rule]) -> dict[str, Any]:

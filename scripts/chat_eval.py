@@ -144,8 +144,6 @@ def main(cfg: ChatEval) -> None:
     dist = dist.keep_dtype(cfg.dist, checkpoint.state.get("compute"))
     inputs = parent_inputs(checkpoint)
 
-    dist.on_main(records.require_writable)
-
     # Choose the tasks, and the means over them
     default = default_tasks(checkpoint.state["source"])
     tasks, missing = open_tasks(cfg, default, dist)
@@ -170,6 +168,7 @@ def main(cfg: ChatEval) -> None:
     if record and record["values"].keys() >= wanted and has_questions(record["items"], cfg, todo):
         dist.print0(f"{section}: finished already, skipped")
         return dist.close()
+    dist.on_main(records.require_writable)
     names = {task.name for each in todo for task in getattr(each, "tasks", [each])}
     who = {"checkpoint": str(checkpoint.folder), "section": section}
     tables = dist.on_main(lambda: require_access(sorted(names), cfg.final, who))

@@ -71,7 +71,7 @@ def main(cfg: ChatSft) -> None:
     num_steps, batch_tokens = plan_finetuning(tuning, parent, rows, dist)
     optimizer = tuning_optimizer(model, tuning, cfg.train.optim, batch_tokens, dist)
     run = Run("sft", tag, recipe, model, optimizer, tokenizer, cfg.train, dist)
-    counts = rows.record(CHAT_SHARD)["buckets"]
+    counts = rows.only.record(CHAT_SHARD)["buckets"]
     run.state |= {**inherited_state(parent), "mixture": counts, "declared": chats.declared}
     run.state |= {"rows": rows.recipe, "settings": resolved}
     val_rows = bucket_rows(chats.val, tokenizer, T, dist, TRAINED)

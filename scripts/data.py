@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from nanochat.common import printable
 from nanochat.config import require_at_least, start
 from nanochat.dataset import FirstUseConfig, load_last_source, save_last_source
-from nanochat.rows import Rows, open_rows, pack_rows, parts_of
+from nanochat.rows import Shards, open_rows, pack_rows
 from nanochat.tokenizer import Tokenizer
 from tasks.world.write import open_text
 
@@ -51,21 +51,21 @@ def main(cfg: Data) -> None:
 
     packed = open_rows(text, tokenizer, cfg.max_seq_len)
     pack_rows(packed, text, tokenizer, workers=cfg.workers)
-    for rows in parts_of(packed):
-        print(summary(rows))
-        if empty := rows.totals()["empty_files"]:
+    for shards in packed.parts.values():
+        print(summary(shards))
+        if empty := shards.totals()["empty_files"]:
             print(f"{empty} of the training files without text")
-        print(printable(rows.folder))
+        print(printable(shards.folder))
     save_last_source(text.describe(), cfg.tokenizer_tag)
     num = sum(len(source.train_shards) for source in text.sources)
     print(f"base training reads these {num} training shards, unless it has --num_shards")
 
 
-def summary(rows: Rows) -> str:
+def summary(shards: Shards) -> str:
     """Table of counts for the training and the validation rows."""
-    totals = rows.totals(), rows.totals([rows.val_shard])
+    totals = shards.totals(), shards.totals([shards.val_shard])
     lines: list[tuple[str, ...]] = [
-        (f"rows of {rows.max_seq_len + 1:,} tokens", "train", "validation")
+        (f"rows of {shards.max_seq_len + 1:,} tokens", "train", "validation")
     ]
     for name in ("shards", "documents", "rows", "tokens", "text_bytes", "skipped", "dropped"):
         lines.append((name.replace("_", " "), *(f"{t[name]:,}" for t in totals)))

@@ -74,8 +74,10 @@ def write_artifact(
     """Print the table of sizes and write the artifact. Raises UsageError if it is too large."""
     if path.is_dir():
         raise ValueError(f"--out={path} is a folder; an artifact is one file, so pass its name")
-    if path.exists() and not path.read_bytes().startswith(MAGIC):
-        raise ValueError(f"--out={path} is another file, not an artifact; pass a new name")
+    if path.exists():
+        with path.open("rb") as file:
+            if file.read(len(MAGIC)) != MAGIC:
+                raise ValueError(f"--out={path} is another file, not an artifact; pass a new name")
     trained = checkpoint.state.get("settings", {})
     formats = {f.name: trained[f.name] for f in fields(QuantConfig) if f.name in trained}
     if cfg.quantize:

@@ -93,10 +93,11 @@ def copy(path: Path, out: Path) -> Path:
     UsageError if a report.md there is another document.
     """
     page = out / "report.md"
-    if page.exists() and not page.read_text(errors="replace").startswith(report.TITLE):
-        raise UsageError(f"{page} is not a report of training", "use another folder")
-    for old in (out / "dev" / "report").glob("*.svg"):
-        old.unlink()
+    if page.exists():
+        if not page.read_text(errors="replace").startswith(report.TITLE):
+            raise UsageError(f"{page} is not a report of training", "use another folder")
+        for old in (out / "dev" / "report").glob("*.svg"):
+            old.unlink()
     figures = path.parent / "report" / "figures"
     shutil.copytree(figures, out / "dev" / "report", dirs_exist_ok=True)
     text = path.read_text().replace("](report/figures/", "](dev/report/")  # other ] are in code

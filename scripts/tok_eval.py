@@ -55,6 +55,7 @@ def main(cfg: TokEval) -> None:
         missing = [rival for rival in RIVALS if f"Comparison with {rival}" in found["values"]]
         without = f" (without {' and '.join(missing)}; python -m scripts.tok_eval tries again)"
         return print(f"{SECTION}: finished already, skipped{without if missing else ''}")
+    records.require_writable()
 
     # the report that ours is compared with has "fwe", whatever the dataset of the Hub
     of_hub = text.sources[0].repo is not None

@@ -86,6 +86,7 @@ def main(cfg: TokTrain) -> None:
     if cfg.skip_if_done and records.find_finished(SECTION, make_recipe(cfg, inputs)):
         save_last_source(text.describe(), cfg.tokenizer_tag)
         return print(f"{SECTION}: finished already, skipped")
+    records.require_writable()
 
     started = time.perf_counter()
     names = "documents characters text_bytes shards_read documents_cut characters_cut".split()

@@ -67,8 +67,7 @@ def final_code(answer: str, entry: str | None) -> str:
     blocks = BLOCK.findall(answer)
     python = [code for language, code in blocks if language.lower() in ("python", "python3", "py")]
     found = python or [code for _, code in blocks] or [answer]
-    chosen = ([code for code in found if f"def {entry}(" in code] or found)[-1]
-    return chosen
+    return ([code for code in found if f"def {entry}(" in code] or found)[-1]
 
 
 def run_test(program: str, test: str, entry: str, setup: str = "", unsafe: bool = False) -> bool:

@@ -125,7 +125,8 @@ class HubTask(Task):
         with hold_lock(folder / ".lock", f"resolving {self.repo}"):
             manifest = pin_repo(self.repo, path, SUFFIXES, self.revision)
             names = match_files(self.splits[self.split], manifest["files"], self.repo)
-            write_json(path, manifest)
+            if not path.exists():
+                write_json(path, manifest)
         source = HubRepo(self.repo, folder, manifest["commit"])
         rows = dict(enumerate(row for name in names for row in read_rows(source.fetch(name))))
         recorded = source.files()

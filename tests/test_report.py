@@ -19,7 +19,7 @@ from markdown_it import MarkdownIt
 
 from nanochat.common import read_json
 from nanochat.records import Cost, RunLog, item_scores, mean_name, write_record
-from nanochat.report import literal, update
+from nanochat.report import TITLE, literal, update
 from scripts.report import follow, show_progress
 
 HARDWARE = {"CPUs": "104 cores", "GPUs": "8x H100", "CPU Model": "Some CPU"}
@@ -295,6 +295,7 @@ def test_figures_are_linked_kept_copied_and_reset(report, base):
     old = base / "copy/dev/report/old.svg"
     old.parent.mkdir(parents=True)
     old.touch()
+    (base / "copy/report.md").write_text(f"{TITLE}\n")  # an earlier one
     report.render(f"--out={base / 'copy'}")
     for path, folder in ((report.path, "report/figures"), (base / "copy/report.md", "dev/report")):
         links = re.findall(r"!\[.*?\]\((.*?)\)", path.read_text())

@@ -32,9 +32,9 @@ from nanochat.rows import (
     MAX_DROPPED,
     WINDOW_SHARDS,
     ChatPart,
-    MixedRows,
     Packer,
     Rows,
+    Shards,
     draw_block,
     inputs_and_targets,
     make_windows,
@@ -95,12 +95,13 @@ def opened(folder: Path | str, tokenizer: Tokenizer, T: int = T, **settings) -> 
 
 
 def packed(folder: Path | str, tokenizer: Tokenizer, T: int = T, **settings) -> Any:
+    """All packed rows of a source, or of a mixture."""
     rows, text = opened(folder, tokenizer, T, **settings)
     pack_text(rows, text, tokenizer)
-    return rows
+    return rows.only if len(rows.parts) == 1 else rows
 
 
-def stored(rows: Rows, shard: str) -> np.ndarray:
+def stored(rows: Shards, shard: str) -> np.ndarray:
     return np.fromfile(rows.path(shard, ".bin"), rows.dtype).reshape(-1, rows.max_seq_len + 1)
 
 
@@ -108,7 +109,7 @@ def missing(rows: Rows, text: Text) -> list[str]:
     return [shard for *_, shard in missing_shards(rows, text)]
 
 
-def digests(rows: Rows) -> dict[str, str]:
+def digests(rows: Shards) -> dict[str, str]:
     return {path.name: sha256_file(path) for path in rows.folder.glob("*.bin")}
 
 
@@ -211,12 +212,12 @@ def test_P7_R34_B2_text_of_any_form_is_packed_almost_whole(form, tmp_path, token
 
 
 def test_data_packs_once_with_any_number_of_processes(folder, saved, command):
-    rows = packed(folder, saved)
+    rows, source = packed(folder, saved), opened(folder, saved)[1].describe()
     expected = digests(rows)
     assert len(expected) == 5 and load_last_source("main") is None
     text = command.works("data", "--dataset", folder, "--max_seq_len=32")
     assert "packed" not in text and re.search(rf"^rows +{rows.num_rows:,} ", text, re.M)
-    assert load_last_source("main") == rows.recipe["source"]
+    assert load_last_source("main") == source
     shutil.rmtree(rows.folder)
     command.works("data", "--max_seq_len=32", "--workers=3")  # uses the last source
     assert digests(rows) == expected and not list(rows.folder.glob("*.part"))
@@ -229,9 +230,9 @@ def test_packing_on_a_disk_without_inodes_says_so(folder, saved, command, monkey
 
 def test_full_disk_while_packing_is_one_error_with_path_and_fix(folder, saved):
     rows, text = opened(folder, saved)
-    rows.folder.mkdir(parents=True)
+    rows.only.folder.mkdir(parents=True)
     for shard in missing(rows, text):
-        (rows.folder / f"{shard}.bin.part").symlink_to("/dev/full")
+        (rows.only.folder / f"{shard}.bin.part").symlink_to("/dev/full")
     with pytest.raises(ValueError, match=r"jsonl\.bin: No space left on device\n.*free some space"):
         pack_rows(rows, text, saved, workers=2)
 
@@ -239,18 +240,19 @@ def test_full_disk_while_packing_is_one_error_with_path_and_fix(folder, saved):
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(65_536, "<u2"), (65_537, "<u4")])
 def test_ids_above_65535_are_stored_in_four_bytes(folder, saved, monkeypatch, vocab_size, dtype):
     monkeypatch.setattr(saved, "vocab_size", vocab_size)
-    assert opened(folder, saved)[0].dtype == dtype
+    assert opened(folder, saved)[0].only.dtype == dtype
 
 
 def test_more_shards_keep_existing_rows(folder, tokenizer, capsys):
     rows, text = opened(folder, tokenizer)
-    one: Any = pack_text(rows, text, tokenizer, [1])
+    one = pack_text(rows, text, tokenizer, [1])
     assert missing(rows, text) == [f"shard_{i}.jsonl" for i in (1, 2, 3)]
     with pytest.raises(UsageError, match="training rows for this run, fewer than"):
         one.batch(0, one.num_rows + 1, SEED)
-    two: Any = pack_text(rows, text, tokenizer, [one.num_rows + 1])
+    two = pack_text(rows, text, tokenizer, [one.num_rows + 1])
     assert len(missing(rows, text)) == 2
-    assert [part.train_shards for part in (one, two)] == [["shard_0.jsonl"], rows.train_shards[:2]]
+    shards = [part.only.train_shards for part in (rows, one, two)]
+    assert shards[1:] == [["shard_0.jsonl"], shards[0][:2]]
     assert packed(folder, tokenizer, num_shards=3).folder == packed(folder, tokenizer).folder
     assert capsys.readouterr().out.count("packed") == 5
 
@@ -264,7 +266,7 @@ def test_R6_differences_name_the_changed_setting(folder, tokenizer, tmp_path):
     assert compare_trees(before, opened(copied, tokenizer)[0].recipe) == []
     grown = shutil.copytree(folder, tmp_path / "grown")
     write(grown / "z.jsonl", ["new"])
-    line = "source.num_shards: was 4, now 5"
+    line = "text.num_shards: was 4, now 5"
     assert line in compare_trees(before, opened(grown, tokenizer)[0].recipe)
 
 
@@ -302,9 +304,9 @@ def test_R4_R5_step_has_the_same_rows_on_any_ranks(folder, tokenizer, monkeypatc
 def test_R5_longer_run_reads_each_row_once(folder, tokenizer, monkeypatch):
     rows, text = opened(folder, tokenizer)
     monkeypatch.setattr("nanochat.rows.WINDOW_SHARDS", WINDOW_SHARDS)
-    short: Any = pack_text(rows, text, tokenizer, [500])
-    longer: Any = pack_text(rows, text, tokenizer, [500, 500, 2 * short.num_rows])
-    assert len(short.train_shards) < len(longer.train_shards)
+    short = pack_text(rows, text, tokenizer, [500])
+    longer = pack_text(rows, text, tokenizer, [500, 500, 2 * short.num_rows])
+    assert len(short.only.train_shards) < len(longer.only.train_shards)
     begun = short.row_ids(0, 500, SEED)
     ids = longer.row_ids(0, longer.num_rows, SEED)
     assert (ids[:500] == begun).all()
@@ -347,7 +349,7 @@ MIXTURES = ([0.7, 0.3], [1 / 3, 1 / 3, 1 / 3], [0.98, 0.019, 0.001])
 @pytest.mark.parametrize("shares", MIXTURES)
 def test_any_part_of_a_mixture_has_its_shares(shares):
     for seed, count in ((0, 100), (1, 2000), (2, BLOCK), (3, 3 * BLOCK + 77)):
-        rows = MixedRows({}, tuple(shares), {"max_seq_len": T, "fingerprint": ""})
+        rows = Rows({}, tuple(shares), {"max_seq_len": T, "fingerprint": ""})
         sources, numbers = rows.place(0, count, seed)
         for i, share in enumerate(shares):
             mine = numbers[sources == i]
@@ -414,10 +416,10 @@ def test_R38_rows_belong_to_the_code_that_packs_them(folder, saved, monkeypatch)
     rows, text = opened(folder, saved)
     monkeypatch.setitem(recipe.code_of_process, "nanochat/rows.py", "edited")
     edited, _ = opened(folder, saved)
-    assert edited.folder != rows.folder
+    assert edited.only.folder != rows.only.folder
     with pytest.raises(ValueError, match=r"rows.py or dataset.py was edited just now"):
         pack_rows(edited, text, saved, workers=2)  # its processes read the file as it is
-    assert not list(edited.folder.glob("*.bin"))
+    assert not list(edited.only.folder.glob("*.bin"))
 
 
 def test_missing_and_unreadable_shards_are_named(folder, saved):
@@ -454,7 +456,7 @@ def test_R28_damaged_rows_are_named_and_packed_again(folder, saved, damage):
         path = rows.path(shard, ".bin")
         damage(path)
         with pytest.raises(UsageError, match=rf"{re.escape(str(path))} is damaged.*\n.*again"):
-            opened(folder, saved)[0].open(shard)
+            opened(folder, saved)[0].only.open(shard)
         assert digests(packed(folder, saved)) == expected
 
 
@@ -468,17 +470,17 @@ def chat(question: str, answer: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
-def packed_chats(chats: list) -> Rows:
+def packed_chats(chats: list) -> Shards:
     return mixed_rows({"x": ChatPart(chats, {"size": len(chats)})})
 
 
-def mixed_rows(parts: dict[str, ChatPart], seed: int = 0) -> Rows:
+def mixed_rows(parts: dict[str, ChatPart], seed: int = 0) -> Shards:
     rows = open_chat_rows(parts, seed, CHAT_TOKENIZER, 63)
     pack_chats(rows, parts, seed, CHAT_TOKENIZER)
-    return rows
+    return rows.only
 
 
-def conversations_in(rows: Rows) -> Iterator[tuple[list[int], list[int]]]:
+def conversations_in(rows: Shards) -> Iterator[tuple[list[int], list[int]]]:
     """Yield the ids and the loss mask of every conversation, in order, without BOS."""
     start = CHAT_TOKENIZER.special("<|user_start|>")
     for row in stored(rows, "rows"):
@@ -560,7 +562,7 @@ def test_packing_ends_with_a_killed_run_and_outlives_a_killed_packer(folder, sav
     words = ["-m", "scripts.data", f"--dataset={folder}", f"--max_seq_len={T}", "--workers=2"]
     with ExitStack() as held:
         for shard in missing(rows, text):  # the packing process waits for these
-            assert held.enter_context(common.try_lock(rows.path(shard, ".lock")))
+            assert held.enter_context(common.try_lock(rows.only.path(shard, ".lock")))
         with subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE) as process:
             assert process.stdout and any(b"waiting" in line for line in process.stdout)
             packers = psutil.Process(process.pid).children()

@@ -104,7 +104,7 @@ def test_R6_resuming_with_other_settings_is_an_error(trained, command):
     for flags in (CHANGED, [*CHANGED, allowed]):
         text = command.rejects(*words, *flags)
         assert all(line in text for line in CHANGED.values())
-    line = "rows.source.num_shards: was 1, now 2"  # only rows may change, if asked for
+    line = "rows.text.num_shards: was 1, now 2"  # only rows may change, if asked for
     assert line in command.rejects(*words, *OTHER_ROWS)
     assert line in command.works(*words, *OTHER_ROWS, allowed)
     record = read_json(trained / "report" / "base-model-training.json")

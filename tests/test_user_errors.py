@@ -111,10 +111,10 @@ READ_ONLY = Path("/sys/kernel")  # also for root
 
 def test_outputs_are_checked_before_a_stage_works(trained, command, monkeypatch):
     monkeypatch.setenv("NANOCHAT_REPORT_DIR", str(READ_ONLY / "report"))
-    for line in ("chat_eval -i base -a World-Stories -x 2", "base_loss --split_tokens=1"):
+    for line in ("chat_eval -i base -a world_facts -x 2", "base_loss --split_tokens=1"):
         text = command.rejects(*line.split())
         assert f"records cannot be written to {READ_ONLY}" in text and "NANOCHAT_REPORT_DIR" in text
-        assert "accuracy" not in text and "bpb" not in text
+        assert "questions" not in text and "bpb" not in text
 
 
 def test_folders_that_are_only_read_need_no_lock():

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from nanochat.common import REPOSITORY, UsageError, code_digest, write_atomic, write_json
+from nanochat.common import REPOSITORY, UsageError, code_digest, read_json, write_atomic, write_json
 from nanochat.engine import TURN_TOKENS
 from nanochat.golf.size import list_imported_modules, read_source
 from nanochat.gpt import GPT, GPTConfig
@@ -40,7 +40,7 @@ tags:
 - nanochat
 ---
 
-{mark} {params:,} parameters, {layers} layers, vocabulary size {vocab:,},
+A model trained with nanochat: {params:,} parameters, {layers} layers, vocabulary size {vocab:,},
 context length {context:,}.
 
 ```python
@@ -99,31 +99,20 @@ def write_hf(
     require_own_folder(folder)
     folder.mkdir(parents=True, exist_ok=True)
     native = is_native(model)
-    # First: it marks the folder as an export
-    card = CARD.format(
-        mark=CARD_MARK,
-        params=model.num_params(),
-        layers=model.cfg.n_layer,
-        vocab=model.cfg.vocab_size,
-        context=model.cfg.max_seq_len,
-        remote="" if native else ", trust_remote_code=True",
-        bos=BOS,
-        loads=NATIVE_LOADS if native else REMOTE_LOADS,
-    )
-    write_atomic(folder / "README.md", card)
     names = native_names(model.cfg) if native else {n: f"gpt.{n}" for n in model.state_dict()}
     tensors = {
         names[name]: p.detach().to("cpu", dtype, copy=True).contiguous()  # the format has no ties
         for name, p in model.state_dict().items()
     }
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     describe = native_config if native else remote_config
     config = {**describe(model.cfg), "dtype": str(dtype).removeprefix("torch.")}
     ends = (END, *(name for name in TURN_TOKENS if name != END))
     ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": list(map(tokenizer.special, ends))}
     history = {"nanochat": dict(origin)} if origin else {}
     # With a pad_token_id, transformers would not train the embedding of that token (BOS)
+    # It marks the folder as an export, so it is the first file
     write_json(folder / "config.json", {**config, **ids, "pad_token_id": None, **history})
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     write_json(folder / "generation_config.json", {**ids, "pad_token_id": tokenizer.bos_id})
     write_tokenizer(folder, tokenizer, model.cfg.max_seq_len)
     if not native:
@@ -132,13 +121,26 @@ def write_hf(
             # The exported folder is flat
             text = ours.sub(lambda found: f"from .{found[1].replace('.', '_')}", read_source(name))
             write_atomic(folder / f"{name.replace('.', '_')}.py", text)
+    card = CARD.format(
+        params=model.num_params(),
+        layers=model.cfg.n_layer,
+        vocab=model.cfg.vocab_size,
+        context=model.cfg.max_seq_len,
+        remote="" if native else ", trust_remote_code=True",
+        bos=BOS,
+        loads=NATIVE_LOADS if native else REMOTE_LOADS,
+    )
+    page = folder / "README.md"
+    if not page.exists() or CARD_MARK in page.read_text(errors="replace"):  # not one's own
+        write_atomic(page, card)
 
 
 def require_own_folder(folder: Path) -> None:
     """Raise UsageError unless a folder is new, empty, or an earlier export."""
-    card = folder / "README.md"
-    is_export = card.is_file() and CARD_MARK in card.read_text(errors="replace")
-    if folder.exists() and not is_export and any(folder.iterdir()):
+    visible = [x for x in folder.glob("*") if not x.name.startswith(".")]  # .git may be there
+    config = folder / "config.json"
+    kind = read_json(config).get("model_type") if config.is_file() else None
+    if visible and kind not in (NATIVE, REMOTE):
         problem = f"{folder} has files that are not of an earlier export"
         raise UsageError(problem, "use a new or empty folder for --out")
 

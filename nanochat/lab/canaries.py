@@ -34,7 +34,7 @@ from nanochat.eval_chat import longest_prompt, render_prompts, score_by_generati
 from nanochat.finetune import chat_losses
 from nanochat.gpt import GPT
 from nanochat.lab.filters import repeated_share
-from nanochat.rows import AnyRows, inputs_and_targets, open_rows, pack_text, reopen_chat_rows
+from nanochat.rows import Rows, inputs_and_targets, open_rows, pack_text, reopen_chat_rows
 from nanochat.sandbox import Tools
 from nanochat.tokenizer import Tokenizer
 from tasks.base import Mixture, Task, visible
@@ -49,7 +49,7 @@ NUM_ANSWERS = 16  # whose format is checked
 MAX_ANSWER_TOKENS = 128
 
 
-def open_pretraining_rows(checkpoint: Checkpoint, dist: DistContext) -> AnyRows:
+def open_pretraining_rows(checkpoint: Checkpoint, dist: DistContext) -> Rows:
     """
     Packed validation rows of the text that a model was pretrained on. Raises OSError, ValueError or
     UsageError if the text cannot be opened.

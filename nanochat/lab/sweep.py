@@ -108,7 +108,7 @@ class Job:
     def recorded(self) -> Recorded:
         """Values and item scores of all records of the run."""
         found = Recorded({}, {})
-        for record in records.read_lines(self.folder / "report" / "records.jsonl"):
+        for record in records.read_lines(self.folder / "report" / records.HISTORY_FILE):
             found = Recorded(found.values | record["values"], found.items | record["items"])
         return found
 

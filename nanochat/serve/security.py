@@ -107,9 +107,9 @@ class SecurityMiddleware:
             raise ApiError(403, message, "host_not_allowed")
         if origin is not None and origin.lower().partition("://")[2] != host:
             if not {"*", origin} & set(self.cfg.allow_origins):
-                fix = f"; start the server with --allow_origins={origin}"
+                fix = f"; add {origin} to --allow_origins of the server"
                 if not ORIGIN.fullmatch(origin):  # null, or file://
-                    fix = "; open the page of this server, or allow all: --allow_origins='*'"
+                    fix = "; a page from a file has no origin: open the page of this server"
                 raise ApiError(403, f"origin {origin} is not allowed{fix}", "foreign_origin")
         if self.key and scope["path"].startswith(PROTECTED) and scope["method"] != "OPTIONS":
             kind, _, given = headers.get("authorization", "").partition(" ")

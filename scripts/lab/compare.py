@@ -45,6 +45,7 @@ class Compare:
 
 
 def main(cfg: Compare) -> None:
+    records.require_writable()
     if cfg.all:
         return compare_all(cfg)
     sides = {
@@ -148,9 +149,11 @@ def compare_all(cfg: Compare) -> None:
         scores = sum(by_task.values(), [])
         first, mean = first or scores, stats.mean(scores)
         change = stats.compare(first, scores)
-        versus = [f"{change.difference:+.3f} +- {change.se:.3f}", change.verdict]
+        versus = [f"{change.difference:+.3f}{report.show_error(change.se)}", change.verdict]
         tasks = [f"{stats.mean(task).value:.3f}" for task in by_task.values()]
-        rows.append([run, str(each.step), *tasks, f"{mean.value:.3f} +- {mean.se:.3f}", *versus])
+        rows.append(
+            [run, str(each.step), *tasks, f"{mean.value:.3f}{report.show_error(mean.se)}", *versus]
+        )
     columns = ["Run", "Step", *(task.name for task in suite), "All", "From the first", "Verdict"]
     table = {"title": "Accuracy", "columns": columns, "rows": rows}
     inputs = {"before": fingerprint([each.fingerprint for each in checkpoints])}

@@ -50,10 +50,13 @@ def main(cfg: Filter) -> None:
         raise ValueError("set --out, and either --bucket or --rows")
     if cfg.rows and Path(cfg.out).resolve() == Path(cfg.rows).resolve():
         raise ValueError(f"--out={cfg.out} would replace the rows that are read; use another name")
+    records.require_writable()
     out = Path(cfg.out).expanduser()
     section = f"Filters {out.stem}"
-    if out.exists() and not records.read_record(section):
-        raise ValueError(f"--out={out} exists and was not made by filters; pass a new name")
+    made = (records.read_record(section) or {}).get("settings", {}).get("out", "")
+    if out.exists() and Path(made).expanduser().resolve() != out.resolve():
+        fix = "pass another name, or delete it"
+        raise ValueError(f"--out={out} exists, and the report has no record of it; {fix}")
     encode = Tokenizer.load(cfg.tokenizer_tag).encode if cfg.tokenizer_tag else str
     rules = parse_filters(cfg.filters)
     if cfg.bucket:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nanochat import report
+from nanochat import records, report
 from nanochat.common import UsageError, fingerprint, printable
 from nanochat.config import require_at_least, start
 from nanochat.records import append_line, read_lines
@@ -61,6 +61,7 @@ class Generate:
 def main(cfg: Generate) -> None:
     if not (cfg.prompts and cfg.out):
         raise ValueError("--prompts and --out are required")
+    records.require_writable()
     out = Path(cfg.out).expanduser()
     pilot = out.with_name(f"{out.name}.pilot")
     if not cfg.pilot and not pilot.exists():

@@ -40,7 +40,7 @@ from nanochat.dist import DistConfig, DistContext, init_dist
 from nanochat.eval_bpb import bits_per_byte
 from nanochat.finetune import bucket_rows, chat_losses
 from nanochat.lab.canaries import open_pretraining_rows
-from nanochat.rows import AnyRows, ChatPart, inputs_and_targets
+from nanochat.rows import ChatPart, Rows, Shards, inputs_and_targets
 from nanochat.stats import compare
 from tasks.buckets import buckets, read_mixture
 from tasks.held_out import require_access
@@ -170,7 +170,9 @@ def require_same_shape(cfg: MergeScript, models: Sequence[Checkpoint]) -> None:
         raise UsageError(message, "merge models with the same shape and tokenizer")
 
 
-def open_val_rows(cfg: MergeScript, first: Checkpoint, dist: DistContext) -> list[AnyRows]:
+def open_val_rows(
+    cfg: MergeScript, first: Checkpoint, dist: DistContext
+) -> list[Rows] | list[Shards]:
     """
     Packed validation sequences ("rows"): held-out conversations of each bucket of --val_mixture or
     of the first model's training run, or pretraining text for base models.
@@ -195,7 +197,7 @@ class RowScorer:
         self.model, self.tokenizer, self.dist = load_model(first, dist), first.tokenizer(), dist
         opened = open_val_rows(cfg, first, dist)
         self.nats = chat_losses(self.model, self.tokenizer.bos_id)
-        if "source" in opened[0].recipe:  # text
+        if isinstance(opened[0], Rows):  # text
             self.nats = self.model.token_losses
         count = max(1, cfg.eval_tokens // self.model.cfg.max_seq_len // len(opened))
         self.rows = [inputs_and_targets(x) for rows in opened for x in rows.val_batches(1, count)]

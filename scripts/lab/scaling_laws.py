@@ -36,7 +36,7 @@ from nanochat.dataset import DataConfig, load_last_source
 from nanochat.dist import init_dist
 from nanochat.gpt import GPT
 from nanochat.lab.sweep import Job, Sweep, SweepConfig, ledger_table
-from nanochat.rows import MixedRows, open_rows, pack_text
+from nanochat.rows import open_rows, pack_text
 from nanochat.scaling import default_windows, plan_horizon, shape_for_depth
 from nanochat.tokenizer import Tokenizer
 from tasks.world.write import open_text
@@ -94,10 +94,8 @@ def main(cfg: ScalingLaws) -> None:
     for budget, depth in sorted(itertools.product(set(cfg.budgets), set(cfg.depths))):
         rows = math.ceil(budget / models[depth].flops_per_token() / cfg.max_seq_len)
         pack_text(packed, text, tokenizer, [rows])
-        whole = packed.totals()["rows"]  # without repeating any source
-        if isinstance(packed, MixedRows):
-            parts = zip(packed.parts.values(), packed.shares, strict=True)
-            whole = min(part.totals()["rows"] / share for part, share in parts)
+        parts = zip(packed.parts.values(), packed.shares, strict=True)
+        whole = min(part.totals()["rows"] / share for part, share in parts)  # none repeated
         if MIN_ROWS <= rows <= whole:
             for (number, arm), i in itertools.product(enumerate(arms), range(cfg.seeds)):
                 run = (arm, budget, depth, 100 * number + i)

@@ -58,6 +58,7 @@ def main(cfg: Watch) -> None:
     stage, _, tag = cfg.run.partition(":")
     if not tag or not cfg.parent:
         raise ValueError("name the run and its parent, as in --run=sft:d4 --parent=mid:d4")
+    records.require_writable()
     folder, parent = stage_folder(stage) / tag, find_checkpoint(cfg.parent)
     suite = open_suite(parent.state["source"].get("dataset"))
     shared = pretraining_batches(parent, dist), suite, dist

@@ -27,7 +27,7 @@ def test_filtered_file_is_a_bucket(tmp_path, base, command):
     source, out = write(tmp_path / "in.jsonl", rows), tmp_path / "good.jsonl"
     run = ["lab.filter", f"--out={out}", "--filters=no_image,no_duplicate"]
     out.write_text("of others")
-    assert f"{out} exists and was not made" in command.rejects(*run, f"--rows={source}")
+    assert f"{out} exists, and the report has no" in command.rejects(*run, f"--rows={source}")
     out.unlink()
     command.works(*run, f"--rows={source}")
     assert len(JSONL("train", source=str(out))) + len(JSONL("val", source=str(out))) == 60

@@ -86,7 +86,7 @@ def test_checkpoints_of_runs_are_scored_on_the_static_suite(tuned, command):
     command.works("lab.compare", every)
     rows = read_json(tuned / "report" / "suite.json")["tables"][0]["rows"]
     assert [row[:2] for row in rows] == [["base:one", "20"], ["sft:s0", "20"]]
-    assert "+0.000 +- 0.000" in rows[0]
+    assert "+0.000 ± 0.000" in rows[0]
     assert "no checkpoint in" in command.rejects("lab.compare", "--all=sft:none")
 
 
