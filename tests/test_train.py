@@ -54,7 +54,7 @@ def test_model_is_not_compiled_under_a_memory_limit(monkeypatch, tiny_gpt, dist)
 def test_compiler_that_cannot_work_is_named(monkeypatch, tiny_gpt, dist, capsys):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/proc/cache")
     assert set_kernels("auto", tiny_gpt, 1e20, dist) == "off"
-    assert "slower: torch.compile cannot work: /proc/cache cannot be used" in capsys.readouterr().out
+    assert "slower: torch.compile cannot work: /proc/cache cannot be" in capsys.readouterr().out
     with pytest.raises(UsageError, match="set TORCHINDUCTOR_CACHE_DIR"):
         set_kernels("on", tiny_gpt, 1e20, dist)
 

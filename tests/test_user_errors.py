@@ -120,6 +120,9 @@ def test_outputs_are_checked_before_a_stage_works(trained, command, monkeypatch)
 def test_folders_that_are_only_read_need_no_lock():
     with common.hold_lock(READ_ONLY / ".lock", "nothing"), common.try_lock(READ_ONLY / "x") as mine:
         assert mine
+    others = READ_ONLY / "uevent_seqnum"  # may be read, not written
+    with common.try_lock(others) as first, common.try_lock(others) as second:
+        assert first and not second
 
 
 def test_errors_of_writing_name_the_file():
