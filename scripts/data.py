@@ -8,7 +8,7 @@ Optional: base training packs the rows that it needs. Finished work is kept; mac
 the base directory can run this together.
 
 Reads   the text, and tokenizer/<tag>/ under the base directory (scripts.tok_train)
-Writes  data/ (downloads, manifest) and rows/<hash of text, tokenizer and row length>/ there;
+Writes  data/ (downloads, manifest) and rows/<hash of text, tokenizer, row length and code>/ there;
         unless --download_only, also the source for later stages
 """
 
