@@ -179,10 +179,12 @@ def score_batch(model: Any, questions: Sequence[Question]) -> list[list[OptionSc
         for ids, start in zip(q.options, q.starts, strict=True):
             inputs.append(ids[skipped:-1])
             targets.append([*[IGNORE] * (start - 1 - skipped), *ids[start:]])
-    x, y = pad_right(inputs, 0, model.device), pad_right(targets, IGNORE, model.device)  # (B, T)
+    x = pad_right(inputs, 0, model.device)  # (B, T)
+    padded = pad_right(targets, IGNORE, torch.device("cpu"))
     view = prefill_shared(model, questions, x.size(1)) if shares_prefix else None
-    scored = y != IGNORE
-    states, y = model.hidden(x, view)[scored], y[scored]  # (N, C), (N,)
+    scored = padded != IGNORE  # on the host, so that its device need not be waited for
+    where = tuple(i.to(model.device) for i in scored.nonzero(as_tuple=True))
+    states, y = model.hidden(x, view)[where], padded[scored].to(model.device)  # (N, C), (N,)
     nats, greedy = torch.empty(len(y)), torch.empty(len(y), dtype=torch.bool)
     for first in range(0, len(y), HEAD_TOKENS):
         part = slice(first, first + HEAD_TOKENS)
