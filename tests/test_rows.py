@@ -1,5 +1,6 @@
 """Packed rows: what text and chats become on disk, batches, and fine-tuning on them."""
 
+import errno
 import random
 import re
 import shutil
@@ -226,6 +227,16 @@ def test_data_packs_once_with_any_number_of_processes(folder, saved, command):
 def test_packing_on_a_disk_without_inodes_says_so(folder, saved, command, monkeypatch):
     monkeypatch.setattr("fcntl.flock", lambda *_: Path("/dev/full").write_text("x"))
     assert "No space left" in command.rejects("data", "--dataset", folder, "--workers=1")
+
+
+def test_packing_needs_no_shared_memory(folder, saved, monkeypatch):
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", "/dev/shm/sem")
+
+    monkeypatch.setattr("_multiprocessing.SemLock", refuse)  # as where /dev/shm is read-only
+    rows, text = opened(folder, saved)
+    pack_rows(rows, text, saved, workers=2)
+    assert missing(rows, text) == []
 
 
 def test_full_disk_while_packing_is_one_error_with_path_and_fix(folder, saved):

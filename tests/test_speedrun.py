@@ -234,6 +234,12 @@ def commands_of(script: str, folder: Path, **variables: str) -> list[tuple[str, 
     return [(name.removeprefix("scripts."), flags) for name, *flags in found]
 
 
+def test_ranks_of_one_host_need_no_name_of_it():
+    text = (REPOSITORY / "dev/profile.sh").read_text()
+    [launch] = re.findall(r"torchrun --standalone .*", text)
+    assert "--local-addr=127.0.0.1" in launch
+
+
 def test_plan_needs_no_gpu_prints_cost_and_runs_no_stage(tmp_path, command):
     [(name, flags)] = commands_of("speedrun.sh --plan", tmp_path, PROFILE="h100x8")
     assert re.search(r"run +about \d+ min, \$\d", command.works(name, *flags))
